@@ -1,0 +1,54 @@
+"""The exception tree: what a person did wrong or what a machine lacks, always with a remedy.
+
+    PlannerError                 message, hint, exit code
+    |-- UsageError        (2)    a flag, a name or a value that cannot be meant
+    |   |-- UnknownGpuError
+    |   |-- UnknownModelError
+    |   `-- SetupError           a combination of settings that cannot exist
+    |-- ConfigError       (2)    a config.json, YAML or JSON that cannot be read or makes no sense
+    `-- EnvironmentProblem (3)   no GPU, no network, full disk, a missing extra
+
+Expected outcomes (out of memory, a timeout, nothing fits) are data, never exceptions.
+"""
+
+EXIT_OK = 0
+EXIT_NOTHING_FITS = 1
+EXIT_BAD_INPUT = 2
+EXIT_ENVIRONMENT = 3
+
+
+class PlannerError(Exception):
+    """An error a person can mend; `hint` says how."""
+
+    exit_code = EXIT_BAD_INPUT
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(PlannerError):
+    """A flag, a name or a value that cannot be meant."""
+
+
+class UnknownGpuError(UsageError):
+    """No row of the GPU table matches the name given."""
+
+
+class UnknownModelError(UsageError):
+    """No directory, catalogue entry, cached or hub model matches the name given."""
+
+
+class SetupError(UsageError, ValueError):
+    """A combination of settings that cannot exist."""
+
+
+class ConfigError(PlannerError):
+    """A configuration file that cannot be read or makes no sense."""
+
+
+class EnvironmentProblem(PlannerError):
+    """The machine lacks something: a GPU, the network, disk space, an optional dependency."""
+
+    exit_code = EXIT_ENVIRONMENT

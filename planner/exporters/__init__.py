@@ -1,0 +1,1 @@
+"""Launch files: one module per target tool. Pure: plan in, text out."""

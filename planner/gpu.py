@@ -1,0 +1,58 @@
+"""`GpuSpec`: facts about one accelerator, as one row of the GPU table. Fitted constants live in `calibration`."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuSpec:
+    """One GPU, facts only; every figure with its unit, dense rates with fp32 accumulation.
+
+    Attributes:
+        key: the table's key ("rtx-4090").
+        name: marketing name.
+        driver_name: what the driver or torch reports ("NVIDIA GeForce RTX 4090").
+        vendor: "NVIDIA", "AMD" or "Apple".
+        arch: "Ada", "Hopper", ...
+        compute_capability: (major, minor), None where the vendor has no such thing.
+        memory_bytes: usable memory as torch reports it (`total_memory`), not marketing.
+        memory_basis: where `memory_bytes` was read.
+        bf16_flops_per_s: None where the hardware has no bf16 units (torch then emulates it slowly).
+        memory_bandwidth_bytes_per_s: device memory.
+        nvlink_bytes_per_s: 0 where there is none.
+        flash_attention_2: whether the flash-attn 2 kernels run on it.
+        source: where the facts come from; `unsourced` names fields from memory.
+    """
+
+    key: str
+    name: str
+    driver_name: str
+    vendor: str
+    arch: str
+    compute_capability: tuple[int, int] | None
+    memory_bytes: int
+    memory_basis: str
+    bf16_flops_per_s: float | None
+    fp16_flops_per_s: float | None
+    fp32_flops_per_s: float | None
+    tf32_flops_per_s: float | None
+    memory_bandwidth_bytes_per_s: float
+    nvlink_bytes_per_s: float
+    pcie: str
+    sm_count: int | None
+    l2_bytes: int | None
+    tdp_w: float | None
+    flash_attention_2: bool
+    source: str
+    unsourced: tuple[str, ...] = ()
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes <= 0:
+            raise ValueError(f"memory_bytes must be positive, got {self.memory_bytes} ({self.key})")
+        if self.memory_bandwidth_bytes_per_s <= 0:
+            raise ValueError(f"memory bandwidth must be positive ({self.key})")
+
+    @property
+    def bf16(self) -> bool:
+        """Whether bf16 runs on the hardware's own units."""
+        return self.bf16_flops_per_s is not None

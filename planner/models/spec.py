@@ -1,0 +1,250 @@
+"""`ModelSpec`: the module inventory of one causal language model, as plain data.
+
+A spec is what the formula rung knows of a model: every module that transformers would build, with its shape, in the
+order of the layers. Adapters (one per architecture family) derive it from `config.json`; the dry run reads the real
+module tree instead and a test compares the two.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+Role = Literal[
+    "q", "k", "v", "qkv", "o",              # attention projections ("qkv": fused)
+    "gate", "up", "down", "gate_up",        # MLP ("up" and "down" also name a plain MLP's two matrices)
+    "router",                               # mixture-of-experts gate
+    "mixer",                                # projections of linear attention / state-space / latent-attention layers
+    "other",
+]  # fmt: skip
+ModuleKind = Literal["linear", "conv1d", "parameter"]
+NormKind = Literal["rms", "layer"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearSpec:
+    """One matrix [out_features, in_features] of a layer, possibly repeated.
+
+    Attributes:
+        name: dotted module name below its layer ("self_attn.q_proj"); PEFT matches its last part.
+        role: what it does.
+        module: "linear" (nn.Linear) and "conv1d" (GPT-2's Conv1D) are what PEFT's "all-linear" adapts and bitsandbytes
+            quantizes; "parameter" is a bare nn.Parameter (stacked experts), which neither touches.
+        num: how many such matrices the layer holds (experts).
+        num_active: through how many of them each token passes (top-k experts); equals `num` for dense layers.
+    """
+
+    name: str
+    role: Role
+    in_features: int
+    out_features: int
+    bias: bool = False
+    module: ModuleKind = "linear"
+    num: int = 1
+    num_active: int = 1
+
+    @property
+    def leaf(self) -> str:
+        """The last part of the dotted name, what `target_modules` matches."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def num_weights(self) -> int:
+        """Elements of all `num` matrices, biases not counted."""
+        return self.num * self.in_features * self.out_features
+
+    @property
+    def num_bias(self) -> int:
+        """Elements of all biases."""
+        return self.num * self.out_features if self.bias else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NormSpec:
+    """One normalisation module of `size` elements, applied to `rows_per_token` rows per token (heads, for q/k norms)."""
+
+    name: str
+    kind: NormKind
+    size: int
+    bias: bool = False
+    weight: bool = True
+    rows_per_token: int = 1
+
+    @property
+    def num_params(self) -> int:
+        """Elements of weight and bias."""
+        return self.size * (int(self.weight) + int(self.bias))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionSpec:
+    """How a layer mixes tokens.
+
+    Attributes:
+        kind: "softmax" (any scaled-dot-product attention, latent attention included) or "linear" (gated delta rule,
+            state space: no tokens x tokens matrix).
+        head_dim: of queries and keys; `value_head_dim` of values.
+        window_tokens: sliding window, None for full attention.
+        rotary: whether rotary position embeddings are applied to q and k.
+        softcap: whether logits are soft-capped (eager only; flash kernels take it as an argument).
+        sinks: attention sinks (gpt-oss).
+        cross: cross attention of an encoder-decoder.
+    """
+
+    kind: Literal["softmax", "linear"] = "softmax"
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int
+    window_tokens: int | None = None
+    rotary: bool = True
+    softcap: bool = False
+    sinks: bool = False
+    cross: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MlpSpec:
+    """The channel mixer: "gated" (three matrices), "plain" (two) or "moe" (routed experts, each gated or plain)."""
+
+    kind: Literal["gated", "plain", "moe"]
+    intermediate_size: int
+    activation: str
+    num_experts: int = 0
+    num_active_experts: int = 0
+    shared_intermediate_size: int = 0
+    gated_experts: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSpec:
+    """One kind of layer. `num_other_params` are parameters in neither linears nor norms (biases of a router, a
+    convolution, gates), `num_other_buffers_bytes` persistent buffers."""
+
+    kind: str
+    linears: tuple[LinearSpec, ...]
+    norms: tuple[NormSpec, ...]
+    attention: AttentionSpec | None
+    mlp: MlpSpec | None
+    cross_attention: AttentionSpec | None = None
+    parallel_residual: bool = False
+    num_other_params: int = 0
+
+    @property
+    def num_params(self) -> int:
+        """All parameters of one such layer."""
+        return (
+            sum(linear.num_weights + linear.num_bias for linear in self.linears)
+            + sum(norm.num_params for norm in self.norms)
+            + self.num_other_params
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmbeddingSpec:
+    """One lookup table [num_rows, dim]."""
+
+    name: str
+    num_rows: int
+    dim: int
+
+    @property
+    def num_params(self) -> int:
+        """Elements of the table."""
+        return self.num_rows * self.dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """One model: its layers, what stands before and after them, and where the facts came from.
+
+    Attributes:
+        model_id: the name the user gave, resolved (hub id or directory name).
+        model_type: transformers' `model_type`.
+        built_class: the class `AutoModelForCausalLM` (or Seq2Seq) builds.
+        layer_kinds: the distinct kinds of layer.
+        layer_order: index into `layer_kinds` for every layer in order; len() is the depth.
+        embeddings: token, position, per-layer, token-type tables, tied head counted here once.
+        head: the output projection; `tied` says that it shares the token embedding's storage.
+        outer_linears: matrices outside the layers (opt-350m's project_in/out, per-layer projections).
+        outer_norms: final norm, embedding norm.
+        num_outer_other_params: other parameters outside the layers.
+        idle_layers: layers that hold weights but see no text token (a vision tower), as (layer, repeats).
+        num_idle_other_params: the rest of such towers.
+        rotary: whether one rotary table is computed per forward.
+        logit_softcap: whether the final logits are soft-capped (two more copies of the logits).
+        is_encoder_decoder: T5 family.
+        config: the raw configuration, for the dry run and the probe.
+        config_source: where it came from, one line.
+    """
+
+    model_id: str
+    model_type: str
+    built_class: str
+    hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int | None
+    layer_kinds: tuple[LayerSpec, ...]
+    layer_order: tuple[int, ...]
+    embeddings: tuple[EmbeddingSpec, ...]
+    head: LinearSpec | None
+    tied: bool
+    outer_linears: tuple[LinearSpec, ...] = ()
+    outer_norms: tuple[NormSpec, ...] = ()
+    num_outer_other_params: int = 0
+    idle_layers: tuple[tuple[LayerSpec, int], ...] = ()
+    num_idle_other_params: int = 0
+    logit_softcap: bool = False
+    is_encoder_decoder: bool = False
+    config: Mapping[str, Any] = field(repr=False, compare=False, hash=False, default_factory=dict)
+    config_source: str = field(compare=False, default="")
+
+    @property
+    def num_layers(self) -> int:
+        """Depth: layers in order (encoder and decoder together)."""
+        return len(self.layer_order)
+
+    @cached_property
+    def layer_counts(self) -> tuple[tuple[LayerSpec, int], ...]:
+        """Each kind of layer with how often it occurs."""
+        counts = [0] * len(self.layer_kinds)
+        for index in self.layer_order:
+            counts[index] += 1
+        return tuple(zip(self.layer_kinds, counts, strict=True))
+
+    @cached_property
+    def num_embedding_params(self) -> int:
+        """Parameters of all lookup tables (a tied head is in here)."""
+        return sum(table.num_params for table in self.embeddings)
+
+    @cached_property
+    def num_head_params(self) -> int:
+        """Parameters of an untied head, 0 when tied or absent."""
+        if self.head is None or self.tied:
+            return 0
+        return self.head.num_weights + self.head.num_bias
+
+    @cached_property
+    def num_params(self) -> int:
+        """Unique parameters of the module tree, a tied head counted once.
+
+        Measured: equals the built module tree for all 165 catalogue models (tests/planner/test_models.py).
+        """
+        total = self.num_embedding_params + self.num_head_params + self.num_outer_other_params
+        if self.tied and self.head is not None:
+            total += self.head.num_bias
+        total += sum(linear.num_weights + linear.num_bias for linear in self.outer_linears)
+        total += sum(norm.num_params for norm in self.outer_norms)
+        total += sum(layer.num_params * num for layer, num in self.layer_counts)
+        total += sum(layer.num_params * num for layer, num in self.idle_layers) + self.num_idle_other_params
+        return total
+
+    @cached_property
+    def num_active_params(self) -> int:
+        """Parameters that one text token is multiplied with: idle towers, idle experts and lookup tables left out,
+        the head counted (tied or not)."""
+        total = self.head.num_weights if self.head is not None else 0
+        total += sum(linear.num_weights for linear in self.outer_linears)
+        for layer, num in self.layer_counts:
+            total += num * sum(one.in_features * one.out_features * one.num_active for one in layer.linears)
+        return total

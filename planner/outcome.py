@@ -1,0 +1,165 @@
+"""What the rungs of the ladder answer about one setup: predictions, measurements and failures, all plain data."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from statistics import median
+
+from planner.memory.types import MemoryTerm
+from planner.setup import TrainSetup
+
+
+class Rung(StrEnum):
+    """Where a number comes from. A higher rung corrects the lower ones."""
+
+    FORMULA = "formula"
+    DRY_RUN = "dry_run"
+    PROBE = "probe"
+    CONFIRM = "confirm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a rung without a GPU (formula, dry run) says about one setup.
+
+    Attributes:
+        phase_peaks_bytes: allocated peak of each phase, keys of `memory.types.PHASES`.
+        terms: what is alive at the peak, largest first.
+        memory_band_fraction: half-width of the error band on memory (0.08: plus or minus 8 %), measured; the accuracy
+            report says on what.
+        step_time_s, tokens_per_s: None where the rung does not predict speed.
+        time_parts_s: where the time goes, by operator class.
+        notes: what a person must know (a math-kernel fallback, an assumption), one sentence each.
+    """
+
+    rung: Rung
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    peak_device_bytes: int
+    peak_phase: str
+    phase_peaks_bytes: Mapping[str, int]
+    terms: tuple[MemoryTerm, ...]
+    memory_band_fraction: float
+    step_time_s: float | None = None
+    tokens_per_s: float | None = None
+    time_band_fraction: float | None = None
+    mfu_fraction: float | None = None
+    time_parts_s: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Where something was measured. `libraries` maps a distribution name to its version."""
+
+    gpu_name: str
+    gpu_key: str | None
+    driver: str
+    cuda: str
+    python: str
+    platform: str
+    libraries: Mapping[str, str]
+    power_limit_w: float | None = None
+    device: str = "cuda"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What a probe or a confirmation measured, raw.
+
+    Attributes:
+        step_times_s: every optimizer step after warm-up, in order (extended to full depth where truncated).
+        layers_measured: depths that were really run, (full,) for full depth.
+        extrapolation_error_fraction: how far the linear extension missed a third depth or the known parameter bytes.
+        flags: "allocator-retries", "clock-throttled", "unstable", ...
+        device_peak_is_nvml: False where the driver could not be asked and reserved plus context stands in.
+    """
+
+    rung: Rung
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    peak_device_bytes: int
+    phase_peaks_bytes: Mapping[str, int]
+    step_times_s: tuple[float, ...]
+    tokens_per_step: int
+    layers_measured: tuple[int, ...]
+    environment: Environment
+    extrapolation_error_fraction: float | None = None
+    mfu_fraction: float | None = None
+    flags: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    device_peak_is_nvml: bool = True
+
+    @property
+    def step_time_s(self) -> float:
+        """Median optimizer-step time."""
+        return median(self.step_times_s)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens (padding included) per second at the median step."""
+        return self.tokens_per_step / self.step_time_s
+
+
+class FailureKind(StrEnum):
+    """Why a dry run or a probe brought no figures back."""
+
+    OUT_OF_MEMORY = "out_of_memory"
+    TIMEOUT = "timeout"
+    UNSUPPORTED = "unsupported"
+    CRASHED = "crashed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeFailure:
+    """An outcome, not an exception: out of memory at a setup is knowledge about that setup."""
+
+    rung: Rung
+    kind: FailureKind
+    message: str
+    log_path: str | None = None
+
+
+Evidence = Prediction | Measurement | ProbeFailure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One setup with all that is known about it.
+
+    `fits` and `tokens_per_s` speak from the highest rung that answered.
+    """
+
+    setup: TrainSetup
+    budget_bytes: int
+    formula: Prediction
+    dry_run: Prediction | ProbeFailure | None = None
+    probe: Measurement | ProbeFailure | None = None
+
+    @property
+    def memory_evidence(self) -> Prediction | Measurement:
+        """The highest rung that gave memory figures."""
+        for evidence in (self.probe, self.dry_run):
+            if evidence is not None and not isinstance(evidence, ProbeFailure):
+                return evidence
+        return self.formula
+
+    @property
+    def speed_evidence(self) -> Prediction | Measurement:
+        """The highest rung that gave a step time."""
+        for evidence in (self.probe, self.dry_run):
+            if isinstance(evidence, (Prediction, Measurement)) and evidence.tokens_per_s is not None:
+                return evidence
+        return self.formula
+
+    @property
+    def fits(self) -> bool:
+        """Device peak within the budget on the highest rung, and no probe ran out of memory."""
+        if isinstance(self.probe, ProbeFailure) and self.probe.kind is FailureKind.OUT_OF_MEMORY:
+            return False
+        return self.memory_evidence.peak_device_bytes <= self.budget_bytes
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens/s from the highest rung that has one; 0 where nobody knows."""
+        return self.speed_evidence.tokens_per_s or 0.0

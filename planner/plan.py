@@ -1,0 +1,100 @@
+"""`Plan` and `NoPlan`: the answer to a workload, with the walk that led to it. Plain data; rendering lives in reports."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self
+
+from planner.outcome import Candidate
+from planner.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A branch the tree did not take: which setups, why, and the bytes that decided it."""
+
+    branch: str
+    reason: str
+    num_setups: int
+    needed_bytes: int | None = None
+    budget_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One question of the decision tree with its answer.
+
+    Attributes:
+        question: "Does full fine-tuning fit with one sequence?"
+        choice: the branch taken, short ("LoRA").
+        reason: one sentence with the figures.
+        needed_bytes: device peak of the best setup of this branch at micro-batch 1 (None where bytes did not decide).
+        budget_bytes: what it was compared with.
+        cuts: branches given up here.
+    """
+
+    question: str
+    choice: str
+    reason: str
+    needed_bytes: int | None = None
+    budget_bytes: int | None = None
+    cuts: tuple[Cut, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """A candidate worth knowing beside the chosen one, and what it costs or buys."""
+
+    label: str
+    candidate: Candidate
+    trade: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """One change that would make something fit, smallest first in a NoPlan."""
+
+    action: str
+    saves_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpaceCount:
+    """How much of the space was looked at: `walked` setups, of which `infeasible` do not fit."""
+
+    walked: int
+    infeasible: int
+    impossible: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The fastest setup found that fits, why, and what stands beside it."""
+
+    workload: Workload
+    chosen: Candidate
+    alternatives: tuple[Alternative, ...]
+    ranked: tuple[Candidate, ...]
+    walk: tuple[Answer, ...]
+    space: SpaceCount
+    notes: tuple[str, ...] = ()
+    search: Mapping[str, object] = field(default_factory=dict)
+    kind: Literal["plan"] = "plan"
+
+    def with_chosen(self, chosen: Candidate, ranked: tuple[Candidate, ...]) -> Self:
+        """The same plan after a higher rung re-ranked its candidates."""
+        return replace(self, chosen=chosen, ranked=ranked)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoPlan:
+    """Nothing fits: the nearest setup, what is missing, and what would make it fit."""
+
+    workload: Workload
+    nearest: Candidate
+    missing_bytes: int
+    remedies: tuple[Remedy, ...]
+    walk: tuple[Answer, ...]
+    space: SpaceCount
+    notes: tuple[str, ...] = ()
+    kind: Literal["no_plan"] = "no_plan"

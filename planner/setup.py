@@ -1,0 +1,219 @@
+"""`TrainSetup`: one point of the space. Impossible combinations cannot be built.
+
+`model` and `gpu` are not part of it: the same setup is tried on any. The interchange form (one JSON object with model,
+gpu and the setup's fields) lives in `planner.interchange`.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from planner.errors import SetupError
+
+METHODS = ("full", "lora", "qlora")
+PRECISIONS = ("fp32", "bf16-pure", "bf16-autocast", "bf16-mixed", "fp16-autocast", "fp16-mixed")
+"""fp32; bf16-pure: bf16 weights, no autocast; bf16-autocast: bf16 weights under autocast; bf16-mixed: fp32 weights
+under autocast; fp16-autocast: frozen fp16 weights under autocast with loss scaling (adapters only: a scaler cannot
+unscale fp16 gradients); fp16-mixed: fp32 weights under fp16 autocast with loss scaling."""
+QUANTIZATIONS = ("none", "int8", "nf4", "nf4-double")
+OPTIMIZERS = (
+    "adamw",
+    "adamw-fused",
+    "adamw-8bit",
+    "paged-adamw-8bit",
+    "paged-adamw-32bit",
+    "adafactor",
+    "lion-8bit",
+    "sgd",
+)
+ATTENTIONS = ("eager", "sdpa", "flash-attention-2")
+LOSSES = ("full", "chunked", "liger")
+ADAPTER_DTYPES = ("auto", "fp32", "bf16", "fp16")
+TARGET_SETS = ("attention", "all-linear")
+PARALLELS = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp2", "tensor", "pipeline", "device-map")
+
+_MAX_COUNT = 1 << 40  # anything larger is a typing mistake, and would overflow nothing but patience
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainSetup:
+    """One complete training setup.
+
+    Attributes:
+        method: "full", "lora" (16- or 32-bit frozen base) or "qlora" (quantized frozen base).
+        precision: one of PRECISIONS.
+        quantization: of the frozen base, "none" unless method is "qlora".
+        kbit_fp32_cast: peft's `prepare_model_for_kbit_training` casts what is not quantized to fp32 (qlora only).
+        lora_rank: 0 for full fine-tuning.
+        lora_targets: "attention", "all-linear" or a tuple of module names.
+        lora_dropout: above 0 each adapted matrix keeps a dropped copy of its input.
+        adapter_dtype: "auto" follows the trainer: bf16 for quantized bases without the fp32 cast (TRL), else fp32
+            (peft's `autocast_adapter_dtype`).
+        optimizer: one of OPTIMIZERS ("adamw" is PyTorch's default foreach form).
+        attention: the implementation asked of transformers; which kernel SDPA then picks depends on the GPU.
+        checkpointing: 0 off, 1 every layer, n every n-th layer (layer i is checkpointed when i % n == 0).
+        loss: "full" (logits materialised), "chunked" (TRL's default head), "liger" (fused linear cross-entropy).
+        micro_batch_seqs: sequences per forward on one GPU.
+        accumulation_steps: micro-batches per optimizer step.
+        seq_len_tokens: length of every sequence of the worst batch.
+        packing: sequences are filled with several samples; False: padded to the longest.
+        compile: torch.compile.
+        num_gpus, parallel: one GPU and "none" unless said otherwise.
+    """
+
+    method: str = "lora"
+    precision: str = "bf16-autocast"
+    quantization: str = "none"
+    kbit_fp32_cast: bool = False
+    lora_rank: int = 16
+    lora_targets: str | tuple[str, ...] = "all-linear"
+    lora_dropout: float = 0.0
+    adapter_dtype: str = "auto"
+    optimizer: str = "adamw-fused"
+    attention: str = "sdpa"
+    checkpointing: int = 1
+    loss: str = "full"
+    micro_batch_seqs: int = 1
+    accumulation_steps: int = 1
+    seq_len_tokens: int = 2048
+    packing: bool = False
+    compile: bool = False
+    num_gpus: int = 1
+    parallel: str = "none"
+
+    def __post_init__(self) -> None:
+        _one_of("method", self.method, METHODS)
+        _one_of("precision", self.precision, PRECISIONS)
+        _one_of("quantization", self.quantization, QUANTIZATIONS)
+        _one_of("optimizer", self.optimizer, OPTIMIZERS)
+        _one_of("attention", self.attention, ATTENTIONS)
+        _one_of("loss", self.loss, LOSSES)
+        _one_of("adapter_dtype", self.adapter_dtype, ADAPTER_DTYPES)
+        _one_of("parallel", self.parallel, PARALLELS)
+        for name in ("micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "num_gpus"):
+            _count(name, getattr(self, name), at_least=1)
+        _count("lora_rank", self.lora_rank, at_least=0)
+        _count("checkpointing", self.checkpointing, at_least=0)
+        if not 0.0 <= self.lora_dropout < 1.0:
+            raise SetupError(f"lora_dropout must be in [0, 1), got {self.lora_dropout}")
+        if isinstance(self.lora_targets, str):
+            _one_of("lora_targets", self.lora_targets, TARGET_SETS, hint="or a list of module names")
+        elif not self.lora_targets or not all(isinstance(name, str) and name for name in self.lora_targets):
+            raise SetupError(f"lora_targets must name at least one module, got {self.lora_targets!r}")
+        if self.method == "full":
+            self._check_full()
+        else:
+            self._check_adapter()
+        if self.attention == "flash-attention-2" and self.precision == "fp32":
+            raise SetupError(
+                "flash-attention-2 has no fp32 kernel, got precision 'fp32'",
+                hint="use --attention sdpa, or a 16-bit precision",
+            )
+        if self.num_gpus == 1 and self.parallel != "none":
+            raise SetupError(f"parallel {self.parallel!r} needs more than one GPU", hint="give --gpus 2 or more")
+
+    def _check_full(self) -> None:
+        if self.quantization != "none":
+            raise SetupError(
+                f"method 'full' cannot train {self.quantization} weights",
+                hint="quantized weights are frozen: use --method qlora, or --quantization none",
+            )
+        if self.lora_rank != 0:
+            raise SetupError(f"method 'full' has no LoRA rank, got {self.lora_rank}", hint="leave --rank out")
+        if self.precision == "fp16-autocast":
+            raise SetupError(
+                "method 'full' cannot train fp16 weights: the loss scaler cannot unscale fp16 gradients",
+                hint="use --precision fp16-mixed (fp32 weights under fp16 autocast)",
+            )
+        if self.kbit_fp32_cast:
+            raise SetupError("kbit_fp32_cast belongs to method 'qlora', got method 'full'")
+
+    def _check_adapter(self) -> None:
+        if self.lora_rank < 1:
+            raise SetupError(f"method {self.method!r} needs a LoRA rank of at least 1, got {self.lora_rank}")
+        if self.method == "qlora" and self.quantization == "none":
+            raise SetupError(
+                "method 'qlora' needs a quantization, got 'none'",
+                hint="use --quantization nf4-double, nf4 or int8; or --method lora",
+            )
+        if self.method == "lora" and self.quantization != "none":
+            raise SetupError(
+                f"method 'lora' has an unquantized base, got quantization {self.quantization!r}",
+                hint="use --method qlora for a quantized base",
+            )
+        if self.kbit_fp32_cast and self.method != "qlora":
+            raise SetupError(f"kbit_fp32_cast belongs to method 'qlora', got method {self.method!r}")
+
+    # What the fields mean, in one place for formula, dry run, probe and exporters.
+
+    @property
+    def autocast_dtype(self) -> str | None:
+        """"bf16" or "fp16" under autocast, else None."""
+        return {
+            "bf16-autocast": "bf16",
+            "bf16-mixed": "bf16",
+            "fp16-autocast": "fp16",
+            "fp16-mixed": "fp16",
+        }.get(self.precision)
+
+    @property
+    def weight_dtype(self) -> str:
+        """Data type of weights that are not quantized, before any k-bit cast: "fp32", "bf16" or "fp16"."""
+        return {"fp32": "fp32", "bf16-mixed": "fp32", "fp16-mixed": "fp32", "fp16-autocast": "fp16"}.get(
+            self.precision, "bf16"
+        )
+
+    @property
+    def compute_dtype(self) -> str:
+        """Data type of matrix multiplications: "fp32", "bf16" or "fp16"."""
+        return self.autocast_dtype or self.weight_dtype
+
+    @property
+    def resolved_adapter_dtype(self) -> str:
+        """Data type of the LoRA matrices, with "auto" resolved.
+
+        Source: peft 0.21 `get_peft_model(autocast_adapter_dtype=True)` casts 16-bit adapters to fp32; TRL 1.16
+        `SFTTrainer` casts adapters of a quantized base to bf16 (and does not call `prepare_model_for_kbit_training`).
+        """
+        if self.adapter_dtype != "auto":
+            return self.adapter_dtype
+        if self.method == "qlora" and not self.kbit_fp32_cast:
+            return "bf16"
+        return "fp32"
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the base is quantized."""
+        return self.quantization != "none"
+
+    @property
+    def global_batch_seqs(self) -> int:
+        """Sequences per optimizer step over all data-parallel GPUs."""
+        replicas = self.num_gpus if self.parallel in ("ddp", "zero1", "zero2", "zero3", "fsdp2") else 1
+        return self.micro_batch_seqs * self.accumulation_steps * replicas
+
+    @property
+    def tokens_per_micro_batch(self) -> int:
+        """Tokens of one forward on one GPU."""
+        return self.micro_batch_seqs * self.seq_len_tokens
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step over all GPUs."""
+        return self.global_batch_seqs * self.seq_len_tokens
+
+    def with_(self, **changes: Any) -> Self:
+        """A copy with some fields changed, validated anew."""
+        return replace(self, **changes)
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...], *, hint: str = "") -> None:
+    if value not in allowed:
+        options = ", ".join(allowed)
+        raise SetupError(f"{name} must be one of {options}; got {value!r}", hint=hint or f"choose one of {options}")
+
+
+def _count(name: str, value: object, *, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise SetupError(f"{name} must be a whole number, got {value!r}")
+    if not at_least <= value <= _MAX_COUNT:
+        raise SetupError(f"{name} must be at least {at_least}, got {value}")

@@ -1,0 +1,56 @@
+"""`Workload`: the wish. What the user asked for, what is left to plan, and the memory there is for it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from planner.errors import UsageError
+from planner.gpu import GpuSpec
+from planner.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model, a GPU and what a step must look like.
+
+    Attributes:
+        memory_bytes: usable memory of one GPU (the table's, or what the user said).
+        headroom_bytes: reserve that no plan may touch.
+        global_batch_seqs: sequences per optimizer step; constant while micro-batch and accumulation change.
+        fixed: setup fields the user decided, name -> allowed values; fields not named are planned.
+        min_rank: LoRA rank never falls below it; `min_rank_reason` says which rule gave it.
+        dataset_tokens: tokens of one epoch, for time and cost; None when unknown.
+        price_per_hour: US dollars per GPU hour, None when unknown.
+    """
+
+    model: ModelSpec
+    gpu: GpuSpec
+    memory_bytes: int
+    headroom_bytes: int
+    seq_len_tokens: int
+    global_batch_seqs: int
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    min_rank: int = 16
+    min_rank_reason: str = ""
+    num_gpus: int = 1
+    parallel: str = "none"
+    objective: str = "tokens"
+    dataset_tokens: int | None = None
+    price_per_hour: float | None = None
+    price_source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("seq_len_tokens", "global_batch_seqs", "num_gpus", "memory_bytes", "min_rank"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.headroom_bytes < self.memory_bytes:
+            raise UsageError(
+                f"headroom must be at least 0 and less than the memory ({self.memory_bytes} bytes), "
+                f"got {self.headroom_bytes} bytes",
+                hint="give --headroom in GiB, smaller than the card",
+            )
+
+    @property
+    def budget_bytes(self) -> int:
+        """What a setup's device peak may reach."""
+        return self.memory_bytes - self.headroom_bytes

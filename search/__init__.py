@@ -1,0 +1,1 @@
+"""The search: dimensions, samplers, the Optuna study, stop rules. Never imports `probes`."""
