@@ -1,0 +1,87 @@
+"""JSON in and out: one setup as data (the interchange form), and every outcome as plain JSON values.
+
+The same form is spoken by `plan estimate --setups`, the measurement store, the search and the tests.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from planner.errors import SetupError
+from planner.setup import TrainSetup
+
+SCHEMA_VERSION = 1
+
+SETUP_FIELDS = tuple(field.name for field in fields(TrainSetup))
+
+
+def setup_to_dict(setup: TrainSetup) -> dict[str, Any]:
+    """All fields of a setup as JSON values; `checkpointing` is false, true or n (every n-th layer)."""
+    values = {name: getattr(setup, name) for name in SETUP_FIELDS}
+    if setup.checkpointing <= 1:
+        values["checkpointing"] = bool(setup.checkpointing)
+    if isinstance(setup.lora_targets, tuple):
+        values["lora_targets"] = list(setup.lora_targets)
+    return values
+
+
+def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
+    """A validated setup from JSON values; absent keys take the defaults of the method.
+
+    Defaults that depend on the method: full has rank 0; qlora has quantization "nf4-double".
+
+    Raises:
+        SetupError: an unknown key, a wrong type, or a combination that cannot exist.
+    """
+    unknown = sorted(set(values) - set(SETUP_FIELDS))
+    if unknown:
+        raise SetupError(f"unknown setup key {unknown[0]!r}", hint=f"known keys: {', '.join(SETUP_FIELDS)}")
+    clean = dict(values)
+    method = clean.get("method", "lora")
+    if method == "full":
+        clean["lora_rank"] = clean.get("lora_rank") or 0
+    elif method == "qlora":
+        clean.setdefault("quantization", "nf4-double")
+    if clean.get("lora_rank", 0) is None:
+        del clean["lora_rank"]
+    if "checkpointing" in clean:
+        clean["checkpointing"] = _checkpointing(clean["checkpointing"])
+    if isinstance(clean.get("lora_targets"), list):
+        clean["lora_targets"] = tuple(clean["lora_targets"])
+    for name in ("kbit_fp32_cast", "packing", "compile"):
+        if name in clean and not isinstance(clean[name], bool):
+            raise SetupError(f"{name} must be true or false, got {clean[name]!r}")
+    for name, value in clean.items():
+        if isinstance(value, (dict, list)) or value is None:
+            raise SetupError(f"{name} must be a plain value, got {value!r}")
+    dropout = clean.get("lora_dropout", 0.0)
+    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):
+        raise SetupError(f"lora_dropout must be a number, got {dropout!r}")
+    return TrainSetup(**clean)
+
+
+def _checkpointing(value: object) -> int:
+    if isinstance(value, bool):
+        return int(value)
+    if isinstance(value, int) and value >= 0:
+        return value
+    raise SetupError(f"checkpointing must be false, true or a number of layers, got {value!r}")
+
+
+def to_jsonable(value: Any) -> Any:
+    """Dataclasses, enums, tuples and mappings as JSON values; setups in their interchange form.
+
+    Fields that hold a raw model configuration are left out (it is on disk already, and large).
+    """
+    if isinstance(value, TrainSetup):
+        return setup_to_dict(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_jsonable(getattr(value, f.name)) for f in fields(value) if f.name != "config"}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(key): to_jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_jsonable(item) for item in value]
+    return value
