@@ -1,0 +1,19 @@
+"""What PyTorch's caching allocator holds beyond live tensors, as a closed form; the dry run replays it exactly."""
+
+from planner.units import MIB
+
+GAP_OF_DYNAMIC_FRACTION = 0.03
+"""Share of the changing part of memory that fragmentation and rounding of segments add."""
+GAP_FLOOR_BYTES = 24 * MIB
+"""A small pool's segment and a large pool's segment are never full."""
+
+
+def allocator_gap_bytes(resident_bytes: int, dynamic_bytes: int) -> int:
+    """Reserved minus allocated at the peak, estimated from the part of memory that changes within a step.
+
+    Weights are allocated once and packed; what comes and goes leaves holes. With `expandable_segments:True`, which
+    every launch file sets, holes are 2 MiB pages.
+
+    Source: PyTorch `c10/cuda/CUDACachingAllocator.cpp` (segment sizes 2 and 20 MiB, rounding of larger ones to 2 MiB).
+    """
+    return GAP_FLOOR_BYTES + int(GAP_OF_DYNAMIC_FRACTION * dynamic_bytes)

@@ -1,0 +1,62 @@
+"""Data types as they flow through one training step: what is fp32 and what is 16-bit, decided in one place."""
+
+from dataclasses import dataclass
+
+from planner.setup import TrainSetup
+
+SIZE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def promote(first: str, second: str) -> str:
+    """PyTorch's type promotion between floating types: equal stays, different 16-bit types or fp32 give fp32."""
+    return first if first == second else "fp32"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flow:
+    """Data types of one setup's forward.
+
+    Attributes:
+        table: embedding tables, norms, biases and whatever is not quantized.
+        residual: the hidden states between layers.
+        compute: inputs and outputs of matrix multiplications.
+        autocast: the autocast type, None without.
+        adapter: LoRA matrices.
+        linear_out: what a base matrix returns, given its input's type (bitsandbytes returns its input's type).
+    """
+
+    table: str
+    residual: str
+    compute: str
+    autocast: str | None
+    adapter: str
+    quantized: bool
+
+    def linear_out(self, input_dtype: str) -> str:
+        """Data type that a base projection returns.
+
+        Source: bitsandbytes 0.50 `Linear4bit.forward` casts to its compute dtype and back to the input's; PyTorch
+        autocast returns its own type.
+        """
+        if self.quantized:
+            return input_dtype
+        return self.autocast or self.compute
+
+
+def flow_of(setup: TrainSetup) -> Flow:
+    """The data types of a setup.
+
+    With `kbit_fp32_cast`, peft casts embeddings, norms and head to fp32, so the residual stream is fp32. Under
+    autocast with 16-bit weights the residual stream keeps the weights' type; with fp32 weights it is fp32.
+
+    Source: peft 0.21 `prepare_model_for_kbit_training`; PyTorch autocast op lists; transformers 5.23 modeling code.
+    """
+    table = "fp32" if setup.kbit_fp32_cast else setup.weight_dtype
+    return Flow(
+        table=table,
+        residual=table,
+        compute=setup.compute_dtype,
+        autocast=setup.autocast_dtype,
+        adapter=setup.resolved_adapter_dtype,
+        quantized=setup.quantized,
+    )

@@ -1,0 +1,68 @@
+"""The loss chain: logits, their fp32 copies, log-softmax and gradients. It dominates for modern vocabularies."""
+
+from dataclasses import dataclass
+
+from planner.memory.dtypes import SIZE_BYTES
+
+TRL_TOKEN_CHUNK = 4096
+"""Tokens per tile of TRL's fused head. Source: TRL 1.16 `trl/kernels/chunked_logprob.py` TOKEN_CHUNK_SIZE."""
+TRL_VOCAB_CHUNK = 32768
+"""Vocabulary width of a tile. Source: TRL 1.16 `trl/trainer/utils.py` _CHUNKED_LOGPROB_CHUNK_SIZE."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossChain:
+    """Bytes of the loss chain at its peak in the forward ("loss") and at the start of the backward ("backward")."""
+
+    loss_bytes: int
+    backward_bytes: int
+
+
+def loss_chain(
+    *,
+    loss: str,
+    tokens: int,
+    vocab_size: int,
+    hidden_size: int,
+    logits_dtype: str,
+    hidden_dtype: str,
+    head_trained: bool,
+    softcap: bool,
+    lora_head: bool = False,
+) -> LossChain:
+    """Memory of the loss for one micro-batch of `tokens`.
+
+    "full" (transformers' ForCausalLMLoss): logits [tokens, vocab] in the compute type, their fp32 copy, the fp32
+    log-softmax that autograd keeps; at the start of the backward the log-softmax, the gradient of the log-probabilities
+    and the gradient of the logits, all fp32: 12 bytes per logit. A soft cap keeps its tanh and makes one more copy.
+    "chunked" (TRL's fused head): one tile of 4096 x 32768 logits, and fp32 gradients of the hidden states (and of the
+    head's weight where it is trained). "liger": a chunk of tokens so that its logits are about tokens x hidden, plus
+    the hidden gradient (and the head's, where trained) held from the forward on.
+
+    Source: transformers 5.23 `loss/loss_utils.py`; TRL 1.16 `kernels/chunked_logprob.py`; Hsu et al. 2024, Liger
+    Kernel, section 3.2, https://arxiv.org/abs/2410.10989.
+    Shapes: logits [tokens, vocab].
+    """
+    logit = SIZE_BYTES[logits_dtype]
+    if loss == "full":
+        elements = tokens * vocab_size
+        kept = logit * elements if softcap else 0
+        # without a 16-bit type the fp32 "copy" is the logits themselves
+        upcast = 4 * elements if logits_dtype != "fp32" else 0
+        forward = logit * elements + upcast + 4 * elements + kept
+        return LossChain(loss_bytes=forward, backward_bytes=12 * elements + kept)
+    head_elements = vocab_size * hidden_size
+    hidden_elements = tokens * hidden_size
+    if loss == "chunked":
+        tile = min(tokens, TRL_TOKEN_CHUNK) * min(vocab_size, TRL_VOCAB_CHUNK) * logit
+        gradients = 4 * hidden_elements + (4 * head_elements if head_trained else 0)
+        result = SIZE_BYTES[hidden_dtype] * hidden_elements
+        return LossChain(loss_bytes=tile, backward_bytes=tile + gradients + result)
+    chunk = _power_of_two(-(-tokens // -(-vocab_size // hidden_size)))
+    chunk_bytes = chunk * vocab_size * (2 * logit + 4)
+    held = SIZE_BYTES[hidden_dtype] * hidden_elements + (4 * head_elements if head_trained else 0)
+    return LossChain(loss_bytes=chunk_bytes + held, backward_bytes=held + SIZE_BYTES[hidden_dtype] * hidden_elements)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()

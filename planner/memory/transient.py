@@ -1,0 +1,53 @@
+"""Temporaries inside one layer: what its forward and backward hold beyond what autograd keeps."""
+
+from planner.memory.activations import LayerContext
+from planner.memory.dtypes import SIZE_BYTES
+from planner.models.spec import LayerSpec
+
+
+def _mlp_width(layer: LayerSpec) -> int:
+    """Intermediate elements per token of the layer's MLP, routed experts counted as often as they are active."""
+    if layer.mlp is None:
+        return 0
+    if layer.mlp.kind == "moe":
+        return layer.mlp.num_active_experts * layer.mlp.intermediate_size + layer.mlp.shared_intermediate_size
+    return layer.mlp.intermediate_size
+
+
+def backward_transient(layer: LayerSpec, context: LayerContext) -> int:
+    """Gradients of activations alive at once in one layer's backward.
+
+    The MLP's backward holds the gradients of the product, of the activated gate and of the up projection; RMSNorm's
+    holds three fp32 tensors of the hidden size; attention's the gradients of q, k, v and, with a kernel that keeps
+    tokens x tokens matrices, the gradients of those. The gradient of the residual is alive all along.
+
+    Shapes: [tokens, hidden] and [tokens, intermediate].
+    """
+    flow = context.flow
+    hidden = max((one.in_features for one in layer.linears if one.role in ("q", "qkv", "up", "gate", "gate_up")), default=0)
+    residual = SIZE_BYTES[flow.residual] * hidden
+    size = SIZE_BYTES[flow.linear_out(flow.residual)]
+    mlp = (3 if layer.mlp is not None and layer.mlp.kind != "plain" else 2) * size * _mlp_width(layer)
+    norm = 3 * 4 * hidden
+    attention = 0
+    if layer.attention is not None:
+        spec = layer.attention
+        width = spec.num_heads * (spec.head_dim + spec.value_head_dim)
+        attention = size * 2 * width
+        if context.kernel in ("math", "eager"):
+            attention += 2 * 4 * spec.num_heads * context.setup.seq_len_tokens
+    return context.tokens * (residual + max(mlp, norm, attention))
+
+
+def forward_transient(layer: LayerSpec, context: LayerContext) -> int:
+    """Temporaries of one layer's forward at their largest: the MLP's tensors before autograd keeps or drops them.
+
+    With checkpointing nothing of the layer is kept, so these are all that the forward adds.
+    """
+    flow = context.flow
+    size = SIZE_BYTES[flow.linear_out(flow.residual)]
+    mlp = 3 * size * _mlp_width(layer)
+    scores = 0
+    if layer.attention is not None and context.kernel in ("math", "eager"):
+        scores = 3 * 4 * layer.attention.num_heads * context.setup.seq_len_tokens
+    return context.tokens * max(mlp, scores)
