@@ -1,0 +1,118 @@
+"""Rows from candidates: what the terminal, Markdown and HTML reports all draw, as plain data."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from planner.memory.types import MemoryTerm
+from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
+from reports.text import clean
+
+CATEGORY_WORDS = {
+    "weights": "weights",
+    "adapters": "LoRA adapters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "activations": "activations",
+    "loss": "loss (logits)",
+    "dequantization": "dequantization",
+    "workspace": "workspace",
+    "other": "other",
+    "gap": "allocator gap",
+    "context": "CUDA context",
+    "headroom": "headroom, kept free",
+    "free": "free",
+    "residue": "not attributed",
+}
+"""Categories of memory in the order they are stacked, with the words for people."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRow:
+    """One slice of the card: `size_bytes` from `start_bytes`; category is a key of CATEGORY_WORDS."""
+
+    category: str
+    label: str
+    size_bytes: int
+    start_bytes: int
+
+    @property
+    def end_bytes(self) -> int:
+        """Where the slice ends on the card."""
+        return self.start_bytes + self.size_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breakdown:
+    """The memory of one candidate at its peak, laid against the card.
+
+    Attributes:
+        rows: slices from 0 up to the device peak, then headroom and what is free; they add up to `memory_bytes` when
+            the candidate fits.
+        terms_evidence: the rung that names the terms; the peaks may come from a higher one.
+    """
+
+    rows: tuple[MemoryRow, ...]
+    terms_evidence: Prediction
+    peak_evidence: Prediction | Measurement
+    memory_bytes: int
+
+    @property
+    def used(self) -> tuple[MemoryRow, ...]:
+        """The slices that the run occupies."""
+        return tuple(row for row in self.rows if row.category not in ("headroom", "free"))
+
+
+def best_terms(candidate: Candidate) -> Prediction:
+    """The highest rung that names the terms of memory."""
+    dry_run = candidate.dry_run
+    if dry_run is not None and not isinstance(dry_run, ProbeFailure) and dry_run.terms:
+        return dry_run
+    return candidate.formula
+
+
+def category_bytes(terms: Iterable[MemoryTerm]) -> dict[str, int]:
+    """Bytes per category, in the order of CATEGORY_WORDS."""
+    totals: dict[str, int] = {}
+    for term in terms:
+        totals[term.category] = totals.get(term.category, 0) + term.size_bytes
+    return {name: totals[name] for name in CATEGORY_WORDS if totals.get(name)}
+
+
+def breakdown(candidate: Candidate, memory_bytes: int, *, max_terms: int | None = None) -> Breakdown:
+    """The slices of the card that this candidate fills at its peak.
+
+    With `max_terms`, terms are listed one by one, largest first, the rest summed; without, they are summed by category.
+    A higher rung's peak beside a lower rung's terms leaves a difference: it is its own row, "not attributed", so that
+    nothing is hidden in another term. The row is negative where the terms promise more than the peak.
+    """
+    named, peak = best_terms(candidate), candidate.memory_evidence
+    slices: list[tuple[str, str, int]] = []
+    if max_terms is None:
+        slices = [(name, CATEGORY_WORDS[name], size) for name, size in category_bytes(named.terms).items()]
+    else:
+        terms = sorted((term for term in named.terms if term.size_bytes), key=lambda term: -term.size_bytes)
+        shown = terms if len(terms) <= max_terms else terms[: max_terms - 1]
+        slices = [(term.category, clean(term.name), term.size_bytes) for term in shown]
+        if rest := terms[len(shown) :]:
+            slices.append(("other", f"{len(rest)} smaller terms", sum(term.size_bytes for term in rest)))
+    residue = peak.peak_allocated_bytes - sum(size for _, _, size in slices)
+    slices.append(("residue", CATEGORY_WORDS["residue"] if residue > 0 else "terms overshoot", residue))
+    slices.append(("gap", CATEGORY_WORDS["gap"], peak.peak_reserved_bytes - peak.peak_allocated_bytes))
+    slices.append(("context", CATEGORY_WORDS["context"], peak.peak_device_bytes - peak.peak_reserved_bytes))
+    headroom = max(0, memory_bytes - candidate.budget_bytes)
+    slices.append(("free", CATEGORY_WORDS["free"], candidate.budget_bytes - peak.peak_device_bytes))
+    slices.append(("headroom", CATEGORY_WORDS["headroom"], headroom))
+    rows, start = [], 0
+    for category, label, size in slices:
+        if size == 0 or (category == "free" and size < 0):
+            continue
+        rows.append(MemoryRow(category=category, label=label, size_bytes=size, start_bytes=start))
+        start += size
+    if peak.peak_device_bytes > candidate.budget_bytes:
+        rows = [row for row in rows if row.category != "headroom"]
+    return Breakdown(rows=tuple(rows), terms_evidence=named, peak_evidence=peak, memory_bytes=memory_bytes)
+
+
+def evidence_columns(candidate: Candidate) -> tuple[tuple[str, Prediction | Measurement | ProbeFailure | None], ...]:
+    """The rungs side by side, lowest first."""
+    return (("formula", candidate.formula), ("dry run", candidate.dry_run), ("probe", candidate.probe))

@@ -1,0 +1,344 @@
+"""The answers on the terminal: readable at 80 columns, without colour, in a pipe and in a log file.
+
+Meaning never rests on colour. Everything from outside (model names, messages) is printed as plain text, never as
+markup, with control characters replaced.
+"""
+
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from planner.gpu import GpuSpec
+from planner.models.spec import ModelSpec
+from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
+from planner.plan import Alternative, Answer, NoPlan, Plan
+from planner.units import TERA, count, gib, percent, seconds
+from reports.rows import MemoryRow, best_terms, breakdown, evidence_columns
+from reports.text import (
+    clean,
+    epoch_sentence,
+    failure_words,
+    memory_mark,
+    memory_sentence,
+    needs_words,
+    plural,
+    rate,
+    setup_difference,
+    setup_words,
+    space_sentence,
+    speed_mark,
+    speed_sentence,
+    to_ascii,
+    workload_words,
+)
+
+MAX_TERMS = 12
+BAR_MIN, BAR_MAX = 16, 48
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRow:
+    """One line of `plan models`."""
+
+    model_id: str
+    model_type: str
+    num_params: int
+    max_position_embeddings: int | None = None
+
+
+class _Page:
+    """Writes lines and tables to a console, in ASCII where the console takes nothing else."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.ascii = console.options.ascii_only
+
+    def text(self, words: str) -> str:
+        return to_ascii(words) if self.ascii else words
+
+    def line(self, words: str = "", style: str = "", indent: int = 0) -> None:
+        """One paragraph, wrapped with a hanging indent."""
+        if not words:
+            self.console.print()
+            return
+        text = Text(self.text(words), style=style)
+        for part in text.wrap(self.console, max(20, self.console.width - indent)):
+            part.rstrip()
+            self.console.print(Text(" " * indent) + part, no_wrap=True, overflow="ignore", crop=False)
+
+    def head(self, words: str, mark: str = "") -> None:
+        self.console.print()
+        text = Text(self.text(clean(words)), style="bold")
+        if mark:
+            text.append(self.text(f"  [{mark}]"), style="not bold dim")
+        self.console.print(text)
+
+    def command(self, words: str) -> None:
+        """A command to copy: never wrapped, because a broken line cannot be pasted."""
+        self.console.print(Text("  " + self.text(words)), soft_wrap=True)
+
+    def table(self, *columns: str, right: Sequence[str] = (), header: bool = True) -> Table:
+        table = Table(box=None, show_header=header, padding=(0, 2, 0, 0), pad_edge=False, header_style="underline")
+        for name in columns:
+            table.add_column(
+                Text(self.text(name)),
+                justify="right" if name in right else "left",
+                no_wrap=name in right,
+                overflow="fold",
+            )
+        return table
+
+    def row(self, table: Table, *cells: str | Text, style: str = "") -> None:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(self.text(cell)) for cell in cells), style=style)
+
+
+def render_plan(plan: Plan, console: Console, *, next_command: str = "") -> None:
+    """The plan as a story: verdict, memory, the walk of the decision tree, alternatives, notes, what to type next."""
+    page = _Page(console)
+    page.line(workload_words(plan.workload), style="bold")
+    page.line()
+    page.line(f"Train with {setup_words(plan.chosen.setup)}.", style="bold green")
+    for sentence in (
+        memory_sentence(plan.chosen),
+        speed_sentence(plan.chosen),
+        epoch_sentence(plan.workload, plan.chosen),
+        f"LoRA rank floor {plan.workload.min_rank}: {clean(plan.workload.min_rank_reason)}."
+        if plan.workload.min_rank_reason and plan.chosen.setup.method != "full"
+        else "",
+    ):
+        if sentence:
+            page.line(sentence)
+    _memory(page, plan.chosen, plan.workload.memory_bytes)
+    _walk(page, plan.walk)
+    _alternatives(page, plan)
+    page.line()
+    page.line(space_sentence(plan))
+    _notes(page, (*plan.notes, *plan.chosen.memory_evidence.notes))
+    page.head("Next")
+    page.command(next_command or default_next_command(plan))
+
+
+def render_no_plan(no_plan: NoPlan, console: Console) -> None:
+    """Why nothing fits, how many bytes are missing, and what would make it fit, smallest change first."""
+    page = _Page(console)
+    page.line(workload_words(no_plan.workload), style="bold")
+    page.line()
+    page.line(f"Nothing fits: {gib(no_plan.missing_bytes)} missing.", style="bold red")
+    page.line(f"The nearest setup is {setup_words(no_plan.nearest.setup)}.")
+    page.line(memory_sentence(no_plan.nearest))
+    page.head("What would make it fit, smallest change first")
+    if no_plan.remedies:
+        table = page.table("change", "saves", "enough?", right=("saves",))
+        for remedy in no_plan.remedies:
+            page.row(table, clean(remedy.action), gib(remedy.saves_bytes), "yes" if remedy.fits else "not alone")
+        console.print(table)
+    else:
+        page.line("No single change is enough.", indent=2)
+    _memory(page, no_plan.nearest, no_plan.workload.memory_bytes)
+    _walk(page, no_plan.walk)
+    page.line()
+    page.line(space_sentence(no_plan))
+    _notes(page, (*no_plan.notes, *no_plan.nearest.memory_evidence.notes))
+
+
+def render_estimate(
+    candidate: Candidate, model: ModelSpec, gpu: GpuSpec, console: Console, *, memory_bytes: int | None = None
+) -> None:
+    """One setup: does it fit, the rungs side by side, and where the memory goes."""
+    page = _Page(console)
+    page.line(f"{clean(model.model_id)} ({count(model.num_params)} parameters) on {clean(gpu.name)}", style="bold")
+    page.line(f"{setup_words(candidate.setup)}.")
+    page.line()
+    page.line(memory_sentence(candidate), style="bold green" if candidate.fits else "bold red")
+    if words := speed_sentence(candidate):
+        page.line(words)
+    page.head("Every rung")
+    present = [(name, evidence) for name, evidence in evidence_columns(candidate) if evidence is not None]
+    table = page.table("", *(name for name, _ in present), right=tuple(name for name, _ in present))
+    for label, cells in _rung_rows(present):
+        page.row(table, label, *cells)
+    console.print(table)
+    for _, evidence in present:
+        if isinstance(evidence, ProbeFailure):
+            page.line(failure_words(evidence), indent=2)
+    _memory(page, candidate, memory_bytes or gpu.memory_bytes)
+    _notes(page, candidate.memory_evidence.notes)
+
+
+def render_gpus(rows: Iterable[GpuSpec], console: Console) -> None:
+    """The GPU table: what `--gpu` takes, smallest memory first."""
+    page = _Page(console)
+    table = page.table("--gpu", "name", "memory", "bf16 TFLOP/s", "GB/s", right=("memory", "bf16 TFLOP/s", "GB/s"))
+    for gpu in sorted(rows, key=lambda row: (row.memory_bytes, row.key)):
+        flops = f"{gpu.bf16_flops_per_s / TERA:.0f}" if gpu.bf16_flops_per_s else "no bf16"
+        bandwidth = f"{gpu.memory_bandwidth_bytes_per_s / 1e9:,.0f}"
+        page.row(table, gpu.key, clean(gpu.name), gib(gpu.memory_bytes), flops, bandwidth)
+    console.print(table)
+    page.line("Memory is what torch reports as usable; TFLOP/s dense with fp32 accumulation.", style="dim")
+
+
+def render_models(rows: Iterable[ModelRow], console: Console) -> None:
+    """The built-in catalogue: model names that need no network."""
+    page = _Page(console)
+    table = page.table("model", "type", "parameters", "context", right=("parameters", "context"))
+    for row in rows:
+        context = f"{row.max_position_embeddings:,}" if row.max_position_embeddings else "-"
+        page.row(table, clean(row.model_id), clean(row.model_type), count(row.num_params), context)
+    console.print(table)
+
+
+def default_next_command(answer: Plan) -> str:
+    """The command that writes the launch files of this plan."""
+    wish = answer.workload
+    words = ["plan", clean(wish.model.model_id), "--gpu", wish.gpu.key, "--seq-len", str(wish.seq_len_tokens)]
+    words += ["--global-batch", str(wish.global_batch_seqs), "--out", "my-plan"]
+    return shlex.join(words)
+
+
+def _rung_rows(
+    present: Sequence[tuple[str, Prediction | Measurement | ProbeFailure]],
+) -> Iterable[tuple[str, list[str]]]:
+    """The figures of all rungs, one line per figure."""
+
+    def cells(figure: str) -> list[str]:
+        words = []
+        for _, evidence in present:
+            if isinstance(evidence, ProbeFailure):
+                words.append("failed" if figure == "peak_allocated_bytes" else "-")
+            elif figure == "band":
+                words.append(memory_mark(evidence).partition(" ±")[2] or "measured")
+            elif figure == "speed_band":
+                words.append(speed_mark(evidence).partition(" ±")[2] or "-")
+            elif figure == "phase":
+                words.append(evidence.peak_phase if isinstance(evidence, Prediction) else "-")
+            else:
+                value = getattr(evidence, figure)
+                words.append("-" if value is None else _FIGURES[figure][1](value))
+        return words
+
+    for figure in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes"):
+        yield _FIGURES[figure][0], cells(figure)
+    yield "  error band, ±", cells("band")
+    yield "peak in phase", cells("phase")
+    for figure in ("step_time_s", "tokens_per_s"):
+        yield _FIGURES[figure][0], cells(figure)
+    yield "  error band, ±", cells("speed_band")
+    yield _FIGURES["mfu_fraction"][0], cells("mfu_fraction")
+
+
+_FIGURES = {
+    "peak_allocated_bytes": ("allocated peak", gib),
+    "peak_reserved_bytes": ("reserved peak", gib),
+    "peak_device_bytes": ("device peak", gib),
+    "step_time_s": ("step time", seconds),
+    "tokens_per_s": ("speed", rate),
+    "mfu_fraction": ("share of peak FLOP/s", percent),
+}
+
+
+def _memory(page: _Page, candidate: Candidate, memory_bytes: int) -> None:
+    """The breakdown as a waterfall against the card: each term starts where the one above it ends."""
+    parts = breakdown(candidate, memory_bytes, max_terms=MAX_TERMS)
+    peak, named = parts.peak_evidence, best_terms(candidate)
+    page.head(f"Memory at the peak ({named.peak_phase}) of a {gib(memory_bytes)} card", memory_mark(peak))
+    scale_bytes = max(memory_bytes, peak.peak_device_bytes)
+    width = max(BAR_MIN, min(BAR_MAX, page.console.width - 30 - 2 - 11 - 2))
+    table = page.table("term", "size", "bar", right=("size",), header=False)
+    for row in parts.rows:
+        filled = "░" if row.category in ("free", "headroom") else "█"
+        page.row(table, f"  {row.label}", gib(row.size_bytes), _bar(row, scale_bytes, memory_bytes, width, filled))
+    whole = MemoryRow(category="other", label="", size_bytes=peak.peak_device_bytes, start_bytes=0)
+    page.row(
+        table,
+        "  peak on the device",
+        gib(peak.peak_device_bytes),
+        _bar(whole, scale_bytes, memory_bytes, width, "█"),
+        style="bold",
+    )
+    page.console.print(table)
+    allocated, reserved = gib(peak.peak_allocated_bytes), gib(peak.peak_reserved_bytes)
+    page.line(f"PyTorch would report {allocated} allocated, {reserved} reserved.", style="dim", indent=2)
+    if named is not peak:
+        page.line(f"The terms are from: {memory_mark(named)}.", style="dim", indent=2)
+
+
+def _bar(row: MemoryRow, scale_bytes: int, memory_bytes: int, width: int, filled: str) -> str:
+    """A slice as text; every slice that is not empty shows at least one cell, "│" marks the end of the card."""
+    start = min(width - 1, max(0, row.start_bytes * width // scale_bytes))
+    end = min(width, max(start + 1, -(-row.end_bytes * width // scale_bytes)))
+    end = max(start + 1, min(end, round(row.end_bytes * width / scale_bytes)))
+    limit = min(width, memory_bytes * width // scale_bytes)
+    cells = [" "] * start + [filled] * (end - start) + [" "] * (width - end)
+    return "".join([*cells[:limit], "│", *cells[limit:]]).rstrip()
+
+
+def _walk(page: _Page, walk: Sequence[Answer]) -> None:
+    if not walk:
+        return
+    page.head("Why: the decision tree, question by question")
+    for number, answer in enumerate(walk, 1):
+        page.line(f"{number}. {clean(answer.question)} → {clean(answer.choice)}", indent=1)
+        page.line(clean(answer.reason), indent=4)
+        if words := needs_words(answer.needed_bytes, answer.budget_bytes):
+            page.line(words, indent=4, style="dim")
+        for cut in answer.cuts:
+            setups = f"{cut.num_setups:,} {plural(cut.num_setups, 'setup')}"
+            needs = needs_words(cut.needed_bytes, cut.budget_bytes)
+            page.line(
+                f"✗ {clean(cut.branch)}, {setups}: {clean(cut.reason)}" + (f" ({needs})" if needs else ""), indent=6
+            )
+
+
+def _alternatives(page: _Page, plan: Plan) -> None:
+    if not plan.alternatives:
+        return
+    page.head("Beside it")
+    wide = page.console.width >= 110
+    columns = (
+        "",
+        "tokens/s",
+        "peak",
+        "rank",
+        "fits",
+        *(("from", "difference") if wide else ()),
+        "what it costs or buys",
+    )
+    table = page.table(*columns, right=("tokens/s", "peak", "rank"))
+    for label, candidate, trade in (("chosen", plan.chosen, ""), *_rows(plan.alternatives)):
+        evidence = candidate.memory_evidence
+        setup = candidate.setup
+        words = setup_difference(plan.chosen.setup, setup)
+        extra = (speed_mark(candidate.speed_evidence), words) if wide else ()
+        page.row(
+            table,
+            clean(label),
+            f"{candidate.tokens_per_s:,.0f}" if candidate.tokens_per_s else "-",
+            gib(evidence.peak_device_bytes),
+            str(setup.lora_rank) if setup.lora_rank else "-",
+            "yes" if candidate.fits else "no",
+            *extra,
+            clean(trade),
+            style="bold" if candidate is plan.chosen else "",
+        )
+    page.console.print(table)
+    memory = {memory_mark(one.candidate.memory_evidence) for one in plan.alternatives}
+    speed = {speed_mark(one.candidate.speed_evidence) for one in plan.alternatives}
+    page.line(f"Peaks: {', '.join(sorted(memory))}. Speeds: {', '.join(sorted(speed))}.", style="dim", indent=2)
+
+
+def _rows(alternatives: Sequence[Alternative]) -> Iterable[tuple[str, Candidate, str]]:
+    for one in alternatives:
+        yield one.label, one.candidate, one.trade
+
+
+def _notes(page: _Page, notes: Iterable[str]) -> None:
+    unique = list(dict.fromkeys(clean(note) for note in notes if note))
+    if not unique:
+        return
+    page.head("Notes")
+    for note in unique:
+        page.line(f"· {note}", indent=2)

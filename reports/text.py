@@ -1,0 +1,256 @@
+"""Words for setups and figures, shared by the terminal, Markdown and HTML reports.
+
+Every figure a person sees goes through here, so that the three reports agree to the digit.
+"""
+
+from collections.abc import Iterable
+
+from planner.outcome import Candidate, Evidence, Measurement, Prediction, ProbeFailure, Rung
+from planner.plan import NoPlan, Plan
+from planner.setup import TrainSetup
+from planner.units import count, gib, percent, seconds
+from planner.workload import Workload
+
+METHOD_WORDS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
+RUNG_WORDS = {Rung.FORMULA: "formula", Rung.DRY_RUN: "dry run", Rung.PROBE: "probe", Rung.CONFIRM: "confirmed"}
+TARGET_WORDS = {"all-linear": "all linear layers", "attention": "the attention layers"}
+
+_TO_ASCII = str.maketrans(
+    {"±": "+-", "·": "|", "×": "x", "→": "->", "█": "#", "░": ".", "│": "|", "✓": "yes", "✗": "no", "≤": "<=", "–": "-"}
+)
+
+
+def clean(text: str) -> str:
+    """`text` without control characters, so that a hostile name can neither move the cursor nor break a line."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def to_ascii(text: str) -> str:
+    """`text` for an output that only takes ASCII."""
+    return text.translate(_TO_ASCII).encode("ascii", "replace").decode("ascii")
+
+
+def joined(parts: Iterable[str], separator: str = ", ") -> str:
+    """The parts that are not empty, joined."""
+    return separator.join(part for part in parts if part)
+
+
+def method_words(setup: TrainSetup) -> str:
+    """ "QLoRA rank 64 on all linear layers", or "full fine-tuning"."""
+    if setup.method == "full":
+        return METHOD_WORDS["full"]
+    return f"{METHOD_WORDS[setup.method]} rank {setup.lora_rank} on {targets_words(setup)}"
+
+
+def targets_words(setup: TrainSetup) -> str:
+    """The layers that carry adapters."""
+    if isinstance(setup.lora_targets, tuple):
+        return clean(", ".join(setup.lora_targets))
+    return TARGET_WORDS[setup.lora_targets]
+
+
+def checkpointing_words(setup: TrainSetup) -> str:
+    """ "checkpointing off", "on" or "every n-th layer"."""
+    if setup.checkpointing == 0:
+        return "no checkpointing"
+    return "checkpointing" if setup.checkpointing == 1 else f"checkpointing every {setup.checkpointing} layers"
+
+
+def quantization_words(setup: TrainSetup) -> str:
+    """How the frozen base is stored, empty for an unquantized one."""
+    if not setup.quantized:
+        return ""
+    return f"{setup.quantization} base" + (" with fp32 cast" if setup.kbit_fp32_cast else "")
+
+
+def batch_words(setup: TrainSetup) -> str:
+    """ "micro-batch 4 × accumulation 4 of 2,048 tokens"."""
+    gpus = f" × {setup.num_gpus} GPUs ({setup.parallel})" if setup.num_gpus > 1 else ""
+    return (
+        f"micro-batch {setup.micro_batch_seqs} × accumulation {setup.accumulation_steps}{gpus} "
+        f"of {setup.seq_len_tokens:,} tokens"
+    )
+
+
+def setup_words(setup: TrainSetup) -> str:
+    """The whole setup in one line, in the order a person asks for it. Defaults that change nothing are left out."""
+    return joined(
+        (
+            method_words(setup),
+            quantization_words(setup),
+            setup.precision,
+            f"{setup.attention} attention",
+            checkpointing_words(setup),
+            batch_words(setup),
+            setup.optimizer,
+            f"{setup.loss} loss",
+            "packed" if setup.packing else "",
+            "torch.compile" if setup.compile else "",
+            f"LoRA dropout {setup.lora_dropout:g}" if setup.lora_dropout else "",
+            f"{setup.adapter_dtype} adapters" if setup.adapter_dtype != "auto" and setup.method != "full" else "",
+        )
+    )
+
+
+def setup_difference(setup: TrainSetup, other: TrainSetup) -> str:
+    """What `other` does differently from `setup`, short: "rank 128, micro-batch 2 × 8"."""
+    parts = []
+    if other.method != setup.method:
+        parts.append(METHOD_WORDS[other.method])
+    if other.lora_rank != setup.lora_rank and other.lora_rank:
+        parts.append(f"rank {other.lora_rank}")
+    if other.lora_targets != setup.lora_targets and other.method != "full":
+        parts.append(f"on {targets_words(other)}")
+    if other.quantized and (other.quantization, other.kbit_fp32_cast) != (setup.quantization, setup.kbit_fp32_cast):
+        parts.append(quantization_words(other))
+    if other.checkpointing != setup.checkpointing:
+        parts.append(checkpointing_words(other))
+    if (other.micro_batch_seqs, other.accumulation_steps) != (setup.micro_batch_seqs, setup.accumulation_steps):
+        parts.append(f"micro-batch {other.micro_batch_seqs} × {other.accumulation_steps}")
+    if other.seq_len_tokens != setup.seq_len_tokens:
+        parts.append(f"{other.seq_len_tokens:,} tokens")
+    if (other.num_gpus, other.parallel) != (setup.num_gpus, setup.parallel):
+        parts.append(f"{other.num_gpus} {plural(other.num_gpus, 'GPU')} ({other.parallel})")
+    parts += [
+        f"{getattr(other, name)}{suffix}"
+        for name, suffix in (
+            ("precision", ""),
+            ("attention", " attention"),
+            ("optimizer", ""),
+            ("loss", " loss"),
+            ("lora_dropout", " dropout"),
+            ("adapter_dtype", " adapters"),
+        )
+        if getattr(other, name) != getattr(setup, name)
+    ]
+    parts += [
+        f"{'' if getattr(other, name) else 'no '}{words}"
+        for name, words in (("packing", "packing"), ("compile", "torch.compile"))
+        if getattr(other, name) != getattr(setup, name)
+    ]
+    return ", ".join(parts)
+
+
+def workload_words(workload: Workload) -> str:
+    """ "Qwen/Qwen2.5-7B on RTX 4090 · 2,048 tokens · 16 sequences per step"."""
+    model, gpu = clean(workload.model.model_id), clean(workload.gpu.name)
+    gpus = f"{workload.num_gpus} × {gpu}" if workload.num_gpus > 1 else gpu
+    return (
+        f"{model} ({count(workload.model.num_params)} parameters) on {gpus} · {workload.seq_len_tokens:,} tokens · "
+        f"{workload.global_batch_seqs:,} {plural(workload.global_batch_seqs, 'sequence')} per step"
+    )
+
+
+def plural(number: float, word: str) -> str:
+    """`word`, with an s unless there is one of it."""
+    return word if number == 1 else f"{word}s"
+
+
+def rate(tokens_per_s: float | None) -> str:
+    """A speed as text, "unknown" where nobody knows."""
+    if not tokens_per_s:
+        return "unknown"
+    return f"{tokens_per_s:,.0f} tokens/s" if tokens_per_s >= 10 else f"{tokens_per_s:.2g} tokens/s"
+
+
+def dollars(amount: float) -> str:
+    """US dollars as text: cents below 100 dollars."""
+    return f"${amount:,.2f}" if amount < 100 else f"${amount:,.0f}"
+
+
+def band_words(band_fraction: float | None) -> str:
+    """ "±8 %", or nothing where no band is known."""
+    return "" if band_fraction is None else f"±{100 * band_fraction:.2g} %"
+
+
+def memory_mark(evidence: Evidence) -> str:
+    """The rung of a memory figure with its error band: "formula ±8 %", "dry run ±1.5 %", "probe, measured"."""
+    if isinstance(evidence, ProbeFailure):
+        return RUNG_WORDS[evidence.rung]
+    if isinstance(evidence, Prediction):
+        return joined((RUNG_WORDS[evidence.rung], band_words(evidence.memory_band_fraction)), " ")
+    return _measured_mark(evidence)
+
+
+def speed_mark(evidence: Evidence) -> str:
+    """The rung of a speed figure with its error band."""
+    if isinstance(evidence, ProbeFailure):
+        return RUNG_WORDS[evidence.rung]
+    if isinstance(evidence, Prediction):
+        return joined((RUNG_WORDS[evidence.rung], band_words(evidence.time_band_fraction)), " ")
+    return _measured_mark(evidence)
+
+
+def _measured_mark(evidence: Measurement) -> str:
+    error = band_words(evidence.extrapolation_error_fraction)
+    return f"{RUNG_WORDS[evidence.rung]} {error}" if error else f"{RUNG_WORDS[evidence.rung]}, measured"
+
+
+def failure_words(failure: ProbeFailure) -> str:
+    """ "dry run: unsupported (no meta kernel for ...)"."""
+    message = clean(failure.message)
+    return f"{RUNG_WORDS[failure.rung]}: {failure.kind.value.replace('_', ' ')}" + (f" ({message})" if message else "")
+
+
+def fit_verdict(candidate: Candidate) -> str:
+    """ "fits", "tight" (the error band reaches past the budget), or "over"."""
+    if not candidate.fits:
+        return "over"
+    evidence = candidate.memory_evidence
+    band = evidence.memory_band_fraction if isinstance(evidence, Prediction) else 0.0
+    return "tight" if evidence.peak_device_bytes * (1 + band) > candidate.budget_bytes else "fits"
+
+
+def memory_sentence(candidate: Candidate) -> str:
+    """Whether it fits, with the bytes and their rung."""
+    evidence = candidate.memory_evidence
+    peak, budget = gib(evidence.peak_device_bytes), gib(candidate.budget_bytes)
+    words = {
+        "fits": f"It fits: {peak} of the {budget} budget",
+        "tight": f"It should fit: {peak} of the {budget} budget, but the error band reaches past it",
+        "over": f"It does not fit: {peak} against a budget of {budget}",
+    }[fit_verdict(candidate)]
+    return f"{words} ({memory_mark(evidence)})."
+
+
+def speed_sentence(candidate: Candidate) -> str:
+    """Speed and step time with their rung, empty where no rung knows them."""
+    evidence = candidate.speed_evidence
+    if not evidence.tokens_per_s or not evidence.step_time_s:
+        return ""
+    mfu = f", {percent(evidence.mfu_fraction)} of the GPU's peak" if evidence.mfu_fraction else ""
+    return f"{rate(evidence.tokens_per_s)}, {seconds(evidence.step_time_s)} per step{mfu} ({speed_mark(evidence)})."
+
+
+def epoch_sentence(workload: Workload, candidate: Candidate) -> str:
+    """Time and cost of one epoch of the data set, empty without one."""
+    if not workload.dataset_tokens or not candidate.tokens_per_s:
+        return ""
+    duration_s = workload.dataset_tokens / candidate.tokens_per_s
+    words = f"One epoch of {count(workload.dataset_tokens)} tokens takes {seconds(duration_s)}"
+    if workload.price_per_hour is not None:
+        cost = duration_s / 3600 * workload.price_per_hour * workload.num_gpus
+        source = f", {clean(workload.price_source)}" if workload.price_source else ""
+        words += f" and costs {dollars(cost)} (at {dollars(workload.price_per_hour)} per GPU hour{source})"
+    return f"{words} ({speed_mark(candidate.speed_evidence)})."
+
+
+def space_sentence(answer: Plan | NoPlan) -> str:
+    """How much of the space was looked at."""
+    space = answer.space
+    fitting = space.walked - space.infeasible
+    return (
+        f"Looked at {space.walked:,} setups: {fitting:,} fit, {space.infeasible:,} do not; "
+        f"{space.impossible:,} combinations cannot exist."
+    )
+
+
+def needs_words(needed_bytes: int | None, budget_bytes: int | None) -> str:
+    """ "needs 81.20 GiB, budget 22.51 GiB: over by 58.69 GiB", empty where bytes did not decide."""
+    if needed_bytes is None:
+        return ""
+    if budget_bytes is None:
+        return f"needs {gib(needed_bytes)}"
+    gap = needed_bytes - budget_bytes
+    verdict = f"over by {gib(gap)}" if gap > 0 else f"{gib(-gap)} to spare"
+    return f"needs {gib(needed_bytes)}, budget {gib(budget_bytes)}: {verdict}"

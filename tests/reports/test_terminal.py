@@ -1,0 +1,190 @@
+"""The terminal reports: golden pages at 80 and 120 columns, and the promises about pipes, colour and hostile text."""
+
+import io
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from planner.models.spec import ModelSpec
+from planner.outcome import Candidate, Rung
+from planner.plan import Alternative
+from planner.units import gib
+from reports.rows import breakdown
+from reports.terminal import (
+    ModelRow,
+    default_next_command,
+    render_estimate,
+    render_gpus,
+    render_models,
+    render_no_plan,
+    render_plan,
+)
+from tests.reports.factories import (
+    make_candidate,
+    make_failed_dry_run,
+    make_gpu,
+    make_model,
+    make_no_plan,
+    make_plan,
+    make_setup,
+    make_workload,
+)
+from tests.reports.golden import assert_golden
+
+HOSTILE = "evil/[bold red]x[/]\x1b[2J\x07\n<script>alert(1)</script>"
+
+
+def failed_candidate() -> Candidate:
+    known = make_candidate(rung=Rung.FORMULA)
+    return Candidate(
+        setup=known.setup, budget_bytes=known.budget_bytes, formula=known.formula, dry_run=make_failed_dry_run()
+    )
+
+
+PAGES: dict[str, Callable[[Console], None]] = {
+    "plan_formula": lambda console: render_plan(make_plan(), console),
+    "plan_probe": lambda console: render_plan(
+        make_plan(
+            make_workload(dataset_tokens=12_000_000, price_per_hour=0.69, price_source="RunPod 2026-11"),
+            rung=Rung.PROBE,
+        ),
+        console,
+        next_command="plan confirm my-plan",
+    ),
+    "no_plan": lambda console: render_no_plan(make_no_plan(), console),
+    "estimate_probe": lambda console: render_estimate(
+        make_candidate(rung=Rung.PROBE), make_model(), make_gpu(), console
+    ),
+    "estimate_failed": lambda console: render_estimate(failed_candidate(), make_model(), make_gpu(), console),
+    "gpus": lambda console: render_gpus([make_gpu(), make_gpu("t4", "T4", 14.56, bf16_flops_per_s=None)], console),
+    "models": lambda console: render_models(
+        [
+            ModelRow(
+                model_id="Qwen/Qwen2.5-7B", model_type="qwen2", num_params=7_615_616_512, max_position_embeddings=131072
+            ),
+            ModelRow(model_id="openai-community/gpt2", model_type="gpt2", num_params=124_439_808),
+        ],
+        console,
+    ),
+}
+
+
+def page(render: Callable[[Console], None], width: int = 80, **options: object) -> str:
+    stream = io.StringIO()
+    render(Console(file=stream, width=width, **options))  # type: ignore[arg-type]
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("name", PAGES)
+def test_terminal_golden(name: str, width: int) -> None:
+    assert_golden(f"{name}_{width}.txt", page(PAGES[name], width))
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+@pytest.mark.parametrize("name", PAGES)
+def test_terminal_no_line_is_wider_than_the_console(name: str, width: int) -> None:
+    """Except commands to copy, which must not be broken."""
+    for line in page(PAGES[name], width).splitlines():
+        assert len(line) <= width or line.startswith("  plan "), line
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_terminal_same_words_with_and_without_colour(name: str) -> None:
+    plain = page(PAGES[name])
+    coloured = page(lambda console: PAGES[name](console), force_terminal=True, color_system="truecolor")
+    assert "\x1b[" not in plain
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == plain
+
+
+def test_terminal_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    shown = page(PAGES["plan_formula"], force_terminal=True)
+    assert "\x1b[3" not in shown
+    assert "\x1b[9" not in shown
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_terminal_ascii_only_output(name: str, tmp_path: Path) -> None:
+    """An output that takes ASCII only gets ASCII, and no figure is lost."""
+    path = tmp_path / "page.txt"
+    with path.open("w", encoding="ascii") as stream:
+        PAGES[name](Console(file=stream, width=80))
+    assert "?" not in path.read_text().replace("sequence?", "").replace("whole?", "").replace("enough?", "")
+
+
+def test_terminal_hostile_model_name_is_only_text() -> None:
+    model: ModelSpec = make_model(HOSTILE)
+    shown = page(lambda console: render_plan(make_plan(make_workload(model=model)), console), force_terminal=True)
+    assert "\x1b[2J" not in shown
+    assert "\x07" not in shown
+    assert "[bold red]x[/]" in shown
+    assert default_next_command(make_plan(make_workload(model=model))).startswith("plan 'evil/[bold red]x[/]")
+
+
+def test_terminal_every_alternative_and_its_figures_are_shown() -> None:
+    plan = make_plan()
+    shown = page(lambda console: render_plan(plan, console), 120)
+    for one in plan.alternatives:
+        line = next(line for line in shown.splitlines() if line.startswith(f"{one.label}  "))
+        assert f"{one.candidate.tokens_per_s:,.0f}" in line
+        assert gib(one.candidate.memory_evidence.peak_device_bytes) in line
+
+
+def test_terminal_says_when_the_error_band_reaches_past_the_budget() -> None:
+    workload = make_workload()
+    setup = make_setup(micro_batch_seqs=8, accumulation_steps=2)
+    candidate = make_candidate(setup, workload)
+    peak = candidate.formula.peak_device_bytes
+    tight = Candidate(setup=setup, budget_bytes=int(peak * 1.01), formula=candidate.formula)
+    roomy = Candidate(setup=setup, budget_bytes=int(peak * 1.2), formula=candidate.formula)
+    words = "the error band reaches past it"
+    flat = " ".join(page(lambda console: render_plan(make_plan(chosen=tight), console)).split())
+    assert words in flat
+    flat = " ".join(page(lambda console: render_plan(make_plan(chosen=roomy), console)).split())
+    assert words not in flat
+
+
+def test_terminal_plan_without_walk_alternatives_or_notes() -> None:
+    bare = make_plan(walk=(), alternatives=(), notes=())
+    shown = page(lambda console: render_plan(bare, console))
+    assert "Train with QLoRA" in shown
+    assert "Beside it" not in shown
+
+
+def test_breakdown_slices_join_and_fill_the_card() -> None:
+    workload = make_workload()
+    for rung in (Rung.FORMULA, Rung.DRY_RUN, Rung.PROBE):
+        candidate = make_candidate(workload=workload, rung=rung)
+        for max_terms in (None, 3, 20):
+            parts = breakdown(candidate, workload.memory_bytes, max_terms=max_terms)
+            position = 0
+            for row in parts.rows:
+                assert row.start_bytes == position
+                position = row.end_bytes
+            assert position == workload.memory_bytes
+            assert parts.used[-1].end_bytes == candidate.memory_evidence.peak_device_bytes
+
+
+def test_alternative_of_another_rung_names_both_rungs() -> None:
+    chosen = make_candidate(rung=Rung.PROBE)
+    other = Alternative(label="same, predicted", candidate=make_candidate(), trade="")
+    shown = page(lambda console: render_plan(make_plan(chosen=chosen, alternatives=(other,)), console))
+    assert "probe ±0.4 %" in shown
+    assert "formula ±8 %" in shown
+
+
+def test_terminal_import_is_light() -> None:
+    """The formula path must start fast: rich pieces only, nothing scientific, no template engine."""
+    code = "import sys, reports.terminal; print(*sorted(m for m in sys.modules if '.' not in m))"
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ}
+    ).stdout.split()
+    heavy = {"numpy", "jinja2", "matplotlib", "torch", "scipy", "optuna", "asyncio", "email", "http", "yaml"}
+    assert not heavy & set(shown)
