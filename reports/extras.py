@@ -1,0 +1,97 @@
+"""What a plan.json carries beside the plan itself, for the reports: launch files, the timeline of a step, sensitivity.
+
+All of it is optional; a report leaves out what is not there.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from planner.interchange import to_jsonable
+from reports.decode import decode
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchFile:
+    """One file to run the plan with: which tool, its name in the plan's directory, how to start it, its text."""
+
+    target: str
+    file: str
+    command: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimelinePhase:
+    """A phase of the step: from event `start` up to event `end`."""
+
+    name: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakTensor:
+    """A tensor (or a group of equal ones) that is alive at the peak."""
+
+    name: str
+    category: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """Allocated memory over one step, as the dry run saw it.
+
+    Attributes:
+        points: (event number, allocated bytes), in order; thinned by the maker, the peak kept.
+        peak_event, peak_bytes: where the peak is.
+        depth: what was traced ("4 of 28 layers"), empty for full depth.
+    """
+
+    points: tuple[tuple[int, int], ...]
+    phases: tuple[TimelinePhase, ...]
+    peak_event: int
+    peak_bytes: int
+    tensors: tuple[PeakTensor, ...] = ()
+    depth: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SensitivityPoint:
+    """The chosen setup with one value moved. `parameter` is a field of TrainSetup, `chosen` marks the plan's own."""
+
+    parameter: str
+    value: int
+    fits: bool
+    peak_device_bytes: int
+    tokens_per_s: float
+    rung: str
+    chosen: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extras:
+    """Everything beside the plan. `environment` maps a name to a version or a value."""
+
+    planner_version: str = ""
+    created: str = ""
+    command: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    launch: tuple[LaunchFile, ...] = ()
+    timeline: Timeline | None = None
+    sensitivity: tuple[SensitivityPoint, ...] = ()
+
+
+EXTRA_KEYS = tuple(one.name for one in fields(Extras))
+
+
+def extras_to_dict(extras: Extras) -> dict[str, Any]:
+    """The extras as keys of plan.json, empty ones left out."""
+    values: dict[str, Any] = to_jsonable(extras)
+    return {key: value for key, value in values.items() if value}
+
+
+def extras_from_dict(document: Mapping[str, Any]) -> Extras:
+    """The extras of a plan.json."""
+    return decode(Extras, {key: document[key] for key in EXTRA_KEYS if key in document}, "plan.json")

@@ -1,0 +1,271 @@
+"""plan.json: a plan as data, and back. Every report is built from it alone.
+
+Each candidate has the interchange form with the same keys on every rung; `fits` and the figures are base units.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from planner.errors import ConfigError
+from planner.gpu import GpuSpec
+from planner.interchange import SCHEMA_VERSION, setup_from_dict, setup_to_dict, to_jsonable
+from planner.memory.types import PHASES
+from planner.models.spec import ModelSpec
+from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
+from planner.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount
+from planner.workload import Workload
+from reports.decode import decode
+
+MAX_PLAN_JSON_BYTES = 256 * 1024**2
+"""A larger file is not one that this program wrote."""
+
+RUNG_KEYS = (
+    "rung",
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "peak_device_bytes",
+    "step_time_s",
+    "tokens_per_s",
+    "terms",
+    "peak_phase",
+    "phase_peaks_bytes",
+    "memory_band_fraction",
+    "time_band_fraction",
+    "mfu_fraction",
+    "time_parts_s",
+    "notes",
+    "failure",
+    "measured",
+)
+"""What every rung says, null where it does not know. `terms` are bytes per category at the peak."""
+
+
+def rung_to_dict(evidence: Prediction | Measurement | ProbeFailure, *, detail: bool = False) -> dict[str, Any]:
+    """One rung's answer with RUNG_KEYS; with `detail` also the single terms, as [category, name, bytes, phases]."""
+    values: dict[str, Any] = dict.fromkeys(RUNG_KEYS)
+    values["rung"], values["terms"] = evidence.rung.value, {}
+    if isinstance(evidence, ProbeFailure):
+        values["failure"] = {"kind": evidence.kind.value, "message": evidence.message, "log_path": evidence.log_path}
+        values["notes"] = []
+        return values
+    for key in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "step_time_s", "tokens_per_s"):
+        values[key] = getattr(evidence, key)
+    values["phase_peaks_bytes"] = dict(evidence.phase_peaks_bytes)
+    values["mfu_fraction"] = evidence.mfu_fraction
+    values["notes"] = list(evidence.notes)
+    if isinstance(evidence, Measurement):
+        values["measured"] = {
+            "step_times_s": list(evidence.step_times_s),
+            "tokens_per_step": evidence.tokens_per_step,
+            "layers_measured": list(evidence.layers_measured),
+            "extrapolation_error_fraction": evidence.extrapolation_error_fraction,
+            "flags": list(evidence.flags),
+            "device_peak_is_nvml": evidence.device_peak_is_nvml,
+            "environment": to_jsonable(evidence.environment),
+        }
+        return values
+    for term in evidence.terms:
+        values["terms"][term.category] = values["terms"].get(term.category, 0) + term.size_bytes
+    for key in ("peak_phase", "memory_band_fraction", "time_band_fraction"):
+        values[key] = getattr(evidence, key)
+    values["time_parts_s"] = dict(evidence.time_parts_s)
+    if detail:
+        values["term_list"] = [
+            [term.category, term.name, term.size_bytes, list(term.phases)] for term in evidence.terms
+        ]
+    return values
+
+
+def candidate_to_dict(candidate: Candidate, model_id: str, gpu_key: str, *, detail: bool = False) -> dict[str, Any]:
+    """One candidate in the interchange form: setup, fits, budget and the three rungs."""
+    return {
+        "setup": {"model": model_id, "gpu": gpu_key, **setup_to_dict(candidate.setup)},
+        "fits": candidate.fits,
+        "budget_bytes": candidate.budget_bytes,
+        "formula": rung_to_dict(candidate.formula, detail=detail),
+        "dry_run": None if candidate.dry_run is None else rung_to_dict(candidate.dry_run, detail=detail),
+        "probe": None if candidate.probe is None else rung_to_dict(candidate.probe, detail=detail),
+    }
+
+
+def workload_to_dict(workload: Workload) -> dict[str, Any]:
+    """The wish, with the model's inventory and the GPU's facts, so that a report needs nothing else."""
+    values: dict[str, Any] = to_jsonable(workload)
+    values["budget_bytes"] = workload.budget_bytes
+    values["model"]["num_params"] = workload.model.num_params
+    return values
+
+
+def plan_to_dict(plan: Plan | NoPlan, *, extras: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The whole answer as JSON values: `plan --json` and plan.json are the same.
+
+    `extras`: what the caller adds for the reports, by the keys of `reports.extras.EXTRA_KEYS`.
+    """
+    model_id, gpu_key = plan.workload.model.model_id, plan.workload.gpu.key
+
+    def one(candidate: Candidate, detail: bool = False) -> dict[str, Any]:
+        return candidate_to_dict(candidate, model_id, gpu_key, detail=detail)
+
+    values: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "kind": plan.kind,
+        "workload": workload_to_dict(plan.workload),
+    }
+    if isinstance(plan, Plan):
+        values["chosen"] = one(plan.chosen, detail=True)
+        values["alternatives"] = [
+            {"label": each.label, "trade": each.trade, "candidate": one(each.candidate, detail=True)}
+            for each in plan.alternatives
+        ]
+        values["ranked"] = [one(candidate) for candidate in plan.ranked]
+        values["search"] = to_jsonable(plan.search)
+    else:
+        values["nearest"] = one(plan.nearest, detail=True)
+        values["missing_bytes"] = plan.missing_bytes
+        values["remedies"] = to_jsonable(plan.remedies)
+    values["walk"], values["space"] = to_jsonable(plan.walk), to_jsonable(plan.space)
+    values["notes"] = list(plan.notes)
+    values.update(extras or {})
+    return values
+
+
+def plan_from_dict(document: Mapping[str, Any]) -> Plan | NoPlan:
+    """The plan back from plan.json. Equal to what was written, but for the single terms of ranked candidates.
+
+    Raises:
+        ConfigError: not a plan, or one of another schema.
+    """
+    if not isinstance(document, Mapping) or document.get("kind") not in ("plan", "no_plan"):
+        raise ConfigError("this is not a plan.json", hint="give a directory that `plan ... --out DIR` wrote")
+    if document.get("schema_version") != SCHEMA_VERSION:
+        raise ConfigError(
+            f"plan.json has schema version {document.get('schema_version')!r}, expected {SCHEMA_VERSION}",
+            hint="write the plan anew with this version",
+        )
+    try:
+        return _plan(document)
+    except KeyError as error:
+        raise ConfigError(
+            f"plan.json lacks {error.args[0]!r}", hint="the file was changed by hand, or damaged"
+        ) from error
+    except (TypeError, AttributeError, IndexError, ValueError) as error:
+        raise ConfigError(f"plan.json is damaged: {error}", hint="write the plan anew") from error
+
+
+def read_plan_json(path: Path) -> dict[str, Any]:
+    """The document in `path` (a plan.json, or a directory that holds one).
+
+    Raises:
+        ConfigError: missing, too large, or not JSON.
+    """
+    path = path / "plan.json" if path.is_dir() else path
+    try:
+        if path.stat().st_size > MAX_PLAN_JSON_BYTES:
+            raise ConfigError(
+                f"{path} is too large for a plan.json", hint="give a directory written by `plan ... --out`"
+            )
+        document = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise ConfigError(f"no plan.json at {path}", hint="write one with: plan MODEL --gpu GPU --out DIR") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="check the path and its permissions") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}", hint="write the plan anew") from error
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path} is not a plan.json", hint="give a directory that `plan ... --out DIR` wrote")
+    return document
+
+
+def _plan(document: Mapping[str, Any]) -> Plan | NoPlan:
+    walk = decode(tuple[Answer, ...], document["walk"], "walk")
+    space = decode(SpaceCount, document["space"], "space")
+    notes = decode(tuple[str, ...], document["notes"], "notes")
+    workload = _workload(document["workload"])
+    if document["kind"] == "no_plan":
+        return NoPlan(
+            workload=workload,
+            nearest=candidate_from_dict(document["nearest"]),
+            missing_bytes=decode(int, document["missing_bytes"], "missing_bytes"),
+            remedies=decode(tuple[Remedy, ...], document["remedies"], "remedies"),
+            walk=walk,
+            space=space,
+            notes=notes,
+        )
+    return Plan(
+        workload=workload,
+        chosen=candidate_from_dict(document["chosen"]),
+        alternatives=tuple(
+            Alternative(
+                label=decode(str, one["label"], "label"),
+                trade=decode(str, one["trade"], "trade"),
+                candidate=candidate_from_dict(one["candidate"]),
+            )
+            for one in document["alternatives"]
+        ),
+        ranked=tuple(candidate_from_dict(one) for one in document["ranked"]),
+        walk=walk,
+        space=space,
+        notes=notes,
+        search=decode(dict[str, Any], document.get("search", {}), "search"),
+    )
+
+
+def _workload(values: Mapping[str, Any]) -> Workload:
+    clean = {key: value for key, value in values.items() if key != "budget_bytes"}
+    model = {key: value for key, value in clean.pop("model").items() if key != "num_params"}
+    fixed = {key: tuple(_hashable(item) for item in items) for key, items in clean.pop("fixed").items()}
+    gpu = clean.pop("gpu")
+    plain = {
+        name: decode(kind, clean[name], f"workload.{name}") for name, kind in _WORKLOAD_FIELDS.items() if name in clean
+    }
+    return Workload(
+        model=decode(ModelSpec, model, "workload.model"), gpu=decode(GpuSpec, gpu, "workload.gpu"), fixed=fixed, **plain
+    )
+
+
+_WORKLOAD_FIELDS: dict[str, Any] = {
+    name: hint for name, hint in Workload.__annotations__.items() if name not in ("model", "gpu", "fixed")
+}
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def candidate_from_dict(values: Mapping[str, Any]) -> Candidate:
+    """One candidate back from its interchange form."""
+    setup = {key: value for key, value in values["setup"].items() if key not in ("model", "gpu")}
+    formula = rung_from_dict(values["formula"])
+    if not isinstance(formula, Prediction):
+        raise ConfigError("the formula rung of a candidate must hold a prediction")
+    dry_run = None if values["dry_run"] is None else rung_from_dict(values["dry_run"])
+    probe = None if values["probe"] is None else rung_from_dict(values["probe"])
+    if isinstance(dry_run, Measurement) or isinstance(probe, Prediction):
+        raise ConfigError("a dry run predicts and a probe measures; this candidate says otherwise")
+    return Candidate(
+        setup=setup_from_dict(setup),
+        budget_bytes=decode(int, values["budget_bytes"], "budget_bytes"),
+        formula=formula,
+        dry_run=dry_run,
+        probe=probe,
+    )
+
+
+def rung_from_dict(values: Mapping[str, Any]) -> Prediction | Measurement | ProbeFailure:
+    """One rung's answer back."""
+    if values["failure"] is not None:
+        return decode(ProbeFailure, {"rung": values["rung"], **values["failure"]}, "failure")
+    keys = ["rung", "peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "phase_peaks_bytes"]
+    keys += ["mfu_fraction", "notes"]
+    if values["measured"] is not None:
+        known = {**{key: values[key] for key in keys}, **values["measured"]}
+        return decode(Measurement, known, "probe")
+    keys += ["step_time_s", "tokens_per_s", "peak_phase", "memory_band_fraction", "time_band_fraction", "time_parts_s"]
+    terms = [
+        {"category": category, "name": name, "size_bytes": size, "phases": phases}
+        for category, name, size, phases in values.get("term_list")
+        or ([name, name, size, list(PHASES)] for name, size in values["terms"].items())
+    ]
+    return decode(Prediction, {**{key: values[key] for key in keys}, "terms": terms}, str(values["rung"]))

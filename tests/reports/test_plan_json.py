@@ -1,0 +1,160 @@
+"""plan.json: round trip, the same keys on every rung, and damaged or hostile files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.errors import ConfigError, PlannerError
+from planner.outcome import Rung
+from planner.plan import Plan
+from planner.units import MIB
+from reports.extras import (
+    Extras,
+    LaunchFile,
+    PeakTensor,
+    SensitivityPoint,
+    Timeline,
+    TimelinePhase,
+    extras_from_dict,
+    extras_to_dict,
+)
+from reports.plan_json import (
+    RUNG_KEYS,
+    candidate_from_dict,
+    candidate_to_dict,
+    plan_from_dict,
+    plan_to_dict,
+    read_plan_json,
+)
+from reports.sensitivity import sensitivity
+from tests.reports.factories import (
+    make_candidate,
+    make_failed_dry_run,
+    make_no_plan,
+    make_plan,
+    make_setup,
+    make_workload,
+)
+
+
+def through_json(document: dict[str, Any]) -> dict[str, Any]:
+    text: dict[str, Any] = json.loads(json.dumps(document, allow_nan=False))
+    return text
+
+
+@pytest.mark.parametrize("rung", [Rung.FORMULA, Rung.DRY_RUN, Rung.PROBE])
+def test_plan_json_round_trip(rung: Rung) -> None:
+    workload = make_workload(fixed={"lora_targets": (("q_proj", "v_proj"),), "method": ("lora", "qlora")})
+    plan = make_plan(workload, rung=rung, search={"trials": [1, 2], "stop": "budget"})
+    back = plan_from_dict(through_json(plan_to_dict(plan)))
+    assert isinstance(back, Plan)
+    for name in ("workload", "chosen", "alternatives", "walk", "space", "notes"):
+        assert getattr(back, name) == getattr(plan, name), name
+    assert dict(back.search) == dict(plan.search)
+    # Ranked candidates keep their totals per category, not each term.
+    assert plan_to_dict(back)["ranked"] == plan_to_dict(plan)["ranked"]
+    assert plan_to_dict(back) == plan_to_dict(plan)
+
+
+def test_no_plan_json_round_trip() -> None:
+    no_plan = make_no_plan()
+    assert plan_from_dict(through_json(plan_to_dict(no_plan))) == no_plan
+
+
+def test_plan_json_same_keys_on_every_rung_and_for_failures() -> None:
+    known = make_candidate(rung=Rung.PROBE)
+    failed = make_candidate().__class__(
+        setup=known.setup, budget_bytes=known.budget_bytes, formula=known.formula, dry_run=make_failed_dry_run()
+    )
+    for candidate in (known, failed):
+        values = candidate_to_dict(candidate, "m", "g")
+        assert set(values) == {"setup", "fits", "budget_bytes", "formula", "dry_run", "probe"}
+        for rung in ("formula", "dry_run", "probe"):
+            assert values[rung] is None or tuple(values[rung]) == RUNG_KEYS
+        assert candidate_to_dict(candidate_from_dict(through_json(values)), "m", "g") == values
+
+
+def test_plan_json_terms_add_up_to_the_allocated_peak() -> None:
+    values = candidate_to_dict(make_candidate(), "m", "g")["formula"]
+    assert sum(values["terms"].values()) == values["peak_allocated_bytes"]
+
+
+def test_extras_round_trip() -> None:
+    extras = Extras(
+        planner_version="0.1.0",
+        created="2026-11-21T07:00:00Z",
+        command="plan x",
+        environment={"python": "3.11.2"},
+        launch=(LaunchFile(target="trl", file="launch/trl.yaml", command="trl sft --config trl.yaml", text="a: 1\n"),),
+        timeline=Timeline(
+            points=((0, 10), (1, 20)),
+            phases=(TimelinePhase(name="forward", start=0, end=1),),
+            peak_event=1,
+            peak_bytes=20,
+            tensors=(PeakTensor(name="logits", category="loss", size_bytes=5 * MIB),),
+        ),
+        sensitivity=sensitivity(make_candidate(), make_candidate),
+    )
+    document = through_json(plan_to_dict(make_plan(), extras=extras_to_dict(extras)))
+    assert extras_from_dict(document) == extras
+    assert extras_from_dict(plan_to_dict(make_plan())) == Extras()
+
+
+def test_sensitivity_keeps_the_effective_batch_and_marks_the_plan() -> None:
+    seen = []
+
+    def predict(setup: Any) -> Any:
+        seen.append(setup)
+        return make_candidate(setup)
+
+    chosen = make_candidate(make_setup(micro_batch_seqs=4, accumulation_steps=3))
+    points = sensitivity(chosen, predict)
+    assert {setup.global_batch_seqs for setup in seen} == {12}
+    assert [point.value for point in points if point.parameter == "micro_batch_seqs"] == [1, 2, 4]
+    assert [point.value for point in points if point.parameter == "lora_rank"] == [8, 16, 32, 64, 128, 256, 512]
+    assert sum(point.chosen for point in points) == 3
+    assert all(isinstance(point, SensitivityPoint) for point in points)
+    full = make_setup(method="full", quantization="none", lora_rank=0)
+    assert "lora_rank" not in {point.parameter for point in sensitivity(make_candidate(full), make_candidate)}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"kind": "plan"}', "\xff", "[" * 100_000, '{"kind": "plan", "schema_version": 99}']
+)
+def test_read_plan_json_refuses_what_is_no_plan(tmp_path: Path, text: str) -> None:
+    (tmp_path / "plan.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError) as caught:
+        plan_from_dict(read_plan_json(tmp_path))
+    assert caught.value.hint
+
+
+def test_read_plan_json_missing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no plan\.json"):
+        read_plan_json(tmp_path)
+
+
+JUNK = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=5), st.just([]), st.just({}), st.just([[1]]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_plan_from_dict_damaged_anywhere_is_a_config_error_or_still_a_plan(data: st.DataObject) -> None:
+    """Any value of the document replaced by junk: a ConfigError (or SetupError), never another exception."""
+    document = through_json(plan_to_dict(make_plan(rung=Rung.PROBE)))
+    node: Any = document
+    while True:
+        key = data.draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
+        if isinstance(node[key], (dict, list)) and node[key] and data.draw(st.integers(0, 5)):
+            node = node[key]
+            continue
+        node[key] = data.draw(JUNK)
+        break
+    try:
+        plan = plan_from_dict(document)
+    except PlannerError:
+        return
+    assert plan.kind in ("plan", "no_plan")
