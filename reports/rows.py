@@ -1,10 +1,11 @@
 """Rows from candidates: what the terminal, Markdown and HTML reports all draw, as plain data."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from planner.memory.types import MemoryTerm
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
+from planner.plan import Plan
 from reports.text import clean
 
 CATEGORY_WORDS = {
@@ -116,3 +117,10 @@ def breakdown(candidate: Candidate, memory_bytes: int, *, max_terms: int | None 
 def evidence_columns(candidate: Candidate) -> tuple[tuple[str, Prediction | Measurement | ProbeFailure | None], ...]:
     """The rungs side by side, lowest first."""
     return (("formula", candidate.formula), ("dry run", candidate.dry_run), ("probe", candidate.probe))
+
+
+def beside(plan: Plan) -> Iterator[tuple[str, Candidate, str]]:
+    """(label, candidate, trade) of the chosen setup and of its alternatives."""
+    yield "chosen", plan.chosen, ""
+    for one in plan.alternatives:
+        yield one.label, one.candidate, one.trade

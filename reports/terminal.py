@@ -15,17 +15,19 @@ from rich.text import Text
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
-from planner.plan import Alternative, Answer, NoPlan, Plan
+from planner.plan import Answer, NoPlan, Plan
 from planner.units import TERA, count, gib, percent, seconds
-from reports.rows import MemoryRow, best_terms, breakdown, evidence_columns
+from reports.rows import MemoryRow, beside, best_terms, breakdown, evidence_columns
 from reports.text import (
     clean,
     epoch_sentence,
     failure_words,
+    fit_word,
     memory_mark,
     memory_sentence,
     needs_words,
     plural,
+    rank_floor_sentence,
     rate,
     setup_difference,
     setup_words,
@@ -106,9 +108,7 @@ def render_plan(plan: Plan, console: Console, *, next_command: str = "") -> None
         memory_sentence(plan.chosen),
         speed_sentence(plan.chosen),
         epoch_sentence(plan.workload, plan.chosen),
-        f"LoRA rank floor {plan.workload.min_rank}: {clean(plan.workload.min_rank_reason)}."
-        if plan.workload.min_rank_reason and plan.chosen.setup.method != "full"
-        else "",
+        rank_floor_sentence(plan),
     ):
         if sentence:
             page.line(sentence)
@@ -308,7 +308,7 @@ def _alternatives(page: _Page, plan: Plan) -> None:
         "what it costs or buys",
     )
     table = page.table(*columns, right=("tokens/s", "peak", "rank"))
-    for label, candidate, trade in (("chosen", plan.chosen, ""), *_rows(plan.alternatives)):
+    for label, candidate, trade in beside(plan):
         evidence = candidate.memory_evidence
         setup = candidate.setup
         words = setup_difference(plan.chosen.setup, setup)
@@ -319,7 +319,7 @@ def _alternatives(page: _Page, plan: Plan) -> None:
             f"{candidate.tokens_per_s:,.0f}" if candidate.tokens_per_s else "-",
             gib(evidence.peak_device_bytes),
             str(setup.lora_rank) if setup.lora_rank else "-",
-            "yes" if candidate.fits else "no",
+            fit_word(candidate),
             *extra,
             clean(trade),
             style="bold" if candidate is plan.chosen else "",
@@ -328,11 +328,6 @@ def _alternatives(page: _Page, plan: Plan) -> None:
     memory = {memory_mark(one.candidate.memory_evidence) for one in plan.alternatives}
     speed = {speed_mark(one.candidate.speed_evidence) for one in plan.alternatives}
     page.line(f"Peaks: {', '.join(sorted(memory))}. Speeds: {', '.join(sorted(speed))}.", style="dim", indent=2)
-
-
-def _rows(alternatives: Sequence[Alternative]) -> Iterable[tuple[str, Candidate, str]]:
-    for one in alternatives:
-        yield one.label, one.candidate, one.trade
 
 
 def _notes(page: _Page, notes: Iterable[str]) -> None:

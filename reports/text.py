@@ -201,6 +201,17 @@ def fit_verdict(candidate: Candidate) -> str:
     return "tight" if evidence.peak_device_bytes * (1 + band) > candidate.budget_bytes else "fits"
 
 
+def fit_word(candidate: Candidate) -> str:
+    """ "yes", "tight" or "no"."""
+    return {"fits": "yes", "tight": "tight", "over": "no"}[fit_verdict(candidate)]
+
+
+def parameter_words(parameter: str) -> str:
+    """A field of TrainSetup in words."""
+    known = {"lora_rank": "LoRA rank", "seq_len_tokens": "sequence length", "micro_batch_seqs": "micro-batch"}
+    return known.get(parameter, parameter)
+
+
 def memory_sentence(candidate: Candidate) -> str:
     """Whether it fits, with the bytes and their rung."""
     evidence = candidate.memory_evidence
@@ -233,6 +244,14 @@ def epoch_sentence(workload: Workload, candidate: Candidate) -> str:
         source = f", {clean(workload.price_source)}" if workload.price_source else ""
         words += f" and costs {dollars(cost)} (at {dollars(workload.price_per_hour)} per GPU hour{source})"
     return f"{words} ({speed_mark(candidate.speed_evidence)})."
+
+
+def rank_floor_sentence(plan: Plan) -> str:
+    """The rule below which the LoRA rank did not go, empty for full fine-tuning."""
+    reason = clean(plan.workload.min_rank_reason).rstrip(".")
+    if not reason or plan.chosen.setup.method == "full":
+        return ""
+    return f"LoRA rank floor {plan.workload.min_rank}: {reason}."
 
 
 def space_sentence(answer: Plan | NoPlan) -> str:

@@ -1,0 +1,235 @@
+"""report.md: the plan as Markdown that reads well as plain text too."""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
+from planner.plan import Answer, NoPlan, Plan
+from planner.units import gib, percent, seconds
+from reports.extras import Extras
+from reports.rows import breakdown, evidence_columns
+from reports.text import (
+    clean,
+    epoch_sentence,
+    failure_words,
+    fit_word,
+    memory_mark,
+    memory_sentence,
+    needs_words,
+    parameter_words,
+    plural,
+    rank_floor_sentence,
+    rate,
+    setup_difference,
+    setup_words,
+    space_sentence,
+    speed_mark,
+    speed_sentence,
+    workload_words,
+)
+
+_SPECIAL = re.compile(r"([\\`*_\[\]<>|~#&])")
+
+
+def plan_markdown(plan: Plan | NoPlan, extras: Extras | None = None) -> str:
+    """report.md of a plan or of a refusal."""
+    extras = extras or Extras()
+    blocks = [f"# {escape(workload_words(plan.workload))}"]
+    if isinstance(plan, Plan):
+        chosen = plan.chosen
+        blocks += [f"**Train with {escape(setup_words(chosen.setup))}.**", *_sentences(plan)]
+        blocks += _launch(extras)
+    else:
+        chosen = plan.nearest
+        blocks += [
+            f"**Nothing fits: {gib(plan.missing_bytes)} missing.**",
+            f"The nearest setup is {escape(setup_words(chosen.setup))}. {escape(memory_sentence(chosen))}",
+            "## What would make it fit, smallest change first",
+            _remedies(plan),
+        ]
+    blocks += _memory(chosen, plan.workload.memory_bytes)
+    blocks += _walk(plan.walk)
+    if isinstance(plan, Plan):
+        blocks += _alternatives(plan)
+        blocks += _sensitivity(extras)
+    blocks += [escape(space_sentence(plan))]
+    blocks += _rungs(chosen)
+    notes = dict.fromkeys((*plan.notes, *chosen.memory_evidence.notes))
+    if notes:
+        blocks += ["## Notes", bullets(notes)]
+    blocks += _environment(plan, extras)
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def escape(text: str) -> str:
+    """Text from outside, so that Markdown shows it as it is."""
+    return _SPECIAL.sub(r"\\\1", clean(text))
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> str:
+    """A Markdown table with aligned columns; cells are escaped by the caller."""
+    body = [list(header), *(list(row) for row in rows)]
+    widths = [max(3, *(len(row[column]) for row in body)) for column in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            cell.rjust(width) if name in right else cell.ljust(width)
+            for cell, width, name in zip(cells, widths, header, strict=True)
+        )
+        return f"| {' | '.join(padded)} |"
+
+    rule = (
+        ("-" * (width - 1) + ":") if name in right else "-" * width for width, name in zip(widths, header, strict=True)
+    )
+    return "\n".join([line(header), f"| {' | '.join(rule)} |", *(line(row) for row in body[1:])])
+
+
+def bullets(items: Iterable[str]) -> str:
+    """A list of escaped sentences."""
+    return "\n".join(f"- {escape(item)}" for item in items)
+
+
+def fenced(text: str, language: str = "") -> str:
+    """A code block that its own content cannot close."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{text.rstrip()}\n{fence}"
+
+
+def _sentences(plan: Plan) -> list[str]:
+    lines = (
+        memory_sentence(plan.chosen),
+        speed_sentence(plan.chosen),
+        epoch_sentence(plan.workload, plan.chosen),
+        rank_floor_sentence(plan),
+    )
+    return [bullets(line for line in lines if line)]
+
+
+def _launch(extras: Extras) -> list[str]:
+    if not extras.launch:
+        return []
+    blocks = ["## Launch"]
+    for one in extras.launch:
+        blocks += [f"{escape(one.target)} ({escape(one.file)}):", fenced(clean(one.command), "sh")]
+    return blocks
+
+
+def _memory(candidate: Candidate, memory_bytes: int) -> list[str]:
+    parts = breakdown(candidate, memory_bytes, max_terms=20)
+    peak = parts.peak_evidence
+    rows = [
+        (escape(row.label), gib(row.size_bytes), percent(row.size_bytes / memory_bytes, 1), gib(row.end_bytes))
+        for row in parts.rows
+    ]
+    words = f"The peak falls in the {parts.terms_evidence.peak_phase} phase. Peak: {memory_mark(peak)}."
+    if parts.terms_evidence is not peak:
+        words += f" Terms: {memory_mark(parts.terms_evidence)}."
+    return [
+        f"## Memory at the peak of a {gib(memory_bytes)} card",
+        table(("term", "size", "of the card", "up to"), rows, right=("size", "of the card", "up to")),
+        escape(words),
+    ]
+
+
+def _walk(walk: Sequence[Answer]) -> list[str]:
+    lines = []
+    for number, answer in enumerate(walk, 1):
+        lines.append(f"{number}. {escape(answer.question)} **{escape(answer.choice)}**")
+        lines.append(f"   {escape(answer.reason)}")
+        if words := needs_words(answer.needed_bytes, answer.budget_bytes):
+            lines.append(f"   ({words})")
+        for cut in answer.cuts:
+            needs = needs_words(cut.needed_bytes, cut.budget_bytes)
+            setups = f"{cut.num_setups:,} {plural(cut.num_setups, 'setup')}"
+            lines.append(
+                f"   - cut: {escape(cut.branch)}, {setups}: {escape(cut.reason)}" + (f" ({needs})" if needs else "")
+            )
+    return ["## Why: the decision tree", "\n".join(lines)] if lines else []
+
+
+def _remedies(no_plan: NoPlan) -> str:
+    if not no_plan.remedies:
+        return "No single change is enough."
+    rows = [(escape(one.action), gib(one.saves_bytes), "yes" if one.fits else "not alone") for one in no_plan.remedies]
+    return table(("change", "saves", "enough?"), rows, right=("saves",))
+
+
+def _alternatives(plan: Plan) -> list[str]:
+    if not plan.alternatives:
+        return []
+    rows = []
+    chosen = plan.chosen
+    for label, candidate, trade in (
+        ("chosen", chosen, ""),
+        *((a.label, a.candidate, a.trade) for a in plan.alternatives),
+    ):
+        rows.append(
+            (
+                escape(label),
+                escape(setup_difference(chosen.setup, candidate.setup)),
+                f"{candidate.tokens_per_s:,.0f}" if candidate.tokens_per_s else "-",
+                speed_mark(candidate.speed_evidence),
+                gib(candidate.memory_evidence.peak_device_bytes),
+                memory_mark(candidate.memory_evidence),
+                str(candidate.setup.lora_rank or "-"),
+                fit_word(candidate),
+                escape(trade),
+            )
+        )
+    header = ("", "difference", "tokens/s", "from", "peak", "from ", "rank", "fits", "what it costs or buys")
+    return ["## Beside it", table(header, rows, right=("tokens/s", "peak", "rank"))]
+
+
+def _sensitivity(extras: Extras) -> list[str]:
+    if not extras.sensitivity:
+        return []
+    rows = [
+        (
+            escape(parameter_words(point.parameter)),
+            f"{point.value:,}" + (" (planned)" if point.chosen else ""),
+            f"{point.tokens_per_s:,.0f}" if point.tokens_per_s else "-",
+            gib(point.peak_device_bytes),
+            "yes" if point.fits else "no",
+            escape(point.rung.replace("_", " ")),
+        )
+        for point in extras.sensitivity
+    ]
+    header = ("what moves", "value", "tokens/s", "peak", "fits", "from")
+    return ["## If one thing moved", table(header, rows, right=("value", "tokens/s", "peak"))]
+
+
+def _rungs(candidate: Candidate) -> list[str]:
+    present = [(name, evidence) for name, evidence in evidence_columns(candidate) if evidence is not None]
+    rows: list[tuple[str, ...]] = []
+    for name, evidence in present:
+        if isinstance(evidence, ProbeFailure):
+            rows.append((name, *("-",) * 5, escape(failure_words(evidence))))
+        else:
+            rows.append((name, *_figures(evidence)))
+    header = ("rung", "allocated", "reserved", "device", "step", "speed", "error bands (memory; speed)")
+    return [
+        "## Every rung of the chosen setup",
+        table(header, rows, right=("allocated", "reserved", "device", "step", "speed")),
+    ]
+
+
+def _figures(evidence: Prediction | Measurement) -> tuple[str, ...]:
+    step = seconds(evidence.step_time_s) if evidence.step_time_s else "-"
+    speed = rate(evidence.tokens_per_s) if evidence.tokens_per_s else "-"
+    peaks = (evidence.peak_allocated_bytes, evidence.peak_reserved_bytes, evidence.peak_device_bytes)
+    marks = memory_mark(evidence) + (f"; {speed_mark(evidence)}" if evidence.tokens_per_s else "")
+    return (*(gib(peak) for peak in peaks), step, speed, marks)
+
+
+def _environment(plan: Plan | NoPlan, extras: Extras) -> list[str]:
+    rows = [
+        ("model configuration", plan.workload.model.config_source),
+        ("GPU facts", plan.workload.gpu.source),
+        ("command", extras.command),
+        ("finetune-planner", extras.planner_version),
+        ("written", extras.created),
+        *extras.environment.items(),
+    ]
+    shown = [(escape(name), escape(value)) for name, value in rows if value]
+    return ["## Where this comes from", table(("what", "value"), shown)] if shown else []

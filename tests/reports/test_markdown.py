@@ -1,0 +1,85 @@
+"""report.md: golden pages, figures equal to plan.json's, hostile text stays text."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from planner.outcome import Rung
+from planner.units import gib
+from reports.extras import Extras, LaunchFile
+from reports.markdown import escape, fenced, plan_markdown
+from reports.plan_json import plan_from_dict, plan_to_dict
+from reports.sensitivity import sensitivity
+from tests.reports.factories import make_candidate, make_gpu, make_model, make_no_plan, make_plan, make_workload
+from tests.reports.golden import assert_golden
+
+
+def full_extras() -> Extras:
+    return Extras(
+        planner_version="0.1.0",
+        created="2026-11-21T07:00:00Z",
+        command="plan Qwen/Qwen2.5-7B --gpu rtx-4090 --out my-plan",
+        environment={"python": "3.11.2", "torch": "2.13.0"},
+        launch=(
+            LaunchFile(
+                target="trl", file="launch/trl.yaml", command="trl sft --config launch/trl.yaml", text="model: x\n"
+            ),
+        ),
+        sensitivity=sensitivity(make_candidate(), make_candidate),
+    )
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "plan_formula.md": lambda: plan_markdown(make_plan()),
+    "plan_probe_extras.md": lambda: plan_markdown(
+        make_plan(make_workload(dataset_tokens=12_000_000, price_per_hour=0.69), rung=Rung.PROBE), full_extras()
+    ),
+    "no_plan.md": lambda: plan_markdown(make_no_plan()),
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_markdown_golden(name: str) -> None:
+    assert_golden(name, PAGES[name]())
+
+
+def test_markdown_is_the_same_from_plan_json() -> None:
+    plan = make_plan(rung=Rung.DRY_RUN)
+    assert plan_markdown(plan_from_dict(plan_to_dict(plan))) == plan_markdown(plan)
+
+
+def test_markdown_tables_have_one_width_and_as_many_cells_as_columns() -> None:
+    for block in PAGES["plan_probe_extras.md"]().split("\n\n"):
+        lines = [line for line in block.splitlines() if line.startswith("|")]
+        assert len({len(line) for line in lines}) <= 1
+        assert len({line.count("|") for line in lines}) <= 1
+
+
+def test_markdown_figures_are_plan_json_figures() -> None:
+    plan = make_plan(rung=Rung.PROBE)
+    document = plan_to_dict(plan)
+    page = plan_markdown(plan)
+    for rung in ("formula", "dry_run", "probe"):
+        values = document["chosen"][rung]
+        row = next(line for line in page.splitlines() if line.startswith(f"| {rung.replace('_', ' ')}"))
+        for key in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes"):
+            assert gib(values[key]) in row
+
+
+def test_markdown_hostile_names_stay_text() -> None:
+    model = make_model("evil/<script>alert(1)</script>|`x`\n# head")
+    gpu = make_gpu(name="**GPU** [x](javascript:alert(1))")
+    page = plan_markdown(make_plan(make_workload(model=model, gpu=gpu)))
+    assert "<script>" not in page.replace("\\<script\\>", "")
+    assert "\n# head" not in page
+    assert not re.search(r"(?<!\\)\[x", page)
+
+
+def test_fenced_cannot_be_closed_by_its_content() -> None:
+    assert fenced("a\n````\nb").startswith("`````\n")
+
+
+@pytest.mark.parametrize("text", ["plain", "a|b", "a_b*c", "<b>", "\\"])
+def test_escape_keeps_every_character(text: str) -> None:
+    assert re.sub(r"\\(.)", r"\1", escape(text)) == text
