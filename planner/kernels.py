@@ -27,7 +27,7 @@ def attention_kernel(setup: TrainSetup, gpu: GpuSpec, attention: AttentionSpec, 
     """
     if attention.kind == "linear":
         return "linear"
-    if setup.attention == "eager" or attention.softcap and setup.attention == "sdpa" or attention.sinks:
+    if setup.attention == "eager" or (attention.softcap and setup.attention == "sdpa") or attention.sinks:
         return "eager" if setup.attention != "flash-attention-2" else "flash"
     if setup.attention == "flash-attention-2":
         return "flash"

@@ -1,4 +1,9 @@
-"""The formula rung's memory model: composes the terms into phases. Peak = resident + the largest phase."""
+"""The formula rung's memory model: terms composed into phases. Peak = resident + the largest phase.
+
+Three parts do not depend on each other, so a walk over the whole space computes each once: activations (precision,
+adapters, kernel, checkpointing), the loss chain (loss, precision) and what is trained (parameters, optimizer). Every
+part is affine in the micro-batch.
+"""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -8,13 +13,13 @@ from planner.kernels import Kernel, attention_kernel
 from planner.memory.activations import LayerContext, layer_saved, norm_saved
 from planner.memory.allocator import allocator_gap_bytes
 from planner.memory.dtypes import SIZE_BYTES, Flow, flow_of
-from planner.memory.loss import loss_chain
+from planner.memory.loss import LossChain, loss_chain
 from planner.memory.optimizer import state_bytes, step_bytes
 from planner.memory.transient import backward_transient, forward_transient
 from planner.memory.types import MemoryBreakdown, MemoryTerm, Phase
-from planner.memory.weights import linear_bytes, weight_bytes
+from planner.memory.weights import weight_bytes
 from planner.memory.workspace import context_bytes, cublas_workspace_bytes, dequantized_bytes
-from planner.models.spec import LayerSpec, LinearSpec, ModelSpec
+from planner.models.spec import LayerSpec, ModelSpec
 from planner.models.targets import lora_linears
 from planner.setup import TrainSetup
 
@@ -32,29 +37,43 @@ class Trained:
     head: int
     embeddings: int
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the trained parameters, and of their gradients."""
+        return self.num * SIZE_BYTES[self.dtype]
 
-@lru_cache(maxsize=512)
-def trained_parameters(model: ModelSpec, setup_method: str, targets: object, rank: int, dtype: str) -> Trained:
+
+def trained_parameters(model: ModelSpec, setup: TrainSetup) -> Trained:
     """The trained parameters of full fine-tuning (all of them) or of LoRA (A [rank, in] and B [out, rank] per matrix).
 
     Source: Hu et al. 2021, LoRA, section 4.1, https://arxiv.org/abs/2106.09685.
     """
-    if setup_method == "full":
-        matrices = [(one, num) for layer, num in model.layer_counts for one in layer.linears]
-        edges = sum(num * one.num * (one.in_features + one.out_features) for one, num in matrices)
-        tables = [table.num_params for table in model.embeddings] + [model.num_head_params]
-        largest = max([one.in_features * one.out_features * (one.num if one.module == "parameter" else 1)
-                       for one, _ in matrices] + tables)  # fmt: skip
-        return Trained(
-            num=model.num_params,
-            dtype=dtype,
-            edge_sum=edges + sum(table.num_rows + table.dim for table in model.embeddings),
-            largest=largest,
-            head=model.head.num_weights if model.head is not None else 0,
-            embeddings=model.num_embedding_params,
-        )
+    if setup.method == "full":
+        return _trained_full(model, setup.weight_dtype)
+    return _trained_lora(model, setup.lora_targets, setup.lora_rank, setup.resolved_adapter_dtype)
+
+
+@lru_cache(maxsize=256)
+def _trained_full(model: ModelSpec, dtype: str) -> Trained:
+    matrices = [(one, num) for layer, num in model.layer_counts for one in layer.linears]
+    edges = sum(num * one.num * (one.in_features + one.out_features) for one, num in matrices)
+    tensors = [
+        one.in_features * one.out_features * (one.num if one.module == "parameter" else 1) for one, _ in matrices
+    ]
+    return Trained(
+        num=model.num_params,
+        dtype=dtype,
+        edge_sum=edges + sum(table.num_rows + table.dim for table in model.embeddings),
+        largest=max([*tensors, *(table.num_params for table in model.embeddings), model.num_head_params]),
+        head=model.head.num_weights if model.head is not None else 0,
+        embeddings=max((table.num_params for table in model.embeddings), default=0),
+    )
+
+
+@lru_cache(maxsize=256)
+def _trained_lora(model: ModelSpec, targets: str | tuple[str, ...], rank: int, dtype: str) -> Trained:
     num = edges = largest = 0
-    for _, repeats, linears in lora_linears(model, targets):  # type: ignore[arg-type]
+    for _, repeats, linears in lora_linears(model, targets):
         for one in linears:
             width = one.in_features + one.out_features
             num += repeats * one.num * rank * width
@@ -63,18 +82,197 @@ def trained_parameters(model: ModelSpec, setup_method: str, targets: object, ran
     return Trained(num=num, dtype=dtype, edge_sum=edges, largest=largest, head=0, embeddings=0)
 
 
-@lru_cache(maxsize=512)
-def _adapted_names(model: ModelSpec, targets: object) -> tuple[frozenset[str], ...]:
+@lru_cache(maxsize=256)
+def _adapted_names(model: ModelSpec, targets: str | tuple[str, ...] | None) -> tuple[frozenset[str], ...]:
     """Names of the adapted matrices for each kind of layer, in the order of `layer_kinds`."""
+    if targets is None:
+        return tuple(frozenset() for _ in model.layer_kinds)
     names: dict[int, frozenset[str]] = {}
-    for layer, _, linears in lora_linears(model, targets):  # type: ignore[arg-type]
+    for layer, _, linears in lora_linears(model, targets):
         names[id(layer)] = frozenset(one.name for one in linears)
     return tuple(names.get(id(layer), frozenset()) for layer in model.layer_kinds)
 
 
-@lru_cache(maxsize=4096)
-def _weights(model: ModelSpec, weight_dtype: str, quantization: str, cast: bool, setup: TrainSetup) -> dict[str, int]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationParts:
+    """Activations of one micro-batch, all in bytes.
+
+    `stored` is kept over the layers (by part), `recomputed` is the largest checkpointed layer during its backward,
+    `transient` one layer's gradients of activations, `forward_temp` one layer's forward temporaries, `dequantized` one
+    16-bit copy of a quantized matrix, `weight_casts` autocast's copies of weights alive in (forward and loss, backward).
+    """
+
+    stored: dict[str, int]
+    recomputed: int
+    transient: int
+    forward_temp: int
+    dequantized: int
+    final_norm: int
+    weight_casts: tuple[int, int]
+    adapter_casts: int
+
+    @property
+    def stored_total(self) -> int:
+        """All stored parts."""
+        return sum(self.stored.values())
+
+
+def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ActivationParts:
+    """The activations of a setup; independent of its loss, optimizer and accumulation."""
+    flow, tokens = flow_of(setup), setup.tokens_per_micro_batch
+    adapted = _adapted_names(model, None if setup.method == "full" else setup.lora_targets)
+    counts, kept = _checkpointed(model, setup.checkpointing)
+    stored = {"norm": 0, "attention": 0, "scores": 0, "mlp": 0, "adapters": 0, "inputs": 0}
+    recomputed = transient = forward_temp = dequantized = 0
+    for index, layer in enumerate(model.layer_kinds):
+        kernel = _kernel(layer, gpu, setup, flow)
+        context = LayerContext(setup=setup, flow=flow, adapted=adapted[index], kernel=kernel, tokens=tokens)
+        saved = layer_saved(layer, context)
+        if kept[index]:
+            for part in ("norm", "attention", "scores", "mlp", "adapters"):
+                stored[part] += kept[index] * getattr(saved, part)
+        if counts[index] > kept[index]:
+            recomputed = max(recomputed, saved.total)
+            stored["inputs"] += (counts[index] - kept[index]) * SIZE_BYTES[flow.residual] * model.hidden_size * tokens
+        transient = max(transient, backward_transient(layer, context))
+        forward_temp = max(forward_temp, forward_transient(layer, context))
+        if setup.quantized:
+            dequantized = max(dequantized, *(dequantized_bytes(one, setup) for one in layer.linears))
+    tail = LayerContext(setup=setup, flow=flow, adapted=frozenset(), kernel="flash", tokens=tokens)
+    adapter_casts = 0
+    if setup.method != "full" and flow.autocast and flow.adapter == "fp32":
+        adapter_casts = 2 * trained_parameters(model, setup).num
+    return ActivationParts(
+        stored=stored,
+        recomputed=recomputed,
+        transient=transient,
+        forward_temp=forward_temp,
+        dequantized=dequantized,
+        final_norm=sum(norm_saved(norm, tail, flow.residual) for norm in model.outer_norms[-1:]),
+        weight_casts=_weight_casts(model, setup, flow),
+        adapter_casts=adapter_casts,
+    )
+
+
+def _checkpointed(model: ModelSpec, every: int) -> tuple[list[int], list[int]]:
+    """For each kind of layer: how many there are, and how many keep their activations (layer i is checkpointed when
+    i % every == 0; transformers 5.23 `activation_checkpointing_kwargs`)."""
+    counts = [0] * len(model.layer_kinds)
+    kept = [0] * len(model.layer_kinds)
+    for position, kind in enumerate(model.layer_order):
+        counts[kind] += 1
+        if not every or position % every:
+            kept[kind] += 1
+    return counts, kept
+
+
+def _kernel(layer: LayerSpec, gpu: GpuSpec, setup: TrainSetup, flow: Flow) -> Kernel:
+    if layer.attention is None:
+        return "linear"
+    dtype = flow.autocast or (flow.residual if flow.quantized else flow.compute)
+    return attention_kernel(setup, gpu, layer.attention, dtype)
+
+
+def _weight_casts(model: ModelSpec, setup: TrainSetup, flow: Flow) -> tuple[int, int]:
+    """16-bit copies that autocast makes of fp32 matrices: alive in (forward and loss, backward).
+
+    Trained ones are cached until the forward ends and kept by the graph where nothing is recomputed; frozen ones are
+    not cached, but the graph keeps each of them.
+
+    Source: PyTorch `aten/src/ATen/autocast_mode.cpp`, cached_cast.
+    """
+    if flow.autocast is None or setup.weight_dtype != "fp32" or setup.quantized:
+        return 0, 0
+    matrices = sum(num * one.num_weights for layer, num in model.layer_counts for one in layer.linears)
+    copies = 2 * (matrices + (model.head.num_weights if model.head is not None else 0))
+    if setup.checkpointing != 1:
+        return copies, copies
+    return (copies, 0) if setup.method == "full" else (0, 0)
+
+
+def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
+    """The loss chain of one micro-batch."""
+    flow = flow_of(setup)
+    return loss_chain(
+        loss=setup.loss,
+        tokens=setup.tokens_per_micro_batch,
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        logits_dtype=flow.autocast or flow.table,
+        hidden_dtype=flow.residual,
+        head_trained=setup.method == "full",
+        softcap=model.logit_softcap,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackwardPeak:
+    """The backward's largest moment, beyond what is stored and resident, in bytes by part."""
+
+    where: str
+    loss: int
+    recomputed: int
+    transient: int
+    dequantized: int
+    gradients: int
+
+    @property
+    def total(self) -> int:
+        """All parts."""
+        return self.loss + self.recomputed + self.transient + self.dequantized + self.gradients
+
+
+def backward_peak(
+    model: ModelSpec, parts: ActivationParts, chain: LossChain, trained: Trained, *, accumulated: bool
+) -> BackwardPeak:
+    """The largest of three moments: the start (loss gradients), the first layer, the end (all gradients there).
+
+    In between, activations fall and gradients rise linearly with the layers, so the maximum is at an end. With
+    accumulation the gradients of earlier micro-batches are alive all along and none are new.
+    """
+    size = SIZE_BYTES[trained.dtype]
+    head = 0 if accumulated else trained.head * size
+    gradients = 0 if accumulated else trained.size_bytes
+    start = BackwardPeak(
+        where="loss", loss=chain.backward_bytes, recomputed=0, transient=0, dequantized=0, gradients=head
+    )
+    first = BackwardPeak(
+        where="first layer",
+        loss=0,
+        recomputed=parts.recomputed,
+        transient=parts.transient,
+        dequantized=parts.dequantized,
+        gradients=head,
+    )
+    # At the end the other layers' activations are gone: what is stored counts back as a negative share.
+    freed = parts.stored_total - parts.stored_total // max(1, model.num_layers)
+    table = trained.embeddings * size if trained.embeddings else 0
+    end = BackwardPeak(
+        where="last layer",
+        loss=0,
+        recomputed=parts.recomputed,
+        transient=max(0, parts.transient - freed),
+        dequantized=0,
+        gradients=gradients + (table if model.tied or accumulated else 0) - max(0, freed - parts.transient),
+    )
+    return max(start, first, end, key=lambda peak: peak.total)
+
+
+@lru_cache(maxsize=1024)
+def _weight_parts(
+    model: ModelSpec, quantization: str, cast: bool, weight_dtype: str, setup: TrainSetup
+) -> dict[str, int]:
     return weight_bytes(model, setup)
+
+
+_PART_NAMES = {
+    "norm": "norm inputs",
+    "attention": "attention inputs and outputs",
+    "scores": "attention scores (tokens x tokens)",
+    "mlp": "MLP activations",
+    "adapters": "adapter input copies",
+    "inputs": "checkpointed layer inputs",
+}
 
 
 def predict_memory(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> MemoryBreakdown:
@@ -83,204 +281,53 @@ def predict_memory(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> MemoryB
     Source: the terms' own functions; docs/memory-model.md shows how the phases were found (the dry run's event order).
     Not counted: paged optimizer states (managed memory, evictable), the data loader, NCCL.
     """
-    return _Composer(model, gpu, setup).breakdown()
+    parts, chain, trained = (
+        activation_parts(model, gpu, setup),
+        loss_parts(model, setup),
+        trained_parameters(model, setup),
+    )
+    accumulated = setup.accumulation_steps > 1
+    terms: list[MemoryTerm] = []
 
+    def add(category: str, name: str, size_bytes: int, *phases: Phase) -> None:
+        if size_bytes > 0:
+            alive = {"phases": phases} if phases else {}
+            terms.append(MemoryTerm(category=category, name=name, size_bytes=size_bytes, **alive))  # type: ignore[arg-type]
 
-class _Composer:
-    """One composition, in the order of a training step; a class only to share the derived quantities."""
-
-    def __init__(self, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> None:
-        self.model, self.gpu, self.setup = model, gpu, setup
-        self.flow: Flow = flow_of(setup)
-        self.tokens = setup.tokens_per_micro_batch
-        full = setup.method == "full"
-        dtype = setup.weight_dtype if full else setup.resolved_adapter_dtype
-        targets = None if full else setup.lora_targets
-        self.trained = trained_parameters(model, setup.method, targets, setup.lora_rank, dtype)
-        none = tuple(frozenset[str]() for _ in model.layer_kinds)
-        self.adapted = none if full else _adapted_names(model, targets)
-        self.terms: list[MemoryTerm] = []
-
-    def add(self, category: str, name: str, size_bytes: float, *phases: Phase) -> None:
-        """Add a term; no phases means resident."""
-        if size_bytes >= 1:
-            kwargs = {"phases": phases} if phases else {}
-            self.terms.append(
-                MemoryTerm(category=category, name=name, size_bytes=int(size_bytes), **kwargs)  # type: ignore[arg-type]
-            )
-
-    def breakdown(self) -> MemoryBreakdown:
-        """The whole composition."""
-        self._resident()
-        stored, per_layer = self._activations()
-        self._loss_and_backward(stored, per_layer)
-        self._gradients_and_step()
-        peak_dynamic = max(sum(t.size_bytes for t in self.terms if p in t.phases and not t.resident)
-                           for p in ("forward", "loss", "backward", "step"))  # fmt: skip
-        resident = sum(term.size_bytes for term in self.terms if term.resident)
-        return MemoryBreakdown(
-            terms=tuple(self.terms),
-            allocator_gap_bytes=allocator_gap_bytes(resident, peak_dynamic),
-            context_bytes=context_bytes(self.gpu),
-        )
-
-    def _resident(self) -> None:
-        setup, trained = self.setup, self.trained
-        for part, size in weight_bytes(self.model, setup).items():
-            self.add("weights", f"weights of the {part}", size)
-        if setup.method != "full":
-            self.add("adapters", "LoRA matrices", trained.num * SIZE_BYTES[trained.dtype])
-        self.add(
-            "optimizer",
-            f"states of {setup.optimizer}",
-            state_bytes(trained.num, trained.dtype, setup.optimizer, matrix_edge_sum=trained.edge_sum),
-        )
-        self.add("workspace", "cuBLAS workspaces", cublas_workspace_bytes(self.gpu))
-
-    def _context(self, index: int, kernel: Kernel) -> LayerContext:
-        return LayerContext(
-            setup=self.setup, flow=self.flow, adapted=self.adapted[index], kernel=kernel, tokens=self.tokens
-        )
-
-    def _kernel(self, layer: LayerSpec) -> Kernel:
-        attention = layer.attention
-        if attention is None:
-            return "linear"
-        dtype = self.flow.autocast or self.flow.compute
-        if self.flow.quantized and not self.flow.autocast:
-            dtype = self.flow.residual
-        return attention_kernel(self.setup, self.gpu, attention, dtype)
-
-    def _activations(self) -> tuple[float, float]:
-        """Adds stored activations; returns (bytes stored over all layers, bytes of the largest recomputed layer)."""
-        setup, model = self.setup, self.model
-        every = setup.checkpointing
-        hidden_bytes = SIZE_BYTES[self.flow.residual] * model.hidden_size * self.tokens
-        totals = {"norm": 0.0, "attention": 0.0, "scores": 0.0, "mlp": 0.0, "adapters": 0.0}
-        inputs = largest = largest_transient = 0.0
-        counts = [0] * len(model.layer_kinds)
-        kept = [0] * len(model.layer_kinds)
-        for position, kind in enumerate(model.layer_order):
-            counts[kind] += 1
-            if not (every and position % every == 0):
-                kept[kind] += 1
-        self.transient = 0.0
-        self.forward_temp = 0.0
-        for index, layer in enumerate(model.layer_kinds):
-            context = self._context(index, self._kernel(layer))
-            saved = layer_saved(layer, context)
-            for part in totals:
-                totals[part] += kept[index] * getattr(saved, part)
-            recomputed = counts[index] - kept[index]
-            inputs += recomputed * hidden_bytes
-            if recomputed:
-                largest = max(largest, saved.total)
-            largest_transient = max(largest_transient, backward_transient(layer, context))
-            self.forward_temp = max(self.forward_temp, forward_transient(layer, context))
-        self.transient = largest_transient
-        names = {
-            "norm": "norm inputs",
-            "attention": "attention inputs and outputs",
-            "scores": "attention scores (tokens x tokens)",
-            "mlp": "MLP activations",
-            "adapters": "adapter input copies",
-        }
-        for part, size in totals.items():
-            self.add("activations", names[part], size, *DURING_COMPUTE)
-        self.add("activations", "checkpointed layer inputs", inputs, *DURING_COMPUTE)
-        stored = sum(totals.values()) + inputs
-        return stored, largest
-
-    def _loss_and_backward(self, stored: float, recomputed: float) -> None:
-        setup, model, flow = self.setup, self.model, self.flow
-        tail_context = self._context(0, "flash")
-        final_norm = sum(norm_saved(norm, tail_context, flow.residual) for norm in model.outer_norms[-1:])
-        self.add("activations", "final norm", final_norm, "loss", "backward")
-        self._cast_copies()
-        head_dtype = flow.autocast or (flow.table if model.head is not None else flow.compute)
-        chain = loss_chain(
-            loss=setup.loss,
-            tokens=self.tokens,
-            vocab_size=model.vocab_size,
-            hidden_size=model.hidden_size,
-            logits_dtype=head_dtype,
-            hidden_dtype=flow.residual,
-            head_trained=setup.method == "full",
-            softcap=model.logit_softcap,
-        )
-        self.add("activations", "one layer's forward temporaries", self.forward_temp, "forward")
-        self.add("loss", f"loss chain ({setup.loss})", chain.loss_bytes, "loss")
-        self._backward_peak(stored, recomputed, chain.backward_bytes)
-
-    def _cast_copies(self) -> None:
-        """16-bit copies that autocast makes of fp32 matrices.
-
-        Trained ones are cached until the forward ends (and kept by the graph where nothing is recomputed); frozen ones
-        are not cached, but the graph keeps each of them. Source: PyTorch `aten/src/ATen/autocast_mode.cpp`, cached_cast.
-        """
-        setup, model = self.setup, self.model
-        if self.flow.autocast is None:
-            return
-        matrices = sum(num * one.num_weights for layer, num in model.layer_counts for one in layer.linears)
-        head = model.head.num_weights if model.head is not None else 0
-        if setup.method == "full" and setup.weight_dtype == "fp32":
-            phases = ("forward", "loss") if setup.checkpointing == 1 else DURING_COMPUTE
-            self.add("activations", "autocast copies of the weights", 2 * (matrices + head), *phases)
-        elif setup.method == "lora" and setup.weight_dtype == "fp32":
-            if setup.checkpointing != 1:
-                self.add("activations", "autocast copies of the weights", 2 * (matrices + head), *DURING_COMPUTE)
-        if setup.method != "full" and self.trained.dtype == "fp32":
-            self.add("activations", "autocast copies of the adapters", 2 * self.trained.num, "forward", "loss")
-
-    def _backward_peak(self, stored: float, recomputed: float, loss_bytes: float) -> None:
-        """The backward's own peak: at its start (loss chain), in the first layer, or at its end (all gradients).
-
-        With accumulation the gradients of earlier micro-batches are alive all along, so only the start matters.
-        """
-        setup, trained = self.setup, self.trained
-        gradients = trained.num * SIZE_BYTES[trained.dtype]
-        head_gradient = trained.head * SIZE_BYTES[trained.dtype]
-        dequantized = max((self._dequantized(layer) for layer in self.model.layer_kinds), default=0)
-        layer_work = recomputed + self.transient + dequantized
-        accumulated = setup.accumulation_steps > 1
-        if accumulated:
-            self.add("gradients", "accumulated gradients", gradients, *DURING_COMPUTE)
-        own_gradients = 0 if accumulated else gradients
-        start = loss_bytes + (0 if accumulated else head_gradient)
-        first_layer = layer_work + (0 if accumulated else head_gradient)
-        one_layer = (stored / max(1, self.model.num_layers)) + recomputed
-        end = own_gradients + self.transient + one_layer - stored + (head_gradient if self.model.tied else 0)
-        peak = max(start, first_layer, end)
-        if peak == start:
-            self.add("loss", f"loss gradients ({setup.loss})", loss_bytes, "backward")
-            self.add("gradients", "gradient of the head", start - loss_bytes, "backward")
-        elif peak == first_layer:
-            self.add("activations", "one recomputed layer", recomputed, "backward")
-            self.add("workspace", "one layer's gradients of activations", self.transient, "backward")
-            self.add("dequantization", "one dequantized matrix", dequantized, "backward")
-            self.add("gradients", "gradient of the head", first_layer - layer_work, "backward")
-        else:
-            self.add("gradients", "gradients when the backward ends", end, "backward")
-        self.add("dequantization", "one dequantized matrix (forward)", dequantized, "forward")
-
-    def _dequantized(self, layer: LayerSpec) -> int:
-        return max((dequantized_bytes(one, self.setup) for one in layer.linears), default=0)
-
-    def _gradients_and_step(self) -> None:
-        setup, trained = self.setup, self.trained
-        self.add("gradients", "gradients", trained.num * SIZE_BYTES[trained.dtype], "step")
-        self.add(
-            "optimizer",
-            f"temporaries of {setup.optimizer}",
-            step_bytes(trained.num, trained.dtype, setup.optimizer, largest_tensor=trained.largest),
-            "step",
-        )
-
-
-def largest_linear(model: ModelSpec) -> LinearSpec | None:
-    """The largest single matrix inside the layers, None for a model without any."""
-    matrices = [one for layer in model.layer_kinds for one in layer.linears]
-    return max(matrices, key=lambda one: one.in_features * one.out_features, default=None)
-
-
-__all__ = ["Trained", "largest_linear", "linear_bytes", "predict_memory", "trained_parameters"]
+    for part, size in weight_bytes(model, setup).items():
+        add("weights", f"weights: {part}", size)
+    if setup.method != "full":
+        add("adapters", "LoRA matrices", trained.size_bytes)
+    states = state_bytes(trained.num, trained.dtype, setup.optimizer, matrix_edge_sum=trained.edge_sum)
+    add("optimizer", f"states of {setup.optimizer}", states)
+    add("workspace", "cuBLAS workspaces", cublas_workspace_bytes(gpu))
+    for part, size in parts.stored.items():
+        add("activations", _PART_NAMES[part], size, *DURING_COMPUTE)
+    add("activations", "final norm", parts.final_norm, "loss", "backward")
+    add("activations", "autocast copies of the weights", parts.weight_casts[1], *DURING_COMPUTE)
+    add("activations", "autocast's cache of weights", parts.weight_casts[0] - parts.weight_casts[1], "forward", "loss")
+    add("activations", "autocast copies of the adapters", parts.adapter_casts, "forward", "loss")
+    if accumulated:
+        add("gradients", "accumulated gradients", trained.size_bytes, *DURING_COMPUTE)
+    add("activations", "one layer's forward temporaries", parts.forward_temp, "forward")
+    add("dequantization", "one dequantized matrix in the forward", parts.dequantized, "forward")
+    add("loss", f"loss chain ({setup.loss})", chain.loss_bytes, "loss")
+    peak = backward_peak(model, parts, chain, trained, accumulated=accumulated)
+    add("loss", f"loss gradients ({setup.loss})", peak.loss, "backward")
+    add("activations", "one recomputed layer", peak.recomputed, "backward")
+    add("workspace", "one layer's gradients of activations", peak.transient, "backward")
+    add("dequantization", "one dequantized matrix in the backward", peak.dequantized, "backward")
+    add("gradients", "gradients in the backward", peak.gradients, "backward")
+    add("gradients", "gradients", trained.size_bytes, "step")
+    temporary = step_bytes(trained.num, trained.dtype, setup.optimizer, largest_tensor=trained.largest)
+    add("optimizer", f"temporaries of {setup.optimizer}", temporary, "step")
+    resident = sum(term.size_bytes for term in terms if term.resident)
+    totals = {
+        phase: sum(t.size_bytes for t in terms if phase in t.phases)
+        for phase in ("forward", "loss", "backward", "step")
+    }
+    return MemoryBreakdown(
+        terms=tuple(terms),
+        allocator_gap_bytes=allocator_gap_bytes(resident, max(totals.values()) - resident),
+        context_bytes=context_bytes(gpu),
+    )

@@ -6,7 +6,9 @@ BLOCK_8BIT = 256
 """Elements per scale of an 8-bit state. Source: bitsandbytes 0.50 `Optimizer2State` (block-wise, 256)."""
 
 
-def state_bytes(num_trained: int, dtype: str, optimizer: str, *, num_matrices: int = 0, matrix_edge_sum: int = 0) -> int:
+def state_bytes(
+    num_trained: int, dtype: str, optimizer: str, *, num_matrices: int = 0, matrix_edge_sum: int = 0
+) -> int:
     """Bytes of optimizer state on the GPU for `num_trained` parameters of `dtype`.
 
     AdamW keeps two moments in the parameters' own type (8 bytes per fp32 parameter, 4 per bf16 one). 8-bit AdamW keeps

@@ -24,7 +24,9 @@ def backward_transient(layer: LayerSpec, context: LayerContext) -> int:
     Shapes: [tokens, hidden] and [tokens, intermediate].
     """
     flow = context.flow
-    hidden = max((one.in_features for one in layer.linears if one.role in ("q", "qkv", "up", "gate", "gate_up")), default=0)
+    hidden = max(
+        (one.in_features for one in layer.linears if one.role in ("q", "qkv", "up", "gate", "gate_up")), default=0
+    )
     residual = SIZE_BYTES[flow.residual] * hidden
     size = SIZE_BYTES[flow.linear_out(flow.residual)]
     mlp = (3 if layer.mlp is not None and layer.mlp.kind != "plain" else 2) * size * _mlp_width(layer)

@@ -1,0 +1,186 @@
+"""`plan estimate`: one setup from flags, or many as JSON lines."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from planner.cli import options
+from planner.cli.output import console, print_json
+from planner.cli.wish import memory_and_headroom, positive
+from planner.errors import ConfigError, PlannerError, UsageError
+from planner.gpu import GpuSpec
+from planner.interchange import setup_from_dict
+from planner.models.spec import ModelSpec
+from planner.outcome import Candidate
+from planner.setup import TrainSetup
+
+MAX_LINE_CHARS = 1_000_000
+
+
+def estimate(
+    model: Annotated[str | None, typer.Argument(help="Hub id, directory or catalogue name.")] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", help="GPU: key, name, or 'local'.")] = None,
+    setups: Annotated[Path | None, typer.Option("--setups", help="JSON lines, one setup each ('-': stdin).")] = None,
+    method: Annotated[str | None, typer.Option("--method", help="full, lora or qlora.")] = None,
+    rank: options.Rank = None,
+    targets: options.Targets = None,
+    optimizer: Annotated[str | None, typer.Option("--optimizer")] = None,
+    precision: Annotated[str | None, typer.Option("--precision")] = None,
+    quantization: Annotated[str | None, typer.Option("--quantization")] = None,
+    kbit_fp32_cast: Annotated[
+        bool | None, typer.Option("--kbit-fp32-cast/--no-kbit-fp32-cast", help="peft's k-bit preparation.")
+    ] = None,
+    adapter_dtype: Annotated[str | None, typer.Option("--adapter-dtype", help="auto, fp32, bf16 or fp16.")] = None,
+    lora_dropout: Annotated[float | None, typer.Option("--lora-dropout")] = None,
+    attention: Annotated[str | None, typer.Option("--attention")] = None,
+    checkpointing: options.Checkpointing = None,
+    checkpoint_every: options.CheckpointEvery = None,
+    loss: Annotated[str | None, typer.Option("--loss")] = None,
+    seq_len: options.SeqLen = None,
+    micro_batch: Annotated[int | None, typer.Option("--micro-batch", help="Sequences per forward.")] = None,
+    accumulation: Annotated[int | None, typer.Option("--accumulation", help="Micro-batches per step.")] = None,
+    packing: options.Packing = None,
+    memory_gib: options.MemoryGib = None,
+    headroom: options.Headroom = None,
+    no_dry_run: options.NoDryRun = False,
+    full_depth: Annotated[
+        bool, typer.Option("--full-depth", help="Dry run every layer instead of truncating.")
+    ] = False,
+    revision: options.Revision = None,
+    hub: options.AskHub = False,
+    as_json: options.Json = False,
+) -> None:
+    """Memory and speed of one setup: formula beside dry run."""
+    if setups is not None:
+        if model is not None:
+            raise UsageError("--setups names the models itself", hint="leave MODEL out, or leave --setups out")
+        _many(setups, memory_gib, headroom, dry=not no_dry_run, as_json=as_json)
+        return
+    if model is None or gpu is None:
+        raise UsageError(
+            "plan estimate needs MODEL and --gpu, or --setups FILE", hint="plan estimate MODEL --gpu rtx-4090"
+        )
+    given = {
+        "method": method,
+        "lora_rank": positive("rank", rank, maximum=65_536),
+        "lora_targets": targets,
+        "optimizer": optimizer,
+        "precision": precision,
+        "quantization": quantization,
+        "kbit_fp32_cast": kbit_fp32_cast,
+        "adapter_dtype": adapter_dtype,
+        "lora_dropout": lora_dropout,
+        "attention": attention,
+        "checkpointing": options.checkpointing_value(checkpointing, checkpoint_every),
+        "loss": loss,
+        "seq_len_tokens": positive("seq-len", seq_len),
+        "micro_batch_seqs": positive("micro-batch", micro_batch),
+        "accumulation_steps": positive("accumulation", accumulation),
+        "packing": packing,
+    }
+    values = {name: value for name, value in given.items() if value is not None}
+    if "lora_targets" in values:
+        from planner.cli.wish import parse_targets
+
+        values["lora_targets"] = parse_targets(str(values["lora_targets"]))
+    if "method" not in values and values.get("quantization", "none") != "none":
+        values["method"] = "qlora"
+    setup = setup_from_dict(values)
+    spec, card = _resolve(model, gpu, revision, hub)
+    result = _candidate(spec, card, setup, memory_gib, headroom, dry=not no_dry_run, full_depth=full_depth)
+    if as_json:
+        from reports.plan_json import candidate_to_dict
+
+        print_json(candidate_to_dict(result, spec.model_id, card.key, detail=True))
+    else:
+        from reports.terminal import render_estimate
+
+        memory, _ = memory_and_headroom(card, memory_gib, headroom)
+        render_estimate(result, spec, card, console(), memory_bytes=memory)
+
+
+@lru_cache(maxsize=64)
+def _resolve(model: str, gpu: str, revision: str | None = None, hub: bool = False) -> tuple[ModelSpec, GpuSpec]:
+    from planner.gpus import find_gpu, local_gpu
+    from planner.models.resolve import resolve_model
+
+    spec = resolve_model(model, revision=revision, ask_hub=hub)
+    return spec, local_gpu() if gpu.lower() == "local" else find_gpu(gpu)
+
+
+def _candidate(
+    spec: ModelSpec,
+    card: GpuSpec,
+    setup: TrainSetup,
+    memory_gib: float | None,
+    headroom: float | None,
+    *,
+    dry: bool,
+    full_depth: bool = False,
+) -> Candidate:
+    from planner.predict import predict
+
+    memory, reserve = memory_and_headroom(card, memory_gib, headroom)
+    result = Candidate(setup=setup, budget_bytes=memory - reserve, formula=predict(spec, card, setup))
+    if dry:
+        from planner.cli.rungs import with_dry_run
+
+        result = with_dry_run(result, spec, card, full_depth=full_depth)
+    return result
+
+
+def _many(path: Path, memory_gib: float | None, headroom: float | None, *, dry: bool, as_json: bool) -> None:
+    """One JSON line out per line in, in order; a bad line gives an "error" line and the rest goes on."""
+    from reports.plan_json import candidate_to_dict
+
+    for number, line in _lines(path):
+        try:
+            model, gpu, setup = parse_line(line)
+            spec, card = _resolve(model, gpu)
+            result = _candidate(spec, card, setup, memory_gib, headroom, dry=dry)
+            answer: Mapping[str, Any] = candidate_to_dict(result, spec.model_id, card.key)
+        except PlannerError as error:
+            answer = {"error": error.message, "hint": error.hint, "line": number}
+        sys.stdout.write(json.dumps(answer, allow_nan=False, ensure_ascii=False) + "\n")
+        sys.stdout.flush()
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    if str(path) == "-":
+        yield from ((number, line) for number, line in enumerate(sys.stdin, 1) if line.strip())
+        return
+    try:
+        with path.open(encoding="utf-8", errors="replace") as handle:
+            yield from ((number, line) for number, line in enumerate(handle, 1) if line.strip())
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror or error}", hint="give a file of JSON lines, one setup each"
+        ) from error
+
+
+def parse_line(line: str) -> tuple[str, str, TrainSetup]:
+    """(model, gpu, setup) from one line of the interchange form.
+
+    Raises:
+        ConfigError: not a JSON object, or model or gpu missing.
+        SetupError: a setup that cannot exist.
+    """
+    if len(line) > MAX_LINE_CHARS:
+        raise ConfigError(f"line is longer than {MAX_LINE_CHARS} characters", hint="one small JSON object per line")
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"line is not JSON: {error}", hint="one JSON object per line") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"expected a JSON object, got {type(values).__name__}", hint="one JSON object per line")
+    model, gpu = values.pop("model", None), values.pop("gpu", None)
+    if not isinstance(model, str) or not isinstance(gpu, str):
+        raise ConfigError(
+            "a setup line needs the strings 'model' and 'gpu'", hint='{"model": "...", "gpu": "...", ...}'
+        )
+    return model, gpu, setup_from_dict(values)

@@ -1,0 +1,49 @@
+"""`plan gpus` and `plan models`: the tables that come with the package."""
+
+import typer
+
+from planner.cli.output import console, print_json
+
+
+def gpus(as_json: bool = typer.Option(False, "--json", help="JSON on stdout.")) -> None:
+    """The GPU table."""
+    from planner.gpus import all_gpus
+    from planner.interchange import to_jsonable
+
+    rows = all_gpus()
+    if as_json:
+        print_json([to_jsonable(row) for row in rows])
+        return
+    from reports.terminal import render_gpus
+
+    render_gpus(rows, console())
+
+
+def models(
+    match: str = typer.Argument("", help="Show only names that contain this."),
+    as_json: bool = typer.Option(False, "--json", help="JSON on stdout."),
+) -> None:
+    """The built-in model catalogue; every name works with no network."""
+    from planner.models import catalogue
+    from reports.terminal import ModelRow, render_models
+
+    rows = []
+    for name in catalogue.names():
+        if match.lower() not in name.lower():
+            continue
+        spec = catalogue.load(name)
+        if spec is not None:
+            rows.append(
+                ModelRow(
+                    model_id=spec.model_id,
+                    model_type=spec.model_type,
+                    num_params=spec.num_params,
+                    max_position_embeddings=spec.max_position_embeddings,
+                )
+            )
+    if as_json:
+        from planner.interchange import to_jsonable
+
+        print_json([to_jsonable(row) for row in rows])
+        return
+    render_models(rows, console())

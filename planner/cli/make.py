@@ -1,0 +1,110 @@
+"""`plan MODEL --gpu GPU`: the main job."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from planner.cli import options
+from planner.cli.output import console, print_json
+from planner.cli.wish import positive, workload
+from planner.errors import EXIT_NOTHING_FITS, UsageError
+
+
+def make(
+    model: options.Model,
+    gpu: options.Gpu,
+    seq_len: options.SeqLen = None,
+    global_batch: Annotated[
+        int | None, typer.Option("--global-batch", help="Sequences per optimizer step, kept constant. Default 32.")
+    ] = None,
+    method: options.Methods = None,
+    rank: options.Rank = None,
+    min_rank: Annotated[int | None, typer.Option("--min-rank", help="LoRA rank never falls below this.")] = None,
+    targets: options.Targets = None,
+    optimizer: options.Optimizer = None,
+    precision: options.Precision = None,
+    quantization: options.Quantization = None,
+    attention: options.Attention = None,
+    checkpointing: options.Checkpointing = None,
+    checkpoint_every: options.CheckpointEvery = None,
+    packing: options.Packing = None,
+    loss: options.Loss = None,
+    memory_gib: options.MemoryGib = None,
+    headroom: options.Headroom = None,
+    dataset_tokens: Annotated[
+        int | None, typer.Option("--dataset-tokens", help="Tokens of one epoch: gives rank floor, time and cost.")
+    ] = None,
+    price: Annotated[float | None, typer.Option("--price", help="US dollars per GPU hour.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Directory for plan.json, report.md, launch files.")] = None,
+    target: Annotated[
+        list[str] | None, typer.Option("--target", help="Launch targets to write; repeatable. Default: all.")
+    ] = None,
+    dataset: Annotated[str | None, typer.Option("--dataset", help="Hub id or local file for the launch files.")] = None,
+    no_dry_run: options.NoDryRun = False,
+    no_probe: Annotated[bool, typer.Option("--no-probe", help="No GPU probes, even with --gpu local.")] = False,
+    revision: options.Revision = None,
+    hub: options.AskHub = False,
+    as_json: options.Json = False,
+) -> None:
+    """Plan MODEL on a GPU: the fastest setup that fits, why, and what stands beside it."""
+    from planner.gpus import find_gpu, local_gpu
+    from planner.models.resolve import resolve_model
+    from planner.plan import NoPlan
+    from planner.planning import plan_workload
+
+    fixed = options.fixed_fields(
+        targets=targets,
+        rank=positive("rank", rank, maximum=65_536),
+        checkpointing=options.checkpointing_value(checkpointing, checkpoint_every),
+        packing=packing,
+        method=method,
+        optimizer=optimizer,
+        precision=precision,
+        quantization=quantization,
+        attention=attention,
+        loss=loss,
+    )
+    if rank is not None and min_rank is not None and rank < min_rank:
+        raise UsageError(f"--rank {rank} is below --min-rank {min_rank}", hint="leave one of the two out")
+    spec = resolve_model(model, revision=revision, ask_hub=hub)
+    card = local_gpu() if gpu.lower() == "local" else find_gpu(gpu)
+    wish = workload(
+        spec,
+        card,
+        fixed=fixed,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        memory_gib=memory_gib,
+        headroom_gib=headroom,
+        min_rank=min_rank,
+        dataset_tokens=dataset_tokens,
+        price=price,
+    )
+    plan = plan_workload(wish)
+    if not isinstance(plan, NoPlan):
+        if not no_dry_run:
+            from planner.cli.rungs import climb_dry_run
+
+            plan = climb_dry_run(plan)
+        if gpu.lower() == "local" and not no_probe:
+            from planner.cli.rungs import climb_probe
+
+            plan = climb_probe(plan)
+    if out is not None:
+        from planner.cli.writing import write_out
+
+        write_out(plan, out, targets=target, dataset=dataset)
+    if as_json:
+        from reports.plan_json import plan_to_dict
+
+        print_json(plan_to_dict(plan))
+    else:
+        from reports.terminal import render_no_plan, render_plan
+
+        if isinstance(plan, NoPlan):
+            render_no_plan(plan, console())
+        else:
+            render_plan(plan, console(), next_command=f"see {out}/launch" if out else "")
+    if isinstance(plan, NoPlan):
+        raise typer.Exit(EXIT_NOTHING_FITS)

@@ -1,0 +1,98 @@
+"""Option declarations that several commands share, and their way into setup fields."""
+
+from typing import Annotated, Any
+
+import typer
+
+from planner import setup as fields
+from planner.cli.wish import choices, parse_targets, positive
+from planner.errors import UsageError
+
+Model = Annotated[
+    str, typer.Argument(help="Hub id, directory with config.json, or catalogue name.", show_default=False)
+]
+Gpu = Annotated[str, typer.Option("--gpu", help="GPU: key, marketing name, driver name, or 'local'.")]
+MemoryGib = Annotated[float | None, typer.Option("--memory-gib", help="Usable memory in GiB instead of the table's.")]
+Headroom = Annotated[float | None, typer.Option("--headroom", help="Reserve in GiB that no plan may touch.")]
+SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens per sequence.")]
+Methods = Annotated[list[str] | None, typer.Option("--method", help="full, lora or qlora; repeatable.")]
+Precision = Annotated[list[str] | None, typer.Option("--precision", help="/".join(fields.PRECISIONS) + "; repeatable.")]
+Quantization = Annotated[
+    list[str] | None, typer.Option("--quantization", help="/".join(fields.QUANTIZATIONS) + "; repeatable.")
+]
+Rank = Annotated[int | None, typer.Option("--rank", help="LoRA rank, fixed.")]
+Targets = Annotated[str | None, typer.Option("--targets", help="attention, all-linear, or module names a,b,c.")]
+Optimizer = Annotated[list[str] | None, typer.Option("--optimizer", help="/".join(fields.OPTIMIZERS) + "; repeatable.")]
+Attention = Annotated[list[str] | None, typer.Option("--attention", help="/".join(fields.ATTENTIONS) + "; repeatable.")]
+Checkpointing = Annotated[
+    bool | None, typer.Option("--checkpointing/--no-checkpointing", help="Gradient checkpointing on or off.")
+]
+CheckpointEvery = Annotated[int | None, typer.Option("--checkpoint-every", help="Checkpoint every n-th layer.")]
+Packing = Annotated[bool | None, typer.Option("--packing/--no-packing", help="Fill sequences with several samples.")]
+Loss = Annotated[list[str] | None, typer.Option("--loss", help="/".join(fields.LOSSES) + "; repeatable.")]
+Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, nothing else there.")]
+NoDryRun = Annotated[bool, typer.Option("--no-dry-run", help="Formula only: no torch is needed.")]
+Revision = Annotated[str | None, typer.Option("--revision", help="Hub revision; asks the hub first.")]
+AskHub = Annotated[bool, typer.Option("--hub", help="Ask the hub before the catalogue and the cache.")]
+
+_CHOICES = {
+    "method": fields.METHODS,
+    "precision": fields.PRECISIONS,
+    "quantization": fields.QUANTIZATIONS,
+    "optimizer": fields.OPTIMIZERS,
+    "attention": fields.ATTENTIONS,
+    "loss": fields.LOSSES,
+}
+
+
+def checkpointing_value(checkpointing: bool | None, every: int | None) -> int | None:
+    """The setup field from the two flags, None when neither is given.
+
+    Raises:
+        UsageError: --no-checkpointing together with --checkpoint-every.
+    """
+    if every is not None:
+        if checkpointing is False:
+            raise UsageError("--no-checkpointing contradicts --checkpoint-every", hint="give one of the two")
+        return positive("checkpoint-every", every, maximum=100_000)
+    return None if checkpointing is None else int(checkpointing)
+
+
+def fixed_fields(
+    *,
+    targets: str | None,
+    rank: int | None,
+    checkpointing: int | None,
+    packing: bool | None,
+    **repeatable: list[str] | None,
+) -> dict[str, tuple[Any, ...]]:
+    """Setup fields that the user decided, each with its allowed values.
+
+    A quantization other than none means QLoRA unless a method was given; a rank or targets rule full fine-tuning out.
+
+    Raises:
+        UsageError: an unknown value, or flags that contradict each other.
+    """
+    fixed: dict[str, tuple[Any, ...]] = {}
+    for name, values in repeatable.items():
+        if values:
+            fixed[name] = choices(name, values, _CHOICES[name])
+    if rank is not None:
+        fixed["lora_rank"] = (positive("rank", rank, maximum=65_536),)
+    if targets is not None:
+        fixed["lora_targets"] = (parse_targets(targets),)
+    if checkpointing is not None:
+        fixed["checkpointing"] = (checkpointing,)
+    if packing is not None:
+        fixed["packing"] = (packing,)
+    adapters_only = rank is not None or targets is not None
+    if adapters_only and fixed.get("method") == ("full",):
+        flag = "--rank" if rank is not None else "--targets"
+        raise UsageError(f"{flag} has no meaning with --method full", hint=f"leave {flag} out, or use --method lora")
+    if "method" not in fixed:
+        quantized = [value for value in fixed.get("quantization", ()) if value != "none"]
+        if quantized and "none" not in fixed["quantization"]:
+            fixed["method"] = ("qlora",)
+        elif adapters_only:
+            fixed["method"] = ("lora", "qlora")
+    return fixed

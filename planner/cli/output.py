@@ -1,0 +1,67 @@
+"""Stdout is data, stderr everything else: errors with hints, consoles, JSON."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from planner.errors import EXIT_BAD_INPUT, EXIT_ENVIRONMENT, EnvironmentProblem, PlannerError
+
+
+def fail(error: Exception) -> int:
+    """Print an error with its hint on stderr; returns the exit code."""
+    if isinstance(error, PlannerError):
+        print(f"error: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
+        return error.exit_code
+    message = getattr(error, "format_message", lambda: str(error))()
+    print(f"error: {message}", file=sys.stderr)
+    print("hint: plan --help lists the commands, plan COMMAND --help their options", file=sys.stderr)
+    return EXIT_BAD_INPUT
+
+
+def fail_environment(error: OSError) -> int:
+    """An operating-system error (full disk, no permission) as a message; returns the exit code."""
+    where = f" ({error.filename})" if error.filename else ""
+    print(f"error: {error.strerror or error}{where}", file=sys.stderr)
+    print("hint: check permissions and free space, or choose another --out directory", file=sys.stderr)
+    return EXIT_ENVIRONMENT
+
+
+def print_json(document: Any) -> None:
+    """One JSON document on stdout, and nothing else there."""
+    sys.stdout.write(json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file beside and rename it, so that a crash or a full disk leaves the old one.
+
+    Raises:
+        EnvironmentProblem: the directory cannot be written.
+    """
+    import os
+    import tempfile
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
+                handle.write(text)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except OSError:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"cannot write {path}: {error.strerror or error}", hint="choose another --out directory, or free some space"
+        ) from error
+
+
+def console(*, stderr: bool = False) -> Any:
+    """A rich console for people; NO_COLOR and pipes are respected by rich itself."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, soft_wrap=False)

@@ -1,0 +1,72 @@
+"""Climbing the ladder from the command line: dry runs and probes of a plan's finalists, with progress on stderr."""
+
+import importlib.util
+import sys
+from dataclasses import replace
+
+from planner.gpu import GpuSpec
+from planner.models.spec import ModelSpec
+from planner.outcome import Candidate, FailureKind, Prediction, ProbeFailure, Rung
+from planner.plan import Plan
+from planner.setup import TrainSetup
+
+NEEDED = ("torch", "transformers", "peft")
+
+
+def dry_run_possible() -> str:
+    """Empty where the dry run's libraries are installed, else which are missing."""
+    return ", ".join(name for name in NEEDED if importlib.util.find_spec(name) is None)
+
+
+def with_dry_run(candidate: Candidate, model: ModelSpec, gpu: GpuSpec, *, full_depth: bool = False) -> Candidate:
+    """The candidate with its dry run beside the formula."""
+    return replace(candidate, dry_run=_dry_run(model, gpu, candidate.setup, full_depth=full_depth))
+
+
+def _dry_run(
+    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, *, full_depth: bool = False
+) -> Prediction | ProbeFailure:
+    missing = dry_run_possible()
+    if missing:
+        return ProbeFailure(
+            rung=Rung.DRY_RUN,
+            kind=FailureKind.UNSUPPORTED,
+            message=f"{missing} not installed (pip install 'finetune-planner[torch]')",
+        )
+    from probes.dryrun import dry_run
+
+    return dry_run(model, gpu, setup, full_depth=full_depth)
+
+
+def climb_dry_run(plan: Plan) -> Plan:
+    """The plan after dry runs of its finalists."""
+    from planner.planning import near_misses
+    from planner.refine import refine
+    from planner.tree import node_of_setup
+
+    workload = plan.workload
+
+    def run(setup: TrainSetup) -> Prediction | ProbeFailure:
+        _say(f"dry run: {setup.method}, micro-batch {setup.micro_batch_seqs} ...")
+        return _dry_run(workload.model, workload.gpu, setup)
+
+    missing = dry_run_possible()
+    misses = () if missing else near_misses(workload, node_of_setup(plan.chosen.setup))
+    try:
+        return refine(plan, run, misses)
+    finally:
+        _say("")
+
+
+def climb_probe(plan: Plan) -> Plan:
+    """The plan after GPU probes of its finalists (search over measured tokens/s)."""
+    from planner.cli.tune import tune_plan
+
+    return tune_plan(plan)
+
+
+def _say(text: str) -> None:
+    """One status line on stderr, only where a person watches."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\033[K{text}")
+        sys.stderr.flush()

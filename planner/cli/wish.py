@@ -1,0 +1,155 @@
+"""Flags to a `Workload`: names resolved, values checked, defaults stated."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from planner import setup as fields
+from planner.errors import UsageError
+from planner.gpu import GpuSpec
+from planner.models.spec import ModelSpec
+from planner.rank import rank_floor
+from planner.units import GIB, gib
+from planner.workload import Workload
+
+DEFAULT_SEQ_LEN = 2048
+DEFAULT_GLOBAL_BATCH = 32
+HEADROOM_FRACTION = 0.04
+"""Default reserve as a share of the card: what the formula's error and other processes may take. See docs/accuracy."""
+HEADROOM_FLOOR_BYTES = GIB // 2
+
+
+def choices(name: str, values: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:
+    """Values of a repeatable option, each one of `allowed`; comma-separated lists are taken apart.
+
+    Raises:
+        UsageError: a value that is not allowed.
+    """
+    found = tuple(dict.fromkeys(part.strip() for value in values for part in value.split(",") if part.strip()))
+    for value in found:
+        if value not in allowed:
+            raise UsageError(
+                f"--{name} must be one of {', '.join(allowed)}; got {value!r}",
+                hint=f"for example --{name} {allowed[0]}",
+            )
+    return found
+
+
+def parse_targets(value: str) -> str | tuple[str, ...]:
+    """`attention`, `all-linear`, or a comma-separated list of module names."""
+    if value in fields.TARGET_SETS:
+        return value
+    names = tuple(part.strip() for part in value.split(",") if part.strip())
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z0-9_.]+", name):
+            raise UsageError(
+                f"--targets must be attention, all-linear or module names; got {name!r}",
+                hint="for example q_proj,v_proj",
+            )
+    if not names:
+        raise UsageError("--targets is empty", hint="attention, all-linear, or names such as q_proj,v_proj")
+    return names
+
+
+def positive(name: str, value: int | None, *, maximum: int = 1 << 40) -> int | None:
+    """A count from the command line, at least 1.
+
+    Raises:
+        UsageError: zero, negative, or beyond any sense.
+    """
+    if value is not None and not 1 <= value <= maximum:
+        raise UsageError(
+            f"--{name} must be at least 1 and at most {maximum}, got {value}",
+            hint=f"give --{name} a positive whole number",
+        )
+    return value
+
+
+def memory_and_headroom(gpu: GpuSpec, memory_gib: float | None, headroom_gib: float | None) -> tuple[int, int]:
+    """(usable memory, reserve) in bytes from the flags or the defaults.
+
+    Raises:
+        UsageError: not finite, negative, or a reserve as large as the memory.
+    """
+    for name, value in (("memory-gib", memory_gib), ("headroom", headroom_gib)):
+        if value is not None and not (math.isfinite(value) and 0 <= value <= 1e6):
+            raise UsageError(
+                f"--{name} must be a size in GiB of at least 0, got {value}", hint=f"for example --{name} 20"
+            )
+    memory = gpu.memory_bytes if memory_gib is None else int(memory_gib * GIB)
+    if memory < GIB // 4:
+        raise UsageError(
+            f"--memory-gib must be at least 0.25, got {memory_gib}", hint="usable memory in GiB, for example 23.5"
+        )
+    if headroom_gib is None:
+        headroom = max(int(HEADROOM_FRACTION * memory), min(HEADROOM_FLOOR_BYTES, memory // 8))
+    else:
+        headroom = int(headroom_gib * GIB)
+    if headroom >= memory:
+        raise UsageError(
+            f"--headroom {headroom_gib} leaves nothing of {gib(memory)}", hint="give a reserve smaller than the card"
+        )
+    return memory, headroom
+
+
+def workload(
+    model: ModelSpec,
+    gpu: GpuSpec,
+    *,
+    fixed: Mapping[str, tuple[Any, ...]],
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    memory_gib: float | None = None,
+    headroom_gib: float | None = None,
+    min_rank: int | None = None,
+    dataset_tokens: int | None = None,
+    price: float | None = None,
+    num_gpus: int = 1,
+    objective: str = "tokens",
+) -> Workload:
+    """A workload from resolved names and checked flags; what is not given is planned or takes a stated default."""
+    memory, headroom = memory_and_headroom(gpu, memory_gib, headroom_gib)
+    seq_len_tokens = positive("seq-len", seq_len) or min(
+        DEFAULT_SEQ_LEN, model.max_position_embeddings or DEFAULT_SEQ_LEN
+    )
+    dataset_tokens = positive("dataset-tokens", dataset_tokens, maximum=1 << 60)
+    targets = fixed.get("lora_targets", ("all-linear",))[0]
+    ranks = fixed.get("lora_rank")
+    if ranks:
+        floor, reason = ranks[0], "given with --rank"
+    elif min_rank is not None:
+        floor, reason = positive("min-rank", min_rank, maximum=4096) or 1, "given with --min-rank"
+    else:
+        floor, reason = rank_floor(model, targets, dataset_tokens)
+    usd, source = _price(gpu, price)
+    return Workload(
+        model=model,
+        gpu=gpu,
+        memory_bytes=memory,
+        headroom_bytes=headroom,
+        seq_len_tokens=seq_len_tokens,
+        global_batch_seqs=positive("global-batch", global_batch) or DEFAULT_GLOBAL_BATCH,
+        fixed=dict(fixed),
+        min_rank=floor,
+        min_rank_reason=reason,
+        num_gpus=num_gpus,
+        objective=objective,
+        dataset_tokens=dataset_tokens,
+        price_per_hour=usd,
+        price_source=source,
+    )
+
+
+def _price(gpu: GpuSpec, price: float | None) -> tuple[float | None, str]:
+    if price is not None:
+        if not (math.isfinite(price) and price >= 0):
+            raise UsageError(f"--price must be US dollars per GPU hour, got {price}", hint="for example --price 1.89")
+        return price, "given with --price"
+    from planner.prices import price_per_hour
+
+    known = price_per_hour(gpu.key)
+    if known is None:
+        return None, ""
+    usd, source, as_of = known
+    return usd, f"{source}, {as_of}"

@@ -1,0 +1,241 @@
+"""From a workload to a `Plan` or `NoPlan` on the formula rung: walk the space, ask the tree, name what stands beside."""
+
+from collections.abc import Sequence
+
+from planner.errors import PlannerError, UsageError
+from planner.gpus import all_gpus
+from planner.models import catalogue
+from planner.outcome import Candidate
+from planner.plan import Alternative, NoPlan, Plan, Remedy, SpaceCount
+from planner.predict import predict
+from planner.setup import TrainSetup
+from planner.space import Point, dimension_values, walk
+from planner.tree import NODE_NAMES, NODES, NodeFacts, activation_answers, choose_node, collect, method_answers
+from planner.units import gib, percent
+from planner.workload import Workload
+
+NUM_RANKED = 24
+
+
+def candidate(workload: Workload, setup: TrainSetup) -> Candidate:
+    """A setup with its formula prediction against the workload's budget."""
+    prediction = predict(workload.model, workload.gpu, setup)
+    return Candidate(setup=setup, budget_bytes=workload.budget_bytes, formula=prediction)
+
+
+def plan_workload(workload: Workload) -> Plan | NoPlan:
+    """The formula rung's whole answer.
+
+    Raises:
+        UsageError: the user's wishes contradict each other so that no setup can exist at all.
+    """
+    values = dimension_values(workload)
+    facts = collect(walk(workload, values), workload.budget_bytes)
+    walked = sum(known.walked for known in facts.values())
+    if not walked:
+        raise UsageError(
+            "no setup can satisfy all the options given",
+            hint="options contradict each other (for example --method full with --quantization nf4); leave one out",
+        )
+    space = SpaceCount(walked=walked, infeasible=sum(known.infeasible for known in facts.values()), impossible=0)
+    chosen_node = choose_node(facts)
+    answers = method_answers(facts, chosen_node, workload)
+    if chosen_node is None:
+        return _no_plan(workload, facts, tuple(answers), space)
+    known = facts[chosen_node]
+    best = known.best()
+    assert best is not None  # choose_node returned it
+    answers += activation_answers(known, best, workload, known.ranked())
+    chosen = candidate(workload, best.setup)
+    ranked = [best, *(point for point in known.ranked() if point is not best)][:NUM_RANKED]
+    return Plan(
+        workload=workload,
+        chosen=chosen,
+        alternatives=_alternatives(workload, chosen, chosen_node, facts),
+        ranked=(chosen, *(candidate(workload, point.setup) for point in ranked[1:])),
+        walk=tuple(answers),
+        space=space,
+        notes=plan_notes(workload, chosen),
+    )
+
+
+def near_misses(workload: Workload, node: str, limit: int = 8) -> tuple[Candidate, ...]:
+    """The fastest setups that miss the budget by less than the formula's error: a higher rung may find that they fit."""
+    facts = collect(walk(workload), workload.budget_bytes)
+    heap = sorted(facts[node].near_misses, key=lambda entry: -entry[0])[:limit]
+    return tuple(candidate(workload, entry[2].setup) for entry in heap)
+
+
+def plan_notes(workload: Workload, chosen: Candidate) -> tuple[str, ...]:
+    """The stated assumptions of a plan, one sentence each."""
+    notes = []
+    if not chosen.setup.packing:
+        notes.append(
+            f"every sequence is taken to be {workload.seq_len_tokens} tokens long (the worst batch); "
+            "shorter ones need less memory"
+        )
+    notes.append("evaluation and saving are not counted; keep their batch at the micro-batch or below")
+    return tuple(notes)
+
+
+def _alternatives(
+    workload: Workload, chosen: Candidate, node: str, facts: dict[str, NodeFacts]
+) -> tuple[Alternative, ...]:
+    found: list[Alternative] = []
+    seen = {chosen.setup}
+
+    def offer(label: str, setup: TrainSetup | None) -> None:
+        if setup is None or setup in seen:
+            return
+        seen.add(setup)
+        other = candidate(workload, setup)
+        found.append(Alternative(label=label, candidate=other, trade=trade(chosen, other)))
+
+    for other in NODES:
+        best = facts[other].best()
+        if other != node and best is not None:
+            offer(NODE_NAMES[other], best.setup)
+    setup = chosen.setup
+    if setup.method != "full":
+        for rank in (2 * setup.lora_rank, max(1, setup.lora_rank // 2)):
+            offer(f"rank {rank}", setup.with_(lora_rank=rank))
+        if setup.lora_targets == "all-linear":
+            offer("adapters on attention only", setup.with_(lora_targets="attention"))
+    offer("smallest memory", _smallest(facts[node]))
+    if not setup.checkpointing:
+        offer("with checkpointing", setup.with_(checkpointing=1))
+    for point in facts[node].ranked():
+        if point.family.checkpointing != setup.checkpointing:
+            offer("checkpointing " + ("off" if not point.family.checkpointing else "on"), point.setup)
+            break
+    larger = [
+        point
+        for point in facts[node].ranked()
+        if point.micro_batch_seqs > setup.micro_batch_seqs and point.family.loss == setup.loss
+    ]
+    if larger:
+        offer("larger micro-batch", max(larger, key=lambda point: point.micro_batch_seqs).setup)
+    return tuple(found)
+
+
+def _smallest(known: NodeFacts) -> TrainSetup | None:
+    return known.smallest.setup if known.smallest is not None else None
+
+
+def trade(chosen: Candidate, other: Candidate) -> str:
+    """What `other` costs or buys against `chosen`, in words: speed, memory, whether it fits."""
+    ratio = other.tokens_per_s / chosen.tokens_per_s if chosen.tokens_per_s else 0.0
+    delta = other.memory_evidence.peak_device_bytes - chosen.memory_evidence.peak_device_bytes
+    speed = f"{percent(abs(ratio - 1))} {'faster' if ratio >= 1 else 'slower'}"
+    memory = f"{'+' if delta >= 0 else '-'}{gib(abs(delta))}"
+    return f"{speed}, {memory}" + ("" if other.fits else ", does not fit")
+
+
+def _no_plan(
+    workload: Workload,
+    facts: dict[str, NodeFacts],
+    answers: tuple,
+    space: SpaceCount,  # type: ignore[type-arg]
+) -> NoPlan:
+    smallest = [known.smallest for known in facts.values() if known.smallest is not None]
+    nearest = candidate(workload, min(smallest, key=lambda point: point.peak_device_bytes).setup)
+    missing = max(1, nearest.formula.peak_device_bytes - workload.budget_bytes)
+    return NoPlan(
+        workload=workload,
+        nearest=nearest,
+        missing_bytes=missing,
+        remedies=_remedies(workload, nearest),
+        walk=answers,
+        space=space,
+    )
+
+
+def _remedies(workload: Workload, nearest: Candidate) -> tuple[Remedy, ...]:
+    """Single changes that would make the nearest setup fit, smallest change first: options the user fixed, a shorter
+    sequence, another GPU of the table, a smaller model."""
+    budget = workload.budget_bytes
+    before = nearest.formula.peak_device_bytes
+    found: list[Remedy] = []
+    relaxed = _relaxed(workload)
+    if relaxed is not None:
+        found.append(relaxed)
+    seq_len = _longest_that_fits(workload, nearest.setup)
+    if seq_len:
+        after = predict(workload.model, workload.gpu, nearest.setup.with_(seq_len_tokens=seq_len)).peak_device_bytes
+        found.append(Remedy(action=f"--seq-len {seq_len}", saves_bytes=before - after, fits=True))
+    roomier = sorted(
+        (gpu for gpu in all_gpus() if gpu.memory_bytes > workload.gpu.memory_bytes), key=lambda g: g.memory_bytes
+    )
+    for gpu in roomier:
+        setup = nearest.setup
+        share = workload.headroom_bytes / workload.memory_bytes
+        if gpu.vendor == "NVIDIA" and predict(workload.model, gpu, setup).peak_device_bytes <= gpu.memory_bytes * (
+            1 - share
+        ):
+            found.append(
+                Remedy(action=f"--gpu {gpu.key}", saves_bytes=gpu.memory_bytes - workload.memory_bytes, fits=True)
+            )
+            break
+    found += _smaller_models(workload, nearest.setup, budget, before)
+    return tuple(found)
+
+
+def _relaxed(workload: Workload) -> Remedy | None:
+    """Whether dropping the user's own restrictions on method, optimizer or checkpointing lets something fit."""
+    for name in ("method", "precision", "quantization", "optimizer", "checkpointing", "attention", "loss"):
+        if name not in workload.fixed:
+            continue
+        freer = {key: value for key, value in workload.fixed.items() if key != name}
+        if name in ("method", "quantization"):
+            freer = {key: value for key, value in freer.items() if key not in ("method", "quantization", "precision")}
+        other = Workload(**{**{f: getattr(workload, f) for f in workload.__dataclass_fields__}, "fixed": freer})
+        facts = collect(walk(other), other.budget_bytes)
+        fits = [(node, known.best()) for node, known in facts.items() if known.best() is not None]
+        if fits:
+            node, point = fits[0]
+            assert point is not None
+            flag = "--" + name.replace("_", "-")
+            return Remedy(
+                action=f"leave {flag} out ({NODE_NAMES[node]} fits)",
+                saves_bytes=workload.budget_bytes - point.peak_device_bytes,
+                fits=True,
+            )
+    return None
+
+
+def _longest_that_fits(workload: Workload, setup: TrainSetup) -> int:
+    """The longest sequence length (a multiple of 64) at which the setup fits, 0 if none does."""
+    low, high = 0, workload.seq_len_tokens // 64
+    while low < high:
+        middle = (low + high + 1) // 2
+        peak = predict(workload.model, workload.gpu, setup.with_(seq_len_tokens=middle * 64)).peak_device_bytes
+        if peak <= workload.budget_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low * 64
+
+
+def _smaller_models(workload: Workload, setup: TrainSetup, budget: int, before: int) -> Sequence[Remedy]:
+    """The largest catalogue model of the same type that fits with this setup."""
+    smaller: list[tuple[int, str]] = []
+    for name in catalogue.names(model_type=workload.model.model_type):
+        try:
+            model = catalogue.load(name)
+        except PlannerError:
+            continue
+        if model is None or model.num_params >= workload.model.num_params:
+            continue
+        peak = predict(model, workload.gpu, setup).peak_device_bytes
+        if peak <= budget:
+            smaller.append((model.num_params, name))
+    if not smaller:
+        return ()
+    name = max(smaller)[1]
+    return (Remedy(action=f"a smaller model: {name}", saves_bytes=before - budget, fits=True),)
+
+
+def point_label(point: Point) -> str:
+    """A point in a few words, for logs."""
+    setup = point.family
+    return f"{setup.method} {setup.precision} {setup.quantization} r{setup.lora_rank} mb{point.micro_batch_seqs}"

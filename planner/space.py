@@ -1,0 +1,207 @@
+"""The space: every combination of the dimensions, walked completely, with shared parts computed once.
+
+A branch (method, precision, quantization, rank) decides what is resident; attention, checkpointing and the micro-batch
+decide activations; loss and optimizer add their own. The walk evaluates the same functions as `predict_memory`
+(a test compares them), each part once, and every micro-batch by the parts' affine form.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from planner.errors import SetupError
+from planner.gpu import GpuSpec
+from planner.kernels import attention_kernel
+from planner.memory.allocator import allocator_gap_bytes
+from planner.memory.dtypes import flow_of
+from planner.memory.model import activation_parts, backward_peak, loss_parts, trained_parameters
+from planner.memory.optimizer import state_bytes, step_bytes
+from planner.memory.weights import weight_bytes
+from planner.memory.workspace import context_bytes, cublas_workspace_bytes
+from planner.models.spec import ModelSpec
+from planner.setup import METHODS, TrainSetup
+from planner.throughput import throughput_profile
+from planner.workload import Workload
+
+BRANCH_FIELDS = ("method", "precision", "quantization", "kbit_fp32_cast", "lora_rank", "lora_targets")
+LOSSES = ("chunked", "liger", "full")
+PLANNED_OPTIMIZERS = ("adamw-fused", "adamw-8bit", "paged-adamw-8bit")
+"""Optimizers a plan chooses from: all are AdamW. Others change what is optimized and are taken only when asked for."""
+PLANNED_CHECKPOINTING = (0, 2, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One walked setup in short: a family (micro-batch 1) and its figures at one micro-batch."""
+
+    family: TrainSetup
+    micro_batch_seqs: int
+    accumulation_steps: int
+    peak_device_bytes: int
+    tokens_per_s: float
+
+    @property
+    def setup(self) -> TrainSetup:
+        """The complete setup."""
+        return self.family.with_(micro_batch_seqs=self.micro_batch_seqs, accumulation_steps=self.accumulation_steps)
+
+
+def micro_batches(global_batch_seqs: int) -> tuple[int, ...]:
+    """The divisors of the global batch that are walked: all of them, at most 64 (the smallest), in rising order."""
+    small = [n for n in range(1, min(global_batch_seqs, 4096) + 1) if global_batch_seqs % n == 0]
+    return tuple(small[:64])
+
+
+def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
+    """The values each dimension takes in this workload: the user's where given, else what a plan chooses from."""
+    gpu, fixed = workload.gpu, workload.fixed
+    half = "bf16" if gpu.bf16 else "fp16"
+    attentions = tuple(
+        name for name in ("sdpa", "flash-attention-2", "eager") if name != "flash-attention-2" or gpu.flash_attention_2
+    )
+    floor = workload.min_rank
+    values: dict[str, tuple[Any, ...]] = {
+        "method": METHODS,
+        "precision": (f"{half}-autocast", *(("bf16-pure",) if half == "bf16" else ()), f"{half}-mixed"),
+        "quantization": ("none", "int8", "nf4", "nf4-double"),
+        "kbit_fp32_cast": (False, True),
+        "lora_rank": tuple(rank for rank in (floor, 2 * floor) if rank <= 4096) or (floor,),
+        "lora_targets": ("all-linear",),
+        "optimizer": PLANNED_OPTIMIZERS,
+        "attention": attentions,
+        "checkpointing": PLANNED_CHECKPOINTING,
+        "loss": LOSSES,
+    }
+    for name, allowed in fixed.items():
+        values[name] = tuple(allowed)
+    return values
+
+
+def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Iterator[TrainSetup]:
+    """One setup for every branch that can exist (method, precision, quantization, cast, rank, targets).
+
+    Full fine-tuning is planned with fp32 master weights under autocast; 16-bit master weights lose small updates and
+    are taken only when the user fixes the method to full or the precision. Adapters over fp32 weights (the "-mixed"
+    precisions) are walked only when asked for: they cost twice the memory and buy nothing.
+    """
+    asked_precision = "precision" in workload.fixed
+    only_full = tuple(values["method"]) == ("full",)
+    for method in values["method"]:
+        quantizations = ("none",) if method != "qlora" else tuple(q for q in values["quantization"] if q != "none")
+        if method != "qlora" and "none" not in values["quantization"]:
+            continue
+        ranks = (0,) if method == "full" else values["lora_rank"]
+        for precision in values["precision"]:
+            mixed = precision.endswith("-mixed")
+            if not asked_precision and method != "full" and mixed:
+                continue
+            if (
+                not asked_precision
+                and method == "full"
+                and not mixed
+                and not (only_full and precision != "fp16-autocast")
+            ):
+                continue
+            for quantization in quantizations:
+                for cast in values["kbit_fp32_cast"] if method == "qlora" else (False,):
+                    for rank in ranks:
+                        for targets in values["lora_targets"] if method != "full" else ("all-linear",):
+                            try:
+                                yield TrainSetup(
+                                    method=method,
+                                    precision=precision,
+                                    quantization=quantization,
+                                    kbit_fp32_cast=cast,
+                                    lora_rank=rank,
+                                    lora_targets=targets,
+                                    seq_len_tokens=workload.seq_len_tokens,
+                                    packing=bool(values.get("packing", (False,))[0]),
+                                    lora_dropout=values.get("lora_dropout", (0.0,))[0],
+                                )
+                            except SetupError:
+                                continue
+
+
+def walk(workload: Workload, values: Mapping[str, tuple[Any, ...]] | None = None) -> Iterator[Point]:
+    """Every setup of the space with its device peak and tokens/s, branch by branch.
+
+    Cost: about 3 microseconds per setup and 150 per (branch, attention, checkpointing).
+    """
+    model, gpu = workload.model, workload.gpu
+    values = values if values is not None else dimension_values(workload)
+    batches = values.get("micro_batch_seqs") or micro_batches(workload.global_batch_seqs)
+    pairs = [(m, workload.global_batch_seqs // m) for m in batches if workload.global_batch_seqs % m == 0]
+    for branch in branches(workload, values):
+        for family, activations in _activation_families(model, gpu, branch, values):
+            yield from _points(model, gpu, family, activations, values, pairs)
+
+
+def _activation_families(
+    model: ModelSpec, gpu: GpuSpec, branch: TrainSetup, values: Mapping[str, tuple[Any, ...]]
+) -> Iterator[tuple[TrainSetup, tuple[Any, Any]]]:
+    known: dict[tuple[str, ...], dict[int, tuple[Any, Any]]] = {}
+    flow = flow_of(branch)
+    dtype = flow.autocast or (flow.residual if flow.quantized else flow.compute)
+    for attention in values["attention"]:
+        try:
+            attended = branch.with_(attention=attention)
+        except SetupError:
+            continue
+        kernels = tuple(
+            attention_kernel(attended, gpu, layer.attention, dtype) if layer.attention else "none"
+            for layer in model.layer_kinds
+        )
+        shared = known.setdefault(kernels, {})
+        for checkpointing in values["checkpointing"]:
+            family = attended.with_(checkpointing=checkpointing)
+            if checkpointing not in shared:
+                twice = family.with_(micro_batch_seqs=2)
+                shared[checkpointing] = (activation_parts(model, gpu, family), activation_parts(model, gpu, twice))
+            yield family, shared[checkpointing]
+
+
+def _points(
+    model: ModelSpec,
+    gpu: GpuSpec,
+    family: TrainSetup,
+    activations: tuple[Any, Any],
+    values: Mapping[str, tuple[Any, ...]],
+    pairs: list[tuple[int, int]],
+) -> Iterator[Point]:
+    one, two = activations
+    trained = trained_parameters(model, family)
+    weights = sum(weight_bytes(model, family).values()) + cublas_workspace_bytes(gpu) + context_bytes(gpu)
+    if family.method != "full":
+        weights += trained.size_bytes
+    for loss in values["loss"]:
+        lossy = family.with_(loss=loss)
+        chains = loss_parts(model, lossy), loss_parts(model, lossy.with_(micro_batch_seqs=2))
+        single = _phases(model, one, chains[0], trained, accumulated=False)
+        single_two = _phases(model, two, chains[1], trained, accumulated=False)
+        many = _phases(model, one, chains[0], trained, accumulated=True)
+        many_two = _phases(model, two, chains[1], trained, accumulated=True)
+        for optimizer in values["optimizer"]:
+            complete = lossy.with_(optimizer=optimizer)
+            profile = throughput_profile(model, gpu, complete)
+            resident = weights + state_bytes(trained.num, trained.dtype, optimizer, matrix_edge_sum=trained.edge_sum)
+            step = trained.size_bytes + step_bytes(
+                trained.num, trained.dtype, optimizer, largest_tensor=trained.largest
+            )
+            for micro, steps in pairs:
+                first, second = (single, single_two) if steps == 1 else (many, many_two)
+                dynamic = max(step, *(a + (micro - 1) * (b - a) for a, b in zip(first, second, strict=True)))
+                peak = resident + dynamic + allocator_gap_bytes(resident, dynamic)
+                yield Point(complete, micro, steps, peak, profile.at(micro, steps)[1])
+
+
+def _phases(model: ModelSpec, parts: Any, chain: Any, trained: Any, *, accumulated: bool) -> tuple[int, int, int]:
+    """Dynamic bytes of forward, loss and backward."""
+    grads = trained.size_bytes if accumulated else 0
+    stored = parts.stored_total + grads
+    backward = backward_peak(model, parts, chain, trained, accumulated=accumulated).total
+    cached = parts.weight_casts[0] + parts.adapter_casts
+    return (
+        stored + cached + parts.forward_temp + parts.dequantized,
+        stored + cached + parts.final_norm + chain.loss_bytes,
+        stored + parts.weight_casts[1] + parts.final_norm + backward,
+    )

@@ -1,0 +1,231 @@
+"""The decision tree: which questions are asked in which order, answered from the walked space with the deciding bytes.
+
+Step 1 gets one sequence in: full fine-tuning, then LoRA, then 8-bit and 4-bit QLoRA; the first that fits is taken, and
+a quantized one instead of LoRA only where the whole is faster. Step 2 spends what is left: attention kernel,
+checkpointing, micro-batch, accumulation. The tree is not monotone (QLoRA with the fp32 cast can need more than LoRA),
+so every branch is compared, none assumed.
+"""
+
+import heapq
+from dataclasses import dataclass, field
+
+from planner.plan import Answer, Cut
+from planner.setup import TrainSetup
+from planner.space import Point
+from planner.units import gib
+from planner.workload import Workload
+
+NODES = ("full", "lora", "qlora-8bit", "qlora-4bit")
+NODE_NAMES = {
+    "full": "full fine-tuning",
+    "lora": "LoRA (16-bit base)",
+    "qlora-8bit": "8-bit QLoRA",
+    "qlora-4bit": "4-bit QLoRA",
+}
+KEEP = 48
+"""How many of the fastest points of a node are kept as candidates."""
+NEAR_MISS_FRACTION = 0.10
+"""Points that miss the budget by less than this stay known: a higher rung may find that they fit."""
+QUANTIZE_GAIN_FRACTION = 0.05
+"""QLoRA replaces a LoRA that fits only when predicted this much faster: quantize to fit, not by habit."""
+
+
+def node_of(point: Point) -> str:
+    """The node of the tree that a point belongs to."""
+    return node_of_setup(point.family)
+
+
+def node_of_setup(setup: TrainSetup) -> str:
+    """The node of the tree that a setup belongs to."""
+    if setup.method != "qlora":
+        return setup.method
+    return "qlora-8bit" if setup.quantization == "int8" else "qlora-4bit"
+
+
+@dataclass(slots=True)
+class NodeFacts:
+    """What the walk learned about one node."""
+
+    walked: int = 0
+    infeasible: int = 0
+    smallest: Point | None = None
+    smallest_unchecked: Point | None = None
+    smallest_cast: Point | None = None
+    fastest: list[tuple[float, int, Point]] = field(default_factory=list)
+    near_misses: list[tuple[float, int, Point]] = field(default_factory=list)
+
+    def best(self) -> Point | None:
+        """The fastest point that fits, ties broken by less memory within half a percent."""
+        if not self.fastest:
+            return None
+        top = max(entry[0] for entry in self.fastest)
+        close = [entry[2] for entry in self.fastest if entry[0] >= top * 0.995]
+        return min(close, key=lambda point: (point.peak_device_bytes, -point.tokens_per_s))
+
+    def ranked(self) -> list[Point]:
+        """Kept points that fit, fastest first."""
+        return [entry[2] for entry in sorted(self.fastest, key=lambda entry: (-entry[0], entry[1]))]
+
+
+def collect(points: "list[Point] | object", budget_bytes: int) -> dict[str, NodeFacts]:
+    """Facts of every node from one pass over the walked points."""
+    facts = {node: NodeFacts() for node in NODES}
+    limit = budget_bytes * (1 + NEAR_MISS_FRACTION)
+    for index, point in enumerate(points):  # type: ignore[arg-type]
+        node = facts[node_of(point)]
+        node.walked += 1
+        peak = point.peak_device_bytes
+        if point.micro_batch_seqs == 1:
+            if point.family.kbit_fp32_cast:
+                if node.smallest_cast is None or peak < node.smallest_cast.peak_device_bytes:
+                    node.smallest_cast = point
+            elif node.smallest is None or peak < node.smallest.peak_device_bytes:
+                node.smallest = point
+            if not point.family.checkpointing and (
+                node.smallest_unchecked is None or peak < node.smallest_unchecked.peak_device_bytes
+            ):
+                node.smallest_unchecked = point
+        if peak > budget_bytes:
+            node.infeasible += 1
+            if peak <= limit:
+                _keep(node.near_misses, point, index)
+        else:
+            _keep(node.fastest, point, index)
+    for node in facts.values():
+        if node.smallest is None:
+            node.smallest = node.smallest_cast
+    return facts
+
+
+def _keep(heap: list[tuple[float, int, Point]], point: Point, index: int) -> None:
+    entry = (point.tokens_per_s, -index, point)
+    if len(heap) < KEEP:
+        heapq.heappush(heap, entry)
+    elif entry[0] > heap[0][0]:
+        heapq.heapreplace(heap, entry)
+
+
+def choose_node(facts: dict[str, NodeFacts]) -> str | None:
+    """The node taken: the least approximate that fits, or a quantized one where the whole is clearly faster than LoRA."""
+    for node in NODES:
+        best = facts[node].best()
+        if best is None:
+            continue
+        if node != "lora":
+            return node
+        rivals = [(facts[other].best(), other) for other in ("qlora-8bit", "qlora-4bit")]
+        faster = [(rival.tokens_per_s, other) for rival, other in rivals if rival is not None]
+        quickest = max(faster, default=(0.0, "lora"))
+        return quickest[1] if quickest[0] > best.tokens_per_s * (1 + QUANTIZE_GAIN_FRACTION) else "lora"
+    return None
+
+
+def method_answers(facts: dict[str, NodeFacts], chosen: str | None, workload: Workload) -> list[Answer]:
+    """Step 1 as answers: one per node, in order, with the bytes of its smallest setup."""
+    budget = workload.budget_bytes
+    answers = []
+    passed = False
+    for node in NODES:
+        known = facts[node]
+        if known.smallest is None:
+            continue
+        need = known.smallest.peak_device_bytes
+        name = NODE_NAMES[node]
+        cuts: tuple[Cut, ...] = ()
+        if known.best() is None:
+            choice = "no"
+            reason = f"the smallest {name} setup needs {gib(need)}, {gib(need - budget)} more than the budget"
+            cuts = (Cut(branch=name, reason=reason, num_setups=known.walked, needed_bytes=need, budget_bytes=budget),)
+        elif node == chosen:
+            choice = "yes, taken"
+            reason = f"one sequence needs {gib(need)} at least, {gib(budget - need)} are left for activations"
+            if node.startswith("qlora") and facts["lora"].best() is not None:
+                reason += "; the whole is faster than 16-bit LoRA"
+            passed = True
+        else:
+            choice = "fits, not taken"
+            reason = _not_taken(node, facts, chosen, passed)
+        answers.append(
+            Answer(
+                question=f"Does {name} fit with one sequence?",
+                choice=choice,
+                reason=reason + _cast_note(known),
+                needed_bytes=need,
+                budget_bytes=budget,
+                cuts=cuts,
+            )
+        )
+    return answers
+
+
+def _not_taken(node: str, facts: dict[str, NodeFacts], chosen: str | None, passed: bool) -> str:
+    best, taken = facts[node].best(), facts[chosen].best() if chosen else None
+    if best is None or taken is None:
+        return "fits, but another branch was taken"
+    ratio = best.tokens_per_s / taken.tokens_per_s
+    if not passed:
+        return f"fits, but {NODE_NAMES[chosen or '']} is predicted {1 / ratio:.2f} times as fast"
+    if node.startswith("qlora") and chosen == "lora":
+        return f"16-bit LoRA fits; quantizing would run at {ratio:.2f} times its speed (taken from 1.05 on)"
+    return f"{NODE_NAMES[chosen or '']} fits and approximates less; this runs at {ratio:.2f} times its speed"
+
+
+def _cast_note(known: NodeFacts) -> str:
+    if known.smallest_cast is None or known.smallest is None or known.smallest is known.smallest_cast:
+        return ""
+    extra = known.smallest_cast.peak_device_bytes - known.smallest.peak_device_bytes
+    return f"; peft's fp32 cast of embeddings, norms and head would cost {gib(extra)} more"
+
+
+def activation_answers(facts: NodeFacts, best: Point, workload: Workload, same_node: list[Point]) -> list[Answer]:
+    """Step 2 as answers: attention, checkpointing, micro-batch, accumulation."""
+    budget = workload.budget_bytes
+    family = best.family
+    answers = [
+        Answer(
+            question="Which attention kernel?",
+            choice=family.attention,
+            reason="fused kernels keep no tokens x tokens matrix"
+            if family.attention != "eager"
+            else "no fused kernel supports this model's attention",
+        )
+    ]
+    unchecked = facts.smallest_unchecked
+    if unchecked is not None:
+        need = unchecked.peak_device_bytes
+        fits = need <= budget
+        if not fits:
+            choice, reason = "yes", f"without it one sequence needs {gib(need)}, {gib(need - budget)} too much"
+        elif family.checkpointing:
+            choice = "yes"
+            reason = f"one sequence would fit without it ({gib(need)}), but the larger micro-batch it allows is faster"
+        else:
+            choice, reason = "no", f"one sequence fits without it ({gib(need)}), and nothing has to be recomputed"
+        if family.checkpointing > 1 and choice == "yes":
+            choice = f"every {family.checkpointing}. layer"
+        answers.append(
+            Answer(
+                question="Is gradient checkpointing needed?",
+                choice=choice,
+                reason=reason,
+                needed_bytes=need,
+                budget_bytes=budget,
+            )
+        )
+    larger = [p for p in same_node if p.family == family and p.micro_batch_seqs > best.micro_batch_seqs]
+    if best.micro_batch_seqs == workload.global_batch_seqs:
+        reason = "the whole global batch fits in one forward"
+    elif larger:
+        reason = "larger micro-batches fit but are not predicted to be faster"
+    else:
+        reason = f"the fastest that fits: {gib(best.peak_device_bytes)} of {gib(budget)}"
+    answers.append(
+        Answer(
+            question="Which micro-batch, and how much accumulation?",
+            choice=f"{best.micro_batch_seqs} x {best.accumulation_steps}",
+            reason=f"{reason}; the global batch stays {workload.global_batch_seqs} sequences",
+            needed_bytes=best.peak_device_bytes,
+            budget_bytes=budget,
+        )
+    )
+    return answers
