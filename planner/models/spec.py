@@ -61,7 +61,7 @@ class LinearSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NormSpec:
-    """One normalisation module of `size` elements, applied to `rows_per_token` rows per token (heads, for q/k norms)."""
+    """One normalisation module of `size` elements, applied to `rows_per_token` rows per token (heads, for q/k)."""
 
     name: str
     kind: NormKind
@@ -118,8 +118,15 @@ class MlpSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSpec:
-    """One kind of layer. `num_other_params` are parameters in neither linears nor norms (biases of a router, a
-    convolution, gates), `num_other_buffers_bytes` persistent buffers."""
+    """One kind of layer.
+
+    Attributes:
+        kind: a short name for people ("full", "sliding-4096", "linear-attention+moe", "vision").
+        path: dotted name of the list that holds such layers ("model.layers", "encoder.block"); a module's full name is
+            path.index.name. For an idle part that is no list, the part's own name.
+        num_other_params: parameters in neither linears nor norms (a convolution, scales, attention sinks, a relative
+            position table).
+    """
 
     kind: str
     linears: tuple[LinearSpec, ...]
@@ -129,6 +136,7 @@ class LayerSpec:
     cross_attention: AttentionSpec | None = None
     parallel_residual: bool = False
     num_other_params: int = 0
+    path: str = "model.layers"
 
     @property
     def num_params(self) -> int:
@@ -171,8 +179,8 @@ class ModelSpec:
         num_outer_other_params: other parameters outside the layers.
         idle_layers: layers that hold weights but see no text token (a vision tower), as (layer, repeats).
         num_idle_other_params: the rest of such towers.
-        rotary: whether one rotary table is computed per forward.
         logit_softcap: whether the final logits are soft-capped (two more copies of the logits).
+        attentions: the attention implementations that transformers' class supports.
         is_encoder_decoder: T5 family.
         config: the raw configuration, for the dry run and the probe.
         config_source: where it came from, one line.
@@ -196,6 +204,7 @@ class ModelSpec:
     num_idle_other_params: int = 0
     logit_softcap: bool = False
     is_encoder_decoder: bool = False
+    attentions: tuple[str, ...] = ("eager", "sdpa", "flash-attention-2")
     config: Mapping[str, Any] = field(repr=False, compare=False, hash=False, default_factory=dict)
     config_source: str = field(compare=False, default="")
 

@@ -1,0 +1,104 @@
+"""From `config.json` to `ModelSpec`: one small module per architecture family, loaded when asked for."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any
+
+from planner.errors import UnknownModelError
+from planner.models.adapters.fields import Fields, shown
+from planner.models.spec import ModelSpec
+
+_LLAMA_LIKE = [
+    "llama",
+    "internlm3",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "granite",
+    "ernie4_5",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "cohere",
+    "stablelm",
+    "starcoder2",
+    "phi",
+    "phi3",
+    "glm",
+    "glm4",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+]
+
+_OTHERS = {
+    "mixtral": "moe:mixtral",
+    "phimoe": "moe:mixtral",
+    "qwen2_moe": "moe:qwen_moe",
+    "qwen3_moe": "moe:qwen_moe",
+    "olmoe": "moe:olmoe",
+    "gpt_oss": "moe:gpt_oss",
+    "glm4_moe": "moe:glm4_moe",
+    "llama4": "moe:llama4",
+    "llama4_text": "moe:llama4",
+    "deepseek_v2": "deepseek:build",
+    "deepseek_v3": "deepseek:build",
+    "qwen3_next": "hybrid:build",
+    "qwen3_5": "hybrid:build",
+    "qwen3_5_text": "hybrid:build",
+    "qwen3_5_moe": "hybrid:build",
+    "qwen3_5_moe_text": "hybrid:build",
+    "gpt2": "classic:gpt2",
+    "gptj": "classic:gptj",
+    "gpt_neo": "classic:gpt_neo",
+    "gpt_neox": "classic:gpt_neox",
+    "bloom": "classic:bloom",
+    "opt": "classic:opt",
+    "falcon": "classic:falcon",
+    "gemma3": "gemma:build",
+    "gemma4": "gemma4:build",
+    "gemma4_text": "gemma4:build",
+    "t5": "t5:build",
+}
+
+MODEL_TYPES: tuple[str, ...] = tuple(sorted((*_LLAMA_LIKE, *_OTHERS)))
+"""Every `model_type` that an adapter knows."""
+
+_CORE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+
+
+def spec_from_config(config: Mapping[str, Any], *, model_id: str, source: str) -> ModelSpec:
+    """The module inventory that transformers 5.23 would build from this configuration.
+
+    Args:
+        config: the parsed config.json.
+        model_id: what the model is called.
+        source: where the configuration came from, one line.
+
+    Raises:
+        UnknownModelError: no adapter knows its `model_type`; the hint names close ones.
+        ConfigError: a field is missing, of the wrong type or out of bounds.
+    """
+    fields = Fields(config, "config.json")
+    model_type = fields.text("model_type")
+    if model_type in _LLAMA_LIKE:
+        llama_like = import_module("planner.models.adapters.llama_like")
+        spec: ModelSpec = llama_like.build(fields, model_id, source, model_type)
+    elif model_type in _OTHERS:
+        module, _, function = _OTHERS[model_type].partition(":")
+        build: Callable[..., ModelSpec] = getattr(import_module(f"planner.models.adapters.{module}"), function)
+        spec = build(fields, model_id, source)
+    else:
+        raise _unknown(fields, model_type)
+    return replace(spec, config=config)
+
+
+def _unknown(fields: Fields, model_type: str) -> UnknownModelError:
+    close = get_close_matches(model_type.lower(), MODEL_TYPES, n=3, cutoff=0.6)
+    hint = f"close types: {', '.join(close)}" if close else f"known types: {', '.join(MODEL_TYPES)}"
+    if all(fields.has(name) for name in _CORE):
+        hint += "; it looks like a Llama-shaped decoder: if its maths is Llama's, set model_type to llama in a copy"
+    return UnknownModelError(f"model_type {shown(model_type)} is not known to the formula rung", hint=hint)

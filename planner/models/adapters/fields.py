@@ -1,0 +1,165 @@
+"""One validating accessor for `config.json`: every value that an adapter reads comes through `Fields`.
+
+A config is a stranger's file. Whatever it holds (wrong types, NaN, negative or absurd sizes, lists where numbers
+belong), reading it either gives a value of the asked type within sane bounds or a `ConfigError` that says what was
+expected and what came.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from planner.errors import ConfigError
+
+MAX_LAYERS = 10_000
+MAX_WIDTH = 1 << 20  # hidden size, head size, low-rank widths
+MAX_INTERMEDIATE = 1 << 24
+MAX_HEADS = 1 << 14
+MAX_EXPERTS = 1 << 14
+MAX_VOCAB = 1 << 27
+MAX_POSITIONS = 1 << 40
+
+_LIMITS = {
+    "vocab": MAX_VOCAB,
+    "position": MAX_POSITIONS,
+    "window": MAX_POSITIONS,
+    "expert": MAX_EXPERTS,
+    "layers": MAX_LAYERS,
+    "heads": MAX_HEADS,
+    "intermediate": MAX_INTERMEDIATE,
+    "width": MAX_WIDTH,
+}
+
+_ABSENT: Any = object()
+
+
+def shown(value: object) -> str:
+    """`value` as short text, safe for a terminal whatever it is."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested beyond reason; integers of more than 4300 digits
+        text = f"a {type(value).__name__}"
+    text = text.encode("ascii", "backslashreplace").decode()
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+class Fields:
+    """Typed, bounded reads from one JSON object; `where` names it in messages ("config.json: text_config")."""
+
+    __slots__ = ("raw", "where")
+
+    def __init__(self, raw: object, where: str) -> None:
+        if not isinstance(raw, Mapping):
+            raise ConfigError(
+                f"{where}: expected a JSON object, got {shown(raw)}",
+                hint="point at the config.json of a transformers model",
+            )
+        self.raw = raw
+        self.where = where
+
+    def has(self, name: str) -> bool:
+        """Whether the key is present, null included."""
+        return name in self.raw
+
+    def _get(self, names: tuple[str, ...], default: Any) -> tuple[str, Any]:
+        for name in names:
+            value = self.raw.get(name)
+            if value is not None:
+                return name, value
+        if default is _ABSENT:
+            wanted = " or ".join(names)
+            raise ConfigError(
+                f"{self.where}: {wanted} is missing", hint="a complete config.json of a transformers model has it"
+            )
+        return names[0], default
+
+    def _wrong(self, name: str, expected: str, value: object) -> ConfigError:
+        return ConfigError(
+            f"{self.where}: {name} must be {expected}, got {shown(value)}", hint="correct the field in config.json"
+        )
+
+    def count(self, *names: str, kind: str = "width", default: Any = _ABSENT, at_least: int = 1) -> int:
+        """A whole number within [at_least, the limit of its kind], the first of `names` that is not null."""
+        name, value = self._get(names, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self._wrong(name, "a whole number", value)
+        limit = _LIMITS[kind]
+        if not at_least <= value <= limit:
+            raise self._wrong(name, f"between {at_least} and {limit}", value)
+        return value
+
+    def optional_count(self, *names: str, kind: str = "width", at_least: int = 1) -> int | None:
+        """Like `count`, None where absent or null."""
+        if all(self.raw.get(name) is None for name in names):
+            return None
+        return self.count(*names, kind=kind, at_least=at_least)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """A boolean; absent or null gives the default."""
+        value = self.raw.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self._wrong(name, "true or false", value)
+        return value
+
+    def text(self, *names: str, default: Any = _ABSENT) -> str:
+        """A string of at most 200 characters."""
+        name, value = self._get(names, default)
+        if not isinstance(value, str) or len(value) > 200:
+            raise self._wrong(name, "a short text", value)
+        return value
+
+    def positive(self, name: str) -> bool:
+        """Whether a numeric option is set and above 0 (a soft cap); null, absent and 0 mean no."""
+        value = self.raw.get(name)
+        if value is None:
+            return False
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e30:
+            raise self._wrong(name, "a number of at least 0", value)
+        return value > 0
+
+    def texts(self, name: str, length: int, allowed: tuple[str, ...]) -> tuple[str, ...] | None:
+        """A list of `length` strings out of `allowed`, None where absent or null."""
+        value = self.raw.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple):
+            raise self._wrong(name, "a list", value)
+        if len(value) != length:
+            raise self._wrong(name, f"a list of {length} entries, one per layer", f"{len(value)} entries")
+        for item in value:
+            if not isinstance(item, str) or item not in allowed:
+                raise self._wrong(name, f"a list of {' | '.join(allowed)}", item)
+        return tuple(value)
+
+    def indices(self, name: str) -> frozenset[int]:
+        """A list of layer indices, empty where absent or null."""
+        value = self.raw.get(name)
+        if value is None:
+            return frozenset()
+        if not isinstance(value, list | tuple) or len(value) > MAX_LAYERS:
+            raise self._wrong(name, "a list of layer numbers", value)
+        for item in value:
+            if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < MAX_LAYERS:
+                raise self._wrong(name, "a list of layer numbers", item)
+        return frozenset(value)
+
+    def sub(self, name: str, defaults: Mapping[str, Any] | None = None) -> "Fields":
+        """A nested object, required. transformers leaves values that equal the class defaults out of nested
+        configurations when it saves them, so those defaults fill the gaps."""
+        nested = Fields(self._get((name,), _ABSENT)[1], f"{self.where}: {name}")
+        if defaults:
+            nested.raw = {**defaults, **nested.raw}
+        return nested
+
+    def optional_sub(self, name: str, defaults: Mapping[str, Any] | None = None) -> "Fields | None":
+        """A nested object, None where absent or null."""
+        return None if self.raw.get(name) is None else self.sub(name, defaults)
+
+    def divides(self, name: str, divisor: int, whole_name: str, whole: int) -> None:
+        """Check that `divisor` divides `whole`."""
+        if whole % divisor:
+            raise ConfigError(
+                f"{self.where}: {whole_name} {whole} must be a multiple of {name} {divisor}",
+                hint="correct the field in config.json",
+            )

@@ -1,0 +1,217 @@
+"""Gemma 4: local and global layers of different head size, shared key/value layers, per-layer embeddings, experts
+beside a dense MLP, and idle vision and audio towers.
+
+Source: transformers 5.23, models/gemma4.
+"""
+
+from dataclasses import replace
+
+from planner.errors import ConfigError
+from planner.models.adapters.fields import Fields
+from planner.models.adapters.gemma4_towers import audio_tower, vision_tower
+from planner.models.adapters.parts import assemble, expert_stack, gated, gated_mlp, linear, norm
+from planner.models.spec import (
+    AttentionSpec,
+    EmbeddingSpec,
+    LayerSpec,
+    LinearSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+)
+
+_TEXT = {
+    "model_type": "gemma4_text",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 262144,
+}  # class defaults of transformers 5.23
+_TYPES = ("sliding_attention", "full_attention")
+_SANDWICH = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+
+
+def build(fields: Fields, model_id: str, source: str) -> ModelSpec:
+    """The multimodal model (`gemma4`) or the text model alone (`gemma4_text`)."""
+    if fields.text("model_type") == "gemma4_text":
+        return _Text(fields, "model.layers").spec(model_id, source)
+    text = fields.sub("text_config", _TEXT)
+    trunk = _Text(text, "model.language_model.layers").spec(model_id, source)
+    idle: list[tuple[LayerSpec, int]] = []
+    other = 0
+    vision = fields.optional_sub("vision_config")
+    if vision is not None:
+        layers, count = vision_tower(vision, trunk.hidden_size)
+        idle += layers
+        other += count
+    audio = fields.optional_sub("audio_config")
+    if audio is not None:
+        layers, count = audio_tower(audio, trunk.hidden_size)
+        idle += layers
+        other += count
+    return replace(
+        trunk,
+        model_type="gemma4",
+        built_class="Gemma4ForConditionalGeneration",
+        tied=fields.flag("tie_word_embeddings", True),
+        idle_layers=tuple(idle),
+        num_idle_other_params=other,
+    )
+
+
+class _Text:
+    """The text trunk."""
+
+    def __init__(self, text: Fields, path: str) -> None:
+        self.text = text
+        self.path = path
+        self.hidden = text.count("hidden_size")
+        self.vocab = text.count("vocab_size", kind="vocab")
+        self.num_layers = text.count("num_hidden_layers", kind="layers")
+        self.num_heads = text.count("num_attention_heads", kind="heads")
+        self.num_kv = text.count("num_key_value_heads", kind="heads", default=4)
+        self.head_dim = text.count("head_dim", default=256)
+        self.global_head_dim = text.count("global_head_dim", default=512)
+        self.k_is_v = text.flag("attention_k_eq_v", False)
+        self.global_kv = self.num_kv
+        if self.k_is_v:
+            self.global_kv = text.count("num_global_key_value_heads", kind="heads", default=self.num_kv)
+        for num_kv in (self.num_kv, self.global_kv):
+            text.divides("num_key_value_heads", num_kv, "num_attention_heads", self.num_heads)
+        self.window = text.count("sliding_window", kind="window", default=512)
+        self.intermediate = text.count("intermediate_size", kind="intermediate")
+        self.double_wide = text.flag("use_double_wide_mlp", False)
+        self.per_layer = text.count("hidden_size_per_layer_input", default=256, at_least=0)
+        if text.raw.get("hidden_size_per_layer_input", 256) is None:
+            self.per_layer = 0
+        self.bias = text.flag("attention_bias", False)
+        self.activation = text.text("hidden_activation", default="gelu_pytorch_tanh")
+        self.num_experts = self.num_active = self.moe_intermediate = 0
+        if text.flag("enable_moe_block", False):
+            self.num_experts = text.count("num_experts", kind="expert")
+            self.num_active = text.count("top_k_experts", kind="expert")
+            self.moe_intermediate = text.count("moe_intermediate_size", kind="intermediate")
+        self.full = self._pattern()
+        self.first_shared = self.num_layers - text.count("num_kv_shared_layers", kind="layers", default=0, at_least=0)
+        if self.first_shared < self.num_layers and (
+            self.first_shared < 1 or set(self.full[: self.first_shared]) != set(self.full)
+        ):
+            raise ConfigError(
+                f"{text.where}: num_kv_shared_layers {self.num_layers - self.first_shared} must leave at least one "
+                f"layer of each type that makes its own keys and values",
+                hint="correct the field in config.json",
+            )
+
+    def _pattern(self) -> tuple[bool, ...]:
+        """Whether each layer is global; the last one always is."""
+        types = self.text.texts("layer_types", self.num_layers, _TYPES)
+        if types is None:
+            full = [(index + 1) % 6 == 0 for index in range(self.num_layers)]
+        else:
+            full = [one == "full_attention" for one in types]
+        full[-1] = True
+        return tuple(full)
+
+    def layer(self, key: tuple[bool, bool]) -> LayerSpec:
+        """One kind of layer: global or local, with its own keys and values or with another layer's."""
+        full, shared = key
+        head_dim = self.global_head_dim if full else self.head_dim
+        num_kv = self.global_kv if full else self.num_kv
+        intermediate = self.intermediate * (2 if self.double_wide and shared else 1)
+        norms = [norm(name, self.hidden) for name in _SANDWICH]
+        norms.append(norm("self_attn.q_norm", head_dim, rows=self.num_heads))
+        if not shared:
+            norms.append(norm("self_attn.k_norm", head_dim, rows=num_kv))
+            norms.append(
+                NormSpec(name="self_attn.v_norm", kind="rms", size=head_dim, weight=False, rows_per_token=num_kv)
+            )
+        linears = [*self._attention(full, shared, head_dim, num_kv), *gated_mlp(self.hidden, intermediate)]
+        other = 0
+        if self.per_layer:
+            linears.append(linear("per_layer_input_gate", "other", self.hidden, self.per_layer))
+            linears.append(linear("per_layer_projection", "other", self.per_layer, self.hidden))
+            norms.append(norm("post_per_layer_input_norm", self.hidden))
+        mlp = gated(intermediate, self.activation)
+        if self.num_experts:
+            linears.append(linear("router.proj", "router", self.hidden, self.num_experts))
+            linears += expert_stack(
+                self.hidden, self.moe_intermediate, self.num_experts, self.num_active, prefix="experts"
+            )
+            norms += [
+                norm(name, self.hidden)
+                for name in (
+                    "post_feedforward_layernorm_1",
+                    "post_feedforward_layernorm_2",
+                    "pre_feedforward_layernorm_2",
+                )
+            ]
+            norms.append(NormSpec(name="router.norm", kind="rms", size=self.hidden, weight=False))
+            other = self.hidden + self.num_experts  # the router's scale and per-expert scale
+            mlp = MlpSpec(
+                kind="moe",
+                intermediate_size=self.moe_intermediate,
+                activation=self.activation,
+                num_experts=self.num_experts,
+                num_active_experts=self.num_active,
+                shared_intermediate_size=intermediate,
+            )
+        return LayerSpec(
+            kind=("full" if full else f"sliding-{self.window}")
+            + ("+shared-kv" if shared else "")
+            + ("+moe" if self.num_experts else ""),
+            linears=tuple(linears),
+            norms=tuple(norms),
+            attention=AttentionSpec(
+                num_heads=self.num_heads,
+                num_kv_heads=num_kv,
+                head_dim=head_dim,
+                value_head_dim=head_dim,
+                window_tokens=None if full else self.window,
+            ),
+            mlp=mlp,
+            num_other_params=other,
+            path=self.path,
+        )
+
+    def _attention(self, full: bool, shared: bool, head_dim: int, num_kv: int) -> list[LinearSpec]:
+        linears = [linear("self_attn.q_proj", "q", self.hidden, self.num_heads * head_dim, self.bias)]
+        if not shared:
+            linears.append(linear("self_attn.k_proj", "k", self.hidden, num_kv * head_dim, self.bias))
+            if not (self.k_is_v and full):
+                linears.append(linear("self_attn.v_proj", "v", self.hidden, num_kv * head_dim, self.bias))
+        linears.append(linear("self_attn.o_proj", "o", self.num_heads * head_dim, self.hidden, self.bias))
+        return linears
+
+    def spec(self, model_id: str, source: str) -> ModelSpec:
+        """The text model."""
+        embeddings = [EmbeddingSpec(name="embed_tokens", num_rows=self.vocab, dim=self.hidden)]
+        outer: tuple[LinearSpec, ...] = ()
+        norms: tuple[NormSpec, ...] = (norm("norm", self.hidden),)
+        if self.per_layer:
+            packed = self.num_layers * self.per_layer
+            rows = self.text.count("vocab_size_per_layer_input", kind="vocab", default=262144)
+            embeddings.append(EmbeddingSpec(name="embed_tokens_per_layer", num_rows=rows, dim=packed))
+            outer = (linear("per_layer_model_projection", "other", self.hidden, packed),)
+            norms += (norm("per_layer_projection_norm", self.per_layer, rows=self.num_layers),)
+        return assemble(
+            self.text,
+            model_id=model_id,
+            source=source,
+            built_class="Gemma4ForCausalLM",
+            hidden_size=self.hidden,
+            vocab_size=self.vocab,
+            layer_keys=tuple((full, index >= self.first_shared) for index, full in enumerate(self.full)),
+            make_layer=self.layer,
+            tied=self.text.flag("tie_word_embeddings", True),
+            embeddings=tuple(embeddings),
+            final_norm=norms,
+            outer_linears=outer,
+            logit_softcap=self.text.positive("final_logit_softcapping"),
+        )

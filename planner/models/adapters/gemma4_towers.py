@@ -1,0 +1,148 @@
+"""Gemma 4's vision and audio towers: weights that a text token never meets.
+
+Every projection is a `Gemma4ClippableLinear` that holds an nn.Linear called `linear`: PEFT's "all-linear" finds the
+inner one, a target named "q_proj" would find the wrapper, which PEFT refuses.
+"""
+
+from planner.models.adapters.fields import Fields
+from planner.models.adapters.parts import linear, norm
+from planner.models.spec import LayerSpec, LinearSpec
+
+_VISION = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "head_dim": 64,
+    "patch_size": 16,
+    "position_embedding_size": 10240,
+}
+_AUDIO = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "conv_kernel_size": 5,
+    "output_proj_dims": 1536,
+}  # class defaults of transformers 5.23
+
+Tower = tuple[list[tuple[LayerSpec, int]], int]
+
+
+def _part(path: str, *linears: LinearSpec) -> tuple[LayerSpec, int]:
+    """Matrices of a tower that stand outside its layers."""
+    return LayerSpec(kind="idle-part", linears=linears, norms=(), attention=None, mlp=None, path=path), 1
+
+
+def vision_tower(given: Fields, text_width: int) -> Tower:
+    """The vision tower and its embedder; the second value counts parameters outside its layers and matrices."""
+    vision = Fields({**_VISION, **given.raw}, given.where)
+    width = vision.count("hidden_size")
+    inner = vision.count("intermediate_size", kind="intermediate")
+    num_heads = vision.count("num_attention_heads", kind="heads")
+    num_kv = vision.count("num_key_value_heads", kind="heads")
+    head_dim = vision.count("head_dim")
+    patch = vision.count("patch_size")
+    bias = vision.flag("attention_bias", False)
+    layer = LayerSpec(
+        kind="vision",
+        linears=(
+            linear("self_attn.q_proj.linear", "other", width, num_heads * head_dim, bias),
+            linear("self_attn.k_proj.linear", "other", width, num_kv * head_dim, bias),
+            linear("self_attn.v_proj.linear", "other", width, num_kv * head_dim, bias),
+            linear("self_attn.o_proj.linear", "other", num_heads * head_dim, width, bias),
+            linear("mlp.gate_proj.linear", "other", width, inner),
+            linear("mlp.up_proj.linear", "other", width, inner),
+            linear("mlp.down_proj.linear", "other", inner, width),
+        ),
+        norms=(
+            *(
+                norm(name, width)
+                for name in (
+                    "input_layernorm",
+                    "post_attention_layernorm",
+                    "pre_feedforward_layernorm",
+                    "post_feedforward_layernorm",
+                )
+            ),
+            norm("self_attn.q_norm", head_dim, rows=num_heads),
+            norm("self_attn.k_norm", head_dim, rows=num_kv),
+        ),
+        attention=None,
+        mlp=None,
+        path="model.vision_tower.encoder.layers",
+    )
+    positions = 2 * vision.count("position_embedding_size", kind="vocab") * width
+    return [
+        (layer, vision.count("num_hidden_layers", kind="layers")),
+        _part("model.vision_tower.patch_embedder", linear("input_proj", "other", 3 * patch * patch, width)),
+        _part("model.embed_vision", linear("embedding_projection", "other", width, text_width)),
+    ], positions
+
+
+def audio_tower(given: Fields, text_width: int) -> Tower:
+    """The audio conformer and its embedder."""
+    audio = Fields({**_AUDIO, **given.raw}, given.where)
+    width = audio.count("hidden_size")
+    num_heads = audio.count("num_attention_heads", kind="heads")
+    audio.divides("num_attention_heads", num_heads, "hidden_size", width)
+    kernel = audio.count("conv_kernel_size")
+    output = audio.count("output_proj_dims")
+    first, second = _channels(audio)
+    layer = LayerSpec(
+        kind="audio",
+        linears=(
+            *(
+                linear(f"{block}.ffw_layer_{index}.linear", "other", size_in, size_out)
+                for block in ("feed_forward1", "feed_forward2")
+                for index, size_in, size_out in ((1, width, 4 * width), (2, 4 * width, width))
+            ),
+            *(
+                linear(f"self_attn.{name}.linear", "other", width, width)
+                for name in ("q_proj", "k_proj", "v_proj", "post")
+            ),
+            linear("self_attn.relative_k_proj", "other", width, width),
+            linear("lconv1d.linear_start.linear", "other", width, 2 * width),
+            linear("lconv1d.linear_end.linear", "other", width, width),
+        ),
+        norms=tuple(
+            norm(name, width)
+            for name in (
+                "feed_forward1.pre_layer_norm",
+                "feed_forward1.post_layer_norm",
+                "feed_forward2.pre_layer_norm",
+                "feed_forward2.post_layer_norm",
+                "lconv1d.pre_layer_norm",
+                "lconv1d.conv_norm",
+                "norm_pre_attn",
+                "norm_post_attn",
+                "norm_out",
+            )
+        ),
+        attention=None,
+        mlp=None,
+        num_other_params=width // num_heads + width * kernel,  # per-dim scale, depthwise convolution
+        path="model.audio_tower.layers",
+    )
+    convolutions = first * 9 + first + second * first * 9 + second  # two 3 x 3 convolutions with their norms
+    return [
+        (layer, audio.count("num_hidden_layers", kind="layers")),
+        _part(
+            "model.audio_tower.subsample_conv_projection",
+            linear("input_proj_linear", "other", first // 4 * second, width),
+        ),
+        _part("model.audio_tower", linear("output_proj", "other", width, output, True)),
+        _part("model.embed_audio", linear("embedding_projection", "other", output, text_width)),
+    ], convolutions
+
+
+def _channels(audio: Fields) -> tuple[int, int]:
+    channels = audio.raw.get("subsampling_conv_channels")
+    if channels is None:
+        return 128, 32
+    pair = Fields(
+        dict(enumerate(channels)) if isinstance(channels, list | tuple) and len(channels) == 2 else channels,
+        f"{audio.where}: subsampling_conv_channels",
+    )
+    named = Fields({"first": pair.raw.get(0), "second": pair.raw.get(1)}, pair.where)
+    return named.count("first"), named.count("second")

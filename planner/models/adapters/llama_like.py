@@ -1,0 +1,433 @@
+"""Decoders shaped like Llama: norm, attention, norm, gated MLP; each family is a row of knobs.
+
+Source: the modelling and configuration code of transformers 5.23, one class per `model_type`; defaults of absent keys
+are the defaults of its configuration classes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from planner.models.adapters.fields import Fields
+from planner.models.adapters.parts import (
+    assemble,
+    fused_mlp,
+    gated,
+    gated_mlp,
+    linear,
+    norm,
+    plain,
+    plain_mlp,
+    softmax_attention,
+    split_attention,
+)
+from planner.models.spec import EmbeddingSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormKind, NormSpec
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_PRE = ("input_layernorm", "post_attention_layernorm")
+_SANDWICH = (*_PRE, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+Windows = tuple[int | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Knobs:
+    """What sets one family apart from Llama.
+
+    Attributes:
+        kv_heads, head_dim: the class default of an absent key; None: as many as heads, hidden / heads.
+        qkv_bias, o_bias, mlp_bias, head_bias: fixed, or the name of the config field that decides.
+        bias_default: of that field when absent.
+        norms: names of the norms that stand in a layer; their kind, with bias or not, with weight or not.
+        qk_norm: "head" (one of head size), "full" (over all heads), "per-head" (one for each head), or None.
+        qk_norm_field: the config field that switches it on.
+        windows: the sliding window of every layer.
+        rope: whether each layer applies rotary embeddings.
+    """
+
+    built: str
+    tied: bool = False
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    head_bias: bool = False
+    bias_default: bool = False
+    norm_kind: NormKind = "rms"
+    norm_bias: bool = False
+    norm_weight: bool = True
+    norms: tuple[str, ...] = _PRE
+    final_norm: str = "norm"
+    qk_norm: Literal["head", "full", "per-head"] | None = None
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    qk_norm_field: str = ""
+    qk_norm_bias: bool = False
+    mlp: Literal["gated", "fused", "plain"] = "gated"
+    mlp_names: tuple[str, str] = ("mlp.fc1", "mlp.fc2")
+    fused_qkv: bool = False
+    o_name: str = "o_proj"
+    parallel: bool | str = False
+    windows: Callable[[Fields, int], Windows] | None = None
+    rope: Callable[[Fields, int], tuple[bool, ...]] | None = None
+    activation: tuple[str, ...] = ("hidden_act",)
+    activation_default: str = "silu"
+    attentions: tuple[str, ...] = ("eager", "sdpa", "flash-attention-2")
+
+
+def window_everywhere(fields: Fields, num_layers: int, absent: int | None = None) -> Windows:
+    """`sliding_window` in every layer, null for none; `absent` is the class default."""
+    window = fields.optional_count("sliding_window", kind="window")
+    if window is None and not fields.has("sliding_window"):
+        window = absent
+    return (window,) * num_layers
+
+
+def window_by_layer_types(
+    fields: Fields, num_layers: int, is_full: Callable[[int], bool], default_window: int
+) -> Windows:
+    """`layer_types` where the config gives them, else the family's pattern."""
+    types = fields.texts("layer_types", num_layers, _LAYER_TYPES)
+    if types is not None:
+        full = [one == "full_attention" for one in types]
+    else:
+        full = [is_full(index) for index in range(num_layers)]
+    if all(full):
+        return (None,) * num_layers
+    window = fields.count("sliding_window", kind="window", default=default_window)
+    return tuple(None if one else window for one in full)
+
+
+def window_every_nth_full(fields: Fields, num_layers: int, default_period: int, default_window: int = 4096) -> Windows:
+    """Sliding except every n-th layer (Gemma 3, Olmo 3)."""
+    period = fields.count("sliding_window_pattern", kind="layers", default=default_period)
+    return window_by_layer_types(fields, num_layers, lambda index: (index + 1) % period == 0, default_window)
+
+
+def window_qwen(fields: Fields, num_layers: int) -> Windows:
+    """Qwen 2 and 3: off unless `use_sliding_window`, then from layer `max_window_layers` on."""
+    if not fields.flag("use_sliding_window", False):
+        return (None,) * num_layers
+    first = fields.count("max_window_layers", kind="layers", default=28, at_least=0)
+    return window_by_layer_types(fields, num_layers, lambda index: index < first, 4096)
+
+
+def _rope_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    """SmolLM3: `no_rope_layers` holds 1 where rotary embeddings ARE applied, else every n-th layer has none."""
+    given = fields.raw.get("no_rope_layers")
+    if isinstance(given, list | tuple) and len(given) == num_layers and all(one in (0, 1) for one in given):
+        return tuple(bool(one) for one in given)
+    interval = fields.count("no_rope_layer_interval", kind="layers", default=4)
+    return tuple((index + 1) % interval != 0 for index in range(num_layers))
+
+
+def _window_smollm3(fields: Fields, num_layers: int) -> Windows:
+    window = fields.optional_count("sliding_window", kind="window")
+    if window is None or not fields.flag("use_sliding_window", False):
+        return (None,) * num_layers
+    rope = _rope_layers(fields, num_layers)
+    return window_by_layer_types(fields, num_layers, lambda index: rope[index], window)
+
+
+FAMILIES: dict[str, Knobs] = {
+    "llama": Knobs(built="LlamaForCausalLM", qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
+    # Remote code on the hub; its maths is Llama's (transformers builds it from a converted LlamaConfig).
+    "internlm3": Knobs(built="LlamaForCausalLM", qkv_bias="attention_bias", o_bias="attention_bias"),
+    "mistral": Knobs(
+        built="MistralForCausalLM",
+        kv_heads=8,
+        windows=lambda fields, num_layers: window_everywhere(fields, num_layers, absent=4096),
+    ),
+    "qwen2": Knobs(built="Qwen2ForCausalLM", kv_heads=32, qkv_bias=True, windows=window_qwen),
+    "qwen3": Knobs(
+        built="Qwen3ForCausalLM",
+        kv_heads=32,
+        head_dim=128,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="head",
+        windows=window_qwen,
+    ),
+    "smollm3": Knobs(
+        built="SmolLM3ForCausalLM",
+        tied=True,
+        kv_heads=4,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        windows=_window_smollm3,
+        rope=_rope_layers,
+    ),
+    "granite": Knobs(
+        built="GraniteForCausalLM", qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"
+    ),
+    "ernie4_5": Knobs(
+        built="Ernie4_5ForCausalLM",
+        tied=True,
+        kv_heads=2,
+        head_dim=128,
+        qkv_bias="use_bias",
+        o_bias="use_bias",
+        mlp_bias="use_bias",
+    ),
+    "olmo": Knobs(
+        built="OlmoForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        norm_kind="layer",
+        norm_weight=False,
+    ),
+    "olmo2": Knobs(
+        built="Olmo2ForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+        qk_norm="full",
+    ),
+    "olmo3": Knobs(
+        built="Olmo3ForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+        qk_norm="full",
+        windows=lambda fields, num_layers: window_every_nth_full(fields, num_layers, 4),
+    ),
+    "cohere": Knobs(
+        built="CohereForCausalLM",
+        tied=True,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        norm_kind="layer",
+        norms=("input_layernorm",),
+        qk_norm="per-head",
+        qk_norm_field="use_qk_norm",
+        parallel=True,
+    ),
+    "stablelm": Knobs(
+        built="StableLmForCausalLM",
+        kv_heads=32,
+        qkv_bias="use_qkv_bias",
+        norm_kind="layer",
+        norm_bias=True,
+        qk_norm="per-head",
+        qk_norm_names=("q_layernorm", "k_layernorm"),
+        qk_norm_field="qk_layernorm",
+        parallel="use_parallel_residual",
+    ),
+    "starcoder2": Knobs(
+        built="Starcoder2ForCausalLM",
+        tied=True,
+        kv_heads=2,
+        qkv_bias="use_bias",
+        o_bias="use_bias",
+        mlp_bias="use_bias",
+        bias_default=True,
+        norm_kind="layer",
+        norm_bias=True,
+        mlp="plain",
+        mlp_names=("mlp.c_fc", "mlp.c_proj"),
+        windows=window_everywhere,
+        activation_default="gelu_pytorch_tanh",
+    ),
+    "phi": Knobs(
+        built="PhiForCausalLM",
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        head_bias=True,
+        norm_kind="layer",
+        norm_bias=True,
+        norms=("input_layernorm",),
+        final_norm="final_layernorm",
+        qk_norm="head",
+        qk_norm_names=("q_layernorm", "k_layernorm"),
+        qk_norm_field="qk_layernorm",
+        qk_norm_bias=True,
+        mlp="plain",
+        o_name="dense",
+        parallel=True,
+        activation_default="gelu_new",
+    ),
+    "phi3": Knobs(built="Phi3ForCausalLM", mlp="fused", fused_qkv=True, windows=window_everywhere),
+    "glm": Knobs(
+        built="GlmForCausalLM", kv_heads=2, head_dim=128, qkv_bias="attention_bias", bias_default=True, mlp="fused"
+    ),
+    "glm4": Knobs(
+        built="Glm4ForCausalLM",
+        kv_heads=2,
+        head_dim=128,
+        qkv_bias="attention_bias",
+        bias_default=True,
+        norms=(*_PRE, "post_self_attn_layernorm", "post_mlp_layernorm"),
+        mlp="fused",
+    ),
+    "gemma": Knobs(
+        built="GemmaForCausalLM",
+        tied=True,
+        kv_heads=16,
+        head_dim=256,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        activation=("hidden_activation", "hidden_act"),
+        activation_default="gelu_pytorch_tanh",
+    ),
+    "gemma2": Knobs(
+        built="Gemma2ForCausalLM",
+        tied=True,
+        kv_heads=4,
+        head_dim=256,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        norms=_SANDWICH,
+        windows=lambda fields, num_layers: window_by_layer_types(
+            fields, num_layers, lambda index: index % 2 == 1, 4096
+        ),
+        activation=("hidden_activation",),
+        activation_default="gelu_pytorch_tanh",
+        attentions=("eager", "flash-attention-2"),  # SDPA cannot soft-cap
+    ),
+    "gemma3_text": Knobs(
+        built="Gemma3ForCausalLM",
+        tied=True,
+        kv_heads=4,
+        head_dim=256,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        norms=_SANDWICH,
+        qk_norm="head",
+        windows=lambda fields, num_layers: window_every_nth_full(fields, num_layers, 6),
+        activation=("hidden_activation",),
+        activation_default="gelu_pytorch_tanh",
+    ),
+}
+
+
+def _flag(fields: Fields, knob: bool | str, default: bool) -> bool:
+    return fields.flag(knob, default) if isinstance(knob, str) else knob
+
+
+def build(fields: Fields, model_id: str, source: str, model_type: str, layer_path: str = "model.layers") -> ModelSpec:
+    """The spec of a Llama-like decoder."""
+    knobs = FAMILIES[model_type]
+    hidden = fields.count("hidden_size")
+    vocab = fields.count("vocab_size", kind="vocab")
+    num_layers = fields.count("num_hidden_layers", kind="layers")
+    num_heads = fields.count("num_attention_heads", kind="heads")
+    num_kv = _kv_heads(fields, num_heads, knobs.kv_heads)
+    head_dim = _head_dim(fields, hidden, num_heads, knobs.head_dim)
+    intermediate = fields.count("intermediate_size", kind="intermediate")
+    activation = fields.text(*knobs.activation, default=knobs.activation_default)
+
+    attention = _attention_linears(fields, knobs, hidden, num_heads, num_kv, head_dim)
+    mlp_linears, mlp = _mlp(fields, knobs, hidden, intermediate, activation)
+    norms = tuple(_norm(knobs, name, hidden) for name in knobs.norms) + _qk_norms(
+        fields, knobs, num_heads, num_kv, head_dim
+    )
+    softcap = fields.positive("attn_logit_softcapping")
+    parallel = _flag(fields, knobs.parallel, False)
+    if model_type == "stablelm" and parallel:
+        norms = tuple(one for one in norms if one.name != "post_attention_layernorm")
+
+    def layer(key: tuple[int | None, bool]) -> LayerSpec:
+        window, rope = key
+        return LayerSpec(
+            kind=layer_kind(window),
+            linears=attention + mlp_linears,
+            norms=norms,
+            attention=softmax_attention(num_heads, num_kv, head_dim, window, rotary=rope, softcap=softcap),
+            mlp=mlp,
+            parallel_residual=parallel,
+            path=layer_path,
+        )
+
+    windows = knobs.windows(fields, num_layers) if knobs.windows else (None,) * num_layers
+    ropes = knobs.rope(fields, num_layers) if knobs.rope else (True,) * num_layers
+    return assemble(
+        fields,
+        model_id=model_id,
+        source=source,
+        built_class=knobs.built,
+        hidden_size=hidden,
+        vocab_size=vocab,
+        layer_keys=tuple(zip(windows, ropes, strict=True)),
+        make_layer=layer,
+        tied=fields.flag("tie_word_embeddings", knobs.tied),
+        embeddings=(EmbeddingSpec(name="embed_tokens", num_rows=vocab, dim=hidden),),
+        final_norm=(_norm(knobs, knobs.final_norm, hidden),),
+        head_bias=knobs.head_bias,
+        logit_softcap=fields.positive("final_logit_softcapping"),
+        attentions=knobs.attentions,
+    )
+
+
+def layer_kind(window: int | None) -> str:
+    """A short name for a layer with softmax attention."""
+    return "full" if window is None else f"sliding-{window}"
+
+
+def _kv_heads(fields: Fields, num_heads: int, default: int | None) -> int:
+    """Key/value heads; null means as many as heads, absent means the class default."""
+    if default is None or (fields.has("num_key_value_heads") and fields.raw["num_key_value_heads"] is None):
+        default = num_heads
+    num_kv = fields.count("num_key_value_heads", kind="heads", default=default)
+    fields.divides("num_key_value_heads", num_kv, "num_attention_heads", num_heads)
+    return num_kv
+
+
+def _head_dim(fields: Fields, hidden: int, num_heads: int, default: int | None) -> int:
+    if default is None and fields.raw.get("head_dim") is None:
+        fields.divides("num_attention_heads", num_heads, "hidden_size", hidden)
+        return hidden // num_heads
+    return fields.count("head_dim", default=default)
+
+
+def _norm(knobs: Knobs, name: str, size: int) -> NormSpec:
+    return NormSpec(name=name, kind=knobs.norm_kind, size=size, bias=knobs.norm_bias, weight=knobs.norm_weight)
+
+
+def _attention_linears(
+    fields: Fields, knobs: Knobs, hidden: int, num_heads: int, num_kv: int, head_dim: int
+) -> tuple[LinearSpec, ...]:
+    if knobs.fused_qkv:
+        return (
+            linear("self_attn.o_proj", "o", num_heads * head_dim, hidden),
+            linear("self_attn.qkv_proj", "qkv", hidden, (num_heads + 2 * num_kv) * head_dim),
+        )
+    return split_attention(
+        hidden,
+        num_heads,
+        num_kv,
+        head_dim,
+        bias=_flag(fields, knobs.qkv_bias, knobs.bias_default),
+        o_bias=_flag(fields, knobs.o_bias, knobs.bias_default),
+        o_name=knobs.o_name,
+    )
+
+
+def _mlp(
+    fields: Fields, knobs: Knobs, hidden: int, intermediate: int, activation: str
+) -> tuple[tuple[LinearSpec, ...], MlpSpec]:
+    bias = _flag(fields, knobs.mlp_bias, knobs.bias_default)
+    if knobs.mlp == "plain":
+        return plain_mlp(hidden, intermediate, knobs.mlp_names, bias), plain(intermediate, activation)
+    if knobs.mlp == "fused":
+        return fused_mlp(hidden, intermediate), gated(intermediate, activation)
+    return gated_mlp(hidden, intermediate, bias=bias), gated(intermediate, activation)
+
+
+def _qk_norms(fields: Fields, knobs: Knobs, num_heads: int, num_kv: int, head_dim: int) -> tuple[NormSpec, ...]:
+    if knobs.qk_norm is None or (knobs.qk_norm_field and not fields.flag(knobs.qk_norm_field, False)):
+        return ()
+    specs = []
+    for name, heads in zip(knobs.qk_norm_names, (num_heads, num_kv), strict=True):
+        one_per_head = knobs.qk_norm == "head"
+        specs.append(
+            norm(
+                f"self_attn.{name}",
+                head_dim if one_per_head else heads * head_dim,
+                knobs.norm_kind,
+                bias=knobs.qk_norm_bias,
+                rows=heads if one_per_head else 1,
+            )
+        )
+    return tuple(specs)

@@ -1,0 +1,122 @@
+"""The built-in catalogue: 165 configurations with sourced counts, found by hub id or alias, offline and at once.
+
+`planner/data/models.jsonl` holds one model per line with its lower-case names first; a lookup scans the text for the
+name and parses only the line it stands in.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from planner.models.adapters import spec_from_config
+from planner.models.spec import ModelSpec
+
+_PATH = Path(__file__).parent.parent / "data" / "models.jsonl"
+_NAMES = b'{"names":['
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CatalogueEntry:
+    """One model of the catalogue.
+
+    Attributes:
+        model_id: hub id.
+        names: every lower-case name that finds it, the id first.
+        aliases: other hub ids with the same configuration.
+        num_params: unique parameters of the module tree that transformers 5.23 builds.
+        published_num_params: what its makers or the hub say, from `published_source`.
+        config_source: where the configuration was read.
+        guessed_fields: fields of the configuration from memory, unsourced.
+    """
+
+    model_id: str
+    names: tuple[str, ...]
+    aliases: tuple[str, ...]
+    model_type: str
+    built_class: str
+    num_params: int
+    tied: bool
+    published_num_params: int | None
+    published_source: str
+    config_source: str
+    guessed_fields: tuple[str, ...] = ()
+    note: str = ""
+    config: Mapping[str, Any] = field(repr=False)
+
+
+@cache
+def _text() -> bytes:
+    return _PATH.read_bytes()
+
+
+def _entry(line: bytes) -> CatalogueEntry:
+    raw = json.loads(line)
+    return CatalogueEntry(
+        model_id=raw["id"],
+        names=tuple(raw["names"]),
+        aliases=tuple(raw["aliases"]),
+        model_type=raw["config"]["model_type"],
+        built_class=raw["built_class"],
+        num_params=raw["num_params"],
+        tied=raw["tied"],
+        published_num_params=raw.get("published_num_params"),
+        published_source=raw.get("published_source", ""),
+        config_source=raw["config_source"],
+        guessed_fields=tuple(raw.get("guessed_fields", ())),
+        note=raw.get("note", ""),
+        config=raw["config"],
+    )
+
+
+def find(name: str) -> CatalogueEntry | None:
+    """The entry that this hub id, alias or bare name stands for (any case), None where there is none."""
+    wanted = name.strip().lower()
+    if not wanted or '"' in wanted or "\\" in wanted or not wanted.isascii():
+        return None
+    text, needle = _text(), b'"' + wanted.encode() + b'"'
+    at = text.find(needle)
+    while at >= 0:
+        start = text.rfind(b"\n", 0, at) + 1
+        # A name counts only inside the list at the head of its line.
+        if at < text.index(b"]", start):
+            return _entry(text[start : text.find(b"\n", at)])
+        at = text.find(needle, at + 1)
+    return None
+
+
+def load(name: str) -> ModelSpec | None:
+    """The spec of a catalogue model by hub id, alias or bare name in any case, None where there is none."""
+    entry = find(name)
+    if entry is None:
+        return None
+    # An alias has its own weights, so a launch file must name it, not its catalogue sibling.
+    asked = name.strip().lower()
+    spelled = (entry.model_id, *entry.aliases)
+    model_id = next(one for one in spelled if asked in (one.lower(), one.lower().rpartition("/")[2]))
+    same = "" if model_id == entry.model_id else f" (same configuration as {entry.model_id})"
+    source = f"built-in catalogue{same}: {entry.config_source}"
+    if entry.guessed_fields:
+        source += f"; unsourced fields: {', '.join(entry.guessed_fields)}"
+    return spec_from_config(entry.config, model_id=model_id, source=source)
+
+
+def entries() -> tuple[CatalogueEntry, ...]:
+    """Every model of the catalogue, in order of its name."""
+    return tuple(_entry(line) for line in _text().splitlines())
+
+
+def names() -> tuple[str, ...]:
+    """The hub ids of the catalogue, in order."""
+    return tuple(json.loads(b"[" + _list_of_names(line) + b"]")[0] for line in _text().splitlines())
+
+
+def all_names() -> tuple[str, ...]:
+    """Every lower-case name that `load` accepts."""
+    return tuple(name for line in _text().splitlines() for name in json.loads(b"[" + _list_of_names(line) + b"]"))
+
+
+def _list_of_names(line: bytes) -> bytes:
+    return line[len(_NAMES) : line.index(b"]")]

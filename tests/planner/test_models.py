@@ -1,0 +1,81 @@
+"""The catalogue and the adapters: every published configuration gives exactly the module tree's parameters."""
+
+import time
+
+import pytest
+
+from planner.models import catalogue
+from planner.models.adapters import MODEL_TYPES, spec_from_config
+from planner.models.catalogue import CatalogueEntry
+
+ENTRIES = catalogue.entries()
+BUILD_LIMIT_S = 0.005  # 0.05 ms on an idle core; the margin is for a loaded machine
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.model_id)
+def test_parameters_equal_the_module_tree(entry: CatalogueEntry) -> None:
+    """Golden: counted on the tree that transformers 5.23 builds, a tied head once."""
+    spec = spec_from_config(entry.config, model_id=entry.model_id, source="test")
+    assert spec.num_params == entry.num_params
+    assert spec.built_class == entry.built_class
+    assert spec.tied == entry.tied
+
+
+def test_catalogue_holds_165_models_of_44_types() -> None:
+    assert len(ENTRIES) == 165
+    assert len({entry.model_type for entry in ENTRIES}) == 44
+    assert {entry.model_type for entry in ENTRIES} <= set(MODEL_TYPES)
+    assert len(catalogue.names()) == 165
+
+
+def test_every_entry_says_where_it_came_from() -> None:
+    for entry in ENTRIES:
+        assert entry.config_source, entry.model_id
+        assert entry.published_num_params is None or entry.published_source, entry.model_id
+        assert "/work/" not in entry.config_source
+
+
+def test_every_name_and_alias_loads_in_any_case() -> None:
+    for entry in ENTRIES:
+        for name in (entry.model_id, *entry.aliases, *entry.names):
+            for spelling in (name, name.upper(), f"  {name.lower()} "):
+                found = catalogue.find(spelling)
+                assert found is not None, spelling
+                assert found.model_id == entry.model_id, spelling
+
+
+def test_names_are_unique() -> None:
+    names = catalogue.all_names()
+    assert len(names) == len(set(names))
+
+
+def test_load_keeps_the_name_of_the_alias() -> None:
+    """A launch file must load the weights that were asked for."""
+    spec = catalogue.load("deepseek-ai/deepseek-coder-v2-lite-instruct")
+    assert spec is not None
+    assert spec.model_id == "deepseek-ai/DeepSeek-Coder-V2-Lite-Instruct"
+    assert "same configuration as deepseek-ai/DeepSeek-V2-Lite" in spec.config_source
+
+
+@pytest.mark.parametrize("name", ["", " ", "llama", "silu", '"', "meta-llama", "\\", "ñ", "no/such-model"])
+def test_load_gives_none_for_what_is_no_name(name: str) -> None:
+    assert catalogue.load(name) is None
+
+
+def test_load_matches_the_id_exactly_by_its_last_part() -> None:
+    spec = catalogue.load("llama-3.1-8b")
+    assert spec is not None
+    assert spec.model_id == "meta-llama/Llama-3.1-8B"
+
+
+def test_building_a_large_spec_is_fast() -> None:
+    entry = catalogue.find("meta-llama/Llama-3.1-70B")
+    assert entry is not None
+    best = min(_timed(entry) for _ in range(20))
+    assert best < BUILD_LIMIT_S
+
+
+def _timed(entry: CatalogueEntry) -> float:
+    start = time.perf_counter()
+    spec_from_config(entry.config, model_id="x", source="y")
+    return time.perf_counter() - start

@@ -1,0 +1,86 @@
+"""Writes the settings that one tool's own parser knows into planner/data/launch_fields.json.
+
+Run inside the tool's venv (see the .sh files beside this one): python tools/validators/snapshot.py TOOL
+"""
+
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+TARGET = Path(__file__).parents[2] / "planner" / "data" / "launch_fields.json"
+
+
+def trl() -> tuple[str, list[str]]:
+    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
+
+    parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig))
+    return version("trl"), [action.dest for action in parser._actions if action.dest != "help"]
+
+
+def transformers() -> tuple[str, list[str]]:
+    from dataclasses import fields
+
+    from transformers import TrainingArguments
+
+    return version("transformers"), [field.name for field in fields(TrainingArguments)]
+
+
+def axolotl() -> tuple[str, list[str]]:
+    from axolotl.utils.config import merge_input_args, prepare_plugins
+    from axolotl.utils.dict import DictDefault
+
+    integrations = [
+        "axolotl.integrations.liger.LigerPlugin",
+        "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin",
+        "axolotl.integrations.spectrum.SpectrumPlugin",
+        "axolotl.integrations.kd.KDPlugin",
+        "axolotl.integrations.lm_eval.LMEvalPlugin",
+        "axolotl.integrations.grokfast.GrokfastPlugin",
+        "axolotl.integrations.llm_compressor.LLMCompressorPlugin",
+        "axolotl.integrations.densemixer.DenseMixerPlugin",
+        "axolotl.integrations.kernels.KernelsPlugin",
+        "axolotl.integrations.diffusion.DiffusionPlugin",
+    ]
+    names: set[str] = set()
+    for plugin in [None, *integrations]:
+        try:
+            if plugin is not None:
+                prepare_plugins(DictDefault({"plugins": [plugin]}))
+            names |= set(merge_input_args()[1].model_fields)
+        except Exception as error:
+            print(f"{plugin}: {error}", file=sys.stderr)
+    return version("axolotl"), sorted(names)
+
+
+def llamafactory() -> tuple[str, list[str]]:
+    from dataclasses import fields
+
+    from llamafactory.hparams import DataArguments, FinetuningArguments, GeneratingArguments, ModelArguments
+    from llamafactory.hparams.training_args import TrainingArguments
+
+    classes = (ModelArguments, DataArguments, TrainingArguments, FinetuningArguments, GeneratingArguments)
+    return version("llamafactory"), sorted({field.name for one in classes for field in fields(one)})
+
+
+def accelerate() -> tuple[str, list[str]]:
+    from dataclasses import fields
+
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    return version("accelerate"), [field.name for field in fields(ClusterConfig)]
+
+
+def deepspeed() -> tuple[str, list[str]]:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    return version("deepspeed"), sorted(DeepSpeedZeroConfig.model_fields)
+
+
+if __name__ == "__main__":
+    tool = sys.argv[1]
+    tool_version, names = globals()[tool]()
+    data = json.loads(TARGET.read_text()) if TARGET.exists() else {}
+    data[tool] = {**data.get(tool, {}), "version": tool_version, "fields": sorted(names)}
+    TARGET.write_text(json.dumps(dict(sorted(data.items())), indent=1) + "\n")
+    print(tool, tool_version, len(names), "settings")
