@@ -1,0 +1,68 @@
+"""LoRA through peft, with the adapter data type that the trainer would give it."""
+
+import warnings
+from typing import Any
+
+import torch
+
+from planner.setup import TrainSetup
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ATTENTION_LEAVES = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "qkv_proj", "query_key_value", "dense", "c_attn",
+    "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "Wqkv", "q", "k", "v", "o",
+    "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a",
+)  # fmt: skip
+_ATTENTION_PARENTS = ("attn", "attention", "Attention")
+
+
+def attention_targets(model: Any) -> list[str]:
+    """Full names of the projections of the model's attention (or linear-attention) modules.
+
+    A projection counts when its own name is one of the usual ones and a module around it is called an attention:
+    GPT-NeoX's `dense` is adapted, the `dense_h_to_4h` of its MLP is not.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    found = []
+    for name, module in model.named_modules():
+        if module is head or not isinstance(module, (torch.nn.Linear, Conv1D)):
+            continue
+        path, _, leaf = name.rpartition(".")
+        inside = any(word in part for part in path.split(".") for word in _ATTENTION_PARENTS)
+        if inside and (leaf in ATTENTION_LEAVES or leaf == "c_proj"):
+            found.append(name)
+    if not found:
+        raise ValueError(f"{type(model).__name__}: no attention projections found to adapt")
+    return found
+
+
+def add_adapters(model: Any, setup: TrainSetup) -> Any:
+    """`model` wrapped by peft, frozen base, adapters in `setup.resolved_adapter_dtype`.
+
+    Source: peft 0.21 `get_peft_model`; TRL 1.16 `SFTTrainer.__init__` casts a quantized base's adapters to bf16.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    targets: Any = setup.lora_targets
+    if targets == "attention":
+        targets = attention_targets(model)
+    elif not isinstance(targets, str):
+        targets = list(targets)
+    config = LoraConfig(
+        r=setup.lora_rank,
+        lora_alpha=2 * setup.lora_rank,
+        target_modules=targets,
+        lora_dropout=setup.lora_dropout,
+        bias="none",
+        task_type="SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM",
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped = get_peft_model(model, config)
+    dtype = _DTYPES[setup.resolved_adapter_dtype]
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad and parameter.dtype is not dtype:
+            parameter.data = parameter.data.to(dtype)
+    return wrapped

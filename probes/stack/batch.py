@@ -1,0 +1,57 @@
+"""The worst batch of a setup: every sequence at full length, random tokens."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from planner.setup import TrainSetup
+
+SAMPLES_PER_SEQUENCE = 4
+"""A packed sequence is filled with this many samples of equal length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One micro-batch.
+
+    Attributes:
+        model_inputs: what the model's forward takes.
+        labels: next-token labels, as the collator gives them (not shifted).
+        held: tensors that the trainer holds although the forward does not need them on this device.
+    """
+
+    model_inputs: dict[str, Any]
+    labels: torch.Tensor
+    held: tuple[torch.Tensor, ...] = ()
+
+
+def make_batch(setup: TrainSetup, config: Any, *, device: torch.device | str) -> Batch:
+    """Random ids [seqs, tokens] with labels; packed: [1, seqs * tokens] with position ids that restart.
+
+    Padded: all sequences have the same length, so the attention mask holds only ones and transformers drops it
+    (`masking_utils`). It cannot look into a meta tensor, so on meta the mask is held but not passed.
+
+    Source: TRL 1.16 `DataCollatorForLanguageModeling` (padding_free follows packing).
+    """
+    device = torch.device(device)
+    seqs, tokens = setup.micro_batch_seqs, setup.seq_len_tokens
+    vocab = int(config.get_text_config().vocab_size)
+    shape = (1, seqs * tokens) if setup.packing else (seqs, tokens)
+    ids = torch.randint(0, vocab, shape, device=device, dtype=torch.int64)
+    labels = ids.clone()
+    if config.is_encoder_decoder:
+        mask = torch.ones(shape, dtype=torch.int64, device=device)
+        inputs: dict[str, Any] = {"input_ids": ids}
+        if device.type != "meta":
+            inputs["attention_mask"] = mask
+        return Batch(model_inputs=inputs, labels=labels, held=(mask,))
+    if setup.packing:
+        sample = max(1, tokens // SAMPLES_PER_SEQUENCE)
+        positions = (torch.arange(tokens, device=device) % sample).repeat(seqs).unsqueeze(0)
+        return Batch(model_inputs={"input_ids": ids, "position_ids": positions}, labels=labels)
+    mask = torch.ones(shape, dtype=torch.int64, device=device)
+    inputs = {"input_ids": ids}
+    if device.type != "meta":
+        inputs["attention_mask"] = mask
+    return Batch(model_inputs=inputs, labels=labels, held=(mask,))

@@ -1,0 +1,162 @@
+"""From a configuration and a setup to the model that the trainer would hold: weights, quantization, adapters."""
+
+import warnings
+from collections.abc import Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.setup import TrainSetup
+from probes.stack.adapters import add_adapters
+from probes.stack.configs import load_config, truncated_config
+from probes.stack.quantize import materialize_quantized, quantize_modules
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ATTENTION_NAMES = {"eager": "eager", "sdpa": "sdpa", "flash-attention-2": "flash_attention_2"}
+
+
+@contextmanager
+def _quiet() -> Any:
+    import logging
+
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def build_model(
+    spec_config: Mapping[str, Any],
+    setup: TrainSetup,
+    *,
+    device: str | torch.device,
+    num_layers: int | None = None,
+    attention: str | None = None,
+    seed: int = 0,
+) -> Any:
+    """The model of `spec_config` as `setup` trains it, on `device`, with random weights.
+
+    Args:
+        spec_config: the raw `config.json`.
+        device: "meta" (no memory), "cpu" or "cuda".
+        num_layers: depth to truncate to, None for all.
+        attention: transformers' name of the attention implementation, None for the setup's.
+
+    The weights are made module by module on the device, so that a quantized model's 16-bit form never exists.
+    """
+    config = load_config(spec_config)
+    if num_layers is not None:
+        config = truncated_config(config, num_layers)
+    return build_from_config(config, setup, device=device, attention=attention, seed=seed)
+
+
+def build_from_config(
+    config: Any,
+    setup: TrainSetup,
+    *,
+    device: str | torch.device,
+    attention: str | None = None,
+    seed: int = 0,
+) -> Any:
+    """`build_model` from transformers' own configuration object (which is changed: attention, dtype)."""
+    device = torch.device(device)
+    with _quiet():
+        model = bare_model(config, DTYPES[setup.weight_dtype], attention or ATTENTION_NAMES[setup.attention])
+        if setup.quantized:
+            quantize_modules(model, setup.quantization, setup.compute_dtype, DTYPES[setup.weight_dtype])
+        if device.type != "meta":
+            materialize(model, device, seed=seed)
+        if setup.kbit_fp32_cast:
+            from peft import prepare_model_for_kbit_training
+
+            model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        if setup.checkpointing:
+            enable_checkpointing(model, setup.checkpointing)
+        if setup.method != "full":
+            with torch.device(device):
+                model = add_adapters(model, setup)
+            if setup.checkpointing:
+                model.enable_input_require_grads()
+    model.train()
+    return model
+
+
+def bare_model(config: Any, dtype: torch.dtype, attention: str) -> Any:
+    """The transformers model on meta, tied weights tied, modules that must stay fp32 in fp32."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(config, dtype=dtype, attn_implementation=attention)
+    keep = list(getattr(model, "_keep_in_fp32_modules_strict", None) or [])
+    if dtype is torch.float16:
+        keep += list(getattr(model, "_keep_in_fp32_modules", None) or [])
+    if keep and dtype is not torch.float32:
+        for name, parameter in model.named_parameters():
+            if any(part in name.split(".") for part in keep):
+                parameter.data = parameter.data.to(torch.float32)
+    return model
+
+
+def materialize(model: Any, device: torch.device, *, seed: int = 0) -> None:
+    """Random weights on `device` in place of meta ones, module by module; buffers are computed by the model itself."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    done: dict[int, nn.Parameter] = {}
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    for module in model.modules():
+        quantized = materialize_quantized(module, device, dtype, generator)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if quantized and name == "weight":
+                parameter._is_hf_initialized = True
+                continue
+            if id(parameter) not in done:
+                real = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                _fill(real, name, type(module).__name__, generator)
+                new = nn.Parameter(real, requires_grad=parameter.requires_grad)
+                new._is_hf_initialized = True  # type: ignore[attr-defined]
+                done[id(parameter)] = new
+            setattr(module, name, done[id(parameter)])
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.device.type == "meta":
+                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
+    with torch.no_grad():
+        for module in model.modules():
+            module._is_hf_initialized = False
+        model.initialize_weights()
+
+
+def _fill(tensor: torch.Tensor, name: str, class_name: str, generator: torch.Generator) -> None:
+    if not tensor.is_floating_point():
+        tensor.zero_()
+    elif "Norm" in class_name and name == "weight":
+        tensor.fill_(1.0)
+    elif name == "bias":
+        tensor.zero_()
+    else:
+        tensor.normal_(0.0, 0.02, generator=generator)
+
+
+def enable_checkpointing(model: Any, every: int) -> None:
+    """Non-reentrant checkpointing of every `every`-th layer through transformers, under whichever name it has there.
+
+    Source: transformers 5.23 `activation_checkpointing_enable(every_n_layers=)`; 5.17 has only
+    `gradient_checkpointing_enable`, and layers are then switched off one by one.
+    """
+    kwargs = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs, every_n_layers=every)
+        return
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    if every > 1:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
+        for index, layer in enumerate(layers):
+            layer.gradient_checkpointing = index % every == 0

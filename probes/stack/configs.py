@@ -1,0 +1,155 @@
+"""From a raw configuration to transformers' own, and truncated copies of it that keep the pattern of the layers."""
+
+import copy
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+DEPTH_FIELDS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_LISTS_PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "attention_layers", "layers_block_type")
+_LISTS_OF_INDICES = ("mlp_only_layers", "moe_layers")
+
+
+def load_config(config: Mapping[str, Any]) -> Any:
+    """transformers' configuration object for a raw `config.json` (fields that begin with "_" are notes of ours)."""
+    from transformers import AutoConfig
+
+    raw = {key: copy.deepcopy(value) for key, value in config.items() if not key.startswith("_")}
+    model_type = raw.pop("model_type", None)
+    if not isinstance(model_type, str):
+        raise ValueError("the configuration names no model_type")
+    raw.pop("quantization_config", None)  # the setup says how weights are stored, not the published checkpoint
+    raw.pop("dtype", None)
+    raw.pop("torch_dtype", None)
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # notices about legacy values that a person planning cannot act on
+    try:
+        loaded = AutoConfig.for_model(model_type, **raw)
+    finally:
+        logger.setLevel(level)
+    loaded.use_cache = False
+    text = loaded.get_text_config()
+    text.use_cache = False
+    return loaded
+
+
+def depth_field(text_config: Any) -> str:
+    """The name of the field that holds the number of layers."""
+    mapped = getattr(text_config, "attribute_map", {}).get("num_hidden_layers")
+    for name in (mapped, *DEPTH_FIELDS):
+        if name and name in text_config.to_dict():
+            return str(name)
+    raise ValueError(f"{text_config.model_type}: no field tells the number of layers")
+
+
+def num_layers(config: Any) -> int:
+    """Layers of the (text) decoder; for an encoder-decoder, of each half together."""
+    text = config.get_text_config()
+    if config.is_encoder_decoder:
+        return int(config.num_layers) + int(config.num_decoder_layers)
+    return int(getattr(text, depth_field(text)))
+
+
+def truncated_config(config: Any, depth: int) -> Any:
+    """A deep copy of `config` with `depth` layers: the first ones, with every per-layer list cut alike.
+
+    The caller compares the layers that come out with those of the full model (`layer_signatures`): this function only
+    edits fields, it does not know every architecture's rules.
+
+    Raises:
+        ValueError: more layers than the model has, or fewer than one.
+    """
+    full = num_layers(config)
+    if not 1 <= depth <= full:
+        raise ValueError(f"depth must be between 1 and {full}, got {depth}")
+    short = copy.deepcopy(config)
+    if depth == full:
+        return short
+    if short.is_encoder_decoder:
+        if depth % 2 or config.num_layers != config.num_decoder_layers:
+            raise ValueError("an encoder-decoder is truncated by whole pairs of layers")
+        short.num_layers = depth // 2
+        short.num_decoder_layers = depth // 2
+        return short
+    text = short.get_text_config()
+    setattr(text, depth_field(text), depth)
+    for name in _LISTS_PER_LAYER:
+        value = getattr(text, name, None)
+        if isinstance(value, (list, tuple)) and len(value) == full:
+            setattr(text, name, list(value[:depth]))
+    for name in _LISTS_OF_INDICES:
+        value = getattr(text, name, None)
+        if isinstance(value, (list, tuple)):
+            setattr(text, name, [index for index in value if index < depth])
+    if text.model_type == "gpt_neo":
+        kinds = list(text.attention_layers)[:depth]
+        text.attention_layers = kinds
+        text.attention_types = [[[kind], 1] for kind in kinds]
+    shared = getattr(text, "num_kv_shared_layers", 0)
+    if shared:
+        text.num_kv_shared_layers = max(0, shared - (full - depth))
+    return short
+
+
+def layers_of(model: Any) -> list[Any]:
+    """The decoder layers of a built model in order; for an encoder-decoder, encoder then decoder."""
+    from torch import nn
+
+    base = model
+    if model.config.is_encoder_decoder:
+        return [*model.encoder.block, *model.decoder.block]
+    text = model.config.get_text_config()
+    depth = int(getattr(text, depth_field(text)))
+    found = [
+        module
+        for name, module in base.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module) == depth
+        and not any(part in name for part in ("vision", "audio", "visual"))
+    ]
+    if not found:
+        raise ValueError(f"{model.config.model_type}: no list of {depth} layers in the module tree")
+    return list(found[0])
+
+
+_SCALARS = (bool, int, float, str, type(None))
+
+
+def layer_signature(layer: Any) -> tuple[Any, ...]:
+    """What makes one layer's memory behaviour: classes, shapes and flags of all its modules, its position left out."""
+    parts: list[Any] = []
+    for name, module in layer.named_modules():
+        flags = tuple(
+            (key, value)
+            for key, value in sorted(vars(module).items())
+            if isinstance(value, _SCALARS) and not key.startswith("_") and key not in ("layer_idx", "layer_number")
+        )
+        shapes = tuple((key, tuple(p.shape)) for key, p in module.named_parameters(recurse=False))
+        parts.append((name, type(module).__name__, flags, shapes))
+    return tuple(parts)
+
+
+_NUMBERS: dict[tuple[Any, ...], int] = {}
+
+
+def layer_signatures(model: Any) -> tuple[int, ...]:
+    """One number per layer in order; equal numbers mean layers that behave alike."""
+    return tuple(_NUMBERS.setdefault(layer_signature(layer), len(_NUMBERS)) for layer in layers_of(model))
+
+
+def period_of(signatures: tuple[int, ...]) -> tuple[int, int]:
+    """(prefix, period): after `prefix` layers the rest repeats every `period` layers; the shortest such pair.
+
+    A suffix that breaks the pattern makes the period as long as the rest, and the caller then runs full depth.
+    """
+    total = len(signatures)
+    best = (0, total)
+    for prefix in range(min(total, 8)):
+        rest = signatures[prefix:]
+        for period in range(1, len(rest) + 1):
+            if all(rest[i] == rest[i - period] for i in range(period, len(rest))):
+                if prefix + period < sum(best):
+                    best = (prefix, period)
+                break
+    return best

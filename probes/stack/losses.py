@@ -1,0 +1,206 @@
+"""The loss as each trainer computes it: logits materialised, TRL's chunked head, Liger's fused linear cross-entropy.
+
+The chunked and fused forms are written here from their descriptions, buffer by buffer, because the originals need
+Triton: what matters is which tensors live when.
+"""
+
+from typing import Any
+
+import torch
+
+TOKENS_PER_TILE = 4096
+"""Source: trl 1.16 kernels/chunked_logprob.py `TOKEN_CHUNK_SIZE`."""
+VOCAB_PER_TILE = 32768
+"""Source: trl 1.16 trainer/utils.py `_CHUNKED_LOGPROB_CHUNK_SIZE`."""
+LIGER_MAX_FUSED = 65536 // 2
+
+
+class ChunkedNll(torch.autograd.Function):
+    """Negative log-likelihood per token of `hidden @ weight.T` in tiles [4096 tokens, 32768 vocabulary].
+
+    Buffers: one 16-bit tile, seven fp32 values per token; in the backward a tile again, the hidden gradient in fp32
+    and, where the head is trained, the head's gradient in fp32.
+
+    Source: trl 1.16 `ChunkedLogProbFunction` on a Triton device (the tile kernels allocate nothing).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: Any, targets: torch.Tensor) -> Any:
+        from probes.stack.autocast import emulated_autocast_dtype, emulated_autocast_enabled
+
+        ctx.set_materialize_grads(False)
+        device = hidden.device
+        rows, vocab = hidden.shape[0], weight.shape[0]
+        dtype = hidden.dtype
+        if emulated_autocast_enabled():
+            dtype = emulated_autocast_dtype()
+        elif torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
+        stats = [torch.zeros((rows,), device=device, dtype=torch.float32) for _ in range(7)]
+        tile_buffer = torch.empty((min(rows, TOKENS_PER_TILE), VOCAB_PER_TILE), device=device, dtype=dtype)
+        maximum, total = stats[0].fill_(float("-inf")), stats[1]
+        target_logit = stats[2]
+        for first in range(0, rows, TOKENS_PER_TILE):
+            last = min(first + TOKENS_PER_TILE, rows)
+            part = hidden[first:last].to(dtype)
+            for start in range(0, vocab, VOCAB_PER_TILE):
+                end = min(start + VOCAB_PER_TILE, vocab)
+                tile = tile_buffer[: last - first, : end - start]
+                torch.mm(part, weight[start:end].to(dtype).t(), out=tile)
+                if bias is not None:
+                    tile.add_(bias[start:end].to(dtype))
+                _fold(
+                    tile, targets[first:last] - start, maximum[first:last], total[first:last], target_logit[first:last]
+                )
+        log_z = maximum + torch.log(total)
+        log_probs = target_logit - log_z
+        entropy = log_z - stats[3] / total
+        is_top1 = (target_logit >= maximum) & (target_logit > stats[4])
+        ctx.save_for_backward(hidden, weight, bias, targets, log_z, entropy)
+        ctx.compute_dtype = dtype
+        ctx.mark_non_differentiable(is_top1)
+        return log_probs, entropy, is_top1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad_log_probs = grads[0]
+        hidden, weight, bias, targets, log_z, _entropy = ctx.saved_tensors
+        dtype = ctx.compute_dtype
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        rows, vocab = hidden.shape[0], weight.shape[0]
+        device = hidden.device
+
+        def zeros(like: Any, needed: bool) -> Any:
+            return torch.zeros(like.shape, device=device, dtype=torch.float32) if needed else None
+
+        grad_hidden, grad_weight = zeros(hidden, need_hidden), zeros(weight, need_weight)
+        grad_bias = zeros(bias, need_bias)
+        tile_buffer = torch.empty((min(rows, TOKENS_PER_TILE), VOCAB_PER_TILE), device=device, dtype=dtype)
+        grad_log_probs = grad_log_probs.float().contiguous()
+        for first in range(0, rows, TOKENS_PER_TILE):
+            last = min(first + TOKENS_PER_TILE, rows)
+            part = hidden[first:last].to(dtype)
+            for start in range(0, vocab, VOCAB_PER_TILE):
+                end = min(start + VOCAB_PER_TILE, vocab)
+                chunk = weight[start:end].to(dtype)
+                tile = tile_buffer[: last - first, : end - start]
+                torch.mm(part, chunk.t(), out=tile)
+                if bias is not None:
+                    tile.add_(bias[start:end].to(dtype))
+                _unfold(tile, targets[first:last] - start, log_z[first:last], grad_log_probs[first:last])
+                if grad_hidden is not None:
+                    _add_product(grad_hidden[first:last], tile, chunk)
+                if grad_weight is not None:
+                    _add_product(grad_weight[start:end], tile.t(), part)
+                if grad_bias is not None:
+                    grad_bias[start:end] += tile.sum(dim=0, dtype=torch.float32)
+        return (
+            grad_hidden.to(hidden.dtype) if grad_hidden is not None else None,
+            grad_weight.to(weight.dtype) if grad_weight is not None else None,
+            grad_bias.to(bias.dtype) if grad_bias is not None else None,
+            None,
+        )
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """`total += left @ right` in fp32 without fp32 copies of the factors, as cuBLAS does for 16-bit input."""
+    if total.device.type == "meta":
+        return
+    if total.device.type == "cuda" and left.dtype in (torch.float16, torch.bfloat16):
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+        return
+    total.addmm_(left.float(), right.float())
+
+
+@torch.no_grad()
+def _fold(tile: torch.Tensor, local: torch.Tensor, maximum: Any, total: Any, target_logit: Any) -> None:
+    """One tile into the running log-sum-exp. The GPU's kernel does this without memory; on meta nothing happens, and
+    elsewhere it runs row block by row block so that memory stays small."""
+    if tile.device.type == "meta":
+        return
+    for row in range(0, tile.shape[0], 64):
+        rows = slice(row, row + 64)
+        values = tile[rows].float()
+        new = torch.maximum(maximum[rows], values.amax(-1))
+        total[rows] = total[rows] * torch.exp(maximum[rows] - new) + torch.exp(values - new[:, None]).sum(-1)
+        maximum[rows] = new
+        here = (local[rows] >= 0) & (local[rows] < tile.shape[1])
+        picked = values.gather(-1, local[rows].clamp(0, tile.shape[1] - 1)[:, None]).squeeze(-1)
+        target_logit[rows] = torch.where(here, picked, target_logit[rows])
+
+
+@torch.no_grad()
+def _unfold(tile: torch.Tensor, local: torch.Tensor, log_z: Any, grad: Any) -> None:
+    """The tile of logits becomes the tile of their gradients, in place."""
+    if tile.device.type == "meta":
+        return
+    columns = torch.arange(tile.shape[1], device=tile.device)
+    for row in range(0, tile.shape[0], 64):
+        rows = slice(row, row + 64)
+        probabilities = torch.exp(tile[rows].float() - log_z[rows, None])
+        hot = (columns == local[rows, None]).float()
+        tile[rows] = (grad[rows, None] * (hot - probabilities)).to(tile.dtype)
+
+
+class FusedLinearCrossEntropy(torch.autograd.Function):
+    """Liger's fused linear cross-entropy: the gradients are computed in the forward, chunk of tokens by chunk.
+
+    Chunks: vocabulary / hidden rounded up to a power of two many, so that one chunk's logits are about as large as the
+    input. The head's gradient, when it is trained, accumulates in the weight's own type (Liger's default).
+
+    Source: liger_kernel 0.6 ops/fused_linear_cross_entropy.py `fused_linear_cross_entropy_forward` (read from its
+    published source; Apache-2.0 project, BSD-2 file). Under autocast the function runs with `custom_fwd`, inputs in
+    the autocast type.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: Any, targets: torch.Tensor) -> Any:
+        rows, width = hidden.shape
+        vocab = weight.shape[0]
+        increase = -(-vocab // width)
+        chunk = 1 << max(0, (-(-rows // increase) - 1).bit_length())
+        grad_input = torch.zeros_like(hidden)
+        grad_weight = torch.zeros_like(weight) if weight.requires_grad else None
+        grad_bias = torch.zeros_like(bias) if bias is not None and bias.requires_grad else None
+        losses = torch.zeros(rows, dtype=torch.float32, device=hidden.device)
+        for first in range(0, rows, chunk):
+            last = min(first + chunk, rows)
+            part = hidden[first:last]
+            logits = part @ weight.t()
+            if bias is not None:
+                logits = logits + bias
+            logits = logits.contiguous()
+            _liger_kernel(logits, targets[first:last], losses[first:last], rows)
+            grad_input[first:last] = logits @ weight
+            if grad_weight is not None:
+                grad_weight += torch.mm(logits.t(), part)
+            if grad_bias is not None:
+                grad_bias += logits.sum(dim=0)
+        loss = torch.sum(losses)
+        ctx.save_for_backward(grad_input.detach(), grad_weight, grad_bias)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad_input, grad_weight, grad_bias = ctx.saved_tensors
+        # Liger multiplies in place by the incoming gradient.
+        for one in (grad_input, grad_weight, grad_bias):
+            if one is not None and one.device.type != "meta":
+                one.mul_(grads[0].to(one.dtype))
+        return grad_input, grad_weight, grad_bias, None
+
+
+@torch.no_grad()
+def _liger_kernel(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, rows: int) -> None:
+    """Loss and gradient of one chunk in place of its logits; the GPU's kernel needs no memory for it."""
+    if logits.device.type == "meta":
+        return
+    for row in range(0, logits.shape[0], 64):
+        part = slice(row, row + 64)
+        values = logits[part].float()
+        log_probs = torch.log_softmax(values, -1)
+        picked = targets[part].clamp(min=0)[:, None]
+        valid = (targets[part] >= 0).float()
+        losses[part] = -log_probs.gather(-1, picked).squeeze(-1) * valid / rows
+        gradient = log_probs.exp().scatter_add_(-1, picked, -torch.ones_like(picked, dtype=torch.float32))
+        logits[part] = (gradient * valid[:, None] / rows).to(logits.dtype)

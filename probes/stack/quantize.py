@@ -1,0 +1,193 @@
+"""Replacing linear layers by bitsandbytes' quantized ones, module by module: the 16-bit model never exists.
+
+On meta the packed weight and its statistics are made by hand, with the sizes that `quantize_4bit` and
+`int8_vectorwise_quant` give; on a real device random weights are really quantized.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+_BLOCK = 64
+_NESTED_BLOCK = 256
+_COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def quantizable(model: nn.Module) -> list[str]:
+    """Names of the modules that transformers hands to bitsandbytes: every linear except the output head.
+
+    Source: transformers, integrations/bitsandbytes.py `replace_with_bnb_linear` (nn.Linear and Conv1D) and
+    `get_keys_to_not_convert` (the output embedding and tied modules stay).
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    names = [name for name, one in model.named_modules() if isinstance(one, (nn.Linear, Conv1D)) and one is not head]
+    last_modules = [name for name, _ in model.named_children()]
+    keep = last_modules[-1] if head is None and last_modules else None
+    return [name for name in names if keep is None or name.partition(".")[0] != keep or "." in name]
+
+
+def _shape(module: Any) -> tuple[int, int]:
+    if hasattr(module, "in_features"):
+        return int(module.out_features), int(module.in_features)
+    rows, cols = module.weight.shape  # Conv1D stores [in, out]; transformers turns it into a Linear
+    return int(cols), int(rows)
+
+
+def quantize_modules(model: nn.Module, quantization: str, compute_dtype: str, storage_dtype: torch.dtype) -> int:
+    """Replaces every quantizable module of `model`, which is on meta; returns how many. The packed weights stay on
+    meta until `materialize`."""
+    replaced = 0
+    for name in quantizable(model):
+        parent_name, _, leaf = name.rpartition(".")
+        parent = model.get_submodule(parent_name) if parent_name else model
+        old = getattr(parent, leaf)
+        if quantization == "int8":
+            new = _int8(old)
+        else:
+            new = _nf4(old, nested=quantization == "nf4-double", compute_dtype=compute_dtype, storage=storage_dtype)
+        if old.bias is not None:
+            new.bias = old.bias
+        for key in ("is_hf_initialized", "_is_hf_initialized"):
+            if hasattr(old, key):
+                setattr(new, key, getattr(old, key))
+        new.training = old.training
+        new.requires_grad_(False)
+        setattr(parent, leaf, new)
+        replaced += 1
+    flags = {"int8": "is_loaded_in_8bit"}.get(quantization, "is_loaded_in_4bit")
+    setattr(model, flags, True)
+    model.is_quantized = True
+    return replaced
+
+
+def _nf4(old: Any, *, nested: bool, compute_dtype: str, storage: torch.dtype) -> Any:
+    import bitsandbytes as bnb
+
+    rows, cols = _shape(old)
+    with torch.device("meta"):
+        new = bnb.nn.Linear4bit(
+            cols, rows, old.bias is not None, _COMPUTE[compute_dtype], compress_statistics=nested, quant_type="nf4"
+        )
+    new.weight = meta_params4bit(rows, cols, nested=nested, dtype=storage, module=new)
+    return new
+
+
+def meta_params4bit(rows: int, cols: int, *, nested: bool, dtype: torch.dtype, module: Any = None) -> Any:
+    """A packed NF4 weight [rows, cols] on meta with the statistics that `quantize_4bit` would have made.
+
+    Source: bitsandbytes 0.50 `functional.quantize_4bit`: half a byte per element, one fp32 absmax per 64 elements, or
+    (nested) one byte per 64 with one fp32 per 256 of those, a 256-entry table and a scalar offset.
+    """
+    import bitsandbytes as bnb
+    from bitsandbytes.functional import QuantState
+
+    elements = rows * cols
+    blocks = -(-elements // _BLOCK)
+    with torch.device("meta"):
+        packed = torch.empty(((elements + 1) // 2, 1), dtype=torch.uint8)
+        code = torch.empty(16, dtype=torch.float32)
+        if nested:
+            second = QuantState(
+                absmax=torch.empty(-(-blocks // _NESTED_BLOCK), dtype=torch.float32),
+                code=torch.empty(256, dtype=torch.float32),
+                blocksize=_NESTED_BLOCK,
+                dtype=torch.float32,
+            )
+            state = QuantState(
+                absmax=torch.empty(blocks, dtype=torch.uint8),
+                shape=torch.Size((rows, cols)),
+                code=code,
+                blocksize=_BLOCK,
+                quant_type="nf4",
+                dtype=dtype,
+                offset=torch.empty((), dtype=torch.float32),
+                state2=second,
+            )
+        else:
+            state = QuantState(
+                absmax=torch.empty(blocks, dtype=torch.float32),
+                shape=torch.Size((rows, cols)),
+                code=code,
+                blocksize=_BLOCK,
+                quant_type="nf4",
+                dtype=dtype,
+            )
+    weight = bnb.nn.Params4bit(
+        packed,
+        requires_grad=False,
+        quant_state=state,
+        blocksize=_BLOCK,
+        compress_statistics=nested,
+        quant_type="nf4",
+        module=module,
+        bnb_quantized=True,
+    )
+    if module is not None:
+        module.quant_state = state
+    return weight
+
+
+def _int8(old: Any) -> Any:
+    import bitsandbytes as bnb
+
+    rows, cols = _shape(old)
+    with torch.device("meta"):
+        new = bnb.nn.Linear8bitLt(cols, rows, old.bias is not None, has_fp16_weights=False, threshold=6.0)
+        codes = torch.empty((rows, cols), dtype=torch.int8)
+        scales = torch.empty(rows, dtype=torch.float32)
+    new.weight = bnb.nn.Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)
+    return new
+
+
+def quantized_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Statistics that a quantized module holds beside its parameters and buffers, as (name, tensor)."""
+    weight = getattr(module, "weight", None)
+    if weight is None:
+        return []
+    state = getattr(weight, "quant_state", None)
+    found: list[tuple[str, torch.Tensor]] = []
+    if state is not None:
+        found = [("absmax", state.absmax), ("code", state.code)]
+        if state.nested:
+            found += [("offset", state.offset), ("nested_absmax", state.state2.absmax), ("map", state.state2.code)]
+    for holder in (weight, getattr(module, "state", None)):
+        scales = getattr(holder, "SCB", None)
+        if isinstance(scales, torch.Tensor):
+            found.append(("SCB", scales))
+    return [(name, one) for name, one in found if isinstance(one, torch.Tensor)]
+
+
+def materialize_quantized(module: Any, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> bool:
+    """Gives a quantized module of `quantize_modules` real random weights on `device`; False when it is not one."""
+    import bitsandbytes as bnb
+
+    if isinstance(module, bnb.nn.Linear4bit):
+        state = module.weight.quant_state
+        plain = torch.empty(state.shape, dtype=dtype, device=device).normal_(0.0, 0.02, generator=generator)
+        packed, real = bnb.functional.quantize_4bit(
+            plain, blocksize=_BLOCK, compress_statistics=state.nested, quant_type="nf4"
+        )
+        del plain
+        module.weight = bnb.nn.Params4bit(
+            packed,
+            requires_grad=False,
+            quant_state=real,
+            blocksize=_BLOCK,
+            compress_statistics=state.nested,
+            quant_type="nf4",
+            module=module,
+            bnb_quantized=True,
+        )
+        module.quant_state = real
+        return True
+    if isinstance(module, bnb.nn.Linear8bitLt):
+        plain = torch.empty(module.weight.shape, dtype=torch.float16, device=device)
+        plain.normal_(0.0, 0.02, generator=generator)
+        codes, scales, _ = bnb.functional.int8_vectorwise_quant(plain)
+        del plain
+        module.weight = bnb.nn.Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)
+        return True
+    return False

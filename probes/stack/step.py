@@ -1,0 +1,319 @@
+"""One optimizer step as `transformers.Trainer` (and TRL's `SFTTrainer`) does it, phase by phase."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from planner.setup import TrainSetup
+from probes.stack.autocast import emulated_autocast
+from probes.stack.batch import Batch
+from probes.stack.configs import layers_of
+from probes.stack.losses import ChunkedNll, FusedLinearCrossEntropy
+
+MAX_GRAD_NORM = 1.0
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+Mark = Callable[[str, int | None], None]
+"""Called as (phase, layer): phase is one of planner.memory.types.PHASES, layer the decoder layer or None."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """What one step needs. Made once by `make_trainer`; nothing here is per step."""
+
+    model: Any
+    inner: Any
+    setup: TrainSetup
+    optimizer: Any
+    forward: Callable[..., Any]
+    scaler: Any
+    device_type: str
+
+
+def inner_model(model: Any) -> Any:
+    """The transformers model inside peft's wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+
+
+def make_trainer(model: Any, setup: TrainSetup, optimizer: Any) -> Trainer:
+    """Wraps the forward as accelerate does: autocast inside, outputs converted to fp32 outside.
+
+    Source: accelerate 1.15 `Accelerator.prepare_model`.
+    """
+    from accelerate.utils.operations import ConvertOutputsToFp32
+
+    device_type = next(model.parameters()).device.type
+    forward: Callable[..., Any] = model.__call__
+    if setup.autocast_dtype is not None:
+        dtype = _AUTOCAST[setup.autocast_dtype]
+        plain = forward
+
+        def under_autocast(**inputs: Any) -> Any:
+            with autocast_context(device_type, dtype):
+                return plain(**inputs)
+
+        forward = ConvertOutputsToFp32(under_autocast)
+    scaler = None
+    if setup.autocast_dtype == "fp16":
+        scaler = torch.amp.GradScaler("cuda") if device_type == "cuda" else EmulatedScaler(device_type)
+    return Trainer(
+        model=model,
+        inner=inner_model(model),
+        setup=setup,
+        optimizer=optimizer,
+        forward=forward,
+        scaler=scaler,
+        device_type=device_type,
+    )
+
+
+def autocast_context(device_type: str, dtype: torch.dtype) -> Any:
+    """Real autocast on a GPU, CUDA's lists emulated elsewhere."""
+    return torch.autocast(device_type, dtype=dtype) if device_type == "cuda" else emulated_autocast(dtype)
+
+
+class EmulatedScaler:
+    """`GradScaler` without a GPU: the same tensors, no look at the values (an overflow would skip the step).
+
+    Source: PyTorch 2.13 torch/amp/grad_scaler.py: a scale and a growth tracker of one element, one found-inf scalar per
+    device and step, the scaled loss; gradients are unscaled in place.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._scale = torch.full((), 65536.0, device=device_type)
+        self._growth = torch.full((), 0, dtype=torch.int32, device=device_type)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the scale."""
+        return loss * self._scale
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Divides the gradients in place."""
+        inverse = self._scale.double().reciprocal().float()
+        self._found_inf = torch.full((), 0.0, device=self._scale.device)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(inverse)
+
+    def step(self, optimizer: Any) -> None:
+        """The optimizer's step (nothing overflows here)."""
+        optimizer.step()
+
+    def update(self) -> None:
+        """Nothing to adapt."""
+
+
+def train_step(trainer: Trainer, batches: list[Batch], mark: Mark | None = None) -> torch.Tensor:
+    """One optimizer step over `batches` (the micro-batches); returns the last loss, detached.
+
+    `mark` is told the phases as they begin: "forward" (per micro-batch, and with the layer as each layer's forward
+    begins), "loss" (head and loss, with the head's backward), "backward" (from the last hidden state's gradient on, and
+    with the layer as each layer's gradient arrives), "step" (clipping, optimizer, gradients released).
+
+    Source: transformers 5.23 `Trainer._inner_training_loop`, `training_step`; TRL 1.16 `SFTTrainer.compute_loss`.
+    """
+    tell: Mark = mark or (lambda phase, layer: None)
+    setup = trainer.setup
+    loss = None
+    with _marks(trainer, tell):
+        for batch in batches:
+            tell("forward", None)
+            loss = _micro_batch(trainer, batch, len(batches), tell)
+    tell("step", None)
+    _optimizer_step(trainer)
+    assert loss is not None, f"no micro-batch for {setup}"
+    return loss
+
+
+def _micro_batch(trainer: Trainer, batch: Batch, num_batches: int, tell: Mark) -> torch.Tensor:
+    items = batch.labels.ne(-100).sum()
+    loss = compute_loss(trainer, batch, items, tell)
+    if num_batches > 1 and trainer.setup.loss != "full":
+        loss = loss / num_batches
+    if trainer.scaler is not None:
+        trainer.scaler.scale(loss).backward()
+    else:
+        loss.backward()
+    return loss.detach()
+
+
+def compute_loss(trainer: Trainer, batch: Batch, items: torch.Tensor, tell: Mark) -> torch.Tensor:
+    """The loss of one micro-batch by the setup's `loss`."""
+    setup = trainer.setup
+    if setup.loss == "full":
+        inputs = {**batch.model_inputs, "labels": batch.labels}
+        if not trainer.inner.config.is_encoder_decoder:
+            inputs["use_cache"] = False
+        if _accepts_loss_kwargs(trainer.inner):
+            inputs["num_items_in_batch"] = items
+        outputs = trainer.forward(**inputs)
+        loss: torch.Tensor = outputs["loss"]
+        return loss
+    with _headless(trainer.inner, partial(_head_loss, trainer.inner, setup.loss)):
+        outputs = trainer.forward(**batch.model_inputs, labels=batch.labels)
+    if setup.loss == "chunked":
+        total: torch.Tensor = (-outputs["log_probs"]).sum() / items.clamp(min=1)
+        return total
+    loss = outputs["loss"]
+    return loss
+
+
+def _accepts_loss_kwargs(inner: Any) -> bool:
+    parameters = inspect.signature(type(inner).forward).parameters
+    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+
+
+def _head_loss(inner: Any, kind: str, hidden: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    head = inner.get_output_embeddings()
+    weight, bias = head.weight, getattr(head, "bias", None)
+    if kind == "chunked":
+        shifted, wanted = hidden[:, :-1], labels[:, 1:]
+        valid = wanted != -100
+        rows = shifted.reshape(-1, shifted.shape[-1])  # every label counts, so boolean indexing copies all of them
+        if rows.data_ptr() == hidden.data_ptr() and shifted.shape[0] == 1 and rows._is_view():
+            rows = rows.clone()
+        log_probs, entropy, top1 = ChunkedNll.apply(rows, weight, bias, wanted.reshape(-1).clone())
+        shape = valid.shape
+        return {
+            "log_probs": log_probs.new_zeros(shape).masked_scatter(valid, log_probs),
+            "entropy": entropy.new_zeros(shape).masked_scatter(valid, entropy),
+            "is_top1": top1.new_zeros(shape).masked_scatter(valid, top1),
+        }
+    padded = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    rows = hidden.view(-1, hidden.shape[-1])
+    return {"loss": _liger(rows, weight, bias, padded.view(-1))}
+
+
+def _liger(rows: torch.Tensor, weight: torch.Tensor, bias: Any, targets: torch.Tensor) -> torch.Tensor:
+    """Liger's function under autocast: `custom_fwd` casts the inputs and runs with autocast off."""
+    from probes.stack.autocast import cached_cast, emulated_autocast_dtype, emulated_autocast_enabled
+
+    device_type = rows.device.type
+    dtype = None
+    if emulated_autocast_enabled():
+        dtype = emulated_autocast_dtype()
+        rows, weight = cached_cast(rows, dtype), cached_cast(weight, dtype)
+        bias = cached_cast(bias, dtype) if bias is not None else None
+        with emulated_autocast(dtype, enabled=False):
+            result: torch.Tensor = FusedLinearCrossEntropy.apply(rows, weight, bias, targets)
+        return result
+    if device_type == "cuda" and torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        rows, weight = rows.to(dtype), weight.to(dtype)
+        bias = bias.to(dtype) if bias is not None else None
+        with torch.autocast("cuda", enabled=False):
+            result = FusedLinearCrossEntropy.apply(rows, weight, bias, targets)
+        return result
+    result = FusedLinearCrossEntropy.apply(rows, weight, bias, targets)
+    return result
+
+
+@contextmanager
+def _headless(inner: Any, head_loss: Callable[..., Any]) -> Iterator[None]:
+    """Within it, the model's forward runs the backbone and `head_loss(hidden, labels)` in place of its head."""
+
+    def forward(*args: Any, labels: torch.Tensor, **kwargs: Any) -> Any:
+        if inner.config.is_encoder_decoder:
+            raise ValueError(f"{inner.config.model_type}: a fused head exists for decoders only")
+        kwargs["use_cache"] = False
+        outputs = inner.base_model(*args, **kwargs)
+        return head_loss(outputs[0], labels)
+
+    inner.forward = forward
+    try:
+        yield
+    finally:
+        del inner.forward
+
+
+@contextmanager
+def _marks(trainer: Trainer, tell: Mark) -> Iterator[None]:
+    """Hooks on the layers and the backbone that report the phases."""
+    handles = []
+    layers = layers_of(trainer.inner)
+    in_backward = False
+
+    def on_gradient(layer: int | None, gradient: torch.Tensor) -> None:
+        nonlocal in_backward
+        in_backward = True
+        tell("backward", layer)
+
+    def before(layer: int, module: Any, inputs: Any) -> None:
+        if not in_backward:
+            tell("forward", layer)
+
+    def after(layer: int, module: Any, inputs: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if not in_backward and isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+            hidden.register_hook(partial(on_gradient, layer))
+
+    def backbone_starts(module: Any, inputs: Any) -> None:
+        nonlocal in_backward
+        in_backward = False
+
+    def backbone_ends(module: Any, inputs: Any, output: Any) -> None:
+        hidden = output[0]
+        if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+            hidden.register_hook(partial(on_gradient, None))
+        tell("loss", None)
+
+    for index, layer in enumerate(layers):
+        handles.append(layer.register_forward_pre_hook(partial(before, index)))
+        handles.append(layer.register_forward_hook(partial(after, index)))
+    inner = trainer.inner
+    backbone = inner.decoder if inner.config.is_encoder_decoder else inner.base_model
+    first = inner.encoder if inner.config.is_encoder_decoder else backbone
+    handles.append(first.register_forward_pre_hook(backbone_starts))
+    handles.append(backbone.register_forward_hook(backbone_ends))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _optimizer_step(trainer: Trainer) -> None:
+    optimizer = trainer.optimizer
+    if trainer.scaler is not None:
+        trainer.scaler.unscale_(optimizer)
+    trainable = [one for one in trainer.model.parameters() if one.grad is not None]
+    torch.nn.utils.clip_grad_norm_(trainable, MAX_GRAD_NORM, foreach=True)
+    with fused_on_meta() if trainer.device_type == "meta" else nullcontext():
+        if trainer.scaler is not None:
+            trainer.scaler.step(optimizer)
+            trainer.scaler.update()
+        else:
+            optimizer.step()
+    trainer.model.zero_grad(set_to_none=True)
+
+
+@contextmanager
+def fused_on_meta() -> Iterator[None]:
+    """Lets the fused optimizer run on meta, where PyTorch lists no support (its kernel changes tensors in place)."""
+    from unittest import mock
+
+    def allowed() -> list[str]:
+        return ["cuda", "cpu", "meta"]
+
+    import torch.optim.adamw as adamw
+    import torch.optim.optimizer as base
+
+    patches = [
+        mock.patch.object(module, name, allowed)
+        for module in (adamw, base)
+        for name in ("_get_fused_kernels_supported_devices",)
+        if hasattr(module, name)
+    ]
+    for patch in patches:
+        patch.start()
+    try:
+        yield
+    finally:
+        for patch in patches:
+            patch.stop()
