@@ -1,0 +1,166 @@
+"""Recorded measurements by others, as shipped with the planner: what predictions are held against.
+
+`tools/import_measurements.py` writes the files; every row names its source (repository@commit:path), what was assumed
+to turn the run into a `TrainSetup`, and in what it is known to differ from what a setup can say.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import resources
+from statistics import median
+from typing import Any, Literal
+
+from planner.interchange import setup_from_dict
+from planner.setup import TrainSetup
+
+Kind = Literal["all", "memory", "allocated", "reserved", "speed", "oom", "multi"]
+Quantity = Literal["allocated", "reserved", "device", "tokens_per_s"]
+
+FILES = {1: "measured_single_gpu.jsonl", 2: "measured_multi_gpu.jsonl"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRow:
+    """One run that somebody published.
+
+    Attributes:
+        group: the source ("fms_acceleration"); `stack` the training program ("hf-trainer", "litgpt", ...).
+        model: catalogue id with the same shapes, None when there is none; `model_name` as published.
+        config: an inline config.json where the catalogue has no such model but the shape is known.
+        gpu: key of the GPU table, None when not in it.
+        status: "ok" or "oom"; `inferred` an out-of-memory that the source does not state in words.
+        setup: the run as a setup, None when it cannot be expressed (`unmapped` says why).
+        speed_seq_len_tokens: the mean length, for speed, where it is not the longest.
+        assumed: what the source does not say; differs: what the setup cannot say.
+        unmapped_memory: why the memory figure cannot be compared although the speed can.
+        allocated_bytes, reserved_bytes: `max_memory_allocated`, `max_memory_reserved`; device_bytes: the driver's peak.
+        reserved_p99_bytes: 99th percentile over steps; loaded_reserved_bytes: reserved after loading.
+        tokens_per_s: per GPU.
+        config_id: rows that share it are the same run under other software versions.
+    """
+
+    id: str
+    group: str
+    stack: str
+    source: str
+    status: str
+    method: str
+    config_id: str
+    parallelism: str = "none"
+    num_gpus: int = 1
+    date: str = ""
+    model: str | None = None
+    model_name: str = ""
+    num_params: int | None = None
+    config: Mapping[str, Any] | None = field(default=None, hash=False)
+    gpu: str | None = None
+    gpu_name: str | None = None
+    variant: str | None = None
+    setup: TrainSetup | None = None
+    speed_seq_len_tokens: int | None = None
+    assumed: tuple[str, ...] = ()
+    differs: tuple[str, ...] = ()
+    unmapped: str = ""
+    unmapped_memory: str = ""
+    inferred: bool = False
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    reserved_p99_bytes: int | None = None
+    loaded_reserved_bytes: int | None = None
+    device_bytes: int | None = None
+    memory_confidence: str | None = None
+    tokens_per_s: float | None = None
+    step_time_s: float | None = None
+    tokens_counted: str | None = None
+    speed_confidence: str | None = None
+    versions: Mapping[str, str] = field(default_factory=dict, hash=False)
+    len_class: str | None = None
+    avg_seq_len_tokens: float | None = None
+    micro_batch_seqs: int | None = None
+    seq_len_tokens: int | None = None
+
+    @property
+    def speed_setup(self) -> TrainSetup | None:
+        """The setup whose length is the mean one: what a throughput should be compared with."""
+        if self.setup is None or self.speed_seq_len_tokens is None:
+            return self.setup
+        return self.setup.with_(seq_len_tokens=self.speed_seq_len_tokens)
+
+    def measured(self, what: Quantity) -> float | None:
+        """The measured figure of one quantity, None where there is none."""
+        figures: dict[str, float | None] = {
+            "allocated": self.allocated_bytes,
+            "reserved": self.reserved_bytes,
+            "device": self.device_bytes,
+            "tokens_per_s": self.tokens_per_s,
+        }
+        return figures[what]
+
+    def comparable(self, what: Quantity) -> bool:
+        """Whether a prediction of `what` can be held against this row."""
+        if self.setup is None or self.unmapped or self.gpu is None or (self.model is None and self.config is None):
+            return False
+        if what != "tokens_per_s" and self.unmapped_memory:
+            return False
+        return self.status == "oom" or self.measured(what) is not None
+
+
+def load_rows(kind: Kind = "all") -> tuple[MeasuredRow, ...]:
+    """Recorded rows: "multi" those of several GPUs, all other kinds those of one.
+
+    "memory" (allocated or reserved known), "allocated", "reserved", "speed", "oom"; "all" every single-GPU row.
+    """
+    rows = _read(FILES[2] if kind == "multi" else FILES[1])
+    if kind == "oom":
+        return tuple(row for row in rows if row.status == "oom")
+    if kind == "memory":
+        return tuple(row for row in rows if row.allocated_bytes is not None or row.reserved_bytes is not None)
+    if kind == "allocated":
+        return tuple(row for row in rows if row.allocated_bytes is not None)
+    if kind == "reserved":
+        return tuple(row for row in rows if row.reserved_bytes is not None)
+    if kind == "speed":
+        return tuple(row for row in rows if row.tokens_per_s is not None)
+    return rows
+
+
+@lru_cache(maxsize=2)
+def _read(name: str) -> tuple[MeasuredRow, ...]:
+    text = (resources.files("planner") / "data" / name).read_text(encoding="utf-8")
+    return tuple(_row(json.loads(line)) for line in text.splitlines() if line)
+
+
+def _row(values: dict[str, Any]) -> MeasuredRow:
+    if "setup" in values:
+        values["setup"] = setup_from_dict(values["setup"])
+    for name in ("assumed", "differs"):
+        values[name] = tuple(values.get(name, ()))
+    return MeasuredRow(**values)
+
+
+def newest_versions(rows: Iterable[MeasuredRow]) -> tuple[MeasuredRow, ...]:
+    """One row per configuration: the last one recorded, so that a run repeated ten times counts once."""
+    newest: dict[tuple[str, str], MeasuredRow] = {}
+    for row in rows:
+        key = (row.group, row.config_id)
+        if key not in newest or row.date >= newest[key].date:
+            newest[key] = row
+    return tuple(newest.values())
+
+
+def version_noise(rows: Iterable[MeasuredRow], what: Quantity) -> tuple[float, ...]:
+    """How far apart runs of one configuration lie, as fractions of their median: the floor of any prediction's error.
+
+    One spread (largest less smallest) per configuration measured at least twice, mostly under other library versions.
+    """
+    repeats: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for row in rows:
+        value = row.measured(what)
+        if value is not None:
+            repeats[row.group, row.config_id].append(value)
+    return tuple(
+        (max(values) - min(values)) / median(values) for _, values in sorted(repeats.items()) if len(values) > 1
+    )
