@@ -1,1 +1,106 @@
-"""The formula rung's speed model: operator counts, a roofline per operator class, calibrated constants apart from facts."""
+"""The formula rung's speed model: operator counts, a roofline per operator class, fitted constants apart from facts.
+
+`step_time(model, gpu, setup)` answers one setup whole; `throughput_profile(model, gpu, setup).at(micro, accumulation)`
+ranks whole spaces. Pure Python, no numpy.
+"""
+
+from planner.gpu import GpuSpec
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
+from planner.throughput.calibration import Calibration, Constants, load_calibration
+from planner.throughput.conditions import CURRENT, Conditions
+from planner.throughput.effective import effective_tokens_per_s, useful_fraction
+from planner.throughput.model import SpeedModel
+from planner.throughput.profile import ThroughputProfile
+from planner.throughput.types import PARTS, StepTime
+
+__all__ = [
+    "CURRENT",
+    "PARTS",
+    "Calibration",
+    "Conditions",
+    "Constants",
+    "SpeedModel",
+    "StepTime",
+    "ThroughputProfile",
+    "effective_tokens_per_s",
+    "load_calibration",
+    "speed_model",
+    "step_time",
+    "throughput_profile",
+    "useful_fraction",
+]
+
+_MAX_MODELS = 64
+_MODELS: dict[tuple[int, int, int, Conditions], SpeedModel] = {}
+_PROFILES: dict[int, dict[tuple[object, ...], ThroughputProfile]] = {}
+
+
+def speed_model(
+    model: ModelSpec, gpu: GpuSpec, *, calibration: Calibration | None = None, conditions: Conditions = CURRENT
+) -> SpeedModel:
+    """The (remembered) speed model of one model on one GPU."""
+    used = calibration if calibration is not None else load_calibration()
+    key = (id(model), id(gpu), id(used), conditions)
+    found = _MODELS.get(key)
+    if found is not None and found.model is model and found.gpu is gpu and found.calibration is used:
+        return found
+    if len(_MODELS) >= _MAX_MODELS:
+        _MODELS.clear()
+        _PROFILES.clear()
+    made = SpeedModel(model, gpu, used, conditions)
+    _MODELS[key] = made
+    _PROFILES[id(made)] = {}
+    return made
+
+
+def throughput_profile(
+    model: ModelSpec,
+    gpu: GpuSpec,
+    setup: TrainSetup,
+    *,
+    calibration: Calibration | None = None,
+    conditions: Conditions = CURRENT,
+) -> ThroughputProfile:
+    """The family of `setup`: the same answer object for every micro-batch and accumulation of it."""
+    speed = speed_model(model, gpu, calibration=calibration, conditions=conditions)
+    profiles = _PROFILES[id(speed)]
+    key = (
+        setup.method,
+        setup.precision,
+        setup.quantization,
+        setup.kbit_fp32_cast,
+        setup.lora_rank,
+        setup.lora_targets,
+        setup.lora_dropout,
+        setup.adapter_dtype,
+        setup.optimizer,
+        setup.attention,
+        setup.checkpointing,
+        setup.loss,
+        setup.seq_len_tokens,
+        setup.compile,
+        setup.num_gpus,
+    )
+    found = profiles.get(key)
+    if found is None:
+        found = profiles[key] = ThroughputProfile(speed, setup)
+    return found
+
+
+def step_time(
+    model: ModelSpec,
+    gpu: GpuSpec,
+    setup: TrainSetup,
+    *,
+    calibration: Calibration | None = None,
+    conditions: Conditions = CURRENT,
+) -> StepTime:
+    """Predicted time of one optimizer step of `setup`, with where it goes.
+
+    Source: Williams et al. 2009, Roofline, https://doi.org/10.1145/1498765.1498785, per operator class; counts in
+    `planner.throughput.counts`, constants in `planner/data/calibration.json`.
+    Not counted: communication between GPUs, paging of optimizer states, allocator retries near the memory limit.
+    Measured: docs/speed-accuracy.md.
+    """
+    return throughput_profile(model, gpu, setup, calibration=calibration, conditions=conditions).step_time(setup)

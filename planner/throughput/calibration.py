@@ -1,0 +1,173 @@
+"""Fitted constants of the speed model, apart from the facts of the GPU table, dated and with their points.
+
+`planner/data/calibration.json` holds them: `constants` (all architectures), `architectures` (what differs by
+architecture), `matmul_share` (measured share of the nominal matmul rate by GPU), `bands` (half-widths that held 90 % of
+held-out points). `plan calibrate` writes a file of the same form.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from planner.errors import ConfigError
+from planner.gpu import GpuSpec
+
+DATA_FILE = Path(__file__).resolve().parent.parent / "data" / "calibration.json"
+FORM = 1
+
+FAMILY = {
+    "Pascal": "old", "Volta": "old", "Turing": "old",
+    "Ampere": "Ampere", "Ada": "Ada", "Hopper": "Hopper", "Blackwell": "Blackwell",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Constants:
+    """Every fitted or stated number of the speed model. Shares are fractions of a nominal or measured rate.
+
+    Attributes:
+        training_share: of the measured matmul rate, sustained inside a step (clocks fall under load).
+        wave_loss: tiles lost to the last, unfilled wave, in waves.
+        k_half: inner size at which a matmul reaches half of its rate.
+        attention_forward_share, attention_backward_share: of the matmul rate that fused attention reaches.
+        attention_math_passes: times that a materialised tokens x tokens matrix moves, forward and backward together.
+        bandwidth_share: of the nominal memory bandwidth that elementwise kernels reach.
+        loss_bandwidth_share: the same for the loss chain.
+        dequantize_share: of the bandwidth that bitsandbytes' NF4 dequantization reaches.
+        int8_rate: matmul rate of LLM.int8() relative to 16 bit (quantization of inputs not included).
+        lora_share: of the matmul rate that LoRA's thin matrices reach.
+        kernel_gap_s: least time of a kernel on the GPU.
+        host_forward_s, host_backward_s: host time to issue one kernel (eager PyTorch, autograd engine).
+        host_quantized_s: extra host time of one bitsandbytes matrix call.
+        host_lora_s: extra host time of one PEFT adapter call beyond its kernels.
+        host_optimizer_tensor_s: host time per trained tensor and step of a per-tensor optimizer.
+        host_scale: host speed of the machine (1: the machines of the measurements).
+        compile_bytes, compile_host: what torch.compile leaves of elementwise bytes and of host time.
+        step_overhead_s, micro_overhead_s: the trainer's constant per optimizer step and per micro-batch.
+        elementwise_scale: fitted correction of the counted elementwise bytes.
+        optimizer_share: of the bandwidth that optimizer kernels reach.
+        overlap_power: p of the p-norm that joins GPU and host time (large: the larger of both).
+    """
+
+    training_share: float = 0.85
+    wave_loss: float = 0.35
+    k_half: float = 180.0
+    attention_forward_share: float = 0.62
+    attention_backward_share: float = 0.50
+    attention_math_passes: float = 14.0
+    bandwidth_share: float = 0.85
+    loss_bandwidth_share: float = 0.85
+    dequantize_share: float = 0.55
+    int8_rate: float = 1.3
+    lora_share: float = 0.35
+    kernel_gap_s: float = 3.0e-6
+    host_forward_s: float = 9.0e-6
+    host_backward_s: float = 6.0e-6
+    host_quantized_s: float = 6.0e-5
+    host_lora_s: float = 2.0e-5
+    host_optimizer_tensor_s: float = 4.0e-5
+    host_scale: float = 1.0
+    compile_bytes: float = 0.45
+    compile_host: float = 0.3
+    step_overhead_s: float = 4.0e-3
+    micro_overhead_s: float = 2.0e-3
+    elementwise_scale: float = 1.0
+    optimizer_share: float = 0.8
+    overlap_power: float = 4.0
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The names of all constants."""
+        return tuple(one.name for one in fields(cls))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """One calibration file.
+
+    Attributes:
+        date: when it was fitted (ISO), "" for stated defaults.
+        constants: the values for every architecture.
+        architectures: architecture -> values that differ there.
+        matmul_share: GPU key -> measured share of the nominal 16-bit matmul rate.
+        rates_flops_per_s: GPU key -> data type -> measured matmul rate where the nominal one does not apply.
+        bands: confidence -> half-width as a fraction.
+        points: what it was fitted on, for people.
+    """
+
+    date: str = ""
+    constants: Mapping[str, float] = field(default_factory=dict)
+    architectures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    matmul_share: Mapping[str, float] = field(default_factory=dict)
+    rates_flops_per_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    bands: Mapping[str, float] = field(default_factory=dict)
+    points: Mapping[str, Any] = field(default_factory=dict)
+
+    def constants_for(self, gpu: GpuSpec) -> Constants:
+        """The constants of one GPU: general, then its architecture's, then its own."""
+        values = dict(self.constants)
+        values.update(self.architectures.get(gpu.arch, {}))
+        values.update(self.architectures.get(gpu.key, {}))
+        return Constants(**values)
+
+    def share_for(self, gpu: GpuSpec) -> tuple[float, str]:
+        """Share of the nominal 16-bit matmul rate and where it comes from: "gpu", "architecture" or "default"."""
+        own = self.matmul_share.get(gpu.key)
+        if own is not None:
+            return own, "gpu"
+        family = self.matmul_share.get(f"arch:{gpu.arch}")
+        if family is not None:
+            return family, "architecture"
+        return self.matmul_share.get("default", 0.75), "default"
+
+    def band_for(self, gpu: GpuSpec) -> float:
+        """Half-width of the 90 % band as a fraction, wider the less is known of the card."""
+        fitted = set(self.points.get("gpus", ()))
+        fitted_archs = set(self.points.get("architectures", ()))
+        if gpu.key in fitted:
+            return self.bands.get("gpu", 0.3)
+        if gpu.arch in fitted_archs:
+            return self.bands.get("architecture", 0.4)
+        return self.bands.get("default", 0.5)
+
+
+def calibration_from_dict(values: Mapping[str, Any], *, source: str = "calibration") -> Calibration:
+    """A validated calibration.
+
+    Raises:
+        ConfigError: another form, an unknown constant, or a value that is not a positive number.
+    """
+    if values.get("form") != FORM:
+        raise ConfigError(f"{source}: expected calibration form {FORM}, got {values.get('form')!r}")
+    known = set(Constants.names())
+    tables = [values.get("constants", {}), *values.get("architectures", {}).values()]
+    for table in tables:
+        for name, value in table.items():
+            if name not in known:
+                raise ConfigError(f"{source}: unknown constant {name!r}", hint="fit it again with `plan calibrate`")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+                raise ConfigError(f"{source}: {name} must be a number of at least 0, got {value!r}")
+    wanted = {one.name for one in fields(Calibration)}
+    return Calibration(**{name: value for name, value in values.items() if name in wanted})
+
+
+@cache
+def load_calibration(path: str | None = None) -> Calibration:
+    """The calibration of `path`, or the one that ships with the planner.
+
+    Raises:
+        ConfigError: the file cannot be read or makes no sense.
+    """
+    file = DATA_FILE if path is None else Path(path)
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cannot read the calibration {file}: {error}", hint="give a file that `plan calibrate` wrote"
+        ) from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: expected a JSON object")
+    return calibration_from_dict(values, source=str(file))

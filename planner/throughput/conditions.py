@@ -1,0 +1,31 @@
+"""What a training stack does that no field of `TrainSetup` says: fused kernels, checkpoint flavour, expert loops."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conditions:
+    """The software around a setup; the defaults are the current stack (transformers 5, TRL 1, peft 0.21).
+
+    Attributes:
+        fused_norm_rope: norm, rotary and gated-MLP kernels are fused (Liger, fms fast kernels): one pass over memory.
+        fused_loss: log-softmax and its gradient in one kernel over materialised logits (a Triton cross-entropy).
+        fused_lora: LoRA and its base matrix run as one autograd function (Unsloth, fms): fewer kernels, fewer passes.
+        reentrant_checkpointing: old default; the recomputation runs the whole layer instead of stopping early.
+        loop_experts: experts run one after another (transformers before 5) instead of one grouped matmul.
+        gradient_clipping: the trainer computes the gradient norm and scales (the default of every trainer here).
+        trainer_overhead: count the trainer's constant per step and per micro-batch; False for a bare loop.
+        masked_attention: attention sees an explicit mask (padded batches under sdpa): the causal half is not skipped.
+    """
+
+    fused_norm_rope: bool = False
+    fused_loss: bool = False
+    fused_lora: bool = False
+    reentrant_checkpointing: bool = False
+    loop_experts: bool = False
+    gradient_clipping: bool = True
+    trainer_overhead: bool = True
+    masked_attention: bool = False
+
+
+CURRENT = Conditions()

@@ -1,0 +1,186 @@
+"""Bytes that elementwise kernels move, and kernels that are launched: counted from the modules' eager code.
+
+Each count is per token (bytes) or per micro-batch (kernels), forward and backward apart, for one setup's data types.
+"""
+
+from dataclasses import dataclass
+
+from planner.memory.dtypes import SIZE_BYTES, Flow
+from planner.models.spec import LinearSpec
+from planner.throughput.conditions import Conditions
+from planner.throughput.inventory import Inventory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moved:
+    """Bytes per token and kernels per micro-batch, forward and backward."""
+
+    forward_bytes: float
+    backward_bytes: float
+    forward_kernels: float
+    backward_kernels: float
+
+
+def layer_traffic(inv: Inventory, flow: Flow, conditions: Conditions, *, trained: bool) -> Moved:
+    """Elementwise traffic of all layers: norms, rotary, residual, activation, casts, expert routing.
+
+    Eager RMSNorm in transformers upcasts, squares, averages, scales, casts and multiplies: 36 bytes per 16-bit element
+    forward, 62 backward; rotary embedding about ten passes; gated activation five forward and nine backward.
+    With a fp32 stream under autocast each matrix casts its input; bitsandbytes casts its output back.
+
+    Source: transformers 5.23 `models/llama/modeling_llama.py`; bitsandbytes 0.50 `nn/modules.py`; PyTorch
+    `tools/autograd/derivatives.yaml`.
+    """
+    stream = SIZE_BYTES[flow.residual]
+    compute = SIZE_BYTES[flow.compute]
+    wide = SIZE_BYTES[flow.linear_out(flow.residual)]
+    fused = conditions.fused_norm_rope
+    rms_forward, rms_backward = (2 * stream, 3 * stream) if fused else ((36, 62) if stream == 2 else (28, 50))
+    rope_forward, rope_backward = (2 * wide, 2 * wide) if fused else (10 * wide, 10 * wide)
+    act_forward, act_backward = (3 * wide, 5 * wide) if fused else (5 * wide, 9 * wide)
+    layer_norm = 14 if flow.autocast and stream == 2 else 2 * stream
+    forward = (
+        inv.rms_width * rms_forward
+        + inv.layer_norm_width * layer_norm
+        + inv.rotary_width * rope_forward
+        + inv.residual_width * 3 * stream
+        + inv.gated_width * act_forward
+        + inv.plain_width * 2 * wide
+        + inv.routed_width * 7 * stream
+        + inv.mixer_width * 2 * compute
+    )
+    backward = (
+        inv.rms_width * (rms_backward + (2 * stream if trained else 0))
+        + inv.layer_norm_width * (layer_norm + stream)
+        + inv.rotary_width * rope_backward
+        + inv.residual_width * 3 * stream
+        + inv.gated_width * act_backward
+        + inv.plain_width * 3 * wide
+        + inv.routed_width * 8 * stream
+        + inv.mixer_width * 4 * compute
+    )
+    calls = 0
+    casting = 0
+    for group in inv.groups:
+        linear = group.linear
+        calls += group.count * (1 if linear.module == "parameter" else linear.num)
+        if not group.reads_stream:
+            continue
+        elements = group.count * linear.num_active * linear.in_features
+        backward += elements * 2 * stream  # gradients of the shared input are added up
+        if stream != compute:
+            casting += group.count
+            forward += elements * 6
+            backward += elements * 6
+            if wide != compute:
+                outputs = group.count * linear.num_active * linear.out_features
+                forward += outputs * 6
+                backward += outputs * 6
+    norm_kernels = (1.0, 2.0) if fused else (8.0, 12.0)
+    forward_kernels = (
+        inv.num_rms * norm_kernels[0]
+        + inv.num_layer_norms
+        + inv.num_rotary * (1 if fused else 11)
+        + calls
+        + casting
+        + inv.num_layers * (2 + (1 if fused else 2) + 4)
+    )
+    backward_kernels = (
+        inv.num_rms * norm_kernels[1]
+        + inv.num_layer_norms * 2
+        + inv.num_rotary * (1 if fused else 13)
+        + calls * (2 if trained else 1)
+        + casting
+        + inv.num_layers * (2 + (1 if fused else 3) + 5 + 3)
+    )
+    if conditions.loop_experts:
+        forward_kernels += inv.num_experts_run * 8
+        backward_kernels += inv.num_experts_run * 11
+    else:
+        forward_kernels += inv.num_expert_layers * 15
+        backward_kernels += inv.num_expert_layers * 20
+    return Moved(
+        forward_bytes=forward,
+        backward_bytes=backward,
+        forward_kernels=forward_kernels,
+        backward_kernels=backward_kernels,
+    )
+
+
+def adapter_traffic(
+    linears: tuple[tuple[LinearSpec, int], ...], flow: Flow, conditions: Conditions, *, dropout: bool
+) -> Moved:
+    """Traffic of LoRA around the adapted matrices (linear, how many): PEFT's eager path, or one fused function.
+
+    result + B(A(dropout(x))) * scaling: cast of x, dropout with its mask, both thin matmuls' long sides, the scaling,
+    the sum and its cast back. The rank adds next to nothing to the bytes.
+
+    Source: peft 0.21 `tuners/lora/layer.py` `Linear.forward`.
+    """
+    narrow = SIZE_BYTES[flow.autocast or flow.adapter]
+    wide = SIZE_BYTES[flow.linear_out(flow.residual)]
+    stream = SIZE_BYTES[flow.residual]
+    total = max(narrow, wide)
+    mask = (2 * narrow + 1) if dropout else 0
+    cast_in = (stream + narrow) if narrow != stream else 0
+    cast_out = (total + wide) if total != wide else 0
+    inputs_forward = cast_in + mask + narrow
+    outputs_forward = narrow + 2 * narrow + (wide + narrow + total) + cast_out
+    inputs_backward = 2 * narrow + mask + cast_in + 3 * stream
+    outputs_backward = 2 * narrow + 2 * narrow + cast_out
+    if conditions.fused_lora:
+        inputs_forward, outputs_forward = narrow, 2 * narrow
+        inputs_backward, outputs_backward = 2 * narrow + stream, 2 * narrow
+    forward = backward = 0
+    modules = 0
+    for linear, count in linears:
+        inputs = count * linear.num_active * linear.in_features
+        outputs = count * linear.num_active * linear.out_features
+        forward += inputs * inputs_forward + outputs * outputs_forward
+        backward += inputs * inputs_backward + outputs * outputs_backward
+        modules += count * linear.num
+    per_forward = 3 if conditions.fused_lora else 4 + bool(cast_in) + bool(cast_out) + dropout
+    per_backward = 5 if conditions.fused_lora else 6 + bool(cast_in) + bool(cast_out) + dropout
+    return Moved(
+        forward_bytes=forward,
+        backward_bytes=backward,
+        forward_kernels=modules * per_forward,
+        backward_kernels=modules * per_backward,
+    )
+
+
+def loss_bytes_per_logit(loss: str, logit: int, *, fused: bool, softcap: bool) -> float:
+    """Bytes that the loss chain moves per logit, forward and backward, head matmuls not counted.
+
+    full, 16-bit logits: upcast 6, log-softmax 8, gradient of the log-likelihood 4, of log-softmax 12, cast back 6 = 36;
+    fp32 logits: 24. A soft cap adds three operations each way. chunked: one pass to read, one to rewrite, tile by tile.
+    liger: one kernel reads twice and writes once.
+
+    Source: transformers 5.23 `loss/loss_utils.py`; TRL 1.16 `kernels/chunked_logprob.py`; Liger `ops/cross_entropy.py`.
+    """
+    if loss == "liger":
+        return 3.0 * logit
+    if loss == "chunked":
+        return 4.0 * logit
+    if fused:
+        return 4.0 * logit
+    chain = 36.0 if logit == 2 else 24.0
+    return chain + (13.0 * logit if softcap else 0.0)
+
+
+OPTIMIZER_FORM = {
+    # name: (passes over parameter-sized tensors, extra bytes per parameter, kernels per tensor, per-tensor host loop)
+    "adamw": (20.0, 0.0, 0.3, False),
+    "adamw-fused": (7.0, 0.0, 0.05, False),
+    "adamw-8bit": (3.0, 4.2, 1.0, True),
+    "paged-adamw-8bit": (3.0, 4.2, 1.0, True),
+    "paged-adamw-32bit": (3.0, 16.0, 1.0, True),
+    "adafactor": (16.0, 16.0, 18.0, True),
+    "lion-8bit": (3.0, 2.1, 1.0, True),
+    "sgd": (3.0, 0.0, 0.05, False),
+}
+"""How an optimizer step moves memory. foreach AdamW makes about 20 passes, the fused kernel reads four tensors and
+writes three; bitsandbytes runs one kernel per tensor with 8-bit or paged 32-bit states; Adafactor is a Python loop.
+
+Source: PyTorch 2.13 `optim/adamw.py`; bitsandbytes 0.50 `optim/optimizer.py`; transformers 5.23 `optimization.py`.
+"""

@@ -1,0 +1,151 @@
+"""What one token passes through, counted once per model: matrices, norms, attention, elementwise widths."""
+
+from dataclasses import dataclass
+from weakref import ref
+
+from planner.models.spec import AttentionSpec, LinearSpec, ModelSpec
+
+# Roles that read the layer's normed input, where autocast casts a fp32 stream once per matrix.
+_STREAM_ROLES = frozenset({"q", "k", "v", "qkv", "gate", "up", "gate_up", "router", "mixer"})
+_QUERY_ROLES = frozenset({"q", "k", "v", "qkv"})
+_LINEAR_ATTENTION_WIDTH = 30  # elementwise passes that stand in for a linear-attention mixer's scan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MatmulGroup:
+    """Equal matrices of all layers: `count` modules of [out, in], each `num` copies with `num_active` per token."""
+
+    linear: LinearSpec
+    count: int
+    reads_stream: bool
+    first_layer: int
+
+    @property
+    def weights(self) -> int:
+        """Elements of all of them."""
+        return self.count * self.linear.num_weights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inventory:
+    """All that the speed model needs of a ModelSpec. Widths are elements per token, summed over all layers.
+
+    Attributes:
+        groups: the layers' matrices; head and outer matrices apart.
+        rms_width, layer_norm_width: normalised elements; `num_norms` modules.
+        rotary_width: elements that rotary embeddings touch.
+        residual_width: elements of residual additions.
+        gated_width, plain_width: elements between the MLP's matrices (active experts only).
+        routed_width: elements gathered and scattered around experts.
+        mixer_width: elementwise stand-in of linear attention.
+        num_experts_run: expert modules in all layers (loops over experts launch kernels for each).
+        num_tensors: parameter tensors of the whole model.
+    """
+
+    groups: tuple[MatmulGroup, ...]
+    outer: tuple[LinearSpec, ...]
+    head: LinearSpec | None
+    head_trained_apart: bool
+    attentions: tuple[tuple[AttentionSpec, int], ...]
+    num_layers: int
+    hidden_size: int
+    num_params: int
+    num_tensors: int
+    rms_width: int
+    layer_norm_width: int
+    num_rms: int
+    num_layer_norms: int
+    rotary_width: int
+    num_rotary: int
+    residual_width: int
+    gated_width: int
+    plain_width: int
+    routed_width: int
+    mixer_width: int
+    num_experts_run: int
+    num_expert_layers: int
+    softcap: bool
+
+
+_CACHE: dict[int, tuple[ref[ModelSpec], Inventory]] = {}
+
+
+def inventory(model: ModelSpec) -> Inventory:
+    """The inventory of a model, counted once per object (hashing a whole spec would cost more than the counting)."""
+    found = _CACHE.get(id(model))
+    if found is not None and found[0]() is model:
+        return found[1]
+    made = _count(model)
+    key = id(model)
+    _CACHE[key] = (ref(model, lambda _: _CACHE.pop(key, None)), made)
+    return made
+
+
+def _count(model: ModelSpec) -> Inventory:
+    merged: dict[tuple[LinearSpec, bool], int] = {}
+    attentions: dict[AttentionSpec, int] = {}
+    width = dict.fromkeys(("rms", "layer", "rotary", "gated", "plain", "routed", "mixer"), 0)
+    num = dict.fromkeys(("rms", "layer", "rotary", "experts", "expert_layers", "tensors"), 0)
+    first = model.layer_kinds[model.layer_order[0]] if model.layer_order else None
+    for layer, repeats in model.layer_counts:
+        for linear in layer.linears:
+            key = (linear, layer is first and linear.role in _QUERY_ROLES)
+            merged[key] = merged.get(key, 0) + repeats
+            num["tensors"] += repeats * (1 if linear.module == "parameter" else linear.num) * (2 if linear.bias else 1)
+        for norm in layer.norms:
+            width[norm.kind] += repeats * norm.size * norm.rows_per_token
+            num[norm.kind] += repeats
+        for attention in (layer.attention, layer.cross_attention):
+            if attention is None:
+                continue
+            heads = attention.num_heads + attention.num_kv_heads
+            if attention.kind == "linear":
+                width["mixer"] += repeats * attention.num_heads * attention.head_dim * _LINEAR_ATTENTION_WIDTH
+                continue
+            attentions[attention] = attentions.get(attention, 0) + repeats
+            if attention.rotary:
+                width["rotary"] += repeats * heads * attention.head_dim
+                num["rotary"] += repeats
+        mlp = layer.mlp
+        if mlp is not None and mlp.kind == "moe":
+            inner = mlp.num_active_experts * mlp.intermediate_size + mlp.shared_intermediate_size
+            width["gated" if mlp.gated_experts else "plain"] += repeats * inner
+            width["routed"] += repeats * mlp.num_active_experts * model.hidden_size
+            num["experts"] += repeats * mlp.num_experts
+            num["expert_layers"] += repeats
+        elif mlp is not None:
+            width[mlp.kind] += repeats * mlp.intermediate_size
+    for norm in model.outer_norms:
+        width[norm.kind] += norm.size * norm.rows_per_token
+        num[norm.kind] += 1
+    groups = tuple(
+        MatmulGroup(
+            linear=linear, count=count, reads_stream=linear.role in _STREAM_ROLES, first_layer=1 if in_first else 0
+        )
+        for (linear, in_first), count in merged.items()
+    )
+    return Inventory(
+        groups=groups,
+        outer=model.outer_linears,
+        head=model.head,
+        head_trained_apart=not model.tied,
+        attentions=tuple(attentions.items()),
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_params=model.num_params,
+        num_tensors=num["tensors"] + num["rms"] + num["layer"] + len(model.embeddings) + 1,
+        rms_width=width["rms"],
+        layer_norm_width=width["layer"],
+        num_rms=num["rms"],
+        num_layer_norms=num["layer"],
+        rotary_width=width["rotary"],
+        num_rotary=num["rotary"],
+        residual_width=2 * model.hidden_size * model.num_layers,
+        gated_width=width["gated"],
+        plain_width=width["plain"],
+        routed_width=width["routed"],
+        mixer_width=width["mixer"],
+        num_experts_run=num["experts"],
+        num_expert_layers=num["expert_layers"],
+        softcap=model.logit_softcap,
+    )

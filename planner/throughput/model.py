@@ -1,0 +1,205 @@
+"""The step time of one setup: operators by roofline, host time by kernel counts, both joined.
+
+`SpeedModel` belongs to one (model, GPU) and remembers what setups share: matmul times per (data type, tokens), traffic
+per data flow, optimizer cost per trained set. A whole space is ranked through `profile(setup).at(micro, accumulation)`.
+"""
+
+from typing import NamedTuple
+
+from planner.gpu import GpuSpec
+from planner.kernels import attention_kernel
+from planner.memory.dtypes import SIZE_BYTES, Flow
+from planner.models.spec import AttentionSpec, ModelSpec
+from planner.setup import TrainSetup
+from planner.throughput.calibration import Calibration, Constants
+from planner.throughput.conditions import Conditions
+from planner.throughput.counts import OPTIMIZER_FORM, Moved, adapter_traffic, layer_traffic, loss_bytes_per_logit
+from planner.throughput.inventory import Inventory, inventory
+from planner.throughput.lora import adapted_linears
+from planner.throughput.rates import Rates, matmul_s, rates_of
+
+NF4_READ_BYTES = 0.53  # packed code and block scale of one weight
+_FLASH_BACKWARD = 2.5  # five matmuls for the forward's two
+TRL_TOKEN_CHUNK = 4096
+
+
+class LayerMatmuls(NamedTuple):
+    """Seconds of the layers' matrices for one micro-batch."""
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+    first_input_gradient: float
+    last_forward: float
+
+
+class SpeedModel:
+    """Times of one model on one GPU under one calibration and one software stack."""
+
+    def __init__(self, model: ModelSpec, gpu: GpuSpec, calibration: Calibration, conditions: Conditions) -> None:
+        self.model = model
+        self.gpu = gpu
+        self.calibration = calibration
+        self.conditions = conditions
+        self.inv: Inventory = inventory(model)
+        self.constants: Constants = calibration.constants_for(gpu)
+        self.rates: Rates = rates_of(gpu, calibration, self.constants)
+        self.bandwidth = self.rates.bandwidth * self.constants.bandwidth_share
+        self._matmuls: dict[tuple[str, int, bool], LayerMatmuls] = {}
+        self._losses: dict[tuple[str, str, int, bool], float] = {}
+        self._traffic: dict[tuple[Flow, bool], Moved] = {}
+        self._adapters: dict[tuple[object, ...], tuple[Moved, int, float, int]] = {}
+        self._attention: dict[tuple[object, ...], tuple[float, float, float]] = {}
+
+    def matmuls(self, dtype: str, tokens: int, int8: bool) -> LayerMatmuls:
+        """Forward, input-gradient and weight-gradient seconds of all layers' matrices at `tokens` tokens."""
+        key = (dtype, tokens, int8)
+        found = self._matmuls.get(key)
+        if found is not None:
+            return found
+        size = SIZE_BYTES[dtype]
+        rate = self.rates.matmul[dtype]
+        forward = inputs = weights = first = last = 0.0
+        for group in self.inv.groups:
+            linear = group.linear
+            rows = tokens * linear.num_active / linear.num
+            one = self._one(rows, linear.out_features, linear.in_features, linear.num, rate, size)
+            back = self._one(rows, linear.in_features, linear.out_features, linear.num, rate, size)
+            grad = self._one(linear.out_features, linear.in_features, rows, linear.num, rate, size)
+            if int8 and linear.module != "parameter":
+                one = one / self.constants.int8_rate + 3.0 * rows * linear.num * linear.in_features / self.bandwidth
+            forward += group.count * one
+            inputs += group.count * back
+            weights += group.count * grad
+            if group.first_layer:
+                first += back
+            if linear.role == "down":
+                last += group.count * one
+        for linear in self.inv.outer:
+            forward += self._one(tokens, linear.out_features, linear.in_features, 1, rate, size)
+            inputs += self._one(tokens, linear.in_features, linear.out_features, 1, rate, size)
+            weights += self._one(linear.out_features, linear.in_features, tokens, 1, rate, size)
+        made = LayerMatmuls(forward, inputs, weights, first, last)
+        self._matmuls[key] = made
+        return made
+
+    def _one(self, m: float, n: float, k: float, num: int, rate: float, size: int) -> float:
+        """`num` equal matmuls: one after another, or grouped (they fill the waves together)."""
+        if num == 1:
+            return matmul_s(m, n, k, rate, size, self.rates, self.constants)
+        if self.conditions.loop_experts:
+            return num * matmul_s(m, n, k, rate, size, self.rates, self.constants)
+        together = matmul_s(m * num, n, k, rate, size, self.rates, self.constants)
+        return together + (num - 1) * n * k * size / self.bandwidth * (1.0 if m * num < k * num else 0.0)
+
+    def loss_s(self, loss: str, dtype: str, tokens: int, trained: bool) -> float:
+        """Seconds of the head and the loss chain, forward and backward, for one micro-batch."""
+        key = (loss, dtype, tokens, trained)
+        found = self._losses.get(key)
+        if found is not None:
+            return found
+        head = self.inv.head
+        if head is None:
+            return 0.0
+        vocab, hidden = head.out_features, head.in_features
+        size = SIZE_BYTES[dtype]
+        rate = self.rates.matmul[dtype]
+        chunk, head_traffic, forwards = tokens, 0.0, 1
+        if loss == "liger":
+            chunk = min(tokens, 1 << max(0, -(-tokens // -(-vocab // hidden)) - 1).bit_length())
+            head_traffic = 14.0
+        elif loss == "chunked":
+            chunk, head_traffic, forwards = min(tokens, TRL_TOKEN_CHUNK), 8.0, 2
+        chunks = -(-tokens // chunk)
+        seconds = forwards * matmul_s(chunk, vocab, hidden, rate, size, self.rates, self.constants)
+        seconds += matmul_s(chunk, hidden, vocab, rate, size, self.rates, self.constants)
+        if trained:
+            seconds += matmul_s(vocab, hidden, chunk, rate, size, self.rates, self.constants)
+            if chunks > 1:
+                seconds += head_traffic * vocab * hidden / self.bandwidth
+        moved = loss_bytes_per_logit(loss, size, fused=self.conditions.fused_loss, softcap=self.inv.softcap)
+        made = chunks * seconds + moved * tokens * vocab / (self.rates.bandwidth * self.constants.loss_bandwidth_share)
+        self._losses[key] = made
+        return made
+
+    def traffic(self, flow: Flow, trained: bool) -> Moved:
+        """Elementwise traffic of the layers for one data flow."""
+        key = (flow, trained)
+        found = self._traffic.get(key)
+        if found is None:
+            found = self._traffic[key] = layer_traffic(self.inv, flow, self.conditions, trained=trained)
+        return found
+
+    def adapters(self, setup: TrainSetup, flow: Flow) -> tuple[Moved, int, float, int]:
+        """LoRA's traffic, its sum of edges (in + out) per rank and token, parameters per rank, and modules."""
+        key = (setup.lora_targets, flow, setup.lora_dropout > 0)
+        found = self._adapters.get(key)
+        if found is None:
+            linears = adapted_linears(self.inv, setup.lora_targets)
+            moved = adapter_traffic(linears, flow, self.conditions, dropout=setup.lora_dropout > 0)
+            edges = sum(count * one.num_active * (one.in_features + one.out_features) for one, count in linears)
+            params = sum(count * one.num * (one.in_features + one.out_features) for one, count in linears)
+            modules = sum(count * one.num for one, count in linears)
+            found = self._adapters[key] = (moved, edges, float(params), modules)
+        return found
+
+    def attention(self, setup: TrainSetup, flow: Flow) -> tuple[float, float, float]:
+        """Seconds per sequence of attention forward and backward, and needed forward flops per sequence."""
+        key = (setup.attention, flow, setup.seq_len_tokens)
+        found = self._attention.get(key)
+        if found is not None:
+            return found
+        dtype = flow.autocast or (flow.residual if flow.quantized else flow.compute)
+        forward = backward = flops = 0.0
+        for spec, count in self.inv.attentions:
+            kernel = attention_kernel(setup, self.gpu, spec, dtype)
+            one = self._attention_one(spec, setup.seq_len_tokens, dtype, kernel)
+            forward += count * one[0]
+            backward += count * one[1]
+            flops += count * one[2]
+        self._attention[key] = (forward, backward, flops)
+        return forward, backward, flops
+
+    def _attention_one(self, spec: AttentionSpec, seq: int, dtype: str, kernel: str) -> tuple[float, float, float]:
+        constants = self.constants
+        full = float(seq) * seq
+        window = spec.window_tokens
+        pairs = full / 2 if window is None or window >= seq else seq * window - window * window / 2.0
+        wide = spec.head_dim + spec.value_head_dim
+        needed = 2.0 * spec.num_heads * pairs * wide
+        rate = self.rates.matmul[dtype]
+        if kernel in ("flash", "efficient"):
+            done = 2.0 * spec.num_heads * (full if self.conditions.masked_attention else pairs) * wide
+            slower = 1.0 if kernel == "flash" else 0.6
+            forward = done / (rate * constants.attention_forward_share * slower)
+            backward = _FLASH_BACKWARD * done / (rate * constants.attention_backward_share * slower)
+            return forward, backward, needed
+        done = 2.0 * spec.num_heads * full * wide
+        moved = constants.attention_math_passes * SIZE_BYTES[dtype] * spec.num_heads * full / self.bandwidth
+        forward = done / (0.7 * rate) + 0.45 * moved
+        return forward, 2 * done / (0.7 * rate) + 0.55 * moved, needed
+
+    def dequantization_s(self, flow: Flow, quantization: str) -> tuple[float, int]:
+        """Seconds of unpacking every quantized matrix once, and how many modules there are."""
+        weights = modules = 0
+        for group in self.inv.groups:
+            if group.linear.module != "parameter":
+                weights += group.weights
+                modules += group.count * group.linear.num
+        read = 1.0 if quantization == "int8" else NF4_READ_BYTES
+        moved = weights * (read + SIZE_BYTES[flow.compute])
+        extra = 2 if quantization == "nf4-double" else 0
+        seconds = moved / (self.rates.bandwidth * self.constants.dequantize_share)
+        return seconds + modules * (1 + extra) * self.constants.kernel_gap_s, modules
+
+    def optimizer_s(self, optimizer: str, num: float, size: int, tensors: int) -> tuple[float, float]:
+        """Seconds on the GPU and on the host of one optimizer step over `num` parameters in `tensors` tensors."""
+        passes, extra, kernels, looped = OPTIMIZER_FORM[optimizer]
+        constants = self.constants
+        moved = num * (passes * size + extra)
+        clip = num * 3 * size if self.conditions.gradient_clipping else 0.0
+        bandwidth = self.rates.bandwidth * constants.optimizer_share
+        gpu = moved / bandwidth + clip / bandwidth + tensors * kernels * constants.kernel_gap_s
+        host = tensors * (constants.host_optimizer_tensor_s if looped else 4.0e-6)
+        host += tensors * kernels * constants.host_forward_s
+        return gpu, host * constants.host_scale

@@ -1,0 +1,76 @@
+"""What a GPU really sustains: matmul rates by data type and size, memory bandwidth."""
+
+from dataclasses import dataclass
+
+from planner.gpu import GpuSpec
+from planner.throughput.calibration import Calibration, Constants
+
+TILE_M, TILE_N = 128, 256
+_DEFAULT_SM_COUNT = 100
+_EMULATED_BF16_OF_FP32 = 0.55  # T4: 2.3 to 2.5 of 4.2 to 4.4 TFLOP/s; V100S: 9.9 of 13.6 (gpu_matmul measurements)
+_FP32_SHARE = 0.85  # fp32 outside tensor cores reaches most of its small rate (A100: 18.1 to 19.2 of 19.5 measured)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """Sustained rates of one GPU under one calibration.
+
+    Attributes:
+        matmul: data type -> flops per second of a large matmul inside a training step.
+        nominal: data type -> flops per second of the data sheet (0 where there is none).
+        bandwidth: bytes per second of the data sheet.
+        sms: streaming multiprocessors.
+        share_source: where the share of peak comes from, "gpu", "architecture" or "default".
+        emulated: data types that the hardware has no units for.
+    """
+
+    matmul: dict[str, float]
+    nominal: dict[str, float]
+    bandwidth: float
+    sms: int
+    share_source: str
+    emulated: frozenset[str]
+
+
+def rates_of(gpu: GpuSpec, calibration: Calibration, constants: Constants) -> Rates:
+    """Rates of a GPU: the data sheet's, times the measured share of peak, times what a training step sustains.
+
+    fp32 runs outside the tensor cores: PyTorch leaves TF32 off for matmuls. bf16 on hardware without it is emulated
+    with fp32 units, at a measured rate where there is one.
+    """
+    share, source = calibration.share_for(gpu)
+    measured = calibration.rates_flops_per_s.get(gpu.key, {})
+    half = (gpu.fp16_flops_per_s or gpu.bf16_flops_per_s or 0.0) * share
+    fp32 = (gpu.fp32_flops_per_s or half / 8) * _FP32_SHARE
+    brain = gpu.bf16_flops_per_s * share if gpu.bf16_flops_per_s is not None else fp32 * _EMULATED_BF16_OF_FP32
+    rates = {"fp32": fp32, "bf16": brain, "fp16": half or fp32}
+    for dtype, rate in measured.items():
+        rates[dtype] = rate
+    return Rates(
+        matmul={dtype: rate * constants.training_share for dtype, rate in rates.items()},
+        nominal={
+            "fp32": gpu.fp32_flops_per_s or 0.0,
+            "bf16": gpu.bf16_flops_per_s or 0.0,
+            "fp16": gpu.fp16_flops_per_s or 0.0,
+        },
+        bandwidth=gpu.memory_bandwidth_bytes_per_s,
+        sms=gpu.sm_count or _DEFAULT_SM_COUNT,
+        share_source=source,
+        emulated=frozenset() if gpu.bf16_flops_per_s is not None else frozenset({"bf16"}),
+    )
+
+
+def matmul_s(m: float, n: float, k: float, rate: float, size_bytes: int, rates: Rates, constants: Constants) -> float:
+    """Seconds of one matmul [m, k] x [k, n].
+
+    Roofline with two size effects. Output tiles of 128 x 256 fill the multiprocessors in waves; the last wave is part
+    empty, on average `wave_loss` of a wave. The inner loop has a fixed start-up, so that `k_half` more columns would
+    take as long. Below that, the bytes of operands and result at the memory's rate.
+
+    Source: NVIDIA, Matrix multiplication background user's guide, sections 3 and 4 (tile and wave quantization),
+    https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/.
+    """
+    waves = m * n / (TILE_M * TILE_N * rates.sms)
+    compute = 2.0 * n * (k + constants.k_half) * m * (1.0 + constants.wave_loss / waves) / rate
+    moved = (m * k + k * n + m * n) * size_bytes / (rates.bandwidth * constants.bandwidth_share)
+    return (compute if compute > moved else moved) + constants.kernel_gap_s

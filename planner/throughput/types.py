@@ -1,0 +1,45 @@
+"""`StepTime`: what the speed model answers about one setup."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+PARTS = (
+    "matmul",
+    "recompute",
+    "attention",
+    "elementwise",
+    "lora",
+    "dequantization",
+    "loss",
+    "optimizer",
+    "host",
+    "trainer",
+)
+"""Where time goes. recompute: everything that checkpointing runs a second time; host: time that the GPU waits for the
+Python side to issue kernels; trainer: the trainer's stated constant."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Predicted time of one optimizer step on one GPU.
+
+    Attributes:
+        parts_s: seconds by operator class, keys of PARTS; they sum to `step_time_s`.
+        flops: what the step needs on one GPU (forward and the gradients asked for; recomputation not counted).
+        mfu_fraction: `flops` over the step time and the data sheet's rate for the compute type.
+        tokens_per_s: tokens of all GPUs per second, padding included.
+        band_fraction: half-width of the 90 % band: the truth lies within step_time_s x or / (1 + band).
+        notes: what a person must know, one sentence each.
+    """
+
+    step_time_s: float
+    parts_s: Mapping[str, float]
+    flops: float
+    mfu_fraction: float
+    tokens_per_s: float
+    band_fraction: float
+    notes: tuple[str, ...] = field(default=())
+
+    def share(self, part: str) -> float:
+        """The fraction of the step that `part` takes."""
+        return self.parts_s.get(part, 0.0) / self.step_time_s
