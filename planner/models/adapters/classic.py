@@ -267,10 +267,10 @@ def opt(fields: Fields, model_id: str, source: str) -> ModelSpec:
     layer = LayerSpec(
         kind="full",
         linears=(
-            *(
-                linear(f"self_attn.{name}_proj", role, hidden, hidden, bias)
-                for name, role in (("k", "k"), ("v", "v"), ("q", "q"), ("out", "o"))
-            ),
+            linear("self_attn.k_proj", "k", hidden, hidden, bias),
+            linear("self_attn.v_proj", "v", hidden, hidden, bias),
+            linear("self_attn.q_proj", "q", hidden, hidden, bias),
+            linear("self_attn.out_proj", "o", hidden, hidden, bias),
             *plain_mlp(hidden, inner, ("fc1", "fc2"), bias),
         ),
         norms=(_ln("self_attn_layer_norm", hidden, weight), _ln("final_layer_norm", hidden, weight)),

@@ -1,0 +1,231 @@
+"""The GPU table: 55 accelerators as sourced facts, found by key, marketing name or what the driver reports.
+
+`planner/data/gpus.csv` holds one device per row. A name matches when it is equal to the key, the name, the driver's name
+or an alias of exactly one row, whatever its case, spacing, punctuation and vendor prefix; anything else is an error with
+the closest keys, never a silent guess.
+"""
+
+import csv
+import os
+import re
+import subprocess
+from dataclasses import replace
+from difflib import SequenceMatcher
+from functools import cache
+from pathlib import Path
+
+from planner.errors import ConfigError, EnvironmentProblem, UnknownGpuError
+from planner.gpu import GpuSpec
+from planner.units import GIB, MIB
+
+_PATH = Path(__file__).parent / "data" / "gpus.csv"
+LOCAL = "local"
+QUERY_LIMIT_S = 3.0
+
+RESERVE_MIB = 400.0
+RESERVE_FRACTION = 0.002
+"""What torch's `total_memory` is below the driver's total on Linux: 400 MiB + 0.2 %.
+
+Fitted on the rows that have both figures; the error stays within RESERVE_ERROR_MIB (tests/planner/test_gpus.py).
+"""
+RESERVE_ERROR_MIB = 410.0
+
+# Words that tell nothing apart, dropped before names are compared.
+_PREFIXES = ("nvidia", "amd", "geforce", "tesla", "instinct", "radeon", "quadro")
+
+
+def normalized(name: str) -> str:
+    """A name without case, spacing, punctuation and vendor words: "NVIDIA GeForce RTX 4090" gives "rtx4090"."""
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    while len(words) > 1 and words[0] in _PREFIXES:
+        del words[0]
+    return "".join(words)
+
+
+def _number(text: str) -> float | None:
+    return float(text) if text else None
+
+
+def _flops(text: str) -> float | None:
+    return float(text) * 1e12 if text else None
+
+
+def _memory(row: dict[str, str]) -> tuple[int, str]:
+    """Usable memory in bytes and where the figure comes from, the best evidence first."""
+    evidence = f" ({row['memory_source']})" if row["memory_source"] else ""
+    if row["torch_mib"]:
+        return int(row["torch_mib"]) * MIB, f"torch total_memory, lowest seen{evidence}"
+    if row["driver_mib"]:
+        total = int(row["driver_mib"])
+        reserve = round(RESERVE_MIB + RESERVE_FRACTION * total)
+        return (
+            total - reserve
+        ) * MIB, f"driver total {total} MiB less about {reserve} MiB that torch does not show{evidence}"
+    sizes = [float(one) for one in row["marketing_gib"].split("|")]
+    basis = "marketing memory: no reading by torch or the driver is known"
+    if row["vendor"] == "Apple":
+        basis = "unified memory, shared with the system"
+    if len(sizes) > 1:
+        basis += f"; smallest of {', '.join(f'{size:g}' for size in sizes)} GiB, --memory-gib for the others"
+    return int(min(sizes) * GIB), basis
+
+
+def _spec(row: dict[str, str]) -> GpuSpec:
+    major, _, minor = row["compute_capability"].partition(".")
+    memory_bytes, memory_basis = _memory(row)
+    sm_count = _number(row["sm_count"])
+    l2_mib = _number(row["l2_mib"])
+    return GpuSpec(
+        key=row["key"],
+        name=row["name"],
+        driver_name=row["driver_name"],
+        vendor=row["vendor"],
+        arch=row["arch"],
+        compute_capability=(int(major), int(minor)) if major else None,
+        memory_bytes=memory_bytes,
+        memory_basis=memory_basis,
+        bf16_flops_per_s=_flops(row["bf16_tflops"]),
+        fp16_flops_per_s=_flops(row["fp16_tflops"]),
+        fp32_flops_per_s=_flops(row["fp32_tflops"]),
+        tf32_flops_per_s=_flops(row["tf32_tflops"]),
+        memory_bandwidth_bytes_per_s=float(row["bandwidth_gb_per_s"]) * 1e9,
+        nvlink_bytes_per_s=(_number(row["nvlink_gb_per_s"]) or 0.0) * 1e9,
+        pcie=row["pcie"],
+        sm_count=int(sm_count) if sm_count is not None else None,
+        l2_bytes=int(l2_mib * MIB) if l2_mib is not None else None,
+        tdp_w=_number(row["tdp_w"]),
+        flash_attention_2=row["flash_attention_2"] in ("yes", "rocm-ck"),
+        source=row["source"],
+        unsourced=tuple(one.strip() for one in row["unsourced"].split(",") if one.strip()),
+        note=row["note"],
+    )
+
+
+@cache
+def _table() -> tuple[tuple[GpuSpec, ...], dict[str, GpuSpec]]:
+    """All rows, and the row of every normalised name.
+
+    Raises:
+        ConfigError: a name stands for two rows (a fault of the table).
+    """
+    specs: list[GpuSpec] = []
+    by_name: dict[str, GpuSpec] = {}
+    with _PATH.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            spec = _spec(row)
+            specs.append(spec)
+            aliases = row["aliases"].split("|") if row["aliases"] else []
+            for name in {normalized(one) for one in (spec.key, spec.name, spec.driver_name, *aliases)}:
+                if name in by_name:
+                    raise ConfigError(f"gpus.csv: the name {name!r} stands for {by_name[name].key} and {spec.key}")
+                by_name[name] = spec
+    return tuple(specs), by_name
+
+
+def all_gpus() -> tuple[GpuSpec, ...]:
+    """Every row of the table, in its order."""
+    return _table()[0]
+
+
+def find_gpu(name: str) -> GpuSpec:
+    """The GPU that a key, a marketing name or a driver's name stands for; "local" asks this machine.
+
+    Raises:
+        UnknownGpuError: no row or more than one could be meant; the hint lists the closest keys.
+        EnvironmentProblem: "local", and there is no GPU.
+    """
+    if name.strip().lower() == LOCAL:
+        return local_gpu()
+    wanted = normalized(name)
+    found = _table()[1].get(wanted)
+    if found is not None:
+        return found
+    could_be = [spec.key for spec in all_gpus() if wanted and _may_mean(wanted, spec)]
+    if could_be:
+        raise UnknownGpuError(
+            f"GPU {name!r} is not one exact device", hint=f"say which: {', '.join(could_be[:8])}; or --gpu local"
+        )
+    shown = name if len(name) <= 60 else name[:57] + "..."
+    raise UnknownGpuError(
+        f"GPU {shown!r} is not in the table",
+        hint=f"closest: {', '.join(_closest(wanted))}; `plan gpus` lists all, --gpu local asks this machine",
+    )
+
+
+def _may_mean(wanted: str, spec: GpuSpec) -> bool:
+    """Whether the name is the beginning of a row's name ("h100") or holds its number ("4090")."""
+    names = [normalized(one) for one in (spec.key, spec.name, spec.driver_name)]
+    return len(wanted) >= 2 and any(one.startswith(wanted) or (wanted.isdigit() and wanted in one) for one in names)
+
+
+def _closest(wanted: str, num: int = 4) -> list[str]:
+    def likeness(spec: GpuSpec) -> float:
+        return max(
+            SequenceMatcher(None, wanted, normalized(one)).ratio() for one in (spec.key, spec.name, spec.driver_name)
+        )
+
+    return [spec.key for spec in sorted(all_gpus(), key=likeness, reverse=True)[:num]]
+
+
+def local_gpu() -> GpuSpec:
+    """The first GPU that CUDA would use on this machine, its memory as the driver reports it here.
+
+    Asks NVML where `pynvml` is installed, else `nvidia-smi`, for at most QUERY_LIMIT_S; `CUDA_VISIBLE_DEVICES` that
+    begins with a number chooses the device.
+
+    Raises:
+        EnvironmentProblem: no NVIDIA driver answers.
+        UnknownGpuError: the driver reports a device that the table lacks.
+    """
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
+    index = int(first) if first.isdecimal() and len(first) < 4 else 0
+    seen = _ask_nvml(index) or _ask_nvidia_smi(index)
+    if seen is None:
+        raise EnvironmentProblem(
+            "no GPU found on this machine: neither NVML nor nvidia-smi answers",
+            hint="name the GPU to plan for, for example --gpu rtx-4090; `plan gpus` lists all",
+        )
+    name, total_mib = seen
+    spec = _table()[1].get(normalized(name))
+    if spec is None:
+        raise UnknownGpuError(
+            f"this machine's GPU {name!r} ({total_mib} MiB) is not in the table",
+            hint=f"plan for a close one, for example --gpu {_closest(normalized(name))[0]} with --memory-gib",
+        )
+    reserve = round(RESERVE_MIB + RESERVE_FRACTION * total_mib)
+    return replace(
+        spec,
+        memory_bytes=(total_mib - reserve) * MIB,
+        memory_basis=f"this machine's driver: {total_mib} MiB less about {reserve} MiB that torch does not show",
+    )
+
+
+def _ask_nvml(index: int) -> tuple[str, int] | None:
+    """Name and total MiB from NVML, None where it is not installed or has no device."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            name = pynvml.nvmlDeviceGetName(handle)
+            total = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return None
+    return (name.decode() if isinstance(name, bytes) else str(name)), total // MIB
+
+
+def _ask_nvidia_smi(index: int) -> tuple[str, int] | None:
+    """Name and total MiB from `nvidia-smi`, None where it is missing, fails or hangs."""
+    command = ["nvidia-smi", f"--id={index}", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_LIMIT_S, check=True)
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None
+    lines = answer.stdout.strip().splitlines()
+    name, _, total = lines[0].rpartition(",") if lines else ("", "", "")
+    return (name.strip(), int(total)) if name and total.strip().isdigit() else None

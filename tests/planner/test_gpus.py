@@ -1,0 +1,222 @@
+"""The GPU table: sourced, plausible, and every known device name matches exactly one row."""
+
+import csv
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import planner.gpus as gpus
+from planner.errors import EnvironmentProblem, UnknownGpuError
+from planner.gpu import GpuSpec
+from planner.prices import all_prices, price_per_hour
+from planner.units import GIB, MIB
+
+TABLE = list(csv.DictReader((Path(gpus.__file__).parent / "data" / "gpus.csv").open(newline="")))
+
+KNOWN_NAMES = [
+    ("rtx-4090", "rtx-4090"),
+    ("RTX 4090", "rtx-4090"),
+    ("rtx4090", "rtx-4090"),
+    ("geforce_rtx_4090", "rtx-4090"),
+    ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+    ("A100 80GB", "a100-80gb"),
+    ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+    ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie"),
+    ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
+    ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+    ("NVIDIA H100 PCIe", "h100-pcie"),
+    ("NVIDIA H200", "h200"),
+    ("Tesla T4", "t4"),
+    ("t4", "t4"),
+    ("Tesla V100-SXM2-16GB", "v100-16gb"),
+    ("NVIDIA L40S", "l40s"),
+    ("NVIDIA L40", "l40"),
+    ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+    ("NVIDIA RTX A6000", "rtx-a6000"),
+    ("AMD Instinct MI300X", "mi300x"),
+    ("MI300X", "mi300x"),
+    ("Apple M1 Max", "apple-m1-max"),
+]
+
+
+def test_the_table_has_55_sourced_rows() -> None:
+    assert len(gpus.all_gpus()) == 55
+    assert all(spec.source and spec.memory_basis for spec in gpus.all_gpus())
+    assert len({spec.key for spec in gpus.all_gpus()}) == 55
+
+
+@pytest.mark.parametrize("spec", gpus.all_gpus(), ids=lambda spec: spec.key)
+def test_rows_are_plausible(spec: GpuSpec) -> None:
+    assert 7 * GIB < spec.memory_bytes <= 288 * GIB
+    assert 1e11 < spec.memory_bandwidth_bytes_per_s <= 1e13
+    for flops in (spec.bf16_flops_per_s, spec.fp16_flops_per_s, spec.fp32_flops_per_s, spec.tf32_flops_per_s):
+        assert flops is None or 1e12 < flops < 1e16
+    if spec.vendor == "NVIDIA":
+        assert spec.compute_capability is not None
+        assert spec.bf16 == (spec.compute_capability >= (8, 0))
+        assert spec.flash_attention_2 == (spec.compute_capability >= (8, 0))
+
+
+@pytest.mark.parametrize("spec", gpus.all_gpus(), ids=lambda spec: spec.key)
+def test_key_name_and_driver_name_find_their_own_row(spec: GpuSpec) -> None:
+    for name in (spec.key, spec.name, spec.driver_name, spec.name.upper(), f" {spec.key.replace('-', ' ')} "):
+        assert gpus.find_gpu(name).key == spec.key, name
+
+
+@pytest.mark.parametrize(("name", "key"), KNOWN_NAMES)
+def test_find_gpu_knows_the_names_people_use(name: str, key: str) -> None:
+    assert gpus.find_gpu(name).key == key
+
+
+@pytest.mark.parametrize(
+    ("name", "hinted"),
+    [
+        ("a100", "a100-80gb"),
+        ("H100", "h100-sxm"),
+        ("NVIDIA V100", "v100-32gb"),
+        ("4090", "rtx-4090"),
+        ("rtx-9090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx-4090"),
+        ("H200 NVL", "h200"),
+        ("", "closest"),
+        ("\x00\U0001f600", "closest"),
+        ("x" * 10_000, "closest"),
+    ],
+)
+def test_unknown_and_ambiguous_names_are_errors_with_a_hint(name: str, hinted: str) -> None:
+    with pytest.raises(UnknownGpuError) as error:
+        gpus.find_gpu(name)
+    assert hinted in error.value.hint
+    assert len(error.value.message) < 200
+
+
+def test_usable_memory_is_what_torch_reports() -> None:
+    """Golden: readings in the table's source."""
+    assert gpus.find_gpu("rtx-4090").memory_bytes == 24074 * MIB
+    assert gpus.find_gpu("t4").memory_bytes == 14912 * MIB
+    assert gpus.find_gpu("a100-80gb").memory_bytes == 81051 * MIB
+    assert gpus.find_gpu("h200").memory_bytes == 143156 * MIB
+
+
+def test_memory_without_a_reading_says_so() -> None:
+    assert "marketing" in gpus.find_gpu("mi325x").memory_basis
+    assert "marketing" in gpus.find_gpu("mi355x").memory_basis
+    assert "smallest of 36, 48" in gpus.find_gpu("apple-m3-max").memory_basis
+    assert "driver total 8192 MiB less" in gpus.find_gpu("rtx-3070").memory_basis
+
+
+def test_reserve_estimate_fits_the_rows_that_have_both_figures() -> None:
+    both = [(int(row["driver_mib"]), int(row["torch_mib"])) for row in TABLE if row["driver_mib"] and row["torch_mib"]]
+    errors = [driver - (gpus.RESERVE_MIB + gpus.RESERVE_FRACTION * driver) - torch for driver, torch in both]
+    assert len(both) >= 29
+    assert max(abs(error) for error in errors) <= gpus.RESERVE_ERROR_MIB
+
+
+def test_bf16_is_absent_where_the_hardware_lacks_it() -> None:
+    assert not gpus.find_gpu("t4").bf16
+    assert not gpus.find_gpu("v100-16gb").bf16
+    assert gpus.find_gpu("a2").bf16
+
+
+@pytest.fixture
+def no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.usefixtures("no_nvml")
+def test_local_gpu_takes_the_drivers_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A modified 48 GiB RTX 4090: the driver overrides the table."""
+
+    def smi(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        assert "--id=0" in command
+        return subprocess.CompletedProcess(command, 0, stdout="NVIDIA GeForce RTX 4090, 49140\n", stderr="")
+
+    monkeypatch.setattr(gpus.subprocess, "run", smi)
+    spec = gpus.find_gpu("LOCAL")
+    assert spec.key == "rtx-4090"
+    assert 47 * GIB < spec.memory_bytes < 49140 * MIB
+    assert "49140" in spec.memory_basis
+
+
+@pytest.mark.usefixtures("no_nvml")
+@pytest.mark.parametrize(
+    "failure",
+    [
+        FileNotFoundError("nvidia-smi"),
+        subprocess.TimeoutExpired("nvidia-smi", 3),
+        subprocess.CalledProcessError(9, "nvidia-smi"),
+        PermissionError("nvidia-smi"),
+    ],
+)
+def test_local_gpu_without_a_driver_is_an_environment_problem(
+    monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    def smi(*_: object, **__: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(gpus.subprocess, "run", smi)
+    with pytest.raises(EnvironmentProblem) as error:
+        gpus.local_gpu()
+    assert error.value.exit_code == 3
+    assert "--gpu" in error.value.hint
+
+
+@pytest.mark.usefixtures("no_nvml")
+@pytest.mark.parametrize("answer", ["", "\n", "No devices were found\n", "NVIDIA A100, [N/A]\n", "x,y,z"])
+def test_local_gpu_with_a_senseless_answer_is_an_environment_problem(
+    monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    completed = subprocess.CompletedProcess([], 0, stdout=answer, stderr="")
+    monkeypatch.setattr(gpus.subprocess, "run", lambda *_, **__: completed)
+    with pytest.raises(EnvironmentProblem):
+        gpus.local_gpu()
+
+
+@pytest.mark.usefixtures("no_nvml")
+def test_local_gpu_that_the_table_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    completed = subprocess.CompletedProcess([], 0, stdout="NVIDIA GeForce GTX 1060, 6144\n", stderr="")
+    monkeypatch.setattr(gpus.subprocess, "run", lambda *_, **__: completed)
+    with pytest.raises(UnknownGpuError, match="GTX 1060"):
+        gpus.local_gpu()
+
+
+def test_local_gpu_asks_nvml_first_and_the_visible_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = types.ModuleType("pynvml")
+    fake.NVMLError = RuntimeError  # type: ignore[attr-defined]
+    fake.nvmlInit = fake.nvmlShutdown = lambda: None  # type: ignore[attr-defined]
+    fake.nvmlDeviceGetHandleByIndex = lambda index: index  # type: ignore[attr-defined]
+    fake.nvmlDeviceGetName = lambda index: ["Tesla T4", b"NVIDIA H200"][index]  # type: ignore[attr-defined]
+    fake.nvmlDeviceGetMemoryInfo = lambda _: types.SimpleNamespace(total=143771 * MIB)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    assert gpus.local_gpu().key == "h200"
+
+
+def test_price_is_the_median_of_on_demand_prices() -> None:
+    """Golden: 4.25, 3.00, 2.245, 2.95 and 12.29 USD."""
+    price = price_per_hour("h100-sxm")
+    assert price is not None
+    assert price[0] == 2.95
+    assert "median of 5 on-demand prices" in price[1]
+    assert price[2] == "2026-05-20"
+
+
+def test_price_says_when_only_one_or_none_is_known() -> None:
+    single = price_per_hour("rtx-4090")
+    assert single is not None
+    assert single[0] == 0.34
+    assert "RunPod" in single[1]
+    assert price_per_hour("apple-m1-max") is None
+    assert price_per_hour("no-such-gpu") is None
+
+
+def test_every_price_belongs_to_a_gpu_and_has_a_source() -> None:
+    keys = {spec.key for spec in gpus.all_gpus()}
+    for price in all_prices():
+        assert price.gpu_key in keys
+        assert price.source
+        assert 0 < price.low_usd_per_h <= price.high_usd_per_h < 100
