@@ -1,0 +1,214 @@
+"""Where a measurement was taken: GPU, driver, libraries; and the driver's view of the device (NVML).
+
+Nothing here imports torch: the runner asks NVML before and after the child, and must stay light.
+"""
+
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from types import ModuleType
+from typing import Any
+
+from planner.outcome import Environment
+
+LIBRARIES = (
+    "torch",
+    "transformers",
+    "peft",
+    "bitsandbytes",
+    "accelerate",
+    "trl",
+    "liger-kernel",
+    "flash-attn",
+    "triton",
+)
+
+# What decides a measurement: a patch release of trl or of the driver does not, the framework that runs the step does.
+FINGERPRINT_LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "liger-kernel", "flash-attn")
+
+# Names that hide behind the bits of nvmlDeviceGetCurrentClocksEventReasons. A GPU that is idle, or held at clocks that
+# somebody set, is not throttled by heat or power; those bits are left out.
+_THROTTLE_BITS = {
+    0x0000000000000004: "power-capped",
+    0x0000000000000008: "hardware-slowdown",
+    0x0000000000000020: "thermal-slowdown",
+    0x0000000000000040: "thermal-slowdown",
+    0x0000000000000080: "power-brake",
+}
+
+
+def library_versions() -> dict[str, str]:
+    """Installed versions of the libraries that can change a measurement; absent ones are left out."""
+    versions = {}
+    for name in LIBRARIES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceStatus:
+    """What the driver says about one GPU at one moment."""
+
+    name: str
+    uuid: str
+    used_bytes: int
+    total_bytes: int
+    process_ids: tuple[int, ...]
+
+
+@contextmanager
+def nvml() -> Iterator[ModuleType | None]:
+    """The initialised NVML module, or None where there is no library or no driver."""
+    try:
+        import pynvml  # type: ignore[import-untyped,unused-ignore]
+    except ImportError:
+        yield None
+        return
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def device_index(device: str) -> int:
+    """The N of "cuda:N" (0 for "cuda")."""
+    return int(device.partition(":")[2] or 0)
+
+
+def nvml_handle(module: ModuleType, device: str) -> Any:
+    """NVML's handle of "cuda:N", as the process would number it.
+
+    CUDA_VISIBLE_DEVICES renumbers CUDA's devices and never NVML's. The runner also sets CUDA_DEVICE_ORDER=PCI_BUS_ID
+    for its children, so that the two orders agree.
+    """
+    index = device_index(device)
+    visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+    if index < len(visible):
+        name = visible[index]
+        if name.isdecimal():
+            return module.nvmlDeviceGetHandleByIndex(int(name))
+        if name.startswith(("GPU-", "MIG-")):
+            return module.nvmlDeviceGetHandleByUUID(name)
+    return module.nvmlDeviceGetHandleByIndex(index)
+
+
+def device_status(device: str) -> DeviceStatus | None:
+    """The driver's view of a GPU; None for the CPU, or where the driver cannot be asked."""
+    if device == "cpu":
+        return None
+    with nvml() as module:
+        if module is None:
+            return None
+        try:
+            handle = nvml_handle(module, device)
+            memory = module.nvmlDeviceGetMemoryInfo(handle)
+            return DeviceStatus(
+                name=_text(module.nvmlDeviceGetName(handle)),
+                uuid=_text(module.nvmlDeviceGetUUID(handle)),
+                used_bytes=int(memory.used),
+                total_bytes=int(memory.total),
+                process_ids=_process_ids(module, handle),
+            )
+        except module.NVMLError:
+            return None
+
+
+def _process_ids(module: ModuleType, handle: Any) -> tuple[int, ...]:
+    try:
+        return tuple(sorted(int(one.pid) for one in module.nvmlDeviceGetComputeRunningProcesses(handle)))
+    except module.NVMLError:  # containers often hide other processes
+        return ()
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+@dataclass(frozen=True, slots=True)
+class NvmlReader:
+    """Repeated cheap readings of one GPU inside the child (memory in use, throttle reasons)."""
+
+    module: ModuleType
+    handle: Any
+
+    def used_bytes(self) -> int:
+        """Device memory in use by everybody."""
+        return int(self.module.nvmlDeviceGetMemoryInfo(self.handle).used)
+
+    def throttle_flags(self) -> set[str]:
+        """Why the clocks are lower than they could be: heat, power, a hardware brake. Empty when they are not."""
+        try:
+            bits = int(self.module.nvmlDeviceGetCurrentClocksThrottleReasons(self.handle))
+        except self.module.NVMLError:
+            return set()
+        return {name for bit, name in _THROTTLE_BITS.items() if bits & bit}
+
+    def sm_clock_mhz(self) -> int | None:
+        """The multiprocessors' clock now."""
+        try:
+            return int(self.module.nvmlDeviceGetClockInfo(self.handle, self.module.NVML_CLOCK_SM))
+        except self.module.NVMLError:
+            return None
+
+
+def read_environment(device: str, gpu_key: str | None, *, cuda: str = "") -> Environment:
+    """Everything about this machine that a measurement depends on.
+
+    Args:
+        cuda: the CUDA version torch was built with, "" when not asked (the runner does not import torch).
+    """
+    name, driver, power_w = cpu_name(), "", None
+    if device != "cpu":
+        with nvml() as module:
+            name = "unknown GPU"
+            if module is not None:
+                try:
+                    handle = nvml_handle(module, device)
+                    name = _text(module.nvmlDeviceGetName(handle))
+                    driver = _text(module.nvmlSystemGetDriverVersion())
+                    power_w = module.nvmlDeviceGetPowerManagementLimit(handle) / 1000.0
+                except module.NVMLError:
+                    pass  # a driver that hides the power limit still names the GPU
+    return Environment(
+        gpu_name=name,
+        gpu_key=gpu_key,
+        driver=driver,
+        cuda=cuda,
+        python=platform.python_version(),
+        platform=platform.platform(terse=True),
+        libraries=library_versions(),
+        power_limit_w=power_w,
+        device="cpu" if device == "cpu" else "cuda",
+    )
+
+
+def cpu_name() -> str:
+    """The processor's model name, as Linux reports it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as handle:
+            for line in handle:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or "unknown CPU"
+
+
+def fingerprint_environment(environment: Environment) -> Mapping[str, Any]:
+    """The part of an environment under which a measurement is worth reusing."""
+    return {
+        "gpu_name": environment.gpu_name,
+        "device": environment.device,
+        "libraries": {name: environment.libraries.get(name, "") for name in FINGERPRINT_LIBRARIES},
+    }

@@ -1,0 +1,139 @@
+"""Naming what went wrong: an exception in the child, or the way the child ended, as a `FailureKind`.
+
+The order of the checks matters. A sticky CUDA error (an illegal access) can surface later as a failed allocation, and
+its text speaks of memory too: only the exact signs of a refused allocation count as out of memory.
+"""
+
+import errno
+import re
+import signal
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from planner.errors import PlannerError
+from planner.outcome import FailureKind
+
+CUDA_ERROR_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
+
+_OOM_TEXT = re.compile(
+    r"CUDA out of memory"
+    r"|CUDA error: out of memory"
+    r"|cudaErrorMemoryAllocation"
+    r"|DefaultCPUAllocator: (?:not enough memory|can't allocate memory)"
+    r"|CUBLAS_STATUS_ALLOC_FAILED"
+    r"|CUDNN_STATUS_ALLOC_FAILED"
+    r"|HIP out of memory"
+    r"|std::bad_alloc"
+    r"|Error out of memory at line"  # bitsandbytes' own check, which ends the process
+    r"|Cannot allocate memory"
+)
+_DEVICE_FAULT_TEXT = re.compile(
+    r"illegal memory access|illegal address|misaligned address|device-side assert|unspecified launch failure"
+    r"|launch timed out|uncorrectable ECC|CUBLAS_STATUS_EXECUTION_FAILED|illegal instruction was encountered"
+)
+_UNSUPPORTED_TEXT = re.compile(
+    r"not implemented for '|no kernel image is available|No available kernel|does not support|is not supported"
+    r"|only supports|requires compute capability|FlashAttention2 has been toggled on, but it cannot be used"
+)
+
+
+class UnsupportedProbe(Exception):
+    """A setup or a model that cannot be run here, with the reason for a person."""
+
+
+def exception_chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and its explicit causes."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__
+
+
+def classify_exception(error: BaseException) -> tuple[FailureKind, str]:
+    """(kind, one line for a person) of an exception that ended a probe's child."""
+    message = one_line(error)
+    if any(_DEVICE_FAULT_TEXT.search(str(one)) for one in exception_chain(error)):
+        return FailureKind.CRASHED, message
+    if any(_is_out_of_memory(one) for one in exception_chain(error)):
+        return FailureKind.OUT_OF_MEMORY, message
+    if isinstance(error, (UnsupportedProbe, NotImplementedError, ImportError, PlannerError)):
+        return FailureKind.UNSUPPORTED, message
+    if isinstance(error, (RuntimeError, ValueError)) and _UNSUPPORTED_TEXT.search(str(error)):
+        return FailureKind.UNSUPPORTED, message
+    return FailureKind.CRASHED, message
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if type(error).__name__ == "OutOfMemoryError":  # torch.OutOfMemoryError, without importing torch
+        return True
+    if getattr(error, "error_code", None) == CUDA_ERROR_MEMORY_ALLOCATION:  # torch.AcceleratorError
+        return True
+    return isinstance(error, RuntimeError) and bool(_OOM_TEXT.search(str(error)))
+
+
+def one_line(error: BaseException) -> str:
+    """Type and first meaningful line of an exception."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def where(error: BaseException) -> str:
+    """The innermost frame of an exception, for the log."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown place"
+
+
+def classify_exit(returncode: int, log_tail: str, *, oom_killed: bool) -> tuple[FailureKind, str]:
+    """(kind, message) of a child that ended without writing a result.
+
+    Args:
+        returncode: as `subprocess` gives it, negative for a signal.
+        oom_killed: whether the kernel's out-of-memory killer struck meanwhile (its counters rose).
+    """
+    last = _last_line(log_tail)
+    if returncode < 0:
+        name = _signal_name(-returncode)
+        if -returncode == signal.SIGKILL and oom_killed:
+            return FailureKind.OUT_OF_MEMORY, "killed by the kernel: the machine's main memory ran out"
+        if -returncode == signal.SIGABRT and _OOM_TEXT.search(log_tail) and not _DEVICE_FAULT_TEXT.search(log_tail):
+            return FailureKind.OUT_OF_MEMORY, f"ended by {name} on a refused allocation: {last}"
+        return FailureKind.CRASHED, f"killed by {name}" + (f"; last output: {last}" if last else "")
+    if _OOM_TEXT.search(log_tail) and not _DEVICE_FAULT_TEXT.search(log_tail):
+        return FailureKind.OUT_OF_MEMORY, f"exit status {returncode} on a refused allocation: {last}"
+    if returncode == 0:
+        return FailureKind.CRASHED, "ended without writing a result" + (f"; last output: {last}" if last else "")
+    return FailureKind.CRASHED, f"exit status {returncode}" + (f"; last output: {last}" if last else "")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else ""
+
+
+def oom_kill_count() -> int:
+    """How many processes the kernel's out-of-memory killer has ended, in this container or on this machine."""
+    total = 0
+    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", "/proc/vmstat"):
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError:
+            continue
+        for line in text.splitlines():
+            name, _, value = line.partition(" ")
+            if name == "oom_kill" and value.strip().isdecimal():
+                total += int(value)
+    return total

@@ -1,0 +1,69 @@
+"""The key of a measurement: what was run, where, and how much of it."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from planner.interchange import setup_to_dict
+from planner.outcome import Environment
+from probes.environment import fingerprint_environment
+from probes.request import ProbeRequest
+
+# Keys of a config.json that change no tensor and no kernel of a training step.
+_NOT_SHAPE = frozenset(
+    {
+        "architectures",
+        "bos_token_id",
+        "eos_token_id",
+        "decoder_start_token_id",
+        "torch_dtype",
+        "dtype",
+        "transformers_version",
+        "use_cache",
+        "initializer_range",
+        "initializer_factor",
+        "id2label",
+        "label2id",
+    }
+)
+
+
+def config_shape(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a configuration that shapes the model: private keys ("_name_or_path") and labels left out, nested
+    configurations (a text tower) cleaned likewise."""
+    shape: dict[str, Any] = {}
+    for key, value in config.items():
+        if key.startswith("_") or key in _NOT_SHAPE:
+            continue
+        shape[key] = config_shape(value) if isinstance(value, Mapping) else value
+    return shape
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """Sixteen hex digits that name a model's shape."""
+    return _digest(config_shape(config))
+
+
+def fingerprint(request: ProbeRequest, environment: Environment) -> str:
+    """Thirty-two hex digits that name a measurement: model shape, setup, environment, depth and memory limits.
+
+    The time limits are left out: they bound a probe, they do not change what it measures.
+    """
+    return _digest(
+        {
+            "model": config_shape(request.config),
+            "setup": setup_to_dict(request.setup),
+            "environment": fingerprint_environment(environment),
+            "rung": request.rung.value,
+            "depths": list(request.depths),
+            "memory_fraction": request.limits.memory_fraction,
+            "cpu_memory_bytes": request.limits.cpu_memory_bytes,
+        },
+        digits=32,
+    )
+
+
+def _digest(value: object, digits: int = 16) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:digits]

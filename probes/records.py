@@ -1,0 +1,92 @@
+"""`Record`: one stored outcome, and its line of JSON with a checksum."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from probes.outcomes import BadOutcome, Outcome, outcome_from_dict, outcome_to_dict
+
+RECORD_SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One stored outcome.
+
+    Attributes:
+        key: fingerprint of model shape, setup and environment.
+        request: the request's JSON without the model's configuration (its digest stands for it).
+        recorded_at: ISO time of the writer's clock, informational.
+    """
+
+    key: str
+    model_id: str
+    config_digest: str
+    setup: Mapping[str, Any]
+    request: Mapping[str, Any] = field(repr=False)
+    outcome: Outcome
+    recorded_at: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as JSON values."""
+        return {
+            "schema": RECORD_SCHEMA,
+            "key": self.key,
+            "model_id": self.model_id,
+            "config_digest": self.config_digest,
+            "setup": dict(self.setup),
+            "request": dict(self.request),
+            "outcome": outcome_to_dict(self.outcome),
+            "recorded_at": self.recorded_at,
+        }
+
+
+def record_from_dict(values: Mapping[str, Any]) -> Record:
+    """The record that `Record.to_dict` wrote.
+
+    Raises:
+        BadOutcome: another schema, or a field that is missing or of the wrong type.
+    """
+    if values.get("schema") != RECORD_SCHEMA:
+        raise BadOutcome(f"record schema must be {RECORD_SCHEMA}, got {values.get('schema')!r}")
+    try:
+        return Record(
+            key=str(values["key"]),
+            model_id=str(values["model_id"]),
+            config_digest=str(values["config_digest"]),
+            setup=dict(values["setup"]),
+            request=dict(values["request"]),
+            outcome=outcome_from_dict(values["outcome"]),
+            recorded_at=str(values["recorded_at"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadOutcome(f"record cannot be read: {type(error).__name__}: {error}") from error
+
+
+def encode_line(record: Record) -> bytes:
+    """The record as one line with its checksum."""
+    body = json.dumps(record.to_dict(), sort_keys=True, separators=(",", ":"))
+    return f'{{"sha256":"{_checksum(body)}","record":{body}}}\n'.encode()
+
+
+def decode_line(line: bytes) -> Record:
+    """The record of one line.
+
+    Raises:
+        BadOutcome: not JSON, a wrong checksum, another schema.
+    """
+    try:
+        values = json.loads(line)
+        body = json.dumps(values["record"], sort_keys=True, separators=(",", ":"))
+        expected = values["sha256"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadOutcome(f"line is not a stored record: {error}") from error
+    if _checksum(body) != expected:
+        raise BadOutcome("checksum does not match")
+    return record_from_dict(values["record"])
+
+
+def _checksum(body: str) -> str:
+    return hashlib.sha256(body.encode()).hexdigest()[:16]

@@ -1,0 +1,288 @@
+"""The runner: one child process per probe, a time limit, and an outcome whatever happens to the child.
+
+The child runs in its own process group, which is killed as a whole at the limit and swept afterwards; if the runner
+dies, the kernel kills the child (`worker.die_with_parent`). The GPU itself is looked after by `probes.device`.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from planner.errors import EnvironmentProblem
+from planner.outcome import FailureKind, Measurement, ProbeFailure
+from planner.units import MIB
+from probes.device import device_turn, wait_until_clean, with_device_notes
+from probes.environment import device_status
+from probes.failures import classify_exit, oom_kill_count
+from probes.outcomes import BadOutcome, Outcome, outcome_from_dict
+from probes.request import ProbePaths, ProbeRequest, write_json_whole
+
+WORKER_ARGV = (sys.executable, "-m", "probes.worker")
+MAX_LOG_BYTES = 256 * MIB
+LOG_TAIL_BYTES = 16 * 1024
+KILL_WAIT_S = 15.0
+POLL_S = 0.5
+
+OnProgress = Callable[[str, float], None]
+"""Called with what the child is doing and the seconds since it started."""
+
+
+def run_probe(
+    request: ProbeRequest,
+    *,
+    work_dir: Path | None = None,
+    argv: Sequence[str] = WORKER_ARGV,
+    on_progress: OnProgress | None = None,
+) -> Outcome:
+    """Runs one request in a child process and returns what came of it.
+
+    Args:
+        work_dir: where the probe's own directory is made; a temporary one by default. The directory of a failed probe
+            stays (its log), that of a measured one is removed.
+        argv: the worker's command; request and result paths are appended.
+
+    Raises:
+        EnvironmentProblem: the request cannot be written or the child cannot be started; nothing was run.
+        KeyboardInterrupt: Ctrl-C, after the child was killed.
+    """
+    paths = _make_directory(work_dir)
+    try:
+        write_json_whole(paths.request, request.to_dict())
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"cannot write the probe's request in {paths.directory}: {error.strerror}",
+            hint="free some disk space, or set TMPDIR to a directory with room",
+        ) from error
+    with device_turn(request.device):
+        before = device_status(request.device)
+        outcome = _run_child(request, paths, tuple(argv), on_progress)
+        after = wait_until_clean(request.device, before)
+    outcome = with_device_notes(outcome, before, after)
+    if isinstance(outcome, ProbeFailure):
+        return replace(outcome, log_path=str(paths.log) if paths.log.exists() else None)
+    _remove_directory(paths)
+    return outcome
+
+
+def _make_directory(work_dir: Path | None) -> ProbePaths:
+    try:
+        if work_dir is not None:
+            work_dir.mkdir(parents=True, exist_ok=True)
+        return ProbePaths(Path(tempfile.mkdtemp(prefix="probe-", dir=work_dir)))
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"cannot make a directory for the probe: {error.strerror or error}",
+            hint="free some disk space, or set TMPDIR to a directory you may write",
+        ) from error
+
+
+def _remove_directory(paths: ProbePaths) -> None:
+    for path in (paths.request, paths.result, paths.log):
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        paths.directory.rmdir()
+
+
+def _run_child(
+    request: ProbeRequest, paths: ProbePaths, argv: tuple[str, ...], on_progress: OnProgress | None
+) -> Outcome:
+    read_end, write_end = os.pipe()
+    kills_before = oom_kill_count()
+    try:
+        log = _open_log(paths)
+        command = [
+            *argv,
+            str(paths.request),
+            str(paths.result),
+            "--status-fd",
+            str(write_end),
+            "--parent",
+            str(os.getpid()),
+        ]
+        try:
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(write_end,),
+                env=child_environment(),
+            )
+        except OSError as error:
+            raise EnvironmentProblem(
+                f"cannot start the probe's process {argv[0]}: {error.strerror}", hint="check the Python installation"
+            ) from error
+        finally:
+            os.close(log)
+            os.close(write_end)
+        watch = _Watch(
+            child=child, pipe=read_end, log=paths.log, limit_s=request.limits.time_s, on_progress=on_progress
+        )
+        try:
+            ending = watch.until_end()
+        finally:
+            killed = _kill_group(child)
+    finally:
+        os.close(read_end)
+    # A result that was delivered counts, even if the child hung or crashed while it was being torn down.
+    delivered = _read_result(paths, watch.sent_result)
+    if isinstance(delivered, (Measurement, ProbeFailure)):
+        return delivered
+    if ending == "timeout":
+        message = f"no result within {request.limits.time_s:g} s; last seen {watch.last_progress or 'starting'}"
+        if not killed:
+            message += f"; process {child.pid} does not die (stuck in the driver)"
+        return ProbeFailure(rung=request.rung, kind=FailureKind.TIMEOUT, message=message)
+    if ending == "log":
+        message = f"printed more than {MAX_LOG_BYTES // MIB} MiB and was stopped"
+        return ProbeFailure(rung=request.rung, kind=FailureKind.CRASHED, message=message)
+    kind, message = classify_exit(child.returncode, read_tail(paths.log), oom_killed=oom_kill_count() > kills_before)
+    if delivered:
+        message = f"{message}; {delivered}"
+    return ProbeFailure(rung=request.rung, kind=kind, message=message)
+
+
+def _open_log(paths: ProbePaths) -> int:
+    try:
+        return os.open(paths.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    except OSError:  # no room for a log is no reason not to measure
+        return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+
+
+def child_environment() -> dict[str, str]:
+    """The child's environment: this package importable, no download, devices numbered as the driver does."""
+    root = str(Path(__file__).resolve().parent.parent)
+    inherited = os.environ.get("PYTHONPATH", "")
+    return {
+        **os.environ,
+        "PYTHONPATH": f"{root}{os.pathsep}{inherited}" if inherited else root,
+        "PYTHONUNBUFFERED": "1",
+        "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+@dataclass(kw_only=True)
+class _Watch:
+    """Follows one child until it ends, its time is over, or its log runs wild. All times are monotonic."""
+
+    child: "subprocess.Popen[bytes]"
+    pipe: int
+    log: Path
+    limit_s: float
+    on_progress: OnProgress | None
+    last_progress: str = ""
+    sent_result: object = None
+    _buffer: bytes = b""
+    _pipe_open: bool = True
+
+    def until_end(self) -> str:
+        """ "exit", "timeout" or "log"."""
+        os.set_blocking(self.pipe, False)
+        started = time.monotonic()
+        with _exit_descriptor(self.child) as exit_descriptor:
+            while True:
+                elapsed = time.monotonic() - started
+                if self.child.poll() is not None:
+                    self._drain(elapsed)
+                    return "exit"
+                if elapsed >= self.limit_s:
+                    self._drain(elapsed)
+                    return "timeout"
+                if self._log_bytes() > MAX_LOG_BYTES:
+                    return "log"
+                sources = [one for one in (exit_descriptor, self.pipe if self._pipe_open else None) if one is not None]
+                wait_s = min(POLL_S if exit_descriptor is not None else 0.02, self.limit_s - elapsed)
+                ready, _, _ = select.select(sources, [], [], max(wait_s, 0.0))
+                if self.pipe in ready:
+                    self._drain(elapsed)
+                if self.on_progress is not None:
+                    self.on_progress(self.last_progress, time.monotonic() - started)
+
+    def _drain(self, elapsed_s: float) -> None:
+        while self._pipe_open:
+            try:
+                data = os.read(self.pipe, 65536)
+            except BlockingIOError:
+                break
+            if not data:
+                self._pipe_open = False
+                break
+            self._buffer += data
+        *lines, self._buffer = self._buffer.split(b"\n")
+        for line in lines:
+            with contextlib.suppress(ValueError, AttributeError):
+                event = json.loads(line)
+                self.last_progress = str(event.get("progress", self.last_progress))
+                self.sent_result = event.get("result", self.sent_result)
+
+    def _log_bytes(self) -> int:
+        try:
+            return self.log.stat().st_size
+        except OSError:
+            return 0
+
+
+@contextlib.contextmanager
+def _exit_descriptor(child: "subprocess.Popen[bytes]") -> Iterator[int | None]:
+    """A descriptor that becomes readable when the child ends; None on kernels without pidfd."""
+    try:
+        descriptor = os.pidfd_open(child.pid)
+    except (AttributeError, OSError):
+        yield None
+        return
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _kill_group(child: "subprocess.Popen[bytes]") -> bool:
+    """Kills the child and everything it started; whether the child is gone."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)  # the group outlives its leader while a grandchild is left
+    try:
+        child.wait(KILL_WAIT_S)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _read_result(paths: ProbePaths, sent: object) -> Outcome | str:
+    """The delivered outcome, or why there is none ("" when nothing was delivered)."""
+    try:
+        values = json.loads(paths.result.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if sent is None:
+            return ""
+        values = sent
+    except (OSError, ValueError) as error:
+        return f"the result cannot be read ({error})"
+    try:
+        return outcome_from_dict(values)
+    except BadOutcome as error:
+        return f"the result is not one ({error})"
+
+
+def read_tail(path: Path) -> str:
+    """The end of a log."""
+    try:
+        with open(path, "rb") as handle:
+            handle.seek(0, os.SEEK_END)
+            handle.seek(max(0, handle.tell() - LOG_TAIL_BYTES))
+            return handle.read().decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,298 @@
+"""The store of measurements: one append-only file of JSON lines that survives crashes and several writers.
+
+One line is `{"sha256": ..., "record": {...}}`, written by one `os.write` on a descriptor opened O_APPEND under `flock`,
+then flushed to disk. A line that was torn (power cut, full disk) or damaged is skipped with a warning and copied to a
+`.damaged` file beside; the lines around it stay readable. Order in the file is the order of time: clocks may go
+backwards, so `recorded_at` is for people only, and of several records under one key the last one holds.
+"""
+
+import errno
+import fcntl
+import hashlib
+import os
+import stat
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from planner.errors import EnvironmentProblem
+from planner.outcome import FailureKind, Measurement
+from probes.outcomes import BadOutcome
+from probes.records import Record, decode_line, encode_line
+
+MAX_CRASHES_BEFORE_FINAL = 2
+"""A crash or a timeout may be bad luck: it is tried again until it happened this often under the same key."""
+
+
+class StoreWarning(UserWarning):
+    """Something about the store a person should know; nothing measured was lost."""
+
+
+def now_text() -> str:
+    """The wall clock as ISO text, to the second, UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+class Store:
+    """All outcomes measured so far, in a file that other processes may be writing too.
+
+    `path` need not exist. Nothing is read or written when the object is made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._records: list[Record] = []
+        self._by_key: dict[str, list[Record]] = {}
+        self._offset = 0
+        self._seen_lines: set[bytes] = set()
+        self._torn = b""
+
+    @property
+    def damaged_path(self) -> Path:
+        """Where unreadable lines are kept for a person to look at."""
+        return self.path.with_name(self.path.name + ".damaged")
+
+    @property
+    def fallback_path(self) -> Path:
+        """Where a measurement goes when the store itself cannot be written."""
+        name = hashlib.sha256(str(self.path.absolute()).encode()).hexdigest()[:12]
+        return Path(tempfile.gettempdir()) / f"finetune-planner-{os.getuid()}" / f"{name}.jsonl"
+
+    def records(self) -> tuple[Record, ...]:
+        """Every readable record, in the order they were written (other writers' new lines included)."""
+        self._refresh()
+        return tuple(self._records)
+
+    def latest(self) -> tuple[Record, ...]:
+        """The last record of each key, in the order of first appearance."""
+        self._refresh()
+        return tuple(records[-1] for records in self._by_key.values())
+
+    def get(self, key: str) -> Record | None:
+        """The last record under `key`."""
+        self._refresh()
+        records = self._by_key.get(key)
+        return records[-1] if records else None
+
+    def reusable(self, key: str, *, time_s: float = 0.0) -> Record | None:
+        """The record that makes measuring `key` again pointless, or None.
+
+        A measurement, an out-of-memory and an unsupported setup stay true. A timeout says nothing about a longer limit
+        than its own (`time_s`), and a crash may not happen again.
+        """
+        self._refresh()
+        records = self._by_key.get(key, [])
+        if not records:
+            return None
+        last = records[-1]
+        if isinstance(last.outcome, Measurement) or last.outcome.kind in (
+            FailureKind.OUT_OF_MEMORY,
+            FailureKind.UNSUPPORTED,
+        ):
+            return last
+        if last.outcome.kind is FailureKind.TIMEOUT:
+            limits = last.request.get("limits", {})
+            return last if float(limits.get("time_s", 0.0)) >= time_s else None
+        crashes = [one for one in records if getattr(one.outcome, "kind", None) is FailureKind.CRASHED]
+        return last if len(crashes) >= MAX_CRASHES_BEFORE_FINAL else None
+
+    def append(self, record: Record) -> Path:
+        """Writes one record and returns the file that now holds it.
+
+        When the store cannot be written (full disk, read-only) the record goes to a file in the temporary directory and
+        a `StoreWarning` says so; it is also kept in this object, so that a search goes on either way.
+
+        Raises:
+            EnvironmentProblem: not even the fallback could be written. The record is still in this object.
+        """
+        return self.extend((record,))
+
+    def extend(self, records: Iterable[Record]) -> Path:
+        """`append` for several records at once, in one write."""
+        added = tuple(records)
+        lines = b"".join(encode_line(record) for record in added)
+        if not lines:
+            return self.path
+        self._refresh()
+        try:
+            _append_bytes(self.path, lines)
+        except OSError as error:
+            for record in added:
+                self._remember(record)
+            return self._to_fallback(lines, error)
+        self._refresh()
+        return self.path
+
+    def merge(self, source: Path) -> tuple[int, int]:
+        """Imports another store's readable lines that are not here yet: (added, already here).
+
+        Raises:
+            EnvironmentProblem: `source` cannot be read.
+        """
+        self._refresh()
+        other = Store(source)
+        if not source.exists():
+            raise EnvironmentProblem(f"no such file: {source}", hint="name a file that `plan store export` wrote")
+        fresh, known = [], 0
+        for record in other.records():
+            if encode_line(record) in self._seen_lines:
+                known += 1
+            else:
+                fresh.append(record)
+        self.extend(fresh)
+        return len(fresh), known
+
+    def export(self, target: Path, *, latest_only: bool = True) -> int:
+        """Writes the records as a new file of the same form, whole or not at all; returns how many.
+
+        Raises:
+            EnvironmentProblem: the target cannot be written.
+        """
+        records = self.latest() if latest_only else self.records()
+        beside = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            beside.write_bytes(b"".join(encode_line(record) for record in records))
+            os.replace(beside, target)
+        except OSError as error:
+            beside.unlink(missing_ok=True)
+            raise EnvironmentProblem(
+                f"cannot write {target}: {error.strerror}", hint="choose a directory with free space that you may write"
+            ) from error
+        return len(records)
+
+    # Reading: only what was added since the last look, whole lines only.
+
+    def _refresh(self) -> None:
+        try:
+            with open(self.path, "rb") as handle:
+                _refuse_special(handle.fileno(), self.path)
+                size = os.fstat(handle.fileno()).st_size
+                if size < self._offset:  # replaced or cut by a person: read it anew
+                    self._forget()
+                if size == self._offset:
+                    return
+                handle.seek(self._offset)
+                with _locked(handle.fileno(), fcntl.LOCK_SH):
+                    data = handle.read()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise EnvironmentProblem(
+                f"cannot read the store {self.path}: {error.strerror}", hint="give another file with --store"
+            ) from error
+        whole, _, torn = data.rpartition(b"\n")
+        # Under the shared lock no writer is in the middle of a line: an end without a newline is a torn line, and the
+        # next writer will close it. It is looked at again then.
+        self._offset += len(whole) + 1 if whole or data.startswith(b"\n") else 0
+        damaged = []
+        for line in whole.split(b"\n") if whole else ():
+            if not line.strip() or line == self._torn:
+                continue
+            try:
+                record = decode_line(line)
+            except BadOutcome as error:
+                damaged.append((line, str(error)))
+                continue
+            self._remember(record, line + b"\n")
+        if torn and torn != self._torn:
+            self._torn = torn
+            try:
+                self._remember(decode_line(torn), torn + b"\n")  # only its newline is missing
+            except BadOutcome:
+                damaged.append((torn, "torn: the writer was stopped in the middle of it"))
+        if damaged:
+            self._keep_damaged(damaged)
+
+    def _forget(self) -> None:
+        self._records, self._by_key, self._offset, self._seen_lines, self._torn = [], {}, 0, set(), b""
+
+    def _remember(self, record: Record, line: bytes | None = None) -> None:
+        line = line if line is not None else encode_line(record)
+        self._seen_lines.add(line)
+        self._records.append(record)
+        self._by_key.setdefault(record.key, []).append(record)
+
+    def _keep_damaged(self, damaged: list[tuple[bytes, str]]) -> None:
+        where = f"kept in {self.damaged_path}"
+        try:
+            known = set(self.damaged_path.read_bytes().split(b"\n")) if self.damaged_path.exists() else set()
+            fresh = [line for line, _ in damaged if line not in known]
+            if fresh:
+                _append_bytes(self.damaged_path, b"".join(line + b"\n" for line in fresh))
+        except OSError as error:
+            where = f"left in place ({self.damaged_path.name} cannot be written: {error.strerror})"
+        reason = damaged[0][1]
+        warnings.warn(
+            f"{len(damaged)} damaged line(s) in {self.path} skipped and {where}; first reason: {reason}",
+            StoreWarning,
+            stacklevel=4,
+        )
+
+    def _to_fallback(self, lines: bytes, error: OSError) -> Path:
+        fallback = self.fallback_path
+        try:
+            _append_bytes(fallback, lines)
+        except OSError as second:
+            raise EnvironmentProblem(
+                f"the measurement could be written neither to {self.path} ({error.strerror}) "
+                f"nor to {fallback} ({second.strerror})",
+                hint="free some disk space or give another file with --store; it is kept in memory until this run ends",
+            ) from error
+        warnings.warn(
+            f"the store {self.path} cannot be written ({error.strerror}); the measurement is in {fallback} "
+            f"(bring it back with `plan store import {fallback}`)",
+            StoreWarning,
+            stacklevel=4,
+        )
+        return fallback
+
+
+def _append_bytes(path: Path, lines: bytes) -> None:
+    """Appends whole lines or nothing. A torn last line of a dead writer is closed first.
+
+    Raises:
+        OSError: no space, no permission, a special file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        _refuse_special(descriptor, path)
+        with _locked(descriptor, fcntl.LOCK_EX):
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                lines = b"\n" + lines
+            try:
+                written = os.write(descriptor, lines)
+                if written != len(lines):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(descriptor)
+            except OSError:
+                os.ftruncate(descriptor, size)  # nobody else can have written: the lock is ours
+                raise
+    finally:
+        os.close(descriptor)
+
+
+def _refuse_special(descriptor: int, path: Path) -> None:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise OSError(errno.EINVAL, f"not a regular file: {path}")
+
+
+@contextmanager
+def _locked(descriptor: int, kind: int) -> Iterator[None]:
+    """Holds an flock; file systems without locks (some network mounts) go on unlocked, O_APPEND still holds there."""
+    try:
+        fcntl.flock(descriptor, kind)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        yield
+        return
+    try:
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)

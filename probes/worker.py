@@ -1,0 +1,166 @@
+"""The child of a probe: `python -m probes.worker REQUEST.json RESULT.json [--status-fd N]`.
+
+Reads one request, runs it, writes one tagged result beside and renames it. Whatever happens inside Python becomes a
+`ProbeFailure`; what kills the process outright (a signal, the kernel) is named by the runner. If the disk is full the
+result goes through the status pipe instead.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import faulthandler
+import io
+import json
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from planner.outcome import ProbeFailure
+from probes.failures import classify_exception
+from probes.outcomes import Outcome, outcome_to_dict
+from probes.request import ProbeRequest, write_json_whole
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+EXIT_NO_RESULT = 71  # the result could be delivered nowhere
+
+Progress = Callable[[str], None]
+Measure = Callable[[ProbeRequest, Progress], Outcome]
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Asks the kernel to kill this process when its parent dies, so that no orphan ever holds the GPU."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:  # it died before we asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class TolerantLog(io.TextIOBase):
+    """A text stream over a descriptor that a full disk does not turn into an exception: the log may lose lines, the
+    measurement goes on."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def write(self, text: str) -> int:
+        """Writes what can be written; always claims all of it."""
+        with contextlib.suppress(OSError):
+            os.write(self._descriptor, text.encode("utf-8", "replace"))
+        return len(text)
+
+    def fileno(self) -> int:
+        """The descriptor (faulthandler and subprocesses write to it directly)."""
+        return self._descriptor
+
+    def writable(self) -> bool:
+        """Always."""
+        return True
+
+
+class StatusPipe:
+    """One JSON line per event to the runner; silent when nobody listens."""
+
+    def __init__(self, descriptor: int | None) -> None:
+        self._descriptor = descriptor
+
+    def send(self, kind: str, value: object) -> bool:
+        """Whether the line was delivered."""
+        if self._descriptor is None:
+            return False
+        line = (json.dumps({kind: value}, separators=(",", ":")) + "\n").encode()
+        try:
+            while line:
+                line = line[os.write(self._descriptor, line) :]
+        except OSError:
+            return False
+        return True
+
+    def progress(self, text: str) -> None:
+        """What is being done now, for a person's progress bar."""
+        self.send("progress", text)
+
+
+def limit_cpu_memory(extra_bytes: int) -> None:
+    """Lets this process map at most `extra_bytes` more than it has mapped now."""
+    with open("/proc/self/statm", encoding="utf-8") as handle:
+        mapped = int(handle.read().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = mapped + extra_bytes
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
+
+
+def run(request: ProbeRequest, measure: Measure, progress: Progress) -> Outcome:
+    """The outcome of one request: whatever `measure` raises is named and becomes a `ProbeFailure`."""
+    try:
+        return measure(request, progress)
+    except BaseException as error:
+        # Ctrl-C goes to the runner (another process group); everything else that unwinds here is this probe's outcome.
+        kind, message = classify_exception(error)
+        with contextlib.suppress(MemoryError):
+            traceback.print_exc()
+        return ProbeFailure(rung=request.rung, kind=kind, message=message)
+
+
+def deliver(outcome: Outcome, result: Path, status: StatusPipe) -> bool:
+    """Writes the result file, or sends it through the pipe where the disk will not take it."""
+    values = outcome_to_dict(outcome)
+    try:
+        write_json_whole(result, values)
+    except OSError as error:
+        print(f"cannot write {result}: {error}; sending the result through the pipe", file=sys.stderr)
+        return status.send("result", values)
+    return True
+
+
+def real_measure(request: ProbeRequest, progress: Progress) -> Outcome:
+    """The real thing; imported late so that a broken torch is an outcome too."""
+    progress("importing torch and transformers")
+    from probes.measure import measure
+
+    return measure(request, progress)
+
+
+def main(argv: list[str] | None = None, measure: Measure = real_measure) -> int:
+    """Runs one request; 0 when a result was delivered, whatever it says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("request", type=Path)
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--status-fd", type=int, default=None)
+    parser.add_argument("--parent", type=int, default=None)
+    args = parser.parse_args(argv)
+    die_with_parent(args.parent)
+    sys.stdout, sys.stderr = TolerantLog(1), TolerantLog(2)
+    faulthandler.enable()
+    status = StatusPipe(args.status_fd)
+    values = json.loads(args.request.read_text(encoding="utf-8"))
+    request = ProbeRequest.from_dict(values)
+    outcome = run(request, measure, status.progress)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    if limits[0] != limits[1]:  # room again to write the answer
+        resource.setrlimit(resource.RLIMIT_AS, (limits[1], limits[1]))
+    if deliver(outcome, args.result, status):
+        return 0
+    return EXIT_NO_RESULT
+
+
+def leave(code: int) -> None:
+    """Ends the process at once: tearing down CUDA, threads and gigabytes of tensors takes time and may hang."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    try:
+        status = main()
+    except Exception:  # the request itself cannot be read: say so in the log, the runner names it
+        traceback.print_exc()
+        status = 1
+    leave(status)

@@ -1,0 +1,98 @@
+"""A worker that imports no torch and misbehaves as its request says (`config["fault"]`): the real `probes.worker` main
+with another measuring function, run by the real runner in a real child process."""
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from planner.outcome import Environment, Measurement
+from probes import worker
+from probes.outcomes import Outcome
+from probes.request import ProbeRequest
+from probes.worker import Progress
+
+
+def measured(request: ProbeRequest, step_s: float = 0.5) -> Measurement:
+    """A whole measurement of a made-up machine."""
+    return Measurement(
+        rung=request.rung,
+        peak_allocated_bytes=3_000,
+        peak_reserved_bytes=4_096,
+        peak_device_bytes=8_192,
+        phase_peaks_bytes={"load": 1_000, "forward": 2_000, "loss": 3_000, "backward": 2_500, "step": 2_200},
+        step_times_s=(step_s, step_s, step_s),
+        tokens_per_step=request.setup.tokens_per_step,
+        layers_measured=(2, 4),
+        environment=Environment(
+            gpu_name="none", gpu_key=None, driver="", cuda="", python="3", platform="test", libraries={}, device="cpu"
+        ),
+        extrapolation_error_fraction=0.0,
+    )
+
+
+def misbehave(request: ProbeRequest, progress: Progress) -> Outcome:
+    """Does what `config["fault"]` names."""
+    fault = request.config.get("fault", "ok")
+    progress(f"about to {fault}")
+    print(f"light worker, pid {os.getpid()}, fault {fault}", flush=True)
+    pid_file = request.config.get("pid_file")
+    if pid_file:
+        Path(pid_file).write_text(str(os.getpid()))
+    if fault == "ok":
+        time.sleep(float(request.config.get("seconds", 0.0)))
+    elif fault == "hang":
+        time.sleep(600)
+    elif fault == "hang-in-c":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+        ctypes.CDLL(None).sleep(600)
+    elif fault == "segv":
+        ctypes.string_at(0)
+    elif fault == "abort":
+        os.abort()
+    elif fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "memory":
+        worker.limit_cpu_memory(64 << 20)
+        return measured(request, step_s=float(len(bytearray(512 << 20))))
+    elif fault == "illegal":
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nout of memory may be reported later")
+    elif fault == "bitsandbytes-oom":
+        print("Error out of memory at line 12 in file ops.cu", flush=True)
+        os._exit(1)
+    elif fault == "exit":
+        os._exit(3)
+    elif fault == "silent":
+        os._exit(0)
+    elif fault == "unsupported":
+        raise NotImplementedError("no such kernel")
+    elif fault == "bug":
+        raise KeyError("a bug of ours")
+    elif fault == "grandchild":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        Path(request.config["pid_file"]).write_text(str(child.pid))
+    elif fault == "crash-after-result":
+        worker.deliver(measured(request), Path(sys.argv[2]), worker.StatusPipe(None))
+        os.abort()
+    elif fault == "garbage":
+        Path(sys.argv[2]).write_text("{half a resu")
+        os._exit(0)
+    elif fault == "wrong-schema":
+        Path(sys.argv[2]).write_text(json.dumps({"schema": 99}))
+        os._exit(0)
+    elif fault == "chatter":
+        line = b"x" * 65536 + b"\n"
+        while True:
+            os.write(1, line)
+    return measured(request)
+
+
+if __name__ == "__main__":
+    status = worker.main(measure=misbehave)
+    if json.loads(Path(sys.argv[1]).read_text())["config"].get("fault") == "hang-at-exit":
+        time.sleep(600)
+    worker.leave(status)

@@ -1,0 +1,280 @@
+"""The runner: whatever a child does, the outcome has the right name and nothing stays behind."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from planner.errors import EnvironmentProblem, UsageError
+from planner.outcome import FailureKind, Measurement, ProbeFailure
+from planner.setup import TrainSetup
+from probes import device, runner
+from probes.environment import DeviceStatus
+from probes.request import Limits, ProbeRequest
+
+WORKER = Path(__file__).with_name("fault_worker.py")
+ARGV = (sys.executable, str(WORKER))
+
+
+def request(fault: str = "ok", *, time_s: float = 30.0, **config: object) -> ProbeRequest:
+    return ProbeRequest(
+        model_id="tiny",
+        config={"fault": fault, **config},
+        setup=TrainSetup(),
+        device="cpu",
+        limits=Limits(time_s=time_s),
+    )
+
+
+def failure(fault: str, tmp_path: Path, *, time_s: float = 30.0, **config: object) -> ProbeFailure:
+    outcome = runner.run_probe(request(fault, time_s=time_s, **config), work_dir=tmp_path, argv=ARGV)
+    assert isinstance(outcome, ProbeFailure)
+    return outcome
+
+
+def gone(pid: int, within_s: float = 5.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == "Z":  # dead; its new parent has not collected it yet
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def wait_for_pid(path: Path, within_s: float = 10.0) -> int:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if path.exists() and path.read_text():
+            return int(path.read_text())
+        time.sleep(0.01)
+    raise AssertionError(f"no pid in {path}")
+
+
+def test_run_probe_returns_measurement_and_leaves_no_file(tmp_path: Path) -> None:
+    seen: list[str] = []
+    outcome = runner.run_probe(
+        request(seconds=0.2), work_dir=tmp_path, argv=ARGV, on_progress=lambda text, elapsed_s: seen.append(text)
+    )
+    assert isinstance(outcome, Measurement)
+    assert outcome.phase_peaks_bytes["loss"] == 3_000
+    assert "about to ok" in seen
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "words"),
+    [
+        ("segv", FailureKind.CRASHED, "SIGSEGV"),
+        ("abort", FailureKind.CRASHED, "SIGABRT"),
+        ("killed", FailureKind.CRASHED, "SIGKILL"),
+        ("exit", FailureKind.CRASHED, "exit status 3"),
+        ("silent", FailureKind.CRASHED, "without writing a result"),
+        ("garbage", FailureKind.CRASHED, "cannot be read"),
+        ("wrong-schema", FailureKind.CRASHED, "schema"),
+        ("bug", FailureKind.CRASHED, "KeyError"),
+        ("illegal", FailureKind.CRASHED, "illegal memory access"),
+        ("memory", FailureKind.OUT_OF_MEMORY, "MemoryError"),
+        ("bitsandbytes-oom", FailureKind.OUT_OF_MEMORY, "out of memory"),
+        ("unsupported", FailureKind.UNSUPPORTED, "no such kernel"),
+    ],
+)
+def test_run_probe_names_every_ending(fault: str, kind: FailureKind, words: str, tmp_path: Path) -> None:
+    outcome = failure(fault, tmp_path)
+    assert outcome.kind is kind
+    assert words in outcome.message
+    assert outcome.log_path is not None
+    assert f"fault {fault}" in Path(outcome.log_path).read_text()
+
+
+@pytest.mark.parametrize("fault", ["hang", "hang-in-c"])
+def test_run_probe_kills_a_hanging_child_at_its_limit(fault: str, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    started = time.monotonic()
+    outcome = failure(fault, tmp_path, time_s=1.5, pid_file=str(pid_file))
+    assert outcome.kind is FailureKind.TIMEOUT
+    assert f"about to {fault}" in outcome.message
+    assert time.monotonic() - started < 5.0
+    assert gone(int(pid_file.read_text()))
+
+
+def test_run_probe_counts_a_result_delivered_before_a_hang_or_crash_at_exit(tmp_path: Path) -> None:
+    for fault in ("hang-at-exit", "crash-after-result"):
+        outcome = runner.run_probe(request(fault, time_s=1.5), work_dir=tmp_path, argv=ARGV)
+        assert isinstance(outcome, Measurement), fault
+
+
+def test_run_probe_sweeps_grandchildren(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    outcome = runner.run_probe(request("grandchild", pid_file=str(pid_file)), work_dir=tmp_path, argv=ARGV)
+    assert isinstance(outcome, Measurement)
+    assert gone(int(pid_file.read_text()))
+
+
+def test_run_probe_stops_a_child_that_floods_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "MAX_LOG_BYTES", 4 << 20)
+    outcome = failure("chatter", tmp_path)
+    assert outcome.kind is FailureKind.CRASHED
+    assert "printed more than" in outcome.message
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_child_killed_at_a_random_moment_is_a_crash_and_loses_nothing_else(seed: int, tmp_path: Path) -> None:
+    """SIGKILL from outside at a random moment of the child's life: an outcome every time, whole or CRASHED."""
+    delay_s = random.Random(seed).uniform(0.0, 0.6)
+    pid_file = tmp_path / "pid"
+    killer = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(f"""
+                import os, pathlib, signal, time
+                path = pathlib.Path({str(pid_file)!r})
+                while not path.exists() or not path.read_text():
+                    time.sleep(0.005)
+                time.sleep({delay_s})
+                try:
+                    os.kill(int(path.read_text()), signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+            """),
+        ]
+    )
+    outcome = runner.run_probe(request(seconds=0.5, pid_file=str(pid_file)), work_dir=tmp_path, argv=ARGV)
+    killer.wait(10)
+    if isinstance(outcome, ProbeFailure):
+        assert outcome.kind is FailureKind.CRASHED
+        assert "SIGKILL" in outcome.message
+    else:
+        assert outcome.peak_allocated_bytes == 3_000
+
+
+def runner_process(tmp_path: Path, pid_file: Path) -> "subprocess.Popen[bytes]":
+    """A runner of its own, in the middle of a hanging probe."""
+    script = textwrap.dedent(f"""
+        import sys
+        from pathlib import Path
+        from planner.setup import TrainSetup
+        from probes.request import Limits, ProbeRequest
+        from probes.runner import run_probe
+        request = ProbeRequest(
+            model_id="tiny", config={{"fault": "hang", "pid_file": {str(pid_file)!r}}}, setup=TrainSetup(), device="cpu",
+            limits=Limits(time_s=60),
+        )
+        try:
+            run_probe(request, work_dir=Path({str(tmp_path)!r}), argv=({sys.executable!r}, {str(WORKER)!r}))
+        except KeyboardInterrupt:
+            sys.exit(42)
+    """)
+    return subprocess.Popen([sys.executable, "-c", script])
+
+
+def test_killed_runner_takes_its_child_along(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    parent = runner_process(tmp_path, pid_file)
+    child = wait_for_pid(pid_file)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait(10)
+    assert gone(child)
+
+
+def test_interrupted_runner_kills_its_child_and_passes_the_interrupt_on(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    parent = runner_process(tmp_path, pid_file)
+    child = wait_for_pid(pid_file)
+    os.kill(parent.pid, signal.SIGINT)
+    assert parent.wait(10) == 42
+    assert gone(child)
+
+
+def test_timeouts_do_not_follow_the_wall_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wall clock that jumps a day back with every look changes neither a measurement nor a timeout."""
+    clock = [1_800_000_000.0]
+
+    def backwards() -> float:
+        clock[0] -= 86_400.0
+        return clock[0]
+
+    monkeypatch.setattr(time, "time", backwards)
+    assert isinstance(runner.run_probe(request(), work_dir=tmp_path, argv=ARGV), Measurement)
+    assert failure("hang", tmp_path, time_s=1.0).kind is FailureKind.TIMEOUT
+
+
+def test_full_disk_result_comes_through_the_pipe(tmp_path: Path) -> None:
+    """The child may write no file at all (RLIMIT_FSIZE 0, a disk without room): the result still arrives."""
+    script = tmp_path / "no_room.py"
+    script.write_text(
+        "import resource, runpy, sys\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        f"sys.path.insert(0, {str(WORKER.parent)!r})\n"
+        f"runpy.run_path({str(WORKER)!r}, run_name='__main__')\n"
+    )
+    work = tmp_path / "work"
+    outcome = runner.run_probe(request(), work_dir=work, argv=(sys.executable, str(script)))
+    assert isinstance(outcome, Measurement)
+    assert outcome.step_times_s == (0.5, 0.5, 0.5)
+
+
+def test_request_that_cannot_be_written_is_an_environment_problem(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    with pytest.raises(EnvironmentProblem, match="cannot make a directory"):
+        runner.run_probe(request(), work_dir=blocked / "below", argv=ARGV)
+
+
+def test_worker_that_cannot_start_is_an_environment_problem(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentProblem, match="cannot start"):
+        runner.run_probe(request(), work_dir=tmp_path, argv=("/does/not/exist",))
+
+
+def test_runner_leaks_no_descriptor(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for fault in ("ok", "exit", "segv"):
+        runner.run_probe(request(fault), work_dir=tmp_path, argv=ARGV)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def status(used_bytes: int) -> DeviceStatus:
+    return DeviceStatus(name="GPU", uuid="GPU-1", used_bytes=used_bytes, total_bytes=1 << 34, process_ids=())
+
+
+def test_wait_until_clean_waits_for_the_driver_and_gives_up_in_time() -> None:
+    readings = iter([status(2 << 30), status(1 << 30), status(0)])
+    last = device.wait_until_clean("cuda:0", status(0), limit_s=5.0, read=lambda device: next(readings))
+    assert last == status(0)
+    started = time.monotonic()
+    stuck = device.wait_until_clean("cuda:0", status(0), limit_s=0.2, read=lambda device: status(1 << 30))
+    assert stuck == status(1 << 30)
+    assert time.monotonic() - started < 2.0
+
+
+def test_device_notes_flag_a_shared_and_an_unclean_device() -> None:
+    from fault_worker import measured
+
+    shared = DeviceStatus(name="GPU", uuid="GPU-1", used_bytes=1 << 30, total_bytes=1 << 34, process_ids=(7,))
+    outcome = device.with_device_notes(measured(request()), shared, status(3 << 30))
+    assert isinstance(outcome, Measurement)
+    assert outcome.flags == ("device-shared", "device-not-clean-after")
+    assert "2048 MiB" in outcome.notes[1]
+
+
+def test_request_survives_json_and_refuses_nonsense() -> None:
+    one = ProbeRequest(
+        model_id="m", config={"a": [1]}, setup=TrainSetup(), device="cuda:1", depths=(2, 4), limits=Limits(time_s=9)
+    )
+    assert ProbeRequest.from_dict(one.to_dict()) == one
+    with pytest.raises(UsageError, match="device"):
+        ProbeRequest(model_id="m", config={}, setup=TrainSetup(), device="tpu")
+    with pytest.raises(UsageError, match="one GPU"):
+        ProbeRequest(model_id="m", config={}, setup=TrainSetup(num_gpus=2, parallel="ddp"), device="cpu")
+    with pytest.raises(UsageError, match="warmup_steps"):
+        Limits(warmup_steps=1)
