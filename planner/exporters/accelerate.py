@@ -1,0 +1,93 @@
+"""Accelerate's launch config (`accelerate launch --config_file FILE`), for one GPU or many. Accelerate 1.15."""
+
+from planner.exporters.text import Line, Section, header, launch_file, section, yaml_text
+from planner.exporters.types import ExportRequest, Launch, LaunchFile
+from planner.setup import TrainSetup
+
+TARGET = "accelerate"
+FILE = "accelerate.yaml"
+VALIDATED_WITH = {"accelerate": "1.15.0"}
+DISTRIBUTED = {
+    "none": "NO",
+    "device-map": "NO",
+    "ddp": "MULTI_GPU",
+    "zero1": "DEEPSPEED",
+    "zero2": "DEEPSPEED",
+    "zero3": "DEEPSPEED",
+    "fsdp2": "FSDP",
+}
+
+
+def needed(setup: TrainSetup) -> bool:
+    """Whether a launch needs a config of its own: more than one process."""
+    return setup.parallel not in ("none", "device-map")
+
+
+def config_file(request: ExportRequest) -> LaunchFile:
+    """The Accelerate config of a request."""
+    head = header(
+        request,
+        title="Accelerate launch config",
+        command=f"accelerate launch --config_file launch/{FILE} SCRIPT",
+        validated_with=VALIDATED_WITH,
+    )
+    return launch_file(FILE, yaml_text(head, _sections(request.setup)))
+
+
+def export(request: ExportRequest) -> Launch:
+    """The config alone, as a target of its own."""
+    if request.setup.parallel not in DISTRIBUTED:
+        return Launch(target=TARGET, refused=f"Accelerate's config has no {request.setup.parallel} parallelism")
+    return Launch(
+        target=TARGET,
+        files=(config_file(request),),
+        command=f"accelerate launch --config_file launch/{FILE} SCRIPT",
+        notes=("holds processes, precision and sharding only: use it with the hf or trl target",),
+        validated_with=VALIDATED_WITH,
+    )
+
+
+def _sections(setup: TrainSetup) -> list[Section]:
+    processes = setup.num_gpus if needed(setup) else 1
+    blocks = [
+        section(
+            "processes",
+            Line("compute_environment", "LOCAL_MACHINE"),
+            Line("distributed_type", DISTRIBUTED[setup.parallel]),
+            Line("num_machines", 1),
+            Line("num_processes", processes),
+            Line("machine_rank", 0),
+            Line("mixed_precision", setup.autocast_dtype or "no", "autocast"),
+            Line("use_cpu", False),
+        )
+    ]
+    if setup.parallel == "fsdp2":
+        blocks.append(section("sharding", Line("fsdp_config", _fsdp(setup))))
+    elif setup.parallel.startswith("zero"):
+        blocks.append(section("sharding", Line("deepspeed_config", _deepspeed(setup))))
+    return blocks
+
+
+def _fsdp(setup: TrainSetup) -> dict[str, object]:
+    return {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_reshard_after_forward": True,
+        "fsdp_offload_params": False,
+        "fsdp_cpu_ram_efficient_loading": True,
+        "fsdp_activation_checkpointing": setup.checkpointing == 1,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    }
+
+
+def _deepspeed(setup: TrainSetup) -> dict[str, object]:
+    stage = int(setup.parallel.removeprefix("zero"))
+    config: dict[str, object] = {
+        "zero_stage": stage,
+        "offload_optimizer_device": "none",
+        "offload_param_device": "none",
+        "gradient_accumulation_steps": setup.accumulation_steps,
+    }
+    if stage == 3:
+        config |= {"zero3_init_flag": setup.quantization == "none", "zero3_save_16bit_model": True}
+    return config

@@ -1,0 +1,82 @@
+"""What several targets share: names of optimizers, data types, attention; target modules; environment variables."""
+
+from planner.exporters.text import Line, was_absolute
+from planner.exporters.types import Difference, ExportRequest
+from planner.gpu import GpuSpec
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
+
+HF_OPTIMIZERS = {
+    "adamw": "adamw_torch",
+    "adamw-fused": "adamw_torch_fused",
+    "adamw-8bit": "adamw_bnb_8bit",
+    "paged-adamw-8bit": "paged_adamw_8bit",
+    "paged-adamw-32bit": "paged_adamw_32bit",
+    "adafactor": "adafactor",
+    "lion-8bit": "lion_8bit",
+    "sgd": "sgd",
+}
+"""transformers' `OptimizerNames` (5.23). "adamw_torch" is PyTorch's default, the foreach form."""
+
+HF_ATTENTIONS = {"eager": "eager", "sdpa": "sdpa", "flash-attention-2": "flash_attention_2"}
+
+HF_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+USUAL_ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
+USUAL_LINEAR_MODULES = (*USUAL_ATTENTION_MODULES, "gate_proj", "up_proj", "down_proj")
+ATTENTION_ROLES = ("q", "k", "v", "qkv", "o")
+
+DATA_PARALLELS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
+
+
+def attention_modules(model: ModelSpec | None) -> tuple[str, ...]:
+    """Names that PEFT matches for the target set "attention", in the order of the layers.
+
+    A leaf name that also names another matrix (GPT-2's `c_proj`) is written dotted ("attn.c_proj"), which PEFT
+    matches by its ending.
+    """
+    if model is None:
+        return USUAL_ATTENTION_MODULES
+    linears = [linear for kind in model.layer_kinds for linear in kind.linears if linear.module != "parameter"]
+    other_leaves = {linear.leaf for linear in linears if linear.role not in ATTENTION_ROLES}
+    names: list[str] = []
+    for linear in linears:
+        if linear.role in ATTENTION_ROLES:
+            name = linear.name if linear.leaf in other_leaves else linear.leaf
+            if name not in names:
+                names.append(name)
+    return tuple(names) or USUAL_ATTENTION_MODULES
+
+
+def target_modules(setup: TrainSetup, model: ModelSpec | None) -> str | list[str]:
+    """PEFT's `target_modules`: "all-linear" or a list of names."""
+    if setup.lora_targets == "all-linear":
+        return "all-linear"
+    if setup.lora_targets == "attention":
+        return list(attention_modules(model))
+    return list(setup.lora_targets)
+
+
+def environment(gpu: GpuSpec | None) -> dict[str, str]:
+    """Environment variables that matter.
+
+    `expandable_segments` removes most of the gap between reserved and allocated memory (docs/memory.md). torch >= 2.9
+    reads PYTORCH_ALLOC_CONF, older ones PYTORCH_CUDA_ALLOC_CONF; both are set to the same value.
+    """
+    if gpu is not None and gpu.vendor != "NVIDIA":
+        return {}
+    value = "expandable_segments:True"
+    return {"PYTORCH_CUDA_ALLOC_CONF": value, "PYTORCH_ALLOC_CONF": value}
+
+
+def model_line(key: str, request: ExportRequest, shown: str) -> Line:
+    """The line that names the model."""
+    comment = "a directory: launch from its parent, or put its path here" if was_absolute(request.model_id) else ""
+    return Line(key, shown, comment)
+
+
+def adapter_dtype_difference(setup: TrainSetup, runs_as: str, reason: str) -> Difference | None:
+    """A difference when the adapters' data type in the target is not the planned one."""
+    if setup.method == "full" or setup.resolved_adapter_dtype == runs_as:
+        return None
+    return Difference(field="adapter_dtype", planned=setup.resolved_adapter_dtype, runs_as=runs_as, reason=reason)

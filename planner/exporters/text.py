@@ -1,0 +1,142 @@
+"""YAML and script text, written by hand so that keys keep their order and lines their comments.
+
+Scalars go through PyYAML: its writer and the tools' reader then agree (a hand-written `2e-4` is a string to PyYAML).
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from planner import __version__
+from planner.exporters.types import Difference, ExportRequest, LaunchFile
+from planner.units import gib
+
+_WIDTH = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One setting: key, value, and what a reader should know about it."""
+
+    key: str
+    value: Any
+    comment: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A titled block of settings."""
+
+    title: str
+    lines: tuple[Line, ...]
+
+
+def section(title: str, *lines: Line | None) -> Section:
+    """A block of the given lines, None left out."""
+    return Section(title, tuple(line for line in lines if line is not None))
+
+
+def scalar(value: Any) -> str:
+    """`value` as YAML on one line."""
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), sort_keys=False, allow_unicode=True)
+    return text.removesuffix("...\n").strip()
+
+
+def one_line(text: object) -> str:
+    """Text that cannot leave its comment line: control characters become spaces."""
+    return re.sub(r"[\x00-\x1f\x7f\x85\u2028\u2029]+", " ", str(text)).strip()
+
+
+def comments(texts: Iterable[str]) -> str:
+    """Each text as comment lines, wrapped."""
+    lines: list[str] = []
+    for text in texts:
+        words, current = one_line(text).split(" "), "#"
+        for word in words:
+            if len(current) + 1 + len(word) > _WIDTH and current != "#":
+                lines.append(current)
+                current = "#  "
+            current += " " + word
+        lines.append(current)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def yaml_text(header: Iterable[str], sections: Sequence[Section]) -> str:
+    """A whole YAML file."""
+    parts = [comments(header)]
+    for block in sections:
+        if not block.lines:
+            continue
+        parts.append(f"\n# {one_line(block.title)}\n")
+        for line in block.lines:
+            parts.append(_line(line))
+    return "".join(parts)
+
+
+def _line(line: Line) -> str:
+    comment = f"  # {one_line(line.comment)}" if line.comment else ""
+    if isinstance(line.value, list) and line.value and isinstance(line.value[0], dict):
+        body = yaml.safe_dump(line.value, default_flow_style=False, sort_keys=False, allow_unicode=True)
+        body = "".join(f"  {row}\n" for row in body.splitlines())
+        return f"{line.key}:{comment}\n{body}"
+    if isinstance(line.value, dict) and len(scalar(line.value)) > 40:
+        body = yaml.safe_dump(line.value, default_flow_style=False, sort_keys=False, allow_unicode=True)
+        body = "".join(f"  {row}\n" for row in body.splitlines())
+        return f"{line.key}:{comment}\n{body}"
+    return f"{line.key}: {scalar(line.value)}{comment}\n"
+
+
+def header(
+    request: ExportRequest,
+    *,
+    title: str,
+    command: str,
+    validated_with: dict[str, str],
+    differences: Sequence[Difference] = (),
+    notes: Sequence[str] = (),
+) -> list[str]:
+    """The comment block every emitted file starts with."""
+    setup = request.setup
+    where = f" on {setup.num_gpus} x {request.gpu.name}" if request.gpu else ""
+    versions = ", ".join(f"{name}=={version}" for name, version in validated_with.items())
+    lines = [
+        f"{title}: {shown_path(request.model_id)}{where}",
+        f"Written by finetune-planner {__version__}. Effective batch: {setup.micro_batch_seqs} x "
+        f"{setup.accumulation_steps} x {data_parallel(setup.num_gpus, setup.global_batch_seqs, request)} GPU = "
+        f"{setup.global_batch_seqs} sequences of {setup.seq_len_tokens} tokens.",
+        *request.about,
+        f"Launch:    {command}",
+        f"Validated: {versions}",
+    ]
+    if request.gpu is not None:
+        lines.append(f"Usable memory of one {request.gpu.name}: {gib(request.gpu.memory_bytes)} ({request.gpu.key})")
+    lines += [f"Differs from the plan: {one.sentence()}." for one in differences]
+    lines += [f"Note: {note}" for note in (*notes, *request.hyper.notes)]
+    return lines
+
+
+def data_parallel(num_gpus: int, global_batch_seqs: int, request: ExportRequest) -> int:
+    """How many GPUs see different sequences."""
+    setup = request.setup
+    return global_batch_seqs // (setup.micro_batch_seqs * setup.accumulation_steps) if num_gpus else 1
+
+
+def shown_path(path: str) -> str:
+    """A hub id or path as a launch file may hold it: an absolute path keeps only its last part (no machine paths)."""
+    clean = one_line(path)
+    if clean.startswith(("/", "~", "\\")) or re.match(r"^[A-Za-z]:[\\/]", clean):
+        return "./" + re.split(r"[\\/]", clean.rstrip("\\/"))[-1]
+    return clean
+
+
+def was_absolute(path: str) -> bool:
+    """Whether `shown_path` shortened it."""
+    return shown_path(path) != one_line(path)
+
+
+def launch_file(path: str, text: str) -> LaunchFile:
+    """A file of the launch folder."""
+    return LaunchFile(path=path, text=text)

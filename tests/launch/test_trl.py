@@ -1,0 +1,85 @@
+"""`trl sft --config` on the emitted file really trains, with the plan's batch, accumulation and adapters."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import Run, chats, num_saved, write_jsonl, write_launch
+
+from planner.exporters import DatasetChoice, ExportRequest, trl
+from planner.hyperparameters import choose
+from planner.setup import TrainSetup
+
+HIDDEN, INTERMEDIATE, KV, LAYERS = 64, 128, 32, 2
+
+
+def lora_params(rank: int) -> int:
+    """Trained parameters of all-linear LoRA on the tiny model, by hand: rank x (in + out) of seven matrices."""
+    attention = (HIDDEN + HIDDEN) + 2 * (HIDDEN + KV) + (HIDDEN + HIDDEN)
+    mlp = 3 * (HIDDEN + INTERMEDIATE)
+    return LAYERS * rank * (attention + mlp)
+
+
+@pytest.mark.slow
+def test_trl_trains_the_tiny_model_as_planned(place: Path, launch: Callable[..., Run]) -> None:
+    setup = TrainSetup(
+        precision="fp32", loss="chunked", lora_rank=4, micro_batch_seqs=2, accumulation_steps=3, seq_len_tokens=64
+    )
+    # a random two-layer model needs a far larger rate than a trained one to move within eight steps
+    hyper = replace(choose(setup, max_steps=8), learning_rate=0.05)
+    request = ExportRequest(
+        model_id="./tiny-llama",
+        setup=setup,
+        hyper=hyper,
+        dataset=DatasetChoice(path="./chats", local=True),
+        logging_steps=1,
+    )
+    emitted = trl.export(request)
+    assert not emitted.unsupported
+    write_launch(place, emitted)
+    run = launch(emitted.command)
+    assert len(run.losses) == 8
+    assert run.losses[-1] < 0.95 * run.losses[0]
+    assert run.state["global_step"] == 8
+    assert run.state["train_batch_size"] == setup.micro_batch_seqs
+    # 8 steps x 6 sequences of 24 conversations are two epochs: the effective batch is the plan's
+    assert run.state["epoch"] == pytest.approx(8 * setup.global_batch_seqs / 24)
+    adapter = json.loads((place / "outputs" / "adapter_config.json").read_text())
+    assert adapter["r"] == 4
+    assert adapter["lora_alpha"] == hyper.lora_alpha
+    assert num_saved(place / "outputs") == lora_params(4)
+
+
+@pytest.mark.slow
+def test_trl_fine_tunes_smollm2_from_the_file(tmp_path: Path, smollm2: Path, launch: Callable[..., Run]) -> None:
+    """A real language model (134.5 M parameters): six fp32 LoRA steps make it better at three facts."""
+    (tmp_path / "smollm2").symlink_to(smollm2, target_is_directory=True)
+    write_jsonl(tmp_path / "chats" / "train.jsonl", chats(24))
+    setup = TrainSetup(
+        precision="fp32",
+        loss="chunked",
+        lora_rank=8,
+        lora_targets="attention",
+        micro_batch_seqs=2,
+        accumulation_steps=2,
+        seq_len_tokens=96,
+        checkpointing=0,
+    )
+    request = ExportRequest(
+        model_id="./smollm2",
+        setup=setup,
+        hyper=replace(choose(setup, num_params=134_515_008, max_steps=6), learning_rate=1e-3),
+        dataset=DatasetChoice(path="./chats", local=True),
+        logging_steps=1,
+    )
+    emitted = trl.export(request)
+    write_launch(tmp_path, emitted)
+    run = launch(emitted.command)
+    assert len(run.losses) == 6
+    assert run.losses[-1] < 0.8 * run.losses[0]
+    assert run.state["train_batch_size"] == 2
+    assert run.state["epoch"] == pytest.approx(6 * setup.global_batch_seqs / 24)
+    # 30 layers; q and o: 576 x 576, k and v: 576 x 192
+    assert num_saved(tmp_path / "outputs") == 30 * 8 * (2 * (576 + 576) + 2 * (576 + 192))

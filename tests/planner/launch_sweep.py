@@ -1,0 +1,92 @@
+"""One table of setups that drives every exporter's tests: over 200, each value of each field in it."""
+
+import random
+from collections.abc import Iterator
+from itertools import product
+
+from planner.errors import SetupError
+from planner.exporters import DatasetChoice, ExportRequest
+from planner.hyperparameters import choose
+from planner.setup import ATTENTIONS, LOSSES, OPTIMIZERS, PARALLELS, PRECISIONS, QUANTIZATIONS, TrainSetup
+
+NUM_SETUPS = 260
+SEED = 7
+
+
+def _all_values() -> Iterator[TrainSetup]:
+    """Every value of every field at least once, on a base that allows it."""
+    for precision, quantization in product(PRECISIONS, QUANTIZATIONS):
+        method = "lora" if quantization == "none" else "qlora"
+        yield TrainSetup(method=method, precision=precision, quantization=quantization)
+    for precision in PRECISIONS:
+        if precision != "fp16-autocast":
+            yield TrainSetup(method="full", precision=precision, lora_rank=0)
+    for name, values in {
+        "optimizer": OPTIMIZERS,
+        "attention": ATTENTIONS,
+        "loss": LOSSES,
+        "checkpointing": (0, 1, 2, 5),
+        "packing": (False, True),
+        "compile": (False, True),
+        "lora_rank": (1, 8, 256),
+        "lora_dropout": (0.0, 0.05, 0.5),
+        "lora_targets": ("attention", "all-linear", ("q_proj", "v_proj"), ("down_proj",)),
+        "adapter_dtype": ("auto", "fp32", "bf16"),
+        "micro_batch_seqs": (1, 3, 64),
+        "accumulation_steps": (1, 7, 128),
+        "seq_len_tokens": (128, 1000, 131072),
+    }.items():
+        for value in values:
+            yield TrainSetup(**{name: value})
+    for parallel in PARALLELS:
+        num_gpus = 1 if parallel == "none" else 4
+        yield TrainSetup(parallel=parallel, num_gpus=num_gpus)
+        yield TrainSetup(parallel=parallel, num_gpus=num_gpus, method="full", lora_rank=0, checkpointing=2)
+        yield TrainSetup(parallel=parallel, num_gpus=num_gpus, method="qlora", quantization="nf4-double")
+    yield TrainSetup(method="qlora", quantization="nf4", kbit_fp32_cast=True)
+
+
+def setups() -> list[TrainSetup]:
+    """The table: every value once, then random combinations up to NUM_SETUPS, always the same."""
+    dice = random.Random(SEED)
+    table = dict.fromkeys(_all_values())
+    while len(table) < NUM_SETUPS:
+        method = dice.choice(("full", "lora", "qlora"))
+        parallel = dice.choice(("none", "none", "ddp", "zero2", "zero3", "fsdp2"))
+        values = {
+            "method": method,
+            "precision": dice.choice(PRECISIONS),
+            "quantization": dice.choice(QUANTIZATIONS[1:]) if method == "qlora" else "none",
+            "kbit_fp32_cast": method == "qlora" and dice.random() < 0.3,
+            "lora_rank": 0 if method == "full" else dice.choice((4, 16, 64)),
+            "lora_targets": dice.choice(("attention", "all-linear", ("q_proj", "v_proj"))),
+            "lora_dropout": dice.choice((0.0, 0.1)),
+            "optimizer": dice.choice(OPTIMIZERS),
+            "attention": dice.choice(ATTENTIONS),
+            "checkpointing": dice.choice((0, 1, 1, 3)),
+            "loss": dice.choice(LOSSES),
+            "micro_batch_seqs": dice.choice((1, 2, 8)),
+            "accumulation_steps": dice.choice((1, 4, 16)),
+            "seq_len_tokens": dice.choice((512, 2048, 8192)),
+            "packing": dice.random() < 0.3,
+            "compile": dice.random() < 0.1,
+            "num_gpus": 1 if parallel == "none" else 8,
+            "parallel": parallel,
+        }
+        try:
+            table.setdefault(TrainSetup(**values))
+        except SetupError:
+            continue
+    return list(table)
+
+
+def request(setup: TrainSetup, **changes: object) -> ExportRequest:
+    """A request for a hub model with a chat dataset."""
+    values: dict[str, object] = {
+        "model_id": "Qwen/Qwen2.5-1.5B",
+        "setup": setup,
+        "hyper": choose(setup, num_params=1_543_714_304),
+        "dataset": DatasetChoice(path="HuggingFaceH4/no_robots"),
+        **changes,
+    }
+    return ExportRequest(**values)  # type: ignore[arg-type]

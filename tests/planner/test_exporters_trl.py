@@ -1,0 +1,89 @@
+"""TRL files: accepted by TRL's own parser, read back to the same setup, and nothing dropped without a word."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from launch_sweep import request, setups
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
+
+from planner.exporters import EXPORTERS, Launch, trl
+from planner.readers import canonical
+from planner.readers.trl import read
+
+SETUPS = setups()
+
+
+@pytest.fixture(autouse=True)
+def target_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parser asks for bf16 hardware; the files are for a GPU that has it."""
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")
+
+
+def text_of(launch: Launch) -> str:
+    return next(file.text for file in launch.files if file.path == trl.FILE)
+
+
+def test_trl_parser_accepts_every_file_and_reads_the_planned_values(tmp_path: Path) -> None:
+    path = tmp_path / trl.FILE
+    accepted = 0
+    for setup in SETUPS:
+        launch = trl.export(request(setup, output_dir="outputs"))
+        if launch.refused:
+            continue
+        path.write_text(text_of(launch))
+        parser = TrlParser(
+            (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig)
+        )  # keeps defaults of the last file
+        script, args, model, _ = parser.parse_args_and_config(["--config", str(path)], fail_with_unknown_args=True)
+        assert script.dataset_name == "HuggingFaceH4/no_robots"
+        assert args.per_device_train_batch_size == setup.micro_batch_seqs
+        assert args.gradient_accumulation_steps == setup.accumulation_steps
+        assert args.max_length == setup.seq_len_tokens
+        assert args.packing == setup.packing
+        assert (args.bf16, args.fp16) == (setup.autocast_dtype == "bf16", setup.autocast_dtype == "fp16")
+        assert model.use_peft == (setup.method != "full")
+        assert args.optim == trl.HF_OPTIMIZERS[setup.optimizer]
+        sharded_checkpoints = setup.parallel == "fsdp2" and setup.checkpointing == 1
+        assert args.activation_checkpointing == (setup.checkpointing > 0 and not sharded_checkpoints)
+        if setup.checkpointing > 1:
+            assert args.activation_checkpointing_kwargs["every_n_layers"] == setup.checkpointing
+        if model.use_peft:
+            assert model.lora_r == setup.lora_rank
+            assert model.lora_dropout == setup.lora_dropout
+        assert isinstance(args.learning_rate, float)
+        accepted += 1
+    assert accepted >= 200
+
+
+@pytest.mark.parametrize("setup", [one for one in SETUPS if one.num_gpus == 1 and not trl.refusal(one)][:120], ids=str)
+def test_reading_a_trl_file_back_gives_the_setup_that_runs(setup) -> None:
+    launch = trl.export(request(setup))
+    back = read(yaml.safe_load(text_of(launch)), trl.FILE)
+    assert canonical(back.setup) == canonical(launch.runs_as(setup))
+    assert back.model_id == "Qwen/Qwen2.5-1.5B"
+
+
+def test_every_difference_is_said_in_the_file() -> None:
+    for setup in SETUPS:
+        launch = trl.export(request(setup))
+        for one in launch.differences:
+            assert one.planned != one.runs_as
+            words = " ".join(text_of(launch).replace("\n#", " ").split())
+            assert " ".join(one.reason.split()) in words
+
+
+@pytest.mark.parametrize("name", sorted(EXPORTERS))
+def test_the_same_request_gives_the_same_text(name: str) -> None:
+    for setup in SETUPS[:40]:
+        assert EXPORTERS[name](request(setup)) == EXPORTERS[name](request(setup))
+
+
+def test_machine_paths_and_line_breaks_stay_out() -> None:
+    launch = trl.export(request(SETUPS[0], model_id="/home/someone/secret\nbf16: false/model", output_dir="/root/out"))
+    text = text_of(launch)
+    assert "/home" not in text
+    assert "/root" not in text
+    assert yaml.safe_load(text)["model_name_or_path"] == "./model"
