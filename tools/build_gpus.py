@@ -10,33 +10,17 @@ import argparse
 import csv
 from pathlib import Path
 
-COLUMNS = [
-    "key",
-    "name",
-    "driver_name",
-    "aliases",
-    "vendor",
-    "arch",
-    "compute_capability",
-    "torch_mib",
-    "driver_mib",
-    "marketing_gib",
-    "bf16_tflops",
-    "fp16_tflops",
-    "fp32_tflops",
-    "tf32_tflops",
-    "bandwidth_gb_per_s",
-    "nvlink_gb_per_s",
-    "pcie",
-    "sm_count",
-    "l2_mib",
-    "tdp_w",
-    "flash_attention_2",
-    "source",
-    "memory_source",
-    "unsourced",
-    "note",
-]
+COLUMNS = (
+    *("key", "name", "driver_name", "aliases", "vendor", "arch", "compute_capability"),
+    *("torch_mib", "driver_mib", "marketing_gib"),
+    *("bf16_tflops", "fp16_tflops", "fp32_tflops", "tf32_tflops"),
+    *("bandwidth_gb_per_s", "nvlink_gb_per_s", "pcie", "sm_count", "l2_mib", "tdp_w", "flash_attention_2"),
+    *("source", "memory_source", "unsourced", "note"),
+)
+PRICE_COLUMNS = (
+    *("gpu_key", "provider", "kind", "low_usd_per_h", "high_usd_per_h"),
+    *("as_of", "confidence", "source"),
+)
 
 # What drivers also call the same device, beyond name and driver name.
 ALIASES = {
@@ -129,16 +113,11 @@ def main() -> None:
     with (arguments.source / "prices.csv").open(newline="") as file:
         prices = list(csv.DictReader(file))
     with (arguments.target / "prices.csv").open("w", newline="") as file:
-        plain = csv.writer(file, lineterminator="\n")
-        plain.writerow(
-            ["gpu_key", "provider", "kind", "low_usd_per_h", "high_usd_per_h", "as_of", "confidence", "source"]
-        )
+        table = csv.DictWriter(file, PRICE_COLUMNS, lineterminator="\n", extrasaction="ignore")
+        table.writeheader()
         for price in prices:
             low, _, high = price["usd_per_gpu_hour"].partition("-")
-            plain.writerow(
-                [price["gpu_key"], price["provider"], price["kind"], low, high or low]
-                + [price["as_of"], price["confidence"], price["source"]]
-            )
+            table.writerow(price | {"low_usd_per_h": low, "high_usd_per_h": high or low})
     print(f"{len(rows)} GPUs, {len(prices)} prices")
 
 
