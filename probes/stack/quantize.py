@@ -162,6 +162,8 @@ def quantized_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 def materialize_quantized(module: Any, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> bool:
     """Gives a quantized module of `quantize_modules` real random weights on `device`; False when it is not one."""
+    if not type(module).__module__.startswith("bitsandbytes."):
+        return False  # bitsandbytes need not be installed where nothing is quantized
     import bitsandbytes as bnb
 
     if isinstance(module, bnb.nn.Linear4bit):
