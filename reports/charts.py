@@ -1,0 +1,285 @@
+"""Chart data: plain values in base units, taken from the plan without rounding.
+
+Each chart is a dictionary that templates/report.js turns into a picture; the same dictionary fills the table of numbers
+under the picture, so that both equal plan.json. `kind` picks the picture.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from planner.outcome import Candidate, Measurement, Prediction
+from planner.plan import NoPlan, Plan
+from planner.setup import TrainSetup
+from planner.units import gib, seconds
+from reports.extras import Extras, Timeline
+from reports.pareto import pareto_front
+from reports.rows import CATEGORY_WORDS, beside, best_terms, category_bytes
+from reports.text import clean, memory_mark, parameter_words, rate, setup_difference
+
+MAX_BARS = 14
+PHASE_WORDS = {"load": "load", "forward": "forward", "loss": "loss", "backward": "backward", "step": "optimizer step"}
+
+Chart = dict[str, Any]
+
+
+def table_of(header: Sequence[str], rows: Iterable[Sequence[str]]) -> dict[str, Any]:
+    """The numbers under a chart."""
+    return {"header": list(header), "rows": [list(row) for row in rows]}
+
+
+def memory_bars(
+    candidates: Sequence[tuple[str, Candidate]], memory_bytes: int, budget_bytes: int, *, limit: int = MAX_BARS
+) -> Chart:
+    """Stacked bars by category against the card's capacity.
+
+    Each bar is the answer of one rung alone (terms, allocator gap and context of the same prediction); where a probe
+    measured the device peak, it is a mark beside the bar.
+    """
+    shown = list(candidates)[:limit]
+    evidence = [best_terms(candidate) for _, candidate in shown]
+    stacks = [_stack(one) for one in evidence]
+    names = [name for name in CATEGORY_WORDS if any(stack.get(name) for stack in stacks)]
+    measured = [
+        candidate.probe.peak_device_bytes if isinstance(candidate.probe, Measurement) else None
+        for _, candidate in shown
+    ]
+    labels = [clean(label) for label, _ in shown]
+    header = ("candidate", "rung", *(CATEGORY_WORDS[name] for name in names), "device peak", "measured")
+    rows = [
+        (
+            label,
+            memory_mark(one),
+            *(gib(stack.get(name, 0)) for name in names),
+            gib(one.peak_device_bytes),
+            "" if probe is None else gib(probe),
+        )
+        for label, one, stack, probe in zip(labels, evidence, stacks, measured, strict=True)
+    ]
+    return {
+        "kind": "memory-bars",
+        "title": "Memory of the candidates, by term, against the card",
+        "labels": labels,
+        "series": [
+            {"name": CATEGORY_WORDS[name], "category": name, "bytes": [stack.get(name, 0) for stack in stacks]}
+            for name in names
+        ],
+        "device_bytes": [one.peak_device_bytes for one in evidence],
+        "measured_bytes": measured,
+        "memory_bytes": memory_bytes,
+        "budget_bytes": budget_bytes,
+        "table": table_of(header, rows),
+    }
+
+
+def _stack(prediction: Prediction) -> dict[str, int]:
+    """Bytes per category that add up to the prediction's device peak."""
+    stack = category_bytes(prediction.terms)
+    residue = prediction.peak_allocated_bytes - sum(stack.values())
+    stack["gap"] = prediction.peak_reserved_bytes - prediction.peak_allocated_bytes
+    stack["context"] = prediction.peak_device_bytes - prediction.peak_reserved_bytes
+    if residue > 0:
+        stack["residue"] = residue
+    return stack
+
+
+def speed_memory(plan: Plan) -> Chart:
+    """Tokens/s against device peak for every ranked candidate, with the Pareto front."""
+    chosen = plan.chosen
+    by_setup: dict[TrainSetup, Candidate] = {}
+    for one in (chosen, *(each.candidate for each in plan.alternatives), *plan.ranked):
+        by_setup.setdefault(one.setup, one)
+    candidates = [one for one in by_setup.values() if one.tokens_per_s > 0]
+    front = pareto_front([one for one in candidates if one.fits])
+    points = [
+        {
+            "peak_device_bytes": one.memory_evidence.peak_device_bytes,
+            "tokens_per_s": one.tokens_per_s,
+            "method": one.setup.method,
+            "fits": one.fits,
+            "difference": "the plan" if one is chosen else setup_difference(chosen.setup, one.setup),
+        }
+        for one in candidates
+    ]
+    rows = [
+        (
+            "the plan" if one is chosen else setup_difference(chosen.setup, one.setup),
+            gib(one.memory_evidence.peak_device_bytes),
+            memory_mark(one.memory_evidence),
+            rate(one.tokens_per_s),
+        )
+        for one in front
+    ]
+    return {
+        "kind": "speed-memory",
+        "title": "Speed against memory, with the Pareto front",
+        "points": points,
+        "front": [[one.memory_evidence.peak_device_bytes, one.tokens_per_s] for one in front],
+        "memory_bytes": plan.workload.memory_bytes,
+        "budget_bytes": plan.workload.budget_bytes,
+        "table": table_of(("on the front", "peak", "from", "speed"), rows),
+    }
+
+
+def phase_peaks(candidate: Candidate) -> Chart:
+    """Allocated peak of each phase: the largest one decides, the sum means nothing."""
+    evidence = best_terms(candidate)
+    peaks = {PHASE_WORDS.get(name, clean(name)): size for name, size in evidence.phase_peaks_bytes.items() if size}
+    return {
+        "kind": "phase-peaks",
+        "title": "Allocated peak of each phase",
+        "labels": list(peaks),
+        "bytes": list(peaks.values()),
+        "peak": PHASE_WORDS.get(evidence.peak_phase, clean(evidence.peak_phase)),
+        "table": table_of(("phase", "allocated peak"), ((name, gib(size)) for name, size in peaks.items())),
+    }
+
+
+def time_parts(candidate: Candidate) -> Chart:
+    """Where the step time goes, by class of operator."""
+    parts = dict(sorted(candidate.formula.time_parts_s.items(), key=lambda item: -item[1]))
+    return {
+        "kind": "time-parts",
+        "title": "Where the time of a step goes (formula)",
+        "labels": [clean(name).replace("_", " ") for name in parts],
+        "seconds": list(parts.values()),
+        "table": table_of(
+            ("part", "time"), ((clean(name).replace("_", " "), seconds(value)) for name, value in parts.items())
+        ),
+    }
+
+
+def timeline_chart(timeline: Timeline, memory_bytes: int) -> Chart:
+    """Allocated memory over one step."""
+    return {
+        "kind": "timeline",
+        "title": "Allocated memory over one step (dry run)",
+        "points": [list(point) for point in timeline.points],
+        "phases": [
+            {"name": PHASE_WORDS.get(one.name, clean(one.name)), "start": one.start, "end": one.end}
+            for one in timeline.phases
+        ],
+        "peak": [timeline.peak_event, timeline.peak_bytes],
+        "memory_bytes": memory_bytes,
+        "table": table_of(
+            ("alive at the peak", "kind", "size"),
+            ((clean(one.name), CATEGORY_WORDS.get(one.category, clean(one.category)), gib(one.size_bytes))
+             for one in timeline.tensors),
+        ),
+    }  # fmt: skip
+
+
+def sensitivity_charts(extras: Extras, budget_bytes: int) -> list[Chart]:
+    """One chart per value that was moved."""
+    charts: list[Chart] = []
+    for parameter in dict.fromkeys(point.parameter for point in extras.sensitivity):
+        points = [point for point in extras.sensitivity if point.parameter == parameter]
+        words = parameter_words(parameter)
+        charts.append(
+            {
+                "kind": "sensitivity",
+                "title": f"If the {clean(words)} moved",
+                "parameter": clean(words),
+                "values": [point.value for point in points],
+                "bytes": [point.peak_device_bytes for point in points],
+                "tokens_per_s": [point.tokens_per_s for point in points],
+                "fits": [point.fits for point in points],
+                "chosen": next((index for index, point in enumerate(points) if point.chosen), None),
+                "budget_bytes": budget_bytes,
+                "table": table_of(
+                    (clean(words), "peak", "fits", "speed", "from"),
+                    (
+                        (
+                            f"{point.value:,}" + (" (planned)" if point.chosen else ""),
+                            gib(point.peak_device_bytes),
+                            "yes" if point.fits else "no",
+                            rate(point.tokens_per_s),
+                            clean(point.rung.replace("_", " ")),
+                        )
+                        for point in points
+                    ),
+                ),
+            }
+        )
+    return charts
+
+
+def search_history(search: Mapping[str, Any]) -> Chart | None:
+    """What the search tried, in order: `search["trials"]` is a list of {"tokens_per_s", "feasible", "rung", ...}."""
+    trials = search.get("trials")
+    if not isinstance(trials, (list, tuple)) or not all(isinstance(trial, Mapping) for trial in trials) or not trials:
+        return None
+    best, points, rows = 0.0, [], []
+    for number, trial in enumerate(trials):
+        speed = trial.get("tokens_per_s")
+        speed = float(speed) if isinstance(speed, (int, float)) and not isinstance(speed, bool) else None
+        feasible = bool(trial.get("feasible", speed is not None))
+        if feasible and speed is not None:
+            best = max(best, speed)
+        rung, reason = clean(str(trial.get("rung") or "")), clean(str(trial.get("reason") or ""))
+        points.append(
+            {"tokens_per_s": speed, "feasible": feasible, "best": best or None, "reason": reason, "rung": rung}
+        )
+        rows.append((str(number + 1), rate(speed), "yes" if feasible else "no", rung.replace("_", " "), reason))
+    return {
+        "kind": "search-history",
+        "title": "What the search tried",
+        "points": points,
+        "table": table_of(("trial", "speed", "fits", "from", "reason"), rows),
+    }
+
+
+def accuracy_rows(plan: Plan | NoPlan) -> list[dict[str, Any]]:
+    """Predicted against measured for every candidate that a probe measured."""
+    labelled = list(beside(plan)) if isinstance(plan, Plan) else [("nearest", plan.nearest, "")]
+    known = {candidate.setup for _, candidate, _ in labelled}
+    if isinstance(plan, Plan):
+        labelled += [(f"ranked {i}", one, "") for i, one in enumerate(plan.ranked, 1) if one.setup not in known]
+    rows = []
+    for label, candidate, _ in labelled:
+        if not isinstance(candidate.probe, Measurement):
+            continue
+        for prediction in (candidate.formula, candidate.dry_run):
+            if isinstance(prediction, Prediction):
+                rows.append(_accuracy(clean(label), prediction, candidate.probe))
+    return rows
+
+
+def _accuracy(label: str, prediction: Prediction, measured: Measurement) -> dict[str, Any]:
+    speed = prediction.tokens_per_s
+    return {
+        "label": label,
+        "rung": memory_mark(prediction),
+        "predicted_bytes": prediction.peak_allocated_bytes,
+        "measured_bytes": measured.peak_allocated_bytes,
+        "memory_error_fraction": prediction.peak_allocated_bytes / measured.peak_allocated_bytes - 1,
+        "predicted_tokens_per_s": speed,
+        "measured_tokens_per_s": measured.tokens_per_s,
+        "speed_error_fraction": None if speed is None else speed / measured.tokens_per_s - 1,
+    }
+
+
+def accuracy_chart(rows: Sequence[Mapping[str, Any]]) -> Chart:
+    """Errors of the predictions, measured set to zero."""
+    return {
+        "kind": "accuracy",
+        "title": "Predicted against measured",
+        "labels": [f"{row['label']} ({row['rung']})" for row in rows],
+        "memory_error_fraction": [row["memory_error_fraction"] for row in rows],
+        "speed_error_fraction": [row["speed_error_fraction"] for row in rows],
+        "table": table_of(
+            ("candidate", "rung", "predicted allocated", "measured", "error", "predicted speed", "measured", "error"),
+            (
+                (
+                    row["label"],
+                    row["rung"],
+                    gib(row["predicted_bytes"]),
+                    gib(row["measured_bytes"]),
+                    f"{100 * row['memory_error_fraction']:+.1f} %",
+                    rate(row["predicted_tokens_per_s"]),
+                    rate(row["measured_tokens_per_s"]),
+                    "" if row["speed_error_fraction"] is None else f"{100 * row['speed_error_fraction']:+.1f} %",
+                )
+                for row in rows
+            ),
+        ),
+    }

@@ -1,0 +1,136 @@
+"""Several plans side by side: models, GPUs, sequence lengths."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from planner.plan import NoPlan, Plan
+from planner.units import gib
+from reports.charts import Chart, memory_bars, table_of
+from reports.text import clean, fit_word, memory_mark, rate, setup_words, speed_mark
+
+Named = tuple[str, Plan | NoPlan]
+
+
+def plan_labels(named: Sequence[Named]) -> list[str]:
+    """A short label for each plan: what differs between them (model, GPU, sequence length), or their names."""
+    wishes = [plan.workload for _, plan in named]
+    columns: list[list[str]] = [
+        [clean(wish.model.model_id) for wish in wishes],
+        [clean(wish.gpu.name) for wish in wishes],
+        [f"{wish.seq_len_tokens:,} tokens" for wish in wishes],
+        [f"batch {wish.global_batch_seqs}" for wish in wishes],
+    ]
+    differing = [column for column in columns if len(set(column)) > 1]
+    labels = [", ".join(parts) for parts in zip(*differing, strict=True)] if differing else [""] * len(named)
+    if len(set(labels)) < len(labels):
+        labels = [
+            " · ".join(filter(None, (clean(name), label))) for (name, _), label in zip(named, labels, strict=True)
+        ]
+    if len(set(labels)) < len(labels):
+        labels = [f"{number}. {label}" for number, label in enumerate(labels, 1)]
+    return labels
+
+
+def comparison_rows(named: Sequence[Named]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Header and rows of the comparison, in the order given."""
+    header = ("plan", "fits", "peak", "budget", "from", "speed", "from ", "$ per million tokens", "setup")
+    rows: list[tuple[str, ...]] = []
+    for label, (_, plan) in zip(plan_labels(named), named, strict=True):
+        candidate = plan.chosen if isinstance(plan, Plan) else plan.nearest
+        evidence = candidate.memory_evidence
+        rows.append(
+            (
+                label,
+                fit_word(candidate) if isinstance(plan, Plan) else f"no, {gib(plan.missing_bytes)} missing",
+                gib(evidence.peak_device_bytes),
+                gib(candidate.budget_bytes),
+                memory_mark(evidence),
+                rate(candidate.tokens_per_s) if isinstance(plan, Plan) else "-",
+                speed_mark(candidate.speed_evidence) if isinstance(plan, Plan) else "",
+                cost_words(plan),
+                setup_words(candidate.setup),
+            )
+        )
+    return header, rows
+
+
+def cost_per_million(plan: Plan | NoPlan) -> float | None:
+    """US dollars for a million tokens, None without a plan or a price."""
+    if isinstance(plan, NoPlan) or plan.workload.price_per_hour is None or not plan.chosen.tokens_per_s:
+        return None
+    hours = 1e6 / plan.chosen.tokens_per_s / 3600
+    return hours * plan.workload.price_per_hour * plan.workload.num_gpus
+
+
+def cost_words(plan: Plan | NoPlan) -> str:
+    """The cost of a million tokens as text."""
+    cost = cost_per_million(plan)
+    return "-" if cost is None else f"${cost:,.3f}"
+
+
+def comparison_view(named: Sequence[Named], targets: Sequence[str]) -> dict[str, Any]:
+    """What comparison.html.j2 reads; `targets` are the ids of the plans' own sections, "" where there is none."""
+    header, rows = comparison_rows(named)
+    fitting = [(label, plan) for label, (_, plan) in zip(plan_labels(named), named, strict=True) if plan.kind == "plan"]
+    sentences = [f"{len(fitting)} of {len(named)} fit."]
+    plans = [(label, plan) for label, plan in fitting if isinstance(plan, Plan)]
+    if plans:
+        label, best = max(plans, key=lambda item: item[1].chosen.tokens_per_s)
+        mark = speed_mark(best.chosen.speed_evidence)
+        sentences.append(f"Fastest: {label}, {rate(best.chosen.tokens_per_s)} ({mark}).")
+    costs = [(cost, label) for label, plan in plans if (cost := cost_per_million(plan)) is not None]
+    if costs:
+        cost, label = min(costs)
+        sentences.append(f"Cheapest: {label}, ${cost:,.3f} per million tokens.")
+    return {
+        "title": f"{len(named)} plans compared",
+        "sentences": sentences,
+        "table": {"header": header},
+        "rows": [{"target": target, "cells": row} for target, row in zip(targets, rows, strict=True)],
+        "charts": _charts(named, plans),
+    }
+
+
+def _charts(named: Sequence[Named], plans: Sequence[tuple[str, Plan]]) -> list[Chart]:
+    labels = plan_labels(named)
+    candidates = [plan.chosen if isinstance(plan, Plan) else plan.nearest for _, plan in named]
+    charts = []
+    if plans:
+        speeds = [plan.chosen.tokens_per_s for _, plan in plans]
+        charts.append(
+            _bars("speed", "Speed", "tokens/s", [label for label, _ in plans], speeds, [rate(v) for v in speeds])
+        )
+    known = [(label, cost) for label, plan in plans if (cost := cost_per_million(plan)) is not None]
+    if known:
+        words = [f"${cost:,.3f}" for _, cost in known]
+        names, costs = [label for label, _ in known], [cost for _, cost in known]
+        charts.append(_bars("cost", "Cost of a million tokens", "US dollars", names, costs, words))
+    memory = memory_bars(list(zip(labels, candidates, strict=True)), 1, 1, limit=len(named))
+    sizes = [plan.workload.memory_bytes for _, plan in named]
+    height = 130 + 34 * len(named)
+    charts.append(
+        {
+            **memory,
+            "id": "comparison-memory",
+            "height": height,
+            "memory_bytes": sizes,
+            "title": "Memory against each card",
+        }
+    )
+    return charts
+
+
+def _bars(
+    name: str, title: str, unit: str, labels: Sequence[str], values: Sequence[float], words: Sequence[str]
+) -> Chart:
+    return {
+        "kind": "bars",
+        "id": f"comparison-{name}",
+        "title": title,
+        "unit": unit,
+        "height": 60 + 34 * len(labels),
+        "labels": list(labels),
+        "values": list(values),
+        "words": list(words),
+        "table": table_of(("plan", unit), zip(labels, words, strict=True)),
+    }

@@ -1,0 +1,115 @@
+"""report.html: one self-contained page per plan or comparison. It opens offline and asks the network for nothing.
+
+Pictures are drawn by Apache ECharts (its file is in templates/, see templates/README.md) from the values that
+`reports.charts` takes from the plan; text comes from the same functions as the terminal and report.md.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from planner.errors import EnvironmentProblem
+from planner.plan import NoPlan, Plan
+from reports.compare import comparison_view
+from reports.extras import Extras
+from reports.html_plan import plan_view
+from reports.text import workload_words
+
+ECHARTS_VERSION = "6.1.0"
+MAX_FULL_PLANS = 6
+"""A comparison of more plans shows only the comparison, so that the page stays small and quick."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One plan of a report, with what came beside it in plan.json; `name` is its directory."""
+
+    plan: Plan | NoPlan
+    extras: Extras = field(default_factory=Extras)
+    name: str = ""
+
+
+def report_html(entries: Sequence[Entry], *, version: str = "") -> str:
+    """The page for one plan, or the comparison of several.
+
+    Raises:
+        EnvironmentProblem: jinja2 is not installed.
+        ValueError: no entry.
+    """
+    if not entries:
+        raise ValueError("a report needs at least one plan")
+    single = len(entries) == 1
+    charts: dict[str, Any] = {}
+    shown = entries if len(entries) <= MAX_FULL_PLANS else ()
+    plans = [plan_view(entry.plan, entry.extras, f"plan-{n}", single=single) for n, entry in enumerate(shown, 1)]
+    comparison = None
+    if not single:
+        targets = [view["id"] for view in plans] or [""] * len(entries)
+        comparison = comparison_view([(entry.name, entry.plan) for entry in entries], targets)
+        _register(charts, comparison["charts"])
+    for view in plans:
+        found = [chart for chart in view["charts"].values() if isinstance(chart, dict)]
+        _register(charts, [*found, *view["charts"]["sensitivity"]])
+    page: str = _template().render(
+        title=_title(entries),
+        version=version or entries[0].extras.planner_version,
+        echarts_version=ECHARTS_VERSION,
+        plans=plans,
+        comparison=comparison,
+        links=_links(plans, comparison),
+        charts_json=_markup(json.dumps(charts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")),
+        css=_markup(_asset("style.css")),
+        js=_markup(_asset("report.js")),
+        echarts=_markup(_asset("echarts.common.min.js")),
+    )
+    return page
+
+
+def _register(charts: dict[str, Any], found: Sequence[dict[str, Any]]) -> None:
+    for chart in found:
+        charts[chart["id"]] = {key: value for key, value in chart.items() if key != "table"}
+
+
+def _title(entries: Sequence[Entry]) -> str:
+    if len(entries) == 1:
+        return workload_words(entries[0].plan.workload)
+    return f"{len(entries)} plans compared"
+
+
+def _links(plans: Sequence[dict[str, Any]], comparison: dict[str, Any] | None) -> list[dict[str, str]]:
+    links = [{"target": "comparison-title", "words": "Comparison"}] if comparison else []
+    if comparison:
+        return links + [{"target": view["id"], "words": view["short"]} for view in plans]
+    return [{"target": f"{plans[0]['id']}-{key}", "words": words} for key, words in plans[0]["sections"]]
+
+
+@cache
+def _asset(name: str) -> str:
+    return (files("reports") / "templates" / name).read_text(encoding="utf-8")
+
+
+@cache
+def _template() -> Any:
+    try:
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+    except ImportError as error:
+        raise EnvironmentProblem(
+            "the HTML report needs jinja2", hint="pip install 'finetune-planner[report]', or use report.md"
+        ) from error
+    environment = Environment(
+        loader=PackageLoader("reports"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("report.html.j2")
+
+
+def _markup(text: str) -> Any:
+    from markupsafe import Markup
+
+    return Markup(text)  # our own assets, and JSON whose "<" is written as \u003c

@@ -1,0 +1,269 @@
+"""What the page of one plan shows, as plain values for the template."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from planner.interchange import setup_to_dict
+from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
+from planner.plan import Answer, Cut, NoPlan, Plan
+from planner.units import count, gib, percent, seconds
+from reports.charts import (
+    Chart,
+    accuracy_chart,
+    accuracy_rows,
+    memory_bars,
+    phase_peaks,
+    search_history,
+    sensitivity_charts,
+    speed_memory,
+    table_of,
+    time_parts,
+    timeline_chart,
+)
+from reports.extras import Extras
+from reports.rows import beside, breakdown, evidence_columns
+from reports.text import (
+    clean,
+    dollars,
+    epoch_sentence,
+    failure_words,
+    fit_word,
+    memory_mark,
+    memory_sentence,
+    method_words,
+    needs_words,
+    plural,
+    rank_floor_sentence,
+    rate,
+    setup_difference,
+    setup_words,
+    space_sentence,
+    speed_mark,
+    speed_sentence,
+    workload_words,
+)
+
+BAR_HEIGHT_PX, CHART_HEIGHT_PX = 38, 380
+METER_SHARE = 70
+"""Where a full budget ends on the little meters of the tree, in percent of their width."""
+
+
+def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -> dict[str, Any]:
+    """Everything that plan.html.j2 reads."""
+    chosen = plan.chosen if isinstance(plan, Plan) else plan.nearest
+    wish = plan.workload
+    parts = breakdown(chosen, wish.memory_bytes, max_terms=40)
+    named = memory_mark(parts.terms_evidence)
+    charts = _charts(plan, extras, name)
+    view: dict[str, Any] = {
+        "id": name,
+        "single": single,
+        "title": workload_words(wish),
+        "short": f"{clean(wish.model.model_id)} on {clean(wish.gpu.name)}, {wish.seq_len_tokens:,} tokens",
+        "charts": charts,
+        "launch": [
+            {"target": clean(one.target), "file": clean(one.file), "command": one.command, "text": one.text}
+            for one in extras.launch
+        ],
+        "setup_json": _setup_json(plan, chosen),
+        "rungs": _rungs(chosen),
+        "failures": [failure_words(one) for _, one in evidence_columns(chosen) if isinstance(one, ProbeFailure)],
+        "terms": table_of(
+            ("term", "size", "of the card", "up to"),
+            (
+                (row.label, gib(row.size_bytes), percent(row.size_bytes / wish.memory_bytes, 1), gib(row.end_bytes))
+                for row in parts.rows
+            ),
+        ),
+        "terms_note": f"Peak: {memory_mark(parts.peak_evidence)}. Terms: {named}.",
+        "tree": _tree(plan.walk),
+        "space": space_sentence(plan),
+        "notes": [clean(note) for note in dict.fromkeys((*plan.notes, *chosen.memory_evidence.notes))],
+        "environment": _environment(plan, extras, chosen),
+        "tiles": _tiles(plan, chosen),
+        "search_note": "",
+        "beside": [],
+        "remedies": None,
+    }
+    if isinstance(plan, Plan):
+        view["verdict"] = f"Train with {setup_words(chosen.setup)}."
+        lines = (memory_sentence(chosen), speed_sentence(chosen), epoch_sentence(wish, chosen))
+        view["sentences"] = [line for line in (*lines, rank_floor_sentence(plan)) if line]
+        view["leaf"] = method_words(chosen.setup)
+        view["beside"] = _beside(plan) if plan.alternatives else []
+        view["search_note"] = clean(str(plan.search.get("stop_reason") or ""))
+    else:
+        view["verdict"] = f"Nothing fits: {gib(plan.missing_bytes)} missing."
+        view["sentences"] = [f"The nearest setup is {setup_words(chosen.setup)}.", memory_sentence(chosen)]
+        view["leaf"] = "nothing fits"
+        view["remedies"] = table_of(
+            ("change", "saves", "enough?"),
+            ((clean(one.action), gib(one.saves_bytes), "yes" if one.fits else "not alone") for one in plan.remedies),
+        )
+    view["sections"] = _sections(view)
+    return view
+
+
+def _charts(plan: Plan | NoPlan, extras: Extras, name: str) -> dict[str, Any]:
+    chosen = plan.chosen if isinstance(plan, Plan) else plan.nearest
+    wish = plan.workload
+    labelled = [(label, candidate) for label, candidate, _ in beside(plan)] if isinstance(plan, Plan) else []
+    bars = memory_bars(labelled or [("nearest", chosen)], wish.memory_bytes, wish.budget_bytes)
+    measured = accuracy_rows(plan)
+    charts: dict[str, Chart | None] = {
+        "memory": _sized(bars, 130 + BAR_HEIGHT_PX * len(bars["labels"])),
+        "phases": _sized(phase_peaks(chosen), 240),
+        "speed": None,
+        "timeline": None,
+        "time": None,
+        "search": None,
+        "accuracy": None,
+    }
+    if isinstance(plan, Plan):
+        speed = speed_memory(plan)
+        charts["speed"] = _sized(speed, 460) if speed["points"] else None
+        charts["search"] = _sized(search_history(plan.search), CHART_HEIGHT_PX)
+    if extras.timeline is not None and extras.timeline.points:
+        charts["timeline"] = _sized(timeline_chart(extras.timeline, wish.memory_bytes), CHART_HEIGHT_PX)
+    if chosen.formula.time_parts_s:
+        time = time_parts(chosen)
+        charts["time"] = _sized(time, 60 + BAR_HEIGHT_PX * len(time["labels"]))
+    if measured:
+        charts["accuracy"] = _sized(accuracy_chart(measured), 110 + 2 * BAR_HEIGHT_PX * len(measured))
+    for key, chart in charts.items():
+        if chart is not None:
+            chart["id"] = f"{name}-chart-{key}"
+    moved = sensitivity_charts(extras, wish.budget_bytes) if isinstance(plan, Plan) else []
+    for number, chart in enumerate(moved, 1):
+        chart.update(id=f"{name}-chart-sensitivity-{number}", height=340)
+    return {**charts, "sensitivity": moved}
+
+
+def _sized(chart: Chart | None, height_px: int) -> Chart | None:
+    return None if chart is None else {**chart, "height": height_px}
+
+
+def _sections(view: dict[str, Any]) -> list[tuple[str, str]]:
+    charts = view["charts"]
+    known = (
+        ("remedies", "What would help", view["remedies"]),
+        ("launch", "Run it" if view["launch"] else "The setup", True),
+        ("memory", "Memory", True),
+        ("why", "Why", view["tree"]),
+        ("beside", "Alternatives", view["beside"]),
+        ("sensitivity", "If one thing moved", charts["sensitivity"]),
+        ("time", "Time", charts["time"]),
+        ("accuracy", "Predicted and measured", charts["accuracy"]),
+        ("search", "Search", charts["search"]),
+        ("notes", "Notes", view["notes"]),
+        ("environment", "Sources", True),
+    )
+    return [(key, words) for key, words, there in known if there]
+
+
+def _tiles(plan: Plan | NoPlan, chosen: Candidate) -> list[dict[str, str]]:
+    wish, memory = plan.workload, chosen.memory_evidence
+    budget = f"of {gib(chosen.budget_bytes)}, {memory_mark(memory)}"
+    tiles = [("Peak on the device", gib(memory.peak_device_bytes), budget)]
+    speed = chosen.speed_evidence
+    if speed.tokens_per_s and speed.step_time_s:
+        mark = speed_mark(speed)
+        tiles += [("Speed", rate(speed.tokens_per_s), mark), ("Optimizer step", seconds(speed.step_time_s), mark)]
+        if speed.mfu_fraction:
+            tiles.append(("Of the GPU's peak", percent(speed.mfu_fraction), mark))
+        if wish.dataset_tokens:
+            duration_s = wish.dataset_tokens / speed.tokens_per_s
+            tiles.append(("One epoch", seconds(duration_s), f"{count(wish.dataset_tokens)} tokens, {mark}"))
+        if wish.price_per_hour is not None:
+            per_million = 1e6 / speed.tokens_per_s / 3600 * wish.price_per_hour * wish.num_gpus
+            words = f"{dollars(wish.price_per_hour)} per GPU hour, {mark}"
+            tiles.append(("Cost of a million tokens", f"${per_million:,.3f}", words))
+    return [{"name": name, "value": value, "mark": mark} for name, value, mark in tiles]
+
+
+def _tree(walk: Sequence[Answer]) -> list[dict[str, Any]]:
+    nodes = []
+    for answer in walk:
+        node = _bytes(answer)
+        cuts = [
+            {
+                "branch": clean(cut.branch),
+                "setups": f"{cut.num_setups:,} {plural(cut.num_setups, 'setup')}",
+                "reason": clean(cut.reason),
+                **_bytes(cut),
+            }
+            for cut in answer.cuts
+        ]
+        words = {"question": clean(answer.question), "choice": clean(answer.choice), "reason": clean(answer.reason)}
+        nodes.append({**words, **node, "cuts": cuts})
+    return nodes
+
+
+def _bytes(one: Answer | Cut) -> dict[str, Any]:
+    needed, budget = one.needed_bytes, one.budget_bytes
+    filled = min(100.0, METER_SHARE * needed / budget) if needed is not None and budget else 0.0
+    return {
+        "words": needs_words(needed, budget),
+        "needed_bytes": needed,
+        "budget_bytes": budget,
+        "needed_percent": round(filled, 1),
+        "budget_percent": METER_SHARE,
+    }
+
+
+def _beside(plan: Plan) -> list[dict[str, str]]:
+    return [
+        {
+            "label": clean(label),
+            "difference": setup_difference(plan.chosen.setup, candidate.setup),
+            "speed": rate(candidate.tokens_per_s),
+            "speed_mark": speed_mark(candidate.speed_evidence),
+            "peak": gib(candidate.memory_evidence.peak_device_bytes),
+            "memory_mark": memory_mark(candidate.memory_evidence),
+            "rank": str(candidate.setup.lora_rank or "-"),
+            "fits": fit_word(candidate),
+            "trade": clean(trade),
+        }
+        for label, candidate, trade in beside(plan)
+    ]
+
+
+def _rungs(candidate: Candidate) -> dict[str, Any]:
+    present = [(name, one) for name, one in evidence_columns(candidate) if one is not None]
+    figures: list[tuple[str, ...]] = []
+    for label, key in (("allocated", "allocated"), ("reserved", "reserved"), ("device", "device")):
+        cells = ("-" if isinstance(one, ProbeFailure) else gib(getattr(one, f"peak_{key}_bytes")) for _, one in present)
+        figures.append((f"{label} peak", *cells))
+    figures.append(("memory band", *(_band(memory_mark(one)) for _, one in present)))
+    known = [one if isinstance(one, (Prediction, Measurement)) and one.tokens_per_s else None for _, one in present]
+    figures.append(("step time", *("-" if one is None else seconds(one.step_time_s or 0.0) for one in known)))
+    figures.append(("speed", *("-" if one is None else rate(one.tokens_per_s) for one in known)))
+    figures.append(("time band", *("-" if one is None else _band(speed_mark(one)) for one in known)))
+    return table_of(("", *(name for name, _ in present)), figures)
+
+
+def _band(mark: str) -> str:
+    return f"±{mark.partition('±')[2]}" if "±" in mark else ("measured" if "measured" in mark else "-")
+
+
+def _setup_json(plan: Plan | NoPlan, chosen: Candidate) -> str:
+    names = {"model": plan.workload.model.model_id, "gpu": plan.workload.gpu.key}
+    return json.dumps({**names, **setup_to_dict(chosen.setup)})
+
+
+def _environment(plan: Plan | NoPlan, extras: Extras, chosen: Candidate) -> dict[str, Any]:
+    rows = [
+        ("model configuration", plan.workload.model.config_source),
+        ("GPU facts", plan.workload.gpu.source),
+        ("usable memory", f"{gib(plan.workload.memory_bytes)} ({plan.workload.gpu.memory_basis})"),
+        ("command", extras.command),
+        ("finetune-planner", extras.planner_version),
+        ("written", extras.created),
+        *extras.environment.items(),
+    ]
+    if isinstance(chosen.probe, Measurement):
+        where = chosen.probe.environment
+        rows += [("probed on", where.gpu_name), ("driver", where.driver), ("CUDA", where.cuda)]
+        rows += [(f"probe's {name}", version) for name, version in where.libraries.items()]
+    return table_of(("what", "value"), ((clean(name), clean(value)) for name, value in rows if value))

@@ -1,0 +1,316 @@
+"use strict";
+(function () {
+  const charts = JSON.parse(document.getElementById("charts").textContent);
+  const GIB = 1073741824, MIB = 1048576;
+  // Okabe and Ito's palette: told apart with colour blindness; patterns ("decal") tell them apart without colour.
+  const COLOURS = {
+    weights: "#0072B2", adapters: "#56B4E9", gradients: "#E69F00", optimizer: "#F0E442", activations: "#009E73",
+    loss: "#D55E00", dequantization: "#CC79A7", workspace: "#8c6d31", other: "#7f7f7f", gap: "#b3b3b3",
+    context: "#999999", residue: "#4d4d4d",
+  };
+  const METHODS = { full: ["rect", "#D55E00"], lora: ["circle", "#0072B2"], qlora: ["triangle", "#009E73"] };
+  const METHOD_WORDS = { full: "full fine-tuning", lora: "LoRA", qlora: "QLoRA" };
+
+  // The same text as planner.units writes.
+  const gib = (bytes) => Math.abs(bytes) < 0.1 * GIB ? (bytes / MIB).toFixed(1) + " MiB" : (bytes / GIB).toFixed(2) + " GiB";
+  const whole = (number) => Math.round(number).toLocaleString("en-US");
+  const rate = (speed) => speed ? (speed >= 10 ? whole(speed) : speed.toPrecision(2)) + " tokens/s" : "unknown";
+  const percent = (fraction) => (fraction >= 0 ? "+" : "") + (100 * fraction).toFixed(1) + " %";
+  const seconds = (s) => s < 1 ? (1000 * s).toFixed(s < 0.01 ? 2 : 0) + " ms" : s.toFixed(1) + " s";
+  const safe = (text) => String(text).replace(/[&<>"']/g, (c) => "&#" + c.charCodeAt(0) + ";");
+  const lines = (...parts) => parts.filter(Boolean).map(safe).join("<br>");
+
+  function theme() {
+    const style = getComputedStyle(document.documentElement);
+    const colour = (name) => style.getPropertyValue("--" + name).trim();
+    return { ink: colour("ink"), soft: colour("soft"), line: colour("line"), page: colour("page"), panel: colour("panel"),
+             accent: colour("accent"), bad: colour("bad"), good: colour("good"), font: style.fontFamily };
+  }
+
+  function base(t) {
+    return {
+      animation: false, backgroundColor: "transparent",
+      textStyle: { color: t.ink, fontFamily: getComputedStyle(document.body).fontFamily },
+      aria: { enabled: true }, grid: { left: 8, right: 28, top: 36, bottom: 40, containLabel: true },
+      tooltip: { confine: true, backgroundColor: t.panel, borderColor: t.line, textStyle: { color: t.ink } },
+    };
+  }
+  function axis(t, more) {
+    return Object.assign({
+      axisLabel: { color: t.soft }, axisLine: { lineStyle: { color: t.line } }, splitLine: { lineStyle: { color: t.line } },
+      nameTextStyle: { color: t.soft }, nameLocation: "middle", nameGap: 28,
+    }, more);
+  }
+  const gibAxis = (t, more) => axis(t, Object.assign({ type: "value", axisLabel: { color: t.soft, formatter: (v) => +(v / GIB).toPrecision(3) } }, more));
+  // Ticks at round numbers of GiB.
+  function gibScale(largest) {
+    const step = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000].find((s) => largest / GIB / s <= 8) || 10000;
+    return { min: 0, interval: step * GIB, max: Math.ceil(largest / GIB / step) * step * GIB };
+  }
+  function limit(t, bytes, words, colour, along, position, type) {
+    return { [along]: bytes, name: words, lineStyle: { color: colour, type: type, width: 2 },
+             label: { formatter: words, color: t.ink, position: position, backgroundColor: t.page, padding: [1, 3] } };
+  }
+  const limits = (t, chart, along, position) => ({
+    silent: true, symbol: "none",
+    data: [limit(t, chart.budget_bytes, "budget " + gib(chart.budget_bytes), t.soft, along, position[0], "dashed"),
+           limit(t, chart.memory_bytes, "card " + gib(chart.memory_bytes), t.bad, along, position[1], "solid")],
+  });
+
+  const KINDS = {
+    "memory-bars"(chart, t) {
+      const own = Array.isArray(chart.memory_bytes);
+      const largest = Math.max(...chart.device_bytes, ...chart.measured_bytes.map((b) => b || 0), ...[].concat(chart.memory_bytes));
+      const option = base(t);
+      option.aria.decal = { show: true };
+      option.grid = { left: 8, right: 28, top: 64, bottom: 44, containLabel: true };
+      option.legend = { top: 0, textStyle: { color: t.ink }, itemWidth: 22, type: "scroll", pageTextStyle: { color: t.soft } };
+      option.tooltip.trigger = "axis";
+      option.tooltip.axisPointer = { type: "shadow" };
+      option.tooltip.formatter = (rows) => {
+        const index = rows[0].dataIndex;
+        const parts = chart.series.filter((s) => s.bytes[index]).map((s) => s.name + ": " + gib(s.bytes[index]));
+        const measured = chart.measured_bytes[index];
+        const card = own ? "card: " + gib(chart.memory_bytes[index]) : "";
+        return lines(chart.labels[index], ...parts, "device peak: " + gib(chart.device_bytes[index]),
+                     measured ? "measured: " + gib(measured) : "", card);
+      };
+      option.xAxis = gibAxis(t, Object.assign({ name: "GiB" }, gibScale(largest * 1.02)));
+      option.yAxis = axis(t, { type: "category", data: chart.labels, inverse: true,
+                               axisLabel: { color: t.ink, width: 190, overflow: "truncate" } });
+      option.series = chart.series.map((series) => ({
+        type: "bar", stack: "memory", name: series.name, data: series.bytes, barMaxWidth: 26,
+        itemStyle: { color: COLOURS[series.category] || "#7f7f7f", borderColor: t.page, borderWidth: 1 },
+      }));
+      if (chart.measured_bytes.some((bytes) => bytes !== null)) {
+        option.series.push({ type: "scatter", name: "measured device peak", symbol: "diamond", symbolSize: 14, z: 5,
+          itemStyle: { color: t.ink, borderColor: t.page, borderWidth: 1 },
+          data: chart.measured_bytes.map((bytes, index) => bytes === null ? null : [bytes, index]).filter(Boolean) });
+      }
+      if (own) {
+        option.series.push({ type: "scatter", name: "card", symbol: "rect", symbolSize: [3, 28], z: 4, itemStyle: { color: t.bad },
+          data: chart.memory_bytes.map((bytes, index) => [bytes, index]) });
+      } else {
+        option.series[0].markLine = limits(t, chart, "xAxis", ["insideEndTop", "end"]);
+        option.series[0].markLine.data[0].label.position = "start";
+        option.series[0].markLine.data[0].label.offset = [-40, -6];
+      }
+      return option;
+    },
+
+    "speed-memory"(chart, t) {
+      const option = base(t);
+      const largest = Math.max(chart.memory_bytes, ...chart.points.map((p) => p.peak_device_bytes));
+      option.grid.top = 56;
+      option.legend = { top: 0, textStyle: { color: t.ink } };
+      option.tooltip.trigger = "item";
+      option.tooltip.formatter = (item) => {
+        const point = item.data && item.data.point;
+        return point ? lines(point.difference, METHOD_WORDS[point.method] || point.method, rate(point.tokens_per_s),
+                             gib(point.peak_device_bytes) + (point.fits ? "" : ", does not fit")) : "";
+      };
+      option.xAxis = gibAxis(t, Object.assign({ name: "device peak, GiB" }, gibScale(largest)));
+      option.yAxis = axis(t, { type: "value", name: "tokens/s", nameGap: 50, scale: true, axisLabel: { color: t.soft, formatter: whole } });
+      const datum = (point) => ({ value: [point.peak_device_bytes, point.tokens_per_s], point: point });
+      option.series = Object.keys(METHODS).map((method) => ({
+        type: "scatter", name: METHOD_WORDS[method], symbol: METHODS[method][0], symbolSize: 9,
+        data: chart.points.slice(1).filter((p) => p.method === method).map(datum),
+        itemStyle: { color: METHODS[method][1], opacity: 0.75, borderColor: t.page, borderWidth: 0.5 },
+      })).filter((series) => series.data.length);
+      option.series.push({ type: "line", name: "Pareto front", step: "end", data: chart.front, symbol: "none",
+                           lineStyle: { color: t.ink, width: 2 }, itemStyle: { color: t.ink } });
+      option.series.push({ type: "scatter", name: "the plan", symbol: "diamond", symbolSize: 20, z: 6, data: [datum(chart.points[0])],
+                           itemStyle: { color: t.accent, borderColor: t.ink, borderWidth: 2 },
+                           label: { show: true, formatter: "the plan", position: "bottom", color: t.ink, fontWeight: "bold" },
+                           markLine: limits(t, chart, "xAxis", ["insideEndTop", "end"]) });
+      return option;
+    },
+
+    "phase-peaks"(chart, t) {
+      const option = base(t);
+      option.grid = { left: 8, right: 80, top: 8, bottom: 40, containLabel: true };
+      option.tooltip.formatter = (item) => lines(chart.labels[item.dataIndex], gib(chart.bytes[item.dataIndex]));
+      option.xAxis = gibAxis(t, Object.assign({ name: "allocated, GiB" }, gibScale(Math.max(...chart.bytes))));
+      option.yAxis = axis(t, { type: "category", data: chart.labels, inverse: true, axisLabel: { color: t.ink } });
+      option.series = [{ type: "bar", name: "allocated peak", data: chart.bytes, barMaxWidth: 22,
+        itemStyle: { color: (item) => chart.labels[item.dataIndex] === chart.peak ? t.accent : t.soft },
+        label: { show: true, position: "right", color: t.ink, formatter: (item) => gib(item.value) + (item.name === chart.peak ? " peak" : "") } }];
+      return option;
+    },
+
+    "time-parts"(chart, t) {
+      const option = base(t);
+      option.grid = { left: 8, right: 80, top: 8, bottom: 40, containLabel: true };
+      option.tooltip.formatter = (item) => lines(chart.labels[item.dataIndex], seconds(chart.seconds[item.dataIndex]));
+      option.xAxis = axis(t, { type: "value", name: "seconds per step" });
+      option.yAxis = axis(t, { type: "category", data: chart.labels, inverse: true, axisLabel: { color: t.ink } });
+      option.series = [{ type: "bar", name: "time", data: chart.seconds, barMaxWidth: 22, itemStyle: { color: t.accent },
+        label: { show: true, position: "right", color: t.ink, formatter: (item) => seconds(item.value) } }];
+      return option;
+    },
+
+    "timeline"(chart, t) {
+      const option = base(t);
+      const last = chart.points[chart.points.length - 1][0];
+      option.grid.top = 44;
+      option.tooltip.trigger = "axis";
+      option.tooltip.formatter = (rows) => lines("event " + whole(rows[0].data[0]), gib(rows[0].data[1]));
+      option.xAxis = axis(t, { type: "value", name: "events of the step (allocations and releases)", max: last, axisLabel: { color: t.soft, formatter: whole } });
+      option.yAxis = gibAxis(t, Object.assign({ name: "allocated, GiB", nameGap: 40 }, gibScale(chart.peak[1] * 1.08)));
+      const shades = [t.panel, t.page];
+      option.series = [{ type: "line", name: "allocated", step: "end", symbol: "none", data: chart.points, areaStyle: { color: t.accent, opacity: 0.25 },
+        lineStyle: { color: t.accent, width: 1.5 }, itemStyle: { color: t.accent },
+        markArea: { silent: true, label: { color: t.ink, position: "insideTop" }, data: chart.phases.map((phase, index) =>
+          [{ name: phase.name, xAxis: phase.start, itemStyle: { color: shades[index % 2] } }, { xAxis: phase.end }]) },
+        markPoint: { symbol: "pin", symbolSize: 30, itemStyle: { color: t.bad }, data: [{ name: "peak", coord: chart.peak }],
+                     label: { formatter: () => "peak " + gib(chart.peak[1]), color: t.ink, position: "top", backgroundColor: t.page, padding: [1, 3] } } }];
+      return option;
+    },
+
+    "sensitivity"(chart, t) {
+      const option = base(t);
+      const names = chart.values.map((value, index) => whole(value) + (index === chart.chosen ? "\nplanned" : ""));
+      option.tooltip.trigger = "axis";
+      option.tooltip.formatter = (rows) => {
+        const index = rows[0].dataIndex;
+        return lines(chart.parameter + " " + whole(chart.values[index]), gib(chart.bytes[index]) + (chart.fits[index] ? "" : ", does not fit"),
+                     rate(chart.tokens_per_s[index]));
+      };
+      option.axisPointer = { link: [{ xAxisIndex: "all" }] };
+      option.grid = [{ left: 62, right: 20, top: 26, height: 120 }, { left: 62, right: 20, top: 190, height: 100 }];
+      option.xAxis = [0, 1].map((grid) => axis(t, { type: "category", gridIndex: grid, data: names,
+        axisLabel: { color: t.soft, show: grid === 1, interval: 0, hideOverlap: true }, axisTick: { show: grid === 1 } }));
+      option.yAxis = [gibAxis(t, Object.assign({ name: "peak, GiB", nameGap: 40, gridIndex: 0 }, gibScale(Math.max(chart.budget_bytes, ...chart.bytes)))),
+                      axis(t, { type: "value", name: "tokens/s", nameGap: 46, gridIndex: 1, axisLabel: { color: t.soft, formatter: whole } })];
+      const size = (value, item) => item.dataIndex === chart.chosen ? 15 : 8;
+      option.series = [
+        { type: "line", name: "device peak", xAxisIndex: 0, yAxisIndex: 0, data: chart.bytes, symbol: (v, item) => chart.fits[item.dataIndex] ? "circle" : "emptyCircle",
+          symbolSize: size, lineStyle: { color: t.accent }, itemStyle: { color: t.accent },
+          markLine: { silent: true, symbol: "none", data: [limit(t, chart.budget_bytes, "budget", t.bad, "yAxis", "insideStartTop", "dashed")] } },
+        { type: "line", name: "tokens/s", xAxisIndex: 1, yAxisIndex: 1, data: chart.tokens_per_s, symbol: "diamond", symbolSize: size,
+          lineStyle: { color: t.good }, itemStyle: { color: t.good } }];
+      return option;
+    },
+
+    "search-history"(chart, t) {
+      const option = base(t);
+      option.legend = { top: 0, textStyle: { color: t.ink } };
+      option.tooltip.trigger = "axis";
+      option.tooltip.formatter = (rows) => {
+        const point = chart.points[rows[0].data[0] - 1];
+        return lines("trial " + rows[0].data[0], rate(point.tokens_per_s), point.feasible ? "" : "does not fit", point.reason, "best so far: " + rate(point.best));
+      };
+      option.xAxis = axis(t, { type: "value", name: "trial", min: 1, max: Math.max(2, chart.points.length), minInterval: 1 });
+      option.yAxis = axis(t, { type: "value", name: "tokens/s", nameGap: 50, axisLabel: { color: t.soft, formatter: whole } });
+      const pick = (wanted) => chart.points.map((p, i) => [i + 1, p.tokens_per_s || 0, p.feasible]).filter((p) => p[2] === wanted).map((p) => p.slice(0, 2));
+      option.series = [
+        { type: "line", name: "best so far", step: "end", symbol: "none", data: chart.points.map((p, i) => [i + 1, p.best]), lineStyle: { color: t.accent, width: 2 }, itemStyle: { color: t.accent } },
+        { type: "scatter", name: "fits", symbol: "circle", symbolSize: 10, data: pick(true), itemStyle: { color: t.good } },
+        { type: "scatter", name: "does not fit", symbol: "path://M2,0 L5,3 L8,0 L10,2 L7,5 L10,8 L8,10 L5,7 L2,10 L0,8 L3,5 L0,2 Z", symbolSize: 12, data: pick(false), itemStyle: { color: t.bad } },
+      ].filter((series) => series.data.length);
+      return option;
+    },
+
+    "accuracy"(chart, t) {
+      const option = base(t);
+      option.aria.decal = { show: true };
+      option.legend = { top: 0, textStyle: { color: t.ink } };
+      option.tooltip.trigger = "axis";
+      option.tooltip.formatter = (rows) => lines(chart.labels[rows[0].dataIndex], ...rows.filter((r) => r.value !== null && r.value !== undefined).map((r) => r.seriesName + ": " + percent(r.value)));
+      option.xAxis = axis(t, { type: "value", name: "predicted too little  ←  error  →  predicted too much", axisLabel: { color: t.soft, formatter: (v) => +(100 * v).toPrecision(3) + " %" } });
+      option.yAxis = axis(t, { type: "category", data: chart.labels, inverse: true, axisLabel: { color: t.ink, width: 220, overflow: "truncate" } });
+      const label = { show: true, color: t.ink, position: "right", formatter: (item) => percent(item.value) };
+      option.series = [
+        { type: "bar", name: "allocated memory", data: chart.memory_error_fraction, itemStyle: { color: "#0072B2" }, label: label, barMaxWidth: 16 },
+        { type: "bar", name: "tokens/s", data: chart.speed_error_fraction, itemStyle: { color: "#E69F00" }, label: label, barMaxWidth: 16 }];
+      return option;
+    },
+
+    "bars"(chart, t) {
+      const option = base(t);
+      option.grid = { left: 8, right: 90, top: 8, bottom: 40, containLabel: true };
+      option.tooltip.formatter = (item) => lines(chart.labels[item.dataIndex], chart.words[item.dataIndex]);
+      option.xAxis = axis(t, { type: "value", name: chart.unit, axisLabel: { color: t.soft, hideOverlap: true } });
+      option.yAxis = axis(t, { type: "category", data: chart.labels, inverse: true, axisLabel: { color: t.ink, width: 230, overflow: "truncate" } });
+      option.series = [{ type: "bar", name: chart.unit, data: chart.values, barMaxWidth: 22, itemStyle: { color: t.accent },
+        label: { show: true, position: "right", color: t.ink, formatter: (item) => chart.words[item.dataIndex] } }];
+      return option;
+    },
+  };
+
+  const MANY_POINTS = 600; // above this, a canvas stays responsive where single SVG nodes would not
+  const drawn = [];
+  function draw() {
+    const t = theme();
+    while (drawn.length) drawn.pop().dispose();
+    for (const element of document.querySelectorAll(".chart")) {
+      const chart = charts[element.id];
+      const renderer = (chart.points || []).length > MANY_POINTS ? "canvas" : "svg";
+      const picture = echarts.init(element, null, { renderer: renderer });
+      picture.setOption(KINDS[chart.kind](chart, t));
+      element.setAttribute("role", "img");
+      element.setAttribute("aria-label", chart.title + ". The numbers are in the table below it. Arrow keys walk through the values.");
+      drawn.push(picture);
+    }
+  }
+  const resize = new ResizeObserver((entries) => {
+    for (const entry of entries) { const picture = echarts.getInstanceByDom(entry.target); if (picture) picture.resize(); }
+  });
+
+  // Arrow keys walk through a chart's values by its tooltip.
+  function walk(event) {
+    const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+    const picture = echarts.getInstanceByDom(event.currentTarget);
+    if (event.key === "Escape") picture.dispatchAction({ type: "hideTip" });
+    if (!step) return;
+    event.preventDefault();
+    const series = picture.getOption().series;
+    const places = series.flatMap((one, s) => (one.data || []).map((value, index) => [s, index]).filter((place) => one.data[place[1]] !== null && (s === 0 || one.type === "scatter")));
+    const now = Math.min(places.length - 1, Math.max(0, (Number(event.currentTarget.dataset.place || -1)) + step));
+    event.currentTarget.dataset.place = now;
+    picture.dispatchAction({ type: "showTip", seriesIndex: places[now][0], dataIndex: places[now][1] });
+  }
+
+  async function copy(button) {
+    const text = button.parentElement.querySelector("code").textContent;
+    let done = false;
+    try { await navigator.clipboard.writeText(text); done = true; } catch (refused) {
+      const area = document.createElement("textarea");
+      area.value = text;
+      document.body.append(area);
+      area.select();
+      done = document.execCommand("copy");
+      area.remove();
+      button.focus();
+    }
+    const words = done ? "Copied" : "Select and copy by hand";
+    button.textContent = words;
+    document.getElementById("said").textContent = words;
+    setTimeout(() => { button.textContent = "Copy"; }, 2000);
+  }
+
+  const THEMES = ["auto", "light", "dark"];
+  function setTheme(name) {
+    if (name === "auto") delete document.documentElement.dataset.theme; else document.documentElement.dataset.theme = name;
+    document.getElementById("theme").textContent = "Theme: " + name;
+    draw();
+  }
+  let chosen = "auto", opened = [];
+  document.getElementById("theme").addEventListener("click", () => {
+    chosen = THEMES[(THEMES.indexOf(chosen) + 1) % THEMES.length];
+    setTheme(chosen);
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  addEventListener("beforeprint", () => {
+    opened = [...document.querySelectorAll("details:not([open])")];
+    opened.forEach((one) => { one.open = true; });
+    document.documentElement.dataset.theme = "light";
+    draw();
+    drawn.forEach((picture) => picture.resize({ width: 660 }));
+  });
+  addEventListener("afterprint", () => { opened.forEach((one) => { one.open = false; }); setTheme(chosen); });
+  for (const button of document.querySelectorAll("[data-copy]")) button.addEventListener("click", () => copy(button));
+  draw();
+  for (const element of document.querySelectorAll(".chart")) { resize.observe(element); element.addEventListener("keydown", walk); }
+  document.documentElement.dataset.ready = "true";
+})();
