@@ -1,0 +1,145 @@
+"""`plan accuracy`: every recorded measurement against what a rung predicts for it."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from planner.cli.output import console, print_json, write_text
+from planner.errors import EnvironmentProblem, UsageError
+from planner.gpu import GpuSpec
+from planner.measured import MeasuredRow, Quantity
+from planner.models.spec import ModelSpec
+from planner.outcome import Prediction, ProbeFailure
+from planner.setup import TrainSetup
+
+if TYPE_CHECKING:
+    from reports.accuracy import AccuracyTable
+
+RUNGS = {"formula": "formula", "dry_run": "dry run", "dry-run": "dry run"}
+QUANTITIES: dict[str, tuple[Quantity, ...]] = {
+    "memory": ("allocated", "reserved", "device"),
+    "allocated": ("allocated",),
+    "reserved": ("reserved",),
+    "device": ("device",),
+    "speed": ("tokens_per_s",),
+    "all": ("allocated", "reserved", "device", "tokens_per_s"),
+}
+
+
+def accuracy(
+    rung: Annotated[str, typer.Option("--rung", help="formula, or dry_run (needs torch; minutes).")] = "formula",
+    what: Annotated[str, typer.Option("--what", help="memory, allocated, reserved, device, speed or all.")] = "all",
+    group: Annotated[str | None, typer.Option("--group", help="Only this source.")] = None,
+    newest: Annotated[
+        bool, typer.Option("--newest", help="Each configuration once, under its newest versions.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option("--out", help="Directory for Markdown, CSV and SVG.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
+) -> None:
+    """Predicted against measured, per source: median, 90th and 95th percentile, worst."""
+    from reports.accuracy import accuracy_table
+    from reports.accuracy_text import accuracy_json, accuracy_markdown
+
+    if rung not in RUNGS:
+        raise UsageError(f"--rung must be formula or dry_run, got {rung!r}", hint="use --rung formula")
+    if what not in QUANTITIES:
+        raise UsageError(f"--what must be one of {', '.join(QUANTITIES)}; got {what!r}", hint="use --what all")
+    quantities = QUANTITIES[what]
+    if rung != "formula":
+        quantities = tuple(one for one in quantities if one != "tokens_per_s")
+    if not quantities:
+        raise UsageError("the dry run predicts memory only", hint="use --what memory, or --rung formula")
+    rows = _rows(group, newest)
+    predict = _formula() if rung == "formula" else _dry_run()
+    tables = [accuracy_table(rows, predict, what=quantity, lookup=_lookup, rung=RUNGS[rung]) for quantity in quantities]
+    command = f"plan accuracy --rung {rung} --what {what}" + (f" --group {group}" if group else "")
+    command += " --newest" if newest else ""
+    text = accuracy_markdown(tables, title=f"Accuracy of the {RUNGS[rung]}", command=f"{command} --out DIR")
+    if out is not None:
+        _write(out, rung.replace("_", "-"), tables, text)
+    if as_json:
+        print_json(accuracy_json(tables))
+        return
+    console().print(text, markup=False)
+
+
+def _rows(group: str | None, newest: bool) -> Sequence[MeasuredRow]:
+    from planner.measured import load_rows, newest_versions
+
+    rows = load_rows()
+    if group is not None:
+        known = sorted({row.group for row in rows})
+        if group not in known:
+            raise UsageError(f"no recorded measurements of {group!r}", hint=f"sources: {', '.join(known)}")
+        rows = tuple(row for row in rows if row.group == group)
+    return newest_versions(rows) if newest else rows
+
+
+def _formula() -> Callable[[ModelSpec, GpuSpec, TrainSetup], Prediction | ProbeFailure | None]:
+    from planner.predict import predict
+
+    return predict
+
+
+def _dry_run() -> Callable[[ModelSpec, GpuSpec, TrainSetup], Prediction | ProbeFailure | None]:
+    try:
+        from probes.dryrun import dry_run
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"the dry run needs torch, transformers and peft: {error}", hint='pip install "finetune-planner[torch]"'
+        ) from error
+
+    def predict(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Any:
+        return dry_run(model, gpu, setup)
+
+    return predict
+
+
+@cache
+def _model(name: str) -> ModelSpec:
+    from planner.models import catalogue
+
+    spec = catalogue.load(name)
+    assert spec is not None, name  # the recorded rows name catalogue entries only; a test checks
+    return spec
+
+
+@cache
+def _cards() -> dict[str, GpuSpec]:
+    from planner.gpus import all_gpus
+
+    return {card.key: card for card in all_gpus()}
+
+
+def _lookup(row: MeasuredRow) -> tuple[ModelSpec, GpuSpec]:
+    assert row.gpu is not None  # comparable rows have a card
+    if row.model is not None:
+        return _model(row.model), _cards()[row.gpu]
+    return _inline(row), _cards()[row.gpu]
+
+
+def _inline(row: MeasuredRow) -> ModelSpec:
+    from planner.models.adapters import spec_from_config
+
+    assert row.config is not None
+    return spec_from_config(row.config, model_id=row.model_name, source=row.source)
+
+
+def _write(directory: Path, name: str, tables: Sequence["AccuracyTable"], text: str) -> None:
+    """`NAME.md`, and per quantity a CSV of all cases and a scatter plot."""
+    from reports.accuracy_charts import scatter_svg
+    from reports.accuracy_text import accuracy_csv
+
+    write_text(directory / f"{name}.md", text)
+    for table in tables:
+        stem = f"{name}-{table.what.replace('_', '-')}"
+        write_text(directory / f"{stem}.csv", accuracy_csv(table))
+        try:
+            scatter_svg(table, directory / f"{stem}.svg")
+        except ImportError as error:
+            raise EnvironmentProblem(
+                f"scatter plots need matplotlib: {error}", hint='pip install "finetune-planner[report]"'
+            ) from error

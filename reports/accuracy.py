@@ -1,0 +1,254 @@
+"""Predicted against measured: how wrong a rung is, per source, with the noise between software versions beside it."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from planner.gpu import GpuSpec
+from planner.measured import MeasuredRow, Quantity, version_noise
+from planner.models.spec import ModelSpec
+from planner.outcome import Prediction, ProbeFailure
+from planner.setup import TrainSetup
+
+Predict = Callable[[ModelSpec, GpuSpec, TrainSetup], Prediction | ProbeFailure | None]
+Lookup = Callable[[MeasuredRow], tuple[ModelSpec, GpuSpec]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AccuracyCase:
+    """One recorded run with what was predicted for it, in base units.
+
+    Attributes:
+        ran: False for a run that went out of memory (it then has no measured figure).
+        measured, predicted: bytes or tokens/s; `predicted_device_bytes` against `capacity_bytes` says whether it was
+            predicted to fit.
+    """
+
+    row: MeasuredRow
+    setup: TrainSetup
+    measured: float | None
+    predicted: float
+    predicted_device_bytes: int
+    capacity_bytes: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ran(self) -> bool:
+        """Whether the run succeeded."""
+        return self.row.status == "ok"
+
+    @property
+    def predicted_fits(self) -> bool:
+        """Whether the prediction says that the card is large enough."""
+        return self.predicted_device_bytes <= self.capacity_bytes
+
+    @property
+    def error_fraction(self) -> float | None:
+        """Predicted above measured, as a fraction of measured; negative when too low."""
+        if self.measured is None:
+            return None
+        return self.predicted / self.measured - 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupStats:
+    """Errors of one group of cases; all as fractions.
+
+    `noise_median`, `noise_p90`: spread of the same configurations under other software versions, None without
+    repeats: no prediction can be tested more tightly than that.
+    """
+
+    name: str
+    num_cases: int
+    num_configs: int
+    bias: float
+    median_error: float
+    p90_error: float
+    p95_error: float
+    worst_error: float
+    worst_id: str
+    noise_median: float | None
+    noise_p90: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FitStats:
+    """Does it fit, said and seen: the error that costs a person a night.
+
+    `num_false_fits`: predicted to fit on a card where the run went out of memory; `num_false_rejects`: predicted not to
+    fit although it ran.
+    """
+
+    num_out_of_memory: int
+    num_false_fits: int
+    num_ran: int
+    num_false_rejects: int
+
+    @property
+    def false_fit_fraction(self) -> float:
+        """False fits among all judged cases."""
+        total = self.num_out_of_memory + self.num_ran
+        return self.num_false_fits / total if total else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccuracyTable:
+    """The accuracy of one rung on one quantity.
+
+    Attributes:
+        groups: one per source, in order of name; `exact`: cases that the setup expresses fully against those with a
+            known difference of the stack.
+        not_predicted: row id and the rung's reason, for rows it had no answer for.
+    """
+
+    rung: str
+    what: Quantity
+    cases: tuple[AccuracyCase, ...]
+    overall: GroupStats | None
+    groups: tuple[GroupStats, ...]
+    exact: tuple[GroupStats, ...]
+    fit: FitStats
+    not_predicted: tuple[tuple[str, str], ...] = ()
+
+    def worst(self, num: int) -> tuple[AccuracyCase, ...]:
+        """The cases with the largest errors, one per configuration, worst first."""
+        seen: dict[tuple[str, str], AccuracyCase] = {}
+        for case in sorted(self._with_error(), key=_absolute, reverse=True):
+            seen.setdefault((case.row.group, case.row.config_id), case)
+        return tuple(seen.values())[:num]
+
+    def _with_error(self) -> list[AccuracyCase]:
+        return [case for case in self.cases if case.error_fraction is not None]
+
+
+def accuracy_table(
+    rows: Iterable[MeasuredRow], predict: Predict, *, what: Quantity, lookup: Lookup, rung: str
+) -> AccuracyTable:
+    """Every comparable row through `predict`, and the statistics of its errors.
+
+    Args:
+        rows: recorded runs; those that cannot be compared on `what` are skipped.
+        predict: one setup's prediction; None or a failure counts as not predicted.
+        lookup: the model and the card of a row.
+        rung: the name in the headline.
+    """
+    rows = tuple(rows)
+    cases: list[AccuracyCase] = []
+    missing: list[tuple[str, str]] = []
+    answers: dict[tuple[str, str, TrainSetup], Prediction | ProbeFailure | None] = {}
+    for row in rows:
+        setup = row.speed_setup if what == "tokens_per_s" else row.setup
+        if setup is None or not row.comparable(what) or (what == "tokens_per_s" and row.status != "ok"):
+            continue
+        model, gpu = lookup(row)
+        key = (model.model_id, gpu.key, setup)
+        if key not in answers:
+            answers[key] = predict(model, gpu, setup)
+        answer = answers[key]
+        predicted = None if answer is None or isinstance(answer, ProbeFailure) else predicted_figure(answer, what)
+        if not isinstance(answer, Prediction) or predicted is None:
+            missing.append((row.id, answer.message if isinstance(answer, ProbeFailure) else "no prediction"))
+            continue
+        cases.append(
+            AccuracyCase(
+                row=row,
+                setup=setup,
+                measured=row.measured(what) if row.status == "ok" else None,
+                predicted=predicted,
+                predicted_device_bytes=answer.peak_device_bytes,
+                capacity_bytes=gpu.memory_bytes,
+                notes=answer.notes,
+            )
+        )
+    return build_table(cases, rows, what=what, rung=rung, not_predicted=tuple(missing))
+
+
+def predicted_figure(prediction: Prediction, what: Quantity) -> float | None:
+    """The figure of a prediction that a quantity is compared with."""
+    figures: dict[str, float | None] = {
+        "allocated": prediction.peak_allocated_bytes,
+        "reserved": prediction.peak_reserved_bytes,
+        "device": prediction.peak_device_bytes,
+        "tokens_per_s": prediction.tokens_per_s,
+    }
+    return figures[what]
+
+
+def build_table(
+    cases: Sequence[AccuracyCase],
+    rows: Iterable[MeasuredRow],
+    *,
+    what: Quantity,
+    rung: str,
+    not_predicted: tuple[tuple[str, str], ...] = (),
+) -> AccuracyTable:
+    """The statistics of cases that are there already; `rows` give the noise between versions."""
+    rows = tuple(rows)
+    measured = [case for case in cases if case.error_fraction is not None]
+    by_group: dict[str, list[AccuracyCase]] = defaultdict(list)
+    by_exact: dict[str, list[AccuracyCase]] = defaultdict(list)
+    for case in measured:
+        by_group[case.row.group].append(case)
+        by_exact["known differences of the stack" if case.row.differs else "expressed fully"].append(case)
+    return AccuracyTable(
+        rung=rung,
+        what=what,
+        cases=tuple(cases),
+        overall=_stats("all sources", measured, rows, what) if measured else None,
+        groups=tuple(_stats(name, by_group[name], rows, what) for name in sorted(by_group)),
+        exact=tuple(_stats(name, by_exact[name], rows, what) for name in sorted(by_exact)),
+        fit=FitStats(
+            num_out_of_memory=sum(not case.ran for case in cases),
+            num_false_fits=sum(not case.ran and case.predicted_fits for case in cases),
+            num_ran=sum(case.ran for case in cases),
+            num_false_rejects=sum(case.ran and not case.predicted_fits for case in cases),
+        ),
+        not_predicted=not_predicted,
+    )
+
+
+def _stats(name: str, cases: Sequence[AccuracyCase], rows: Iterable[MeasuredRow], what: Quantity) -> GroupStats:
+    """Per configuration first (its runs' median), then over configurations: a run repeated often counts once."""
+    configs: dict[tuple[str, str], list[AccuracyCase]] = defaultdict(list)
+    for case in cases:
+        configs[case.row.group, case.row.config_id].append(case)
+    signed = [median(_signed(case) for case in repeats) for repeats in configs.values()]
+    errors = sorted(abs(error) for error in signed)
+    worst = max(cases, key=_absolute)
+    noise = version_noise((row for row in rows if (row.group, row.config_id) in configs), what)
+    return GroupStats(
+        name=name,
+        num_cases=len(cases),
+        num_configs=len(configs),
+        bias=median(signed),
+        median_error=median(errors),
+        p90_error=percentile(errors, 0.90),
+        p95_error=percentile(errors, 0.95),
+        worst_error=_absolute(worst),
+        worst_id=worst.row.id,
+        noise_median=median(noise) if noise else None,
+        noise_p90=percentile(sorted(noise), 0.90) if noise else None,
+    )
+
+
+def percentile(ordered: Sequence[float], fraction: float) -> float:
+    """Nearest-rank percentile of sorted values: the smallest with at least `fraction` of all at or below it.
+
+    Raises:
+        ValueError: no values.
+    """
+    if not ordered:
+        raise ValueError("a percentile needs at least one value")
+    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
+
+
+def _signed(case: AccuracyCase) -> float:
+    error = case.error_fraction
+    assert error is not None  # callers pass measured cases only
+    return error
+
+
+def _absolute(case: AccuracyCase) -> float:
+    return abs(_signed(case))

@@ -1,0 +1,187 @@
+"""The accuracy report as Markdown, CSV and JSON."""
+
+import csv
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from planner.measured import Quantity
+from planner.units import GIB
+from reports.accuracy import AccuracyCase, AccuracyTable, GroupStats
+
+NAMES: dict[Quantity, str] = {
+    "allocated": "peak allocated memory (max_memory_allocated)",
+    "reserved": "peak reserved memory (max_memory_reserved)",
+    "device": "peak device memory (nvidia-smi)",
+    "tokens_per_s": "tokens per second per GPU",
+}
+NUM_WORST = 10
+COLUMNS = (
+    "id", "group", "stack", "model", "gpu", "method", "precision", "quantization", "fp32_cast", "rank", "checkpointing",
+    "attention", "micro_batch", "seq_len", "measured", "predicted", "unit", "error_percent", "ran", "predicted_fits",
+    "versions", "assumed", "differs", "source",
+)  # fmt: skip
+
+
+def accuracy_markdown(tables: Sequence[AccuracyTable], *, title: str, command: str) -> str:
+    """The whole report: what was compared, errors per source, fits, worst cases."""
+    lines = [f"# {title}", "", f"Written by `{command}`; do not edit by hand.", ""]
+    lines += [
+        "Errors are predicted above measured as a share of measured. A configuration that was measured under several",
+        "software versions counts once (the median of its errors); *noise* is how far those runs lie apart themselves.",
+        "*Bias* is the median with its sign. Rows and their sources: the CSV files beside this one.",
+        "",
+    ]
+    for table in tables:
+        lines += _section(table)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _section(table: AccuracyTable) -> list[str]:
+    lines = [f"## {NAMES[table.what].capitalize()}, {table.rung}", ""]
+    if table.overall is None:
+        return [*lines, "No recorded run could be compared.", ""]
+    lines += _stats_table((*table.groups, table.overall), first="source")
+    if len(table.exact) > 1:
+        lines += ["By how well a setup says what was run:", ""]
+        lines += _stats_table(table.exact, first="rows")
+    if table.what != "tokens_per_s":
+        fit = table.fit
+        lines += [
+            f"Fits: of {fit.num_out_of_memory} runs that went out of memory, {fit.num_false_fits} were predicted to "
+            f"fit; of {fit.num_ran} that ran, {fit.num_false_rejects} were predicted not to fit. "
+            f"False fits: {100 * fit.false_fit_fraction:.1f} % of all judged.",
+            "",
+        ]
+    if table.not_predicted:
+        lines += [f"Not predicted: {len(table.not_predicted)} rows.", ""]
+        reasons = sorted({reason for _, reason in table.not_predicted})
+        lines += [f"- {reason}" for reason in reasons] + [""]
+    lines += [f"The {NUM_WORST} worst configurations:", "", *_worst_table(table.worst(NUM_WORST)), ""]
+    return lines
+
+
+def _stats_table(groups: Sequence[GroupStats], *, first: str) -> list[str]:
+    lines = [
+        f"| {first} | runs | configurations | bias | median | 90th | 95th | worst | worst run "
+        "| noise median | noise 90th |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---|---:|---:|",
+    ]
+    for one in groups:
+        lines.append(
+            f"| {one.name} | {one.num_cases} | {one.num_configs} | {_signed(one.bias)} | {_percent(one.median_error)} "
+            f"| {_percent(one.p90_error)} | {_percent(one.p95_error)} | {_percent(one.worst_error)} | {one.worst_id} | "
+            f"{_percent(one.noise_median)} | {_percent(one.noise_p90)} |"
+        )
+    return [*lines, ""]
+
+
+def _worst_table(cases: Sequence[AccuracyCase]) -> list[str]:
+    lines = ["| run | setup | measured | predicted | error | known differences |", "|---|---|---:|---:|---:|---|"]
+    for case in cases:
+        error = case.error_fraction
+        lines.append(
+            f"| {case.row.id} | {describe(case)} | {_figure(case.measured)} | {_figure(case.predicted)} | "
+            f"{_signed(error)} | {'; '.join(case.row.differs)} |"
+        )
+    return lines
+
+
+def describe(case: AccuracyCase) -> str:
+    """A setup in one line."""
+    setup = case.setup
+    parts = [case.row.model or case.row.model_name, case.row.gpu or "", setup.method, setup.precision]
+    if setup.quantized:
+        parts.append(setup.quantization + (" fp32-cast" if setup.kbit_fp32_cast else ""))
+    if setup.lora_rank:
+        parts.append(f"r{setup.lora_rank}")
+    parts.append(f"{setup.micro_batch_seqs} x {setup.seq_len_tokens}")
+    parts.append("checkpointing" if setup.checkpointing else "no checkpointing")
+    return ", ".join(parts)
+
+
+def accuracy_csv(table: AccuracyTable) -> str:
+    """Every case as one line."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for case in sorted(table.cases, key=lambda one: one.row.id):
+        record = case_record(case, table.what)
+        writer.writerow([record[name] for name in COLUMNS])
+    return out.getvalue()
+
+
+def case_record(case: AccuracyCase, what: Quantity) -> dict[str, Any]:
+    """One case as plain values; memory in bytes."""
+    setup, row, error = case.setup, case.row, case.error_fraction
+    return {
+        "id": row.id,
+        "group": row.group,
+        "stack": row.stack,
+        "model": row.model or row.model_name,
+        "gpu": row.gpu,
+        "method": setup.method,
+        "precision": setup.precision,
+        "quantization": setup.quantization,
+        "fp32_cast": setup.kbit_fp32_cast,
+        "rank": setup.lora_rank,
+        "checkpointing": setup.checkpointing,
+        "attention": setup.attention,
+        "micro_batch": setup.micro_batch_seqs,
+        "seq_len": setup.seq_len_tokens,
+        "measured": "" if case.measured is None else _plain(case.measured),
+        "predicted": _plain(case.predicted),
+        "unit": "tokens/s" if what == "tokens_per_s" else "bytes",
+        "error_percent": "" if error is None else round(100 * error, 2),
+        "ran": case.ran,
+        "predicted_fits": case.predicted_fits,
+        "versions": " ".join(f"{name}={version}" for name, version in sorted(row.versions.items())),
+        "assumed": "; ".join(row.assumed),
+        "differs": "; ".join(row.differs),
+        "source": row.source,
+    }
+
+
+def accuracy_json(tables: Sequence[AccuracyTable]) -> list[dict[str, Any]]:
+    """The tables as JSON values, cases included."""
+    return [
+        {
+            "rung": table.rung,
+            "what": table.what,
+            "overall": None if table.overall is None else _stats_json(table.overall),
+            "groups": [_stats_json(one) for one in table.groups],
+            "exact": [_stats_json(one) for one in table.exact],
+            "fit": {
+                "num_out_of_memory": table.fit.num_out_of_memory,
+                "num_false_fits": table.fit.num_false_fits,
+                "num_ran": table.fit.num_ran,
+                "num_false_rejects": table.fit.num_false_rejects,
+                "false_fit_fraction": table.fit.false_fit_fraction,
+            },
+            "not_predicted": [{"id": row_id, "reason": reason} for row_id, reason in table.not_predicted],
+            "cases": [case_record(case, table.what) for case in sorted(table.cases, key=lambda one: one.row.id)],
+        }
+        for table in tables
+    ]
+
+
+def _stats_json(one: GroupStats) -> dict[str, Any]:
+    return {name: getattr(one, name) for name in GroupStats.__slots__}
+
+
+def _plain(value: float) -> float | int:
+    return round(value) if value >= 1000 else round(value, 2)
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value / GIB:.2f} GiB" if value > 1e7 else f"{value:.0f}"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:+.1f} %"

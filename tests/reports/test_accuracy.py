@@ -1,0 +1,204 @@
+"""The accuracy report: statistics by hand, real baselines on the recorded rows, files."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from planner.gpu import GpuSpec
+from planner.gpus import all_gpus
+from planner.measured import MeasuredRow, load_rows
+from planner.models import catalogue
+from planner.models.adapters import spec_from_config
+from planner.models.spec import ModelSpec
+from planner.outcome import FailureKind, Prediction, ProbeFailure, Rung
+from planner.setup import TrainSetup
+from planner.units import GIB
+from reports.accuracy import AccuracyTable, accuracy_table, percentile
+from reports.accuracy_charts import scatter_svg
+from reports.accuracy_text import COLUMNS, accuracy_csv, accuracy_json, accuracy_markdown
+
+CARDS = {card.key: card for card in all_gpus()}
+SETUP = TrainSetup(method="lora", lora_rank=16)
+MODEL = "Qwen/Qwen2.5-0.5B"
+
+
+def a_row(**changes: object) -> MeasuredRow:
+    values: dict[str, object] = {
+        "id": "x-1",
+        "group": "x",
+        "stack": "hf-trainer",
+        "source": "owner/repo@commit:path",
+        "status": "ok",
+        "method": "lora",
+        "config_id": "c1",
+        "model": MODEL,
+        "gpu": "t4",
+        "setup": SETUP,
+        "allocated_bytes": 10 * GIB,
+    }
+    return MeasuredRow(**(values | changes))  # type: ignore[arg-type]
+
+
+def oom_row(**changes: object) -> MeasuredRow:
+    return a_row(**({"status": "oom", "allocated_bytes": None} | changes))
+
+
+def lookup(row: MeasuredRow) -> tuple[ModelSpec, GpuSpec]:
+    assert row.gpu is not None
+    if row.model is None:
+        assert row.config is not None
+        return spec_from_config(row.config, model_id=row.model_name, source=row.source), CARDS[row.gpu]
+    spec = catalogue.load(row.model)
+    assert spec is not None
+    return spec, CARDS[row.gpu]
+
+
+def answer(allocated_bytes: float, tokens_per_s: float | None = None) -> Prediction:
+    return Prediction(
+        rung=Rung.FORMULA,
+        peak_allocated_bytes=round(allocated_bytes),
+        peak_reserved_bytes=round(1.05 * allocated_bytes),
+        peak_device_bytes=round(1.05 * allocated_bytes) + GIB // 2,
+        peak_phase="loss",
+        phase_peaks_bytes={},
+        terms=(),
+        memory_band_fraction=0.1,
+        tokens_per_s=tokens_per_s,
+    )
+
+
+def table_of(rows: list[MeasuredRow], allocated_gib: float = 11.0) -> AccuracyTable:
+    return accuracy_table(
+        rows, lambda *_: answer(allocated_gib * GIB), what="allocated", lookup=lookup, rung="constant"
+    )
+
+
+def test_statistics_count_each_configuration_once() -> None:
+    # c1: errors 11/10, 11/11, 11/12.5 -> +10 %, 0, -12 %: median 0. c2: 11/8 = +37.5 %. c3: 11/22 = -50 %.
+    rows = [a_row(id=f"a{size}", allocated_bytes=round(size * GIB)) for size in (10, 11, 12.5)]
+    rows += [a_row(id="b", config_id="c2", allocated_bytes=8 * GIB)]
+    rows += [a_row(id="c", config_id="c3", group="y", allocated_bytes=22 * GIB, differs=("other loss",))]
+    table = table_of(rows)
+    assert table.overall is not None
+    assert (table.overall.num_cases, table.overall.num_configs) == (5, 3)
+    assert table.overall.median_error == pytest.approx(0.375)
+    assert table.overall.bias == pytest.approx(0.0, abs=1e-9)
+    assert (table.overall.worst_id, table.overall.worst_error) == ("c", pytest.approx(0.5))
+    x, y = table.groups
+    assert (x.name, x.num_configs, y.name, y.num_configs) == ("x", 2, "y", 1)
+    assert x.median_error == pytest.approx(0.1875)
+    assert x.noise_median == pytest.approx(2.5 / 11)
+    assert y.noise_median is None
+    assert [one.name for one in table.exact] == ["expressed fully", "known differences of the stack"]
+    assert [case.row.id for case in table.worst(2)] == ["c", "b"]
+
+
+def test_false_fits_and_false_rejects() -> None:
+    rows = [oom_row(id="o1"), oom_row(id="o2", gpu="a100-80gb", config_id="c2"), a_row(id="r")]
+    # 11 GiB allocated is 12.05 on the device: fits a T4 (false for o1), and an A100 (false for o2).
+    fit = table_of(rows).fit
+    assert (fit.num_out_of_memory, fit.num_false_fits, fit.num_ran, fit.num_false_rejects) == (2, 2, 1, 0)
+    assert fit.false_fit_fraction == pytest.approx(2 / 3)
+    fit = table_of(rows, allocated_gib=20).fit  # too much for the T4, fits the A100
+    assert (fit.num_false_fits, fit.num_false_rejects) == (1, 1)
+
+
+def test_failures_are_listed_not_hidden() -> None:
+    def fail(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Prediction | ProbeFailure | None:
+        if setup.lora_rank == 8:
+            return None
+        return ProbeFailure(rung=Rung.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="operator x has no meta kernel")
+
+    rows = [a_row(id="a"), a_row(id="b", setup=SETUP.with_(lora_rank=8))]
+    table = accuracy_table(rows, fail, what="allocated", lookup=lookup, rung="dry run")
+    assert table.overall is None
+    assert table.not_predicted == (("a", "operator x has no meta kernel"), ("b", "no prediction"))
+    text = accuracy_markdown([table], title="T", command="c")
+    assert "No recorded run could be compared." in text
+
+
+def test_rows_that_cannot_be_compared_are_skipped() -> None:
+    rows = [a_row(setup=None, unmapped="GPTQ"), a_row(gpu=None), a_row(unmapped_memory="lengths unknown")]
+    assert table_of(rows).cases == ()
+
+
+@pytest.mark.parametrize(("fraction", "expected"), [(0.5, 2), (0.9, 4), (0.95, 4), (0.25, 1), (0.0, 1)])
+def test_percentile_is_nearest_rank(fraction: float, expected: float) -> None:
+    assert percentile([1, 2, 3, 4], fraction) == expected
+
+
+def test_percentile_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        percentile([], 0.5)
+
+
+def states_and_checkpoints(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Prediction:
+    """A textbook baseline: 16-bit (4-bit: 0.55 bytes) weights, 8 bytes per trained parameter when full, checkpoints."""
+    weights = model.num_params * (0.55 if setup.quantized else 2.0)
+    states = 8.0 * model.num_params if setup.method == "full" else 0.0
+    stored = 2.0 if setup.checkpointing else 34.0
+    activations = stored * setup.tokens_per_micro_batch * model.hidden_size * model.num_layers
+    return answer(weights + states + activations)
+
+
+def six_n_d(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Prediction:
+    """6 FLOPs per parameter and token (4 for frozen weights) at 40 % of the card's 16-bit peak."""
+    flops = (6 if setup.method == "full" else 4) * model.num_params
+    flops += 2 * model.num_params if setup.checkpointing else 0
+    return answer(GIB, tokens_per_s=0.4 * (gpu.fp16_flops_per_s or 0.0) / flops)
+
+
+def test_textbook_memory_baseline_runs_over_every_comparable_row() -> None:
+    table = accuracy_table(load_rows(), states_and_checkpoints, what="allocated", lookup=lookup, rung="textbook")
+    assert table.overall is not None
+    assert table.overall.num_configs >= 60
+    assert {one.name for one in table.groups} == {"fms_acceleration", "litgpt"}
+    # The textbook has no loss chain and no optimizer temporary: it must be too low, and far worse than the aim.
+    assert table.overall.bias < -0.05
+    assert table.overall.p95_error > 0.2
+    assert table.fit.num_out_of_memory >= 70
+
+
+def test_6nd_speed_baseline_runs_over_every_comparable_row() -> None:
+    table = accuracy_table(load_rows(), six_n_d, what="tokens_per_s", lookup=lookup, rung="6 N D")
+    assert table.overall is not None
+    assert table.overall.num_configs >= 45
+    assert table.overall.noise_median is not None
+    assert table.overall.noise_median < table.overall.median_error
+
+
+def test_markdown_golden() -> None:
+    rows = [a_row(id="a"), a_row(id="b", config_id="c2", allocated_bytes=11 * GIB, differs=("other loss",)), oom_row()]
+    text = accuracy_markdown([table_of(rows)], title="Accuracy of a constant", command="plan accuracy")
+    assert text == (Path(__file__).parent / "golden" / "accuracy.md").read_text()
+
+
+def test_csv_and_json_hold_every_case() -> None:
+    table = table_of([a_row(id="a"), oom_row(id="b", config_id="c2")])
+    lines = list(csv.DictReader(io.StringIO(accuracy_csv(table))))
+    assert [line["id"] for line in lines] == ["a", "b"]
+    assert tuple(lines[0]) == COLUMNS
+    assert (lines[0]["error_percent"], lines[1]["measured"], lines[1]["ran"]) == ("10.0", "", "False")
+    document = json.loads(json.dumps(accuracy_json([table]), allow_nan=False))
+    assert document[0]["overall"]["num_configs"] == 1
+    assert len(document[0]["cases"]) == 2
+
+
+def test_scatter_is_the_same_file_twice(tmp_path: Path) -> None:
+    table = table_of([a_row(id="a"), a_row(id="b", group="y", allocated_bytes=5 * GIB)])
+    one, two = tmp_path / "one.svg", tmp_path / "two.svg"
+    scatter_svg(table, one)
+    scatter_svg(table, two)
+    assert one.read_bytes() == two.read_bytes()
+    text = one.read_text()
+    assert "measured, GiB" in text
+    assert "x (1)" in text
+    assert "y (1)" in text
+
+
+def test_scatter_of_nothing_is_an_empty_frame(tmp_path: Path) -> None:
+    scatter_svg(table_of([]), tmp_path / "empty.svg")
+    assert (tmp_path / "empty.svg").stat().st_size > 1000
