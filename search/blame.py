@@ -1,0 +1,108 @@
+"""Why did that one fail, or crawl? Shared blame over values and pairs of values, cleared by runs that went well.
+
+A probe that crashes, or is far slower or larger than any error of the formula explains (a fallback kernel, a missing
+library), has one cause: a value of some field, or two values together. Every suspect that a good run shares is cleared.
+The rest share the blame in proportion to how often such a cause is seen, and a candidate loses as much of its chance as
+the suspects it shares hold of the blame.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from search.arrays import Floats
+from search.kernel import Encoding
+
+UNSUSPECTED = 0.01  # chance left to a candidate that shares every suspect with a failure
+CLEARED = 0.05  # chance that a failure whose every suspect has run elsewhere repeats on a setup that shares all of them
+NAMED = 100.0  # how much more a value is suspected that the failure's message names
+PAIR_BLAME = 0.02  # of any two values, relative to the product of their fields' blame
+KNOWN_PAIRS = {
+    frozenset(("attention", "precision")),  # SDPA's math kernel for fp32 hidden states (FINDINGS, torch 2.13)
+    frozenset(("attention", "kbit_fp32_cast")),
+    frozenset(("attention", "packing")),
+    frozenset(("compile", "quantization")),
+    frozenset(("compile", "checkpointing")),
+    frozenset(("precision", "optimizer")),
+}
+KNOWN_PAIR_BLAME = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Incident:
+    """A candidate that failed (or crawled), with the message it left, in lower case.
+
+    Attributes:
+        pairs_only: it did run, so single values are little to blame: most of them have an own error in the formula's
+            error model already.
+    """
+
+    row: int
+    message: str = ""
+    pairs_only: bool = False
+
+
+class Blame:
+    """All incidents and all good runs so far."""
+
+    def __init__(self, encoding: Encoding, num: int) -> None:
+        self._encoding = encoding
+        self._levels = encoding.levels[:num]
+        self._incidents: list[Incident] = []
+        self._good: list[int] = []
+        names = [dimension.name for dimension in encoding.dimensions]
+        single = np.array([dimension.blame for dimension in encoding.dimensions])
+        pair = PAIR_BLAME * np.sqrt(np.outer(single, single))
+        for i, first in enumerate(names):
+            for j, second in enumerate(names):
+                if frozenset((first, second)) in KNOWN_PAIRS:
+                    pair[i, j] = KNOWN_PAIR_BLAME * np.sqrt(single[i] * single[j])
+        self._single, self._pair = single, np.triu(pair, k=1)
+
+    def went_well(self, row: int) -> None:
+        """A run without surprise clears its values and pairs."""
+        self._good.append(row)
+
+    def incident(self, incident: Incident) -> None:
+        """One more surprise."""
+        self._incidents.append(incident)
+
+    def chance(self) -> Floats:
+        """Per candidate, the probability that no known cause of trouble strikes it."""
+        chance = np.ones(len(self._levels))
+        for incident in self._incidents:
+            single, pair = self._weights(incident)
+            total = single.sum() + pair.sum()
+            shared = (self._levels == self._encoding.levels[incident.row]).astype(np.float64)
+            if total > 0:
+                share = (shared @ single + ((shared @ pair) * shared).sum(axis=1)) / total
+                chance *= np.maximum(1.0 - share, UNSUSPECTED)
+            else:
+                chance *= 1.0 - CLEARED * shared.mean(axis=1)
+        return chance
+
+    def _weights(self, incident: Incident) -> tuple[Floats, Floats]:
+        """Blame of the incident's values and pairs of values, after what good runs cleared."""
+        levels = self._encoding.levels
+        cleared = np.zeros(len(self._single), dtype=bool)
+        cleared_pair = np.zeros_like(self._pair, dtype=bool)
+        for row in self._good:
+            same = levels[row] == levels[incident.row]
+            cleared |= same
+            cleared_pair |= np.outer(same, same)
+        single = np.where(cleared, 0.0, self._single * self._named(incident))
+        if incident.pairs_only:
+            single = single * 0.3
+        return single, np.where(cleared_pair, 0.0, self._pair)
+
+    def _named(self, incident: Incident) -> Floats:
+        """How much more each value is suspected because the message names it."""
+        text = incident.message.replace("-", "").replace("_", "")
+        factors = np.ones(len(self._single))
+        for position, dimension in enumerate(self._encoding.dimensions):
+            value = str(self._encoding.values[position][self._encoding.levels[incident.row, position]])
+            word = dimension.name if value in ("True", "1") else value
+            word = word.lower().replace("-", "").replace("_", "")
+            if len(word) > 2 and word in text:
+                factors[position] = NAMED
+        return factors

@@ -1,0 +1,283 @@
+"""What was learned about a GPU, kept for the next plan: log(measured/predicted) of every probe, for other models too.
+
+One JSON file holds the observations, not fitted numbers: setup, the shares of the formula's parts, the two log
+errors. The next search hands them to the same Gaussian process as its own probes, as observations of another model:
+they share `kernel.SHARED_MODELS` of the covariance, so they move the prediction where setups have parts in common,
+shrunk by how few they are, and probes of the model at hand overrule them.
+"""
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import exp, isfinite, log, sqrt
+from pathlib import Path
+from typing import Any
+
+from planner.errors import ConfigError
+from planner.interchange import setup_from_dict, setup_to_dict
+from planner.memory.types import MemoryTerm
+from planner.outcome import Candidate, Measurement, Prediction, Rung
+from planner.setup import TrainSetup
+from search.dimensions import key_of
+from search.problem import Elsewhere, Problem
+from search.sampler import Belief
+
+SCHEMA_VERSION = 1
+MAX_PER_GPU = 200
+"""The latest this many observations of one GPU are kept and used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """One probe against the formula of its time.
+
+    Attributes:
+        formula_version: version of the planner that predicted; errors of another version's formula are not used.
+        measured_at: UTC date, for people.
+    """
+
+    gpu: str
+    model: str
+    setup: TrainSetup
+    formula: Prediction
+    measured_tokens_per_s: float | None
+    measured_peak_device_bytes: int
+    formula_version: str
+    measured_at: str = ""
+
+    @property
+    def speed_error(self) -> float | None:
+        """log(measured/predicted) of tokens/s."""
+        if not self.measured_tokens_per_s or not self.formula.tokens_per_s:
+            return None
+        return log(self.measured_tokens_per_s / self.formula.tokens_per_s)
+
+    @property
+    def memory_error(self) -> float:
+        """log(measured/predicted) of the device peak."""
+        return log(self.measured_peak_device_bytes / self.formula.peak_device_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """Factors on one prediction, from what was learned; 1 where nothing was.
+
+    `speed_sd` and `memory_sd` are what is left of the doubt, as standard deviations of the logarithm.
+    """
+
+    speed_factor: float
+    memory_factor: float
+    speed_sd: float
+    memory_sd: float
+
+
+def observations_of(
+    candidates: Sequence[Candidate], *, gpu: str, model: str, formula_version: str, measured_at: str = ""
+) -> tuple[Observation, ...]:
+    """One observation for every candidate that a probe measured."""
+    return tuple(
+        Observation(
+            gpu=gpu,
+            model=model,
+            setup=candidate.setup,
+            formula=candidate.formula,
+            measured_tokens_per_s=candidate.probe.tokens_per_s,
+            measured_peak_device_bytes=candidate.probe.peak_device_bytes,
+            formula_version=formula_version,
+            measured_at=measured_at,
+        )
+        for candidate in candidates
+        if isinstance(candidate.probe, Measurement)
+    )
+
+
+class CorrectionStore:
+    """The file of observations; written whole beside and renamed, one writer at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def load(self, gpu: str, *, formula_version: str | None = None) -> tuple[Observation, ...]:
+        """Observations of one GPU, oldest first.
+
+        Raises:
+            ConfigError: the file cannot be read or makes no sense.
+        """
+        return tuple(
+            item
+            for item in self._read()
+            if item.gpu == gpu and (formula_version is None or item.formula_version == formula_version)
+        )
+
+    def add(self, observations: Sequence[Observation]) -> None:
+        """Appends; a setup measured again (same GPU, model, formula) replaces its older observation."""
+        if not observations:
+            return
+        with self._locked():
+            merged = {_identity(item): item for item in self._read()}
+            for item in observations:
+                merged.pop(_identity(item), None)
+                merged[_identity(item)] = item
+            kept: list[Observation] = []
+            counts: dict[str, int] = {}
+            for item in reversed(merged.values()):
+                counts[item.gpu] = counts.get(item.gpu, 0) + 1
+                if counts[item.gpu] <= MAX_PER_GPU:
+                    kept.append(item)
+            self._write(kept[::-1])
+
+    def _read(self) -> list[Observation]:
+        try:
+            text = self._path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return []
+        try:
+            data = json.loads(text)
+            if data["schema"] != SCHEMA_VERSION:
+                raise ValueError(f"schema {data['schema']!r}, expected {SCHEMA_VERSION}")
+            return [_observation(item) for item in data["observations"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"cannot read the learned corrections in {self._path}: {error}",
+                hint="move the file away: it is made anew from the next probes",
+            ) from error
+
+    def _write(self, observations: Sequence[Observation]) -> None:
+        data = {"schema": SCHEMA_VERSION, "observations": [_to_dict(item) for item in observations]}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=self._path.name)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(data, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, self._path)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self._path.with_name(self._path.name + ".lock"), "w") as file:
+            try:
+                import fcntl
+
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except ImportError:  # Windows: the last of two simultaneous writers wins
+                pass
+            yield
+
+
+def as_elsewhere(observations: Sequence[Observation], model: str) -> tuple[Elsewhere, ...]:
+    """The observations as a search of `model` uses them: its own in group 0, other models in theirs."""
+    groups: dict[str, int] = {model: 0}
+    return tuple(
+        Elsewhere(
+            setup=item.setup,
+            formula=item.formula,
+            group=groups.setdefault(item.model, len(groups)),
+            speed_error=item.speed_error,
+            memory_error=item.memory_error,
+        )
+        for item in observations
+    )
+
+
+def corrections(
+    candidates: Sequence[Candidate], observations: Sequence[Observation], model: str
+) -> tuple[Correction, ...]:
+    """What the observations say about each candidate's prediction, before any probe of its own."""
+    problem = Problem(candidates=tuple(candidates))
+    belief = Belief(problem, as_elsewhere(observations, model))
+    num = len(problem.candidates)
+    return tuple(
+        Correction(
+            speed_factor=exp(float(speed)),
+            memory_factor=exp(float(memory)),
+            speed_sd=sqrt(float(speed_variance)),
+            memory_sd=sqrt(float(memory_variance)),
+        )
+        for speed, memory, speed_variance, memory_variance in zip(
+            belief.speed.mean[:num],
+            belief.memory.mean[:num],
+            belief.speed.variance[:num],
+            belief.memory.variance[:num],
+            strict=True,
+        )
+    )
+
+
+def corrected(candidate: Candidate, correction: Correction) -> Candidate:
+    """The candidate with its formula prediction corrected by what was learned on this GPU, and a note that says so."""
+    formula = candidate.formula
+    speed, memory = correction.speed_factor, correction.memory_factor
+    if not (isfinite(speed) and isfinite(memory)):
+        return candidate
+    note = f"corrected by earlier probes of this GPU: tokens/s x {speed:.2f}, memory x {memory:.3f}"
+    return replace(
+        candidate,
+        formula=replace(
+            formula,
+            peak_allocated_bytes=int(formula.peak_allocated_bytes * memory),
+            peak_reserved_bytes=int(formula.peak_reserved_bytes * memory),
+            peak_device_bytes=int(formula.peak_device_bytes * memory),
+            step_time_s=formula.step_time_s / speed if formula.step_time_s else None,
+            tokens_per_s=formula.tokens_per_s * speed if formula.tokens_per_s else None,
+            notes=(*formula.notes, note),
+        ),
+    )
+
+
+def _identity(item: Observation) -> tuple[str, str, str, str]:
+    return item.gpu, item.model, key_of(item.setup), item.formula_version
+
+
+def _to_dict(item: Observation) -> dict[str, Any]:
+    formula = item.formula
+    return {
+        "gpu": item.gpu,
+        "model": item.model,
+        "setup": setup_to_dict(item.setup),
+        "predicted_tokens_per_s": formula.tokens_per_s,
+        "predicted_step_time_s": formula.step_time_s,
+        "predicted_peak_device_bytes": formula.peak_device_bytes,
+        "time_parts_s": dict(formula.time_parts_s),
+        "memory_parts_bytes": [[term.category, term.size_bytes] for term in formula.terms],
+        "measured_tokens_per_s": item.measured_tokens_per_s,
+        "measured_peak_device_bytes": item.measured_peak_device_bytes,
+        "formula_version": item.formula_version,
+        "measured_at": item.measured_at,
+    }
+
+
+def _observation(data: dict[str, Any]) -> Observation:
+    peak = int(data["predicted_peak_device_bytes"])
+    measured = int(data["measured_peak_device_bytes"])
+    if peak <= 0 or measured <= 0:
+        raise ValueError(f"peaks must be positive, got {peak} and {measured}")
+    formula = Prediction(
+        rung=Rung.FORMULA,
+        peak_allocated_bytes=peak,
+        peak_reserved_bytes=peak,
+        peak_device_bytes=peak,
+        peak_phase="",
+        phase_peaks_bytes={},
+        terms=tuple(
+            MemoryTerm(category=category, name=category, size_bytes=int(size))
+            for category, size in data["memory_parts_bytes"]
+        ),
+        memory_band_fraction=0.0,
+        step_time_s=data["predicted_step_time_s"],
+        tokens_per_s=data["predicted_tokens_per_s"],
+        time_parts_s={str(name): float(part_s) for name, part_s in data["time_parts_s"].items()},
+    )
+    return Observation(
+        gpu=data["gpu"],
+        model=data["model"],
+        setup=setup_from_dict(data["setup"]),
+        formula=formula,
+        measured_tokens_per_s=data["measured_tokens_per_s"],
+        measured_peak_device_bytes=measured,
+        formula_version=data["formula_version"],
+        measured_at=data.get("measured_at", ""),
+    )

@@ -1,0 +1,79 @@
+"""The dimensions of the search, as data: what may vary, how alike two values are, how far the formula may miss.
+
+Every field of `TrainSetup` is either a dimension here or named in `FIXED` with the reason; a test checks it. A new
+field on `TrainSetup` needs one row, nothing else: the sampler, the study and the reports read this table.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from planner.setup import TrainSetup
+
+Kind = Literal["category", "log2"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dimension:
+    """One field of `TrainSetup` that the search may vary.
+
+    Attributes:
+        name: field name.
+        kind: "category" (values are alike or not) or "log2" (positive numbers; alike when their ratio is near 1).
+        speed_sd, memory_sd: prior standard deviation of the formula's log error from one value of this field to
+            another, beyond what misjudged parts explain. Judgement, dated November 2026: a kernel misjudged by 40 %
+            that takes a seventh of the step is 6 %; a rank, 1 %. The overall scale is learned while searching.
+        blame: how likely this field is what makes a setup fail to run (a missing kernel, a crash), relative to others.
+        length: for "log2": over how many doublings an effect stays correlated.
+        alike: for "category": correlation left, in the interaction part, between setups that differ in this field.
+    """
+
+    name: str
+    kind: Kind
+    speed_sd: float
+    memory_sd: float
+    length: float = 3.0
+    alike: float = 0.5
+    blame: float = 1.0
+
+
+DIMENSIONS: tuple[Dimension, ...] = (
+    Dimension(name="method", kind="category", speed_sd=0.03, memory_sd=0.015, blame=1),
+    Dimension(name="precision", kind="category", speed_sd=0.03, memory_sd=0.015, blame=2),
+    Dimension(name="quantization", kind="category", speed_sd=0.03, memory_sd=0.015, blame=5),
+    Dimension(name="kbit_fp32_cast", kind="category", speed_sd=0.03, memory_sd=0.02, blame=1),
+    Dimension(name="lora_rank", kind="log2", speed_sd=0.01, memory_sd=0.005, length=4.0, blame=0.1),
+    Dimension(name="lora_targets", kind="category", speed_sd=0.02, memory_sd=0.01, blame=0.5),
+    Dimension(name="lora_dropout", kind="category", speed_sd=0.015, memory_sd=0.01, blame=0.1),
+    Dimension(name="adapter_dtype", kind="category", speed_sd=0.015, memory_sd=0.005, blame=1),
+    Dimension(name="optimizer", kind="category", speed_sd=0.015, memory_sd=0.01, alike=0.7, blame=3),
+    Dimension(name="attention", kind="category", speed_sd=0.05, memory_sd=0.02, blame=10),
+    Dimension(name="checkpointing", kind="category", speed_sd=0.03, memory_sd=0.02, blame=0.5),
+    Dimension(name="loss", kind="category", speed_sd=0.02, memory_sd=0.015, blame=5),
+    Dimension(name="micro_batch_seqs", kind="log2", speed_sd=0.04, memory_sd=0.015, length=3.0, blame=0.1),
+    Dimension(name="packing", kind="category", speed_sd=0.04, memory_sd=0.01, blame=1),
+    Dimension(name="compile", kind="category", speed_sd=0.05, memory_sd=0.015, blame=10),
+    Dimension(name="num_gpus", kind="log2", speed_sd=0.05, memory_sd=0.02, blame=2),
+    Dimension(name="parallel", kind="category", speed_sd=0.06, memory_sd=0.03, blame=5),
+)
+
+FIXED: dict[str, str] = {
+    "accumulation_steps": "follows from the micro-batch: sequences per optimizer step are constant",
+    "seq_len_tokens": "the user's: the length of the longest sequence",
+}
+
+NAMES = tuple(dimension.name for dimension in DIMENSIONS)
+
+RECIPE = ("method", "quantization", "checkpointing", "parallel")
+"""Fields that decide which kernels run at all: the effect of another field may differ between two recipes."""
+
+
+def value_of(setup: TrainSetup, name: str) -> Any:
+    """A setup's value of one dimension as a plain, hashable value (module names joined by commas)."""
+    value = getattr(setup, name)
+    return ",".join(value) if isinstance(value, tuple) else value
+
+
+def key_of(setup: TrainSetup) -> str:
+    """A stable text key of one setup: all its fields, in order. Equal setups have equal keys."""
+    names = (*NAMES, *FIXED)
+    return "|".join(f"{name}={value_of(setup, name)}" for name in names)

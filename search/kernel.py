@@ -1,0 +1,144 @@
+"""How alike two setups are: the covariance of the formula's errors over mixed dimensions, with numpy only.
+
+The error of a formula on a setup (log measured / predicted) is modelled as a sum:
+
+    error(x) = bias                      the whole GPU is slower or faster than the table says
+             + sum_p share_p(x) error_p  one part of the formula is misjudged (`search.parts`)
+             + sum_d effect_d(x_d)       one dimension's value is misjudged beyond that, partly the same everywhere,
+                                         partly its own for each recipe
+             + interaction(x)            what no sum of single effects explains
+
+Each part is Gaussian, so the whole is a Gaussian process whose covariance is the same sum. Because every dimension has
+few distinct values, each part is a small table over levels: a column for 20,000 setups costs a dozen look-ups.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.setup import TrainSetup
+from search.arrays import Floats, Rows, Target
+from search.dimensions import DIMENSIONS, RECIPE, Dimension, value_of
+
+Levels = NDArray[np.int16]
+
+BIAS_SD = {"speed": 0.15, "memory": 0.03}
+INTERACTION_SD = {"speed": 0.010, "memory": 0.005}
+SHARED = 0.65  # share of an effect's variance that is the same in every recipe
+SHARED_MODELS = 0.6  # share of the covariance that carries over from another model on the same GPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoding:
+    """Setups as small integers: one column per dimension that varies.
+
+    Attributes:
+        dimensions: those with more than one value among the setups.
+        values: their distinct values, in order of first sight (numbers ascending).
+        levels: [setups, dimensions] index into `values`.
+        recipes: [setups] number of the combination of the `RECIPE` fields.
+        groups: [setups] 0 for this task, another number for setups measured on other models.
+    """
+
+    dimensions: tuple[Dimension, ...]
+    values: tuple[tuple[object, ...], ...]
+    levels: Levels
+    recipes: NDArray[np.int32]
+    groups: NDArray[np.int32]
+
+
+def encode(setups: Sequence[TrainSetup], groups: Sequence[int] | None = None) -> Encoding:
+    """All setups that will ever be compared (candidates first, then what was measured elsewhere), encoded together."""
+    columns, used, values = [], [], []
+    for dimension in DIMENSIONS:
+        raw = [value_of(setup, dimension.name) for setup in setups]
+        distinct = list(dict.fromkeys(raw))
+        if len(distinct) < 2:
+            continue
+        if dimension.kind == "log2":
+            distinct.sort()
+        index = {value: position for position, value in enumerate(distinct)}
+        columns.append(np.fromiter((index[value] for value in raw), dtype=np.int16, count=len(raw)))
+        used.append(dimension)
+        values.append(tuple(distinct))
+    recipe_index: dict[tuple[object, ...], int] = {}
+    recipes = np.fromiter(
+        (
+            recipe_index.setdefault(tuple(value_of(setup, name) for name in RECIPE), len(recipe_index))
+            for setup in setups
+        ),
+        dtype=np.int32,
+        count=len(setups),
+    )
+    levels = np.stack(columns, axis=1) if columns else np.zeros((len(setups), 0), dtype=np.int16)
+    numbers = np.zeros(len(setups), dtype=np.int32) if groups is None else np.asarray(groups, dtype=np.int32)
+    return Encoding(dimensions=tuple(used), values=tuple(values), levels=levels, recipes=recipes, groups=numbers)
+
+
+class ErrorKernel:
+    """Covariance of the formula's error between encoded setups, for speed or for memory.
+
+    Args:
+        shares: [setups, parts] from `parts.share_matrix`.
+        scale: multiplies every standard deviation; 1 for a formula with the nominal error band.
+    """
+
+    def __init__(self, encoding: Encoding, target: Target, shares: Floats, *, scale: float = 1.0) -> None:
+        self._encoding = encoding
+        self._shares = scale * shares
+        self._bias = (scale * BIAS_SD[target]) ** 2
+        self._interaction = (scale * INTERACTION_SD[target]) ** 2
+        self._effects: list[Floats] = []
+        self._likeness: list[Floats] = []
+        for dimension, values in zip(encoding.dimensions, encoding.values, strict=True):
+            sd = scale * (dimension.speed_sd if target == "speed" else dimension.memory_sd)
+            correlation = _correlation(dimension, values)
+            self._effects.append(sd**2 * correlation)
+            if dimension.kind == "category":
+                self._likeness.append(np.where(np.eye(len(values)) > 0, 1.0, dimension.alike))
+            else:
+                self._likeness.append(correlation)
+        constant = self._bias + self._interaction + sum(float(table[0, 0]) for table in self._effects)
+        self.variance: Floats = constant + np.square(self._shares).sum(axis=1)
+        """Prior variance of the error of every setup."""
+
+    def column(self, row: int, rows: Rows | slice = slice(None)) -> Floats:
+        """Covariance of setup `row` with the setups `rows` (all by default)."""
+        code = self._encoding
+        levels = code.levels[rows]
+        shared = self._bias + self._shares[rows] @ self._shares[row]
+        effects = np.zeros(len(levels))
+        product = np.full(len(levels), self._interaction)
+        for position, (table, likeness) in enumerate(zip(self._effects, self._likeness, strict=True)):
+            column = levels[:, position]
+            own = code.levels[row, position]
+            effects += table[own][column]
+            product *= likeness[own][column]
+        same_recipe = code.recipes[rows] == code.recipes[row]
+        covariance = shared + effects * np.where(same_recipe, 1.0, SHARED) + product
+        same_group = code.groups[rows] == code.groups[row]
+        result: Floats = covariance * np.where(same_group, 1.0, SHARED_MODELS)
+        return result
+
+    def block(self, rows: Rows) -> Floats:
+        """Covariance matrix of the setups `rows`."""
+        return np.stack([self.column(int(row), rows) for row in rows])
+
+
+def _correlation(dimension: Dimension, values: Sequence[object]) -> Floats:
+    """[values, values] correlation of a dimension's effect: 1 on the diagonal.
+
+    Numbers use a Matern 3/2 in the number of doublings between them; a zero (rank 0 of full fine-tuning) is unlike any
+    other value.
+    """
+    if dimension.kind == "category":
+        return np.eye(len(values))
+    numbers = np.array([float(str(value)) for value in values])
+    positive = numbers > 0
+    logs = np.log2(np.where(positive, numbers, 1.0))
+    distance = np.sqrt(3.0) * np.abs(logs[:, None] - logs[None, :]) / dimension.length
+    correlation: Floats = (1.0 + distance) * np.exp(-distance)
+    correlation[positive[:, None] != positive[None, :]] = 0.0
+    return correlation

@@ -1,0 +1,163 @@
+"""Optuna's own samplers behind the same seam: TPE, Gaussian process, random, grid.
+
+They know nothing of predictions, only of what was measured. Each proposal rebuilds a study in memory from the results
+so far, so a resumed search continues as an undisturbed one. A suggestion that names no open candidate is told back as
+infeasible, at no probe cost, and the sampler is asked again.
+"""
+
+from collections.abc import Callable, Sequence
+from math import log
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.trial import TrialState, create_trial
+
+from planner.errors import EnvironmentProblem, UsageError
+from search.dimensions import value_of
+from search.problem import Problem, Result, memory_excess
+from search.sampler import Belief, ResidualSampler, Sampler
+
+MAX_ASKS = 30
+"""Suggestions per proposal before the nearest open candidate is taken."""
+
+
+class OptunaSampler:
+    """One of Optuna's samplers over the values that the candidates take."""
+
+    def __init__(self, name: str, make: Callable[[int], optuna.samplers.BaseSampler]) -> None:
+        self.name = name
+        self._make = make
+
+    def propose(self, belief: Belief, running: Sequence[int], seed: int) -> int | None:
+        """Index of the next candidate, None when none is left."""
+        open_ = belief.open.copy()
+        open_[list(running)] = False
+        if not open_.any():
+            return None
+        problem = belief.problem
+        space = _space(belief)
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        study = optuna.create_study(direction="maximize", sampler=self._make(seed + len(belief.results)))
+        for result in belief.results:
+            study.add_trial(_as_trial(problem, result, space))
+        index = {
+            tuple(value_of(c.setup, name) for name in space): position for position, c in enumerate(problem.candidates)
+        }
+        params: dict[str, Any] = {}
+        for _ in range(MAX_ASKS):
+            trial = study.ask(space)
+            params = trial.params
+            position = index.get(tuple(params[name] for name in space))
+            if position is not None and open_[position]:
+                return position
+            trial.set_constraint("possible", 1.0)
+            study.tell(trial, state=TrialState.PRUNED)
+        return _nearest(belief, open_, params)
+
+
+class RandomSampler:
+    """Any open candidate, all alike."""
+
+    name = "random"
+
+    def propose(self, belief: Belief, running: Sequence[int], seed: int) -> int | None:
+        """Index of the next candidate, None when none is left."""
+        open_ = belief.open.copy()
+        open_[list(running)] = False
+        if not open_.any():
+            return None
+        random = np.random.default_rng([seed, len(belief.results), len(running)])
+        return int(random.choice(np.flatnonzero(open_)))
+
+
+class GridSampler:
+    """The open candidates in an order that visits the whole grid evenly: a stride coprime with their number."""
+
+    name = "grid"
+
+    def propose(self, belief: Belief, running: Sequence[int], seed: int) -> int | None:
+        """Index of the next candidate, None when none is left."""
+        open_ = belief.open.copy()
+        open_[list(running)] = False
+        if not open_.any():
+            return None
+        num = belief.num
+        stride = max(1, int(num * 0.6180339887))
+        while np.gcd(stride, num) != 1:
+            stride += 1
+        order = (np.arange(num) * stride + seed * 7919) % num
+        return int(order[open_[order]][0])
+
+
+def _space(belief: Belief) -> dict[str, BaseDistribution]:
+    """The varying dimensions with their values, as categories (ordered where they are numbers)."""
+    code = belief.encoding
+    return {
+        dimension.name: CategoricalDistribution(values)  # type: ignore[arg-type]
+        for dimension, values in zip(code.dimensions, code.values, strict=True)
+    }
+
+
+def _as_trial(problem: Problem, result: Result, space: dict[str, BaseDistribution]) -> optuna.trial.FrozenTrial:
+    candidate = problem.candidates[result.index]
+    params = {name: value_of(candidate.setup, name) for name in space}
+    excess = memory_excess(problem, candidate, result.evidence)
+    feasible = problem.feasible(candidate.setup, result.evidence)
+    constraints = {"memory": excess, "runs": 0.0 if feasible or excess > 0 else 1.0}
+    if feasible or (excess > 0 and hasattr(result.evidence, "tokens_per_s")):
+        value = problem.score(candidate, result.evidence)
+        return create_trial(value=value, params=params, distributions=space, constraints=constraints)
+    return create_trial(state=TrialState.PRUNED, params=params, distributions=space, constraints=constraints)
+
+
+def _nearest(belief: Belief, open_: np.ndarray, params: dict[str, Any]) -> int:
+    """The open candidate that agrees with the suggestion in most dimensions (numbers: by doublings)."""
+    code = belief.encoding
+    distance = np.zeros(belief.num)
+    for position, (dimension, values) in enumerate(zip(code.dimensions, code.values, strict=True)):
+        column = code.levels[: belief.num, position]
+        wanted = params[dimension.name]
+        if dimension.kind == "log2":
+            steps = [abs(log(max(float(str(v)), 0.5) / max(float(wanted), 0.5))) / log(2.0) / 4.0 for v in values]
+        else:
+            steps = [0.0 if value == wanted else 1.0 for value in values]
+        distance += np.minimum(np.array(steps), 1.0)[column]
+    return int(np.argmin(np.where(open_, distance, np.inf)))
+
+
+def _gp(seed: int) -> optuna.samplers.BaseSampler:
+    try:
+        import scipy  # noqa: F401
+
+        return optuna.samplers.GPSampler(seed=seed, n_startup_trials=4, deterministic_objective=True)
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"Optuna's GP sampler needs torch and scipy: {error}", hint="pip install scipy torch, or --sampler residual"
+        ) from error
+
+
+def _tpe(seed: int) -> optuna.samplers.BaseSampler:
+    return optuna.samplers.TPESampler(seed=seed, n_startup_trials=4)
+
+
+SAMPLERS: dict[str, Callable[[], Sampler]] = {
+    "residual": ResidualSampler,
+    "tpe": lambda: OptunaSampler("tpe", _tpe),
+    "gp": lambda: OptunaSampler("gp", _gp),
+    "random": RandomSampler,
+    "grid": GridSampler,
+}
+"""All samplers that `--sampler` offers; "residual" is ours and the default."""
+
+
+def make_sampler(name: str) -> Sampler:
+    """The sampler of that name.
+
+    Raises:
+        UsageError: no such sampler.
+    """
+    if name not in SAMPLERS:
+        raise UsageError(f"sampler must be one of {', '.join(SAMPLERS)}; got {name!r}", hint="use --sampler residual")
+    return SAMPLERS[name]()

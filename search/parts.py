@@ -1,0 +1,78 @@
+"""Where a prediction's time and memory go, as shares: the handles by which its errors are learned.
+
+A formula is a sum of parts (matrix multiplications, attention, loss, ... in time; weights, activations, ... in
+memory). If part p is misjudged by a factor exp(e_p), the whole is misjudged by about share_p x e_p in the logarithm.
+Parts are what setups and models have in common, so an error learned on one setup tells about all others in proportion
+to their shares.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.outcome import Prediction
+from planner.setup import TrainSetup
+from planner.units import GIB
+from search.arrays import Floats, Target
+
+VARIANTS = {"attention": "attention", "loss": "loss", "optimizer": "optimizer", "quant": "quantization"}
+"""A part whose name contains the key has one kernel (and one error) per value of the field."""
+
+TIME_SD = 0.25
+TIME_VARIANT_SD = 0.30
+MICRO_BATCH_SD = 0.20  # what the formula does not count per micro-batch (launches, Python), share of the largest
+MEMORY_SD = {"weights": 0.02, "adapters": 0.10, "gradients": 0.05, "optimizer": 0.05}
+MEMORY_SD_OTHER = 0.10  # activations, loss, workspace and what else
+MEMORY_VARIANT_SD = 0.10
+CONSTANT_SD = 0.5  # of one GiB that no formula counts: driver context, libraries, other processes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Shares of one prediction, name -> share of the whole (time) or of the device peak (memory)."""
+
+    shares: dict[str, float]
+    sds: dict[str, float]
+
+
+def parts_of(setup: TrainSetup, prediction: Prediction, target: Target) -> Parts:
+    """Shares and prior standard deviations of the parts of one prediction; empty where it names no parts."""
+    shares: dict[str, float] = {}
+    sds: dict[str, float] = {}
+
+    def add(name: str, share: float, sd: float, variant_sd: float) -> None:
+        shares[name] = shares.get(name, 0.0) + share
+        sds[name] = sd
+        for word, field in VARIANTS.items():
+            if word in name:
+                own = f"{name}:{getattr(setup, field)}"
+                shares[own] = shares.get(own, 0.0) + share
+                sds[own] = variant_sd
+
+    if target == "speed":
+        total = sum(prediction.time_parts_s.values())
+        for name, part_s in prediction.time_parts_s.items():
+            add(name, part_s / total, TIME_SD, TIME_VARIANT_SD)
+        if prediction.step_time_s:
+            # Overhead per micro-batch: 10 ms each is the unit, the largest share any real setup reaches is about one.
+            shares["micro-batch"] = min(0.010 * setup.accumulation_steps / prediction.step_time_s, 1.0)
+            sds["micro-batch"] = MICRO_BATCH_SD
+    else:
+        for term in prediction.terms:
+            sd = MEMORY_SD.get(term.category, MEMORY_SD_OTHER)
+            add(term.category, term.size_bytes / prediction.peak_device_bytes, sd, MEMORY_VARIANT_SD)
+        shares["constant"] = GIB / prediction.peak_device_bytes
+        sds["constant"] = CONSTANT_SD
+    return Parts(shares=shares, sds=sds)
+
+
+def share_matrix(parts: Sequence[Parts]) -> Floats:
+    """[setups, parts] shares times standard deviations: the covariance by parts is this matrix times its transpose."""
+    names = list(dict.fromkeys(name for part in parts for name in part.shares))
+    index = {name: column for column, name in enumerate(names)}
+    matrix = np.zeros((len(parts), len(names)))
+    for row, part in enumerate(parts):
+        for name, share in part.shares.items():
+            matrix[row, index[name]] = share * part.sds[name]
+    return matrix

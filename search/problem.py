@@ -1,0 +1,163 @@
+"""`Problem`: the candidates, what makes one better, and why some are out before any probe."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import log
+from typing import Any, Literal
+
+from planner.errors import UsageError
+from planner.outcome import Candidate, Evidence, FailureKind, Measurement, Prediction, ProbeFailure
+from planner.setup import TrainSetup
+from planner.units import gib
+from planner.workload import Workload
+from search.dimensions import key_of
+
+Objective = Literal["tokens", "cost", "memory"]
+OBJECTIVES: tuple[Objective, ...] = ("tokens", "cost", "memory")
+
+Evaluate = Callable[[TrainSetup], Evidence]
+"""Runs one setup: a probe on a GPU (Measurement or ProbeFailure), or the dry run (Prediction)."""
+
+EXCLUSION_BANDS = 2.0
+"""The formula may exclude a setup only when even this many error bands less would not fit: a probe decides the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What the search is to solve.
+
+    Attributes:
+        candidates: every setup worth asking about, with its formula prediction; all with one budget.
+        objective: "tokens" (most tokens/s), "cost" (most tokens/s per GPU, so least money), "memory" (least peak).
+        min_rank: no adapter below it is recommended.
+        fixed: setup fields the user decided, name -> allowed values.
+        min_tokens_per_s: for objective "memory": what is slower is not an answer. 0: none.
+    """
+
+    candidates: tuple[Candidate, ...]
+    objective: Objective = "tokens"
+    min_rank: int = 1
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    min_tokens_per_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise UsageError(
+                f"objective must be one of {', '.join(OBJECTIVES)}; got {self.objective!r}",
+                hint="use --objective tokens",
+            )
+        if not self.candidates:
+            raise UsageError("the search got no candidates", hint="widen the space: drop a --fix or a --rank")
+        for name, value_name in (("budget_bytes", "memory budget"), ("tokens_per_step", "tokens per optimizer step")):
+            values = {getattr(c if name == "budget_bytes" else c.setup, name) for c in self.candidates}
+            if len(values) > 1:
+                raise UsageError(f"all candidates need one {value_name}, got {sorted(values)[:3]}")
+        unknown = sorted(set(self.fixed) - set(TrainSetup.__dataclass_fields__))
+        if unknown:
+            raise UsageError(f"fixed names no field of a setup: {unknown[0]!r}")
+        for candidate in self.candidates:
+            if not candidate.formula.tokens_per_s:
+                raise UsageError("every candidate needs a predicted tokens/s to rank it by")
+
+    @classmethod
+    def of(cls, workload: Workload, candidates: Sequence[Candidate], **changes: Any) -> "Problem":
+        """The problem of a workload: its objective, rank floor and fixed fields."""
+        values: dict[str, Any] = {
+            "objective": workload.objective,
+            "min_rank": workload.min_rank,
+            "fixed": dict(workload.fixed),
+        }
+        return cls(candidates=tuple(candidates), **{**values, **changes})
+
+    @property
+    def budget_bytes(self) -> int:
+        """What a device peak may reach."""
+        return self.candidates[0].budget_bytes
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Position of each candidate by its setup's key."""
+        return {key_of(candidate.setup): position for position, candidate in enumerate(self.candidates)}
+
+    def exclusion(self, candidate: Candidate) -> str:
+        """Why this candidate is out before any probe; empty when it is not."""
+        return self.broken_wish(candidate.setup) or self.too_large(candidate)
+
+    def broken_wish(self, setup: TrainSetup) -> str:
+        """Which of the user's constraints the setup breaks; empty when none."""
+        for name, allowed in self.fixed.items():
+            if getattr(setup, name) not in allowed:
+                return f"{name} is {getattr(setup, name)!r}, the user asked for {' or '.join(map(repr, allowed))}"
+        if setup.method != "full" and setup.lora_rank < self.min_rank:
+            return f"LoRA rank {setup.lora_rank} is below the floor {self.min_rank}"
+        return ""
+
+    def too_large(self, candidate: Candidate) -> str:
+        """How far even the lower end of the predicted memory is beyond the budget; empty when it may fit."""
+        prediction = candidate.dry_run if isinstance(candidate.dry_run, Prediction) else candidate.formula
+        lower = prediction.peak_device_bytes * max(0.0, 1.0 - EXCLUSION_BANDS * prediction.memory_band_fraction)
+        if lower <= candidate.budget_bytes:
+            return ""
+        needed, budget = gib(prediction.peak_device_bytes), gib(candidate.budget_bytes)
+        return f"{prediction.rung.value}: needs {needed}, budget {budget}"
+
+    def feasible(self, setup: TrainSetup, evidence: Evidence | None) -> bool:
+        """Whether the evidence shows that the setup runs, fits the budget and meets every wish."""
+        if evidence is None or isinstance(evidence, ProbeFailure) or self.broken_wish(setup):
+            return False
+        if evidence.peak_device_bytes > self.budget_bytes:
+            return False
+        speed = evidence.tokens_per_s
+        return not (self.min_tokens_per_s and speed is not None and speed < self.min_tokens_per_s)
+
+    def score(self, candidate: Candidate, evidence: Measurement | Prediction) -> float:
+        """What the search maximises, as a logarithm: a difference of 0.01 is one percent."""
+        if self.objective == "memory":
+            return -log(evidence.peak_device_bytes)
+        speed = evidence.tokens_per_s or candidate.formula.tokens_per_s
+        assert speed is not None  # checked when the problem was made
+        return log(speed) - (log(candidate.setup.num_gpus) if self.objective == "cost" else 0.0)
+
+
+def with_evidence(candidate: Candidate, evidence: Evidence | None) -> Candidate:
+    """The candidate with what a rung answered in its place."""
+    from dataclasses import replace
+
+    if evidence is None:
+        return candidate
+    if isinstance(evidence, Prediction):
+        return replace(candidate, dry_run=evidence)
+    return replace(candidate, probe=evidence)
+
+
+def memory_excess(problem: Problem, candidate: Candidate, evidence: Evidence | None) -> float:
+    """The memory constraint as Optuna wants it: at most 0 when it fits; share of the budget that is missing.
+
+    Out of memory without a figure counts as what the formula expected, at least one percent.
+    """
+    if isinstance(evidence, ProbeFailure):
+        if evidence.kind is not FailureKind.OUT_OF_MEMORY:
+            return 0.0
+        return max(0.01, candidate.formula.peak_device_bytes / problem.budget_bytes - 1.0)
+    known = evidence or candidate.memory_evidence
+    return known.peak_device_bytes / problem.budget_bytes - 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One finished question: a candidate (by index) and what came back; None: excluded without a probe."""
+
+    index: int
+    evidence: Evidence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elsewhere:
+    """What was learned on other setups of the same GPU: log(measured/predicted), on this model (group 0) or others."""
+
+    setup: TrainSetup
+    formula: Prediction
+    group: int
+    speed_error: float | None
+    memory_error: float | None

@@ -1,0 +1,257 @@
+"""`search`: the loop. Claim a candidate, dry-run it, probe it, learn, until nothing left is worth a probe."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from optuna.trial import TrialState
+
+from planner.outcome import Candidate, FailureKind, Prediction, ProbeFailure
+from planner.setup import TrainSetup
+from search.dimensions import key_of
+from search.optuna_samplers import make_sampler
+from search.pareto import pareto_set
+from search.problem import Elsewhere, Evaluate, Problem, Result, with_evidence
+from search.sampler import Belief, Sampler
+from search.stopping import MARGIN, Budget, converged
+from search.storage import GRACE_S, HEARTBEAT_S, open_storage
+from search.study import Study, TrialRecord, describe_problem
+
+POLL_S = 0.2
+MAX_RECORDED_EXCLUSIONS = 50
+"""Of the candidates that the formula excludes, the fastest this many become trials; the number of all is recorded."""
+
+Check = Callable[[TrainSetup], Prediction | ProbeFailure]
+"""The dry run, asked before a probe: what does not fit by its memory is excluded without one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """What the search found.
+
+    Attributes:
+        best: the best candidate shown to fit and to meet every wish, with its evidence; None when none was.
+        trials: every trial of the study, in order.
+        candidates: every candidate with evidence, with that evidence in place, best first.
+        pareto: those of them that nothing beats in tokens/s, peak memory and rank.
+        reason: why the search stopped.
+        num_probes: how many probes the study has cost so far, earlier calls included.
+    """
+
+    best: Candidate | None
+    trials: tuple[TrialRecord, ...]
+    candidates: tuple[Candidate, ...]
+    pareto: tuple[Candidate, ...]
+    reason: str
+    num_probes: int
+
+
+def search(
+    problem: Problem,
+    evaluate: Evaluate,
+    *,
+    storage: str | Path | None = None,
+    study_name: str = "plan",
+    sampler: str | Sampler = "residual",
+    budget: Budget | None = None,
+    plan: TrainSetup | None = None,
+    num_ranked: int | None = None,
+    check: Check | None = None,
+    elsewhere: Sequence[Elsewhere] = (),
+    margin: float = MARGIN,
+    seed: int = 0,
+    on_trial: Callable[[TrialRecord, Belief], None] | None = None,
+    heartbeat_s: int = HEARTBEAT_S,
+    grace_s: int = GRACE_S,
+) -> SearchResult:
+    """The best candidate that fits, in few probes; resumes the study that it finds in `storage`.
+
+    Args:
+        problem: candidates, objective and wishes.
+        evaluate: the probe (or the dry run where there is no GPU); must return, not raise, what went wrong.
+        storage: None (memory), a directory (journal file) or a URL (`storage.open_storage`).
+        sampler: a name of `optuna_samplers.SAMPLERS`, or an object.
+        budget: limits; None: until nothing left is worth a probe.
+        plan: the decision tree's setup, tried first; default: the best that the formula says fits.
+        num_ranked: how many of the best-ranked survivors are enqueued after the plan; default: none for our sampler,
+            which ranks them itself and anew after each probe, three for Optuna's.
+        check: the dry run, before each probe.
+        elsewhere: what earlier searches learned on this GPU.
+        margin: stop when nothing left can plausibly be better by more than this fraction.
+        on_trial: called after each trial that this worker finished.
+
+    Raises:
+        UsageError: the study holds another objective, or an argument makes no sense.
+        EnvironmentProblem: the storage does not answer.
+    """
+    worker = _Worker(
+        problem,
+        make_sampler(sampler) if isinstance(sampler, str) else sampler,
+        Belief(problem, elsewhere),
+        budget or Budget(),
+        margin,
+        seed,
+    )
+    opened, liveness = open_storage(storage, heartbeat_s=heartbeat_s, grace_s=grace_s)
+    try:
+        study = Study(problem, opened, liveness, study_name)
+        worker.begin(study, plan, num_ranked)
+        while True:
+            study.rescue()
+            claimed = worker.next(study)
+            if isinstance(claimed, str):
+                return worker.result(study, claimed)
+            if claimed is None:
+                time.sleep(POLL_S)
+                continue
+            number, setup = claimed
+            with liveness.keep_alive(study.trial_id(number)):
+                worker.work(study, number, setup, evaluate, check)
+            if on_trial is not None:
+                worker.catch_up(study)
+                on_trial(next(r for r in study.records() if r.number == number), worker.belief)
+    finally:
+        liveness.close()
+
+
+class _Worker:
+    """The state of one call of `search`."""
+
+    def __init__(
+        self, problem: Problem, sampler: Sampler, belief: Belief, budget: Budget, margin: float, seed: int
+    ) -> None:
+        self._problem = problem
+        self._sampler = sampler
+        self.belief = belief
+        self._budget = budget
+        self._margin = margin
+        self._seed = seed
+        self._started = time.monotonic()
+        self._told: set[int] = set()
+        self._converged: tuple[int, str] = (-1, "")
+
+    def begin(self, study: Study, plan: TrainSetup | None, num_ranked: int | None) -> None:
+        """Records what the formula excludes, and enqueues the plan and the best-ranked survivors, once per study."""
+        problem = self._problem
+        excluded = [(c, reason) for c in problem.candidates if (reason := problem.exclusion(c))]
+        study.describe(describe_problem(problem, len(excluded)))
+        excluded.sort(key=lambda pair: -(pair[0].formula.tokens_per_s or 0.0))
+        known = {key_of(record.setup) for record in study.records()}
+        study.exclude(excluded[:MAX_RECORDED_EXCLUSIONS])
+        if num_ranked is None:
+            num_ranked = 0 if self._sampler.name == "residual" else 3
+        ranked = self._ranked()
+        first = [problem.index[key_of(plan)]] if plan is not None and key_of(plan) in problem.index else ranked[:1]
+        first = [index for index in first if self.belief.open[index]]
+        rest = [index for index in ranked if index not in first][:num_ranked]
+        for index, origin in [*((i, "plan") for i in first), *((i, "ranked") for i in rest)]:
+            if key_of(problem.candidates[index].setup) not in known:
+                study.enqueue(problem.candidates[index], origin)
+
+    def _ranked(self) -> list[int]:
+        """Open candidates that the formula says fit, best predicted score first; all open ones if none fits."""
+        mean, _ = self.belief.score_moments()
+        fits = self.belief.log_memory + self.belief.memory.mean[: self.belief.num] <= self.belief.log_budget
+        chosen = [i for i in range(self.belief.num) if self.belief.open[i] and fits[i]]
+        if not chosen:
+            chance = self.belief.probability_fits()
+            return sorted((i for i in range(self.belief.num) if self.belief.open[i]), key=lambda i: -chance[i])
+        return sorted(chosen, key=lambda i: -mean[i])
+
+    def catch_up(self, study: Study) -> list[TrialRecord]:
+        """Tells the belief what is new in the study; returns trials that are waiting or running."""
+        for record in study.answered():
+            if record.number in self._told:
+                continue
+            self._told.add(record.number)
+            index = self._problem.index.get(key_of(record.setup))
+            if index is None or record.evidence is None:
+                continue
+            if record.excluded:
+                self.belief.tell_excluded(index, record.evidence)
+            else:
+                self.belief.tell(Result(index=index, evidence=record.evidence))
+        return [r for r in study.records() if r.state in (TrialState.RUNNING, TrialState.WAITING)]
+
+    def next(self, study: Study) -> tuple[int, TrainSetup] | str | None:
+        """A claimed trial; the reason to stop (text); None: wait for other workers."""
+        pending = self.catch_up(study)
+        running = [r for r in pending if r.state is TrialState.RUNNING]
+        finished = [r for r in study.records() if r.probed]
+        spent = self._budget.spent(
+            num_probes=len([r for r in finished if r.state.is_finished()]),
+            elapsed_s=time.monotonic() - self._started,
+            durations_s=[r.duration_s for r in finished if r.state.is_finished()],
+        )
+        if spent:
+            return spent
+        claimed = study.claim(self._budget.max_probes)
+        if claimed is not None:
+            return claimed
+        limit = self._budget.max_probes
+        if limit is not None and len(finished) + len(running) >= limit:
+            return None  # the last probes are running elsewhere: their results belong to the answer
+        reason = self._stop(len(running))
+        if reason:
+            return None if running else reason
+        indices = [i for r in running if (i := self._problem.index.get(key_of(r.setup))) is not None]
+        proposal = self._sampler.propose(self.belief, indices, self._seed)
+        if proposal is None:
+            return None if running else f"all {self.belief.num} candidates are answered or excluded"
+        study.enqueue(self._problem.candidates[proposal], self._sampler.name)
+        return study.claim(self._budget.max_probes)
+
+    def _stop(self, num_running: int) -> str:
+        """The stop rule, computed once per state of knowledge."""
+        state = len(self._told)
+        if self._converged[0] != state:
+            self._converged = (state, converged(self._problem, self.belief, margin=self._margin))
+        return self._converged[1]
+
+    def work(self, study: Study, number: int, setup: TrainSetup, evaluate: Evaluate, check: Check | None) -> None:
+        """Dry-runs and probes one claimed candidate and records what came back."""
+        started = time.monotonic()
+        candidate = self._problem.candidates[self._problem.index[key_of(setup)]]
+        if check is not None:
+            prediction = check(setup)
+            if isinstance(prediction, Prediction):
+                reason = self._problem.too_large(replace(candidate, dry_run=prediction))
+                if reason:
+                    study.tell(number, prediction, duration_s=time.monotonic() - started, excluded=reason)
+                    return
+            elif prediction.kind is FailureKind.UNSUPPORTED:
+                study.tell(number, prediction, duration_s=time.monotonic() - started, excluded=prediction.message)
+                return
+        evidence = evaluate(setup)
+        study.tell(number, evidence, duration_s=time.monotonic() - started)
+
+    def result(self, study: Study, reason: str) -> SearchResult:
+        """The answer from all that is known, other workers' results and earlier calls' included."""
+        self.catch_up(study)
+        problem, trials = self._problem, study.records()
+        known: dict[str, Candidate] = {}
+        for record in trials:
+            index = problem.index.get(key_of(record.setup))
+            if index is not None and record.evidence is not None and record.state.is_finished():
+                known[key_of(record.setup)] = with_evidence(problem.candidates[index], record.evidence)
+        best = self.belief.best
+        chosen = with_evidence(problem.candidates[best.index], best.evidence) if best is not None else None
+        ordered = sorted(known.values(), key=lambda c: (not c.fits, -c.tokens_per_s))
+        usable = [c for c in ordered if problem.feasible(c.setup, c.probe or c.dry_run)]
+        return SearchResult(
+            best=chosen,
+            trials=tuple(trials),
+            candidates=tuple(ordered),
+            pareto=pareto_set(usable),
+            reason=reason,
+            num_probes=sum(record.probed for record in trials),
+        )
+
+
+def dashboard_hint(storage: str | Path) -> str:
+    """The command that opens Optuna's dashboard on a study."""
+    from search.storage import JOURNAL_NAME
+
+    target = str(storage)
+    return f"optuna-dashboard {target if '://' in target else Path(target) / JOURNAL_NAME}"

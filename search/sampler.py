@@ -1,0 +1,216 @@
+"""Our sampler: the formula is the prior mean, a Gaussian process learns its errors, the next probe promises most.
+
+`Belief` holds what is known about every candidate; `ResidualSampler` asks it which one to probe: expected improvement
+over the best that fits, times the probability of fitting, times the probability of running at all.
+"""
+
+from collections.abc import Sequence
+from math import log, sqrt
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.outcome import Evidence, FailureKind, Measurement, Prediction, ProbeFailure
+from search.arrays import Floats
+from search.blame import Blame, Incident
+from search.kernel import Encoding, ErrorKernel, encode
+from search.normal import cdf, pdf
+from search.parts import parts_of, share_matrix
+from search.problem import Elsewhere, Problem, Result
+from search.residual import SURPRISE, Residual
+
+NOMINAL_MEMORY_BAND = 0.08
+NOMINAL_TIME_BAND = 0.30
+MIN_SCALE = 0.3  # bands narrower than a third of the nominal ones are not believed
+SPEED_NOISE_SD = 0.006  # repeats of one setup on one machine (2.4 % is what software versions differ by)
+MEMORY_NOISE_SD = 0.003  # caching-allocator rounding
+DRY_RUN_NOISE_SD = 0.01
+MIN_PROBABILITY = 1e-9
+
+
+class Belief:
+    """What formula and results together say about every candidate.
+
+    Results are told in order with `tell`; the same order gives the same belief.
+    """
+
+    def __init__(self, problem: Problem, elsewhere: Sequence[Elsewhere] = ()) -> None:
+        self.problem = problem
+        candidates = problem.candidates
+        self.num = len(candidates)
+        setups = [candidate.setup for candidate in candidates] + [item.setup for item in elsewhere]
+        groups = [0] * self.num + [item.group for item in elsewhere]
+        self.encoding: Encoding = encode(setups, groups)
+        formulas = [candidate.formula for candidate in candidates]
+        self.log_speed = np.log([float(formula.tokens_per_s or 1.0) for formula in formulas])
+        self.log_memory = np.log([float(formula.peak_device_bytes) for formula in formulas])
+        self.log_budget = log(problem.budget_bytes)
+        self.log_gpus = np.log([float(candidate.setup.num_gpus) for candidate in candidates])
+        memory_band = float(np.median([formula.memory_band_fraction for formula in formulas]))
+        time_bands = [formula.time_band_fraction for formula in formulas if formula.time_band_fraction]
+        time_band = float(np.median(time_bands)) if time_bands else NOMINAL_TIME_BAND
+        parts = [(c.setup, c.formula) for c in candidates] + [(item.setup, item.formula) for item in elsewhere]
+        self.speed = Residual(
+            ErrorKernel(
+                self.encoding,
+                "speed",
+                share_matrix([parts_of(*pair, "speed") for pair in parts]),
+                scale=max(time_band / NOMINAL_TIME_BAND, MIN_SCALE),
+            )
+        )
+        self.memory = Residual(
+            ErrorKernel(
+                self.encoding,
+                "memory",
+                share_matrix([parts_of(*pair, "memory") for pair in parts]),
+                scale=max(memory_band / NOMINAL_MEMORY_BAND, MIN_SCALE),
+            )
+        )
+        self.open = np.array([not problem.exclusion(candidate) for candidate in candidates])
+        """Candidates not excluded and not yet answered."""
+        self.best: Result | None = None
+        self.best_score = -np.inf
+        self.results: list[Result] = []
+        self._blame = Blame(self.encoding, self.num)
+        for position, item in enumerate(elsewhere):
+            if item.speed_error is not None:
+                self.speed.observe(self.num + position, item.speed_error, SPEED_NOISE_SD)
+            if item.memory_error is not None:
+                self.memory.observe(self.num + position, item.memory_error, MEMORY_NOISE_SD)
+
+    def tell(self, result: Result) -> None:
+        """One more answer."""
+        index, evidence = result.index, result.evidence
+        self.open[index] = False
+        self.results.append(result)
+        if isinstance(evidence, ProbeFailure):
+            self._tell_failure(index, evidence)
+            return
+        noise = DRY_RUN_NOISE_SD if isinstance(evidence, Prediction) else MEMORY_NOISE_SD
+        memory_error = log(evidence.peak_device_bytes) - self.log_memory[index]
+        surprise = self.memory.observe_robustly(index, memory_error, noise) > SURPRISE
+        if evidence.tokens_per_s is not None:
+            speed_error = log(evidence.tokens_per_s) - self.log_speed[index]
+            surprise |= self.speed.observe_robustly(index, speed_error, SPEED_NOISE_SD) < -SURPRISE
+        if surprise:
+            self._blame.incident(Incident(row=index, pairs_only=True))
+        else:
+            self._blame.went_well(index)
+        candidate = self.problem.candidates[index]
+        if self.problem.feasible(candidate.setup, evidence):
+            score = self.problem.score(candidate, evidence)
+            if score > self.best_score:
+                self.best, self.best_score = result, score
+
+    def tell_excluded(self, index: int, evidence: Evidence) -> None:
+        """The dry run found that this candidate does not fit: knowledge about memory, no probe."""
+        self.open[index] = False
+        if isinstance(evidence, (Prediction, Measurement)):
+            self.memory.observe(index, log(evidence.peak_device_bytes) - self.log_memory[index], DRY_RUN_NOISE_SD)
+
+    def close(self, index: int) -> None:
+        """Someone else is at it."""
+        self.open[index] = False
+
+    def _tell_failure(self, index: int, failure: ProbeFailure) -> None:
+        if failure.kind is not FailureKind.OUT_OF_MEMORY:
+            self._blame.incident(Incident(row=index, message=failure.message.lower()))
+            return
+        self.memory.observe_above(index, self.log_budget - self.log_memory[index])
+        self._close_larger(index)
+
+    def _close_larger(self, index: int) -> None:
+        """What differs from a setup that ran out of memory only by a larger micro-batch (or rank) runs out too."""
+        code = self.encoding
+        worse = np.ones(self.num, dtype=bool)
+        for position, dimension in enumerate(code.dimensions):
+            column = code.levels[: self.num, position]
+            own = code.levels[index, position]
+            growing = dimension.name in ("micro_batch_seqs", "lora_rank")
+            worse &= (column >= own) if growing else (column == own)
+        self.open &= ~worse
+
+    def score_moments(self) -> tuple[Floats, Floats]:
+        """Mean and standard deviation of every candidate's score."""
+        if self.problem.objective == "memory":
+            return -(self.log_memory + self.memory.mean[: self.num]), np.sqrt(self.memory.variance[: self.num])
+        offset = self.log_gpus if self.problem.objective == "cost" else 0.0
+        mean = self.log_speed + self.speed.mean[: self.num] - offset
+        return mean, np.sqrt(self.speed.variance[: self.num])
+
+    def probability_fits(self) -> Floats:
+        """Probability that the device peak stays within the budget, per candidate."""
+        mean = self.log_memory + self.memory.mean[: self.num]
+        return cdf((self.log_budget - mean) / np.sqrt(self.memory.variance[: self.num]))
+
+    def probability_runs(self) -> Floats:
+        """Probability that no known cause of failure or of a crawl strikes a candidate."""
+        return self._blame.chance()
+
+
+def expected_improvement(mean: Floats, sd: Floats, best: float) -> Floats:
+    """Expected gain over `best` of a normal score; with no best yet (-inf): the score itself, shifted to be positive.
+
+    Source: Mockus, 1978; Jones, Schonlau and Welch, 1998, Efficient global optimization.
+    """
+    if best == -np.inf:
+        result: Floats = np.exp(mean - mean.max())
+        return result
+    z = (mean - best) / sd
+    gain: Floats = sd * (z * cdf(z) + pdf(z))
+    return np.maximum(gain, 0.0)
+
+
+class Sampler(Protocol):
+    """Chooses the next probe. Stateless: the same belief and seed give the same choice, so a search can resume."""
+
+    name: str
+
+    def propose(self, belief: Belief, running: Sequence[int], seed: int) -> int | None:
+        """Index of the next candidate; None when none is left. `running`: candidates being probed now."""
+        ...
+
+
+class ResidualSampler:
+    """Picks the candidate with the largest expected improvement times probability of fitting and running."""
+
+    name = "residual"
+
+    def propose(self, belief: Belief, running: Sequence[int], seed: int) -> int | None:
+        """Index of the next candidate to probe, None when none is left. `seed` is not used: the choice is certain."""
+        open_ = belief.open.copy()
+        open_[list(running)] = False
+        if not open_.any():
+            return None
+        view = pretend_running(belief, running)
+        utility = acquisition(view, open_)
+        return int(np.argmax(utility))
+
+
+def pretend_running(belief: Belief, running: Sequence[int]) -> Belief:
+    """A belief in which running probes have already returned what is expected of them."""
+    if not running:
+        return belief
+    import copy
+
+    view = copy.copy(belief)
+    view.speed, view.memory = belief.speed.copy(), belief.memory.copy()
+    for index in running:
+        view.speed.pretend(index, SPEED_NOISE_SD)
+        view.memory.pretend(index, MEMORY_NOISE_SD)
+    return view
+
+
+def acquisition(belief: Belief, open_: NDArray[np.bool_]) -> Floats:
+    """Utility of probing each candidate; -1 for those that are not open."""
+    mean, sd = belief.score_moments()
+    chance = np.maximum(belief.probability_fits() * belief.probability_runs(), MIN_PROBABILITY)
+    if belief.best_score == -np.inf:
+        # Nothing fits yet: the value of a probe is what it would earn, so certainty of fitting weighs most.
+        gain = np.exp(mean - mean[open_].max())
+    else:
+        gain = expected_improvement(mean, sd, belief.best_score)
+    # Where all gains vanish, the most probable improvement still decides.
+    tie_break = 1e-12 * cdf((mean - max(belief.best_score, -1e300)) / sqrt(float(np.median(sd**2))))
+    return np.where(open_, gain * chance + tie_break, -1.0)

@@ -1,0 +1,89 @@
+"""When to stop: nothing left can plausibly beat the best by more than the margin, or the budget is spent."""
+
+from dataclasses import dataclass
+from math import log1p
+from statistics import median
+
+import numpy as np
+
+from search.normal import cdf
+from search.problem import Problem
+from search.sampler import Belief
+
+MARGIN = 0.01
+PLAUSIBLE = 0.05
+"""Stop when the probability that anything left is more than `margin` better falls below this."""
+JOINT_SETUPS = 192
+NUM_SAMPLES = 400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """How much may be spent: probes over the whole study, seconds of this call. None: no limit."""
+
+    max_probes: int | None = None
+    seconds: float | None = None
+
+    def spent(self, *, num_probes: int, elapsed_s: float, durations_s: list[float]) -> str:
+        """Why no further probe may start; empty when one may.
+
+        No probe starts that would, at the median duration so far, end after the time limit.
+        """
+        if self.max_probes is not None and num_probes >= self.max_probes:
+            return f"the budget of {self.max_probes} probes is spent"
+        if self.seconds is not None:
+            expected = median(durations_s) if durations_s else 0.0
+            if elapsed_s >= self.seconds:
+                return f"the budget of {self.seconds:g} s is spent"
+            if num_probes and elapsed_s + expected > self.seconds:
+                return f"the next probe would end after the budget of {self.seconds:g} s"
+        return ""
+
+
+def probability_of_better(belief: Belief, *, margin: float = MARGIN) -> float:
+    """Probability that some open candidate runs, fits and beats the best by more than `margin`.
+
+    Joint, not candidate by candidate: the errors of similar setups are alike, so a thousand of them are one doubt, not
+    a thousand. Sampled from the joint posterior of the most promising ones with a fixed seed.
+    """
+    if belief.best_score == -np.inf:
+        return 1.0 if bool(belief.open.any()) else 0.0
+    target = belief.best_score + log1p(margin)
+    mean, sd = belief.score_moments()
+    chance = np.where(belief.open, cdf((mean - target) / sd), 0.0) * belief.probability_runs()
+    chance = chance * belief.probability_fits()
+    rows = np.argsort(-chance, kind="stable")[:JOINT_SETUPS]
+    rows = rows[chance[rows] > 1e-6]
+    if len(rows) == 0:
+        return 0.0
+    random = np.random.default_rng(20261121)
+    memory_noise = random.standard_normal((NUM_SAMPLES, len(rows)))
+    memory_mean = belief.log_memory[rows] + belief.memory.mean[rows]
+    memory = memory_mean + memory_noise @ _root(belief.memory.covariance(rows)).T
+    runs = random.random((NUM_SAMPLES, len(rows))) < belief.probability_runs()[rows]
+    if belief.problem.objective == "memory":
+        score = -memory
+    else:
+        score_noise = random.standard_normal((NUM_SAMPLES, len(rows)))
+        score = mean[rows] + score_noise @ _root(belief.speed.covariance(rows)).T
+    better = (score > target) & (memory <= belief.log_budget) & runs
+    return float(better.any(axis=1).mean())
+
+
+def _root(covariance: np.ndarray) -> np.ndarray:
+    """A square root of a covariance matrix that may be singular."""
+    jitter = 1e-9 + 1e-7 * float(np.trace(covariance)) / len(covariance)
+    return np.linalg.cholesky(covariance + jitter * np.eye(len(covariance)))
+
+
+def converged(problem: Problem, belief: Belief, *, margin: float = MARGIN) -> str:
+    """Why nothing left is worth a probe; empty while something is."""
+    if not belief.open.any():
+        return f"all {len(problem.candidates)} candidates are answered or excluded"
+    probability = probability_of_better(belief, margin=margin)
+    if probability < PLAUSIBLE:
+        return (
+            f"nothing left can plausibly beat the best by more than {100 * margin:g} % "
+            f"(probability {100 * probability:.1f} %)"
+        )
+    return ""

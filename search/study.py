@@ -1,0 +1,350 @@
+"""The Optuna study of one search: many workers, each candidate run once, nothing lost when one dies.
+
+How a candidate is claimed, with nothing but what every Optuna storage guarantees:
+
+1. A worker that wants candidate c adds a WAITING trial that carries c. Trial numbers are given in one order that all
+   workers see.
+2. Any worker takes the first WAITING trial by the storage's atomic WAITING -> RUNNING.
+3. Before it runs, it looks at all trials with a smaller number. If one of them holds the same candidate and has not
+   failed, its own is a duplicate: FAIL, no probe, next. The smallest number always wins, and it is always visible.
+
+A worker that dies leaves a RUNNING trial. Whoever notices sets it to FAIL (one succeeds) and adds it again as WAITING.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.storages import BaseStorage
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from planner.errors import UsageError
+from planner.interchange import setup_from_dict, setup_to_dict
+from planner.outcome import Candidate, Evidence, FailureKind, ProbeFailure, Rung
+from planner.setup import (
+    ADAPTER_DTYPES,
+    ATTENTIONS,
+    LOSSES,
+    METHODS,
+    OPTIMIZERS,
+    PARALLELS,
+    PRECISIONS,
+    QUANTIZATIONS,
+    TARGET_SETS,
+    TrainSetup,
+)
+from search.codec import evidence_from_json, evidence_to_json
+from search.dimensions import NAMES, key_of, value_of
+from search.problem import Problem, memory_excess
+from search.storage import WORKER_ATTR, Liveness
+
+MAX_RETRIES = 2
+"""A candidate whose worker died this often, and once more, is recorded as crashing."""
+
+_MAX = 1 << 40
+_OTHER_TARGETS = "listed"
+_SPACE: dict[str, BaseDistribution] = {
+    "method": CategoricalDistribution(METHODS),
+    "precision": CategoricalDistribution(PRECISIONS),
+    "quantization": CategoricalDistribution(QUANTIZATIONS),
+    "kbit_fp32_cast": CategoricalDistribution((False, True)),
+    "lora_rank": IntDistribution(0, _MAX),
+    "lora_targets": CategoricalDistribution((*TARGET_SETS, _OTHER_TARGETS)),
+    "lora_dropout": optuna.distributions.FloatDistribution(0.0, 1.0),
+    "adapter_dtype": CategoricalDistribution(ADAPTER_DTYPES),
+    "optimizer": CategoricalDistribution(OPTIMIZERS),
+    "attention": CategoricalDistribution(ATTENTIONS),
+    "checkpointing": IntDistribution(0, _MAX),
+    "loss": CategoricalDistribution(LOSSES),
+    "micro_batch_seqs": IntDistribution(1, _MAX),
+    "packing": CategoricalDistribution((False, True)),
+    "compile": CategoricalDistribution((False, True)),
+    "num_gpus": IntDistribution(1, _MAX),
+    "parallel": CategoricalDistribution(PARALLELS),
+}
+"""Wide, and the same for every study: a later search with other candidates may join."""
+
+
+def params_of(setup: TrainSetup) -> dict[str, Any]:
+    """The setup as parameters for Optuna and its dashboard; the exact setup is in the trial's attributes."""
+    params = {name: value_of(setup, name) for name in NAMES}
+    if params["lora_targets"] not in TARGET_SETS:
+        params["lora_targets"] = _OTHER_TARGETS
+    return params
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialRecord:
+    """One trial of the study in the project's own types.
+
+    Attributes:
+        origin: "plan", "ranked" (enqueued), a sampler's name, "excluded" (before any probe) or "retry".
+        probed: whether it cost a probe.
+        excluded: why it was left out without one; empty otherwise.
+        evidence: None while it runs, and for those that the formula excluded.
+    """
+
+    number: int
+    setup: TrainSetup
+    state: TrialState
+    origin: str
+    evidence: Evidence | None = None
+    excluded: str = ""
+    probed: bool = False
+    duration_s: float = 0.0
+    completed_at_s: float = 0.0
+    retries: int = 0
+
+
+class Study:
+    """One study, as seen by one worker."""
+
+    def __init__(self, problem: Problem, storage: BaseStorage, liveness: Liveness, name: str) -> None:
+        self._problem = problem
+        self._storage = storage
+        self._liveness = liveness
+        direction: Literal["minimize", "maximize"] = (
+            "minimize" if problem.objective in ("cost", "memory") else "maximize"
+        )
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.study = optuna.create_study(
+            storage=storage,
+            study_name=name,
+            direction=direction,
+            load_if_exists=True,
+            sampler=optuna.samplers.RandomSampler(seed=0),
+        )
+        if self.study.direction.name.lower() != direction:
+            raise UsageError(
+                f"study {name!r} was made to {self.study.direction.name.lower()}, objective {problem.objective!r} must "
+                f"{direction}",
+                hint="give another study name",
+            )
+        liveness.join(self.study._study_id)
+        self._records: dict[int, TrialRecord] = {}
+
+    # Reading
+
+    def records(self) -> list[TrialRecord]:
+        """All trials that anyone made, in order; those of duplicates and lost workers left out."""
+        result = []
+        for trial in self.study.get_trials(deepcopy=False):
+            record = self._records.get(trial.number)
+            if record is None:
+                record = _record(trial)
+                if trial.state.is_finished():
+                    self._records[trial.number] = record
+            if record.state is not TrialState.FAIL:
+                result.append(record)
+        return result
+
+    def answered(self) -> list[TrialRecord]:
+        """Finished trials with evidence, in the order in which they finished."""
+        done = [record for record in self.records() if record.evidence is not None and record.state.is_finished()]
+        return sorted(done, key=lambda record: (record.completed_at_s, record.number))
+
+    # Writing
+
+    def enqueue(self, candidate: Candidate, origin: str, *, retries: int = 0) -> None:
+        """One more candidate for whoever is free."""
+        setup = candidate.setup
+        self.study.add_trial(
+            create_trial(
+                state=TrialState.WAITING,
+                params=params_of(setup),
+                distributions=_SPACE,
+                user_attrs={
+                    "key": key_of(setup),
+                    "setup": setup_to_dict(setup),
+                    "origin": origin,
+                    "retries": retries,
+                    "predicted_tokens_per_s": candidate.formula.tokens_per_s,
+                    "predicted_peak_device_bytes": candidate.formula.peak_device_bytes,
+                },
+            )
+        )
+
+    def exclude(self, candidates: Iterable[tuple[Candidate, str]]) -> int:
+        """Records candidates that are out before any probe, with the reason; returns how many were new."""
+        known = {trial.user_attrs.get("key") for trial in self.study.get_trials(deepcopy=False)}
+        new = 0
+        for candidate, reason in candidates:
+            if key_of(candidate.setup) in known:
+                continue
+            new += 1
+            excess = memory_excess(self._problem, candidate, None)
+            constraints = {"memory": max(excess, 0.0), "wishes": 0.0}
+            if self._problem.broken_wish(candidate.setup):
+                constraints["wishes"] = 1.0
+            self.study.add_trial(
+                create_trial(
+                    state=TrialState.PRUNED,
+                    params=params_of(candidate.setup),
+                    distributions=_SPACE,
+                    user_attrs={
+                        "key": key_of(candidate.setup),
+                        "setup": setup_to_dict(candidate.setup),
+                        "origin": "excluded",
+                        "excluded": reason,
+                    },
+                    constraints=constraints,
+                )
+            )
+        return new
+
+    def claim(self, max_probes: int | None = None) -> tuple[int, TrainSetup] | None:
+        """Takes the first waiting trial that is no duplicate: its number and setup; None when none waits."""
+        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+            try:
+                if not self._storage.set_trial_state_values(trial._trial_id, state=TrialState.RUNNING):
+                    continue
+            except optuna.exceptions.UpdateFinishedTrialError:
+                continue
+            self._storage.set_trial_user_attr(trial._trial_id, WORKER_ATTR, self._liveness.worker)
+            earlier = [r for r in self.records() if r.number < trial.number]
+            key = trial.user_attrs["key"]
+            over = max_probes is not None and sum(_costs_probe(record) for record in earlier) >= max_probes
+            if over or any(key_of(record.setup) == key for record in earlier):
+                self._storage.set_trial_state_values(trial._trial_id, state=TrialState.FAIL)
+                continue
+            return trial.number, setup_from_dict(trial.user_attrs["setup"])
+        return None
+
+    def trial_id(self, number: int) -> int:
+        """The storage's id of a trial."""
+        return self._storage.get_trial_id_from_study_id_trial_number(self.study._study_id, number)
+
+    def tell(self, number: int, evidence: Evidence, *, duration_s: float = 0.0, excluded: str = "") -> bool:
+        """Finishes a trial with what came back; False when somebody else had given it up for lost."""
+        trial_id = self.trial_id(number)
+        try:
+            self._storage.set_trial_user_attr(trial_id, "duration_s", duration_s)
+            if excluded:
+                self._storage.set_trial_user_attr(trial_id, "excluded", excluded)
+            # Written before the state: whoever finds this trial unfinished finishes it without another probe.
+            self._storage.set_trial_user_attr(trial_id, "evidence", evidence_to_json(evidence))
+            self._finish(number, evidence)
+        except (optuna.exceptions.UpdateFinishedTrialError, RuntimeError):
+            return False
+        return True
+
+    def _finish(self, number: int, evidence: Evidence) -> None:
+        problem = self._problem
+        trial_id = self.trial_id(number)
+        setup = setup_from_dict(self._storage.get_trial(trial_id).user_attrs["setup"])
+        candidate = problem.candidates[problem.index[key_of(setup)]] if key_of(setup) in problem.index else None
+        known = self._storage.get_trial(trial_id).constraints or {}
+        trial = optuna.trial.Trial(self.study, trial_id)
+        for name, excess in _constraints(problem, candidate, setup, evidence).items():
+            if name not in known:
+                trial.set_constraint(name, excess)
+        excluded = bool(self._storage.get_trial(trial_id).user_attrs.get("excluded"))
+        value = None if excluded else _objective(problem, candidate, setup, evidence)
+        if value is None:
+            self.study.tell(number, state=TrialState.PRUNED)
+        else:
+            self.study.tell(number, value)
+
+    def rescue(self) -> int:
+        """Gives trials of dead workers to the living; returns how many."""
+        rescued = 0
+        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            if not self._liveness.is_lost(trial):
+                continue
+            record = _record(trial)
+            if record.evidence is not None:  # it had finished the probe, only not said so
+                self._finish(trial.number, record.evidence)
+                rescued += 1
+                continue
+            if record.retries >= MAX_RETRIES:
+                message = f"the worker died {record.retries + 1} times with this setup"
+                failure = ProbeFailure(rung=Rung.PROBE, kind=FailureKind.CRASHED, message=message)
+                rescued += self.tell(trial.number, failure)
+                continue
+            try:
+                if not self._storage.set_trial_state_values(trial._trial_id, state=TrialState.FAIL):
+                    continue
+            except optuna.exceptions.UpdateFinishedTrialError:
+                continue
+            self._retry(record)
+            rescued += 1
+        return rescued
+
+    def _retry(self, record: TrialRecord) -> None:
+        position = self._problem.index.get(key_of(record.setup))
+        if position is not None:
+            self.enqueue(self._problem.candidates[position], "retry", retries=record.retries + 1)
+
+    def describe(self, values: Mapping[str, Any]) -> None:
+        """Facts about the search, for the dashboard and for a resumed run; unchanged ones are not written again."""
+        known = self.study.user_attrs
+        for name, value in values.items():
+            if known.get(name) != value:
+                self.study.set_user_attr(name, value)
+
+
+def _costs_probe(record: TrialRecord) -> bool:
+    return record.state in (TrialState.RUNNING, TrialState.WAITING) or record.probed
+
+
+def _record(trial: FrozenTrial) -> TrialRecord:
+    attrs = trial.user_attrs
+    text = attrs.get("evidence")
+    evidence = evidence_from_json(text) if text else None
+    excluded = attrs.get("excluded", "")
+    completed = trial.datetime_complete
+    return TrialRecord(
+        number=trial.number,
+        setup=setup_from_dict(attrs["setup"]),
+        state=trial.state,
+        origin=attrs.get("origin", ""),
+        evidence=evidence,
+        excluded=excluded,
+        probed=evidence is not None and not excluded,
+        duration_s=float(attrs.get("duration_s", 0.0)),
+        completed_at_s=completed.timestamp() if completed else 0.0,
+        retries=int(attrs.get("retries", 0)),
+    )
+
+
+def _constraints(
+    problem: Problem, candidate: Candidate | None, setup: TrainSetup, evidence: Evidence
+) -> dict[str, float]:
+    """All at most 0 exactly when the trial is feasible: memory (share of the budget), runs, wishes."""
+    failed = isinstance(evidence, ProbeFailure)
+    out_of_memory = isinstance(evidence, ProbeFailure) and evidence.kind is FailureKind.OUT_OF_MEMORY
+    if candidate is not None:
+        memory = memory_excess(problem, candidate, evidence)
+    else:
+        memory = 0.0 if isinstance(evidence, ProbeFailure) else evidence.peak_device_bytes / problem.budget_bytes - 1.0
+    wishes = 1.0 if problem.broken_wish(setup) else 0.0
+    if problem.min_tokens_per_s and not failed and not problem.feasible(setup, evidence) and memory <= 0:
+        wishes = 1.0
+    return {"memory": memory, "runs": 1.0 if failed and not out_of_memory else 0.0, "wishes": wishes}
+
+
+def _objective(problem: Problem, candidate: Candidate | None, setup: TrainSetup, evidence: Evidence) -> float | None:
+    """The study's value: tokens/s, GPU seconds per million tokens, or GiB; None for what brought no figure."""
+    if isinstance(evidence, ProbeFailure):
+        return None
+    if problem.objective == "memory":
+        return evidence.peak_device_bytes / 1024**3
+    speed = evidence.tokens_per_s or (candidate.formula.tokens_per_s if candidate else None)
+    if speed is None:
+        return None
+    return 1e6 * setup.num_gpus / speed if problem.objective == "cost" else speed
+
+
+def describe_problem(problem: Problem, excluded: int) -> dict[str, Any]:
+    """What the study is about, as JSON values."""
+    return {
+        "objective": problem.objective,
+        "budget_bytes": problem.budget_bytes,
+        "num_candidates": len(problem.candidates),
+        "num_excluded_by_formula": excluded,
+        "min_rank": problem.min_rank,
+        "fixed": json.loads(json.dumps(dict(problem.fixed), default=str)),
+    }
