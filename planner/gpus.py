@@ -1,8 +1,8 @@
 """The GPU table: 55 accelerators as sourced facts, found by key, marketing name or what the driver reports.
 
 `planner/data/gpus.csv` holds one device per row. A name matches when it is equal to the key, the name, the driver's
-name or an alias of exactly one row, whatever its case, spacing, punctuation and vendor prefix; anything else is an error
-with the closest keys, never a silent guess.
+name or an alias of exactly one row, whatever its case, spacing, punctuation and vendor prefix; anything else is an
+error with the closest keys, never a silent guess.
 """
 
 import csv
@@ -58,9 +58,8 @@ def _memory(row: dict[str, str]) -> tuple[int, str]:
     if row["driver_mib"]:
         total = int(row["driver_mib"])
         reserve = round(RESERVE_MIB + RESERVE_FRACTION * total)
-        return (
-            total - reserve
-        ) * MIB, f"driver total {total} MiB less about {reserve} MiB that torch does not show{evidence}"
+        basis = f"driver total {total} MiB less about {reserve} MiB that torch does not show{evidence}"
+        return (total - reserve) * MIB, basis
     sizes = [float(one) for one in row["marketing_gib"].split("|")]
     basis = "marketing memory: no reading by torch or the driver is known"
     if row["vendor"] == "Apple":

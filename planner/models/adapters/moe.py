@@ -100,7 +100,7 @@ def mixtral(fields: Fields, model_id: str, source: str) -> ModelSpec:
     bias = fields.flag("attention_bias", False) if phimoe else False
     linears = (
         *base.attention(bias, bias),
-        base.router("mlp.router" if phimoe else "mlp.gate", num_experts),
+        base.router("mlp.router" if phimoe else "mlp.gate", num_experts, is_linear=phimoe),
         *expert_stack(base.hidden, intermediate, num_experts, num_active),
     )
     kind: NormKind = "layer" if phimoe else "rms"

@@ -1,0 +1,216 @@
+"""The inventory of `ModelSpec` against the module tree that transformers builds on meta, module by module."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from planner.models import catalogue
+from planner.models.adapters import spec_from_config
+from planner.models.spec import LayerSpec, LinearSpec, ModelSpec, NormSpec
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+# What configurations can switch on and off, one or more per family that knows the switch.
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("HuggingFaceTB/SmolLM2-135M", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
+    ("HuggingFaceTB/SmolLM2-135M", {"num_key_value_heads": None, "tie_word_embeddings": False}),
+    ("HuggingFaceTB/SmolLM3-3B", {"use_sliding_window": True, "sliding_window": 512, "attention_bias": True}),
+    ("HuggingFaceTB/SmolLM3-3B", {"no_rope_layers": [1, 0] * 18, "use_sliding_window": True, "sliding_window": 512}),
+    ("Qwen/Qwen2.5-0.5B", {"use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 5}),
+    ("Qwen/Qwen3-0.6B", {"attention_bias": True, "tie_word_embeddings": False, "head_dim": 64}),
+    ("Qwen/Qwen1.5-MoE-A2.7B", {"mlp_only_layers": [0, 3], "decoder_sparse_step": 2, "qkv_bias": False}),
+    ("Qwen/Qwen1.5-MoE-A2.7B", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 9}),
+    ("Qwen/Qwen3-30B-A3B", {"mlp_only_layers": [1], "attention_bias": True, "use_sliding_window": True}),
+    ("Qwen/Qwen3-Next-80B-A3B-Instruct", {"mlp_only_layers": [1, 7], "attention_bias": True}),
+    ("CohereLabs/aya-23-8B", {"use_qk_norm": True, "attention_bias": True}),
+    ("stabilityai/stablelm-2-1_6b", {"use_parallel_residual": True, "tie_word_embeddings": True}),
+    ("microsoft/phi-1_5", {"qk_layernorm": True}),
+    ("microsoft/Phi-3.5-MoE-instruct", {"attention_bias": False, "lm_head_bias": False, "sliding_window": 2048}),
+    ("microsoft/Phi-3-mini-4k-instruct", {"sliding_window": None, "tie_word_embeddings": True}),
+    ("mistralai/Mistral-7B-v0.1", {"sliding_window": None, "head_dim": 64}),
+    ("mistralai/Mixtral-8x7B-v0.1", {"sliding_window": 128, "num_local_experts": 4}),
+    ("allenai/OLMoE-1B-7B-0924", {"attention_bias": True, "num_key_value_heads": 4}),
+    ("allenai/OLMo-1B-hf", {"attention_bias": True}),
+    ("allenai/OLMo-2-1124-7B", {"num_key_value_heads": 8, "attention_bias": True}),
+    ("zai-org/GLM-4.5-Air", {"use_qk_norm": True, "attention_bias": False, "num_hidden_layers": 3}),
+    ("zai-org/GLM-4.5-Air", {"first_k_dense_replace": 0, "n_shared_experts": 2, "num_hidden_layers": 2}),
+    ("zai-org/glm-4-9b-chat-hf", {"attention_bias": False}),
+    ("deepseek-ai/DeepSeek-V2-Lite", {"q_lora_rank": 512, "attention_bias": True, "num_hidden_layers": 3}),
+    ("deepseek-ai/DeepSeek-V3", {"q_lora_rank": None, "attention_bias": True, "num_hidden_layers": 4}),
+    ("EleutherAI/pythia-70m", {"attention_bias": False, "use_parallel_residual": False, "tie_word_embeddings": True}),
+    ("EleutherAI/gpt-neo-125m", {"attention_types": [[["global", "global", "local"], 4]], "intermediate_size": 999}),
+    ("EleutherAI/gpt-j-6b", {"n_inner": 1000}),
+    ("openai-community/gpt2", {"n_inner": 1000, "tie_word_embeddings": False}),
+    ("facebook/opt-125m", {"enable_bias": False, "layer_norm_elementwise_affine": False}),
+    ("facebook/opt-125m", {"_remove_final_layer_norm": True, "tie_word_embeddings": False}),
+    ("tiiuae/falcon-7b", {"parallel_attn": False, "multi_query": False, "alibi": True, "bias": True}),
+    ("tiiuae/falcon-7b", {"num_ln_in_parallel_attn": 2, "ffn_hidden_size": 1000}),
+    ("tiiuae/falcon-40b", {"num_ln_in_parallel_attn": 1, "num_kv_heads": 16}),
+    ("google/gemma-2-2b", {"layer_types": ["full_attention"] * 26, "final_logit_softcapping": None}),
+    ("google/gemma-3-1b-it", {"sliding_window_pattern": 2, "attention_bias": True}),
+    ("google-t5/t5-small", {"num_decoder_layers": 3, "d_kv": 32, "relative_attention_num_buckets": 16}),
+    ("openai/gpt-oss-20b", {"attention_bias": False, "sliding_window": 64}),
+    ("meta-llama/Llama-4-Scout-17B-16E", {"text_config": {"interleave_moe_layer_step": 2, "num_hidden_layers": 6}}),
+    ("google/gemma-3-4b-it", {"vision_config": {"model_type": "siglip_vision_model"}}),
+    ("google/gemma-4-E2B-it", {"audio_config": None, "vision_config": None}),
+    ("google/gemma-4-E2B-it", {"audio_config": {"model_type": "gemma4_audio", "subsampling_conv_channels": [64, 16]}}),
+    ("google/gemma-4-E2B-it", {"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}}),
+    ("Qwen/Qwen3.5-0.8B", {"text_config": {"model_type": "qwen3_5_text", "num_hidden_layers": 4}}),
+    ("Qwen/Qwen3.5-35B-A3B", {"text_config": {"model_type": "qwen3_5_moe_text", "num_hidden_layers": 4}}),
+]
+
+CASES = [
+    *(pytest.param(entry.config, id=entry.model_id) for entry in catalogue.entries()),
+    *(
+        pytest.param({**entry.config, **changes}, id=f"{name}-{'-'.join(changes)}")
+        for name, changes in VARIANTS
+        if (entry := catalogue.find(name)) is not None
+    ),
+]
+
+
+def build_on_meta(given: Mapping[str, Any]) -> "torch.nn.Module":
+    """What AutoModelForCausalLM (or Seq2Seq) builds from the configuration."""
+    config = copy.deepcopy(dict(given))  # AutoConfig changes nested dicts
+    model_type = config.pop("model_type")
+    if model_type == "internlm3":  # remote code; its maths is Llama's
+        model_type = "llama"
+    built = transformers.AutoConfig.for_model(model_type, **config)
+    auto = transformers.AutoModelForSeq2SeqLM if model_type == "t5" else transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        return auto.from_config(built)
+
+
+def _placed(spec: ModelSpec, model: "torch.nn.Module") -> Iterator[tuple[str, LayerSpec]]:
+    """Every layer with its full dotted prefix, idle parts included."""
+    counts: dict[str, int] = {}
+    for index in spec.layer_order:
+        layer = spec.layer_kinds[index]
+        number = counts.get(layer.path, 0)
+        counts[layer.path] = number + 1
+        yield f"{layer.path}.{number}.", layer
+    for layer, repeats in spec.idle_layers:
+        is_list = isinstance(model.get_submodule(layer.path), torch.nn.ModuleList)
+        for number in range(repeats):
+            yield (f"{layer.path}.{number}." if is_list else f"{layer.path}."), layer
+
+
+Parameters = dict[str, "torch.Tensor"]
+
+
+def _check_linear(model: "torch.nn.Module", prefix: str, one: LinearSpec, parameters: Parameters) -> None:
+    """The module's class, shape and bias; takes its parameters out of `parameters`."""
+    name = prefix + one.name
+    if one.module == "parameter":
+        key = name if name in parameters else f"{name}.weight"
+        bias = f"{name}_bias" if key == name else f"{name}.bias"
+        assert parameters.pop(key).numel() == one.num_weights, name
+        assert not isinstance(model.get_submodule(key.rpartition(".")[0]), torch.nn.Linear), name
+    else:
+        module = model.get_submodule(name)
+        conv1d = one.module == "conv1d"
+        assert isinstance(module, transformers.pytorch_utils.Conv1D if conv1d else torch.nn.Linear), name
+        shape = (one.in_features, one.out_features) if conv1d else (one.out_features, one.in_features)
+        assert tuple(parameters.pop(f"{name}.weight").shape) == shape, name
+        bias = f"{name}.bias"
+    if one.bias:
+        assert parameters.pop(bias).numel() == one.num_bias, name
+    else:
+        assert bias not in parameters, name
+
+
+def _check_norms(model: "torch.nn.Module", prefix: str, norms: tuple[NormSpec, ...], parameters: Parameters) -> None:
+    for one in norms:
+        module = model
+        if one.name != "router.norm":
+            module = model.get_submodule(prefix + one.name)
+            assert "Norm" in type(module).__name__, prefix + one.name
+            assert ("RMS" in type(module).__name__ or type(module).__name__ == "T5LayerNorm") == (one.kind == "rms")
+        for key, present in (("weight", one.weight), ("bias", one.bias)):
+            full = f"{prefix}{one.name}.{key}"
+            if present:
+                assert parameters.pop(full).numel() == one.size, full
+            else:
+                assert full not in parameters, full
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CASES)
+def test_inventory_equals_the_module_tree(config: Mapping[str, Any]) -> None:
+    """Nothing is left over on either side: every matrix, norm, table and expert stack, layer by layer."""
+    spec = spec_from_config(config, model_id="test", source="test")
+    model = build_on_meta(config)
+    assert type(model).__name__ == spec.built_class
+    parameters = dict(model.named_parameters())  # a tied head appears once, under its first name
+    num_linears = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
+    seen_linears = 0
+
+    for prefix, layer in _placed(spec, model):
+        for one in layer.linears:
+            _check_linear(model, prefix, one, parameters)
+            seen_linears += one.module == "linear"
+        _check_norms(model, prefix, layer.norms, parameters)
+        rest = {key: value for key, value in parameters.items() if key.startswith(prefix)}
+        if layer.kind != "idle-part":
+            assert sum(value.numel() for value in rest.values()) == layer.num_other_params, (prefix, list(rest))
+            for key in rest:
+                del parameters[key]
+
+    for table in spec.embeddings:
+        key = next(key for key in parameters if f".{key}".endswith(f".{table.name}.weight"))
+        assert tuple(parameters.pop(key).shape) == (table.num_rows, table.dim)
+    for one in spec.outer_linears:
+        key = next(key for key in parameters if f".{key}".endswith(f".{one.name}.weight"))
+        _check_linear(model, key.removesuffix(f"{one.name}.weight"), one, parameters)
+        seen_linears += 1
+    for norm in spec.outer_norms:
+        names = [name for name, _ in model.named_modules() if f".{name}".endswith(f".{norm.name}")]
+        outer = [name for name in names if not any(name.startswith(layer.path + ".") for layer in spec.layer_kinds)]
+        outer = [name for name in outer if "vision" not in name and "audio" not in name]
+        assert len(outer) == 1, outer
+        _check_norms(model, outer[0].removesuffix(norm.name), (norm,), parameters)
+    assert spec.head is not None
+    head = model.get_output_embeddings()
+    assert tuple(head.weight.shape) == (spec.head.out_features, spec.head.in_features)
+    assert (head.bias is not None) == spec.head.bias
+    for key in ("lm_head.weight", "lm_head.bias"):
+        parameters.pop(key, None)
+    assert sum(value.numel() for value in parameters.values()) == (
+        spec.num_idle_other_params + spec.num_outer_other_params
+    ), list(parameters)
+    assert seen_linears == num_linears - 1  # all but the head
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CASES)
+def test_attention_kinds_equal_the_configuration_of_transformers(config: Mapping[str, Any]) -> None:
+    """Windows, linear layers, and which attention implementations the class supports."""
+    spec = spec_from_config(config, model_id="test", source="test")
+    model = build_on_meta(config)
+    supported = ["eager"]
+    supported += ["sdpa"] * bool(model._supports_sdpa) + ["flash-attention-2"] * bool(model._supports_flash_attn)
+    assert list(spec.attentions) == supported
+    if spec.is_encoder_decoder:
+        return
+    built = model.config.get_text_config()
+    types = getattr(built, "layer_types", None)
+    if types is None:
+        whole = getattr(built, "sliding_window", None)
+        if spec.model_type == "gpt_neo":
+            types = ["sliding_attention" if one == "local" else "full_attention" for one in built.attention_layers]
+        else:
+            types = ["sliding_attention" if whole else "full_attention"] * spec.num_layers
+    for index, expected in zip(spec.layer_order, types, strict=True):
+        attention = spec.layer_kinds[index].attention
+        assert attention is not None
+        assert (attention.kind == "linear") == (expected == "linear_attention")
+        assert (attention.window_tokens is not None) == (expected in ("sliding_attention", "chunked_attention"))
+        if expected == "sliding_attention" and spec.model_type != "gpt_neo":
+            assert attention.window_tokens == built.sliding_window
+    assert bool(getattr(built, "final_logit_softcapping", None)) == spec.logit_softcap
+    heads = getattr(built, "num_attention_heads", None)
+    softmax = [layer.attention for layer in spec.layer_kinds if layer.attention and layer.attention.kind == "softmax"]
+    assert all(one.num_heads == heads for one in softmax)
