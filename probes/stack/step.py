@@ -2,10 +2,11 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -280,11 +281,12 @@ def _marks(trainer: Trainer, tell: Mark) -> Iterator[None]:
 
 def _optimizer_step(trainer: Trainer) -> None:
     optimizer = trainer.optimizer
-    if trainer.scaler is not None:
-        trainer.scaler.unscale_(optimizer)
-    trainable = [one for one in trainer.model.parameters() if one.grad is not None]
-    torch.nn.utils.clip_grad_norm_(trainable, MAX_GRAD_NORM, foreach=True)
-    with fused_on_meta() if trainer.device_type == "meta" else nullcontext():
+    with multi_tensor_on_meta() if trainer.device_type == "meta" else nullcontext():
+        if trainer.scaler is not None:
+            trainer.scaler.unscale_(optimizer)
+        trainable = [one for one in trainer.model.parameters() if one.grad is not None]
+        torch.nn.utils.clip_grad_norm_(trainable, MAX_GRAD_NORM, foreach=True)
+        del trainable
         if trainer.scaler is not None:
             trainer.scaler.step(optimizer)
             trainer.scaler.update()
@@ -294,26 +296,40 @@ def _optimizer_step(trainer: Trainer) -> None:
 
 
 @contextmanager
-def fused_on_meta() -> Iterator[None]:
-    """Lets the fused optimizer run on meta, where PyTorch lists no support (its kernel changes tensors in place)."""
-    from unittest import mock
+def multi_tensor_on_meta() -> Iterator[None]:
+    """Lets multi-tensor and fused kernels run on meta, where PyTorch lists no support for them, as they do on CUDA;
+    paged optimizer states are made outside any tracking, as they live in unified memory that PyTorch does not count.
+    """
+    import bitsandbytes.functional as bnb_functional
+    import torch.optim.optimizer as base
+    import torch.utils._foreach_utils as foreach_utils
+    from torch.utils._python_dispatch import _disable_current_modes
 
-    def allowed() -> list[str]:
+    def supported() -> list[str]:
         return ["cuda", "cpu", "meta"]
 
-    import torch.optim.adamw as adamw
-    import torch.optim.optimizer as base
+    def paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
+        with _disable_current_modes():
+            buffer = torch.empty(shape, dtype=dtype, device="meta")
+        buffer.is_paged = True  # type: ignore[attr-defined]
+        return buffer
 
-    patches = [
-        mock.patch.object(module, name, allowed)
-        for module in (adamw, base)
-        for name in ("_get_fused_kernels_supported_devices",)
-        if hasattr(module, name)
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    replacements: list[tuple[Any, str, Any]] = [
+        (module, name, supported)
+        for module in (base, foreach_utils)
+        for name in ("_get_fused_kernels_supported_devices", "_get_foreach_kernels_supported_devices")
     ]
-    for patch in patches:
-        patch.start()
-    try:
+    replacements += [
+        (bnb_functional, "get_paged", paged),
+        (bnb_functional, "fill", nothing),
+        (bnb_functional, "prefetch_tensor", nothing),
+        (bnb_functional, "is_on_gpu", nothing),
+    ]
+    with ExitStack() as stack:
+        for module, name, value in replacements:
+            if hasattr(module, name):
+                stack.enter_context(mock.patch.object(module, name, value))
         yield
-    finally:
-        for patch in patches:
-            patch.stop()

@@ -1,0 +1,231 @@
+"""Which attention kernel the target GPU would run, and what it allocates.
+
+transformers' own attention functions run unchanged; only `torch.nn.functional.scaled_dot_product_attention` (whose
+choice depends on the device) and the flash-attention package (absent here) are stood in for.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+
+from probes.stack.autocast import cached_cast, emulated_autocast_dtype, emulated_autocast_enabled
+
+FLASH_NAME = "planner_fa2"
+"""Our name for flash-attention 2 in transformers' registry; one with "flash" in it would ask for the package."""
+
+
+@dataclass(kw_only=True)
+class KernelLog:
+    """What was chosen, how often, and the largest matrix that a math fallback kept."""
+
+    capability: tuple[int, int]
+    chosen: Counter[str] = field(default_factory=Counter)
+    reasons: dict[str, str] = field(default_factory=dict)
+    math_matrix_bytes: int = 0
+
+    def note(self, kernel: str, reason: str = "") -> None:
+        """Counts one call."""
+        self.chosen[kernel] += 1
+        if reason:
+            self.reasons.setdefault(kernel, reason)
+
+
+def choose_sdpa_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    capability: tuple[int, int],
+) -> tuple[str, str]:
+    """("flash", "efficient" or "math", why the faster ones were refused).
+
+    Source: PyTorch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: `can_use_flash_attention`,
+    `can_use_mem_efficient_attention`, order flash, efficient, math. cuDNN's kernel, which newer builds prefer on Hopper
+    and data-centre Blackwell, keeps the same tensors as flash.
+    """
+    flash = _flash_refusal(query, key, value, mask, dropout, capability)
+    if not flash:
+        return "flash", ""
+    efficient = _efficient_refusal(query, key, value, capability)
+    if not efficient:
+        return "efficient", f"no flash kernel: {flash}"
+    return "math", f"no flash kernel: {flash}; no memory-efficient kernel: {efficient}"
+
+
+def _flash_refusal(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    capability: tuple[int, int],
+) -> str:
+    head = query.shape[-1]
+    if capability < (8, 0):
+        return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"data type {str(query.dtype).removeprefix('torch.')}"
+    if mask is not None:
+        return "an attention mask is given"
+    if not head == key.shape[-1] == value.shape[-1]:
+        return f"head sizes differ ({head}, {key.shape[-1]}, {value.shape[-1]})"
+    if head > 256:
+        return f"head size {head} is above 256"
+    ada = capability in ((8, 6), (8, 9), (12, 0), (12, 1))
+    if ada and (192 < head <= 224 or (head > 224 and dropout > 0)):
+        return f"no backward for head size {head} on compute capability {capability[0]}.{capability[1]}"
+    return ""
+
+
+def _efficient_refusal(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, capability: tuple[int, int]
+) -> str:
+    if query.dtype is torch.bfloat16 and capability < (8, 0):
+        return "bf16 needs compute capability 8.0"
+    if query.shape[1] != key.shape[1]:
+        return "grouped-query heads are not expanded"
+    size = 4 if query.dtype is torch.float32 else 8
+    if capability < (8, 0) and query.dtype is torch.float32:
+        size = 1
+    elif capability < (7, 5) and query.dtype is torch.float16:
+        size = 4
+    if query.shape[-1] % size or value.shape[-1] % size:
+        return f"head size {query.shape[-1]} is no multiple of {size}"
+    return ""
+
+
+def _sdpa(log: KernelLog) -> Any:
+    def scaled_dot_product_attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if emulated_autocast_enabled():
+            dtype = emulated_autocast_dtype()
+            query, key, value = (cached_cast(one, dtype) for one in (query, key, value))
+            if attn_mask is not None and attn_mask.is_floating_point():
+                attn_mask = cached_cast(attn_mask, dtype)
+        kernel, reason = choose_sdpa_kernel(query, key, value, attn_mask, dropout_p, log.capability)
+        log.note(kernel, reason)
+        mask = _additive(attn_mask, query.dtype)
+        if kernel == "flash":
+            return _flash_padded(query, key, value, dropout_p, is_causal, scale)
+        if kernel == "efficient":
+            if mask is not None:
+                mask = _expanded(mask, query, key)
+            out = torch.ops.aten._scaled_dot_product_efficient_attention(
+                query, key, value, mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+            )
+            return out[0]  # type: ignore[no-any-return]
+        rows, columns = query.shape[-2], key.shape[-2]
+        log.math_matrix_bytes = max(log.math_matrix_bytes, query.shape[0] * query.shape[1] * rows * columns * 4)
+        return torch.ops.aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+            query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        )[0]
+
+    return scaled_dot_product_attention
+
+
+def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A boolean mask becomes an additive one in the query's type, at every call.
+
+    Source: PyTorch 2.13 attention.cpp `convert_boolean_attn_mask`.
+    """
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    new = torch.zeros_like(mask, dtype=dtype)
+    return new.masked_fill_(mask.logical_not(), -math.inf)
+
+
+def _expanded(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """The additive mask aligned to 16 columns and expanded to batch and heads (attention.cpp `preprocess_mask`)."""
+    columns = mask.shape[-1]
+    if columns % 16:
+        mask = torch.nn.functional.pad(mask, (0, 16 - columns % 16))[..., :columns]
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+def _flash_padded(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, causal: bool, scale: float | None
+) -> torch.Tensor:
+    """PyTorch's flash kernel, head size padded to a multiple of 8 as attention.cpp `pad_last_dim` does."""
+    head = query.shape[-1]
+    scale = 1.0 / math.sqrt(head) if scale is None else scale
+    if head % 8:
+        pad = (0, 8 - head % 8)
+        query, key, value = (torch.nn.functional.pad(one, pad) for one in (query, key, value))
+    out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, False, scale=scale)[0]
+    return out[..., :head] if head % 8 else out  # type: ignore[no-any-return]
+
+
+def flash_attention_2(log: KernelLog) -> Any:
+    """transformers' `flash_attention_forward` around the package's kernel.
+
+    fp32 queries are cast to the weights' or autocast's type, values padded to the head size of the queries; packed
+    batches use the variable-length form, which keeps the same tensors.
+
+    Source: transformers 5.23 integrations/flash_attention.py, modeling_flash_attention_utils.py; flash-attn 2.8
+    flash_attn_interface.py `FlashAttnFunc` (head size padded to a multiple of 8).
+    """
+
+    def forward(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        head, value_head = query.shape[-1], value.shape[-1]
+        if value_head != head:
+            value = torch.nn.functional.pad(value, [0, head - value_head])
+        if query.dtype is torch.float32:
+            dtype = _flash_dtype(module)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        causal = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        log.note("flash-attention-2")
+        out = _flash_padded(query, key, value, dropout, bool(causal), scaling)
+        out = out.transpose(1, 2)
+        return (out[..., :value_head] if value_head != head else out), None
+
+    return forward
+
+
+def _flash_dtype(module: torch.nn.Module) -> torch.dtype:
+    if emulated_autocast_enabled():
+        return emulated_autocast_dtype()
+    config: Any = module.config
+    if hasattr(config, "_is_quantized") and config.dtype is not None:
+        return config.dtype  # type: ignore[no-any-return]
+    return next(one for one in module.modules() if isinstance(one, torch.nn.Linear)).weight.dtype
+
+
+def _no_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
+    return attention_mask
+
+
+@contextmanager
+def kernels_of(log: KernelLog) -> Iterator[None]:
+    """Within it, attention on meta (or CPU) tensors runs what the GPU of `log.capability` would run."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(FLASH_NAME, flash_attention_2(log))
+    ALL_MASK_ATTENTION_FUNCTIONS.register(FLASH_NAME, _no_mask)
+    with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _sdpa(log)):
+        yield

@@ -1,0 +1,89 @@
+"""Operators that have no meta form, or another one than a GPU has: grouped matrix multiplication, int8 layers."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+
+class _GroupedMm(torch.autograd.Function):
+    """[rows, in] times [experts, in, out] by groups of rows: what autograd keeps and makes, without a kernel.
+
+    Source: PyTorch derivatives.yaml `_grouped_mm`: each gradient only where it is needed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(
+            rows if weight.requires_grad else None, weight if ctx.needs_input_grad[0] else None
+        )
+        ctx.shapes = (rows.shape, weight.shape, rows.dtype, weight.dtype)
+        return rows.new_empty((rows.shape[0], weight.shape[-1]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        rows_shape, weight_shape, rows_dtype, weight_dtype = ctx.shapes
+        need_rows, need_weight = ctx.needs_input_grad
+        grad = grads[0]
+        return (
+            grad.new_empty(rows_shape, dtype=rows_dtype) if need_rows else None,
+            grad.new_empty(weight_shape, dtype=weight_dtype) if need_weight else None,
+        )
+
+
+def _grouped_mm(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    return _GroupedMm.apply(input.to(weight.dtype), weight)  # type: ignore[no-any-return]
+
+
+class _Int8Linear(torch.autograd.Function):
+    """bitsandbytes' LLM.int8() layer by its buffers: the fp16 copy of the input, its int8 codes, the int32 product.
+
+    Source: bitsandbytes 0.50 autograd/_functions.py `MatMul8bitLt` (threshold 6.0; no outlier column is assumed, as
+    their number depends on the data).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: Any) -> Any:
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        half = flat.to(torch.float16)
+        quantized = torch.empty(flat.shape, dtype=torch.int8, device=hidden.device)
+        row_stats = torch.empty(flat.shape[0], dtype=torch.float32, device=hidden.device)
+        outliers = torch.empty(flat.shape[1], dtype=torch.bool, device=hidden.device)
+        del half
+        product = torch.empty((flat.shape[0], codes.shape[0]), dtype=torch.int32, device=hidden.device)
+        output = torch.empty(product.shape, dtype=torch.float16, device=hidden.device)
+        del product
+        output = output.to(hidden.dtype)
+        ctx.saved = (flat, codes, scales, quantized, row_stats, outliers)
+        ctx.saved = (flat, codes, scales)
+        ctx.shape = hidden.shape
+        return output.reshape(*hidden.shape[:-1], codes.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        flat, codes, scales = ctx.saved
+        grad = grads[0].reshape(-1, grads[0].shape[-1]).contiguous()
+        weight = codes.to(flat.dtype, copy=True).mul_(scales.unsqueeze(1).mul(1.0 / 127.0))
+        return torch.matmul(grad.to(flat.dtype), weight).view(ctx.shape), None, None, None
+
+
+def _int8_matmul(a: torch.Tensor, b: Any, out: Any = None, state: Any = None, threshold: float = 0.0, bias: Any = None):  # type: ignore[no-untyped-def]
+    return _Int8Linear.apply(a, state.CB, state.SCB, bias)
+
+
+@contextmanager
+def meta_operators() -> Iterator[None]:
+    """Stand-ins for what meta tensors cannot run, installed for the length of one dry run."""
+    with ExitStack() as stack:
+        try:
+            import transformers.integrations.moe as moe
+
+            stack.enter_context(mock.patch.object(moe, "_grouped_mm", _grouped_mm))
+        except (ImportError, AttributeError):  # an older transformers without grouped experts
+            pass
+        import bitsandbytes as bnb
+
+        stack.enter_context(mock.patch.object(bnb, "matmul", _int8_matmul))
+        yield

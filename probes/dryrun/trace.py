@@ -1,0 +1,189 @@
+"""One traced run: the model of a setup at one depth, its loading and its training steps, as events with an owner."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from planner.setup import TrainSetup
+from probes.allocator.events import Event
+from probes.dryrun.kernels import FLASH_NAME, KernelLog, kernels_of
+from probes.dryrun.metaops import meta_operators
+from probes.dryrun.tracker import Origin, Tracker
+from probes.dryrun.workspaces import TEMPORARIES, cublas_workspace_bytes, is_matmul
+from probes.stack import build_from_config, inner_model, make_batch, make_optimizer, make_trainer, train_step
+from probes.stack.autocast import emulation_installed
+from probes.stack.quantize import quantized_tensors
+
+STEPS = 2
+"""The optimizer's state appears in the first step; the second shows the peak of every later one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """What one run did to memory.
+
+    Attributes:
+        owners: category and name of storages that are known by name (weights, adapters, gradients, optimizer state).
+        num_layers: depth that was run.
+        parameter_bytes: bytes of the module tree's parameters (quantized statistics not counted).
+    """
+
+    events: list[Event]
+    origins: dict[int, Origin]
+    owners: Mapping[int, tuple[str, str]]
+    num_layers: int
+    parameter_bytes: int
+    log: KernelLog
+    attention: str
+    notes: tuple[str, ...] = ()
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def resolve_attention(config: Any, setup: TrainSetup) -> tuple[str, tuple[str, ...]]:
+    """transformers' implementation name for a model class, with a note where the one asked for does not exist.
+
+    Raises:
+        ValueError: the model class has no flash-attention 2 path.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model_class = auto._model_mapping[type(config)]
+    if setup.attention == "flash-attention-2":
+        if not getattr(model_class, "_supports_flash_attn", False):
+            raise ValueError(f"transformers has no flash-attention 2 path for {config.model_type}")
+        return FLASH_NAME, ()
+    if setup.attention == "sdpa" and not getattr(model_class, "_supports_sdpa", False):
+        return "eager", (f"transformers has no SDPA path for {config.model_type}: eager attention runs instead",)
+    return setup.attention, ()
+
+
+def trace_run(
+    config: Any,
+    setup: TrainSetup,
+    *,
+    capability: tuple[int, int],
+    device: str = "meta",
+    steps: int = STEPS,
+    workspaces: bool = True,
+    num_layers: int = 0,
+) -> Trace:
+    """Runs loading and `steps` optimizer steps of `setup` on the model of `config` and records every allocation.
+
+    Args:
+        config: transformers' configuration, already at the depth to run (it is changed).
+        device: "meta", or "cpu" for the comparison with real tensors.
+        workspaces: whether kernels' own memory is counted (off for the comparison).
+    """
+    log = KernelLog(capability=capability)
+    attention, notes = resolve_attention(config, setup)
+    on_meta = device == "meta"
+    with ExitStack() as stack:
+        stack.enter_context(emulation_installed())
+        if on_meta:
+            stack.enter_context(kernels_of(log))
+            stack.enter_context(meta_operators())
+        model = build_from_config(config, setup, device=device, attention=attention)
+        tracker = Tracker(
+            device, temporaries=TEMPORARIES if on_meta and workspaces else None, skip=_IN_PLACE, answer=not setup.packing
+        )
+        owners = _load(tracker, model)
+        parameters = sum(one.untyped_storage().nbytes() for one in _unique(model.parameters()))
+        optimizer = make_optimizer(setup.optimizer, model.parameters(), device_type=device)
+        trainer = make_trainer(model, setup, optimizer)
+        if workspaces:
+            tracker.on_op = _cublas(tracker, capability)
+        with tracker:
+            batches = [make_batch(setup, inner_model(model).config, device=device) for _ in range(_batches(setup))]
+            for _ in range(steps):
+                train_step(trainer, batches, _marker(tracker, model, owners))
+                _own_optimizer_state(tracker, optimizer, owners)
+            del batches
+        tracker.close()
+    return Trace(
+        events=tracker.events,
+        origins=tracker.origins,
+        owners=owners,
+        num_layers=num_layers,
+        parameter_bytes=parameters,
+        log=log,
+        attention=attention,
+        notes=notes,
+    )
+
+
+def _batches(setup: TrainSetup) -> int:
+    """More than two micro-batches change nothing: gradients are alive from the second on."""
+    return min(setup.accumulation_steps, 2)
+
+
+def _unique(parameters: Any) -> list[torch.Tensor]:
+    seen: dict[int, torch.Tensor] = {}
+    for one in parameters:
+        seen.setdefault(one.untyped_storage()._cdata, one)
+    return list(seen.values())
+
+
+def _load(tracker: Tracker, model: Any) -> dict[int, tuple[str, str]]:
+    """Counts parameters, buffers and quantization statistics in module order; returns their owners."""
+    owners: dict[int, tuple[str, str]] = {}
+    tracker.mark("load", None)
+
+    def own(tensor: torch.Tensor, category: str, name: str) -> None:
+        number = tracker.track(tensor, "load")
+        if number is not None:
+            owners.setdefault(number, (category, name))
+
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            full = f"{path}.{name}"
+            own(parameter, "adapters" if "lora_" in full else "weights", full)
+        for name, buffer in module.named_buffers(recurse=False):
+            own(buffer, "weights", f"{path}.{name}")
+        for name, tensor in quantized_tensors(module):
+            own(tensor, "weights", f"{path}.{name}")
+    return owners
+
+
+def _marker(tracker: Tracker, model: Any, owners: dict[int, tuple[str, str]]) -> Any:
+    trainable = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+
+    def mark(phase: str, layer: int | None) -> None:
+        if phase == "step":
+            for name, parameter in trainable:
+                if parameter.grad is not None:
+                    number = tracker.identity(parameter.grad)
+                    if number is not None:
+                        owners.setdefault(number, ("gradients", name))
+        tracker.mark(phase, layer)
+
+    return mark
+
+
+def _own_optimizer_state(tracker: Tracker, optimizer: Any, owners: dict[int, tuple[str, str]]) -> None:
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.device.type == tracker.device_type:
+                number = tracker.identity(value)
+                if number is not None:
+                    owners.setdefault(number, ("optimizer", str(key)))
+
+
+def _cublas(tracker: Tracker, capability: tuple[int, int]) -> Any:
+    size = cublas_workspace_bytes(capability)
+    seen: set[str] = set()
+
+    def on_op(func: Any, args: tuple[Any, ...]) -> None:
+        if len(seen) < 2 and is_matmul(func):
+            thread = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+            if thread not in seen:
+                seen.add(thread)
+                tracker.allocate(size, f"cuBLAS workspace ({thread})")
+
+    return on_op
+
+
+_IN_PLACE: frozenset[Any] = frozenset()

@@ -1,0 +1,174 @@
+"""Following every storage: when it is allocated, by which operator, in which phase, and when it dies.
+
+One `TorchDispatchMode` sees every operator below autograd. A storage counts as allocated when it is first seen in an
+output and as released when its last reference is gone, which is when PyTorch would free the block.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from probes.allocator.events import Alloc, Event, Free, Phase
+
+ROUND_BYTES = 512
+"""The caching allocator's smallest step: a block of any size occupies a multiple of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where an allocation came from."""
+
+    phase: str
+    layer: int | None
+    op: str
+    size_bytes: int
+    event_index: int
+
+
+Temporaries = Callable[[tuple[Any, ...], dict[str, Any], tuple[torch.Tensor, ...]], Iterable[int]]
+"""Sizes in bytes of what a kernel allocates for itself, from its arguments and outputs."""
+
+
+class Tracker(TorchDispatchMode):
+    """Records allocations and releases on devices of one type.
+
+    Attributes:
+        events: what happened, in order, for `probes.allocator.replay`.
+        origins: where each allocation came from, by id.
+        answers: what data-dependent questions on meta tensors are answered (`bool(mask.all())`).
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        *,
+        temporaries: dict[Any, Temporaries] | None = None,
+        skip: frozenset[Any] = frozenset(),
+        answer: bool = True,
+    ) -> None:
+        super().__init__()
+        self.device_type = device_type
+        self.events: list[Event] = []
+        self.origins: dict[int, Origin] = {}
+        self.phase = "load"
+        self.layer: int | None = None
+        self.on_op: Callable[[Any, tuple[Any, ...]], None] | None = None
+        self._answer = answer
+        self._alive: dict[int, tuple[int, Any]] = {}
+        self._next = 0
+        self._temporaries = temporaries or {}
+        self._skip = skip
+        self._is_meta = device_type == "meta"
+
+    # Recording
+
+    def mark(self, phase: str, layer: int | None) -> None:
+        """From now on events belong to `phase` (and to the decoder layer `layer`)."""
+        self.phase, self.layer = phase, layer
+        self.events.append(Phase(phase if layer is None else f"{phase}/{layer}"))
+
+    def identity(self, tensor: torch.Tensor) -> int | None:
+        """The id of a live tensor's storage, None when it was never seen."""
+        found = self._alive.get(tensor.untyped_storage()._cdata)
+        return None if found is None else found[0]
+
+    def track(self, tensor: torch.Tensor, op: str) -> int | None:
+        """Counts `tensor`'s storage when it is on the followed device and new; returns its id."""
+        if tensor.device.type != self.device_type:
+            return None
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        known = self._alive.get(key)
+        if known is not None:
+            return known[0]
+        size = storage.nbytes()
+        number = self._next
+        self._next += 1
+        events = self.events
+        alive = self._alive
+
+        def released(_: Any) -> None:
+            events.append(Free(number))
+            alive.pop(key, None)
+
+        alive[key] = (number, weakref.ref(storage, released))
+        self.origins[number] = Origin(self.phase, self.layer, op, size, len(events))
+        events.append(Alloc(number, size))
+        return number
+
+    def allocate(self, size_bytes: int, op: str) -> int:
+        """An allocation that no tensor stands for (a library's workspace)."""
+        number = self._next
+        self._next += 1
+        self.origins[number] = Origin(self.phase, self.layer, op, size_bytes, len(self.events))
+        self.events.append(Alloc(number, size_bytes))
+        return number
+
+    def release(self, number: int) -> None:
+        """The end of an `allocate`."""
+        self.events.append(Free(number))
+
+    def close(self) -> None:
+        """Stops following: what dies later is no event."""
+        self._alive.clear()
+
+    # Dispatch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._is_meta:
+            if func is _ITEM:
+                return self._item(args[0])
+            if func in self._skip:
+                return args[0]
+        out = func(*args, **kwargs)
+        if self.on_op is not None:
+            self.on_op(func, args)
+        temporaries = self._temporaries.get(func)
+        if temporaries is None:
+            self._outputs(out, func)
+            return out
+        outputs = (out,) if isinstance(out, torch.Tensor) else tuple(one for one in out if isinstance(one, torch.Tensor))
+        name = str(func)
+        held = [self.allocate(size, f"{name} workspace") for size in temporaries(args, kwargs, outputs) if size > 0]
+        self._outputs(out, func)
+        for number in held:
+            self.release(number)
+        return out
+
+    def _outputs(self, out: Any, func: Any) -> None:
+        if isinstance(out, torch.Tensor):
+            if out.device.type == self.device_type and out.untyped_storage()._cdata not in self._alive:
+                self.track(out, str(func))
+        elif isinstance(out, (tuple, list)):
+            for one in out:
+                self._outputs(one, func)
+
+    def _item(self, tensor: torch.Tensor) -> Any:
+        if tensor.device.type != "meta":
+            return _ITEM(tensor)
+        return self._answer if tensor.dtype is torch.bool else tensor.dtype.is_floating_point and 1.0 or 1
+
+
+_ITEM = torch.ops.aten._local_scalar_dense.default
+
+
+def peak_of(events: Iterable[Event]) -> tuple[int, int]:
+    """(peak in bytes with 512-byte rounding, index of the event that reached it)."""
+    total = highest = 0
+    at = -1
+    sizes: dict[int, int] = {}
+    for index, event in enumerate(events):
+        if isinstance(event, Alloc):
+            size = -(-event.size_bytes // ROUND_BYTES) * ROUND_BYTES
+            sizes[event.id] = size
+            total += size
+            if total > highest:
+                highest, at = total, index
+        elif isinstance(event, Free):
+            total -= sizes.pop(event.id)
+    return highest, at

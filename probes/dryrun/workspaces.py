@@ -1,0 +1,98 @@
+"""What kernels allocate for themselves: memory that no tensor of the model stands for."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+_FLOAT = 4
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def flash_backward(args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[torch.Tensor, ...]) -> Iterable[int]:
+    """fp32 query-gradient accumulator, per-row softmax sums, and for grouped queries the expanded key and value
+    gradients.
+
+    Source: PyTorch 2.13 flash_attn/flash_api.cpp `mha_bwd` (softmax_d, dq_accum, dk_expanded, dv_expanded).
+    """
+    _, query, key = args[0], args[1], args[2]
+    seqs, heads, rows, head = query.shape
+    kv_heads, columns = key.shape[1], key.shape[2]
+    rows_rounded = _round_up(rows, 128)
+    head_rounded = _round_up(head, 32) if head <= 128 else _round_up(head, 64)
+    yield seqs * heads * rows_rounded * _FLOAT
+    yield seqs * heads * rows_rounded * head_rounded * _FLOAT
+    if kv_heads != heads:
+        expanded = seqs * columns * heads * head * key.element_size()
+        yield expanded
+        yield expanded
+
+
+def efficient_backward(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[torch.Tensor, ...]
+) -> Iterable[int]:
+    """fp32 accumulators of the gradients that do not stay in registers, and the row sums.
+
+    Source: PyTorch 2.13 mem_eff_attention/kernel_backward.h `workspace_elements_gq/gk/gv`: none for fp32 input;
+    16-bit input accumulates the query gradient, and key and value gradients where the head size is above 128.
+    """
+    query, key = args[1], args[2]
+    seqs, heads, rows, head = query.shape
+    columns = key.shape[2]
+    yield seqs * heads * _round_up(rows, 32) * _FLOAT
+    if query.dtype is torch.float32:
+        return
+    block = 128 if head > 64 else 64
+    total = _round_up(rows, block) * _round_up(head, 32) * _FLOAT
+    if head > 128:
+        total += 2 * _round_up(columns, block) * _round_up(head, 32) * _FLOAT
+    yield seqs * heads * total
+
+
+def embedding_backward(
+    args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[torch.Tensor, ...]
+) -> Iterable[int]:
+    """Sorted indices and their origins, int64 each, twice (Embedding.cu `embedding_dense_backward_cuda`)."""
+    tokens = args[1].numel()
+    if tokens <= 3072:
+        return
+    for _ in range(4):
+        yield tokens * 8
+
+
+TEMPORARIES = {
+    torch.ops.aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
+    torch.ops.aten.embedding_dense_backward.default: embedding_backward,
+}
+
+
+def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
+    """Bytes of one cuBLAS workspace; PyTorch holds one per handle, so one for the forward's thread and one for the
+    backward's.
+
+    Source: PyTorch 2.13 CUDABlas/CublasHandlePool.cpp `parseChosenWorkspaceSize`: ":4096:2:16:8", and 32 MiB on Hopper
+    and data-centre Blackwell.
+    """
+    if capability[0] in (9, 10):
+        return 4096 * 8 * 1024
+    return 4096 * 1024 * 2 + 16 * 1024 * 8
+
+
+def is_matmul(func: Any) -> bool:
+    """Whether an operator calls cuBLAS."""
+    return func in _MATMULS
+
+
+_MATMULS = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.baddbmm.default,
+        torch.ops.aten.mm.out,
+    }
+)
