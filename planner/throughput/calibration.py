@@ -18,10 +18,10 @@ from planner.gpu import GpuSpec
 DATA_FILE = Path(__file__).resolve().parent.parent / "data" / "calibration.json"
 FORM = 1
 
-FAMILY = {
-    "Pascal": "old", "Volta": "old", "Turing": "old",
-    "Ampere": "Ampere", "Ada": "Ada", "Hopper": "Hopper", "Blackwell": "Blackwell",
-}  # fmt: skip
+
+def family(gpu: GpuSpec) -> str:
+    """The group of cards that behave alike: "Ampere:geforce" (consumer) or "Ampere:pro"."""
+    return f"{gpu.arch}:{'geforce' if 'GeForce' in gpu.driver_name else 'pro'}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class Constants:
     Attributes:
         training_share: of the measured matmul rate, sustained inside a step (clocks fall under load).
         wave_loss: tiles lost to the last, unfilled wave, in waves.
-        k_half: inner size at which a matmul reaches half of its rate.
+        k_half: columns of the inner loop that a tile's start-up costs on an A100.
         attention_forward_share, attention_backward_share: of the matmul rate that fused attention reaches.
         attention_math_passes: times that a materialised tokens x tokens matrix moves, forward and backward together.
         bandwidth_share: of the nominal memory bandwidth that elementwise kernels reach.
@@ -40,7 +40,7 @@ class Constants:
         int8_rate: matmul rate of LLM.int8() relative to 16 bit (quantization of inputs not included).
         lora_share: of the matmul rate that LoRA's thin matrices reach.
         kernel_gap_s: least time of a kernel on the GPU.
-        host_forward_s, host_backward_s: host time to issue one kernel (eager PyTorch, autograd engine).
+        host_forward_s, host_backward_s: host time per kernel, with the views and Python around it (eager, autograd).
         host_quantized_s: extra host time of one bitsandbytes matrix call.
         host_lora_s: extra host time of one PEFT adapter call beyond its kernels.
         host_optimizer_tensor_s: host time per trained tensor and step of a per-tensor optimizer.
@@ -49,33 +49,37 @@ class Constants:
         step_overhead_s, micro_overhead_s: the trainer's constant per optimizer step and per micro-batch.
         elementwise_scale: fitted correction of the counted elementwise bytes.
         optimizer_share: of the bandwidth that optimizer kernels reach.
+        l2_gain: how much faster elementwise kernels run on tensors far smaller than the L2 cache (1: twice as fast).
+        flash_1_share: speed of the first FlashAttention relative to the second.
         overlap_power: p of the p-norm that joins GPU and host time (large: the larger of both).
     """
 
-    training_share: float = 0.85
+    training_share: float = 0.9
     wave_loss: float = 0.35
     k_half: float = 180.0
-    attention_forward_share: float = 0.62
-    attention_backward_share: float = 0.50
+    attention_forward_share: float = 0.78
+    attention_backward_share: float = 0.62
     attention_math_passes: float = 14.0
     bandwidth_share: float = 0.85
     loss_bandwidth_share: float = 0.85
     dequantize_share: float = 0.55
     int8_rate: float = 1.3
-    lora_share: float = 0.35
+    lora_share: float = 0.7
     kernel_gap_s: float = 3.0e-6
-    host_forward_s: float = 9.0e-6
-    host_backward_s: float = 6.0e-6
-    host_quantized_s: float = 6.0e-5
-    host_lora_s: float = 2.0e-5
+    host_forward_s: float = 2.0e-5
+    host_backward_s: float = 1.2e-5
+    host_quantized_s: float = 2.5e-4
+    host_lora_s: float = 4.0e-5
     host_optimizer_tensor_s: float = 4.0e-5
     host_scale: float = 1.0
     compile_bytes: float = 0.45
-    compile_host: float = 0.3
+    compile_host: float = 0.15
     step_overhead_s: float = 4.0e-3
     micro_overhead_s: float = 2.0e-3
     elementwise_scale: float = 1.0
-    optimizer_share: float = 0.8
+    optimizer_share: float = 0.86
+    l2_gain: float = 1.5
+    flash_1_share: float = 0.55
     overlap_power: float = 4.0
 
     @classmethod
@@ -92,7 +96,8 @@ class Calibration:
         date: when it was fitted (ISO), "" for stated defaults.
         constants: the values for every architecture.
         architectures: architecture -> values that differ there.
-        matmul_share: GPU key -> measured share of the nominal 16-bit matmul rate.
+        matmul_share: GPU key or family -> measured share of the nominal 16-bit matmul rate.
+        fp32_share: GPU key or family -> the same for fp32 outside the tensor cores.
         rates_flops_per_s: GPU key -> data type -> measured matmul rate where the nominal one does not apply.
         bands: confidence -> half-width as a fraction.
         points: what it was fitted on, for people.
@@ -102,26 +107,25 @@ class Calibration:
     constants: Mapping[str, float] = field(default_factory=dict)
     architectures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     matmul_share: Mapping[str, float] = field(default_factory=dict)
+    fp32_share: Mapping[str, float] = field(default_factory=dict)
     rates_flops_per_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     bands: Mapping[str, float] = field(default_factory=dict)
     points: Mapping[str, Any] = field(default_factory=dict)
 
     def constants_for(self, gpu: GpuSpec) -> Constants:
-        """The constants of one GPU: general, then its architecture's, then its own."""
+        """The constants of one GPU: general, then its architecture's, its family's, its own."""
         values = dict(self.constants)
-        values.update(self.architectures.get(gpu.arch, {}))
-        values.update(self.architectures.get(gpu.key, {}))
+        for name in (gpu.arch, family(gpu), gpu.key):
+            values.update(self.architectures.get(name, {}))
         return Constants(**values)
 
     def share_for(self, gpu: GpuSpec) -> tuple[float, str]:
-        """Share of the nominal 16-bit matmul rate and where it comes from: "gpu", "architecture" or "default"."""
-        own = self.matmul_share.get(gpu.key)
-        if own is not None:
-            return own, "gpu"
-        family = self.matmul_share.get(f"arch:{gpu.arch}")
-        if family is not None:
-            return family, "architecture"
-        return self.matmul_share.get("default", 0.75), "default"
+        """Share of the nominal 16-bit matmul rate and where it comes from: "gpu", "family" or "default"."""
+        return _share(self.matmul_share, gpu, 0.75)
+
+    def fp32_share_for(self, gpu: GpuSpec) -> float:
+        """Share of the nominal fp32 rate that a large matmul reaches outside the tensor cores."""
+        return _share(self.fp32_share, gpu, 0.7)[0]
 
     def band_for(self, gpu: GpuSpec) -> float:
         """Half-width of the 90 % band as a fraction, wider the less is known of the card."""
@@ -132,6 +136,13 @@ class Calibration:
         if gpu.arch in fitted_archs:
             return self.bands.get("architecture", 0.4)
         return self.bands.get("default", 0.5)
+
+
+def _share(table: Mapping[str, float], gpu: GpuSpec, default: float) -> tuple[float, str]:
+    for name, source in ((gpu.key, "gpu"), (family(gpu), "family")):
+        if name in table:
+            return table[name], source
+    return table.get("default", default), "default"
 
 
 def calibration_from_dict(values: Mapping[str, Any], *, source: str = "calibration") -> Calibration:

@@ -16,6 +16,8 @@ class Conditions:
         gradient_clipping: the trainer computes the gradient norm and scales (the default of every trainer here).
         trainer_overhead: count the trainer's constant per step and per micro-batch; False for a bare loop.
         masked_attention: attention sees an explicit mask (padded batches under sdpa): the causal half is not skipped.
+        flash_1: attention is the first FlashAttention (before July 2023) or its Triton form.
+        optimizer_part: share of the optimizer step that this GPU does (0: none runs; 1/n: sharded over n).
     """
 
     fused_norm_rope: bool = False
@@ -26,6 +28,8 @@ class Conditions:
     gradient_clipping: bool = True
     trainer_overhead: bool = True
     masked_attention: bool = False
+    flash_1: bool = False
+    optimizer_part: float = 1.0
 
 
 CURRENT = Conditions()

@@ -51,6 +51,16 @@ class SpeedModel:
         self._adapters: dict[tuple[object, ...], tuple[Moved, int, float, int]] = {}
         self._attention: dict[tuple[object, ...], tuple[float, float, float]] = {}
 
+    def cache_gain(self, tokens: int) -> float:
+        """How many times faster elementwise kernels run because the previous kernel's result is still in the L2 cache.
+
+        A kernel reads what the one before wrote; when both tensors fit, little goes to memory and back.
+        """
+        if not self.rates.l2:
+            return 1.0
+        fill = 6.0 * tokens * self.inv.hidden_size / self.rates.l2
+        return 1.0 + self.constants.l2_gain / (1.0 + fill * fill)
+
     def matmuls(self, dtype: str, tokens: int, int8: bool) -> LayerMatmuls:
         """Forward, input-gradient and weight-gradient seconds of all layers' matrices at `tokens` tokens."""
         key = (dtype, tokens, int8)
@@ -171,6 +181,8 @@ class SpeedModel:
         if kernel in ("flash", "efficient"):
             done = 2.0 * spec.num_heads * (full if self.conditions.masked_attention else pairs) * wide
             slower = 1.0 if kernel == "flash" else 0.6
+            if self.conditions.flash_1:
+                slower *= constants.flash_1_share
             forward = done / (rate * constants.attention_forward_share * slower)
             backward = _FLASH_BACKWARD * done / (rate * constants.attention_backward_share * slower)
             return forward, backward, needed
@@ -202,4 +214,5 @@ class SpeedModel:
         gpu = moved / bandwidth + clip / bandwidth + tensors * kernels * constants.kernel_gap_s
         host = tensors * (constants.host_optimizer_tensor_s if looped else 4.0e-6)
         host += tensors * kernels * constants.host_forward_s
-        return gpu, host * constants.host_scale
+        part = self.conditions.optimizer_part
+        return gpu * part, host * constants.host_scale * part

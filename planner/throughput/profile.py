@@ -128,6 +128,7 @@ class ThroughputProfile:
         """Seconds of one micro-batch by part."""
         speed, setup = self._speed, self._setup
         tokens = seqs * self._seq
+        cached = speed.cache_gain(tokens)
         layers = speed.matmuls(self._flow.compute, tokens, setup.quantization == "int8")
         again_token, again_seq, again_micro, again = self._recompute
         matmul = layers.forward + layers.input_gradient
@@ -138,10 +139,10 @@ class ThroughputProfile:
         recompute = again * (layers.forward - (layers.last_forward if self._skip_last else 0.0))
         parts = {
             "matmul": matmul,
-            "recompute": recompute + again_token * tokens + again_seq * seqs + again_micro,
+            "recompute": recompute + again_token * tokens / cached + again_seq * seqs + again_micro,
             "attention": self._attention * seqs,
-            "elementwise": self._elementwise[0] * tokens + self._elementwise[1] + self._cast,
-            "lora": self._lora[0] * tokens + self._lora[1],
+            "elementwise": self._elementwise[0] * tokens / cached + self._elementwise[1] + self._cast,
+            "lora": self._lora[0] * tokens / cached + self._lora[1],
             "dequantization": self._dequantization,
             "loss": speed.loss_s(setup.loss, self._head_dtype, tokens, self._full),
         }

@@ -7,8 +7,8 @@ from planner.throughput.calibration import Calibration, Constants
 
 TILE_M, TILE_N = 128, 256
 _DEFAULT_SM_COUNT = 100
+_REFERENCE_SM_RATE = 312e12 / 108  # one A100 multiprocessor; start-up costs are times, so they grow with the rate
 _EMULATED_BF16_OF_FP32 = 0.55  # T4: 2.3 to 2.5 of 4.2 to 4.4 TFLOP/s; V100S: 9.9 of 13.6 (gpu_matmul measurements)
-_FP32_SHARE = 0.85  # fp32 outside tensor cores reaches most of its small rate (A100: 18.1 to 19.2 of 19.5 measured)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +20,9 @@ class Rates:
         nominal: data type -> flops per second of the data sheet (0 where there is none).
         bandwidth: bytes per second of the data sheet.
         sms: streaming multiprocessors.
-        share_source: where the share of peak comes from, "gpu", "architecture" or "default".
+        start_up: inner-loop columns that a tile's start-up costs, relative to an A100's.
+        l2: bytes of the L2 cache, 0 where unknown.
+        share_source: where the share of peak comes from, "gpu", "family" or "default".
         emulated: data types that the hardware has no units for.
     """
 
@@ -28,6 +30,8 @@ class Rates:
     nominal: dict[str, float]
     bandwidth: float
     sms: int
+    start_up: float
+    l2: int
     share_source: str
     emulated: frozenset[str]
 
@@ -41,7 +45,7 @@ def rates_of(gpu: GpuSpec, calibration: Calibration, constants: Constants) -> Ra
     share, source = calibration.share_for(gpu)
     measured = calibration.rates_flops_per_s.get(gpu.key, {})
     half = (gpu.fp16_flops_per_s or gpu.bf16_flops_per_s or 0.0) * share
-    fp32 = (gpu.fp32_flops_per_s or half / 8) * _FP32_SHARE
+    fp32 = (gpu.fp32_flops_per_s or half / 8) * calibration.fp32_share_for(gpu)
     brain = gpu.bf16_flops_per_s * share if gpu.bf16_flops_per_s is not None else fp32 * _EMULATED_BF16_OF_FP32
     rates = {"fp32": fp32, "bf16": brain, "fp16": half or fp32}
     for dtype, rate in measured.items():
@@ -55,6 +59,8 @@ def rates_of(gpu: GpuSpec, calibration: Calibration, constants: Constants) -> Ra
         },
         bandwidth=gpu.memory_bandwidth_bytes_per_s,
         sms=gpu.sm_count or _DEFAULT_SM_COUNT,
+        start_up=rates["fp16"] / share / (gpu.sm_count or _DEFAULT_SM_COUNT) / _REFERENCE_SM_RATE,
+        l2=gpu.l2_bytes or 0,
         share_source=source,
         emulated=frozenset() if gpu.bf16_flops_per_s is not None else frozenset({"bf16"}),
     )
@@ -64,13 +70,13 @@ def matmul_s(m: float, n: float, k: float, rate: float, size_bytes: int, rates: 
     """Seconds of one matmul [m, k] x [k, n].
 
     Roofline with two size effects. Output tiles of 128 x 256 fill the multiprocessors in waves; the last wave is part
-    empty, on average `wave_loss` of a wave. The inner loop has a fixed start-up, so that `k_half` more columns would
-    take as long. Below that, the bytes of operands and result at the memory's rate.
+    empty, on average `wave_loss` of a wave. The inner loop has a fixed start-up time, worth `k_half` columns on an
+    A100 and more on faster multiprocessors. Below that, the bytes of operands and result at the memory's rate.
 
     Source: NVIDIA, Matrix multiplication background user's guide, sections 3 and 4 (tile and wave quantization),
     https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/.
     """
     waves = m * n / (TILE_M * TILE_N * rates.sms)
-    compute = 2.0 * n * (k + constants.k_half) * m * (1.0 + constants.wave_loss / waves) / rate
+    compute = 2.0 * n * (k + constants.k_half * rates.start_up) * m * (1.0 + constants.wave_loss / waves) / rate
     moved = (m * k + k * n + m * n) * size_bytes / (rates.bandwidth * constants.bandwidth_share)
     return (compute if compute > moved else moved) + constants.kernel_gap_s

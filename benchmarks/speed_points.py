@@ -1,0 +1,68 @@
+"""Loads `benchmarks/data/speed_points.jsonl` as fit points."""
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from planner.gpus import find_gpu
+from planner.interchange import setup_from_dict
+from planner.models.adapters import spec_from_config
+from planner.models.catalogue import load
+from planner.models.spec import LinearSpec, ModelSpec
+from planner.throughput.conditions import Conditions
+from planner.throughput.fit import FitPoint
+
+FILE = Path(__file__).resolve().parent / "data" / "speed_points.jsonl"
+
+
+def load_points(file: Path = FILE) -> list[FitPoint]:
+    """All points."""
+    return [_point(json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines() if line]
+
+
+def _point(row: dict[str, Any]) -> FitPoint:
+    return FitPoint(
+        model=_model(row["model"], json.dumps(row.get("config"), sort_keys=True), row.get("experts", "")),
+        gpu=_gpu(row["gpu"]),
+        setup=setup_from_dict(row["setup"]),
+        tokens_per_s=row["tokens_per_s"],
+        group=row["source"],
+        key=row["id"],
+        conditions=Conditions(**row["conditions"]),
+        repeats=tuple(row["repeats"]),
+        labels={"model": row["model"], "confidence": row["confidence"], "num_gpus": str(row["num_gpus"])},
+    )
+
+
+@cache
+def _gpu(key: str) -> Any:
+    return find_gpu(key)
+
+
+@cache
+def _model(model_id: str, config: str, experts: str) -> ModelSpec:
+    values = json.loads(config)
+    spec = load(model_id) if values is None else spec_from_config(values, model_id=model_id, source="inline")
+    return _experts_as_linears(spec) if experts == "linear" else spec
+
+
+def _experts_as_linears(spec: ModelSpec) -> ModelSpec:
+    """The module tree of transformers 4: each expert's gate, up and down are nn.Linear of their own."""
+    kinds = []
+    for layer in spec.layer_kinds:
+        linears: list[LinearSpec] = []
+        for one in layer.linears:
+            if one.module != "parameter":
+                linears.append(one)
+            elif one.role == "gate_up":
+                half = replace(one, module="linear", out_features=one.out_features // 2)
+                linears += [
+                    replace(half, role="gate", name=one.name + ".w1"),
+                    replace(half, role="up", name=one.name + ".w3"),
+                ]
+            else:
+                linears.append(replace(one, module="linear"))
+        kinds.append(replace(layer, linears=tuple(linears)))
+    return replace(spec, layer_kinds=tuple(kinds))

@@ -1,0 +1,175 @@
+"""Fits the speed model's constants to measured throughputs: what `plan calibrate` and the benchmark run.
+
+A fit starts from the constants in use and may move each of them only as far as the points justify: the loss is the
+error of log(tokens/s) with a soft clip, one vote per group whatever its size, plus the squared distance of each
+log-constant from its start in units of its stated uncertainty. With no points, the constants stay.
+
+numpy and scipy are imported only when a fit runs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import exp, log, sqrt
+from statistics import median
+
+from planner.gpu import GpuSpec
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
+from planner.throughput.calibration import Calibration, Constants
+from planner.throughput.conditions import CURRENT, Conditions
+from planner.throughput.model import SpeedModel
+from planner.throughput.profile import ThroughputProfile
+
+UNCERTAINTY: dict[str, float] = {
+    "training_share": 0.08,
+    "wave_loss": 0.3,
+    "k_half": 0.4,
+    "attention_forward_share": 0.2,
+    "attention_backward_share": 0.2,
+    "attention_math_passes": 0.3,
+    "bandwidth_share": 0.08,
+    "loss_bandwidth_share": 0.15,
+    "dequantize_share": 0.35,
+    "lora_share": 0.4,
+    "kernel_gap_s": 0.3,
+    "host_forward_s": 0.4,
+    "host_backward_s": 0.4,
+    "host_quantized_s": 0.4,
+    "host_lora_s": 0.4,
+    "micro_overhead_s": 0.5,
+    "step_overhead_s": 0.5,
+    "elementwise_scale": 0.25,
+    "optimizer_share": 0.15,
+    "compile_bytes": 0.3,
+    "compile_host": 0.4,
+    "l2_gain": 0.5,
+    "flash_1_share": 0.2,
+}
+"""Standard deviation of each fitted constant's logarithm before any point is seen; the others keep their value."""
+
+SOFT_CLIP = 0.15
+POINT_NOISE = 0.05
+GROUP_NOISE = 0.08  # what a whole source is off by (clocks, cooling, host, versions), never carried to another source
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitPoint:
+    """One measured throughput. `group` says with what it is held out together ("fms_acceleration"), `key` who it is."""
+
+    model: ModelSpec
+    gpu: GpuSpec
+    setup: TrainSetup
+    tokens_per_s: float
+    group: str
+    key: str = ""
+    conditions: Conditions = CURRENT
+    repeats: tuple[float, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def predict_point(point: FitPoint, calibration: Calibration) -> float:
+    """Predicted tokens/s of one GPU for one point."""
+    speed = SpeedModel(point.model, point.gpu, calibration, point.conditions)
+    return ThroughputProfile(speed, point.setup).at(point.setup.micro_batch_seqs, point.setup.accumulation_steps)[1]
+
+
+def log_errors(points: Sequence[FitPoint], calibration: Calibration) -> list[float]:
+    """log(predicted / measured) of each point; models are shared between points that share them."""
+    speeds: dict[tuple[int, str, Conditions], SpeedModel] = {}
+    errors = []
+    for point in points:
+        key = (id(point.model), point.gpu.key, point.conditions)
+        speed = speeds.get(key)
+        if speed is None:
+            speed = speeds[key] = SpeedModel(point.model, point.gpu, calibration, point.conditions)
+        setup = point.setup
+        answer = ThroughputProfile(speed, setup).at(setup.micro_batch_seqs, setup.accumulation_steps)
+        errors.append(log(answer[1] / point.tokens_per_s))
+    return errors
+
+
+def group_weights(points: Sequence[FitPoint]) -> list[float]:
+    """A weight per point so that a group of n points counts sqrt(n) points: many runs of one place say little more."""
+    sizes: dict[str, int] = {}
+    for point in points:
+        sizes[point.group] = sizes.get(point.group, 0) + 1
+    return [1.0 / sqrt(sizes[point.group]) for point in points]
+
+
+def fit_constants(
+    points: Sequence[FitPoint],
+    start: Calibration,
+    *,
+    names: Sequence[str] = tuple(UNCERTAINTY),
+    max_evaluations: int = 12,
+) -> Calibration:
+    """The start's calibration with its general constants moved to fit the points.
+
+    Raises:
+        ValueError: no points.
+    """
+    if not points:
+        raise ValueError("a fit needs at least one point")
+    from scipy.optimize import least_squares
+
+    base = {name: float(getattr(Constants(**start.constants), name)) for name in names}
+    weights = [weight / POINT_NOISE for weight in group_weights(points)]
+    groups = sorted({point.group for point in points})
+    member = [groups.index(point.group) for point in points]
+    width = len(names)
+
+    def moved(shift: Sequence[float]) -> Calibration:
+        values = {name: base[name] * exp(UNCERTAINTY[name] * z) for name, z in zip(names, shift, strict=True)}
+        return replace(start, constants={**start.constants, **values})
+
+    def residuals(shift: Sequence[float]) -> list[float]:
+        offsets = shift[width:]
+        clipped = [
+            _soft(error - GROUP_NOISE * offsets[group]) * weight
+            for error, weight, group in zip(last_errors(shift[:width]), weights, member, strict=True)
+        ]
+        return [*clipped, *shift]
+
+    memory: dict[tuple[float, ...], list[float]] = {}
+
+    def last_errors(shift: Sequence[float]) -> list[float]:
+        key = tuple(float(z) for z in shift)  # moving an offset alone asks for the same constants again
+        if key not in memory:
+            if len(memory) > 4:
+                memory.clear()
+            memory[key] = log_errors(points, moved(key))
+        return memory[key]
+
+    start_at = [0.0] * (width + len(groups))
+    found = least_squares(residuals, start_at, max_nfev=max_evaluations, diff_step=0.02, bounds=(-4.0, 4.0))
+    return moved([float(z) for z in found.x[:width]])
+
+
+def _soft(error: float) -> float:
+    """Quadratic for small errors, square-root growth for large ones: one odd row must not bend the constants."""
+    size = abs(error)
+    if size <= SOFT_CLIP:
+        return error
+    return (SOFT_CLIP * sqrt(2.0 * size / SOFT_CLIP - 1.0)) * (1.0 if error > 0 else -1.0)
+
+
+def fit_gpu_shift(
+    points: Sequence[FitPoint], calibration: Calibration, key: Callable[[FitPoint], str]
+) -> dict[str, float]:
+    """Median log error by some key: what is left for a card or an architecture after the general fit."""
+    grouped: dict[str, list[float]] = {}
+    for point, error in zip(points, log_errors(points, calibration), strict=True):
+        grouped.setdefault(key(point), []).append(error)
+    return {name: median(errors) for name, errors in grouped.items()}
+
+
+def band_from(errors: Sequence[float], *, coverage: float = 0.9) -> float:
+    """Half-width (as a fraction) that held `coverage` of held-out log errors: the conformal quantile.
+
+    Source: Vovk et al. 2005, Algorithmic learning in a random world, split conformal: the ceil((n + 1) c)-th smallest.
+    """
+    if not errors:
+        raise ValueError("a band needs at least one held-out error")
+    ordered = sorted(abs(error) for error in errors)
+    rank = min(len(ordered), -(-int((len(ordered) + 1) * coverage * 1000) // 1000))
+    return exp(ordered[rank - 1]) - 1.0
