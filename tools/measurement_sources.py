@@ -270,7 +270,7 @@ def ms_swift(row: Row) -> Mapped:
             setup |= {"method": "qlora", "quantization": "nf4-double", "kbit_fp32_cast": True}
             mapped.assumed.append("bitsandbytes 4 bit taken as NF4 with double quantization and the fp32 cast")
     mapped.differs.append(
-        "lengths vary from 91 tokens to the maximum without expandable_segments: reserved memory is fragmented over them"
+        "lengths vary from 91 tokens to the maximum without expandable_segments: reserved is fragmented over them"
     )
     if model.startswith("Qwen/Qwen-"):
         mapped.differs.append("Qwen 1 remote code: fused c_attn, and the loss does not upcast the logits")
