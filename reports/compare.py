@@ -107,7 +107,7 @@ def _charts(named: Sequence[Named], plans: Sequence[tuple[str, Plan]]) -> list[C
         charts.append(_bars("cost", "Cost of a million tokens", "US dollars", names, costs, words))
     memory = memory_bars(list(zip(labels, candidates, strict=True)), 1, 1, limit=len(named))
     sizes = [plan.workload.memory_bytes for _, plan in named]
-    height = 130 + 34 * len(named)
+    height = 160 + 34 * len(named)
     charts.append(
         {
             **memory,

@@ -112,7 +112,7 @@ def _charts(plan: Plan | NoPlan, extras: Extras, name: str) -> dict[str, Any]:
     bars = memory_bars(labelled or [("nearest", chosen)], wish.memory_bytes, wish.budget_bytes)
     measured = accuracy_rows(plan)
     charts: dict[str, Chart | None] = {
-        "memory": _sized(bars, 130 + BAR_HEIGHT_PX * len(bars["labels"])),
+        "memory": _sized(bars, 160 + BAR_HEIGHT_PX * len(bars["labels"])),
         "phases": _sized(phase_peaks(chosen), 240),
         "speed": None,
         "timeline": None,

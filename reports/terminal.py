@@ -9,14 +9,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import Answer, NoPlan, Plan
 from planner.units import TERA, count, gib, percent, seconds
+from reports.page import Page
 from reports.rows import MemoryRow, beside, best_terms, breakdown, evidence_columns
 from reports.text import (
     clean,
@@ -34,7 +33,6 @@ from reports.text import (
     space_sentence,
     speed_mark,
     speed_sentence,
-    to_ascii,
     workload_words,
 )
 
@@ -52,55 +50,9 @@ class ModelRow:
     max_position_embeddings: int | None = None
 
 
-class _Page:
-    """Writes lines and tables to a console, in ASCII where the console takes nothing else."""
-
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        self.ascii = console.options.ascii_only
-
-    def text(self, words: str) -> str:
-        return to_ascii(words) if self.ascii else words
-
-    def line(self, words: str = "", style: str = "", indent: int = 0) -> None:
-        """One paragraph, wrapped with a hanging indent."""
-        if not words:
-            self.console.print()
-            return
-        text = Text(self.text(words), style=style)
-        for part in text.wrap(self.console, max(20, self.console.width - indent)):
-            part.rstrip()
-            self.console.print(Text(" " * indent) + part, no_wrap=True, overflow="ignore", crop=False)
-
-    def head(self, words: str, mark: str = "") -> None:
-        self.console.print()
-        text = Text(self.text(clean(words)), style="bold")
-        if mark:
-            text.append(self.text(f"  [{mark}]"), style="not bold dim")
-        self.console.print(text)
-
-    def command(self, words: str) -> None:
-        """A command to copy: never wrapped, because a broken line cannot be pasted."""
-        self.console.print(Text("  " + self.text(words)), soft_wrap=True)
-
-    def table(self, *columns: str, right: Sequence[str] = (), header: bool = True) -> Table:
-        table = Table(box=None, show_header=header, padding=(0, 2, 0, 0), pad_edge=False, header_style="underline")
-        for name in columns:
-            table.add_column(
-                Text(self.text(name)),
-                justify="right" if name in right else "left",
-                no_wrap=name in right,
-                overflow="fold",
-            )
-        return table
-
-    def row(self, table: Table, *cells: str | Text, style: str = "") -> None:
-        table.add_row(*(cell if isinstance(cell, Text) else Text(self.text(cell)) for cell in cells), style=style)
-
-
 def render_plan(plan: Plan, console: Console, *, next_command: str = "") -> None:
     """The plan as a story: verdict, memory, the walk of the decision tree, alternatives, notes, what to type next."""
-    page = _Page(console)
+    page = Page(console)
     page.line(workload_words(plan.workload), style="bold")
     page.line()
     page.line(f"Train with {setup_words(plan.chosen.setup)}.", style="bold green")
@@ -124,7 +76,7 @@ def render_plan(plan: Plan, console: Console, *, next_command: str = "") -> None
 
 def render_no_plan(no_plan: NoPlan, console: Console) -> None:
     """Why nothing fits, how many bytes are missing, and what would make it fit, smallest change first."""
-    page = _Page(console)
+    page = Page(console)
     page.line(workload_words(no_plan.workload), style="bold")
     page.line()
     page.line(f"Nothing fits: {gib(no_plan.missing_bytes)} missing.", style="bold red")
@@ -149,7 +101,7 @@ def render_estimate(
     candidate: Candidate, model: ModelSpec, gpu: GpuSpec, console: Console, *, memory_bytes: int | None = None
 ) -> None:
     """One setup: does it fit, the rungs side by side, and where the memory goes."""
-    page = _Page(console)
+    page = Page(console)
     page.line(f"{clean(model.model_id)} ({count(model.num_params)} parameters) on {clean(gpu.name)}", style="bold")
     page.line(f"{setup_words(candidate.setup)}.")
     page.line()
@@ -171,7 +123,7 @@ def render_estimate(
 
 def render_gpus(rows: Iterable[GpuSpec], console: Console) -> None:
     """The GPU table: what `--gpu` takes, smallest memory first."""
-    page = _Page(console)
+    page = Page(console)
     table = page.table("--gpu", "name", "memory", "bf16 TFLOP/s", "GB/s", right=("memory", "bf16 TFLOP/s", "GB/s"))
     for gpu in sorted(rows, key=lambda row: (row.memory_bytes, row.key)):
         flops = f"{gpu.bf16_flops_per_s / TERA:.0f}" if gpu.bf16_flops_per_s else "no bf16"
@@ -183,7 +135,7 @@ def render_gpus(rows: Iterable[GpuSpec], console: Console) -> None:
 
 def render_models(rows: Iterable[ModelRow], console: Console) -> None:
     """The built-in catalogue: model names that need no network."""
-    page = _Page(console)
+    page = Page(console)
     table = page.table("model", "type", "parameters", "context", right=("parameters", "context"))
     for row in rows:
         context = f"{row.max_position_embeddings:,}" if row.max_position_embeddings else "-"
@@ -240,7 +192,7 @@ _FIGURES = {
 }
 
 
-def _memory(page: _Page, candidate: Candidate, memory_bytes: int) -> None:
+def _memory(page: Page, candidate: Candidate, memory_bytes: int) -> None:
     """The breakdown as a waterfall against the card: each term starts where the one above it ends."""
     parts = breakdown(candidate, memory_bytes, max_terms=MAX_TERMS)
     peak, named = parts.peak_evidence, best_terms(candidate)
@@ -276,7 +228,7 @@ def _bar(row: MemoryRow, scale_bytes: int, memory_bytes: int, width: int, filled
     return "".join([*cells[:limit], "│", *cells[limit:]]).rstrip()
 
 
-def _walk(page: _Page, walk: Sequence[Answer]) -> None:
+def _walk(page: Page, walk: Sequence[Answer]) -> None:
     if not walk:
         return
     page.head("Why: the decision tree, question by question")
@@ -293,7 +245,7 @@ def _walk(page: _Page, walk: Sequence[Answer]) -> None:
             )
 
 
-def _alternatives(page: _Page, plan: Plan) -> None:
+def _alternatives(page: Page, plan: Plan) -> None:
     if not plan.alternatives:
         return
     page.head("Beside it")
@@ -330,7 +282,7 @@ def _alternatives(page: _Page, plan: Plan) -> None:
     page.line(f"Peaks: {', '.join(sorted(memory))}. Speeds: {', '.join(sorted(speed))}.", style="dim", indent=2)
 
 
-def _notes(page: _Page, notes: Iterable[str]) -> None:
+def _notes(page: Page, notes: Iterable[str]) -> None:
     unique = list(dict.fromkeys(clean(note) for note in notes if note))
     if not unique:
         return

@@ -35,10 +35,12 @@ def joined(parts: Iterable[str], separator: str = ", ") -> str:
     return separator.join(part for part in parts if part)
 
 
-def method_words(setup: TrainSetup) -> str:
-    """ "QLoRA rank 64 on all linear layers", or "full fine-tuning"."""
+def method_words(setup: TrainSetup, *, short: bool = False) -> str:
+    """ "QLoRA rank 64 on all linear layers", or "full fine-tuning"; short without the layers."""
     if setup.method == "full":
         return METHOD_WORDS["full"]
+    if short:
+        return f"{METHOD_WORDS[setup.method]} rank {setup.lora_rank}"
     return f"{METHOD_WORDS[setup.method]} rank {setup.lora_rank} on {targets_words(setup)}"
 
 
@@ -90,6 +92,12 @@ def setup_words(setup: TrainSetup) -> str:
             f"{setup.adapter_dtype} adapters" if setup.adapter_dtype != "auto" and setup.method != "full" else "",
         )
     )
+
+
+def short_setup_words(setup: TrainSetup) -> str:
+    """What matters most, for a table: "QLoRA rank 64, micro-batch 4 × 4, checkpointing"."""
+    batch = f"micro-batch {setup.micro_batch_seqs} × {setup.accumulation_steps}"
+    return f"{method_words(setup, short=True)}, {batch}, {checkpointing_words(setup)}"
 
 
 def setup_difference(setup: TrainSetup, other: TrainSetup) -> str:

@@ -47,14 +47,15 @@
     const step = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000].find((s) => largest / GIB / s <= 8) || 10000;
     return { min: 0, interval: step * GIB, max: Math.ceil(largest / GIB / step) * step * GIB };
   }
-  function limit(t, bytes, words, colour, along, position, type) {
+  function limit(t, bytes, words, colour, along, type, label) {
     return { [along]: bytes, name: words, lineStyle: { color: colour, type: type, width: 2 },
-             label: { formatter: words, color: t.ink, position: position, backgroundColor: t.page, padding: [1, 3] } };
+             label: Object.assign({ formatter: words, color: t.ink, backgroundColor: t.page, padding: [1, 3] }, label) };
   }
-  const limits = (t, chart, along, position) => ({
+  // Budget and card as upright lines, their words on either side above the picture ("top": the end that is up).
+  const limits = (t, chart, top) => ({
     silent: true, symbol: "none",
-    data: [limit(t, chart.budget_bytes, "budget " + gib(chart.budget_bytes), t.soft, along, position[0], "dashed"),
-           limit(t, chart.memory_bytes, "card " + gib(chart.memory_bytes), t.bad, along, position[1], "solid")],
+    data: [limit(t, chart.budget_bytes, "budget " + gib(chart.budget_bytes), t.soft, "xAxis", "dashed", { position: top, align: "right", offset: [4, 0] }),
+           limit(t, chart.memory_bytes, "card " + gib(chart.memory_bytes), t.bad, "xAxis", "solid", { position: top, align: "left", offset: [-4, 0] })],
   });
 
   const KINDS = {
@@ -63,8 +64,8 @@
       const largest = Math.max(...chart.device_bytes, ...chart.measured_bytes.map((b) => b || 0), ...[].concat(chart.memory_bytes));
       const option = base(t);
       option.aria.decal = { show: true };
-      option.grid = { left: 8, right: 28, top: 64, bottom: 44, containLabel: true };
-      option.legend = { top: 0, textStyle: { color: t.ink }, itemWidth: 22, type: "scroll", pageTextStyle: { color: t.soft } };
+      option.grid = { left: 8, right: own ? 28 : 90, top: 90, bottom: 44, containLabel: true };
+      option.legend = { top: 0, textStyle: { color: t.ink }, itemWidth: 22 };
       option.tooltip.trigger = "axis";
       option.tooltip.axisPointer = { type: "shadow" };
       option.tooltip.formatter = (rows) => {
@@ -91,9 +92,7 @@
         option.series.push({ type: "scatter", name: "card", symbol: "rect", symbolSize: [3, 28], z: 4, itemStyle: { color: t.bad },
           data: chart.memory_bytes.map((bytes, index) => [bytes, index]) });
       } else {
-        option.series[0].markLine = limits(t, chart, "xAxis", ["insideEndTop", "end"]);
-        option.series[0].markLine.data[0].label.position = "start";
-        option.series[0].markLine.data[0].label.offset = [-40, -6];
+        option.series[0].markLine = limits(t, chart, "start");
       }
       return option;
     },
@@ -101,7 +100,7 @@
     "speed-memory"(chart, t) {
       const option = base(t);
       const largest = Math.max(chart.memory_bytes, ...chart.points.map((p) => p.peak_device_bytes));
-      option.grid.top = 56;
+      option.grid = { left: 30, right: 90, top: 64, bottom: 44, containLabel: true };
       option.legend = { top: 0, textStyle: { color: t.ink } };
       option.tooltip.trigger = "item";
       option.tooltip.formatter = (item) => {
@@ -110,7 +109,7 @@
                              gib(point.peak_device_bytes) + (point.fits ? "" : ", does not fit")) : "";
       };
       option.xAxis = gibAxis(t, Object.assign({ name: "device peak, GiB" }, gibScale(largest)));
-      option.yAxis = axis(t, { type: "value", name: "tokens/s", nameGap: 50, scale: true, axisLabel: { color: t.soft, formatter: whole } });
+      option.yAxis = axis(t, { type: "value", name: "tokens/s", nameGap: 50, scale: true, boundaryGap: ["5%", "10%"], axisLabel: { color: t.soft, formatter: whole } });
       const datum = (point) => ({ value: [point.peak_device_bytes, point.tokens_per_s], point: point });
       option.series = Object.keys(METHODS).map((method) => ({
         type: "scatter", name: METHOD_WORDS[method], symbol: METHODS[method][0], symbolSize: 9,
@@ -121,14 +120,14 @@
                            lineStyle: { color: t.ink, width: 2 }, itemStyle: { color: t.ink } });
       option.series.push({ type: "scatter", name: "the plan", symbol: "diamond", symbolSize: 20, z: 6, data: [datum(chart.points[0])],
                            itemStyle: { color: t.accent, borderColor: t.ink, borderWidth: 2 },
-                           label: { show: true, formatter: "the plan", position: "bottom", color: t.ink, fontWeight: "bold" },
-                           markLine: limits(t, chart, "xAxis", ["insideEndTop", "end"]) });
+                           label: { show: true, formatter: "the plan", position: "left", distance: 8, color: t.ink, fontWeight: "bold" },
+                           markLine: limits(t, chart, "end") });
       return option;
     },
 
     "phase-peaks"(chart, t) {
       const option = base(t);
-      option.grid = { left: 8, right: 80, top: 8, bottom: 40, containLabel: true };
+      option.grid = { left: 8, right: 110, top: 8, bottom: 40, containLabel: true };
       option.tooltip.formatter = (item) => lines(chart.labels[item.dataIndex], gib(chart.bytes[item.dataIndex]));
       option.xAxis = gibAxis(t, Object.assign({ name: "allocated, GiB" }, gibScale(Math.max(...chart.bytes))));
       option.yAxis = axis(t, { type: "category", data: chart.labels, inverse: true, axisLabel: { color: t.ink } });
@@ -152,24 +151,25 @@
     "timeline"(chart, t) {
       const option = base(t);
       const last = chart.points[chart.points.length - 1][0];
-      option.grid.top = 44;
+      option.grid = { left: 30, right: 28, top: 20, bottom: 40, containLabel: true };
       option.tooltip.trigger = "axis";
       option.tooltip.formatter = (rows) => lines("event " + whole(rows[0].data[0]), gib(rows[0].data[1]));
       option.xAxis = axis(t, { type: "value", name: "events of the step (allocations and releases)", max: last, axisLabel: { color: t.soft, formatter: whole } });
-      option.yAxis = gibAxis(t, Object.assign({ name: "allocated, GiB", nameGap: 40 }, gibScale(chart.peak[1] * 1.08)));
+      option.yAxis = gibAxis(t, Object.assign({ name: "allocated, GiB", nameGap: 40 }, gibScale(chart.peak[1] * 1.15)));
       const shades = [t.panel, t.page];
       option.series = [{ type: "line", name: "allocated", step: "end", symbol: "none", data: chart.points, areaStyle: { color: t.accent, opacity: 0.25 },
         lineStyle: { color: t.accent, width: 1.5 }, itemStyle: { color: t.accent },
         markArea: { silent: true, label: { color: t.ink, position: "insideTop" }, data: chart.phases.map((phase, index) =>
           [{ name: phase.name, xAxis: phase.start, itemStyle: { color: shades[index % 2] } }, { xAxis: phase.end }]) },
         markPoint: { symbol: "pin", symbolSize: 30, itemStyle: { color: t.bad }, data: [{ name: "peak", coord: chart.peak }],
-                     label: { formatter: () => "peak " + gib(chart.peak[1]), color: t.ink, position: "top", backgroundColor: t.page, padding: [1, 3] } } }];
+                     label: { formatter: () => "peak " + gib(chart.peak[1]), color: t.ink, fontWeight: "bold", distance: 8,
+                              position: chart.peak[0] > 0.7 * last ? "left" : "right", backgroundColor: t.page, padding: [1, 3] } } }];
       return option;
     },
 
     "sensitivity"(chart, t) {
       const option = base(t);
-      const names = chart.values.map((value, index) => whole(value) + (index === chart.chosen ? "\nplanned" : ""));
+      const names = chart.values.map((value, index) => index === chart.chosen ? "[" + whole(value) + "]" : whole(value));
       option.tooltip.trigger = "axis";
       option.tooltip.formatter = (rows) => {
         const index = rows[0].dataIndex;
@@ -179,14 +179,14 @@
       option.axisPointer = { link: [{ xAxisIndex: "all" }] };
       option.grid = [{ left: 62, right: 20, top: 26, height: 120 }, { left: 62, right: 20, top: 190, height: 100 }];
       option.xAxis = [0, 1].map((grid) => axis(t, { type: "category", gridIndex: grid, data: names,
-        axisLabel: { color: t.soft, show: grid === 1, interval: 0, hideOverlap: true }, axisTick: { show: grid === 1 } }));
+        axisLabel: { color: t.soft, show: grid === 1, interval: 0, fontSize: 11 }, axisTick: { show: grid === 1 } }));
       option.yAxis = [gibAxis(t, Object.assign({ name: "peak, GiB", nameGap: 40, gridIndex: 0 }, gibScale(Math.max(chart.budget_bytes, ...chart.bytes)))),
                       axis(t, { type: "value", name: "tokens/s", nameGap: 46, gridIndex: 1, axisLabel: { color: t.soft, formatter: whole } })];
       const size = (value, item) => item.dataIndex === chart.chosen ? 15 : 8;
       option.series = [
         { type: "line", name: "device peak", xAxisIndex: 0, yAxisIndex: 0, data: chart.bytes, symbol: (v, item) => chart.fits[item.dataIndex] ? "circle" : "emptyCircle",
           symbolSize: size, lineStyle: { color: t.accent }, itemStyle: { color: t.accent },
-          markLine: { silent: true, symbol: "none", data: [limit(t, chart.budget_bytes, "budget", t.bad, "yAxis", "insideStartTop", "dashed")] } },
+          markLine: { silent: true, symbol: "none", data: [limit(t, chart.budget_bytes, "budget", t.bad, "yAxis", "dashed", { position: "insideStartTop" })] } },
         { type: "line", name: "tokens/s", xAxisIndex: 1, yAxisIndex: 1, data: chart.tokens_per_s, symbol: "diamond", symbolSize: size,
           lineStyle: { color: t.good }, itemStyle: { color: t.good } }];
       return option;
@@ -219,10 +219,11 @@
       option.tooltip.formatter = (rows) => lines(chart.labels[rows[0].dataIndex], ...rows.filter((r) => r.value !== null && r.value !== undefined).map((r) => r.seriesName + ": " + percent(r.value)));
       option.xAxis = axis(t, { type: "value", name: "predicted too little  ←  error  →  predicted too much", axisLabel: { color: t.soft, formatter: (v) => +(100 * v).toPrecision(3) + " %" } });
       option.yAxis = axis(t, { type: "category", data: chart.labels, inverse: true, axisLabel: { color: t.ink, width: 220, overflow: "truncate" } });
-      const label = { show: true, color: t.ink, position: "right", formatter: (item) => percent(item.value) };
+      const label = { show: true, color: t.ink, formatter: (item) => percent(item.value) };
+      const bars = (errors) => errors.map((error) => error === null ? null : { value: error, label: { position: error < 0 ? "left" : "right" } });
       option.series = [
-        { type: "bar", name: "allocated memory", data: chart.memory_error_fraction, itemStyle: { color: "#0072B2" }, label: label, barMaxWidth: 16 },
-        { type: "bar", name: "tokens/s", data: chart.speed_error_fraction, itemStyle: { color: "#E69F00" }, label: label, barMaxWidth: 16 }];
+        { type: "bar", name: "allocated memory", data: bars(chart.memory_error_fraction), itemStyle: { color: "#0072B2" }, label: label, barMaxWidth: 16 },
+        { type: "bar", name: "tokens/s", data: bars(chart.speed_error_fraction), itemStyle: { color: "#E69F00" }, label: label, barMaxWidth: 16 }];
       return option;
     },
 

@@ -1,0 +1,183 @@
+"""`plan report`, `plan compare` and `plan which-gpu`: answers side by side, from plan.json alone."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from planner.cli import options
+from planner.cli.output import console, print_json, write_text
+from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UsageError
+
+if TYPE_CHECKING:
+    from planner.plan import NoPlan, Plan
+    from reports.html import Entry
+
+Directories = Annotated[
+    list[Path],
+    typer.Argument(help="Directories that `plan ... --out DIR` wrote, or plan.json files.", show_default=False),
+]
+Out = Annotated[Path | None, typer.Option("--out", help="Directory for report.md and report.html.")]
+
+
+def report(plans: Directories, out: Out = None) -> None:
+    """Write report.html and report.md anew from plan.json; several directories give one report that compares them."""
+    from reports.write import report_files
+
+    entries = _entries(plans)
+    folder = out or (plans[0] if plans[0].is_dir() else plans[0].parent) if len(plans) == 1 else out or Path()
+    _write(folder, report_files(entries, html=False))
+    _write_html(folder, entries)
+
+
+def compare(plans: Directories, out: Out = None, as_json: options.Json = False) -> None:
+    """Several plans side by side: models, GPUs, sequence lengths."""
+    from reports.comparison_text import render_comparison
+    from reports.plan_json import plan_to_dict
+    from reports.write import report_files
+
+    if len(plans) < 2:
+        raise UsageError("plan compare needs at least two plans", hint="plan compare DIR DIR ...")
+    entries = _entries(plans)
+    if out is not None:
+        _write(out, report_files(entries, html=False))
+        _write_html(out, entries)
+    if as_json:
+        print_json([{"name": entry.name, **plan_to_dict(entry.plan)} for entry in entries])
+    else:
+        render_comparison([(entry.name, entry.plan) for entry in entries], console())
+
+
+def which_gpu(
+    model: options.Model,
+    seq_len: options.SeqLen = None,
+    global_batch: Annotated[int | None, typer.Option("--global-batch", help="Sequences per optimizer step.")] = None,
+    method: options.Methods = None,
+    rank: options.Rank = None,
+    targets: options.Targets = None,
+    optimizer: options.Optimizer = None,
+    precision: options.Precision = None,
+    quantization: options.Quantization = None,
+    attention: options.Attention = None,
+    loss: options.Loss = None,
+    headroom: options.Headroom = None,
+    vendor: Annotated[str | None, typer.Option("--vendor", help="Only cards of this maker.")] = None,
+    sort: Annotated[str, typer.Option("--sort", help="size (smallest that fits first), speed or cost.")] = "size",
+    fitting: Annotated[bool, typer.Option("--fitting", help="Leave out cards that do not fit.")] = False,
+    out: Out = None,
+    revision: options.Revision = None,
+    hub: options.AskHub = False,
+    as_json: options.Json = False,
+) -> None:
+    """Rank the GPU table for MODEL by tokens/s and by cost per million tokens, smallest card that fits first.
+
+    Formula rung: plan MODEL --gpu GPU then looks closer at one card.
+    """
+    from planner.gpus import all_gpus
+    from planner.models.resolve import resolve_model
+    from reports.which_gpu import SORTS, rank_gpus, render_which_gpu, which_gpu_markdown
+
+    if sort not in SORTS:
+        raise UsageError(f"--sort must be one of {', '.join(SORTS)}; got {sort!r}", hint="use --sort size")
+    cards = [card for card in all_gpus() if vendor is None or card.vendor.lower() == vendor.lower()]
+    if not cards:
+        known = ", ".join(sorted({card.vendor for card in all_gpus()}))
+        raise UsageError(f"no card of {vendor!r} in the GPU table", hint=f"makers: {known}")
+    fixed = options.fixed_fields(
+        targets=targets,
+        rank=rank,
+        checkpointing=None,
+        packing=None,
+        method=method,
+        optimizer=optimizer,
+        precision=precision,
+        quantization=quantization,
+        attention=attention,
+        loss=loss,
+    )
+    spec = resolve_model(model, revision=revision, ask_hub=hub)
+    answers = _plans(spec, cards, fixed, seq_len=seq_len, global_batch=global_batch, headroom_gib=headroom)
+    choices = rank_gpus(answers, sort=sort)
+    if fitting and any(one.fits for one in choices):
+        choices = tuple(one for one in choices if one.fits)
+    if out is not None:
+        from reports.html import Entry
+
+        _write(out, {"report.md": which_gpu_markdown(choices)})
+        _write_html(out, [Entry(plan=one.answer, name=one.gpu.key) for one in choices])
+    if as_json:
+        print_json([_choice_json(one) for one in choices])
+    else:
+        render_which_gpu(choices, console())
+    if not any(one.fits for one in choices):
+        raise typer.Exit(EXIT_NOTHING_FITS)
+
+
+def _plans(spec: Any, cards: list[Any], fixed: Mapping[str, tuple[Any, ...]], **wish: Any) -> "list[Plan | NoPlan]":
+    """One plan per card; a card on which the options contradict each other (no kernel for them) is left out.
+
+    Raises:
+        UsageError: on every card.
+    """
+    from planner.cli.wish import workload
+    from planner.planning import plan_workload
+    from reports.progress import steps
+
+    answers: list[Plan | NoPlan] = []
+    problem: UsageError | None = None
+    for card in steps(cards, "planning", console(stderr=True)):
+        try:
+            answers.append(plan_workload(workload(spec, card, fixed=fixed, **wish)))
+        except UsageError as error:
+            problem = error
+    if not answers:
+        assert problem is not None
+        raise problem
+    return answers
+
+
+def _choice_json(one: Any) -> dict[str, Any]:
+    from planner.plan import Plan
+    from reports.compare import cost_per_million
+    from reports.plan_json import candidate_to_dict
+
+    answer = one.answer
+    chosen = answer.chosen if isinstance(answer, Plan) else answer.nearest
+    return {
+        "gpu": one.gpu.key,
+        "memory_bytes": answer.workload.memory_bytes,
+        "fits": one.fits,
+        "missing_bytes": 0 if isinstance(answer, Plan) else answer.missing_bytes,
+        "tokens_per_s": chosen.tokens_per_s if one.fits else None,
+        "speed_place": one.speed_place,
+        "usd_per_hour": answer.workload.price_per_hour,
+        "usd_per_million_tokens": cost_per_million(answer),
+        "cost_place": one.cost_place,
+        "candidate": candidate_to_dict(chosen, answer.workload.model.model_id, one.gpu.key),
+    }
+
+
+def _entries(plans: list[Path]) -> "list[Entry]":
+    from reports.plan_json import read_plan_json
+    from reports.write import entry_of
+
+    return [entry_of(read_plan_json(path), name=path.resolve().name if path.is_dir() else path.stem) for path in plans]
+
+
+def _write(folder: Path, texts: Mapping[str, str]) -> None:
+    for name, text in texts.items():
+        write_text(folder / name, text)
+        typer.echo(f"wrote {folder / name}", err=True)
+
+
+def _write_html(folder: Path, entries: "list[Entry]") -> None:
+    """report.html, or a word on stderr where jinja2 is missing: report.md is there in any case."""
+    from reports.html import report_html
+
+    try:
+        page = report_html(entries)
+    except EnvironmentProblem as error:
+        typer.echo(f"report.html left out: {error.message} ({error.hint})", err=True)
+        return
+    _write(folder, {"report.html": page})

@@ -1,0 +1,55 @@
+"""Paragraphs, headings and tables on a console, in ASCII where the console takes nothing else."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from reports.text import clean, to_ascii
+
+
+class Page:
+    """Writes lines and tables to a console, in ASCII where the console takes nothing else."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.ascii = console.options.ascii_only
+
+    def text(self, words: str) -> str:
+        return to_ascii(words) if self.ascii else words
+
+    def line(self, words: str = "", style: str = "", indent: int = 0) -> None:
+        """One paragraph, wrapped with a hanging indent."""
+        if not words:
+            self.console.print()
+            return
+        text = Text(self.text(words), style=style)
+        for part in text.wrap(self.console, max(20, self.console.width - indent)):
+            part.rstrip()
+            self.console.print(Text(" " * indent) + part, no_wrap=True, overflow="ignore", crop=False)
+
+    def head(self, words: str, mark: str = "") -> None:
+        self.console.print()
+        text = Text(self.text(clean(words)), style="bold")
+        if mark:
+            text.append(self.text(f"  [{mark}]"), style="not bold dim")
+        self.console.print(text)
+
+    def command(self, words: str) -> None:
+        """A command to copy: never wrapped, because a broken line cannot be pasted."""
+        self.console.print(Text("  " + self.text(words)), soft_wrap=True)
+
+    def table(self, *columns: str, right: Sequence[str] = (), header: bool = True) -> Table:
+        table = Table(box=None, show_header=header, padding=(0, 2, 0, 0), pad_edge=False, header_style="underline")
+        for name in columns:
+            table.add_column(
+                Text(self.text(name)),
+                justify="right" if name in right else "left",
+                no_wrap=name in right,
+                overflow="fold",
+            )
+        return table
+
+    def row(self, table: Table, *cells: str | Text, style: str = "") -> None:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(self.text(cell)) for cell in cells), style=style)

@@ -1,0 +1,163 @@
+"""Which GPU for a model: every card's plan side by side, smallest that fits first."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from planner.gpu import GpuSpec
+from planner.plan import NoPlan, Plan
+from planner.units import count, gib
+from planner.workload import Workload
+from reports.compare import cost_per_million
+from reports.markdown import escape
+from reports.markdown import table as markdown_table
+from reports.page import Page
+from reports.text import clean, fit_word, memory_mark, method_words, plural, short_setup_words, speed_mark
+
+SORTS = ("size", "speed", "cost")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuChoice:
+    """One card with its answer and its places, 1 the best; None where it does not fit or has no price."""
+
+    gpu: GpuSpec
+    answer: Plan | NoPlan
+    speed_place: int | None = None
+    cost_place: int | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a plan for this card."""
+        return isinstance(self.answer, Plan)
+
+
+def rank_gpus(answers: Sequence[Plan | NoPlan], *, sort: str = "size") -> tuple[GpuChoice, ...]:
+    """The answers, cards that fit first; `sort` "size": smallest memory first, "speed", or "cost" per million tokens.
+
+    Raises:
+        ValueError: an unknown `sort`.
+    """
+    if sort not in SORTS:
+        raise ValueError(f"sort must be one of {', '.join(SORTS)}; got {sort!r}")
+    plans = [plan for plan in answers if isinstance(plan, Plan)]
+    by_speed = sorted(plans, key=lambda plan: -plan.chosen.tokens_per_s)
+    by_cost = sorted(
+        (plan for plan in plans if cost_per_million(plan) is not None), key=lambda p: cost_per_million(p) or 0
+    )
+    speed = {plan.workload.gpu.key: place for place, plan in enumerate(by_speed, 1)}
+    cost = {plan.workload.gpu.key: place for place, plan in enumerate(by_cost, 1)}
+    choices = [
+        GpuChoice(
+            gpu=answer.workload.gpu,
+            answer=answer,
+            speed_place=speed.get(answer.workload.gpu.key),
+            cost_place=cost.get(answer.workload.gpu.key),
+        )
+        for answer in answers
+    ]
+    keys: dict[str, Callable[[GpuChoice], Any]] = {
+        "size": lambda one: one.answer.workload.memory_bytes,
+        "speed": lambda one: one.speed_place or 0,
+        "cost": lambda one: one.cost_place or len(choices),
+    }
+    return tuple(sorted(choices, key=lambda one: (not one.fits, keys[sort](one), one.gpu.memory_bytes, one.gpu.key)))
+
+
+def which_gpu_sentences(choices: Sequence[GpuChoice]) -> list[str]:
+    """What to take away: the smallest, the fastest, the cheapest card."""
+    fitting = [one for one in choices if isinstance(one.answer, Plan)]
+    if not fitting:
+        nearest = min(
+            (one.answer for one in choices if isinstance(one.answer, NoPlan)), key=lambda no: no.missing_bytes
+        )
+        return [f"No card fits. Nearest: {nearest.workload.gpu.name}, {gib(nearest.missing_bytes)} missing."]
+    smallest = min(fitting, key=lambda one: (one.answer.workload.memory_bytes, one.speed_place or 0))
+    fastest = next(one for one in fitting if one.speed_place == 1)
+    sentences = [
+        f"{len(fitting)} of {len(choices)} cards fit.",
+        f"Smallest: {_words(smallest)}.",
+        f"Fastest: {_words(fastest)}.",
+    ]
+    cheapest = next((one for one in fitting if one.cost_place == 1), None)
+    if cheapest is not None:
+        sentences.append(f"Cheapest for the work: {_words(cheapest)}.")
+    return sentences
+
+
+def _words(one: GpuChoice) -> str:
+    assert isinstance(one.answer, Plan)
+    chosen = one.answer.chosen
+    cost = cost_per_million(one.answer)
+    price = "" if cost is None else f", ${cost:,.3f} per million tokens"
+    speed = f"{chosen.tokens_per_s:,.0f} tokens/s ({speed_mark(chosen.speed_evidence)})"
+    return f"{clean(one.gpu.name)} ({gib(one.answer.workload.memory_bytes)}), {speed}{price}"
+
+
+def which_gpu_title(wish: Workload) -> str:
+    """The first line: the model and what a step must look like."""
+    return (
+        f"Which GPU for {clean(wish.model.model_id)} ({count(wish.model.num_params)} parameters) · "
+        f"{wish.seq_len_tokens:,} tokens · {wish.global_batch_seqs:,} sequences per step"
+    )
+
+
+def render_which_gpu(choices: Sequence[GpuChoice], console: Console) -> None:
+    """The ranking on the terminal."""
+    page = Page(console)
+    page.line(which_gpu_title(choices[0].answer.workload), style="bold")
+    for sentence in which_gpu_sentences(choices):
+        page.line(sentence)
+    page.line()
+    header, rows, right = _table(choices, wide=console.width >= 110)
+    table = page.table(*header, right=right)
+    for row in rows:
+        page.row(table, *row)
+    console.print(table)
+    marks = sorted({memory_mark(one.answer.chosen.memory_evidence) for one in choices if isinstance(one.answer, Plan)})
+    page.line(f"#: place by tokens/s and by cost. Peaks: {', '.join(marks) or '-'}.", style="dim")
+    missing = [one for one in choices if isinstance(one.answer, Plan) and one.cost_place is None]
+    if missing:
+        page.line(f"{len(missing)} {plural(len(missing), 'card')} without a known price.", style="dim")
+
+
+def which_gpu_markdown(choices: Sequence[GpuChoice]) -> str:
+    """The ranking as Markdown."""
+    header, rows, right = _table(choices, wide=True)
+    cells = [tuple(escape(cell) for cell in row) for row in rows]
+    blocks = [
+        f"# {escape(which_gpu_title(choices[0].answer.workload))}",
+        "\n".join(f"- {escape(sentence)}" for sentence in which_gpu_sentences(choices)),
+        markdown_table(header, cells, right=right),
+    ]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _table(
+    choices: Sequence[GpuChoice], *, wide: bool
+) -> tuple[tuple[str, ...], list[tuple[str, ...]], tuple[str, ...]]:
+    header = ("--gpu", "memory", "fits", "tokens/s", "#", "$/M tokens", "# ", *(("setup",) if wide else ("method",)))
+    rows: list[tuple[str, ...]] = []
+    for one in choices:
+        memory = gib(one.answer.workload.memory_bytes)
+        if isinstance(one.answer, NoPlan):
+            missing = f"{gib(one.answer.missing_bytes)} missing"
+            rows.append((one.gpu.key, memory, "no", "-", "-", "-", "-", missing))
+            continue
+        chosen = one.answer.chosen
+        cost = cost_per_million(one.answer)
+        rows.append(
+            (
+                one.gpu.key,
+                memory,
+                fit_word(chosen),
+                f"{chosen.tokens_per_s:,.0f}",
+                str(one.speed_place or "-"),
+                "-" if cost is None else f"{cost:,.3f}",
+                str(one.cost_place or "-"),
+                short_setup_words(chosen.setup) if wide else method_words(chosen.setup, short=True),
+            )
+        )
+    return header, rows, ("memory", "tokens/s", "#", "$/M tokens", "# ")

@@ -1,0 +1,82 @@
+"""Several plans side by side, and which GPU: golden pages, places, and labels that tell plans apart."""
+
+import io
+from collections.abc import Callable
+
+import pytest
+from rich.console import Console
+
+from planner.plan import NoPlan, Plan
+from reports.compare import cost_per_million, plan_labels
+from reports.comparison_text import comparison_markdown, render_comparison
+from reports.which_gpu import rank_gpus, render_which_gpu, which_gpu_markdown, which_gpu_sentences
+from tests.reports.factories import make_gpu, make_no_plan, make_plan, make_workload
+from tests.reports.golden import assert_golden
+
+CARDS = (("h200", "H200", 139.8, 3.59), ("rtx-4090", "RTX 4090", 23.51, 0.69), ("l40s", "L40S", 44.39, None))
+
+
+def answers() -> list[Plan | NoPlan]:
+    plans: list[Plan | NoPlan] = [
+        make_plan(make_workload(gpu=make_gpu(key, name, memory), price_per_hour=price))
+        for key, name, memory, price in CARDS
+    ]
+    return [*plans, make_no_plan()]
+
+
+def named() -> list[tuple[str, Plan | NoPlan]]:
+    return [(answer.workload.gpu.key, answer) for answer in answers()]
+
+
+def page(render: Callable[[Console], None], width: int) -> str:
+    stream = io.StringIO()
+    render(Console(file=stream, width=width))
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_comparison_and_which_gpu_golden(width: int) -> None:
+    assert_golden(f"compare_{width}.txt", page(lambda console: render_comparison(named(), console), width))
+    choices = rank_gpus(answers())
+    assert_golden(f"which_gpu_{width}.txt", page(lambda console: render_which_gpu(choices, console), width))
+
+
+def test_comparison_and_which_gpu_markdown_golden() -> None:
+    assert_golden("compare.md", comparison_markdown(named()))
+    assert_golden("which_gpu.md", which_gpu_markdown(rank_gpus(answers())))
+
+
+def test_rank_gpus_smallest_that_fits_first_and_places() -> None:
+    choices = rank_gpus(answers())
+    assert [one.gpu.key for one in choices] == ["rtx-4090", "l40s", "h200", "t4"]
+    assert sorted(one.speed_place for one in choices if one.fits) == [1, 2, 3]
+    assert {one.gpu.key: one.cost_place for one in choices} == {"rtx-4090": 1, "h200": 2, "l40s": None, "t4": None}
+
+
+def test_rank_gpus_by_cost_puts_unpriced_cards_last_of_those_that_fit() -> None:
+    assert [one.gpu.key for one in rank_gpus(answers(), sort="cost")] == ["rtx-4090", "h200", "l40s", "t4"]
+
+
+def test_rank_gpus_refuses_an_unknown_order() -> None:
+    with pytest.raises(ValueError, match="sort must be one of"):
+        rank_gpus(answers(), sort="colour")
+
+
+def test_which_gpu_when_nothing_fits_names_the_nearest() -> None:
+    (sentence,) = which_gpu_sentences(rank_gpus([make_no_plan()]))
+    assert sentence.startswith("No card fits. Nearest: T4")
+
+
+def test_cost_per_million_is_price_over_speed() -> None:
+    plan = make_plan(make_workload(price_per_hour=0.69))
+    cost = cost_per_million(plan)
+    assert cost == pytest.approx(0.69 / 3600 / plan.chosen.tokens_per_s * 1e6)
+    assert cost_per_million(make_plan()) is None
+
+
+def test_plan_labels_name_only_what_differs_and_are_unique() -> None:
+    same = make_plan()
+    assert plan_labels([("a", same), ("b", same)]) == ["a", "b"]
+    assert plan_labels([("a", same), ("a", same)]) == ["1. a", "2. a"]
+    other = make_plan(make_workload(seq_len_tokens=4096))
+    assert plan_labels([("a", same), ("b", other)]) == ["2,048 tokens", "4,096 tokens"]
