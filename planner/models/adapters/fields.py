@@ -132,6 +132,19 @@ class Fields:
                 raise self._wrong(name, f"a list of {' | '.join(allowed)}", item)
         return tuple(value)
 
+    def bits(self, name: str, length: int) -> tuple[bool, ...] | None:
+        """A list of `length` zeros and ones, None where absent, null or empty."""
+        value = self.raw.get(name)
+        if value is None or value == []:
+            return None
+        if (
+            not isinstance(value, list | tuple)
+            or len(value) != length
+            or not all(isinstance(one, int) and one in (0, 1) for one in value)
+        ):
+            raise self._wrong(name, f"a list of {length} zeros and ones, one per layer", value)
+        return tuple(bool(one) for one in value)
+
     def indices(self, name: str) -> frozenset[int]:
         """A list of layer indices, empty where absent or null."""
         value = self.raw.get(name)

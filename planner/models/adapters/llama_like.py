@@ -114,9 +114,9 @@ def window_qwen(fields: Fields, num_layers: int) -> Windows:
 
 def _rope_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     """SmolLM3: `no_rope_layers` holds 1 where rotary embeddings ARE applied, else every n-th layer has none."""
-    given = fields.raw.get("no_rope_layers")
-    if isinstance(given, list | tuple) and len(given) == num_layers and all(one in (0, 1) for one in given):
-        return tuple(bool(one) for one in given)
+    given = fields.bits("no_rope_layers", num_layers)
+    if given is not None:
+        return given
     interval = fields.count("no_rope_layer_interval", kind="layers", default=4)
     return tuple((index + 1) % interval != 0 for index in range(num_layers))
 

@@ -373,7 +373,8 @@ def llama4(fields: Fields, model_id: str, source: str) -> ModelSpec:
     dense = text.count("intermediate_size_mlp", kind="intermediate", default=16384)
     interval = text.count("no_rope_layer_interval", kind="layers", default=4)
     types = text.texts("layer_types", num_layers, ("chunked_attention", "full_attention"))
-    chunked = [(index + 1) % interval != 0 for index in range(num_layers)]
+    rope = text.bits("no_rope_layers", num_layers)  # 1 where rotary embeddings are applied
+    chunked = list(rope) if rope else [(index + 1) % interval != 0 for index in range(num_layers)]
     if types is not None:
         chunked = [one == "chunked_attention" for one in types]
     chunk = text.optional_count("attention_chunk_size", kind="window")
