@@ -1,0 +1,89 @@
+"""A real headless Chromium for the report pages; without one, these tests are skipped with the reason.
+
+Debian: apt-get install chromium chromium-driver. PyPI: selenium.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+
+class Browser:
+    """Opens pages and keeps what the page did: console messages and requests."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+
+    def open(self, path: Path, *, dark: bool = False, width: int = 1150, height: int = 1400) -> None:
+        """The page, once its script says it is ready."""
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        self.driver.get_log("browser")
+        self.driver.get_log("performance")
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+        self.driver.set_window_size(width, height)
+        self.driver.get(path.as_uri())
+        WebDriverWait(self.driver, 20).until(
+            lambda _: self.js("return document.documentElement.dataset.ready") == "true"
+        )
+
+    def all(self, selector: str, expression: str) -> list[Any]:
+        """`expression` of `e`, for every element that the selector finds."""
+        script = f"return [...document.querySelectorAll(arguments[0])].map((e) => {expression})"
+        found: list[Any] = self.js(script, selector)
+        return found
+
+    def js(self, script: str, *arguments: Any) -> Any:
+        """What the script returns."""
+        return self.driver.execute_script(script, *arguments)
+
+    def problems(self) -> list[str]:
+        """Every message of the console that is a warning or worse."""
+        return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] != "INFO"]
+
+    def requests(self) -> list[str]:
+        """Addresses that the page asked for since it was opened."""
+        found = []
+        for entry in self.driver.get_log("performance"):
+            message = json.loads(entry["message"])["message"]
+            if message["method"] == "Network.requestWillBeSent":
+                found.append(message["params"]["request"]["url"])
+        return found
+
+    def screenshot(self, path: Path) -> None:
+        """The whole page as PNG."""
+        import base64
+
+        size = self.driver.execute_cdp_cmd("Page.getLayoutMetrics", {})["cssContentSize"]
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        picture = self.driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True, "clip": clip})
+        path.write_bytes(base64.b64decode(picture["data"]))
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One Chromium for all tests of the session."""
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    chromium = next((path for name in CHROMIUM_NAMES if (path := shutil.which(name))), None)
+    chromedriver = shutil.which("chromedriver")
+    if chromium is None or chromedriver is None:
+        pytest.skip("no Chromium here (Debian: apt-get install chromium chromium-driver)")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    profile = tmp_path_factory.mktemp("chromium")
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"):
+        options.add_argument(argument)
+    options.add_argument(f"--user-data-dir={profile}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(chromedriver))
+    try:
+        yield Browser(driver)
+    finally:
+        driver.quit()

@@ -1,0 +1,344 @@
+"""The HTML report in a real browser: it is quiet, asks the network for nothing, and shows plan.json's numbers."""
+
+import dataclasses
+import itertools
+import json
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.outcome import Rung
+from planner.units import GIB, gib
+from reports.extras import Extras, PeakTensor, Timeline, TimelinePhase
+from reports.html import Entry, report_html
+from reports.plan_json import plan_to_dict
+from reports.write import entry_of, plan_files
+from tests.browser.conftest import Browser
+from tests.reports.factories import make_gpu, make_model, make_no_plan, make_plan, make_workload
+from tests.reports.test_markdown import full_extras
+
+MAX_PAGE_BYTES = 2 * 1000**2
+HOSTILE = "evil</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1>'\"&{{7*7}}"
+CHART_KINDS = {
+    "memory-bars",
+    "phase-peaks",
+    "timeline",
+    "speed-memory",
+    "sensitivity",
+    "time-parts",
+    "accuracy",
+    "search-history",
+}
+FOCUSED = "const e = document.activeElement; return e.id || e.tagName + ('copy' in e.dataset ? '-copy' : '')"
+SEARCH = {
+    "trials": [
+        {"tokens_per_s": 2000.0, "feasible": True, "rung": "probe"},
+        {"tokens_per_s": None, "feasible": False, "reason": "out of memory", "rung": "probe"},
+        {"tokens_per_s": 2298.0, "feasible": True, "rung": "probe"},
+    ],
+    "stop_reason": "no remaining candidate can beat the best by 1 %",
+}
+
+
+def timeline() -> Timeline:
+    points = tuple((i, int((6 + 4 * math.sin(i / 127) + 0.3 * math.sin(i / 3)) * GIB)) for i in range(400))
+    peak = max(points, key=lambda point: point[1])
+    return Timeline(
+        points=points,
+        phases=(
+            TimelinePhase(name="forward", start=0, end=150),
+            TimelinePhase(name="loss", start=150, end=210),
+            TimelinePhase(name="backward", start=210, end=370),
+            TimelinePhase(name="step", start=370, end=399),
+        ),
+        peak_event=peak[0],
+        peak_bytes=peak[1],
+        tensors=(PeakTensor(name="logits [4, 2048, 152064]", category="loss", size_bytes=int(2.3 * GIB)),),
+    )
+
+
+def rich_extras() -> Extras:
+    return dataclasses.replace(full_extras(), timeline=timeline())
+
+
+@cache
+def document() -> dict[str, Any]:
+    """A plan.json with everything that a report can show."""
+    plan = make_plan(make_workload(dataset_tokens=12_000_000, price_per_hour=0.69), rung=Rung.PROBE, search=SEARCH)
+    texts = plan_files(plan, rich_extras(), html=False)
+    values: dict[str, Any] = json.loads(texts["plan.json"])
+    return values
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    return write(tmp_path, report_html([entry_of(document())]))
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "report.html"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def series(browser: Browser, chart: str) -> dict[str, Any]:
+    """Series name -> data of a live chart."""
+    script = """
+        const option = echarts.getInstanceByDom(document.getElementById(arguments[0])).getOption();
+        return Object.fromEntries(option.series.map((one) => [one.name, one.data]));
+    """
+    found: dict[str, Any] = browser.js(script, chart)
+    return found
+
+
+def test_page_is_quiet_and_asks_for_nothing(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    browser.js("document.getElementById('theme').click(); window.scrollTo(0, 1e6);")
+    assert browser.problems() == []
+    away = [url for url in browser.requests() if url != page.as_uri() and not url.startswith("data:")]
+    assert away == []
+    assert page.stat().st_size < MAX_PAGE_BYTES
+
+
+def test_page_draws_every_chart(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    kinds = browser.all(".chart", "e.dataset.kind")
+    assert set(kinds) == CHART_KINDS
+    assert kinds.count("sensitivity") == 3
+    drawn = browser.js(
+        "return [...document.querySelectorAll('.chart')].map((one) => one.querySelectorAll('svg path').length)"
+    )
+    assert all(paths >= 3 for paths in drawn)
+
+
+def test_memory_chart_shows_plan_json_numbers(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    shown = series(browser, "plan-1-chart-memory")
+    plan = document()
+    candidates = [plan["chosen"], *(one["candidate"] for one in plan["alternatives"])]
+    rungs = [one["dry_run"] or one["formula"] for one in candidates]
+    assert shown["weights"] == [rung["terms"]["weights"] for rung in rungs]
+    assert shown["activations"] == [rung["terms"]["activations"] for rung in rungs]
+    stacked = [
+        sum(values) for values in zip(*(data for name, data in shown.items() if "measured" not in name), strict=True)
+    ]
+    assert stacked == [rung["peak_device_bytes"] for rung in rungs]
+    assert shown["measured device peak"] == [[plan["chosen"]["probe"]["peak_device_bytes"], 0]]
+    words = browser.js("return document.getElementById('plan-1-chart-memory').textContent")
+    assert f"card {gib(plan['workload']['memory_bytes'])}" in words
+    assert f"budget {gib(plan['workload']['budget_bytes'])}" in words
+
+
+def test_other_charts_show_plan_json_numbers(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    plan = document()
+    speed = series(browser, "plan-1-chart-speed")
+    measured = plan["chosen"]["probe"]
+    assert [point["value"] for point in speed["the plan"]] == [
+        [measured["peak_device_bytes"], measured["tokens_per_s"]]
+    ]
+    assert series(browser, "plan-1-chart-timeline")["allocated"] == plan["timeline"]["points"]
+    for number, parameter in enumerate(("lora_rank", "seq_len_tokens", "micro_batch_seqs"), 1):
+        points = [one for one in plan["sensitivity"] if one["parameter"] == parameter]
+        shown = series(browser, f"plan-1-chart-sensitivity-{number}")
+        assert shown["device peak"] == [one["peak_device_bytes"] for one in points]
+        assert shown["tokens/s"] == [one["tokens_per_s"] for one in points]
+    peaks = plan["chosen"]["dry_run"]["phase_peaks_bytes"]
+    assert series(browser, "plan-1-chart-phases")["allocated peak"] == list(peaks.values())
+    assert series(browser, "plan-1-chart-time")["time"] == list(plan["chosen"]["formula"]["time_parts_s"].values())
+    history = series(browser, "plan-1-chart-search")
+    assert history["fits"] == [[1, 2000.0], [3, 2298.0]]
+    assert history["does not fit"] == [[2, 0]]
+
+
+def test_text_shows_plan_json_numbers_to_the_digit(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    text = browser.js(
+        "document.querySelectorAll('details').forEach((d) => { d.open = true; }); return document.body.innerText"
+    )
+    plan = document()
+    for rung in ("formula", "dry_run", "probe"):
+        for key in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes"):
+            assert gib(plan["chosen"][rung][key]) in text
+    for alternative in plan["alternatives"]:
+        assert f"{alternative['candidate']['formula']['tokens_per_s']:,.0f} tokens/s" in text
+        assert alternative["trade"] in text
+    for answer in plan["walk"]:
+        assert answer["reason"] in text
+        for cut in answer["cuts"]:
+            assert cut["branch"] in text
+            assert cut["reason"] in text
+
+
+def test_copy_buttons_copy_the_command(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    browser.driver.execute_cdp_cmd(
+        "Browser.grantPermissions", {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
+    )
+    browser.driver.find_element("css selector", "[data-copy]").click()
+    copied = browser.driver.execute_async_script(
+        "const a = arguments; setTimeout(() => navigator.clipboard.readText().then(a[0], a[0]), 200);"
+    )
+    assert copied == document()["launch"][0]["command"]
+    assert browser.js("return document.querySelector('[data-copy]').textContent") == "Copied"
+    assert browser.js("return document.getElementById('said').textContent") == "Copied"
+
+
+def test_copy_buttons_work_where_the_clipboard_is_refused(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    browser.js("navigator.clipboard.writeText = () => Promise.reject(new Error('refused'))")
+    browser.driver.find_element("css selector", "[data-copy]").click()
+    words = browser.driver.execute_async_script(
+        "const done = arguments[0]; setTimeout(() => done(document.querySelector('[data-copy]').textContent), 200);"
+    )
+    assert words == "Copied"
+
+
+def test_keyboard_reaches_everything_and_arrows_walk_through_a_chart(browser: Browser, page: Path) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    browser.open(page)
+    reached = set()
+    for _ in range(80):
+        browser.driver.switch_to.active_element.send_keys(Keys.TAB)
+        reached.add(browser.js(FOCUSED))
+    charts = set(browser.all(".chart", "e.id"))
+    assert charts <= reached
+    assert {"theme", "SUMMARY", "BUTTON-copy", "A"} <= reached
+    chart = browser.driver.find_element("id", "plan-1-chart-memory")
+    chart.send_keys(Keys.ARROW_RIGHT)
+    words = browser.js("return document.getElementById('plan-1-chart-memory').textContent")
+    assert f"device peak: {gib(document()['chosen']['dry_run']['peak_device_bytes'])}" in words
+
+
+def test_every_chart_has_words_for_those_who_cannot_see_it(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    labels = browser.all(".chart", "[e.getAttribute('role'), e.getAttribute('aria-label')]")
+    assert all(role == "img" and label for role, label in labels)
+    assert browser.js(
+        "return [...document.querySelectorAll('button')].every((one) => one.textContent || one.ariaLabel)"
+    )
+    levels = browser.all("h1, h2, h3", "+e.tagName[1]")
+    assert levels[0] == 1
+    assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
+
+
+def contrast(browser: Browser) -> float:
+    """Contrast of text against the page by WCAG's formula."""
+    script = """
+        const style = getComputedStyle(document.body);
+        return [style.color, style.backgroundColor].map((text) => text.match(/[0-9]+/g).map(Number));
+    """
+
+    def luminance(rgb: list[int]) -> float:
+        linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in (value / 255 for value in rgb)]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    ink, paper = (luminance(rgb) for rgb in browser.js(script))
+    return (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05)
+
+
+def test_light_and_dark_follow_the_system_and_the_button(browser: Browser, page: Path, tmp_path: Path) -> None:
+    pictures = {}
+    for dark in (False, True):
+        browser.open(page, dark=dark)
+        assert contrast(browser) > 7
+        pictures[dark] = browser.js("return getComputedStyle(document.body).backgroundColor")
+        browser.screenshot(tmp_path / f"{dark}.png")
+        assert (tmp_path / f"{dark}.png").stat().st_size > 50_000
+    assert pictures[False] != pictures[True]
+    browser.js("document.getElementById('theme').click()")
+    assert browser.js("return document.documentElement.dataset.theme") == "light"
+    assert browser.js("return getComputedStyle(document.body).backgroundColor") == pictures[False]
+
+
+@pytest.mark.parametrize("width", [380, 800, 1600])
+def test_page_never_scrolls_sideways(browser: Browser, page: Path, width: int) -> None:
+    browser.open(page, width=width)
+    assert browser.js("return document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+
+
+def test_page_prints(browser: Browser, page: Path) -> None:
+    import base64
+
+    browser.open(page, dark=True)
+    printed = base64.b64decode(browser.driver.execute_cdp_cmd("Page.printToPDF", {})["data"])
+    assert printed.startswith(b"%PDF")
+    assert len(printed) > 50_000
+    assert browser.problems() == []
+    assert browser.js("return document.documentElement.dataset.theme || 'auto'") == "auto"
+
+
+def test_hostile_names_are_only_text(browser: Browser, tmp_path: Path) -> None:
+    model, gpu = make_model(HOSTILE), make_gpu(name=HOSTILE, source=HOSTILE)
+    plan = make_plan(make_workload(model=model, gpu=gpu), notes=(HOSTILE,), search={"trials": [{"reason": HOSTILE}]})
+    plan = dataclasses.replace(
+        plan,
+        alternatives=tuple(dataclasses.replace(one, label=HOSTILE, trade=HOSTILE) for one in plan.alternatives),
+        walk=tuple(dataclasses.replace(one, question=HOSTILE, choice=HOSTILE, reason=HOSTILE) for one in plan.walk),
+    )
+    for entries in ([Entry(plan=plan)], [Entry(plan=plan, name=HOSTILE), Entry(plan=make_no_plan(), name=HOSTILE)]):
+        browser.open(write(tmp_path, report_html(entries)))
+        for chart in browser.driver.find_elements("css selector", ".chart"):
+            chart.send_keys("\ue014\ue014")  # arrow right twice: the tooltip is HTML
+        assert browser.js("return window.hacked === undefined")
+        assert browser.js("return document.querySelectorAll('img').length") == 0
+        assert HOSTILE in browser.js("return document.body.textContent")
+        assert "49" not in browser.js("return document.querySelector('h1').textContent")
+        assert browser.problems() == []
+
+
+def test_refusal_page(browser: Browser, tmp_path: Path) -> None:
+    no_plan = make_no_plan()
+    browser.open(write(tmp_path, report_html([Entry(plan=no_plan)])))
+    text = browser.js("return document.body.innerText")
+    assert f"Nothing fits: {gib(no_plan.missing_bytes)} missing." in text
+    for remedy in no_plan.remedies:
+        assert remedy.action in text
+    assert browser.problems() == []
+
+
+def test_comparison_page(browser: Browser, tmp_path: Path) -> None:
+    plans = [make_plan(make_workload(gpu=make_gpu(key, key.upper(), memory), price_per_hour=price))
+             for key, memory, price in (("rtx-4090", 23.51, 0.69), ("h200", 139.8, 3.59))]  # fmt: skip
+    entries = [*(Entry(plan=plan, name=plan.workload.gpu.key) for plan in plans), Entry(plan=make_no_plan(), name="t4")]
+    browser.open(write(tmp_path, report_html(entries)))
+    assert series(browser, "comparison-speed")["tokens/s"] == [plan.chosen.tokens_per_s for plan in plans]
+    cards = series(browser, "comparison-memory")["card"]
+    assert [card[0] for card in cards] == [entry.plan.workload.memory_bytes for entry in entries]
+    assert browser.problems() == []
+    assert browser.js("return document.querySelectorAll('article').length") == 3
+    ids = browser.all("[id]", "e.id")
+    assert len(ids) == len(set(ids))
+    links = browser.js(
+        "return [...document.querySelectorAll('a[href^=\"#\"]')].map((one) => one.getAttribute('href').slice(1))"
+    )
+    assert set(links) <= set(ids)
+
+
+def test_two_thousand_candidates_stay_responsive(browser: Browser, tmp_path: Path) -> None:
+    """The page is ready within a second, and a change of theme redraws all of it within a second."""
+    from tests.reports.many import make_many
+
+    page = write(tmp_path, report_html([Entry(plan=make_many(2000), extras=rich_extras())]))
+    assert page.stat().st_size < MAX_PAGE_BYTES
+    browser.open(page)
+    redraw_ms = browser.js(
+        "const t = performance.now(); document.getElementById('theme').click(); return performance.now() - t;"
+    )
+    assert redraw_ms < 1000
+    load_ms = browser.js("const n = performance.getEntriesByType('navigation')[0]; return n.domComplete - n.startTime;")
+    assert load_ms < 2000
+    points = series(browser, "plan-1-chart-speed")
+    assert sum(len(data) for name, data in points.items() if name != "Pareto front") == 2000
+
+
+def test_page_from_plan_json_is_the_page_from_the_plan() -> None:
+    plan = make_plan(rung=Rung.PROBE)
+    extras = rich_extras()
+    from_json = report_html([entry_of(json.loads(plan_files(plan, extras, html=False)["plan.json"]))])
+    assert from_json == report_html([Entry(plan=plan, extras=extras)])
+    assert plan_to_dict(plan)["kind"] == "plan"
