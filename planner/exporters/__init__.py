@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from planner.exporters import accelerate, trl
+from planner.exporters import accelerate, axolotl, deepspeed, hf, llamafactory, trl, unsloth
 from planner.exporters.types import (
     PLACEHOLDER_DATASET,
     DatasetChoice,
@@ -15,7 +15,12 @@ from planner.exporters.types import (
 
 EXPORTERS: Mapping[str, Exporter] = {
     trl.TARGET: trl.export,
+    hf.TARGET: hf.export,
+    axolotl.TARGET: axolotl.export,
+    llamafactory.TARGET: llamafactory.export,
+    unsloth.TARGET: unsloth.export,
     accelerate.TARGET: accelerate.export,
+    deepspeed.TARGET: deepspeed.export,
 }
 """Target name -> exporter."""
 

@@ -1,0 +1,233 @@
+"""Axolotl YAML: `axolotl train FILE`. Field names of Axolotl 0.21 (transformers 5.20)."""
+
+from planner.exporters import deepspeed
+from planner.exporters.common import HF_ATTENTIONS, HF_OPTIMIZERS, environment, model_line, target_modules
+from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
+from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
+from planner.setup import TrainSetup
+
+TARGET = "axolotl"
+FILE = "axolotl.yaml"
+VALIDATED_WITH = {"axolotl": "0.21.0", "transformers": "5.20.1", "peft": "0.21.2", "accelerate": "1.15.0"}
+LIGER = "axolotl.integrations.liger.LigerPlugin"
+
+SWITCHES = {
+    "fp32": ("bf16: false", None, "fp32"),
+    "bf16-pure": ("bfloat16: true", "bf16", "bf16-pure"),
+    "bf16-autocast": ("bf16: true", "bf16", "bf16-autocast"),
+    "bf16-mixed": ("bf16: true", "bf16", "bf16-autocast"),
+    "fp16-autocast": ("fp16: true", "fp16", "fp16-autocast"),
+    "fp16-mixed": ("fp16: true", "fp16", "fp16-autocast"),
+}
+
+
+def differences(setup: TrainSetup) -> tuple[Difference, ...]:
+    """Settings that Axolotl runs otherwise than the setup says, none of which needs more memory."""
+    found = []
+    runs = setup
+    precision = SWITCHES[setup.precision][2]
+    if precision != setup.precision:
+        reason = "Axolotl loads the weights in the 16-bit type when bf16 or fp16 is on"
+        found.append(Difference(field="precision", planned=setup.precision, runs_as=precision, reason=reason))
+    if setup.kbit_fp32_cast:
+        runs = runs.with_(kbit_fp32_cast=False)
+        reason = "Axolotl casts norms and embeddings back to 16 bits after peft's k-bit preparation"
+        found.append(Difference(field="kbit_fp32_cast", planned=True, runs_as=False, reason=reason))
+    if setup.checkpointing > 1:
+        reason = "every_n_layers does not reach peft models in Axolotl: every layer is checkpointed, slower"
+        found.append(Difference(field="checkpointing", planned=setup.checkpointing, runs_as=1, reason=reason))
+    dtype = _adapter_dtype(setup)
+    if setup.method != "full" and runs.resolved_adapter_dtype != dtype:
+        reason = "peft keeps the adapters of a quantized base in fp32: a few bytes per adapter parameter more"
+        found.append(
+            Difference(field="adapter_dtype", planned=runs.resolved_adapter_dtype, runs_as=dtype, reason=reason)
+        )
+    return tuple(found)
+
+
+def _adapter_dtype(setup: TrainSetup) -> str:
+    """Data type the adapters have: fp32, or the base's where peft's cast is switched off."""
+    if setup.method == "lora" and setup.adapter_dtype in ("bf16", "fp16") and setup.weight_dtype == setup.adapter_dtype:
+        return setup.adapter_dtype
+    return "fp32"
+
+
+def refusal(setup: TrainSetup) -> str:
+    """Why Axolotl cannot run this setup, "" when it can."""
+    if setup.parallel in ("tensor", "pipeline"):
+        return f"no {setup.parallel} parallelism is written for Axolotl"
+    if setup.method == "full" and setup.precision == "fp16-mixed":
+        return "Axolotl's fp16 loads fp16 weights, whose gradients the loss scaler cannot unscale in full fine-tuning"
+    if setup.parallel in ("zero2", "zero3", "fsdp2") and setup.quantization == "int8":
+        return f"{setup.parallel} cannot shard int8 weights"
+    if setup.parallel == "fsdp2" and setup.optimizer in ("adamw-8bit", "paged-adamw-8bit", "paged-adamw-32bit"):
+        return "Axolotl refuses bitsandbytes optimizers under FSDP2"
+    if setup.quantization == "int8" and setup.precision == "fp32":
+        return "Axolotl loads an int8 base in fp16 when neither bf16 nor fp16 is on"
+    return ""
+
+
+def export(request: ExportRequest) -> Launch:
+    """`axolotl.yaml`, with a DeepSpeed JSON beside it for ZeRO."""
+    setup = request.setup
+    if reason := refusal(setup):
+        return Launch(target=TARGET, refused=reason)
+    found = differences(setup)
+    command = f"axolotl train launch/{FILE}"
+    if setup.num_gpus == 1 or setup.parallel == "device-map":
+        command += " --launcher python"
+    notes = ["Axolotl 0.21 needs Python 3.12 (pip on 3.11 silently takes 0.19)."]
+    if setup.method != "full":
+        notes.append("Axolotl switches its LoRA kernels on by itself where it can: faster and smaller than planned.")
+    if setup.method == "full" and setup.attention != "flash-attention-2":
+        notes.append("Without flash attention Axolotl keeps the embeddings in fp32.")
+    env = environment(request.gpu)
+    prefix = " ".join(f"{name}={value}" for name, value in env.items())
+    head = header(
+        request,
+        title="Axolotl",
+        command=f"{prefix} {command}".strip(),
+        validated_with=VALIDATED_WITH,
+        differences=found,
+        notes=notes,
+    )
+    files = [launch_file(FILE, yaml_text(head, _sections(request)))]
+    if setup.parallel in deepspeed.STAGES:
+        files.append(deepspeed.config_file(request))
+    return Launch(
+        target=TARGET,
+        files=tuple(files),
+        command=f"{prefix} {command}".strip(),
+        differences=found,
+        notes=tuple(notes),
+        validated_with=VALIDATED_WITH,
+    )
+
+
+def _sections(request: ExportRequest) -> list[Section]:
+    setup, hyper = request.setup, request.hyper
+    reasons = hyper.reasons
+    return [
+        section(
+            "model",
+            model_line("base_model", request, shown_path(request.model_id)),
+            Line("load_in_8bit", setup.quantization == "int8"),
+            Line("load_in_4bit", setup.quantization.startswith("nf4")),
+            Line("bnb_config_kwargs", {"bnb_4bit_use_double_quant": False}) if setup.quantization == "nf4" else None,
+            Line("attn_implementation", HF_ATTENTIONS[setup.attention]),
+            Line("device_map", "auto", "layers spread over the GPUs") if setup.parallel == "device-map" else None,
+        ),
+        section("method", *_method(request)),
+        _datasets(request),
+        section(
+            "batch",
+            Line("sequence_len", setup.seq_len_tokens),
+            Line("sample_packing", setup.packing),
+            Line("pad_to_sequence_len", setup.packing),
+            Line("micro_batch_size", setup.micro_batch_seqs),
+            Line("gradient_accumulation_steps", setup.accumulation_steps),
+        ),
+        section("memory and speed", *_precision(setup), *_memory(setup)),
+        section("several GPUs", *_sharding(setup)),
+        section(
+            "optimization",
+            Line("optimizer", HF_OPTIMIZERS[setup.optimizer]),
+            Line("learning_rate", hyper.learning_rate, reasons.get("learning_rate", "")),
+            Line("lr_scheduler", hyper.lr_schedule, reasons.get("lr_schedule", "")),
+            Line("warmup_ratio", hyper.warmup_fraction, reasons.get("warmup_fraction", "")),
+            Line("weight_decay", hyper.weight_decay),
+            Line("max_grad_norm", hyper.max_grad_norm),
+            Line("num_epochs", hyper.num_epochs),
+            Line("max_steps", hyper.max_steps) if hyper.max_steps is not None else None,
+            Line("seed", hyper.seed),
+        ),
+        section(
+            "output",
+            Line("output_dir", shown_path(request.output_dir)),
+            Line("logging_steps", request.logging_steps),
+            Line("saves_per_epoch", 1 if request.save else 0),
+            Line("val_set_size", 0.0),
+        ),
+    ]
+
+
+def _method(request: ExportRequest) -> list[Line]:
+    setup, hyper = request.setup, request.hyper
+    if setup.method == "full":
+        return []
+    lines = [
+        Line("adapter", "qlora" if setup.quantization.startswith("nf4") else "lora"),
+        Line("lora_r", setup.lora_rank),
+        Line("lora_alpha", hyper.lora_alpha, hyper.reasons.get("lora_alpha", "")),
+        Line("lora_dropout", setup.lora_dropout),
+    ]
+    targets = target_modules(setup, request.model)
+    if targets == "all-linear":
+        lines.append(Line("lora_target_linear", True, "all linear layers but the head"))
+    else:
+        lines.append(Line("lora_target_modules", targets))
+    if setup.method == "lora" and _adapter_dtype(setup) != "fp32":
+        lines.append(Line("peft_autocast_adapter_dtype", False, "adapters in the base's type"))
+    return lines
+
+
+def _datasets(request: ExportRequest) -> Section:
+    dataset = request.dataset
+    kinds = {
+        "messages": {"type": "chat_template", "field_messages": "messages"},
+        "alpaca": {"type": "alpaca"},
+        "text": {"type": "completion", "field": dataset.text_field if dataset else "text"},
+        "prompt-completion": {
+            "type": {"field_instruction": "prompt", "field_output": "completion", "format": "{instruction}"}
+        },
+    }
+    columns = dataset.columns if dataset else "messages"
+    entry: dict[str, object] = {"path": shown_path(dataset.path) if dataset else PLACEHOLDER_DATASET}
+    if dataset and dataset.local:
+        entry["ds_type"] = "parquet" if dataset.path.endswith(".parquet") else "json"
+    entry |= {"split": dataset.split if dataset else "train", **kinds[columns]}
+    title = "dataset" if dataset else "dataset: PUT YOURS HERE"
+    template = Line("chat_template", "tokenizer_default") if columns == "messages" else None
+    return section(title, Line("datasets", [entry]), template)
+
+
+def _precision(setup: TrainSetup) -> list[Line]:
+    autocast = SWITCHES[setup.precision][1]
+    if setup.precision == "bf16-pure":
+        return [Line("bf16", False), Line("bfloat16", True, "bf16 weights, no autocast"), Line("fp16", False)]
+    return [
+        Line("bf16", autocast == "bf16", "weights and autocast"),
+        Line("fp16", autocast == "fp16"),
+        Line("tf32", False),
+    ]
+
+
+def _memory(setup: TrainSetup) -> list[Line]:
+    lines = []
+    sharded = setup.parallel == "fsdp2" and setup.checkpointing > 0
+    if setup.checkpointing and not sharded:
+        lines += [Line("gradient_checkpointing", True), Line("gradient_checkpointing_kwargs", {"use_reentrant": False})]
+    else:
+        lines.append(Line("gradient_checkpointing", False, "fsdp_config does it" if sharded else ""))
+    if setup.loss == "chunked":
+        lines.append(Line("chunked_cross_entropy", True))
+    elif setup.loss == "liger":
+        lines += [Line("plugins", [LIGER]), Line("liger_fused_linear_cross_entropy", True)]
+    if setup.compile:
+        lines.append(Line("torch_compile", True))
+    return lines
+
+
+def _sharding(setup: TrainSetup) -> list[Line]:
+    if setup.parallel in deepspeed.STAGES:
+        return [Line("deepspeed", f"launch/{deepspeed.FILE}")]
+    if setup.parallel == "fsdp2":
+        config = {
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "reshard_after_forward": True,
+            "offload_params": False,
+            "state_dict_type": "FULL_STATE_DICT",
+            "activation_checkpointing": setup.checkpointing > 0,
+        }
+        return [Line("fsdp_version", 2), Line("fsdp_config", config)]
+    return []

@@ -1,0 +1,248 @@
+"""A plain script on transformers and peft, for `python` or `accelerate launch`. transformers 5.23, peft 0.21."""
+
+from planner.exporters import accelerate
+from planner.exporters.common import (
+    HF_ATTENTIONS,
+    HF_DTYPES,
+    HF_OPTIMIZERS,
+    environment,
+    target_modules,
+)
+from planner.exporters.python_text import Code, call, constant
+from planner.exporters.script_data import LOAD, PACKED, PADDED
+from planner.exporters.text import Line, comments, header, launch_file, shown_path
+from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
+from planner.setup import TrainSetup
+
+TARGET = "hf"
+FILE = "train_hf.py"
+VALIDATED_WITH = {
+    "transformers": "5.23.0",
+    "peft": "0.21.2",
+    "bitsandbytes": "0.50.2",
+    "accelerate": "1.15.0",
+    "datasets": "5.2.0",
+}
+
+
+def differences(setup: TrainSetup) -> tuple[Difference, ...]:
+    """Settings that the plain Trainer runs otherwise than the setup says."""
+    if setup.loss != "chunked":
+        return ()
+    reason = "transformers has no chunked loss; Liger's fused linear cross-entropy holds no logits either"
+    return (Difference(field="loss", planned="chunked", runs_as="liger", reason=reason),)
+
+
+def refusal(setup: TrainSetup) -> str:
+    """Why the script cannot run this setup, "" when it can."""
+    if setup.parallel in ("tensor", "pipeline"):
+        return f"the plain Trainer script has no {setup.parallel} parallelism"
+    if setup.parallel in ("zero2", "zero3", "fsdp2") and setup.quantization == "int8":
+        return f"{setup.parallel} cannot shard int8 weights"
+    if setup.resolved_adapter_dtype == "fp16" and setup.autocast_dtype == "fp16" and setup.method != "full":
+        return "fp16 adapters have fp16 gradients, which the loss scaler cannot unscale"
+    return ""
+
+
+def export(request: ExportRequest) -> Launch:
+    """`train_hf.py`, with an Accelerate config beside it for more than one GPU."""
+    setup = request.setup
+    if reason := refusal(setup):
+        return Launch(target=TARGET, refused=reason)
+    found = differences(setup)
+    command = f"python launch/{FILE}"
+    files = []
+    if accelerate.needed(setup):
+        files.append(accelerate.config_file(request))
+        command = f"accelerate launch --config_file launch/{accelerate.FILE} launch/{FILE}"
+    notes = ["With transformers < 5.23 write gradient_checkpointing for activation_checkpointing."]
+    if setup.packing:
+        notes.append("Packed samples see their neighbours in the same block; use the trl target to keep them apart.")
+    if "liger" in (setup.loss, *(one.runs_as for one in found)):
+        notes.append("Needs liger-kernel on a GPU with Triton.")
+    head = header(
+        request,
+        title="Plain transformers + peft",
+        command=command,
+        validated_with=VALIDATED_WITH,
+        differences=found,
+        notes=notes,
+    )
+    files.insert(0, launch_file(FILE, _script(request, head, found)))
+    return Launch(target=TARGET, files=tuple(files), command=command, differences=found, validated_with=VALIDATED_WITH)
+
+
+def _script(request: ExportRequest, head: list[str], found: tuple[Difference, ...]) -> str:
+    setup = request.setup
+    loss = next((one.runs_as for one in found if one.field == "loss"), setup.loss)
+    parts = [comments(head), "\nimport json\nimport os\n\n"]
+    for name, value in environment(request.gpu).items():
+        parts.append(f'os.environ.setdefault("{name}", "{value}")  # before torch starts\n')
+    parts.append("\nimport torch\nfrom datasets import load_dataset\n")
+    if setup.method != "full":
+        prepare = ", prepare_model_for_kbit_training" if setup.kbit_fp32_cast else ""
+        parts.append(f"from peft import LoraConfig, get_peft_model{prepare}\n")
+    quantization = ", BitsAndBytesConfig" if setup.quantized else ""
+    parts.append(
+        f"from transformers import AutoModelForCausalLM, AutoTokenizer{quantization}, Trainer, TrainingArguments\n"
+    )
+    parts.append("\n" + _constants(request))
+    parts.append("\ntokenizer = AutoTokenizer.from_pretrained(MODEL)\nif tokenizer.pad_token is None:\n")
+    parts.append("    tokenizer.pad_token = tokenizer.eos_token\n\n" + _model(setup))
+    if setup.method != "full":
+        parts.append("\n" + _adapters(request))
+    parts.append("\n" + LOAD + "\n" + (PACKED if setup.packing else PADDED) + "\n\n")
+    parts.append("rows = load_rows()\nrows = rows.map(tokenize, remove_columns=rows.column_names)\n")
+    if setup.packing:
+        parts.append('rows = rows.map(pack, batched=True, batch_size=None, remove_columns=["input_ids"])\n')
+    parts.append("\n" + _arguments(request, loss))
+    parts.append(_RUN)
+    return "".join(parts)
+
+
+def _constants(request: ExportRequest) -> str:
+    setup, dataset = request.setup, request.dataset
+    path = shown_path(dataset.path) if dataset else PLACEHOLDER_DATASET
+    comment = "" if dataset else "PUT YOURS HERE: hub id, directory, .jsonl or .parquet file"
+    return (
+        constant("MODEL", shown_path(request.model_id))
+        + constant("DATASET", path, comment)
+        + constant("SPLIT", dataset.split if dataset else "train")
+        + constant("TEXT_FIELD", dataset.text_field if dataset else "text", "only for datasets without chat columns")
+        + constant("MAX_LENGTH", setup.seq_len_tokens, "tokens; longer samples are cut")
+        + constant("PACKING", setup.packing)
+    )
+
+
+def _model(setup: TrainSetup) -> str:
+    parts = []
+    if setup.quantization == "int8":
+        parts.append(call("quantization", "BitsAndBytesConfig", [Line("load_in_8bit", True)]))
+    elif setup.quantized:
+        lines = [
+            Line("load_in_4bit", True),
+            Line("bnb_4bit_quant_type", "nf4"),
+            Line("bnb_4bit_use_double_quant", setup.quantization == "nf4-double"),
+            Line("bnb_4bit_compute_dtype", Code(f"torch.{HF_DTYPES[setup.compute_dtype]}")),
+        ]
+        if setup.parallel in ("fsdp2", "zero3"):
+            lines.append(Line("bnb_4bit_quant_storage", Code(f"torch.{HF_DTYPES[setup.weight_dtype]}"), "shardable"))
+        parts.append(call("quantization", "BitsAndBytesConfig", lines))
+    device_map: Line | None = None
+    if setup.parallel == "device-map":
+        device_map = Line("device_map", "auto", "layers spread over the GPUs")
+    elif setup.quantized and setup.parallel not in ("fsdp2", "zero3"):
+        device_map = Line(
+            "device_map", Code('{"": int(os.environ.get("LOCAL_RANK", 0))} if torch.cuda.is_available() else None')
+        )
+    parts.append(
+        call(
+            "model",
+            "AutoModelForCausalLM.from_pretrained",
+            [
+                Line("dtype", Code(f"torch.{HF_DTYPES[setup.weight_dtype]}"), "of the weights that are not quantized"),
+                Line("attn_implementation", HF_ATTENTIONS[setup.attention]),
+                Line("quantization_config", Code("quantization")) if setup.quantized else None,
+                device_map,
+            ],
+            first="MODEL",
+        )
+    )
+    parts.append("model.config.use_cache = False\n")
+    return "".join(parts)
+
+
+def _adapters(request: ExportRequest) -> str:
+    setup, hyper = request.setup, request.hyper
+    parts = []
+    if setup.kbit_fp32_cast:
+        parts.append(
+            call(
+                "model",
+                "prepare_model_for_kbit_training",
+                [Line("use_gradient_checkpointing", False, "the Trainer does it")],
+                first="model",
+            )
+        )
+    parts.append(
+        call(
+            "lora",
+            "LoraConfig",
+            [
+                Line("task_type", "CAUSAL_LM"),
+                Line("r", setup.lora_rank),
+                Line("lora_alpha", hyper.lora_alpha, hyper.reasons.get("lora_alpha", "")),
+                Line("lora_dropout", setup.lora_dropout),
+                Line("target_modules", target_modules(setup, request.model)),
+                Line("bias", "none"),
+            ],
+        )
+    )
+    parts.append("model = get_peft_model(model, lora)\n")
+    parts.append(constant("ADAPTER_DTYPE", Code(f"torch.{HF_DTYPES[setup.resolved_adapter_dtype]}")))
+    parts.append(
+        "for parameter in model.parameters():\n    if parameter.requires_grad:\n"
+        "        parameter.data = parameter.data.to(ADAPTER_DTYPE)\n"
+    )
+    if setup.checkpointing:
+        parts.append("model.enable_input_require_grads()  # checkpointed segments need an input with a gradient\n")
+    return "".join(parts)
+
+
+def _arguments(request: ExportRequest, loss: str) -> str:
+    setup, hyper = request.setup, request.hyper
+    sharded = setup.parallel == "fsdp2" and setup.checkpointing == 1
+    kwargs: dict[str, object] = {"use_reentrant": False}
+    if setup.checkpointing > 1:
+        kwargs["every_n_layers"] = setup.checkpointing
+    save = (
+        [Line("save_steps", 500), Line("save_total_limit", 1)]
+        if request.save
+        else [Line("save_strategy", "no", "the final model is saved all the same")]
+    )
+    return call(
+        "arguments",
+        "TrainingArguments",
+        [
+            Line("output_dir", shown_path(request.output_dir)),
+            Line("per_device_train_batch_size", setup.micro_batch_seqs),
+            Line("gradient_accumulation_steps", setup.accumulation_steps),
+            Line("bf16", setup.autocast_dtype == "bf16", "autocast"),
+            Line("fp16", setup.autocast_dtype == "fp16"),
+            Line(
+                "activation_checkpointing",
+                setup.checkpointing > 0 and not sharded,
+                "fsdp_activation_checkpointing does it" if sharded else "",
+            ),
+            Line("activation_checkpointing_kwargs", kwargs) if setup.checkpointing and not sharded else None,
+            Line("optim", HF_OPTIMIZERS[setup.optimizer]),
+            Line("learning_rate", hyper.learning_rate, hyper.reasons.get("learning_rate", "")),
+            Line("lr_scheduler_type", hyper.lr_schedule, hyper.reasons.get("lr_schedule", "")),
+            Line("warmup_steps", hyper.warmup_fraction, "below 1: a share of the steps"),
+            Line("weight_decay", hyper.weight_decay),
+            Line("max_grad_norm", hyper.max_grad_norm),
+            Line("num_train_epochs", hyper.num_epochs) if hyper.max_steps is None else None,
+            Line("max_steps", hyper.max_steps) if hyper.max_steps is not None else None,
+            Line("use_liger_kernel", True) if loss == "liger" else None,
+            Line("torch_compile", True) if setup.compile else None,
+            Line("seed", hyper.seed),
+            Line("logging_steps", request.logging_steps),
+            Line("report_to", "none"),
+            Line("remove_unused_columns", False),
+            *save,
+        ],
+    )
+
+
+_RUN = """
+trainer = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collate, processing_class=tokenizer)
+print("RUN " + json.dumps({
+    "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+    "micro_batch_seqs": arguments.per_device_train_batch_size,
+    "accumulation_steps": arguments.gradient_accumulation_steps,
+    "global_batch_seqs": arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
+    * arguments.world_size,
+}))
+trainer.train()
+trainer.save_model()
+"""

@@ -1,0 +1,217 @@
+"""LLaMA-Factory YAML: `llamafactory-cli train FILE`. Field names of LLaMA-Factory 0.9.5 (transformers <= 5.6)."""
+
+import json
+
+from planner.exporters import deepspeed
+from planner.exporters.common import HF_OPTIMIZERS, environment, model_line, target_modules
+from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
+from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch, LaunchFile
+from planner.setup import TrainSetup
+
+TARGET = "llamafactory"
+FILE = "llamafactory.yaml"
+DATASET_INFO = "dataset_info.json"
+DATASET_KEY = "planned"
+VALIDATED_WITH = {"llamafactory": "0.9.5", "transformers": "5.6.0", "peft": "0.18.1", "trl": "0.24.0"}
+ATTENTIONS = {"eager": "disabled", "sdpa": "sdpa", "flash-attention-2": "fa2"}
+
+
+def differences(setup: TrainSetup) -> tuple[Difference, ...]:
+    """Settings that LLaMA-Factory runs otherwise than the setup says, none of which needs more memory."""
+    found = []
+    runs = setup
+    adapters = setup.method != "full"
+    if adapters and setup.precision in ("bf16-mixed", "fp16-mixed"):
+        runs_as = setup.precision.replace("mixed", "autocast")
+        reason = "LLaMA-Factory loads a frozen base in the 16-bit type"
+        found.append(Difference(field="precision", planned=setup.precision, runs_as=runs_as, reason=reason))
+    if setup.kbit_fp32_cast:
+        runs = runs.with_(kbit_fp32_cast=False)
+        reason = "LLaMA-Factory does not call prepare_model_for_kbit_training: less memory than planned"
+        found.append(Difference(field="kbit_fp32_cast", planned=True, runs_as=False, reason=reason))
+    if setup.checkpointing > 1:
+        reason = "its transformers has no every_n_layers: every layer is checkpointed, slower"
+        found.append(Difference(field="checkpointing", planned=setup.checkpointing, runs_as=1, reason=reason))
+    if setup.loss == "chunked":
+        reason = "no chunked loss; Liger's fused linear cross-entropy holds no logits either"
+        found.append(Difference(field="loss", planned="chunked", runs_as="liger", reason=reason))
+    if adapters and runs.resolved_adapter_dtype != "fp32":
+        reason = "LLaMA-Factory trains adapters in fp32: a few bytes per adapter parameter more"
+        found.append(
+            Difference(field="adapter_dtype", planned=runs.resolved_adapter_dtype, runs_as="fp32", reason=reason)
+        )
+    return tuple(found)
+
+
+def refusal(setup: TrainSetup) -> str:
+    """Why LLaMA-Factory cannot run this setup, "" when it can."""
+    if setup.parallel in ("tensor", "pipeline", "fsdp2", "device-map"):
+        return f"{setup.parallel} is not written for LLaMA-Factory (use ddp or ZeRO)"
+    if setup.method == "full" and setup.precision == "bf16-autocast":
+        return "LLaMA-Factory trains fp32 weights under bf16 autocast: twice the memory (bf16-pure or bf16-mixed work)"
+    if setup.parallel == "zero3" and setup.quantized:
+        return "LLaMA-Factory cannot shard a quantized base under ZeRO-3"
+    return ""
+
+
+def export(request: ExportRequest) -> Launch:
+    """`llamafactory.yaml` with its `dataset_info.json`, and a DeepSpeed JSON for ZeRO."""
+    setup = request.setup
+    if reason := refusal(setup):
+        return Launch(target=TARGET, refused=reason)
+    found = differences(setup)
+    env = environment(request.gpu)
+    if setup.num_gpus > 1:
+        env |= {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(setup.num_gpus)}
+    prefix = " ".join(f"{name}={value}" for name, value in env.items())
+    command = f"{prefix} llamafactory-cli train launch/{FILE}".strip()
+    notes = ["No template is named: LLaMA-Factory takes the tokenizer's own; name one if it has none."]
+    if "liger" in (setup.loss, *(one.runs_as for one in found)):
+        notes.append("Needs liger-kernel.")
+    head = header(
+        request,
+        title="LLaMA-Factory",
+        command=command,
+        validated_with=VALIDATED_WITH,
+        differences=found,
+        notes=notes,
+    )
+    files = [launch_file(FILE, yaml_text(head, _sections(request))), _dataset_info(request)]
+    if setup.parallel in deepspeed.STAGES:
+        files.append(deepspeed.config_file(request))
+    return Launch(
+        target=TARGET,
+        files=tuple(files),
+        command=command,
+        differences=found,
+        notes=tuple(notes),
+        validated_with=VALIDATED_WITH,
+    )
+
+
+def _sections(request: ExportRequest) -> list[Section]:
+    setup, hyper = request.setup, request.hyper
+    reasons = hyper.reasons
+    title = "dataset" if request.dataset else "dataset: PUT YOURS HERE (in dataset_info.json)"
+    # Under packing LLaMA-Factory keeps one token of cutoff_len for itself.
+    cutoff = setup.seq_len_tokens + 1 if setup.packing else setup.seq_len_tokens
+    liger = setup.loss in ("chunked", "liger")
+    return [
+        section(
+            "model",
+            model_line("model_name_or_path", request, shown_path(request.model_id)),
+            Line("flash_attn", ATTENTIONS[setup.attention]),
+            *_quantization(setup),
+        ),
+        section("method", Line("stage", "sft"), Line("do_train", True), *_method(request)),
+        section(
+            title,
+            Line("dataset", DATASET_KEY),
+            Line("dataset_dir", "launch", f"holds {DATASET_INFO}"),
+            Line("cutoff_len", cutoff, "one more than planned: packing keeps one" if setup.packing else ""),
+            Line("packing", setup.packing),
+            Line("neat_packing", True, "packed samples do not see each other") if setup.packing else None,
+        ),
+        section(
+            "batch",
+            Line("per_device_train_batch_size", setup.micro_batch_seqs),
+            Line("gradient_accumulation_steps", setup.accumulation_steps),
+        ),
+        section(
+            "memory and speed",
+            *_precision(setup),
+            Line("disable_gradient_checkpointing", setup.checkpointing == 0),
+            Line("use_reentrant_gc", False) if setup.checkpointing else None,
+            Line("enable_liger_kernel", True) if liger else None,
+            Line("torch_compile", True) if setup.compile else None,
+            Line("deepspeed", f"launch/{deepspeed.FILE}") if setup.parallel in deepspeed.STAGES else None,
+        ),
+        section(
+            "optimization",
+            Line("optim", HF_OPTIMIZERS[setup.optimizer]),
+            Line("learning_rate", hyper.learning_rate, reasons.get("learning_rate", "")),
+            Line("lr_scheduler_type", hyper.lr_schedule, reasons.get("lr_schedule", "")),
+            Line("warmup_ratio", hyper.warmup_fraction, reasons.get("warmup_fraction", "")),
+            Line("weight_decay", hyper.weight_decay),
+            Line("max_grad_norm", hyper.max_grad_norm),
+            Line("num_train_epochs", hyper.num_epochs) if hyper.max_steps is None else None,
+            Line("max_steps", hyper.max_steps) if hyper.max_steps is not None else None,
+            Line("seed", hyper.seed),
+        ),
+        section(
+            "output",
+            Line("output_dir", shown_path(request.output_dir)),
+            Line("logging_steps", request.logging_steps),
+            Line("report_to", "none"),
+            Line("save_strategy", "steps" if request.save else "no"),
+            Line("save_steps", 500) if request.save else None,
+        ),
+    ]
+
+
+def _quantization(setup: TrainSetup) -> list[Line]:
+    if setup.quantization == "none":
+        return []
+    if setup.quantization == "int8":
+        return [Line("quantization_method", "bnb"), Line("quantization_bit", 8)]
+    return [
+        Line("quantization_method", "bnb"),
+        Line("quantization_bit", 4),
+        Line("quantization_type", "nf4"),
+        Line("double_quantization", setup.quantization == "nf4-double"),
+    ]
+
+
+def _method(request: ExportRequest) -> list[Line]:
+    setup, hyper = request.setup, request.hyper
+    if setup.method == "full":
+        return [Line("finetuning_type", "full")]
+    targets = target_modules(setup, request.model)
+    return [
+        Line("finetuning_type", "lora"),
+        Line("lora_rank", setup.lora_rank),
+        Line("lora_alpha", hyper.lora_alpha, hyper.reasons.get("lora_alpha", "")),
+        Line("lora_dropout", setup.lora_dropout),
+        Line("lora_target", "all" if targets == "all-linear" else ",".join(targets)),
+    ]
+
+
+def _precision(setup: TrainSetup) -> list[Line]:
+    if setup.precision == "fp32":
+        return [Line("bf16", False), Line("fp16", False), Line("infer_dtype", "float32", "weights")]
+    if setup.precision == "bf16-pure":
+        return [Line("pure_bf16", True, "bf16 weights, no autocast"), Line("bf16", False), Line("fp16", False)]
+    return [Line("bf16", setup.autocast_dtype == "bf16", "autocast"), Line("fp16", setup.autocast_dtype == "fp16")]
+
+
+def _dataset_info(request: ExportRequest) -> LaunchFile:
+    dataset = request.dataset
+    entry: dict[str, object] = {}
+    if dataset is None:
+        entry["hf_hub_url"] = PLACEHOLDER_DATASET
+    elif dataset.local:
+        entry["file_name"] = "../" + shown_path(dataset.path).removeprefix("./")
+    else:
+        entry["hf_hub_url"] = shown_path(dataset.path)
+    columns = dataset.columns if dataset else "messages"
+    if columns == "messages":
+        entry |= {
+            "formatting": "sharegpt",
+            "columns": {"messages": "messages"},
+            "tags": {
+                "role_tag": "role",
+                "content_tag": "content",
+                "user_tag": "user",
+                "assistant_tag": "assistant",
+                "system_tag": "system",
+            },
+        }
+    elif columns == "alpaca":
+        entry["columns"] = {"prompt": "instruction", "query": "input", "response": "output"}
+    elif columns == "prompt-completion":
+        entry["columns"] = {"prompt": "prompt", "response": "completion"}
+    else:
+        entry["columns"] = {"prompt": dataset.text_field if dataset else "text"}
+    if dataset and dataset.split != "train":
+        entry["split"] = dataset.split
+    return LaunchFile(path=DATASET_INFO, text=json.dumps({DATASET_KEY: entry}, indent=2) + "\n")

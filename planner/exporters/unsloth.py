@@ -1,0 +1,194 @@
+"""An Unsloth script: `python FILE`. Unsloth 2026.10 with trl <= 1.15 and transformers <= 5.17 (old names)."""
+
+from planner.exporters.common import HF_OPTIMIZERS, USUAL_LINEAR_MODULES, environment, target_modules
+from planner.exporters.python_text import Code, call, constant
+from planner.exporters.text import Line, comments, header, launch_file, shown_path
+from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
+from planner.setup import TrainSetup
+
+TARGET = "unsloth"
+FILE = "train_unsloth.py"
+VALIDATED_WITH = {"unsloth": "2026.10.9", "trl": "1.15.0", "transformers": "5.17.0"}
+
+
+def differences(setup: TrainSetup) -> tuple[Difference, ...]:
+    """Settings that Unsloth runs otherwise than the setup says, none of which needs more memory."""
+    found = []
+    runs = setup
+    if setup.loss != "chunked":
+        reason = "Unsloth computes the loss in chunks by its own kernel"
+        found.append(Difference(field="loss", planned=setup.loss, runs_as="chunked", reason=reason))
+    if setup.attention != "sdpa":
+        reason = "Unsloth picks its attention itself: flash-attn where installed, else xformers or SDPA"
+        found.append(Difference(field="attention", planned=setup.attention, runs_as="sdpa", reason=reason))
+    if setup.kbit_fp32_cast:
+        runs = runs.with_(kbit_fp32_cast=False)
+        reason = "Unsloth prepares k-bit models itself and leaves embeddings in 16 bits"
+        found.append(Difference(field="kbit_fp32_cast", planned=True, runs_as=False, reason=reason))
+    if setup.checkpointing > 1:
+        reason = "Unsloth checkpoints all layers or none: slower"
+        found.append(Difference(field="checkpointing", planned=setup.checkpointing, runs_as=1, reason=reason))
+    if setup.method != "full" and setup.precision in ("bf16-mixed", "fp16-mixed"):
+        runs_as = setup.precision.replace("mixed", "autocast")
+        reason = "Unsloth loads a frozen base in the 16-bit type"
+        found.append(Difference(field="precision", planned=setup.precision, runs_as=runs_as, reason=reason))
+    if setup.method != "full" and runs.resolved_adapter_dtype != "fp32":
+        reason = "Unsloth trains adapters in fp32: a few bytes per adapter parameter more"
+        found.append(
+            Difference(field="adapter_dtype", planned=runs.resolved_adapter_dtype, runs_as="fp32", reason=reason)
+        )
+    if setup.compile:
+        reason = "Unsloth compiles its own parts and refuses torch_compile"
+        found.append(Difference(field="compile", planned=True, runs_as=False, reason=reason))
+    return tuple(found)
+
+
+def refusal(setup: TrainSetup) -> str:
+    """Why the Unsloth script cannot run this setup, "" when it can."""
+    if setup.num_gpus > 1:
+        return "the Unsloth script is written for one GPU"
+    if setup.precision == "bf16-pure" and setup.method != "full":
+        return "Unsloth trains adapters under autocast (bf16-autocast works)"
+    if setup.method == "full" and setup.precision in ("bf16-autocast", "fp16-mixed"):
+        return f"Unsloth has no {setup.precision} full fine-tuning (bf16-pure, bf16-mixed and fp32 work)"
+    if setup.precision == "fp32" and setup.method != "full":
+        return "Unsloth loads a frozen base in 16 bits"
+    return ""
+
+
+def export(request: ExportRequest) -> Launch:
+    """`train_unsloth.py`."""
+    setup = request.setup
+    if reason := refusal(setup):
+        return Launch(target=TARGET, refused=reason)
+    found = differences(setup)
+    notes = [
+        'use_gradient_checkpointing="unsloth" keeps the checkpoints in host memory: smaller than planned.',
+        "Written with the names of trl <= 1.15 and transformers <= 5.17, which Unsloth pins.",
+        "Checked against the signatures and config classes in Unsloth's source; it was not run here (no GPU).",
+    ]
+    command = f"python launch/{FILE}"
+    head = header(
+        request,
+        title="Unsloth",
+        command=command,
+        validated_with=VALIDATED_WITH,
+        differences=found,
+        notes=notes,
+    )
+    text = comments(head) + _script(request)
+    return Launch(
+        target=TARGET,
+        files=(launch_file(FILE, text),),
+        command=command,
+        differences=found,
+        notes=tuple(notes),
+        validated_with=VALIDATED_WITH,
+    )
+
+
+def _script(request: ExportRequest) -> str:
+    setup, dataset = request.setup, request.dataset
+    parts = ["\nimport os\n\n"]
+    parts += [f'os.environ.setdefault("{name}", "{value}")\n' for name, value in environment(request.gpu).items()]
+    parts.append("\nfrom unsloth import FastLanguageModel  # before trl and transformers: it patches them\n\n")
+    parts.append("import torch\nfrom datasets import load_dataset\nfrom trl import SFTConfig, SFTTrainer\n\n")
+    parts.append(constant("MODEL", shown_path(request.model_id)))
+    comment = "" if dataset else "PUT YOURS HERE: hub id, directory, .jsonl or .parquet file"
+    parts.append(constant("DATASET", shown_path(dataset.path) if dataset else PLACEHOLDER_DATASET, comment))
+    parts.append(constant("SPLIT", dataset.split if dataset else "train"))
+    parts.append("\n" + _model(request))
+    if setup.method != "full":
+        parts.append(_adapters(request))
+    parts.append(_DATA)
+    parts.append(_config(request))
+    parts.append(_RUN)
+    return "".join(parts)
+
+
+def _model(request: ExportRequest) -> str:
+    setup = request.setup
+    dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[setup.compute_dtype]
+    full = setup.method == "full"
+    return call(
+        "model, tokenizer",
+        "FastLanguageModel.from_pretrained",
+        [
+            Line("model_name", Code("MODEL")),
+            Line("max_seq_length", setup.seq_len_tokens),
+            Line("dtype", Code(f"torch.{dtype}")),
+            Line("load_in_4bit", setup.quantization.startswith("nf4")),
+            Line("load_in_8bit", setup.quantization == "int8"),
+            Line("load_in_16bit", setup.method == "lora"),
+            Line("full_finetuning", full),
+            Line("float32_mixed_precision", setup.precision == "bf16-mixed", "fp32 weights") if full else None,
+            Line("use_gradient_checkpointing", setup.checkpointing > 0),
+        ],
+    )
+
+
+def _adapters(request: ExportRequest) -> str:
+    setup, hyper = request.setup, request.hyper
+    targets = target_modules(setup, request.model)
+    return "\n" + call(
+        "model",
+        "FastLanguageModel.get_peft_model",
+        [
+            Line("r", setup.lora_rank),
+            Line("target_modules", list(USUAL_LINEAR_MODULES) if targets == "all-linear" else targets),
+            Line("lora_alpha", hyper.lora_alpha, hyper.reasons.get("lora_alpha", "")),
+            Line("lora_dropout", setup.lora_dropout),
+            Line("bias", "none"),
+            Line("use_gradient_checkpointing", setup.checkpointing > 0),
+            Line("random_state", hyper.seed),
+        ],
+        first="model",
+    )
+
+
+def _config(request: ExportRequest) -> str:
+    setup, hyper = request.setup, request.hyper
+    return "\n" + call(
+        "arguments",
+        "SFTConfig",
+        [
+            Line("output_dir", shown_path(request.output_dir)),
+            Line("max_length", setup.seq_len_tokens),
+            Line("packing", setup.packing),
+            Line("per_device_train_batch_size", setup.micro_batch_seqs),
+            Line("gradient_accumulation_steps", setup.accumulation_steps),
+            Line("gradient_checkpointing", setup.checkpointing > 0),
+            Line("bf16", setup.autocast_dtype == "bf16"),
+            Line("fp16", setup.autocast_dtype == "fp16"),
+            Line("optim", HF_OPTIMIZERS[setup.optimizer]),
+            Line("learning_rate", hyper.learning_rate, hyper.reasons.get("learning_rate", "")),
+            Line("lr_scheduler_type", hyper.lr_schedule, hyper.reasons.get("lr_schedule", "")),
+            Line("warmup_steps", hyper.warmup_fraction, "below 1: a share of the steps"),
+            Line("weight_decay", hyper.weight_decay),
+            Line("max_grad_norm", hyper.max_grad_norm),
+            Line("num_train_epochs", hyper.num_epochs) if hyper.max_steps is None else None,
+            Line("max_steps", hyper.max_steps) if hyper.max_steps is not None else None,
+            Line("seed", hyper.seed),
+            Line("logging_steps", request.logging_steps),
+            Line("report_to", "none"),
+            Line("save_strategy", "steps" if request.save else "no"),
+        ],
+    )
+
+
+_DATA = """
+kind = {"jsonl": "json", "json": "json", "parquet": "parquet"}.get(DATASET.rpartition(".")[2])
+if kind and os.path.isfile(DATASET):
+    rows = load_dataset(kind, data_files=DATASET, split="train")
+else:
+    rows = load_dataset(DATASET, split=SPLIT)
+if "messages" in rows.column_names:
+    rows = rows.map(lambda row: {"text": tokenizer.apply_chat_template(row["messages"], tokenize=False)})
+"""
+
+_RUN = """
+trainer = SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows, args=arguments)
+trainer.train()
+model.save_pretrained(arguments.output_dir)
+tokenizer.save_pretrained(arguments.output_dir)
+"""

@@ -1,0 +1,85 @@
+"""The plain transformers + peft script, alone and under `accelerate launch`, really trains as planned."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import Run, num_saved, write_launch
+
+from planner.exporters import DatasetChoice, ExportRequest, accelerate, hf
+from planner.hyperparameters import choose
+from planner.setup import TrainSetup
+
+SETUPS = {
+    "lora": TrainSetup(
+        precision="fp32", lora_rank=4, lora_targets="attention", micro_batch_seqs=2, accumulation_steps=2,
+        seq_len_tokens=64,
+    ),
+    "full-every-2-layers": TrainSetup(
+        method="full", precision="fp32", lora_rank=0, micro_batch_seqs=3, seq_len_tokens=64, checkpointing=2,
+        optimizer="sgd",
+    ),
+    "qlora-packed-cast": TrainSetup(
+        method="qlora", quantization="nf4-double", precision="fp32", kbit_fp32_cast=True, lora_rank=4,
+        micro_batch_seqs=1, accumulation_steps=2, seq_len_tokens=48, packing=True, checkpointing=0,
+    ),
+}  # fmt: skip
+TRAINED = {
+    "lora": 2 * 4 * (2 * (64 + 64) + 2 * (64 + 32)),
+    "full-every-2-layers": None,
+    "qlora-packed-cast": 2 * 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128)),
+}
+"""Trained parameters of the tiny model by hand: layers x rank x (in + out) of each adapted matrix; None: all."""
+
+
+def request(setup: TrainSetup) -> ExportRequest:
+    # a random two-layer model needs a far larger rate than a trained one to move within eight steps
+    return ExportRequest(
+        model_id="./tiny-llama",
+        setup=setup,
+        hyper=replace(choose(setup, max_steps=8), learning_rate=0.05),
+        dataset=DatasetChoice(path="./chats", local=True),
+        logging_steps=1,
+    )
+
+
+def said(run: Run) -> dict[str, int]:
+    """What the run itself counted before its first step."""
+    line = next(line for line in run.output.splitlines() if line.startswith("RUN "))
+    return json.loads(line.removeprefix("RUN "))
+
+
+def check(name: str, run: Run, place: Path) -> None:
+    setup = SETUPS[name]
+    counts = said(run)
+    assert counts["micro_batch_seqs"] == setup.micro_batch_seqs
+    assert counts["accumulation_steps"] == setup.accumulation_steps
+    assert counts["global_batch_seqs"] == setup.global_batch_seqs
+    assert len(run.losses) == 8
+    assert run.losses[-1] < run.losses[0]
+    if TRAINED[name] is None:
+        from transformers import AutoModelForCausalLM
+
+        assert counts["trained_parameters"] == AutoModelForCausalLM.from_pretrained(place / "outputs").num_parameters()
+    else:
+        assert counts["trained_parameters"] == TRAINED[name] == num_saved(place / "outputs")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETUPS)
+def test_the_plain_script_trains_as_planned(name: str, place: Path, launch: Callable[..., Run]) -> None:
+    emitted = hf.export(request(SETUPS[name]))
+    assert not emitted.unsupported
+    write_launch(place, emitted)
+    check(name, launch(emitted.command), place)
+
+
+@pytest.mark.slow
+def test_accelerate_launches_the_plain_script(place: Path, launch: Callable[..., Run]) -> None:
+    name = "lora"
+    write_launch(place, hf.export(request(SETUPS[name])))
+    emitted = accelerate.export(request(SETUPS[name]))
+    write_launch(place, emitted)
+    check(name, launch(emitted.command.replace("SCRIPT", f"launch/{hf.FILE}")), place)
