@@ -84,9 +84,7 @@ def _flash_refusal(
     return ""
 
 
-def _efficient_refusal(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, capability: tuple[int, int]
-) -> str:
+def _efficient_refusal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, capability: tuple[int, int]) -> str:
     if query.dtype is torch.bfloat16 and capability < (8, 0):
         return "bf16 needs compute capability 8.0"
     if query.shape[1] != key.shape[1]:

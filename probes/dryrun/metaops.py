@@ -16,9 +16,7 @@ class _GroupedMm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(
-            rows if weight.requires_grad else None, weight if ctx.needs_input_grad[0] else None
-        )
+        ctx.save_for_backward(rows if weight.requires_grad else None, weight if ctx.needs_input_grad[0] else None)
         ctx.shapes = (rows.shape, weight.shape, rows.dtype, weight.dtype)
         return rows.new_empty((rows.shape[0], weight.shape[-1]))
 

@@ -88,7 +88,10 @@ def trace_run(
             stack.enter_context(meta_operators())
         model = build_from_config(config, setup, device=device, attention=attention)
         tracker = Tracker(
-            device, temporaries=TEMPORARIES if on_meta and workspaces else None, skip=_IN_PLACE, answer=not setup.packing
+            device,
+            temporaries=TEMPORARIES if on_meta and workspaces else None,
+            skip=_IN_PLACE,
+            answer=not setup.packing,
         )
         owners = _load(tracker, model)
         parameters = sum(one.untyped_storage().nbytes() for one in _unique(model.parameters()))

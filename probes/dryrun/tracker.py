@@ -132,7 +132,9 @@ class Tracker(TorchDispatchMode):
         if temporaries is None:
             self._outputs(out, func)
             return out
-        outputs = (out,) if isinstance(out, torch.Tensor) else tuple(one for one in out if isinstance(one, torch.Tensor))
+        outputs = (
+            (out,) if isinstance(out, torch.Tensor) else tuple(one for one in out if isinstance(one, torch.Tensor))
+        )
         name = str(func)
         held = [self.allocate(size, f"{name} workspace") for size in temporaries(args, kwargs, outputs) if size > 0]
         self._outputs(out, func)
@@ -151,7 +153,7 @@ class Tracker(TorchDispatchMode):
     def _item(self, tensor: torch.Tensor) -> Any:
         if tensor.device.type != "meta":
             return _ITEM(tensor)
-        return self._answer if tensor.dtype is torch.bool else tensor.dtype.is_floating_point and 1.0 or 1
+        return self._answer if tensor.dtype is torch.bool else (tensor.dtype.is_floating_point and 1.0) or 1
 
 
 _ITEM = torch.ops.aten._local_scalar_dense.default

@@ -1,0 +1,208 @@
+"""Formula against dry run over a grid of (model, setup) points, one JSON line per point.
+
+    python benchmarks/formula_vs_dryrun.py --out grid.jsonl [--models qwen2,llama] [--limit 200] [--seed 0]
+    python benchmarks/formula_vs_dryrun.py --out grid.jsonl --table      # summarise, run nothing
+
+Points already in the file are skipped, so a run can be stopped and taken up again. Setups are drawn at random (seeded)
+from the space below, the same list for every run with one seed, models in rotation.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from planner.errors import SetupError
+from planner.interchange import setup_to_dict
+from planner.models import catalogue
+from planner.setup import TrainSetup
+
+CAPABILITIES = {"rtx-4090": (8, 9), "a100-80gb": (8, 0), "h100-sxm": (9, 0), "t4": (7, 5)}
+SEQ_LENS = (512, 1024, 2048, 4096)
+MICRO_BATCHES = (1, 2, 4)
+METHODS = (
+    {"method": "full", "lora_rank": 0, "precision": "bf16-pure"},
+    {"method": "full", "lora_rank": 0, "precision": "bf16-mixed"},
+    {"method": "lora", "precision": "bf16-autocast"},
+    {"method": "lora", "precision": "bf16-autocast"},
+    {"method": "lora", "precision": "bf16-pure"},
+    {"method": "lora", "precision": "fp16-autocast"},
+    {"method": "lora", "precision": "fp32"},
+    {"method": "qlora", "quantization": "nf4-double", "precision": "bf16-autocast"},
+    {"method": "qlora", "quantization": "nf4-double", "precision": "bf16-autocast"},
+    {"method": "qlora", "quantization": "nf4", "precision": "bf16-autocast", "kbit_fp32_cast": True},
+    {"method": "qlora", "quantization": "int8", "precision": "bf16-autocast"},
+)
+OTHER: dict[str, tuple[Any, ...]] = {
+    "optimizer": ("adamw-fused", "adamw-fused", "adamw", "adamw-8bit", "paged-adamw-8bit", "adafactor", "sgd"),
+    "attention": ("sdpa", "sdpa", "flash-attention-2", "eager"),
+    "checkpointing": (0, 1, 1, 2),
+    "loss": ("full", "full", "chunked", "liger"),
+    "accumulation_steps": (1, 1, 4),
+    "lora_dropout": (0.0, 0.0, 0.05),
+    "lora_targets": ("all-linear", "all-linear", "attention"),
+    "packing": (False, False, False, True),
+}
+RANKS = (8, 16, 64)
+
+
+def points(seed: int) -> Iterator[tuple[str, str, TrainSetup]]:
+    """Endless (model id, gpu key, setup), models in rotation so that every type comes early."""
+    draw = random.Random(seed)
+    by_type: dict[str, list[str]] = {}
+    for name in catalogue.names():
+        spec = catalogue.load(name)
+        assert spec is not None
+        by_type.setdefault(spec.model_type, []).append(name)
+    while True:
+        for models in by_type.values():
+            fields: dict[str, Any] = {name: draw.choice(values) for name, values in OTHER.items()}
+            fields |= draw.choice(METHODS)
+            if fields["method"] == "full":
+                fields |= {"lora_dropout": 0.0, "lora_targets": "all-linear"}
+            else:
+                fields["lora_rank"] = draw.choice(RANKS)
+            fields |= {"seq_len_tokens": draw.choice(SEQ_LENS), "micro_batch_seqs": draw.choice(MICRO_BATCHES)}
+            model, gpu = draw.choice(models), draw.choice(list(CAPABILITIES))
+            try:
+                yield model, gpu, TrainSetup(**fields)
+            except SetupError:
+                continue
+
+
+def measure(model_id: str, gpu_key: str, setup: TrainSetup) -> dict[str, Any]:
+    """One point: per-phase allocated peaks of the dry run and, where it works, of the formula."""
+    from planner.gpus import find_gpu
+    from probes.dryrun import report_for_config
+    from probes.dryrun.api import DryRunReport
+
+    spec = catalogue.load(model_id)
+    assert spec is not None
+    row: dict[str, Any] = {
+        "model": model_id,
+        "model_type": spec.model_type,
+        "gpu": gpu_key,
+        "setup": setup_to_dict(setup),
+    }
+    report = report_for_config(spec.config, CAPABILITIES[gpu_key], setup)
+    if isinstance(report, DryRunReport):
+        found = report.prediction
+        row |= {
+            "dry_run_s": round(report.elapsed_s, 3),
+            "dry_run_phases": dict(found.phase_peaks_bytes),
+            "dry_run_allocated": found.peak_allocated_bytes,
+            "dry_run_reserved": found.peak_reserved_bytes,
+            "dry_run_phase": found.peak_phase,
+            "dry_run_groups": {
+                phase: {f"{category}: {name}": size for (category, name), size in groups.items() if size >= 1 << 20}
+                for phase, groups in report.phase_groups.items()
+            },
+            "kernels": dict(report.kernels),
+            "notes": list(found.notes),
+        }
+    else:
+        row["dry_run_failure"] = report.message
+    try:
+        from planner.gpus import find_gpu
+        from planner.memory.model import predict_memory
+
+        gpu = find_gpu(gpu_key)
+        breakdown = predict_memory(spec, gpu, setup)
+        row |= {
+            "formula_phases": dict(breakdown.phase_bytes),
+            "formula_allocated": breakdown.peak_allocated_bytes,
+            "formula_reserved": breakdown.peak_reserved_bytes,
+            "formula_phase": breakdown.peak_phase,
+            "formula_terms": [
+                [term.category, term.name, term.size_bytes, list(term.phases)]
+                for term in breakdown.terms
+                if term.size_bytes
+            ],
+        }
+    except Exception as error:
+        row["formula_failure"] = f"{type(error).__name__}: {error}"
+    return row
+
+
+def key_of(model: str, gpu: str, setup: dict[str, Any]) -> str:
+    """What makes a point the same one."""
+    return json.dumps([model, gpu, setup], sort_keys=True)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Errors of the formula against the dry run, overall and by phase and method, as text."""
+    both = [row for row in rows if "dry_run_allocated" in row and "formula_allocated" in row]
+    lines = [f"{len(rows)} points, {len(both)} with both, {sum('dry_run_failure' in row for row in rows)} not traced"]
+
+    def line(name: str, errors: list[float]) -> str:
+        ordered = sorted(abs(error) for error in errors)
+        if not ordered:
+            return f"{name:40} no points"
+        p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+        return (
+            f"{name:40} n {len(ordered):5}  median |error| {100 * statistics.median(ordered):6.2f} %  "
+            f"95th {100 * p95:6.2f} %  worst {100 * ordered[-1]:7.2f} %  bias {100 * statistics.fmean(errors):+6.2f} %"
+        )
+
+    def error(row: dict[str, Any]) -> float:
+        return float(row["formula_allocated"]) / float(row["dry_run_allocated"]) - 1.0
+
+    lines.append(line("peak allocated", [error(row) for row in both]))
+    for phase in ("load", "forward", "loss", "backward", "step"):
+        errors = [
+            row["formula_phases"][phase] / row["dry_run_phases"][phase] - 1.0
+            for row in both
+            if row["dry_run_phases"].get(phase)
+        ]
+        lines.append(line(f"phase {phase}", errors))
+    for field in ("method", "precision", "optimizer", "attention", "loss", "checkpointing", "packing"):
+        for value in sorted({str(row["setup"][field]) for row in both}):
+            lines.append(line(f"{field} {value}", [error(row) for row in both if str(row["setup"][field]) == value]))
+    for value in sorted({row["model_type"] for row in both}):
+        lines.append(line(f"type {value}", [error(row) for row in both if row["model_type"] == value]))
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Runs or summarises."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--models", default="", help="comma-separated model types; default all")
+    parser.add_argument("--limit", type=int, default=2000, help="points in the file when done")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--table", action="store_true", help="print the summary of the file and stop")
+    args = parser.parse_args()
+    rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    if args.table:
+        print(table(rows))
+        return 0
+    done = {key_of(row["model"], row["gpu"], row["setup"]) for row in rows}
+    wanted = {name for name in args.models.split(",") if name}
+    with args.out.open("a") as file:
+        for model, gpu, setup in points(args.seed):
+            if len(done) >= args.limit:
+                break
+            spec = catalogue.load(model)
+            key = key_of(model, gpu, setup_to_dict(setup))
+            if key in done or spec is None or (wanted and spec.model_type not in wanted):
+                continue
+            done.add(key)
+            started = time.perf_counter()
+            row = measure(model, gpu, setup)
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            print(
+                f"{len(done):5} {time.perf_counter() - started:5.1f} s {model:45} "
+                f"{row.get('dry_run_failure', '')[:150] or row['dry_run_phase']}",
+                file=sys.stderr,
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

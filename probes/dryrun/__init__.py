@@ -1,0 +1,5 @@
+"""Rung 2 of the ladder: the real training step on meta tensors."""
+
+from probes.dryrun.api import DryRunReport, dry_run, dry_run_report, report_for_config
+
+__all__ = ["DryRunReport", "dry_run", "dry_run_report", "report_for_config"]
