@@ -73,6 +73,8 @@ class Measurement:
         extrapolation_error_fraction: how far the linear extension missed a third depth or the known parameter bytes.
         flags: "allocator-retries", "clock-throttled", "unstable", ...
         device_peak_is_nvml: False where the driver could not be asked and reserved plus context stands in.
+        copy_bandwidth_bytes_per_s: of a copy within the device's memory just before (read and written bytes both
+            counted), None when not measured.
     """
 
     rung: Rung
@@ -89,6 +91,7 @@ class Measurement:
     flags: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     device_peak_is_nvml: bool = True
+    copy_bandwidth_bytes_per_s: float | None = None
 
     @property
     def step_time_s(self) -> float:

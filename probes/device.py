@@ -1,90 +1,89 @@
-"""The GPU between two probes: taking turns, and starting clean.
+"""The GPU between two probes: taking turns, and starting clean. Runs in the child, before it touches the device.
 
-Probes of one GPU take turns through a file lock, also between runners of different programs. The driver is asked before
-and after: the next probe starts on a clean device, or the outcome says that it did not.
+Probes of one GPU take turns through a file lock, so that the next child can already import its libraries while the
+present one measures, also under runners of different programs. The lock ends with the process that holds it, however
+that dies; what a killed process left on the device is waited for.
 """
 
-import contextlib
 import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from planner.outcome import Measurement
 from planner.units import MIB
 from probes.environment import DeviceStatus, device_status
-from probes.outcomes import Outcome
 
+QUIET_BYTES = 1024 * MIB
+"""A GPU with no process on it may still show this much in use (driver, persistence daemon, framebuffer)."""
+STABLE_S = 1.0
 CLEAN_WAIT_S = 15.0
-CLEAN_TOLERANCE_BYTES = 64 * MIB
-"""Memory that may remain in use after a probe: other processes breathe, the driver keeps page tables."""
+POLL_S = 0.05
+
+ReadStatus = Callable[[str], DeviceStatus | None]
 
 
-@contextlib.contextmanager
-def device_turn(device: str) -> Iterator[None]:
-    """One probe per GPU at a time, between all runners of this user's machine; the CPU is not waited for."""
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """A device that is ours until this process ends.
+
+    Attributes:
+        descriptor: of the lock, None for the CPU or where no lock could be made.
+        before: the driver's view before we touched the device.
+        shared_bytes: what others hold on it; 0 on a clean device.
+    """
+
+    descriptor: int | None
+    before: DeviceStatus | None
+    shared_bytes: int = 0
+
+
+def take_turn(device: str, waiting: Callable[[bool], None], *, read: ReadStatus = device_status) -> Turn:
+    """Waits for the device's lock and then for a clean device; `waiting` is told when the wait for others begins and
+    ends, so that it does not count against the probe's own time."""
     if device == "cpu":
-        yield
-        return
-    status = device_status(device)
-    name = status.uuid if status is not None else device.replace(":", "-")
-    path = Path(tempfile.gettempdir()) / f"finetune-planner-{os.getuid()}-{name}.lock"
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError:  # no place for a lock: measure without
-        yield
-        return
-    try:
+        return Turn(descriptor=None, before=None)
+    status = read(device)
+    descriptor = _open_lock(status.uuid if status is not None else device.replace(":", "-"))
+    if descriptor is not None:
+        waiting(True)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+        waiting(False)
+    before = wait_until_clean(device, read=read)
+    shared = before.used_bytes if before is not None and before.used_bytes > QUIET_BYTES else 0
+    return Turn(descriptor=descriptor, before=before, shared_bytes=shared)
+
+
+def lock_path(name: str) -> Path:
+    """The lock of one device, for this user."""
+    return Path(tempfile.gettempdir()) / f"finetune-planner-{os.getuid()}-{name}.lock"
+
+
+def _open_lock(name: str) -> int | None:
+    try:
+        return os.open(lock_path(name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:  # no place for a lock: measure without
+        return None
 
 
 def wait_until_clean(
-    device: str,
-    before: DeviceStatus | None,
-    *,
-    limit_s: float = CLEAN_WAIT_S,
-    read: Callable[[str], DeviceStatus | None] = device_status,
+    device: str, *, limit_s: float = CLEAN_WAIT_S, stable_s: float = STABLE_S, read: ReadStatus = device_status
 ) -> DeviceStatus | None:
-    """Waits until the device holds no more than before the probe (plus a tolerance), at most `limit_s`.
+    """The driver's view once nothing is on the device, or once what is there has stopped shrinking, at most `limit_s`.
 
-    The driver frees a killed process's memory a little after the process is gone.
+    The driver gives a killed process's memory back a little after the process is gone.
     """
-    if before is None:
-        return None
     deadline = time.monotonic() + limit_s
+    lowest, since = None, time.monotonic()
     while True:
         status = read(device)
-        if status is None or status.used_bytes <= before.used_bytes + CLEAN_TOLERANCE_BYTES:
+        now = time.monotonic()
+        if status is None or status.used_bytes <= QUIET_BYTES or now >= deadline:
             return status
-        if time.monotonic() >= deadline:
+        if lowest is None or status.used_bytes < lowest:
+            lowest, since = status.used_bytes, now
+        elif now - since >= stable_s:
             return status
-        time.sleep(0.05)
-
-
-def with_device_notes(outcome: Outcome, before: DeviceStatus | None, after: DeviceStatus | None) -> Outcome:
-    """Flags a device that was not ours alone, or that was left unclean."""
-    if before is None:
-        return outcome
-    flags, notes = [], []
-    if before.process_ids:
-        flags.append("device-shared")
-        notes.append(
-            f"other processes ({', '.join(map(str, before.process_ids))}) held {before.used_bytes // MIB} MiB of the "
-            "GPU before the probe: speed and the largest batch are not the machine's best"
-        )
-    if after is not None and after.used_bytes > before.used_bytes + CLEAN_TOLERANCE_BYTES:
-        flags.append("device-not-clean-after")
-        notes.append(
-            f"{(after.used_bytes - before.used_bytes) // MIB} MiB of the GPU were not given back after the probe"
-        )
-    if not flags:
-        return outcome
-    if isinstance(outcome, Measurement):
-        return replace(outcome, flags=(*outcome.flags, *flags), notes=(*outcome.notes, *notes))
-    return replace(outcome, message="; ".join((outcome.message, *notes)))
+        time.sleep(POLL_S)

@@ -30,6 +30,8 @@ class Limits:
         time_s: wall time of the whole child process, imports and building included; past it the child is killed.
         measure_s: cap in seconds on the measured steps of one depth.
         warmup_steps: at least 2 (the optimizer makes its state in the first).
+        max_accumulation: with more micro-batches per step than this, one and three are timed and the rest is added at
+            the difference (memory stops growing at two).
         memory_fraction: `torch.cuda.set_per_process_memory_fraction`, lets a large card stand in for a small one.
         cpu_memory_bytes: what a child on the CPU backend may map beyond its imports (RLIMIT_AS), its "card size".
     """
@@ -40,6 +42,7 @@ class Limits:
     window_steps: int = 3
     max_steps: int = 40
     stable_fraction: float = 0.01
+    max_accumulation: int = 4
     memory_fraction: float | None = None
     cpu_memory_bytes: int | None = None
 

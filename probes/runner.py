@@ -1,7 +1,8 @@
 """The runner: one child process per probe, a time limit, and an outcome whatever happens to the child.
 
 The child runs in its own process group, which is killed as a whole at the limit and swept afterwards; if the runner
-dies, the kernel kills the child (`worker.die_with_parent`). The GPU itself is looked after by `probes.device`.
+dies, the kernel kills the child (`worker.die_with_parent`). The child itself waits for its turn on a clean GPU
+(`probes.device`).
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,8 +22,6 @@ from pathlib import Path
 from planner.errors import EnvironmentProblem
 from planner.outcome import FailureKind, Measurement, ProbeFailure
 from planner.units import MIB
-from probes.device import device_turn, wait_until_clean, with_device_notes
-from probes.environment import device_status
 from probes.failures import classify_exit, oom_kill_count
 from probes.outcomes import BadOutcome, Outcome, outcome_from_dict
 from probes.request import ProbePaths, ProbeRequest, write_json_whole
@@ -36,12 +36,17 @@ OnProgress = Callable[[str, float], None]
 """Called with what the child is doing and the seconds since it started."""
 
 
+class ProbeStopped(Exception):
+    """The probe was stopped on request; nothing was measured."""
+
+
 def run_probe(
     request: ProbeRequest,
     *,
     work_dir: Path | None = None,
     argv: Sequence[str] = WORKER_ARGV,
     on_progress: OnProgress | None = None,
+    stop: threading.Event | None = None,
 ) -> Outcome:
     """Runs one request in a child process and returns what came of it.
 
@@ -49,8 +54,10 @@ def run_probe(
         work_dir: where the probe's own directory is made; a temporary one by default. The directory of a failed probe
             stays (its log), that of a measured one is removed.
         argv: the worker's command; request and result paths are appended.
+        stop: set by another thread to kill the child and end with `ProbeStopped`.
 
     Raises:
+        ProbeStopped: `stop` was set.
         EnvironmentProblem: the request cannot be written or the child cannot be started; nothing was run.
         KeyboardInterrupt: Ctrl-C, after the child was killed.
     """
@@ -62,11 +69,7 @@ def run_probe(
             f"cannot write the probe's request in {paths.directory}: {error.strerror}",
             hint="free some disk space, or set TMPDIR to a directory with room",
         ) from error
-    with device_turn(request.device):
-        before = device_status(request.device)
-        outcome = _run_child(request, paths, tuple(argv), on_progress)
-        after = wait_until_clean(request.device, before)
-    outcome = with_device_notes(outcome, before, after)
+    outcome = _run_child(request, paths, tuple(argv), on_progress, stop)
     if isinstance(outcome, ProbeFailure):
         return replace(outcome, log_path=str(paths.log) if paths.log.exists() else None)
     _remove_directory(paths)
@@ -94,7 +97,11 @@ def _remove_directory(paths: ProbePaths) -> None:
 
 
 def _run_child(
-    request: ProbeRequest, paths: ProbePaths, argv: tuple[str, ...], on_progress: OnProgress | None
+    request: ProbeRequest,
+    paths: ProbePaths,
+    argv: tuple[str, ...],
+    on_progress: OnProgress | None,
+    stop: threading.Event | None,
 ) -> Outcome:
     read_end, write_end = os.pipe()
     kills_before = oom_kill_count()
@@ -127,7 +134,12 @@ def _run_child(
             os.close(log)
             os.close(write_end)
         watch = _Watch(
-            child=child, pipe=read_end, log=paths.log, limit_s=request.limits.time_s, on_progress=on_progress
+            child=child,
+            pipe=read_end,
+            log=paths.log,
+            limit_s=request.limits.time_s,
+            on_progress=on_progress,
+            stop=stop or threading.Event(),
         )
         try:
             ending = watch.until_end()
@@ -139,6 +151,9 @@ def _run_child(
     delivered = _read_result(paths, watch.sent_result)
     if isinstance(delivered, (Measurement, ProbeFailure)):
         return delivered
+    if ending == "stop":
+        _remove_directory(paths)
+        raise ProbeStopped
     if ending == "timeout":
         message = f"no result within {request.limits.time_s:g} s; last seen {watch.last_progress or 'starting'}"
         if not killed:
@@ -184,10 +199,13 @@ class _Watch:
     log: Path
     limit_s: float
     on_progress: OnProgress | None
+    stop: threading.Event
     last_progress: str = ""
     sent_result: object = None
     _buffer: bytes = b""
     _pipe_open: bool = True
+    _waiting_since: float | None = None
+    _waited_s: float = 0.0
 
     def until_end(self) -> str:
         """ "exit", "timeout" or "log"."""
@@ -197,22 +215,26 @@ class _Watch:
             while True:
                 elapsed = time.monotonic() - started
                 if self.child.poll() is not None:
-                    self._drain(elapsed)
+                    self._drain()
                     return "exit"
-                if elapsed >= self.limit_s:
-                    self._drain(elapsed)
-                    return "timeout"
+                if self.stop.is_set():
+                    return "stop"
+                left_s = self.limit_s - elapsed + self._waited()
+                if left_s <= 0:
+                    self._drain()
+                    if self.limit_s - elapsed + self._waited() <= 0:
+                        return "timeout"
                 if self._log_bytes() > MAX_LOG_BYTES:
                     return "log"
                 sources = [one for one in (exit_descriptor, self.pipe if self._pipe_open else None) if one is not None]
-                wait_s = min(POLL_S if exit_descriptor is not None else 0.02, self.limit_s - elapsed)
-                ready, _, _ = select.select(sources, [], [], max(wait_s, 0.0))
+                wait_s = min(POLL_S if exit_descriptor is not None else 0.02, max(left_s, 0.0))
+                ready, _, _ = select.select(sources, [], [], wait_s)
                 if self.pipe in ready:
-                    self._drain(elapsed)
+                    self._drain()
                 if self.on_progress is not None:
                     self.on_progress(self.last_progress, time.monotonic() - started)
 
-    def _drain(self, elapsed_s: float) -> None:
+    def _drain(self) -> None:
         while self._pipe_open:
             try:
                 data = os.read(self.pipe, 65536)
@@ -228,6 +250,18 @@ class _Watch:
                 event = json.loads(line)
                 self.last_progress = str(event.get("progress", self.last_progress))
                 self.sent_result = event.get("result", self.sent_result)
+                if "waiting" in event:
+                    self._wait(bool(event["waiting"]))
+
+    def _wait(self, begins: bool) -> None:
+        if begins:
+            self._waiting_since = time.monotonic()
+        else:
+            self._waited_s, self._waiting_since = self._waited(), None
+
+    def _waited(self) -> float:
+        since = self._waiting_since
+        return self._waited_s + (time.monotonic() - since if since is not None else 0.0)
 
     def _log_bytes(self) -> int:
         try:

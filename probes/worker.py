@@ -27,9 +27,6 @@ from probes.request import ProbeRequest, write_json_whole
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 EXIT_NO_RESULT = 71  # the result could be delivered nowhere
 
-Progress = Callable[[str], None]
-Measure = Callable[[ProbeRequest, Progress], Outcome]
-
 
 def die_with_parent(parent: int | None = None) -> None:
     """Asks the kernel to kill this process when its parent dies, so that no orphan ever holds the GPU."""
@@ -84,6 +81,13 @@ class StatusPipe:
         """What is being done now, for a person's progress bar."""
         self.send("progress", text)
 
+    def waiting(self, begins: bool) -> None:
+        """Waiting for another probe's device begins or ends; the runner's clock stands still meanwhile."""
+        self.send("waiting", begins)
+
+
+Measure = Callable[[ProbeRequest, StatusPipe], Outcome]
+
 
 def limit_cpu_memory(extra_bytes: int) -> None:
     """Lets this process map at most `extra_bytes` more than it has mapped now."""
@@ -96,10 +100,10 @@ def limit_cpu_memory(extra_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
 
 
-def run(request: ProbeRequest, measure: Measure, progress: Progress) -> Outcome:
+def run(request: ProbeRequest, measure: Measure, status: StatusPipe) -> Outcome:
     """The outcome of one request: whatever `measure` raises is named and becomes a `ProbeFailure`."""
     try:
-        return measure(request, progress)
+        return measure(request, status)
     except BaseException as error:
         # Ctrl-C goes to the runner (another process group); everything else that unwinds here is this probe's outcome.
         kind, message = classify_exception(error)
@@ -119,12 +123,12 @@ def deliver(outcome: Outcome, result: Path, status: StatusPipe) -> bool:
     return True
 
 
-def real_measure(request: ProbeRequest, progress: Progress) -> Outcome:
+def real_measure(request: ProbeRequest, status: StatusPipe) -> Outcome:
     """The real thing; imported late so that a broken torch is an outcome too."""
-    progress("importing torch and transformers")
+    status.progress("importing torch and transformers")
     from probes.measure import measure
 
-    return measure(request, progress)
+    return measure(request, status)
 
 
 def main(argv: list[str] | None = None, measure: Measure = real_measure) -> int:
@@ -141,7 +145,7 @@ def main(argv: list[str] | None = None, measure: Measure = real_measure) -> int:
     status = StatusPipe(args.status_fd)
     values = json.loads(args.request.read_text(encoding="utf-8"))
     request = ProbeRequest.from_dict(values)
-    outcome = run(request, measure, status.progress)
+    outcome = run(request, measure, status)
     limits = resource.getrlimit(resource.RLIMIT_AS)
     if limits[0] != limits[1]:  # room again to write the answer
         resource.setrlimit(resource.RLIMIT_AS, (limits[1], limits[1]))

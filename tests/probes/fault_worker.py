@@ -14,7 +14,7 @@ from planner.outcome import Environment, Measurement
 from probes import worker
 from probes.outcomes import Outcome
 from probes.request import ProbeRequest
-from probes.worker import Progress
+from probes.worker import StatusPipe
 
 
 def measured(request: ProbeRequest, step_s: float = 0.5) -> Measurement:
@@ -35,16 +35,20 @@ def measured(request: ProbeRequest, step_s: float = 0.5) -> Measurement:
     )
 
 
-def misbehave(request: ProbeRequest, progress: Progress) -> Outcome:
+def misbehave(request: ProbeRequest, status: StatusPipe) -> Outcome:
     """Does what `config["fault"]` names."""
     fault = request.config.get("fault", "ok")
-    progress(f"about to {fault}")
+    status.progress(f"about to {fault}")
     print(f"light worker, pid {os.getpid()}, fault {fault}", flush=True)
     pid_file = request.config.get("pid_file")
     if pid_file:
         Path(pid_file).write_text(str(os.getpid()))
     if fault == "ok":
         time.sleep(float(request.config.get("seconds", 0.0)))
+    elif fault == "wait-for-turn":
+        status.waiting(True)
+        time.sleep(1.5)
+        status.waiting(False)
     elif fault == "hang":
         time.sleep(600)
     elif fault == "hang-in-c":

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -167,7 +168,10 @@ def runner_process(tmp_path: Path, pid_file: Path) -> "subprocess.Popen[bytes]":
         from probes.request import Limits, ProbeRequest
         from probes.runner import run_probe
         request = ProbeRequest(
-            model_id="tiny", config={{"fault": "hang", "pid_file": {str(pid_file)!r}}}, setup=TrainSetup(), device="cpu",
+            model_id="tiny",
+            config={{"fault": "hang", "pid_file": {str(pid_file)!r}}},
+            setup=TrainSetup(),
+            device="cpu",
             limits=Limits(time_s=60),
         )
         try:
@@ -247,24 +251,48 @@ def status(used_bytes: int) -> DeviceStatus:
     return DeviceStatus(name="GPU", uuid="GPU-1", used_bytes=used_bytes, total_bytes=1 << 34, process_ids=())
 
 
-def test_wait_until_clean_waits_for_the_driver_and_gives_up_in_time() -> None:
-    readings = iter([status(2 << 30), status(1 << 30), status(0)])
-    last = device.wait_until_clean("cuda:0", status(0), limit_s=5.0, read=lambda device: next(readings))
-    assert last == status(0)
+def test_wait_until_clean_waits_for_the_driver() -> None:
+    readings = iter([status(9 << 30), status(5 << 30), status(2 << 30), status(0)])
+    assert device.wait_until_clean("cuda:0", limit_s=5.0, read=lambda device: next(readings)) == status(0)
+
+
+def test_wait_until_clean_does_not_wait_for_a_neighbour_who_stays() -> None:
     started = time.monotonic()
-    stuck = device.wait_until_clean("cuda:0", status(0), limit_s=0.2, read=lambda device: status(1 << 30))
-    assert stuck == status(1 << 30)
+    found = device.wait_until_clean("cuda:0", limit_s=5.0, stable_s=0.2, read=lambda device: status(3 << 30))
+    assert found == status(3 << 30)
     assert time.monotonic() - started < 2.0
 
 
-def test_device_notes_flag_a_shared_and_an_unclean_device() -> None:
-    from fault_worker import measured
+def test_take_turn_is_exclusive_and_ends_with_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    told: list[bool] = []
+    first = device.take_turn("cuda:0", told.append, read=lambda device: status(2 << 30))
+    assert first.shared_bytes == 2 << 30
+    assert told == [True, False]
+    holder = (
+        "import fcntl, os, sys; d = os.open(sys.argv[1], os.O_RDWR)\n"
+        "try: fcntl.flock(d, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+        "except BlockingIOError: sys.exit(7)"
+    )
+    command = [sys.executable, "-c", holder, str(device.lock_path("GPU-1"))]
+    assert subprocess.run(command, check=False).returncode == 7
+    assert first.descriptor is not None
+    os.close(first.descriptor)
+    assert subprocess.run(command, check=False).returncode == 0
 
-    shared = DeviceStatus(name="GPU", uuid="GPU-1", used_bytes=1 << 30, total_bytes=1 << 34, process_ids=(7,))
-    outcome = device.with_device_notes(measured(request()), shared, status(3 << 30))
+
+def test_waiting_for_the_device_does_not_count_against_the_limit(tmp_path: Path) -> None:
+    outcome = runner.run_probe(request("wait-for-turn", time_s=1.0), work_dir=tmp_path, argv=ARGV)
     assert isinstance(outcome, Measurement)
-    assert outcome.flags == ("device-shared", "device-not-clean-after")
-    assert "2048 MiB" in outcome.notes[1]
+
+
+def test_stopped_probe_kills_its_child(tmp_path: Path) -> None:
+    pid_file, stop = tmp_path / "pid", threading.Event()
+    threading.Timer(0.5, stop.set).start()
+    with pytest.raises(runner.ProbeStopped):
+        runner.run_probe(request("hang", pid_file=str(pid_file)), work_dir=tmp_path / "w", argv=ARGV, stop=stop)
+    assert gone(int(pid_file.read_text()))
+    assert list((tmp_path / "w").iterdir()) == []
 
 
 def test_request_survives_json_and_refuses_nonsense() -> None:

@@ -1,0 +1,289 @@
+"""Measuring one setup on the device of this process: build, warm up, time, extend. Runs in the probe's child.
+
+Each depth is built from the configuration with random weights, runs the trainer's own step with phase marks until the
+optimizer's state exists (memory), then without marks until the step times settle (speed).
+"""
+
+import gc
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from planner.outcome import Measurement
+from planner.setup import TrainSetup
+from planner.units import MIB
+from probes.device import Turn, take_turn
+from probes.environment import read_environment
+from probes.failures import UnsupportedProbe
+from probes.measure_depth import Depths, choose_depths
+from probes.measure_meters import CpuMeter, CudaMeter, Meter, copy_bandwidth
+from probes.measure_timing import DepthRun, extend, miss_fraction, timed_until_settled
+from probes.request import ProbeRequest
+from probes.stack import build_model, inner_model, load_config, make_batch, make_optimizer, make_trainer, train_step
+from probes.stack.autocast import emulation_installed
+from probes.stack.quantize import quantized_tensors
+from probes.worker import StatusPipe, limit_cpu_memory
+
+ACCUMULATION_TIMED = (1, 3)
+PARAMETER_STEPS_NOTE = "accumulation timed at 1 and 3 micro-batches and extended"
+
+
+def measure(request: ProbeRequest, status: StatusPipe) -> Measurement:
+    """The measurement of one request on this process's device.
+
+    Raises:
+        Whatever the libraries raise; `probes.failures.classify_exception` names it.
+    """
+    if request.setup.compile:
+        raise UnsupportedProbe("torch.compile is not probed: its one-off compilation takes longer than the probe")
+    status.progress("choosing depths")
+    depths = _depths(request)  # no GPU needed yet: the one before us may still be measuring
+    turn = _claim_device(request, status)
+    if request.device == "cpu" and request.limits.cpu_memory_bytes is not None:
+        limit_cpu_memory(request.limits.cpu_memory_bytes)
+    bandwidth = copy_bandwidth(request.device) if request.limits.cpu_memory_bytes is None else 0.0
+    with ExitStack() as resources:
+        if request.device == "cpu":
+            resources.enter_context(emulation_installed())
+        runner = _DepthRunner(request=request, status=status, turn=turn, resources=resources)
+        return _assemble(request, depths, runner, bandwidth)
+
+
+def _claim_device(request: ProbeRequest, status: StatusPipe) -> Turn:
+    """Waits for our turn on a clean device, makes it current and sets its memory cap."""
+    torch.manual_seed(request.seed)
+    turn = take_turn(request.device, status.waiting)
+    if request.device == "cpu":
+        return turn
+    if not torch.cuda.is_available():
+        raise UnsupportedProbe(
+            f"no CUDA device: torch {torch.__version__} "
+            + ("finds no usable driver" if torch.version.cuda else "is a build without CUDA")
+        )
+    index = torch.device(request.device).index or 0
+    if index >= torch.cuda.device_count():
+        raise UnsupportedProbe(f"{request.device} does not exist: this machine has {torch.cuda.device_count()} GPU(s)")
+    torch.cuda.set_device(index)
+    if request.limits.memory_fraction is not None:
+        torch.cuda.set_per_process_memory_fraction(request.limits.memory_fraction, index)
+    return turn
+
+
+def _depths(request: ProbeRequest) -> Depths:
+    if request.full_depth:
+        from probes.stack import num_layers
+
+        return Depths(full=num_layers(load_config(request.config)), reason="full depth was asked for")
+    chosen = choose_depths(request.config, request.setup, check=request.check_depth)
+    if not request.depths:
+        return chosen
+    wanted = sorted(request.depths)
+    if len(wanted) == 1:
+        return Depths(full=wanted[0], reason="one depth was asked for")
+    check = wanted[2] if len(wanted) > 2 else None
+    return Depths(full=chosen.full, short=wanted[0], long=wanted[1], check=check)
+
+
+@dataclass(kw_only=True)
+class _DepthRunner:
+    """Builds and runs one depth after another on the same device, leaving nothing behind in between."""
+
+    request: ProbeRequest
+    status: StatusPipe
+    turn: Turn
+    resources: ExitStack
+
+    def run(self, depth: int, *, timed: bool) -> DepthRun:
+        """One depth: its phases' peaks and, if `timed`, its step times."""
+        self._clean()
+        meter: Meter
+        if self.request.device == "cpu":
+            meter = CpuMeter()
+        else:
+            before = self.turn.before
+            meter = CudaMeter(self.request.device, self.resources, before.used_bytes if before is not None else None)
+        try:
+            return self._run(depth, meter, timed=timed)
+        finally:
+            self._clean()
+
+    def _clean(self) -> None:
+        gc.collect()
+        if self.request.device != "cpu":
+            torch.cuda.empty_cache()
+
+    def _run(self, depth: int, meter: Meter, *, timed: bool) -> DepthRun:
+        request, setup, device = self.request, self.request.setup, self.request.device
+        self.status.progress(f"building {depth} layers")
+        model = build_model(
+            request.config, setup, device=device, num_layers=depth, attention=attention_name(request), seed=request.seed
+        )
+        if isinstance(meter, CpuMeter):
+            _count_loaded(meter, model)
+        with meter.following():
+            optimizer = make_optimizer(setup.optimizer, model.parameters(), device_type=torch.device(device).type)
+            trainer = make_trainer(model, setup, optimizer)
+            batches = [make_batch(setup, inner_model(model).config, device=device) for _ in range(_batches(request))]
+            self.status.progress(f"warming up {depth} layers")
+            for _ in range(request.limits.warmup_steps):
+                train_step(trainer, batches, meter.mark)
+        phase_peaks = meter.phase_peaks()
+        times: tuple[float, ...] = ()
+        is_settled = True
+        if timed:
+            self.status.progress(f"timing {depth} layers")
+            times, is_settled = self._time(meter, lambda num: lambda: train_step(trainer, batches[:num]))
+        return DepthRun(
+            depth=depth,
+            phase_peaks_bytes=phase_peaks,
+            reserved_bytes=meter.reserved_peak(),
+            context_bytes=meter.context_bytes(),
+            step_times_s=times,
+            settled=is_settled,
+            flags=tuple(sorted(meter.flags())),
+            nvml=meter.has_nvml,
+        )
+
+    def _time(self, meter: Meter, step_of: Callable[[int], Callable[[], object]]) -> tuple[tuple[float, ...], bool]:
+        """Step times of the setup's accumulation, extended from fewer micro-batches where there are many."""
+        setup, limits = self.request.setup, self.request.limits
+        steps = setup.accumulation_steps
+        if steps <= limits.max_accumulation:
+            return self._settled_times(meter, step_of(steps), limits.measure_s)
+        few, more = ACCUMULATION_TIMED
+        short, short_settled = self._settled_times(meter, step_of(few), limits.measure_s / 3)
+        long, long_settled = self._settled_times(meter, step_of(more), limits.measure_s * 2 / 3)
+        micro_s = max(0.0, (median(long) - median(short)) / (more - few))
+        return tuple(time_s + micro_s * (steps - more) for time_s in long), short_settled and long_settled
+
+    def _settled_times(
+        self, meter: Meter, step: Callable[[], object], measure_s: float
+    ) -> tuple[tuple[float, ...], bool]:
+        import time
+
+        first_s = meter.time_steps(step, 1)[0]  # without marks for the first time: not counted
+        return timed_until_settled(
+            lambda num: meter.time_steps(step, num),
+            replace(self.request.limits, measure_s=measure_s),
+            time.monotonic,
+            expected_step_s=first_s,
+        )
+
+
+def _batches(request: ProbeRequest) -> int:
+    steps = request.setup.accumulation_steps
+    return steps if steps <= request.limits.max_accumulation else ACCUMULATION_TIMED[1]
+
+
+def attention_name(request: ProbeRequest) -> str | None:
+    """transformers' name of the attention to build with; eager where the architecture has no SDPA path, as transformers
+    itself falls back when nobody insists."""
+    if request.setup.attention != "sdpa":
+        return None
+    from probes.dryrun.trace import resolve_attention
+
+    name, _ = resolve_attention(load_config(request.config), request.setup)
+    return name
+
+
+def _count_loaded(meter: CpuMeter, model: Any) -> None:
+    """Counts what loading leaves: parameters, buffers, quantization statistics."""
+    for module in model.modules():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            meter.track(tensor)
+        for _, tensor in quantized_tensors(module):
+            meter.track(tensor)
+
+
+def _assemble(request: ProbeRequest, depths: Depths, runner: _DepthRunner, bandwidth: float) -> Measurement:
+    setup = request.setup
+    flags: set[str] = set()
+    notes: list[str] = []
+    error: float | None = None
+    if depths.truncated:
+        assert depths.short is not None
+        assert depths.long is not None
+        short = runner.run(depths.short, timed=True)
+        long = runner.run(depths.long, timed=True)
+        runs = [short, long]
+        full = extend(short, long, depths.full)
+        if full.layer_s <= 0:
+            flags.add("unstable")
+            notes.append("the longer model was not slower than the shorter one: step times are noise")
+        if depths.check is not None:
+            check = runner.run(depths.check, timed=False)
+            runs.append(check)
+            error = miss_fraction(extend(short, long, check.depth).allocated_bytes, check.allocated_bytes)
+        notes.append(
+            f"{depths.short} and {depths.long} of {depths.full} layers measured, "
+            f"{full.layer_s * 1000:.3f} ms per layer, extended linearly"
+        )
+        phases, reserved, context = full.phase_peaks_bytes, full.reserved_bytes, full.context_bytes
+        times = full.step_times_s
+    else:
+        only = runner.run(depths.full, timed=True)
+        runs = [only]
+        phases, reserved, context, times = (
+            only.phase_peaks_bytes,
+            only.reserved_bytes,
+            only.context_bytes,
+            only.step_times_s,
+        )
+        notes.append(f"all {depths.full} layers measured" + (f": {depths.reason}" if depths.reason else ""))
+    for run in runs:
+        flags.update(run.flags)
+        if not run.settled:
+            flags.add("unstable")
+    if setup.accumulation_steps > request.limits.max_accumulation:
+        notes.append(PARAMETER_STEPS_NOTE)
+    _device_notes(request, runner.turn, reserved + context, flags, notes)
+    return Measurement(
+        rung=request.rung,
+        peak_allocated_bytes=max(phases.values()),
+        peak_reserved_bytes=reserved,
+        peak_device_bytes=reserved + context,
+        phase_peaks_bytes=dict(phases),
+        step_times_s=times,
+        tokens_per_step=setup.tokens_per_step,
+        layers_measured=tuple(run.depth for run in runs),
+        environment=read_environment(request.device, request.gpu_key, cuda=torch.version.cuda or ""),
+        extrapolation_error_fraction=error,
+        flags=tuple(sorted(flags)),
+        notes=tuple(notes),
+        device_peak_is_nvml=all(run.nvml for run in runs),
+        copy_bandwidth_bytes_per_s=bandwidth or None,
+    )
+
+
+def _device_notes(request: ProbeRequest, turn: Turn, device_bytes: int, flags: set[str], notes: list[str]) -> None:
+    """What a person must know about this device and this loss."""
+    setup = request.setup
+    if request.device == "cpu":
+        notes.append("CPU backend: memory as a GPU's allocator would count it (512-byte rounding), speed of this CPU")
+        return
+    if turn.shared_bytes:
+        flags.add("device-shared")
+        notes.append(
+            f"others held {turn.shared_bytes // MIB} MiB of the GPU: "
+            "speed and the largest batch are not the machine's best"
+        )
+    if setup.loss != "full" and loss_is_emulated(setup):
+        flags.add("loss-emulated")
+        notes.append(f"loss {setup.loss!r} ran as this project's own kernels: memory is right, speed is not")
+    total = torch.cuda.get_device_properties(torch.device(request.device)).total_memory
+    total = int(total * (request.limits.memory_fraction or 1.0))
+    if device_bytes > total:
+        flags.add("beyond-device")
+        notes.append("at full depth this needs more memory than the device has")
+
+
+def loss_is_emulated(setup: TrainSetup) -> bool:
+    """Whether the shared step runs this loss by kernels of its own in place of the trainer's."""
+    from probes.stack import losses
+
+    decide = getattr(losses, "loss_is_emulated", None)
+    return bool(decide(setup)) if decide is not None else setup.loss != "full"

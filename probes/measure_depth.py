@@ -1,0 +1,62 @@
+"""Which truncated depths to run: the repeating pattern of the layers decides, never a guess."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from planner.setup import TrainSetup
+from probes.stack import bare_model, layer_signatures, load_config, num_layers, period_of, truncated_config
+
+MIN_LAYERS = 2
+"""The first and the last layer of a run differ from those between (nothing to recompute after, no gradient before)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Depths:
+    """The depths to run: `short` and `long` are timed, `check` tells how far the extension misses; full depth alone
+    where truncating saves nothing or would be wrong (`reason` says why)."""
+
+    full: int
+    short: int | None = None
+    long: int | None = None
+    check: int | None = None
+    reason: str = ""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether figures are extended."""
+        return self.short is not None
+
+
+def choose_depths(config: Mapping[str, Any], setup: TrainSetup, *, check: bool) -> Depths:
+    """Two depths that hold whole periods of the layer pattern, and a third as far beyond as they are apart.
+
+    With every n-th layer checkpointed the pattern also repeats only every n layers. An encoder-decoder is cut in pairs.
+    """
+    import torch
+
+    loaded = load_config(config)
+    full = num_layers(loaded)
+    signatures = layer_signatures(bare_model(load_config(config), torch.bfloat16, "eager"))
+    if loaded.is_encoder_decoder:
+        prefix, period = 0, 2
+    else:
+        prefix, period = period_of(signatures)
+    if setup.checkpointing > 1:
+        period = math.lcm(period, setup.checkpointing)
+        prefix = -(-prefix // setup.checkpointing) * setup.checkpointing
+    step = period * -(-MIN_LAYERS // period)
+    short = prefix + step
+    long, third = short + step, short + 2 * step
+    if (full - short) % period:
+        # The model ends in the middle of a pattern: start from what is left over.
+        short += (full - short) % period
+        long, third = short + step, short + 2 * step
+    if long >= full:
+        return Depths(full=full, reason="the model is as small as the truncated depths")
+    for depth in (short, long):
+        cut = layer_signatures(bare_model(truncated_config(load_config(config), depth), torch.bfloat16, "eager"))
+        if not loaded.is_encoder_decoder and cut != signatures[:depth]:
+            return Depths(full=full, reason=f"{depth} layers of this architecture differ from its first {depth}")
+    return Depths(full=full, short=short, long=long, check=min(third, full) if check else None)
