@@ -1,0 +1,61 @@
+"""The textbook's memory formulas, kept beside the real-stack terms: golden tests, and what people compare with.
+
+Where they differ from the real stack, docs/memory-model.md says why. All sizes in bytes, `bytes_per_element` is N_b.
+"""
+
+
+def classic_activations_bytes(
+    *, num_layers: int, seq_len: int, batch: int, hidden: int, num_heads: int, bytes_per_element: int = 2
+) -> int:
+    """Activations of a classic transformer without checkpointing: L((16 N_b + 2) s b h + (2 N_b + 1) a s^2 b).
+
+    Source: Korthikanti et al. 2022, Reducing Activation Recomputation, equation 1, https://arxiv.org/abs/2205.05198
+    (N_b = 2: s b h L (34 + 5 a s / h)).
+    Not counted: embeddings and the loss chain.
+    """
+    n = bytes_per_element
+    linear = (16 * n + 2) * seq_len * batch * hidden
+    quadratic = (2 * n + 1) * num_heads * seq_len**2 * batch
+    return num_layers * (linear + quadratic)
+
+
+def checkpointed_activations_bytes(*, num_layers: int, seq_len: int, batch: int, hidden: int, bytes_per_element: int = 2) -> int:
+    """Stored layer inputs with full checkpointing: N_b s b h L (2 s b h L in 16 bit).
+
+    Source: Korthikanti et al. 2022, section 5, https://arxiv.org/abs/2205.05198.
+    Not counted: the one layer that is recomputed.
+    """
+    return bytes_per_element * num_layers * seq_len * batch * hidden
+
+
+def adam_states_bytes(num_params: int) -> int:
+    """fp32 Adam: weights, gradients and two moments, 16 bytes per parameter.
+
+    Source: Rajbhandari et al. 2020, ZeRO, section 3.1, https://arxiv.org/abs/1910.02054.
+    """
+    return 16 * num_params
+
+
+def mixed_precision_states_bytes(num_params: int, *, gradient_bytes: int = 2) -> int:
+    """16-bit weights (2), gradients (2, or 4 under autocast), fp32 weights and two moments (12): 16 or 18 per parameter.
+
+    Source: Rajbhandari et al. 2020, ZeRO, section 3.1, https://arxiv.org/abs/1910.02054.
+    """
+    return (2 + gradient_bytes + 12) * num_params
+
+
+def lora_bytes(num_params: int, trained_fraction: float) -> float:
+    """16-bit base (2 bytes) plus mixed-precision states (16 bytes) of the trained fraction.
+
+    Source: Hu et al. 2021, LoRA, section 4.2, https://arxiv.org/abs/2106.09685, with ZeRO's 16 bytes per parameter.
+    """
+    return 2 * num_params + 16 * trained_fraction * num_params
+
+
+def qlora_bytes(num_params: int, trained_fraction: float) -> float:
+    """4-bit base (half a byte) plus mixed-precision states (16 bytes) of the trained fraction.
+
+    Source: Dettmers et al. 2023, QLoRA, section 3, https://arxiv.org/abs/2305.14314.
+    Not counted: block scales (0.127 bits per weight with double quantization).
+    """
+    return 0.5 * num_params + 16 * trained_fraction * num_params
