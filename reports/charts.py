@@ -22,9 +22,9 @@ PHASE_WORDS = {"load": "load", "forward": "forward", "loss": "loss", "backward":
 Chart = dict[str, Any]
 
 
-def table_of(header: Sequence[str], rows: Iterable[Sequence[str]]) -> dict[str, Any]:
-    """The numbers under a chart."""
-    return {"header": list(header), "rows": [list(row) for row in rows]}
+def table_of(header: Sequence[str], rows: Iterable[Sequence[str]], *, figures: bool = True) -> dict[str, Any]:
+    """A table for a template, the numbers under a chart for example; `figures` align all but the first column right."""
+    return {"header": list(header), "rows": [list(row) for row in rows], "figures": figures}
 
 
 def memory_bars(
@@ -152,7 +152,7 @@ def timeline_chart(timeline: Timeline, memory_bytes: int) -> Chart:
     """Allocated memory over one step."""
     return {
         "kind": "timeline",
-        "title": "Allocated memory over one step (dry run)",
+        "title": "Allocated memory over one step (dry run" + (f", {clean(timeline.depth)})" if timeline.depth else ")"),
         "points": [list(point) for point in timeline.points],
         "phases": [
             {"name": PHASE_WORDS.get(one.name, clean(one.name)), "start": one.start, "end": one.end}

@@ -6,6 +6,7 @@ from typing import Any
 from planner.plan import NoPlan, Plan
 from planner.units import gib
 from reports.charts import Chart, memory_bars, table_of
+from reports.costs import cost_per_million, cost_words
 from reports.text import clean, fit_word, memory_mark, rate, setup_words, speed_mark
 
 Named = tuple[str, Plan | NoPlan]
@@ -52,20 +53,6 @@ def comparison_rows(named: Sequence[Named]) -> tuple[tuple[str, ...], list[tuple
             )
         )
     return header, rows
-
-
-def cost_per_million(plan: Plan | NoPlan) -> float | None:
-    """US dollars for a million tokens, None without a plan or a price."""
-    if isinstance(plan, NoPlan) or plan.workload.price_per_hour is None or not plan.chosen.tokens_per_s:
-        return None
-    hours = 1e6 / plan.chosen.tokens_per_s / 3600
-    return hours * plan.workload.price_per_hour * plan.workload.num_gpus
-
-
-def cost_words(plan: Plan | NoPlan) -> str:
-    """The cost of a million tokens as text."""
-    cost = cost_per_million(plan)
-    return "-" if cost is None else f"${cost:,.3f}"
 
 
 def comparison_view(named: Sequence[Named], targets: Sequence[str]) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from rich.console import Console
 
 from planner.plan import Plan
 from planner.units import gib
-from reports.compare import Named, comparison_rows, comparison_view, cost_words, plan_labels
+from reports.compare import Named, comparison_rows, comparison_view, plan_labels
+from reports.costs import cost_words
 from reports.markdown import escape
 from reports.markdown import table as markdown_table
 from reports.page import Page

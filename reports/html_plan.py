@@ -21,6 +21,7 @@ from reports.charts import (
     time_parts,
     timeline_chart,
 )
+from reports.costs import cost_words
 from reports.extras import Extras
 from reports.rows import beside, breakdown, evidence_columns
 from reports.text import (
@@ -162,23 +163,26 @@ def _sections(view: dict[str, Any]) -> list[tuple[str, str]]:
     return [(key, words) for key, words, there in known if there]
 
 
-def _tiles(plan: Plan | NoPlan, chosen: Candidate) -> list[dict[str, str]]:
+def _tiles(plan: Plan | NoPlan, chosen: Candidate) -> list[dict[str, Any]]:
     wish, memory = plan.workload, chosen.memory_evidence
-    budget = f"of {gib(chosen.budget_bytes)}, {memory_mark(memory)}"
-    tiles = [("Peak on the device", gib(memory.peak_device_bytes), budget)]
+    tiles: list[tuple[str, str, tuple[str, ...]]] = [
+        ("Peak on the device", gib(memory.peak_device_bytes), (f"of {gib(chosen.budget_bytes)}", memory_mark(memory)))
+    ]
     speed = chosen.speed_evidence
     if speed.tokens_per_s and speed.step_time_s:
         mark = speed_mark(speed)
-        tiles += [("Speed", rate(speed.tokens_per_s), mark), ("Optimizer step", seconds(speed.step_time_s), mark)]
+        tiles += [
+            ("Tokens per second", rate(speed.tokens_per_s).removesuffix(" tokens/s"), (mark,)),
+            ("Optimizer step", seconds(speed.step_time_s), (mark,)),
+        ]
         if speed.mfu_fraction:
-            tiles.append(("Of the GPU's peak", percent(speed.mfu_fraction), mark))
+            tiles.append(("Of the GPU's peak", percent(speed.mfu_fraction), (mark,)))
         if wish.dataset_tokens:
             duration_s = wish.dataset_tokens / speed.tokens_per_s
-            tiles.append(("One epoch", seconds(duration_s), f"{count(wish.dataset_tokens)} tokens, {mark}"))
-        if wish.price_per_hour is not None:
-            per_million = 1e6 / speed.tokens_per_s / 3600 * wish.price_per_hour * wish.num_gpus
-            words = f"{dollars(wish.price_per_hour)} per GPU hour, {mark}"
-            tiles.append(("Cost of a million tokens", f"${per_million:,.3f}", words))
+            tiles.append(("One epoch", seconds(duration_s), (f"{count(wish.dataset_tokens)} tokens", mark)))
+        if isinstance(plan, Plan) and wish.price_per_hour is not None:
+            price = f"{dollars(wish.price_per_hour)} per GPU hour"
+            tiles.append(("Million tokens", cost_words(plan), (price, mark)))
     return [{"name": name, "value": value, "mark": mark} for name, value, mark in tiles]
 
 
@@ -266,4 +270,5 @@ def _environment(plan: Plan | NoPlan, extras: Extras, chosen: Candidate) -> dict
         where = chosen.probe.environment
         rows += [("probed on", where.gpu_name), ("driver", where.driver), ("CUDA", where.cuda)]
         rows += [(f"probe's {name}", version) for name, version in where.libraries.items()]
-    return table_of(("what", "value"), ((clean(name), clean(value)) for name, value in rows if value))
+    shown = ((clean(name), clean(value)) for name, value in rows if value)
+    return table_of(("what", "value"), shown, figures=False)

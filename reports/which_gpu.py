@@ -10,7 +10,7 @@ from planner.gpu import GpuSpec
 from planner.plan import NoPlan, Plan
 from planner.units import count, gib
 from planner.workload import Workload
-from reports.compare import cost_per_million
+from reports.costs import cost_per_million
 from reports.markdown import escape
 from reports.markdown import table as markdown_table
 from reports.page import Page

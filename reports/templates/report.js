@@ -8,7 +8,7 @@
     loss: "#D55E00", dequantization: "#CC79A7", workspace: "#8c6d31", other: "#7f7f7f", gap: "#b3b3b3",
     context: "#999999", residue: "#4d4d4d",
   };
-  const METHODS = { full: ["rect", "#D55E00"], lora: ["circle", "#0072B2"], qlora: ["triangle", "#009E73"] };
+  const METHODS = { full: ["rect", "#D55E00", "#ff9a52"], lora: ["circle", "#0072B2", "#56B4E9"], qlora: ["triangle", "#009E73", "#3ddbab"] };
   const METHOD_WORDS = { full: "full fine-tuning", lora: "LoRA", qlora: "QLoRA" };
 
   // The same text as planner.units writes.
@@ -23,7 +23,7 @@
   function theme() {
     const style = getComputedStyle(document.documentElement);
     const colour = (name) => style.getPropertyValue("--" + name).trim();
-    return { ink: colour("ink"), soft: colour("soft"), line: colour("line"), page: colour("page"), panel: colour("panel"),
+    return { dark: style.colorScheme === "dark", ink: colour("ink"), soft: colour("soft"), line: colour("line"), page: colour("page"), panel: colour("panel"),
              accent: colour("accent"), bad: colour("bad"), good: colour("good"), font: style.fontFamily };
   }
 
@@ -114,7 +114,7 @@
       option.series = Object.keys(METHODS).map((method) => ({
         type: "scatter", name: METHOD_WORDS[method], symbol: METHODS[method][0], symbolSize: 9,
         data: chart.points.slice(1).filter((p) => p.method === method).map(datum),
-        itemStyle: { color: METHODS[method][1], opacity: 0.75, borderColor: t.page, borderWidth: 0.5 },
+        itemStyle: { color: METHODS[method][t.dark ? 2 : 1], opacity: 0.85, borderColor: t.page, borderWidth: 0.5 },
       })).filter((series) => series.data.length);
       option.series.push({ type: "line", name: "Pareto front", step: "end", data: chart.front, symbol: "none",
                            lineStyle: { color: t.ink, width: 2 }, itemStyle: { color: t.ink } });
@@ -169,7 +169,8 @@
 
     "sensitivity"(chart, t) {
       const option = base(t);
-      const names = chart.values.map((value, index) => index === chart.chosen ? "[" + whole(value) + "]" : whole(value));
+      const short = (value) => value >= 1024 && value % 1024 === 0 ? value / 1024 + "k" : whole(value);
+      const names = chart.values.map((value, index) => index === chart.chosen ? "[" + short(value) + "]" : short(value));
       option.tooltip.trigger = "axis";
       option.tooltip.formatter = (rows) => {
         const index = rows[0].dataIndex;
@@ -194,6 +195,7 @@
 
     "search-history"(chart, t) {
       const option = base(t);
+      option.grid.left = 30;
       option.legend = { top: 0, textStyle: { color: t.ink } };
       option.tooltip.trigger = "axis";
       option.tooltip.formatter = (rows) => {

@@ -7,8 +7,9 @@ import pytest
 from rich.console import Console
 
 from planner.plan import NoPlan, Plan
-from reports.compare import cost_per_million, plan_labels
+from reports.compare import plan_labels
 from reports.comparison_text import comparison_markdown, render_comparison
+from reports.costs import cost_per_million
 from reports.which_gpu import rank_gpus, render_which_gpu, which_gpu_markdown, which_gpu_sentences
 from tests.reports.factories import make_gpu, make_no_plan, make_plan, make_workload
 from tests.reports.golden import assert_golden
