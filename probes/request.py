@@ -67,8 +67,7 @@ class ProbeRequest:
             with two or more the figures are extended linearly to the full depth.
         check_depth: with truncation, run a third depth too and report how far the extension missed it.
         device: "cuda:0" or "cpu".
-        gpu_key: row of the GPU table, for the model FLOPs utilisation; None leaves it out.
-        peak_flops_per_s: dense matmul peak of that row in the compute dtype.
+        gpu_key: row of the GPU table that the device is, recorded with the environment.
     """
 
     model_id: str
@@ -80,7 +79,6 @@ class ProbeRequest:
     check_depth: bool = True
     limits: Limits = field(default_factory=Limits)
     gpu_key: str | None = None
-    peak_flops_per_s: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -112,7 +110,6 @@ class ProbeRequest:
             "check_depth": self.check_depth,
             "limits": asdict(self.limits),
             "gpu_key": self.gpu_key,
-            "peak_flops_per_s": self.peak_flops_per_s,
             "seed": self.seed,
         }
 
@@ -137,7 +134,6 @@ class ProbeRequest:
                 check_depth=bool(values["check_depth"]),
                 limits=Limits(**{name: value for name, value in values["limits"].items() if name in known}),
                 gpu_key=values["gpu_key"],
-                peak_flops_per_s=values["peak_flops_per_s"],
                 seed=int(values["seed"]),
             )
         except (KeyError, TypeError, ValueError) as error:

@@ -13,7 +13,7 @@ import os
 import stat
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -145,13 +145,13 @@ class Store:
         self.extend(fresh)
         return len(fresh), known
 
-    def export(self, target: Path, *, latest_only: bool = True) -> int:
-        """Writes the records as a new file of the same form, whole or not at all; returns how many.
+    def export(self, target: Path, *, keep: Callable[[Record], bool] = lambda record: True) -> int:
+        """Writes the last record of each key as a new file of the same form, whole or not at all; returns how many.
 
         Raises:
             EnvironmentProblem: the target cannot be written.
         """
-        records = self.latest() if latest_only else self.records()
+        records = [record for record in self.latest() if keep(record)]
         beside = target.with_name(f"{target.name}.{os.getpid()}.tmp")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)

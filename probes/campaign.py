@@ -1,0 +1,191 @@
+"""A measurement campaign: a list of setups, most valuable first, within a time budget, resumable, one file to commit.
+
+Every outcome goes to the store as soon as it is there, so stopping at any moment loses at most the probes in flight;
+starting again skips what the store knows. Chains (one setup at growing micro-batches) are walked by waves: a block's
+chains at their first micro-batch, then all at their second, so that an early end still covers every model.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from planner.gpu import GpuSpec
+from planner.models.spec import ModelSpec
+from planner.outcome import FailureKind, Measurement, ProbeFailure
+from planner.setup import TrainSetup
+from probes.campaign_spec import CampaignSpec, Chain
+from probes.evaluate import Prober, out_of_memory
+from probes.executors import Executor
+from probes.outcomes import Outcome
+from probes.store import Store
+
+ResolveModel = Callable[[Chain], ModelSpec]
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One answered point of a campaign."""
+
+    chain: Chain
+    setup: TrainSetup
+    outcome: Outcome
+    from_store: bool
+
+
+@dataclass(kw_only=True)
+class CampaignReport:
+    """What a campaign came to.
+
+    Attributes:
+        finished: whether every chain was walked to its end (else the budget or Ctrl-C ended it).
+        remaining: chains that still have micro-batches to try.
+    """
+
+    steps: list[Step] = field(default_factory=list)
+    finished: bool = False
+    remaining: int = 0
+    seconds: float = 0.0
+
+    @property
+    def num_measured(self) -> int:
+        """Measurements made in this run."""
+        return sum(isinstance(step.outcome, Measurement) and not step.from_store for step in self.steps)
+
+    @property
+    def num_known(self) -> int:
+        """Points that the store already had."""
+        return sum(step.from_store for step in self.steps)
+
+    def failures(self) -> dict[FailureKind, int]:
+        """How often each failure came up, the store's included."""
+        counts: dict[FailureKind, int] = {}
+        for step in self.steps:
+            if isinstance(step.outcome, ProbeFailure):
+                counts[step.outcome.kind] = counts.get(step.outcome.kind, 0) + 1
+        return counts
+
+
+@dataclass(kw_only=True)
+class _Walk:
+    """Where one chain stands."""
+
+    chain: Chain
+    prober: Prober
+    position: int = 0
+    busy: bool = False
+    done: bool = False
+
+    def advance(self, outcome: Outcome) -> None:
+        """The next micro-batch, or the end: a larger one would fail too, or in the same way."""
+        self.position += 1
+        if isinstance(outcome, ProbeFailure) or out_of_memory(outcome):
+            self.done = True
+        if self.position >= len(self.chain.micro_batches):
+            self.done = True
+
+
+def run_campaign(
+    spec: CampaignSpec,
+    *,
+    executor: Executor,
+    store: Store,
+    resolve: ResolveModel,
+    gpu: GpuSpec | None,
+    device: str,
+    budget_s: float | None = None,
+    on_step: Callable[[Step, CampaignReport], None] = lambda step, report: None,
+    clock: Clock = time.monotonic,
+) -> CampaignReport:
+    """Walks the chains until all are done or the budget is spent.
+
+    No probe is started when less than half the longest probe so far is left. Ctrl-C (KeyboardInterrupt) passes through
+    after the executor was told to stop by its owner; what was measured is in the store.
+    """
+    started = clock()
+    report = CampaignReport()
+    probers: dict[tuple[object, ...], Prober] = {}
+    walks = [
+        _Walk(chain=chain, prober=_prober(chain, probers, executor, store, resolve, gpu, device))
+        for chain in spec.chains
+    ]
+    waiting: dict[Future[Outcome], tuple[_Walk, TrainSetup, float]] = {}
+    longest_s = 0.0
+
+    def left_s() -> float:
+        return float("inf") if budget_s is None else budget_s - (clock() - started)
+
+    def told(walk: _Walk, setup: TrainSetup, outcome: Outcome, *, from_store: bool) -> None:
+        step = Step(chain=walk.chain, setup=setup, outcome=outcome, from_store=from_store)
+        report.steps.append(step)
+        report.seconds = clock() - started
+        walk.busy = False
+        walk.advance(outcome)
+        on_step(step, report)
+
+    while True:
+        while len(waiting) < executor.num_parallel and left_s() > longest_s / 2:
+            walk = next(_next_walks(walks), None)
+            if walk is None:
+                break
+            walk.busy = True
+            setup = walk.chain.at(walk.position)
+            known = walk.prober.stored(setup)
+            if known is not None:
+                told(walk, setup, known, from_store=True)
+                continue
+            waiting[walk.prober.submit(setup)] = (walk, setup, clock())
+        if not waiting:
+            break
+        if left_s() <= 0:
+            break  # what is in flight is given up: the budget is a promise
+        done, _ = wait(waiting, timeout=min(1.0, max(left_s(), 0.01)), return_when=FIRST_COMPLETED)
+        for future in done:
+            walk, setup, since = waiting.pop(future)
+            longest_s = max(longest_s, (clock() - since) / executor.num_parallel)
+            told(walk, setup, walk.prober.finish(setup, future), from_store=False)
+    report.remaining = sum(not walk.done for walk in walks)
+    report.finished = report.remaining == 0
+    report.seconds = clock() - started
+    return report
+
+
+def _prober(
+    chain: Chain,
+    known: dict[tuple[object, ...], Prober],
+    executor: Executor,
+    store: Store,
+    resolve: ResolveModel,
+    gpu: GpuSpec | None,
+    device: str,
+) -> Prober:
+    key = (chain.model, chain.depths, chain.limits, id(chain.config) if chain.config is not None else None)
+    if key not in known:
+        known[key] = Prober(
+            model=resolve(chain),
+            gpu=gpu,
+            executor=executor,
+            store=store,
+            device=device,
+            limits=chain.limits,
+            depths=chain.depths,
+        )
+    return known[key]
+
+
+def _next_walks(walks: list[_Walk]) -> Iterator[_Walk]:
+    """Free chains in the order of value: by block, within a block the one that is least far, then as written."""
+    blocks: dict[str, list[_Walk]] = {}
+    for walk in walks:
+        blocks.setdefault(walk.chain.block, []).append(walk)
+    for members in blocks.values():
+        free = [walk for walk in members if not walk.done and not walk.busy]
+        yield from sorted(free, key=lambda walk: walk.position)
+
+
+def export_for_commit(spec: CampaignSpec, store: Store, target: Path) -> int:
+    """Writes the campaign's records (latest of each key, this spec's models only) as one file; returns how many."""
+    models = {chain.model.lower() for chain in spec.chains}
+    return store.export(target, keep=lambda record: record.model_id.lower() in models)
