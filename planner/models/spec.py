@@ -208,6 +208,14 @@ class ModelSpec:
     config: Mapping[str, Any] = field(repr=False, compare=False, hash=False, default_factory=dict)
     config_source: str = field(compare=False, default="")
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Computed once: specs are keys of caches that a walk of the space asks thousands of times."""
+        return hash((self.model_id, self.model_type, self.layer_kinds, self.layer_order, self.tied))
+
     @property
     def num_layers(self) -> int:
         """Depth: layers in order (encoder and decoder together)."""

@@ -1,0 +1,252 @@
+"""Which matrices PEFT adapts: the target sets "attention" and "all-linear", and explicit names.
+
+Source: peft 0.21.2. `_maybe_include_all_linear_layers` takes every nn.Linear and Conv1D but the output head, idle
+vision and audio towers included; a list of names matches by suffix (`check_target_module_exists`). For the
+mixture-of-experts types that transformers 5 rebuilt, `convert_peft_config_for_transformers` maps the old names onto the
+stacked parameters: expert stacks and router are adapted too, the fused gate_up stack at twice the rank, and every plain
+gate_proj, up_proj and down_proj of the model (shared experts, dense first layers) is left out.
+Measured: counts equal real PEFT on meta for all 44 types (tests/probes/test_lora_targets.py).
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+
+from planner.errors import SetupError
+from planner.models.spec import LayerSpec, LinearSpec, ModelSpec
+
+Targets = str | tuple[str, ...]
+Adapted = tuple[tuple[LayerSpec, int, tuple[LinearSpec, ...]], ...]
+
+ATTENTION_ROLES = frozenset({"q", "k", "v", "qkv", "o", "mixer"})
+CLIPPED = ".linear"
+"""Gemma 4's towers wrap each nn.Linear in a module that PEFT refuses; the inner one is called `linear`."""
+
+_QWEN_NAMES = {"gate": "router", "gate_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down"}
+_MIXTRAL_NAMES = {"gate": "router", "w1": "gate_up", "w3": "gate_up", "w2": "down"}
+_CONVERTED: dict[str, dict[str, str]] = {
+    "mixtral": _MIXTRAL_NAMES,
+    **dict.fromkeys(("qwen3_moe", "qwen3_next", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe"), _QWEN_NAMES),
+}
+"""Per model type, which old module name stands for which stacked parameter.
+
+Source: peft 0.21.2 utils/transformers_weight_conversion.py with transformers 5.23 conversion_mapping.py. qwen2_moe,
+qwen3_5_moe, phimoe, llama4 and gpt_oss have no such mapping: their experts stay untouched.
+"""
+
+
+def lora_linears(model: ModelSpec, targets: Targets) -> Adapted:
+    """The matrices that get an adapter, as (layer, how often it occurs, its adapted matrices).
+
+    Layers without any are left out. Idle towers come as layers of their own, matrices outside the layers (and the head
+    where it is named) as one layer of kind "outer". A stacked parameter appears as its `LinearSpec` with `num` experts;
+    `lora_params` knows its rank.
+
+    Raises:
+        SetupError: explicit names that match nothing, or that PEFT refuses; the hint lists what there is.
+    """
+    if targets == "attention":
+        groups = [
+            (layer, num, tuple(one for one in layer.linears if one.role in ATTENTION_ROLES))
+            for layer, num in model.layer_counts
+        ]
+    elif isinstance(targets, str) and targets == "all-linear":
+        groups = _all_linear(model)
+    elif isinstance(targets, str):
+        raise SetupError(f"lora_targets must be attention, all-linear or a list of names; got {targets!r}")
+    else:
+        groups = _named(model, targets)
+    found = tuple((layer, num, linears) for layer, num, linears in groups if linears)
+    if not found:
+        raise SetupError(
+            f"LoRA targets {_listed(targets)} match no module of {model.model_id}",
+            hint=f"available: {', '.join(available_names(model))}; or attention, all-linear",
+        )
+    return found
+
+
+def lora_params(linear: LinearSpec, rank: int) -> int:
+    """Elements of the adapter of one `LinearSpec`, all its experts together: rank x (in + out) each.
+
+    Source: Hu et al., 2021, LoRA, section 4.1, arXiv 2106.09685; PEFT's fused gate_up stacks take twice the rank.
+    """
+    return linear.num * lora_rank(linear, rank) * (linear.in_features + linear.out_features)
+
+
+def lora_rank(linear: LinearSpec, rank: int) -> int:
+    """The rank PEFT really gives this matrix: twice the asked one for a stacked gate_up parameter (two halves)."""
+    return 2 * rank if linear.module == "parameter" and linear.role == "gate_up" else rank
+
+
+def num_lora_params(model: ModelSpec, targets: Targets, rank: int) -> int:
+    """Trainable parameters of the whole adapter.
+
+    Raises:
+        SetupError: the targets match nothing.
+    """
+    return sum(
+        num * sum(lora_params(linear, rank) for linear in linears) for _, num, linears in lora_linears(model, targets)
+    )
+
+
+def adapts_expert_stacks(model: ModelSpec, targets: Targets) -> bool:
+    """Whether stacked expert parameters get adapters: PEFT then refuses dropout, and materialises the whole
+    delta of every expert in each forward."""
+    return any(
+        linear.module == "parameter" and linear.num > 1
+        for _, _, linears in lora_linears(model, targets)
+        for linear in linears
+    )
+
+
+def attention_target_names(model: ModelSpec) -> tuple[str, ...]:
+    """The names that make up "attention", as short as stays unambiguous among the layers that see text
+    ("q_proj"; "attn.c_proj" for GPT-2, whose MLP has a c_proj too)."""
+    wanted: dict[str, None] = {}
+    others = set()
+    for layer in model.layer_kinds:
+        for linear in layer.linears:
+            if linear.role in ATTENTION_ROLES:
+                wanted[linear.name] = None
+            else:
+                others.add(linear.leaf)
+    short = (name.rpartition(".")[2] for name in wanted)
+    pairs = (leaf if leaf not in others else name for leaf, name in zip(short, wanted, strict=True))
+    return tuple(dict.fromkeys(pairs))
+
+
+def peft_target_modules(model: ModelSpec, targets: Targets) -> str | list[str]:
+    """What to hand to PEFT's `target_modules` (or write into a launch file) so that it adapts what `lora_linears` says.
+
+    A list of names; "all-linear"; or, where names would reach into an idle tower, one regular expression over full
+    module names (TRL takes it as a list of one).
+    """
+    if isinstance(targets, tuple):
+        return list(targets)
+    if targets != "attention":
+        return targets
+    names = attention_target_names(model)
+    if not any(_matches(_module_name(one), name) for one in _idle_linears(model) for name in names):
+        return list(names)
+    paths = dict.fromkeys(layer.path for layer in model.layer_kinds)
+    wanted = dict.fromkeys(
+        linear.name for layer in model.layer_kinds for linear in layer.linears if linear.role in ATTENTION_ROLES
+    )
+    return f"({'|'.join(map(re.escape, paths))})\\.\\d+\\.({'|'.join(map(re.escape, wanted))})"
+
+
+def available_names(model: ModelSpec) -> tuple[str, ...]:
+    """The names that explicit targets can use, shortest form, each once."""
+    linears = [one for _, _, group in _modules(model, with_head=True) for one in group]
+    names = dict.fromkeys(one.leaf for one in linears if not one.name.endswith(CLIPPED))
+    return tuple(names) + tuple(name for name in _CONVERTED.get(model.model_type, {}) if name not in names)
+
+
+def unmatched_targets(model: ModelSpec, targets: Targets) -> tuple[str, ...]:
+    """The explicit names that match nothing. PEFT skips them silently as long as another name matches."""
+    if isinstance(targets, str):
+        return ()
+    converted = _CONVERTED.get(model.model_type, {})
+    linears = [one for _, _, group in _modules(model, with_head=True) for one in group]
+    return tuple(
+        name
+        for name in targets
+        if name.rpartition(".")[2] not in converted and not any(_matches(_module_name(one), name) for one in linears)
+    )
+
+
+def _modules(model: ModelSpec, *, with_head: bool = False) -> Iterator[tuple[LayerSpec, int, tuple[LinearSpec, ...]]]:
+    """Every nn.Linear and Conv1D, by layer; the outer ones as a layer of their own."""
+    for layer, num in (*model.layer_counts, *model.idle_layers):
+        yield layer, num, tuple(one for one in layer.linears if one.module != "parameter")
+    outer = model.outer_linears + ((model.head,) if with_head and model.head is not None else ())
+    if outer:
+        yield _outer(outer), 1, outer
+
+
+def _outer(linears: tuple[LinearSpec, ...]) -> LayerSpec:
+    return LayerSpec(kind="outer", linears=linears, norms=(), attention=None, mlp=None, path="")
+
+
+def _idle_linears(model: ModelSpec) -> Iterator[LinearSpec]:
+    for layer, _ in model.idle_layers:
+        yield from layer.linears
+
+
+def _all_linear(model: ModelSpec) -> list[tuple[LayerSpec, int, tuple[LinearSpec, ...]]]:
+    converted = _CONVERTED.get(model.model_type)
+    if converted is None:
+        return list(_modules(model))
+    # The shorthand becomes the set of leaf names plus every old name of the mapping.
+    leaves = {one.leaf for _, _, group in _modules(model) for one in group}
+    return _named(model, tuple(sorted(leaves | converted.keys())))
+
+
+def _named(model: ModelSpec, names: tuple[str, ...]) -> list[tuple[LayerSpec, int, tuple[LinearSpec, ...]]]:
+    """Matches by suffix, after the old expert names have been moved onto the stacked parameters."""
+    roles, rest = _convert(model, names)
+    groups = []
+    for layer, num, linears in _modules(model, with_head=True):
+        chosen = [one for one in linears if any(_matches(one.name, name) for name in rest)]
+        stacks = [one for one in layer.linears if one.module == "parameter"]
+        chosen += [one for one in stacks if one.role in roles]
+        _refuse(model, rest, (*linears, *stacks))
+        groups.append((layer if layer.path else _outer(tuple(chosen)), num, tuple(chosen)))
+    if any(re.search(r"(^|\.)\d+\.", name) for name in rest):
+        raise SetupError(
+            f"LoRA targets {_listed(names)} name single layers, which is not supported",
+            hint=f"name modules as in: {', '.join(available_names(model))}",
+        )
+    if any(_matches(table.name, name) for table in model.embeddings for name in rest):
+        raise SetupError(
+            f"LoRA targets {_listed(names)} name an embedding, which is not supported",
+            hint=f"choose from: {', '.join(available_names(model))}",
+        )
+    return groups
+
+
+def _convert(model: ModelSpec, names: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Which stacked parameters the names stand for, by role, and the names that stay module names."""
+    converted = _CONVERTED.get(model.model_type)
+    if converted is None:
+        return frozenset(), names
+    hits = {name: name.rpartition(".")[2] for name in names if name.rpartition(".")[2] in converted}
+    halves = {leaf for leaf in hits.values() if converted[leaf] == "gate_up"}
+    if len(halves) == 1:
+        both = " and ".join(leaf for leaf, role in converted.items() if role == "gate_up")
+        raise SetupError(
+            f"LoRA targets {_listed(names)} name one half of the fused expert stack; PEFT adapts both or none",
+            hint=f"name {both} together",
+        )
+    return frozenset(converted[leaf] for leaf in hits.values()), tuple(name for name in names if name not in hits)
+
+
+def _refuse(model: ModelSpec, names: tuple[str, ...], linears: Iterable[LinearSpec]) -> None:
+    """Modules that a name reaches and PEFT cannot adapt: wrapped linears, routers that hold a bare weight."""
+    for one in linears:
+        is_module = one.name.endswith(CLIPPED) or (one.module == "parameter" and one.role == "router")
+        if is_module and any(_matches(_module_name(one), name) and not _matches(one.name, name) for name in names):
+            raise SetupError(
+                f"LoRA targets {_listed(names)} reach {_module_name(one)} of {model.model_id}, which PEFT cannot adapt",
+                hint="use attention or all-linear",
+            )
+        if one.module == "parameter" and one.role == "router" and any(_matches(one.name, name) for name in names):
+            raise SetupError(
+                f"LoRA targets {_listed(names)} reach the router {one.name} of {model.model_id}, a bare weight that "
+                f"PEFT cannot adapt",
+                hint="use attention or all-linear",
+            )
+
+
+def _module_name(linear: LinearSpec) -> str:
+    """The name a target would meet first: the wrapper's where there is one."""
+    return linear.name.removesuffix(CLIPPED)
+
+
+def _matches(name: str, target: str) -> bool:
+    """PEFT's rule for a list of names."""
+    return name == target or name.endswith(f".{target}")
+
+
+def _listed(targets: Targets) -> str:
+    text = targets if isinstance(targets, str) else ", ".join(targets)
+    return text if len(text) <= 80 else text[:77] + "..."
