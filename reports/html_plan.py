@@ -6,7 +6,7 @@ from typing import Any
 
 from planner.interchange import setup_to_dict
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
-from planner.plan import Answer, Cut, NoPlan, Plan
+from planner.plan import Answer, NoPlan, Plan
 from planner.units import count, gib, percent, seconds
 from reports.charts import (
     Chart,
@@ -26,6 +26,7 @@ from reports.extras import Extras
 from reports.rows import beside, breakdown, evidence_columns
 from reports.text import (
     clean,
+    cut_words,
     dollars,
     epoch_sentence,
     failure_words,
@@ -34,7 +35,6 @@ from reports.text import (
     memory_sentence,
     method_words,
     needs_words,
-    plural,
     rank_floor_sentence,
     rate,
     setup_difference,
@@ -171,10 +171,8 @@ def _tiles(plan: Plan | NoPlan, chosen: Candidate) -> list[dict[str, Any]]:
     speed = chosen.speed_evidence
     if speed.tokens_per_s and speed.step_time_s:
         mark = speed_mark(speed)
-        tiles += [
-            ("Tokens per second", rate(speed.tokens_per_s).removesuffix(" tokens/s"), (mark,)),
-            ("Optimizer step", seconds(speed.step_time_s), (mark,)),
-        ]
+        per_second = rate(speed.tokens_per_s).removesuffix(" tokens/s")
+        tiles += [("Tokens per second", per_second, (mark,)), ("Optimizer step", seconds(speed.step_time_s), (mark,))]
         if speed.mfu_fraction:
             tiles.append(("Of the GPU's peak", percent(speed.mfu_fraction), (mark,)))
         if wish.dataset_tokens:
@@ -191,12 +189,7 @@ def _tree(walk: Sequence[Answer]) -> list[dict[str, Any]]:
     for answer in walk:
         node = _bytes(answer)
         cuts = [
-            {
-                "branch": clean(cut.branch),
-                "setups": f"{cut.num_setups:,} {plural(cut.num_setups, 'setup')}",
-                "reason": clean(cut.reason),
-                **_bytes(cut),
-            }
+            {"branch": clean(cut.branch), "words": cut_words(cut, answer).removeprefix(clean(cut.branch))}
             for cut in answer.cuts
         ]
         words = {"question": clean(answer.question), "choice": clean(answer.choice), "reason": clean(answer.reason)}
@@ -204,7 +197,7 @@ def _tree(walk: Sequence[Answer]) -> list[dict[str, Any]]:
     return nodes
 
 
-def _bytes(one: Answer | Cut) -> dict[str, Any]:
+def _bytes(one: Answer) -> dict[str, Any]:
     needed, budget = one.needed_bytes, one.budget_bytes
     filled = min(100.0, METER_SHARE * needed / budget) if needed is not None and budget else 0.0
     return {

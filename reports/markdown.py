@@ -10,6 +10,7 @@ from reports.extras import Extras
 from reports.rows import breakdown, evidence_columns
 from reports.text import (
     clean,
+    cut_words,
     epoch_sentence,
     failure_words,
     fit_word,
@@ -17,7 +18,6 @@ from reports.text import (
     memory_sentence,
     needs_words,
     parameter_words,
-    plural,
     rank_floor_sentence,
     rate,
     setup_difference,
@@ -140,11 +140,7 @@ def _walk(walk: Sequence[Answer]) -> list[str]:
         if words := needs_words(answer.needed_bytes, answer.budget_bytes):
             lines.append(f"   ({words})")
         for cut in answer.cuts:
-            needs = needs_words(cut.needed_bytes, cut.budget_bytes)
-            setups = f"{cut.num_setups:,} {plural(cut.num_setups, 'setup')}"
-            lines.append(
-                f"   - cut: {escape(cut.branch)}, {setups}: {escape(cut.reason)}" + (f" ({needs})" if needs else "")
-            )
+            lines.append(f"   - cut: {escape(cut_words(cut, answer))}")
     return ["## Why: the decision tree", "\n".join(lines)] if lines else []
 
 

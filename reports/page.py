@@ -40,13 +40,14 @@ class Page:
         """A command to copy: never wrapped, because a broken line cannot be pasted."""
         self.console.print(Text("  " + self.text(words)), soft_wrap=True)
 
-    def table(self, *columns: str, right: Sequence[str] = (), header: bool = True) -> Table:
+    def table(self, *columns: str, right: Sequence[str] = (), fixed: Sequence[str] = (), header: bool = True) -> Table:
+        """A table without lines; `right` columns are aligned right, those and `fixed` ones are never wrapped."""
         table = Table(box=None, show_header=header, padding=(0, 2, 0, 0), pad_edge=False, header_style="underline")
         for name in columns:
             table.add_column(
                 Text(self.text(name)),
                 justify="right" if name in right else "left",
-                no_wrap=name in right,
+                no_wrap=name in right or name in fixed,
                 overflow="fold",
             )
         return table

@@ -19,13 +19,14 @@ from reports.page import Page
 from reports.rows import MemoryRow, beside, best_terms, breakdown, evidence_columns
 from reports.text import (
     clean,
+    cut_words,
     epoch_sentence,
     failure_words,
     fit_word,
+    hanging,
     memory_mark,
     memory_sentence,
     needs_words,
-    plural,
     rank_floor_sentence,
     rate,
     setup_difference,
@@ -38,6 +39,7 @@ from reports.text import (
 
 MAX_TERMS = 12
 BAR_MIN, BAR_MAX = 16, 48
+MAX_TERM_WIDTH = 34
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,11 +200,19 @@ def _memory(page: Page, candidate: Candidate, memory_bytes: int) -> None:
     peak, named = parts.peak_evidence, best_terms(candidate)
     page.head(f"Memory at the peak ({named.peak_phase}) of a {gib(memory_bytes)} card", memory_mark(peak))
     scale_bytes = max(memory_bytes, peak.peak_device_bytes)
-    width = max(BAR_MIN, min(BAR_MAX, page.console.width - 30 - 2 - 11 - 2))
-    table = page.table("term", "size", "bar", right=("size",), header=False)
+    longest = max(len(row.label) for row in parts.rows)
+    term_width = 2 + max(len("peak on the device"), min(MAX_TERM_WIDTH, longest))
+    width = max(BAR_MIN, min(BAR_MAX, page.console.width - term_width - 2 - len("139.80 GiB") - 2 - 1))
+    table = page.table("  term", "size", "bar", right=("size",), fixed=("bar",), header=False)
+    table.columns[0].max_width = term_width
     for row in parts.rows:
         filled = "░" if row.category in ("free", "headroom") else "█"
-        page.row(table, f"  {row.label}", gib(row.size_bytes), _bar(row, scale_bytes, memory_bytes, width, filled))
+        page.row(
+            table,
+            hanging(row.label, term_width),
+            gib(row.size_bytes),
+            _bar(row, scale_bytes, memory_bytes, width, filled),
+        )
     whole = MemoryRow(category="other", label="", size_bytes=peak.peak_device_bytes, start_bytes=0)
     page.row(
         table,
@@ -238,11 +248,7 @@ def _walk(page: Page, walk: Sequence[Answer]) -> None:
         if words := needs_words(answer.needed_bytes, answer.budget_bytes):
             page.line(words, indent=4, style="dim")
         for cut in answer.cuts:
-            setups = f"{cut.num_setups:,} {plural(cut.num_setups, 'setup')}"
-            needs = needs_words(cut.needed_bytes, cut.budget_bytes)
-            page.line(
-                f"✗ {clean(cut.branch)}, {setups}: {clean(cut.reason)}" + (f" ({needs})" if needs else ""), indent=6
-            )
+            page.line(f"✗ {cut_words(cut, answer)}", indent=6)
 
 
 def _alternatives(page: Page, plan: Plan) -> None:

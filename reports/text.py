@@ -6,7 +6,7 @@ Every figure a person sees goes through here, so that the three reports agree to
 from collections.abc import Iterable
 
 from planner.outcome import Candidate, Evidence, Measurement, Prediction, ProbeFailure, Rung
-from planner.plan import NoPlan, Plan
+from planner.plan import Answer, Cut, NoPlan, Plan
 from planner.setup import TrainSetup
 from planner.units import count, gib, percent, seconds
 from planner.workload import Workload
@@ -270,6 +270,24 @@ def space_sentence(answer: Plan | NoPlan) -> str:
         f"Looked at {space.walked:,} setups: {fitting:,} fit, {space.infeasible:,} do not; "
         f"{space.impossible:,} combinations cannot exist."
     )
+
+
+def cut_words(cut: Cut, answer: Answer) -> str:
+    """A branch given up, without repeating what its question already says."""
+    words = f"{clean(cut.branch)}, {cut.num_setups:,} {plural(cut.num_setups, 'setup')}"
+    if cut.reason != answer.reason:
+        words += f": {clean(cut.reason)}"
+    needs = needs_words(cut.needed_bytes, cut.budget_bytes)
+    repeated = (cut.needed_bytes, cut.budget_bytes) == (answer.needed_bytes, answer.budget_bytes)
+    return f"{words} ({needs})" if needs and not repeated else words
+
+
+def hanging(label: str, width: int) -> str:
+    """`label` indented by two, its further lines by four, for a column of `width`."""
+    from textwrap import wrap
+
+    lines = wrap(label, max(8, width - 4)) if len(label) > width - 2 else [label]
+    return "\n".join([f"  {lines[0]}", *(f"    {line}" for line in lines[1:])]) if lines else ""
 
 
 def needs_words(needed_bytes: int | None, budget_bytes: int | None) -> str:

@@ -78,10 +78,10 @@
       };
       option.xAxis = gibAxis(t, Object.assign({ name: "GiB" }, gibScale(largest * 1.02)));
       option.yAxis = axis(t, { type: "category", data: chart.labels, inverse: true,
-                               axisLabel: { color: t.ink, width: 190, overflow: "truncate" } });
+                               axisLabel: { color: t.ink, width: Math.min(300, 0.34 * t.width), overflow: "truncate" } });
       option.series = chart.series.map((series) => ({
         type: "bar", stack: "memory", name: series.name, data: series.bytes, barMaxWidth: 26,
-        itemStyle: { color: COLOURS[series.category] || "#7f7f7f", borderColor: t.page, borderWidth: 1 },
+        itemStyle: { color: COLOURS[series.category] || "#7f7f7f", borderColor: t.page, borderWidth: own ? 0 : 1 },
       }));
       if (chart.measured_bytes.some((bytes) => bytes !== null)) {
         option.series.push({ type: "scatter", name: "measured device peak", symbol: "diamond", symbolSize: 14, z: 5,
@@ -234,7 +234,7 @@
       option.grid = { left: 8, right: 90, top: 8, bottom: 40, containLabel: true };
       option.tooltip.formatter = (item) => lines(chart.labels[item.dataIndex], chart.words[item.dataIndex]);
       option.xAxis = axis(t, { type: "value", name: chart.unit, axisLabel: { color: t.soft, hideOverlap: true } });
-      option.yAxis = axis(t, { type: "category", data: chart.labels, inverse: true, axisLabel: { color: t.ink, width: 230, overflow: "truncate" } });
+      option.yAxis = axis(t, { type: "category", data: chart.labels, inverse: true, axisLabel: { color: t.ink, width: Math.min(300, 0.34 * t.width), overflow: "truncate" } });
       option.series = [{ type: "bar", name: chart.unit, data: chart.values, barMaxWidth: 22, itemStyle: { color: t.accent },
         label: { show: true, position: "right", color: t.ink, formatter: (item) => chart.words[item.dataIndex] } }];
       return option;
@@ -249,6 +249,7 @@
     for (const element of document.querySelectorAll(".chart")) {
       const chart = charts[element.id];
       const renderer = (chart.points || []).length > MANY_POINTS ? "canvas" : "svg";
+      t.width = element.clientWidth;
       const picture = echarts.init(element, null, { renderer: renderer });
       picture.setOption(KINDS[chart.kind](chart, t));
       element.setAttribute("role", "img");
