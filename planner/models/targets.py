@@ -52,7 +52,10 @@ def lora_linears(model: ModelSpec, targets: Targets) -> Adapted:
     elif isinstance(targets, str) and targets == "all-linear":
         groups = _all_linear(model)
     elif isinstance(targets, str):
-        raise SetupError(f"lora_targets must be attention, all-linear or a list of names; got {targets!r}")
+        raise SetupError(
+            f"LoRA targets must be attention, all-linear or a list of names; got {targets!r}",
+            hint=f"names of {model.model_id}: {', '.join(available_names(model))}",
+        )
     else:
         groups = _named(model, targets)
     found = tuple((layer, num, linears) for layer, num, linears in groups if linears)

@@ -1,10 +1,10 @@
 """The inventory of `ModelSpec` against the module tree that transformers builds on meta, module by module."""
 
-import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+from meta_models import build_on_meta
 
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
@@ -70,18 +70,6 @@ CASES = [
         if (entry := catalogue.find(name)) is not None
     ),
 ]
-
-
-def build_on_meta(given: Mapping[str, Any]) -> "torch.nn.Module":
-    """What AutoModelForCausalLM (or Seq2Seq) builds from the configuration."""
-    config = copy.deepcopy(dict(given))  # AutoConfig changes nested dicts
-    model_type = config.pop("model_type")
-    if model_type == "internlm3":  # remote code; its maths is Llama's
-        model_type = "llama"
-    built = transformers.AutoConfig.for_model(model_type, **config)
-    auto = transformers.AutoModelForSeq2SeqLM if model_type == "t5" else transformers.AutoModelForCausalLM
-    with torch.device("meta"):
-        return auto.from_config(built)
 
 
 def _placed(spec: ModelSpec, model: "torch.nn.Module") -> Iterator[tuple[str, LayerSpec]]:

@@ -1,0 +1,42 @@
+"""Real models of transformers built on meta from a configuration: no weights, no GPU, well under a second."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+
+def build_on_meta(given: Mapping[str, Any]) -> "torch.nn.Module":
+    """What AutoModelForCausalLM (or Seq2Seq) builds from the configuration."""
+    config = copy.deepcopy(dict(given))  # AutoConfig changes nested dicts
+    model_type = config.pop("model_type")
+    if model_type == "internlm3":  # remote code; its maths is Llama's
+        model_type = "llama"
+    built = transformers.AutoConfig.for_model(model_type, **config)
+    auto = transformers.AutoModelForSeq2SeqLM if model_type == "t5" else transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        return auto.from_config(built)
+
+
+def shallow(config: Mapping[str, Any], num_layers: int = 4) -> dict[str, Any]:
+    """The same model with fewer layers, its pattern of layers kept at the beginning."""
+    small = copy.deepcopy(dict(config))
+    text = small.get("text_config", small)
+    for name in ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"):
+        if name in text:
+            text[name] = min(text[name], num_layers)
+    if "layer_types" in text:
+        text["layer_types"] = text["layer_types"][:num_layers]
+        if small["model_type"] == "gemma4":
+            text["layer_types"][-1] = "full_attention"
+            text["num_kv_shared_layers"] = 0
+    if "attention_types" in text:
+        text["attention_types"] = [[["global", "local"], num_layers // 2]]
+    for tower in ("vision_config", "audio_config"):
+        if small.get(tower) and "num_hidden_layers" in small[tower]:
+            small[tower]["num_hidden_layers"] = 2
+    return small
