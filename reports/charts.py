@@ -136,7 +136,8 @@ def phase_peaks(candidate: Candidate) -> Chart:
 
 def time_parts(candidate: Candidate) -> Chart:
     """Where the step time goes, by class of operator."""
-    parts = dict(sorted(candidate.formula.time_parts_s.items(), key=lambda item: -item[1]))
+    parts = {name: value for name, value in candidate.formula.time_parts_s.items() if value > 0}
+    parts = dict(sorted(parts.items(), key=lambda item: -item[1]))
     return {
         "kind": "time-parts",
         "title": "Where the time of a step goes (formula)",

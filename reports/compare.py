@@ -7,7 +7,10 @@ from planner.plan import NoPlan, Plan
 from planner.units import gib
 from reports.charts import Chart, memory_bars, table_of
 from reports.costs import cost_per_million, cost_words
-from reports.text import clean, fit_word, memory_mark, rate, setup_words, speed_mark
+from reports.text import clean, fit_word, memory_mark, rate, setup_words, short_setup_words, speed_mark
+
+MAX_LONG_ROWS = 8
+"""More plans than this are told apart by the short form of their setups."""
 
 Named = tuple[str, Plan | NoPlan]
 
@@ -49,7 +52,7 @@ def comparison_rows(named: Sequence[Named]) -> tuple[tuple[str, ...], list[tuple
                 rate(candidate.tokens_per_s) if isinstance(plan, Plan) else "-",
                 speed_mark(candidate.speed_evidence) if isinstance(plan, Plan) else "",
                 cost_words(plan),
-                setup_words(candidate.setup),
+                setup_words(candidate.setup) if len(named) <= MAX_LONG_ROWS else short_setup_words(candidate.setup),
             )
         )
     return header, rows

@@ -14,9 +14,10 @@ from reports.costs import cost_per_million
 from reports.markdown import escape
 from reports.markdown import table as markdown_table
 from reports.page import Page
-from reports.text import clean, fit_word, memory_mark, method_words, plural, short_setup_words, speed_mark
+from reports.text import clean, fit_word, memory_mark, plural, short_setup_words, speed_mark
 
 SORTS = ("size", "speed", "cost")
+METHOD_SHORT = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,13 +112,17 @@ def render_which_gpu(choices: Sequence[GpuChoice], console: Console) -> None:
     for sentence in which_gpu_sentences(choices):
         page.line(sentence)
     page.line()
-    header, rows, right = _table(choices, wide=console.width >= 110)
-    table = page.table(*header, right=right)
+    wide = console.width >= 110
+    header, rows, right = _table(choices, wide=wide)
+    table = page.table(*header, right=right, fixed=("--gpu", "method"))
     for row in rows:
         page.row(table, *row)
     console.print(table)
     marks = sorted({memory_mark(one.answer.chosen.memory_evidence) for one in choices if isinstance(one.answer, Plan)})
-    page.line(f"#: place by tokens/s and by cost. Peaks: {', '.join(marks) or '-'}.", style="dim")
+    words = f"#: place by tokens/s and by cost. $/M: US dollars per million tokens. Peaks: {', '.join(marks) or '-'}."
+    if not wide and not all(one.fits for one in choices):
+        words += " +: memory that is missing."
+    page.line(words, style="dim")
     missing = [one for one in choices if isinstance(one.answer, Plan) and one.cost_place is None]
     if missing:
         page.line(f"{len(missing)} {plural(len(missing), 'card')} without a known price.", style="dim")
@@ -138,12 +143,12 @@ def which_gpu_markdown(choices: Sequence[GpuChoice]) -> str:
 def _table(
     choices: Sequence[GpuChoice], *, wide: bool
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]], tuple[str, ...]]:
-    header = ("--gpu", "memory", "fits", "tokens/s", "#", "$/M tokens", "# ", *(("setup",) if wide else ("method",)))
+    header = ("--gpu", "memory", "fits", "tokens/s", "#", "$/M", "# ", *(("setup",) if wide else ("method",)))
     rows: list[tuple[str, ...]] = []
     for one in choices:
         memory = gib(one.answer.workload.memory_bytes)
         if isinstance(one.answer, NoPlan):
-            missing = f"{gib(one.answer.missing_bytes)} missing"
+            missing = f"{gib(one.answer.missing_bytes)} missing" if wide else f"+{gib(one.answer.missing_bytes)}"
             rows.append((one.gpu.key, memory, "no", "-", "-", "-", "-", missing))
             continue
         chosen = one.answer.chosen
@@ -157,7 +162,7 @@ def _table(
                 str(one.speed_place or "-"),
                 "-" if cost is None else f"{cost:,.3f}",
                 str(one.cost_place or "-"),
-                short_setup_words(chosen.setup) if wide else method_words(chosen.setup, short=True),
+                short_setup_words(chosen.setup) if wide else METHOD_SHORT[chosen.setup.method],
             )
         )
-    return header, rows, ("memory", "tokens/s", "#", "$/M tokens", "# ")
+    return header, rows, ("memory", "tokens/s", "#", "$/M", "# ")
