@@ -12,7 +12,7 @@ from planner.models.spec import ModelSpec
 from planner.outcome import FailureKind, Prediction, ProbeFailure, Rung
 from planner.setup import TrainSetup
 from planner.units import GIB, gib
-from probes.allocator import replay
+from probes.allocator import CannotExpand, Event, expand, replay
 from probes.dryrun.analysis import Group, Segment, SegmentPeak, extend, phase_peaks, segment_peaks
 from probes.dryrun.depths import DepthPlan, plan_depths
 from probes.dryrun.trace import Trace, trace_run
@@ -90,6 +90,7 @@ def dry_run_report(
         setup,
         full_depth=full_depth,
         expandable_segments=expandable_segments,
+        limit_bytes=gpu.memory_bytes - CONTEXT_BYTES,
     )
 
 
@@ -100,8 +101,12 @@ def report_for_config(
     *,
     full_depth: bool = False,
     expandable_segments: bool = False,
+    limit_bytes: int | None = None,
 ) -> DryRunReport | ProbeFailure:
-    """`dry_run_report` from a raw `config.json` and a compute capability."""
+    """`dry_run_report` from a raw `config.json` and a compute capability.
+
+    `limit_bytes`: what PyTorch can have of the card at most, None for no limit.
+    """
     started = time.perf_counter()
     refusal = _refusal(setup)
     if refusal:
@@ -117,7 +122,7 @@ def report_for_config(
         log.debug("dry run failed", exc_info=True)
         return _unsupported(f"{raw_config.get('model_type')}: {type(error).__name__}: {error}")
     peaks = _extended(plan, traces)
-    return _report(plan, traces, peaks, expandable_segments, time.perf_counter() - started)
+    return _report(plan, traces, peaks, expandable_segments, limit_bytes, time.perf_counter() - started)
 
 
 def _refusal(setup: TrainSetup) -> str:
@@ -145,13 +150,15 @@ def _report(
     traces: list[Trace],
     peaks: Mapping[Segment, SegmentPeak],
     expandable_segments: bool,
+    limit_bytes: int | None,
     elapsed_s: float,
 ) -> DryRunReport:
     phases = phase_peaks(peaks)
     by_phase = {name: phases[name].size_bytes for name in PHASES if name in phases}
     peak_phase = max(by_phase, key=lambda name: by_phase[name])
     peak = phases[peak_phase]
-    reserved = max(_reserved(plan, traces, expandable_segments), peak.size_bytes)
+    replayed, reserved_notes = _reserved(plan, traces, expandable_segments, limit_bytes)
+    reserved = max(replayed, peak.size_bytes)
     trace = traces[-1]
     prediction = Prediction(
         rung=Rung.DRY_RUN,
@@ -162,7 +169,7 @@ def _report(
         phase_peaks_bytes=by_phase,
         terms=_terms(peak, peak_phase),
         memory_band_fraction=BAND_FRACTION,
-        notes=_notes(trace, plan),
+        notes=(*_notes(trace, plan), *reserved_notes),
     )
     return DryRunReport(
         prediction=prediction,
@@ -178,11 +185,48 @@ def _report(
     )
 
 
-def _reserved(plan: DepthPlan, traces: list[Trace], expandable_segments: bool) -> int:
-    results = [replay(trace.events, expandable_segments=expandable_segments).peak_reserved_bytes for trace in traces]
-    if len(results) == 1:
-        return results[0]
-    return results[1] + (results[1] - results[0]) * plan.periods
+def _reserved(
+    plan: DepthPlan, traces: list[Trace], expandable_segments: bool, limit_bytes: int | None
+) -> tuple[int, tuple[str, ...]]:
+    """Peak reserved bytes of the full depth, with a note where the card's limit shaped it.
+
+    Reserved memory is not affine in the depth, so the events are expanded to the full depth and replayed once. Under a
+    limit the allocator gives cached memory back before it gives up; what it would need without one is the answer where
+    even that does not help.
+    """
+    try:
+        events = full_events(plan, traces)
+    except CannotExpand as error:
+        log.debug("events cannot be expanded: %s", error)
+        results = [replay(one.events, expandable_segments=expandable_segments).peak_reserved_bytes for one in traces]
+        return results[1] + (results[1] - results[0]) * plan.periods, ("reserved memory extended linearly in depth",)
+    free = replay(events, expandable_segments=expandable_segments)
+    if limit_bytes is None or free.peak_reserved_bytes <= limit_bytes:
+        return free.peak_reserved_bytes, ()
+    bound = replay(events, expandable_segments=expandable_segments, limit_bytes=limit_bytes)
+    if bound.out_of_memory is not None:
+        return free.peak_reserved_bytes, ()
+    note = (
+        f"the allocator would reserve {gib(free.peak_reserved_bytes)}, more than the card has: it gives cached memory "
+        "back to go on, which costs speed"
+    )
+    return bound.peak_reserved_bytes, (note,)
+
+
+def full_events(plan: DepthPlan, traces: list[Trace]) -> list[Event]:
+    """The events of the full depth, from one full run or from two shallow ones.
+
+    Raises:
+        CannotExpand: the two runs differ by more than added layers.
+    """
+    if len(traces) == 1:
+        return traces[0].events
+    small, large = traces
+    return expand(small.events, _labels(small), large.events, _labels(large), periods=plan.periods)
+
+
+def _labels(trace: Trace) -> dict[int, tuple[str, str]]:
+    return {number: (origin.phase, origin.op) for number, origin in trace.origins.items()}
 
 
 def _terms(peak: SegmentPeak, phase: str) -> tuple[MemoryTerm, ...]:
