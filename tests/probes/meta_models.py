@@ -10,16 +10,21 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 
-def build_on_meta(given: Mapping[str, Any]) -> "torch.nn.Module":
-    """What AutoModelForCausalLM (or Seq2Seq) builds from the configuration."""
+def auto_config(given: Mapping[str, Any]) -> Any:
+    """The configuration object that transformers makes of a config.json."""
     config = copy.deepcopy(dict(given))  # AutoConfig changes nested dicts
     model_type = config.pop("model_type")
     if model_type == "internlm3":  # remote code; its maths is Llama's
         model_type = "llama"
-    built = transformers.AutoConfig.for_model(model_type, **config)
-    auto = transformers.AutoModelForSeq2SeqLM if model_type == "t5" else transformers.AutoModelForCausalLM
+    return transformers.AutoConfig.for_model(model_type, **config)
+
+
+def build_on_meta(given: Mapping[str, Any]) -> "torch.nn.Module":
+    """What AutoModelForCausalLM (or Seq2Seq) builds from the configuration."""
+    config = auto_config(given)
+    auto = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        return auto.from_config(built)
+        return auto.from_config(config)
 
 
 def shallow(config: Mapping[str, Any], num_layers: int = 4) -> dict[str, Any]:

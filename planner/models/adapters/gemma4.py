@@ -7,7 +7,7 @@ Source: transformers 5.23, models/gemma4.
 from dataclasses import replace
 
 from planner.errors import ConfigError
-from planner.models.adapters.fields import Fields
+from planner.models.adapters.fields import Fields, shown
 from planner.models.adapters.gemma4_towers import audio_tower, vision_tower
 from planner.models.adapters.parts import assemble, expert_stack, gated, gated_mlp, linear, norm
 from planner.models.spec import (
@@ -119,11 +119,32 @@ class _Text:
         full[-1] = True
         return tuple(full)
 
-    def layer(self, key: tuple[bool, bool]) -> LayerSpec:
+    def _sizes(self) -> list[tuple[int, int]]:
+        """Head size and key/value heads of every layer: by its type as the hub says it, or by number as transformers
+        saves it (`per_layer_config`)."""
+        overrides = self.text.optional_sub("per_layer_config")
+        if overrides is None:
+            return [
+                (self.global_head_dim, self.global_kv) if full else (self.head_dim, self.num_kv) for full in self.full
+            ]
+        sizes = [(self.head_dim, self.num_kv)] * self.num_layers
+        for key in overrides.raw:
+            index = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 6 else -1
+            changed = overrides.sub(key)
+            if not 0 <= index < self.num_layers or set(changed.raw) - {"head_dim", "num_key_value_heads"}:
+                raise ConfigError(
+                    f"{overrides.where}: expected head_dim and num_key_value_heads by layer number, got {shown(key)}: "
+                    f"{shown(changed.raw)}",
+                    hint="correct the field in config.json",
+                )
+            num_kv = changed.count("num_key_value_heads", kind="heads", default=self.num_kv)
+            self.text.divides("num_key_value_heads", num_kv, "num_attention_heads", self.num_heads)
+            sizes[index] = changed.count("head_dim", default=self.head_dim), num_kv
+        return sizes
+
+    def layer(self, key: tuple[bool, bool, int, int]) -> LayerSpec:
         """One kind of layer: global or local, with its own keys and values or with another layer's."""
-        full, shared = key
-        head_dim = self.global_head_dim if full else self.head_dim
-        num_kv = self.global_kv if full else self.num_kv
+        full, shared, head_dim, num_kv = key
         intermediate = self.intermediate * (2 if self.double_wide and shared else 1)
         norms = [norm(name, self.hidden) for name in _SANDWICH]
         norms.append(norm("self_attn.q_norm", head_dim, rows=self.num_heads))
@@ -207,7 +228,10 @@ class _Text:
             built_class="Gemma4ForCausalLM",
             hidden_size=self.hidden,
             vocab_size=self.vocab,
-            layer_keys=tuple((full, index >= self.first_shared) for index, full in enumerate(self.full)),
+            layer_keys=tuple(
+                (full, index >= self.first_shared, *sizes)
+                for index, (full, sizes) in enumerate(zip(self.full, self._sizes(), strict=True))
+            ),
             make_layer=self.layer,
             tied=self.text.flag("tie_word_embeddings", True),
             embeddings=tuple(embeddings),

@@ -268,7 +268,6 @@ FAMILIES: dict[str, Knobs] = {
         head_dim=256,
         qkv_bias="attention_bias",
         o_bias="attention_bias",
-        activation=("hidden_activation", "hidden_act"),
         activation_default="gelu_pytorch_tanh",
     ),
     "gemma2": Knobs(
@@ -317,6 +316,9 @@ def build(fields: Fields, model_id: str, source: str, model_type: str, layer_pat
     head_dim = _head_dim(fields, hidden, num_heads, knobs.head_dim)
     intermediate = fields.count("intermediate_size", kind="intermediate")
     activation = fields.text(*knobs.activation, default=knobs.activation_default)
+
+    if model_type == "gemma" and activation == "gelu":
+        activation = "gelu_pytorch_tanh"  # what transformers makes of the first releases' wrong name
 
     attention = _attention_linears(fields, knobs, hidden, num_heads, num_kv, head_dim)
     mlp_linears, mlp = _mlp(fields, knobs, hidden, intermediate, activation)

@@ -64,9 +64,10 @@ class Decoder:
         return (EmbeddingSpec(name="embed_tokens", num_rows=self.vocab, dim=self.hidden),)
 
     def experts(self, num: str, active: str, default_active: int | None = None) -> tuple[int, int]:
-        """The number of experts and through how many a token passes."""
+        """The number of experts and through how many a token passes. transformers 5 saves the number of some types as
+        `num_local_experts`."""
         fields = self.fields
-        num_experts = fields.count(num, kind="expert")
+        num_experts = fields.count(num, "num_local_experts", kind="expert")
         num_active = (
             fields.count(active, kind="expert")
             if default_active is None
