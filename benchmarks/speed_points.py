@@ -24,7 +24,12 @@ def load_points(file: Path = FILE) -> list[FitPoint]:
 
 def _point(row: dict[str, Any]) -> FitPoint:
     return FitPoint(
-        model=_model(row["model"], json.dumps(row.get("config"), sort_keys=True), row.get("experts", "")),
+        model=_model(
+            row["model"],
+            json.dumps(row.get("config"), sort_keys=True),
+            row.get("experts", ""),
+            row.get("fused_qkv", False),
+        ),
         gpu=_gpu(row["gpu"]),
         setup=setup_from_dict(row["setup"]),
         tokens_per_s=row["tokens_per_s"],
@@ -42,10 +47,19 @@ def _gpu(key: str) -> Any:
 
 
 @cache
-def _model(model_id: str, config: str, experts: str) -> ModelSpec:
+def _model(model_id: str, config: str, experts: str, fused_qkv: bool) -> ModelSpec:
     values = json.loads(config)
     spec = load(model_id) if values is None else spec_from_config(values, model_id=model_id, source="inline")
+    if fused_qkv:
+        return replace(spec, layer_kinds=tuple(replace(one, linears=_fused(one.linears)) for one in spec.layer_kinds))
     return _experts_as_linears(spec) if experts == "linear" else spec
+
+
+def _fused(linears: tuple[LinearSpec, ...]) -> tuple[LinearSpec, ...]:
+    """Query, key and value as one matrix named "qkv"."""
+    parts = [one for one in linears if one.role in ("q", "k", "v")]
+    whole = replace(parts[0], name="qkv", role="qkv", out_features=sum(one.out_features for one in parts))
+    return (whole, *(one for one in linears if one.role not in ("q", "k", "v")))
 
 
 def _experts_as_linears(spec: ModelSpec) -> ModelSpec:

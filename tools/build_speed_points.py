@@ -4,12 +4,14 @@
 
 One line per configuration: the median tokens/s per GPU, every repeat, the setup in interchange form, and what the stack
 did that a setup cannot say (`planner.throughput.Conditions`). Kept: runs whose configuration is complete enough to
-predict (confidence A or B). Left out, with a count on stderr: GPTQ bases, other adapter methods, Unsloth kernels,
-models whose shape is not stated, FP8, CUDA graphs, more than one GPU except DDP of adapters and llm-foundry's FSDP.
+predict (confidence A or B), and ms-swift's (C: sample lengths known only by mean and deviation) for their ratios. Left
+out, with a count on stderr: GPTQ bases, other adapter methods, Unsloth kernels, models whose shape is not stated, FP8,
+CUDA graphs, more than one GPU except DDP of adapters and llm-foundry's FSDP.
 """
 
 import argparse
 import json
+import math
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -23,10 +25,16 @@ Row = dict[str, Any]
 MODELS = {
     "mistralai/Mixtral-8x7B-Instruct-v0.1": "mistralai/Mixtral-8x7B-v0.1",
     "NousResearch/Llama-2-70b-hf": "meta-llama/Llama-2-70b-hf",
+    "Qwen/Qwen-1_8B-Chat": "Qwen/Qwen1.5-1.8B",
+    "Qwen/Qwen-7B-Chat": "Qwen/Qwen1.5-7B",
+    "Qwen/Qwen-14B-Chat": "Qwen/Qwen1.5-14B",
+    "01-ai/Yi-6B-Chat": "01-ai/Yi-6B",
+    "01-ai/Yi-34B-Chat": "01-ai/Yi-34B",
+    "OpenBuddy/openbuddy-zephyr-7b": "mistralai/Mistral-7B-v0.1",
 }
 GPUS = {
-    "A100-80GB": "a100-80gb", "A100-40GB": "a100-40gb", "A100": "a100-80gb", "L40": "l40", "L40S": "l40s", "B200": "b200",
-    "H100-80GB": "h100-sxm", "RTX4090": "rtx-4090", "RTX3090": "rtx-3090",
+    "A100-80GB": "a100-80gb", "A100-40GB": "a100-40gb", "A100": "a100-80gb", "L40": "l40", "L40S": "l40s",
+    "B200": "b200", "H100-80GB": "h100-sxm", "RTX4090": "rtx-4090", "RTX3090": "rtx-3090",
 }  # fmt: skip
 MPT = {  # llm-foundry's scripts/train/yamls/pretrain: width, layers, heads
     "125m": (768, 12, 12), "350m": (1024, 24, 16), "760m": (1536, 24, 12), "1b": (2048, 24, 16), "3b": (2560, 32, 20),
@@ -56,6 +64,17 @@ def base(row: Row, seq_len: float | None = None) -> dict[str, Any]:
     return setup
 
 
+def peft_version(row: Row) -> tuple[int, int]:
+    """(major, minor) of peft; runs of April to June 2024 do not state it (0.10 or 0.11).
+
+    From 0.12 on, peft casts 16-bit adapters to fp32 (`autocast_adapter_dtype`).
+    """
+    versions = row.get("versions")
+    text = versions.get("peft", "") if isinstance(versions, dict) else ""
+    major, minor = (text or "0.11").split(".")[:2]
+    return int(major), int(minor)
+
+
 def fms(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
     """IBM fms-acceleration: TRL's SFTTrainer, flash attention 2, checkpointing (reentrant then), foreach AdamW."""
     if row["method"] == "gptq-lora":
@@ -65,6 +84,8 @@ def fms(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
     setup = base(row, row.get("avg_seq_len") if row["len_class"] in ("dynamic", "padding_free") else None)
     setup["attention"] = "flash-attention-2"
     conditions: dict[str, Any] = dict(OLD_STACK)
+    if row["len_class"] in ("dynamic", "padding_free"):
+        conditions["masked_attention"] = True
     compute = row["compute_dtype"]
     pure = "autocast" not in compute
     half = "fp16" in compute or "float16" in compute
@@ -78,7 +99,7 @@ def fms(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
         setup["precision"] = "fp16-autocast" if half else "bf16-autocast"
         setup["kbit_fp32_cast"] = row["variant"].startswith("baseline")
     if row["method"] != "full":
-        setup["adapter_dtype"] = "fp32"
+        setup["adapter_dtype"] = "fp32" if peft_version(row) >= (0, 12) else "bf16"
     if row.get("fused_kernels"):
         conditions |= {"fused_norm_rope": True, "fused_loss": True}
         conditions["fused_lora"] = "LoRA" in row["fused_kernels"]
@@ -155,6 +176,42 @@ def llamafactory(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
     return setup, dict(OLD_STACK)
 
 
+def kept_mean(limit: int, mean: float = 3234.4, deviation: float = 2547.5) -> float:
+    """Mean length of the samples of at most `limit` tokens, for log-normal lengths (ms-swift's news data set).
+
+    ms-swift 1.x drops longer samples by default (`truncation_strategy: delete`).
+    """
+    variance = math.log(1.0 + (deviation / mean) ** 2)
+    middle, width = math.log(mean) - variance / 2, math.sqrt(variance)
+
+    def below(z: float) -> float:
+        return 0.5 * math.erfc(-z / math.sqrt(2.0))
+
+    at = (math.log(limit) - middle) / width
+    return mean * below(at - width) / below(at)
+
+
+def ms_swift(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
+    """ms-swift 1.x on A100: bf16 autocast, fp32 adapters on the fused qkv, one sample at a time."""
+    if row["method"] not in ("lora", "full", "qlora") or row["model_id"] not in MODELS:
+        raise Unusable("ms-swift: another method or a remote-code model")
+    if not row.get("seq_len") or not row.get("micro_batch_size") or row["micro_batch_size"] != 1:
+        raise Unusable("ms-swift: length not stated, or padded micro-batches")
+    if row["weight_fmt"] not in ("bf16", "4bit_other") or row.get("gc_class") not in ("full", "none"):
+        raise Unusable("ms-swift: GPTQ, or checkpointing not stated")
+    setup = base(row, kept_mean(row["seq_len"])) | {"method": row["method"], "precision": "bf16-autocast"}
+    setup["attention"] = "eager" if "eager" in row["attn_impl"] else "flash-attention-2"
+    if row["method"] != "full":
+        every = row.get("target_modules") == "all linear"
+        setup |= {
+            "lora_targets": "all-linear" if every else ["q_proj", "k_proj", "v_proj", "qkv"],
+            "adapter_dtype": "fp32",
+        }
+    if row["method"] == "qlora":
+        setup |= {"quantization": "nf4-double", "kbit_fp32_cast": True}
+    return setup, {"reentrant_checkpointing": True}
+
+
 SOURCES = {
     "fms_acceleration": fms,
     "peft_metamathqa": peft,
@@ -162,6 +219,7 @@ SOURCES = {
     "llm_foundry": llm_foundry,
     "fsdp_qlora": fsdp_qlora,
     "llamafactory_wiki": llamafactory,
+    "ms_swift_benchmark": ms_swift,
 }
 
 
@@ -184,9 +242,10 @@ def main() -> None:
     for line in text.splitlines():
         row = json.loads(line)
         mapper = SOURCES.get(row["source_group"])
-        if mapper is None or row["status"] != "ok" or not row.get("tokens_per_s_per_gpu"):
+        if mapper is None or row["status"] != "ok" or row.get("n_gpus", 1) is None:
             continue
-        if row.get("confidence_tput") not in ("A", "B"):
+        swift = row["source_group"] == "ms_swift_benchmark" and row.get("samples_per_s") and row["n_gpus"] == 1
+        if not swift and not (row.get("tokens_per_s_per_gpu") and row.get("confidence_tput") in ("A", "B")):
             continue
         if row["n_gpus"] > 1 and row["source_group"] not in ("llm_foundry", "fsdp_qlora"):
             continue
@@ -195,7 +254,11 @@ def main() -> None:
         except Unusable as reason:
             left_out[str(reason)] += 1
             continue
-        points[row["config_id"]].append({**row, "setup": setup, "conditions": conditions})
+        if swift:
+            row["tokens_per_s_per_gpu"] = row["samples_per_s"] * kept_mean(row["seq_len"])
+        points[f"{row['config_id']}-{setup.get('adapter_dtype', '')}".rstrip("-")].append(
+            {**row, "setup": setup, "conditions": conditions}
+        )
     lines = []
     for config_id, rows in points.items():
         first = rows[0]
@@ -214,6 +277,8 @@ def main() -> None:
             "setup": first["setup"],
             "conditions": first["conditions"],
         }
+        if first["source_group"] == "ms_swift_benchmark" and "Qwen" in model:
+            point["fused_qkv"] = True  # the Qwen 1 code has one c_attn
         if "Mixtral" in model:
             point["experts"] = "linear"  # transformers 4 built each expert of its own matrices
         if "MPT" in model:

@@ -52,6 +52,7 @@ class Constants:
         l2_gain: how much faster elementwise kernels run on tensors far smaller than the L2 cache (1: twice as fast).
         flash_1_share: speed of the first FlashAttention relative to the second.
         overlap_power: p of the p-norm that joins GPU and host time (large: the larger of both).
+        waiting_power: the same where the host waits for the GPU in every layer.
     """
 
     training_share: float = 0.9
@@ -62,7 +63,7 @@ class Constants:
     attention_math_passes: float = 14.0
     bandwidth_share: float = 0.85
     loss_bandwidth_share: float = 0.85
-    dequantize_share: float = 0.55
+    dequantize_share: float = 0.4
     int8_rate: float = 1.3
     lora_share: float = 0.7
     kernel_gap_s: float = 3.0e-6
@@ -81,6 +82,7 @@ class Constants:
     l2_gain: float = 1.5
     flash_1_share: float = 0.55
     overlap_power: float = 4.0
+    waiting_power: float = 1.5
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -130,10 +132,10 @@ class Calibration:
     def band_for(self, gpu: GpuSpec) -> float:
         """Half-width of the 90 % band as a fraction, wider the less is known of the card."""
         fitted = set(self.points.get("gpus", ()))
-        fitted_archs = set(self.points.get("architectures", ()))
+        fitted_families = set(self.points.get("families", ()))
         if gpu.key in fitted:
             return self.bands.get("gpu", 0.3)
-        if gpu.arch in fitted_archs:
+        if family(gpu) in fitted_families:
             return self.bands.get("architecture", 0.4)
         return self.bands.get("default", 0.5)
 

@@ -15,7 +15,8 @@ class Conditions:
         loop_experts: experts run one after another (transformers before 5) instead of one grouped matmul.
         gradient_clipping: the trainer computes the gradient norm and scales (the default of every trainer here).
         trainer_overhead: count the trainer's constant per step and per micro-batch; False for a bare loop.
-        masked_attention: attention sees an explicit mask (padded batches under sdpa): the causal half is not skipped.
+        masked_attention: batches are really padded. SDPA then gets an explicit mask and skips no causal half;
+            flash attention unpads in each layer, which waits for the GPU.
         flash_1: attention is the first FlashAttention (before July 2023) or its Triton form.
         optimizer_part: share of the optimizer step that this GPU does (0: none runs; 1/n: sharded over n).
     """

@@ -50,7 +50,7 @@ def layer_traffic(inv: Inventory, flow: Flow, conditions: Conditions, *, trained
         + inv.mixer_width * 2 * compute
     )
     backward = (
-        inv.rms_width * (rms_backward + (2 * stream if trained else 0))
+        inv.rms_width * (rms_backward + (5 * stream if trained else 0))
         + inv.layer_norm_width * (layer_norm + stream)
         + inv.rotary_width * rope_backward
         + inv.residual_width * 3 * stream
@@ -64,11 +64,11 @@ def layer_traffic(inv: Inventory, flow: Flow, conditions: Conditions, *, trained
     for group in inv.groups:
         linear = group.linear
         calls += group.count * (1 if linear.module == "parameter" else linear.num)
-        if not group.reads_stream:
-            continue
         elements = group.count * linear.num_active * linear.in_features
-        backward += elements * 2 * stream  # gradients of the shared input are added up
-        if stream != compute:
+        if group.reads_stream:
+            backward += elements * 2 * stream  # gradients of the shared input are added up
+        casts = stream != compute if group.reads_stream else (wide != compute and linear.role == "down")
+        if casts:
             casting += group.count
             forward += elements * 6
             backward += elements * 6
@@ -76,6 +76,9 @@ def layer_traffic(inv: Inventory, flow: Flow, conditions: Conditions, *, trained
                 outputs = group.count * linear.num_active * linear.out_features
                 forward += outputs * 6
                 backward += outputs * 6
+    if wide != compute:  # attention takes 16-bit queries and keys
+        forward += inv.rotary_width * 6
+        backward += inv.rotary_width * 6
     norm_kernels = (1.0, 2.0) if fused else (8.0, 12.0)
     forward_kernels = (
         inv.num_rms * norm_kernels[0]
@@ -112,25 +115,29 @@ def adapter_traffic(
 ) -> Moved:
     """Traffic of LoRA around the adapted matrices (linear, how many): PEFT's eager path, or one fused function.
 
-    result + B(A(dropout(x))) * scaling: cast of x, dropout with its mask, both thin matmuls' long sides, the scaling,
-    the sum and its cast back. The rank adds next to nothing to the bytes.
+    result + B(A(dropout(x))) * scaling: a plain matrix casts x to the adapter's type even under autocast (which then
+    casts it back for the matmul), a quantized one only without autocast; then dropout with its mask, the thin
+    matmuls' long sides, the scaling, the sum and its cast back. bitsandbytes' form clones the base result first. The
+    rank adds next to nothing to the bytes.
 
-    Source: peft 0.21 `tuners/lora/layer.py` `Linear.forward`.
+    Source: peft 0.21 `tuners/lora/layer.py` `Linear.forward`, `tuners/lora/bnb.py` `Linear4bit.forward`.
     """
     narrow = SIZE_BYTES[flow.autocast or flow.adapter]
     wide = SIZE_BYTES[flow.linear_out(flow.residual)]
     stream = SIZE_BYTES[flow.residual]
+    held = stream if flow.quantized and flow.autocast else SIZE_BYTES[flow.adapter]
     total = max(narrow, wide)
-    mask = (2 * narrow + 1) if dropout else 0
-    cast_in = (stream + narrow) if narrow != stream else 0
+    mask = (2 * held + 1) if dropout else 0
+    cast_in = (stream + held if held != stream else 0) + (held + narrow if held != narrow else 0)
     cast_out = (total + wide) if total != wide else 0
+    clone = 2 * wide if flow.quantized else 0
     inputs_forward = cast_in + mask + narrow
-    outputs_forward = narrow + 2 * narrow + (wide + narrow + total) + cast_out
+    outputs_forward = narrow + 2 * narrow + (wide + narrow + total) + cast_out + clone
     inputs_backward = 2 * narrow + mask + cast_in + 3 * stream
     outputs_backward = 2 * narrow + 2 * narrow + cast_out
     if conditions.fused_lora:
-        inputs_forward, outputs_forward = narrow, 2 * narrow
-        inputs_backward, outputs_backward = 2 * narrow + stream, 2 * narrow
+        inputs_forward, outputs_forward = mask + narrow, 3 * narrow
+        inputs_backward, outputs_backward = 2 * narrow + mask + 3 * stream, 3 * narrow
     forward = backward = 0
     modules = 0
     for linear, count in linears:

@@ -21,6 +21,7 @@ from planner.throughput.rates import Rates, matmul_s, rates_of
 NF4_READ_BYTES = 0.53  # packed code and block scale of one weight
 _FLASH_BACKWARD = 2.5  # five matmuls for the forward's two
 TRL_TOKEN_CHUNK = 4096
+_EAGER_PASSES = 1.7  # transformers' eager attention scales, masks, upcasts to fp32, normalises and casts back: 48 bytes
 
 
 class LayerMatmuls(NamedTuple):
@@ -179,7 +180,8 @@ class SpeedModel:
         needed = 2.0 * spec.num_heads * pairs * wide
         rate = self.rates.matmul[dtype]
         if kernel in ("flash", "efficient"):
-            done = 2.0 * spec.num_heads * (full if self.conditions.masked_attention else pairs) * wide
+            masked = self.conditions.masked_attention and kernel != "flash"
+            done = 2.0 * spec.num_heads * (full if masked else pairs) * wide
             slower = 1.0 if kernel == "flash" else 0.6
             if self.conditions.flash_1:
                 slower *= constants.flash_1_share
@@ -187,7 +189,8 @@ class SpeedModel:
             backward = _FLASH_BACKWARD * done / (rate * constants.attention_backward_share * slower)
             return forward, backward, needed
         done = 2.0 * spec.num_heads * full * wide
-        moved = constants.attention_math_passes * SIZE_BYTES[dtype] * spec.num_heads * full / self.bandwidth
+        passes = constants.attention_math_passes * (_EAGER_PASSES if kernel == "eager" else 1.0)
+        moved = passes * SIZE_BYTES[dtype] * spec.num_heads * full / self.bandwidth
         forward = done / (0.7 * rate) + 0.45 * moved
         return forward, 2 * done / (0.7 * rate) + 0.55 * moved, needed
 

@@ -52,7 +52,9 @@ class ThroughputProfile:
         self._speed, self._setup, self._flow, self._full = speed, setup, flow, full
         self._seq = setup.seq_len_tokens
         self._head_dtype = flow.autocast or flow.table
-        self._power = constants.overlap_power
+        waits = conditions.loop_experts and inv.num_experts_run
+        waits = waits or (conditions.masked_attention and setup.attention == "flash-attention-2")
+        self._power = constants.waiting_power if waits else constants.overlap_power
         self._times: dict[int, float] = {}
 
         moved = speed.traffic(flow, full)

@@ -1,0 +1,239 @@
+"""How well the speed model predicts throughputs that it was not fitted on: docs/speed-accuracy.md and its JSON.
+
+    python benchmarks/speed_accuracy.py                        (about five minutes; needs scipy and scikit-learn)
+    python benchmarks/speed_accuracy.py --write-calibration    (also writes planner/data/calibration.json)
+
+Splits: a whole source is held out; within a source a whole GPU or a whole model. Never a random row. Beside each error
+the noise floor: how far repeats of one configuration under other software versions lie from their median.
+"""
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from datetime import date
+from math import exp, log, sqrt
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.speed_baselines import boosted_regression, constant_mfu  # noqa: E402
+from benchmarks.speed_points import load_points  # noqa: E402
+from benchmarks.speed_ratios import RATIOS, ratio_errors  # noqa: E402
+from planner.throughput.calibration import DATA_FILE, Calibration, family, load_calibration  # noqa: E402
+from planner.throughput.fit import FitPoint, fit_constants, log_errors  # noqa: E402
+
+JSON_FILE = ROOT / "benchmarks" / "data" / "speed_accuracy.json"
+DOC_FILE = ROOT / "docs" / "speed-accuracy.md"
+NOT_FITTED = frozenset({"llamafactory_wiki", "ms_swift_benchmark"})
+"""Sources whose sample lengths are not known: shown, never fitted on."""
+BAND_CLASSES = ("gpu", "architecture", "default")
+
+
+def percentile(values: Iterable[float], fraction: float) -> float:
+    """The smallest value with at least `fraction` of the values at or below it."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, -(-int(len(ordered) * fraction * 1000) // 1000) - 1))]
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """Rank correlation (ties share their mean rank)."""
+
+    def ranks(values: Sequence[float]) -> list[float]:
+        return [sum(v < value for v in values) + (sum(v == value for v in values) - 1) / 2 for value in values]
+
+    a, b = ranks(first), ranks(second)
+    mean = (len(a) - 1) / 2
+    above = sum((x - mean) * (y - mean) for x, y in zip(a, b, strict=True))
+    below = sqrt(sum((x - mean) ** 2 for x in a) * sum((y - mean) ** 2 for y in b))
+    return above / below if below else 0.0
+
+
+class Held:
+    """One prediction of a point that was not fitted on: ours and the baselines'."""
+
+    def __init__(self, point: FitPoint, error: float, known: str, mfu: float, boosted: float) -> None:
+        self.point, self.error, self.known = point, error, known
+        self.mfu, self.boosted = log(mfu / point.tokens_per_s), log(boosted / point.tokens_per_s)
+
+
+def splits(points: Sequence[FitPoint]) -> Iterable[tuple[str, str, Callable[[FitPoint], bool]]]:
+    """(kind, source, which points are held out)."""
+    for source in sorted({p.group for p in points}):
+        yield "source", source, lambda p, s=source: p.group == s
+    for source in sorted({p.group for p in points} - NOT_FITTED):
+        mine = [p for p in points if p.group == source]
+        gpus, models = sorted({p.gpu.key for p in mine}), sorted({p.labels["model"] for p in mine})
+        for gpu in gpus if len(gpus) > 1 else ():
+            yield "gpu", source, lambda p, s=source, g=gpu: p.group == s and p.gpu.key == g
+        for model in models if len(models) > 1 else ():
+            yield "model", source, lambda p, s=source, m=model: p.group == s and p.labels["model"] == m
+
+
+def predict_held(points: Sequence[FitPoint], start: Calibration) -> dict[str, list[Held]]:
+    """Every held-out prediction by kind of split."""
+    answers: dict[str, list[Held]] = defaultdict(list)
+    for kind, source, held_out in splits(points):
+        held = [p for p in points if held_out(p)]
+        train = [p for p in points if not held_out(p) and p.group not in NOT_FITTED]
+        fitted = fit_constants(train, start)
+        gpus, archs = {p.gpu.key for p in train}, {family(p.gpu) for p in train}
+        errors = log_errors(held, fitted)
+        for point, error, mfu, boosted in zip(
+            held, errors, constant_mfu(train, held), boosted_regression(train, held), strict=True
+        ):
+            known = "gpu" if point.gpu.key in gpus else "architecture" if family(point.gpu) in archs else "default"
+            answers[kind].append(Held(point, error, known, mfu, boosted))
+        print(f"{kind:7s} {source:20s} held {len(held):4d}  median {_median(errors):.3f}", file=sys.stderr, flush=True)
+    return answers
+
+
+def _absolute(errors: Iterable[float]) -> list[float]:
+    return [abs(exp(error) - 1.0) for error in errors]
+
+
+def _median(errors: Iterable[float]) -> float:
+    return median(_absolute(errors))
+
+
+def weighted_band(held: Sequence[Held], coverage: float = 0.9) -> float:
+    """The half-width that held `coverage` of the held-out errors, a source of n points counting sqrt(n)."""
+    sizes: dict[str, int] = defaultdict(int)
+    for one in held:
+        sizes[one.point.group] += 1
+    ordered = sorted((abs(one.error), 1.0 / sqrt(sizes[one.point.group])) for one in held)
+    total, seen = sum(weight for _, weight in ordered), 0.0
+    for size, weight in ordered:
+        seen += weight
+        if seen >= coverage * total:
+            return exp(size) - 1.0
+    return exp(ordered[-1][0]) - 1.0
+
+
+def bands_of(held: Sequence[Held]) -> dict[str, float]:
+    """The band per class, never narrower where less is known."""
+    bands: dict[str, float] = {}
+    widest = 0.0
+    for name in BAND_CLASSES:
+        mine = [one for one in held if one.known == name]
+        widest = max(widest, weighted_band(mine)) if len(mine) >= 5 else widest * 1.25
+        bands[name] = widest
+    return bands
+
+
+def coverage(held: Sequence[Held]) -> dict[str, Any]:
+    """Share of points inside a band made without their own source."""
+    inside: dict[str, list[bool]] = defaultdict(list)
+    for source in sorted({one.point.group for one in held}):
+        bands = bands_of([one for one in held if one.point.group != source])
+        for one in held:
+            if one.point.group == source:
+                inside[source].append(abs(one.error) <= log(1.0 + bands[one.known]))
+    every = [value for values in inside.values() for value in values]
+    return {
+        "points": sum(every) / len(every),
+        "by_source": {name: sum(values) / len(values) for name, values in inside.items()},
+    }
+
+
+def noise(points: Sequence[FitPoint]) -> list[float]:
+    """Distances of repeats from their configuration's median."""
+    return [abs(value / median(p.repeats) - 1.0) for p in points if len(p.repeats) > 1 for value in p.repeats]
+
+
+def row(held: Sequence[Held]) -> dict[str, Any]:
+    """The figures of one table row."""
+    errors = _absolute(one.error for one in held)
+    cells: dict[tuple[str, str], list[Held]] = defaultdict(list)
+    for one in held:
+        cells[one.point.labels["model"], one.point.gpu.key].append(one)
+    ranks = [
+        spearman([one.point.tokens_per_s for one in cell], [one.point.tokens_per_s * exp(one.error) for one in cell])
+        for cell in cells.values()
+        if len(cell) >= 4
+    ]
+    floor = noise([one.point for one in held])
+    return {
+        "n": len(held),
+        "median": median(errors),
+        "p90": percentile(errors, 0.9),
+        "bias": median(one.error for one in held),
+        "rank_median": median(ranks) if ranks else None,
+        "rank_worst": min(ranks) if ranks else None,
+        "mfu_median": _median(one.mfu for one in held),
+        "mfu_p90": percentile(_absolute(one.mfu for one in held), 0.9),
+        "boosted_median": _median(one.boosted for one in held),
+        "boosted_p90": percentile(_absolute(one.boosted for one in held), 0.9),
+        "noise_median": median(floor) if floor else None,
+        "noise_p90": percentile(floor, 0.9) if floor else None,
+    }
+
+
+def main() -> None:
+    """Runs the splits and writes the report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write-calibration", action="store_true")
+    arguments = parser.parse_args()
+    points = load_points()
+    # held-out fits start from the stated values, never from constants that have seen these points
+    shipped = load_calibration()
+    start = replace(shipped, constants={}, date="", bands={}, points={})
+    answers = predict_held(points, start)
+    usable = {kind: [one for one in held if one.point.group not in NOT_FITTED] for kind, held in answers.items()}
+    every = [one for held in usable.values() for one in held]
+    predicted = {one.point.key: one.point.tokens_per_s * exp(one.error) for one in answers["source"]}
+    single = [one for one in usable["source"] if one.point.labels["num_gpus"] == "1"]
+    report: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "rows": {
+            kind: {
+                source: row([one for one in held if one.point.group == source])
+                for source in sorted({one.point.group for one in held})
+            }
+            for kind, held in answers.items()
+        },
+        "single_gpu": row(single),
+        "single_gpu_confidence_a": row([one for one in single if one.point.labels["confidence"] == "A"]),
+        "ratios": {},
+        "bands": bands_of(every),
+        "coverage": coverage(every),
+        "coverage_source_split": coverage(usable["source"]),
+    }
+    for name in RATIOS:
+        errors = ratio_errors(points, predicted, name)
+        if errors:
+            report["ratios"][name] = {"pairs": len(errors), "median": median(errors), "p90": percentile(errors, 0.9)}
+    fitted_on = [p for p in points if p.group not in NOT_FITTED]
+    if arguments.write_calibration:
+        write_calibration(fit_constants(fitted_on, start), fitted_on, report)
+    JSON_FILE.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    from benchmarks.speed_report import render
+
+    DOC_FILE.write_text(render(report), encoding="utf-8")
+
+
+def write_calibration(fitted: Calibration, points: Sequence[FitPoint], report: dict[str, Any]) -> None:
+    """The calibration that ships with the planner: constants fitted on every usable point."""
+    values = json.loads(DATA_FILE.read_text(encoding="utf-8"))
+    sizes: dict[str, int] = defaultdict(int)
+    for point in points:
+        sizes[point.group] += 1
+    values["date"] = report["date"]
+    values["constants"] = {name: float(f"{value:.4g}") for name, value in fitted.constants.items()}
+    values["bands"] = {name: round(value, 3) for name, value in report["bands"].items()}
+    values["points"] = {
+        "sources": dict(sizes),
+        "gpus": sorted({point.gpu.key for point in points}),
+        "families": sorted({family(point.gpu) for point in points}),
+        "file": "benchmarks/data/speed_points.jsonl",
+    }
+    DATA_FILE.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
