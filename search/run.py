@@ -15,7 +15,7 @@ from search.pareto import pareto_set
 from search.problem import Elsewhere, Evaluate, Problem, Result, with_evidence
 from search.sampler import Belief, Sampler
 from search.stopping import MARGIN, Budget, converged
-from search.storage import GRACE_S, HEARTBEAT_S, open_storage
+from search.storage import GRACE_S, HEARTBEAT_S, close_storage, open_storage
 from search.study import Study, TrialRecord, describe_problem
 
 POLL_S = 0.2
@@ -113,6 +113,7 @@ def search(
                 on_trial(next(r for r in study.records() if r.number == number), worker.belief)
     finally:
         liveness.close()
+        close_storage(opened)
 
 
 class _Worker:
@@ -137,7 +138,7 @@ class _Worker:
         excluded = [(c, reason) for c in problem.candidates if (reason := problem.exclusion(c))]
         study.describe(describe_problem(problem, len(excluded)))
         excluded.sort(key=lambda pair: -(pair[0].formula.tokens_per_s or 0.0))
-        known = {key_of(record.setup) for record in study.records()}
+        known = {key_of(record.setup) for record in study.records() if not record.excluded}
         study.exclude(excluded[:MAX_RECORDED_EXCLUSIONS])
         if num_ranked is None:
             num_ranked = 0 if self._sampler.name == "residual" else 3
@@ -169,7 +170,10 @@ class _Worker:
             if index is None or record.evidence is None:
                 continue
             if record.excluded:
-                self.belief.tell_excluded(index, record.evidence)
+                candidate = with_evidence(self._problem.candidates[index], record.evidence)
+                # An earlier call may have had less memory: what fits by now is open again.
+                fits = isinstance(record.evidence, Prediction) and not self._problem.too_large(candidate)
+                self.belief.tell_excluded(index, record.evidence, close=not fits)
             else:
                 self.belief.tell(Result(index=index, evidence=record.evidence))
         return [r for r in study.records() if r.state in (TrialState.RUNNING, TrialState.WAITING)]

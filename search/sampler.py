@@ -103,9 +103,10 @@ class Belief:
             if score > self.best_score:
                 self.best, self.best_score = result, score
 
-    def tell_excluded(self, index: int, evidence: Evidence) -> None:
+    def tell_excluded(self, index: int, evidence: Evidence, *, close: bool = True) -> None:
         """The dry run found that this candidate does not fit: knowledge about memory, no probe."""
-        self.open[index] = False
+        if close:
+            self.open[index] = False
         if isinstance(evidence, (Prediction, Measurement)):
             self.memory.observe(index, log(evidence.peak_device_bytes) - self.log_memory[index], DRY_RUN_NOISE_SD)
 

@@ -255,6 +255,13 @@ def open_storage(
     return _database(kind, scheme, rest, heartbeat_s=heartbeat_s, grace_s=grace_s)
 
 
+def close_storage(storage: BaseStorage) -> None:
+    """Gives connections back."""
+    if isinstance(storage, optuna.storages.RDBStorage):
+        storage.remove_session()
+        storage.engine.dispose()
+
+
 def _journal(directory: Path) -> tuple[BaseStorage, Liveness]:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / JOURNAL_NAME

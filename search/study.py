@@ -206,8 +206,9 @@ class Study:
             self._storage.set_trial_user_attr(trial._trial_id, WORKER_ATTR, self._liveness.worker)
             earlier = [r for r in self.records() if r.number < trial.number]
             key = trial.user_attrs["key"]
-            over = max_probes is not None and sum(_costs_probe(record) for record in earlier) >= max_probes
-            if over or any(key_of(record.setup) == key for record in earlier):
+            taken = [record for record in earlier if _costs_probe(record)]
+            over = max_probes is not None and len(taken) >= max_probes
+            if over or any(key_of(record.setup) == key for record in taken):
                 self._storage.set_trial_state_values(trial._trial_id, state=TrialState.FAIL)
                 continue
             return trial.number, setup_from_dict(trial.user_attrs["setup"])

@@ -1,0 +1,69 @@
+"""Small problems that the search tests share."""
+
+from dataclasses import replace
+from functools import cache
+from math import exp
+
+from planner.outcome import Candidate, Environment, Evidence, FailureKind, Measurement, ProbeFailure, Rung
+from planner.setup import TrainSetup
+from planner.units import GIB
+from search.problem import Problem
+from search.synthetic import SCENARIOS, Scenario
+
+BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
+ENVIRONMENT = Environment(
+    gpu_name="test", gpu_key=None, driver="0", cuda="0", python="3", platform="none", libraries={"torch": "2.13"}
+)
+
+
+@cache
+def all_candidates(name: str) -> tuple[Candidate, ...]:
+    return BY_NAME[name].candidates()
+
+
+@cache
+def small_candidates(name: str = "8b-80g") -> tuple[Candidate, ...]:
+    """A tenth of a scenario: one loss, no compile, no eager attention."""
+    return tuple(
+        c
+        for c in all_candidates(name)
+        if c.setup.loss == "liger" and not c.setup.compile and c.setup.attention != "eager"
+    )
+
+
+def problem(name: str = "8b-80g", **changes: object) -> Problem:
+    return Problem(candidates=small_candidates(name), **changes)  # type: ignore[arg-type]
+
+
+def scenario(name: str = "8b-80g") -> Scenario:
+    return BY_NAME[name]
+
+
+def measurement(setup: TrainSetup, tokens_per_s: float, peak_bytes: float) -> Measurement:
+    return Measurement(
+        rung=Rung.PROBE,
+        peak_allocated_bytes=int(peak_bytes),
+        peak_reserved_bytes=int(peak_bytes),
+        peak_device_bytes=int(peak_bytes),
+        phase_peaks_bytes={"backward": int(peak_bytes)},
+        step_times_s=(setup.tokens_per_step / tokens_per_s,),
+        tokens_per_step=setup.tokens_per_step,
+        layers_measured=(2, 4),
+        environment=ENVIRONMENT,
+    )
+
+
+def out_of_memory() -> ProbeFailure:
+    return ProbeFailure(rung=Rung.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="out of memory")
+
+
+def exact(candidate: Candidate, *, speed_error: float = 0.0, memory_error: float = 0.0) -> Evidence:
+    """What a probe measures when the formula is off by exactly these logarithms."""
+    formula = candidate.formula
+    assert formula.tokens_per_s is not None
+    peak = formula.peak_device_bytes * exp(memory_error)
+    return measurement(candidate.setup, formula.tokens_per_s * exp(speed_error), peak)
+
+
+def with_budget(candidates: tuple[Candidate, ...], budget_gib: float) -> tuple[Candidate, ...]:
+    return tuple(replace(candidate, budget_bytes=int(budget_gib * GIB)) for candidate in candidates)

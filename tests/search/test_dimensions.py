@@ -1,0 +1,52 @@
+"""The table of dimensions covers every field of a setup."""
+
+from dataclasses import fields
+
+from planner.setup import TrainSetup
+from search.dimensions import DIMENSIONS, FIXED, NAMES, RECIPE, key_of, value_of
+from search.study import params_of
+
+
+def test_every_field_of_a_setup_is_a_dimension_or_fixed_with_a_reason() -> None:
+    names = {field.name for field in fields(TrainSetup)}
+    assert set(NAMES) | set(FIXED) == names
+    assert not set(NAMES) & set(FIXED)
+    assert all(len(reason) > 10 for reason in FIXED.values())
+
+
+def test_dimensions_are_unique_and_have_positive_deviations() -> None:
+    assert len(NAMES) == len(set(NAMES))
+    assert set(RECIPE) <= set(NAMES)
+    for dimension in DIMENSIONS:
+        assert dimension.speed_sd > 0, dimension.name
+        assert dimension.memory_sd > 0, dimension.name
+        assert 0 < dimension.alike < 1, dimension.name
+
+
+def test_numbers_are_log2_and_words_are_categories() -> None:
+    setup = TrainSetup()
+    for dimension in DIMENSIONS:
+        value = getattr(setup, dimension.name)
+        counted = isinstance(value, int) and not isinstance(value, bool) and dimension.name != "checkpointing"
+        assert (dimension.kind == "log2") == counted, dimension.name
+
+
+def test_key_of_tells_setups_apart_in_every_field() -> None:
+    setup = TrainSetup(num_gpus=2)
+    others = [
+        setup.with_(lora_rank=32),
+        setup.with_(micro_batch_seqs=2),
+        setup.with_(accumulation_steps=2),
+        setup.with_(seq_len_tokens=4096),
+        setup.with_(lora_targets=("q_proj", "v_proj")),
+        setup.with_(parallel="ddp"),
+    ]
+    assert len({key_of(each) for each in (setup, *others)}) == 1 + len(others)
+    assert key_of(setup) == key_of(TrainSetup(num_gpus=2))
+
+
+def test_params_of_names_every_dimension_and_listed_targets() -> None:
+    params = params_of(TrainSetup(lora_targets=("q_proj",)))
+    assert set(params) == set(NAMES)
+    assert params["lora_targets"] == "listed"
+    assert value_of(TrainSetup(lora_targets=("q_proj", "k_proj")), "lora_targets") == "q_proj,k_proj"

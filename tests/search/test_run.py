@@ -1,0 +1,301 @@
+"""The whole search on synthetic machines: budget, order, resumption, wishes, properties."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from search_cases import exact, out_of_memory, problem, scenario, small_candidates, with_budget
+
+from planner.errors import UsageError
+from planner.outcome import Candidate, Evidence, Prediction, ProbeFailure, Rung
+from planner.setup import TrainSetup
+from planner.units import GIB
+from search.dimensions import key_of
+from search.optuna_samplers import SAMPLERS
+from search.problem import Problem
+from search.run import MAX_RECORDED_EXCLUSIONS, dashboard_hint, search
+from search.stopping import Budget
+from search.study import TrialRecord
+from search.synthetic import SyntheticGpu
+
+FEW = Budget(max_probes=6)
+
+
+class Counting:
+    """An evaluator that remembers what it was asked."""
+
+    def __init__(self, evaluate: Callable[[TrainSetup], Evidence]) -> None:
+        self.calls: list[TrainSetup] = []
+        self._evaluate = evaluate
+
+    def __call__(self, setup: TrainSetup) -> Evidence:
+        self.calls.append(setup)
+        return self._evaluate(setup)
+
+
+def truth(candidates: tuple[Candidate, ...]) -> Callable[[TrainSetup], Evidence]:
+    """An evaluator for which the formula is exact."""
+    by_setup = {candidate.setup: candidate for candidate in candidates}
+    return lambda setup: exact(by_setup[setup])
+
+
+def gpu(seed: int = 1, name: str = "8b-80g") -> SyntheticGpu:
+    return SyntheticGpu.of(scenario(name), seed)
+
+
+def test_an_exact_formula_needs_few_probes_and_says_why_it_stops() -> None:
+    candidates = small_candidates()
+    result = search(problem(), truth(candidates))
+    fitting = [c for c in candidates if c.fits]
+    assert result.best is not None
+    assert result.best.tokens_per_s >= max(c.tokens_per_s for c in fitting) / 1.01
+    assert result.num_probes <= 8
+    assert "nothing left can plausibly beat the best by more than 1 %" in result.reason
+
+
+def test_the_plan_is_tried_first_then_the_best_ranked() -> None:
+    candidates = small_candidates()
+    plan = next(c.setup for c in candidates[100:] if c.fits)
+    counting = Counting(gpu())
+    search(problem(), counting, plan=plan, num_ranked=2, budget=FEW)
+    ranked = sorted((c for c in candidates if c.fits), key=lambda c: -c.tokens_per_s)
+    assert counting.calls[:3] == [plan, ranked[0].setup, ranked[1].setup]
+
+
+@pytest.mark.parametrize("sampler", sorted(SAMPLERS))
+def test_every_sampler_keeps_budget_and_repeats_nothing(sampler: str, tmp_path: Path) -> None:
+    counting = Counting(gpu())
+    result = search(problem(), counting, storage=tmp_path, sampler=sampler, budget=FEW)
+    assert len(counting.calls) == result.num_probes == 6
+    assert len(set(counting.calls)) == 6
+    assert result.reason == "the budget of 6 probes is spent"
+    assert result.best is not None
+    assert result.best.fits
+    again = Counting(gpu())
+    resumed = search(problem(), again, storage=tmp_path, sampler=sampler, budget=FEW)
+    assert again.calls == []
+    assert resumed.best == result.best
+
+
+def test_resumed_search_goes_on_as_an_undisturbed_one(tmp_path: Path) -> None:
+    whole = Counting(gpu())
+    search(problem(), whole, storage=tmp_path / "whole", budget=Budget(max_probes=9))
+    parts: list[TrainSetup] = []
+    for limit in (1, 4, 9):
+        part = Counting(gpu())
+        search(problem(), part, storage=tmp_path / "parts", budget=Budget(max_probes=limit))
+        parts += part.calls
+    assert parts == whole.calls
+
+
+def test_time_budget_stops_before_a_probe_that_would_end_too_late() -> None:
+    budget = Budget(seconds=10.0)
+    assert not budget.spent(num_probes=0, elapsed_s=9.0, durations_s=[])
+    assert not budget.spent(num_probes=3, elapsed_s=5.0, durations_s=[4.0, 4.0, 4.0])
+    assert "would end after" in budget.spent(num_probes=3, elapsed_s=7.0, durations_s=[4.0, 4.0, 4.0])
+    assert "is spent" in budget.spent(num_probes=3, elapsed_s=10.5, durations_s=[0.1])
+    result = search(problem(), gpu(), budget=Budget(seconds=1e-9))
+    assert result.best is None
+    assert "is spent" in result.reason
+    assert result.num_probes == 0
+
+
+def test_formula_exclusions_are_recorded_with_reasons() -> None:
+    records: list[TrialRecord] = []
+    result = search(problem(), gpu(), budget=FEW, on_trial=lambda record, belief: records.append(record))
+    excluded = [trial for trial in result.trials if trial.excluded]
+    assert 0 < len(excluded) <= MAX_RECORDED_EXCLUSIONS
+    assert all(trial.excluded.startswith("formula: needs ") for trial in excluded)
+    assert [record.number for record in records] == [trial.number for trial in result.trials if trial.probed]
+
+
+def test_the_dry_run_excludes_without_a_probe() -> None:
+    candidates = small_candidates()
+    by_setup = {c.setup: c for c in candidates}
+    checked: list[TrainSetup] = []
+
+    def check(setup: TrainSetup) -> Prediction | ProbeFailure:
+        """Everything above 40 GiB by formula does not fit by the dry run."""
+        checked.append(setup)
+        formula = by_setup[setup].formula
+        factor = 10 if formula.peak_device_bytes > 40 * GIB else 1
+        return replace(
+            formula,
+            rung=Rung.DRY_RUN,
+            peak_device_bytes=formula.peak_device_bytes * factor,
+            memory_band_fraction=0.02,
+            tokens_per_s=None,
+        )
+
+    counting = Counting(truth(candidates))
+    result = search(problem(), counting, check=check)
+    assert result.best is not None
+    assert result.best.formula.peak_device_bytes <= 40 * GIB
+    assert all(by_setup[setup].formula.peak_device_bytes <= 40 * GIB for setup in counting.calls)
+    out = [trial for trial in result.trials if trial.excluded.startswith("dry_run: needs ")]
+    assert out
+    assert len(counting.calls) + len(out) == len(checked) == len(set(checked))
+    assert result.num_probes == len(counting.calls)
+
+
+def test_without_a_gpu_the_dry_run_is_the_evaluator() -> None:
+    candidates = small_candidates()
+    by_setup = {c.setup: c for c in candidates}
+
+    def dry_run(setup: TrainSetup) -> Prediction:
+        formula = by_setup[setup].formula
+        return replace(
+            formula, rung=Rung.DRY_RUN, peak_device_bytes=int(1.05 * formula.peak_device_bytes), tokens_per_s=None
+        )
+
+    result = search(problem(), dry_run)
+    assert result.best is not None
+    assert isinstance(result.best.dry_run, Prediction)
+    assert result.best.dry_run.peak_device_bytes <= result.best.budget_bytes
+    fastest = max(
+        c.tokens_per_s for c in candidates if int(1.05 * c.formula.peak_device_bytes) <= c.budget_bytes
+    )
+    assert result.best.tokens_per_s >= fastest / 1.01
+
+
+def test_when_nothing_fits_there_is_no_recommendation() -> None:
+    result = search(problem(), lambda setup: out_of_memory(), budget=Budget(max_probes=5))
+    assert result.best is None
+    assert result.pareto == ()
+    assert result.num_probes == 5
+
+
+def test_an_empty_space_after_exclusions_ends_at_once() -> None:
+    tiny = Problem(candidates=with_budget(small_candidates(), 0.5))
+    counting = Counting(gpu())
+    result = search(tiny, counting)
+    assert counting.calls == []
+    assert result.best is None
+    assert "excluded" in result.reason
+
+
+def test_cost_objective_counts_gpus() -> None:
+    setup = TrainSetup(micro_batch_seqs=1, accumulation_steps=8)
+    base = next(c for c in small_candidates() if c.fits)
+    one = replace(base, setup=setup, formula=replace(base.formula, tokens_per_s=1000.0))
+    two_setup = setup.with_(num_gpus=2, parallel="ddp", accumulation_steps=4)
+    two = replace(base, setup=two_setup, formula=replace(base.formula, tokens_per_s=1800.0))
+    pair = (one, two)
+    fastest = search(Problem(candidates=pair), truth(pair), budget=Budget(max_probes=2))
+    cheapest = search(Problem(candidates=pair, objective="cost"), truth(pair), budget=Budget(max_probes=2))
+    assert fastest.best is not None
+    assert cheapest.best is not None
+    assert fastest.best.setup.num_gpus == 2
+    assert cheapest.best.setup.num_gpus == 1
+
+
+def test_memory_objective_keeps_the_speed_floor() -> None:
+    candidates = small_candidates()
+    floor = 0.5 * max(c.tokens_per_s for c in candidates if c.fits)
+    lazy = Problem(candidates=candidates, objective="memory", min_tokens_per_s=floor)
+    result = search(lazy, truth(candidates), budget=Budget(max_probes=40))
+    assert result.best is not None
+    assert result.best.tokens_per_s >= floor
+
+
+def test_contradictory_problems_are_refused() -> None:
+    candidates = small_candidates()
+    with pytest.raises(UsageError, match="no candidates"):
+        Problem(candidates=())
+    with pytest.raises(UsageError, match="objective"):
+        Problem(candidates=candidates, objective="speed")  # type: ignore[arg-type]
+    mixed = (candidates[0], replace(candidates[1], budget_bytes=1))
+    with pytest.raises(UsageError, match="one memory budget"):
+        Problem(candidates=mixed)
+    longer = candidates[0].setup.with_(accumulation_steps=1000)
+    with pytest.raises(UsageError, match="one tokens per optimizer step"):
+        Problem(candidates=(candidates[0], replace(candidates[1], setup=longer)))
+    with pytest.raises(UsageError, match="sampler"):
+        search(problem(), gpu(), sampler="magic")
+
+
+def test_dashboard_hint_names_journal_or_url(tmp_path: Path) -> None:
+    assert dashboard_hint(tmp_path) == f"optuna-dashboard {tmp_path}/study.journal"
+    assert dashboard_hint("sqlite:///x.db") == "optuna-dashboard sqlite:///x.db"
+
+
+# Properties
+
+SLOW_OK = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@SLOW_OK
+@given(seed=st.integers(0, 10_000), low=st.floats(20, 60), more=st.floats(0, 40))
+def test_adding_memory_never_gives_a_slower_plan(seed: int, low: float, more: float, tmp_path_factory: object) -> None:
+    """What was measured under the smaller budget is known under the larger one and still fits: in one study, always."""
+    directory = tmp_path_factory.mktemp("study")  # type: ignore[attr-defined]
+    machine = gpu(seed)
+    small = search(
+        Problem(candidates=with_budget(small_candidates(), low)), machine, storage=directory, budget=Budget(max_probes=5)
+    )
+    large = search(
+        Problem(candidates=with_budget(small_candidates(), low + more)),
+        machine,
+        storage=directory,
+        budget=Budget(max_probes=10),
+    )
+    if small.best is not None:
+        assert large.best is not None
+        assert large.best.tokens_per_s >= small.best.tokens_per_s
+
+
+@SLOW_OK
+@given(low=st.floats(10, 60), more=st.floats(0, 40))
+def test_adding_memory_never_slows_separate_searches_beyond_the_margin(low: float, more: float) -> None:
+    """With an exact formula and no shared history: never slower by more than the stated margin."""
+    candidates = small_candidates()
+    best = []
+    for budget in (low, low + more):
+        sized = with_budget(candidates, budget)
+        result = search(Problem(candidates=sized), truth(sized))
+        best.append(result.best.tokens_per_s if result.best else 0.0)
+    assert best[1] >= best[0] / 1.01
+
+
+@SLOW_OK
+@given(seed=st.integers(0, 10_000), keep=st.sampled_from(["lora", "qlora", "sdpa", "bf16-pure"]))
+def test_narrowing_the_space_never_gives_a_faster_plan(seed: int, keep: str, tmp_path_factory: object) -> None:
+    """The wide search, in a study that knows the narrow one's probes, is at least as fast."""
+    directory = tmp_path_factory.mktemp("study")  # type: ignore[attr-defined]
+    candidates = small_candidates()
+    narrow = tuple(c for c in candidates if keep in (c.setup.method, c.setup.attention, c.setup.precision))
+    machine = gpu(seed)
+    first = search(Problem(candidates=narrow), machine, storage=directory, budget=Budget(max_probes=5))
+    wide = search(Problem(candidates=candidates), machine, storage=directory, budget=Budget(max_probes=10))
+    if first.best is not None:
+        assert wide.best is not None
+        assert wide.best.tokens_per_s >= first.best.tokens_per_s
+
+
+@SLOW_OK
+@given(
+    seed=st.integers(0, 10_000),
+    methods=st.sets(st.sampled_from(["full", "lora", "qlora"]), min_size=1),
+    precision=st.sampled_from([("bf16-pure",), ("bf16-autocast",), ("bf16-pure", "bf16-autocast")]),
+    min_rank=st.sampled_from([1, 16, 32]),
+    sampler=st.sampled_from(["residual", "random", "grid"]),
+)
+def test_the_recommendation_meets_every_wish(
+    seed: int, methods: set[str], precision: tuple[str, ...], min_rank: int, sampler: str
+) -> None:
+    fixed = {"method": tuple(sorted(methods)), "precision": precision}
+    counting = Counting(gpu(seed))
+    result = search(
+        problem(fixed=fixed, min_rank=min_rank), counting, sampler=sampler, budget=Budget(max_probes=4)
+    )
+    for setup in counting.calls + ([result.best.setup] if result.best else []):
+        assert setup.method in methods
+        assert setup.precision in precision
+        assert setup.method == "full" or setup.lora_rank >= min_rank
+        assert setup.tokens_per_step == small_candidates()[0].setup.tokens_per_step
+    if result.best is not None:
+        assert result.best.memory_evidence.peak_device_bytes <= result.best.budget_bytes
+        assert key_of(result.best.setup) in {key_of(setup) for setup in counting.calls}

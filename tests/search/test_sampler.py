@@ -1,0 +1,198 @@
+"""What the belief learns and which probe it asks for next."""
+
+from dataclasses import replace
+from math import exp, log
+
+import numpy as np
+import pytest
+from search_cases import exact, measurement, out_of_memory, problem, scenario, small_candidates
+
+from planner.outcome import FailureKind, ProbeFailure, Rung
+from search.optuna_samplers import SAMPLERS, make_sampler
+from search.problem import Problem, Result
+from search.sampler import Belief, ResidualSampler, acquisition, expected_improvement
+from search.stopping import probability_of_better
+from search.synthetic import SyntheticGpu
+
+
+def best_fitting(belief: Belief) -> int:
+    fits = belief.log_memory <= belief.log_budget
+    return int(np.argmax(np.where(fits & belief.open, belief.log_speed, -np.inf)))
+
+
+def failure(kind: FailureKind, message: str) -> ProbeFailure:
+    return ProbeFailure(rung=Rung.PROBE, kind=kind, message=message)
+
+
+def test_one_probe_moves_all_predictions_by_most_of_its_error() -> None:
+    belief = Belief(problem())
+    index = best_fitting(belief)
+    belief.tell(Result(index=index, evidence=exact(belief.problem.candidates[index], speed_error=-0.2)))
+    assert belief.speed.mean[index] == pytest.approx(-0.2, abs=0.01)
+    assert belief.speed.mean[: belief.num].max() < -0.02
+    assert belief.best is not None
+
+
+def test_same_results_give_the_same_belief_and_choice() -> None:
+    gpu = SyntheticGpu.of(scenario(), 3)
+    choices = []
+    for _ in range(2):
+        belief = Belief(problem())
+        for _ in range(4):
+            index = ResidualSampler().propose(belief, (), seed=0)
+            assert index is not None
+            choices.append(index)
+            belief.tell(Result(index=index, evidence=gpu(belief.problem.candidates[index].setup)))
+    assert choices[:4] == choices[4:]
+    assert len(set(choices[:4])) == 4
+
+
+def test_larger_micro_batches_of_a_setup_that_ran_out_of_memory_are_closed() -> None:
+    belief = Belief(problem())
+    index = best_fitting(belief)
+    setup = belief.problem.candidates[index].setup
+    belief.tell(Result(index=index, evidence=out_of_memory()))
+    for candidate, open_ in zip(belief.problem.candidates, belief.open, strict=True):
+        larger = candidate.setup.with_(micro_batch_seqs=1, accumulation_steps=1) == setup.with_(
+            micro_batch_seqs=1, accumulation_steps=1
+        )
+        if larger and candidate.setup.micro_batch_seqs >= setup.micro_batch_seqs:
+            assert not open_
+    assert belief.best is None
+    assert belief.open.any()
+
+
+def test_out_of_memory_lowers_the_chance_of_alike_setups() -> None:
+    belief = Belief(problem())
+    before = belief.probability_fits()
+    belief.tell(Result(index=best_fitting(belief), evidence=out_of_memory()))
+    assert (belief.probability_fits() <= before + 1e-9).mean() > 0.9
+
+
+def test_a_failure_that_names_its_cause_closes_the_way_for_that_value_only() -> None:
+    belief = Belief(problem())
+    flash = [c.setup.attention == "flash-attention-2" for c in belief.problem.candidates]
+    index = int(np.argmax(np.where(np.array(flash) & belief.open, belief.log_speed, -np.inf)))
+    belief.tell(Result(index=index, evidence=failure(FailureKind.UNSUPPORTED, "flash_attention_2 is not installed")))
+    chance = belief.probability_runs()
+    assert chance[np.array(flash)].max() < 0.15
+    assert chance[~np.array(flash)].min() > 0.85
+
+
+def test_a_good_run_clears_what_it_shares_with_a_failure() -> None:
+    belief = Belief(problem())
+    first = best_fitting(belief)
+    belief.tell(Result(index=first, evidence=failure(FailureKind.CRASHED, "illegal instruction")))
+    setup = belief.problem.candidates[first].setup
+    same = np.array([c.setup.attention == setup.attention for c in belief.problem.candidates])
+    before = belief.probability_runs()[same].mean()
+    other = next(
+        i
+        for i, c in enumerate(belief.problem.candidates)
+        if same[i] and belief.open[i] and c.setup.precision != setup.precision and c.setup.method != setup.method
+    )
+    belief.tell(Result(index=other, evidence=exact(belief.problem.candidates[other])))
+    assert belief.probability_runs()[same].mean() > before
+
+
+def test_expected_improvement_matches_a_sample() -> None:
+    """Monte Carlo with 400,000 draws: standard error below 0.0005."""
+    random = np.random.default_rng(0)
+    draws = random.normal(0.05, 0.2, size=400_000)
+    sampled = np.maximum(draws - 0.1, 0.0).mean()
+    value = expected_improvement(np.array([0.05]), np.array([0.2]), 0.1)[0]
+    assert value == pytest.approx(sampled, abs=0.002)
+
+
+def test_closed_and_running_candidates_are_never_proposed() -> None:
+    belief = Belief(problem())
+    sampler = ResidualSampler()
+    first = sampler.propose(belief, (), 0)
+    assert first is not None
+    second = sampler.propose(belief, (first,), 0)
+    assert second is not None
+    assert second != first
+    belief.open[:] = False
+    assert sampler.propose(belief, (), 0) is None
+
+
+def test_acquisition_is_negative_exactly_where_nothing_is_open() -> None:
+    belief = Belief(problem())
+    assert ((acquisition(belief, belief.open) < 0) == ~belief.open).all()
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLERS))
+def test_every_sampler_proposes_open_candidates_only_and_deterministically(name: str) -> None:
+    """The conformance test of the seam: what a sampler must do, whatever its idea."""
+    belief = Belief(problem())
+    gpu = SyntheticGpu.of(scenario(), 1)
+    for _ in range(3):
+        index = make_sampler(name).propose(belief, (), seed=5)
+        assert index is not None
+        assert belief.open[index]
+        assert make_sampler(name).propose(belief, (), seed=5) == index
+        assert make_sampler(name).propose(belief, (index,), seed=5) != index
+        belief.tell(Result(index=index, evidence=gpu(belief.problem.candidates[index].setup)))
+    belief.open[:] = False
+    assert make_sampler(name).propose(belief, (), seed=5) is None
+
+
+def test_probability_of_better_agrees_with_a_full_joint_sample() -> None:
+    """Independent computation over all open candidates with its own draws: within 5 points."""
+    belief = Belief(problem())
+    for step in range(6):
+        index = ResidualSampler().propose(belief, (), 0)
+        assert index is not None
+        error = -0.1 + 0.01 * step
+        belief.tell(Result(index=index, evidence=exact(belief.problem.candidates[index], speed_error=error)))
+    rows = np.flatnonzero(belief.open)
+    random = np.random.default_rng(9)
+    mean, _ = belief.score_moments()
+
+    def draw(which: np.ndarray, covariance: np.ndarray) -> np.ndarray:
+        root = np.linalg.cholesky(covariance + 1e-8 * np.eye(len(rows)))
+        return which[rows] + random.standard_normal((3000, len(rows))) @ root.T
+
+    score = draw(mean, belief.speed.covariance(rows))
+    memory = draw(belief.log_memory + belief.memory.mean[: belief.num], belief.memory.covariance(rows))
+    better = (score > belief.best_score + log(1.01)) & (memory <= belief.log_budget)
+    assert probability_of_better(belief) == pytest.approx(better.any(axis=1).mean(), abs=0.05)
+
+
+def test_nothing_open_means_nothing_better() -> None:
+    belief = Belief(problem())
+    belief.open[:] = False
+    assert probability_of_better(belief) == 0.0
+
+
+def test_dry_run_exclusion_teaches_memory() -> None:
+    belief = Belief(problem())
+    index = best_fitting(belief)
+    formula = belief.problem.candidates[index].formula
+    larger = replace(formula, rung=Rung.DRY_RUN, peak_device_bytes=int(formula.peak_device_bytes * exp(0.1)))
+    belief.tell_excluded(index, larger)
+    assert belief.memory.mean[index] > 0.05
+    assert not belief.open[index]
+    assert belief.results == []
+
+
+def test_memory_objective_prefers_the_smallest() -> None:
+    smallest = Problem(candidates=small_candidates(), objective="memory")
+    belief = Belief(smallest)
+    for _ in range(3):
+        index = ResidualSampler().propose(belief, (), 0)
+        assert index is not None
+        belief.tell(Result(index=index, evidence=exact(smallest.candidates[index])))
+    assert belief.best is not None
+    assert belief.log_memory[belief.best.index] == pytest.approx(belief.log_memory.min())
+
+
+def test_a_setup_that_needs_more_than_the_budget_is_never_best() -> None:
+    belief = Belief(problem())
+    index = best_fitting(belief)
+    candidate = belief.problem.candidates[index]
+    belief.tell(Result(index=index, evidence=measurement(candidate.setup, 1e9, candidate.budget_bytes + 1)))
+    assert belief.best is None
+    belief.open[index] = True
+    belief.tell(Result(index=index, evidence=measurement(candidate.setup, 1e9, candidate.budget_bytes)))
+    assert belief.best is not None

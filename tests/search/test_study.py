@@ -1,0 +1,274 @@
+"""The study: claims, exclusions, rescue, constraints; on memory, journal and SQLite alike."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.storages import BaseStorage
+from optuna.trial import TrialState
+from search_cases import exact, measurement, out_of_memory, problem
+
+from planner.errors import EnvironmentProblem, UsageError
+from planner.outcome import FailureKind, Prediction, ProbeFailure, Rung
+from search.codec import evidence_from_json, evidence_to_json
+from search.dimensions import key_of
+from search.storage import (
+    JOURNAL_NAME,
+    AttributeLiveness,
+    FlockLock,
+    Liveness,
+    LockLiveness,
+    NoLiveness,
+    close_storage,
+    open_storage,
+    repair_journal,
+)
+from search.study import MAX_RETRIES, Study
+
+
+class Lost(NoLiveness):
+    """Every other worker's trial counts as lost."""
+
+    def is_lost(self, trial: optuna.trial.FrozenTrial) -> bool:
+        return trial.user_attrs.get("worker") != self.worker
+
+
+OPENED: list[tuple[BaseStorage, Liveness]] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """Whatever a test opens is closed after it."""
+    yield
+    while OPENED:
+        storage, liveness = OPENED.pop()
+        liveness.close()
+        close_storage(storage)
+
+
+def study_in(target: str | Path | None, name: str = "plan") -> Study:
+    storage, liveness = open_storage(target, heartbeat_s=1, grace_s=3)
+    OPENED.append((storage, liveness))
+    return Study(problem(), storage, liveness, name)
+
+
+@pytest.fixture(params=["memory", "journal", "sqlite"])
+def study(request: pytest.FixtureRequest, tmp_path: Path) -> Study:
+    targets = {"memory": None, "journal": tmp_path, "sqlite": f"sqlite:///{tmp_path}/study.db"}
+    return study_in(targets[request.param])
+
+
+def test_a_trial_carries_setup_prediction_and_evidence(study: Study) -> None:
+    candidate = problem().candidates[0]
+    study.enqueue(candidate, "plan")
+    claimed = study.claim()
+    assert claimed is not None
+    number, setup = claimed
+    assert setup == candidate.setup
+    evidence = exact(candidate)
+    assert study.tell(number, evidence, duration_s=1.5)
+    (record,) = study.records()
+    assert record.evidence == evidence
+    assert record.probed
+    assert record.duration_s == 1.5
+    trial = study.study.trials[0]
+    assert trial.params["micro_batch_seqs"] == setup.micro_batch_seqs
+    assert trial.user_attrs["predicted_tokens_per_s"] == candidate.formula.tokens_per_s
+    assert study.claim() is None
+
+
+def test_what_does_not_fit_is_infeasible_and_never_scored_zero(study: Study) -> None:
+    candidates = [c for c in problem().candidates if c.fits]
+    too_large = measurement(candidates[0].setup, 1000.0, candidates[0].budget_bytes * 1.25)
+    crash = ProbeFailure(rung=Rung.PROBE, kind=FailureKind.CRASHED, message="boom")
+    for candidate, evidence in zip(candidates, (too_large, out_of_memory(), crash, exact(candidates[3])), strict=False):
+        study.enqueue(candidate, "test")
+        claimed = study.claim()
+        assert claimed is not None
+        assert study.tell(claimed[0], evidence)
+    trials = study.study.trials
+    assert [trial.state for trial in trials] == [
+        TrialState.COMPLETE,
+        TrialState.PRUNED,
+        TrialState.PRUNED,
+        TrialState.COMPLETE,
+    ]
+    assert trials[0].constraints["memory"] == pytest.approx(0.25, abs=1e-6)
+    assert trials[1].constraints["memory"] > 0
+    assert trials[2].constraints["runs"] > 0
+    assert all(value <= 0 for value in trials[3].constraints.values())
+    assert all(trial.value is None or trial.value > 0 for trial in trials)
+    assert study.study.best_trial.number == 3
+
+
+def test_exclusions_are_trials_with_a_reason_and_no_probe(study: Study) -> None:
+    excluded = [(c, reason) for c in problem().candidates if (reason := problem().exclusion(c))][:5]
+    assert study.exclude(excluded) == 5
+    assert study.exclude(excluded) == 0
+    for record, (candidate, reason) in zip(study.records(), excluded, strict=True):
+        assert record.setup == candidate.setup
+        assert record.excluded == reason
+        assert not record.probed
+    assert all(trial.state is TrialState.PRUNED for trial in study.study.trials)
+    assert all(trial.constraints["memory"] > 0 for trial in study.study.trials)
+
+
+def test_the_same_candidate_waiting_twice_runs_once(study: Study) -> None:
+    candidate = problem().candidates[7]
+    for _ in range(3):
+        study.enqueue(candidate, "test")
+    assert study.claim() is not None
+    assert study.claim() is None
+    states = [trial.state for trial in study.study.trials]
+    assert states == [TrialState.RUNNING, TrialState.FAIL, TrialState.FAIL]
+    assert len(study.records()) == 1
+
+
+def test_claims_stop_at_the_probe_limit(study: Study) -> None:
+    for candidate in problem().candidates[:5]:
+        study.enqueue(candidate, "test")
+    claimed = [study.claim(max_probes=2) for _ in range(4)]
+    assert [claim is not None for claim in claimed] == [True, True, False, False]
+
+
+def test_two_workers_never_hold_the_same_candidate(tmp_path: Path) -> None:
+    one, two = study_in(tmp_path), study_in(tmp_path)
+    for candidate in problem().candidates[:6]:
+        one.enqueue(candidate, "a")
+        two.enqueue(candidate, "b")
+    keys = []
+    while claimed := one.claim() or two.claim():
+        keys.append(key_of(claimed[1]))
+        other = two.claim()
+        if other is not None:
+            keys.append(key_of(other[1]))
+    assert len(keys) == len(set(keys)) == 6
+
+
+def test_a_lost_trial_is_retried_and_after_repeated_deaths_recorded_as_crashing() -> None:
+    storage, _ = open_storage(None)
+    for attempt in range(MAX_RETRIES + 1):
+        worker = Study(problem(), storage, Lost(), "plan")
+        if attempt == 0:
+            worker.enqueue(problem().candidates[0], "plan")
+        assert worker.claim() is not None  # and then it dies
+        assert Study(problem(), storage, Lost(), "plan").rescue() == 1
+    (record,) = Study(problem(), storage, Lost(), "plan").records()
+    assert isinstance(record.evidence, ProbeFailure)
+    assert record.evidence.kind is FailureKind.CRASHED
+    assert "died 3 times" in record.evidence.message
+
+
+def test_a_probe_that_finished_before_its_worker_died_is_not_repeated() -> None:
+    storage, _ = open_storage(None)
+    worker = Study(problem(), storage, Lost(), "plan")
+    candidate = problem().candidates[0]
+    worker.enqueue(candidate, "plan")
+    claimed = worker.claim()
+    assert claimed is not None
+    evidence = exact(candidate)
+    storage.set_trial_user_attr(worker.trial_id(claimed[0]), "evidence", evidence_to_json(evidence))
+    other = Study(problem(), storage, Lost(), "plan")
+    assert other.rescue() == 1
+    (record,) = other.records()
+    assert record.evidence == evidence
+    assert record.state is TrialState.COMPLETE
+    assert not worker.tell(claimed[0], evidence)  # too late: the other one told it
+
+
+def test_a_living_worker_is_not_robbed(tmp_path: Path) -> None:
+    worker = study_in(tmp_path)
+    worker.enqueue(problem().candidates[0], "plan")
+    assert worker.claim() is not None
+    assert study_in(tmp_path).rescue() == 0
+
+
+def test_locks_tell_the_living_from_the_dead(tmp_path: Path) -> None:
+    living, dead = LockLiveness(tmp_path), LockLiveness(tmp_path)
+    watcher = LockLiveness(tmp_path)
+    OPENED.extend((optuna.storages.InMemoryStorage(), each) for each in (living, watcher))
+    trials = {
+        worker.worker: optuna.trial.create_trial(
+            state=TrialState.RUNNING, user_attrs={"worker": worker.worker}, value=None
+        )
+        for worker in (living, dead)
+    }
+    dead._file.close()  # what the kernel does on kill -9
+    assert not watcher.is_lost(trials[living.worker])
+    assert watcher.is_lost(trials[dead.worker])
+
+
+def test_attribute_heartbeat_beats_and_goes_stale() -> None:
+    storage, _ = open_storage(None)
+    study = Study(problem(), storage, NoLiveness(), "plan")
+    study.enqueue(problem().candidates[0], "plan")
+    claimed = study.claim()
+    assert claimed is not None
+    liveness = AttributeLiveness(storage, interval_s=0.01, grace_s=0.2)
+    with liveness.keep_alive(study.trial_id(claimed[0])):
+        pass
+    trial = study.study.trials[0]
+    assert not liveness.is_lost(trial)
+    storage.set_trial_user_attr(study.trial_id(claimed[0]), "alive_at_s", trial.user_attrs["alive_at_s"] - 1.0)
+    assert liveness.is_lost(study.study.trials[0])
+
+
+def test_a_torn_last_line_is_cut_and_the_study_goes_on(tmp_path: Path) -> None:
+    one = study_in(tmp_path)
+    one.enqueue(problem().candidates[0], "plan")
+    path = tmp_path / JOURNAL_NAME
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"op_code": 6, "worker_id"')
+    two = study_in(tmp_path)
+    assert path.read_bytes().startswith(whole)
+    assert two.claim() is not None
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+    assert repair_journal(path) == 0
+    assert repair_journal(tmp_path / "nothing-here") == 0
+
+
+def test_journal_lock_is_free_after_its_holder_is_gone(tmp_path: Path) -> None:
+    lock = FlockLock(tmp_path / "lock")
+    assert lock.acquire()
+    lock._file.close()
+    again = FlockLock(tmp_path / "lock")
+    assert again.acquire()
+    again.release()
+
+
+def test_another_objective_in_the_same_study_is_refused(tmp_path: Path) -> None:
+    study_in(tmp_path)
+    storage, liveness = open_storage(tmp_path)
+    OPENED.append((storage, liveness))
+    with pytest.raises(UsageError, match="maximize"):
+        Study(problem(objective="memory"), storage, liveness, "plan")
+
+
+@pytest.mark.parametrize("url", ["redis://localhost", "ftp://x"])
+def test_unknown_storage_is_an_error_with_a_hint(url: str) -> None:
+    with pytest.raises(UsageError) as error:
+        open_storage(url)
+    assert "postgresql://" in error.value.hint
+
+
+def test_unreachable_database_is_an_environment_problem() -> None:
+    with pytest.raises(EnvironmentProblem, match="postgresql"):
+        open_storage("postgresql://nobody@127.0.0.1:1/nothing")
+
+
+def test_evidence_survives_json() -> None:
+    candidate = problem().candidates[0]
+    failure = ProbeFailure(rung=Rung.PROBE, kind=FailureKind.TIMEOUT, message="120 s", log_path="x.log")
+    for evidence in (exact(candidate), candidate.formula, failure):
+        back = evidence_from_json(evidence_to_json(evidence))
+        assert back == evidence
+        assert type(back) is type(evidence)
+    assert isinstance(evidence_from_json(evidence_to_json(candidate.formula)), Prediction)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"evidence": "measurement"}', "not json"])
+def test_text_that_is_no_evidence_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011  json's own message differs between Python versions
+        evidence_from_json(text)
