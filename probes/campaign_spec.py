@@ -1,4 +1,4 @@
-"""A campaign's YAML: blocks of models and setups, most valuable first, unrolled into chains of growing micro-batches."""
+"""A campaign's YAML: blocks of models and setups, most valuable first, as chains of growing micro-batches."""
 
 import itertools
 from collections.abc import Iterator, Mapping

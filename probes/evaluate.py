@@ -92,12 +92,15 @@ class Prober:
 
     def finish(self, setup: TrainSetup, future: "Future[Outcome]") -> Outcome:
         """The outcome of a finished future: completed, stored and told."""
-        request = self.request(setup)
         outcome = self._with_utilisation(setup, future.result())
-        if self.store is not None:
-            self.store.append(record_of(request, self.environment, outcome))
+        self.remember(setup, outcome)
         self.on_event(ProbeEvent(setup=setup, outcome=outcome, from_store=False))
         return outcome
+
+    def remember(self, setup: TrainSetup, outcome: Outcome) -> None:
+        """Stores an outcome, where there is a store."""
+        if self.store is not None:
+            self.store.append(record_of(self.request(setup), self.environment, outcome))
 
     def many(self, setups: Iterable[TrainSetup]) -> Iterator[tuple[TrainSetup, Outcome]]:
         """Outcomes of several setups as they come in, as many at a time as the executor takes."""

@@ -116,7 +116,6 @@ class Store:
         lines = b"".join(encode_line(record) for record in added)
         if not lines:
             return self.path
-        self._refresh()
         try:
             _append_bytes(self.path, lines)
         except OSError as error:
@@ -178,7 +177,7 @@ class Store:
                 handle.seek(self._offset)
                 with _locked(handle.fileno(), fcntl.LOCK_SH):
                     data = handle.read()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
             raise EnvironmentProblem(
@@ -211,8 +210,8 @@ class Store:
         self._records, self._by_key, self._offset, self._seen_lines, self._torn = [], {}, 0, set(), b""
 
     def _remember(self, record: Record, line: bytes | None = None) -> None:
-        line = line if line is not None else encode_line(record)
-        self._seen_lines.add(line)
+        if line is not None:  # on disk; what only memory holds may still be brought back by `merge`
+            self._seen_lines.add(line)
         self._records.append(record)
         self._by_key.setdefault(record.key, []).append(record)
 

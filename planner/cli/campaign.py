@@ -1,0 +1,210 @@
+"""`plan campaign`: measure a list of setups within a time budget. `plan store`: export and import measurements."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from planner.cli import options, probing
+from planner.cli.output import console, print_json
+from planner.errors import EXIT_ENVIRONMENT, UsageError
+from planner.interchange import to_jsonable
+from planner.models.spec import ModelSpec
+from planner.outcome import Measurement
+from planner.units import gib, seconds
+
+if TYPE_CHECKING:
+    from probes.campaign import CampaignReport, Step
+    from probes.campaign_spec import CampaignSpec, Chain
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def parse_budget(text: str) -> float:
+    """Seconds of "90s", "9m", "1.5h" or "540".
+
+    Raises:
+        UsageError: anything else, or nothing.
+    """
+    number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "s")
+    try:
+        value = float(number) * _UNITS[unit]
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise UsageError(f"--budget must be a time such as 9m, 90s or 1.5h; got {text!r}")
+    return value
+
+
+def campaign(
+    spec: Annotated[Path, typer.Argument(help="A campaign's YAML file.", show_default=False)],
+    budget: Annotated[str | None, typer.Option("--budget", help="Stop after this long: 9m, 90s, 1.5h.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="File to commit: every outcome of this campaign.")] = None,
+    device: probing.Device = None,
+    store: probing.StorePath = None,
+    ahead: Annotated[
+        int, typer.Option("--ahead", min=0, max=8, help="Children that already import while one measures.")
+    ] = 1,
+    slurm: probing.Slurm = None,
+    partition: probing.Partition = None,
+    dry: Annotated[bool, typer.Option("--list", help="Only say what would be measured, in order.")] = False,
+    as_json: options.Json = False,
+) -> int:
+    """Measure a campaign, most valuable first. What the store knows is skipped: call it again to go on."""
+    from probes.campaign import export_for_commit, run_campaign
+    from probes.campaign_spec import read_spec
+
+    plan = read_spec(spec)
+    budget_s = parse_budget(budget) if budget is not None else None
+    if dry:
+        return _list(plan, as_json=as_json)
+    devices = probing.pick_devices(device if slurm is None else device or "cuda:0")
+    gpu = None if devices == ("cpu",) else probing.gpu_of(plan.gpu, devices[0])
+    kept = probing.open_store(store if store is not None else out)
+    resolve = _Resolver()
+    for chain in plan.chains:
+        resolve(chain)  # a wrong name shows before the first probe, not after an hour
+    line = probing.ProgressLine(budget_s=budget_s)
+
+    def show(step: "Step", report: "CampaignReport") -> None:
+        line.advance("" if step.from_store else step_line(step))
+
+    interrupted = False
+    with probing.executor_for(
+        devices, slurm=slurm, partition=partition, ahead=ahead, on_progress=line.event
+    ) as executor:
+        try:
+            report = run_campaign(
+                plan,
+                executor=executor,
+                store=kept,
+                resolve=resolve,
+                gpu=gpu,
+                device=devices[0],
+                budget_s=budget_s,
+                on_step=show,
+            )
+        except KeyboardInterrupt:
+            interrupted = True
+    line.close()
+    if out is not None and (store is not None and store != out):
+        export_for_commit(plan, kept, out)
+    if interrupted:
+        raise KeyboardInterrupt
+    summary = {
+        "campaign": plan.name,
+        "finished": report.finished,
+        "measured": report.num_measured,
+        "already_known": report.num_known,
+        "failures": {kind.value: num for kind, num in report.failures().items()},
+        "chains_left": report.remaining,
+        "seconds": round(report.seconds, 1),
+        "store": str(kept.path),
+    }
+    if as_json:
+        print_json(summary)
+    else:
+        failures = ", ".join(f"{num} {kind.value}" for kind, num in report.failures().items()) or "none"
+        console().print(
+            f"{report.num_measured} measured, {report.num_known} known before, failures: {failures}; "
+            f"{seconds(report.seconds)}; "
+            + ("finished" if report.finished else f"{report.remaining} chains left: call again to go on"),
+            markup=False,
+        )
+    return 0 if report.steps or report.finished else EXIT_ENVIRONMENT
+
+
+class _Resolver:
+    """Model names to specs, each resolved once; a configuration in the YAML stands for itself."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, ModelSpec] = {}
+
+    def __call__(self, chain: "Chain") -> ModelSpec:
+        from planner.models.adapters import spec_from_config
+        from planner.models.resolve import resolve_model
+
+        if chain.model not in self._known:
+            if chain.config is not None:
+                spec = spec_from_config(chain.config, model_id=chain.model, source="campaign")
+            else:
+                spec = resolve_model(chain.model)
+            self._known[chain.model] = spec
+        return self._known[chain.model]
+
+
+def step_line(step: "Step") -> str:
+    """One answered point, for a log."""
+    setup, outcome = step.setup, step.outcome
+    rank = f" r{setup.lora_rank}" if setup.lora_rank else ""
+    what = (
+        f"{step.chain.model} {setup.method}{rank} {setup.optimizer} {setup.attention} {setup.loss} "
+        f"ckpt{setup.checkpointing} s{setup.seq_len_tokens} b{setup.micro_batch_seqs}"
+        + (" full-depth" if step.chain.depths == (0,) else "")
+    )
+    if not isinstance(outcome, Measurement):
+        return f"{what}: {outcome.kind.value}: {outcome.message[:160]}"
+    flags = f" [{', '.join(outcome.flags)}]" if outcome.flags else ""
+    return f"{what}: {gib(outcome.peak_allocated_bytes)}, {outcome.tokens_per_s:,.0f} tokens/s{flags}"
+
+
+def _list(plan: "CampaignSpec", *, as_json: bool) -> int:
+    if as_json:
+        chains: list[dict[str, Any]] = [
+            {
+                "block": chain.block,
+                "model": chain.model,
+                "setup": to_jsonable(chain.setup),
+                "micro_batches": list(chain.micro_batches),
+                "depths": list(chain.depths),
+            }
+            for chain in plan.chains
+        ]
+        print_json({"campaign": plan.name, "impossible": plan.impossible, "chains": chains})
+        return 0
+    blocks: dict[str, int] = {}
+    for chain in plan.chains:
+        blocks[chain.block] = blocks.get(chain.block, 0) + 1
+    out = console()
+    out.print(f"{plan.name}: {len(plan.chains)} chains, {plan.impossible} combinations cannot exist", markup=False)
+    for name, num in blocks.items():
+        out.print(f"  {name}: {num} chains", markup=False)
+    return 0
+
+
+store_app = typer.Typer(
+    help="The store of measurements.", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+)
+
+
+@store_app.command("export")
+def export(
+    target: Annotated[Path, typer.Argument(help="File to write (JSON lines).", show_default=False)],
+    store: probing.StorePath = None,
+) -> None:
+    """Write the last outcome of every setup as JSON lines."""
+    kept = probing.open_store(store)
+    print_json({"exported": kept.export(target), "to": str(target)})
+
+
+@store_app.command("import")
+def import_(
+    source: Annotated[Path, typer.Argument(help="File that `plan store export` wrote.", show_default=False)],
+    store: probing.StorePath = None,
+) -> None:
+    """Add another store's outcomes; what is here already is left alone."""
+    kept = probing.open_store(store)
+    added, known = kept.merge(source)
+    print_json({"added": added, "already_here": known, "store": str(kept.path)})
+
+
+@store_app.command("show")
+def show(store: probing.StorePath = None) -> None:
+    """How much the store holds, and where it lies."""
+    kept = probing.open_store(store)
+    records = kept.latest()
+    models: dict[str, int] = {}
+    for record in records:
+        models[record.model_id] = models.get(record.model_id, 0) + 1
+    measured = sum(isinstance(record.outcome, Measurement) for record in records)
+    print_json({"store": str(kept.path), "outcomes": len(records), "measurements": measured, "models": models})

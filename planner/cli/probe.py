@@ -1,0 +1,239 @@
+"""`plan probe`: measure one setup on a GPU. `plan confirm`: hold a written plan to its promise at full depth."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from planner.cli import options, probing
+from planner.cli.output import console, print_json
+from planner.cli.wish import parse_targets, positive
+from planner.errors import EXIT_ENVIRONMENT, EXIT_NOTHING_FITS, UsageError
+from planner.interchange import setup_from_dict, setup_to_dict, to_jsonable
+from planner.outcome import FailureKind, Measurement, ProbeFailure
+from planner.setup import TrainSetup
+from planner.units import GIB, gib, percent, seconds
+
+if TYPE_CHECKING:
+    from probes.confirm import Confirmation
+
+Limit = Annotated[float, typer.Option("--limit", help="Seconds one probe may take, imports included.")]
+MeasureSeconds = Annotated[float, typer.Option("--measure-seconds", help="Cap on the timed steps of one depth.")]
+
+
+def probe(
+    model: Annotated[str, typer.Argument(help="Hub id, directory or catalogue name.", show_default=False)],
+    gpu: Annotated[str | None, typer.Option("--gpu", help="Table row of this machine's GPU (default: asked).")] = None,
+    device: probing.Device = None,
+    method: Annotated[str | None, typer.Option("--method", help="full, lora or qlora.")] = None,
+    rank: options.Rank = None,
+    targets: options.Targets = None,
+    optimizer: Annotated[str | None, typer.Option("--optimizer")] = None,
+    precision: Annotated[str | None, typer.Option("--precision")] = None,
+    quantization: Annotated[str | None, typer.Option("--quantization")] = None,
+    attention: Annotated[str | None, typer.Option("--attention")] = None,
+    checkpointing: options.Checkpointing = None,
+    checkpoint_every: options.CheckpointEvery = None,
+    loss: Annotated[str | None, typer.Option("--loss")] = None,
+    seq_len: options.SeqLen = None,
+    micro_batch: Annotated[int | None, typer.Option("--micro-batch", help="Sequences per forward.")] = None,
+    accumulation: Annotated[int | None, typer.Option("--accumulation", help="Micro-batches per step.")] = None,
+    packing: options.Packing = None,
+    full_depth: Annotated[bool, typer.Option("--full-depth", help="Run every layer instead of two depths.")] = False,
+    memory_gib: Annotated[
+        float | None, typer.Option("--memory-gib", help="Let this card stand in for one with that much (GiB).")
+    ] = None,
+    limit: Limit = 180.0,
+    measure_seconds: MeasureSeconds = 20.0,
+    store: probing.StorePath = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure even if the store knows the answer.")] = False,
+    slurm: probing.Slurm = None,
+    partition: probing.Partition = None,
+    revision: options.Revision = None,
+    hub: options.AskHub = False,
+    as_json: options.Json = False,
+) -> int:
+    """Measure memory and speed of one setup in a child process; random weights, nothing is downloaded."""
+    values = {
+        "method": method,
+        "lora_rank": positive("rank", rank, maximum=65_536),
+        "lora_targets": parse_targets(targets) if targets is not None else None,
+        "optimizer": optimizer,
+        "precision": precision,
+        "quantization": quantization,
+        "attention": attention,
+        "checkpointing": options.checkpointing_value(checkpointing, checkpoint_every),
+        "loss": loss,
+        "seq_len_tokens": positive("seq-len", seq_len),
+        "micro_batch_seqs": positive("micro-batch", micro_batch),
+        "accumulation_steps": positive("accumulation", accumulation),
+        "packing": packing,
+    }
+    given = {name: value for name, value in values.items() if value is not None}
+    if "method" not in given and given.get("quantization", "none") != "none":
+        given["method"] = "qlora"
+    setup = setup_from_dict(given)
+
+    from planner.models.resolve import resolve_model
+    from probes.evaluate import Prober
+    from probes.request import Limits
+
+    spec = resolve_model(model, revision=revision, ask_hub=hub)
+    devices = probing.pick_devices(device if slurm is None else device or "cuda:0")[:1]
+    card = probing.gpu_of(gpu, devices[0]) if slurm is None or gpu else None
+    limits = Limits(time_s=limit, measure_s=measure_seconds, **_memory_limit(memory_gib, devices[0], card))
+    line = probing.ProgressLine()
+    with probing.executor_for(devices, slurm=slurm, partition=partition, on_progress=line.event) as executor:
+        prober = Prober(
+            model=spec,
+            gpu=card,
+            executor=executor,
+            store=probing.open_store(store),
+            device=devices[0],
+            limits=limits,
+            depths=(0,) if full_depth else (),
+        )
+        known = None if again else prober.stored(setup)
+        outcome = known or prober.finish(setup, prober.submit(setup))
+    line.close()
+    if as_json:
+        document = {"setup": {"model": spec.model_id, **setup_to_dict(setup)}, "outcome": to_jsonable(outcome)}
+        print_json({**document, "from_store": known is not None})
+    else:
+        for text in outcome_lines(outcome, from_store=known is not None):
+            console().print(text, markup=False)
+    return exit_code(outcome)
+
+
+def _memory_limit(memory_gib: float | None, device: str, card: Any) -> dict[str, Any]:
+    if memory_gib is None:
+        return {}
+    if memory_gib <= 0:
+        raise UsageError(f"--memory-gib must be above 0, got {memory_gib}")
+    if device == "cpu":
+        return {"cpu_memory_bytes": int(memory_gib * GIB)}
+    from probes.environment import device_status
+
+    status = device_status(device)
+    total = status.total_bytes if status is not None else (card.memory_bytes if card is not None else 0)
+    if total and memory_gib * GIB > total:
+        raise UsageError(
+            f"--memory-gib {memory_gib:g} is more than this GPU has ({gib(total)})", hint="leave it out, or give less"
+        )
+    return {"memory_fraction": memory_gib * GIB / total} if total else {}
+
+
+def exit_code(outcome: Measurement | ProbeFailure) -> int:
+    """0 measured, 1 does not fit, 3 anything else that kept the probe from measuring."""
+    if isinstance(outcome, Measurement):
+        return 0
+    return EXIT_NOTHING_FITS if outcome.kind is FailureKind.OUT_OF_MEMORY else EXIT_ENVIRONMENT
+
+
+def outcome_lines(outcome: Measurement | ProbeFailure, *, from_store: bool = False) -> list[str]:
+    """One outcome for a person."""
+    if isinstance(outcome, ProbeFailure):
+        lines = [f"{outcome.kind.value.replace('_', ' ')}: {outcome.message}"]
+        return [*lines, f"log: {outcome.log_path}"] if outcome.log_path else lines
+    spread = max(outcome.step_times_s) - min(outcome.step_times_s)
+    where = outcome.environment.gpu_name
+    lines = [
+        f"measured on {where}" + (" (from the store)" if from_store else ""),
+        f"  peak allocated {gib(outcome.peak_allocated_bytes)}, reserved {gib(outcome.peak_reserved_bytes)}, "
+        f"device {gib(outcome.peak_device_bytes)}",
+        "  phases " + ", ".join(f"{name} {gib(size)}" for name, size in outcome.phase_peaks_bytes.items()),
+        f"  {outcome.tokens_per_s:,.0f} tokens/s, step {seconds(outcome.step_time_s)} "
+        f"(median of {len(outcome.step_times_s)}, spread {seconds(spread)})"
+        + (f", MFU {percent(outcome.mfu_fraction)}" if outcome.mfu_fraction is not None else ""),
+    ]
+    if outcome.extrapolation_error_fraction is not None:
+        lines.append(f"  extension to full depth missed a third depth by {outcome.extrapolation_error_fraction:+.2%}")
+    if outcome.flags:
+        lines.append(f"  flags: {', '.join(outcome.flags)}")
+    return [*lines, *(f"  {note}" for note in outcome.notes)]
+
+
+def confirm(
+    directory: Annotated[Path, typer.Argument(help="What `plan ... --out DIR` wrote.", show_default=False)],
+    target: Annotated[
+        str | None, typer.Option("--target", help="Read the setup back from this target's launch file.")
+    ] = None,
+    device: probing.Device = None,
+    limit: Limit = 900.0,
+    measure_seconds: MeasureSeconds = 60.0,
+    store: probing.StorePath = None,
+    as_json: options.Json = False,
+) -> int:
+    """Run the planned setup at full depth for some steps and compare with what the plan promised."""
+    from planner.models.resolve import resolve_model
+    from planner.plan import Plan
+    from probes.confirm import confirm as run
+    from probes.confirm import promise_of
+    from probes.evaluate import Prober
+    from probes.request import Limits
+    from reports.plan_json import plan_from_dict, read_plan_json
+
+    plan = plan_from_dict(read_plan_json(directory))
+    if not isinstance(plan, Plan):
+        raise UsageError("this directory holds a refusal: nothing fits", hint="plan again with a larger GPU")
+    workload, chosen = plan.workload, plan.chosen
+    setup = chosen.setup if target is None else _launched_setup(directory, target, workload.model, chosen.setup)
+    spec = resolve_model(workload.model.model_id)
+    devices = probing.pick_devices(device)[:1]
+    card = probing.gpu_of(None, devices[0])
+    line = probing.ProgressLine()
+    with probing.executor_for(devices, on_progress=line.event) as executor:
+        prober = Prober(
+            model=spec,
+            gpu=card,
+            executor=executor,
+            store=probing.open_store(store),
+            device=devices[0],
+            limits=Limits(time_s=limit, measure_s=measure_seconds),
+        )
+        confirmation = run(
+            prober,
+            setup,
+            promise_of(chosen.memory_evidence, chosen.speed_evidence),
+            budget_bytes=chosen.budget_bytes,
+        )
+    line.close()
+    if card is not None and card.key != workload.gpu.key:
+        reason = f"this is a {card.name}, the plan was made for a {workload.gpu.name}"
+        confirmation = replace(confirmation, reasons=(*confirmation.reasons, reason))
+    if as_json:
+        print_json(to_jsonable(confirmation))
+    else:
+        for text in _confirmation_lines(confirmation):
+            console().print(text, markup=False)
+    if isinstance(confirmation.outcome, ProbeFailure):
+        return exit_code(confirmation.outcome)
+    return 0 if confirmation.kept else EXIT_NOTHING_FITS
+
+
+def _launched_setup(directory: Path, target: str, model: Any, planned: TrainSetup) -> TrainSetup:
+    """The setup that a target's emitted file really says."""
+    from planner.readers.read import read_config
+
+    folder = directory / "launch" / target
+    files = [one for one in sorted(folder.glob("*")) if one.suffix in (".yaml", ".yml", ".json", ".py")]
+    if not files:
+        raise UsageError(
+            f"no launch file of {target!r} in {folder}", hint="leave --target out to run plan.json's setup"
+        )
+    return read_config(files[0], model=model, base=planned).setup
+
+
+def _confirmation_lines(confirmation: "Confirmation") -> list[str]:
+    promise, outcome = confirmation.promise, confirmation.outcome
+    lines = outcome_lines(outcome)
+    if isinstance(outcome, Measurement):
+        speed = f"{promise.tokens_per_s:,.0f} tokens/s" if promise.tokens_per_s else "no speed"
+        lines.append(f"promised ({promise.rung.value}): device {gib(promise.peak_device_bytes)}, {speed}")
+        misses = [f"memory {confirmation.memory_miss_fraction:+.1%}"]
+        if confirmation.speed_miss_fraction is not None:
+            misses.append(f"speed {confirmation.speed_miss_fraction:+.1%}")
+        lines.append("promise against measurement: " + ", ".join(misses))
+    lines.append("the plan held" if confirmation.kept else "the plan did not hold:")
+    return [*lines, *(f"  {reason}" for reason in confirmation.reasons)]

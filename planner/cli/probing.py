@@ -1,0 +1,153 @@
+"""What the measuring commands share: the store's place, the device, executors, and a line of progress on stderr."""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from planner.errors import EnvironmentProblem, UsageError
+from planner.gpu import GpuSpec
+from planner.units import seconds
+
+if TYPE_CHECKING:
+    from probes.executors import Executor
+    from probes.store import Store
+
+STORE_VARIABLE = "FINETUNE_PLANNER_STORE"
+
+StorePath = Annotated[
+    Path | None, typer.Option("--store", help=f"Store of measurements (default: ${STORE_VARIABLE} or the user's data).")
+]
+Device = Annotated[str | None, typer.Option("--device", help="cuda:N, or cpu (tiny models). Default: every GPU.")]
+Slurm = Annotated[
+    Path | None, typer.Option("--slurm", help="Run as cluster jobs through submitit; its folder (shared).")
+]
+Partition = Annotated[str | None, typer.Option("--partition", help="Slurm partition (with --slurm).")]
+
+
+def default_store_path() -> Path:
+    """The user's store: $FINETUNE_PLANNER_STORE, or a file in the user's data directory."""
+    given = os.environ.get(STORE_VARIABLE)
+    if given:
+        return Path(given)
+    try:
+        from platformdirs import user_data_path
+    except ImportError:  # a bare GPU machine
+        return Path.home() / ".local" / "share" / "finetune-planner" / "measurements.jsonl"
+    return user_data_path("finetune-planner") / "measurements.jsonl"
+
+
+def open_store(path: Path | None) -> "Store":
+    """The store at `path`, or the user's."""
+    from probes.store import Store
+
+    return Store(path if path is not None else default_store_path())
+
+
+def pick_devices(device: str | None) -> tuple[str, ...]:
+    """The devices to probe on: the one named, else every GPU of this machine.
+
+    Raises:
+        EnvironmentProblem: there is no GPU and none was named.
+    """
+    if device is not None:
+        if device != "cpu" and not (device == "cuda" or device.removeprefix("cuda:").isdecimal()):
+            raise UsageError(f"--device must be cpu or cuda:N, got {device!r}", hint="for example --device cuda:0")
+        return ("cuda:0" if device == "cuda" else device,)
+    from probes.executors import local_devices
+
+    devices = local_devices()
+    if not devices:
+        raise EnvironmentProblem(
+            "no NVIDIA GPU answers on this machine",
+            hint="`plan doctor` says what is missing; --device cpu probes tiny models; `plan estimate` needs no GPU",
+        )
+    return devices
+
+
+def gpu_of(name: str | None, device: str) -> GpuSpec | None:
+    """The table's row of the device: the one named, else the one the driver names; None on the CPU."""
+    from planner.errors import UnknownGpuError
+    from planner.gpus import find_gpu, local_gpu
+
+    if name is not None and name.lower() != "local":
+        return find_gpu(name)
+    if device == "cpu":
+        return None
+    try:
+        return local_gpu()
+    except UnknownGpuError:  # measuring needs no row; only the utilisation is left out
+        return None
+
+
+@contextmanager
+def executor_for(
+    devices: tuple[str, ...],
+    *,
+    slurm: Path | None = None,
+    partition: str | None = None,
+    ahead: int = 0,
+    on_progress: Any = None,
+) -> Iterator["Executor"]:
+    """An executor that is stopped, children and jobs included, whatever ends the block."""
+    from probes.executors import LocalExecutor, SubmititExecutor
+
+    executor: Executor
+    if slurm is not None:
+        parameters = {"slurm_partition": partition} if partition else {}
+        executor = SubmititExecutor(slurm, parameters=parameters)
+    else:
+        executor = LocalExecutor(devices, ahead=ahead, on_progress=on_progress)
+    try:
+        yield executor
+    finally:
+        executor.close()
+
+
+class ProgressLine:
+    """One line on stderr that says what is being done, and the time left; silent where nobody watches."""
+
+    def __init__(self, *, total: int | None = None, budget_s: float | None = None) -> None:
+        self._watched = sys.stderr.isatty()
+        self._total, self._budget_s = total, budget_s
+        self._started = time.monotonic()
+        self._done = 0
+
+    def event(self, text: str, elapsed_s: float) -> None:
+        """A probe is at `text`, `elapsed_s` after its start."""
+        self._show(f"{self._head()}{text} ({seconds(elapsed_s)})")
+
+    def advance(self, line: str = "") -> None:
+        """One probe is answered; `line` stays on the screen (also in a pipe)."""
+        self._done += 1
+        self._clear()
+        if line:
+            print(line, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Leaves a clean line."""
+        self._clear()
+
+    def _head(self) -> str:
+        spent = time.monotonic() - self._started
+        if self._budget_s is not None:
+            return f"[{self._done} done, {seconds(max(0.0, self._budget_s - spent))} left] "
+        if self._total is not None and self._done:
+            left = spent / self._done * (self._total - self._done)
+            return f"[{self._done} of {self._total}, {seconds(left)} left] "
+        return f"[{self._done} of {self._total}] " if self._total is not None else ""
+
+    def _show(self, text: str) -> None:
+        if self._watched:
+            sys.stderr.write(f"\r\033[K{text[:150]}")
+            sys.stderr.flush()
+
+    def _clear(self) -> None:
+        if self._watched:
+            sys.stderr.write("\r\033[K")
+            sys.stderr.flush()

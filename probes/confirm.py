@@ -1,0 +1,103 @@
+"""Rung 4: run a planned setup at full depth and hold the plan to its promise."""
+
+from dataclasses import dataclass, replace
+
+from planner.outcome import Measurement, Prediction, ProbeFailure, Rung
+from planner.setup import TrainSetup
+from probes.evaluate import Prober
+from probes.outcomes import Outcome
+
+DEFAULT_MEMORY_BAND = 0.05
+DEFAULT_TIME_BAND = 0.05
+"""Where the promise came from a probe, it has no band of its own: a measurement repeats to a few percent."""
+EVERY_MICRO_BATCH = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promise:
+    """What the plan said of one setup, by its highest rung."""
+
+    rung: Rung
+    peak_device_bytes: int
+    tokens_per_s: float | None
+    memory_band_fraction: float
+    time_band_fraction: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Confirmation:
+    """The promise beside what happened.
+
+    Attributes:
+        memory_miss_fraction: promised over measured device peak, minus 1; None when nothing was measured.
+        speed_miss_fraction: promised over measured tokens/s, minus 1.
+        kept: both within the promise's bands, and the run neither failed nor exceeded the budget.
+    """
+
+    setup: TrainSetup
+    promise: Promise
+    outcome: Outcome
+    memory_miss_fraction: float | None
+    speed_miss_fraction: float | None
+    kept: bool
+    reasons: tuple[str, ...]
+
+
+def promise_of(memory: Prediction | Measurement, speed: Prediction | Measurement) -> Promise:
+    """The promise from the rungs that gave memory and speed."""
+    return Promise(
+        rung=memory.rung,
+        peak_device_bytes=memory.peak_device_bytes,
+        tokens_per_s=speed.tokens_per_s,
+        memory_band_fraction=memory.memory_band_fraction if isinstance(memory, Prediction) else DEFAULT_MEMORY_BAND,
+        time_band_fraction=(speed.time_band_fraction if isinstance(speed, Prediction) else None) or DEFAULT_TIME_BAND,
+    )
+
+
+def confirm(prober: Prober, setup: TrainSetup, promise: Promise, *, budget_bytes: int) -> Confirmation:
+    """Runs `setup` at full depth, every micro-batch of the step, and compares."""
+    full = replace(
+        prober,
+        depths=(0,),
+        rung=Rung.CONFIRM,
+        store=None,  # a confirmation is run because somebody wants to see it run
+        limits=replace(prober.limits, max_accumulation=EVERY_MICRO_BATCH),
+    )
+    outcome = full(setup)
+    if prober.store is not None:
+        full.store = prober.store
+        full.remember(setup, outcome)
+    return compare(setup, promise, outcome, budget_bytes=budget_bytes)
+
+
+def compare(setup: TrainSetup, promise: Promise, outcome: Outcome, *, budget_bytes: int) -> Confirmation:
+    """Holds an outcome against a promise."""
+    if isinstance(outcome, ProbeFailure):
+        return Confirmation(
+            setup=setup,
+            promise=promise,
+            outcome=outcome,
+            memory_miss_fraction=None,
+            speed_miss_fraction=None,
+            kept=False,
+            reasons=(f"{outcome.kind.value}: {outcome.message}",),
+        )
+    # The CPU has no driver context and no data sheet: only what the allocator would hold can be compared there.
+    memory = promise.peak_device_bytes / outcome.peak_device_bytes - 1.0
+    speed = promise.tokens_per_s / outcome.tokens_per_s - 1.0 if promise.tokens_per_s else None
+    reasons = []
+    if outcome.peak_device_bytes > budget_bytes:
+        reasons.append(f"needs {outcome.peak_device_bytes} bytes, the budget is {budget_bytes}")
+    if abs(memory) > promise.memory_band_fraction:
+        reasons.append(f"memory promised {memory:+.1%} off, the band is {promise.memory_band_fraction:.1%}")
+    if speed is not None and abs(speed) > promise.time_band_fraction:
+        reasons.append(f"speed promised {speed:+.1%} off, the band is {promise.time_band_fraction:.1%}")
+    return Confirmation(
+        setup=setup,
+        promise=promise,
+        outcome=outcome,
+        memory_miss_fraction=memory,
+        speed_miss_fraction=speed,
+        kept=not reasons,
+        reasons=tuple(reasons),
+    )

@@ -1,0 +1,327 @@
+"""What this machine can do, and how to mend what is missing. Never raises: every check becomes a `Finding`."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from planner.units import GIB, gib
+from probes.environment import device_status, library_versions, nvml, nvml_handle
+from probes.executors import local_devices
+
+Level = Literal["ok", "warning", "missing"]
+
+# Versions this project was run with; the ranges stand in pyproject.toml. Outside them nothing is known to be wrong.
+TESTED_RANGES = {
+    "torch": ("2.9", "3"),
+    "transformers": ("5.17", "6"),
+    "peft": ("0.19", "1"),
+    "bitsandbytes": ("0.48", "1"),
+    "accelerate": ("1.10", "2"),
+}
+OPTIONAL = {"bitsandbytes": "QLoRA and 8-bit optimizers"}
+MIN_DISK_BYTES = 2 * GIB
+TORCH_CHECK_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing looked at: what it is, how it is, and what would mend it."""
+
+    name: str
+    level: Level
+    text: str
+    mend: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def examine() -> list[Finding]:
+    """Everything the planner may want of a machine, looked at one by one."""
+    findings = [*_python(), *_driver(), *_versions()]
+    torch_facts = ask_torch()
+    findings += [*_torch(torch_facts), *_disk(), *_caches()]
+    return findings
+
+
+def can_probe(findings: list[Finding]) -> bool:
+    """Whether GPU probes can run here."""
+    levels = {one.name: one.level for one in findings}
+    needed = ("NVIDIA driver", "torch", "transformers", "peft", "torch on the GPU")
+    return all(levels.get(name) in ("ok", "warning") for name in needed)
+
+
+def _python() -> Iterator[Finding]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    good = sys.version_info >= (3, 11)
+    yield Finding(
+        name="Python",
+        level="ok" if good else "missing",
+        text=f"{version} ({sys.executable})",
+        mend="" if good else "Python 3.11 or newer is needed",
+        facts={"version": version},
+    )
+
+
+def _driver() -> Iterator[Finding]:
+    with nvml() as module:
+        if module is None:
+            installed = importlib.util.find_spec("pynvml") is not None
+            yield Finding(
+                name="NVIDIA driver",
+                level="missing",
+                text="no driver answers" if installed else "cannot be asked: nvidia-ml-py is not installed",
+                mend=(
+                    "install the NVIDIA driver, or start the container with --gpus all; without a GPU everything but "
+                    "probes works"
+                    if installed
+                    else "pip install nvidia-ml-py"
+                ),
+            )
+            return
+        driver = module.nvmlSystemGetDriverVersion()
+        cuda = int(module.nvmlSystemGetCudaDriverVersion())
+        cuda_text = f"{cuda // 1000}.{cuda % 1000 // 10}"
+        yield Finding(
+            name="NVIDIA driver",
+            level="ok",
+            text=f"{driver}, for CUDA up to {cuda_text}",
+            facts={"driver": str(driver), "cuda": cuda_text},
+        )
+    for device in local_devices():
+        yield _gpu(device)
+
+
+def _gpu(device: str) -> Finding:
+    status = device_status(device)
+    if status is None:
+        return Finding(
+            name=f"GPU {device}",
+            level="warning",
+            text="the driver does not tell about it",
+            mend="check `nvidia-smi`; in a container, MIG and permissions",
+        )
+    used = status.used_bytes
+    facts: dict[str, Any] = {"name": status.name, "total_bytes": status.total_bytes, "used_bytes": used}
+    text = f"{status.name}, {gib(status.total_bytes)}, {gib(used)} in use"
+    with nvml() as module:
+        if module is not None:
+            try:
+                facts["power_limit_w"] = module.nvmlDeviceGetPowerManagementLimit(nvml_handle(module, device)) / 1000.0
+                text += f", {facts['power_limit_w']:.0f} W limit"
+            except module.NVMLError:
+                pass  # hidden in some containers
+    if used > GIB:
+        return Finding(
+            name=f"GPU {device}",
+            level="warning",
+            text=text,
+            mend="end what runs on it (nvidia-smi lists it): probes on a shared GPU measure the neighbours too",
+            facts=facts,
+        )
+    return Finding(name=f"GPU {device}", level="ok", text=text, facts=facts)
+
+
+def _versions() -> Iterator[Finding]:
+    for name, (low, high) in TESTED_RANGES.items():
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            optional = OPTIONAL.get(name)
+            yield Finding(
+                name=name,
+                level="warning" if optional else "missing",
+                text="not installed" + (f" (needed for {optional})" if optional else ""),
+                mend="pip install 'finetune-planner[torch]'",
+            )
+            continue
+        inside = _at_least(version, low) and not _at_least(version, high)
+        yield Finding(
+            name=name,
+            level="ok" if inside else "warning",
+            text=f"{version}" + ("" if inside else f", tested from {low} to below {high}"),
+            mend="" if inside else f"pip install '{name}>={low},<{high}'",
+            facts={"version": version},
+        )
+
+
+def _at_least(version: str, bound: str) -> bool:
+    return _numbers(version) >= _numbers(bound)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    numbers = []
+    for part in version.split("+")[0].split("."):
+        digits = "".join(char for char in part if char.isdigit())
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)
+
+
+_TORCH_SCRIPT = """
+import json, sys
+facts = {"problems": {}}
+def attempt(name, work):
+    try:
+        facts[name] = work()
+    except Exception as error:
+        facts[name] = None
+        facts["problems"][name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+def cuda():
+    import torch
+    facts["torch"], facts["built_for"] = torch.__version__, torch.version.cuda or torch.version.hip or ""
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(index)
+        (torch.ones(64, 64, device=f"cuda:{index}") @ torch.ones(64, 64, device=f"cuda:{index}")).sum().item()
+        found.append({"name": p.name, "capability": [p.major, p.minor], "memory_bytes": p.total_memory})
+    return found
+def device():
+    import torch
+    return "cuda" if torch.cuda.is_available() else "cpu"
+def bf16():
+    import torch
+    if not torch.cuda.is_available():
+        return None
+    return bool(torch.cuda.get_device_capability()[0] >= 8)
+def nf4():
+    import torch, bitsandbytes as bnb
+    where = device()
+    weight = torch.randn(256, 256, device=where, dtype=torch.bfloat16)
+    packed, state = bnb.functional.quantize_4bit(weight, quant_type="nf4")
+    back = bnb.functional.dequantize_4bit(packed, state)
+    return float((back - weight).abs().mean() / weight.abs().mean()) < 0.2
+def adam8bit():
+    import torch, bitsandbytes as bnb
+    parameter = torch.nn.Parameter(torch.randn(64, 128, device=device()))
+    optimizer = bnb.optim.AdamW8bit([parameter], lr=1e-3)
+    before = parameter.detach().clone()
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return bool((parameter.detach() != before).any())
+def flash():
+    import torch, flash_attn
+    if not torch.cuda.is_available():
+        return False
+    q = torch.randn(1, 64, 4, 64, device="cuda", dtype=torch.bfloat16)
+    return list(flash_attn.flash_attn_func(q, q, q, causal=True).shape) == [1, 64, 4, 64]
+for name, work in (("gpus", cuda), ("bf16", bf16), ("nf4", nf4), ("adam8bit", adam8bit), ("flash", flash)):
+    attempt(name, work)
+print("DOCTOR" + json.dumps(facts))
+"""
+
+
+def ask_torch(run: Callable[..., Any] = subprocess.run) -> dict[str, Any]:
+    """What torch, bitsandbytes and flash-attn really do here, tried in a child: a broken kernel may crash it."""
+    try:
+        done = run(
+            [sys.executable, "-c", _TORCH_SCRIPT],
+            capture_output=True,
+            text=True,
+            timeout=TORCH_CHECK_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        return {"problems": {"gpus": f"no answer within {TORCH_CHECK_S:.0f} s: the driver hangs"}}
+    for line in done.stdout.splitlines():
+        if line.startswith("DOCTOR"):
+            facts: dict[str, Any] = json.loads(line.removeprefix("DOCTOR"))
+            return facts
+    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    return {"problems": {"gpus": f"the check ended with status {done.returncode}: {last[:300]}"}}
+
+
+def _torch(facts: dict[str, Any]) -> Iterator[Finding]:
+    problems: dict[str, str] = facts.get("problems", {})
+    gpus = facts.get("gpus")
+    if gpus:
+        text = "; ".join(
+            f"{one['name']}, capability {one['capability'][0]}.{one['capability'][1]}, {gib(one['memory_bytes'])}"
+            for one in gpus
+        )
+        yield Finding(name="torch on the GPU", level="ok", text=text, facts={"gpus": gpus})
+    else:
+        built = facts.get("built_for", "")
+        if "gpus" in problems:
+            text, mend = problems["gpus"], "update the driver, or install a torch built for the driver's CUDA version"
+        elif facts.get("torch") and not built:
+            text = f"torch {facts['torch']} is a build without CUDA"
+            mend = "install a CUDA build: https://pytorch.org/get-started/locally/ (the dry run works without)"
+        else:
+            text, mend = "torch finds no GPU", "check nvidia-smi and CUDA_VISIBLE_DEVICES"
+        yield Finding(name="torch on the GPU", level="missing", text=text, mend=mend)
+    if facts.get("bf16") is not None:
+        yield Finding(
+            name="bf16",
+            level="ok" if facts["bf16"] else "warning",
+            text="runs on the hardware" if facts["bf16"] else "emulated: slow on this GPU",
+            mend="" if facts["bf16"] else "use --precision fp16-mixed or fp16-autocast",
+        )
+    where = "on the GPU" if gpus else "on the CPU"
+    for key, name, purpose in (("nf4", "bitsandbytes NF4", "QLoRA"), ("adam8bit", "bitsandbytes AdamW 8-bit", "8-bit")):
+        works = bool(facts.get(key))
+        yield Finding(
+            name=name,
+            level="ok" if works else "warning",
+            text=f"kernels work {where}" if works else problems.get(key, "wrong results"),
+            mend="" if works else f"pip install -U bitsandbytes (only {purpose} setups need it)",
+        )
+    works = bool(facts.get("flash"))
+    yield Finding(
+        name="flash-attn",
+        level="ok" if works else "warning",
+        text="kernels work" if works else problems.get("flash", "needs a GPU of compute capability 8.0 or newer"),
+        mend="" if works else "optional: pip install flash-attn --no-build-isolation; SDPA is used otherwise",
+    )
+    for extra in ("liger-kernel", "trl"):
+        version = library_versions().get(extra)
+        if version is not None:
+            yield Finding(name=extra, level="ok", text=version, facts={"version": version})
+
+
+def _disk() -> Iterator[Finding]:
+    for name, path in (("temporary directory", Path(tempfile.gettempdir())), ("working directory", Path.cwd())):
+        free = shutil.disk_usage(path).free
+        writable = os.access(path, os.W_OK)
+        good = writable and free >= MIN_DISK_BYTES
+        yield Finding(
+            name=name,
+            level="ok" if good else "warning",
+            text=f"{path}: {gib(free)} free" + ("" if writable else ", not writable"),
+            mend="" if good else "free some space, or set TMPDIR / change the directory",
+            facts={"free_bytes": free, "writable": writable},
+        )
+
+
+def _caches() -> Iterator[Finding]:
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    exists = home.is_dir()
+    yield Finding(
+        name="Hugging Face cache",
+        level="ok",
+        text=f"{home}" + ("" if exists else " (not there yet; planning needs no weights)"),
+        facts={"path": str(home), "exists": exists},
+    )
+
+
+def findings_to_dict(findings: list[Finding]) -> dict[str, Any]:
+    """The examination as JSON values."""
+    return {
+        "schema_version": 1,
+        "can_probe": can_probe(findings),
+        "findings": [
+            {"name": one.name, "level": one.level, "text": one.text, "mend": one.mend, "facts": one.facts}
+            for one in findings
+        ],
+    }

@@ -1,0 +1,364 @@
+"""The store: append-only, safe under several writers and crashes, nothing lost silently."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fault_worker import measured
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.errors import EnvironmentProblem
+from planner.interchange import setup_to_dict
+from planner.outcome import FailureKind, ProbeFailure, Rung
+from planner.setup import TrainSetup
+from probes import store as store_module
+from probes.environment import read_environment
+from probes.evaluate import record_of
+from probes.fingerprint import fingerprint
+from probes.outcomes import BadOutcome, outcome_from_dict, outcome_to_dict
+from probes.records import Record, decode_line, encode_line
+from probes.request import Limits, ProbeRequest
+from probes.store import Store, StoreWarning
+
+TESTS = Path(__file__).parent
+
+
+def request(**changes: object) -> ProbeRequest:
+    return ProbeRequest(
+        **{"model_id": "tiny", "config": {"model_type": "llama"}, "setup": TrainSetup(), "device": "cpu", **changes}  # type: ignore[arg-type]
+    )
+
+
+def record(key: str = "k", step_s: float = 0.5) -> Record:
+    return Record(
+        key=key,
+        model_id="tiny",
+        config_digest="d",
+        setup=setup_to_dict(TrainSetup()),
+        request={"limits": {"time_s": 10.0}},
+        outcome=measured(request(), step_s=step_s),
+        recorded_at="2026-11-21T00:00:00+00:00",
+    )
+
+
+def failed(kind: FailureKind, key: str = "k", time_s: float = 10.0, log: str = "a") -> Record:
+    outcome = ProbeFailure(rung=Rung.PROBE, kind=kind, message="m", log_path=log)
+    return replace(record(key), outcome=outcome, request={"limits": {"time_s": time_s}})
+
+
+def test_record_survives_its_line_and_any_changed_byte_is_noticed() -> None:
+    line = encode_line(record())
+    assert decode_line(line) == record()
+    rng = random.Random(0)
+    for _ in range(200):
+        at = rng.randrange(len(line) - 1)
+        changed = bytearray(line)
+        changed[at] ^= 1 << rng.randrange(7)
+        try:
+            found = decode_line(bytes(changed))
+        except BadOutcome:
+            continue
+        assert found == record()  # a change that JSON does not see (white space) is no damage
+
+
+def test_store_appends_and_a_second_reader_sees_it(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "store.jsonl"
+    first, second = Store(path), Store(path)
+    assert first.get("a") is None
+    first.append(record("a"))
+    second.append(record("b", 0.25))
+    assert [one.key for one in first.records()] == ["a", "b"]
+    assert second.get("a") == record("a")
+    first.append(record("a", 0.75))
+    found = second.get("a")
+    assert found is not None
+    assert found.outcome == record("a", 0.75).outcome  # the last one holds, whatever its clock says
+    assert [one.key for one in second.latest()] == ["a", "b"]
+
+
+def test_order_is_the_file_s_not_the_clock_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that goes backwards between two writers changes neither what is stored nor which record holds."""
+    texts = iter(["2026-11-21T10:00:00+00:00", "2001-01-01T00:00:00+00:00"])
+    monkeypatch.setattr(store_module, "now_text", lambda: next(texts))
+    store = Store(tmp_path / "s.jsonl")
+    store.append(replace(record(step_s=1.0), recorded_at=store_module.now_text()))
+    store.append(replace(record(step_s=2.0), recorded_at=store_module.now_text()))
+    found = Store(tmp_path / "s.jsonl").get("k")
+    assert found is not None
+    assert found.recorded_at.startswith("2001")
+    assert found.outcome == record(step_s=2.0).outcome
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "binary", "json"])
+def test_damaged_line_is_skipped_kept_and_told(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "s.jsonl"
+    lines = [encode_line(record(key)) for key in "abc"]
+    bad = {
+        "flip": lines[1].replace(b"0.5", b"0.6", 1),
+        "cut": lines[1][:40] + b"\n",
+        "binary": b"\x00\xff\xfe garbage\n",
+        "json": b'{"hello": 1}\n',
+    }[damage]
+    path.write_bytes(lines[0] + bad + lines[2])
+    store = Store(path)
+    with pytest.warns(StoreWarning, match="1 damaged line"):
+        assert [one.key for one in store.records()] == ["a", "c"]
+    assert store.damaged_path.read_bytes() == bad
+    assert len(store.records()) == 2  # told once
+    assert path.read_bytes() == lines[0] + bad + lines[2]  # the store itself is never rewritten
+    with pytest.warns(StoreWarning):
+        Store(path).records()
+    assert store.damaged_path.read_bytes() == bad  # kept once, however often it is read
+
+
+def test_torn_last_line_is_closed_by_the_next_writer(tmp_path: Path) -> None:
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(encode_line(record("a")) + encode_line(record("b"))[:60])
+    store = Store(path)
+    with pytest.warns(StoreWarning, match="torn"):
+        assert [one.key for one in store.records()] == ["a"]
+    store.append(record("c"))
+    assert [one.key for one in store.records()] == ["a", "c"]
+    with pytest.warns(StoreWarning):
+        assert [one.key for one in Store(path).records()] == ["a", "c"]
+
+
+def test_line_that_lacks_only_its_newline_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(encode_line(record("a")).rstrip(b"\n"))
+    store = Store(path)
+    assert [one.key for one in store.records()] == ["a"]
+    store.append(record("b"))
+    assert [one.key for one in store.records()] == ["a", "b"]
+    assert [one.key for one in Store(path).records()] == ["a", "b"]
+
+
+WRITER = textwrap.dedent("""
+    import sys
+    from pathlib import Path
+    sys.path.insert(0, sys.argv[1])
+    from test_store import record
+    from probes.store import Store
+    store = Store(Path(sys.argv[2]))
+    for index in range(int(sys.argv[4])):
+        store.append(record(f"{sys.argv[3]}-{index}"))
+""")
+
+
+def writer(path: Path, name: str, num: int) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen([sys.executable, "-c", WRITER, str(TESTS), str(path), name, str(num)])
+
+
+def test_two_writers_on_one_store_lose_nothing(tmp_path: Path) -> None:
+    path, num = tmp_path / "s.jsonl", 60
+    for child in [writer(path, "a", num), writer(path, "b", num)]:
+        assert child.wait(60) == 0
+    keys = [one.key for one in Store(path).records()]
+    assert sorted(keys) == sorted(f"{name}-{index}" for name in "ab" for index in range(num))
+
+
+@pytest.mark.filterwarnings("ignore::probes.store.StoreWarning")
+def test_writers_killed_at_random_moments_lose_at_most_the_line_in_flight(tmp_path: Path) -> None:
+    path = tmp_path / "s.jsonl"
+    rng = random.Random(1)
+    for round_ in range(4):
+        child = writer(path, f"r{round_}", 100_000)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and not any(
+            one.key.startswith(f"r{round_}") for one in Store(path).records()
+        ):
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0.0, 0.1))
+        child.send_signal(signal.SIGKILL)
+        child.wait(10)
+    records = Store(path).records()
+    for round_ in range(4):
+        numbers = [int(one.key.split("-")[1]) for one in records if one.key.startswith(f"r{round_}-")]
+        assert numbers == list(range(len(numbers)))  # no gap: every earlier line is there and whole
+        assert numbers
+
+
+FULL_DISK = textwrap.dedent("""
+    import resource, sys, warnings
+    from pathlib import Path
+    sys.path.insert(0, sys.argv[1])
+    from test_store import record
+    from probes.store import Store, StoreWarning
+    path = Path(sys.argv[2])
+    store = Store(path)
+    store.append(record("before"))
+    size = path.stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + size // 2, resource.RLIM_INFINITY))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        where = store.append(record("full"))
+    assert where != path and where == store.fallback_path, where
+    assert any(issubclass(one.category, StoreWarning) and str(where) in str(one.message) for one in told)
+    assert path.stat().st_size == size, "a half-written line was left"
+    assert store.get("full") is not None, "lost in memory"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    store.append(record("after"))
+    assert store.merge(where) == (1, 0)
+    assert [one.key for one in Store(path).records()] == ["before", "after", "full"]
+""")
+
+
+def test_full_disk_keeps_the_measurement_in_memory_and_beside(tmp_path: Path) -> None:
+    """The kernel refuses the second half of a line (EFBIG from RLIMIT_FSIZE, as ENOSPC from a full disk)."""
+    scratch = tmp_path / "tmp"
+    scratch.mkdir()
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    command = [sys.executable, "-c", FULL_DISK, str(TESTS), str(tmp_path / "s.jsonl")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_device_that_is_always_full_is_refused_with_a_message() -> None:
+    with pytest.raises(EnvironmentProblem, match="/dev/full"):
+        Store(Path("/dev/full")).records()
+
+
+READ_ONLY = textwrap.dedent("""
+    import os, sys, warnings
+    from pathlib import Path
+    sys.path.insert(0, sys.argv[1])
+    from test_store import record
+    from probes.store import Store, StoreWarning
+    if os.geteuid() == 0:
+        os.setgid(65534)
+        os.setuid(65534)
+    store = Store(Path(sys.argv[2]))
+    assert [one.key for one in store.records()] == ["a"]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        where = store.append(record("b"))
+    assert where == store.fallback_path, where
+    assert "cannot be written" in str(told[-1].message)
+    assert [one.key for one in store.records()] == ["a", "b"]
+""")
+
+
+def test_read_only_store_is_read_and_new_records_go_beside(tmp_path: Path) -> None:
+    folder = tmp_path / "ro"
+    folder.mkdir()
+    path = folder / "s.jsonl"
+    Store(path).append(record("a"))
+    path.chmod(0o444)
+    folder.chmod(0o555)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir(mode=0o777)
+    scratch.chmod(0o777)
+    for parent in (tmp_path, *list(tmp_path.parents)[:2]):  # pytest's directories are private to root
+        parent.chmod(0o755)
+    environment = {**os.environ, "TMPDIR": str(scratch), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", READ_ONLY, str(TESTS), str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    folder.chmod(0o755)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nowhere_to_write_is_an_environment_problem_and_memory_still_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    store = Store(blocker / "s.jsonl")
+    monkeypatch.setattr(Store, "fallback_path", blocker / "fallback.jsonl")
+    with pytest.raises(EnvironmentProblem, match="neither"):
+        store.append(record("a"))
+    assert store.get("a") is not None
+
+
+def test_reusable_follows_what_stays_true(tmp_path: Path) -> None:
+    store = Store(tmp_path / "s.jsonl")
+    for kind in (FailureKind.OUT_OF_MEMORY, FailureKind.UNSUPPORTED):
+        store.append(failed(kind, key=kind.value))
+        assert store.reusable(kind.value) is not None
+    store.append(failed(FailureKind.TIMEOUT, key="t", time_s=10))
+    assert store.reusable("t", time_s=10) is not None
+    assert store.reusable("t", time_s=60) is None  # a longer limit may be enough
+    store.append(failed(FailureKind.CRASHED, key="c", log="1"))
+    assert store.reusable("c") is None  # once may be bad luck
+    store.append(failed(FailureKind.CRASHED, key="c", log="2"))
+    assert store.reusable("c") is not None
+    store.append(record("c"))
+    assert store.reusable("c") == record("c")
+
+
+def test_export_and_merge_round_trip(tmp_path: Path) -> None:
+    store = Store(tmp_path / "a.jsonl")
+    store.extend([record("a", 1.0), record("a", 2.0), record("b")])
+    target = tmp_path / "out" / "export.jsonl"
+    assert store.export(target) == 2
+    other = Store(tmp_path / "b.jsonl")
+    assert other.merge(target) == (2, 0)
+    assert other.merge(target) == (0, 2)
+    assert {one.key: one.outcome for one in other.latest()} == {one.key: one.outcome for one in store.latest()}
+    assert store.export(target, keep=lambda one: one.key == "b") == 1
+    with pytest.raises(EnvironmentProblem, match="no such file"):
+        other.merge(tmp_path / "missing.jsonl")
+
+
+def test_store_replaced_by_a_shorter_file_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "s.jsonl"
+    store = Store(path)
+    store.extend([record("a"), record("b")])
+    path.write_bytes(encode_line(record("z")))
+    assert [one.key for one in store.records()] == ["z"]
+
+
+def test_fingerprint_names_what_matters_and_nothing_else() -> None:
+    environment = read_environment("cpu", None)
+    one = fingerprint(request(), environment)
+    same = request(
+        limits=Limits(time_s=1.0, measure_s=1.0), seed=7, config={"model_type": "llama", "_name_or_path": "x"}
+    )
+    assert fingerprint(same, environment) == one
+    others = [
+        fingerprint(request(setup=TrainSetup(micro_batch_seqs=2)), environment),
+        fingerprint(request(config={"model_type": "llama", "hidden_size": 3}), environment),
+        fingerprint(request(depths=(0,)), environment),
+        fingerprint(request(rung=Rung.CONFIRM), environment),
+        fingerprint(request(limits=Limits(memory_fraction=0.5)), environment),
+        fingerprint(request(), replace(environment, gpu_name="another")),
+        fingerprint(request(), replace(environment, libraries={**environment.libraries, "torch": "9.9"})),
+    ]
+    assert len({one, *others}) == len(others) + 1
+    assert fingerprint(request(), replace(environment, driver="other", python="3.99")) == one
+
+
+def test_record_of_a_request_is_stored_under_its_fingerprint() -> None:
+    environment = read_environment("cpu", None)
+    made = record_of(request(), environment, measured(request()))
+    assert made.key == fingerprint(request(), environment)
+    assert made.request["limits"] == {**made.request["limits"], "time_s": Limits().time_s}  # type: ignore[dict-item]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    times=st.lists(st.floats(min_value=1e-6, max_value=1e4), min_size=1, max_size=5),
+    flags=st.lists(st.text(max_size=8), max_size=3),
+    peak=st.integers(min_value=0, max_value=1 << 50),
+)
+def test_outcome_survives_json(times: list[float], flags: list[str], peak: int) -> None:
+    one = replace(
+        measured(request()), step_times_s=tuple(times), flags=tuple(flags), peak_device_bytes=peak, mfu_fraction=0.25
+    )
+    assert outcome_from_dict(json.loads(json.dumps(outcome_to_dict(one)))) == one
+
+
+@pytest.mark.parametrize(
+    "values", [{}, {"schema": 1, "outcome": "x"}, {"schema": 1, "outcome": "failure", "rung": "probe", "kind": "?"}]
+)
+def test_outcome_of_another_form_is_refused(values: dict[str, object]) -> None:
+    with pytest.raises(BadOutcome):
+        outcome_from_dict(values)
