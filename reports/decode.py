@@ -1,17 +1,30 @@
-"""Frozen dataclasses back from JSON values, by their type hints. The reverse of `planner.interchange.to_jsonable`."""
+"""Frozen dataclasses back from JSON values, by their type hints. The reverse of `planner.interchange.to_jsonable`.
+
+One decoder is built per type, once: a plan.json holds hundreds of thousands of values.
+"""
 
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from planner.errors import ConfigError
 
 T = TypeVar("T")
+Decoder = Callable[[Any], Any]
 
 DAMAGED = "the file was changed by hand, or damaged"
+
+
+class _Misfit(Exception):
+    """A value that does not fit its type; the path to it grows while the error rises."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.path: list[str] = []
 
 
 def decode(kind: type[T], value: Any, where: str = "") -> T:
@@ -20,82 +33,144 @@ def decode(kind: type[T], value: Any, where: str = "") -> T:
     Raises:
         ConfigError: a wrong type or a missing field, with the path to it.
     """
-    decoded: T = _decode(kind, value, where or kind.__name__)
+    try:
+        decoded: T = _decoder(cast(Hashable, kind))(value)
+    except _Misfit as misfit:
+        path = "".join(reversed(misfit.path))
+        raise ConfigError(f"{where or kind.__name__}{path}: {misfit.problem}", hint=DAMAGED) from misfit
     return decoded
 
 
 @cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def _decode(kind: Any, value: Any, where: str) -> Any:
+def _decoder(kind: Any) -> Decoder:
     if kind is Any or kind is object:
-        return value
+        return lambda value: value
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        if value is None and type(None) in arguments:
-            return None
-        options = [argument for argument in arguments if argument is not type(None)]
-        return _first(options, value, where)
+        return _union(arguments)
     if origin is Literal:
-        return _expect(value in arguments, value, where, " or ".join(map(repr, arguments)))
+        return _one_of(frozenset(arguments), " or ".join(map(repr, arguments)))
     if origin is tuple:
-        return _tuple(arguments, value, where)
+        return _tuple(arguments)
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        _expect(isinstance(value, dict), value, where, "an object")
-        return {key: _decode(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
-    if is_dataclass(kind) and isinstance(kind, type):
-        return _dataclass(kind, value, where)
+        return _mapping(_decoder(arguments[1]))
+    if isinstance(kind, type) and is_dataclass(kind):
+        return _dataclass(kind)
     if isinstance(kind, type) and issubclass(kind, Enum):
-        _expect(value in {member.value for member in kind}, value, where, f"a {kind.__name__}")
-        return kind(value)
-    if kind is float:
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return float(_expect(number, value, where, "a number"))
-    matches = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-    return _expect(matches, value, where, f"a {kind.__name__}")
+        return _enum(kind)
+    return _plain(kind)
 
 
-def _dataclass(kind: Any, value: Any, where: str) -> Any:
-    _expect(isinstance(value, dict), value, where, "an object")
-    hints, known = _hints(kind), {field.name for field in fields(kind)}
-    unknown = sorted(set(value) - known)
-    _expect(not unknown, unknown, where, f"only fields of {kind.__name__}")
-    values = {name: _decode(hints[name], item, f"{where}.{name}") for name, item in value.items()}
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise ConfigError(f"{where}: {error}", hint="write the plan anew with this version") from error
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}", hint=DAMAGED) from error
+def _plain(kind: Any) -> Decoder:
+    # bool is an int to Python, never to JSON; a float may be written without a point.
+    accepted: tuple[type, ...] = (int, float) if kind is float else (kind,)
+
+    def plain(value: Any) -> Any:
+        if type(value) not in accepted:
+            raise _misfit(value, f"a {kind.__name__}")
+        return float(value) if kind is float else value
+
+    return plain
 
 
-def _tuple(arguments: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
-    _expect(isinstance(value, list), value, where, "a list")
-    if len(arguments) == 2 and arguments[1] is Ellipsis:
-        return tuple(_decode(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value))
-    _expect(len(value) == len(arguments), value, where, f"{len(arguments)} items")
-    return tuple(
-        _decode(kind, item, f"{where}[{index}]")
-        for index, (kind, item) in enumerate(zip(arguments, value, strict=True))
-    )
+def _union(arguments: tuple[Any, ...]) -> Decoder:
+    options = [_decoder(argument) for argument in arguments if argument is not type(None)]
+    optional = len(options) < len(arguments)
+
+    def union(value: Any) -> Any:
+        if value is None and optional:
+            return None
+        for option in options[:-1]:
+            try:
+                return option(value)
+            except _Misfit:
+                continue
+        return options[-1](value)
+
+    return union
 
 
-def _first(options: list[Any], value: Any, where: str) -> Any:
-    problem: ConfigError | None = None
-    for option in options:
+def _one_of(allowed: frozenset[Any], words: str) -> Decoder:
+    def one_of(value: Any) -> Any:
+        if not isinstance(value, (str, int)) or value not in allowed:
+            raise _misfit(value, words)
+        return value
+
+    return one_of
+
+
+def _enum(kind: type[Enum]) -> Decoder:
+    members = {member.value: member for member in kind}
+
+    def enum(value: Any) -> Any:
+        if not isinstance(value, str) or value not in members:
+            raise _misfit(value, f"a {kind.__name__}")
+        return members[value]
+
+    return enum
+
+
+def _tuple(arguments: tuple[Any, ...]) -> Decoder:
+    endless = len(arguments) == 2 and arguments[1] is Ellipsis
+    items = [_decoder(argument) for argument in (arguments[:1] if endless else arguments)]
+
+    def several(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list):
+            raise _misfit(value, "a list")
+        if not endless and len(value) != len(items):
+            raise _misfit(value, f"{len(items)} items")
+        decoded: list[Any] = []
         try:
-            return _decode(option, value, where)
-        except ConfigError as error:
-            problem = error
-    assert problem is not None
-    raise problem
+            for number, item in enumerate(value):
+                decoded.append(items[0 if endless else number](item))
+        except _Misfit as misfit:
+            misfit.path.append(f"[{len(decoded)}]")
+            raise
+        return tuple(decoded)
+
+    return several
 
 
-def _expect(holds: bool, value: Any, where: str, expected: str) -> Any:
-    if not holds:
-        shown = repr(value)
-        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-        raise ConfigError(f"{where}: expected {expected}, got {shown}", hint=DAMAGED)
-    return value
+def _mapping(item: Decoder) -> Decoder:
+    def mapping(value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise _misfit(value, "an object")
+        decoded = {}
+        for key, one in value.items():
+            try:
+                decoded[key] = item(one)
+            except _Misfit as misfit:
+                misfit.path.append(f".{key}")
+                raise
+        return decoded
+
+    return mapping
+
+
+def _dataclass(kind: Any) -> Decoder:
+    hints = get_type_hints(kind)
+    decoders = {field.name: _decoder(hints[field.name]) for field in fields(kind)}
+
+    def build(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise _misfit(value, "an object")
+        decoded, name = {}, ""
+        try:
+            for name, one in value.items():
+                decoded[name] = decoders[name](one)
+        except _Misfit as misfit:
+            misfit.path.append(f".{name}")
+            raise
+        except KeyError:
+            raise _misfit(name, f"only fields of {kind.__name__}") from None
+        try:
+            return kind(**decoded)
+        except (TypeError, ValueError) as error:
+            raise _Misfit(str(error)) from error
+
+    return build
+
+
+def _misfit(value: Any, expected: str) -> _Misfit:
+    shown = repr(value)
+    return _Misfit(f"expected {expected}, got {shown if len(shown) <= 60 else shown[:57] + '...'}")

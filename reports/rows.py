@@ -27,6 +27,10 @@ CATEGORY_WORDS = {
 """Categories of memory in the order they are stacked, with the words for people."""
 
 
+MIN_TERM_BYTES = 1024**2
+"""Smaller terms are summed in one row: nobody decides anything by them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryRow:
     """One slice of the card: `size_bytes` from `start_bytes`; category is a key of CATEGORY_WORDS."""
@@ -92,10 +96,13 @@ def breakdown(candidate: Candidate, memory_bytes: int, *, max_terms: int | None 
         slices = [(name, CATEGORY_WORDS[name], size) for name, size in category_bytes(named.terms).items()]
     else:
         terms = sorted((term for term in named.terms if term.size_bytes), key=lambda term: -term.size_bytes)
-        shown = terms if len(terms) <= max_terms else terms[: max_terms - 1]
+        worth = [term for term in terms if term.size_bytes >= MIN_TERM_BYTES]
+        whole = len(worth) == len(terms) and len(terms) <= max_terms
+        shown = terms if whole else worth[: max_terms - 1]
         slices = [(term.category, clean(term.name), term.size_bytes) for term in shown]
         if rest := terms[len(shown) :]:
-            slices.append(("other", f"{len(rest)} smaller terms", sum(term.size_bytes for term in rest)))
+            words = f"{len(rest)} smaller {'term' if len(rest) == 1 else 'terms'}"
+            slices.append(("other", words, sum(term.size_bytes for term in rest)))
     residue = peak.peak_allocated_bytes - sum(size for _, _, size in slices)
     slices.append(("residue", CATEGORY_WORDS["residue"] if residue > 0 else "terms overshoot", residue))
     slices.append(("gap", CATEGORY_WORDS["gap"], peak.peak_reserved_bytes - peak.peak_allocated_bytes))
