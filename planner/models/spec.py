@@ -85,7 +85,7 @@ class AttentionSpec:
             state space: no tokens x tokens matrix).
         head_dim: of queries and keys; `value_head_dim` of values.
         window_tokens: sliding window, None for full attention.
-        rotary: whether rotary position embeddings are applied to q and k.
+        rotary: whether rotary position embeddings are applied to q and k; `rotary_fraction` to what part of each head.
         softcap: whether logits are soft-capped (eager only; flash kernels take it as an argument).
         sinks: attention sinks (gpt-oss).
         cross: cross attention of an encoder-decoder.
@@ -98,6 +98,7 @@ class AttentionSpec:
     value_head_dim: int
     window_tokens: int | None = None
     rotary: bool = True
+    rotary_fraction: float = 1.0
     softcap: bool = False
     sinks: bool = False
     cross: bool = False

@@ -37,7 +37,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("allenai/OLMo-2-1124-7B", {"num_key_value_heads": 8, "attention_bias": True}),
     ("zai-org/GLM-4.5-Air", {"use_qk_norm": True, "attention_bias": False, "num_hidden_layers": 3}),
     ("zai-org/GLM-4.5-Air", {"first_k_dense_replace": 0, "n_shared_experts": 2, "num_hidden_layers": 2}),
-    ("zai-org/glm-4-9b-chat-hf", {"attention_bias": False}),
+    ("zai-org/glm-4-9b-chat-hf", {"attention_bias": False, "partial_rotary_factor": 0.25}),
+    ("microsoft/Phi-3-mini-4k-instruct", {"partial_rotary_factor": 0.5}),
     ("deepseek-ai/DeepSeek-V2-Lite", {"q_lora_rank": 512, "attention_bias": True, "num_hidden_layers": 3}),
     ("deepseek-ai/DeepSeek-V3", {"q_lora_rank": None, "attention_bias": True, "num_hidden_layers": 4}),
     ("EleutherAI/pythia-70m", {"attention_bias": False, "use_parallel_residual": False, "tie_word_embeddings": True}),
@@ -70,6 +71,10 @@ CASES = [
         if (entry := catalogue.find(name)) is not None
     ),
 ]
+
+
+def _rotates(layer: LayerSpec) -> bool:
+    return layer.attention is not None and layer.attention.kind == "softmax" and layer.attention.rotary
 
 
 def _placed(spec: ModelSpec, model: "torch.nn.Module") -> Iterator[tuple[str, LayerSpec]]:
@@ -199,6 +204,9 @@ def test_attention_kinds_equal_the_configuration_of_transformers(config: Mapping
         if expected == "sliding_attention" and spec.model_type != "gpt_neo":
             assert attention.window_tokens == built.sliding_window
     assert bool(getattr(built, "final_logit_softcapping", None)) == spec.logit_softcap
+    if spec.model_type not in ("gemma4", "deepseek_v2", "deepseek_v3", "gptj"):  # rotate another way
+        part = (getattr(built, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+        assert all(layer.attention.rotary_fraction == part for layer in spec.layer_kinds if _rotates(layer))
     heads = getattr(built, "num_attention_heads", None)
     softmax = [layer.attention for layer in spec.layer_kinds if layer.attention and layer.attention.kind == "softmax"]
     assert all(one.num_heads == heads for one in softmax)

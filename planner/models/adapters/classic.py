@@ -65,6 +65,7 @@ def gptj(fields: Fields, model_id: str, source: str) -> ModelSpec:
     num_layers = fields.count("n_layer", "num_hidden_layers", kind="layers")
     num_heads = _heads(fields, hidden, "n_head", "num_attention_heads")
     inner = fields.count("n_inner", kind="intermediate", default=4 * hidden)
+    rotary = min(fields.count("rotary_dim", default=hidden // num_heads), hidden // num_heads)
     layer = LayerSpec(
         kind="full",
         linears=(
@@ -75,7 +76,9 @@ def gptj(fields: Fields, model_id: str, source: str) -> ModelSpec:
             *plain_mlp(hidden, inner, ("mlp.fc_in", "mlp.fc_out"), True),
         ),
         norms=(_ln("ln_1", hidden),),
-        attention=softmax_attention(num_heads, num_heads, hidden // num_heads),
+        attention=softmax_attention(
+            num_heads, num_heads, hidden // num_heads, rotary_fraction=rotary * num_heads / hidden
+        ),
         mlp=plain(inner, fields.text("activation_function", default="gelu_new")),
         parallel_residual=True,
         path="transformer.h",
@@ -192,7 +195,9 @@ def gpt_neox(fields: Fields, model_id: str, source: str) -> ModelSpec:
             *plain_mlp(hidden, inner, ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"), True),
         ),
         norms=(_ln("input_layernorm", hidden), _ln("post_attention_layernorm", hidden)),
-        attention=softmax_attention(num_heads, num_heads, hidden // num_heads),
+        attention=softmax_attention(
+            num_heads, num_heads, hidden // num_heads, rotary_fraction=fields.rotary_fraction(0.25, "rotary_pct")
+        ),
         mlp=plain(inner, fields.text("hidden_act", default="gelu")),
         parallel_residual=fields.flag("use_parallel_residual", True),
         path="gpt_neox.layers",

@@ -49,6 +49,7 @@ def build(fields: Fields, model_id: str, source: str) -> ModelSpec:
                 num_kv_heads=num_heads,
                 head_dim=nope + rope,
                 value_head_dim=value,
+                rotary_fraction=rope / (nope + rope),
             ),
             mlp=moe_mlp(activation, num_experts, num_active, intermediate, shared) if moe else gated(dense, activation),
         )

@@ -118,6 +118,22 @@ class Fields:
             raise self._wrong(name, "a number of at least 0", value)
         return value > 0
 
+    def rotary_fraction(self, default: float = 1.0, *older: str) -> float:
+        """The part of each head that is rotated: at the top, or inside `rope_parameters` as transformers 5 saves it."""
+        places: list[Mapping[str, Any]] = [self.raw]
+        for name in ("rope_parameters", "rope_scaling"):
+            if isinstance(inner := self.raw.get(name), Mapping):
+                places.append(inner)
+        for name in ("partial_rotary_factor", *older):
+            for place in places:
+                value = place.get(name)
+                if value is None:
+                    continue
+                if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+                    raise self._wrong(name, "a fraction above 0 and up to 1", value)
+                return float(value)
+        return default
+
     def texts(self, name: str, length: int, allowed: tuple[str, ...]) -> tuple[str, ...] | None:
         """A list of `length` strings out of `allowed`, None where absent or null."""
         value = self.raw.get(name)

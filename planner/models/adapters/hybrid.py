@@ -55,6 +55,7 @@ def build(fields: Fields, model_id: str, source: str) -> ModelSpec:
     if types is not None:
         full = [one == "full_attention" for one in types]
     delta = _Delta(text)
+    fraction = text.rotary_fraction(0.25)
 
     def layer(key: tuple[bool, bool]) -> LayerSpec:
         softmax, is_moe = key
@@ -66,7 +67,9 @@ def build(fields: Fields, model_id: str, source: str) -> ModelSpec:
             kind=("full" if softmax else "linear-attention") + ("+moe" if is_moe else ""),
             linears=mixer + mlp,
             norms=base.norms() + (base.qk_norms() if softmax else delta.norms()),
-            attention=softmax_attention(base.num_heads, base.num_kv, base.head_dim) if softmax else delta.attention(),
+            attention=softmax_attention(base.num_heads, base.num_kv, base.head_dim, rotary_fraction=fraction)
+            if softmax
+            else delta.attention(),
             mlp=moe_mlp(base.activation, num_experts, num_active, intermediate, shared)
             if is_moe
             else gated(dense, base.activation),

@@ -41,6 +41,7 @@ class Knobs:
         norms: names of the norms that stand in a layer; their kind, with bias or not, with weight or not.
         qk_norm: "head" (one of head size), "full" (over all heads), "per-head" (one for each head), or None.
         qk_norm_field: the config field that switches it on.
+        rotary_fraction: the class default of `partial_rotary_factor`; None where the family does not know it.
         windows: the sliding window of every layer.
         rope: whether each layer applies rotary embeddings.
     """
@@ -68,6 +69,7 @@ class Knobs:
     fused_qkv: bool = False
     o_name: str = "o_proj"
     parallel: bool | str = False
+    rotary_fraction: float | None = None
     windows: Callable[[Fields, int], Windows] | None = None
     rope: Callable[[Fields, int], tuple[bool, ...]] | None = None
     activation: tuple[str, ...] = ("hidden_act",)
@@ -213,6 +215,7 @@ FAMILIES: dict[str, Knobs] = {
         qk_norm_names=("q_layernorm", "k_layernorm"),
         qk_norm_field="qk_layernorm",
         parallel="use_parallel_residual",
+        rotary_fraction=0.25,
     ),
     "starcoder2": Knobs(
         built="Starcoder2ForCausalLM",
@@ -243,14 +246,21 @@ FAMILIES: dict[str, Knobs] = {
         qk_norm_names=("q_layernorm", "k_layernorm"),
         qk_norm_field="qk_layernorm",
         qk_norm_bias=True,
+        rotary_fraction=0.5,
         mlp="plain",
         o_name="dense",
         parallel=True,
         activation_default="gelu_new",
     ),
-    "phi3": Knobs(built="Phi3ForCausalLM", mlp="fused", fused_qkv=True, windows=window_everywhere),
+    "phi3": Knobs(built="Phi3ForCausalLM", mlp="fused", rotary_fraction=1.0, fused_qkv=True, windows=window_everywhere),
     "glm": Knobs(
-        built="GlmForCausalLM", kv_heads=2, head_dim=128, qkv_bias="attention_bias", bias_default=True, mlp="fused"
+        built="GlmForCausalLM",
+        kv_heads=2,
+        head_dim=128,
+        qkv_bias="attention_bias",
+        bias_default=True,
+        rotary_fraction=0.5,
+        mlp="fused",
     ),
     "glm4": Knobs(
         built="Glm4ForCausalLM",
@@ -258,6 +268,7 @@ FAMILIES: dict[str, Knobs] = {
         head_dim=128,
         qkv_bias="attention_bias",
         bias_default=True,
+        rotary_fraction=0.5,
         norms=(*_PRE, "post_self_attn_layernorm", "post_mlp_layernorm"),
         mlp="fused",
     ),
@@ -327,6 +338,7 @@ def build(fields: Fields, model_id: str, source: str, model_type: str, layer_pat
     )
     softcap = fields.positive("attn_logit_softcapping")
     parallel = _flag(fields, knobs.parallel, False)
+    fraction = 1.0 if knobs.rotary_fraction is None else fields.rotary_fraction(knobs.rotary_fraction)
     if model_type == "stablelm" and parallel:
         norms = tuple(one for one in norms if one.name != "post_attention_layernorm")
 
@@ -336,7 +348,9 @@ def build(fields: Fields, model_id: str, source: str, model_type: str, layer_pat
             kind=layer_kind(window),
             linears=attention + mlp_linears,
             norms=norms,
-            attention=softmax_attention(num_heads, num_kv, head_dim, window, rotary=rope, softcap=softcap),
+            attention=softmax_attention(
+                num_heads, num_kv, head_dim, window, rotary=rope, rotary_fraction=fraction, softcap=softcap
+            ),
             mlp=mlp,
             parallel_residual=parallel,
             path=layer_path,

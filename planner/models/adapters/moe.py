@@ -311,6 +311,7 @@ def glm4_moe(fields: Fields, model_id: str, source: str) -> ModelSpec:
     shared = intermediate * fields.count("n_shared_experts", kind="expert", default=1)
     num_dense = fields.count("first_k_dense_replace", kind="layers", default=1, at_least=0)
     dense = fields.count("intermediate_size", kind="intermediate")
+    fraction = fields.rotary_fraction(0.5)
     attention = base.attention(fields.flag("attention_bias", False))
     norms = base.norms() + (base.qk_norms() if fields.flag("use_qk_norm", False) else ())
 
@@ -327,7 +328,7 @@ def glm4_moe(fields: Fields, model_id: str, source: str) -> ModelSpec:
             kind="full+moe" if moe else "full",
             linears=attention + mlp,
             norms=norms,
-            attention=softmax_attention(base.num_heads, base.num_kv, base.head_dim),
+            attention=softmax_attention(base.num_heads, base.num_kv, base.head_dim, rotary_fraction=fraction),
             mlp=moe_mlp(base.activation, num_experts, num_active, intermediate, shared)
             if moe
             else gated(dense, base.activation),
