@@ -1,53 +1,74 @@
-"""Which attention kernel the target GPU would run: decided once, for the formula, the speed model and the launch notes."""
+"""Which attention kernel the target GPU would run: decided once, for formula, speed model, space and notes."""
 
 from typing import Literal
 
 from planner.gpu import GpuSpec
-from planner.models.spec import AttentionSpec
+from planner.models.spec import AttentionSpec, ModelSpec
 from planner.setup import TrainSetup
 
 Kernel = Literal["flash", "efficient", "math", "eager", "linear"]
 
+NO_SDPA = frozenset({"bloom", "gptj", "gpt_neo", "gemma2", "gpt_oss"})
+NO_FLASH_ATTENTION_2 = frozenset({"bloom", "t5", "llama4"})
+"""Model types without an SDPA or a flash-attention 2 path. Source: `_supports_sdpa` and `_supports_flash_attn` of
+transformers 5.23's classes (tests/probes/test_kernels.py compares them)."""
+ALWAYS_MASKED = frozenset({"falcon"})
+"""Types that hand SDPA a mask and ungrouped heads, which leaves only its math kernel."""
+
 MAX_FUSED_HEAD_DIM = 256
-_FLASH_BACKWARD_LIMIT = 192
+_ADA = ((8, 6), (8, 9), (12, 0), (12, 1))
 
 
-def attention_kernel(setup: TrainSetup, gpu: GpuSpec, attention: AttentionSpec, qkv_dtype: str) -> Kernel:
+def supported_attentions(model: ModelSpec, gpu: GpuSpec) -> tuple[str, ...]:
+    """Attention implementations that transformers has for this model and that run on this GPU, best first."""
+    names = []
+    if model.model_type not in NO_SDPA:
+        names.append("sdpa")
+    if model.model_type not in NO_FLASH_ATTENTION_2 and gpu.flash_attention_2:
+        names.append("flash-attention-2")
+    return (*names, "eager")
+
+
+def masked(setup: TrainSetup, attention: AttentionSpec) -> bool:
+    """Whether transformers hands SDPA a mask: packed samples, or a window shorter than the sequence.
+
+    The worst padded batch is full (every sequence at the full length), and a mask that hides nothing is dropped.
+
+    Source: transformers 5.23 `masking_utils.py`.
+    """
+    return setup.packing or (attention.window_tokens is not None and setup.seq_len_tokens > attention.window_tokens)
+
+
+def attention_kernel(
+    model: ModelSpec, setup: TrainSetup, gpu: GpuSpec, attention: AttentionSpec, qkv_dtype: str
+) -> Kernel:
     """The kernel that computes one layer's attention.
 
     "flash" and "efficient" keep no tokens x tokens matrix; "math" and "eager" do. PyTorch tries flash, then
-    memory-efficient, then math. Flash needs compute capability 8.0, 16-bit inputs and equal head sizes up to 256
-    (192 for training on 8.6, 8.9 and 12.x); memory-efficient takes fp32 and older cards, but not grouped-query form,
-    which transformers asks for when there is no mask and heads are at most 256 wide.
+    memory-efficient, then math. Flash needs compute capability 8.0, 16-bit inputs, no mask and equal head sizes up to
+    256 (193 to 224 have no backward on 8.6, 8.9 and 12.x). Memory-efficient takes masks, fp32 and older cards, but not
+    grouped-query form, which transformers asks for when there is no mask and heads are at most 256 wide.
 
     Source: PyTorch `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` (2.9 to 2.13); transformers 5.23
     `integrations/sdpa_attention.py`, `use_gqa_in_sdpa`.
-    Not counted: padding masks. The worst batch is full (every sequence at the full length), and transformers drops a
-    mask that hides nothing.
     """
     if attention.kind == "linear":
         return "linear"
-    if setup.attention == "eager" or (attention.softcap and setup.attention == "sdpa") or attention.sinks:
-        return "eager" if setup.attention != "flash-attention-2" else "flash"
     if setup.attention == "flash-attention-2":
         return "flash"
+    if setup.attention == "eager" or model.model_type in NO_SDPA:
+        return "eager"
+    if model.model_type in ALWAYS_MASKED:
+        return "math"
     half = qkv_dtype != "fp32"
     capability = gpu.compute_capability or (8, 0)
     equal_heads = attention.head_dim == attention.value_head_dim
     fused_width = attention.head_dim <= MAX_FUSED_HEAD_DIM
-    grouped = attention.num_kv_heads != attention.num_heads and equal_heads and fused_width
-    narrow = capability in ((8, 6), (8, 9)) or capability[0] == 12
-    if (
-        half
-        and capability >= (8, 0)
-        and equal_heads
-        and fused_width
-        and attention.window_tokens is None
-        and not (narrow and attention.head_dim > _FLASH_BACKWARD_LIMIT)
-    ):
+    has_mask = masked(setup, attention)
+    no_backward = capability in _ADA and 192 < attention.head_dim <= 224
+    if half and capability >= (8, 0) and equal_heads and fused_width and not has_mask and not no_backward:
         return "flash"
-    if grouped and attention.window_tokens is None:
-        return "math"
-    if qkv_dtype == "bf16" and capability < (8, 0):
+    grouped = attention.num_kv_heads != attention.num_heads and equal_heads and fused_width and not has_mask
+    if grouped or (qkv_dtype == "bf16" and capability < (8, 0)):
         return "math"
     return "efficient"

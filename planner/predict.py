@@ -45,7 +45,7 @@ def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str
     flow = flow_of(setup)
     dtype = flow.autocast or (flow.residual if flow.quantized else flow.compute)
     kernels = {
-        attention_kernel(setup, gpu, layer.attention, dtype)
+        attention_kernel(model, setup, gpu, layer.attention, dtype)
         for layer in model.layer_kinds
         if layer.attention is not None
     }

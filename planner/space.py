@@ -11,10 +11,17 @@ from typing import Any
 
 from planner.errors import SetupError
 from planner.gpu import GpuSpec
-from planner.kernels import attention_kernel
+from planner.kernels import attention_kernel, supported_attentions
 from planner.memory.allocator import allocator_gap_bytes
 from planner.memory.dtypes import flow_of
-from planner.memory.model import activation_parts, backward_peak, loss_parts, trained_parameters
+from planner.memory.model import (
+    activation_parts,
+    backward_peak,
+    loss_parts,
+    loss_parts_logits,
+    loss_peak,
+    trained_parameters,
+)
 from planner.memory.optimizer import state_bytes, step_bytes
 from planner.memory.weights import weight_bytes
 from planner.memory.workspace import context_bytes, cublas_workspace_bytes
@@ -56,9 +63,6 @@ def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
     """The values each dimension takes in this workload: the user's where given, else what a plan chooses from."""
     gpu, fixed = workload.gpu, workload.fixed
     half = "bf16" if gpu.bf16 else "fp16"
-    attentions = tuple(
-        name for name in ("sdpa", "flash-attention-2", "eager") if name != "flash-attention-2" or gpu.flash_attention_2
-    )
     floor = workload.min_rank
     values: dict[str, tuple[Any, ...]] = {
         "method": METHODS,
@@ -68,7 +72,7 @@ def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
         "lora_rank": tuple(rank for rank in (floor, 2 * floor) if rank <= 4096) or (floor,),
         "lora_targets": ("all-linear",),
         "optimizer": PLANNED_OPTIMIZERS,
-        "attention": attentions,
+        "attention": supported_attentions(workload.model, gpu),
         "checkpointing": PLANNED_CHECKPOINTING,
         "loss": LOSSES,
     }
@@ -148,7 +152,7 @@ def _activation_families(
         except SetupError:
             continue
         kernels = tuple(
-            attention_kernel(attended, gpu, layer.attention, dtype) if layer.attention else "none"
+            attention_kernel(model, attended, gpu, layer.attention, dtype) if layer.attention else "none"
             for layer in model.layer_kinds
         )
         shared = known.setdefault(kernels, {})
@@ -175,11 +179,12 @@ def _points(
         weights += trained.size_bytes
     for loss in values["loss"]:
         lossy = family.with_(loss=loss)
-        chains = loss_parts(model, lossy), loss_parts(model, lossy.with_(micro_batch_seqs=2))
-        single = _phases(model, one, chains[0], trained, accumulated=False)
-        single_two = _phases(model, two, chains[1], trained, accumulated=False)
-        many = _phases(model, one, chains[0], trained, accumulated=True)
-        many_two = _phases(model, two, chains[1], trained, accumulated=True)
+        chain, logits = loss_parts(model, lossy), loss_parts_logits(model, lossy)
+        twice = loss_parts(model, lossy.with_(micro_batch_seqs=2))
+        single = _phases(model, one, chain, logits, trained, accumulated=False)
+        single_two = _phases(model, two, twice, 2 * logits, trained, accumulated=False)
+        many = _phases(model, one, chain, logits, trained, accumulated=True)
+        many_two = _phases(model, two, twice, 2 * logits, trained, accumulated=True)
         for optimizer in values["optimizer"]:
             complete = lossy.with_(optimizer=optimizer)
             profile = throughput_profile(model, gpu, complete)
@@ -194,14 +199,13 @@ def _points(
                 yield Point(complete, micro, steps, peak, profile.at(micro, steps)[1])
 
 
-def _phases(model: ModelSpec, parts: Any, chain: Any, trained: Any, *, accumulated: bool) -> tuple[int, int, int]:
+def _phases(model: ModelSpec, parts: Any, chain: Any, logits: int, trained: Any, *, accumulated: bool) -> tuple[int, int, int]:
     """Dynamic bytes of forward, loss and backward."""
     grads = trained.size_bytes if accumulated else 0
     stored = parts.stored_total + grads
-    backward = backward_peak(model, parts, chain, trained, accumulated=accumulated).total
     cached = parts.weight_casts[0] + parts.adapter_casts
     return (
         stored + cached + parts.forward_temp + parts.dequantized,
-        stored + cached + parts.final_norm + chain.loss_bytes,
-        stored + parts.weight_casts[1] + parts.final_norm + backward,
+        stored + parts.weight_casts[1] + parts.final_norm + sum(loss_peak(chain, parts, trained, logits, accumulated=accumulated)),
+        grads + backward_peak(model, parts, trained, accumulated=accumulated).total,
     )

@@ -7,7 +7,7 @@ follow the data types of `Flow`; one walk over a layer's modules, no closed-form
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.kernels import Kernel
+from planner.kernels import Kernel, masked
 from planner.memory.dtypes import SIZE_BYTES, Flow, promote
 from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, NormSpec
 from planner.setup import TrainSetup
@@ -15,13 +15,22 @@ from planner.setup import TrainSetup
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerContext:
-    """What one layer's activation terms need to know: the setup's types, which matrices are adapted, the kernel."""
+    """What one layer's activation terms need to know: the setup's types, which matrices are adapted, the kernel.
+
+    `stacks`: peft adapts whole stacks of experts (`ParamWrapper`), which materialises the merged stack.
+    """
 
     setup: TrainSetup
     flow: Flow
     adapted: frozenset[str]
     kernel: Kernel
     tokens: int
+    stacks: bool = False
+
+    @property
+    def row_tokens(self) -> int:
+        """Keys of one query: the sequence, or the whole micro-batch where packing flattens it into one row."""
+        return self.tokens if self.setup.packing else self.setup.seq_len_tokens
 
     @property
     def trained(self) -> bool:
@@ -31,18 +40,26 @@ class LayerContext:
 
 @dataclass(slots=True)
 class Saved:
-    """Bytes kept for the backward by part, and the type of what flows on."""
+    """Bytes kept for the backward by part.
+
+    `pinned` is kept even where the layer is checkpointed: bitsandbytes' int8 multiplication stores its input on the
+    autograd context itself, past the hooks of non-reentrant checkpointing.
+    """
 
     norm: int = 0
     attention: int = 0
     scores: int = 0
     mlp: int = 0
     adapters: int = 0
+    pinned: int = 0
+    pinned_again: int = 0
 
     @property
     def total(self) -> int:
-        """All parts."""
-        return self.norm + self.attention + self.scores + self.mlp + self.adapters
+        """All parts, what two operators keep counted once."""
+        return (
+            self.norm + self.attention + self.scores + self.mlp + self.adapters + self.pinned - self.pinned_again
+        )
 
 
 def norm_saved(norm: NormSpec, context: LayerContext, input_dtype: str) -> int:
@@ -73,42 +90,60 @@ def norm_output_dtype(norm: NormSpec, context: LayerContext, input_dtype: str) -
     return "fp32" if context.flow.autocast else input_dtype
 
 
-def inputs_saved(linears: Sequence[LinearSpec], context: LayerContext, input_dtype: str) -> tuple[int, int]:
-    """What matrices that share one input keep of it: (by the base weights, by the adapters), in bytes.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs:
+    """What matrices that share one input keep of it, in bytes.
+
+    `pinned` is kept even under checkpointing; `pinned_again` is the part of it that something else keeps as well.
+    """
+
+    base: int = 0
+    adapters: int = 0
+    pinned: int = 0
+    pinned_again: int = 0
+
+
+def inputs_saved(
+    linears: Sequence[LinearSpec], context: LayerContext, input_dtype: str, *, kept_elsewhere: bool = False
+) -> Inputs:
+    """What matrices that share one input keep of it; `kept_elsewhere`: another operator keeps that input already.
 
     A trained weight keeps its input; several share it when no cast is needed, but autocast casts once per matrix. A
-    frozen matrix keeps nothing (int8 keeps its input all the same). peft casts the input to the adapter's type for
-    each adapted matrix, autocast casts it back, and every such copy is kept; with dropout a mask and a dropped copy too.
-    Each adapter also keeps its rank-sized inner output.
+    frozen matrix keeps nothing, but for int8, which keeps its input. peft casts the input to the adapter's type for
+    each adapted matrix, autocast casts it back, and every such copy is kept; with dropout a mask and a dropped copy
+    too. Each adapter also keeps its rank-sized inner output.
 
     Source: peft 0.21 `tuners/lora/layer.py` and `lora/bnb.py`; bitsandbytes 0.50 `MatMul8bitLt`; PyTorch autocast.
-    Measured: equals autograd's saved tensors for Llama-3.1-8B, full and LoRA (docs/memory-model.md).
+    Measured: docs/accuracy/formula-vs-dry-run.md.
     """
     if not linears:
-        return 0, 0
+        return Inputs()
     flow, setup = context.flow, context.setup
-    width = linears[0].in_features
-    active = [linear.num_active for linear in linears]
-    base = 0
+    elements = linears[0].in_features * context.tokens
+    base = pinned = 0
     if context.trained:
         if flow.autocast and input_dtype != flow.autocast:
-            base = sum(SIZE_BYTES[flow.autocast] * width * context.tokens * num for num in active)
-        else:
-            base = SIZE_BYTES[input_dtype] * width * context.tokens * max(active)
+            base = sum(SIZE_BYTES[flow.autocast] * elements * linear.num_active for linear in linears)
+        elif not kept_elsewhere:
+            base = SIZE_BYTES[input_dtype] * elements * max(linear.num_active for linear in linears)
     elif setup.quantization == "int8" and linears[0].module != "parameter":
-        base = SIZE_BYTES[flow.compute] * width * context.tokens
+        pinned = SIZE_BYTES[input_dtype] * elements
     adapted = [linear for linear in linears if linear.name in context.adapted]
     if not adapted:
-        return base, 0
+        return Inputs(base=base, pinned=pinned, pinned_again=pinned if kept_elsewhere else 0)
     shared, copy_dtype = _adapter_input(flow, input_dtype)
     size = SIZE_BYTES[copy_dtype]
-    copies = 1 if shared else len(adapted)
-    extra = 0 if shared and base and copy_dtype == input_dtype else copies * size * width * context.tokens
     if setup.lora_dropout > 0:
         dropped = SIZE_BYTES[flow.adapter if not flow.autocast or not flow.quantized else input_dtype]
-        extra = len(adapted) * (1 + dropped + (size if dropped != size else 0)) * width * context.tokens
+        extra = len(adapted) * (1 + dropped + (size if dropped != size else 0)) * elements
+    elif shared:
+        extra = 0 if pinned or kept_elsewhere else size * elements
+    else:
+        extra = len(adapted) * size * elements
     inner = SIZE_BYTES[flow.autocast or flow.adapter] * setup.lora_rank * context.tokens * len(adapted)
-    return base, extra + inner
+    return Inputs(
+        base=base, adapters=extra + inner, pinned=pinned, pinned_again=pinned if kept_elsewhere else 0
+    )
 
 
 def _adapter_input(flow: Flow, input_dtype: str) -> tuple[bool, str]:
@@ -134,20 +169,19 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
     query_width = attention.num_heads * attention.head_dim
     value_width = attention.num_heads * attention.value_head_dim
     kv_width = attention.num_kv_heads * (attention.head_dim + attention.value_head_dim)
-    dtype = context.flow.autocast or qkv_dtype
-    size = SIZE_BYTES[dtype]
+    size = SIZE_BYTES[context.flow.autocast or qkv_dtype]
     if context.kernel == "linear":
         return size * tokens * (3 * query_width + 2 * value_width), 0
-    output = size * tokens * value_width
+    scores = tokens * context.row_tokens
     if context.kernel in ("flash", "efficient"):
-        repeated = kv_width
-        if context.kernel == "efficient" and attention.num_kv_heads != attention.num_heads:
-            repeated = query_width + value_width
-        return size * tokens * (query_width + repeated) + output + 4 * tokens * attention.num_heads, 0
-    scores = tokens * attention.num_heads * context.setup.seq_len_tokens
+        wide = context.kernel == "efficient" and attention.num_kv_heads != attention.num_heads
+        kept = query_width + value_width + (query_width + value_width if wide else kv_width)
+        mask = size * scores if context.kernel == "efficient" and masked(context.setup, attention) else 0
+        return size * tokens * kept + 4 * tokens * attention.num_heads, mask
+    scores *= attention.num_heads
     if context.kernel == "eager":
-        return size * tokens * (2 * query_width + value_width) + output, scores * (4 + (size if size < 4 else 0))
-    return 4 * tokens * (2 * query_width + value_width) + output, 4 * scores
+        return size * tokens * (2 * query_width + value_width), scores * (4 + (size if size < 4 else 0))
+    return 4 * tokens * (2 * query_width + value_width), 4 * scores
 
 
 ACTIVATION_COPIES = {"silu": 1, "gelu": 1, "gelu_pytorch_tanh": 1, "gelu_new": 4, "gelu_fast": 4, "relu": 1, "relu2": 2}
@@ -155,43 +189,40 @@ ACTIVATION_COPIES = {"silu": 1, "gelu": 1, "gelu_pytorch_tanh": 1, "gelu_new": 4
 "gelu_new" is composed of single operations. Source: transformers 5.23 `activations.py`."""
 
 
-def mlp_saved(
-    mlp: MlpSpec,
-    up: Sequence[LinearSpec],
-    down: Sequence[LinearSpec],
-    context: LayerContext,
-    input_dtype: str,
-) -> tuple[int, int]:
-    """What a dense MLP keeps beside its input: (base, adapters).
+def mlp_saved(mlp: MlpSpec, down: Sequence[LinearSpec], context: LayerContext, input_dtype: str) -> int:
+    """What a dense MLP keeps between its projections.
 
-    Gated: the gate (for the activation's backward), the activated gate and the up projection (for their product), and
-    the product where `down` keeps its input. Plain: the first projection, and the activated value likewise.
+    Gated: the gate (for the activation's backward), the activated gate and the up projection (for their product).
+    Plain: the first projection.
 
     Source: transformers 5.23 `LlamaMLP`, `GPT2MLP`; Shazeer 2020, https://arxiv.org/abs/2002.05202.
     """
     dtype = context.flow.linear_out(input_dtype)
     elements = context.tokens * (down[0].in_features if down else mlp.intermediate_size)
     copies = ACTIVATION_COPIES.get(mlp.activation, 1)
-    kept = (copies + (2 if mlp.kind == "gated" else 0)) * SIZE_BYTES[dtype] * elements
-    base, extra = inputs_saved(down, context, dtype)
-    return kept + base, extra
+    return (copies + (2 if mlp.kind != "plain" else 0)) * SIZE_BYTES[dtype] * elements
 
 
 def moe_saved(mlp: MlpSpec, layer: LayerSpec, context: LayerContext, input_dtype: str) -> int:
-    """What routed experts keep: for each of the top-k experts of a token its gathered input, both projections, the
-    product and the weighted output; plus the router's fp32 softmax.
+    """What routed experts keep: for each of the top-k experts of a token both projections, the activated gate and the
+    down projection's output (for its weighting); where experts are trained also the gathered input and the product.
 
-    Source: transformers 5.23 `integrations/moe.py` (grouped matrices) and `MixtralSparseMoeBlock`.
+    peft's `ParamWrapper` keeps the merged stack of expert weights of the layer.
+
+    Source: transformers 5.23 `integrations/moe.py` (grouped matrices) and `MixtralSparseMoeBlock`; peft 0.21
+    `tuners/lora/layer.py` ParamWrapper.
     """
     tokens = context.tokens
     hidden = next(linear.in_features for linear in layer.linears if linear.role in ("gate_up", "up", "gate"))
-    size = SIZE_BYTES[context.flow.linear_out(input_dtype) if not context.flow.quantized else context.flow.compute]
+    size = SIZE_BYTES[context.flow.compute if context.flow.quantized else context.flow.linear_out(input_dtype)]
     routed = tokens * mlp.num_active_experts
-    copies = ACTIVATION_COPIES.get(mlp.activation, 1) + (3 if mlp.gated_experts else 0)
-    kept = routed * (copies * mlp.intermediate_size + 2 * hidden) * size
-    if context.trained:
+    copies = ACTIVATION_COPIES.get(mlp.activation, 1) + (2 if mlp.gated_experts else 0)
+    kept = routed * (copies * mlp.intermediate_size + hidden) * size
+    if context.trained or context.stacks:
         kept += routed * (mlp.intermediate_size + hidden) * size
-    return kept + 8 * tokens * mlp.num_experts
+    if context.stacks:
+        kept += size * sum(linear.num_weights for linear in layer.linears if linear.module == "parameter")
+    return kept + 40 * routed + 4 * tokens * mlp.num_experts
 
 
 def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:
@@ -209,35 +240,34 @@ def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:
         by_role.setdefault(linear.role, []).append(linear)
     projections = [one for role in ("q", "k", "v", "qkv", "mixer", "other") for one in by_role.get(role, ())]
     for group in _by_input(projections):
-        base, extra = inputs_saved(group, context, normed)
-        saved.attention += base
-        saved.adapters += extra
+        _add(saved, "attention", inputs_saved(group, context, normed))
     for attention in (layer.attention, layer.cross_attention):
-        if attention is None:
-            continue
-        kept, scores = attention_saved(attention, context, qkv)
-        saved.attention += kept
-        saved.scores += scores
+        if attention is not None:
+            kept, scores = attention_saved(attention, context, qkv)
+            saved.attention += kept
+            saved.scores += scores
     attended = flow.autocast or qkv
+    fused = context.kernel in ("flash", "efficient")
     for output in by_role.get("o", ()):
-        base, extra = inputs_saved([output], context, attended)
-        saved.attention += 0 if attended == (flow.autocast or attended) and base else base
-        saved.adapters += extra
+        _add(saved, "attention", inputs_saved([output], context, attended, kept_elsewhere=fused))
     if layer.mlp is None:
         return saved
     dense = [one for role in ("gate", "up", "gate_up") for one in by_role.get(role, ()) if one.module != "parameter"]
     down = [one for one in by_role.get("down", ()) if one.module != "parameter"]
     if dense:
-        shared_input = dense if not layer.parallel_residual else dense
-        base, extra = inputs_saved(shared_input, context, normed)
-        saved.mlp += 0 if layer.parallel_residual and not flow.autocast else base
-        saved.adapters += extra
-        base, extra = mlp_saved(layer.mlp, dense, down, context, normed)
-        saved.mlp += base
-        saved.adapters += extra
+        _add(saved, "mlp", inputs_saved(dense, context, normed, kept_elsewhere=layer.parallel_residual))
+        saved.mlp += mlp_saved(layer.mlp, down, context, normed)
+        _add(saved, "mlp", inputs_saved(down, context, flow.linear_out(normed)))
     if layer.mlp.kind == "moe":
         saved.mlp += moe_saved(layer.mlp, layer, context, normed)
     return saved
+
+
+def _add(saved: Saved, part: str, inputs: Inputs) -> None:
+    setattr(saved, part, getattr(saved, part) + inputs.base)
+    saved.adapters += inputs.adapters
+    saved.pinned += inputs.pinned
+    saved.pinned_again += inputs.pinned_again
 
 
 def _by_input(linears: Sequence[LinearSpec]) -> list[list[LinearSpec]]:

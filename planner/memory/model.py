@@ -20,10 +20,10 @@ from planner.memory.types import MemoryBreakdown, MemoryTerm, Phase
 from planner.memory.weights import weight_bytes
 from planner.memory.workspace import context_bytes, cublas_workspace_bytes, dequantized_bytes
 from planner.models.spec import LayerSpec, ModelSpec
-from planner.models.targets import lora_linears
+from planner.models.targets import adapts_expert_stacks, lora_linears
 from planner.setup import TrainSetup
 
-DURING_COMPUTE: tuple[Phase, ...] = ("forward", "loss", "backward")
+AFTER_LOAD: tuple[Phase, ...] = ("forward", "loss", "backward", "step")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,20 +120,25 @@ class ActivationParts:
 def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ActivationParts:
     """The activations of a setup; independent of its loss, optimizer and accumulation."""
     flow, tokens = flow_of(setup), setup.tokens_per_micro_batch
-    adapted = _adapted_names(model, None if setup.method == "full" else setup.lora_targets)
+    targets = None if setup.method == "full" else setup.lora_targets
+    adapted = _adapted_names(model, targets)
+    stacks = targets is not None and adapts_expert_stacks(model, targets)
     counts, kept = _checkpointed(model, setup.checkpointing)
-    stored = {"norm": 0, "attention": 0, "scores": 0, "mlp": 0, "adapters": 0, "inputs": 0}
+    stored = {"norm": 0, "attention": 0, "scores": 0, "mlp": 0, "adapters": 0, "pinned": 0, "inputs": 0}
     recomputed = transient = forward_temp = dequantized = 0
     for index, layer in enumerate(model.layer_kinds):
-        kernel = _kernel(layer, gpu, setup, flow)
-        context = LayerContext(setup=setup, flow=flow, adapted=adapted[index], kernel=kernel, tokens=tokens)
+        kernel = _kernel(model, layer, gpu, setup, flow)
+        context = LayerContext(setup=setup, flow=flow, adapted=adapted[index], kernel=kernel, tokens=tokens, stacks=stacks)
         saved = layer_saved(layer, context)
         if kept[index]:
             for part in ("norm", "attention", "scores", "mlp", "adapters"):
                 stored[part] += kept[index] * getattr(saved, part)
+            stored["pinned"] += kept[index] * (saved.pinned - saved.pinned_again)
         if counts[index] > kept[index]:
             recomputed = max(recomputed, saved.total)
-            stored["inputs"] += (counts[index] - kept[index]) * SIZE_BYTES[flow.residual] * model.hidden_size * tokens
+            again = counts[index] - kept[index]
+            stored["inputs"] += again * SIZE_BYTES[flow.residual] * model.hidden_size * tokens
+            stored["pinned"] += again * saved.pinned
         transient = max(transient, backward_transient(layer, context))
         forward_temp = max(forward_temp, forward_transient(layer, context))
         if setup.quantized:
@@ -166,11 +171,11 @@ def _checkpointed(model: ModelSpec, every: int) -> tuple[list[int], list[int]]:
     return counts, kept
 
 
-def _kernel(layer: LayerSpec, gpu: GpuSpec, setup: TrainSetup, flow: Flow) -> Kernel:
+def _kernel(model: ModelSpec, layer: LayerSpec, gpu: GpuSpec, setup: TrainSetup, flow: Flow) -> Kernel:
     if layer.attention is None:
         return "linear"
     dtype = flow.autocast or (flow.residual if flow.quantized else flow.compute)
-    return attention_kernel(setup, gpu, layer.attention, dtype)
+    return attention_kernel(model, setup, gpu, layer.attention, dtype)
 
 
 def _weight_casts(model: ModelSpec, setup: TrainSetup, flow: Flow) -> tuple[int, int]:
@@ -181,10 +186,13 @@ def _weight_casts(model: ModelSpec, setup: TrainSetup, flow: Flow) -> tuple[int,
 
     Source: PyTorch `aten/src/ATen/autocast_mode.cpp`, cached_cast.
     """
-    if flow.autocast is None or setup.weight_dtype != "fp32" or setup.quantized:
+    head = 2 * model.head.num_weights if model.head is not None else 0
+    if flow.autocast is None or flow.table != "fp32":
         return 0, 0
+    if setup.quantized:  # only the head is a plain fp32 matrix then
+        return (head, 0) if setup.loss != "chunked" else (0, 0)
     matrices = sum(num * one.num_weights for layer, num in model.layer_counts for one in layer.linears)
-    copies = 2 * (matrices + (model.head.num_weights if model.head is not None else 0))
+    copies = 2 * matrices + head
     if setup.checkpointing != 1:
         return copies, copies
     return (copies, 0) if setup.method == "full" else (0, 0)
@@ -205,12 +213,20 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
     )
 
 
+def loss_parts_logits(model: ModelSpec, setup: TrainSetup) -> int:
+    """Bytes of the logits' gradient in the head's type, alive beside the head's own gradient (full loss only)."""
+    if setup.loss != "full":
+        return 0
+    flow = flow_of(setup)
+    return SIZE_BYTES[flow.autocast or flow.table] * setup.tokens_per_micro_batch * model.vocab_size
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackwardPeak:
-    """The backward's largest moment, beyond what is stored and resident, in bytes by part."""
+    """The largest moment of the layers' backward, beyond what is resident, in bytes by part."""
 
     where: str
-    loss: int
+    stored: int
     recomputed: int
     transient: int
     dequantized: int
@@ -219,50 +235,49 @@ class BackwardPeak:
     @property
     def total(self) -> int:
         """All parts."""
-        return self.loss + self.recomputed + self.transient + self.dequantized + self.gradients
+        return self.stored + self.recomputed + self.transient + self.dequantized + self.gradients
 
 
-def backward_peak(
-    model: ModelSpec, parts: ActivationParts, chain: LossChain, trained: Trained, *, accumulated: bool
-) -> BackwardPeak:
-    """The largest of three moments: the start (loss gradients), the first layer, the end (all gradients there).
+def backward_peak(model: ModelSpec, parts: ActivationParts, trained: Trained, *, accumulated: bool) -> BackwardPeak:
+    """The largest of two moments: the first layer's backward, and the last one's (all gradients there).
 
     In between, activations fall and gradients rise linearly with the layers, so the maximum is at an end. With
     accumulation the gradients of earlier micro-batches are alive all along and none are new.
     """
     size = SIZE_BYTES[trained.dtype]
     head = 0 if accumulated else trained.head * size
-    gradients = 0 if accumulated else trained.size_bytes
-    start = BackwardPeak(
-        where="loss", loss=chain.backward_bytes, recomputed=0, transient=0, dequantized=0, gradients=head
-    )
+    stored = parts.stored_total + parts.weight_casts[1]
     first = BackwardPeak(
         where="first layer",
-        loss=0,
+        stored=stored + parts.final_norm,
         recomputed=parts.recomputed,
         transient=parts.transient,
         dequantized=parts.dequantized,
         gradients=head,
     )
-    # At the end the other layers' activations are gone: what is stored counts back as a negative share.
-    freed = parts.stored_total - parts.stored_total // max(1, model.num_layers)
-    table = trained.embeddings * size if trained.embeddings else 0
-    end = BackwardPeak(
+    last = BackwardPeak(
         where="last layer",
-        loss=0,
+        stored=stored // max(1, model.num_layers),
         recomputed=parts.recomputed,
-        transient=max(0, parts.transient - freed),
-        dequantized=0,
-        gradients=gradients + (table if model.tied or accumulated else 0) - max(0, freed - parts.transient),
+        transient=parts.transient,
+        dequantized=parts.dequantized,
+        gradients=(0 if accumulated else trained.size_bytes)
+        + (trained.embeddings * size if model.tied and not accumulated else 0),
     )
-    return max(start, first, end, key=lambda peak: peak.total)
+    return max(first, last, key=lambda peak: peak.total)
 
 
-@lru_cache(maxsize=1024)
-def _weight_parts(
-    model: ModelSpec, quantization: str, cast: bool, weight_dtype: str, setup: TrainSetup
-) -> dict[str, int]:
-    return weight_bytes(model, setup)
+def loss_peak(
+    chain: LossChain, parts: ActivationParts, trained: Trained, logits_bytes: int, *, accumulated: bool
+) -> tuple[int, int]:
+    """The loss chain's largest moment as (bytes of the chain, bytes of autocast's cache alive with it).
+
+    Its forward (autocast's cache still alive), its own backward, or the head's gradient beside 16-bit logits.
+    """
+    cache = parts.weight_casts[0] - parts.weight_casts[1] + parts.adapter_casts
+    head = 0 if accumulated else trained.head * SIZE_BYTES[trained.dtype]
+    after = max(chain.backward_bytes, head + logits_bytes)
+    return (chain.loss_bytes, cache) if chain.loss_bytes + cache > after else (after, 0)
 
 
 _PART_NAMES = {
@@ -271,6 +286,7 @@ _PART_NAMES = {
     "scores": "attention scores (tokens x tokens)",
     "mlp": "MLP activations",
     "adapters": "adapter input copies",
+    "pinned": "inputs that int8 matrices keep",
     "inputs": "checkpointed layer inputs",
 }
 
@@ -299,21 +315,25 @@ def predict_memory(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> MemoryB
     if setup.method != "full":
         add("adapters", "LoRA matrices", trained.size_bytes)
     states = state_bytes(trained.num, trained.dtype, setup.optimizer, matrix_edge_sum=trained.edge_sum)
-    add("optimizer", f"states of {setup.optimizer}", states)
+    add("optimizer", f"states of {setup.optimizer}", states, *AFTER_LOAD)
     add("workspace", "cuBLAS workspaces", cublas_workspace_bytes(gpu))
+    peak = backward_peak(model, parts, trained, accumulated=accumulated)
+    shrunk = peak.where == "last layer"
+    compute: tuple[Phase, ...] = ("forward", "loss") if shrunk else ("forward", "loss", "backward")
     for part, size in parts.stored.items():
-        add("activations", _PART_NAMES[part], size, *DURING_COMPUTE)
-    add("activations", "final norm", parts.final_norm, "loss", "backward")
-    add("activations", "autocast copies of the weights", parts.weight_casts[1], *DURING_COMPUTE)
-    add("activations", "autocast's cache of weights", parts.weight_casts[0] - parts.weight_casts[1], "forward", "loss")
-    add("activations", "autocast copies of the adapters", parts.adapter_casts, "forward", "loss")
+        add("activations", _PART_NAMES[part], size, *compute)
+    add("activations", "autocast copies of the weights", parts.weight_casts[1], *compute)
+    add("activations", "final norm", parts.final_norm, *compute[1:])
+    if shrunk:
+        add("activations", "what is left of the activations", peak.stored, "backward")
+    add("activations", "autocast's cache", parts.weight_casts[0] - parts.weight_casts[1] + parts.adapter_casts, "forward")
     if accumulated:
-        add("gradients", "accumulated gradients", trained.size_bytes, *DURING_COMPUTE)
+        add("gradients", "accumulated gradients", trained.size_bytes, "forward", "loss", "backward")
     add("activations", "one layer's forward temporaries", parts.forward_temp, "forward")
     add("dequantization", "one dequantized matrix in the forward", parts.dequantized, "forward")
-    add("loss", f"loss chain ({setup.loss})", chain.loss_bytes, "loss")
-    peak = backward_peak(model, parts, chain, trained, accumulated=accumulated)
-    add("loss", f"loss gradients ({setup.loss})", peak.loss, "backward")
+    in_loss, cache = loss_peak(chain, parts, trained, loss_parts_logits(model, setup), accumulated=accumulated)
+    add("loss", f"loss chain ({setup.loss})", in_loss, "loss")
+    add("activations", "autocast's cache in the loss", cache, "loss")
     add("activations", "one recomputed layer", peak.recomputed, "backward")
     add("workspace", "one layer's gradients of activations", peak.transient, "backward")
     add("dequantization", "one dequantized matrix in the backward", peak.dequantized, "backward")
@@ -321,7 +341,7 @@ def predict_memory(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> MemoryB
     add("gradients", "gradients", trained.size_bytes, "step")
     temporary = step_bytes(trained.num, trained.dtype, setup.optimizer, largest_tensor=trained.largest)
     add("optimizer", f"temporaries of {setup.optimizer}", temporary, "step")
-    resident = sum(term.size_bytes for term in terms if term.resident)
+    resident = sum(term.size_bytes for term in terms if len(term.phases) >= len(AFTER_LOAD))
     totals = {
         phase: sum(t.size_bytes for t in terms if phase in t.phases)
         for phase in ("forward", "loss", "backward", "step")

@@ -19,7 +19,7 @@ def backward_transient(layer: LayerSpec, context: LayerContext) -> int:
 
     The MLP's backward holds the gradients of the product, of the activated gate and of the up projection; RMSNorm's
     holds three fp32 tensors of the hidden size; attention's the gradients of q, k, v and, with a kernel that keeps
-    tokens x tokens matrices, the gradients of those. The gradient of the residual is alive all along.
+    tokens x tokens matrices, one fp32 gradient of those. The gradient of the residual is alive all along.
 
     Shapes: [tokens, hidden] and [tokens, intermediate].
     """
@@ -37,7 +37,7 @@ def backward_transient(layer: LayerSpec, context: LayerContext) -> int:
         width = spec.num_heads * (spec.head_dim + spec.value_head_dim)
         attention = size * 2 * width
         if context.kernel in ("math", "eager"):
-            attention += 2 * 4 * spec.num_heads * context.setup.seq_len_tokens
+            attention += 4 * spec.num_heads * context.row_tokens
     return context.tokens * (residual + max(mlp, norm, attention))
 
 
@@ -51,5 +51,7 @@ def forward_transient(layer: LayerSpec, context: LayerContext) -> int:
     mlp = 3 * size * _mlp_width(layer)
     scores = 0
     if layer.attention is not None and context.kernel in ("math", "eager"):
-        scores = 3 * 4 * layer.attention.num_heads * context.setup.seq_len_tokens
+        # the product, the masked product (in the mask's type) and the fp32 softmax; "math" works in place
+        parts = 8 if context.kernel == "math" else 4 + SIZE_BYTES[flow.compute] + SIZE_BYTES[flow.residual]
+        scores = parts * layer.attention.num_heads * context.row_tokens
     return context.tokens * max(mlp, scores)

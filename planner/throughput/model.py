@@ -146,11 +146,9 @@ class SpeedModel:
         key = (setup.lora_targets, flow, setup.lora_dropout > 0)
         found = self._adapters.get(key)
         if found is None:
-            linears = adapted_linears(self.inv, setup.lora_targets)
+            linears, params, modules = adapted_linears(self.model, setup.lora_targets)
             moved = adapter_traffic(linears, flow, self.conditions, dropout=setup.lora_dropout > 0)
             edges = sum(count * one.num_active * (one.in_features + one.out_features) for one, count in linears)
-            params = sum(count * one.num * (one.in_features + one.out_features) for one, count in linears)
-            modules = sum(count * one.num for one, count in linears)
             found = self._adapters[key] = (moved, edges, float(params), modules)
         return found
 
@@ -163,7 +161,7 @@ class SpeedModel:
         dtype = flow.autocast or (flow.residual if flow.quantized else flow.compute)
         forward = backward = flops = 0.0
         for spec, count in self.inv.attentions:
-            kernel = attention_kernel(setup, self.gpu, spec, dtype)
+            kernel = attention_kernel(self.model, setup, self.gpu, spec, dtype)
             one = self._attention_one(spec, setup.seq_len_tokens, dtype, kernel)
             forward += count * one[0]
             backward += count * one[1]
