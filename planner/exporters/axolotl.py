@@ -76,6 +76,8 @@ def export(request: ExportRequest) -> Launch:
     command = f"axolotl train launch/{FILE}"
     if setup.num_gpus == 1 or setup.parallel == "device-map":
         command += " --launcher python"
+    else:
+        command += f" --launcher accelerate -- --num_processes {setup.num_gpus}"
     notes = ["Axolotl 0.21 needs Python 3.12 (pip on 3.11 silently takes 0.19)."]
     if setup.method != "full":
         notes.append("Axolotl switches its LoRA kernels on by itself where it can: faster and smaller than planned.")
@@ -173,7 +175,7 @@ def _method(request: ExportRequest) -> list[Line]:
 
 def _datasets(request: ExportRequest) -> Section:
     dataset = request.dataset
-    kinds = {
+    kinds: dict[str, dict[str, object]] = {
         "messages": {"type": "chat_template", "field_messages": "messages"},
         "alpaca": {"type": "alpaca"},
         "text": {"type": "completion", "field": dataset.text_field if dataset else "text"},

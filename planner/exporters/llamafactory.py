@@ -93,8 +93,6 @@ def _sections(request: ExportRequest) -> list[Section]:
     setup, hyper = request.setup, request.hyper
     reasons = hyper.reasons
     title = "dataset" if request.dataset else "dataset: PUT YOURS HERE (in dataset_info.json)"
-    # Under packing LLaMA-Factory keeps one token of cutoff_len for itself.
-    cutoff = setup.seq_len_tokens + 1 if setup.packing else setup.seq_len_tokens
     liger = setup.loss in ("chunked", "liger")
     return [
         section(
@@ -108,7 +106,7 @@ def _sections(request: ExportRequest) -> list[Section]:
             title,
             Line("dataset", DATASET_KEY),
             Line("dataset_dir", "launch", f"holds {DATASET_INFO}"),
-            Line("cutoff_len", cutoff, "one more than planned: packing keeps one" if setup.packing else ""),
+            Line("cutoff_len", setup.seq_len_tokens, "tokens; longer samples are cut"),
             Line("packing", setup.packing),
             Line("neat_packing", True, "packed samples do not see each other") if setup.packing else None,
         ),

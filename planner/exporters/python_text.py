@@ -1,4 +1,4 @@
-"""Python scripts as text: calls with one keyword a line, so that a person, a diff and `planner.readers.script` read them."""
+"""Python scripts as text: calls with one keyword a line, for a person, a diff and `planner.readers.script`."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -157,33 +157,36 @@ def _sections(request: ExportRequest) -> list[Section]:
 
 
 def _quantization(setup: TrainSetup) -> list[Line]:
-    if setup.quantization == "int8":
-        return [Line("load_in_8bit", True)]
-    if setup.quantization == "none":
-        return []
+    """Quantization, and what only `from_pretrained` takes.
+
+    `trl sft` takes the 4-bit compute type from `dtype`; weights in another type need the configuration handed through.
+    """
+    lines: list[Line] = []
+    kwargs: dict[str, object] = {}
     double = setup.quantization == "nf4-double"
-    if setup.weight_dtype == setup.compute_dtype:
-        return [
+    if setup.quantization == "int8":
+        lines.append(Line("load_in_8bit", True))
+    elif setup.quantized and setup.weight_dtype == setup.compute_dtype:
+        lines = [
             Line("load_in_4bit", True),
             Line("bnb_4bit_quant_type", "nf4"),
             Line("use_bnb_nested_quant", double, "double quantization"),
         ]
-    # `trl sft` takes 4-bit compute from `dtype`; weights in another type need the configuration handed through.
-    return [
-        Line(
-            "model_init_kwargs",
-            {
-                "quantization_config": {
-                    "quant_method": "bitsandbytes",
-                    "load_in_4bit": True,
-                    "bnb_4bit_quant_type": "nf4",
-                    "bnb_4bit_use_double_quant": double,
-                    "bnb_4bit_compute_dtype": HF_DTYPES[setup.compute_dtype],
-                }
-            },
-            "compute in another type than the weights'",
-        )
-    ]
+        if setup.parallel in ("fsdp2", "zero3"):
+            lines.append(Line("bnb_4bit_quant_storage", HF_DTYPES[setup.weight_dtype], "shardable like the rest"))
+    elif setup.quantized:
+        kwargs["quantization_config"] = {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": double,
+            "bnb_4bit_compute_dtype": HF_DTYPES[setup.compute_dtype],
+        }
+    if setup.parallel == "device-map":
+        return [*lines, Line("model_init_kwargs", {"device_map": "auto", **kwargs}, "layers spread over the GPUs")]
+    return (
+        [*lines, Line("model_init_kwargs", kwargs, "computes in another type than the weights'")] if kwargs else lines
+    )
 
 
 def _method(request: ExportRequest) -> list[Line]:

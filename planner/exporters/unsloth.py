@@ -37,6 +37,9 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
         found.append(
             Difference(field="adapter_dtype", planned=runs.resolved_adapter_dtype, runs_as="fp32", reason=reason)
         )
+    if setup.quantization == "nf4":
+        reason = "Unsloth always quantizes twice: a little less memory"
+        found.append(Difference(field="quantization", planned="nf4", runs_as="nf4-double", reason=reason))
     if setup.compile:
         reason = "Unsloth compiles its own parts and refuses torch_compile"
         found.append(Difference(field="compile", planned=True, runs_as=False, reason=reason))

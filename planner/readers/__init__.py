@@ -1,5 +1,7 @@
 """Existing configs in, setups out: one module per format, the inverse of `planner.exporters`. Nothing is executed."""
 
+from planner.readers.read import FORMATS, read_config, read_text
+from planner.readers.sharding import Sharding
 from planner.readers.types import ReadConfig, canonical
 
-__all__ = ["ReadConfig", "canonical"]
+__all__ = ["FORMATS", "ReadConfig", "Sharding", "canonical", "read_config", "read_text"]

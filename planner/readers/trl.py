@@ -4,6 +4,7 @@ from typing import Any
 
 from planner.models.spec import ModelSpec
 from planner.readers import common, hf, schema
+from planner.readers.sharding import Sharding, parallel_of, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 
@@ -15,7 +16,9 @@ EXTRA_KEYS = (
 """What `trl sft` accepts beside its own arguments: its environment block and `accelerate launch`'s."""
 
 
-def read(values: dict[str, Any], name: str, model: ModelSpec | None = None) -> ReadConfig:
+def read(
+    values: dict[str, Any], name: str, model: ModelSpec | None = None, *, sharding: Sharding | None = None
+) -> ReadConfig:
     """The setup of a TRL config.
 
     Raises:
@@ -38,7 +41,7 @@ def read(values: dict[str, Any], name: str, model: ModelSpec | None = None) -> R
     weights = hf.weight_dtype(settings, dtype_key, "float32", model)
     autocast = hf.autocast(settings, bf16_default=True)
     fields["precision"] = common.precision(settings, weights, autocast, fields["method"])
-    if compute is None and weights == "fp32" and quantization.startswith("nf4"):
+    if compute is None and weights == "fp32" and autocast and quantization.startswith("nf4"):
         settings.approximate("4-bit weights compute in float32 here (TRL takes the compute type from dtype)")
     if peft:
         if not settings.has("lora_dropout"):
@@ -73,6 +76,11 @@ def read(values: dict[str, Any], name: str, model: ModelSpec | None = None) -> R
     fields["compile"] = settings.flag("torch_compile", False)
     if settings.flag("activation_offloading", False):
         settings.approximate("activations offloaded to host memory are counted as if they stayed on the GPU")
+    sharding = sharding or Sharding()
+    if kwargs.raw("device_map") == "auto" and sharding.num_gpus > 1:
+        fields |= {"num_gpus": sharding.num_gpus, "parallel": "device-map"}
+    else:
+        fields |= parallel_of(settings, sharded(settings, sharding), sharding.num_gpus)
     keys |= {"seq_len_tokens": length_key, "optimizer": "optim", "packing": "packing", "lora_rank": "lora_r"}
     return ReadConfig(
         format=FORMAT,
@@ -85,6 +93,18 @@ def read(values: dict[str, Any], name: str, model: ModelSpec | None = None) -> R
         keys=keys,
         values=values,
     )
+
+
+def sharded(settings: Settings, sharding: Sharding) -> str:
+    """How a config with TrainingArguments' names spreads over GPUs."""
+    if settings.has("deepspeed"):
+        return zero_stage(settings, settings.raw("deepspeed"), sharding)
+    if settings.raw("fsdp") or settings.has("fsdp_config"):
+        return "fsdp2"
+    word = settings.raw("accelerate_config", "none")
+    if isinstance(word, str) and word in ("zero1", "zero2", "zero3", "fsdp1", "fsdp2"):
+        return "fsdp2" if word.startswith("fsdp") else word
+    return "none"
 
 
 def _quantization(settings: Settings, kwargs: Settings) -> tuple[str, str | None]:

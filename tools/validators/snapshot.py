@@ -3,6 +3,7 @@
 Run inside the tool's venv (see the .sh files beside this one): python tools/validators/snapshot.py TOOL
 """
 
+import ast
 import json
 import sys
 from importlib.metadata import version
@@ -27,29 +28,17 @@ def transformers() -> tuple[str, list[str]]:
 
 
 def axolotl() -> tuple[str, list[str]]:
-    from axolotl.utils.config import merge_input_args, prepare_plugins
-    from axolotl.utils.dict import DictDefault
+    from axolotl.utils.config import merge_input_args
 
-    integrations = [
-        "axolotl.integrations.liger.LigerPlugin",
-        "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin",
-        "axolotl.integrations.spectrum.SpectrumPlugin",
-        "axolotl.integrations.kd.KDPlugin",
-        "axolotl.integrations.lm_eval.LMEvalPlugin",
-        "axolotl.integrations.grokfast.GrokfastPlugin",
-        "axolotl.integrations.llm_compressor.LLMCompressorPlugin",
-        "axolotl.integrations.densemixer.DenseMixerPlugin",
-        "axolotl.integrations.kernels.KernelsPlugin",
-        "axolotl.integrations.diffusion.DiffusionPlugin",
-    ]
-    names: set[str] = set()
-    for plugin in [None, *integrations]:
-        try:
-            if plugin is not None:
-                prepare_plugins(DictDefault({"plugins": [plugin]}))
-            names |= set(merge_input_args()[1].model_fields)
-        except Exception as error:
-            print(f"{plugin}: {error}", file=sys.stderr)
+    fields = merge_input_args()[1].model_fields
+    names = set(fields) | {str(field.alias) for field in fields.values() if field.alias}
+    # plugins add settings; their classes are read as text because importing them needs trl
+    import axolotl as package
+
+    for path in Path(package.__path__[0]).glob("integrations/*/args.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names.add(node.target.id)
     return version("axolotl"), sorted(names)
 
 

@@ -1,0 +1,251 @@
+"""Axolotl configs (`axolotl train FILE`) as setups. Defaults of Axolotl 0.21."""
+
+from typing import Any
+
+from planner.errors import ConfigError
+from planner.models.spec import ModelSpec
+from planner.readers import common, schema
+from planner.readers.sharding import Sharding, parallel_of, zero_stage
+from planner.readers.types import ReadConfig
+from planner.readers.values import Settings
+
+FORMAT = "axolotl"
+ADAPTERS = ("lora", "qlora")
+OLD_ATTENTION_SWITCHES = {
+    "flash_attention": "flash-attention-2",
+    "sdp_attention": "sdpa",
+    "flex_attention": "sdpa",
+    "eager_attention": "eager",
+    "xformers_attention": "sdpa",
+}
+OFFLOADS = ("activation_offloading", "layer_offloading", "ple_cpu_offload", "lora_on_cpu")
+NOT_COUNTED = {
+    "peft_use_dora": "DoRA's magnitude vectors and norms are not counted",
+    "lora_modules_to_save": "lora_modules_to_save are trained in full; they are not counted",
+    "lora_target_parameters": "adapters on stacked expert parameters are not counted",
+    "unfrozen_parameters": "only some parameters are trained (unfrozen_parameters): counted as full fine-tuning",
+    "relora": "ReLoRA's restarts are not counted",
+    "relora_steps": "ReLoRA's restarts are not counted",
+    "qat": "quantization-aware training's fake quantization is not counted",
+    "fp8": "fp8 matrix multiplications are counted as bf16",
+    "processor_type": "images are not counted, text tokens only",
+    "context_parallel_size": "sequences split over GPUs (context parallelism) are counted whole",
+    "quantize_moe_experts": "quantized stacked experts are counted unquantized",
+    "diffusion": "a diffusion language model's noise schedule is not counted",
+    "model_quantization_config": "the model's own quantization is not followed",
+}
+
+
+def read(
+    values: dict[str, Any], name: str, model: ModelSpec | None = None, *, sharding: Sharding | None = None
+) -> ReadConfig:
+    """The setup of an Axolotl config.
+
+    Raises:
+        ConfigError: an unknown key, a wrong value, another kind of training than supervised fine-tuning.
+    """
+    settings = Settings(values, name)
+    settings.refuse_unknown(schema.known(FORMAT), FORMAT)
+    _refuse_other_training(settings)
+    sharding = sharding or Sharding()
+    keys = {
+        "micro_batch_seqs": "micro_batch_size",
+        "accumulation_steps": "gradient_accumulation_steps",
+        "seq_len_tokens": "sequence_len",
+        "optimizer": "optimizer",
+        "packing": "sample_packing",
+        "checkpointing": "gradient_checkpointing",
+        "attention": "attn_implementation",
+        "lora_rank": "lora_r",
+        "precision": "bf16",
+    }
+    micro = settings.integer("micro_batch_size", 1, at_least=1)
+    fields: dict[str, Any] = {
+        "micro_batch_seqs": micro,
+        "accumulation_steps": _accumulation(settings, micro),
+        "seq_len_tokens": settings.integer("sequence_len", 512, at_least=1),
+        "packing": settings.flag("sample_packing", False),
+        "optimizer": common.optimizer(settings, "optimizer", "adamw_torch_fused"),
+        "compile": settings.raw("torch_compile") is True,
+        "attention": _attention(settings),
+        "loss": _loss(settings),
+    }
+    for key, default in (("micro_batch_size", 1), ("sequence_len", 512)):
+        if not settings.has(key):
+            settings.assume(f"{key} absent: {default}, Axolotl's default")
+    fields |= _method(settings, model)
+    fields["precision"] = _precision(settings, fields["method"])
+    fields["checkpointing"] = _checkpointing(settings)
+    if settings.raw("peft_autocast_adapter_dtype") is False and fields["method"] == "lora":
+        fields["adapter_dtype"] = "bf16" if "bf16" in fields["precision"] else "auto"
+    elif fields["method"] == "qlora":
+        fields["adapter_dtype"] = "fp32"
+    if settings.raw("device_map") == "auto" and sharding.num_gpus > 1:
+        fields |= {"num_gpus": sharding.num_gpus, "parallel": "device-map"}
+    else:
+        fields |= parallel_of(settings, _parallel(settings, sharding), sharding.num_gpus)
+    for key, sentence in NOT_COUNTED.items():
+        if settings.raw(key):
+            settings.approximate(sentence)
+    for key in OFFLOADS:
+        if settings.raw(key):
+            settings.approximate(f"{key}: counted as if nothing left the GPU")
+    return ReadConfig(
+        format=FORMAT,
+        path=name,
+        model_id=settings.optional_text("base_model"),
+        setup=common.build(settings, fields),
+        assumptions=tuple(settings.assumptions),
+        approximations=tuple(settings.approximations),
+        dataset=_dataset(settings),
+        keys=keys,
+        values=values,
+    )
+
+
+def _refuse_other_training(settings: Settings) -> None:
+    if settings.raw("rl"):
+        raise ConfigError(
+            f"{settings.name}: preference or reinforcement training (rl: {settings.raw('rl')}) is not planned",
+            hint="supervised fine-tuning and continued pretraining are",
+        )
+    if settings.raw("reward_model") or settings.raw("process_reward_model"):
+        raise ConfigError(f"{settings.name}: reward models are not planned", hint="supervised fine-tuning is")
+    adapter = settings.raw("adapter")
+    if adapter and adapter not in ADAPTERS:
+        raise ConfigError(f"{settings.name}: adapter {adapter!r} is not planned", hint="lora and qlora are")
+
+
+def _accumulation(settings: Settings, micro: int) -> int:
+    if settings.has("gradient_accumulation_steps"):
+        return settings.integer("gradient_accumulation_steps", 1, at_least=1)
+    if settings.has("batch_size"):
+        return max(1, settings.integer("batch_size", micro, at_least=1) // micro)
+    settings.assume("gradient_accumulation_steps absent: 1, Axolotl's default")
+    return 1
+
+
+def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:
+    adapter = settings.raw("adapter")
+    four, eight = settings.flag("load_in_4bit", False), settings.flag("load_in_8bit", False)
+    if not adapter:
+        if four or eight:
+            raise ConfigError(
+                f"{settings.name}: quantized weights cannot be trained without an adapter",
+                hint="add `adapter: qlora`, or load_in_4bit: false",
+            )
+        return {"method": "full", "quantization": "none", "lora_rank": 0}
+    if settings.raw("gptq"):
+        settings.approximate("GPTQ weights are counted like NF4")
+        four = True
+    quantization = "int8" if eight else "none"
+    if four:
+        inner = Settings(settings.mapping("bnb_config_kwargs"), f"{settings.name}: bnb_config_kwargs")
+        quantization = "nf4-double" if inner.flag("bnb_4bit_use_double_quant", True) else "nf4"
+    elif adapter == "qlora" and not eight:
+        raise ConfigError(f"{settings.name}: adapter qlora needs load_in_4bit: true", hint="or write adapter: lora")
+    names = settings.names("lora_target_modules")
+    if isinstance(settings.raw("lora_target_modules"), str):
+        names = (settings.text("lora_target_modules", ""),)
+        if names[0] not in ("all-linear",):
+            settings.approximate("lora_target_modules is a pattern: counted as all linear layers")
+            names = ("all-linear",)
+    if settings.flag("lora_target_linear", False):
+        if names and names != ("all-linear",):
+            settings.assume("lora_target_linear adds all linear layers to lora_target_modules")
+        names = ("all-linear",)
+    return {
+        "method": "qlora" if quantization != "none" else "lora",
+        "quantization": quantization,
+        "lora_rank": settings.integer("lora_r", 8, at_least=1),
+        "lora_dropout": settings.real("lora_dropout", 0.0),
+        "lora_targets": common.targets(names, model, settings),
+    }
+
+
+def _precision(settings: Settings, method: str) -> str:
+    if settings.raw("bfloat16") is True:
+        return "bf16-pure"
+    word = settings.raw("bf16", "auto" if not settings.raw("fp16") and not settings.raw("float16") else False)
+    if word == "auto":
+        settings.assume("bf16 auto: on, as on every card since Ampere")
+    if word in (True, "auto", "full"):
+        return "bf16-autocast"
+    fp16 = settings.raw("fp16")
+    if fp16 in (True, "auto") or settings.raw("float16") is True:
+        if method == "full":
+            settings.approximate("fp16 full fine-tuning: counted with fp32 weights (fp16 ones cannot be unscaled)")
+            return "fp16-mixed"
+        return "fp16-autocast"
+    if settings.flag("load_in_8bit", False):
+        settings.assume("an int8 base without bf16 is loaded in fp16")
+        return "fp16-autocast"
+    return "fp32"
+
+
+def _checkpointing(settings: Settings) -> int:
+    value = settings.raw("gradient_checkpointing", False)
+    if isinstance(value, str) and value not in ("true", "false"):
+        settings.approximate(f"gradient_checkpointing {value}: counted as if the checkpoints stayed on the GPU")
+        return 1
+    fsdp = Settings(settings.mapping("fsdp_config"), f"{settings.name}: fsdp_config")
+    if fsdp.raw("activation_checkpointing") is True or fsdp.raw("fsdp_activation_checkpointing") is True:
+        return 1
+    if settings.raw("selective_checkpointing"):
+        settings.approximate("selective checkpointing is counted as checkpointing every layer")
+        return 1
+    kwargs = Settings(
+        settings.mapping("gradient_checkpointing_kwargs"), f"{settings.name}: gradient_checkpointing_kwargs"
+    )
+    if not settings.flag("gradient_checkpointing", False):
+        return 0
+    return kwargs.integer("every_n_layers", 1, at_least=1)
+
+
+def _attention(settings: Settings) -> str:
+    if settings.has("attn_implementation"):
+        return common.attention(settings, "attn_implementation")
+    for key, kind in OLD_ATTENTION_SWITCHES.items():
+        if settings.raw(key) is True:
+            settings.assume(f"{key} is read as attn_implementation {kind}")
+            return kind
+    settings.assume("no attention named: sdpa, transformers' default")
+    return "sdpa"
+
+
+def _loss(settings: Settings) -> str:
+    if settings.raw("liger_fused_linear_cross_entropy") is True:
+        return "liger"
+    plugged = any("cut_cross_entropy" in one for one in _plugins(settings))
+    if settings.raw("cut_cross_entropy", plugged) is True:
+        settings.assume("cut cross-entropy is counted as a fused loss (liger)")
+        return "liger"
+    if settings.raw("chunked_cross_entropy") is True:
+        return "chunked"
+    return "full"
+
+
+def _plugins(settings: Settings) -> tuple[str, ...]:
+    value = settings.raw("plugins", [])
+    return tuple(str(item) for item in value) if isinstance(value, list) else (str(value),)
+
+
+def _parallel(settings: Settings, sharding: Sharding) -> str:
+    if settings.raw("deepspeed"):
+        return zero_stage(settings, settings.raw("deepspeed"), sharding)
+    if settings.raw("fsdp_config") or settings.raw("fsdp"):
+        inner = settings.raw("fsdp_config", {})
+        if isinstance(inner, dict) and (inner.get("offload_params") or inner.get("fsdp_offload_params")):
+            settings.approximate("parameters offloaded to host memory are counted as if they stayed on the GPU")
+        return "fsdp2"
+    if settings.has("tensor_parallel_size") and settings.integer("tensor_parallel_size", 1) > 1:
+        settings.approximate("tensor parallelism is counted as plain data parallelism")
+    return "none"
+
+
+def _dataset(settings: Settings) -> str | None:
+    datasets = settings.raw("datasets", settings.raw("pretraining_dataset", []))
+    if isinstance(datasets, list) and datasets and isinstance(datasets[0], dict):
+        path = datasets[0].get("path")
+        return path if isinstance(path, str) else None
+    return None

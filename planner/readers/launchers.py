@@ -1,0 +1,119 @@
+"""Accelerate and DeepSpeed configs: how a run spreads over GPUs, on top of a setup that stands elsewhere."""
+
+from typing import Any
+
+from planner.errors import ConfigError
+from planner.readers import common, schema
+from planner.readers.sharding import parallel_of, stage_of
+from planner.readers.types import ReadConfig
+from planner.readers.values import Settings
+from planner.setup import TrainSetup
+
+OLD_ACCELERATE = (
+    "dynamo_backend", "deepspeed_plugin", "megatron_lm_plugin", "tpu_name", "tpu_zone", "command_file", "commands",
+    "fsdp_plugin", "use_xpu", "ipex_config", "mpirun_config", "fp8_config", "parallelism_config", "kt_config",
+)  # fmt: skip
+DEEPSPEED_KEYS = (
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "bf16",
+    "fp16", "amp", "zero_optimization", "optimizer", "scheduler", "steps_per_print", "wall_clock_breakdown",
+    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "communication_data_type",
+    "activation_checkpointing",
+    "tensorboard", "wandb", "csv_monitor", "flops_profiler", "prescale_gradients", "gradient_predivide_factor",
+    "sparse_gradients", "dump_state", "data_types", "comms_logger", "aio", "checkpoint", "compile", "autotuning",
+    "tensor_parallel", "zero_force_ds_cpu_initialization", "memory_breakdown", "torch_autocast", "data_efficiency",
+    "elasticity", "sequence_parallel_size", "pipeline",
+)  # fmt: skip
+PLANNED_TYPES = ("NO", "MULTI_GPU", "DEEPSPEED", "FSDP")
+OTHER_TYPES = ("MULTI_CPU", "CPU", "MEGATRON_LM", "XPU", "TPU", "MULTI_NPU")
+
+
+def read_accelerate(values: dict[str, Any], name: str, base: TrainSetup, num_gpus: int | None = None) -> ReadConfig:
+    """A base setup under an Accelerate config.
+
+    Raises:
+        ConfigError: an unknown key, or a kind of launch that is not planned.
+    """
+    settings = Settings(values, name)
+    settings.refuse_unknown({*schema.known("accelerate"), *OLD_ACCELERATE}, "accelerate")
+    kind = settings.text("distributed_type", "NO").upper()
+    if kind not in (*PLANNED_TYPES, *OTHER_TYPES):
+        raise settings.error("distributed_type", f"one of {', '.join(PLANNED_TYPES)}", kind)
+    if kind in OTHER_TYPES:
+        raise ConfigError(f"{name}: distributed_type {kind} is not planned", hint="NO, MULTI_GPU, DEEPSPEED, FSDP are")
+    processes = num_gpus or settings.integer("num_processes", 1, at_least=1)
+    changes: dict[str, Any] = {}
+    parallel = "none"
+    if kind == "DEEPSPEED":
+        block = Settings(settings.mapping("deepspeed_config"), f"{name}: deepspeed_config")
+        stage = block.integer("zero_stage", 2)
+        parallel = f"zero{stage}" if stage else "none"
+        for key in ("offload_optimizer_device", "offload_param_device"):
+            if block.text(key, "none") != "none":
+                settings.approximate(f"{key} is counted as if nothing left the GPU")
+        if block.has("gradient_accumulation_steps") and block.raw("gradient_accumulation_steps") != "auto":
+            changes["accumulation_steps"] = block.integer("gradient_accumulation_steps", 1, at_least=1)
+    elif kind == "FSDP":
+        parallel = "fsdp2"
+        block = Settings(settings.mapping("fsdp_config"), f"{name}: fsdp_config")
+        if block.flag("fsdp_activation_checkpointing", False):
+            changes["checkpointing"] = 1
+        if block.flag("fsdp_offload_params", False):
+            settings.approximate("parameters offloaded to host memory are counted as if they stayed on the GPU")
+        if block.integer("fsdp_version", 1) == 1:
+            settings.assume("FSDP version 1 is counted like version 2")
+    mixed = settings.raw("mixed_precision", "no")
+    if mixed in ("bf16", "fp16") and base.autocast_dtype is None and base.precision in ("fp32", "bf16-pure"):
+        weights = base.weight_dtype if mixed == "bf16" else "fp32"
+        changes["precision"] = common.precision(settings, weights, mixed, base.method)
+    elif mixed == "fp8":
+        settings.approximate("fp8 matrix multiplications are counted as bf16")
+    spread = parallel_of(settings, parallel, processes)
+    if base.parallel == "device-map" and spread["parallel"] == "none":
+        spread = {}
+    fields = {**_as_dict(base), **spread, **changes}
+    return ReadConfig(
+        format="accelerate",
+        path=name,
+        setup=common.build(settings, fields),
+        assumptions=(*settings.assumptions, "method, model and batch are not in this file: taken from the options"),
+        approximations=tuple(settings.approximations),
+        values=values,
+    )
+
+
+def read_deepspeed(values: dict[str, Any], name: str, base: TrainSetup, num_gpus: int = 1) -> ReadConfig:
+    """A base setup under a DeepSpeed JSON.
+
+    Raises:
+        ConfigError: an unknown key or a wrong value.
+    """
+    settings = Settings(values, name)
+    settings.refuse_unknown(DEEPSPEED_KEYS, "deepspeed")
+    changes: dict[str, Any] = {}
+    for key, field in (
+        ("train_micro_batch_size_per_gpu", "micro_batch_seqs"),
+        ("gradient_accumulation_steps", "accumulation_steps"),
+    ):
+        if settings.has(key) and settings.raw(key) != "auto":
+            changes[field] = settings.integer(key, 1, at_least=1)
+        else:
+            settings.assume(f"{key} is left to the trainer: taken from the options")
+    for kind in ("bf16", "fp16"):
+        block = Settings(settings.mapping(kind), f"{name}: {kind}")
+        if block.raw("enabled") is True and base.compute_dtype != kind:
+            changes["precision"] = f"{kind}-autocast" if base.method != "full" else f"{kind}-mixed"
+    parallel = stage_of(settings, values)
+    fields = {**_as_dict(base), **parallel_of(settings, parallel, num_gpus), **changes}
+    return ReadConfig(
+        format="deepspeed",
+        path=name,
+        setup=common.build(settings, fields),
+        assumptions=(*settings.assumptions, "method and model are not in this file: taken from the options"),
+        approximations=tuple(settings.approximations),
+        keys={"micro_batch_seqs": "train_micro_batch_size_per_gpu"},
+        values=values,
+    )
+
+
+def _as_dict(setup: TrainSetup) -> dict[str, Any]:
+    return {name: getattr(setup, name) for name in TrainSetup.__dataclass_fields__}

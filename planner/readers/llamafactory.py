@@ -1,0 +1,152 @@
+"""LLaMA-Factory configs (`llamafactory-cli train FILE`) as setups. Defaults of LLaMA-Factory 0.9.5."""
+
+from typing import Any
+
+from planner.errors import ConfigError
+from planner.models.spec import ModelSpec
+from planner.readers import common, hf, schema
+from planner.readers.sharding import Sharding, parallel_of, zero_stage
+from planner.readers.types import ReadConfig
+from planner.readers.values import Settings
+
+FORMAT = "llamafactory"
+STAGES = ("sft", "pt")
+ATTENTIONS = {
+    "auto": "sdpa",
+    "disabled": "eager",
+    "sdpa": "sdpa",
+    "fa2": "flash-attention-2",
+    "fa3": "flash-attention-2",
+}
+NOT_COUNTED = {
+    "use_dora": "DoRA's magnitude vectors and norms are not counted",
+    "additional_target": "additional_target modules are trained in full; they are not counted",
+    "use_galore": "GaLore's projected optimizer states are counted as AdamW's",
+    "use_apollo": "APOLLO's projected optimizer states are counted as AdamW's",
+    "use_badam": "BAdam's block-wise optimizer states are counted as AdamW's for all blocks",
+    "use_adam_mini": "Adam-mini's second moments are counted as AdamW's",
+    "use_muon": "Muon's optimizer states are counted as AdamW's",
+    "use_llama_pro": "LLaMA-Pro's added blocks are not counted",
+    "mixture_of_depths": "mixture of depths skips tokens: counted as if none were skipped",
+    "fp8": "fp8 matrix multiplications are counted as bf16",
+    "use_unsloth": "Unsloth's kernels are not counted",
+    "use_kt": "experts computed on the host (KTransformers) are counted as if they were on the GPU",
+    "upcast_layernorm": "norms in fp32 are not counted",
+    "shift_attn": "shifted sparse attention is counted as full attention",
+}
+
+
+def read(
+    values: dict[str, Any], name: str, model: ModelSpec | None = None, *, sharding: Sharding | None = None
+) -> ReadConfig:
+    """The setup of a LLaMA-Factory config.
+
+    Raises:
+        ConfigError: an unknown key, a wrong value, not a training config, another stage than sft or pt.
+    """
+    settings = Settings(values, name)
+    settings.refuse_unknown({*schema.known(FORMAT), *schema.LEGACY_HF}, FORMAT)
+    sharding = sharding or Sharding()
+    stage = settings.text("stage", "sft")
+    if not settings.flag("do_train", False):
+        raise ConfigError(f"{name}: do_train is not true: not a training config", hint="give the config of a training")
+    if stage not in STAGES:
+        raise ConfigError(
+            f"{name}: stage {stage} (preference or reward training) is not planned", hint="stages sft and pt are"
+        )
+    keys = {
+        "optimizer": "optim",
+        "seq_len_tokens": "cutoff_len",
+        "packing": "packing",
+        "attention": "flash_attn",
+        "lora_rank": "lora_rank",
+        "checkpointing": "disable_gradient_checkpointing",
+        "precision": "bf16",
+        "loss": "enable_liger_kernel",
+    }
+    fields: dict[str, Any] = hf.batch(settings, keys)
+    fields |= _method(settings, model)
+    fields["precision"] = _precision(settings, fields["method"])
+    packing = settings.flag("packing", stage == "pt") or settings.flag("neat_packing", False)
+    if not settings.has("cutoff_len"):
+        settings.assume("cutoff_len absent: 2048 tokens, LLaMA-Factory's default")
+    cutoff = settings.integer("cutoff_len", 2048, at_least=2)
+    word = settings.text("flash_attn", "auto")
+    if word not in ATTENTIONS:
+        raise settings.error("flash_attn", f"one of {', '.join(ATTENTIONS)}", word)
+    off = settings.flag("disable_gradient_checkpointing", False)
+    fields |= {
+        "packing": packing,
+        # under packing samples fill one token less, and padding brings the row back to cutoff_len
+        "seq_len_tokens": cutoff,
+        "attention": ATTENTIONS[word],
+        "checkpointing": 0 if off else 1,
+        "loss": "liger" if settings.flag("enable_liger_kernel", False) else "full",
+        "optimizer": common.optimizer(settings, "optim", "adamw_torch_fused"),
+        "compile": settings.flag("torch_compile", False),
+    }
+    parallel = zero_stage(settings, values["deepspeed"], sharding) if settings.has("deepspeed") else "none"
+    if settings.raw("fsdp"):
+        parallel = "fsdp2"
+    fields |= parallel_of(settings, parallel, sharding.num_gpus)
+    for key, sentence in NOT_COUNTED.items():
+        if settings.raw(key):
+            settings.approximate(sentence)
+    return ReadConfig(
+        format=FORMAT,
+        path=name,
+        model_id=settings.optional_text("model_name_or_path"),
+        setup=common.build(settings, fields),
+        assumptions=tuple(settings.assumptions),
+        approximations=tuple(settings.approximations),
+        dataset=_dataset(settings),
+        keys=keys,
+        values=values,
+    )
+
+
+def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:
+    kind = settings.text("finetuning_type", "lora")
+    if kind not in ("full", "lora", "freeze", "oft"):
+        raise settings.error("finetuning_type", "full, lora, freeze or oft", kind)
+    if kind == "freeze":
+        settings.approximate("freeze tuning trains some layers: counted as full fine-tuning, an upper bound")
+    if kind in ("full", "freeze"):
+        return {"method": "full", "quantization": "none", "lora_rank": 0}
+    if kind == "oft":
+        settings.approximate("OFT's rotations are counted like LoRA of rank 8")
+    quantization = "none"
+    if settings.has("quantization_bit"):
+        bits = settings.integer("quantization_bit", 4)
+        if bits not in (4, 8):
+            settings.approximate(f"{bits}-bit weights are counted like NF4")
+        if settings.text("quantization_method", "bnb") not in ("bnb", "BNB"):
+            settings.approximate("quantization by another method than bitsandbytes is counted like it")
+        double = settings.flag("double_quantization", True)
+        quantization = "int8" if bits == 8 else "nf4-double" if double else "nf4"
+    names = settings.names("lora_target") or ("all",)
+    return {
+        "method": "lora" if quantization == "none" else "qlora",
+        "quantization": quantization,
+        "lora_rank": settings.integer("lora_rank", 8, at_least=1),
+        "lora_dropout": settings.real("lora_dropout", 0.0),
+        "lora_targets": common.targets(names, model, settings),
+        "adapter_dtype": "fp32",
+    }
+
+
+def _precision(settings: Settings, method: str) -> str:
+    if settings.flag("pure_bf16", False):
+        return "bf16-pure"
+    autocast = hf.autocast(settings, bf16_default=False)
+    if autocast is None:
+        if settings.text("infer_dtype", "auto") in ("auto", "bfloat16", "float16"):
+            settings.assume("neither bf16 nor fp16: weights in the checkpoint's type, taken to be bf16, no autocast")
+            return "bf16-pure"
+        return "fp32"
+    return f"{autocast}-mixed" if method == "full" else f"{autocast}-autocast"
+
+
+def _dataset(settings: Settings) -> str | None:
+    names = settings.raw("dataset")
+    return names if isinstance(names, str) else None

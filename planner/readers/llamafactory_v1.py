@@ -1,0 +1,91 @@
+"""LLaMA-Factory's v1 configs (`model`, `peft_config`, `dist_config`, `train_dataset`) as setups."""
+
+from typing import Any
+
+from planner.models.spec import ModelSpec
+from planner.readers import common
+from planner.readers.sharding import Sharding, parallel_of, zero_stage
+from planner.readers.types import ReadConfig
+from planner.readers.values import Settings
+
+FORMAT = "llamafactory-v1"
+KNOWN = (
+    "model", "model_class", "trust_remote_code", "template", "peft_config", "kernel_config", "dist_config",
+    "quant_config", "optim_config", "lr_scheduler_config", "init_config", "train_dataset", "eval_dataset", "output_dir",
+    "micro_batch_size", "global_batch_size", "cutoff_len", "learning_rate", "num_train_epochs", "max_steps",
+    "max_grad_norm", "bf16", "batching_strategy", "batching_workers", "enable_activation_checkpointing", "seed",
+    "sample_backend", "max_new_tokens", "logging_steps", "save_steps", "save_epochs", "report_to", "flash_attn",
+    "resume_from_checkpoint", "save_ckpt_as_hf", "save_total_limit", "weight_decay", "warmup_ratio", "warmup_steps",
+    "loss_config", "attn_implementation", "cp_size", "cp_mode", "ep_size",
+)  # fmt: skip
+
+
+def read(
+    values: dict[str, Any], name: str, model: ModelSpec | None = None, *, sharding: Sharding | None = None
+) -> ReadConfig:
+    """The setup of a v1 config.
+
+    Raises:
+        ConfigError: an unknown key, a wrong value, not a training.
+    """
+    settings = Settings(values, name)
+    settings.refuse_unknown(KNOWN, FORMAT)
+    sharding = sharding or Sharding()
+    peft = Settings(settings.mapping("peft_config"), f"{name}: peft_config")
+    quant = Settings(settings.mapping("quant_config"), f"{name}: quant_config")
+    dist = Settings(settings.mapping("dist_config"), f"{name}: dist_config")
+    fields: dict[str, Any] = {
+        "micro_batch_seqs": settings.integer("micro_batch_size", 1, at_least=1),
+        "seq_len_tokens": settings.integer("cutoff_len", 2048, at_least=1),
+        "checkpointing": int(settings.flag("enable_activation_checkpointing", True)),
+        "precision": "bf16-autocast",
+        "packing": "padding_free" in settings.text("batching_strategy", "normal"),
+        "loss": "full",
+    }
+    kind = peft.text("name", "full") if peft.values else "full"
+    if kind == "lora":
+        bits = quant.integer("quantization_bit", 4) if quant.values else 0
+        quantization = {0: "none", 8: "int8"}.get(bits, "nf4-double")
+        fields |= {
+            "method": "lora" if quantization == "none" else "qlora",
+            "quantization": quantization,
+            "lora_rank": peft.integer("r", 8, at_least=1),
+            "lora_dropout": peft.real("lora_dropout", 0.0),
+            "lora_targets": common.targets(peft.names("target_modules") or ("all",), model, peft),
+        }
+    else:
+        if kind == "freeze":
+            settings.approximate("freeze tuning trains some layers: counted as full fine-tuning, an upper bound")
+        fields |= {"method": "full", "quantization": "none", "lora_rank": 0}
+    settings.assume("LLaMA-Factory's v1 is young: bf16 weights under autocast are assumed")
+    parallel = "none"
+    if dist.values:
+        word = dist.text("name", "fsdp2")
+        if word == "deepspeed":
+            parallel = zero_stage(dist, dist.raw("config_file", {}), sharding)
+        else:
+            parallel = "fsdp2"
+            if word != "fsdp2" or dist.has("cp_size") or dist.has("ep_size"):
+                settings.approximate(f"dist_config {word} with its extra dimensions is counted as plain FSDP")
+    fields |= parallel_of(settings, parallel, sharding.num_gpus)
+    replicas = sharding.num_gpus
+    total = settings.integer("global_batch_size", fields["micro_batch_seqs"] * replicas, at_least=1)
+    fields["accumulation_steps"] = max(1, total // (fields["micro_batch_seqs"] * replicas))
+    for key in ("cp_size", "ep_size"):
+        if settings.integer(key, 1) > 1:
+            settings.approximate(f"{key} splits a step over GPUs further: counted as plain data parallelism")
+    if settings.has("optim_config"):
+        settings.approximate("optim_config's optimizer is counted as AdamW")
+    if settings.text("model_class", "llm") != "llm":
+        settings.approximate("images are not counted, text tokens only")
+    return ReadConfig(
+        format=FORMAT,
+        path=name,
+        model_id=settings.optional_text("model"),
+        setup=common.build(settings, fields),
+        assumptions=(*settings.assumptions, *dist.assumptions, *peft.assumptions),
+        approximations=(*settings.approximations, *dist.approximations),
+        dataset=settings.raw("train_dataset") if isinstance(settings.raw("train_dataset"), str) else None,
+        keys={"micro_batch_seqs": "micro_batch_size", "seq_len_tokens": "cutoff_len"},
+        values=values,
+    )

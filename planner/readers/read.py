@@ -1,0 +1,130 @@
+"""From a path to a `ReadConfig`: which format it is, and the reader for it."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from planner.errors import ConfigError
+from planner.models.spec import ModelSpec
+from planner.readers import axolotl, launchers, llamafactory, llamafactory_v1, script, trl, unsloth
+from planner.readers.loading import parse_json, parse_yaml, read_bounded
+from planner.readers.sharding import Sharding
+from planner.readers.types import ReadConfig
+from planner.setup import TrainSetup
+
+FORMATS = ("trl", "axolotl", "llamafactory", "unsloth", "accelerate", "deepspeed", "hf-script")
+READERS = {
+    trl.FORMAT: trl.read,
+    axolotl.FORMAT: axolotl.read,
+    llamafactory.FORMAT: llamafactory.read,
+    llamafactory_v1.FORMAT: llamafactory_v1.read,
+    unsloth.FORMAT: unsloth.read,
+}
+LLAMAFACTORY_KEYS = {"finetuning_type", "stage", "cutoff_len", "lora_rank", "lora_target", "do_train", "template"}
+
+
+def detect(values: dict[str, Any]) -> str:
+    """The format of a mapping, by keys that only one tool has; "" when none is there."""
+    keys = set(values)
+    if keys & {"base_model", "micro_batch_size", "sequence_len"} and "model" not in keys:
+        return axolotl.FORMAT
+    if keys & {"zero_optimization", "train_micro_batch_size_per_gpu"}:
+        return "deepspeed"
+    if (
+        keys & {"compute_environment", "distributed_type", "fsdp_config", "deepspeed_config"}
+        and "num_processes" in keys
+    ):
+        return "accelerate"
+    if keys & {"compute_environment", "distributed_type"}:
+        return "accelerate"
+    if isinstance(values.get("training"), dict) or isinstance(values.get("lora"), dict):
+        return unsloth.FORMAT
+    if "model" in keys and keys & {"train_dataset", "dist_config", "peft_config", "micro_batch_size"}:
+        return llamafactory_v1.FORMAT
+    if keys & LLAMAFACTORY_KEYS:
+        return llamafactory.FORMAT
+    if keys & {"model_name_or_path", "per_device_train_batch_size", "use_peft", "lora_r", "dataset_name", "max_length"}:
+        return trl.FORMAT
+    return ""
+
+
+def read_text(
+    text: str,
+    name: str,
+    *,
+    model: ModelSpec | None = None,
+    base: TrainSetup | None = None,
+    sharding: Sharding | None = None,
+    launcher: str | None = None,
+) -> ReadConfig:
+    """The setup of a config given as text; `name` says which kind of file it is by its ending.
+
+    `base` stands for what Accelerate and DeepSpeed files do not say; `launcher` is the text of an Accelerate config
+    that the run is launched with.
+
+    Raises:
+        ConfigError: not a config of a known tool, or a wrong one.
+    """
+    sharding = sharding or Sharding()
+    if launcher is not None:
+        values, _ = parse_yaml(launcher, "accelerate config")
+        inner = read_text(text, name, model=model, base=base, sharding=Sharding(roots=sharding.roots))
+        spread = launchers.read_accelerate(values, "accelerate config", inner.setup)
+        setup = spread.setup
+        if inner.format == trl.FORMAT and setup.parallel == "zero3" and setup.method == "lora":
+            setup = setup.with_(adapter_dtype=setup.weight_dtype)  # TRL switches peft's cast off under ZeRO-3
+        return replace(
+            inner,
+            setup=setup,
+            assumptions=(*inner.assumptions, *spread.assumptions[:-1]),
+            approximations=(*inner.approximations, *spread.approximations),
+        )
+    if name.endswith(".py"):
+        return script.read(text, name, model, sharding=sharding)
+    duplicates: tuple[str, ...] = ()
+    if name.endswith(".json"):
+        values = parse_json(text, name)
+    else:
+        values, duplicates = parse_yaml(text, name)
+    kind = detect(values)
+    if kind == "deepspeed":
+        return launchers.read_deepspeed(values, name, base or TrainSetup(), sharding.num_gpus)
+    if kind == "accelerate":
+        return launchers.read_accelerate(values, name, base or TrainSetup())
+    if kind not in READERS:
+        raise ConfigError(
+            f"{name} is no config of a known tool (its settings: {', '.join(list(values)[:6]) or 'none'})",
+            hint=f"known: {', '.join(FORMATS)}",
+        )
+    found = READERS[kind](values, name, model, sharding=sharding)
+    if not duplicates:
+        return found
+    warned = tuple(f"{key} is written twice: the last one counts" for key in duplicates)
+    return replace(found, assumptions=(*warned, *found.assumptions))
+
+
+def read_config(
+    path: Path,
+    *,
+    model: ModelSpec | None = None,
+    base: TrainSetup | None = None,
+    num_gpus: int = 1,
+    launcher: Path | None = None,
+) -> ReadConfig:
+    """The setup of a config file.
+
+    Raises:
+        ConfigError: the file cannot be read or makes no sense; nothing in it is ever executed.
+    """
+    if path.suffix not in (".yaml", ".yml", ".json", ".py"):
+        raise ConfigError(f"{path.name}: a config ends in .yaml, .yml, .json or .py", hint="rename it")
+    text = read_bounded(path)
+    roots = (path.parent, path.parent.parent, Path())
+    return read_text(
+        text,
+        path.name,
+        model=model,
+        base=base,
+        sharding=Sharding(num_gpus=num_gpus, roots=roots),
+        launcher=read_bounded(launcher) if launcher is not None else None,
+    )

@@ -1,0 +1,92 @@
+"""Unsloth's own YAML (`unsloth train -c FILE`) as setups. Defaults of Unsloth 2026.10."""
+
+from typing import Any
+
+from planner.models.spec import ModelSpec
+from planner.readers import common
+from planner.readers.sharding import Sharding, parallel_of
+from planner.readers.types import ReadConfig
+from planner.readers.values import Settings
+
+FORMAT = "unsloth"
+SECTIONS = {
+    "data": ("dataset", "local_dataset", "format_type"),
+    "training": (
+        "training_type", "max_seq_length", "load_in_4bit", "output_dir", "num_epochs", "learning_rate", "batch_size",
+        "gradient_accumulation_steps", "warmup_steps", "max_steps", "save_steps", "weight_decay", "random_seed",
+        "packing", "train_on_completions", "gradient_checkpointing",
+    ),
+    "lora": (
+        "lora_r", "lora_alpha", "lora_dropout", "target_modules", "vision_all_linear", "use_rslora", "use_loftq",
+        "use_dora", "finetune_vision_layers", "finetune_language_layers", "finetune_attention_modules",
+        "finetune_mlp_modules",
+    ),
+    "logging": (
+        "enable_wandb", "wandb_project", "wandb_token", "enable_tensorboard", "tensorboard_dir", "hf_token",
+    ),
+}  # fmt: skip
+
+
+def read(
+    values: dict[str, Any], name: str, model: ModelSpec | None = None, *, sharding: Sharding | None = None
+) -> ReadConfig:
+    """The setup of an Unsloth config.
+
+    Raises:
+        ConfigError: an unknown key or section, a wrong value.
+    """
+    top = Settings(values, name)
+    top.refuse_unknown(("model", *SECTIONS), FORMAT)
+    parts = {section: Settings(top.mapping(section), f"{name}: {section}") for section in SECTIONS}
+    for section, known in SECTIONS.items():
+        parts[section].refuse_unknown(known, f"{FORMAT}'s section {section}")
+    training, lora = parts["training"], parts["lora"]
+    full = training.text("training_type", "lora").strip().lower() == "full"
+    four = training.flag("load_in_4bit", True) and not full
+    checkpointing = training.raw("gradient_checkpointing", "unsloth")
+    if isinstance(checkpointing, str) and checkpointing.strip().lower() == "unsloth":
+        training.assume("checkpoints kept in host memory (unsloth) are counted as if they stayed on the GPU")
+        on = True
+    else:
+        on = training.flag("gradient_checkpointing", True) if checkpointing != "none" else False
+    fields: dict[str, Any] = {
+        "method": "full" if full else "qlora" if four else "lora",
+        "quantization": "nf4-double" if four else "none",
+        "precision": "bf16-pure" if full else "bf16-autocast",
+        "lora_rank": 0 if full else lora.integer("lora_r", 64, at_least=1),
+        "lora_dropout": lora.real("lora_dropout", 0.0),
+        "adapter_dtype": "fp32" if not full else "auto",
+        "optimizer": "adamw-8bit",
+        "attention": "sdpa",
+        "loss": "chunked",
+        "checkpointing": int(on),
+        "micro_batch_seqs": training.integer("batch_size", 2, at_least=1),
+        "accumulation_steps": training.integer("gradient_accumulation_steps", 4, at_least=1),
+        "seq_len_tokens": training.integer("max_seq_length", 2048, at_least=1),
+        "packing": training.flag("packing", False),
+    }
+    if not full:
+        default = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+        names = lora.names("target_modules") or tuple(default.split(","))
+        fields["lora_targets"] = common.targets(names, model, lora)
+    training.assume("Unsloth's config names no optimizer: its adamw_8bit")
+    fields |= parallel_of(top, "none", (sharding or Sharding()).num_gpus)
+    data = parts["data"].raw("dataset")
+    return ReadConfig(
+        format=FORMAT,
+        path=name,
+        model_id=top.optional_text("model"),
+        setup=common.build(top, fields),
+        assumptions=(*top.assumptions, *training.assumptions, *lora.assumptions),
+        approximations=(*training.approximations, *lora.approximations),
+        dataset=data if isinstance(data, str) else None,
+        keys={
+            "micro_batch_seqs": "training.batch_size",
+            "accumulation_steps": "training.gradient_accumulation_steps",
+            "seq_len_tokens": "training.max_seq_length",
+            "packing": "training.packing",
+            "checkpointing": "training.gradient_checkpointing",
+            "lora_rank": "lora.lora_r",
+        },
+        values=values,
+    )

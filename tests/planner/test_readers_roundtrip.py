@@ -1,0 +1,105 @@
+"""Every emitted file, read back, gives the setup that runs: the planned one with the declared differences."""
+
+from pathlib import Path
+
+import pytest
+from launch_sweep import request, setups
+
+from planner.exporters import EXPORTERS, Launch, accelerate
+from planner.readers import Sharding, canonical, read_text
+from planner.setup import TrainSetup
+
+SETUPS = setups()
+TARGETS = ("trl", "hf", "axolotl", "llamafactory", "unsloth")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_reading_back_gives_the_setup_that_runs(target: str, tmp_path: Path) -> None:
+    read_back = 0
+    (tmp_path / "launch").mkdir()
+    for setup in SETUPS:
+        launch = EXPORTERS[target](request(setup))
+        if launch.refused:
+            continue
+        for file in launch.files:
+            (tmp_path / "launch" / file.path).write_text(file.text)
+        launcher = next((file.text for file in launch.files if file.path == accelerate.FILE), None)
+        back = read_text(
+            launch.files[0].text,
+            launch.files[0].path,
+            sharding=Sharding(num_gpus=setup.num_gpus, roots=(tmp_path,)),
+            launcher=launcher,
+        )
+        expected = launch.runs_as(setup)
+        assert canonical(back.setup) == canonical(expected), (target, setup)
+        assert back.model_id == "Qwen/Qwen2.5-1.5B"
+        assert not back.approximations, back.approximations
+        read_back += 1
+    assert read_back >= {"unsloth": 40}.get(target, 150)
+
+
+def test_accelerate_and_deepspeed_files_read_back_over_their_base() -> None:
+    seen = 0
+    for setup in SETUPS:
+        for target in ("accelerate", "deepspeed"):
+            launch = EXPORTERS[target](request(setup))
+            if launch.refused or setup.parallel == "device-map":
+                continue
+            back = read_text(
+                launch.files[0].text,
+                launch.files[0].path,
+                base=setup.with_(num_gpus=1, parallel="none", accumulation_steps=1),
+                sharding=Sharding(num_gpus=setup.num_gpus),
+            )
+            assert (back.setup.num_gpus, back.setup.parallel) == (setup.num_gpus, setup.parallel)
+            if target == "deepspeed":
+                assert back.setup.micro_batch_seqs == setup.micro_batch_seqs
+                assert back.setup.accumulation_steps == setup.accumulation_steps
+            seen += 1
+    assert seen >= 200
+
+
+@pytest.mark.parametrize("target", sorted(EXPORTERS))
+def test_every_field_is_written_or_declared(target: str) -> None:
+    """Changing any field changes the files, or the target declares the difference or refuses."""
+    base = TrainSetup(method="qlora", quantization="nf4-double", loss="chunked")
+    changes = {
+        "method": base.with_(method="lora", quantization="none"),
+        "precision": base.with_(precision="bf16-pure"),
+        "quantization": base.with_(quantization="int8"),
+        "kbit_fp32_cast": base.with_(kbit_fp32_cast=True),
+        "lora_rank": base.with_(lora_rank=32),
+        "lora_targets": base.with_(lora_targets="attention"),
+        "lora_dropout": base.with_(lora_dropout=0.1),
+        "adapter_dtype": base.with_(adapter_dtype="fp32"),
+        "optimizer": base.with_(optimizer="paged-adamw-8bit"),
+        "attention": base.with_(attention="eager"),
+        "checkpointing": base.with_(checkpointing=0),
+        "loss": base.with_(loss="full"),
+        "micro_batch_seqs": base.with_(micro_batch_seqs=2),
+        "accumulation_steps": base.with_(accumulation_steps=2),
+        "seq_len_tokens": base.with_(seq_len_tokens=512),
+        "packing": base.with_(packing=True),
+        "compile": base.with_(compile=True),
+        "num_gpus": base.with_(num_gpus=2, parallel="ddp"),
+        "parallel": base.with_(num_gpus=2, parallel="zero2"),
+    }
+    assert set(changes) == set(TrainSetup.__dataclass_fields__)
+    launcher_only = {"num_gpus", "parallel", "precision", "micro_batch_seqs", "accumulation_steps"}
+    plain = EXPORTERS[target](request(base, hyper=request(base).hyper))
+    for field, setup in changes.items():
+        if target in ("accelerate", "deepspeed") and field not in launcher_only:
+            continue  # these files hold no method or model, and say so
+        launch = EXPORTERS[target](request(setup, hyper=request(base).hyper))
+        said = launch.refused or field in {one.field for one in launch.differences}
+        previously = field in {one.field for one in plain.differences}
+        same = _settings_only(launch) == _settings_only(plain)
+        if target == "accelerate" and field in ("micro_batch_seqs", "accumulation_steps"):
+            continue
+        assert said or previously or not same or plain.refused, field
+
+
+def _settings_only(launch: Launch) -> list[str]:
+    """The command and the files without their comment lines."""
+    lines = [line for file in launch.files for line in file.text.splitlines() if not line.startswith("#")]
+    return [launch.command, *lines]
