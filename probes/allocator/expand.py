@@ -10,7 +10,7 @@ whichever end is nearer: checkpoints die last in, first out, at any depth.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from probes.allocator.events import Alloc, Event, Free, Phase
@@ -18,7 +18,8 @@ from probes.allocator.events import Alloc, Event, Free, Phase
 Labels = Mapping[int, Hashable]
 """What allocated a storage, by id: the same for every layer of a kind ("forward", "aten.mm")."""
 
-_WINDOWS = (48, 16, 6)  # events that must agree before a stretch counts as ended; the longest that works is used
+_WINDOWS = ((48,), (16,), (6,), (48, 16, 6, 2))
+"""How many events must agree before a stretch counts as ended: one length for all of them, or, last, any."""
 
 _VECTOR_BYTES = 4096  # a vector with one entry per parameter (of gradient norms) is no larger in a shallow run
 
@@ -37,16 +38,6 @@ class _Token:
     newest: int = 0
     oldest: int = 0
 
-    def same(self, other: "_Token") -> bool:
-        """Same event, at whatever rank."""
-        return self.kind == other.kind and self.label == other.label and self.size_bytes == other.size_bytes
-
-    def alike(self, other: "_Token") -> bool:
-        """Same event, or a small vector whose length counts layers."""
-        if self.kind != other.kind or self.label != other.label:
-            return False
-        return self.size_bytes == other.size_bytes or max(self.size_bytes, other.size_bytes) <= _VECTOR_BYTES
-
 
 def expand(
     small: Sequence[Event], small_labels: Labels, large: Sequence[Event], large_labels: Labels, *, periods: int
@@ -62,8 +53,8 @@ def expand(
     if periods < 0:
         raise ValueError(f"periods must not be negative, got {periods}")
     short, long = _tokens(small, small_labels), _tokens(large, large_labels)
-    for window in _WINDOWS:
-        stretches = _added(short, long, window)
+    for windows in _WINDOWS:
+        stretches = _Alignment(short, long, windows).stretches()
         if stretches is not None:
             return _emit(long, stretches, periods)
     raise CannotExpand("the deeper run is not the shallower one with whole stretches added")
@@ -101,37 +92,85 @@ class _Stretch:
     growth_bytes: int = 0
 
 
-def _added(short: list[_Token], long: list[_Token], window: int) -> list[_Stretch] | None:
-    """Where the deeper run holds more, in order; None when that does not explain it."""
-    stretches: list[_Stretch] = []
-    i = j = 0
-    room = len(long) - len(short)
-    while j < len(long):
-        if i < len(short) and short[i].same(long[j]):
+class _Alignment:
+    """Finds what the deeper run adds, stepping back where a guess leads nowhere.
+
+    Events are numbered so that whole windows compare at once: `same` by kind, label and size, `alike` also where both
+    are small vectors, whose length may count layers.
+    """
+
+    def __init__(self, short: list[_Token], long: list[_Token], windows: tuple[int, ...]) -> None:
+        same: dict[Hashable, int] = {}
+        alike: dict[Hashable, int] = {}
+        self._short = [same.setdefault((one.kind, one.label, one.size_bytes), len(same)) for one in short]
+        self._long = [same.setdefault((one.kind, one.label, one.size_bytes), len(same)) for one in long]
+        self._short_alike = [alike.setdefault(_shape(one), len(alike)) for one in short]
+        self._long_alike = [alike.setdefault(_shape(one), len(alike)) for one in long]
+        self._sizes = [one.size_bytes for one in short], [one.size_bytes for one in long]
+        self._windows = windows
+        self._failed: set[tuple[int, int]] = set()
+
+    def stretches(self) -> list[_Stretch] | None:
+        """What is added, in order; None when that does not explain the deeper run."""
+        room = len(self._long) - len(self._short)
+        found = self._from(0, 0, room) if room >= 0 else None
+        return None if found is None else found[::-1]
+
+    def _from(self, i: int, j: int, room: int) -> list[_Stretch] | None:
+        """The stretches after both runs' positions, last first."""
+        short, long = self._short, self._long
+        while i < len(short) and j < len(long) and short[i] == long[j]:
             i, j = i + 1, j + 1
-        elif i < len(short) and _agree(short, long, i, j, window):
-            stretches.append(_Stretch(j, j, long[j].size_bytes - short[i].size_bytes))
-            i, j = i + 1, j + 1
-        else:
-            length = _length(short, long, i, j, window, room)
-            if length is None:
+        if j == len(long):
+            return [] if i == len(short) and room == 0 else None
+        if (i, j) in self._failed or room > len(long) - j:
+            return None
+        for candidate in self._candidates(i, j, room):
+            length = candidate.end - candidate.begin
+            step = 0 if length else 1  # a grown event is there in both runs
+            rest = self._from(i + step, j + length + step, room - length)
+            if rest is not None:
+                rest.append(candidate)
+                return rest
+        self._failed.add((i, j))
+        return None
+
+    def _candidates(self, i: int, j: int, room: int) -> Iterator[_Stretch]:
+        tried = set()
+        short_sizes, long_sizes = self._sizes
+        for window in self._windows:
+            if i < len(self._short) and 0 not in tried and self._agree(i, j, window):
+                tried.add(0)
+                yield _Stretch(j, j, long_sizes[j] - short_sizes[i])
+            length = self._length(i, j, window, room)
+            if length is not None and length not in tried:
+                tried.add(length)
+                yield _Stretch(j, j + length)
+
+    def _agree(self, i: int, j: int, window: int) -> bool:
+        """Whether the next events of both runs are alike, to the window's length or the shorter run's end."""
+        reach = min(window, len(self._short) - i)
+        return self._short_alike[i : i + reach] == self._long_alike[j : j + reach]
+
+    def _length(self, i: int, j: int, window: int, room: int) -> int | None:
+        """The shortest stretch of the deeper run after which both agree again."""
+        if i == len(self._short):
+            rest = len(self._long) - j
+            return rest if 0 < rest <= room else None
+        first, last = self._short_alike[i], j + room
+        place = j
+        while True:
+            try:
+                place = self._long_alike.index(first, place + 1, last + 1)
+            except ValueError:
                 return None
-            stretches.append(_Stretch(j, j + length))
-            j, room = j + length, room - length
-    return stretches if i == len(short) and room == 0 else None
+            if self._agree(i, place, window):
+                return place - j
 
 
-def _agree(short: list[_Token], long: list[_Token], i: int, j: int, window: int) -> bool:
-    """Whether the next events of both runs are alike, to the window's length or the shorter run's end."""
-    reach = min(window, len(short) - i)
-    return j + reach <= len(long) and all(short[i + k].alike(long[j + k]) for k in range(reach))
-
-
-def _length(short: list[_Token], long: list[_Token], i: int, j: int, window: int, room: int) -> int | None:
-    """The shortest stretch of the deeper run after which both agree again."""
-    if i == len(short):
-        return len(long) - j if len(long) - j <= room else None
-    return next((length for length in range(1, room + 1) if _agree(short, long, i, j + length, window)), None)
+def _shape(token: _Token) -> Hashable:
+    small = 0 < token.size_bytes <= _VECTOR_BYTES
+    return (token.kind, token.label, -1 if small else token.size_bytes)
 
 
 def _emit(long: list[_Token], stretches: list[_Stretch], periods: int) -> list[Event]:
