@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from planner.errors import PlannerError
 from planner.gpu import GpuSpec
 from planner.measured import MeasuredRow, Quantity, version_noise
 from planner.models.spec import ModelSpec
@@ -137,7 +138,7 @@ def accuracy_table(
     rows = tuple(rows)
     cases: list[AccuracyCase] = []
     missing: list[tuple[str, str]] = []
-    answers: dict[tuple[str, str, TrainSetup], Prediction | ProbeFailure | None] = {}
+    answers: dict[tuple[str, str, TrainSetup], Prediction | str] = {}
     for row in rows:
         setup = row.speed_setup if what == "tokens_per_s" else row.setup
         if setup is None or not row.comparable(what) or (what == "tokens_per_s" and row.status != "ok"):
@@ -145,11 +146,11 @@ def accuracy_table(
         model, gpu = lookup(row)
         key = (model.model_id, gpu.key, setup)
         if key not in answers:
-            answers[key] = predict(model, gpu, setup)
+            answers[key] = _ask(predict, model, gpu, setup)
         answer = answers[key]
-        predicted = None if answer is None or isinstance(answer, ProbeFailure) else predicted_figure(answer, what)
+        predicted = predicted_figure(answer, what) if isinstance(answer, Prediction) else None
         if not isinstance(answer, Prediction) or predicted is None:
-            missing.append((row.id, answer.message if isinstance(answer, ProbeFailure) else "no prediction"))
+            missing.append((row.id, answer if isinstance(answer, str) else "no prediction"))
             continue
         cases.append(
             AccuracyCase(
@@ -163,6 +164,17 @@ def accuracy_table(
             )
         )
     return build_table(cases, rows, what=what, rung=rung, not_predicted=tuple(missing))
+
+
+def _ask(predict: Predict, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Prediction | str:
+    """The rung's prediction, or its reason for having none."""
+    try:
+        answer = predict(model, gpu, setup)
+    except PlannerError as error:
+        return error.message
+    if isinstance(answer, ProbeFailure):
+        return answer.message
+    return answer if answer is not None else "no prediction"
 
 
 def predicted_figure(prediction: Prediction, what: Quantity) -> float | None:

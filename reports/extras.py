@@ -13,12 +13,25 @@ from reports.decode import decode
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchFile:
-    """One file to run the plan with: which tool, its name in the plan's directory, how to start it, its text."""
+    """One file to run the plan with: its path in the plan's directory and its text."""
+
+    path: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchTarget:
+    """One tool to run the plan with.
+
+    Attributes:
+        command: what starts the run; empty where the tool cannot run this setup.
+        notes: what the tool runs otherwise than planned, or why it cannot run it.
+    """
 
     target: str
-    file: str
-    command: str
-    text: str
+    command: str = ""
+    files: tuple[LaunchFile, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +58,14 @@ class Timeline:
 
     Attributes:
         points: (event number, allocated bytes), in order; thinned by the maker, the peak kept.
+        phases: empty where their borders are not known.
         peak_event, peak_bytes: where the peak is.
         depth: what was traced ("4 of 28 layers"), empty for full depth.
+        tensors: what is alive at the peak, largest first.
     """
 
     points: tuple[tuple[int, int], ...]
-    phases: tuple[TimelinePhase, ...]
+    phases: tuple[TimelinePhase, ...] = ()
     peak_event: int
     peak_bytes: int
     tensors: tuple[PeakTensor, ...] = ()
@@ -78,7 +93,7 @@ class Extras:
     created: str = ""
     command: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
-    launch: tuple[LaunchFile, ...] = ()
+    launch: tuple[LaunchTarget, ...] = ()
     timeline: Timeline | None = None
     sensitivity: tuple[SensitivityPoint, ...] = ()
 

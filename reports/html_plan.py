@@ -64,7 +64,12 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
         "short": f"{clean(wish.model.model_id)} on {clean(wish.gpu.name)}, {wish.seq_len_tokens:,} tokens",
         "charts": charts,
         "launch": [
-            {"target": clean(one.target), "file": clean(one.file), "command": one.command, "text": one.text}
+            {
+                "target": clean(one.target),
+                "command": one.command,
+                "files": [{"path": clean(file.path), "text": file.text} for file in one.files],
+                "notes": [clean(note) for note in one.notes],
+            }
             for one in extras.launch
         ],
         "setup_json": _setup_json(plan, chosen),

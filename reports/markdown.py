@@ -111,7 +111,9 @@ def _launch(extras: Extras) -> list[str]:
         return []
     blocks = ["## Launch"]
     for one in extras.launch:
-        blocks += [f"{escape(one.target)} ({escape(one.file)}):", fenced(clean(one.command), "sh")]
+        files = ", ".join(escape(file.path) for file in one.files)
+        blocks.append(f"**{escape(one.target)}**" + (f" ({files})" if files else ""))
+        blocks += [fenced(clean(one.command), "sh") if one.command else "", bullets(one.notes)]
     return blocks
 
 

@@ -139,7 +139,7 @@ def _plans(spec: Any, cards: list[Any], fixed: Mapping[str, tuple[Any, ...]], **
 
 def _choice_json(one: Any) -> dict[str, Any]:
     from planner.plan import Plan
-    from reports.compare import cost_per_million
+    from reports.costs import cost_per_million
     from reports.plan_json import candidate_to_dict
 
     answer = one.answer

@@ -7,7 +7,7 @@ import pytest
 
 from planner.outcome import Rung
 from planner.units import gib
-from reports.extras import Extras, LaunchFile
+from reports.extras import Extras, LaunchFile, LaunchTarget
 from reports.markdown import escape, fenced, plan_markdown
 from reports.plan_json import plan_from_dict, plan_to_dict
 from reports.sensitivity import sensitivity
@@ -22,8 +22,11 @@ def full_extras() -> Extras:
         command="plan Qwen/Qwen2.5-7B --gpu rtx-4090 --out my-plan",
         environment={"python": "3.11.2", "torch": "2.13.0"},
         launch=(
-            LaunchFile(
-                target="trl", file="launch/trl.yaml", command="trl sft --config launch/trl.yaml", text="model: x\n"
+            LaunchTarget(
+                target="trl",
+                command="trl sft --config launch/trl.yaml",
+                files=(LaunchFile(path="launch/trl.yaml", text="model: x\n"),),
+                notes=("packing: planned on, runs as off (reason)",),
             ),
         ),
         sensitivity=sensitivity(make_candidate(), make_candidate),

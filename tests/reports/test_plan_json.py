@@ -15,6 +15,7 @@ from planner.units import MIB
 from reports.extras import (
     Extras,
     LaunchFile,
+    LaunchTarget,
     PeakTensor,
     SensitivityPoint,
     Timeline,
@@ -89,7 +90,14 @@ def test_extras_round_trip() -> None:
         created="2026-11-21T07:00:00Z",
         command="plan x",
         environment={"python": "3.11.2"},
-        launch=(LaunchFile(target="trl", file="launch/trl.yaml", command="trl sft --config trl.yaml", text="a: 1\n"),),
+        launch=(
+            LaunchTarget(
+                target="trl",
+                command="trl sft --config trl.yaml",
+                files=(LaunchFile(path="launch/trl.yaml", text="a: 1\n"),),
+                notes=("packing: planned on, runs as off (reason)",),
+            ),
+        ),
         timeline=Timeline(
             points=((0, 10), (1, 20)),
             phases=(TimelinePhase(name="forward", start=0, end=1),),

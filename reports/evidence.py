@@ -1,0 +1,70 @@
+"""Evidence of the dry run and the search in the form that plan.json keeps and the reports draw.
+
+Plain values come in, because reports know neither probes nor search.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from planner.interchange import setup_to_dict
+from planner.outcome import Evidence, ProbeFailure
+from planner.setup import TrainSetup
+from reports.extras import PeakTensor, Timeline
+from reports.text import failure_words
+
+MAX_TENSORS = 12
+
+
+def timeline_of(
+    points: Sequence[tuple[int, int]], groups: Mapping[tuple[str, str], int], depth: str = ""
+) -> Timeline | None:
+    """A dry run's memory over one step, None where it kept none.
+
+    Args:
+        points: (event number, allocated bytes), in order.
+        groups: (category, name) -> bytes alive at the peak.
+        depth: what was traced where it was not the whole model ("4 of 28 layers").
+    """
+    if not points:
+        return None
+    peak_event, peak_bytes = max(points, key=lambda point: point[1])
+    largest = sorted(groups.items(), key=lambda item: -item[1])[:MAX_TENSORS]
+    return Timeline(
+        points=tuple((int(event), int(size)) for event, size in points),
+        peak_event=int(peak_event),
+        peak_bytes=int(peak_bytes),
+        tensors=tuple(
+            PeakTensor(name=name, category=category, size_bytes=int(size)) for (category, name), size in largest if size
+        ),
+        depth=depth,
+    )
+
+
+def search_values(
+    trials: Iterable[tuple[TrainSetup, str, Evidence | None, str]], stop_reason: str, budget_bytes: int
+) -> dict[str, Any]:
+    """`Plan.search` from the trials of a search, in order.
+
+    Args:
+        trials: (setup, origin, evidence, why it was left out without a probe or "").
+        stop_reason: why the search stopped.
+        budget_bytes: what the device peak may reach.
+    """
+    rows = []
+    for number, (setup, origin, evidence, excluded) in enumerate(trials):
+        failed = isinstance(evidence, ProbeFailure)
+        known = None if evidence is None or isinstance(evidence, ProbeFailure) else evidence
+        fits = known is not None and not excluded and known.peak_device_bytes <= budget_bytes
+        rows.append(
+            {
+                "number": number,
+                "origin": origin,
+                "setup": setup_to_dict(setup),
+                "rung": "formula" if evidence is None else evidence.rung.value,
+                "tokens_per_s": None if known is None else known.tokens_per_s,
+                "peak_device_bytes": None if known is None else known.peak_device_bytes,
+                "feasible": fits,
+                "reason": excluded or (failure_words(evidence) if failed else "" if fits else "does not fit"),
+            }
+        )
+    return {"trials": rows, "stop_reason": stop_reason}

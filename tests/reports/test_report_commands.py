@@ -1,0 +1,121 @@
+"""`plan report`, `plan compare`, `plan which-gpu` as a person calls them, on plan.json files and the real planner."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from planner.cli.report import compare, report, which_gpu
+from planner.errors import ConfigError, UsageError
+from planner.plan import NoPlan, Plan
+from reports.write import plan_files
+from tests.reports.factories import make_gpu, make_no_plan, make_plan, make_workload
+
+SMALL_CARDS = "Apple"  # few rows of the GPU table: the whole table takes ten seconds
+
+
+@pytest.fixture
+def app() -> typer.Typer:
+    commands = typer.Typer(rich_markup_mode=None)
+    commands.command("report")(report)
+    commands.command("compare")(compare)
+    commands.command("which-gpu")(which_gpu)
+    return commands
+
+
+def call(app: typer.Typer, *words: str) -> Result:
+    return CliRunner().invoke(app, list(words), catch_exceptions=False)
+
+
+def saved(folder: Path, plan: Plan | NoPlan) -> Path:
+    folder.mkdir()
+    for name, text in plan_files(plan, html=False).items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+def two_plans(folder: Path) -> tuple[str, str]:
+    first = saved(folder / "a", make_plan())
+    second = saved(folder / "b", make_plan(make_workload(gpu=make_gpu("h200", "H200", 139.8))))
+    return str(first), str(second)
+
+
+def test_report_is_written_anew_from_plan_json_alone(app: typer.Typer, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "plan", make_plan())
+    before = (folder / "report.md").read_text()
+    (folder / "report.md").unlink()
+    result = call(app, "report", str(folder))
+    assert result.exit_code == 0
+    assert (folder / "report.md").read_text() == before
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
+    assert result.stdout == ""
+    assert f"wrote {folder / 'report.html'}" in result.stderr
+
+
+def test_report_of_several_plans_compares_them(app: typer.Typer, tmp_path: Path) -> None:
+    result = call(app, "report", *two_plans(tmp_path), "--out", str(tmp_path / "both"))
+    assert result.exit_code == 0
+    assert "2 plans compared" in (tmp_path / "both" / "report.md").read_text()
+    assert "comparison-speed" in (tmp_path / "both" / "report.html").read_text()
+
+
+def test_compare_on_the_terminal_and_as_json(app: typer.Typer, tmp_path: Path) -> None:
+    plans = two_plans(tmp_path)
+    shown = call(app, "compare", *plans).stdout
+    assert "RTX 4090" in shown
+    assert "H200" in shown
+    documents = json.loads(call(app, "compare", *plans, "--json").stdout)
+    assert [document["name"] for document in documents] == ["a", "b"]
+    assert all(document["kind"] == "plan" for document in documents)
+
+
+def test_compare_takes_refusals_too(app: typer.Typer, tmp_path: Path) -> None:
+    good, bad = saved(tmp_path / "good", make_plan()), saved(tmp_path / "bad", make_no_plan())
+    result = call(app, "compare", str(good), str(bad))
+    assert result.exit_code == 0
+    assert "1 of 2 fit." in result.stdout
+
+
+def test_compare_of_one_plan_is_a_mistake(app: typer.Typer, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "plan", make_plan())
+    with pytest.raises(UsageError, match="at least two"):
+        call(app, "compare", str(folder))
+
+
+def test_report_of_a_directory_without_a_plan(app: typer.Typer, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no plan\.json") as caught:
+        call(app, "report", str(tmp_path))
+    assert "--out" in caught.value.hint
+
+
+def test_which_gpu_ranks_cards_and_json_says_the_same(app: typer.Typer, tmp_path: Path) -> None:
+    words = ("which-gpu", "openai-community/gpt2", "--vendor", SMALL_CARDS, "--seq-len", "512", "--global-batch", "8")
+    shown = call(app, *words, "--out", str(tmp_path))
+    rows = json.loads(call(app, *words, "--json").stdout)
+    assert shown.exit_code == 0
+    assert [row["memory_bytes"] for row in rows] == sorted(row["memory_bytes"] for row in rows)
+    assert all(row["fits"] for row in rows)
+    assert sorted(row["speed_place"] for row in rows) == list(range(1, len(rows) + 1))
+    fastest = min(rows, key=lambda row: row["speed_place"])
+    assert fastest["tokens_per_s"] == max(row["tokens_per_s"] for row in rows)
+    for row in rows:
+        line = next(line for line in shown.stdout.splitlines() if line.startswith(row["gpu"] + " "))
+        assert f"{row['tokens_per_s']:,.0f}" in line
+    assert (tmp_path / "report.html").exists()
+    assert (tmp_path / "report.md").exists()
+
+
+def test_which_gpu_where_nothing_fits_exits_1(app: typer.Typer) -> None:
+    result = call(app, "which-gpu", "meta-llama/Llama-3.1-405B", "--vendor", SMALL_CARDS, "--method", "full")
+    assert result.exit_code == 1
+    assert "No card fits. Nearest:" in result.stdout
+
+
+def test_which_gpu_refuses_unknown_words(app: typer.Typer) -> None:
+    with pytest.raises(UsageError, match="--sort must be one of"):
+        call(app, "which-gpu", "openai-community/gpt2", "--sort", "colour")
+    with pytest.raises(UsageError, match="no card of 'Nvidea'") as caught:
+        call(app, "which-gpu", "openai-community/gpt2", "--vendor", "Nvidea")
+    assert "NVIDIA" in caught.value.hint
