@@ -52,7 +52,7 @@ def search_values(
     """
     rows = []
     for number, (setup, origin, evidence, excluded) in enumerate(trials):
-        failed = isinstance(evidence, ProbeFailure)
+        failure = failure_words(evidence) if isinstance(evidence, ProbeFailure) else ""
         known = None if evidence is None or isinstance(evidence, ProbeFailure) else evidence
         fits = known is not None and not excluded and known.peak_device_bytes <= budget_bytes
         rows.append(
@@ -64,7 +64,7 @@ def search_values(
                 "tokens_per_s": None if known is None else known.tokens_per_s,
                 "peak_device_bytes": None if known is None else known.peak_device_bytes,
                 "feasible": fits,
-                "reason": excluded or (failure_words(evidence) if failed else "" if fits else "does not fit"),
+                "reason": excluded or failure or ("" if fits else "does not fit"),
             }
         )
     return {"trials": rows, "stop_reason": stop_reason}
