@@ -153,12 +153,12 @@ def fms(row: Row) -> Mapped:
     version = transformers_version(row)
     if version is None:
         mapped.assumed.append("library versions not stated (April to June 2024: transformers 4.39 to 4.41)")
-    if version is None or version < (4, 45):
-        mapped.differs.append(
-            "transformers below 4.45: the loss replaced the 16-bit logits by fp32 and copied them shifted"
-        )
-    elif version < (4, 49):
-        mapped.differs.append("transformers below 4.49: the loss copied the fp32 logits shifted")
+    if version is None or version < (4, 43):
+        mapped.differs.append("transformers below 4.43: each layer kept a rotary table of the maximum length")
+        if row["method"] == "qlora":
+            mapped.differs.append("bitsandbytes below 0.43.2 kept the input of every 4-bit matmul")
+    if version is not None and (4, 46) <= version < (5, 0):
+        mapped.differs.append("transformers 4.48: one 16-bit copy of the logits more")
     if row["len_class"] in ("dynamic", "padding_free"):
         average = row.get("avg_seq_len")
         mapped.unmapped_memory = "length of the longest batch unknown"
@@ -184,12 +184,12 @@ def peft(row: Row) -> Mapped:
     else:
         setup |= {"method": "lora", "lora_targets": ["q_proj", "v_proj"], "adapter_dtype": "fp32"}
         if row["optimizer"] != "AdamW":
-            mapped.differs.append(f"optimizer {row['optimizer']}")
+            mapped.differs.append(f"optimizer {row['optimizer']}: the first matrix is frozen and keeps no input")
         if "mica" in row["variant"]:
             mapped.differs.append("MiCA initialisation freezes one of the two matrices")
     mapped.setup = setup
     mapped.assumed.append("the longest batch is four samples at the cap of 768 tokens")
-    mapped.differs.append("reserved includes evaluation by generation at batch 50, with empty_cache every 10 steps")
+    mapped.assumed.append("evaluation by generation at batch 50 reserves less than training on the longest batch")
     mapped.speed_seq_len_tokens = round(row["avg_seq_len"])
     mapped.assumed.append("speed: every sample at the average length (batches are bucketed by length)")
     return mapped
@@ -213,7 +213,7 @@ def litgpt(row: Row) -> Mapped:
     mapped.differs.append("litgpt's own modules; its loss takes the head in chunks of 128 tokens, logits stay in bf16")
     if "stablelm-base-alpha-3b" in row["model_id"]:
         mapped.config = STABLELM_ALPHA_3B
-    fused_qkv = "stablelm" in row["model_id"]
+    fused_qkv = "stablelm" in row["model_id"] or "falcon" in row["model_id"]
     if row["method_class"] == "full":
         setup |= {"method": "full"}
     else:
