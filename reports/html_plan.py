@@ -42,6 +42,7 @@ from reports.text import (
     space_sentence,
     speed_mark,
     speed_sentence,
+    verdict_sentence,
     workload_words,
 )
 
@@ -93,7 +94,7 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
         "remedies": None,
     }
     if isinstance(plan, Plan):
-        view["verdict"] = f"Train with {setup_words(chosen.setup)}."
+        view["verdict"] = verdict_sentence(plan)
         lines = (memory_sentence(chosen), speed_sentence(chosen), epoch_sentence(wish, chosen))
         view["sentences"] = [line for line in (*lines, rank_floor_sentence(plan)) if line]
         view["leaf"] = method_words(chosen.setup)

@@ -25,6 +25,7 @@ from reports.text import (
     space_sentence,
     speed_mark,
     speed_sentence,
+    verdict_sentence,
     workload_words,
 )
 
@@ -37,7 +38,7 @@ def plan_markdown(plan: Plan | NoPlan, extras: Extras | None = None) -> str:
     blocks = [f"# {escape(workload_words(plan.workload))}"]
     if isinstance(plan, Plan):
         chosen = plan.chosen
-        blocks += [f"**Train with {escape(setup_words(chosen.setup))}.**", *_sentences(plan)]
+        blocks += [f"**{escape(verdict_sentence(plan))}**", *_sentences(plan)]
         blocks += _launch(extras)
     else:
         chosen = plan.nearest

@@ -34,6 +34,7 @@ from reports.text import (
     space_sentence,
     speed_mark,
     speed_sentence,
+    verdict_sentence,
     workload_words,
 )
 
@@ -57,7 +58,7 @@ def render_plan(plan: Plan, console: Console, *, next_command: str = "") -> None
     page = Page(console)
     page.line(workload_words(plan.workload), style="bold")
     page.line()
-    page.line(f"Train with {setup_words(plan.chosen.setup)}.", style="bold green")
+    page.line(verdict_sentence(plan), style="bold green" if plan.chosen.fits else "bold red")
     for sentence in (
         memory_sentence(plan.chosen),
         speed_sentence(plan.chosen),

@@ -220,6 +220,12 @@ def parameter_words(parameter: str) -> str:
     return known.get(parameter, parameter)
 
 
+def verdict_sentence(plan: Plan) -> str:
+    """What to do, in one sentence. A plan whose choice a higher rung refuted says so instead of recommending it."""
+    words = setup_words(plan.chosen.setup)
+    return f"Train with {words}." if plan.chosen.fits else f"Do not run this yet, it does not fit: {words}."
+
+
 def memory_sentence(candidate: Candidate) -> str:
     """Whether it fits, with the bytes and their rung."""
     evidence = candidate.memory_evidence

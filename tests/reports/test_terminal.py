@@ -15,6 +15,8 @@ from planner.models.spec import ModelSpec
 from planner.outcome import Candidate, Rung
 from planner.plan import Alternative
 from planner.units import gib
+from reports.html import Entry, report_html
+from reports.markdown import plan_markdown
 from reports.rows import breakdown
 from reports.terminal import (
     ModelRow,
@@ -149,6 +151,23 @@ def test_terminal_says_when_the_error_band_reaches_past_the_budget() -> None:
     assert words in flat
     flat = " ".join(page(lambda console: render_plan(make_plan(chosen=roomy), console)).split())
     assert words not in flat
+
+
+def test_every_report_refuses_a_choice_that_a_higher_rung_refuted() -> None:
+    """A plan whose chosen setup does not fit is never recommended, by none of the reports."""
+    known = make_candidate(rung=Rung.DRY_RUN)
+    refuted = Candidate(
+        setup=known.setup,
+        budget_bytes=known.formula.peak_device_bytes + 1,
+        formula=known.formula,
+        dry_run=known.dry_run,
+    )
+    plan = make_plan(chosen=refuted)
+    assert not refuted.fits
+    html = report_html([Entry(plan=plan)])
+    for text in (page(lambda console: render_plan(plan, console)), plan_markdown(plan), html):
+        assert "Train with" not in text
+        assert "Do not run this yet, it does not fit" in text
 
 
 def test_terminal_plan_without_walk_alternatives_or_notes() -> None:
