@@ -15,6 +15,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import TrialState, create_trial
 
 from planner.errors import EnvironmentProblem, UsageError
+from planner.outcome import ProbeFailure
 from search.dimensions import value_of
 from search.problem import Problem, Result, memory_excess
 from search.sampler import Belief, ResidualSampler, Sampler
@@ -106,7 +107,7 @@ def _as_trial(problem: Problem, result: Result, space: dict[str, BaseDistributio
     excess = memory_excess(problem, candidate, result.evidence)
     feasible = problem.feasible(candidate.setup, result.evidence)
     constraints = {"memory": excess, "runs": 0.0 if feasible or excess > 0 else 1.0}
-    if feasible or (excess > 0 and hasattr(result.evidence, "tokens_per_s")):
+    if not isinstance(result.evidence, ProbeFailure):
         value = problem.score(candidate, result.evidence)
         return create_trial(value=value, params=params, distributions=space, constraints=constraints)
     return create_trial(state=TrialState.PRUNED, params=params, distributions=space, constraints=constraints)

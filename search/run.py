@@ -19,7 +19,7 @@ from search.storage import GRACE_S, HEARTBEAT_S, close_storage, open_storage
 from search.study import Study, TrialRecord, describe_problem
 
 POLL_S = 0.2
-MAX_RECORDED_EXCLUSIONS = 50
+MAX_RECORDED_EXCLUSIONS = 20
 """Of the candidates that the formula excludes, the fastest this many become trials; the number of all is recorded."""
 
 Check = Callable[[TrainSetup], Prediction | ProbeFailure]
@@ -139,7 +139,6 @@ class _Worker:
         study.describe(describe_problem(problem, len(excluded)))
         excluded.sort(key=lambda pair: -(pair[0].formula.tokens_per_s or 0.0))
         known = {key_of(record.setup) for record in study.records() if not record.excluded}
-        study.exclude(excluded[:MAX_RECORDED_EXCLUSIONS])
         if num_ranked is None:
             num_ranked = 0 if self._sampler.name == "residual" else 3
         ranked = self._ranked()
@@ -149,6 +148,7 @@ class _Worker:
         for index, origin in [*((i, "plan") for i in first), *((i, "ranked") for i in rest)]:
             if key_of(problem.candidates[index].setup) not in known:
                 study.enqueue(problem.candidates[index], origin)
+        study.exclude(excluded[:MAX_RECORDED_EXCLUSIONS])
 
     def _ranked(self) -> list[int]:
         """Open candidates that the formula says fit, best predicted score first; all open ones if none fits."""

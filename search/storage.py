@@ -10,6 +10,7 @@
 
 import contextlib
 import os
+import random
 import secrets
 import socket
 import threading
@@ -28,6 +29,7 @@ from planner.errors import EnvironmentProblem, UsageError
 JOURNAL_NAME = "study.journal"
 HEARTBEAT_S = 20
 GRACE_S = 60
+OPEN_ATTEMPTS = 6
 UNNAMED_GRACE_S = 5.0
 """A running trial that no worker has signed was taken by one that died in between; after this long it is sure."""
 
@@ -304,20 +306,28 @@ def repair_journal(path: Path) -> int:
 def _database(kind: str, scheme: str, rest: str, *, heartbeat_s: int, grace_s: int) -> tuple[BaseStorage, Liveness]:
     import sqlalchemy.exc
 
+    problem: Exception = RuntimeError("not tried")
     if kind in ("postgresql", "postgres") and "+" not in scheme:
         scheme = "postgresql+psycopg"
-    try:
-        database = optuna.storages.RDBStorage(
-            f"{scheme}://{rest}",
-            heartbeat_interval=heartbeat_s,
-            grace_period=grace_s,
-            engine_kwargs={"pool_pre_ping": True} if kind != "sqlite" else None,
-        )
-    except ImportError as error:
-        raise EnvironmentProblem(
-            f"no driver for {kind}: {error}", hint="pip install 'psycopg[binary]'" if "postgres" in kind else ""
-        ) from error
-    except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
-        raise EnvironmentProblem(f"the {kind} storage does not answer: {reason}", hint="check the URL") from error
-    return database, DatabaseLiveness(database)
+    url = f"{scheme}://{rest}"
+    for attempt in range(OPEN_ATTEMPTS):
+        try:
+            database = optuna.storages.RDBStorage(
+                url,
+                heartbeat_interval=heartbeat_s,
+                grace_period=grace_s,
+                engine_kwargs={"pool_pre_ping": True} if kind != "sqlite" else None,
+            )
+            return database, DatabaseLiveness(database)
+        except ImportError as error:
+            raise EnvironmentProblem(
+                f"no driver for {kind}: {error}", hint="pip install 'psycopg[binary]'" if "postgres" in kind else ""
+            ) from error
+        except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
+            problem = error
+            if isinstance(error, sqlalchemy.exc.OperationalError):
+                break
+            # Workers that start at once on an empty database create the same tables; all but one must come again.
+            time.sleep(random.uniform(0.1, 0.4) * (attempt + 1))
+    reason = str(problem.__cause__ or problem).strip().splitlines()[0]
+    raise EnvironmentProblem(f"the {kind} storage does not answer: {reason}", hint="check the URL") from problem

@@ -12,7 +12,7 @@ A worker that dies leaves a RUNNING trial. Whoever notices sets it to FAIL (one 
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -68,10 +68,10 @@ _SPACE: dict[str, BaseDistribution] = {
 """Wide, and the same for every study: a later search with other candidates may join."""
 
 
-def params_of(setup: TrainSetup) -> dict[str, Any]:
+def params_of(setup: TrainSetup, names: Sequence[str] = NAMES) -> dict[str, Any]:
     """The setup as parameters for Optuna and its dashboard; the exact setup is in the trial's attributes."""
-    params = {name: value_of(setup, name) for name in NAMES}
-    if params["lora_targets"] not in TARGET_SETS:
+    params = {name: value_of(setup, name) for name in names}
+    if params.get("lora_targets", TARGET_SETS[0]) not in TARGET_SETS:
         params["lora_targets"] = _OTHER_TARGETS
     return params
 
@@ -125,6 +125,10 @@ class Study:
             )
         liveness.join(self.study._study_id)
         self._records: dict[int, TrialRecord] = {}
+        setups = [candidate.setup for candidate in problem.candidates]
+        self._names = [name for name in NAMES if len({value_of(setup, name) for setup in setups}) > 1]
+        """What varies becomes a parameter; what does not would only fill the dashboard."""
+        self._space = {name: _SPACE[name] for name in self._names}
 
     # Reading
 
@@ -154,8 +158,8 @@ class Study:
         self.study.add_trial(
             create_trial(
                 state=TrialState.WAITING,
-                params=params_of(setup),
-                distributions=_SPACE,
+                params=params_of(setup, self._names),
+                distributions=self._space,
                 user_attrs={
                     "key": key_of(setup),
                     "setup": setup_to_dict(setup),
@@ -168,7 +172,13 @@ class Study:
         )
 
     def exclude(self, candidates: Iterable[tuple[Candidate, str]]) -> int:
-        """Records candidates that are out before any probe, with the reason; returns how many were new."""
+        """Records candidates that are out before any probe, with the reason; returns how many were new.
+
+        The first worker does it for all.
+        """
+        if self.study.user_attrs.get("excluding", self._liveness.worker) != self._liveness.worker:
+            return 0
+        self.study.set_user_attr("excluding", self._liveness.worker)
         known = {trial.user_attrs.get("key") for trial in self.study.get_trials(deepcopy=False)}
         new = 0
         for candidate, reason in candidates:
@@ -182,8 +192,8 @@ class Study:
             self.study.add_trial(
                 create_trial(
                     state=TrialState.PRUNED,
-                    params=params_of(candidate.setup),
-                    distributions=_SPACE,
+                    params=params_of(candidate.setup, self._names),
+                    distributions=self._space,
                     user_attrs={
                         "key": key_of(candidate.setup),
                         "setup": setup_to_dict(candidate.setup),

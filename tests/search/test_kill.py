@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,21 +18,39 @@ NUM_SHARED = 7  # fewer than the stop rule needs, so that the budget ends the se
 START_S = 60.0  # importing optuna on a busy two-core machine
 
 
-def start(storage: str, log: Path, *, max_probes: int, seed: int = 1, probe_s: float = PROBE_S) -> subprocess.Popen[str]:
+def start(
+    storage: str, log: Path, *, max_probes: int, seed: int = 1, probe_s: float = PROBE_S
+) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    arguments = [storage, str(log), str(seed), str(probe_s), str(max_probes)]
-    return subprocess.Popen(
+    arguments = [storage, str(log), "1", str(probe_s), str(max_probes)]
+    process = subprocess.Popen(
         [sys.executable, str(WORKER), *arguments],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+    STARTED.append(process)
+    return process
+
+
+STARTED: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def reaped() -> Iterator[None]:
+    """No worker outlives its test."""
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        process.kill()
+        process.communicate()
 
 
 def answer(process: subprocess.Popen[str]) -> tuple[str, int]:
     """Best setup and number of probes that a worker reports when it ends."""
     output, errors = process.communicate(timeout=180)
+    STARTED.remove(process)
     assert process.returncode == 0, errors
     best, num_probes, _ = output.strip().splitlines()[-1].split("\t")
     return best, int(num_probes)
@@ -48,6 +67,8 @@ def wait_for(log: Path, num: int, word: str = "start") -> None:
     """Until `num` events of a kind are in the log."""
     deadline = time.monotonic() + START_S
     while sum(event[0] == word for event in events(log)) < num:
+        ended = [process for process in STARTED if process.poll() not in (None, 0, -signal.SIGKILL)]
+        assert not ended, ended[0].communicate()[1]
         assert time.monotonic() < deadline, f"no {num} {word} events in {START_S} s"
         time.sleep(0.005)
 
@@ -55,6 +76,7 @@ def wait_for(log: Path, num: int, word: str = "start") -> None:
 def kill(process: subprocess.Popen[str]) -> None:
     process.send_signal(signal.SIGKILL)
     process.communicate()
+    STARTED.remove(process)
 
 
 def in_order(log: Path, word: str = "end") -> list[str]:

@@ -13,9 +13,11 @@ from pathlib import Path
 import optuna
 import pytest
 from optuna.trial import TrialState
-from test_kill import NUM_SHARED, answer, check_no_repeats, events, in_order, kill, start, wait_for
+from test_kill import NUM_SHARED, answer, check_no_repeats, events, in_order, kill, reaped, start, wait_for
 
 from search.storage import DatabaseLiveness, close_storage, open_storage
+
+__all__ = ["reaped"]  # a fixture of test_kill that this module uses too
 
 pytest.importorskip("psycopg", reason="the PostgreSQL driver psycopg is not installed (extra `test`)")
 
@@ -51,7 +53,7 @@ def postgres_url() -> Iterator[str]:
     owner = user or getpass.getuser()
     common = {"user": user, "cwd": "/", "env": {"PATH": os.environ["PATH"], "LC_ALL": "C", "HOME": str(directory)}}
     subprocess.run(
-        [programs / "initdb", "-D", data, "-U", owner, "-A", "trust", "--no-sync"],
+        [programs / "initdb", "-D", data, "-U", owner, "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync"],
         check=True, capture_output=True, **common,
     )  # fmt: skip
     options = ["-c", f"unix_socket_directories={directory}", "-c", "fsync=off", "-c", "shared_buffers=16MB"]

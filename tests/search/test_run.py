@@ -155,9 +155,7 @@ def test_without_a_gpu_the_dry_run_is_the_evaluator() -> None:
     assert result.best is not None
     assert isinstance(result.best.dry_run, Prediction)
     assert result.best.dry_run.peak_device_bytes <= result.best.budget_bytes
-    fastest = max(
-        c.tokens_per_s for c in candidates if int(1.05 * c.formula.peak_device_bytes) <= c.budget_bytes
-    )
+    fastest = max(c.tokens_per_s for c in candidates if int(1.05 * c.formula.peak_device_bytes) <= c.budget_bytes)
     assert result.best.tokens_per_s >= fastest / 1.01
 
 
@@ -234,7 +232,10 @@ def test_adding_memory_never_gives_a_slower_plan(seed: int, low: float, more: fl
     directory = tmp_path_factory.mktemp("study")  # type: ignore[attr-defined]
     machine = gpu(seed)
     small = search(
-        Problem(candidates=with_budget(small_candidates(), low)), machine, storage=directory, budget=Budget(max_probes=5)
+        Problem(candidates=with_budget(small_candidates(), low)),
+        machine,
+        storage=directory,
+        budget=Budget(max_probes=5),
     )
     large = search(
         Problem(candidates=with_budget(small_candidates(), low + more)),
@@ -288,9 +289,7 @@ def test_the_recommendation_meets_every_wish(
 ) -> None:
     fixed = {"method": tuple(sorted(methods)), "precision": precision}
     counting = Counting(gpu(seed))
-    result = search(
-        problem(fixed=fixed, min_rank=min_rank), counting, sampler=sampler, budget=Budget(max_probes=4)
-    )
+    result = search(problem(fixed=fixed, min_rank=min_rank), counting, sampler=sampler, budget=Budget(max_probes=4))
     for setup in counting.calls + ([result.best.setup] if result.best else []):
         assert setup.method in methods
         assert setup.precision in precision
