@@ -5,7 +5,8 @@ from planner.exporters.types import ExportRequest, Launch, LaunchFile
 from planner.setup import TrainSetup
 
 TARGET = "accelerate"
-FILE = "accelerate.yaml"
+NAME = "accelerate.yaml"
+FILE = f"{TARGET}/{NAME}"
 VALIDATED_WITH = {"accelerate": "1.15.0"}
 DISTRIBUTED = {
     "none": "NO",
@@ -23,15 +24,15 @@ def needed(setup: TrainSetup) -> bool:
     return setup.parallel not in ("none", "device-map")
 
 
-def config_file(request: ExportRequest) -> LaunchFile:
-    """The Accelerate config of a request."""
+def config_file(request: ExportRequest, folder: str = TARGET) -> LaunchFile:
+    """The Accelerate config of a request, in the folder of the target that is launched with it."""
     head = header(
         request,
         title="Accelerate launch config",
-        command=f"accelerate launch --config_file launch/{FILE} SCRIPT",
+        command=f"accelerate launch --config_file launch/{folder}/{NAME} SCRIPT",
         validated_with=VALIDATED_WITH,
     )
-    return launch_file(FILE, yaml_text(head, _sections(request.setup)))
+    return launch_file(f"{folder}/{NAME}", yaml_text(head, _sections(request.setup)))
 
 
 def export(request: ExportRequest) -> Launch:

@@ -7,7 +7,7 @@ from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportReque
 from planner.setup import TrainSetup
 
 TARGET = "axolotl"
-FILE = "axolotl.yaml"
+FILE = "axolotl/axolotl.yaml"
 VALIDATED_WITH = {"axolotl": "0.21.0", "transformers": "5.20.1", "peft": "0.21.2", "accelerate": "1.15.0"}
 LIGER = "axolotl.integrations.liger.LigerPlugin"
 
@@ -95,7 +95,7 @@ def export(request: ExportRequest) -> Launch:
     )
     files = [launch_file(FILE, yaml_text(head, _sections(request)))]
     if setup.parallel in deepspeed.STAGES:
-        files.append(deepspeed.config_file(request))
+        files.append(deepspeed.config_file(request, TARGET))
     return Launch(
         target=TARGET,
         files=tuple(files),
@@ -222,7 +222,7 @@ def _memory(setup: TrainSetup) -> list[Line]:
 
 def _sharding(setup: TrainSetup) -> list[Line]:
     if setup.parallel in deepspeed.STAGES:
-        return [Line("deepspeed", f"launch/{deepspeed.FILE}")]
+        return [Line("deepspeed", f"launch/{TARGET}/{deepspeed.NAME}")]
     if setup.parallel == "fsdp2":
         config = {
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",

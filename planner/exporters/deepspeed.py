@@ -7,7 +7,8 @@ from planner.hyperparameters import Hyperparameters
 from planner.setup import TrainSetup
 
 TARGET = "deepspeed"
-FILE = "deepspeed.json"
+NAME = "deepspeed.json"
+FILE = f"{TARGET}/{NAME}"
 VALIDATED_WITH = {"deepspeed": "0.19.8"}
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 
@@ -30,9 +31,9 @@ def config(setup: TrainSetup, hyper: Hyperparameters) -> dict[str, object]:
     }
 
 
-def config_file(request: ExportRequest) -> LaunchFile:
-    """The file of a request."""
-    return LaunchFile(path=FILE, text=json.dumps(config(request.setup, request.hyper), indent=2) + "\n")
+def config_file(request: ExportRequest, folder: str = TARGET) -> LaunchFile:
+    """The file of a request, in the folder of the target that names it."""
+    return LaunchFile(path=f"{folder}/{NAME}", text=json.dumps(config(request.setup, request.hyper), indent=2) + "\n")
 
 
 def export(request: ExportRequest) -> Launch:
@@ -42,7 +43,7 @@ def export(request: ExportRequest) -> Launch:
     return Launch(
         target=TARGET,
         files=(config_file(request),),
-        command=f"deepspeed --num_gpus {request.setup.num_gpus} launch/train_hf.py  # with deepspeed= this file",
+        command=f"deepspeed --num_gpus {request.setup.num_gpus} launch/hf/train_hf.py  # with deepspeed= this file",
         notes=("holds batch, precision and sharding only: method and model stand in the hf target's script",),
         validated_with=VALIDATED_WITH,
     )

@@ -15,7 +15,7 @@ from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportReque
 from planner.setup import TrainSetup
 
 TARGET = "hf"
-FILE = "train_hf.py"
+FILE = "hf/train_hf.py"
 VALIDATED_WITH = {
     "transformers": "5.23.0",
     "peft": "0.21.2",
@@ -53,8 +53,8 @@ def export(request: ExportRequest) -> Launch:
     command = f"python launch/{FILE}"
     files = []
     if accelerate.needed(setup):
-        files.append(accelerate.config_file(request))
-        command = f"accelerate launch --config_file launch/{accelerate.FILE} launch/{FILE}"
+        files.append(accelerate.config_file(request, TARGET))
+        command = f"accelerate launch --config_file launch/{TARGET}/{accelerate.NAME} launch/{FILE}"
     notes = ["With transformers < 5.23 write gradient_checkpointing for activation_checkpointing."]
     if setup.packing:
         notes.append("Packed samples see their neighbours in the same block; use the trl target to keep them apart.")

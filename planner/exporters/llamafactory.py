@@ -9,8 +9,8 @@ from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportReque
 from planner.setup import TrainSetup
 
 TARGET = "llamafactory"
-FILE = "llamafactory.yaml"
-DATASET_INFO = "dataset_info.json"
+FILE = "llamafactory/llamafactory.yaml"
+DATASET_INFO = "llamafactory/dataset_info.json"
 DATASET_KEY = "planned"
 VALIDATED_WITH = {"llamafactory": "0.9.5", "transformers": "5.6.0", "peft": "0.18.1", "trl": "0.24.0"}
 ATTENTIONS = {"eager": "disabled", "sdpa": "sdpa", "flash-attention-2": "fa2"}
@@ -78,7 +78,7 @@ def export(request: ExportRequest) -> Launch:
     )
     files = [launch_file(FILE, yaml_text(head, _sections(request))), _dataset_info(request)]
     if setup.parallel in deepspeed.STAGES:
-        files.append(deepspeed.config_file(request))
+        files.append(deepspeed.config_file(request, TARGET))
     return Launch(
         target=TARGET,
         files=tuple(files),
@@ -105,7 +105,7 @@ def _sections(request: ExportRequest) -> list[Section]:
         section(
             title,
             Line("dataset", DATASET_KEY),
-            Line("dataset_dir", "launch", f"holds {DATASET_INFO}"),
+            Line("dataset_dir", f"launch/{TARGET}", "holds dataset_info.json"),
             Line("cutoff_len", setup.seq_len_tokens, "tokens; longer samples are cut"),
             Line("packing", setup.packing),
             Line("neat_packing", True, "packed samples do not see each other") if setup.packing else None,
@@ -122,7 +122,7 @@ def _sections(request: ExportRequest) -> list[Section]:
             Line("use_reentrant_gc", False) if setup.checkpointing else None,
             Line("enable_liger_kernel", True) if liger else None,
             Line("torch_compile", True) if setup.compile else None,
-            Line("deepspeed", f"launch/{deepspeed.FILE}") if setup.parallel in deepspeed.STAGES else None,
+            Line("deepspeed", f"launch/{TARGET}/{deepspeed.NAME}") if setup.parallel in deepspeed.STAGES else None,
         ),
         section(
             "optimization",
@@ -188,7 +188,7 @@ def _dataset_info(request: ExportRequest) -> LaunchFile:
     if dataset is None:
         entry["hf_hub_url"] = PLACEHOLDER_DATASET
     elif dataset.local:
-        entry["file_name"] = "../" + shown_path(dataset.path).removeprefix("./")
+        entry["file_name"] = "../../" + shown_path(dataset.path).removeprefix("./")
     else:
         entry["hf_hub_url"] = shown_path(dataset.path)
     columns = dataset.columns if dataset else "messages"

@@ -15,7 +15,7 @@ from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportReque
 from planner.setup import TrainSetup
 
 TARGET = "trl"
-FILE = "trl-sft.yaml"
+FILE = "trl/trl-sft.yaml"
 VALIDATED_WITH = {
     "trl": "1.16.0",
     "transformers": "5.23.0",
@@ -87,8 +87,8 @@ def export(request: ExportRequest) -> Launch:
     command = f"trl sft --config launch/{FILE}"
     files = []
     if accelerate.needed(setup):
-        files.append(accelerate.config_file(request))
-        command += f" --accelerate_config launch/{accelerate.FILE}"
+        files.append(accelerate.config_file(request, TARGET))
+        command += f" --accelerate_config launch/{TARGET}/{accelerate.NAME}"
     else:
         command += " --num_processes 1"
     notes = [OLDER_NAMES]

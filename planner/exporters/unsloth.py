@@ -7,7 +7,7 @@ from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportReque
 from planner.setup import TrainSetup
 
 TARGET = "unsloth"
-FILE = "train_unsloth.py"
+FILE = "unsloth/train_unsloth.py"
 VALIDATED_WITH = {"unsloth": "2026.10.9", "trl": "1.15.0", "transformers": "5.17.0"}
 
 

@@ -27,7 +27,7 @@ def text_of(launch: Launch) -> str:
 
 
 def test_trl_parser_accepts_every_file_and_reads_the_planned_values(tmp_path: Path) -> None:
-    path = tmp_path / trl.FILE
+    path = tmp_path / "trl-sft.yaml"
     accepted = 0
     for setup in SETUPS:
         launch = trl.export(request(setup, output_dir="outputs"))

@@ -16,14 +16,14 @@ TARGETS = ("trl", "hf", "axolotl", "llamafactory", "unsloth")
 @pytest.mark.parametrize("target", TARGETS)
 def test_reading_back_gives_the_setup_that_runs(target: str, tmp_path: Path) -> None:
     read_back = 0
-    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / target).mkdir(parents=True)
     for setup in SETUPS:
         launch = EXPORTERS[target](request(setup))
         if launch.refused:
             continue
         for file in launch.files:
             (tmp_path / "launch" / file.path).write_text(file.text)
-        launcher = next((file.text for file in launch.files if file.path == accelerate.FILE), None)
+        launcher = next((file.text for file in launch.files if file.path.endswith(accelerate.NAME)), None)
         back = read_text(
             launch.files[0].text,
             launch.files[0].path,
@@ -47,7 +47,7 @@ def test_accelerate_and_deepspeed_files_read_back_over_their_base() -> None:
                 continue
             back = read_text(
                 launch.files[0].text,
-                launch.files[0].path,
+                Path(launch.files[0].path).name,
                 base=setup.with_(num_gpus=1, parallel="none", accumulation_steps=1),
                 sharding=Sharding(num_gpus=setup.num_gpus),
             )

@@ -119,8 +119,8 @@ def main(tool: str) -> int:
             continue
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            (folder / "launch").mkdir()
             for file in launch.files:
+                (folder / "launch" / file.path).parent.mkdir(parents=True, exist_ok=True)
                 (folder / "launch" / file.path).write_text(file.text)
             try:
                 check(launch, setup, folder)
