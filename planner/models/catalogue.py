@@ -108,9 +108,12 @@ def entries() -> tuple[CatalogueEntry, ...]:
     return tuple(_entry(line) for line in _text().splitlines())
 
 
-def names() -> tuple[str, ...]:
-    """The hub ids of the catalogue, in order."""
-    return tuple(json.loads(b"[" + _list_of_names(line) + b"]")[0] for line in _text().splitlines())
+def names(*, model_type: str | None = None) -> tuple[str, ...]:
+    """The names of the catalogue's models, in order; those of one `model_type` where it is given."""
+    lines = _text().splitlines()
+    if model_type is not None:
+        lines = [line for line in lines if json.loads(line)["config"]["model_type"] == model_type]
+    return tuple(json.loads(b"[" + _list_of_names(line) + b"]")[0] for line in lines)
 
 
 def all_names() -> tuple[str, ...]:
