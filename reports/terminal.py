@@ -14,7 +14,7 @@ from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import Answer, NoPlan, Plan
-from planner.units import TERA, count, gib, percent, seconds
+from planner.units import GIB, TERA, count, gib, percent, seconds
 from reports.page import Page
 from reports.rows import MemoryRow, beside, best_terms, breakdown, evidence_columns
 from reports.text import (
@@ -147,11 +147,30 @@ def render_models(rows: Iterable[ModelRow], console: Console) -> None:
 
 
 def default_next_command(answer: Plan) -> str:
-    """The command that writes the launch files of this plan."""
+    """The command that makes this plan again and writes its launch files."""
     wish = answer.workload
     words = ["plan", clean(wish.model.model_id), "--gpu", wish.gpu.key, "--seq-len", str(wish.seq_len_tokens)]
-    words += ["--global-batch", str(wish.global_batch_seqs), "--out", "my-plan"]
-    return shlex.join(words)
+    words += ["--global-batch", str(wish.global_batch_seqs)]
+    for name, values in wish.fixed.items():
+        for value in values:
+            words += _flag(name, value)
+    if wish.memory_bytes != wish.gpu.memory_bytes:
+        words += ["--memory-gib", f"{wish.memory_bytes / GIB:g}"]
+    if wish.dataset_tokens:
+        words += ["--dataset-tokens", str(wish.dataset_tokens)]
+    return shlex.join([*words, "--out", "my-plan"])
+
+
+def _flag(name: str, value: object) -> list[str]:
+    """The option that fixes a field of the setup to a value."""
+    if name == "checkpointing" and isinstance(value, int):
+        if value > 1:
+            return ["--checkpoint-every", str(value)]
+        return ["--checkpointing" if value else "--no-checkpointing"]
+    if name == "packing":
+        return ["--packing" if value else "--no-packing"]
+    option = {"lora_rank": "--rank", "lora_targets": "--targets"}.get(name, f"--{name}")
+    return [option, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
 
 
 def _rung_rows(

@@ -14,7 +14,7 @@ from rich.console import Console
 from planner.models.spec import ModelSpec
 from planner.outcome import Candidate, Rung
 from planner.plan import Alternative
-from planner.units import gib
+from planner.units import GIB, gib
 from reports.html import Entry, report_html
 from reports.markdown import plan_markdown
 from reports.rows import breakdown
@@ -151,6 +151,24 @@ def test_terminal_says_when_the_error_band_reaches_past_the_budget() -> None:
     assert words in flat
     flat = " ".join(page(lambda console: render_plan(make_plan(chosen=roomy), console)).split())
     assert words not in flat
+
+
+def test_next_command_repeats_every_wish() -> None:
+    fixed = {
+        "method": ("lora", "qlora"),
+        "lora_rank": (64,),
+        "lora_targets": (("q_proj", "v_proj"),),
+        "checkpointing": (2,),
+        "packing": (False,),
+        "attention": ("sdpa",),
+    }
+    workload = make_workload(fixed=fixed, memory_bytes=20 * GIB, dataset_tokens=5_000_000)
+    words = default_next_command(make_plan(workload))
+    assert words == (
+        "plan Qwen/Qwen2.5-7B --gpu rtx-4090 --seq-len 2048 --global-batch 16 --method lora --method qlora --rank 64 "
+        "--targets q_proj,v_proj --checkpoint-every 2 --no-packing --attention sdpa --memory-gib 20 "
+        "--dataset-tokens 5000000 --out my-plan"
+    )
 
 
 def test_every_report_refuses_a_choice_that_a_higher_rung_refuted() -> None:
