@@ -1,4 +1,4 @@
-"""From one run's events to peaks by segment, with what was alive at each."""
+"""From one run's events to peaks by phase, with what was alive at each."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -8,16 +8,13 @@ from probes.allocator.events import Alloc, Free, Phase
 from probes.dryrun.trace import Trace
 from probes.dryrun.tracker import ROUND_BYTES, Origin
 
-Segment = tuple[str, str, int]
-"""(phase, "start" or "end" or "", layer counted from there): where in a step something happened."""
-
 Group = tuple[str, str]
 """(category, name) of a memory term."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentPeak:
-    """The highest allocated bytes inside one segment, and what they were."""
+    """The highest allocated bytes inside one phase, and what they were."""
 
     size_bytes: int
     groups: Mapping[Group, int]
@@ -55,41 +52,39 @@ def _weight_group(name: str) -> str:
     return ".".join(parts[-2:])
 
 
-def segment_peaks(trace: Trace, reach: int) -> dict[Segment, SegmentPeak]:
-    """Peaks by segment over the whole run; `reach`: how many layers from either end get a segment of their own."""
+def phase_peaks(trace: Trace) -> dict[str, SegmentPeak]:
+    """The highest allocated bytes inside each phase over the whole run, with what was alive then."""
     groups = {number: group_of(origin, trace.owners.get(number)) for number, origin in trace.origins.items()}
-    total = 0
-    alive: dict[int, int] = {}
-    current: list[Segment] = [("load", "", 0)]
-    best: dict[Segment, tuple[int, int]] = {}
-    segment_start_total = 0
+    best: dict[str, tuple[int, int]] = {}
+    sizes: dict[int, int] = {}
+    total, phase = 0, "load"
+    highest = -1
     for index, event in enumerate(trace.events):
         if isinstance(event, Alloc):
             size = -(-event.size_bytes // ROUND_BYTES) * ROUND_BYTES
-            alive[event.id] = size
+            sizes[event.id] = size
             total += size
+            if total > highest:
+                highest = total
+                best[phase] = (total, index)
         elif isinstance(event, Free):
-            total -= alive.pop(event.id)
-            continue
+            total -= sizes.pop(event.id)
         elif isinstance(event, Phase):
-            current = _segments(event.name, trace.num_layers, reach)
-            segment_start_total = total
-        for segment in current:
-            if total > best.get(segment, (-1, 0))[0]:
-                best[segment] = (total, index)
-    del segment_start_total
-    wanted: dict[int, list[Segment]] = defaultdict(list)
-    for segment, (_, index) in best.items():
-        wanted[index].append(segment)
+            phase = event.name.partition("/")[0]
+            highest = best.get(phase, (-1, 0))[0]
+            if total > highest:
+                highest = total
+                best[phase] = (total, index)
+    wanted: dict[int, list[str]] = defaultdict(list)
+    for name, (_, index) in best.items():
+        wanted[index].append(name)
     return _snapshots(trace, groups, wanted)
 
 
-def _snapshots(
-    trace: Trace, groups: Mapping[int, Group], wanted: Mapping[int, list[Segment]]
-) -> dict[Segment, SegmentPeak]:
+def _snapshots(trace: Trace, groups: Mapping[int, Group], wanted: Mapping[int, list[str]]) -> dict[str, SegmentPeak]:
     sums: dict[Group, int] = defaultdict(int)
     sizes: dict[int, int] = {}
-    found: dict[Segment, SegmentPeak] = {}
+    found: dict[str, SegmentPeak] = {}
     for index, event in enumerate(trace.events):
         if isinstance(event, Alloc):
             size = -(-event.size_bytes // ROUND_BYTES) * ROUND_BYTES
@@ -97,53 +92,28 @@ def _snapshots(
             sums[groups[event.id]] += size
         elif isinstance(event, Free):
             sums[groups[event.id]] -= sizes.pop(event.id)
-        if index in wanted:
+        for name in wanted.get(index, ()):
             snapshot = {group: size for group, size in sums.items() if size}
-            for segment in wanted[index]:
-                found[segment] = SegmentPeak(size_bytes=sum(snapshot.values()), groups=snapshot)
+            found[name] = SegmentPeak(size_bytes=sum(snapshot.values()), groups=snapshot)
     return found
 
 
-def _segments(name: str, num_layers: int, reach: int) -> list[Segment]:
-    phase, _, layer = name.partition("/")
-    if not layer:
-        return [(phase, "", 0)]
-    index = int(layer)
-    from_end = num_layers - 1 - index
-    found: list[Segment] = []
-    if index < reach:
-        found.append((phase, "start", index))
-    if from_end < reach:
-        found.append((phase, "end", from_end))
-    return found
-
-
-def extend(
-    small: Mapping[Segment, SegmentPeak], large: Mapping[Segment, SegmentPeak], *, periods: int
-) -> dict[Segment, SegmentPeak]:
-    """Peaks at a depth `periods` periods beyond `large`, where `large` is one period deeper than `small`.
-
-    Inside one segment the same tensors are alive at every depth, each layer's share once per layer: the size is affine
-    in the depth, term by term.
-    """
-    found = {}
-    for segment, peak in large.items():
-        below = small.get(segment)
-        if below is None:
-            continue
-        names = set(peak.groups) | set(below.groups)
-        groups = {}
-        for name in names:
-            high, low = peak.groups.get(name, 0), below.groups.get(name, 0)
-            groups[name] = high + (high - low) * periods
-        found[segment] = SegmentPeak(size_bytes=sum(groups.values()), groups={k: v for k, v in groups.items() if v})
-    return found
-
-
-def phase_peaks(peaks: Mapping[Segment, SegmentPeak]) -> dict[str, SegmentPeak]:
-    """The highest segment of each phase."""
-    found: dict[str, SegmentPeak] = {}
-    for (phase, _, _), peak in peaks.items():
-        if phase not in found or peak.size_bytes > found[phase].size_bytes:
-            found[phase] = peak
-    return found
+def timeline(trace: Trace, points: int = 400) -> tuple[tuple[int, int], ...]:
+    """(event index, allocated bytes): in each of `points` stretches of the run its highest moment."""
+    width = max(1, len(trace.events) // points)
+    sizes: dict[int, int] = {}
+    total = 0
+    found: list[tuple[int, int]] = []
+    best = (0, -1)
+    for index, event in enumerate(trace.events):
+        if isinstance(event, Alloc):
+            sizes[event.id] = -(-event.size_bytes // ROUND_BYTES) * ROUND_BYTES
+            total += sizes[event.id]
+        elif isinstance(event, Free):
+            total -= sizes.pop(event.id)
+        if total > best[1]:
+            best = (index, total)
+        if index % width == width - 1:
+            found.append(best)
+            best = (index + 1, -1)
+    return tuple(found)

@@ -1,5 +1,6 @@
 """`dry_run`: the memory of a setup's real training step, computed on meta tensors."""
 
+import copy
 import logging
 import time
 from collections.abc import Mapping
@@ -11,14 +12,15 @@ from planner.memory.types import PHASES, MemoryTerm
 from planner.models.spec import ModelSpec
 from planner.outcome import FailureKind, Prediction, ProbeFailure, Rung
 from planner.setup import TrainSetup
-from planner.units import GIB, gib
-from probes.allocator import CannotExpand, Event, expand, replay
-from probes.dryrun.analysis import Group, Segment, SegmentPeak, extend, phase_peaks, segment_peaks
-from probes.dryrun.depths import DepthPlan, plan_depths
+from planner.units import gib
+from probes.allocator import replay
+from probes.dryrun.analysis import Group, SegmentPeak, phase_peaks, timeline
+from probes.dryrun.depths import DepthPlan, plan_depth
+from probes.dryrun.splice import SpliceError, splice
 from probes.dryrun.trace import Trace, trace_run
 from probes.stack import load_config
 
-VERSION = 1
+VERSION = 2
 """Part of the cache key: raise it whenever a figure can change."""
 BAND_FRACTION = 0.02
 DEFAULT_CAPABILITY = (8, 0)
@@ -34,15 +36,15 @@ class DryRunReport:
 
     Attributes:
         phase_groups: what is alive at the peak of each phase, (category, name) -> bytes.
-        depths: the depths that were run; one equal to the model's depth means no extension.
+        depth: layers that were run; the middle ones stand for the rest of `num_layers`.
         kernels: attention kernels and how often each ran, with why the faster ones were refused.
-        timeline: (event index, allocated bytes) of the deeper run's last step, thinned.
+        timeline: (event index, allocated bytes) over loading and two steps, thinned.
         parameter_bytes: of the module tree that was run.
     """
 
     prediction: Prediction
     phase_groups: Mapping[str, Mapping[Group, int]]
-    depths: tuple[int, ...]
+    depth: int
     num_layers: int
     kernels: Mapping[str, int]
     kernel_reasons: Mapping[str, str]
@@ -75,7 +77,8 @@ def dry_run_report(
     moe: str = "balanced",
     expandable_segments: bool = False,
 ) -> DryRunReport | ProbeFailure:
-    """Executes two training steps on meta tensors at one or two depths and extends them to the model's.
+    """Executes two training steps on meta tensors at a small depth, repeats the middle layers' events to the model's
+    depth, and replays the whole through the allocator's model.
 
     Args:
         full_depth: run every layer instead of extending.
@@ -113,16 +116,26 @@ def report_for_config(
         return _unsupported(refusal)
     try:
         config = load_config(raw_config)
-        plan = plan_depths(config, checkpointing=setup.checkpointing, full_depth=full_depth)
-        traces = [
-            trace_run(short, setup, capability=capability, num_layers=depth)
-            for short, depth in zip(plan.configs, plan.depths, strict=True)
-        ]
+        plan = plan_depth(config, checkpointing=setup.checkpointing, full_depth=full_depth)
+        trace = full_trace(plan, capability, setup)
     except (ValueError, TypeError, RuntimeError, NotImplementedError, AttributeError, KeyError, ImportError) as error:
         log.debug("dry run failed", exc_info=True)
         return _unsupported(f"{raw_config.get('model_type')}: {type(error).__name__}: {error}")
-    peaks = _extended(plan, traces)
-    return _report(plan, traces, peaks, expandable_segments, limit_bytes, time.perf_counter() - started)
+    return _report(plan, trace, expandable_segments, started)
+
+
+def full_trace(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup) -> Trace:
+    """The events of the full model: of a run at the plan's depth with its block repeated, or of a run at full depth
+    where the layers turn out not to repeat."""
+    whole = copy.deepcopy(plan.whole) if plan.block is not None else plan.config
+    trace = trace_run(plan.config, setup, capability=capability, num_layers=plan.depth)
+    if plan.block is None:
+        return trace
+    try:
+        return splice(trace, plan.block, setup)
+    except SpliceError as error:
+        log.debug("full depth instead: %s", error)
+        return trace_run(whole, setup, capability=capability, num_layers=plan.full)
 
 
 def _refusal(setup: TrainSetup) -> str:
@@ -137,29 +150,12 @@ def _unsupported(message: str) -> ProbeFailure:
     return ProbeFailure(rung=Rung.DRY_RUN, kind=FailureKind.UNSUPPORTED, message=message)
 
 
-def _extended(plan: DepthPlan, traces: list[Trace]) -> dict[Segment, SegmentPeak]:
-    if len(traces) == 1:
-        return segment_peaks(traces[0], traces[0].num_layers)
-    reach = plan.depths[0] - 1
-    small, large = (segment_peaks(trace, reach) for trace in traces)
-    return extend(small, large, periods=plan.periods)
-
-
-def _report(
-    plan: DepthPlan,
-    traces: list[Trace],
-    peaks: Mapping[Segment, SegmentPeak],
-    expandable_segments: bool,
-    limit_bytes: int | None,
-    elapsed_s: float,
-) -> DryRunReport:
-    phases = phase_peaks(peaks)
+def _report(plan: DepthPlan, trace: Trace, expandable_segments: bool, started: float) -> DryRunReport:
+    phases = phase_peaks(trace)
     by_phase = {name: phases[name].size_bytes for name in PHASES if name in phases}
     peak_phase = max(by_phase, key=lambda name: by_phase[name])
     peak = phases[peak_phase]
-    replayed, reserved_notes = _reserved(plan, traces, expandable_segments, limit_bytes)
-    reserved = max(replayed, peak.size_bytes)
-    trace = traces[-1]
+    reserved = replay(trace.events, expandable_segments=expandable_segments).peak_reserved_bytes
     prediction = Prediction(
         rung=Rung.DRY_RUN,
         peak_allocated_bytes=peak.size_bytes,
@@ -169,64 +165,20 @@ def _report(
         phase_peaks_bytes=by_phase,
         terms=_terms(peak, peak_phase),
         memory_band_fraction=BAND_FRACTION,
-        notes=(*_notes(trace, plan), *reserved_notes),
+        notes=_notes(trace),
     )
     return DryRunReport(
         prediction=prediction,
         phase_groups={name: phases[name].groups for name in by_phase},
-        depths=plan.depths,
+        depth=plan.depth,
         num_layers=plan.full,
         kernels=dict(trace.log.chosen),
         kernel_reasons=dict(trace.log.reasons),
-        timeline=(),
+        timeline=timeline(trace),
         parameter_bytes=trace.parameter_bytes,
-        num_events=sum(len(one.events) for one in traces),
-        elapsed_s=elapsed_s,
+        num_events=len(trace.events),
+        elapsed_s=time.perf_counter() - started,
     )
-
-
-def _reserved(
-    plan: DepthPlan, traces: list[Trace], expandable_segments: bool, limit_bytes: int | None
-) -> tuple[int, tuple[str, ...]]:
-    """Peak reserved bytes of the full depth, with a note where the card's limit shaped it.
-
-    Reserved memory is not affine in the depth, so the events are expanded to the full depth and replayed once. Under a
-    limit the allocator gives cached memory back before it gives up; what it would need without one is the answer where
-    even that does not help.
-    """
-    try:
-        events = full_events(plan, traces)
-    except CannotExpand as error:
-        log.debug("events cannot be expanded: %s", error)
-        results = [replay(one.events, expandable_segments=expandable_segments).peak_reserved_bytes for one in traces]
-        return results[1] + (results[1] - results[0]) * plan.periods, ("reserved memory extended linearly in depth",)
-    free = replay(events, expandable_segments=expandable_segments)
-    if limit_bytes is None or free.peak_reserved_bytes <= limit_bytes:
-        return free.peak_reserved_bytes, ()
-    bound = replay(events, expandable_segments=expandable_segments, limit_bytes=limit_bytes)
-    if bound.out_of_memory is not None:
-        return free.peak_reserved_bytes, ()
-    note = (
-        f"the allocator would reserve {gib(free.peak_reserved_bytes)}, more than the card has: it gives cached memory "
-        "back to go on, which costs speed"
-    )
-    return bound.peak_reserved_bytes, (note,)
-
-
-def full_events(plan: DepthPlan, traces: list[Trace]) -> list[Event]:
-    """The events of the full depth, from one full run or from two shallow ones.
-
-    Raises:
-        CannotExpand: the two runs differ by more than added layers.
-    """
-    if len(traces) == 1:
-        return traces[0].events
-    small, large = traces
-    return expand(small.events, _labels(small), large.events, _labels(large), periods=plan.periods)
-
-
-def _labels(trace: Trace) -> dict[int, tuple[str, str]]:
-    return {number: (origin.phase, origin.op) for number, origin in trace.origins.items()}
 
 
 def _terms(peak: SegmentPeak, phase: str) -> tuple[MemoryTerm, ...]:
@@ -237,16 +189,11 @@ def _terms(peak: SegmentPeak, phase: str) -> tuple[MemoryTerm, ...]:
     return tuple(sorted(terms, key=lambda term: -term.size_bytes))
 
 
-def _notes(trace: Trace, plan: DepthPlan) -> tuple[str, ...]:
+def _notes(trace: Trace) -> tuple[str, ...]:
     notes = list(trace.notes)
     if trace.log.chosen.get("math"):
         notes.append(
             f"SDPA falls back to the math kernel ({trace.log.reasons['math']}): each layer makes a matrix of "
             f"{gib(trace.log.math_matrix_bytes)} of attention scores in fp32"
         )
-    if len(plan.depths) == 1 and plan.full > 8:
-        notes.append(f"run at full depth ({plan.full} layers)")
     return tuple(notes)
-
-
-assert GIB

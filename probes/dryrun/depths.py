@@ -1,5 +1,6 @@
 """Which depths to run so that the full depth follows exactly, and the check that truncation kept the pattern."""
 
+import copy
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -7,65 +8,52 @@ from typing import Any
 
 import torch
 
+from probes.dryrun.splice import Block
 from probes.stack import layer_signatures, num_layers, period_of, truncated_config
 from probes.stack.build import bare_model
-
-_MIN_DEPTH = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class DepthPlan:
-    """Depths to run, configurations ready: one (full depth) or two, a period apart.
-
-    Attributes:
-        periods: how many periods the full depth lies beyond the deeper run.
-    """
+    """The depth to run, its configuration, and the block of layers that stands for the missing ones (None: no layer
+    is missing)."""
 
     full: int
-    depths: tuple[int, ...]
-    configs: tuple[Any, ...]
-    period: int
-    periods: int
+    depth: int
+    config: Any
+    whole: Any
+    block: Block | None
 
 
-def plan_depths(config: Any, *, checkpointing: int, full_depth: bool) -> DepthPlan:
-    """Two depths one period apart, or the full depth when it is asked for, small, or cannot be truncated safely."""
+def plan_depth(config: Any, *, checkpointing: int, full_depth: bool) -> DepthPlan:
+    """The smallest depth that holds every kind of neighbourhood of layers, or the full depth when it is asked for, not
+    much deeper, or when the truncated model's layers are not the full model's first ones.
+
+    Before the block of one period stand the irregular prefix and one regular layer, after it one regular layer and the
+    last one.
+    """
     full = num_layers(config)
-    whole = DepthPlan(full=full, depths=(full,), configs=(config,), period=full, periods=0)
-    if full_depth or full <= _MIN_DEPTH + 1:
-        return whole
+    whole = DepthPlan(full=full, depth=full, config=config, whole=config, block=None)
+    if full_depth or config.is_encoder_decoder:
+        return whole  # an encoder-decoder's two halves grow together, and its models are small
     prefix, period, signatures = _pattern(config)
     if checkpointing > 1:
         period = math.lcm(period, checkpointing)
-    if config.is_encoder_decoder:
-        period = 2
-    small = prefix + period + (full - prefix - period) % period
-    while small < _MIN_DEPTH:
-        small += period
-    large = small + period
-    if large >= full:
+    start = prefix + 1 if prefix else 2
+    depth = start + period + 2
+    depth += (full - depth) % period
+    if depth >= full:
         return whole
-    configs = []
-    for depth in (small, large):
-        try:
-            short = truncated_config(config, depth)
-            with torch.device("meta"):
-                kept = layer_signatures(bare_model(truncated_config(config, depth), torch.bfloat16, "eager"))
-        except (ValueError, IndexError, KeyError):
-            return whole
-        if kept != _expected(signatures, depth, prefix, config.is_encoder_decoder):
-            return whole
-        configs.append(short)
-    return DepthPlan(
-        full=full, depths=(small, large), configs=tuple(configs), period=period, periods=(full - large) // period
-    )
-
-
-def _expected(signatures: tuple[int, ...], depth: int, prefix: int, is_encoder_decoder: bool) -> tuple[int, ...]:
-    if is_encoder_decoder:
-        half = len(signatures) // 2
-        return signatures[: depth // 2] + signatures[half : half + depth // 2]
-    return signatures[:depth]
+    try:
+        short = truncated_config(config, depth)
+        with torch.device("meta"):
+            kept = layer_signatures(bare_model(copy.deepcopy(short), torch.bfloat16, "eager"))
+    except (ValueError, IndexError, KeyError):
+        return whole
+    if kept != signatures[:depth]:
+        return whole
+    block = Block(start=start, period=period, copies=(full - depth) // period)
+    return DepthPlan(full=full, depth=depth, config=short, whole=config, block=block)
 
 
 _PATTERNS: OrderedDict[str, tuple[int, int, tuple[int, ...]]] = OrderedDict()
@@ -75,10 +63,8 @@ def _pattern(config: Any) -> tuple[int, int, tuple[int, ...]]:
     """(prefix, period, signatures) of the full model, built once on meta per configuration."""
     key = config.to_json_string(use_diff=False)
     if key not in _PATTERNS:
-        import copy
-
         signatures = layer_signatures(bare_model(copy.deepcopy(config), torch.bfloat16, "eager"))
-        prefix, period = (1, 2) if config.is_encoder_decoder else period_of(signatures)
+        prefix, period = period_of(signatures)
         _PATTERNS[key] = (prefix, period, signatures)
         if len(_PATTERNS) > 64:
             _PATTERNS.popitem(last=False)

@@ -7,7 +7,7 @@ choice depends on the device) and the flash-attention package (absent here) are 
 import math
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -217,13 +217,46 @@ def _no_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: A
     return attention_mask
 
 
+def _legacy_flash(log: KernelLog) -> Any:
+    """`_flash_attention_forward` as the oldest model classes call it: [seqs, tokens, heads, head size] in and out."""
+
+    def forward(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        query_length: int,
+        is_causal: bool = True,
+        dropout: float = 0.0,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        log.note("flash-attention-2")
+        query, key, value = (one.transpose(1, 2) for one in (query, key, value))
+        out = _flash_padded(query, key, value, dropout, is_causal, kwargs.get("softmax_scale"))
+        return out.transpose(1, 2)
+
+    return forward
+
+
 @contextmanager
-def kernels_of(log: KernelLog) -> Iterator[None]:
-    """Within it, attention on meta (or CPU) tensors runs what the GPU of `log.capability` would run."""
+def kernels_of(log: KernelLog, config: Any) -> Iterator[None]:
+    """Within it, attention on meta (or CPU) tensors runs what the GPU of `log.capability` would run, for the model
+    class of `config`."""
+    import importlib
+
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(FLASH_NAME, flash_attention_2(log))
     ALL_MASK_ATTENTION_FUNCTIONS.register(FLASH_NAME, _no_mask)
-    with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _sdpa(log)):
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _sdpa(log)))
+        name = type(config).__module__.replace(".configuration_", ".modeling_")
+        modeling = importlib.import_module(name) if name.startswith("transformers.models.") else None
+        for attribute, classes in list(vars(modeling).items()) if modeling is not None else []:
+            if attribute.endswith("_ATTENTION_CLASSES") and "flash_attention_2" in classes:
+                stack.enter_context(mock.patch.dict(classes, {FLASH_NAME: classes["flash_attention_2"]}))
+                stack.enter_context(
+                    mock.patch.object(modeling, "_flash_attention_forward", _legacy_flash(log), create=True)
+                )
         yield

@@ -15,24 +15,27 @@ class _GroupedMm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(rows if weight.requires_grad else None, weight if ctx.needs_input_grad[0] else None)
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(
+            rows if weight.requires_grad else None, weight if ctx.needs_input_grad[0] else None, offsets
+        )
         ctx.shapes = (rows.shape, weight.shape, rows.dtype, weight.dtype)
         return rows.new_empty((rows.shape[0], weight.shape[-1]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         rows_shape, weight_shape, rows_dtype, weight_dtype = ctx.shapes
-        need_rows, need_weight = ctx.needs_input_grad
+        need_rows, need_weight = ctx.needs_input_grad[:2]
         grad = grads[0]
         return (
             grad.new_empty(rows_shape, dtype=rows_dtype) if need_rows else None,
             grad.new_empty(weight_shape, dtype=weight_dtype) if need_weight else None,
+            None,
         )
 
 
 def _grouped_mm(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    return _GroupedMm.apply(input.to(weight.dtype), weight)  # type: ignore[no-any-return]
+    return _GroupedMm.apply(input.to(weight.dtype), weight, offs)  # type: ignore[no-any-return]
 
 
 class _Int8Linear(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,12 +13,23 @@ from probes.dryrun.kernels import FLASH_NAME, KernelLog, kernels_of
 from probes.dryrun.metaops import meta_operators
 from probes.dryrun.tracker import Origin, Tracker
 from probes.dryrun.workspaces import TEMPORARIES, cublas_workspace_bytes, is_matmul
-from probes.stack import build_from_config, inner_model, make_batch, make_optimizer, make_trainer, train_step
+from probes.stack import build_from_config, inner_model, layers_of, make_batch, make_optimizer, make_trainer, train_step
 from probes.stack.autocast import emulation_installed
 from probes.stack.quantize import quantized_tensors
 
 STEPS = 2
 """The optimizer's state appears in the first step; the second shows the peak of every later one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainable:
+    """One trained parameter: its name, its decoder layer (None outside), and whether the step gave it a gradient."""
+
+    name: str
+    layer: int | None
+    shape: torch.Size
+    dtype: torch.dtype
+    has_gradient: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +50,15 @@ class Trace:
     log: KernelLog
     attention: str
     notes: tuple[str, ...] = ()
-    extra: dict[str, Any] = field(default_factory=dict)
+    trainables: tuple[Trainable, ...] = ()
+    parameter_names: frozenset[str] = frozenset()
+    layer_prefix: str = ""
+
+    def layer_of(self, name: str) -> int | None:
+        """The decoder layer that a parameter's name belongs to, None outside the layers."""
+        if not self.layer_prefix or not name.startswith(self.layer_prefix):
+            return None
+        return int(name[len(self.layer_prefix) :].partition(".")[0])
 
 
 def resolve_attention(config: Any, setup: TrainSetup) -> tuple[str, tuple[str, ...]]:
@@ -83,8 +102,8 @@ def trace_run(
     on_meta = device == "meta"
     with ExitStack() as stack:
         stack.enter_context(emulation_installed())
+        stack.enter_context(kernels_of(log, config))
         if on_meta:
-            stack.enter_context(kernels_of(log))
             stack.enter_context(meta_operators())
         model = build_from_config(config, setup, device=device, attention=attention)
         tracker = Tracker(
@@ -95,6 +114,7 @@ def trace_run(
         )
         owners = _load(tracker, model)
         parameters = sum(one.untyped_storage().nbytes() for one in _unique(model.parameters()))
+        prefix = _layer_prefix(model)
         optimizer = make_optimizer(setup.optimizer, model.parameters(), device_type=device)
         trainer = make_trainer(model, setup, optimizer)
         if workspaces:
@@ -103,10 +123,12 @@ def trace_run(
             batches = [make_batch(setup, inner_model(model).config, device=device) for _ in range(_batches(setup))]
             for _ in range(steps):
                 train_step(trainer, batches, _marker(tracker, model, owners))
-                _own_optimizer_state(tracker, optimizer, owners)
+                own_optimizer_state(tracker, optimizer, owners)
             del batches
         tracker.close()
-    return Trace(
+    graded = {name for category, name in owners.values() if category == "gradients"}
+    names = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
+    trace = Trace(
         events=tracker.events,
         origins=tracker.origins,
         owners=owners,
@@ -115,7 +137,31 @@ def trace_run(
         log=log,
         attention=attention,
         notes=notes,
+        parameter_names=names,
+        layer_prefix=prefix,
     )
+    trainables = tuple(
+        Trainable(
+            name=name,
+            layer=trace.layer_of(name),
+            shape=one.shape,
+            dtype=one.dtype,
+            has_gradient=name in graded,
+        )
+        for name, one in model.named_parameters()
+        if one.requires_grad
+    )
+    return replace(trace, trainables=trainables)
+
+
+def _layer_prefix(model: Any) -> str:
+    """What comes before a decoder layer's number in parameter names, "" for an encoder-decoder."""
+    inner = inner_model(model)
+    if inner.config.is_encoder_decoder:
+        return ""
+    first = layers_of(inner)[0]
+    path = next(name for name, module in model.named_modules() if module is first)
+    return path.rpartition(".")[0] + "."
 
 
 def _batches(setup: TrainSetup) -> int:
@@ -166,7 +212,7 @@ def _marker(tracker: Tracker, model: Any, owners: dict[int, tuple[str, str]]) ->
     return mark
 
 
-def _own_optimizer_state(tracker: Tracker, optimizer: Any, owners: dict[int, tuple[str, str]]) -> None:
+def own_optimizer_state(tracker: Tracker, optimizer: Any, owners: dict[int, tuple[str, str]]) -> None:
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.device.type == tracker.device_type:

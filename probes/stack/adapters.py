@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from planner.setup import TrainSetup
+from probes.stack.quantize import is_router
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ATTENTION_LEAVES = (
@@ -55,6 +56,7 @@ def add_adapters(model: Any, setup: TrainSetup) -> Any:
         lora_alpha=2 * setup.lora_rank,
         target_modules=targets,
         lora_dropout=setup.lora_dropout,
+        exclude_modules=sorted(name for name, one in model.named_modules() if is_router(one)) or None,
         bias="none",
         task_type="SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM",
     )

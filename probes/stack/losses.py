@@ -4,15 +4,31 @@ The chunked and fused forms are written here from their descriptions, buffer by 
 Triton: what matters is which tensors live when.
 """
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 TOKENS_PER_TILE = 4096
 """Source: trl 1.16 kernels/chunked_logprob.py `TOKEN_CHUNK_SIZE`."""
 VOCAB_PER_TILE = 32768
 """Source: trl 1.16 trainer/utils.py `_CHUNKED_LOGPROB_CHUNK_SIZE`."""
 LIGER_MAX_FUSED = 65536 // 2
+
+
+def _unseen(kernel: Callable[..., None]) -> Callable[..., None]:
+    """Marks a stand-in for a GPU kernel that allocates nothing: it does nothing on meta, and what it allocates on a CPU
+    is hidden from a tracker."""
+
+    @wraps(kernel)
+    def run(tile: torch.Tensor, *args: Any) -> None:
+        if tile.device.type != "meta":
+            with torch.no_grad(), _disable_current_modes():
+                kernel(tile, *args)
+
+    return run
 
 
 class ChunkedNll(torch.autograd.Function):
@@ -102,22 +118,19 @@ class ChunkedNll(torch.autograd.Function):
         )
 
 
+@_unseen
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """`total += left @ right` in fp32 without fp32 copies of the factors, as cuBLAS does for 16-bit input."""
-    if total.device.type == "meta":
-        return
     if total.device.type == "cuda" and left.dtype in (torch.float16, torch.bfloat16):
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
         return
     total.addmm_(left.float(), right.float())
 
 
-@torch.no_grad()
+@_unseen
 def _fold(tile: torch.Tensor, local: torch.Tensor, maximum: Any, total: Any, target_logit: Any) -> None:
     """One tile into the running log-sum-exp. The GPU's kernel does this without memory; on meta nothing happens, and
     elsewhere it runs row block by row block so that memory stays small."""
-    if tile.device.type == "meta":
-        return
     for row in range(0, tile.shape[0], 64):
         rows = slice(row, row + 64)
         values = tile[rows].float()
@@ -129,11 +142,9 @@ def _fold(tile: torch.Tensor, local: torch.Tensor, maximum: Any, total: Any, tar
         target_logit[rows] = torch.where(here, picked, target_logit[rows])
 
 
-@torch.no_grad()
+@_unseen
 def _unfold(tile: torch.Tensor, local: torch.Tensor, log_z: Any, grad: Any) -> None:
     """The tile of logits becomes the tile of their gradients, in place."""
-    if tile.device.type == "meta":
-        return
     columns = torch.arange(tile.shape[1], device=tile.device)
     for row in range(0, tile.shape[0], 64):
         rows = slice(row, row + 64)
@@ -190,11 +201,9 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None
 
 
-@torch.no_grad()
+@_unseen
 def _liger_kernel(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, rows: int) -> None:
     """Loss and gradient of one chunk in place of its logits; the GPU's kernel needs no memory for it."""
-    if logits.device.type == "meta":
-        return
     for row in range(0, logits.shape[0], 64):
         part = slice(row, row + 64)
         values = logits[part].float()

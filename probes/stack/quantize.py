@@ -14,6 +14,16 @@ _NESTED_BLOCK = 256
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def is_router(module: nn.Module) -> bool:
+    """Whether a linear's class returns more than its product (routers that pick the experts themselves): neither peft
+    nor bitsandbytes can stand in for it, so a working launch file leaves it alone."""
+    return isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward and _is_choosing(module)
+
+
+def _is_choosing(module: nn.Module) -> bool:
+    return any(word in type(module).__name__ for word in ("Router", "Gate"))
+
+
 def quantizable(model: nn.Module) -> list[str]:
     """Names of the modules that transformers hands to bitsandbytes: every linear except the output head.
 
@@ -23,7 +33,11 @@ def quantizable(model: nn.Module) -> list[str]:
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    names = [name for name, one in model.named_modules() if isinstance(one, (nn.Linear, Conv1D)) and one is not head]
+    names = [
+        name
+        for name, one in model.named_modules()
+        if isinstance(one, (nn.Linear, Conv1D)) and one is not head and not is_router(one)
+    ]
     last_modules = [name for name, _ in model.named_children()]
     keep = last_modules[-1] if head is None and last_modules else None
     return [name for name in names if keep is None or name.partition(".")[0] != keep or "." in name]

@@ -59,18 +59,22 @@ def make_trainer(model: Any, setup: TrainSetup, optimizer: Any) -> Trainer:
                 return plain(**inputs)
 
         forward = ConvertOutputsToFp32(under_autocast)
-    scaler = None
-    if setup.autocast_dtype == "fp16":
-        scaler = torch.amp.GradScaler("cuda") if device_type == "cuda" else EmulatedScaler(device_type)
     return Trainer(
         model=model,
         inner=inner_model(model),
         setup=setup,
         optimizer=optimizer,
         forward=forward,
-        scaler=scaler,
+        scaler=make_scaler(setup, device_type),
         device_type=device_type,
     )
+
+
+def make_scaler(setup: TrainSetup, device_type: str) -> Any:
+    """The loss scaler of fp16 training, None otherwise."""
+    if setup.autocast_dtype != "fp16":
+        return None
+    return torch.amp.GradScaler("cuda") if device_type == "cuda" else EmulatedScaler(device_type)
 
 
 def autocast_context(device_type: str, dtype: torch.dtype) -> Any:
@@ -127,7 +131,7 @@ def train_step(trainer: Trainer, batches: list[Batch], mark: Mark | None = None)
             tell("forward", None)
             loss = _micro_batch(trainer, batch, len(batches), tell)
     tell("step", None)
-    _optimizer_step(trainer)
+    optimizer_phase(trainer.model, trainer.optimizer, trainer.scaler, trainer.device_type)
     assert loss is not None, f"no micro-batch for {setup}"
     return loss
 
@@ -279,20 +283,20 @@ def _marks(trainer: Trainer, tell: Mark) -> Iterator[None]:
             handle.remove()
 
 
-def _optimizer_step(trainer: Trainer) -> None:
-    optimizer = trainer.optimizer
-    with multi_tensor_on_meta() if trainer.device_type == "meta" else nullcontext():
-        if trainer.scaler is not None:
-            trainer.scaler.unscale_(optimizer)
-        trainable = [one for one in trainer.model.parameters() if one.grad is not None]
+def optimizer_phase(model: Any, optimizer: Any, scaler: Any, device_type: str) -> None:
+    """Unscaling, clipping, the optimizer's step, and the release of the gradients of `model`."""
+    with multi_tensor_on_meta() if device_type == "meta" else nullcontext():
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        trainable = [one for one in model.parameters() if one.grad is not None]
         torch.nn.utils.clip_grad_norm_(trainable, MAX_GRAD_NORM, foreach=True)
         del trainable
-        if trainer.scaler is not None:
-            trainer.scaler.step(optimizer)
-            trainer.scaler.update()
+        if scaler is not None:
+            scaler.step(optimizer)
+            scaler.update()
         else:
             optimizer.step()
-    trainer.model.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)
 
 
 @contextmanager

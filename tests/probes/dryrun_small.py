@@ -1,0 +1,42 @@
+"""Small configurations of real families for the dry run's tests: catalogue entries, shrunk."""
+
+from typing import Any
+
+from planner.models import catalogue
+
+_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 320,
+    "num_hidden_layers": 3,
+    "n_embd": 64,
+    "n_head": 4,
+    "n_layer": 3,
+    "n_positions": 128,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 96,
+}
+_DROPPED = ("rope_scaling", "layer_types", "pad_token_id")
+
+
+def catalogue_config(model_type: str) -> dict[str, Any]:
+    """The raw configuration of the catalogue's first model of a type."""
+    entry = next(one for one in catalogue.entries() if one.model_type == model_type)
+    return dict(entry.config)
+
+
+def small_config(model_type: str, **changes: Any) -> dict[str, Any]:
+    """A model of that type with 3 layers of width 64."""
+    config = {key: value for key, value in catalogue_config(model_type).items() if key not in _DROPPED}
+    for key, value in _SIZES.items():
+        if key in config or key in ("hidden_size", "vocab_size"):
+            config[key] = value
+    if model_type in ("phi3", "smollm3"):
+        config["pad_token_id"] = 0
+    return config | changes

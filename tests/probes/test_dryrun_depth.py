@@ -1,0 +1,83 @@
+"""A truncated run with its middle layers repeated must equal the full depth, byte for byte."""
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from planner.setup import TrainSetup
+from probes.dryrun import DryRunReport, report_for_config
+from probes.dryrun.depths import plan_depth
+from probes.stack import load_config, period_of
+from tests.probes.dryrun_small import catalogue_config, small_config
+
+AMPERE = (8, 0)
+DEEP = 13
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama lora": ("llama", {"num_hidden_layers": DEEP}, {}),
+    "llama every third layer": ("llama", {"num_hidden_layers": DEEP}, {"checkpointing": 3}),
+    "qwen2 full": ("qwen2", {"num_hidden_layers": DEEP}, {"method": "full", "lora_rank": 0, "optimizer": "adamw"}),
+    "qwen3 qlora": ("qwen3", {"num_hidden_layers": DEEP}, {"method": "qlora", "quantization": "nf4-double"}),
+    "gemma2 alternating": ("gemma2", {"num_hidden_layers": DEEP}, {}),
+    "gemma3 five to one": ("gemma3_text", {"num_hidden_layers": 26, "sliding_window": 32}, {"checkpointing": 0}),
+    "gpt2": ("gpt2", {"n_layer": DEEP}, {"checkpointing": 0}),
+    "deepseek dense first": (
+        "deepseek_v3",
+        {
+            "num_hidden_layers": DEEP,
+            "first_k_dense_replace": 3,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 16,
+            "num_key_value_heads": 4,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        {},
+    ),
+    "mixtral": ("mixtral", {"num_hidden_layers": DEEP}, {"accumulation_steps": 2}),
+    "gpt-oss": ("gpt_oss", {"num_hidden_layers": 12, "layer_types": ["sliding_attention", "full_attention"] * 6}, {}),
+    "smollm3 no rope every fourth": ("smollm3", {"num_hidden_layers": 17}, {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model_type", "changes", "fields"), CASES.values(), ids=CASES.keys())
+def test_dry_run_repeated_depth_equals_full_depth(
+    model_type: str, changes: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    config = small_config(model_type, **changes)
+    setup = TrainSetup(**{"seq_len_tokens": 64, "micro_batch_seqs": 2, "lora_rank": 4, **fields})
+    short = report_for_config(config, AMPERE, setup)
+    full = report_for_config(config, AMPERE, setup, full_depth=True)
+    assert isinstance(short, DryRunReport), short
+    assert isinstance(full, DryRunReport), full
+    assert short.depth < full.depth == full.num_layers
+    assert short.prediction.phase_peaks_bytes == full.prediction.phase_peaks_bytes
+    assert short.prediction.peak_reserved_bytes == full.prediction.peak_reserved_bytes
+    assert short.prediction.terms == full.prediction.terms
+    assert short.parameter_bytes == full.parameter_bytes
+
+
+def test_period_of_patterns() -> None:
+    assert period_of((1,) * 12) == (0, 1)
+    assert period_of((1, 2) * 6) == (0, 2)
+    assert period_of((9, 9, 9) + (1,) * 20) == (3, 1)
+    assert period_of((1, 1, 1, 1, 1, 2) * 4 + (1, 1)) == (0, 6)
+
+
+def test_plan_depth_keeps_the_pattern_of_gemma3() -> None:
+    plan = plan_depth(load_config(catalogue_config("gemma3_text")), checkpointing=1, full_depth=False)
+    assert plan.block is not None
+    assert plan.block.period == 6
+    assert (plan.full - plan.depth) % 6 == 0
+    assert plan.depth + plan.block.copies * 6 == plan.full
+
+
+def test_plan_depth_runs_all_of_an_encoder_decoder() -> None:
+    plan = plan_depth(load_config(catalogue_config("t5")), checkpointing=1, full_depth=False)
+    assert plan.block is None
+    assert plan.depth == plan.full
