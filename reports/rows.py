@@ -31,6 +31,10 @@ MIN_TERM_BYTES = 1024**2
 """Smaller terms are summed in one row: nobody decides anything by them."""
 
 
+MIN_SHOWN_BYTES = 52_429
+"""A row that would read "0.0 MiB" is left out."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryRow:
     """One slice of the card: `size_bytes` from `start_bytes`; category is a key of CATEGORY_WORDS."""
@@ -112,9 +116,10 @@ def breakdown(candidate: Candidate, memory_bytes: int, *, max_terms: int | None 
     slices.append(("headroom", CATEGORY_WORDS["headroom"], headroom))
     rows, start = [], 0
     for category, label, size in slices:
-        if size == 0 or (category == "free" and size < 0):
+        if category == "free" and size < 0:
             continue
-        rows.append(MemoryRow(category=category, label=label, size_bytes=size, start_bytes=start))
+        if abs(size) >= MIN_SHOWN_BYTES:
+            rows.append(MemoryRow(category=category, label=label, size_bytes=size, start_bytes=start))
         start += size
     if peak.peak_device_bytes > candidate.budget_bytes:
         rows = [row for row in rows if row.category != "headroom"]
