@@ -10,6 +10,7 @@ from planner.setup import TrainSetup
 from planner.throughput.calibration import Calibration, Constants, load_calibration
 from planner.throughput.conditions import CURRENT, Conditions
 from planner.throughput.effective import effective_tokens_per_s, useful_fraction
+from planner.throughput.family import Family, family_key
 from planner.throughput.model import SpeedModel
 from planner.throughput.profile import ThroughputProfile
 from planner.throughput.types import PARTS, StepTime
@@ -33,7 +34,7 @@ __all__ = [
 
 _MAX_MODELS = 64
 _MODELS: dict[tuple[int, int, int, Conditions], SpeedModel] = {}
-_PROFILES: dict[int, dict[tuple[object, ...], ThroughputProfile]] = {}
+_PROFILES: dict[int, tuple[dict[tuple[object, ...], ThroughputProfile], dict[tuple[object, ...], Family]]] = {}
 
 
 def speed_model(
@@ -50,7 +51,7 @@ def speed_model(
         _PROFILES.clear()
     made = SpeedModel(model, gpu, used, conditions)
     _MODELS[key] = made
-    _PROFILES[id(made)] = {}
+    _PROFILES[id(made)] = ({}, {})
     return made
 
 
@@ -64,27 +65,15 @@ def throughput_profile(
 ) -> ThroughputProfile:
     """The family of `setup`: the same answer object for every micro-batch and accumulation of it."""
     speed = speed_model(model, gpu, calibration=calibration, conditions=conditions)
-    profiles = _PROFILES[id(speed)]
-    key = (
-        setup.method,
-        setup.precision,
-        setup.quantization,
-        setup.kbit_fp32_cast,
-        setup.lora_rank,
-        setup.lora_targets,
-        setup.lora_dropout,
-        setup.adapter_dtype,
-        setup.optimizer,
-        setup.attention,
-        setup.checkpointing,
-        setup.loss,
-        setup.seq_len_tokens,
-        setup.compile,
-        setup.num_gpus,
-    )
+    profiles, families = _PROFILES[id(speed)]
+    base = family_key(setup)
+    key = (base, setup.optimizer, setup.loss, setup.num_gpus)
     found = profiles.get(key)
     if found is None:
-        found = profiles[key] = ThroughputProfile(speed, setup)
+        family = families.get(base)
+        if family is None:
+            family = families[base] = Family(speed, setup)
+        found = profiles[key] = ThroughputProfile(speed, setup, family)
     return found
 
 

@@ -6,6 +6,7 @@ held-out points). `plan calibrate` writes a file of the same form.
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -17,6 +18,7 @@ from planner.gpu import GpuSpec
 
 DATA_FILE = Path(__file__).resolve().parent.parent / "data" / "calibration.json"
 FORM = 1
+VARIABLE = "FINETUNE_PLANNER_CALIBRATION"
 
 
 def family(gpu: GpuSpec) -> str:
@@ -79,7 +81,7 @@ class Constants:
     micro_overhead_s: float = 2.0e-3
     elementwise_scale: float = 1.0
     optimizer_share: float = 0.86
-    l2_gain: float = 1.5
+    l2_gain: float = 0.8
     flash_1_share: float = 0.55
     overlap_power: float = 4.0
     waiting_power: float = 1.5
@@ -167,9 +169,27 @@ def calibration_from_dict(values: Mapping[str, Any], *, source: str = "calibrati
     return Calibration(**{name: value for name, value in values.items() if name in wanted})
 
 
-@cache
+def calibration_to_dict(calibration: Calibration) -> dict[str, Any]:
+    """The calibration as the JSON values that `calibration_from_dict` reads."""
+    values: dict[str, Any] = {"form": FORM}
+    for one in fields(Calibration):
+        value = getattr(calibration, one.name)
+        values[one.name] = dict(value) if isinstance(value, Mapping) else value
+    return values
+
+
 def load_calibration(path: str | None = None) -> Calibration:
-    """The calibration of `path`, or the one that ships with the planner.
+    """The calibration of `path`; else of the file that FINETUNE_PLANNER_CALIBRATION names; else the one that ships.
+
+    Raises:
+        ConfigError: the file cannot be read or makes no sense.
+    """
+    return _load(path or os.environ.get(VARIABLE) or None)
+
+
+@cache
+def _load(path: str | None) -> Calibration:
+    """One file, read once.
 
     Raises:
         ConfigError: the file cannot be read or makes no sense.

@@ -145,7 +145,7 @@ def adapter_traffic(
         outputs = count * linear.num_active * linear.out_features
         forward += inputs * inputs_forward + outputs * outputs_forward
         backward += inputs * inputs_backward + outputs * outputs_backward
-        modules += count * linear.num
+        modules += count * (1 if linear.module == "parameter" else linear.num)
     per_forward = 3 if conditions.fused_lora else 4 + bool(cast_in) + bool(cast_out) + dropout
     per_backward = 5 if conditions.fused_lora else 6 + bool(cast_in) + bool(cast_out) + dropout
     return Moved(

@@ -101,9 +101,13 @@ def fit_constants(
     start: Calibration,
     *,
     names: Sequence[str] = tuple(UNCERTAINTY),
+    group_noise: float = GROUP_NOISE,
     max_evaluations: int = 12,
 ) -> Calibration:
     """The start's calibration with its general constants moved to fit the points.
+
+    `group_noise` is what a group as a whole may be off without the constants answering for it: above 0 for other
+    people's machines, 0 for one's own, whose very offset is to be learned.
 
     Raises:
         ValueError: no points.
@@ -125,7 +129,7 @@ def fit_constants(
     def residuals(shift: Sequence[float]) -> list[float]:
         offsets = shift[width:]
         clipped = [
-            _soft(error - GROUP_NOISE * offsets[group]) * weight
+            _soft(error - group_noise * offsets[group]) * weight
             for error, weight, group in zip(last_errors(shift[:width]), weights, member, strict=True)
         ]
         return [*clipped, *shift]

@@ -1,21 +1,34 @@
 """Which matrices carry adapters, as the speed model groups them."""
 
-from planner.models.spec import LinearSpec
-from planner.throughput.inventory import Inventory
+from typing import NamedTuple
 
-ATTENTION_ROLES = frozenset({"q", "k", "v", "qkv", "o"})
-
-
-def adapted_linears(inv: Inventory, targets: str | tuple[str, ...]) -> tuple[tuple[LinearSpec, int], ...]:
-    """Each adapted matrix with how many layers hold it; the output head carries none."""
-    return tuple((group.linear, group.count) for group in inv.groups if _adapted(group.linear, targets))
+from planner.models.spec import LinearSpec, ModelSpec
+from planner.models.targets import lora_linears, lora_params
 
 
-def _adapted(linear: LinearSpec, targets: str | tuple[str, ...]) -> bool:
-    if linear.module == "parameter":
-        return False
-    if targets == "all-linear":
-        return True
-    if targets == "attention":
-        return linear.role in ATTENTION_ROLES
-    return linear.leaf in targets or linear.name in targets
+class Adapted(NamedTuple):
+    """Adapters of one target set.
+
+    Attributes:
+        linears: the adapted matrices that text tokens pass through, with how many layers hold each.
+        params_per_rank: trained elements at rank 1, idle towers included.
+        modules: adapted modules, idle towers included.
+    """
+
+    linears: tuple[tuple[LinearSpec, int], ...]
+    params_per_rank: int
+    modules: int
+
+
+def adapted_linears(model: ModelSpec, targets: str | tuple[str, ...]) -> Adapted:
+    """The adapters of a target set, equal matrices merged."""
+    idle = {id(layer) for layer, _ in model.idle_layers}
+    merged: dict[LinearSpec, int] = {}
+    params = modules = 0
+    for layer, repeats, linears in lora_linears(model, targets):
+        for linear in linears:
+            params += repeats * lora_params(linear, 1)
+            modules += repeats * (1 if linear.module == "parameter" else linear.num)
+            if id(layer) not in idle:
+                merged[linear] = merged.get(linear, 0) + repeats
+    return Adapted(tuple(merged.items()), params, modules)

@@ -59,7 +59,7 @@ class SpeedModel:
         """
         if not self.rates.l2:
             return 1.0
-        fill = 6.0 * tokens * self.inv.hidden_size / self.rates.l2
+        fill = 12.0 * tokens * self.inv.hidden_size / self.rates.l2
         return 1.0 + self.constants.l2_gain / (1.0 + fill * fill)
 
     def matmuls(self, dtype: str, tokens: int, int8: bool) -> LayerMatmuls:

@@ -1,0 +1,159 @@
+"""`plan calibrate`: fit the speed model's constants to measurements, tested on what the fit did not see."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from planner.cli import options
+from planner.cli.output import console, print_json, write_text
+from planner.errors import ConfigError, EnvironmentProblem, UsageError
+
+if TYPE_CHECKING:
+    from planner.throughput.calibration import Calibration
+    from planner.throughput.holdout import FitReport
+
+
+def calibrate(
+    measurements: Annotated[
+        Path | None, typer.Argument(help="JSON lines: an export of the store, or interchange setups with tokens_per_s.")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Run a micro-benchmark of a few seconds on this machine's GPU.")
+    ] = False,
+    microbench: Annotated[
+        Path | None, typer.Option("--microbench", help="Use the figures of an earlier micro-benchmark.")
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="Device to measure.")] = "cuda:0",
+    gpu: Annotated[str | None, typer.Option("--gpu", help="Which card of the table the figures belong to.")] = None,
+    base: Annotated[Path | None, typer.Option("--base", help="Start from this calibration.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the calibration here.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Fit the constants to measurements, report held-out errors, write a calibration file."""
+    from planner.throughput.calibration import calibration_to_dict, load_calibration
+
+    if measurements is None and not measure and microbench is None:
+        raise UsageError(
+            "nothing to calibrate from",
+            hint="give a file of measurements, or --measure to benchmark this machine's GPU",
+        )
+    start = load_calibration(str(base) if base is not None else None)
+    answer: dict[str, Any] = {"schema": 1}
+    lines: list[str] = []
+    if measure or microbench is not None:
+        start, bench, key = _with_figures(start, microbench, device, gpu)
+        answer["microbench"] = bench
+        share = start.matmul_share.get(key)
+        lines.append(
+            f"{bench['gpu_name']} as {key}: matmul share {share:.2f}" if share else f"{bench['gpu_name']}: {key}"
+        )
+    result = start
+    if measurements is not None:
+        report, left_out = _fit(measurements, start)
+        answer |= _report_to_dict(report, left_out)
+        lines += _report_lines(report, left_out)
+        result = report.calibration
+    answer["calibration"] = calibration_to_dict(result)
+    if out is not None:
+        write_text(out, json.dumps(answer["calibration"], indent=1) + "\n")
+        lines += [f"wrote {out}", f"use it: FINETUNE_PLANNER_CALIBRATION={out}"]
+    if as_json:
+        print_json(answer)
+        return
+    page = console()
+    for line in lines:
+        page.print(line, markup=False)
+
+
+def _with_figures(
+    start: "Calibration", file: Path | None, device: str, gpu: str | None
+) -> tuple["Calibration", dict[str, Any], str]:
+    from planner.gpus import find_gpu
+    from planner.throughput.local import gpu_from_microbench, microbench_from_dict, with_microbench
+
+    values = _read_json(file) if file is not None else _measure(device)
+    bench = microbench_from_dict(values)
+    try:
+        card = find_gpu(gpu if gpu is not None else bench.gpu_name)
+    except UsageError:
+        if gpu is not None:
+            raise
+        card = gpu_from_microbench(bench)
+    return with_microbench(start, card, bench), values, card.key
+
+
+def _measure(device: str) -> dict[str, Any]:
+    try:
+        from probes.microbench import microbenchmark
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"the micro-benchmark needs torch: {error}", hint='pip install "finetune-planner[torch]"'
+        ) from error
+    return microbenchmark(device)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {file}: {error}", hint="give a file that --measure --json wrote") from error
+    inner = values.get("microbench", values) if isinstance(values, dict) else None
+    if not isinstance(inner, dict):
+        raise ConfigError(f"{file}: expected a JSON object")
+    return inner
+
+
+def _fit(file: Path, start: "Calibration") -> tuple["FitReport", dict[str, int]]:
+    from planner.gpus import find_gpu
+    from planner.models.catalogue import load
+    from planner.models.spec import ModelSpec
+    from planner.throughput.holdout import calibrate as fit
+    from planner.throughput.points import read_points
+
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {file}: {error}", hint="give a file of JSON lines") from error
+
+    def find_model(name: str) -> ModelSpec:
+        spec = load(name)
+        if spec is None:
+            raise UsageError(f"model {name!r} is not in the catalogue")
+        return spec
+
+    read = read_points(text.splitlines(), find_model=find_model, find_gpu=find_gpu)
+    if not read.points:
+        why = "; ".join(f"{number} x {reason}" for reason, number in read.left_out.items()) or "the file is empty"
+        raise UsageError(f"no usable measurement in {file}: {why}", hint="plan probe stores measurements")
+    try:
+        return fit(read.points, start), dict(read.left_out)
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"fitting needs scipy: {error}", hint='pip install "finetune-planner[search]"'
+        ) from error
+
+
+def _report_to_dict(report: "FitReport", left_out: dict[str, int]) -> dict[str, Any]:
+    values = asdict(replace(report, calibration=report.calibration))
+    values.pop("calibration")
+    return {"held_out": values, "left_out": left_out, "improved": report.improved}
+
+
+def _report_lines(report: "FitReport", left_out: dict[str, int]) -> list[str]:
+    lines = [f"left out {number}: {reason}" for reason, number in left_out.items()]
+    lines.append(f"held out, one {report.split} at a time (median error, worst):")
+    for part in report.parts:
+        lines.append(
+            f"  {part.name}: {part.num_points} points, "
+            f"{100 * part.before_median:.1f} % ({100 * part.before_worst:.1f} %) before, "
+            f"{100 * part.after_median:.1f} % ({100 * part.after_worst:.1f} %) fitted"
+        )
+    verdict = "better than" if report.improved else "no better than"
+    lines.append(
+        f"all: {100 * report.before_median:.1f} % before, {100 * report.after_median:.1f} % fitted, {verdict} what is "
+        f"in use; 90 % of unseen points within x or / {1 + report.band_fraction:.2f}"
+    )
+    return lines

@@ -1,0 +1,150 @@
+"""`Family`: the layers' work of all setups that differ only in loss, optimizer, micro-batch and accumulation."""
+
+from planner.memory.dtypes import SIZE_BYTES, flow_of
+from planner.setup import TrainSetup
+from planner.throughput.counts import Moved
+from planner.throughput.model import SpeedModel
+
+_WEIGHT_CAST_BYTES = 6.0  # autocast reads a fp32 weight and writes it in 16 bit
+_LOSS_KERNELS = 14
+_EMBEDDING_KERNELS = 12
+
+
+def family_key(setup: TrainSetup) -> tuple[object, ...]:
+    """The fields of a setup that its family depends on."""
+    return (
+        setup.method,
+        setup.precision,
+        setup.quantization,
+        setup.kbit_fp32_cast,
+        setup.lora_rank,
+        setup.lora_targets,
+        setup.lora_dropout > 0,
+        setup.adapter_dtype,
+        setup.attention,
+        setup.checkpointing,
+        setup.seq_len_tokens,
+        setup.compile,
+    )
+
+
+class Family:
+    """Seconds per token, per sequence and per micro-batch, summed up once; nothing here knows loss or optimizer.
+
+    Attributes:
+        flow: data types.
+        trained_params, trained_tensors: what the optimizer updates.
+        trained_bytes: size of one trained parameter.
+        host_s: host time to issue one micro-batch's kernels.
+        power: of the p-norm that joins GPU and host time.
+        attention_flops: needed forward flops of attention, per sequence.
+    """
+
+    __slots__ = (
+        "_attention", "_busy", "_cast", "_dequantization", "_elementwise", "_lora", "_recompute", "_seq", "_setup",
+        "_skip_first", "_skip_last", "_speed", "attention_flops", "flow", "host_s", "power", "trained_bytes",
+        "trained_params", "trained_tensors",
+    )  # fmt: skip
+
+    def __init__(self, speed: SpeedModel, setup: TrainSetup) -> None:
+        constants, conditions, inv = speed.constants, speed.conditions, speed.inv
+        self._speed, self._setup, self._seq = speed, setup, setup.seq_len_tokens
+        self._busy: dict[int, float] = {}
+        self.flow = flow = flow_of(setup)
+        full = setup.method == "full"
+        every = setup.checkpointing
+        again = -(-inv.num_layers // every) / inv.num_layers if every and inv.num_layers else 0.0
+        bytes_left = constants.compile_bytes if setup.compile else 1.0
+        gap = constants.kernel_gap_s * bytes_left
+        waits = conditions.loop_experts and inv.num_experts_run
+        waits = waits or (conditions.masked_attention and setup.attention == "flash-attention-2")
+        self.power = constants.waiting_power if waits else constants.overlap_power
+
+        moved = speed.traffic(flow, full)
+        forward_kernels, backward_kernels = moved.forward_kernels, moved.backward_kernels
+        per_byte = bytes_left * constants.elementwise_scale / speed.bandwidth
+        self._elementwise = _token_and_micro(moved, per_byte, gap)
+        again_token = again * moved.forward_bytes * per_byte
+        again_micro = again * moved.forward_kernels * gap
+
+        self._lora = (0.0, 0.0)
+        lora_calls = 0.0
+        if full:
+            self.trained_params, self.trained_tensors = float(inv.num_params), inv.num_tensors
+            self.trained_bytes = SIZE_BYTES[flow.table]
+        else:
+            around, edges, params, modules = speed.adapters(setup, flow)
+            per_byte = bytes_left / speed.bandwidth
+            thin = 2.0 * setup.lora_rank * edges
+            thin /= speed.rates.matmul[flow.autocast or flow.adapter] * constants.lora_share
+            token_s, micro_s = _token_and_micro(around, per_byte, gap)
+            self._lora = (token_s + 3.0 * thin, micro_s)
+            again_token += again * (around.forward_bytes * per_byte + thin)
+            again_micro += again * around.forward_kernels * gap
+            forward_kernels += around.forward_kernels
+            backward_kernels += around.backward_kernels
+            lora_calls = modules
+            self.trained_params, self.trained_tensors = params * setup.lora_rank, 2 * modules
+            self.trained_bytes = SIZE_BYTES[flow.adapter]
+
+        forward, backward, self.attention_flops = speed.attention(setup, flow)
+        self._attention = forward + backward
+        self._dequantization = 0.0
+        quantized_calls = 0
+        if setup.quantized:
+            once, quantized_calls = speed.dequantization_s(flow, setup.quantization)
+            # LLM.int8() multiplies in int8 and unpacks for the backward only; NF4 unpacks every time it is used
+            self._dequantization = once if setup.quantization == "int8" else 2.0 * once
+            again_micro += 0.0 if setup.quantization == "int8" else again * once
+        self._cast = 0.0
+        if flow.autocast and setup.weight_dtype == "fp32" and not setup.quantized:
+            once = _WEIGHT_CAST_BYTES * sum(group.weights for group in inv.groups) / speed.bandwidth
+            self._cast = once * (2.0 if full else 1.0)
+            again_micro += again * once
+        self._recompute = (again_token, again * forward, again_micro, again)
+        self._skip_last = full and not conditions.reentrant_checkpointing
+        self._skip_first = not full and not every
+
+        host = forward_kernels * (1 + again) * constants.host_forward_s + backward_kernels * constants.host_backward_s
+        host += (_LOSS_KERNELS + _EMBEDDING_KERNELS) * (constants.host_forward_s + constants.host_backward_s)
+        host += quantized_calls * (2 + again) * constants.host_quantized_s
+        host += lora_calls * (1 + again) * constants.host_lora_s
+        self.host_s = host * constants.host_scale * (constants.compile_host if setup.compile else 1.0)
+
+    def busy_s(self, seqs: int) -> float:
+        """GPU seconds of the layers for one micro-batch."""
+        found = self._busy.get(seqs)
+        if found is None:
+            found = self._busy[seqs] = sum(self.parts(seqs).values())
+        return found
+
+    def parts(self, seqs: int) -> dict[str, float]:
+        """GPU seconds of the layers for one micro-batch by part."""
+        speed, setup = self._speed, self._setup
+        tokens = seqs * self._seq
+        cached = tokens / speed.cache_gain(tokens)
+        layers = speed.matmuls(self.flow.compute, tokens, setup.quantization == "int8")
+        again_token, again_seq, again_micro, again = self._recompute
+        matmul = layers.forward + layers.input_gradient
+        if setup.method == "full":
+            matmul += layers.weight_gradient
+        elif self._skip_first:
+            matmul -= layers.first_input_gradient
+        # early stop: a recomputed layer need not multiply its last matrix, whose output nobody saved
+        recompute = again * (layers.forward - (layers.last_forward if self._skip_last else 0.0))
+        return {
+            "matmul": matmul,
+            "recompute": recompute + again_token * cached + again_seq * seqs + again_micro,
+            "attention": self._attention * seqs,
+            "elementwise": self._elementwise[0] * cached + self._elementwise[1] + self._cast,
+            "lora": self._lora[0] * cached + self._lora[1],
+            "dequantization": self._dequantization,
+        }
+
+
+def _token_and_micro(moved: Moved, per_byte: float, gap: float) -> tuple[float, float]:
+    """Seconds per token and per micro-batch, forward and backward together."""
+    return (
+        (moved.forward_bytes + moved.backward_bytes) * per_byte,
+        (moved.forward_kernels + moved.backward_kernels) * gap,
+    )

@@ -1,0 +1,126 @@
+"""Measured throughputs as fit points, read from JSON lines.
+
+Two forms of line: a stored probe (`{"sha256": ..., "record": {...}}`, what the measurement store exports) and the
+interchange form, one object with model, gpu, tokens_per_s (of one GPU) and the setup's keys, or those under "setup".
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+from statistics import median
+from typing import Any
+
+from planner.errors import PlannerError
+from planner.gpu import GpuSpec
+from planner.interchange import setup_from_dict
+from planner.models.spec import ModelSpec
+from planner.throughput.conditions import Conditions
+from planner.throughput.fit import FitPoint
+
+FindModel = Callable[[str], ModelSpec]
+FindGpu = Callable[[str], GpuSpec]
+NOT_SETUP = frozenset({"model", "gpu", "tokens_per_s", "conditions", "source", "id"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadPoints:
+    """What a file of measurements held: usable points, and why other lines were left out."""
+
+    points: tuple[FitPoint, ...]
+    left_out: Mapping[str, int] = field(default_factory=dict)
+
+
+class _Unusable(Exception):
+    """Why one line is no point."""
+
+
+def read_points(lines: Iterable[str], *, find_model: FindModel, find_gpu: FindGpu) -> ReadPoints:
+    """The points of a file; a line that cannot be used is counted with its reason, never guessed at."""
+    models: dict[str, ModelSpec] = {}
+    cards: dict[str, GpuSpec] = {}
+    points: list[FitPoint] = []
+    reasons: Counter[str] = Counter()
+    for line in lines:
+        if not line.strip():
+            continue
+        try:
+            name, card, values, speed, source, conditions = _fields(line)
+            if name not in models:
+                models[name] = find_model(name)
+            if card not in cards:
+                cards[card] = find_gpu(card)
+            setup = setup_from_dict(values)
+        except _Unusable as reason:
+            reasons[str(reason)] += 1
+            continue
+        except PlannerError as error:
+            reasons[error.message] += 1
+            continue
+        points.append(
+            FitPoint(
+                model=models[name],
+                gpu=cards[card],
+                setup=setup,
+                tokens_per_s=speed,
+                group=source or f"{name} on {card}",
+                conditions=conditions,
+                labels={"model": name},
+            )
+        )
+    return ReadPoints(points=tuple(points), left_out=dict(reasons))
+
+
+def _fields(line: str) -> tuple[str, str, Mapping[str, Any], float, str, Conditions]:
+    try:
+        values = json.loads(line)
+    except ValueError:
+        raise _Unusable("not a line of JSON") from None
+    if not isinstance(values, dict):
+        raise _Unusable("not a JSON object")
+    record = values.get("record")
+    if isinstance(record, dict):
+        return _stored(record)
+    speed = values.get("tokens_per_s")
+    name, card = values.get("model"), values.get("gpu")
+    if not isinstance(name, str) or not isinstance(card, str):
+        raise _Unusable("no model or no gpu named")
+    if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not isfinite(speed) or speed <= 0:
+        raise _Unusable("no tokens_per_s above 0")
+    setup = values.get("setup")
+    if not isinstance(setup, dict):
+        setup = {key: value for key, value in values.items() if key not in NOT_SETUP}
+    return name, card, setup, float(speed), str(values.get("source", "")), _conditions(values.get("conditions", {}))
+
+
+def _conditions(values: object) -> Conditions:
+    if not isinstance(values, dict):
+        raise _Unusable("conditions must be an object")
+    try:
+        return Conditions(**values)
+    except TypeError:
+        raise _Unusable("an unknown condition") from None
+
+
+def _stored(record: Mapping[str, Any]) -> tuple[str, str, Mapping[str, Any], float, str, Conditions]:
+    """A probe has no trainer around it and clips no gradients: its step is forward, backward and optimizer alone."""
+    outcome = record.get("outcome")
+    if not isinstance(outcome, dict) or outcome.get("outcome") != "measurement":
+        raise _Unusable("a stored failure")
+    environment = outcome.get("environment") or {}
+    if str(environment.get("device", "cuda")).startswith("cpu"):
+        raise _Unusable("measured on a CPU")
+    card = environment.get("gpu_key") or environment.get("gpu_name")
+    times, tokens = outcome.get("step_times_s"), outcome.get("tokens_per_step")
+    if not isinstance(card, str) or not isinstance(times, list) or not times or not isinstance(tokens, int):
+        raise _Unusable("a stored measurement without GPU, step times or tokens")
+    setup = record.get("setup")
+    name = record.get("model_id")
+    if not isinstance(setup, dict) or not isinstance(name, str):
+        raise _Unusable("a stored measurement without model or setup")
+    step_s = median(float(time) for time in times)
+    if step_s <= 0:
+        raise _Unusable("a stored measurement with no time")
+    bare = Conditions(trainer_overhead=False, gradient_clipping=False)
+    return name, card, setup, tokens / step_s / max(int(setup.get("num_gpus", 1)), 1), "", bare
