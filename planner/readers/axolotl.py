@@ -78,7 +78,7 @@ def read(
     fields["checkpointing"] = _checkpointing(settings)
     if settings.raw("peft_autocast_adapter_dtype") is False and fields["method"] == "lora":
         fields["adapter_dtype"] = "bf16" if "bf16" in fields["precision"] else "auto"
-    elif fields["method"] == "qlora":
+    elif fields["method"] != "full":
         fields["adapter_dtype"] = "fp32"
     if settings.raw("device_map") == "auto" and sharding.num_gpus > 1:
         fields |= {"num_gpus": sharding.num_gpus, "parallel": "device-map"}

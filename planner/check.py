@@ -1,0 +1,299 @@
+"""`plan check`: does an existing config fit, by how much, and which single changes would make it fit or faster.
+
+Pure: the prediction is a function handed in (formula or dry run), the file a `ReadConfig`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from planner.errors import SetupError
+from planner.gpu import GpuSpec
+from planner.models.spec import ModelSpec
+from planner.outcome import Prediction
+from planner.readers.edits import changed_fields, in_place, runnable
+from planner.readers.types import ReadConfig
+from planner.setup import TrainSetup
+from planner.units import gib
+
+Predict = Callable[[TrainSetup], Prediction]
+
+APPROXIMATION_BAND_FRACTION = 0.10
+"""Added to the band for each feature of a config that the memory model does not follow. A judgement, not a fit."""
+
+MIN_SPEEDUP = 1.01
+"""A change must promise at least this to be called faster."""
+
+EXIT_FITS, EXIT_DOES_NOT_FIT, EXIT_UNREADABLE, EXIT_UNCERTAIN = 0, 1, 2, 3
+
+
+class Verdict(StrEnum):
+    """What the device peak, with its error band, says against the budget."""
+
+    FITS = "fits"
+    DOES_NOT_FIT = "does_not_fit"
+    UNCERTAIN = "uncertain"
+
+
+EXIT_CODES = {
+    Verdict.FITS: EXIT_FITS,
+    Verdict.DOES_NOT_FIT: EXIT_DOES_NOT_FIT,
+    Verdict.UNCERTAIN: EXIT_UNCERTAIN,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One change to a setup and what it does.
+
+    Attributes:
+        label: what to change, in words.
+        fields: the setup fields that differ.
+        setup: the whole setup after it.
+        saves_bytes: of the device peak; negative when it costs memory.
+        speedup: tokens/s after over before (1.0 where unknown).
+        changes_training: whether the trained model may differ (shorter sequences, quantization), not only the run.
+        in_place: whether `--fix` can write it into the file's format.
+    """
+
+    label: str
+    fields: tuple[str, ...]
+    setup: TrainSetup
+    prediction: Prediction
+    verdict: Verdict
+    saves_bytes: int
+    speedup: float
+    changes_training: bool
+    in_place: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckResult:
+    """The answer for one config on one GPU."""
+
+    config: ReadConfig
+    gpu: GpuSpec
+    budget_bytes: int
+    prediction: Prediction
+    band_fraction: float
+    verdict: Verdict
+    changes: tuple[Change, ...]
+
+    @property
+    def margin_bytes(self) -> int:
+        """Budget minus predicted device peak."""
+        return self.budget_bytes - self.prediction.peak_device_bytes
+
+    @property
+    def exit_code(self) -> int:
+        """For CI: 0 fits, 1 does not, 3 uncertain (2, cannot be read, is an error)."""
+        return EXIT_CODES[self.verdict]
+
+
+def judge(prediction: Prediction, budget_bytes: int, band_fraction: float) -> Verdict:
+    """The verdict: uncertain where the error band straddles the budget."""
+    peak = prediction.peak_device_bytes
+    if peak * (1 + band_fraction) <= budget_bytes:
+        return Verdict.FITS
+    return Verdict.DOES_NOT_FIT if peak * (1 - band_fraction) > budget_bytes else Verdict.UNCERTAIN
+
+
+def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int, predict: Predict) -> CheckResult:
+    """Whether a config fits, and the single changes worth making, best first."""
+    prediction = predict(config.setup)
+    band = prediction.memory_band_fraction + APPROXIMATION_BAND_FRACTION * len(config.approximations)
+    verdict = judge(prediction, budget_bytes, band)
+    changes = []
+    for label, setup, changes_training in single_changes(config.setup, gpu, model):
+        if not runnable(config.format, config.setup, setup):
+            continue
+        after = predict(setup)
+        changes.append(
+            Change(
+                label=label,
+                fields=changed_fields(config.setup, setup),
+                setup=setup,
+                prediction=after,
+                verdict=judge(after, budget_bytes, band),
+                saves_bytes=prediction.peak_device_bytes - after.peak_device_bytes,
+                speedup=_speedup(prediction, after),
+                changes_training=changes_training,
+                in_place=in_place(config.format, config.setup, setup),
+            )
+        )
+    return CheckResult(
+        config=config,
+        gpu=gpu,
+        budget_bytes=budget_bytes,
+        prediction=prediction,
+        band_fraction=band,
+        verdict=verdict,
+        changes=_ordered(changes, verdict),
+    )
+
+
+def single_changes(setup: TrainSetup, gpu: GpuSpec, model: ModelSpec) -> list[tuple[str, TrainSetup, bool]]:
+    """(label, setup, whether training changes) of every change to one decision; the effective batch never changes."""
+    tried: list[tuple[str, dict[str, object], bool]] = []
+    if setup.checkpointing != 1:
+        tried.append(("checkpoint every layer", {"checkpointing": 1}, False))
+    if setup.checkpointing != 0:
+        tried.append(("no gradient checkpointing", {"checkpointing": 0}, False))
+    if setup.checkpointing != 2:
+        tried.append(("checkpoint every 2nd layer", {"checkpointing": 2}, False))
+    if setup.attention != "flash-attention-2" and gpu.flash_attention_2 and setup.compute_dtype != "fp32":
+        tried.append(("flash attention 2", {"attention": "flash-attention-2"}, False))
+    if setup.attention == "eager":
+        tried.append(("SDPA attention", {"attention": "sdpa"}, False))
+    for loss in ("chunked", "liger"):
+        if setup.loss == "full":
+            tried.append((f"{loss} loss (no full logits)", {"loss": loss}, False))
+    tried += [
+        (f"{name} optimizer", {"optimizer": name}, False)
+        for name in ("adamw-fused", "adamw-8bit", "paged-adamw-8bit")
+        if setup.optimizer.startswith(("adamw", "paged-adamw")) and name != setup.optimizer
+    ]
+    tried += _batches(setup)
+    if setup.precision == "bf16-mixed" and setup.method != "full":
+        tried.append(("bf16 weights", {"precision": "bf16-autocast"}, False))
+    elif setup.precision == "bf16-mixed":
+        tried.append(("bf16 weights under autocast", {"precision": "bf16-autocast"}, True))
+    if setup.precision == "fp32" and gpu.bf16:
+        tried.append(("bf16 autocast", {"precision": "bf16-mixed"}, True))
+    if setup.method == "lora" and setup.adapter_dtype == "auto":
+        tried.append(("4-bit base (QLoRA)", {"method": "qlora", "quantization": "nf4-double"}, True))
+    elif setup.method == "lora":
+        tried.append(
+            ("4-bit base (QLoRA)", {"method": "qlora", "quantization": "nf4-double", "adapter_dtype": "fp32"}, True)
+        )
+    if setup.quantization == "nf4":
+        tried.append(("double quantization", {"quantization": "nf4-double"}, True))
+    for length in (setup.seq_len_tokens // 2, setup.seq_len_tokens // 4):
+        if length >= 128:
+            tried.append((f"sequences of {length} tokens", {"seq_len_tokens": length}, True))
+    found: list[tuple[str, TrainSetup, bool]] = []
+    for label, values, changes_training in tried:
+        try:
+            found.append((label, setup.with_(**values), changes_training))
+        except SetupError:
+            continue
+    return found
+
+
+def _batches(setup: TrainSetup) -> list[tuple[str, dict[str, object], bool]]:
+    """Other splits of the same effective batch, nearest first."""
+    total = setup.micro_batch_seqs * setup.accumulation_steps
+    found: list[tuple[str, dict[str, object], bool]] = []
+    for micro in (
+        1,
+        setup.micro_batch_seqs // 4,
+        setup.micro_batch_seqs // 2,
+        *(setup.micro_batch_seqs * n for n in (2, 4)),
+    ):
+        if micro >= 1 and micro != setup.micro_batch_seqs and total % micro == 0:
+            label = f"micro-batch {micro} x {total // micro} accumulation steps"
+            entry: tuple[str, dict[str, object], bool] = (
+                label,
+                {"micro_batch_seqs": micro, "accumulation_steps": total // micro},
+                False,
+            )
+            if entry not in found:
+                found.append(entry)
+    return found
+
+
+def _speedup(before: Prediction, after: Prediction) -> float:
+    """How much faster samples pass: by step time, which a shorter sequence shortens as well."""
+    if not before.tokens_per_s or not after.tokens_per_s:
+        return 1.0
+    return after.tokens_per_s / before.tokens_per_s
+
+
+def _ordered(changes: Sequence[Change], verdict: Verdict) -> tuple[Change, ...]:
+    """What helps, ordered by gain.
+
+    A config that fits: the faster ones that still fit, by speed. One that does not: those that make it fit (training
+    unchanged first, then by speed), then the others that save memory, by bytes.
+    """
+    if verdict is Verdict.FITS:
+        faster = [one for one in changes if one.verdict is Verdict.FITS and one.speedup >= MIN_SPEEDUP]
+        return tuple(sorted(faster, key=lambda one: (one.changes_training, -one.speedup)))
+    fitting = [one for one in changes if one.verdict is Verdict.FITS]
+    rest = [one for one in changes if one.verdict is not Verdict.FITS and one.saves_bytes > 0]
+    return (
+        *sorted(fitting, key=lambda one: (one.changes_training, -one.speedup)),
+        *sorted(rest, key=lambda one: -one.saves_bytes),
+    )
+
+
+def improve(result: CheckResult, model: ModelSpec, predict: Predict) -> tuple[TrainSetup, tuple[str, ...]]:
+    """The fastest setup that fits within a few changes that the file's format can hold, and their labels in order.
+
+    Changes that alter the training are taken only where nothing else makes it fit. The same setup and () where
+    nothing helps.
+    """
+    for may_change_training in (False, True):
+        setup, labels = _search(result, model, predict, may_change_training)
+        after = predict(setup)
+        if judge(after, result.budget_bytes, result.band_fraction) is Verdict.FITS:
+            return setup, labels
+    return (
+        (setup, labels) if after.peak_device_bytes < result.prediction.peak_device_bytes else (result.config.setup, ())
+    )
+
+
+BEAM, DEPTH = 6, 4
+
+
+def _search(
+    result: CheckResult, model: ModelSpec, predict: Predict, may_change_training: bool
+) -> tuple[TrainSetup, tuple[str, ...]]:
+    """Beam search over single changes; each further change must gain MIN_SPEEDUP, or bring it to fit."""
+
+    def worth(setup: TrainSetup) -> tuple[bool, float]:
+        prediction = predict(setup)
+        if judge(prediction, result.budget_bytes, result.band_fraction) is Verdict.FITS:
+            return True, prediction.tokens_per_s or 1.0
+        return False, -float(prediction.peak_device_bytes)
+
+    start = result.config.setup
+    best: tuple[TrainSetup, tuple[str, ...]] = (start, ())
+    best_worth = worth(start)
+    seen = {start}
+    beam: list[tuple[TrainSetup, tuple[str, ...]]] = [(start, ())]
+    for _ in range(DEPTH):
+        found: list[tuple[tuple[bool, float], TrainSetup, tuple[str, ...]]] = []
+        for setup, labels in beam:
+            if may_change_training and worth(setup)[0]:
+                continue  # it fits: no further change to the training
+            for label, after, changes_training in single_changes(setup, result.gpu, model):
+                if after in seen or (changes_training and not may_change_training):
+                    continue
+                if in_place(result.config.format, setup, after):
+                    seen.add(after)
+                    found.append((worth(after), after, (*labels, label)))
+        found.sort(key=lambda one: (one[0], -len(one[2])), reverse=True)
+        beam = [(setup, labels) for _, setup, labels in found[:BEAM]]
+        if found and _better(found[0][0], best_worth):
+            best_worth, best = found[0][0], (found[0][1], found[0][2])
+    return best
+
+
+def _better(new: tuple[bool, float], old: tuple[bool, float]) -> bool:
+    if new[0] != old[0]:
+        return new[0]
+    return new[1] > old[1] * MIN_SPEEDUP if new[0] else new[1] > old[1]
+
+
+def summary(result: CheckResult) -> str:
+    """The verdict in one sentence."""
+    peak, budget = result.prediction.peak_device_bytes, result.budget_bytes
+    words = {
+        Verdict.FITS: "fits",
+        Verdict.DOES_NOT_FIT: "does not fit",
+        Verdict.UNCERTAIN: "may or may not fit",
+    }[result.verdict]
+    sign = "spare" if result.margin_bytes >= 0 else "missing"
+    return (
+        f"{words}: {gib(peak)} (+- {result.band_fraction:.0%}) of {gib(budget)}, {gib(abs(result.margin_bytes))} {sign}"
+    )

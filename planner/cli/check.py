@@ -1,0 +1,253 @@
+"""`plan check`: an existing training config against a GPU."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from planner.cli import options
+from planner.cli.output import console, print_json, write_text
+from planner.cli.wish import memory_and_headroom, positive
+from planner.errors import UsageError
+
+if TYPE_CHECKING:
+    from planner.check import CheckResult
+    from planner.gpu import GpuSpec
+    from planner.models.spec import ModelSpec
+    from planner.readers import ReadConfig
+    from planner.setup import TrainSetup
+
+SHOWN_CHANGES = 8
+
+
+def check(
+    file: Annotated[Path, typer.Argument(help="TRL, Axolotl, LLaMA-Factory, Unsloth, Accelerate or DeepSpeed config.")],
+    gpu: options.Gpu,
+    model: Annotated[str | None, typer.Option("--model", help="Model, where the config does not name it.")] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", help="Number of GPUs. Default 1.")] = None,
+    accelerate: Annotated[
+        Path | None, typer.Option("--accelerate", help="Accelerate config that the run is launched with.")
+    ] = None,
+    fix: Annotated[bool, typer.Option("--fix", help="Write an improved file; comments and order stay.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Where --fix writes. Default: NAME.fixed.EXT beside the file.")
+    ] = None,
+    memory_gib: options.MemoryGib = None,
+    headroom: options.Headroom = None,
+    no_dry_run: options.NoDryRun = False,
+    as_json: options.Json = False,
+) -> int:
+    """Does an existing config fit, how fast should it run, and which single changes help?
+
+    Exit codes: 0 fits, 1 does not fit, 2 cannot be read, 3 uncertain (the error band straddles the limit).
+    """
+    from planner.check import check as run
+    from planner.check import improve, judge
+
+    if out is not None and not fix:
+        raise UsageError("--out says where --fix writes", hint="add --fix")
+    config, spec, card = load(file, gpu, model=model, num_gpus=positive("gpus", gpus) or 1, accelerate=accelerate)
+    memory, reserve = memory_and_headroom(card, memory_gib, headroom)
+    predict = _predictor(spec, card)
+    result = run(config, spec, card, memory - reserve, predict)
+    if not no_dry_run:
+        result = _with_dry_run(result, spec, card)
+    fixed: dict[str, Any] | None = None
+    if fix:
+        setup, labels = improve(run(config, spec, card, memory - reserve, predict), spec, predict)
+        after = predict(setup)
+        verdict = judge(after, memory - reserve, after.memory_band_fraction)
+        target = out or file.with_name(f"{file.stem}.fixed{file.suffix}")
+        if labels:
+            write_text(target, fixed_text(file, config, setup, spec))
+        fixed = {
+            "changes": list(labels),
+            "path": str(target) if labels else None,
+            "verdict": verdict.value,
+            "peak_device_bytes": after.peak_device_bytes,
+            "tokens_per_s": after.tokens_per_s,
+        }
+    if as_json:
+        print_json(as_document(result, fixed))
+    else:
+        for line in text_lines(result, fixed):
+            console().print(line, markup=False, soft_wrap=True)
+    return result.exit_code
+
+
+def load(
+    file: Path, gpu: str, *, model: str | None = None, num_gpus: int = 1, accelerate: Path | None = None
+) -> "tuple[ReadConfig, ModelSpec, GpuSpec]":
+    """A config with its model and GPU resolved.
+
+    The file is read twice: once for the model's name, then with the model's modules and data types at hand.
+
+    Raises:
+        ConfigError, UnknownModelError, UnknownGpuError: each with a hint.
+    """
+    from dataclasses import replace
+
+    from planner.errors import UnknownModelError
+    from planner.gpus import find_gpu, local_gpu
+    from planner.models import catalogue
+    from planner.models.resolve import resolve_model
+    from planner.readers import read_config
+
+    card = local_gpu() if gpu.lower() == "local" else find_gpu(gpu)
+    first = read_config(file, num_gpus=num_gpus, launcher=accelerate)
+    name = model or first.model_id
+    if name is None:
+        raise UsageError(f"{file.name} ({first.format}) names no model", hint="add --model MODEL")
+    copy_of = ""
+    try:
+        spec = resolve_model(name)
+    except UnknownModelError:
+        found = catalogue.load(name.rpartition("/")[2]) if "/" in name else None
+        if found is None:
+            raise
+        spec, copy_of = found, f"{name} is not at hand: taken to be a copy of {found.model_id}"
+    config = read_config(file, model=spec, num_gpus=num_gpus, launcher=accelerate)
+    return (replace(config, assumptions=(copy_of, *config.assumptions)) if copy_of else config), spec, card
+
+
+def fixed_text(file: Path, config: "ReadConfig", setup: "TrainSetup", spec: "ModelSpec") -> str:
+    """The file's text with the setup's changes written in, proven by reading it back.
+
+    Raises:
+        ConfigError: the file's form does not allow it.
+    """
+    from planner.errors import ConfigError
+    from planner.readers import Sharding, canonical, read_text
+    from planner.readers.edits import settings_for
+    from planner.readers.loading import read_bounded
+    from planner.readers.rewrite import rewrite
+
+    text = rewrite(read_bounded(file), file.name, settings_for(config, setup))
+    roots = (file.parent, file.parent.parent, Path())
+    sharding = Sharding(num_gpus=setup.num_gpus, roots=roots)
+    back = read_text(text, file.name, model=spec, base=setup, sharding=sharding)
+    if canonical(back.setup) != canonical(setup):
+        raise ConfigError(
+            f"{file.name} is written in a form that --fix cannot change safely",
+            hint="make the changes that plan check lists by hand",
+        )
+    return text
+
+
+def _predictor(spec: "ModelSpec", card: "GpuSpec") -> Any:
+    from planner.predict import predict
+
+    return lambda setup: predict(spec, card, setup)
+
+
+def _with_dry_run(result: "CheckResult", spec: "ModelSpec", card: "GpuSpec") -> "CheckResult":
+    """The result with memory figures from a dry run where one is possible; the changes stay on the formula."""
+    from dataclasses import replace
+
+    from planner.check import APPROXIMATION_BAND_FRACTION, judge
+    from planner.cli.rungs import dry_run_possible, with_dry_run
+    from planner.outcome import Candidate, Prediction
+
+    if dry_run_possible():
+        return result
+    candidate = Candidate(setup=result.config.setup, budget_bytes=result.budget_bytes, formula=result.prediction)
+    dry = with_dry_run(candidate, spec, card).dry_run
+    if not isinstance(dry, Prediction):
+        return result
+    prediction = replace(
+        dry,
+        step_time_s=dry.step_time_s or result.prediction.step_time_s,
+        tokens_per_s=dry.tokens_per_s or result.prediction.tokens_per_s,
+    )
+    band = dry.memory_band_fraction + APPROXIMATION_BAND_FRACTION * len(result.config.approximations)
+    verdict = judge(prediction, result.budget_bytes, band)
+    return replace(result, prediction=prediction, band_fraction=band, verdict=verdict)
+
+
+def as_document(result: "CheckResult", fixed: dict[str, Any] | None) -> dict[str, Any]:
+    """The JSON form of a check."""
+    from planner.interchange import SCHEMA_VERSION, setup_to_dict, to_jsonable
+
+    prediction = result.prediction
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": "check",
+        "file": result.config.path,
+        "format": result.config.format,
+        "model": result.config.model_id,
+        "gpu": result.gpu.key,
+        "setup": setup_to_dict(result.config.setup),
+        "verdict": result.verdict.value,
+        "exit_code": result.exit_code,
+        "rung": prediction.rung.value,
+        "budget_bytes": result.budget_bytes,
+        "margin_bytes": result.margin_bytes,
+        "memory_band_fraction": result.band_fraction,
+        "prediction": to_jsonable(prediction),
+        "assumptions": list(result.config.assumptions),
+        "approximations": list(result.config.approximations),
+        "changes": [
+            {
+                "label": one.label,
+                "fields": {name: to_jsonable(getattr(one.setup, name)) for name in one.fields},
+                "verdict": one.verdict.value,
+                "saves_bytes": one.saves_bytes,
+                "speedup": one.speedup,
+                "changes_training": one.changes_training,
+                "in_place": one.in_place,
+                "peak_device_bytes": one.prediction.peak_device_bytes,
+                "tokens_per_s": one.prediction.tokens_per_s,
+            }
+            for one in result.changes
+        ],
+        "fix": fixed,
+    }
+
+
+def text_lines(result: "CheckResult", fixed: dict[str, Any] | None) -> list[str]:
+    """The answer for people."""
+    from planner.check import summary
+    from planner.units import gib
+
+    config, prediction = result.config, result.prediction
+    setup = config.setup
+    rung = prediction.rung.value.replace("_", " ")
+    lines = [
+        f"{config.path} ({config.format}): {config.model_id or 'model from --model'} on {result.gpu.name}",
+        f"  {setup.method}, {setup.precision}"
+        + (f", {setup.quantization}" if setup.quantized else "")
+        + (f", rank {setup.lora_rank}" if setup.lora_rank else "")
+        + f", {setup.optimizer}, {setup.attention}, checkpointing {setup.checkpointing or 'off'}, loss {setup.loss}",
+        f"  {setup.micro_batch_seqs} x {setup.accumulation_steps} x {setup.num_gpus} GPU = {setup.global_batch_seqs} "
+        f"sequences of {setup.seq_len_tokens} tokens",
+        "",
+        f"{summary(result)} [{rung}]",
+    ]
+    if prediction.tokens_per_s:
+        lines.append(f"about {prediction.tokens_per_s:,.0f} tokens/s [formula]")
+    lines += [
+        f"  {gib(term.size_bytes):>10}  {term.category}: {term.name}" for term in prediction.terms[:SHOWN_CHANGES]
+    ]
+    if result.changes:
+        what = "faster, and still fits:" if result.exit_code == 0 else "what would help, best first:"
+        lines += ["", f"{what} [formula]"]
+        for one in result.changes[:SHOWN_CHANGES]:
+            mark = {"fits": "fits", "does_not_fit": "does not fit", "uncertain": "uncertain"}[one.verdict.value]
+            tail = "; changes the training" if one.changes_training else ""
+            lines.append(
+                f"  {one.label}: {gib(one.prediction.peak_device_bytes)} ({mark}), speed x {one.speedup:.2f}{tail}"
+            )
+    for title, notes in (
+        ("assumed:", config.assumptions),
+        ("not followed exactly (the error band is wider):", config.approximations),
+        ("note:", prediction.notes),
+    ):
+        if notes:
+            lines += ["", title, *(f"  {note}" for note in notes)]
+    if fixed is not None:
+        lines.append("")
+        if fixed["path"]:
+            lines.append(f"wrote {fixed['path']} ({fixed['verdict'].replace('_', ' ')}): {'; '.join(fixed['changes'])}")
+        else:
+            lines.append("no change found that helps: nothing written")
+    return lines

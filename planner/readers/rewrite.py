@@ -1,0 +1,141 @@
+"""A config's text with some values changed and nothing else: comments, order, quoting and line ends stay.
+
+Values are replaced at the places that PyYAML's (or Python's) parser names; new keys go to the end of their block.
+"""
+
+import ast
+import json
+from typing import Any
+
+import yaml
+
+from planner.errors import ConfigError
+from planner.exporters.python_text import literal
+from planner.exporters.text import scalar
+from planner.readers.script import ARGUMENTS
+
+ADDED = "added by plan check --fix"
+
+
+def rewrite(text: str, name: str, edits: dict[str, Any]) -> str:
+    """The text with `edits` (dotted key -> value) written in.
+
+    Raises:
+        ConfigError: a key stands where it cannot be changed in place.
+    """
+    if name.endswith(".py"):
+        return _rewrite_python(text, name, edits)
+    return _rewrite_mapping(text, name, edits, as_json=name.endswith(".json"))
+
+
+def _rewrite_mapping(text: str, name: str, edits: dict[str, Any], *, as_json: bool) -> str:
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{name} must hold a mapping of settings")
+    splices: list[tuple[int, int, str]] = []
+    missing: dict[str, Any] = {}
+    for key, value in edits.items():
+        found = _find(root, key.split("."))
+        shown = json.dumps(value) if as_json else scalar(value)
+        if found is None:
+            missing[key] = value
+            continue
+        key_node, node = found
+        start, end = node.start_mark.index, node.end_mark.index
+        if node.start_mark.index == node.end_mark.index:  # `key:` with nothing behind it
+            start = end = text.index(":", key_node.end_mark.index) + 1
+            shown = " " + shown
+        elif isinstance(node, (yaml.MappingNode, yaml.SequenceNode)) and not node.flow_style:
+            # a block ends where the next key starts: keep the line break before that
+            start = text.index(":", key_node.end_mark.index) + 1
+            block = text[start:end]
+            end = start + len(block.rstrip())
+            shown = " " + shown
+        splices.append((start, end, shown))
+    for start, end, shown in sorted(splices, reverse=True):
+        text = text[:start] + shown + text[end:]
+    return _append(text, name, missing, as_json=as_json) if missing else text
+
+
+def _find(root: yaml.MappingNode, parts: list[str]) -> tuple[yaml.Node, yaml.Node] | None:
+    """(key node, value node) of a dotted key; the last of duplicates, which is the one that counts."""
+    found: tuple[yaml.Node, yaml.Node] | None = None
+    for key, value in root.value:
+        if isinstance(key, yaml.ScalarNode) and key.value == parts[0]:
+            found = (key, value)
+    if found is None or len(parts) == 1:
+        return found
+    return _find(found[1], parts[1:]) if isinstance(found[1], yaml.MappingNode) else None
+
+
+def _append(text: str, name: str, missing: dict[str, Any], *, as_json: bool) -> str:
+    break_ = "\r\n" if "\r\n" in text else "\n"
+    if as_json:
+        closing = text.rstrip().rfind("}")
+        body = text[:closing].rstrip()
+        comma = "" if body.endswith("{") else ","
+        new = ",".join(f'{break_}  "{key}": {json.dumps(value)}' for key, value in missing.items())
+        return f"{body}{comma}{new}{break_}{text[closing:]}"
+    top = {key: value for key, value in missing.items() if "." not in key}
+    for key, value in missing.items():
+        if "." in key:
+            text = _insert_nested(text, name, key, value, break_)
+    if top:
+        text = text.rstrip("\r\n \t")
+        if text.endswith(("...", "---")) or text.startswith("{"):
+            raise ConfigError(f"{name}: its form cannot be extended in place", hint="add the settings by hand")
+        lines = [f"{key}: {scalar(value)}" for key, value in top.items()]
+        text = break_.join([text, "", f"# {ADDED}", *lines]) + break_
+    return text
+
+
+def _insert_nested(text: str, name: str, key: str, value: Any, break_: str) -> str:
+    outer, inner = key.split(".", 1)
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    found = _find(root, [outer]) if isinstance(root, yaml.MappingNode) else None
+    if found is None:
+        return (
+            text.rstrip("\r\n \t")
+            + f"{break_}{break_}# {ADDED}{break_}{outer}:{break_}  {inner}: {scalar(value)}{break_}"
+        )
+    block = found[1]
+    if not isinstance(block, yaml.MappingNode) or block.flow_style or not block.value:
+        raise ConfigError(f"{name}: {outer} cannot be extended in place", hint="write it one setting per line")
+    first = block.value[0][0].start_mark
+    indent = " " * first.column
+    return text[: first.index] + f"{inner}: {scalar(value)}  # {ADDED}{break_}{indent}" + text[first.index :]
+
+
+def _rewrite_python(text: str, name: str, edits: dict[str, Any]) -> str:
+    lines = text.splitlines(keepends=True)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line.encode()))
+    raw = text.encode()
+    call = None
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call):
+            function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if function in ARGUMENTS:
+                call = node
+    if call is None or not call.keywords:
+        raise ConfigError(f"{name} has no training arguments that can be changed in place")
+    splices: list[tuple[int, int, str]] = []
+    by_name = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+    first = call.keywords[0]
+    for key, value in edits.items():
+        shown = literal(value)
+        if key in by_name:
+            node_ = by_name[key]
+            assert node_.end_lineno is not None
+            assert node_.end_col_offset is not None
+            start = starts[node_.lineno - 1] + node_.col_offset
+            splices.append((start, starts[node_.end_lineno - 1] + node_.end_col_offset, shown))
+        else:
+            start = starts[first.lineno - 1] + first.col_offset
+            before = raw[starts[first.lineno - 1] : start].decode()
+            tail = f"\n{before}" if not before.strip() else " "
+            splices.append((start, start, f"{key}={shown},{tail}"))
+    for start, end, shown in sorted(splices, reverse=True):
+        raw = raw[:start] + shown.encode() + raw[end:]
+    return raw.decode()
