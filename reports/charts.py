@@ -175,10 +175,11 @@ def sensitivity_charts(extras: Extras, budget_bytes: int) -> list[Chart]:
     for parameter in dict.fromkeys(point.parameter for point in extras.sensitivity):
         points = [point for point in extras.sensitivity if point.parameter == parameter]
         words = parameter_words(parameter)
+        rungs = ", ".join(dict.fromkeys(clean(point.rung.replace("_", " ")) for point in points))
         charts.append(
             {
                 "kind": "sensitivity",
-                "title": f"If the {clean(words)} moved",
+                "title": f"If the {clean(words)} moved ({rungs})",
                 "parameter": clean(words),
                 "values": [point.value for point in points],
                 "bytes": [point.peak_device_bytes for point in points],

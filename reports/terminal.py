@@ -4,6 +4,7 @@ Meaning never rests on colour. Everything from outside (model names, messages) i
 markup, with control characters replaced.
 """
 
+import math
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -74,7 +75,11 @@ def render_plan(plan: Plan, console: Console, *, next_command: str = "") -> None
     page.line(space_sentence(plan))
     _notes(page, (*plan.notes, *plan.chosen.memory_evidence.notes))
     page.head("Next")
-    page.command(next_command or default_next_command(plan))
+    if plan.chosen.fits:
+        page.command(next_command or default_next_command(plan))
+    else:
+        page.line("Plan again with a larger reserve, so that a smaller setup is chosen:", indent=2)
+        page.command(default_next_command(plan))
 
 
 def render_no_plan(no_plan: NoPlan, console: Console) -> None:
@@ -147,7 +152,10 @@ def render_models(rows: Iterable[ModelRow], console: Console) -> None:
 
 
 def default_next_command(answer: Plan) -> str:
-    """The command that makes this plan again and writes its launch files."""
+    """The command that makes this plan again and writes its launch files.
+
+    Where a higher rung refuted the choice, the reserve grows by what was missing.
+    """
     wish = answer.workload
     words = ["plan", clean(wish.model.model_id), "--gpu", wish.gpu.key, "--seq-len", str(wish.seq_len_tokens)]
     words += ["--global-batch", str(wish.global_batch_seqs)]
@@ -156,6 +164,9 @@ def default_next_command(answer: Plan) -> str:
             words += _flag(name, value)
     if wish.memory_bytes != wish.gpu.memory_bytes:
         words += ["--memory-gib", f"{wish.memory_bytes / GIB:g}"]
+    if not answer.chosen.fits:
+        excess = answer.chosen.memory_evidence.peak_device_bytes - answer.chosen.budget_bytes
+        words += ["--headroom", f"{math.ceil(10 * (wish.headroom_bytes + max(0, excess)) / GIB) / 10:g}"]
     if wish.dataset_tokens:
         words += ["--dataset-tokens", str(wish.dataset_tokens)]
     return shlex.join([*words, "--out", "my-plan"])

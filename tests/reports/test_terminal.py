@@ -183,6 +183,11 @@ def test_every_report_refuses_a_choice_that_a_higher_rung_refuted() -> None:
     plan = make_plan(chosen=refuted)
     assert not refuted.fits
     html = report_html([Entry(plan=plan)])
+    shown = page(lambda console: render_plan(plan, console, next_command="trl sft --config x"))
+    assert "trl sft" not in shown
+    headroom_gib = float(shown.split("--headroom ")[1].split()[0])
+    missing = refuted.memory_evidence.peak_device_bytes - refuted.budget_bytes
+    assert headroom_gib * GIB >= plan.workload.headroom_bytes + missing
     for text in (page(lambda console: render_plan(plan, console)), plan_markdown(plan), html):
         assert "Train with" not in text
         assert "Do not run this yet, it does not fit" in text
