@@ -58,6 +58,7 @@ class Family:
         gap = constants.kernel_gap_s * bytes_left
         waits = conditions.loop_experts and inv.num_experts_run
         waits = waits or (conditions.masked_attention and setup.attention == "flash-attention-2")
+        waits = waits or setup.quantization == "int8"  # the outlier search asks the GPU for its columns, per matrix
         self.power = constants.waiting_power if waits else constants.overlap_power
 
         moved = speed.traffic(flow, full)

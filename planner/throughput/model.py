@@ -9,7 +9,7 @@ from typing import NamedTuple
 from planner.gpu import GpuSpec
 from planner.kernels import attention_kernel
 from planner.memory.dtypes import SIZE_BYTES, Flow
-from planner.models.spec import AttentionSpec, ModelSpec
+from planner.models.spec import AttentionSpec, LinearSpec, ModelSpec
 from planner.setup import TrainSetup
 from planner.throughput.calibration import Calibration, Constants
 from planner.throughput.conditions import Conditions
@@ -18,6 +18,7 @@ from planner.throughput.inventory import Inventory, inventory
 from planner.throughput.lora import adapted_linears
 from planner.throughput.rates import Rates, matmul_s, rates_of
 
+INT8_UNPACK_BYTES = 7.0  # bitsandbytes copies to 16 bit (read 1, write 2), then scales in place (read 2, write 2)
 NF4_READ_BYTES = 0.53  # packed code and block scale of one weight
 _FLASH_BACKWARD = 2.5  # five matmuls for the forward's two
 TRL_TOKEN_CHUNK = 4096
@@ -32,6 +33,19 @@ class LayerMatmuls(NamedTuple):
     weight_gradient: float
     first_input_gradient: float
     last_forward: float
+
+
+def int8_bytes(linear: LinearSpec, dtype: str) -> float:
+    """Bytes that LLM.int8() moves per token around one multiplication, forward.
+
+    Inputs: the outlier search (absolute value 4, comparison 3, reduction 1) and the row-wise quantization (read twice,
+    write once: 5), with the copy that zeroes outliers (4); outputs: int32 written and read (8), 16 bit written (2), the
+    outliers' product added (4). bf16 is cast to fp16 and back, 4 bytes each way.
+
+    Source: bitsandbytes 0.50 `autograd/_functions.py` MatMul8bitLt, `backends/cuda/ops.py` int8_vectorwise_quant.
+    """
+    cast = 4.0 if dtype == "bf16" else 0.0
+    return (17.0 + cast) * linear.in_features + (14.0 + cast) * linear.out_features
 
 
 class SpeedModel:
@@ -78,7 +92,7 @@ class SpeedModel:
             back = self._one(rows, linear.in_features, linear.out_features, linear.num, rate, size)
             grad = self._one(linear.out_features, linear.in_features, rows, linear.num, rate, size)
             if int8 and linear.module != "parameter":
-                one = one / self.constants.int8_rate + 3.0 * rows * linear.num * linear.in_features / self.bandwidth
+                one = one / self.constants.int8_rate + rows * linear.num * int8_bytes(linear, dtype) / self.bandwidth
             forward += group.count * one
             inputs += group.count * back
             weights += group.count * grad
@@ -199,8 +213,8 @@ class SpeedModel:
             if group.linear.module != "parameter":
                 weights += group.weights
                 modules += group.count * group.linear.num
-        read = 1.0 if quantization == "int8" else NF4_READ_BYTES
-        moved = weights * (read + SIZE_BYTES[flow.compute])
+        each = INT8_UNPACK_BYTES if quantization == "int8" else NF4_READ_BYTES + SIZE_BYTES[flow.compute]
+        moved = weights * each
         extra = 2 if quantization == "nf4-double" else 0
         seconds = moved / (self.rates.bandwidth * self.constants.dequantize_share)
         return seconds + modules * (1 + extra) * self.constants.kernel_gap_s, modules
