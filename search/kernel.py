@@ -25,7 +25,7 @@ from search.dimensions import DIMENSIONS, RECIPE, Dimension, value_of
 Levels = NDArray[np.int16]
 
 BIAS_SD = {"speed": 0.15, "memory": 0.03}
-INTERACTION_SD = {"speed": 0.010, "memory": 0.005}
+INTERACTION_SD = {"speed": 0.010, "memory": 0.002}
 SHARED = 0.65  # share of an effect's variance that is the same in every recipe
 SHARED_MODELS = 0.6  # share of the covariance that carries over from another model on the same GPU
 

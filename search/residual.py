@@ -51,7 +51,9 @@ class Residual:
         self._add(row, value, noise_sd**2, counted=True)
 
     def observe_robustly(self, row: int, value: float, noise_sd: float) -> float:
-        """Like `observe`, but a surprise counts no more than `SURPRISE` standard deviations; returns how many it was.
+        """Like `observe`, but a surprise moves little: it counts as `SURPRISE` deviations known to as many.
+
+        Returns how many standard deviations it was.
 
         A fallback kernel or a thrashing allocator says nothing about the other setups' smooth errors.
         """
@@ -59,7 +61,7 @@ class Residual:
         surprise = (value - float(self.mean[row])) / sd
         if abs(surprise) > SURPRISE:
             clipped = float(self.mean[row]) + np.sign(surprise) * SURPRISE * sd
-            self._add(row, float(clipped), sd**2, counted=False)
+            self._add(row, float(clipped), (SURPRISE * sd) ** 2, counted=False)
         else:
             self.observe(row, value, noise_sd)
         return surprise
