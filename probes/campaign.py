@@ -161,7 +161,13 @@ def _prober(
     gpu: GpuSpec | None,
     device: str,
 ) -> Prober:
-    key = (chain.model, chain.depths, chain.limits, id(chain.config) if chain.config is not None else None)
+    key = (
+        chain.model,
+        chain.depths,
+        chain.limits,
+        chain.check_depth,
+        id(chain.config) if chain.config is not None else None,
+    )
     if key not in known:
         known[key] = Prober(
             model=resolve(chain),
@@ -171,6 +177,7 @@ def _prober(
             device=device,
             limits=chain.limits,
             depths=chain.depths,
+            check_depth=chain.check_depth,
         )
     return known[key]
 

@@ -14,7 +14,18 @@ from planner.setup import TrainSetup
 from probes.request import Limits
 
 MAX_MICRO_BATCH = 1024
-_BLOCK_KEYS = {"name", "models", "base", "grid", "variants", "micro_batch", "depths", "why", "memory_fraction"}
+_BLOCK_KEYS = {
+    "name",
+    "models",
+    "base",
+    "grid",
+    "variants",
+    "micro_batch",
+    "depths",
+    "why",
+    "memory_fraction",
+    "check_depth",
+}
 _TOP_KEYS = {"name", "gpu", "limits", "blocks", "output"}
 
 
@@ -27,6 +38,7 @@ class Chain:
         setup: at the first micro-batch.
         micro_batches: in order; the chain ends at the first that does not fit.
         depths: () truncated, (0,) full depth.
+        check_depth: run a third depth as well, to see how far the extension misses.
     """
 
     block: str
@@ -36,6 +48,7 @@ class Chain:
     micro_batches: tuple[int, ...]
     depths: tuple[int, ...]
     limits: Limits
+    check_depth: bool = True
 
     def at(self, index: int) -> TrainSetup:
         """The setup of the chain's index-th micro-batch."""
@@ -128,6 +141,7 @@ def _chains(block: Mapping[str, Any], limits: Limits, where: str) -> tuple[list[
                     micro_batches=micro_batches,
                     depths=depths,
                     limits=limits,
+                    check_depth=bool(block.get("check_depth", True)),
                 )
             )
     return chains, impossible

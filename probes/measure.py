@@ -47,6 +47,9 @@ def measure(request: ProbeRequest, status: StatusPipe) -> Measurement:
         limit_cpu_memory(request.limits.cpu_memory_bytes)
     bandwidth = copy_bandwidth(request.device) if request.limits.cpu_memory_bytes is None else 0.0
     with ExitStack() as resources:
+        gc.collect()
+        gc.freeze()  # the libraries' million objects are not looked through again after every depth
+        resources.callback(gc.unfreeze)
         if request.device == "cpu":
             resources.enter_context(emulation_installed())
         runner = _DepthRunner(request=request, status=status, turn=turn, resources=resources)
@@ -99,7 +102,6 @@ class _DepthRunner:
 
     def run(self, depth: int, *, timed: bool) -> DepthRun:
         """One depth: its phases' peaks and, if `timed`, its step times."""
-        self._clean()
         meter: Meter
         if self.request.device == "cpu":
             meter = CpuMeter()

@@ -71,7 +71,7 @@ def campaign(
 
     interrupted = False
     with probing.executor_for(
-        devices, slurm=slurm, partition=partition, ahead=ahead, on_progress=line.event
+        devices, slurm=slurm, partition=partition, ahead=0 if devices == ("cpu",) else ahead, on_progress=line.event
     ) as executor:
         try:
             report = run_campaign(

@@ -1,0 +1,319 @@
+"""Campaigns, executors and `evaluate`: order of value, resuming, budgets, several devices, cluster jobs."""
+
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.errors import ConfigError, EnvironmentProblem
+from planner.models.spec import ModelSpec
+from planner.outcome import FailureKind, Measurement, ProbeFailure
+from planner.setup import TrainSetup
+from probes.campaign import CampaignReport, Step, export_for_commit, run_campaign
+from probes.campaign_spec import CampaignSpec, Chain, parse_spec, read_spec
+from probes.confirm import Promise, compare, confirm
+from probes.evaluate import ProbeEvent, Prober, mfu_fraction
+from probes.executors import LocalExecutor, SubmititExecutor
+from probes.request import Limits
+from probes.runner import ProbeStopped
+from probes.store import Store
+
+ROOT = Path(__file__).parent.parent.parent
+ARGV = (sys.executable, str(Path(__file__).with_name("fault_worker.py")))
+
+
+def model(name: str = "tiny", **config: Any) -> ModelSpec:
+    return ModelSpec(
+        model_id=name,
+        model_type="llama",
+        built_class="LlamaForCausalLM",
+        hidden_size=8,
+        vocab_size=16,
+        max_position_embeddings=None,
+        layer_kinds=(),
+        layer_order=(),
+        embeddings=(),
+        head=None,
+        tied=False,
+        config={"model_type": name, **config},
+    )
+
+
+def prober(tmp_path: Path, executor: LocalExecutor, spec: ModelSpec | None = None, **changes: Any) -> Prober:
+    values: dict[str, Any] = {"limits": Limits(time_s=30), "device": "cpu", **changes}
+    return Prober(model=spec or model(), gpu=None, executor=executor, store=Store(tmp_path / "s.jsonl"), **values)
+
+
+def local(tmp_path: Path, **changes: Any) -> LocalExecutor:
+    return LocalExecutor(("cpu",), work_dir=tmp_path / "work", argv=ARGV, **changes)
+
+
+# evaluate
+
+
+def test_prober_measures_once_and_then_remembers(tmp_path: Path) -> None:
+    events: list[ProbeEvent] = []
+    with local(tmp_path) as executor:
+        evaluate = prober(tmp_path, executor, on_event=events.append)
+        first, second = evaluate(TrainSetup()), evaluate(TrainSetup())
+    assert isinstance(first, Measurement)
+    assert second == first
+    assert [one.from_store for one in events] == [False, True]
+    with local(tmp_path, ahead=0) as executor:  # another process later
+        assert prober(tmp_path, executor)(TrainSetup()) == first
+    assert len(Store(tmp_path / "s.jsonl").records()) == 1
+
+
+def test_prober_many_answers_all_and_stores_failures(tmp_path: Path) -> None:
+    setups = [TrainSetup(micro_batch_seqs=size) for size in (1, 2, 4)]
+    with local(tmp_path, ahead=1) as executor:
+        found = dict(prober(tmp_path, executor, model(fault="unsupported")).many(setups))
+    assert set(found) == set(setups)
+    assert all(isinstance(one, ProbeFailure) and one.kind is FailureKind.UNSUPPORTED for one in found.values())
+    assert len(Store(tmp_path / "s.jsonl").records()) == 3
+
+
+def test_mfu_counts_needed_operations_over_the_data_sheet() -> None:
+    """Llama-3.2-1B, full fine-tuning, 2048 tokens: 6 x 1.236 B matmul weights x tokens (the tied head counts, the
+    lookup does not) plus attention, over time and 989 TFLOP/s."""
+    from planner.gpus import find_gpu
+    from planner.models.resolve import resolve_model
+
+    setup = TrainSetup(method="full", lora_rank=0, precision="bf16-pure", seq_len_tokens=2048)
+    gpu = find_gpu("h200")
+    found = mfu_fraction(resolve_model("meta-llama/Llama-3.2-1B"), gpu, setup, step_time_s=0.05)
+    assert gpu.bf16_flops_per_s is not None
+    weights_only = 6 * 1_235_814_400 * 2048 / 0.05 / gpu.bf16_flops_per_s
+    assert found == pytest.approx(weights_only, rel=0.12)
+    assert found is not None
+    assert found > weights_only * 0.99
+
+
+# executors
+
+
+def test_local_executor_runs_one_probe_per_device_at_a_time(tmp_path: Path) -> None:
+    """Three probes of half a second on one device follow each other, on three devices they overlap."""
+    spec = model(seconds=0.5)
+    setups = [TrainSetup(micro_batch_seqs=size) for size in (1, 2, 3)]
+    spans = {}
+    for devices in (("cpu",), ("cpu", "cpu", "cpu")):
+        folder = tmp_path / str(len(devices))
+        with LocalExecutor(devices, work_dir=folder, argv=ARGV) as executor:
+            started = time.monotonic()
+            list(prober(folder, executor, spec).many(setups))
+            spans[len(devices)] = time.monotonic() - started
+    assert spans[1] >= 1.5
+    assert spans[3] < spans[1]
+
+
+def test_closing_an_executor_kills_what_runs(tmp_path: Path) -> None:
+    executor = local(tmp_path)
+    future = prober(tmp_path, executor, model(fault="hang")).submit(TrainSetup())
+    time.sleep(0.5)
+    started = time.monotonic()
+    executor.close()
+    assert time.monotonic() - started < 10.0
+    with pytest.raises(ProbeStopped):
+        future.result()
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_submitit_runs_the_same_request_as_a_job(tmp_path: Path) -> None:
+    """submitit's own local executor stands where Slurm would: a job process, the runner in it, the child below."""
+    with SubmititExecutor(tmp_path / "jobs", cluster="local", argv=ARGV) as executor:
+        evaluate = Prober(model=model(), gpu=None, executor=executor, store=Store(tmp_path / "s.jsonl"), device="cpu")
+        assert evaluate.environment.device == "cpu"
+        assert isinstance(evaluate(TrainSetup()), Measurement)
+        crashed = replace(evaluate, model=model("other", fault="segv"))(TrainSetup())
+    assert isinstance(crashed, ProbeFailure)
+    assert crashed.kind is FailureKind.CRASHED
+    assert "SIGSEGV" in crashed.message
+    assert len(Store(tmp_path / "s.jsonl").records()) == 2
+
+
+def test_submitit_job_that_dies_is_a_crash_of_its_probe(tmp_path: Path) -> None:
+    with SubmititExecutor(tmp_path / "jobs", cluster="local", argv=("/does/not/exist",)) as executor:
+        outcome = Prober(model=model(), gpu=None, executor=executor, store=None, device="cpu")(TrainSetup())
+    assert isinstance(outcome, ProbeFailure)
+    assert outcome.kind is FailureKind.CRASHED
+    assert "cannot start" in outcome.message
+
+
+def test_missing_submitit_is_an_environment_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(EnvironmentProblem, match="submitit is not installed"):
+        SubmititExecutor(tmp_path)
+
+
+# campaigns
+
+
+def campaign(fault: str = "ok", **block: Any) -> CampaignSpec:
+    values = {"models": [{"name": "m1", "model_type": "m1", "fault": fault}], "base": {"lora_rank": 4}, **block}
+    return parse_spec({"name": "c", "limits": {"time_s": 30}, "blocks": [values]}, "test")
+
+
+def walk(tmp_path: Path, spec: CampaignSpec, executor: LocalExecutor | None = None, **changes: Any) -> CampaignReport:
+    with executor or local(tmp_path) as used:
+        return run_campaign(
+            spec,
+            executor=used,
+            store=Store(tmp_path / "s.jsonl"),
+            resolve=lambda chain: model(chain.model, **dict(chain.config or {})),
+            gpu=None,
+            device="cpu",
+            **changes,
+        )
+
+
+def test_campaign_goes_by_value_and_in_waves_and_resumes(tmp_path: Path) -> None:
+    spec = campaign(variants=[{"lora_rank": 8}, {"lora_rank": 64}], micro_batch=[1, 2])
+    order: list[tuple[int, int]] = []
+
+    def note(step: Step, report: CampaignReport) -> None:
+        order.append((step.setup.lora_rank, step.setup.micro_batch_seqs))
+
+    report = walk(tmp_path, spec, on_step=note)
+    assert order == [(8, 1), (64, 1), (8, 2), (64, 2)]
+    assert (report.finished, report.num_measured, report.num_known) == (True, 4, 0)
+    again = walk(tmp_path, spec)
+    assert (again.finished, again.num_measured, again.num_known) == (True, 0, 4)
+    assert export_for_commit(spec, Store(tmp_path / "s.jsonl"), tmp_path / "out.jsonl") == 4
+
+
+def test_campaign_doubles_until_memory_ends(tmp_path: Path) -> None:
+    report = walk(tmp_path, campaign(fault="memory", micro_batch="doubling"))
+    assert report.finished
+    assert report.failures() == {FailureKind.OUT_OF_MEMORY: 1}
+    assert len(report.steps) == 1
+
+
+def test_campaign_keeps_its_budget(tmp_path: Path) -> None:
+    """A probe that hangs past the budget is given up, and what is left is said."""
+    started = time.monotonic()
+    report = walk(tmp_path, campaign(fault="hang", micro_batch=[1]), budget_s=1.5)
+    assert time.monotonic() - started < 8.0
+    assert not report.finished
+    assert (report.remaining, report.steps) == (1, [])
+
+
+def test_interrupted_campaign_keeps_what_was_measured(tmp_path: Path) -> None:
+    spec = campaign(micro_batch=[1, 2, 4])
+
+    def interrupt(step: Step, report: CampaignReport) -> None:
+        if len(report.steps) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        walk(tmp_path, spec, on_step=interrupt)
+    assert len(Store(tmp_path / "s.jsonl").records()) == 2
+    assert walk(tmp_path, spec).num_known == 2
+    assert threading.active_count() < 10
+
+
+@pytest.mark.parametrize("name", ["h200", "rehearsal"])
+def test_shipped_campaigns_read_and_name_known_models(name: str) -> None:
+    from planner.gpus import find_gpu
+    from planner.models.catalogue import find
+
+    spec = read_spec(ROOT / "campaigns" / f"{name}.yaml")
+    assert spec.impossible == 0
+    assert all(chain.config is not None or find(chain.model) is not None for chain in spec.chains)
+    if spec.gpu != "local":
+        assert find_gpu(spec.gpu).key == spec.gpu
+    if name == "h200":
+        asked = {
+            "Llama-3.2-1B", "Llama-3.1-8B", "Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen3-8B", "gemma-2-2b",
+            "Mistral-7B-v0.3",
+        }  # fmt: skip
+        assert asked == {chain.model.partition("/")[2] for chain in spec.chains}
+        setups = [chain.setup for chain in spec.chains]
+        assert {one.method for one in setups} == {"full", "lora", "qlora"}
+        assert {8, 64} <= {one.lora_rank for one in setups}
+        assert {one.seq_len_tokens for one in setups} == {512, 2048, 8192}
+        assert {one.attention for one in setups} == {"sdpa", "eager", "flash-attention-2"}
+        assert {"full", "liger"} <= {one.loss for one in setups}
+        assert {"adamw-fused", "adamw-8bit"} <= {one.optimizer for one in setups}
+        assert {0, 1} == {one.checkpointing for one in setups}
+        truncated = {(one.model, one.setup) for one in spec.chains if not one.depths}
+        pairs = [one for one in spec.chains if one.depths == (0,) and (one.model, one.setup) in truncated]
+        assert len(pairs) >= 20
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([], "list of blocks"),
+        ({"blocks": [{"models": []}]}, "no models"),
+        ({"blocks": [{"models": ["m"], "gird": {}}]}, "unknown key 'gird'"),
+        ({"blocks": [{"models": ["m"], "base": {"lora_rnk": 1}}]}, "unknown setup key"),
+        ({"blocks": [{"models": ["m"], "micro_batch": "many"}]}, "micro_batch"),
+        ({"blocks": [{"models": ["m"], "grid": {"lora_rank": 8}}]}, "must be a list"),
+        ({"blocks": [{"models": ["m"], "depths": "deep"}]}, "depths"),
+        ({"limits": {"time": 1}, "blocks": [{"models": ["m"]}]}, "unknown key 'time'"),
+    ],
+)
+def test_campaign_that_makes_no_sense_is_refused(values: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_spec(values, "c.yaml")
+
+
+def test_campaign_file_that_is_no_yaml_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("blocks: [!!python/object/apply:os.system ['true']]")
+    with pytest.raises(ConfigError, match="not YAML"):
+        read_spec(path)
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_spec(tmp_path / "none.yaml")
+
+
+def test_campaign_leaves_impossible_combinations_out() -> None:
+    spec = campaign(grid={"method": ["full", "lora"], "quantization": ["none", "nf4"]}, base={"lora_rank": 4})
+    kinds = [(chain.setup.method, chain.setup.quantization) for chain in spec.chains]
+    assert kinds == [("lora", "none")]  # full has no rank and no quantization, lora no quantization
+    assert spec.impossible == 3
+    assert isinstance(spec.chains[0], Chain)
+
+
+# confirmation
+
+
+def promise(**changes: Any) -> Promise:
+    from planner.outcome import Rung
+
+    values = {
+        "rung": Rung.DRY_RUN,
+        "peak_device_bytes": 8_192,
+        "tokens_per_s": 4_096.0,
+        "memory_band_fraction": 0.05,
+        "time_band_fraction": 0.1,
+    }
+    return Promise(**{**values, **changes})
+
+
+def test_confirm_runs_full_depth_with_every_micro_batch_and_stores_it(tmp_path: Path) -> None:
+    with local(tmp_path) as executor:
+        made = prober(tmp_path, executor)
+        found = confirm(made, TrainSetup(), promise(), budget_bytes=10_000)
+    assert found.kept
+    assert found.memory_miss_fraction == 0.0
+    assert found.speed_miss_fraction == 0.0  # 2048 tokens in 0.5 s
+    (record,) = Store(tmp_path / "s.jsonl").records()
+    assert record.request["depths"] == [0]
+    assert record.request["rung"] == "confirm"
+    assert record.request["limits"]["max_accumulation"] > 1000  # type: ignore[index]
+
+
+def test_compare_names_what_was_not_kept(tmp_path: Path) -> None:
+    with local(tmp_path) as executor:
+        outcome = prober(tmp_path, executor)(TrainSetup())
+    broken = compare(TrainSetup(), promise(peak_device_bytes=6_000, tokens_per_s=9_000.0), outcome, budget_bytes=8_000)
+    assert not broken.kept
+    assert len(broken.reasons) == 3
+    failure = ProbeFailure(rung=outcome.rung, kind=FailureKind.OUT_OF_MEMORY, message="no room")
+    assert compare(TrainSetup(), promise(), failure, budget_bytes=8_000).reasons == ("out_of_memory: no room",)
