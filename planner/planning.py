@@ -1,6 +1,7 @@
 """From a workload to a `Plan` or `NoPlan` on the formula rung: walk the space, ask the tree, name what stands beside."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from planner.errors import PlannerError, UsageError
 from planner.gpus import all_gpus
@@ -8,9 +9,19 @@ from planner.models import catalogue
 from planner.outcome import Candidate
 from planner.plan import Alternative, NoPlan, Plan, Remedy, SpaceCount
 from planner.predict import predict
+from planner.refine import ANY_SETUP, CorrectionKey, correction_key
 from planner.setup import TrainSetup
 from planner.space import Point, dimension_values, walk
-from planner.tree import NODE_NAMES, NODES, NodeFacts, activation_answers, choose_node, collect, method_answers
+from planner.tree import (
+    NODE_NAMES,
+    NODES,
+    QUANTIZE_GAIN_FRACTION,
+    NodeFacts,
+    activation_answers,
+    choose_node,
+    collect,
+    method_answers,
+)
 from planner.units import gib, percent
 from planner.workload import Workload
 
@@ -23,14 +34,14 @@ def candidate(workload: Workload, setup: TrainSetup) -> Candidate:
     return Candidate(setup=setup, budget_bytes=workload.budget_bytes, formula=prediction)
 
 
-def plan_workload(workload: Workload) -> Plan | NoPlan:
-    """The formula rung's whole answer.
+def plan_workload(workload: Workload, corrections: Mapping[CorrectionKey, float] | None = None) -> Plan | NoPlan:
+    """The formula rung's whole answer; `corrections` multiply the formula's peaks (see `refine`).
 
     Raises:
         UsageError: the user's wishes contradict each other so that no setup can exist at all.
     """
     values = dimension_values(workload)
-    facts = collect(walk(workload, values), workload.budget_bytes)
+    facts = collect(corrected(walk(workload, values), corrections or {}), workload.budget_bytes)
     walked = sum(known.walked for known in facts.values())
     if not walked:
         raise UsageError(
@@ -38,7 +49,7 @@ def plan_workload(workload: Workload) -> Plan | NoPlan:
             hint="options contradict each other (for example --method full with --quantization nf4); leave one out",
         )
     space = SpaceCount(walked=walked, infeasible=sum(known.infeasible for known in facts.values()), impossible=0)
-    chosen_node = choose_node(facts)
+    chosen_node = choose_node(facts, _needed_gain(workload, facts))
     answers = method_answers(facts, chosen_node, workload)
     if chosen_node is None:
         return _no_plan(workload, facts, tuple(answers), space)
@@ -59,11 +70,24 @@ def plan_workload(workload: Workload) -> Plan | NoPlan:
     )
 
 
-def near_misses(workload: Workload, node: str, limit: int = 8) -> tuple[Candidate, ...]:
-    """The fastest setups that miss the budget by less than the formula's error: a higher rung may find that they fit."""
-    facts = collect(walk(workload), workload.budget_bytes)
-    heap = sorted(facts[node].near_misses, key=lambda entry: -entry[0])[:limit]
-    return tuple(candidate(workload, entry[2].setup) for entry in heap)
+def _needed_gain(workload: Workload, facts: dict[str, NodeFacts]) -> float:
+    """How much faster a quantized setup must be predicted to replace a LoRA that fits: more than the speed model errs."""
+    best = facts["lora"].best()
+    if best is None:
+        return 0.0
+    return max(QUANTIZE_GAIN_FRACTION, predict(workload.model, workload.gpu, best.setup).time_band_fraction or 0.0)
+
+
+def corrected(points: Iterable[Point], corrections: Mapping[CorrectionKey, float]) -> Iterable[Point]:
+    """The points with the peaks of corrected families multiplied by their ratio."""
+    if not corrections:
+        return points
+    other = corrections.get(ANY_SETUP)
+    return (_scaled(point, corrections.get(correction_key(point.family), other)) for point in points)
+
+
+def _scaled(point: Point, ratio: float | None) -> Point:
+    return point if ratio is None else replace(point, peak_device_bytes=int(point.peak_device_bytes * ratio))
 
 
 def plan_notes(workload: Workload, chosen: Candidate) -> tuple[str, ...]:
@@ -233,9 +257,3 @@ def _smaller_models(workload: Workload, setup: TrainSetup, budget: int, before: 
         return ()
     name = max(smaller)[1]
     return (Remedy(action=f"a smaller model: {name}", saves_bytes=before - budget, fits=True),)
-
-
-def point_label(point: Point) -> str:
-    """A point in a few words, for logs."""
-    setup = point.family
-    return f"{setup.method} {setup.precision} {setup.quantization} r{setup.lora_rank} mb{point.micro_batch_seqs}"

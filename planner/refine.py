@@ -1,135 +1,126 @@
-"""A higher rung re-ranks or rejects a plan's finalists. Pure: the rung comes in as a callable."""
+"""A higher rung corrects a plan: dry-run what the formula chose, learn the ratio, plan again until the two agree.
 
-from collections.abc import Callable, Sequence
+Pure: planning and the dry run come in as callables.
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from planner.outcome import Candidate, Prediction, ProbeFailure
-from planner.plan import Answer, Plan
+from planner.plan import Answer, NoPlan, Plan
 from planner.setup import TrainSetup
 from planner.units import gib, percent
 
 MAX_DRY_RUNS = 8
-FASTER_FRACTION = 0.02
-"""A near miss is tried only where it is predicted this much faster: less is within the speed model's noise."""
 
+CorrectionKey = tuple[object, ...]
 DryRun = Callable[[TrainSetup], Prediction | ProbeFailure]
+PlanWith = Callable[[Mapping[CorrectionKey, float]], Plan | NoPlan]
 
 
-def refine(plan: Plan, dry_run: DryRun, near_misses: Sequence[Candidate] = (), *, max_runs: int = MAX_DRY_RUNS) -> Plan:
-    """The plan after dry runs of its finalists: the fastest whose dry run fits, the same setup's formula beside it.
+def correction_key(setup: TrainSetup) -> CorrectionKey:
+    """Setups that share the formula's error: what changes data types, kernels and what is kept."""
+    return (
+        setup.method,
+        setup.precision,
+        setup.quantization,
+        setup.kbit_fp32_cast,
+        setup.checkpointing,
+    )
 
-    The chosen setup is run first. If it does not fit, slower ones follow, skipping those whose formula, corrected by
-    the ratio just seen, cannot fit either. If it fits, faster setups that missed the budget by less than the formula's
-    error get their chance. Where the dry run cannot trace a model the formula's plan stands, and says so.
+
+ANY_SETUP: CorrectionKey = ()
+"""Key of the correction for setups whose own family has none."""
+CAREFUL_RUNS = 3
+"""The last runs assume that every family errs as badly as the worst one seen."""
+
+
+def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS) -> Plan | NoPlan:
+    """The plan on which formula and dry run agree, with the dry run beside the formula of all that was run.
+
+    `plan_with(corrections)` plans with each family's formula peak multiplied by the ratio that its dry run showed. A
+    setup that the dry run rejects thus falls out, and one that the formula rejected wrongly comes in. Where the dry
+    run cannot trace the model, the formula's plan stands and says so.
     """
-    runs: dict[TrainSetup, Candidate] = {}
-
-    def run(candidate: Candidate) -> Candidate:
-        if candidate.setup not in runs:
-            runs[candidate.setup] = replace(candidate, dry_run=dry_run(candidate.setup))
-        return runs[candidate.setup]
-
-    first = run(plan.chosen)
-    if isinstance(first.dry_run, ProbeFailure):
-        return _untraced(plan, first)
-    chosen = first if first.fits else _first_that_fits(plan, first, run, runs, max_runs)
-    if chosen is first:
-        chosen = _faster_near_miss(plan, first, near_misses, run, runs, max_runs)
-    if chosen is None:
-        return _nothing_fits(plan, first, len(runs))
-    ranked = _ranked(plan, chosen, runs)
+    runs: dict[TrainSetup, Prediction] = {}
+    corrections: dict[CorrectionKey, float] = {}
+    plan = plan_with(corrections)
+    first = plan.chosen if isinstance(plan, Plan) else None
+    while isinstance(plan, Plan) and plan.chosen.setup not in runs and len(runs) < max_runs:
+        chosen = plan.chosen
+        found = dry_run(chosen.setup)
+        if isinstance(found, ProbeFailure):
+            return _untraced(plan, found)
+        runs[chosen.setup] = found
+        ratio = found.peak_device_bytes / chosen.formula.peak_device_bytes
+        key = correction_key(chosen.setup)
+        corrections[key] = max(ratio, corrections.get(key, 0.0)) if ratio > 1 else ratio
+        if len(runs) >= max_runs - CAREFUL_RUNS and not any(_fits(plan, runs[setup]) for setup in runs):
+            corrections[ANY_SETUP] = max(corrections.values())
+        plan = plan_with(corrections)
+    if isinstance(plan, NoPlan):
+        return replace(plan, nearest=_with_run(plan.nearest, runs), walk=(*plan.walk, *_answers(first, None, runs)))
+    if plan.chosen.setup not in runs:  # out of runs: the fastest that a dry run has confirmed, if any
+        plan = _confirmed(plan, runs)
+    chosen = _with_run(plan.chosen, runs)
     return replace(
         plan,
         chosen=chosen,
-        ranked=ranked,
-        walk=(*plan.walk, _answer(plan, first, chosen, len(runs))),
-        alternatives=tuple(each for each in plan.alternatives if each.candidate.setup != chosen.setup),
+        ranked=(chosen, *(_with_run(each, runs) for each in plan.ranked if each.setup != chosen.setup)),
+        alternatives=tuple(
+            replace(each, candidate=_with_run(each.candidate, runs))
+            for each in plan.alternatives
+            if each.candidate.setup != chosen.setup
+        ),
+        walk=(*plan.walk, *_answers(first, chosen, runs)),
     )
 
 
-def _ratio(candidate: Candidate) -> float:
-    return candidate.memory_evidence.peak_device_bytes / candidate.formula.peak_device_bytes
+def _with_run(candidate: Candidate, runs: Mapping[TrainSetup, Prediction]) -> Candidate:
+    found = runs.get(candidate.setup)
+    return candidate if found is None else replace(candidate, dry_run=found)
 
 
-def _first_that_fits(
-    plan: Plan, first: Candidate, run: Callable[[Candidate], Candidate], runs: dict[TrainSetup, Candidate], limit: int
-) -> Candidate | None:
-    correction = _ratio(first)
-    for candidate in sorted(
-        plan.ranked, key=lambda each: -each.formula.tokens_per_s if each.formula.tokens_per_s else 0
-    ):
-        if candidate.setup in runs or candidate.formula.peak_device_bytes * correction > candidate.budget_bytes:
-            continue
-        if len(runs) >= limit:
-            break
-        tried = run(candidate)
-        if not isinstance(tried.dry_run, ProbeFailure) and tried.fits:
-            return tried
-    return None
+def _confirmed(plan: Plan, runs: Mapping[TrainSetup, Prediction]) -> Plan:
+    confirmed = [
+        each for each in plan.ranked if each.setup in runs and runs[each.setup].peak_device_bytes <= each.budget_bytes
+    ]
+    if confirmed:
+        return replace(plan, chosen=confirmed[0])
+    return replace(plan, notes=(*plan.notes, "no dry run has confirmed this setup yet: give more --headroom"))
 
 
-def _faster_near_miss(
-    plan: Plan,
-    first: Candidate,
-    near_misses: Sequence[Candidate],
-    run: Callable[[Candidate], Candidate],
-    runs: dict[TrainSetup, Candidate],
-    limit: int,
-) -> Candidate:
-    correction = _ratio(first)
-    for candidate in sorted(near_misses, key=lambda each: -each.tokens_per_s):
-        if candidate.tokens_per_s < first.tokens_per_s * (1 + FASTER_FRACTION) or len(runs) >= limit:
-            break
-        if candidate.formula.peak_device_bytes * correction > candidate.budget_bytes:
-            continue
-        tried = run(candidate)
-        if not isinstance(tried.dry_run, ProbeFailure) and tried.fits:
-            return tried
-    return first
-
-
-def _ranked(plan: Plan, chosen: Candidate, runs: dict[TrainSetup, Candidate]) -> tuple[Candidate, ...]:
-    others = [runs.get(each.setup, each) for each in plan.ranked if each.setup != chosen.setup]
-    known = {each.setup for each in plan.ranked}
-    others += [each for setup, each in runs.items() if setup not in known and setup != chosen.setup]
-    return (chosen, *others)
-
-
-def _answer(plan: Plan, first: Candidate, chosen: Candidate, num_runs: int) -> Answer:
-    peak = chosen.memory_evidence.peak_device_bytes
-    error = first.formula.peak_device_bytes / first.memory_evidence.peak_device_bytes - 1
-    if chosen.setup == plan.chosen.setup:
-        choice = "confirmed"
-        reason = f"the dry run needs {gib(peak)} (the formula is {percent(abs(error), 1)} {'above' if error >= 0 else 'below'})"
-    elif not first.fits:
-        choice = "rejected, next taken"
-        reason = f"the formula's choice needs {gib(first.memory_evidence.peak_device_bytes)} in the dry run; this one {gib(peak)}"
+def _answers(
+    first: Candidate | None, chosen: Candidate | None, runs: Mapping[TrainSetup, Prediction]
+) -> tuple[Answer, ...]:
+    if first is None or first.setup not in runs:
+        return ()
+    count = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
+    question = f"Does the dry run of the real step agree ({count})?"
+    peak = runs[first.setup].peak_device_bytes
+    if chosen is None or chosen.setup not in runs:
+        reason = f"the formula's choice needs {gib(peak)} in the dry run; nothing else fits"
+        return (
+            Answer(question=question, choice="no", reason=reason, needed_bytes=peak, budget_bytes=first.budget_bytes),
+        )
+    mine = runs[chosen.setup].peak_device_bytes
+    if chosen.setup == first.setup:
+        error = first.formula.peak_device_bytes / peak - 1
+        side = "above" if error >= 0 else "below"
+        choice, reason = "confirmed", f"it needs {gib(peak)}; the formula is {percent(abs(error), 1)} {side}"
+    elif peak > first.budget_bytes:
+        choice = "rejected, another taken"
+        reason = f"the formula's first choice needs {gib(peak)} in the dry run; this one needs {gib(mine)}"
     else:
         choice = "a faster one fits"
-        reason = f"the dry run needs {gib(peak)} where the formula said {gib(chosen.formula.peak_device_bytes)}"
-    return Answer(
-        question=f"Does the dry run of the real step agree ({num_runs} run{'s' if num_runs > 1 else ''})?",
-        choice=choice,
-        reason=reason,
-        needed_bytes=peak,
-        budget_bytes=chosen.budget_bytes,
+        reason = f"the formula was too careful: this one needs {gib(mine)} in the dry run"
+    return (
+        Answer(question=question, choice=choice, reason=reason, needed_bytes=mine, budget_bytes=chosen.budget_bytes),
     )
 
 
-def _untraced(plan: Plan, first: Candidate) -> Plan:
-    assert isinstance(first.dry_run, ProbeFailure)
-    note = f"no dry run: {first.dry_run.message}; the formula's band is {percent(first.formula.memory_band_fraction)}"
-    return replace(plan, chosen=first, ranked=(first, *plan.ranked[1:]), notes=(*plan.notes, note))
-
-
-def _nothing_fits(plan: Plan, first: Candidate, num_runs: int) -> Plan:
-    """Every finalist failed in the dry run: the plan keeps its smallest one and says that it does not fit."""
-    peak = first.memory_evidence.peak_device_bytes
-    answer = Answer(
-        question=f"Does the dry run of the real step agree ({num_runs} runs)?",
-        choice="no finalist fits",
-        reason=f"the formula's choice needs {gib(peak)} in the dry run; give more --headroom, so that smaller setups are chosen",
-        needed_bytes=peak,
-        budget_bytes=first.budget_bytes,
-    )
-    return replace(plan, chosen=first, walk=(*plan.walk, answer), notes=(*plan.notes, "the chosen setup does not fit"))
+def _untraced(plan: Plan, failure: ProbeFailure) -> Plan:
+    chosen = replace(plan.chosen, dry_run=failure)
+    band = percent(chosen.formula.memory_band_fraction)
+    note = f"no dry run: {failure.message}; the formula's band of {band} stands"
+    return replace(plan, chosen=chosen, ranked=(chosen, *plan.ranked[1:]), notes=(*plan.notes, note))

@@ -7,6 +7,7 @@ so every branch is compared, none assumed.
 """
 
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from planner.plan import Answer, Cut
@@ -22,12 +23,28 @@ NODE_NAMES = {
     "qlora-8bit": "8-bit QLoRA",
     "qlora-4bit": "4-bit QLoRA",
 }
-KEEP = 48
+KEEP = 96
 """How many of the fastest points of a node are kept as candidates."""
-NEAR_MISS_FRACTION = 0.10
-"""Points that miss the budget by less than this stay known: a higher rung may find that they fit."""
 QUANTIZE_GAIN_FRACTION = 0.05
-"""QLoRA replaces a LoRA that fits only when predicted this much faster: quantize to fit, not by habit."""
+"""QLoRA replaces a LoRA that fits only when predicted this much faster (and by more than the speed model errs)."""
+
+TIE_FRACTION = 0.01
+"""Speeds closer than this are a tie, far below the speed model's error: the simpler setup wins."""
+SIMPLE_FIRST = {
+    "optimizer": ("adamw-fused", "adamw", "adamw-8bit", "paged-adamw-8bit"),
+    "loss": ("chunked", "full", "liger"),
+    "attention": ("sdpa", "flash-attention-2", "eager"),
+    "quantization": ("none", "nf4-double", "nf4", "int8"),
+}
+"""Values in the order of what needs fewer extra packages and loses less; values not listed come last."""
+
+
+def simplicity(setup: TrainSetup) -> int:
+    """How far a setup is from the simplest, summed over the dimensions; smaller is simpler."""
+    return sum(
+        values.index(getattr(setup, name)) if getattr(setup, name) in values else len(values)
+        for name, values in SIMPLE_FIRST.items()
+    )
 
 
 def node_of(point: Point) -> str:
@@ -52,26 +69,24 @@ class NodeFacts:
     smallest_unchecked: Point | None = None
     smallest_cast: Point | None = None
     fastest: list[tuple[float, int, Point]] = field(default_factory=list)
-    near_misses: list[tuple[float, int, Point]] = field(default_factory=list)
 
     def best(self) -> Point | None:
-        """The fastest point that fits, ties broken by less memory within half a percent."""
+        """The fastest point that fits; among those within one percent the simplest, then the smallest."""
         if not self.fastest:
             return None
         top = max(entry[0] for entry in self.fastest)
-        close = [entry[2] for entry in self.fastest if entry[0] >= top * 0.995]
-        return min(close, key=lambda point: (point.peak_device_bytes, -point.tokens_per_s))
+        close = [entry[2] for entry in self.fastest if entry[0] >= top * (1 - TIE_FRACTION)]
+        return min(close, key=lambda point: (simplicity(point.family), point.peak_device_bytes))
 
     def ranked(self) -> list[Point]:
         """Kept points that fit, fastest first."""
         return [entry[2] for entry in sorted(self.fastest, key=lambda entry: (-entry[0], entry[1]))]
 
 
-def collect(points: "list[Point] | object", budget_bytes: int) -> dict[str, NodeFacts]:
+def collect(points: Iterable[Point], budget_bytes: int) -> dict[str, NodeFacts]:
     """Facts of every node from one pass over the walked points."""
     facts = {node: NodeFacts() for node in NODES}
-    limit = budget_bytes * (1 + NEAR_MISS_FRACTION)
-    for index, point in enumerate(points):  # type: ignore[arg-type]
+    for index, point in enumerate(points):
         node = facts[node_of(point)]
         node.walked += 1
         peak = point.peak_device_bytes
@@ -87,8 +102,6 @@ def collect(points: "list[Point] | object", budget_bytes: int) -> dict[str, Node
                 node.smallest_unchecked = point
         if peak > budget_bytes:
             node.infeasible += 1
-            if peak <= limit:
-                _keep(node.near_misses, point, index)
         else:
             _keep(node.fastest, point, index)
     for node in facts.values():
@@ -105,8 +118,8 @@ def _keep(heap: list[tuple[float, int, Point]], point: Point, index: int) -> Non
         heapq.heapreplace(heap, entry)
 
 
-def choose_node(facts: dict[str, NodeFacts]) -> str | None:
-    """The node taken: the least approximate that fits, or a quantized one where the whole is clearly faster than LoRA."""
+def choose_node(facts: dict[str, NodeFacts], needed_gain_fraction: float) -> str | None:
+    """The node taken: the least approximate that fits, or a quantized one that is faster than LoRA by the needed gain."""
     for node in NODES:
         best = facts[node].best()
         if best is None:
@@ -116,7 +129,7 @@ def choose_node(facts: dict[str, NodeFacts]) -> str | None:
         rivals = [(facts[other].best(), other) for other in ("qlora-8bit", "qlora-4bit")]
         faster = [(rival.tokens_per_s, other) for rival, other in rivals if rival is not None]
         quickest = max(faster, default=(0.0, "lora"))
-        return quickest[1] if quickest[0] > best.tokens_per_s * (1 + QUANTIZE_GAIN_FRACTION) else "lora"
+        return quickest[1] if quickest[0] > best.tokens_per_s * (1 + needed_gain_fraction) else "lora"
     return None
 
 
@@ -166,7 +179,7 @@ def _not_taken(node: str, facts: dict[str, NodeFacts], chosen: str | None, passe
     if not passed:
         return f"fits, but {NODE_NAMES[chosen or '']} is predicted {1 / ratio:.2f} times as fast"
     if node.startswith("qlora") and chosen == "lora":
-        return f"16-bit LoRA fits; quantizing would run at {ratio:.2f} times its speed (taken from 1.05 on)"
+        return f"16-bit LoRA fits; quantizing is predicted to run at {ratio:.2f} times its speed, within the error of the prediction or slower"
     return f"{NODE_NAMES[chosen or '']} fits and approximates less; this runs at {ratio:.2f} times its speed"
 
 

@@ -2,36 +2,68 @@
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple
 
 import click
 import typer
 
 from planner import __version__
-from planner.cli import estimate, lists, make
 from planner.cli.output import fail, fail_environment
 from planner.errors import EXIT_BAD_INPUT, PlannerError
 
 MAIN_COMMAND = "make"
 """The name behind `plan MODEL`: `main` writes it in where the first word is no subcommand."""
 
-app = typer.Typer(
-    name="plan",
-    help="Plan the fastest fine-tuning setup that fits a GPU.\n\nMain job: plan MODEL --gpu GPU",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
-app.command(MAIN_COMMAND, help="Plan MODEL on a GPU (the word 'make' may be left out: plan MODEL --gpu GPU).")(
-    make.make
-)
-app.command("estimate", help="Memory and speed of one setup, or of many (--setups FILE.jsonl).")(estimate.estimate)
-app.command("gpus", help="The GPU table.")(lists.gpus)
-app.command("models", help="The built-in model catalogue.")(lists.models)
+
+class Command(NamedTuple):
+    """Where a subcommand's function lives; its module is imported only when the command runs (or help is shown)."""
+
+    module: str
+    attribute: str
+    help: str
 
 
-def command_names() -> frozenset[str]:
-    """Names of all subcommands."""
-    return frozenset(info.name or "" for info in app.registered_commands)
+COMMANDS = {
+    MAIN_COMMAND: Command("make", "make", "Plan MODEL on a GPU (the word 'make' may be left out)."),
+    "estimate": Command("estimate", "estimate", "Memory and speed of one setup, or of many (--setups)."),
+    "probe": Command("probe", "probe", "Run a few real training steps of one setup and measure them."),
+    "confirm": Command("probe", "confirm", "Run a plan's setup at full depth and compare with its promise."),
+    "tune": Command("tune", "tune", "Search with GPU probes for the fastest setup that fits."),
+    "check": Command("check", "check", "Does an existing training config fit, and what would make it faster?"),
+    "report": Command("report", "report", "Write a plan's reports anew from its plan.json."),
+    "compare": Command("report", "compare", "Several plans side by side."),
+    "which-gpu": Command("report", "which_gpu", "Rank the GPU table for a model."),
+    "gpus": Command("lists", "gpus", "The GPU table."),
+    "models": Command("lists", "models", "The built-in model catalogue."),
+    "doctor": Command("doctor", "doctor", "What this machine can do, and how to mend what is missing."),
+    "accuracy": Command("accuracy", "accuracy", "Predicted against measured, per source and per case."),
+    "calibrate": Command("calibrate", "calibrate", "Fit the speed model's constants to measurements."),
+    "campaign": Command("campaign", "campaign", "Measure a list of setups, most valuable first."),
+}
+GROUPS = {"store": Command("campaign", "store_app", "Export and import the store of measurements.")}
+
+
+def build_app(words: Sequence[str]) -> typer.Typer:
+    """The application with only the command that `words` start with, or with all of them for help and completion."""
+    app = typer.Typer(
+        name="plan",
+        help="Plan the fastest fine-tuning setup that fits a GPU.\n\nMain job: plan MODEL --gpu GPU",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+    )
+    app.callback(invoke_without_command=True)(_version)
+    wanted = {words[0]} if words and words[0] in {*COMMANDS, *GROUPS} else {*COMMANDS, *GROUPS}
+    for name, command in COMMANDS.items():
+        if name in wanted:
+            function = getattr(import_module(f"planner.cli.{command.module}"), command.attribute)
+            app.command(name, help=command.help)(function)
+    for name, command in GROUPS.items():
+        if name in wanted:
+            group = getattr(import_module(f"planner.cli.{command.module}"), command.attribute)
+            app.add_typer(group, name=name, help=command.help)
+    return app
 
 
 def complete_arguments(arguments: Sequence[str]) -> list[str]:
@@ -41,12 +73,11 @@ def complete_arguments(arguments: Sequence[str]) -> list[str]:
     directory that is named like a subcommand is meant with a path: ./gpus.
     """
     group_options = ("--help", "-h", "--version", "--install-completion", "--show-completion")
-    if not arguments or arguments[0] in command_names() or arguments[0] in group_options:
-        return list(arguments)
+    if not arguments or arguments[0] in {*COMMANDS, *GROUPS} or arguments[0] in group_options:
+        return ["--help" if word == "-h" else word for word in arguments]
     return [MAIN_COMMAND, *arguments]
 
 
-@app.callback(invoke_without_command=True)
 def _version(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
     if version:
         typer.echo(f"finetune-planner {__version__}")
@@ -58,22 +89,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Errors go to stderr with a `hint:`; stdout is data.
     """
-    words = complete_arguments(sys.argv[1:] if arguments is None else arguments)
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The command line as a function: the exit code."""
+    words = complete_arguments(arguments)
     try:
-        code = app(words, standalone_mode=False)
+        code = build_app(words)(words, standalone_mode=False, prog_name="plan")
     except PlannerError as error:
-        code = fail(error)
+        return fail(error)
     except click.exceptions.NoArgsIsHelpError as error:
         print(error.format_message())
-        code = EXIT_BAD_INPUT
+        return EXIT_BAD_INPUT
+    except click.exceptions.Abort:
+        return _interrupted()
     except click.ClickException as error:
-        code = fail(error)
-    except (KeyboardInterrupt, click.exceptions.Abort):
-        print("interrupted; what was measured is kept", file=sys.stderr)
-        code = 130
+        return fail(error)
+    except KeyboardInterrupt:
+        return _interrupted()
     except BrokenPipeError:
         sys.stderr.close()  # the reader went away: nothing is wrong, and nobody listens
-        code = 0
+        return 0
     except OSError as error:
-        code = fail_environment(error)
-    sys.exit(code if isinstance(code, int) else 0)
+        return fail_environment(error)
+    return code if isinstance(code, int) else 0
+
+
+def _interrupted() -> int:
+    print("interrupted; what was measured is kept", file=sys.stderr)
+    return 130

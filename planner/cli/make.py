@@ -1,7 +1,7 @@
 """`plan MODEL --gpu GPU`: the main job."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -50,7 +50,7 @@ def make(
     """Plan MODEL on a GPU: the fastest setup that fits, why, and what stands beside it."""
     from planner.gpus import find_gpu, local_gpu
     from planner.models.resolve import resolve_model
-    from planner.plan import NoPlan
+    from planner.plan import NoPlan, Plan
     from planner.planning import plan_workload
 
     fixed = options.fixed_fields(
@@ -81,20 +81,20 @@ def make(
         dataset_tokens=dataset_tokens,
         price=price,
     )
-    plan = plan_workload(wish)
-    if not isinstance(plan, NoPlan):
-        if not no_dry_run:
-            from planner.cli.rungs import climb_dry_run
+    if no_dry_run:
+        plan = plan_workload(wish)
+    else:
+        from planner.cli.rungs import climb_dry_run
 
-            plan = climb_dry_run(plan)
-        if gpu.lower() == "local" and not no_probe:
-            from planner.cli.rungs import climb_probe
+        plan = climb_dry_run(wish)
+    if isinstance(plan, Plan) and gpu.lower() == "local" and not no_probe:
+        from planner.cli.rungs import climb_probe
 
-            plan = climb_probe(plan)
+        plan = climb_probe(plan)
     if out is not None:
         from planner.cli.writing import write_out
 
-        write_out(plan, out, targets=target, dataset=dataset)
+        write_out(plan, out, targets=target, dataset=dataset, command=_command(model, gpu))
     if as_json:
         from reports.plan_json import plan_to_dict
 
@@ -105,6 +105,22 @@ def make(
         if isinstance(plan, NoPlan):
             render_no_plan(plan, console())
         else:
-            render_plan(plan, console(), next_command=f"see {out}/launch" if out else "")
+            render_plan(plan, console(), next_command=_next(plan, out) if out else "")
     if isinstance(plan, NoPlan):
         raise typer.Exit(EXIT_NOTHING_FITS)
+
+
+def _command(model: str, gpu: str) -> list[str]:
+    """The command for the report: the words after `plan`, secrets never (there are none among the options)."""
+    import sys
+
+    words = sys.argv[1:]
+    return words if model in words else [model, "--gpu", gpu]
+
+
+def _next(plan: Any, out: Path) -> str:
+    """The command that starts the first launch target that can run the plan."""
+    from planner.cli.writing import launch_files
+
+    commands = [launch.command for launch in launch_files(plan, ["trl"], None) if launch.command]
+    return f"cd {out} && {commands[0]}" if commands else f"open {out}/report.html"

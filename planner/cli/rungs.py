@@ -7,8 +7,9 @@ from dataclasses import replace
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.outcome import Candidate, FailureKind, Prediction, ProbeFailure, Rung
-from planner.plan import Plan
+from planner.plan import NoPlan, Plan
 from planner.setup import TrainSetup
+from planner.workload import Workload
 
 NEEDED = ("torch", "transformers", "peft")
 
@@ -38,22 +39,22 @@ def _dry_run(
     return dry_run(model, gpu, setup, full_depth=full_depth)
 
 
-def climb_dry_run(plan: Plan) -> Plan:
-    """The plan after dry runs of its finalists."""
-    from planner.planning import near_misses
+def climb_dry_run(workload: Workload) -> Plan | NoPlan:
+    """The plan on which formula and dry run agree (see `planner.refine`)."""
+    from planner.planning import plan_workload
     from planner.refine import refine
-    from planner.tree import node_of_setup
-
-    workload = plan.workload
-
-    def run(setup: TrainSetup) -> Prediction | ProbeFailure:
-        _say(f"dry run: {setup.method}, micro-batch {setup.micro_batch_seqs} ...")
-        return _dry_run(workload.model, workload.gpu, setup)
 
     missing = dry_run_possible()
-    misses = () if missing else near_misses(workload, node_of_setup(plan.chosen.setup))
+    if missing:
+        print(f"formula only: {missing} not installed (pip install 'finetune-planner[torch]')", file=sys.stderr)
+        return plan_workload(workload)
+
+    def run(setup: TrainSetup) -> Prediction | ProbeFailure:
+        _say(f"dry run of the real step: {setup.method}, micro-batch {setup.micro_batch_seqs} ...")
+        return _dry_run(workload.model, workload.gpu, setup)
+
     try:
-        return refine(plan, run, misses)
+        return refine(lambda corrections: plan_workload(workload, corrections), run)
     finally:
         _say("")
 

@@ -1,0 +1,141 @@
+"""`--out DIR`: plan.json, the reports and the launch files of a plan."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from planner import __version__
+from planner.cli.output import write_text
+from planner.errors import ConfigError, EnvironmentProblem, UsageError
+from planner.plan import NoPlan, Plan
+from planner.units import gib
+
+if TYPE_CHECKING:
+    from planner.exporters import DatasetChoice, Launch
+    from reports.extras import Extras, Timeline
+
+LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "trl", "accelerate", "optuna")
+
+
+def write_out(
+    plan: Plan | NoPlan,
+    folder: Path,
+    *,
+    targets: Sequence[str] | None,
+    dataset: str | None,
+    command: Sequence[str],
+    timeline: "Timeline | None" = None,
+) -> None:
+    """Write the directory of a plan; each file is written beside and renamed.
+
+    Raises:
+        EnvironmentProblem: the directory cannot be written.
+        UsageError: an unknown launch target.
+    """
+    from reports.write import plan_files
+
+    if folder.exists() and not folder.is_dir():
+        raise EnvironmentProblem(f"{folder} is a file, not a directory", hint="choose another --out directory")
+    launches = launch_files(plan, targets, dataset) if isinstance(plan, Plan) else ()
+    for launch in launches:
+        for file in launch.files:
+            write_text(folder / "launch" / file.path, file.text)
+    extras = _extras(plan, launches, command, timeline)
+    try:
+        texts = plan_files(plan, extras)
+    except EnvironmentProblem as error:
+        print(f"no report.html: {error.message}", file=sys.stderr)
+        texts = plan_files(plan, extras, html=False)
+    for name, text in texts.items():
+        write_text(folder / name, text)
+
+
+def launch_files(plan: Plan, targets: Sequence[str] | None, dataset: str | None) -> "tuple[Launch, ...]":
+    """The launch of every wanted target (all by default), refused ones included with their reason."""
+    from planner.exporters import EXPORTERS, ExportRequest
+    from planner.hyperparameters import choose
+
+    names = tuple(dict.fromkeys(targets or EXPORTERS))
+    for name in names:
+        if name not in EXPORTERS:
+            known = ", ".join(EXPORTERS)
+            raise UsageError(
+                f"--target must be one of {known}; got {name!r}", hint=f"for example --target {next(iter(EXPORTERS))}"
+            )
+    workload, chosen = plan.workload, plan.chosen
+    evidence = chosen.memory_evidence
+    request = ExportRequest(
+        model_id=workload.model.model_id,
+        model=workload.model,
+        setup=chosen.setup,
+        gpu=workload.gpu,
+        hyper=choose(chosen.setup, num_params=workload.model.num_params, dataset_tokens=workload.dataset_tokens),
+        dataset=dataset_choice(dataset),
+        about=(
+            f"planned for {workload.gpu.name}: peak {gib(evidence.peak_device_bytes)} of {gib(workload.memory_bytes)} "
+            f"({evidence.rung.value.replace('_', ' ')})",
+        ),
+    )
+    return tuple(EXPORTERS[name](request) for name in names)
+
+
+def dataset_choice(dataset: str | None) -> "DatasetChoice | None":
+    """A hub id as it is; a local file or directory by its path.
+
+    Raises:
+        ConfigError: something that looks like a path and is not there.
+    """
+    if dataset is None:
+        return None
+    from planner.exporters import DatasetChoice
+
+    path = Path(dataset)
+    if path.exists():
+        return DatasetChoice(path=dataset, local=True)
+    if path.suffix in (".json", ".jsonl", ".parquet", ".csv") or dataset.startswith(("/", "./", "../", "~")):
+        raise ConfigError(f"no data set at {dataset}", hint="give a hub id, or a file that exists")
+    return DatasetChoice(path=dataset)
+
+
+def _extras(
+    plan: Plan | NoPlan, launches: "Sequence[Launch]", command: Sequence[str], timeline: "Timeline | None"
+) -> "Extras":
+    from reports.extras import Extras, LaunchFile, LaunchTarget
+    from reports.sensitivity import sensitivity
+
+    moved = ()
+    if isinstance(plan, Plan):
+        from planner.planning import candidate
+
+        moved = sensitivity(plan.chosen, lambda setup: candidate(plan.workload, setup))
+    return Extras(
+        planner_version=__version__,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=shlex.join(["plan", *command]),
+        environment=_environment(),
+        launch=tuple(
+            LaunchTarget(
+                target=launch.target,
+                command=launch.command,
+                files=tuple(LaunchFile(path=f"launch/{file.path}", text=file.text) for file in launch.files),
+                notes=(*launch.unsupported, *launch.notes),
+            )
+            for launch in launches
+        ),
+        timeline=timeline,
+        sensitivity=moved,
+    )
+
+
+def _environment() -> dict[str, str]:
+    found = {"python": sys.version.split()[0]}
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
