@@ -15,6 +15,8 @@ MAX_FILE_BYTES = 128 * 1024
 
 MAX_NODES = 20_000
 MAX_DEPTH = 40
+MAX_BRACKETS = 200
+"""Open brackets at a time, those inside comments and quotes counted too."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -67,6 +69,11 @@ def parse_yaml(text: str, name: str) -> tuple[dict[str, Any], tuple[str, ...]]:
     Raises:
         ConfigError: not YAML, a tag that would build an object, a bomb, or not a mapping.
     """
+    depth = 0
+    for character in text:
+        depth += (character in "[{") - (character in "]}")
+        if depth > MAX_BRACKETS:  # PyYAML would take seconds to find out
+            raise ConfigError(f"{name} is nested too deep")
     try:
         loader = _Loader(text)
         try:

@@ -63,7 +63,19 @@ def accelerate() -> tuple[str, list[str]]:
 def deepspeed() -> tuple[str, list[str]]:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    return version("deepspeed"), sorted(DeepSpeedZeroConfig.model_fields)
+    fields = DeepSpeedZeroConfig.model_fields
+    return version("deepspeed"), sorted({*fields, *(str(one.alias) for one in fields.values() if one.alias)})
+
+
+def unsloth() -> tuple[str, list[str]]:
+    """Parameters of the calls in an Unsloth script, read as text from an unpacked wheel: importing needs a GPU."""
+    folder = Path(sys.argv[2])
+    names = set()
+    for file in ("unsloth/models/loader.py", "unsloth/models/llama.py"):
+        for node in ast.walk(ast.parse((folder / file).read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name in ("from_pretrained", "get_peft_model"):
+                names |= {f"{node.name}.{argument.arg}" for argument in node.args.args + node.args.kwonlyargs}
+    return next(folder.glob("unsloth-*.dist-info")).name.split("-")[1].removesuffix(".dist"), sorted(names)
 
 
 if __name__ == "__main__":

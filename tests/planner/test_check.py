@@ -1,0 +1,254 @@
+"""`plan check`: verdict with its error band, changes by gain, exit codes, and `--fix` that changes nothing else."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from launch_sweep import request, setups
+
+from planner.check import Verdict, check, improve, judge, single_changes
+from planner.cli.app import run
+from planner.exporters import EXPORTERS
+from planner.gpus import find_gpu
+from planner.models import catalogue
+from planner.outcome import Prediction, Rung
+from planner.predict import predict
+from planner.readers import canonical, read_text
+from planner.readers.edits import changed_fields, settings_for
+from planner.readers.rewrite import rewrite
+from planner.setup import TrainSetup
+from planner.units import GIB
+
+MODEL = catalogue.load("Qwen/Qwen2.5-1.5B")
+assert MODEL is not None
+GPU = find_gpu("rtx-4090")
+
+TRL = """\
+# our run   (keep this)
+model_name_or_path: "Qwen/Qwen2.5-1.5B"   # the model
+use_peft: yes
+lora_target_modules:
+  - q_proj   # with
+  - v_proj
+lora_r: 16
+dtype: bfloat16
+per_device_train_batch_size: 16      # too much
+gradient_accumulation_steps: 2
+max_length: 4096
+attn_implementation: eager
+learning_rate: 2e-4
+
+gradient_checkpointing: false
+dataset_name: some/data
+"""
+AXOLOTL = """\
+base_model: Qwen/Qwen2.5-1.5B
+adapter: lora
+lora_r: 16
+lora_target_linear: true
+datasets: [{path: a/b, type: alpaca}]   # one line
+sequence_len: 8192
+micro_batch_size: 8
+gradient_accumulation_steps:
+bf16: auto
+# last words
+"""
+LLAMAFACTORY = """\
+### model
+model_name_or_path: Qwen/Qwen2.5-1.5B
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_target: all
+template: qwen
+dataset: x
+cutoff_len: 8192
+per_device_train_batch_size: 8
+gradient_accumulation_steps: 2
+bf16: true
+"""
+UNSLOTH = """\
+model: Qwen/Qwen2.5-1.5B
+training:
+  max_seq_length: 16384   # long
+  batch_size: 16
+lora:
+  lora_r: 32
+"""
+SCRIPT = '''\
+"""Our script."""
+from transformers import AutoModelForCausalLM, TrainingArguments
+import torch
+
+NAME = "Qwen/Qwen2.5-1.5B"
+MAX_LENGTH = 4096
+model = AutoModelForCausalLM.from_pretrained(NAME, dtype=torch.bfloat16)
+args = TrainingArguments(
+    "out",
+    per_device_train_batch_size=8,  # naïve
+    gradient_accumulation_steps=4, learning_rate=1e-5,
+)
+'''
+FILES = {
+    "trl.yaml": TRL,
+    "axolotl.yml": AXOLOTL,
+    "llamafactory.yaml": LLAMAFACTORY,
+    "unsloth.yaml": UNSLOTH,
+    "train.py": SCRIPT,
+}
+
+
+def prediction_of(setup: TrainSetup) -> Prediction:
+    return predict(MODEL, GPU, setup)
+
+
+def of(peak_bytes: int) -> Prediction:
+    return Prediction(
+        rung=Rung.FORMULA,
+        peak_allocated_bytes=peak_bytes,
+        peak_reserved_bytes=peak_bytes,
+        peak_device_bytes=peak_bytes,
+        peak_phase="loss",
+        phase_peaks_bytes={},
+        terms=(),
+        memory_band_fraction=0.08,
+    )
+
+
+def test_judge_is_uncertain_exactly_where_the_band_straddles_the_budget() -> None:
+    assert judge(of(1000), 1100, 0.1) is Verdict.FITS
+    assert judge(of(1000), 1099, 0.1) is Verdict.UNCERTAIN
+    assert judge(of(1000), 900, 0.1) is Verdict.UNCERTAIN
+    assert judge(of(1000), 899, 0.1) is Verdict.DOES_NOT_FIT
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_format_is_read_and_answered(name: str) -> None:
+    config = read_text(FILES[name], name, model=MODEL)
+    result = check(config, MODEL, GPU, 20 * GIB, prediction_of)
+    assert result.prediction.peak_device_bytes > 0
+    assert config.model_id == "Qwen/Qwen2.5-1.5B"
+    assert result.exit_code in (0, 1, 3)
+
+
+def test_no_change_touches_the_effective_batch() -> None:
+    for setup in setups()[:100]:
+        for label, after, _ in single_changes(setup, GPU, MODEL):
+            assert after.global_batch_seqs == setup.global_batch_seqs, label
+            assert after != setup
+
+
+def test_changes_come_in_order_of_gain() -> None:
+    config = read_text(TRL, "trl.yaml", model=MODEL)
+    misfit = check(config, MODEL, GPU, 20 * GIB, prediction_of)
+    assert misfit.verdict is Verdict.DOES_NOT_FIT
+    fitting = [one for one in misfit.changes if one.verdict is Verdict.FITS]
+    assert fitting == list(misfit.changes[: len(fitting)])
+    neutral = [one.speedup for one in fitting if not one.changes_training]
+    assert neutral == sorted(neutral, reverse=True)
+    rest = [one.saves_bytes for one in misfit.changes[len(fitting) :]]
+    assert rest == sorted(rest, reverse=True)
+    assert all(saved > 0 for saved in rest)
+    roomy = check(config, MODEL, GPU, 2000 * GIB, prediction_of)
+    assert roomy.verdict is Verdict.FITS
+    assert [one.speedup for one in roomy.changes if not one.changes_training] == sorted(
+        (one.speedup for one in roomy.changes if not one.changes_training), reverse=True
+    )
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_fix_writes_what_reads_back_and_changes_nothing_else(name: str) -> None:
+    text = FILES[name]
+    config = read_text(text, name, model=MODEL)
+    setup, labels = improve(check(config, MODEL, GPU, 20 * GIB, prediction_of), MODEL, prediction_of)
+    assert labels
+    assert setup.global_batch_seqs == config.setup.global_batch_seqs
+    fixed = rewrite(text, name, settings_for(config, setup))
+    assert canonical(read_text(fixed, name, model=MODEL).setup) == canonical(setup)
+    before, after = text.splitlines(), fixed.splitlines()
+    edited = {key.rpartition(".")[2] for key in settings_for(config, setup)}
+    for line in before:
+        key = line.strip().split(":")[0].split("=")[0].strip()
+        if key not in edited and not any(f"{one}=" in line for one in edited):
+            assert line in after, line
+    for word in ("# too much", "# our run   (keep this)", "# last words", "### model", "# long", "# naïve"):
+        assert (word in text) == (word in fixed)
+
+
+@pytest.mark.parametrize("target", ["trl", "axolotl", "llamafactory", "hf"])
+def test_any_change_of_the_sweep_can_be_written_or_is_said_not_to(target: str) -> None:
+    """Every in-place change of many emitted files, written and read back, gives exactly the changed setup."""
+    written = 0
+    for planned in [one for one in setups() if one.num_gpus == 1][::6]:
+        launch = EXPORTERS[target](request(planned, model=MODEL))
+        if launch.refused:
+            continue
+        name = Path(launch.files[0].path).name
+        config = read_text(launch.files[0].text, name, model=MODEL)
+        for one in check(config, MODEL, GPU, 20 * GIB, prediction_of).changes:
+            if one.in_place:
+                fixed = rewrite(launch.files[0].text, name, settings_for(config, one.setup))
+                back = read_text(fixed, name, model=MODEL).setup
+                wrong = changed_fields(canonical(back), canonical(one.setup))
+                assert not wrong, (planned, one.label, wrong)
+                written += 1
+    assert written > 40
+
+
+def test_fix_keeps_windows_line_ends_and_empty_values() -> None:
+    text = "a: 1\r\nb:\r\nc: [1,\r\n  2]   # list\r\nd:\r\n  - x\r\n  - y\r\ne: 'q'\r\n"
+    fixed = rewrite(text, "x.yaml", {"b": 5, "c": [3], "d": ["z"], "e": "w", "f": True})
+    assert (
+        fixed == "a: 1\r\nb: 5\r\nc: [3]   # list\r\nd: [z]\r\ne: w\r\n\r\n# added by plan check --fix\r\nf: true\r\n"
+    )
+    assert yaml.safe_load(fixed) == {"a": 1, "b": 5, "c": [3], "d": ["z"], "e": "w", "f": True}
+
+
+def test_fix_edits_json_in_place() -> None:
+    text = '{\n  "train_micro_batch_size_per_gpu": 8,\n  "zero_optimization": {"stage": 2}\n}\n'
+    fixed = rewrite(text, "ds.json", {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4})
+    assert json.loads(fixed) == {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 2},
+        "gradient_accumulation_steps": 4,
+    }
+    assert fixed.startswith('{\n  "train_micro_batch_size_per_gpu": 2,\n  "zero')
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "code"), [("2000", 0), ("4", 1)], ids=["fits", "does not fit"]
+)  # fmt: skip
+def test_the_command_answers_with_exit_codes_and_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], memory_gib: str, code: int
+) -> None:
+    file = tmp_path / "trl.yaml"
+    file.write_text(TRL)
+    words = ["check", str(file), "--gpu", "rtx-4090", "--no-dry-run", "--memory-gib", memory_gib, "--json", "--fix"]
+    assert run(words) == code
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["exit_code"] == code
+    assert answer["setup"]["micro_batch_seqs"] == 16
+    assert file.read_text() == TRL
+    if answer["fix"]["path"]:
+        assert Path(answer["fix"]["path"]) == tmp_path / "trl.fixed.yaml"
+        assert "# too much" in (tmp_path / "trl.fixed.yaml").read_text()
+
+
+def test_the_command_is_uncertain_inside_the_band(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "trl.yaml"
+    file.write_text(TRL)
+    peak = prediction_of(read_text(TRL, "trl.yaml", model=MODEL).setup).peak_device_bytes
+    words = ["check", str(file), "--gpu", "rtx-4090", "--no-dry-run", "--headroom", "0"]
+    assert run([*words, "--memory-gib", str(1.02 * peak / GIB)]) == 3
+    assert "may or may not fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["{}", "a: [", "!!python/object/apply:os.system ['true']", "- 1"])
+def test_the_command_says_2_for_what_it_cannot_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(text)
+    assert run(["check", str(file), "--gpu", "rtx-4090"]) == 2
+    assert "error:" in capsys.readouterr().err

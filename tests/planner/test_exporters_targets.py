@@ -1,0 +1,169 @@
+"""Every target's files against what is at hand in the default run: parsers where installed, else committed snapshots.
+
+The tools' own parsers run in their own venvs: tools/validators/*.sh, results in docs/launch.md.
+"""
+
+import ast
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from launch_sweep import request, setups
+
+from planner.errors import ConfigError
+from planner.exporters import EXPORTERS, PLACEHOLDER_DATASET, DatasetChoice, Launch
+from planner.models import catalogue
+from planner.readers import schema
+from planner.setup import TrainSetup
+
+SETUPS = setups()
+
+
+def emitted(target: str) -> list[tuple[TrainSetup, Launch]]:
+    found = [(setup, EXPORTERS[target](request(setup))) for setup in SETUPS]
+    return [(setup, launch) for setup, launch in found if not launch.refused]
+
+
+def keywords(text: str, function: str) -> dict[str, Any]:
+    """Literal keyword arguments of the call of `function`; torch types by their name."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(function):
+            return {one.arg: _literal(one.value) for one in node.keywords if one.arg}
+    return {}
+
+
+def _literal(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return ast.unparse(node)
+
+
+def test_accelerate_itself_accepts_every_config(tmp_path: Path) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    path = tmp_path / "accelerate.yaml"
+    accepted = 0
+    for setup, launch in emitted("accelerate"):
+        path.write_text(launch.files[0].text)
+        config = load_config_from_file(str(path))
+        assert config.num_processes == (1 if setup.parallel in ("none", "device-map") else setup.num_gpus)
+        assert str(config.mixed_precision) == (setup.autocast_dtype or "no")
+        accepted += 1
+    assert accepted >= 200
+
+
+@pytest.mark.slow
+def test_transformers_peft_and_bitsandbytes_accept_every_scripts_arguments(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import warnings
+
+    import torch
+    from peft import LoraConfig
+    from transformers import BitsAndBytesConfig, TrainingArguments
+
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    monkeypatch.chdir(tmp_path)
+    accepted = 0
+    for setup, launch in emitted("hf"):
+        text = launch.files[0].text
+        compile(text, "train_hf.py", "exec")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)  # a deprecated name
+            arguments = TrainingArguments(**keywords(text, "TrainingArguments"))
+        assert arguments.per_device_train_batch_size == setup.micro_batch_seqs
+        assert arguments.gradient_accumulation_steps == setup.accumulation_steps
+        if setup.method != "full":
+            assert LoraConfig(**keywords(text, "LoraConfig")).r == setup.lora_rank
+        if setup.quantized:
+            values = keywords(text, "BitsAndBytesConfig")
+            for key, value in values.items():
+                if isinstance(value, str) and value.startswith("torch."):
+                    values[key] = getattr(torch, value.removeprefix("torch."))
+            assert BitsAndBytesConfig(**values).load_in_4bit == setup.quantization.startswith("nf4")
+        accepted += 1
+    assert accepted >= 200
+
+
+def test_unsloth_scripts_use_only_arguments_that_its_source_has() -> None:
+    known = schema.known("unsloth")
+    trainer = schema.known("trl")
+    for _, launch in emitted("unsloth"):
+        text = launch.files[0].text
+        compile(text, "train_unsloth.py", "exec")
+        for function in ("from_pretrained", "get_peft_model"):
+            assert {f"{function}.{name}" for name in keywords(text, f"FastLanguageModel.{function}")} <= known
+        assert set(keywords(text, "SFTConfig")) <= trainer
+        assert "activation_checkpointing" not in text  # too new for the transformers that Unsloth pins
+
+
+@pytest.mark.parametrize("target", ["axolotl", "llamafactory", "deepspeed"])
+def test_every_setting_is_one_the_tool_knows(target: str) -> None:
+    known = schema.known(target)
+    launches = emitted(target)
+    assert len(launches) >= {"deepspeed": 60}.get(target, 200)
+    for _, launch in launches:
+        text = launch.files[0].text
+        values = json.loads(text)["zero_optimization"] if target == "deepspeed" else yaml.safe_load(text)
+        assert set(values) <= known
+
+
+@pytest.mark.parametrize("target", ["trl", "hf", "axolotl", "llamafactory", "unsloth"])
+def test_without_a_dataset_every_file_marks_where_it_belongs(target: str) -> None:
+    launch = EXPORTERS[target](request(TrainSetup(loss="chunked"), dataset=None))
+    assert any(PLACEHOLDER_DATASET in file.text for file in launch.files)
+    assert "PUT YOURS HERE" in launch.files[0].text
+
+
+@pytest.mark.parametrize("columns", ["messages", "prompt-completion", "alpaca", "text"])
+@pytest.mark.parametrize("target", ["trl", "hf", "axolotl", "llamafactory", "unsloth"])
+def test_a_local_dataset_is_named_without_machine_paths(target: str, columns: str) -> None:
+    dataset = DatasetChoice(path="/home/someone/data.jsonl", columns=columns, local=True)
+    launch = EXPORTERS[target](request(TrainSetup(loss="chunked"), dataset=dataset))
+    text = "".join(file.text for file in launch.files)
+    assert "data.jsonl" in text
+    assert "/home" not in text
+
+
+@pytest.mark.parametrize("target", sorted(EXPORTERS))
+def test_header_names_versions_and_command(target: str) -> None:
+    for setup, launch in emitted(target)[:20]:
+        assert launch.command
+        assert launch.validated_with
+        text = launch.files[0].text
+        if not launch.files[0].path.endswith(".json"):
+            for name, version in launch.validated_with.items():
+                assert f"{name}=={version}" in text
+            assert f"{setup.global_batch_seqs} sequences" in text
+
+
+def test_attention_targets_are_the_models_own_modules() -> None:
+    for model_id, names in {
+        "openai-community/gpt2": ["c_attn", "attn.c_proj"],
+        "Qwen/Qwen2.5-1.5B": ["q_proj", "k_proj", "v_proj", "o_proj"],
+        "EleutherAI/pythia-1b": ["query_key_value", "attention.dense"],
+    }.items():
+        model = catalogue.load(model_id)
+        if model is None:
+            continue
+        launch = EXPORTERS["trl"](request(TrainSetup(lora_targets="attention", loss="chunked"), model=model))
+        assert yaml.safe_load(launch.files[0].text)["lora_target_modules"] in (names, [names[0], "dense"])
+
+
+BREAKERS: dict[str, Callable[[str], str]] = {
+    "a typing error": lambda text: text.replace("lora_r:", "lora_rnk:"),
+    "a wrong type": lambda text: text.replace("max_length: 2048", "max_length: [1]"),
+}
+
+
+@pytest.mark.parametrize("name", BREAKERS)
+def test_a_damaged_file_is_not_read_back(name: str) -> None:
+    from planner.readers import read_text
+
+    text = EXPORTERS["trl"](request(TrainSetup(loss="chunked"))).files[0].text
+    with pytest.raises(ConfigError):
+        read_text(BREAKERS[name](text), "trl.yaml")

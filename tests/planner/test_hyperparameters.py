@@ -1,0 +1,67 @@
+"""Learning-rate rules: their published anchors, their scaling, and the notes from the scaling literature."""
+
+from math import sqrt
+
+import pytest
+
+from planner.hyperparameters import REFERENCE_BATCH_SEQS, batch_factor, choose
+from planner.setup import OPTIMIZERS, TrainSetup
+
+FULL = TrainSetup(method="full", precision="bf16-pure", lora_rank=0, accumulation_steps=REFERENCE_BATCH_SEQS)
+LORA = TrainSetup(accumulation_steps=REFERENCE_BATCH_SEQS)
+ROUNDING = 0.005  # rates are written with three digits
+
+
+def rate(setup: TrainSetup, **more: int) -> float:
+    return choose(setup, **more).learning_rate
+
+
+def test_lora_takes_ten_times_the_rate_of_full_fine_tuning() -> None:
+    """Source: Schulman et al. 2025, LoRA Without Regret."""
+    assert rate(LORA) == pytest.approx(10 * rate(FULL), rel=ROUNDING)
+    assert rate(FULL) == 2e-5
+
+
+def test_adam_scales_with_the_root_of_the_batch_and_sgd_linearly() -> None:
+    """Sources: Malladi et al. 2022; Goyal et al. 2017."""
+    large = LORA.with_(accumulation_steps=4 * REFERENCE_BATCH_SEQS)
+    assert rate(large) == pytest.approx(2 * rate(LORA), rel=ROUNDING)
+    assert rate(large.with_(optimizer="sgd")) == pytest.approx(4 * rate(LORA.with_(optimizer="sgd")), rel=ROUNDING)
+    assert batch_factor("adamw", REFERENCE_BATCH_SEQS // 2) == pytest.approx(1 / sqrt(2))
+
+
+def test_published_rates_are_within_a_factor_of_two() -> None:
+    """Alpaca: 2e-5 at 128 sequences (full); QLoRA: 2e-4 at 16 (7B), 1e-4 at 16 (65B)."""
+    alpaca = rate(FULL.with_(accumulation_steps=128))
+    small = rate(LORA.with_(accumulation_steps=16), num_params=7_000_000_000)
+    large = rate(LORA.with_(accumulation_steps=16), num_params=65_000_000_000)
+    for mine, published in ((alpaca, 2e-5), (small, 2e-4), (large, 1e-4)):
+        assert 0.5 <= mine / published <= 2.0
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_gets_a_rate_that_grows_with_the_batch(optimizer: str) -> None:
+    setup = LORA.with_(optimizer=optimizer)
+    rates = [rate(setup.with_(accumulation_steps=steps)) for steps in (1, 8, 64, 512)]
+    assert rates == sorted(rates)
+    assert rates[0] > 0
+    reasons = choose(setup).reasons
+    assert {"learning_rate", "warmup_fraction", "lr_schedule"} <= set(reasons)
+
+
+def test_only_the_effective_batch_counts_not_how_it_is_split() -> None:
+    assert rate(LORA.with_(micro_batch_seqs=8, accumulation_steps=4)) == rate(LORA)
+
+
+def test_notes_say_when_data_exceeds_what_the_adapter_can_store() -> None:
+    """2 bits per parameter, 1 bit per token: 1 M parameters hold about 2 M tokens."""
+    assert not choose(LORA, num_trained_params=1_000_000, dataset_tokens=1_900_000).notes
+    (note,) = choose(LORA, num_trained_params=1_000_000, dataset_tokens=4_000_000).notes
+    assert "rank 32" in note
+
+
+def test_notes_say_when_tokens_per_parameter_are_far_from_the_literature() -> None:
+    assert choose(FULL, num_params=1_000_000, dataset_tokens=50_000_000).notes
+    assert choose(FULL, num_params=10**10, dataset_tokens=100_000).notes
+    assert not choose(FULL, num_params=10**9, dataset_tokens=10**9).notes
+    assert any("epochs" in note for note in choose(LORA, dataset_tokens=1000, num_epochs=9).notes)

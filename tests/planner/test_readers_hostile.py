@@ -1,0 +1,150 @@
+"""Hostile and broken files: a clear ConfigError, quickly, and nothing executed."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.errors import ConfigError, PlannerError
+from planner.readers import read_config, read_text
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
+)
+CASES = {
+    "bomb": (BOMB, "expands to more than"),
+    "recursion": ("base_model: &a [*a]\n", "refers to itself"),
+    "python tag": ("base_model: !!python/object/apply:os.system ['touch hacked']\n", "not valid YAML"),
+    "own tag": ("base_model: !env HOME\n", "not valid YAML"),
+    "deep flow": ("base_model: " + "[" * 5000 + "]" * 5000 + "\n", "nested too deep"),
+    "deep block": ("".join(" " * i + f"k{i}:\n" for i in range(300)), "nested more than"),
+    "list": ("- base_model: x\n", "mapping"),
+    "scalar": ("hello\n", "mapping"),
+    "empty": ("", "mapping"),
+    "two documents": ("base_model: x\n---\nbase_model: y\n", "not valid YAML"),
+    "number key": ("1: 2\nbase_model: x\n", "must be text"),
+    "unhashable key": ("? [a]\n: b\nbase_model: x\n", "valid YAML"),
+    "unknown key": ("base_model: x\nmicro_batch_sise: 4\n", "no setting 'micro_batch_sise'"),
+    "wrong type": ("base_model: x\nmicro_batch_size: [1]\n", "must be a whole number"),
+    "negative": ("base_model: x\nmicro_batch_size: -3\n", "at least 1"),
+    "huge": ("base_model: x\nmicro_batch_size: 99999999999999999999\n", "reasonable size"),
+    "infinite": ("base_model: x\nsequence_len: .inf\n", "reasonable size"),
+    "not a number": ("base_model: x\nsequence_len: .nan\n", "reasonable size"),
+    "text for a number": ("base_model: x\nsequence_len: many\n", "whole number"),
+    "text for a flag": ("base_model: x\nsample_packing: perhaps\n", "true or false"),
+    "control characters": ("base_model: x\x00\n", "not valid YAML"),
+    "model is a mapping": ("base_model: {a: b}\nsequence_len: 8\n", "must be text"),
+    "absolute deepspeed": ("base_model: x\ndeepspeed: /etc/passwd\n", "cannot be read"),
+    "escaping deepspeed": ("base_model: x\ndeepspeed: ../../../etc/passwd\n", "cannot be read"),
+    "unknown tool": ("hello: world\n", "no config of a known tool"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hostile_yaml_gets_a_clear_error_quickly(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text, words = CASES[name]
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    start = time.perf_counter()
+    with pytest.raises(ConfigError) as caught:
+        read_config(file)
+    assert words in caught.value.message, caught.value.message
+    assert len(caught.value.message) < 400
+    assert time.perf_counter() - start < 5  # generous: the slowest takes well under a second alone
+    assert os.listdir(tmp_path) == ["config.yaml"]
+
+
+def test_a_hundred_megabytes_are_refused_unread(tmp_path: Path) -> None:
+    file = tmp_path / "big.yaml"
+    with file.open("wb") as handle:
+        handle.truncate(100 * 1024 * 1024)
+    start = time.perf_counter()
+    with pytest.raises(ConfigError, match="bytes"):
+        read_config(file)
+    assert time.perf_counter() - start < 1
+
+
+def test_links_directories_devices_and_odd_endings_are_refused(tmp_path: Path) -> None:
+    real = tmp_path / "real.yaml"
+    real.write_text("base_model: x\n")
+    link = tmp_path / "link.yaml"
+    link.symlink_to(real)
+    folder = tmp_path / "folder.yaml"
+    folder.mkdir()
+    pipe = tmp_path / "pipe.yaml"
+    os.mkfifo(pipe)
+    missing = tmp_path / "missing.yaml"
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00\x81")
+    odd = tmp_path / "data.pkl"
+    odd.write_text("base_model: x\n")
+    for path, words in {
+        link: "symbolic link",
+        folder: "a directory",
+        pipe: "not a regular file",
+        missing: "no such file",
+        binary: "UTF-8",
+        odd: "ends in",
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            read_config(path)
+
+
+def test_a_linked_deepspeed_file_is_not_followed(tmp_path: Path) -> None:
+    secret = tmp_path / "secret.json"
+    secret.write_text('{"zero_optimization": {"stage": 3}}')
+    (tmp_path / "linked.json").symlink_to(secret)
+    file = tmp_path / "config.yaml"
+    file.write_text("base_model: x\ndeepspeed: linked.json\n")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_config(file, num_gpus=2)
+
+
+@pytest.mark.parametrize(
+    "text", ["import os\nos.system('touch hacked')\n", "(" * 3000, "x = 1\n", "def f(:\n", "a" * 60_000]
+)
+def test_scripts_are_read_never_run(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "train.py"
+    file.write_text(text)
+    with pytest.raises(ConfigError):
+        read_config(file)
+    assert os.listdir(tmp_path) == ["train.py"]
+
+
+def test_a_key_written_twice_is_said() -> None:
+    found = read_text("base_model: x\nmicro_batch_size: 2\nmicro_batch_size: 4\n", "a.yaml")
+    assert found.setup.micro_batch_seqs == 4
+    assert "micro_batch_size is written twice: the last one counts" in found.assumptions
+
+
+KEYS = st.sampled_from(
+    ["base_model", "model_name_or_path", "micro_batch_size", "load_in_4bit", "adapter", "use_peft", "lora_r", "dtype",
+     "bf16", "fp16", "training", "model", "deepspeed", "zero_optimization", "distributed_type", "fsdp_config",
+     "num_processes", "do_train", "stage", "finetuning_type", "quantization_bit", "cutoff_len", "lora_target_modules",
+     "model_init_kwargs", "activation_checkpointing", "activation_checkpointing_kwargs", "gradient_checkpointing"]
+)  # fmt: skip
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 10**20) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(KEYS, VALUES, max_size=8), st.sampled_from(["a.yaml", "a.json"]))
+def test_any_mapping_is_read_or_refused_with_a_reason(values: dict[str, object], name: str) -> None:
+    import json
+
+    import yaml
+
+    text = json.dumps(values) if name.endswith("json") else yaml.safe_dump(values)
+    try:
+        found = read_text(text, name)
+    except PlannerError:
+        return  # refused with a reason
+    assert found.setup.micro_batch_seqs >= 1
