@@ -47,7 +47,7 @@ def examine() -> list[Finding]:
     """Everything the planner may want of a machine, looked at one by one."""
     findings = [*_python(), *_driver(), *_versions()]
     torch_facts = ask_torch()
-    findings += [*_torch(torch_facts), *_disk(), *_caches()]
+    findings += [*torch_findings(torch_facts), *_disk(), *_caches()]
     return findings
 
 
@@ -142,7 +142,7 @@ def _versions() -> Iterator[Finding]:
                 mend="pip install 'finetune-planner[torch]'",
             )
             continue
-        inside = _at_least(version, low) and not _at_least(version, high)
+        inside = at_least(version, low) and not at_least(version, high)
         yield Finding(
             name=name,
             level="ok" if inside else "warning",
@@ -152,7 +152,8 @@ def _versions() -> Iterator[Finding]:
         )
 
 
-def _at_least(version: str, bound: str) -> bool:
+def at_least(version: str, bound: str) -> bool:
+    """Whether a version is not older than a bound, compared number by number."""
     return _numbers(version) >= _numbers(bound)
 
 
@@ -242,7 +243,8 @@ def ask_torch(run: Callable[..., Any] = subprocess.run) -> dict[str, Any]:
     return {"problems": {"gpus": f"the check ended with status {done.returncode}: {last[:300]}"}}
 
 
-def _torch(facts: dict[str, Any]) -> Iterator[Finding]:
+def torch_findings(facts: dict[str, Any]) -> Iterator[Finding]:
+    """What `ask_torch` came back with, judged."""
     problems: dict[str, str] = facts.get("problems", {})
     gpus = facts.get("gpus")
     if gpus:

@@ -1,0 +1,82 @@
+"""`plan doctor`: every finding says how to mend it, and a broken library is a finding, not a traceback."""
+
+import json
+import subprocess
+from typing import Any
+
+import pytest
+import torch
+
+from planner.cli.app import run
+from probes import doctor
+
+
+@pytest.mark.slow
+def test_doctor_finds_this_machine_and_says_how_to_mend(capsys: pytest.CaptureFixture[str]) -> None:
+    code = run(["doctor", "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert document["can_probe"] == torch.cuda.is_available()
+    assert code == (0 if document["can_probe"] else 3)
+    by_name = {one["name"]: one for one in document["findings"]}
+    assert {"Python", "NVIDIA driver", "torch", "torch on the GPU", "bitsandbytes NF4", "flash-attn"} <= set(by_name)
+    assert {one["level"] for one in document["findings"]} <= {"ok", "warning", "missing"}
+    assert all(one["mend"] for one in document["findings"] if one["level"] != "ok")
+    assert by_name["torch"]["text"] == torch.__version__
+
+
+def done(stdout: str = "", stderr: str = "", code: int = 0) -> Any:
+    return lambda *args, **kwargs: subprocess.CompletedProcess(args, code, stdout, stderr)
+
+
+def hang(*args: Any, **kwargs: Any) -> Any:
+    raise subprocess.TimeoutExpired("python", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (done(stderr="Segmentation fault", code=-11), "status -11: Segmentation fault"),
+        (done(stderr="", code=1), "no output"),
+        (hang, "driver hangs"),
+        (done(stdout='DOCTOR{"torch": "2.9", "built_for": "", "gpus": [], "problems": {}}'), "without CUDA"),
+        (done(stdout='DOCTOR{"torch": "2.9", "built_for": "13.0", "gpus": [], "problems": {}}'), "finds no GPU"),
+    ],
+)
+def test_torch_that_is_broken_is_a_finding(answer: Any, words: str) -> None:
+    findings = list(doctor.torch_findings(doctor.ask_torch(answer)))
+    assert findings[0].level == "missing"
+    assert words in findings[0].text
+    assert findings[0].mend
+
+
+def test_torch_that_sees_a_gpu_is_reported_with_its_facts() -> None:
+    facts = {
+        "gpus": [{"name": "NVIDIA H200", "capability": [9, 0], "memory_bytes": 150 << 30}],
+        "bf16": True,
+        "nf4": True,
+        "adam8bit": None,
+        "flash": None,
+        "problems": {
+            "adam8bit": "RuntimeError: no kernel",
+            "flash": "ModuleNotFoundError: No module named 'flash_attn'",
+        },
+    }
+    by_name = {one.name: one for one in doctor.torch_findings(facts)}
+    assert "capability 9.0, 150.00 GiB" in by_name["torch on the GPU"].text
+    assert by_name["bf16"].level == "ok"
+    assert by_name["bitsandbytes NF4"].text == "kernels work on the GPU"
+    assert by_name["bitsandbytes AdamW 8-bit"].text == "RuntimeError: no kernel"
+    assert by_name["flash-attn"].level == "warning"
+
+
+@pytest.mark.parametrize(
+    ("version", "low", "high", "inside"),
+    [
+        ("2.13.0+cpu", "2.9", "3", True),
+        ("2.8.1", "2.9", "3", False),
+        ("3.0.0", "2.9", "3", False),
+        ("0.50.2", "0.48", "1", True),
+    ],
+)
+def test_versions_are_compared_as_numbers(version: str, low: str, high: str, inside: bool) -> None:
+    assert (doctor.at_least(version, low) and not doctor.at_least(version, high)) == inside

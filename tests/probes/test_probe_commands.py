@@ -1,0 +1,122 @@
+"""The measuring commands from the outside: exit codes, stdout as data, messages with a way out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from planner.cli.app import run
+from planner.cli.campaign import parse_budget
+from planner.errors import UsageError
+from probes.store import Store
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 256,
+    "max_position_embeddings": 256,
+}
+FLAGS = ["--device", "cpu", "--rank", "2", "--seq-len", "32", "--measure-seconds", "0.3", "--limit", "600"]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return str(folder)
+
+
+def answer(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_probe_measures_stores_and_then_answers_at_once(
+    tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "s.jsonl"
+    command = ["probe", tiny, *FLAGS, "--store", str(store), "--json"]
+    assert run(command) == 0
+    first = answer(capsys)
+    assert first["from_store"] is False
+    assert first["outcome"]["layers_measured"] == [2, 4, 6]
+    assert first["outcome"]["peak_allocated_bytes"] > 0
+    assert run(command) == 0
+    second = answer(capsys)
+    assert second["from_store"] is True
+    assert second["outcome"] == first["outcome"]
+    assert len(Store(store).records()) == 1
+    assert run([word for word in command if word != "--json"]) == 0
+    assert "tokens/s" in capsys.readouterr().out
+    assert run(["store", "show", "--store", str(store)]) == 0
+    assert answer(capsys)["measurements"] == 1
+    exported = tmp_path / "e.jsonl"
+    assert run(["store", "export", str(exported), "--store", str(store)]) == 0
+    capsys.readouterr()
+    assert run(["store", "import", str(exported), "--store", str(tmp_path / "other.jsonl")]) == 0
+    assert answer(capsys)["added"] == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what a machine without a GPU answers")
+def test_probe_without_a_gpu_says_what_to_do(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["probe", tiny]) == 3
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "no NVIDIA GPU" in told.err
+    assert "plan doctor" in told.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device", "tpu"], "--device must be"),
+        (["--device", "cpu", "--micro-batch", "0"], "micro-batch"),
+        (["--device", "cpu", "--memory-gib", "-1"], "--memory-gib"),
+        (["--device", "cpu", "--limit", "0"], "time limits"),
+        (["--device", "cpu", "--method", "full", "--rank", "8"], "rank"),
+    ],
+)
+def test_probe_refuses_nonsense(words: list[str], message: str, tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["probe", tiny, *words]) == 2
+    told = capsys.readouterr()
+    assert message in told.err
+    assert "Traceback" not in told.err
+
+
+@pytest.mark.parametrize(("text", "wanted"), [("9m", 540.0), ("90s", 90.0), ("1.5h", 5400.0), ("30", 30.0)])
+def test_budget_is_read(text: str, wanted: float) -> None:
+    assert parse_budget(text) == wanted
+
+
+@pytest.mark.parametrize("text", ["", "m", "-3m", "0", "inf", "nan", "3 parsecs"])
+def test_budget_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_budget(text)
+
+
+def test_campaign_list_says_what_would_be_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("blocks: [{name: b, models: [Qwen/Qwen2.5-0.5B], grid: {lora_rank: [8, 64]}, micro_batch: [1]}]")
+    assert run(["campaign", str(path), "--list", "--json"]) == 0
+    chains = answer(capsys)["chains"]
+    assert [one["setup"]["lora_rank"] for one in chains] == [8, 64]
+    assert run(["campaign", str(path), "--list"]) == 0
+    assert "2 chains" in capsys.readouterr().out
+
+
+def test_campaign_with_an_unknown_model_fails_before_the_first_probe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    path = tmp_path / "c.yaml"
+    path.write_text("blocks: [{models: [no-such/model-at-all], base: {lora_rank: 8}, micro_batch: [1]}]")
+    assert run(["campaign", str(path), "--device", "cpu", "--store", str(tmp_path / "s.jsonl")]) in (2, 3)
+    assert "no-such/model-at-all" in capsys.readouterr().err
+    assert not (tmp_path / "s.jsonl").exists()
