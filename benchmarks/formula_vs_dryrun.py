@@ -78,8 +78,7 @@ def points(seed: int) -> Iterator[tuple[str, str, TrainSetup]]:
 def measure(model_id: str, gpu_key: str, setup: TrainSetup) -> dict[str, Any]:
     """One point: per-phase allocated peaks of the dry run and, where it works, of the formula."""
     from planner.gpus import find_gpu
-    from probes.dryrun import report_for_config
-    from probes.dryrun.api import DryRunReport
+    from probes.dryrun import DryRunReport, report_for_config
 
     spec = catalogue.load(model_id)
     assert spec is not None

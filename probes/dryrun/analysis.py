@@ -5,11 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from probes.allocator.events import Alloc, Free, Phase
+from probes.dryrun.report import Group
 from probes.dryrun.trace import Trace
 from probes.dryrun.tracker import ROUND_BYTES, Origin
-
-Group = tuple[str, str]
-"""(category, name) of a memory term."""
 
 
 @dataclass(frozen=True, kw_only=True)

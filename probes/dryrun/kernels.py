@@ -126,10 +126,10 @@ def _sdpa(log: KernelLog) -> Any:
             out = torch.ops.aten._scaled_dot_product_efficient_attention(
                 query, key, value, mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
             )
-            return out[0]  # type: ignore[no-any-return]
+            return out[0]
         rows, columns = query.shape[-2], key.shape[-2]
         log.math_matrix_bytes = max(log.math_matrix_bytes, query.shape[0] * query.shape[1] * rows * columns * 4)
-        return torch.ops.aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+        return torch.ops.aten._scaled_dot_product_attention_math(
             query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
         )[0]
 
@@ -165,7 +165,7 @@ def _flash_padded(
         pad = (0, 8 - head % 8)
         query, key, value = (torch.nn.functional.pad(one, pad) for one in (query, key, value))
     out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, False, scale=scale)[0]
-    return out[..., :head] if head % 8 else out  # type: ignore[no-any-return]
+    return out[..., :head] if head % 8 else out
 
 
 def flash_attention_2(log: KernelLog) -> Any:
@@ -209,7 +209,7 @@ def _flash_dtype(module: torch.nn.Module) -> torch.dtype:
         return emulated_autocast_dtype()
     config: Any = module.config
     if hasattr(config, "_is_quantized") and config.dtype is not None:
-        return config.dtype  # type: ignore[no-any-return]
+        return config.dtype
     return next(one for one in module.modules() if isinstance(one, torch.nn.Linear)).weight.dtype
 
 
@@ -242,7 +242,7 @@ def _legacy_flash(log: KernelLog) -> Any:
 def kernels_of(log: KernelLog, config: Any) -> Iterator[None]:
     """Within it, attention on meta (or CPU) tensors runs what the GPU of `log.capability` would run, for the model
     class of `config`."""
-    import importlib
+    import importlib.util
 
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -252,7 +252,7 @@ def kernels_of(log: KernelLog, config: Any) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _sdpa(log)))
         name = type(config).__module__.replace(".configuration_", ".modeling_")
-        modeling = importlib.import_module(name) if name.startswith("transformers.models.") else None
+        modeling = importlib.import_module(name) if importlib.util.find_spec(name) else None
         for attribute, classes in list(vars(modeling).items()) if modeling is not None else []:
             if attribute.endswith("_ATTENTION_CLASSES") and "flash_attention_2" in classes:
                 stack.enter_context(mock.patch.dict(classes, {FLASH_NAME: classes["flash_attention_2"]}))

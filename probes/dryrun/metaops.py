@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 
-class _GroupedMm(torch.autograd.Function):
+class _GroupedMm(torch.autograd.Function):  # type: ignore[misc]
     """[rows, in] times [experts, in, out] by groups of rows: what autograd keeps and makes, without a kernel.
 
     Source: PyTorch derivatives.yaml `_grouped_mm`: each gradient only where it is needed.
@@ -35,10 +35,10 @@ class _GroupedMm(torch.autograd.Function):
 
 
 def _grouped_mm(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    return _GroupedMm.apply(input.to(weight.dtype), weight, offs)  # type: ignore[no-any-return]
+    return _GroupedMm.apply(input.to(weight.dtype), weight, offs)
 
 
-class _Int8Linear(torch.autograd.Function):
+class _Int8Linear(torch.autograd.Function):  # type: ignore[misc]
     """bitsandbytes' LLM.int8() layer by its buffers: the fp16 copy of the input, its int8 codes, the int32 product.
 
     Source: bitsandbytes 0.50 autograd/_functions.py `MatMul8bitLt` (threshold 6.0; no outlier column is assumed, as
@@ -51,13 +51,11 @@ class _Int8Linear(torch.autograd.Function):
         half = flat.to(torch.float16)
         quantized = torch.empty(flat.shape, dtype=torch.int8, device=hidden.device)
         row_stats = torch.empty(flat.shape[0], dtype=torch.float32, device=hidden.device)
-        outliers = torch.empty(flat.shape[1], dtype=torch.bool, device=hidden.device)
         del half
         product = torch.empty((flat.shape[0], codes.shape[0]), dtype=torch.int32, device=hidden.device)
         output = torch.empty(product.shape, dtype=torch.float16, device=hidden.device)
-        del product
+        del product, quantized, row_stats
         output = output.to(hidden.dtype)
-        ctx.saved = (flat, codes, scales, quantized, row_stats, outliers)
         ctx.saved = (flat, codes, scales)
         ctx.shape = hidden.shape
         return output.reshape(*hidden.shape[:-1], codes.shape[0])

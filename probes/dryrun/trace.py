@@ -161,7 +161,7 @@ def _layer_prefix(model: Any) -> str:
         return ""
     first = layers_of(inner)[0]
     path = next(name for name, module in model.named_modules() if module is first)
-    return path.rpartition(".")[0] + "."
+    return f"{path.rpartition('.')[0]}."
 
 
 def _batches(setup: TrainSetup) -> int:

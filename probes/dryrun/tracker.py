@@ -33,7 +33,7 @@ Temporaries = Callable[[tuple[Any, ...], dict[str, Any], tuple[torch.Tensor, ...
 """Sizes in bytes of what a kernel allocates for itself, from its arguments and outputs."""
 
 
-class Tracker(TorchDispatchMode):
+class Tracker(TorchDispatchMode):  # type: ignore[misc]
     """Records allocations and releases on devices of one type.
 
     Attributes:

@@ -238,6 +238,6 @@ def emulation_installed() -> Iterator[None]:
         mock.patch.object(torch, "get_autocast_dtype", get_dtype),
         mock.patch.object(torch, "autocast", _Autocast),
         mock.patch.object(torch.amp, "autocast", _Autocast),
-        mock.patch.object(torch.amp, "is_autocast_available", lambda device_type: True),
+        mock.patch.object(torch.amp, "is_autocast_available", return_value=True),
     ):
         yield

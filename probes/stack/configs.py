@@ -29,6 +29,8 @@ def load_config(config: Mapping[str, Any]) -> Any:
     finally:
         logger.setLevel(level)
     loaded.use_cache = False
+    if loaded.is_encoder_decoder and getattr(loaded, "decoder_start_token_id", None) is None:
+        loaded.decoder_start_token_id = getattr(loaded, "pad_token_id", None) or 0
     text = loaded.get_text_config()
     text.use_cache = False
     return loaded

@@ -31,7 +31,7 @@ def _unseen(kernel: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-class ChunkedNll(torch.autograd.Function):
+class ChunkedNll(torch.autograd.Function):  # type: ignore[misc]
     """Negative log-likelihood per token of `hidden @ weight.T` in tiles [4096 tokens, 32768 vocabulary].
 
     Buffers: one 16-bit tile, seven fp32 values per token; in the backward a tile again, the hidden gradient in fp32
@@ -153,7 +153,7 @@ def _unfold(tile: torch.Tensor, local: torch.Tensor, log_z: Any, grad: Any) -> N
         tile[rows] = (grad[rows, None] * (hot - probabilities)).to(tile.dtype)
 
 
-class FusedLinearCrossEntropy(torch.autograd.Function):
+class FusedLinearCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
     """Liger's fused linear cross-entropy: the gradients are computed in the forward, chunk of tokens by chunk.
 
     Chunks: vocabulary / hidden rounded up to a power of two many, so that one chunk's logits are about as large as the

@@ -165,8 +165,8 @@ def compute_loss(trainer: Trainer, batch: Batch, items: torch.Tensor, tell: Mark
     if setup.loss == "chunked":
         total: torch.Tensor = (-outputs["log_probs"]).sum() / items.clamp(min=1)
         return total
-    loss = outputs["loss"]
-    return loss
+    fused: torch.Tensor = outputs["loss"]
+    return fused
 
 
 def _accepts_loss_kwargs(inner: Any) -> bool:
@@ -199,24 +199,20 @@ def _liger(rows: torch.Tensor, weight: torch.Tensor, bias: Any, targets: torch.T
     """Liger's function under autocast: `custom_fwd` casts the inputs and runs with autocast off."""
     from probes.stack.autocast import cached_cast, emulated_autocast_dtype, emulated_autocast_enabled
 
-    device_type = rows.device.type
-    dtype = None
+    context: Any = nullcontext()
     if emulated_autocast_enabled():
         dtype = emulated_autocast_dtype()
         rows, weight = cached_cast(rows, dtype), cached_cast(weight, dtype)
         bias = cached_cast(bias, dtype) if bias is not None else None
-        with emulated_autocast(dtype, enabled=False):
-            result: torch.Tensor = FusedLinearCrossEntropy.apply(rows, weight, bias, targets)
-        return result
-    if device_type == "cuda" and torch.is_autocast_enabled("cuda"):
+        context = emulated_autocast(dtype, enabled=False)
+    elif rows.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         rows, weight = rows.to(dtype), weight.to(dtype)
         bias = bias.to(dtype) if bias is not None else None
-        with torch.autocast("cuda", enabled=False):
-            result = FusedLinearCrossEntropy.apply(rows, weight, bias, targets)
-        return result
-    result = FusedLinearCrossEntropy.apply(rows, weight, bias, targets)
-    return result
+        context = torch.autocast("cuda", enabled=False)
+    with context:
+        loss: torch.Tensor = FusedLinearCrossEntropy.apply(rows, weight, bias, targets)
+    return loss
 
 
 @contextmanager

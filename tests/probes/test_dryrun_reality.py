@@ -79,7 +79,7 @@ def test_dry_run_every_segment_equals_real_tensors(model_type: str, fields: dict
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fields", DENSE_SETUPS.values(), ids=DENSE_SETUPS.keys())
-@pytest.mark.parametrize("model_type", ("llama", "gemma2", "gpt2"))
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt2"])
 def test_dry_run_quantized_and_other_optimizers_equal_real_tensors(model_type: str, fields: dict[str, Any]) -> None:
     """Left out because a CPU differs by design: foreach AdamW keeps its step counters in CPU tensors, int8 layers and
     paged states take another path there, 8-bit tables are not copied."""

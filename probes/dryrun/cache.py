@@ -1,0 +1,106 @@
+"""Dry runs kept as JSON files, so that asking again costs nothing.
+
+The key is a hash of everything that can change a figure: setup, configuration, compute capability, options, the
+versions of the libraries that run the step, and the dry run's own version. A changed key is another file, so a stale
+figure is never served; a damaged or foreign file is ignored and written anew.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from planner.interchange import setup_to_dict, to_jsonable
+from planner.memory.types import MemoryTerm
+from planner.outcome import Prediction, Rung
+from planner.setup import TrainSetup
+from probes.dryrun.report import DryRunReport
+
+LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
+
+
+@cache
+def library_versions() -> tuple[tuple[str, str], ...]:
+    """Installed versions of what a dry run executes; "absent" where one is missing."""
+    found = []
+    for name in LIBRARIES:
+        try:
+            found.append((name, version(name)))
+        except PackageNotFoundError:
+            found.append((name, "absent"))
+    return tuple(found)
+
+
+def default_directory() -> Path:
+    """Where dry runs are kept: the user's cache directory."""
+    from platformdirs import user_cache_path
+
+    return user_cache_path("finetune-planner") / "dry-run"
+
+
+def key_of(
+    config: Mapping[str, Any],
+    capability: tuple[int, int],
+    setup: TrainSetup,
+    *,
+    own_version: int,
+    options: Mapping[str, Any],
+) -> str:
+    """Hexadecimal hash of all that decides a dry run's figures."""
+    parts = {
+        "config": {name: value for name, value in config.items() if not name.startswith("_")},
+        "capability": list(capability),
+        "setup": setup_to_dict(setup),
+        "options": dict(options),
+        "versions": library_versions(),
+        "dry_run": own_version,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def load(directory: Path, key: str) -> DryRunReport | None:
+    """The report kept under `key`, None where there is none that can be read."""
+    try:
+        raw = json.loads((directory / f"{key}.json").read_text())
+        return _report(raw)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def save(directory: Path, key: str, report: DryRunReport) -> None:
+    """Keeps `report` under `key`: written beside, then renamed. A cache that cannot be written is no error."""
+    values = to_jsonable(report)
+    values["phase_groups"] = {
+        phase: [[category, name, size] for (category, name), size in groups.items()]
+        for phase, groups in report.phase_groups.items()
+    }
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=directory, suffix=".tmp", delete=False) as file:
+            json.dump(values, file)
+        os.replace(file.name, directory / f"{key}.json")
+    except OSError:
+        return
+
+
+def _report(raw: dict[str, Any]) -> DryRunReport:
+    prediction = dict(raw["prediction"])
+    prediction["rung"] = Rung(prediction["rung"])
+    prediction["terms"] = tuple(MemoryTerm(**{**term, "phases": tuple(term["phases"])}) for term in prediction["terms"])
+    prediction["notes"] = tuple(prediction["notes"])
+    return DryRunReport(
+        **{
+            **raw,
+            "prediction": Prediction(**prediction),
+            "phase_groups": {
+                phase: {(category, name): size for category, name, size in groups}
+                for phase, groups in raw["phase_groups"].items()
+            },
+            "timeline": tuple((index, size) for index, size in raw["timeline"]),
+        }
+    )

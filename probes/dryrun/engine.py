@@ -1,0 +1,100 @@
+"""The part of a dry run that needs torch: depth, trace, repetition, replay, report."""
+
+import copy
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from planner.memory.types import PHASES, MemoryTerm
+from planner.outcome import Prediction, Rung
+from planner.setup import TrainSetup
+from planner.units import gib
+from probes.allocator import replay
+from probes.dryrun.analysis import SegmentPeak, phase_peaks, timeline
+from probes.dryrun.depths import DepthPlan, plan_depth
+from probes.dryrun.report import DryRunReport
+from probes.dryrun.splice import SpliceError, splice
+from probes.dryrun.trace import Trace, trace_run
+from probes.stack import load_config
+
+BAND_FRACTION = 0.02
+CONTEXT_BYTES = 500 * 1024**2
+"""What the driver and libraries hold outside PyTorch's count, when nobody measured it."""
+
+log = logging.getLogger(__name__)
+
+
+def run_engine(
+    raw_config: Mapping[str, Any],
+    capability: tuple[int, int],
+    setup: TrainSetup,
+    *,
+    full_depth: bool = False,
+    expandable_segments: bool = False,
+) -> DryRunReport:
+    """The report of one point; raises what the libraries raise where a model or an operator cannot be traced."""
+    plan = plan_depth(load_config(raw_config), checkpointing=setup.checkpointing, full_depth=full_depth)
+    return _report(plan, full_trace(plan, capability, setup), expandable_segments)
+
+
+def full_trace(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup) -> Trace:
+    """The events of the full model: of a run at the plan's depth with its block repeated, or of a run at full depth
+    where the layers turn out not to repeat."""
+    whole = copy.deepcopy(plan.whole) if plan.block is not None else plan.config
+    trace = trace_run(plan.config, setup, capability=capability, num_layers=plan.depth)
+    if plan.block is None:
+        return trace
+    try:
+        return splice(trace, plan.block, setup)
+    except SpliceError as error:
+        log.debug("full depth instead: %s", error)
+        return trace_run(whole, setup, capability=capability, num_layers=plan.full)
+
+
+def _report(plan: DepthPlan, trace: Trace, expandable_segments: bool) -> DryRunReport:
+    phases = phase_peaks(trace)
+    by_phase = {name: phases[name].size_bytes for name in PHASES if name in phases}
+    peak_phase = max(by_phase, key=lambda name: by_phase[name])
+    peak = phases[peak_phase]
+    reserved = replay(trace.events, expandable_segments=expandable_segments).peak_reserved_bytes
+    prediction = Prediction(
+        rung=Rung.DRY_RUN,
+        peak_allocated_bytes=peak.size_bytes,
+        peak_reserved_bytes=reserved,
+        peak_device_bytes=reserved + CONTEXT_BYTES,
+        peak_phase=peak_phase,
+        phase_peaks_bytes=by_phase,
+        terms=_terms(peak, peak_phase),
+        memory_band_fraction=BAND_FRACTION,
+        notes=_notes(trace),
+    )
+    return DryRunReport(
+        prediction=prediction,
+        phase_groups={name: phases[name].groups for name in by_phase},
+        depth=plan.depth,
+        num_layers=plan.full,
+        kernels=dict(trace.log.chosen),
+        kernel_reasons=dict(trace.log.reasons),
+        timeline=timeline(trace),
+        parameter_bytes=trace.parameter_bytes,
+        num_events=len(trace.events),
+        elapsed_s=0.0,
+    )
+
+
+def _terms(peak: SegmentPeak, phase: str) -> tuple[MemoryTerm, ...]:
+    terms = [
+        MemoryTerm(category=category, name=name, size_bytes=size, phases=(phase,))  # type: ignore[arg-type]
+        for (category, name), size in peak.groups.items()
+    ]
+    return tuple(sorted(terms, key=lambda term: -term.size_bytes))
+
+
+def _notes(trace: Trace) -> tuple[str, ...]:
+    notes = list(trace.notes)
+    if trace.log.chosen.get("math"):
+        notes.append(
+            f"SDPA falls back to the math kernel ({trace.log.reasons['math']}): each layer makes a matrix of "
+            f"{gib(trace.log.math_matrix_bytes)} of attention scores in fp32"
+        )
+    return tuple(notes)
