@@ -49,12 +49,14 @@ class Browser:
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] != "INFO"]
 
     def requests(self) -> list[str]:
-        """Addresses that the page asked for since it was opened."""
+        """Addresses that the page asked for since it was opened; the browser's own start page is not counted."""
         found = []
         for entry in self.driver.get_log("performance"):
             message = json.loads(entry["message"])["message"]
             if message["method"] == "Network.requestWillBeSent":
-                found.append(message["params"]["request"]["url"])
+                parameters = message["params"]
+                if not parameters["documentURL"].startswith("chrome://"):
+                    found.append(parameters["request"]["url"])
         return found
 
     def screenshot(self, path: Path) -> None:
