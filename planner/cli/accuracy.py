@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,8 @@ from planner.setup import TrainSetup
 
 if TYPE_CHECKING:
     from reports.accuracy import AccuracyTable
+
+Predict = Callable[[ModelSpec, GpuSpec, TrainSetup], Prediction | ProbeFailure | None]
 
 RUNGS = {"formula": "formula", "dry_run": "dry run", "dry-run": "dry run"}
 QUANTITIES: dict[str, tuple[Quantity, ...]] = {
@@ -41,6 +43,7 @@ def accuracy(
 ) -> None:
     """Predicted against measured, per source: median, 90th and 95th percentile, worst."""
     from reports.accuracy import accuracy_table
+    from reports.accuracy_terminal import render_accuracy
     from reports.accuracy_text import accuracy_json, accuracy_markdown
 
     if rung not in RUNGS:
@@ -53,7 +56,7 @@ def accuracy(
     if not quantities:
         raise UsageError("the dry run predicts memory only", hint="use --what memory, or --rung formula")
     rows = _rows(group, newest)
-    predict = _formula() if rung == "formula" else _dry_run()
+    predict = _remembered(_formula() if rung == "formula" else _dry_run())
     tables = [accuracy_table(rows, predict, what=quantity, lookup=_lookup, rung=RUNGS[rung]) for quantity in quantities]
     command = f"plan accuracy --rung {rung} --what {what}" + (f" --group {group}" if group else "")
     command += " --newest" if newest else ""
@@ -63,7 +66,7 @@ def accuracy(
     if as_json:
         print_json(accuracy_json(tables))
         return
-    console().print(text, markup=False)
+    render_accuracy(tables, console())
 
 
 def _rows(group: str | None, newest: bool) -> Sequence[MeasuredRow]:
@@ -78,13 +81,13 @@ def _rows(group: str | None, newest: bool) -> Sequence[MeasuredRow]:
     return newest_versions(rows) if newest else rows
 
 
-def _formula() -> Callable[[ModelSpec, GpuSpec, TrainSetup], Prediction | ProbeFailure | None]:
+def _formula() -> Predict:
     from planner.predict import predict
 
     return predict
 
 
-def _dry_run() -> Callable[[ModelSpec, GpuSpec, TrainSetup], Prediction | ProbeFailure | None]:
+def _dry_run() -> Predict:
     try:
         from probes.dryrun import dry_run
     except ImportError as error:
@@ -92,10 +95,20 @@ def _dry_run() -> Callable[[ModelSpec, GpuSpec, TrainSetup], Prediction | ProbeF
             f"the dry run needs torch, transformers and peft: {error}", hint='pip install "finetune-planner[torch]"'
         ) from error
 
-    def predict(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Any:
-        return dry_run(model, gpu, setup)
+    return dry_run
 
-    return predict
+
+def _remembered(predict: Predict) -> Predict:
+    """Each setup asked once, whatever the number of tables it stands in."""
+    answers: dict[tuple[str, str, TrainSetup], Prediction | ProbeFailure | None] = {}
+
+    def ask(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Prediction | ProbeFailure | None:
+        key = (model.model_id, gpu.key, setup)
+        if key not in answers:
+            answers[key] = predict(model, gpu, setup)
+        return answers[key]
+
+    return ask
 
 
 @cache

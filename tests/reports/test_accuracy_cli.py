@@ -1,0 +1,73 @@
+"""`plan accuracy`: the formula rung over the recorded rows, files, and bad options."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from planner.cli import main
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as outcome:
+        main(["accuracy", *words])
+    captured = capsys.readouterr()
+    code = outcome.value.code
+    return (code if isinstance(code, int) else 0), captured.out, captured.err
+
+
+def test_json_is_the_only_thing_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--what", "memory", "--json")
+    assert code == 0
+    tables = json.loads(out)
+    assert [table["what"] for table in tables] == ["allocated", "reserved", "device"]
+    assert all(table["rung"] == "formula" and table["overall"]["num_configs"] > 20 for table in tables)
+
+
+def test_formula_meets_the_aim_on_allocated_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """Aim of the formula rung: median at most 8 %, no more than 2 % of cases predicted to fit where they did not."""
+    _, out, _ = run(capsys, "--what", "allocated", "--json")
+    (table,) = json.loads(out)
+    assert table["overall"]["median_error"] <= 0.08
+    assert table["fit"]["false_fit_fraction"] <= 0.02
+    assert table["fit"]["num_out_of_memory"] >= 70
+    expressed = next(one for one in table["exact"] if one["name"] == "expressed fully")
+    assert expressed["median_error"] <= 0.02
+
+
+def test_out_writes_markdown_csv_and_charts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--what", "all", "--newest", "--out", str(tmp_path))
+    assert code == 0
+    names = {path.name for path in tmp_path.iterdir()}
+    stems = ("allocated", "reserved", "device", "tokens-per-s")
+    assert names == {"formula.md", *(f"formula-{stem}.{kind}" for stem in stems for kind in ("csv", "svg"))}
+    text = (tmp_path / "formula.md").read_text()
+    assert "fms_acceleration" in text
+    assert "peft_metamathqa" in text
+    assert "tokens per second" in out.lower()
+    assert max(len(line) for line in out.splitlines()) <= 80
+
+
+def test_one_source_only(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--what", "reserved", "--group", "peft_metamathqa", "--json")
+    assert code == 0
+    assert [one["name"] for one in json.loads(out)[0]["groups"]] == ["peft_metamathqa"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--rung", "probe"), "--rung"),
+        (("--what", "everything"), "--what"),
+        (("--group", "nobody"), "nobody"),
+        (("--rung", "dry_run", "--what", "speed"), "memory only"),
+    ],
+)
+def test_bad_options_are_named_with_a_hint(
+    words: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, *words)
+    assert code == 2
+    assert out == ""
+    assert expected in err
+    assert "hint:" in err
