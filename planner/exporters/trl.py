@@ -24,6 +24,9 @@ VALIDATED_WITH = {
     "accelerate": "1.15.0",
     "datasets": "5.2.0",
 }
+FILE_LOADERS = {"jsonl": "json", "json": "json", "parquet": "parquet", "csv": "csv"}
+"""Ending of a local file -> the loader of `datasets` for it; `dataset_name` takes a directory or a hub id only."""
+
 OLDER_NAMES = (
     "With transformers < 5.23 write gradient_checkpointing for activation_checkpointing "
     "(every_n_layers needs >= 5.17); "
@@ -212,6 +215,13 @@ def dataset_section(request: ExportRequest) -> Section:
         )
     comment = "chat columns" if request.dataset.columns == "messages" else f"{request.dataset.columns} columns"
     text = request.dataset.columns == "text" and request.dataset.text_field != "text"
+    if request.dataset.local and (loader := FILE_LOADERS.get(request.dataset.path.rpartition(".")[2].lower())):
+        entry = {"path": loader, "data_files": shown_path(request.dataset.path), "split": "train"}
+        return section(
+            "dataset",
+            Line("datasets", [entry], comment),
+            Line("dataset_text_field", request.dataset.text_field) if text else None,
+        )
     return section(
         "dataset",
         Line("dataset_name", shown_path(request.dataset.path), comment),

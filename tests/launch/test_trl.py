@@ -33,7 +33,7 @@ def test_trl_trains_the_tiny_model_as_planned(place: Path, launch: Callable[...,
         model_id="./tiny-llama",
         setup=setup,
         hyper=hyper,
-        dataset=DatasetChoice(path="./chats", local=True),
+        dataset=DatasetChoice(path="./chats/train.jsonl", local=True),
         logging_steps=1,
     )
     emitted = trl.export(request)

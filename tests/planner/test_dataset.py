@@ -1,0 +1,127 @@
+"""Token lengths of local data sets: hand-counted cases, packing and padding against brute force, broken files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.dataset import DatasetStats, choose_length, measure, token_counter
+from planner.errors import ConfigError
+
+
+def stats(*lengths: int) -> DatasetStats:
+    return DatasetStats(
+        path="x", columns="text", num_samples=len(lengths), lengths_tokens=tuple(sorted(lengths)), counted_with="hand"
+    )
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_lengths_by_hand(tmp_path: Path) -> None:
+    """4 bytes a token; 5 tokens a message; 1 for the end of a text."""
+    chat = {"messages": [{"role": "user", "content": "a" * 40}, {"role": "assistant", "content": "b" * 8}]}
+    assert measure(write(tmp_path / "a.jsonl", [chat])).lengths_tokens == (10 + 5 + 2 + 5,)
+    assert measure(write(tmp_path / "b.jsonl", [{"text": "a" * 400}])).lengths_tokens == (101,)
+    assert measure(write(tmp_path / "c.jsonl", [{"prompt": "a" * 8, "completion": "b" * 8}])).lengths_tokens == (5,)
+    alpaca = {"instruction": "a" * 8, "input": "", "output": "b" * 4}
+    assert measure(write(tmp_path / "d.jsonl", [alpaca])).columns == "alpaca"
+
+
+def test_parquet_and_json_arrays_read_like_json_lines(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"text": "a" * n} for n in (40, 80, 4000)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    lines = measure(write(tmp_path / "a.jsonl", rows))
+    assert measure(tmp_path / "a.parquet").lengths_tokens == lines.lengths_tokens
+    assert measure(tmp_path / "a.json").lengths_tokens == lines.lengths_tokens == (11, 21, 1001)
+
+
+def test_the_models_tokenizer_counts_where_it_is_at_hand(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    count, name = token_counter(tmp_path)
+    assert count("a b c a") == 4
+    assert name == "counted by the tokenizer"
+    found = measure(write(tmp_path / "a.jsonl", [{"text": "a b c"}]), tokenizer=tmp_path)
+    assert found.lengths_tokens == (4,)
+
+
+def test_packing_by_hand() -> None:
+    assert stats(6, 4, 5, 5).packing_fraction(10) == 1.0
+    assert stats(6, 6, 6).packing_fraction(10) == pytest.approx(18 / 30)
+    assert stats(25).packing_fraction(10) == 1.0  # cut to one full row
+
+
+def test_padding_by_hand() -> None:
+    assert stats(5, 5, 5, 5).padding_fraction(2, 10) == 1.0
+    assert stats(10, 2).padding_fraction(2, 10) == pytest.approx(12 / 20)
+    assert stats(10, 2).padding_fraction(1, 10) == 1.0
+    assert stats(100, 2).worst_batch_tokens(4, 64) == 256
+
+
+def test_packing_never_beats_full_rows_nor_loses_to_one_sample_a_row() -> None:
+    import random
+
+    dice = random.Random(3)
+    for _ in range(50):
+        lengths = [dice.randint(1, 300) for _ in range(dice.randint(1, 60))]
+        one = stats(*lengths)
+        row = dice.randint(10, 400)
+        alone = sum(min(length, row) for length in lengths) / (row * len(lengths))
+        assert alone - 1e-9 <= one.packing_fraction(row) <= 1.0
+
+
+def test_a_length_cuts_at_most_one_percent_and_packs_uneven_data() -> None:
+    uneven = choose_length(stats(*([50] * 95 + [2000] * 5)))
+    assert uneven.packing
+    assert uneven.cut_fraction <= 0.01
+    even = choose_length(stats(*([500] * 100)))
+    assert not even.packing
+    assert even.seq_len_tokens == 512
+    assert even.epoch_tokens == 50_000
+    assert choose_length(stats(*([9000] * 10)), max_tokens=4096).seq_len_tokens == 4096
+
+
+def test_large_files_are_sampled_and_scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("planner.dataset.MAX_SAMPLES", 50)
+    found = measure(write(tmp_path / "a.jsonl", [{"text": "a" * 40}] * 200))
+    assert found.num_samples == 200
+    assert len(found.lengths_tokens) == 50
+    assert found.total_tokens == 200 * 11
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no samples"),
+        ("{}\n", "not known"),
+        ("[1]\n", "no JSON object"),
+        ('{"text": "a"}\nnonsense\n', "line 2"),
+        ('{"messages": 5}\n', "has no messages"),
+        ('{"text": "a"}\n{"other": 1}\n', "has no text"),
+        ("[" * 100_000, "not valid JSON"),
+    ],
+)
+def test_broken_files_are_named_with_their_line(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        measure(file)
+
+
+def test_a_missing_file_and_a_false_parquet_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no data set"):
+        measure(tmp_path / "none.jsonl")
+    (tmp_path / "a.parquet").write_text("hello")
+    with pytest.raises(ConfigError, match="Parquet"):
+        measure(tmp_path / "a.parquet")
