@@ -2,13 +2,11 @@
 
 from probes.allocator.caching import CachingAllocator, OutOfDeviceMemory, segment_size
 from probes.allocator.events import Alloc, EmptyCache, Event, Events, Free, Phase
-from probes.allocator.expand import CannotExpand, expand
 from probes.allocator.replay import OutOfMemory, ReplayResult, replay
 
 __all__ = [
     "Alloc",
     "CachingAllocator",
-    "CannotExpand",
     "EmptyCache",
     "Event",
     "Events",
@@ -17,7 +15,6 @@ __all__ = [
     "OutOfMemory",
     "Phase",
     "ReplayResult",
-    "expand",
     "replay",
     "segment_size",
 ]
