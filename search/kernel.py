@@ -108,7 +108,7 @@ class ErrorKernel:
         """Covariance of setup `row` with the setups `rows` (all by default)."""
         code = self._encoding
         levels = code.levels[rows]
-        shared = self._bias + self._shares[rows] @ self._shares[row]
+        shared = self._bias + np.einsum("ij,j->i", self._shares[rows], self._shares[row])
         effects = np.zeros(len(levels))
         product = np.full(len(levels), self._interaction)
         for position, (table, likeness) in enumerate(zip(self._effects, self._likeness, strict=True)):
@@ -124,7 +124,19 @@ class ErrorKernel:
 
     def block(self, rows: Rows) -> Floats:
         """Covariance matrix of the setups `rows`."""
-        return np.stack([self.column(int(row), rows) for row in rows])
+        code = self._encoding
+        levels = code.levels[rows]
+        effects = np.zeros((len(rows), len(rows)))
+        product = np.full((len(rows), len(rows)), self._interaction)
+        for position, (table, likeness) in enumerate(zip(self._effects, self._likeness, strict=True)):
+            pairs = levels[:, position, None], levels[None, :, position]
+            effects += table[pairs]
+            product *= likeness[pairs]
+        recipes, groups = code.recipes[rows], code.groups[rows]
+        covariance = self._bias + self._shares[rows] @ self._shares[rows].T + product
+        covariance += effects * np.where(recipes[:, None] == recipes[None, :], 1.0, SHARED)
+        result: Floats = covariance * np.where(groups[:, None] == groups[None, :], 1.0, SHARED_MODELS)
+        return result
 
 
 def _correlation(dimension: Dimension, values: Sequence[object]) -> Floats:

@@ -113,7 +113,8 @@ class Residual:
         column = self._kernel.column(row)
         weights = self._roots[:, row]
         pivot = sqrt(max(self._unit_variance[row] + noise_variance, MIN_VARIANCE))
-        new_row = (column - weights @ self._roots) / pivot
+        # einsum, not @: over so few rows a multi-threaded BLAS costs more than it gains, much more on a busy machine.
+        new_row = (column - np.einsum("i,ij->j", weights, self._roots)) / pivot
         standardised = (value - float(self.mean[row])) / pivot
         self.mean += new_row * standardised
         self._unit_variance = np.maximum(self._unit_variance - new_row**2, 0.0)

@@ -232,11 +232,12 @@ class Study:
         """Finishes a trial with what came back; False when somebody else had given it up for lost."""
         trial_id = self.trial_id(number)
         try:
-            self._storage.set_trial_user_attr(trial_id, "duration_s", duration_s)
             if excluded:
                 self._storage.set_trial_user_attr(trial_id, "excluded", excluded)
             # Written before the state: whoever finds this trial unfinished finishes it without another probe.
             self._storage.set_trial_user_attr(trial_id, "evidence", evidence_to_json(evidence))
+            if duration_s:
+                self._storage.set_trial_user_attr(trial_id, "duration_s", round(duration_s, 3))
             self._finish(number, evidence)
         except (optuna.exceptions.UpdateFinishedTrialError, RuntimeError):
             return False
@@ -324,7 +325,7 @@ def _record(trial: FrozenTrial) -> TrialRecord:
 def _constraints(
     problem: Problem, candidate: Candidate | None, setup: TrainSetup, evidence: Evidence
 ) -> dict[str, float]:
-    """All at most 0 exactly when the trial is feasible: memory (share of the budget), runs, wishes."""
+    """All at most 0 exactly when the trial is feasible: memory (share of the budget); runs, wishes where violated."""
     failed = isinstance(evidence, ProbeFailure)
     out_of_memory = isinstance(evidence, ProbeFailure) and evidence.kind is FailureKind.OUT_OF_MEMORY
     if candidate is not None:
@@ -334,7 +335,8 @@ def _constraints(
     wishes = 1.0 if problem.broken_wish(setup) else 0.0
     if problem.min_tokens_per_s and not failed and not problem.feasible(setup, evidence) and memory <= 0:
         wishes = 1.0
-    return {"memory": memory, "runs": 1.0 if failed and not out_of_memory else 0.0, "wishes": wishes}
+    violated = {"runs": 1.0 if failed and not out_of_memory else 0.0, "wishes": wishes}
+    return {"memory": memory, **{name: value for name, value in violated.items() if value > 0}}
 
 
 def _objective(problem: Problem, candidate: Candidate | None, setup: TrainSetup, evidence: Evidence) -> float | None:
