@@ -1,4 +1,4 @@
-"""`Plan` and `NoPlan`: the answer to a workload, with the walk that led to it. Plain data; rendering lives in reports."""
+"""`Plan` and `NoPlan`: the answer to a workload, with the walk that led to it. Plain data, rendered in `reports`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

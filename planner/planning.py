@@ -1,4 +1,4 @@
-"""From a workload to a `Plan` or `NoPlan` on the formula rung: walk the space, ask the tree, name what stands beside."""
+"""From a workload to a `Plan` or `NoPlan` on the formula rung: walk the space, ask the tree, name the alternatives."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -71,7 +71,7 @@ def plan_workload(workload: Workload, corrections: Mapping[CorrectionKey, float]
 
 
 def _needed_gain(workload: Workload, facts: dict[str, NodeFacts]) -> float:
-    """How much faster a quantized setup must be predicted to replace a LoRA that fits: more than the speed model errs."""
+    """How much faster a quantized setup must be to replace a LoRA that fits: more than the speed model errs."""
     best = facts["lora"].best()
     if best is None:
         return 0.0

@@ -11,7 +11,7 @@ from planner.plan import Answer, NoPlan, Plan
 from planner.setup import TrainSetup
 from planner.units import gib, percent
 
-MAX_DRY_RUNS = 8
+MAX_DRY_RUNS = 6
 
 CorrectionKey = tuple[object, ...]
 DryRun = Callable[[TrainSetup], Prediction | ProbeFailure]
@@ -81,12 +81,14 @@ def _with_run(candidate: Candidate, runs: Mapping[TrainSetup, Prediction]) -> Ca
     return candidate if found is None else replace(candidate, dry_run=found)
 
 
+def _fits(plan: Plan, found: Prediction) -> bool:
+    return found.peak_device_bytes <= plan.workload.budget_bytes
+
+
 def _confirmed(plan: Plan, runs: Mapping[TrainSetup, Prediction]) -> Plan:
-    confirmed = [
-        each for each in plan.ranked if each.setup in runs and runs[each.setup].peak_device_bytes <= each.budget_bytes
-    ]
-    if confirmed:
-        return replace(plan, chosen=confirmed[0])
+    for candidate in plan.ranked:
+        if candidate.setup in runs and _fits(plan, runs[candidate.setup]):
+            return replace(plan, chosen=candidate)
     return replace(plan, notes=(*plan.notes, "no dry run has confirmed this setup yet: give more --headroom"))
 
 

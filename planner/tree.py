@@ -119,7 +119,7 @@ def _keep(heap: list[tuple[float, int, Point]], point: Point, index: int) -> Non
 
 
 def choose_node(facts: dict[str, NodeFacts], needed_gain_fraction: float) -> str | None:
-    """The node taken: the least approximate that fits, or a quantized one that is faster than LoRA by the needed gain."""
+    """The node taken: the least approximate that fits, or a quantized one faster than LoRA by the needed gain."""
     for node in NODES:
         best = facts[node].best()
         if best is None:
@@ -179,7 +179,9 @@ def _not_taken(node: str, facts: dict[str, NodeFacts], chosen: str | None, passe
     if not passed:
         return f"fits, but {NODE_NAMES[chosen or '']} is predicted {1 / ratio:.2f} times as fast"
     if node.startswith("qlora") and chosen == "lora":
-        return f"16-bit LoRA fits; quantizing is predicted to run at {ratio:.2f} times its speed, within the error of the prediction or slower"
+        return (
+            f"16-bit LoRA fits; quantizing would run at {ratio:.2f} times its speed: no gain beyond the model's error"
+        )
     return f"{NODE_NAMES[chosen or '']} fits and approximates less; this runs at {ratio:.2f} times its speed"
 
 

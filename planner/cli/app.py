@@ -5,15 +5,18 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-import click
 import typer
 
 from planner import __version__
 from planner.cli.output import fail, fail_environment
-from planner.errors import EXIT_BAD_INPUT, PlannerError
+from planner.errors import PlannerError
 
 MAIN_COMMAND = "make"
 """The name behind `plan MODEL`: `main` writes it in where the first word is no subcommand."""
+
+
+CommandLineError = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+"""The base of typer's own errors: newer versions ship their own copy of click."""
 
 
 class Command(NamedTuple):
@@ -49,7 +52,6 @@ def build_app(words: Sequence[str]) -> typer.Typer:
     app = typer.Typer(
         name="plan",
         help="Plan the fastest fine-tuning setup that fits a GPU.\n\nMain job: plan MODEL --gpu GPU",
-        no_args_is_help=True,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
     )
@@ -73,7 +75,9 @@ def complete_arguments(arguments: Sequence[str]) -> list[str]:
     directory that is named like a subcommand is meant with a path: ./gpus.
     """
     group_options = ("--help", "-h", "--version", "--install-completion", "--show-completion")
-    if not arguments or arguments[0] in {*COMMANDS, *GROUPS} or arguments[0] in group_options:
+    if not arguments:
+        return ["--help"]
+    if arguments[0] in {*COMMANDS, *GROUPS} or arguments[0] in group_options:
         return ["--help" if word == "-h" else word for word in arguments]
     return [MAIN_COMMAND, *arguments]
 
@@ -99,12 +103,9 @@ def run(arguments: Sequence[str]) -> int:
         code = build_app(words)(words, standalone_mode=False, prog_name="plan")
     except PlannerError as error:
         return fail(error)
-    except click.exceptions.NoArgsIsHelpError as error:
-        print(error.format_message())
-        return EXIT_BAD_INPUT
-    except click.exceptions.Abort:
+    except typer.Abort:
         return _interrupted()
-    except click.ClickException as error:
+    except CommandLineError as error:
         return fail(error)
     except KeyboardInterrupt:
         return _interrupted()

@@ -34,9 +34,13 @@ def _dry_run(
             kind=FailureKind.UNSUPPORTED,
             message=f"{missing} not installed (pip install 'finetune-planner[torch]')",
         )
-    from probes.dryrun import dry_run
+    import warnings
 
-    return dry_run(model, gpu, setup, full_depth=full_depth)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the libraries' remarks about this CPU say nothing about the target GPU
+        from probes.dryrun import dry_run
+
+        return dry_run(model, gpu, setup, full_depth=full_depth)
 
 
 def climb_dry_run(workload: Workload) -> Plan | NoPlan:

@@ -1,0 +1,181 @@
+"""The command line: exit codes, hints, stdout is data; hostile input never gives a traceback."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from planner.cli.app import COMMANDS, GROUPS, build_app, complete_arguments, run
+from planner.units import GIB
+
+FAST = ["--no-dry-run"]
+INTERCHANGE = {
+    "model": "Qwen/Qwen2.5-1.5B", "gpu": "rtx-4080", "method": "qlora", "precision": "bf16-pure",
+    "quantization": "nf4-double", "kbit_fp32_cast": True, "lora_rank": 16, "lora_targets": "attention",
+    "optimizer": "paged-adamw-8bit", "attention": "sdpa", "checkpointing": True, "loss": "full", "micro_batch_seqs": 1,
+    "accumulation_steps": 1, "seq_len_tokens": 2048, "num_gpus": 1,
+}  # fmt: skip
+RUNG_KEYS = {"peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "step_time_s", "tokens_per_s", "terms"}
+
+
+def test_main_job_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090", *FAST]) == 0
+    out = capsys.readouterr().out
+    for words in ("Train with", "It fits", "formula", "Beside it", "Next"):
+        assert words in out
+
+
+def test_main_job_as_json_is_one_document_with_a_schema_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--gpu", "RTX 4090", "qwen2.5-1.5b", "--json", *FAST]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["schema_version"] >= 1
+    assert plan["chosen"]["fits"]
+    assert set(plan["chosen"]["formula"]) >= RUNG_KEYS
+
+
+def test_nothing_fits_exits_with_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["meta-llama/Llama-3.1-70B", "--gpu", "t4", *FAST]) == 1
+    assert "Nothing fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["gpt2", "--gpu", "rtx-9999"], "rtx-"),
+        (["gpt2", "--gpu", "a100"], "a100-80gb"),
+        (["gpt2", "--gpu", "t4", "--rank", "-3"], "positive"),
+        (["gpt2", "--gpu", "t4", "--method", "dora"], "--method full"),
+        (["gpt2", "--gpu", "t4", "--method", "full", "--rank", "8"], "leave --rank out"),
+        (["gpt2", "--gpu", "t4", "--memory-gib", "nan"], "--memory-gib"),
+        (["gpt2", "--gpu", "t4", "--headroom", "99"], "smaller than the card"),
+        (["gpt2", "--gpu", "t4", "--nonsense"], "--help"),
+        (["gpt2"], "--help"),
+        (["estimate"], "plan estimate MODEL"),
+        (["gpt2", "--gpu", "t4", "--no-checkpointing", "--checkpoint-every", "2"], "one of the two"),
+    ],
+    ids=str,
+)
+def test_bad_input_exits_with_two_and_a_hint(
+    arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "error:" in captured.err
+    assert "hint:" in captured.err
+    assert hint in captured.err
+
+
+def test_estimate_gives_the_interchange_answer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    lines = [json.dumps(INTERCHANGE), "{broken", json.dumps({**INTERCHANGE, "gpu": "none"}), json.dumps(INTERCHANGE)]
+    path = tmp_path / "setups.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    assert run(["estimate", "--setups", str(path), "--json", *FAST]) == 0
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(answers) == 4
+    good, broken, unknown, again = answers
+    assert good == again
+    assert {key: good["setup"][key] for key in INTERCHANGE} == INTERCHANGE
+    assert set(good["formula"]) >= RUNG_KEYS
+    assert good["dry_run"] is None
+    assert good["probe"] is None
+    assert 1 * GIB < good["formula"]["peak_allocated_bytes"] < 16 * GIB
+    assert "error" in broken
+    assert "error" in unknown
+
+
+def test_out_writes_plan_reports_and_launch_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "deep" / "plan"
+    assert run(["Qwen/Qwen2.5-1.5B", "--gpu", "rtx-4090", "--out", str(out), *FAST]) == 0
+    written = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+    assert {"plan.json", "report.md", "report.html", "launch/trl-sft.yaml"} <= written
+    assert str(tmp_path) not in (out / "launch/trl-sft.yaml").read_text()
+    assert json.loads((out / "plan.json").read_text())["kind"] == "plan"
+
+
+def test_out_on_a_file_is_an_environment_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    blocker = tmp_path / "file"
+    blocker.write_text("keep me")
+    assert run(["gpt2", "--gpu", "rtx-4090", "--out", str(blocker), *FAST]) == 3
+    assert "hint:" in capsys.readouterr().err
+    assert blocker.read_text() == "keep me"
+
+
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    listing = capsys.readouterr().out
+    for name in (*COMMANDS, *GROUPS):
+        assert name in listing
+        assert run([name, "--help"]) == 0
+        assert capsys.readouterr().out
+
+
+def test_main_command_is_written_in_only_where_no_subcommand_stands() -> None:
+    assert complete_arguments(["gpt2", "--gpu", "t4"])[0] == "make"
+    assert complete_arguments(["--gpu", "t4", "gpt2"])[0] == "make"
+    assert complete_arguments(["gpus"]) == ["gpus"]
+    assert complete_arguments(["./gpus"])[0] == "make"
+    assert build_app(["gpus"]).registered_commands[0].name == "gpus"
+
+
+def test_formula_plan_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from planner.cli.app import run; code = run(['Qwen/Qwen2.5-1.5B', '--gpu', 'rtx-4090', '--no-dry-run']);"
+        "heavy = {'torch', 'transformers', 'optuna', 'numpy', 'peft', 'jinja2', 'huggingface_hub'} & set(sys.modules);"
+        "print(heavy, file=sys.stderr); sys.exit(9 if heavy else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+WORDS = [
+    "gpt2", "Qwen/Qwen2.5-1.5B", "nope/nope", "../../etc/passwd", "", " ", "-1", "1e99", "0", "nan", "inf", "-inf",
+    "99999999999999999999", "full", "lora", "qlora", "none", "nf4", "int8", "bf16-pure", "fp32", "fp16-mixed", "t4",
+    "rtx-4090", "h200", "quantum-9000", "all-linear", "attention", "q_proj,v_proj", "a;b", "\u202e", "🦙", "true", "eager",
+    "sdpa", "flash-attention-2", "adamw", "sgd", "chunked", "liger", "NaN", "null", "{}", "[]", "%s", "\\", "--",
+]  # fmt: skip
+FLAGS = [
+    "--gpu", "--seq-len", "--global-batch", "--method", "--rank", "--min-rank", "--targets", "--optimizer", "--precision",
+    "--quantization", "--attention", "--checkpointing", "--no-checkpointing", "--checkpoint-every", "--packing", "--loss",
+    "--memory-gib", "--headroom", "--dataset-tokens", "--price", "--json", "--no-dry-run", "--bogus",
+]  # fmt: skip
+
+
+def random_config(draw: random.Random) -> str:
+    """A config.json that is broken, hostile or merely odd."""
+    values = [None, -1, 0, 3, 1e308, "x", [], {}, True, 2**70, float("nan")]
+    keys = ["model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size",
+            "num_key_value_heads", "tie_word_embeddings", "layer_types", "head_dim", "text_config"]  # fmt: skip
+    config = {key: draw.choice(values) for key in draw.sample(keys, draw.randint(0, len(keys)))}
+    if draw.random() < 0.7:
+        config["model_type"] = draw.choice(["llama", "qwen2", "gpt2", "mixtral", "t5", "gemma3", "x" * 1000])
+    text = json.dumps(config)
+    return draw.choice([text, text, text, text[:-1], "[" * 5000, "", "\x00", "null"])
+
+
+def test_500_random_command_lines_never_crash(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 0, 1 or 2 and never a traceback, whatever is typed."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    draw = random.Random(20261121)
+    for number in range(500):
+        words = [draw.choice(WORDS)]
+        if draw.random() < 0.3:
+            folder = tmp_path / f"model{number}"
+            folder.mkdir()
+            (folder / "config.json").write_text(random_config(draw))
+            words = [f"./{folder.name}"]
+        if draw.random() < 0.9:
+            words += ["--gpu", draw.choice(["t4", "rtx-4090", "a100-80gb", "h200", draw.choice(WORDS)])]
+        for flag in draw.sample(FLAGS, draw.randint(0, 5)):
+            words.append(flag)
+            if flag not in ("--json", "--no-dry-run", "--checkpointing", "--no-checkpointing", "--packing", "--bogus"):
+                words.append(draw.choice(WORDS))
+        if draw.random() < 0.2:
+            words = ["estimate", *words]
+        code = run([*words, "--no-dry-run"])
+        capsys.readouterr()
+        assert code in (0, 1, 2), words

@@ -1,0 +1,164 @@
+"""Planning on the formula rung: the walk is complete, the tree explains itself, properties hold."""
+
+from dataclasses import replace
+
+import pytest
+
+from planner.errors import UsageError
+from planner.plan import NoPlan, Plan
+from planner.planning import plan_workload
+from planner.predict import predict
+from planner.space import dimension_values, walk
+from planner.units import GIB
+from tests.planner.helpers import wish
+
+CARDS = ("t4", "rtx-4090", "a100-80gb", "h200")
+
+
+def planned(**options: object) -> Plan:
+    plan = plan_workload(wish(**options))  # type: ignore[arg-type]
+    assert isinstance(plan, Plan)
+    return plan
+
+
+def test_walk_covers_at_least_5000_setups() -> None:
+    plan = planned()
+    assert plan.space.walked >= 5000
+    assert 0 < plan.space.infeasible < plan.space.walked
+
+
+def test_walk_predicts_what_predict_predicts() -> None:
+    """The shared parts of the walk and the single prediction are one model."""
+    workload = wish(global_batch=8)
+    points = list(walk(workload))[::97]
+    assert len(points) > 20
+    for point in points:
+        single = predict(workload.model, workload.gpu, point.setup)
+        assert point.peak_device_bytes == pytest.approx(single.peak_device_bytes, rel=0.005), point.setup
+        assert point.tokens_per_s == pytest.approx(single.tokens_per_s, rel=1e-6), point.setup
+
+
+def test_every_walked_setup_keeps_the_global_batch() -> None:
+    for point in list(walk(wish(global_batch=24)))[::50]:
+        assert point.setup.global_batch_seqs == 24
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_plan_fits_and_names_its_reasons(card: str) -> None:
+    plan = planned(gpu=card)
+    assert plan.chosen.fits
+    assert plan.chosen.formula.peak_device_bytes <= plan.workload.budget_bytes
+    assert len(plan.walk) >= 4
+    for answer in plan.walk:
+        assert answer.reason
+        if "fit with one sequence" in answer.question:
+            assert answer.needed_bytes
+            assert answer.budget_bytes == plan.workload.budget_bytes
+    for answer in plan.walk:
+        for cut in answer.cuts:
+            assert cut.needed_bytes is not None
+            assert cut.needed_bytes > plan.workload.budget_bytes
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-1.5B", "meta-llama/Llama-3.1-8B"])
+def test_more_memory_never_gives_a_slower_plan(model: str) -> None:
+    """Holds up to the tie rule: within one percent the simpler setup is taken."""
+    speeds = []
+    for memory in (12, 16, 24, 40, 80):
+        plan = plan_workload(wish(model, "a100-80gb", memory_gib=memory, fixed={"method": ("lora",)}))
+        if isinstance(plan, Plan):
+            speeds.append(plan.chosen.tokens_per_s)
+    assert len(speeds) >= 2
+    for slower, faster in zip(speeds, speeds[1:], strict=False):
+        assert faster >= slower * 0.99
+
+
+def test_narrowing_the_space_never_gives_a_faster_plan() -> None:
+    free = planned(fixed={"method": ("lora",)})
+    for fixed in ({"attention": ("eager",)}, {"checkpointing": (1,)}, {"loss": ("full",)}, {"optimizer": ("adamw",)}):
+        narrow = planned(fixed={"method": ("lora",), **fixed})
+        assert narrow.chosen.tokens_per_s <= free.chosen.tokens_per_s * 1.01
+
+
+def test_plan_respects_every_wish() -> None:
+    fixed = {
+        "method": ("qlora",),
+        "quantization": ("nf4",),
+        "lora_rank": (64,),
+        "lora_targets": ("attention",),
+        "optimizer": ("lion-8bit",),
+        "checkpointing": (1,),
+        "loss": ("liger",),
+        "attention": ("sdpa",),
+    }
+    setup = planned(fixed=fixed, seq_len=1024, global_batch=12).chosen.setup
+    for name, (value,) in fixed.items():
+        assert getattr(setup, name) == value
+    assert (setup.seq_len_tokens, setup.global_batch_seqs) == (1024, 12)
+
+
+def test_rank_never_falls_below_its_floor() -> None:
+    plan = planned(min_rank=48, fixed={"method": ("lora",)})
+    assert plan.chosen.setup.lora_rank >= 48
+    assert all(each.setup.lora_rank >= 48 for each in plan.ranked)
+
+
+def test_rank_floor_grows_with_the_data_set() -> None:
+    small = wish(dataset_tokens=100_000).min_rank
+    large = wish(dataset_tokens=2_000_000_000).min_rank
+    assert small < large
+    assert "bits" in wish(dataset_tokens=100_000).min_rank_reason
+
+
+def test_tree_keeps_full_fine_tuning_where_it_fits() -> None:
+    plan = planned(model="Qwen/Qwen2.5-0.5B", gpu="a100-80gb")
+    assert plan.chosen.setup.method == "full"
+    assert any(each.candidate.setup.method == "lora" for each in plan.alternatives)
+
+
+def test_tree_notices_that_the_fp32_cast_can_cost_more_than_lora() -> None:
+    """bitsandbytes issue 1569: QLoRA with the cast can need more than bf16 LoRA; the walk says what the cast costs."""
+    plan = planned(model="Qwen/Qwen2.5-7B", gpu="a100-80gb")
+    answer = next(each for each in plan.walk if "4-bit QLoRA" in each.question)
+    assert "fp32 cast" in answer.reason
+
+
+def test_nothing_fits_names_bytes_and_remedies_smallest_first() -> None:
+    no_plan = plan_workload(wish("meta-llama/Llama-3.1-70B", "t4"))
+    assert isinstance(no_plan, NoPlan)
+    assert no_plan.missing_bytes > GIB
+    assert no_plan.nearest.formula.peak_device_bytes - no_plan.workload.budget_bytes == no_plan.missing_bytes
+    actions = [remedy.action for remedy in no_plan.remedies]
+    assert any(action.startswith("--gpu") for action in actions)
+    assert any("smaller model" in action for action in actions)
+
+
+def test_nothing_fits_offers_a_sequence_length_that_does() -> None:
+    no_plan = plan_workload(wish("meta-llama/Llama-3.1-8B", "t4", seq_len=131_072))
+    assert isinstance(no_plan, NoPlan)
+    action = next(remedy.action for remedy in no_plan.remedies if remedy.action.startswith("--seq-len"))
+    shorter = no_plan.nearest.setup.with_(seq_len_tokens=int(action.split()[1]))
+    workload = no_plan.workload
+    assert predict(workload.model, workload.gpu, shorter).peak_device_bytes <= workload.budget_bytes
+
+
+def test_nothing_fits_offers_to_drop_the_users_own_restriction() -> None:
+    no_plan = plan_workload(wish("meta-llama/Llama-3.1-8B", "rtx-4090", fixed={"method": ("full",)}))
+    assert isinstance(no_plan, NoPlan)
+    assert no_plan.remedies[0].action.startswith("leave --method out")
+
+
+def test_contradicting_wishes_are_an_error() -> None:
+    with pytest.raises(UsageError):
+        plan_workload(wish(fixed={"method": ("full",), "quantization": ("nf4",)}))
+
+
+def test_old_cards_get_fp16() -> None:
+    values = dimension_values(wish(gpu="t4"))
+    assert not any(precision.startswith("bf16") for precision in values["precision"])
+
+
+def test_headroom_shrinks_the_budget() -> None:
+    workload = wish(headroom_gib=3.0)
+    assert workload.budget_bytes == workload.memory_bytes - 3 * GIB
+    assert replace(workload, headroom_bytes=0).budget_bytes == workload.memory_bytes

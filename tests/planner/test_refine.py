@@ -1,0 +1,80 @@
+"""Dry runs correct a plan: what they reject falls out, what the formula rejected wrongly comes in."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from planner.outcome import FailureKind, Prediction, ProbeFailure, Rung
+from planner.plan import NoPlan, Plan
+from planner.planning import plan_workload
+from planner.predict import predict
+from planner.refine import MAX_DRY_RUNS, refine
+from planner.setup import TrainSetup
+from planner.workload import Workload
+from tests.planner.helpers import wish
+
+
+def dry_run_with(workload: Workload, ratio: Callable[[TrainSetup], float], log: list[TrainSetup]):  # type: ignore[no-untyped-def]
+    """A dry run that finds the formula off by a known ratio."""
+
+    def run(setup: TrainSetup) -> Prediction:
+        log.append(setup)
+        formula = predict(workload.model, workload.gpu, setup)
+        return replace(
+            formula,
+            rung=Rung.DRY_RUN,
+            peak_device_bytes=int(formula.peak_device_bytes * ratio(setup)),
+            tokens_per_s=None,
+            step_time_s=None,
+        )
+
+    return run
+
+
+def refined(workload: Workload, ratio: Callable[[TrainSetup], float]) -> tuple[Plan | NoPlan, list[TrainSetup]]:
+    log: list[TrainSetup] = []
+    plan = refine(lambda corrections: plan_workload(workload, corrections), dry_run_with(workload, ratio, log))
+    return plan, log
+
+
+def test_refine_confirms_an_exact_formula_with_one_run() -> None:
+    plan, log = refined(wish("meta-llama/Llama-3.1-8B"), lambda setup: 1.0)
+    assert isinstance(plan, Plan)
+    assert len(log) == 1
+    assert plan.walk[-1].choice == "confirmed"
+    assert plan.chosen.dry_run is not None
+
+
+def test_refine_rejects_what_the_dry_run_cannot_fit() -> None:
+    workload = wish("meta-llama/Llama-3.1-8B")
+    first = plan_workload(workload)
+    assert isinstance(first, Plan)
+    plan, log = refined(workload, lambda setup: 1.3 if setup.checkpointing == 0 else 1.0)
+    assert isinstance(plan, Plan)
+    assert plan.chosen.fits
+    assert isinstance(plan.chosen.dry_run, Prediction)
+    assert plan.chosen.dry_run.peak_device_bytes <= workload.budget_bytes
+    assert len(log) <= MAX_DRY_RUNS
+    assert len(set(log)) == len(log)  # nothing is run twice
+
+
+def test_refine_lets_in_what_the_formula_rejected_wrongly() -> None:
+    workload = wish("meta-llama/Llama-3.1-8B", fixed={"method": ("lora",)})
+    before = plan_workload(workload)
+    assert isinstance(before, Plan)
+    after, _ = refined(workload, lambda setup: 0.7)
+    assert isinstance(after, Plan)
+    assert after.chosen.tokens_per_s >= before.chosen.tokens_per_s
+
+
+def test_refine_ends_in_no_plan_where_nothing_fits() -> None:
+    plan, _ = refined(wish("meta-llama/Llama-3.1-8B"), lambda setup: 50.0)
+    assert isinstance(plan, NoPlan)
+
+
+def test_refine_keeps_the_formulas_plan_where_the_model_cannot_be_traced() -> None:
+    workload = wish()
+    failure = ProbeFailure(rung=Rung.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="an operator has no meta kernel")
+    plan = refine(lambda corrections: plan_workload(workload, corrections), lambda setup: failure)
+    assert isinstance(plan, Plan)
+    assert any("no meta kernel" in note for note in plan.notes)
+    assert plan.chosen.fits

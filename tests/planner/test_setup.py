@@ -1,0 +1,73 @@
+"""TrainSetup: impossible combinations cannot be built, derived data types follow the trainer."""
+
+from typing import Any
+
+import pytest
+
+from planner.errors import SetupError
+from planner.interchange import setup_from_dict, setup_to_dict
+from planner.setup import TrainSetup
+
+IMPOSSIBLE: list[dict[str, Any]] = [
+    {"method": "full"},  # the default rank of 16 has no meaning
+    {"method": "full", "lora_rank": 0, "quantization": "nf4"},
+    {"method": "full", "lora_rank": 0, "precision": "fp16-autocast"},
+    {"method": "full", "lora_rank": 0, "kbit_fp32_cast": True},
+    {"method": "lora", "lora_rank": 0},
+    {"method": "lora", "lora_rank": -4},
+    {"method": "lora", "quantization": "int8"},
+    {"method": "lora", "kbit_fp32_cast": True},
+    {"method": "qlora"},
+    {"precision": "fp32", "attention": "flash-attention-2"},
+    {"micro_batch_seqs": 0},
+    {"seq_len_tokens": True},
+    {"lora_dropout": 1.0},
+    {"lora_targets": ()},
+    {"lora_targets": "everything"},
+    {"optimizer": "adam"},
+    {"parallel": "ddp"},
+]
+
+
+@pytest.mark.parametrize("fields", IMPOSSIBLE, ids=str)
+def test_setup_refuses_impossible_combinations(fields: dict[str, Any]) -> None:
+    with pytest.raises(SetupError):
+        TrainSetup(**fields)
+
+
+def test_setup_adapter_dtype_follows_the_trainer() -> None:
+    """TRL casts adapters of a quantized base to bf16; peft's k-bit preparation leaves them fp32."""
+    assert TrainSetup(method="qlora", quantization="nf4").resolved_adapter_dtype == "bf16"
+    assert TrainSetup(method="qlora", quantization="nf4", kbit_fp32_cast=True).resolved_adapter_dtype == "fp32"
+    assert TrainSetup(method="lora").resolved_adapter_dtype == "fp32"
+    assert TrainSetup(method="lora", adapter_dtype="bf16").resolved_adapter_dtype == "bf16"
+
+
+def test_interchange_example_of_the_readme_round_trips() -> None:
+    line = {
+        "method": "qlora", "precision": "bf16-pure", "quantization": "nf4-double", "kbit_fp32_cast": True,
+        "lora_rank": 16, "lora_targets": "attention", "optimizer": "paged-adamw-8bit", "attention": "sdpa",
+        "checkpointing": True, "loss": "full", "micro_batch_seqs": 1, "accumulation_steps": 1,
+        "seq_len_tokens": 2048, "num_gpus": 1,
+    }  # fmt: skip
+    setup = setup_from_dict(line)
+    written = setup_to_dict(setup)
+    assert setup_from_dict(written) == setup
+    assert {key: written[key] for key in line} == line
+
+
+@pytest.mark.parametrize(
+    "line",
+    [{"rank": 8}, {"checkpointing": -1}, {"checkpointing": "yes"}, {"packing": 1}, {"lora_targets": [1]}, {"method": []},
+     {"lora_dropout": "x"}, {"seq_len_tokens": 1.5}, {"method": None}],
+    ids=str,
+)  # fmt: skip
+def test_interchange_refuses_what_is_no_setup(line: dict[str, Any]) -> None:
+    with pytest.raises(SetupError):
+        setup_from_dict(line)
+
+
+def test_interchange_defaults_depend_on_the_method() -> None:
+    assert setup_from_dict({"method": "full"}).lora_rank == 0
+    assert setup_from_dict({"method": "qlora"}).quantization == "nf4-double"
+    assert setup_from_dict({"method": "lora", "lora_rank": None}).lora_rank == 16
