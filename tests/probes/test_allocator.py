@@ -181,3 +181,34 @@ def test_full_fine_tuning_states_of_a_small_model() -> None:
     assert result.peak_allocated_bytes == 4 * 8 * (32 * MIB + 4096)
     assert result.peak_reserved_bytes == 4 * 8 * 32 * MIB + 2 * MIB
     assert result.peak_reserved_bytes < 2 * GIB
+
+
+def steps_of(lengths: list[int]) -> list[Event]:
+    """One step per length: four tensors that grow with it, dead at its end."""
+    events: list[Event] = []
+    for step, length in enumerate(lengths):
+        numbers = range(4 * step, 4 * step + 4)
+        events += [Alloc(number, length * (1 + number % 4) * MIB) for number in numbers]
+        events += [Free(number) for number in numbers]
+    return events
+
+
+def test_rising_lengths_fragment_and_falling_ones_do_not() -> None:
+    """Why varying lengths reserve far more than the longest one alone, and what avoids it.
+
+    Lengths 20, 22, ... 30: each longer step needs four new segments, the old ones are too small for it and stay cached.
+    """
+    lengths = list(range(20, 31, 2))
+    alone = replay(steps_of([30])).peak_reserved_bytes
+    assert alone == 10 * 30 * MIB
+    rising = replay(steps_of(lengths)).peak_reserved_bytes
+    assert rising > 1.5 * alone
+    assert replay(steps_of(lengths[::-1])).peak_reserved_bytes == alone
+    assert replay(steps_of(lengths), expandable_segments=True).peak_reserved_bytes <= alone + 20 * MIB
+    # A card with room for the longest step and 20 MiB to spare runs out all the same: cached memory is given back, but
+    # pieces of split segments stay. With expandable segments it runs.
+    limit = alone + 20 * MIB
+    out = replay(steps_of(lengths), limit_bytes=limit).out_of_memory
+    assert out is not None
+    assert out.fragmentation
+    assert replay(steps_of(lengths), limit_bytes=limit, expandable_segments=True).out_of_memory is None
