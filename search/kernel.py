@@ -133,7 +133,8 @@ class ErrorKernel:
             effects += table[pairs]
             product *= likeness[pairs]
         recipes, groups = code.recipes[rows], code.groups[rows]
-        covariance = self._bias + self._shares[rows] @ self._shares[rows].T + product
+        shares = self._shares[rows]
+        covariance = self._bias + np.einsum("ik,jk->ij", shares, shares) + product
         covariance += effects * np.where(recipes[:, None] == recipes[None, :], 1.0, SHARED)
         result: Floats = covariance * np.where(groups[:, None] == groups[None, :], 1.0, SHARED_MODELS)
         return result

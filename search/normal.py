@@ -18,7 +18,7 @@ def cdf(z: Floats) -> Floats:
     Source: Press et al., Numerical Recipes, 2nd edition 1992, section 6.2 (Chebyshev fit of the complementary error
     function). Thirty times as fast over 20,000 numbers as the C library called one by one.
     """
-    x = -np.asarray(z, dtype=np.float64) / sqrt(2.0)
+    x = np.clip(-np.asarray(z, dtype=np.float64) / sqrt(2.0), -30.0, 30.0)
     magnitude = np.abs(x)
     t = 1.0 / (1.0 + 0.5 * magnitude)
     exponent: Floats = np.zeros_like(t)

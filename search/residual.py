@@ -93,7 +93,8 @@ class Residual:
 
     def covariance(self, rows: Rows) -> Floats:
         """Joint posterior covariance of the errors of some setups."""
-        block = self._kernel.block(rows) - self._roots[:, rows].T @ self._roots[:, rows]
+        roots = self._roots[:, rows]
+        block = self._kernel.block(rows) - np.einsum("ki,kj->ij", roots, roots)
         result: Floats = block * self.scale
         return result
 

@@ -6,6 +6,7 @@ from statistics import median
 
 import numpy as np
 
+from search.arrays import Floats
 from search.normal import cdf
 from search.problem import Problem
 from search.sampler import Belief
@@ -13,7 +14,7 @@ from search.sampler import Belief
 MARGIN = 0.01
 PLAUSIBLE = 0.05
 """Stop when the probability that anything left is more than `margin` better falls below this."""
-JOINT_SETUPS = 192
+JOINT_SETUPS = 128
 NUM_SAMPLES = 400
 
 
@@ -59,21 +60,24 @@ def probability_of_better(belief: Belief, *, margin: float = MARGIN) -> float:
     random = np.random.default_rng(20261121)
     memory_noise = random.standard_normal((NUM_SAMPLES, len(rows)))
     memory_mean = belief.log_memory[rows] + belief.memory.mean[rows]
-    memory = memory_mean + memory_noise @ _root(belief.memory.covariance(rows)).T
+    memory = memory_mean + _correlated(memory_noise, belief.memory.covariance(rows))
     runs = random.random((NUM_SAMPLES, len(rows))) < belief.probability_runs()[rows]
     if belief.problem.objective == "memory":
         score = -memory
     else:
         score_noise = random.standard_normal((NUM_SAMPLES, len(rows)))
-        score = mean[rows] + score_noise @ _root(belief.speed.covariance(rows)).T
+        score = mean[rows] + _correlated(score_noise, belief.speed.covariance(rows))
     better = (score > target) & (memory <= belief.log_budget) & runs
     return float(better.any(axis=1).mean())
 
 
-def _root(covariance: np.ndarray) -> np.ndarray:
-    """A square root of a covariance matrix that may be singular."""
+def _correlated(noise: Floats, covariance: Floats) -> Floats:
+    """Independent standard normals [samples, setups] given a covariance, which may be singular."""
     jitter = 1e-9 + 1e-7 * float(np.trace(covariance)) / len(covariance)
-    return np.linalg.cholesky(covariance + jitter * np.eye(len(covariance)))
+    root = np.linalg.cholesky(covariance + jitter * np.eye(len(covariance)))
+    # einsum, not @: see `Residual`.
+    result: Floats = np.einsum("sj,ij->si", noise, root)
+    return result
 
 
 def converged(problem: Problem, belief: Belief, *, margin: float = MARGIN) -> str:
