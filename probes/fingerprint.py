@@ -59,6 +59,7 @@ def fingerprint(request: ProbeRequest, environment: Environment) -> str:
             "depths": list(request.depths),
             "memory_fraction": request.limits.memory_fraction,
             "cpu_memory_bytes": request.limits.cpu_memory_bytes,
+            "cpu_clock": request.limits.cpu_clock,
         },
         digits=32,
     )

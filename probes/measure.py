@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from planner.outcome import Measurement
-from planner.setup import TrainSetup
 from planner.units import MIB
 from probes.device import Turn, take_turn
 from probes.environment import read_environment
@@ -26,9 +25,12 @@ from probes.request import ProbeRequest
 from probes.stack import build_model, inner_model, load_config, make_batch, make_optimizer, make_trainer, train_step
 from probes.stack.autocast import emulation_installed
 from probes.stack.quantize import quantized_tensors
+from probes.stack.real_losses import loss_is_emulated
 from probes.worker import StatusPipe, limit_cpu_memory
 
 ACCUMULATION_TIMED = (1, 3)
+LEFTOVER_BYTES = 16 * MIB
+"""More than this still allocated between two depths would be counted in the next one's peak."""
 PARAMETER_STEPS_NOTE = "accumulation timed at 1 and 3 micro-batches and extended"
 
 
@@ -104,19 +106,26 @@ class _DepthRunner:
         """One depth: its phases' peaks and, if `timed`, its step times."""
         meter: Meter
         if self.request.device == "cpu":
-            meter = CpuMeter()
+            meter = CpuMeter(self.request.limits.cpu_clock)
         else:
             before = self.turn.before
             meter = CudaMeter(self.request.device, self.resources, before.used_bytes if before is not None else None)
-        try:
-            return self._run(depth, meter, timed=timed)
-        finally:
-            self._clean()
+        found = self._run(depth, meter, timed=timed)
+        return replace(found, flags=(*found.flags, *self._clean()))  # after an exception the process ends anyway
 
-    def _clean(self) -> None:
+    def _clean(self) -> tuple[str, ...]:
+        """Gives the depth's memory back, so that the next one is measured alone; flags what stays."""
         gc.collect()
-        if self.request.device != "cpu":
-            torch.cuda.empty_cache()
+        if self.request.device == "cpu":
+            return ()
+        device = torch.device(self.request.device)
+        torch.cuda.synchronize(device)
+        # cuBLAS keeps its workspace in PyTorch's count from the first product on: each depth shall make its own.
+        clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+        if clear_workspaces is not None:
+            clear_workspaces()
+        torch.cuda.empty_cache()
+        return ("leftover-memory",) if torch.cuda.memory_allocated(device) > LEFTOVER_BYTES else ()
 
     def _run(self, depth: int, meter: Meter, *, timed: bool) -> DepthRun:
         request, setup, device = self.request, self.request.setup, self.request.device
@@ -273,7 +282,7 @@ def _device_notes(request: ProbeRequest, turn: Turn, device_bytes: int, flags: s
             f"others held {turn.shared_bytes // MIB} MiB of the GPU: "
             "speed and the largest batch are not the machine's best"
         )
-    if setup.loss != "full" and loss_is_emulated(setup):
+    if loss_is_emulated(setup):
         flags.add("loss-emulated")
         notes.append(f"loss {setup.loss!r} ran as this project's own kernels: memory is right, speed is not")
     total = torch.cuda.get_device_properties(torch.device(request.device)).total_memory
@@ -281,11 +290,3 @@ def _device_notes(request: ProbeRequest, turn: Turn, device_bytes: int, flags: s
     if device_bytes > total:
         flags.add("beyond-device")
         notes.append("at full depth this needs more memory than the device has")
-
-
-def loss_is_emulated(setup: TrainSetup) -> bool:
-    """Whether the shared step runs this loss by kernels of its own in place of the trainer's."""
-    from probes.stack import losses
-
-    decide = getattr(losses, "loss_is_emulated", None)
-    return bool(decide(setup)) if decide is not None else setup.loss != "full"

@@ -34,6 +34,7 @@ class Limits:
             the difference (memory stops growing at two).
         memory_fraction: `torch.cuda.set_per_process_memory_fraction`, lets a large card stand in for a small one.
         cpu_memory_bytes: what a child on the CPU backend may map beyond its imports (RLIMIT_AS), its "card size".
+        cpu_clock: "wall", or "process" to time the CPU backend in the process's own CPU seconds (a busy machine).
     """
 
     time_s: float = 180.0
@@ -45,6 +46,7 @@ class Limits:
     max_accumulation: int = 4
     memory_fraction: float | None = None
     cpu_memory_bytes: int | None = None
+    cpu_clock: str = "wall"
 
     def __post_init__(self) -> None:
         if self.time_s <= 0 or self.measure_s <= 0:
@@ -53,6 +55,8 @@ class Limits:
             raise UsageError(f"warmup_steps must be at least 2, got {self.warmup_steps}")
         if self.window_steps < 1 or self.max_steps < 2 * self.window_steps:
             raise UsageError(f"max_steps must hold two windows of {self.window_steps} steps, got {self.max_steps}")
+        if self.cpu_clock not in ("wall", "process"):
+            raise UsageError(f"cpu_clock must be 'wall' or 'process', got {self.cpu_clock!r}")
         if self.memory_fraction is not None and not 0.0 < self.memory_fraction <= 1.0:
             raise UsageError(f"memory_fraction must be in (0, 1], got {self.memory_fraction}")
 

@@ -1,0 +1,58 @@
+"""The trainers' own loss kernels, where the libraries are installed and a GPU is there to run them.
+
+The forms in `probes.stack.losses` need the same memory but not the same time: a probe that measures speed runs these.
+"""
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+from planner.setup import TrainSetup
+
+VOCAB_PER_TILE = 32768
+_MODULES = {"chunked": ("trl", "datasets"), "liger": ("liger_kernel", "triton")}
+"""trl imports datasets in its backward."""
+
+
+def loss_is_emulated(setup: TrainSetup) -> bool:
+    """Whether a GPU would run this setup's loss by this project's own form, for want of the library."""
+    return setup.loss != "full" and real_loss(setup.loss) is None
+
+
+@cache
+def real_loss(kind: str) -> Any | None:
+    """The library's function with the arguments of the form in `losses`; None where the library is missing.
+
+    "chunked": (hidden, weight, bias, targets) -> log-probabilities, entropy, is_top1; "liger": the same arguments ->
+    loss.
+
+    Source: trl 1.16 `trl.kernels.ChunkedLogProbFunction`, as `SFTTrainer` calls it; liger-kernel 0.8
+    `liger_kernel.transformers.functional.liger_fused_linear_cross_entropy`.
+    """
+    if any(find_spec(name) is None for name in _MODULES[kind]):
+        return None
+    try:
+        return _chunked() if kind == "chunked" else _liger()
+    except ImportError:  # an older or newer library that keeps its kernel elsewhere
+        return None
+
+
+def _chunked() -> Any:
+    from trl.kernels import ChunkedLogProbFunction
+
+    def chunked(hidden: Any, weight: Any, bias: Any, targets: Any) -> Any:
+        outputs = ("entropy", "is_top1")
+        found = ChunkedLogProbFunction.apply(hidden, weight, bias, targets, 1.0, VOCAB_PER_TILE, None, 1.0, outputs)
+        return found[0], found[1], found[4]
+
+    return chunked
+
+
+def _liger() -> Any:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    def liger(hidden: Any, weight: Any, bias: Any, targets: Any) -> Any:
+        found = liger_fused_linear_cross_entropy(hidden, weight, targets, bias=bias)
+        return found[0] if isinstance(found, tuple) else found
+
+    return liger
