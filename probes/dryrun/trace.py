@@ -109,7 +109,6 @@ def trace_run(
         tracker = Tracker(
             device,
             temporaries=TEMPORARIES if on_meta and workspaces else None,
-            skip=_IN_PLACE,
             answer=not setup.packing,
         )
         owners = _load(tracker, model)
@@ -233,6 +232,3 @@ def _cublas(tracker: Tracker, capability: tuple[int, int]) -> Any:
                 tracker.allocate(size, f"cuBLAS workspace ({thread})")
 
     return on_op
-
-
-_IN_PLACE: frozenset[Any] = frozenset()

@@ -5,7 +5,7 @@ output and as released when its last reference is gone, which is when PyTorch wo
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from probes.allocator.events import Alloc, Event, Free, Phase
+from probes.dryrun.fastmeta import DONE, SHORTCUTS
 
 ROUND_BYTES = 512
 """The caching allocator's smallest step: a block of any size occupies a multiple of it."""
@@ -46,8 +47,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         self,
         device_type: str,
         *,
-        temporaries: dict[Any, Temporaries] | None = None,
-        skip: frozenset[Any] = frozenset(),
+        temporaries: Mapping[Any, Temporaries] | None = None,
         answer: bool = True,
     ) -> None:
         super().__init__()
@@ -61,7 +61,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         self._alive: dict[int, tuple[int, Any]] = {}
         self._next = 0
         self._temporaries = temporaries or {}
-        self._skip = skip
         self._is_meta = device_type == "meta"
 
     # Recording
@@ -120,12 +119,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._is_meta:
-            if func is _ITEM:
-                return self._item(args[0])
-            if func in self._skip:
-                return args[0]
-        out = func(*args, **kwargs)
+        if self._is_meta and func is _ITEM:
+            return self._item(args[0])
+        shortcut = SHORTCUTS.get(func) if self._is_meta else None
+        out = shortcut(args, kwargs) if shortcut is not None else None
+        if out is None:
+            out = func(*args, **kwargs)
+        elif out is DONE:
+            out = None
         if self.on_op is not None:
             self.on_op(func, args)
         temporaries = self._temporaries.get(func)
@@ -133,7 +134,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
             self._outputs(out, func)
             return out
         outputs = (
-            (out,) if isinstance(out, torch.Tensor) else tuple(one for one in out if isinstance(one, torch.Tensor))
+            (out,)
+            if isinstance(out, torch.Tensor)
+            else tuple(one for one in out or () if isinstance(one, torch.Tensor))
         )
         name = str(func)
         held = [self.allocate(size, f"{name} workspace") for size in temporaries(args, kwargs, outputs) if size > 0]

@@ -63,7 +63,17 @@ def embedding_backward(
         yield tokens * 8
 
 
+def foreach_norm(args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[torch.Tensor, ...]) -> Iterable[int]:
+    """One partial norm per tensor and chunk of 65,536 elements, chunks counted for the largest tensor.
+
+    Source: PyTorch 2.13 ForeachReduceOp.cu `foreach_tensor_norm_cuda` (output_per_tensor).
+    """
+    largest = max((one.numel() for one in args[0]), default=0)
+    yield len(args[0]) * -(-largest // 65536) * _FLOAT
+
+
 TEMPORARIES = {
+    torch.ops.aten._foreach_norm.Scalar: foreach_norm,
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
     torch.ops.aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
     torch.ops.aten.embedding_dense_backward.default: embedding_backward,

@@ -1,0 +1,88 @@
+"""Short cuts for the meta forms of the commonest operators, which PyTorch computes in slow Python.
+
+Each gives a tensor of the same shape, type and layout as the operator would, and only for plain contiguous operands;
+otherwise None, and the operator itself runs. The comparison with real tensors (tests) covers them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Shortcut = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+_META = torch.device("meta")
+_aten = torch.ops.aten
+
+
+def _like(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    if not tensor.is_contiguous() or len(args) > 1:
+        return None
+    if kwargs.get("device", _META) not in (None, _META) or kwargs.get("memory_format") not in (
+        None,
+        torch.preserve_format,
+        torch.contiguous_format,
+    ):
+        return None
+    return torch.empty(tensor.shape, dtype=kwargs.get("dtype") or tensor.dtype, device=_META)
+
+
+def _binary(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    left, right = args[0], args[1]
+    if len(args) > 2 or not isinstance(left, torch.Tensor) or not left.is_contiguous():
+        return None
+    if isinstance(right, torch.Tensor):
+        if right.dim() == 0:
+            dtype = left.dtype if left.dtype is right.dtype else torch.result_type(left, right)
+        elif right.shape == left.shape and right.is_contiguous():
+            dtype = left.dtype if left.dtype is right.dtype else torch.promote_types(left.dtype, right.dtype)
+        else:
+            return None
+    elif left.dtype.is_floating_point and isinstance(right, (int, float)):
+        dtype = left.dtype
+    else:
+        return None
+    return torch.empty(left.shape, dtype=dtype, device=_META)
+
+
+def _unary_float(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    if not tensor.is_contiguous() or not tensor.dtype.is_floating_point:
+        return None
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=_META)
+
+
+def _norms(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if kwargs.get("dtype") is not None or len(args) > 2:
+        return None
+    return [torch.empty((), dtype=one.dtype, device=_META) for one in args[0]]
+
+
+def _in_place_list(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return DONE
+
+
+DONE = object()
+"""What an operator that changes its arguments in place and returns nothing gives."""
+
+SHORTCUTS: dict[Any, Shortcut] = {
+    _aten.zeros_like.default: _like,
+    _aten.ones_like.default: _like,
+    _aten.empty_like.default: _like,
+    _aten.mul.Tensor: _binary,
+    _aten.mul.Scalar: _binary,
+    _aten.add.Tensor: _binary,
+    _aten.sub.Tensor: _binary,
+    _aten.div.Tensor: _binary,
+    _aten.pow.Tensor_Scalar: _unary_float,
+    _aten.neg.default: _unary_float,
+    _aten.silu.default: _unary_float,
+    _aten.gelu.default: _unary_float,
+    _aten.tanh.default: _unary_float,
+    _aten.rsqrt.default: _unary_float,
+    _aten.sigmoid.default: _unary_float,
+    _aten._foreach_norm.Scalar: _norms,
+    _aten._foreach_mul_.Tensor: _in_place_list,
+    _aten._foreach_mul_.Scalar: _in_place_list,
+    _aten._fused_adamw_.default: _in_place_list,
+}
