@@ -11,6 +11,8 @@ from planner.cli.wish import memory_and_headroom, positive
 from planner.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from planner.check import CheckResult
     from planner.gpu import GpuSpec
     from planner.models.spec import ModelSpec
@@ -54,9 +56,10 @@ def check(
         result = _with_dry_run(result, spec, card)
     fixed: dict[str, Any] | None = None
     if fix:
-        setup, labels = improve(run(config, spec, card, memory - reserve, predict), spec, predict)
+        formula = run(config, spec, card, memory - reserve, predict)
+        setup, labels = improve(formula, spec, predict)
         after = predict(setup)
-        verdict = judge(after, memory - reserve, after.memory_band_fraction)
+        verdict = judge(after, memory - reserve, formula.band_fraction)
         target = out or file.with_name(f"{file.stem}.fixed{file.suffix}")
         if labels:
             write_text(target, fixed_text(file, config, setup, spec))
@@ -73,6 +76,70 @@ def check(
         for line in text_lines(result, fixed):
             console().print(line, markup=False, soft_wrap=True)
     return result.exit_code
+
+
+def compare_configs(
+    files: "Sequence[Path]",
+    gpu: str,
+    *,
+    model: str | None = None,
+    num_gpus: int = 1,
+    memory_gib: float | None = None,
+    headroom: float | None = None,
+    as_json: bool = False,
+) -> int:
+    """Several configs side by side on one GPU, formula rung; the exit code of the worst (1, then 3, then 0)."""
+    from planner.check import check as run
+
+    results = []
+    for file in files:
+        config, spec, card = load(file, gpu, model=model, num_gpus=num_gpus)
+        memory, reserve = memory_and_headroom(card, memory_gib, headroom)
+        results.append(run(config, spec, card, memory - reserve, _predictor(spec, card)))
+    if as_json:
+        print_json([as_document(result, None) for result in results])
+    else:
+        console().print(comparison_table(results))
+    codes = {result.exit_code for result in results}
+    return 1 if 1 in codes else 3 if 3 in codes else 0
+
+
+def comparison_table(results: "Sequence[CheckResult]") -> Any:
+    """A rich table, one row a config, fastest that fits first."""
+    from rich.table import Table
+
+    from planner.units import gib
+
+    table = Table(title=f"{results[0].gpu.name}, formula rung")
+    for name in (
+        "config",
+        "verdict",
+        "device peak",
+        "spare",
+        "tokens/s",
+        "method",
+        "batch",
+        "tokens",
+        "saves memory by",
+    ):
+        table.add_column(name, justify="right" if name in ("device peak", "spare", "tokens/s", "tokens") else "left")
+    order = {"fits": 0, "uncertain": 1, "does_not_fit": 2}
+    for one in sorted(results, key=lambda one: (order[one.verdict.value], -(one.prediction.tokens_per_s or 0.0))):
+        setup, prediction = one.config.setup, one.prediction
+        saving = [f"checkpointing {setup.checkpointing}"] * bool(setup.checkpointing)
+        saving += [f"{setup.loss} loss"] * (setup.loss != "full") + [setup.quantization] * setup.quantized
+        table.add_row(
+            one.config.path,
+            one.verdict.value.replace("_", " "),
+            gib(prediction.peak_device_bytes),
+            gib(one.margin_bytes),
+            f"{prediction.tokens_per_s:,.0f}" if prediction.tokens_per_s else "?",
+            setup.method + (f" r{setup.lora_rank}" if setup.lora_rank else ""),
+            f"{setup.micro_batch_seqs} x {setup.accumulation_steps} x {setup.num_gpus}",
+            str(setup.seq_len_tokens),
+            ", ".join(saving) or "-",
+        )
+    return table
 
 
 def load(

@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import Run, num_saved, write_launch
 
 from planner.exporters import DatasetChoice, ExportRequest, accelerate, hf
 from planner.hyperparameters import choose
 from planner.setup import TrainSetup
+from tests.launch.conftest import Run, num_saved, write_launch
 
 SETUPS = {
     "lora": TrainSetup(

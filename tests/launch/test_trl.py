@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import Run, chats, num_saved, write_jsonl, write_launch
 
 from planner.exporters import DatasetChoice, ExportRequest, trl
 from planner.hyperparameters import choose
 from planner.setup import TrainSetup
+from tests.launch.conftest import Run, chats, num_saved, write_jsonl, write_launch
 
 HIDDEN, INTERMEDIATE, KV, LAYERS = 64, 128, 32, 2
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launch_sweep import request, setups
 
 from planner.check import Verdict, check, improve, judge, single_changes
 from planner.cli.app import run
@@ -19,6 +18,7 @@ from planner.readers.edits import changed_fields, settings_for
 from planner.readers.rewrite import rewrite
 from planner.setup import TrainSetup
 from planner.units import GIB
+from tests.planner.launch_sweep import request, setups
 
 MODEL = catalogue.load("Qwen/Qwen2.5-1.5B")
 assert MODEL is not None
@@ -252,3 +252,18 @@ def test_the_command_says_2_for_what_it_cannot_read(
     file.write_text(text)
     assert run(["check", str(file), "--gpu", "rtx-4090"]) == 2
     assert "error:" in capsys.readouterr().err
+
+
+def test_configs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from planner.cli.check import compare_configs
+
+    files = []
+    for name in ("trl.yaml", "axolotl.yml", "llamafactory.yaml"):
+        files.append(tmp_path / name)
+        files[-1].write_text(FILES[name])
+    assert compare_configs(files, "rtx-4090", memory_gib=2000.0) == 0
+    shown = capsys.readouterr().out
+    assert compare_configs(files, "rtx-4090", memory_gib=4.0, as_json=True) == 1
+    assert "RTX 4090" in shown
+    documents = json.loads(capsys.readouterr().out)
+    assert [one["format"] for one in documents] == ["trl", "axolotl", "llamafactory"]

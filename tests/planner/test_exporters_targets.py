@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import yaml
-from launch_sweep import request, setups
 
 from planner.errors import ConfigError
 from planner.exporters import EXPORTERS, PLACEHOLDER_DATASET, DatasetChoice, Launch
 from planner.models import catalogue
 from planner.readers import schema
 from planner.setup import TrainSetup
+from tests.planner.launch_sweep import request, setups
 
 SETUPS = setups()
 

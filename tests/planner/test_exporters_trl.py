@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launch_sweep import request, setups
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
 from planner.exporters import EXPORTERS, Launch, trl
 from planner.readers import canonical
 from planner.readers.trl import read
+from tests.planner.launch_sweep import request, setups
 
 SETUPS = setups()
 

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from launch_sweep import request, setups
 
 from planner.exporters import EXPORTERS, Launch, accelerate
 from planner.readers import Sharding, canonical, read_text
 from planner.setup import TrainSetup
+from tests.planner.launch_sweep import request, setups
 
 SETUPS = setups()
 TARGETS = ("trl", "hf", "axolotl", "llamafactory", "unsloth")
