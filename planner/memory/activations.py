@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from planner.kernels import Kernel, masked
 from planner.memory.dtypes import SIZE_BYTES, Flow, promote
+from planner.memory.linear_attention import linear_attention_saved
+from planner.memory.traits import Traits
 from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, NormSpec
 from planner.setup import TrainSetup
 
@@ -25,6 +27,8 @@ class LayerContext:
     adapted: frozenset[str]
     kernel: Kernel
     tokens: int
+    hidden: int
+    traits: Traits
     stacks: bool = False
 
     @property
@@ -68,26 +72,34 @@ def norm_saved(norm: NormSpec, context: LayerContext, input_dtype: str) -> int:
 
     RMSNorm computes in fp32: a 16-bit input is copied up, an fp32 input is the residual itself (kept all the same,
     because each residual sum is a new tensor). LayerNorm keeps its input in the input's type (fp32 under autocast).
+    Cohere's, composed of single operations, keeps two centred fp32 tensors.
 
-    Source: transformers 5.23 `LlamaRMSNorm`; PyTorch `native_layer_norm`; autocast's fp32 list.
+    Source: transformers 5.23 `LlamaRMSNorm`, `Gemma2RMSNorm`, `OlmoLayerNorm`, `CohereLayerNorm`; PyTorch
+    `native_layer_norm`; autocast's fp32 list.
     Shapes: [tokens * rows_per_token, size].
     """
     rows = context.tokens * norm.rows_per_token
     elements = rows * norm.size
+    style = context.traits.norm
+    trained = norm.weight and context.trained
     if norm.kind == "rms":
         kept = 4 * elements + 4 * rows
-        if norm.weight and context.trained:
-            kept += SIZE_BYTES[input_dtype] * elements
+        if trained:
+            kept += (4 if style == "rms-fp32" else SIZE_BYTES[input_dtype]) * elements
         return kept
-    dtype = "fp32" if context.flow.autocast else input_dtype
+    if style == "layer-composed":
+        return 8 * elements + 4 * rows + (4 * elements if trained else 0)
+    dtype = "fp32" if context.flow.autocast or style == "layer-cast-back" else input_dtype
     return SIZE_BYTES[dtype] * elements + 8 * rows
 
 
 def norm_output_dtype(norm: NormSpec, context: LayerContext, input_dtype: str) -> str:
-    """RMSNorm multiplies its weight with rows cast back to the input's type; LayerNorm is fp32 under autocast."""
+    """RMSNorm multiplies its weight with rows cast back to the input's type; LayerNorm is fp32 under autocast, but
+    where the class casts back itself."""
+    style = context.traits.norm
     if norm.kind == "rms":
-        return promote(context.flow.table, input_dtype)
-    return "fp32" if context.flow.autocast else input_dtype
+        return input_dtype if style == "rms-fp32" else promote(context.flow.table, input_dtype)
+    return "fp32" if context.flow.autocast and style == "layer" else input_dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,8 +146,8 @@ def inputs_saved(
     shared, copy_dtype = _adapter_input(flow, input_dtype)
     size = SIZE_BYTES[copy_dtype]
     if setup.lora_dropout > 0:
-        dropped = SIZE_BYTES[flow.adapter if not flow.autocast or not flow.quantized else input_dtype]
-        extra = len(adapted) * (1 + dropped + (size if dropped != size else 0)) * elements
+        # CUDA's fused dropout keeps a mask of one byte; the dropped copy is kept in the type it is multiplied in
+        extra = len(adapted) * (1 + size) * elements
     elif shared:
         extra = 0 if pinned or kept_elsewhere else size * elements
     else:
@@ -171,7 +183,8 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
     kv_width = attention.num_kv_heads * (attention.head_dim + attention.value_head_dim)
     size = SIZE_BYTES[context.flow.autocast or qkv_dtype]
     if context.kernel == "linear":
-        return size * tokens * (3 * query_width + 2 * value_width), 0
+        return linear_attention_saved(attention, context.flow, tokens), 0
+    dropout = context.traits.attention_dropout
     scores = tokens * context.row_tokens
     if context.kernel in ("flash", "efficient"):
         wide = context.kernel == "efficient" and attention.num_kv_heads != attention.num_heads
@@ -180,13 +193,32 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
         return size * tokens * kept + 4 * tokens * attention.num_heads, mask
     scores *= attention.num_heads
     if context.kernel == "eager":
-        return size * tokens * (2 * query_width + value_width), scores * (4 + (size if size < 4 else 0))
-    return 4 * tokens * (2 * query_width + value_width), 4 * scores
+        each = 4 + (size if size < 4 or dropout else 0) + (size if attention.softcap else 0) + int(dropout)
+        return size * tokens * (2 * query_width + value_width), scores * each
+    return 4 * tokens * (2 * query_width + value_width), (9 if dropout else 4) * scores
 
 
-ACTIVATION_COPIES = {"silu": 1, "gelu": 1, "gelu_pytorch_tanh": 1, "gelu_new": 4, "gelu_fast": 4, "relu": 1, "relu2": 2}
-"""How many tensors of the intermediate size an activation function keeps for its backward (fused kernels: its input).
-"gelu_new" is composed of single operations. Source: transformers 5.23 `activations.py`."""
+ACTIVATION_COPIES = {"gelu_new": 4, "gelu_fast": 4, "relu2": 2}
+"""How many tensors of the intermediate size an activation function keeps for its backward: those composed of single
+operations; every other is one kernel that keeps its input (relu: its output).
+Source: transformers 5.23 `activations.py`."""
+
+
+def activation_bytes(activation: str, flow: Flow, dtype: str) -> int:
+    """Bytes per element that an activation function keeps, given its input's type.
+
+    A power is on autocast's fp32 list: the composed GELU then keeps a 16-bit product, an fp32 copy of its input, the
+    fp32 tanh and the fp32 sum.
+    """
+    copies = ACTIVATION_COPIES.get(activation, 1)
+    if copies == 4 and flow.autocast:
+        return SIZE_BYTES[dtype] + 12
+    return copies * SIZE_BYTES[dtype]
+
+
+def activation_dtype(activation: str, flow: Flow, dtype: str) -> str:
+    """Type of the activated tensor: the composed GELU comes out of autocast in fp32."""
+    return "fp32" if flow.autocast and ACTIVATION_COPIES.get(activation, 1) == 4 else dtype
 
 
 def mlp_saved(mlp: MlpSpec, down: Sequence[LinearSpec], context: LayerContext, input_dtype: str) -> int:
@@ -197,10 +229,13 @@ def mlp_saved(mlp: MlpSpec, down: Sequence[LinearSpec], context: LayerContext, i
 
     Source: transformers 5.23 `LlamaMLP`, `GPT2MLP`; Shazeer 2020, https://arxiv.org/abs/2002.05202.
     """
-    dtype = context.flow.linear_out(input_dtype)
+    flow = context.flow
+    dtype = flow.linear_out(input_dtype)
     elements = context.tokens * (down[0].in_features if down else mlp.intermediate_size)
-    copies = ACTIVATION_COPIES.get(mlp.activation, 1)
-    return (copies + (2 if mlp.kind != "plain" else 0)) * SIZE_BYTES[dtype] * elements
+    kept = activation_bytes(mlp.activation, flow, dtype)
+    if mlp.kind != "plain":
+        kept += SIZE_BYTES[dtype] + SIZE_BYTES[activation_dtype(mlp.activation, flow, dtype)]
+    return kept * elements
 
 
 def moe_saved(mlp: MlpSpec, layer: LayerSpec, context: LayerContext, input_dtype: str) -> int:
@@ -216,7 +251,7 @@ def moe_saved(mlp: MlpSpec, layer: LayerSpec, context: LayerContext, input_dtype
     hidden = next(linear.in_features for linear in layer.linears if linear.role in ("gate_up", "up", "gate"))
     size = SIZE_BYTES[context.flow.compute if context.flow.quantized else context.flow.linear_out(input_dtype)]
     routed = tokens * mlp.num_active_experts
-    copies = ACTIVATION_COPIES.get(mlp.activation, 1) + (2 if mlp.gated_experts else 0)
+    copies = 1 + (2 if mlp.gated_experts else 0)
     kept = routed * (copies * mlp.intermediate_size + hidden) * size
     if context.trained or context.stacks:
         kept += routed * (mlp.intermediate_size + hidden) * size
@@ -233,6 +268,8 @@ def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:
     head_norms = [norm for norm in layer.norms if norm.rows_per_token > 1]
     saved.norm += sum(norm_saved(norm, context, residual) for norm in block_norms)
     normed = norm_output_dtype(block_norms[0], context, residual) if block_norms else residual
+    if context.traits.residual_dropout:
+        saved.norm += 2 * context.tokens * context.hidden  # masks of one byte after attention and after the MLP
     qkv = flow.linear_out(normed)
     saved.norm += sum(norm_saved(norm, context, qkv) for norm in head_norms)
     by_role: dict[str, list[LinearSpec]] = {}
@@ -257,7 +294,8 @@ def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:
     if dense:
         _add(saved, "mlp", inputs_saved(dense, context, normed, kept_elsewhere=layer.parallel_residual))
         saved.mlp += mlp_saved(layer.mlp, down, context, normed)
-        _add(saved, "mlp", inputs_saved(down, context, flow.linear_out(normed)))
+        activated = activation_dtype(layer.mlp.activation, flow, flow.linear_out(normed))
+        _add(saved, "mlp", inputs_saved(down, context, activated, kept_elsewhere=layer.mlp.activation == "relu"))
     if layer.mlp.kind == "moe":
         saved.mlp += moe_saved(layer.mlp, layer, context, normed)
     return saved

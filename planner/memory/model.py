@@ -5,7 +5,7 @@ adapters, kernel, checkpointing), the loss chain (loss, precision) and what is t
 part is affine in the micro-batch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from planner.gpu import GpuSpec
@@ -15,12 +15,13 @@ from planner.memory.allocator import allocator_gap_bytes
 from planner.memory.dtypes import SIZE_BYTES, Flow, flow_of
 from planner.memory.loss import LossChain, loss_chain
 from planner.memory.optimizer import state_bytes, step_bytes
-from planner.memory.transient import backward_transient, forward_transient
+from planner.memory.traits import traits_of
+from planner.memory.transient import backward_transient, forward_transient, stack_transient
 from planner.memory.types import MemoryBreakdown, MemoryTerm, Phase
 from planner.memory.weights import weight_bytes
 from planner.memory.workspace import context_bytes, cublas_workspace_bytes, dequantized_bytes
 from planner.models.spec import LayerSpec, ModelSpec
-from planner.models.targets import adapts_expert_stacks, lora_linears
+from planner.models.targets import adapts_expert_stacks, lora_linears, lora_params, lora_rank
 from planner.setup import TrainSetup
 
 AFTER_LOAD: tuple[Phase, ...] = ("forward", "loss", "backward", "step")
@@ -75,10 +76,11 @@ def _trained_lora(model: ModelSpec, targets: str | tuple[str, ...], rank: int, d
     num = edges = largest = 0
     for _, repeats, linears in lora_linears(model, targets):
         for one in linears:
-            width = one.in_features + one.out_features
-            num += repeats * one.num * rank * width
-            edges += repeats * one.num * (width + 2 * rank)
-            largest = max(largest, rank * max(one.in_features, one.out_features))
+            real = lora_rank(one, rank)
+            num += repeats * lora_params(one, rank)
+            edges += repeats * one.num * (one.in_features + one.out_features + 2 * real)
+            stacked = one.num if one.module == "parameter" else 1
+            largest = max(largest, stacked * real * max(one.in_features, one.out_features))
     return Trained(num=num, dtype=dtype, edge_sum=edges, largest=largest, head=0, embeddings=0)
 
 
@@ -117,9 +119,22 @@ class ActivationParts:
         return sum(self.stored.values())
 
 
+@lru_cache(maxsize=1024)
+def step_flow(model: ModelSpec, setup: TrainSetup) -> Flow:
+    """The data types of a setup on one model: `flow_of`, and the residual stream that autocast's LayerNorm widens.
+
+    nn.LayerNorm returns fp32 under autocast and bitsandbytes' layers return their input's type, so the stream of a
+    quantized model with LayerNorm is fp32 from its first layer on.
+    """
+    flow = flow_of(setup)
+    if flow.quantized and flow.autocast and traits_of(model).norm == "layer":
+        return replace(flow, residual="fp32")
+    return flow
+
+
 def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ActivationParts:
     """The activations of a setup; independent of its loss, optimizer and accumulation."""
-    flow, tokens = flow_of(setup), setup.tokens_per_micro_batch
+    flow, tokens, traits = step_flow(model, setup), setup.tokens_per_micro_batch, traits_of(model)
     targets = None if setup.method == "full" else setup.lora_targets
     adapted = _adapted_names(model, targets)
     stacks = targets is not None and adapts_expert_stacks(model, targets)
@@ -128,7 +143,16 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
     recomputed = transient = forward_temp = dequantized = 0
     for index, layer in enumerate(model.layer_kinds):
         kernel = _kernel(model, layer, gpu, setup, flow)
-        context = LayerContext(setup=setup, flow=flow, adapted=adapted[index], kernel=kernel, tokens=tokens, stacks=stacks)
+        context = LayerContext(
+            setup=setup,
+            flow=flow,
+            adapted=adapted[index],
+            kernel=kernel,
+            tokens=tokens,
+            hidden=model.hidden_size,
+            traits=traits,
+            stacks=stacks,
+        )
         saved = layer_saved(layer, context)
         if kept[index]:
             for part in ("norm", "attention", "scores", "mlp", "adapters"):
@@ -139,14 +163,26 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
             again = counts[index] - kept[index]
             stored["inputs"] += again * SIZE_BYTES[flow.residual] * model.hidden_size * tokens
             stored["pinned"] += again * saved.pinned
-        transient = max(transient, backward_transient(layer, context))
+        transient = max(transient, backward_transient(layer, context) + stack_transient(layer, context))
         forward_temp = max(forward_temp, forward_transient(layer, context))
         if setup.quantized:
             dequantized = max(dequantized, *(dequantized_bytes(one, setup) for one in layer.linears))
-    tail = LayerContext(setup=setup, flow=flow, adapted=frozenset(), kernel="flash", tokens=tokens)
+    tail = LayerContext(
+        setup=setup,
+        flow=flow,
+        adapted=frozenset(),
+        kernel="flash",
+        tokens=tokens,
+        hidden=model.hidden_size,
+        traits=traits,
+    )
     adapter_casts = 0
     if setup.method != "full" and flow.autocast and flow.adapter == "fp32":
-        adapter_casts = 2 * trained_parameters(model, setup).num
+        # the graph keeps those of layers that are not recomputed, autocast's cache the others until the forward ends
+        casts = 2 * trained_parameters(model, setup).num
+        kept_casts = casts * sum(kept) // max(1, sum(counts))
+        stored["adapters"] += kept_casts
+        adapter_casts = casts - kept_casts
     return ActivationParts(
         stored=stored,
         recomputed=recomputed,
@@ -200,7 +236,7 @@ def _weight_casts(model: ModelSpec, setup: TrainSetup, flow: Flow) -> tuple[int,
 
 def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
     """The loss chain of one micro-batch."""
-    flow = flow_of(setup)
+    flow = step_flow(model, setup)
     return loss_chain(
         loss=setup.loss,
         tokens=setup.tokens_per_micro_batch,
@@ -217,7 +253,7 @@ def loss_parts_logits(model: ModelSpec, setup: TrainSetup) -> int:
     """Bytes of the logits' gradient in the head's type, alive beside the head's own gradient (full loss only)."""
     if setup.loss != "full":
         return 0
-    flow = flow_of(setup)
+    flow = step_flow(model, setup)
     return SIZE_BYTES[flow.autocast or flow.table] * setup.tokens_per_micro_batch * model.vocab_size
 
 

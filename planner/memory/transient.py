@@ -55,3 +55,20 @@ def forward_transient(layer: LayerSpec, context: LayerContext) -> int:
         parts = 8 if context.kernel == "math" else 4 + SIZE_BYTES[flow.compute] + SIZE_BYTES[flow.residual]
         scores = parts * layer.attention.num_heads * context.row_tokens
     return context.tokens * max(mlp, scores)
+
+
+def stack_transient(layer: LayerSpec, context: LayerContext) -> int:
+    """The gradient of a stack of experts that peft has merged with its adapter, alive until the adapter's own gradients
+    are computed: of the down stack, or of the gate_up stack once the down stack is gone.
+
+    Source: peft 0.21 `tuners/lora/layer.py` ParamWrapper; PyTorch `_grouped_mm`'s backward.
+    Shapes: [experts, out_features, in_features].
+    """
+    if not context.stacks:
+        return 0
+    size = SIZE_BYTES[context.flow.compute]
+    stacks = {one.role: one.num_weights for one in layer.linears if one.module == "parameter" and one.num > 1}
+    if not stacks:
+        return 0
+    down = stacks.pop("down", 0)
+    return size * max(down, max(stacks.values(), default=0) - down)

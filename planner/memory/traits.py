@@ -1,0 +1,68 @@
+"""What model classes of transformers do in their own way, where it changes memory: norms, dropouts, activations.
+
+Facts by `model_type`, read in transformers 5.23's modeling files and seen in the dry run's events.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from planner.models.spec import ModelSpec
+
+NormStyle = Literal["rms", "rms-fp32", "layer", "layer-cast-back", "layer-composed"]
+
+RMS_FP32 = frozenset(
+    {"gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
+) | frozenset({"olmo2", "olmo3", "gpt_oss"})
+"""RMSNorms that multiply with their weight in fp32, before the cast back: a trained weight keeps fp32 rows."""
+LAYER_CAST_BACK = frozenset({"olmo"})
+"""`F.layer_norm` of an fp32 copy, cast back to the input's type."""
+LAYER_COMPOSED = frozenset({"cohere", "cohere2"})
+"""A layer norm of single operations in fp32, cast back: two fp32 tensors are kept."""
+ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout")
+RESIDUAL_DROPOUTS = ("resid_pdrop", "residual_dropout", "resid_dropout", "hidden_dropout", "dropout", "dropout_rate")
+DEFAULTS = {"gpt2": (0.1, 0.1), "opt": (0.0, 0.1), "t5": (0.1, 0.1)}
+"""(attention, residual) dropout that a config leaves out because it is the class's default."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traits:
+    """How one model class deviates: its norms, and whether its own dropouts are on while training."""
+
+    norm: NormStyle
+    attention_dropout: bool
+    residual_dropout: bool
+
+
+@lru_cache(maxsize=512)
+def traits_of(model: ModelSpec) -> Traits:
+    """The traits of a model, from its type and its config's dropout rates.
+
+    Source: transformers 5.23 `modeling_*.py` and `configuration_*.py`.
+    """
+    kinds = {norm.kind for layer in model.layer_kinds for norm in layer.norms}
+    style: NormStyle
+    if kinds == {"layer"}:
+        style = (
+            "layer-cast-back"
+            if model.model_type in LAYER_CAST_BACK
+            else "layer-composed"
+            if model.model_type in LAYER_COMPOSED
+            else "layer"
+        )
+    else:
+        style = "rms-fp32" if model.model_type in RMS_FP32 else "rms"
+    attention, residual = DEFAULTS.get(model.model_type, (0.0, 0.0))
+    return Traits(
+        norm=style,
+        attention_dropout=_rate(model, ATTENTION_DROPOUTS, attention) > 0,
+        residual_dropout=_rate(model, RESIDUAL_DROPOUTS, residual) > 0,
+    )
+
+
+def _rate(model: ModelSpec, names: tuple[str, ...], default: float) -> float:
+    for name in names:
+        value = model.config.get(name)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+    return default
