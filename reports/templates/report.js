@@ -43,8 +43,8 @@
   }
   const gibAxis = (t, more) => axis(t, Object.assign({ type: "value", axisLabel: { color: t.soft, formatter: (v) => +(v / GIB).toPrecision(3) } }, more));
   // Ticks at round numbers of GiB.
-  function gibScale(largest) {
-    const step = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000].find((s) => largest / GIB / s <= 8) || 10000;
+  function gibScale(largest, width) {
+    const step = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000].find((s) => largest / GIB / s <= Math.min(8, Math.max(3, width / 80))) || 10000;
     return { min: 0, interval: step * GIB, max: Math.ceil(largest / GIB / step) * step * GIB };
   }
   function limit(t, bytes, words, colour, along, type, label) {
@@ -64,7 +64,9 @@
       const largest = Math.max(...chart.device_bytes, ...chart.measured_bytes.map((b) => b || 0), ...[].concat(chart.memory_bytes));
       const option = base(t);
       option.aria.decal = { show: true };
-      option.grid = { left: 8, right: own ? 28 : 90, top: 90, bottom: 44, containLabel: true };
+      const names = [...chart.series.map((one) => one.name), "measured device peak"];
+      const legendRows = Math.ceil(names.reduce((sum, name) => sum + 45 + 6.5 * name.length, 0) / t.width);
+      option.grid = { left: 8, right: own ? 28 : Math.min(90, 0.12 * t.width), top: 46 + 22 * legendRows, bottom: 44, containLabel: true };
       option.legend = { top: 0, textStyle: { color: t.ink }, itemWidth: 22 };
       option.tooltip.trigger = "axis";
       option.tooltip.axisPointer = { type: "shadow" };
@@ -76,7 +78,7 @@
         return lines(chart.labels[index], ...parts, "device peak: " + gib(chart.device_bytes[index]),
                      measured ? "measured: " + gib(measured) : "", card);
       };
-      option.xAxis = gibAxis(t, Object.assign({ name: "GiB" }, gibScale(largest * 1.02)));
+      option.xAxis = gibAxis(t, Object.assign({ name: "GiB" }, gibScale(largest * 1.02, t.width)));
       option.yAxis = axis(t, { type: "category", data: chart.labels, inverse: true,
                                axisLabel: { color: t.ink, width: Math.min(300, 0.34 * t.width), overflow: "truncate" } });
       option.series = chart.series.map((series) => ({
@@ -108,7 +110,7 @@
         return point ? lines(point.difference, METHOD_WORDS[point.method] || point.method, rate(point.tokens_per_s),
                              gib(point.peak_device_bytes) + (point.fits ? "" : ", does not fit")) : "";
       };
-      option.xAxis = gibAxis(t, Object.assign({ name: "device peak, GiB" }, gibScale(largest)));
+      option.xAxis = gibAxis(t, Object.assign({ name: "device peak, GiB" }, gibScale(largest, t.width)));
       option.yAxis = axis(t, { type: "value", name: "tokens/s", nameGap: 50, scale: true, boundaryGap: ["5%", "10%"], axisLabel: { color: t.soft, formatter: whole } });
       const datum = (point) => ({ value: [point.peak_device_bytes, point.tokens_per_s], point: point });
       option.series = Object.keys(METHODS).map((method) => ({
@@ -129,7 +131,7 @@
       const option = base(t);
       option.grid = { left: 8, right: 110, top: 8, bottom: 40, containLabel: true };
       option.tooltip.formatter = (item) => lines(chart.labels[item.dataIndex], gib(chart.bytes[item.dataIndex]));
-      option.xAxis = gibAxis(t, Object.assign({ name: "allocated, GiB" }, gibScale(Math.max(...chart.bytes))));
+      option.xAxis = gibAxis(t, Object.assign({ name: "allocated, GiB" }, gibScale(Math.max(...chart.bytes), t.width - 150)));
       option.yAxis = axis(t, { type: "category", data: chart.labels, inverse: true, axisLabel: { color: t.ink } });
       option.series = [{ type: "bar", name: "allocated peak", data: chart.bytes, barMaxWidth: 22,
         itemStyle: { color: (item) => chart.labels[item.dataIndex] === chart.peak ? t.accent : t.soft },
@@ -155,7 +157,7 @@
       option.tooltip.trigger = "axis";
       option.tooltip.formatter = (rows) => lines("event " + whole(rows[0].data[0]), gib(rows[0].data[1]));
       option.xAxis = axis(t, { type: "value", name: "events of the step (allocations and releases)", max: last, axisLabel: { color: t.soft, formatter: whole } });
-      option.yAxis = gibAxis(t, Object.assign({ name: "allocated, GiB", nameGap: 40 }, gibScale(chart.peak[1] * 1.15)));
+      option.yAxis = gibAxis(t, Object.assign({ name: "allocated, GiB", nameGap: 40 }, gibScale(chart.peak[1] * 1.15, 640)));
       const shades = [t.panel, t.page];
       option.series = [{ type: "line", name: "allocated", step: "end", symbol: "none", data: chart.points, areaStyle: { color: t.accent, opacity: 0.25 },
         lineStyle: { color: t.accent, width: 1.5 }, itemStyle: { color: t.accent },
@@ -181,7 +183,7 @@
       option.grid = [{ left: 62, right: 20, top: 26, height: 120 }, { left: 62, right: 20, top: 190, height: 100 }];
       option.xAxis = [0, 1].map((grid) => axis(t, { type: "category", gridIndex: grid, data: names,
         axisLabel: { color: t.soft, show: grid === 1, interval: 0, fontSize: 11 }, axisTick: { show: grid === 1 } }));
-      option.yAxis = [gibAxis(t, Object.assign({ name: "peak, GiB", nameGap: 40, gridIndex: 0 }, gibScale(Math.max(chart.budget_bytes, ...chart.bytes)))),
+      option.yAxis = [gibAxis(t, Object.assign({ name: "peak, GiB", nameGap: 40, gridIndex: 0 }, gibScale(Math.max(chart.budget_bytes, ...chart.bytes), 480))),
                       axis(t, { type: "value", name: "tokens/s", nameGap: 46, gridIndex: 1, axisLabel: { color: t.soft, formatter: whole } })];
       const size = (value, item) => item.dataIndex === chart.chosen ? 15 : 8;
       option.series = [
@@ -309,10 +311,10 @@
     opened = [...document.querySelectorAll("details:not([open])")];
     opened.forEach((one) => { one.open = true; });
     document.documentElement.dataset.theme = "light";
+    document.body.classList.add("paper"); // the width of paper, so that pictures are drawn for it
     draw();
-    drawn.forEach((picture) => picture.resize({ width: 660 }));
   });
-  addEventListener("afterprint", () => { opened.forEach((one) => { one.open = false; }); setTheme(chosen); });
+  addEventListener("afterprint", () => { document.body.classList.remove("paper"); opened.forEach((one) => { one.open = false; }); setTheme(chosen); });
   for (const button of document.querySelectorAll("[data-copy]")) button.addEventListener("click", () => copy(button));
   draw();
   for (const element of document.querySelectorAll(".chart")) { resize.observe(element); element.addEventListener("keydown", walk); }

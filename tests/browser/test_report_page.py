@@ -267,6 +267,13 @@ def test_page_prints(browser: Browser, page: Path) -> None:
     import base64
 
     browser.open(page, dark=True)
+    browser.js("dispatchEvent(new Event('beforeprint'))")
+    drawn = browser.all(".chart svg", "[e.getBoundingClientRect().width, +e.getAttribute('width')]")
+    assert drawn
+    assert all(shown == own <= 680 for shown, own in drawn)
+    card = browser.js("return document.getElementById('plan-1-chart-memory').textContent")
+    assert "card 23.51 GiB" in card
+    browser.js("dispatchEvent(new Event('afterprint'))")
     printed = base64.b64decode(browser.driver.execute_cdp_cmd("Page.printToPDF", {})["data"])
     assert printed.startswith(b"%PDF")
     assert len(printed) > 50_000
