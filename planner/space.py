@@ -129,24 +129,32 @@ def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Itera
 def walk(workload: Workload, values: Mapping[str, tuple[Any, ...]] | None = None) -> Iterator[Point]:
     """Every setup of the space with its device peak and tokens/s, branch by branch.
 
-    Cost: about 3 microseconds per setup and 150 per (branch, attention, checkpointing).
+    Attention implementations that run the same kernels in every layer share their figures.
     """
     model, gpu = workload.model, workload.gpu
     values = values if values is not None else dimension_values(workload)
     batches = values.get("micro_batch_seqs") or micro_batches(workload.global_batch_seqs)
     pairs = [(m, workload.global_batch_seqs // m) for m in batches if workload.global_batch_seqs % m == 0]
     for branch in branches(workload, values):
-        for family, activations in _activation_families(model, gpu, branch, values):
-            yield from _points(model, gpu, family, activations, values, pairs)
+        chains = [_Chain(model, branch.trusted_with(loss=loss)) for loss in values["loss"]]
+        for attentions in _same_kernels(model, gpu, branch, values["attention"]):
+            for checkpointing in values["checkpointing"]:
+                family = branch.trusted_with(attention=attentions[0], checkpointing=checkpointing)
+                for chain in chains:
+                    for optimizer in values["optimizer"]:
+                        figures = _figures(model, gpu, family, chain, optimizer, pairs)
+                        for attention in attentions:
+                            complete = family.trusted_with(attention=attention, loss=chain.loss, optimizer=optimizer)
+                            for (micro, steps), (peak, speed) in zip(pairs, figures, strict=True):
+                                yield Point(complete, micro, steps, peak, speed)
 
 
-def _activation_families(
-    model: ModelSpec, gpu: GpuSpec, branch: TrainSetup, values: Mapping[str, tuple[Any, ...]]
-) -> Iterator[tuple[TrainSetup, tuple[Any, Any]]]:
-    known: dict[tuple[str, ...], dict[int, tuple[Any, Any]]] = {}
+def _same_kernels(model: ModelSpec, gpu: GpuSpec, branch: TrainSetup, attentions: tuple[str, ...]) -> list[list[str]]:
+    """The attention implementations that can exist here, those with the same kernels in every layer together."""
+    groups: dict[tuple[str, ...], list[str]] = {}
     flow = flow_of(branch)
     dtype = flow.autocast or (flow.residual if flow.quantized else flow.compute)
-    for attention in values["attention"]:
+    for attention in attentions:
         try:
             attended = branch.with_(attention=attention)
         except SetupError:
@@ -155,57 +163,66 @@ def _activation_families(
             attention_kernel(model, attended, gpu, layer.attention, dtype) if layer.attention else "none"
             for layer in model.layer_kinds
         )
-        shared = known.setdefault(kernels, {})
-        for checkpointing in values["checkpointing"]:
-            family = attended.with_(checkpointing=checkpointing)
-            if checkpointing not in shared:
-                twice = family.with_(micro_batch_seqs=2)
-                shared[checkpointing] = (activation_parts(model, gpu, family), activation_parts(model, gpu, twice))
-            yield family, shared[checkpointing]
+        groups.setdefault(kernels, []).append(attention)
+    return list(groups.values())
 
 
-def _points(
-    model: ModelSpec,
-    gpu: GpuSpec,
-    family: TrainSetup,
-    activations: tuple[Any, Any],
-    values: Mapping[str, tuple[Any, ...]],
-    pairs: list[tuple[int, int]],
-) -> Iterator[Point]:
-    one, two = activations
-    trained = trained_parameters(model, family)
-    weights = sum(weight_bytes(model, family).values()) + cublas_workspace_bytes(gpu) + context_bytes(gpu)
-    if family.method != "full":
-        weights += trained.size_bytes
-    for loss in values["loss"]:
-        lossy = family.with_(loss=loss)
-        chain, logits = loss_parts(model, lossy), loss_parts_logits(model, lossy)
-        twice = loss_parts(model, lossy.with_(micro_batch_seqs=2))
-        single = _phases(model, one, chain, logits, trained, accumulated=False)
-        single_two = _phases(model, two, twice, 2 * logits, trained, accumulated=False)
-        many = _phases(model, one, chain, logits, trained, accumulated=True)
-        many_two = _phases(model, two, twice, 2 * logits, trained, accumulated=True)
-        for optimizer in values["optimizer"]:
-            complete = lossy.with_(optimizer=optimizer)
-            profile = throughput_profile(model, gpu, complete)
-            resident = weights + state_bytes(trained.num, trained.dtype, optimizer, matrix_edge_sum=trained.edge_sum)
-            step = trained.size_bytes + step_bytes(
-                trained.num, trained.dtype, optimizer, largest_tensor=trained.largest
+class _Chain:
+    """The loss chain of one branch and loss, at micro-batch 1 and 2, and the figures that it shares."""
+
+    def __init__(self, model: ModelSpec, setup: TrainSetup) -> None:
+        self.loss = setup.loss
+        self.one, self.two = loss_parts(model, setup), loss_parts(model, setup.trusted_with(micro_batch_seqs=2))
+        self.logits = loss_parts_logits(model, setup)
+        self.cache: dict[tuple[str, int], tuple[Any, ...]] = {}
+
+
+def _figures(
+    model: ModelSpec, gpu: GpuSpec, family: TrainSetup, chain: _Chain, optimizer: str, pairs: list[tuple[int, int]]
+) -> list[tuple[int, float]]:
+    """(device peak, tokens/s) of one family at every (micro-batch, accumulation)."""
+    key = (family.attention, family.checkpointing)
+    shared = chain.cache.get(key)
+    if shared is None:
+        lossy = family.trusted_with(loss=chain.loss)
+        one = activation_parts(model, gpu, lossy)
+        two = activation_parts(model, gpu, lossy.trusted_with(micro_batch_seqs=2))
+        trained = trained_parameters(model, family)
+        weights = sum(weight_bytes(model, family).values()) + cublas_workspace_bytes(gpu) + context_bytes(gpu)
+        if family.method != "full":
+            weights += trained.size_bytes
+        phases = [
+            (
+                _phases(model, one, chain.one, chain.logits, trained, accumulated=accumulated),
+                _phases(model, two, chain.two, 2 * chain.logits, trained, accumulated=accumulated),
             )
-            for micro, steps in pairs:
-                first, second = (single, single_two) if steps == 1 else (many, many_two)
-                dynamic = max(step, *(a + (micro - 1) * (b - a) for a, b in zip(first, second, strict=True)))
-                peak = resident + dynamic + allocator_gap_bytes(resident, dynamic)
-                yield Point(complete, micro, steps, peak, profile.at(micro, steps)[1])
+            for accumulated in (False, True)
+        ]
+        shared = chain.cache[key] = (trained, weights, phases)
+    trained, weights, phases = shared
+    resident = weights + state_bytes(trained.num, trained.dtype, optimizer, matrix_edge_sum=trained.edge_sum)
+    step = trained.size_bytes + step_bytes(trained.num, trained.dtype, optimizer, largest_tensor=trained.largest)
+    at = throughput_profile(model, gpu, family.trusted_with(loss=chain.loss, optimizer=optimizer)).at
+    figures = []
+    for micro, steps in pairs:
+        first, second = phases[steps > 1]
+        dynamic = max(step, *(a + (micro - 1) * (b - a) for a, b in zip(first, second, strict=True)))
+        figures.append((resident + dynamic + allocator_gap_bytes(resident, dynamic), at(micro, steps)[1]))
+    return figures
 
 
-def _phases(model: ModelSpec, parts: Any, chain: Any, logits: int, trained: Any, *, accumulated: bool) -> tuple[int, int, int]:
+def _phases(
+    model: ModelSpec, parts: Any, chain: Any, logits: int, trained: Any, *, accumulated: bool
+) -> tuple[int, int, int]:
     """Dynamic bytes of forward, loss and backward."""
     grads = trained.size_bytes if accumulated else 0
     stored = parts.stored_total + grads
     cached = parts.weight_casts[0] + parts.adapter_casts
     return (
         stored + cached + parts.forward_temp + parts.dequantized,
-        stored + parts.weight_casts[1] + parts.final_norm + sum(loss_peak(chain, parts, trained, logits, accumulated=accumulated)),
+        stored
+        + parts.weight_casts[1]
+        + parts.final_norm
+        + sum(loss_peak(chain, parts, trained, logits, accumulated=accumulated)),
         grads + backward_peak(model, parts, trained, accumulated=accumulated).total,
     )

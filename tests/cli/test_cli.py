@@ -91,8 +91,8 @@ def test_out_writes_plan_reports_and_launch_files(tmp_path: Path, capsys: pytest
     out = tmp_path / "deep" / "plan"
     assert run(["Qwen/Qwen2.5-1.5B", "--gpu", "rtx-4090", "--out", str(out), *FAST]) == 0
     written = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
-    assert {"plan.json", "report.md", "report.html", "launch/trl-sft.yaml"} <= written
-    assert str(tmp_path) not in (out / "launch/trl-sft.yaml").read_text()
+    assert {"plan.json", "report.md", "report.html", "launch/trl/trl-sft.yaml"} <= written
+    assert str(tmp_path) not in (out / "launch/trl/trl-sft.yaml").read_text()
     assert json.loads((out / "plan.json").read_text())["kind"] == "plan"
 
 
