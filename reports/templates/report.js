@@ -156,7 +156,7 @@
       option.grid = { left: 30, right: 28, top: 20, bottom: 40, containLabel: true };
       option.tooltip.trigger = "axis";
       option.tooltip.formatter = (rows) => lines("event " + whole(rows[0].data[0]), gib(rows[0].data[1]));
-      option.xAxis = axis(t, { type: "value", name: "events of the step (allocations and releases)", max: last, axisLabel: { color: t.soft, formatter: whole } });
+      option.xAxis = axis(t, { type: "value", name: "allocations and releases, in order", max: last, axisLabel: { color: t.soft, formatter: whole } });
       option.yAxis = gibAxis(t, Object.assign({ name: "allocated, GiB", nameGap: 40 }, gibScale(chart.peak[1] * 1.15, 640)));
       const shades = [t.panel, t.page];
       option.series = [{ type: "line", name: "allocated", step: "end", symbol: "none", data: chart.points, areaStyle: { color: t.accent, opacity: 0.25 },

@@ -1,0 +1,57 @@
+"""Reports of real plans: everything that the planner says survives plan.json, and every report is the same from it."""
+
+import io
+import json
+from functools import partial
+
+import pytest
+from rich.console import Console
+
+from planner.cli.wish import workload
+from planner.gpus import find_gpu
+from planner.models import catalogue
+from planner.plan import Plan
+from planner.planning import candidate, plan_workload
+from reports.extras import Extras
+from reports.plan_json import plan_from_dict
+from reports.sensitivity import sensitivity
+from reports.terminal import render_no_plan, render_plan
+from reports.write import entry_of, plan_files, report_files
+
+SAME_TERMS_BYTES = 1024**2  # terms are named to the byte, the peak of a phase is rounded in its parts
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "fits"),
+    [
+        ("Qwen/Qwen2.5-1.5B", "t4", True),
+        ("mistralai/Mixtral-8x7B-v0.1", "h200", True),
+        ("google/gemma-2-27b", "t4", False),
+    ],
+)
+def test_reports_of_a_real_plan_are_the_same_from_plan_json(name: str, gpu: str, fits: bool) -> None:
+    model = catalogue.load(name)
+    assert model is not None
+    wish = workload(model, find_gpu(gpu), fixed={"method": ("lora", "qlora")}, seq_len=1024, global_batch=8)
+    plan = plan_workload(wish)
+    assert isinstance(plan, Plan) is fits
+    extras = Extras()
+    if isinstance(plan, Plan):
+        extras = Extras(sensitivity=sensitivity(plan.chosen, partial(candidate, wish)))
+    texts = plan_files(plan, extras)
+    document = json.loads(texts["plan.json"])
+    back = plan_from_dict(document)
+    assert back.workload == wish
+    assert back.workload.model.num_params == model.num_params
+    again = report_files([entry_of(document)])
+    assert again["report.md"] == texts["report.md"]
+    assert again["report.html"] == texts["report.html"]
+    stream = io.StringIO()
+    console = Console(file=stream, width=80)
+    if isinstance(plan, Plan):
+        render_plan(plan, console)
+        terms = sum(term.size_bytes for term in plan.chosen.formula.terms)
+        assert abs(terms - plan.chosen.formula.peak_allocated_bytes) < SAME_TERMS_BYTES
+    else:
+        render_no_plan(plan, console)
+    assert all(len(line) <= 80 or line.startswith("  plan ") for line in stream.getvalue().splitlines())
