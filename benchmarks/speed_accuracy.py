@@ -153,7 +153,12 @@ def row(held: Sequence[Held]) -> dict[str, Any]:
     for one in held:
         cells[one.point.labels["model"], one.point.gpu.key].append(one)
     ranks = [
-        spearman([one.point.tokens_per_s for one in cell], [one.point.tokens_per_s * exp(one.error) for one in cell])
+        (
+            spearman(
+                [one.point.tokens_per_s for one in cell], [one.point.tokens_per_s * exp(one.error) for one in cell]
+            ),
+            len(cell),
+        )
         for cell in cells.values()
         if len(cell) >= 4
     ]
@@ -163,8 +168,8 @@ def row(held: Sequence[Held]) -> dict[str, Any]:
         "median": median(errors),
         "p90": percentile(errors, 0.9),
         "bias": median(one.error for one in held),
-        "rank_median": median(ranks) if ranks else None,
-        "rank_worst": min(ranks) if ranks else None,
+        "rank_mean": sum(rank * num for rank, num in ranks) / sum(num for _, num in ranks) if ranks else None,
+        "rank_worst": min(rank for rank, _ in ranks) if ranks else None,
         "mfu_median": _median(one.mfu for one in held),
         "mfu_p90": percentile(_absolute(one.mfu for one in held), 0.9),
         "boosted_median": _median(one.boosted for one in held),

@@ -24,9 +24,9 @@ def _percent(value: float | None) -> str:
 
 
 def _rank(figures: Mapping[str, Any]) -> str:
-    if figures["rank_median"] is None:
+    if figures["rank_mean"] is None:
         return ""
-    return f"{figures['rank_median']:.2f} ({figures['rank_worst']:.2f})"
+    return f"{figures['rank_mean']:.2f} ({figures['rank_worst']:.2f})"
 
 
 def render(report: Mapping[str, Any]) -> str:
@@ -47,7 +47,7 @@ def render(report: Mapping[str, Any]) -> str:
         lines += [
             f"## {title}",
             "",
-            "| source | n | median | 90th pct. | rank corr. median (worst) | noise floor median / 90th | 6ND over MFU: "
+            "| source | n | median | 90th pct. | rank corr. (worst) | noise floor median / 90th | 6ND over MFU: "
             "median / 90th | boosted trees: median / 90th |",
             "|---|--:|--:|--:|--:|--:|--:|--:|",
         ]
@@ -61,8 +61,8 @@ def render(report: Mapping[str, Any]) -> str:
     lines += [f"- `{name}`: {note}." for name, note in NOTES.items()]
     lines += [
         "",
-        "Rank correlation is Spearman's over the configurations of one (model, GPU) with at least four of them. Many",
-        "of them differ by less than the noise. The noise floor is the distance of repeats (mostly other library",
+        "Rank correlation is Spearman's over the configurations of one (model, GPU) with at least four of them: the mean,",
+        "weighted by how many there are, and the worst. Many differ by less than the noise. The noise floor is the distance of repeats (mostly other library",
         "versions) from their configuration's median.",
         "",
         "## Ratios (both predictions from the fit without their source)",

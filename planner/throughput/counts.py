@@ -21,24 +21,49 @@ class Moved:
     backward_kernels: float
 
 
-def layer_traffic(inv: Inventory, flow: Flow, conditions: Conditions, *, trained: bool) -> Moved:
+REDUCTION_REFERENCE_BANDWIDTH = 2.039e12  # the A100 on which the reductions below were timed
+
+
+def drag_of(bandwidth: float) -> float:
+    """How much of the A100's shortfall in reductions a card shows, 0 to 1.
+
+    Norms, rotary embedding and softmax reach about half of an A100's bandwidth: their own work, not memory, holds them
+    up. A card with less bandwidth waits for memory more and loses less; the share is taken as proportional.
+    """
+    return min(1.0, bandwidth / REDUCTION_REFERENCE_BANDWIDTH)
+
+
+def _blend(counted: float, measured: float, drag: float) -> float:
+    return counted + (measured - counted) * drag
+
+
+def layer_traffic(inv: Inventory, flow: Flow, conditions: Conditions, *, trained: bool, drag: float = 1.0) -> Moved:
     """Elementwise traffic of all layers: norms, rotary, residual, activation, casts, expert routing.
 
-    Eager RMSNorm in transformers upcasts, squares, averages, scales, casts and multiplies: 36 bytes per 16-bit element
-    forward, 62 backward; rotary embedding about ten passes; gated activation five forward and nine backward.
+    Eager RMSNorm in transformers upcasts, squares, averages, scales, casts and multiplies: counted 36 bytes per 16-bit
+    element forward and 62 backward (72 with the weight's gradient), but on an A100 it takes as long as 50 and 115
+    (134); rotary embedding counted ten passes each way, as long as 20 and 24; LayerNorm counted 2 and 3, as long as 3.3
+    and 7. `drag` blends the two. Gated activation: five passes forward and nine backward, as counted and as measured.
     With a fp32 stream under autocast each matrix casts its input; bitsandbytes casts its output back.
 
-    Source: transformers 5.23 `models/llama/modeling_llama.py`; bitsandbytes 0.50 `nn/modules.py`; PyTorch
+    Source: linkedin/Liger-Kernel benchmark/data/all_benchmark_data.csv (A100-SXM4-80GB, version 0.2.1; LayerNorm on an
+    H100, 0.6.0); transformers 5.23 `models/llama/modeling_llama.py`; bitsandbytes 0.50 `nn/modules.py`; PyTorch
     `tools/autograd/derivatives.yaml`.
     """
     stream = SIZE_BYTES[flow.residual]
     compute = SIZE_BYTES[flow.compute]
     wide = SIZE_BYTES[flow.linear_out(flow.residual)]
     fused = conditions.fused_norm_rope
-    rms_forward, rms_backward = (2 * stream, 3 * stream) if fused else ((36, 62) if stream == 2 else (28, 50))
-    rope_forward, rope_backward = (2 * wide, 2 * wide) if fused else (10 * wide, 10 * wide)
+    rms_forward, rms_backward = 2.0 * stream, 3.0 * stream
+    rope_forward, rope_backward = 2.0 * wide, 2.0 * wide
+    if not fused:
+        eager = ((36, 50), (62, 115)) if stream == 2 else ((28, 39), (50, 93))
+        rms_forward, rms_backward = _blend(*eager[0], drag), _blend(*eager[1], drag)
+        rope_forward, rope_backward = wide * _blend(10, 20, drag), wide * _blend(10, 24, drag)
     act_forward, act_backward = (3 * wide, 5 * wide) if fused else (5 * wide, 9 * wide)
-    layer_norm = 14 if flow.autocast and stream == 2 else 2 * stream
+    layer_norm = _blend(14, 23, drag) if flow.autocast and stream == 2 else _blend(2, 3.3, drag) * stream
+    layer_norm_backward = layer_norm + _blend(1, 3.7, drag) * stream
+    norm_weight = (5 if fused else _blend(5, 9.5, drag)) * stream if trained else 0.0
     forward = (
         inv.rms_width * rms_forward
         + inv.layer_norm_width * layer_norm
@@ -50,8 +75,8 @@ def layer_traffic(inv: Inventory, flow: Flow, conditions: Conditions, *, trained
         + inv.mixer_width * 2 * compute
     )
     backward = (
-        inv.rms_width * (rms_backward + (5 * stream if trained else 0))
-        + inv.layer_norm_width * (layer_norm + stream)
+        inv.rms_width * (rms_backward + norm_weight)
+        + inv.layer_norm_width * layer_norm_backward
         + inv.rotary_width * rope_backward
         + inv.residual_width * 3 * stream
         + inv.gated_width * act_backward
@@ -156,22 +181,24 @@ def adapter_traffic(
     )
 
 
-def loss_bytes_per_logit(loss: str, logit: int, *, fused: bool, softcap: bool) -> float:
+def loss_bytes_per_logit(loss: str, logit: int, *, fused: bool, softcap: bool, drag: float = 1.0) -> float:
     """Bytes that the loss chain moves per logit, forward and backward, head matmuls not counted.
 
-    full, 16-bit logits: upcast 6, log-softmax 8, gradient of the log-likelihood 4, of log-softmax 12, cast back 6 = 36;
-    fp32 logits: 24. A soft cap adds three operations each way. chunked: one pass to read, one to rewrite, tile by tile.
-    liger: one kernel reads twice and writes once.
+    full, fp32 logits: log-softmax 8, gradient of the log-likelihood 4, of log-softmax 12: 24 counted; on an A100 it
+    takes as long as 49, since long rows are read three times forward and twice backward. 16-bit logits add the upcast
+    and the cast back, 12. A soft cap adds three operations each way. chunked: one pass to read, one to rewrite, tile by
+    tile. liger: three passes counted, as long as five.
 
-    Source: transformers 5.23 `loss/loss_utils.py`; TRL 1.16 `kernels/chunked_logprob.py`; Liger `ops/cross_entropy.py`.
+    Source: linkedin/Liger-Kernel benchmark/data/all_benchmark_data.csv, cross_entropy on an A100; transformers 5.23
+    `loss/loss_utils.py`; TRL 1.16 `kernels/chunked_logprob.py`; Liger `ops/cross_entropy.py`.
     """
     if loss == "liger":
-        return 3.0 * logit
+        return _blend(3, 5, drag) * logit
     if loss == "chunked":
         return 4.0 * logit
     if fused:
         return 4.0 * logit
-    chain = 36.0 if logit == 2 else 24.0
+    chain = _blend(24, 49, drag) + (12.0 if logit == 2 else 0.0)
     return chain + (13.0 * logit if softcap else 0.0)
 
 

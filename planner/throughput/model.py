@@ -13,7 +13,14 @@ from planner.models.spec import AttentionSpec, LinearSpec, ModelSpec
 from planner.setup import TrainSetup
 from planner.throughput.calibration import Calibration, Constants
 from planner.throughput.conditions import Conditions
-from planner.throughput.counts import OPTIMIZER_FORM, Moved, adapter_traffic, layer_traffic, loss_bytes_per_logit
+from planner.throughput.counts import (
+    OPTIMIZER_FORM,
+    Moved,
+    adapter_traffic,
+    drag_of,
+    layer_traffic,
+    loss_bytes_per_logit,
+)
 from planner.throughput.inventory import Inventory, inventory
 from planner.throughput.lora import adapted_linears
 from planner.throughput.rates import Rates, matmul_s, rates_of
@@ -59,6 +66,7 @@ class SpeedModel:
         self.inv: Inventory = inventory(model)
         self.constants: Constants = calibration.constants_for(gpu)
         self.rates: Rates = rates_of(gpu, calibration, self.constants)
+        self.drag = drag_of(self.rates.bandwidth)
         self.bandwidth = self.rates.bandwidth * self.constants.bandwidth_share
         self._matmuls: dict[tuple[str, int, bool], LayerMatmuls] = {}
         self._losses: dict[tuple[str, str, int, bool], float] = {}
@@ -132,7 +140,7 @@ class SpeedModel:
         chunk, head_traffic, forwards = tokens, 0.0, 1
         if loss == "liger":
             chunk = min(tokens, 1 << max(0, -(-tokens // -(-vocab // hidden)) - 1).bit_length())
-            head_traffic = 14.0
+            head_traffic = 6.0  # each chunk's weight gradient is added to the sum in the weight's type
         elif loss == "chunked":
             chunk, head_traffic, forwards = min(tokens, TRL_TOKEN_CHUNK), 8.0, 2
         chunks = -(-tokens // chunk)
@@ -142,7 +150,8 @@ class SpeedModel:
             seconds += matmul_s(vocab, hidden, chunk, rate, size, self.rates, self.constants)
             if chunks > 1:
                 seconds += head_traffic * vocab * hidden / self.bandwidth
-        moved = loss_bytes_per_logit(loss, size, fused=self.conditions.fused_loss, softcap=self.inv.softcap)
+        fused, softcap = self.conditions.fused_loss, self.inv.softcap
+        moved = loss_bytes_per_logit(loss, size, fused=fused, softcap=softcap, drag=self.drag)
         made = chunks * seconds + moved * tokens * vocab / (self.rates.bandwidth * self.constants.loss_bandwidth_share)
         self._losses[key] = made
         return made
@@ -152,7 +161,7 @@ class SpeedModel:
         key = (flow, trained)
         found = self._traffic.get(key)
         if found is None:
-            found = self._traffic[key] = layer_traffic(self.inv, flow, self.conditions, trained=trained)
+            found = self._traffic[key] = layer_traffic(self.inv, flow, self.conditions, trained=trained, drag=self.drag)
         return found
 
     def adapters(self, setup: TrainSetup, flow: Flow) -> tuple[Moved, int, float, int]:
