@@ -20,7 +20,7 @@ from search.dimensions import value_of
 from search.problem import Problem, Result, memory_excess
 from search.sampler import Belief, ResidualSampler, Sampler
 
-MAX_ASKS = 30
+MAX_ASKS = 3
 """Suggestions per proposal before the nearest open candidate is taken."""
 
 

@@ -98,6 +98,8 @@ class DeepSpeedSampler:
             stage_best = 0.0
             for index in ladder:
                 if index not in speeds:
+                    if not belief.open[index]:
+                        break  # does not fit by the formula, or a smaller one ran out of memory
                     return index
                 if speeds[index] <= stage_best:
                     break

@@ -1,0 +1,147 @@
+"""The machines that strategies are compared on: synthetic GPU and recorded grids; and the strategies themselves."""
+
+import numpy as np
+import pytest
+from search_cases import all_candidates, problem, scenario, small_candidates
+
+from planner.measured import load_rows
+from planner.outcome import FailureKind, Measurement, Prediction, ProbeFailure
+from planner.setup import TrainSetup
+from search.problem import Problem, Result
+from search.replay import recorded_grids
+from search.run import search
+from search.sampler import Belief, Sampler
+from search.strategies import DEFAULTS, DeepSpeedSampler, DoublingSampler, RankedSampler
+from search.synthetic import SCENARIOS, SyntheticGpu, perturbed
+
+
+@pytest.mark.parametrize("one", SCENARIOS, ids=lambda one: one.name)
+def test_scenarios_have_a_fitting_plan_and_excluded_setups(one: object) -> None:
+    candidates = all_candidates(one.name)  # type: ignore[attr-defined]
+    whole = Problem(candidates=candidates)
+    assert 1500 < len(candidates) < 4000
+    assert any(candidate.fits for candidate in candidates)
+    assert sum(bool(whole.exclusion(candidate)) for candidate in candidates) > 100
+
+
+def test_the_large_space_has_about_twenty_thousand_candidates() -> None:
+    from dataclasses import replace
+
+    assert 15_000 < sum(1 for _ in replace(scenario(), large=True).setups()) < 25_000
+
+
+def test_the_same_seed_is_the_same_machine_and_another_is_not() -> None:
+    nominal = scenario().nominal
+    assert perturbed(nominal, 5) == perturbed(nominal, 5)
+    assert perturbed(nominal, 5) != perturbed(nominal, 6)
+    setup = next(c.setup for c in small_candidates() if c.fits)
+    assert SyntheticGpu.of(scenario(), 5)(setup) == SyntheticGpu.of(scenario(), 5)(setup)
+
+
+def test_deviations_are_realistic_and_memory_can_exceed_the_prediction() -> None:
+    """Over 40 machines: speed within a factor of 2 of the prior for most, memory within 15 % but for cliffs."""
+    candidate = max((c for c in small_candidates() if c.fits), key=lambda c: c.tokens_per_s)
+    speeds, memories = [], []
+    for seed in range(40):
+        evidence = SyntheticGpu.of(scenario(), seed)(candidate.setup)
+        if isinstance(evidence, Measurement):
+            assert candidate.formula.tokens_per_s is not None
+            speeds.append(evidence.tokens_per_s / candidate.formula.tokens_per_s)
+            memories.append(evidence.peak_device_bytes / candidate.formula.peak_device_bytes)
+    assert len(speeds) >= 25
+    assert 0.5 < np.quantile(speeds, 0.05) < np.quantile(speeds, 0.95) < 2.0
+    assert np.std(np.log(speeds)) > 0.05
+    assert max(memories) > 1.01
+
+
+def test_prior_memory_grows_with_the_micro_batch() -> None:
+    by_family: dict[TrainSetup, list[tuple[int, int]]] = {}
+    for candidate in small_candidates():
+        family = candidate.setup.with_(micro_batch_seqs=1, accumulation_steps=1)
+        pair = candidate.setup.micro_batch_seqs, candidate.formula.peak_device_bytes
+        by_family.setdefault(family, []).append(pair)
+    for pairs in by_family.values():
+        peaks = [peak for _, peak in sorted(pairs)]
+        assert peaks == sorted(peaks)
+
+
+def run_to_end(sampler: Sampler, belief: Belief, gpu: SyntheticGpu, limit: int = 60) -> list[TrainSetup]:
+    tried = []
+    for _ in range(limit):
+        index = sampler.propose(belief, (), 0)
+        if index is None:
+            break
+        assert belief.open[index]
+        setup = belief.problem.candidates[index].setup
+        tried.append(setup)
+        belief.tell(Result(index=index, evidence=gpu(setup)))
+    return tried
+
+
+def test_doubling_doubles_until_it_runs_out_of_memory() -> None:
+    belief = Belief(Problem(candidates=all_candidates("8b-80g")))
+    tried = run_to_end(DoublingSampler(), belief, SyntheticGpu.of(scenario(), 2))
+    sizes = [setup.micro_batch_seqs for setup in tried]
+    assert sizes[0] == 1
+    assert sizes == [2**power for power in range(len(sizes))]
+    assert len({setup.with_(micro_batch_seqs=1, accumulation_steps=1) for setup in tried}) == 1
+    assert all(getattr(tried[0], name) == value for name, value in DEFAULTS.items())
+
+
+def test_deepspeed_style_tuner_ends_and_stays_within_one_stage_while_tuning() -> None:
+    belief = Belief(Problem(candidates=all_candidates("8b-80g")))
+    tried = run_to_end(DeepSpeedSampler(), belief, SyntheticGpu.of(scenario(), 2))
+    assert 5 < len(tried) < 60
+    assert len(set(tried)) == len(tried)
+    assert len({(setup.method, setup.quantization) for setup in tried[-5:]}) == 1
+
+
+def test_ranked_follows_the_formula() -> None:
+    belief = Belief(problem())
+    tried = run_to_end(RankedSampler(), belief, SyntheticGpu.of(scenario(), 2), limit=5)
+    speeds = {candidate.setup: candidate.tokens_per_s for candidate in small_candidates()}
+    assert [speeds[setup] for setup in tried] == sorted((speeds[setup] for setup in tried), reverse=True)
+
+
+# Recorded measurements
+
+
+def test_recorded_grids_are_real_and_answer_with_recorded_figures() -> None:
+    """IBM fms_acceleration: Mistral-7B and Llama-2-70B on A100-80GB."""
+    grids = recorded_grids(load_rows())
+    assert {grid.model.split("/")[1] for grid in grids} >= {"Mistral-7B-v0.1", "Llama-2-70b-hf"}
+    for grid in grids:
+        evaluate = grid.evaluator(0)
+        batches = {setup.tokens_per_step for setup in grid.rows}
+        assert len(batches) == 1
+        for setup, rows in grid.rows.items():
+            evidence = evaluate(setup)
+            if isinstance(evidence, Measurement):
+                assert min(abs(evidence.tokens_per_s - (row.tokens_per_s or 0)) for row in rows) < 1e-6
+            else:
+                assert isinstance(evidence, ProbeFailure)
+                assert evidence.kind is FailureKind.OUT_OF_MEMORY
+        stranger = evaluate(TrainSetup(lora_rank=7))
+        assert isinstance(stranger, ProbeFailure)
+        assert stranger.kind is FailureKind.UNSUPPORTED
+
+
+def test_search_on_a_recorded_grid_finds_the_best_recorded_setup_within_four_probes() -> None:
+    from planner.gpus import find_gpu
+    from planner.models import catalogue
+    from planner.predict import predict
+    from planner.units import GIB
+    from search.stopping import Budget
+
+    grid = next(grid for grid in recorded_grids(load_rows()) if "Mistral" in grid.name)
+    model, gpu = catalogue.load(grid.model), find_gpu(grid.gpu)
+
+    def formula(setup: TrainSetup) -> Prediction:
+        return predict(model, gpu, setup)
+
+    candidates = grid.candidates(int(0.97 * 79.15 * GIB), formula)
+    evaluate = grid.evaluator(0)
+    best = max(e.tokens_per_s for s in grid.rows if isinstance(e := evaluate(s), Measurement))
+    result = search(Problem(candidates=candidates), evaluate, budget=Budget(max_probes=4))
+    assert result.best is not None
+    assert result.best.tokens_per_s >= 0.98 * best
