@@ -83,7 +83,7 @@ def corrected(points: Iterable[Point], corrections: Mapping[CorrectionKey, float
     if not corrections:
         return points
     other = corrections.get(ANY_SETUP)
-    return (_scaled(point, corrections.get(correction_key(point.family), other)) for point in points)
+    return (_scaled(point, corrections.get(correction_key(point.shared), other)) for point in points)
 
 
 def _scaled(point: Point, ratio: float | None) -> Point:
@@ -129,13 +129,13 @@ def _alternatives(
     if not setup.checkpointing:
         offer("with checkpointing", setup.with_(checkpointing=1))
     for point in facts[node].ranked():
-        if point.family.checkpointing != setup.checkpointing:
-            offer("checkpointing " + ("off" if not point.family.checkpointing else "on"), point.setup)
+        if point.shared.checkpointing != setup.checkpointing:
+            offer("checkpointing " + ("off" if not point.shared.checkpointing else "on"), point.setup)
             break
     larger = [
         point
         for point in facts[node].ranked()
-        if point.micro_batch_seqs > setup.micro_batch_seqs and point.family.loss == setup.loss
+        if point.micro_batch_seqs > setup.micro_batch_seqs and point.loss == setup.loss
     ]
     if larger:
         offer("larger micro-batch", max(larger, key=lambda point: point.micro_batch_seqs).setup)

@@ -27,7 +27,7 @@ from planner.memory.weights import weight_bytes
 from planner.memory.workspace import context_bytes, cublas_workspace_bytes
 from planner.models.spec import ModelSpec
 from planner.setup import METHODS, TrainSetup
-from planner.throughput import throughput_profile
+from planner.throughput import Calibration, load_calibration, throughput_profile
 from planner.workload import Workload
 
 BRANCH_FIELDS = ("method", "precision", "quantization", "kbit_fp32_cast", "lora_rank", "lora_targets")
@@ -39,17 +39,25 @@ PLANNED_CHECKPOINTING = (0, 2, 1)
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One walked setup in short: a family (micro-batch 1) and its figures at one micro-batch."""
+    """One walked setup in short: what was shared, what is its own, and its figures. `setup` builds the whole."""
 
-    family: TrainSetup
+    shared: TrainSetup
+    attention: str
+    loss: str
+    optimizer: str
     micro_batch_seqs: int
     accumulation_steps: int
     peak_device_bytes: int
     tokens_per_s: float
 
     @property
+    def family(self) -> TrainSetup:
+        """The setup at micro-batch 1 without accumulation."""
+        return self.shared.trusted_with(attention=self.attention, loss=self.loss, optimizer=self.optimizer)
+
+    @property
     def setup(self) -> TrainSetup:
-        """The complete setup."""
+        """The complete setup, validated."""
         return self.family.with_(micro_batch_seqs=self.micro_batch_seqs, accumulation_steps=self.accumulation_steps)
 
 
@@ -135,18 +143,18 @@ def walk(workload: Workload, values: Mapping[str, tuple[Any, ...]] | None = None
     values = values if values is not None else dimension_values(workload)
     batches = values.get("micro_batch_seqs") or micro_batches(workload.global_batch_seqs)
     pairs = [(m, workload.global_batch_seqs // m) for m in batches if workload.global_batch_seqs % m == 0]
+    calibration = load_calibration()
     for branch in branches(workload, values):
         chains = [_Chain(model, branch.trusted_with(loss=loss)) for loss in values["loss"]]
         for attentions in _same_kernels(model, gpu, branch, values["attention"]):
             for checkpointing in values["checkpointing"]:
-                family = branch.trusted_with(attention=attentions[0], checkpointing=checkpointing)
+                shared = branch.trusted_with(attention=attentions[0], checkpointing=checkpointing)
+                family = _Family(model, gpu, shared, calibration)
                 for chain in chains:
-                    for optimizer in values["optimizer"]:
-                        figures = _figures(model, gpu, family, chain, optimizer, pairs)
+                    for optimizer, figures in family.figures(chain, values["optimizer"], pairs):
                         for attention in attentions:
-                            complete = family.trusted_with(attention=attention, loss=chain.loss, optimizer=optimizer)
-                            for (micro, steps), (peak, speed) in zip(pairs, figures, strict=True):
-                                yield Point(complete, micro, steps, peak, speed)
+                            for micro, steps, peak, speed in figures:
+                                yield Point(shared, attention, chain.loss, optimizer, micro, steps, peak, speed)
 
 
 def _same_kernels(model: ModelSpec, gpu: GpuSpec, branch: TrainSetup, attentions: tuple[str, ...]) -> list[list[str]]:
@@ -168,47 +176,50 @@ def _same_kernels(model: ModelSpec, gpu: GpuSpec, branch: TrainSetup, attentions
 
 
 class _Chain:
-    """The loss chain of one branch and loss, at micro-batch 1 and 2, and the figures that it shares."""
+    """The loss chain of one branch and loss, at micro-batch 1 and 2."""
 
     def __init__(self, model: ModelSpec, setup: TrainSetup) -> None:
         self.loss = setup.loss
         self.one, self.two = loss_parts(model, setup), loss_parts(model, setup.trusted_with(micro_batch_seqs=2))
         self.logits = loss_parts_logits(model, setup)
-        self.cache: dict[tuple[str, int], tuple[Any, ...]] = {}
 
 
-def _figures(
-    model: ModelSpec, gpu: GpuSpec, family: TrainSetup, chain: _Chain, optimizer: str, pairs: list[tuple[int, int]]
-) -> list[tuple[int, float]]:
-    """(device peak, tokens/s) of one family at every (micro-batch, accumulation)."""
-    key = (family.attention, family.checkpointing)
-    shared = chain.cache.get(key)
-    if shared is None:
-        lossy = family.trusted_with(loss=chain.loss)
-        one = activation_parts(model, gpu, lossy)
-        two = activation_parts(model, gpu, lossy.trusted_with(micro_batch_seqs=2))
-        trained = trained_parameters(model, family)
-        weights = sum(weight_bytes(model, family).values()) + cublas_workspace_bytes(gpu) + context_bytes(gpu)
-        if family.method != "full":
-            weights += trained.size_bytes
-        phases = [
-            (
-                _phases(model, one, chain.one, chain.logits, trained, accumulated=accumulated),
-                _phases(model, two, chain.two, 2 * chain.logits, trained, accumulated=accumulated),
-            )
-            for accumulated in (False, True)
-        ]
-        shared = chain.cache[key] = (trained, weights, phases)
-    trained, weights, phases = shared
-    resident = weights + state_bytes(trained.num, trained.dtype, optimizer, matrix_edge_sum=trained.edge_sum)
-    step = trained.size_bytes + step_bytes(trained.num, trained.dtype, optimizer, largest_tensor=trained.largest)
-    at = throughput_profile(model, gpu, family.trusted_with(loss=chain.loss, optimizer=optimizer)).at
-    figures = []
-    for micro, steps in pairs:
-        first, second = phases[steps > 1]
-        dynamic = max(step, *(a + (micro - 1) * (b - a) for a, b in zip(first, second, strict=True)))
-        figures.append((resident + dynamic + allocator_gap_bytes(resident, dynamic), at(micro, steps)[1]))
-    return figures
+class _Family:
+    """What all losses, optimizers and micro-batches of one branch, kernel and checkpointing share."""
+
+    def __init__(self, model: ModelSpec, gpu: GpuSpec, shared: TrainSetup, calibration: Calibration) -> None:
+        self.model, self.gpu, self.shared, self.calibration = model, gpu, shared, calibration
+        self.one = activation_parts(model, gpu, shared)
+        self.two = activation_parts(model, gpu, shared.trusted_with(micro_batch_seqs=2))
+        self.trained = trained_parameters(model, shared)
+        self.weights = sum(weight_bytes(model, shared).values()) + cublas_workspace_bytes(gpu) + context_bytes(gpu)
+        if shared.method != "full":
+            self.weights += self.trained.size_bytes
+
+    def figures(
+        self, chain: _Chain, optimizers: tuple[str, ...], pairs: list[tuple[int, int]]
+    ) -> Iterator[tuple[str, list[tuple[int, int, int, float]]]]:
+        """Per optimizer: (micro-batch, accumulation, device peak in bytes, tokens/s) at every micro-batch."""
+        trained, model = self.trained, self.model
+        lines = []
+        for accumulated in (False, True):
+            one = _phases(model, self.one, chain.one, chain.logits, trained, accumulated=accumulated)
+            two = _phases(model, self.two, chain.two, 2 * chain.logits, trained, accumulated=accumulated)
+            lines.append(tuple((a, b - a) for a, b in zip(one, two, strict=True)))
+        for optimizer in optimizers:
+            states = state_bytes(trained.num, trained.dtype, optimizer, matrix_edge_sum=trained.edge_sum)
+            temporary = step_bytes(trained.num, trained.dtype, optimizer, largest_tensor=trained.largest)
+            resident, step = self.weights + states, trained.size_bytes + temporary
+            setup = self.shared.trusted_with(loss=chain.loss, optimizer=optimizer)
+            at = throughput_profile(model, self.gpu, setup, calibration=self.calibration).at
+            found = []
+            for micro, steps in pairs:
+                (f0, f1), (l0, l1), (b0, b1) = lines[steps > 1]
+                more = micro - 1
+                dynamic = max(step, f0 + more * f1, l0 + more * l1, b0 + more * b1)
+                peak = resident + dynamic + allocator_gap_bytes(resident, dynamic)
+                found.append((micro, steps, peak, at(micro, steps)[1]))
+            yield optimizer, found
 
 
 def _phases(

@@ -49,7 +49,7 @@ def simplicity(setup: TrainSetup) -> int:
 
 def node_of(point: Point) -> str:
     """The node of the tree that a point belongs to."""
-    return node_of_setup(point.family)
+    return node_of_setup(point.shared)
 
 
 def node_of_setup(setup: TrainSetup) -> str:
@@ -91,12 +91,12 @@ def collect(points: Iterable[Point], budget_bytes: int) -> dict[str, NodeFacts]:
         node.walked += 1
         peak = point.peak_device_bytes
         if point.micro_batch_seqs == 1:
-            if point.family.kbit_fp32_cast:
+            if point.shared.kbit_fp32_cast:
                 if node.smallest_cast is None or peak < node.smallest_cast.peak_device_bytes:
                     node.smallest_cast = point
             elif node.smallest is None or peak < node.smallest.peak_device_bytes:
                 node.smallest = point
-            if not point.family.checkpointing and (
+            if not point.shared.checkpointing and (
                 node.smallest_unchecked is None or peak < node.smallest_unchecked.peak_device_bytes
             ):
                 node.smallest_unchecked = point

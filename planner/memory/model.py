@@ -16,7 +16,7 @@ from planner.memory.dtypes import SIZE_BYTES, Flow, flow_of
 from planner.memory.loss import LossChain, loss_chain
 from planner.memory.optimizer import state_bytes, step_bytes
 from planner.memory.traits import traits_of
-from planner.memory.transient import backward_transient, forward_transient, stack_transient
+from planner.memory.transient import backward_transient, forward_transient, merged_stacks, stack_transient
 from planner.memory.types import MemoryBreakdown, MemoryTerm, Phase
 from planner.memory.weights import weight_bytes
 from planner.memory.workspace import context_bytes, cublas_workspace_bytes, dequantized_bytes
@@ -159,12 +159,15 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
                 stored[part] += kept[index] * getattr(saved, part)
             stored["pinned"] += kept[index] * (saved.pinned - saved.pinned_again)
         if counts[index] > kept[index]:
-            recomputed = max(recomputed, saved.total)
+            # with every n-th layer checkpointed, the kept layers behind the last checkpointed one are gone by then
+            gone = (model.num_layers - 1) % setup.checkpointing if kept[index] else 0
+            recomputed = max(recomputed, saved.total if not gone else 0)
             again = counts[index] - kept[index]
             stored["inputs"] += again * SIZE_BYTES[flow.residual] * model.hidden_size * tokens
             stored["pinned"] += again * saved.pinned
-        transient = max(transient, backward_transient(layer, context) + stack_transient(layer, context))
-        forward_temp = max(forward_temp, forward_transient(layer, context))
+        transient = max(transient, backward_transient(layer, context, saved) + stack_transient(layer, context))
+        merged = merged_stacks(layer, context) if counts[index] > kept[index] else 0
+        forward_temp = max(forward_temp, forward_transient(layer, context) + merged)
         if setup.quantized:
             dequantized = max(dequantized, *(dequantized_bytes(one, setup) for one in layer.linears))
     tail = LayerContext(
@@ -218,16 +221,16 @@ def _weight_casts(model: ModelSpec, setup: TrainSetup, flow: Flow) -> tuple[int,
     """16-bit copies that autocast makes of fp32 matrices: alive in (forward and loss, backward).
 
     Trained ones are cached until the forward ends and kept by the graph where nothing is recomputed; frozen ones are
-    not cached, but the graph keeps each of them.
+    not cached, but the graph keeps each of them. Stacked experts (grouped multiplication) are not on autocast's list.
 
     Source: PyTorch `aten/src/ATen/autocast_mode.cpp`, cached_cast.
     """
     head = 2 * model.head.num_weights if model.head is not None else 0
-    if flow.autocast is None or flow.table != "fp32":
+    if flow.autocast is None or flow.table != "fp32" or setup.quantized:  # quantized: see `loss_parts`
         return 0, 0
-    if setup.quantized:  # only the head is a plain fp32 matrix then
-        return (head, 0) if setup.loss != "chunked" else (0, 0)
-    matrices = sum(num * one.num_weights for layer, num in model.layer_counts for one in layer.linears)
+    matrices = sum(
+        num * one.num_weights for layer, num in model.layer_counts for one in layer.linears if one.module != "parameter"
+    )
     copies = 2 * matrices + head
     if setup.checkpointing != 1:
         return copies, copies
@@ -235,9 +238,12 @@ def _weight_casts(model: ModelSpec, setup: TrainSetup, flow: Flow) -> tuple[int,
 
 
 def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
-    """The loss chain of one micro-batch."""
+    """The loss chain of one micro-batch.
+
+    With the k-bit cast the head is the only plain fp32 matrix; autocast's 16-bit copy of it counts here.
+    """
     flow = step_flow(model, setup)
-    return loss_chain(
+    chain = loss_chain(
         loss=setup.loss,
         tokens=setup.tokens_per_micro_batch,
         vocab_size=model.vocab_size,
@@ -247,6 +253,15 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
         head_trained=setup.method == "full",
         softcap=model.logit_softcap,
     )
+    if (
+        setup.quantized
+        and flow.autocast
+        and flow.table == "fp32"
+        and setup.loss != "chunked"
+        and model.head is not None
+    ):
+        return replace(chain, loss_bytes=chain.loss_bytes + 2 * model.head.num_weights)
+    return chain
 
 
 def loss_parts_logits(model: ModelSpec, setup: TrainSetup) -> int:
@@ -362,7 +377,12 @@ def predict_memory(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> MemoryB
     add("activations", "final norm", parts.final_norm, *compute[1:])
     if shrunk:
         add("activations", "what is left of the activations", peak.stored, "backward")
-    add("activations", "autocast's cache", parts.weight_casts[0] - parts.weight_casts[1] + parts.adapter_casts, "forward")
+    add(
+        "activations",
+        "autocast's cache",
+        parts.weight_casts[0] - parts.weight_casts[1] + parts.adapter_casts,
+        "forward",
+    )
     if accumulated:
         add("gradients", "accumulated gradients", trained.size_bytes, "forward", "loss", "backward")
     add("activations", "one layer's forward temporaries", parts.forward_temp, "forward")
