@@ -151,9 +151,10 @@ def time_parts(candidate: Candidate) -> Chart:
 
 def timeline_chart(timeline: Timeline, memory_bytes: int) -> Chart:
     """Allocated memory, event by event."""
+    depth = f", {clean(timeline.depth)}" if timeline.depth else ""
     return {
         "kind": "timeline",
-        "title": "Allocated memory from loading through the traced steps (dry run" + (f", {clean(timeline.depth)})" if timeline.depth else ")"),
+        "title": f"Allocated memory from loading through the traced steps (dry run{depth})",
         "points": [list(point) for point in timeline.points],
         "phases": [
             {"name": PHASE_WORDS.get(one.name, clean(one.name)), "start": one.start, "end": one.end}
