@@ -1,10 +1,10 @@
 """The full depth from a truncated run: the events of its middle layers, repeated.
 
-Layers that are alike do the same to memory. A run with a first, some middle and a last layer therefore holds every kind
-of event of the full model; a block of one period of middle layers is repeated in the forward, in the backward and among
-the loaded weights, each copy with storages of its own. The optimizer is run for real on the full model's list of trained
-parameters (its memory comes from the shapes alone). What comes out is the event list of the full model, which is then
-analysed and replayed like a real one.
+Layers that are alike do the same to memory. A run with a first, some middle and a last layer therefore holds every
+kind of event of the full model; a block of one period of middle layers is repeated in the forward, in the backward and
+among the loaded weights, each copy with storages of its own. The optimizer is run for real on the full model's list of
+trained parameters (its memory comes from the shapes alone). What comes out is the event list of the full model, which
+is then analysed and replayed like a real one.
 
 Every reference is checked: a copy may only release what its counterpart allocated, of the same size, once. Where a
 model breaks that (a storage shared between far layers), `SpliceError` says so and the caller runs the full depth.

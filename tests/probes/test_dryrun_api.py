@@ -1,0 +1,159 @@
+"""What callers of the dry run rely on: outcomes, attribution, the cache, refusals."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from planner.gpus import find_gpu
+from planner.memory.types import PHASES
+from planner.models import catalogue
+from planner.models.spec import ModelSpec
+from planner.outcome import FailureKind, Prediction, ProbeFailure, Rung
+from planner.setup import TrainSetup
+from probes.dryrun import DryRunReport, cache, dry_run, dry_run_report, report_for_config
+from probes.dryrun.api import VERSION
+from tests.probes.dryrun_small import small_config
+
+SETUP = TrainSetup(seq_len_tokens=64, micro_batch_seqs=2, lora_rank=4)
+AMPERE = (8, 0)
+TURING = (7, 5)
+
+
+def _model() -> ModelSpec:
+    spec = catalogue.load("meta-llama/Llama-3.2-1B")
+    assert spec is not None
+    return replace(spec, config=small_config("llama", num_hidden_layers=8))
+
+
+def _report(fields: dict[str, Any] | None = None, capability: tuple[int, int] = AMPERE) -> DryRunReport:
+    report = report_for_config(small_config("llama", num_hidden_layers=8), capability, SETUP.with_(**(fields or {})))
+    assert isinstance(report, DryRunReport), report
+    return report
+
+
+def test_dry_run_prediction_is_attributed() -> None:
+    prediction = _report().prediction
+    assert prediction.rung is Rung.DRY_RUN
+    assert set(prediction.phase_peaks_bytes) == set(PHASES)
+    assert prediction.peak_allocated_bytes == prediction.phase_peaks_bytes[prediction.peak_phase]
+    assert sum(term.size_bytes for term in prediction.terms) == prediction.peak_allocated_bytes
+    assert {"weights", "adapters", "activations"} <= {term.category for term in prediction.terms}
+    assert prediction.peak_allocated_bytes <= prediction.peak_reserved_bytes < prediction.peak_device_bytes
+
+
+def test_dry_run_device_peak_follows_the_gpu() -> None:
+    """The driver's share of memory is the GPU's, as the formula has it."""
+    from planner.memory.workspace import context_bytes
+
+    gpu = find_gpu("rtx-4090")
+    prediction = dry_run(_model(), gpu, SETUP, use_cache=False)
+    assert isinstance(prediction, Prediction)
+    assert prediction.peak_device_bytes == prediction.peak_reserved_bytes + context_bytes(gpu)
+
+
+def test_dry_run_says_when_attention_falls_back_to_the_math_kernel() -> None:
+    report = _report({"precision": "fp32"})
+    assert set(report.kernels) == {"math"}
+    assert any("math kernel" in note and "data type float32" in note for note in report.prediction.notes)
+    turing = _report({"precision": "fp16-autocast"}, TURING)
+    assert set(turing.kernels) == {"math"}
+    assert "below 8.0" in turing.kernel_reasons["math"]
+    assert set(_report().kernels) == {"flash"}
+
+
+def test_dry_run_gradients_accumulate_only_with_several_micro_batches() -> None:
+    one = _report({"optimizer": "sgd"}).phase_groups["forward"]
+    several = _report({"optimizer": "sgd", "accumulation_steps": 8}).phase_groups["forward"]
+    assert ("gradients", "gradients") not in one
+    assert several[("gradients", "gradients")] > 0
+    assert _report({"accumulation_steps": 2}).prediction == _report({"accumulation_steps": 8}).prediction
+
+
+def test_dry_run_weights_are_the_module_tree() -> None:
+    """Llama of 8 layers, width 64, MLP 96, 4 and 2 heads of 16, vocabulary 320 (bf16, and fp32 adapters of rank 4)."""
+    layer = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 96 + 2 * 64
+    base = 2 * (8 * layer + 64 + 320 * 64 + (0 if small_config("llama").get("tie_word_embeddings") else 320 * 64))
+    adapters = 4 * 8 * 4 * ((64 + 64) + 2 * (64 + 32) + (64 + 64) + 2 * (64 + 96) + (96 + 64))
+    assert _report().parameter_bytes == base + adapters
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [({"compile": True}, "compile"), ({"num_gpus": 2, "parallel": "ddp"}, "one GPU")],
+)
+def test_dry_run_refuses_what_it_cannot_see(fields: dict[str, Any], word: str) -> None:
+    outcome = report_for_config(small_config("llama"), AMPERE, SETUP.with_(**fields))
+    assert isinstance(outcome, ProbeFailure)
+    assert outcome.kind is FailureKind.UNSUPPORTED
+    assert word in outcome.message
+
+
+def test_dry_run_unknown_model_type_is_a_failure_with_its_reason() -> None:
+    outcome = report_for_config({"model_type": "no_such_model"}, AMPERE, SETUP)
+    assert isinstance(outcome, ProbeFailure)
+    assert "no_such_model" in outcome.message
+
+
+def test_dry_run_missing_flash_attention_path_is_a_failure() -> None:
+    outcome = report_for_config(small_config("llama4"), AMPERE, SETUP.with_(attention="flash-attention-2"))
+    assert isinstance(outcome, ProbeFailure)
+    assert "flash-attention 2" in outcome.message
+
+
+def test_cache_answers_the_second_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "default_directory", lambda: tmp_path)
+    gpu = find_gpu("rtx-4090")
+    first = dry_run_report(_model(), gpu, SETUP)
+    assert len(list(tmp_path.glob("*.json"))) == 1
+    monkeypatch.setattr("probes.dryrun.api.report_for_config", None)  # a second run would fail
+    assert dry_run_report(_model(), gpu, SETUP) == first
+
+
+def test_cache_key_changes_with_everything_that_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    def key(**changes: Any) -> str:
+        values: dict[str, Any] = {
+            "config": small_config("llama"),
+            "capability": AMPERE,
+            "setup": SETUP,
+            "own_version": VERSION,
+            "options": {"full_depth": False},
+        }
+        values |= changes
+        return cache.key_of(values.pop("config"), values.pop("capability"), values.pop("setup"), **values)
+
+    keys = {
+        key(),
+        key(config=small_config("llama", num_hidden_layers=9)),
+        key(capability=TURING),
+        key(setup=SETUP.with_(lora_rank=8)),
+        key(own_version=VERSION + 1),
+        key(options={"full_depth": True}),
+    }
+    monkeypatch.setattr(cache, "library_versions", lambda: (("torch", "0.0"),))
+    keys.add(key())
+    assert len(keys) == 7
+    assert key(config=small_config("llama") | {"_source": "a note"}) == key()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", json.dumps({"prediction": {}})])
+def test_cache_ignores_damaged_files(tmp_path: Path, text: str) -> None:
+    (tmp_path / "key.json").write_text(text)
+    assert cache.load(tmp_path, "key") is None
+
+
+def test_cache_round_trip(tmp_path: Path) -> None:
+    report = _report()
+    cache.save(tmp_path, "key", report)
+    assert cache.load(tmp_path, "key") == report
+
+
+def test_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    cache.save(blocked / "below", "key", _report())
