@@ -57,13 +57,13 @@ class Saved:
     adapters: int = 0
     pinned: int = 0
     pinned_again: int = 0
+    late: int = 0
+    """Of all these, what stands behind the attention: gone when the attention's own backward begins."""
 
     @property
     def total(self) -> int:
         """All parts, what two operators keep counted once."""
-        return (
-            self.norm + self.attention + self.scores + self.mlp + self.adapters + self.pinned - self.pinned_again
-        )
+        return self.norm + self.attention + self.scores + self.mlp + self.adapters + self.pinned - self.pinned_again
 
 
 def norm_saved(norm: NormSpec, context: LayerContext, input_dtype: str) -> int:
@@ -153,9 +153,7 @@ def inputs_saved(
     else:
         extra = len(adapted) * size * elements
     inner = SIZE_BYTES[flow.autocast or flow.adapter] * setup.lora_rank * context.tokens * len(adapted)
-    return Inputs(
-        base=base, adapters=extra + inner, pinned=pinned, pinned_again=pinned if kept_elsewhere else 0
-    )
+    return Inputs(base=base, adapters=extra + inner, pinned=pinned, pinned_again=pinned if kept_elsewhere else 0)
 
 
 def _adapter_input(flow: Flow, input_dtype: str) -> tuple[bool, str]:
@@ -187,12 +185,16 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
     dropout = context.traits.attention_dropout
     scores = tokens * context.row_tokens
     if context.kernel in ("flash", "efficient"):
-        wide = context.kernel == "efficient" and attention.num_kv_heads != attention.num_heads
+        wide = attention.num_kv_heads != attention.num_heads and (
+            context.kernel == "efficient" or context.traits.expands_kv
+        )
         kept = query_width + value_width + (query_width + value_width if wide else kv_width)
         mask = size * scores if context.kernel == "efficient" and masked(context.setup, attention) else 0
         return size * tokens * kept + 4 * tokens * attention.num_heads, mask
     scores *= attention.num_heads
     if context.kernel == "eager":
+        if attention.sinks:  # softmax in the compute type, over one column more
+            return size * tokens * (2 * query_width + value_width), scores * size
         each = 4 + (size if size < 4 or dropout else 0) + (size if attention.softcap else 0) + int(dropout)
         return size * tokens * (2 * query_width + value_width), scores * each
     return 4 * tokens * (2 * query_width + value_width), (9 if dropout else 4) * scores
@@ -247,16 +249,18 @@ def moe_saved(mlp: MlpSpec, layer: LayerSpec, context: LayerContext, input_dtype
     Source: transformers 5.23 `integrations/moe.py` (grouped matrices) and `MixtralSparseMoeBlock`; peft 0.21
     `tuners/lora/layer.py` ParamWrapper.
     """
-    tokens = context.tokens
+    flow, traits = context.flow, context.traits
     hidden = next(linear.in_features for linear in layer.linears if linear.role in ("gate_up", "up", "gate"))
-    size = SIZE_BYTES[context.flow.compute if context.flow.quantized else context.flow.linear_out(input_dtype)]
-    routed = tokens * mlp.num_active_experts
-    copies = 1 + (2 if mlp.gated_experts else 0)
+    merged = context.stacks and flow.autocast
+    size = SIZE_BYTES[flow.compute if merged else flow.table]
+    routed = context.tokens * (mlp.num_experts if traits.dense_experts else mlp.num_active_experts)
+    copies = 1 + (2 if mlp.gated_experts else 0) + traits.extra_expert_copies
     kept = routed * (copies * mlp.intermediate_size + hidden) * size
     if context.trained or context.stacks:
         kept += routed * (mlp.intermediate_size + hidden) * size
     if context.stacks:
         kept += size * sum(linear.num_weights for linear in layer.linears if linear.module == "parameter")
+    tokens = context.tokens
     return kept + 40 * routed + 4 * tokens * mlp.num_experts
 
 
@@ -267,6 +271,9 @@ def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:
     block_norms = [norm for norm in layer.norms if norm.rows_per_token == 1]
     head_norms = [norm for norm in layer.norms if norm.rows_per_token > 1]
     saved.norm += sum(norm_saved(norm, context, residual) for norm in block_norms)
+    if layer.parallel_residual and len(block_norms) > 1 and not (flow.autocast and residual != "fp32"):
+        # both norms of a parallel block keep the same residual
+        saved.norm -= SIZE_BYTES[residual] * context.tokens * context.hidden
     normed = norm_output_dtype(block_norms[0], context, residual) if block_norms else residual
     if context.traits.residual_dropout:
         saved.norm += 2 * context.tokens * context.hidden  # masks of one byte after attention and after the MLP
@@ -284,9 +291,14 @@ def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:
             saved.attention += kept
             saved.scores += scores
     attended = flow.autocast or qkv
-    fused = context.kernel in ("flash", "efficient")
+    # rotating a part of each head concatenates q in a layout that flash's output takes over: one more copy is made
+    copied = layer.attention is not None and layer.attention.rotary_fraction < 1.0 and context.kernel == "flash"
+    fused = context.kernel in ("flash", "efficient") and not copied
     for output in by_role.get("o", ()):
         _add(saved, "attention", inputs_saved([output], context, attended, kept_elsewhere=fused))
+    before = saved.total
+    late_norms = block_norms[1:] if not layer.parallel_residual else []
+    saved.late = sum(norm_saved(norm, context, residual) for norm in late_norms)
     if layer.mlp is None:
         return saved
     dense = [one for role in ("gate", "up", "gate_up") for one in by_role.get(role, ()) if one.module != "parameter"]
@@ -298,6 +310,8 @@ def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:
         _add(saved, "mlp", inputs_saved(down, context, activated, kept_elsewhere=layer.mlp.activation == "relu"))
     if layer.mlp.kind == "moe":
         saved.mlp += moe_saved(layer.mlp, layer, context, normed)
+    if not layer.parallel_residual:
+        saved.late += saved.total - before
     return saved
 
 

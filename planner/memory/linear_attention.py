@@ -13,21 +13,18 @@ def linear_attention_saved(attention: AttentionSpec, flow: Flow, tokens: int) ->
     Per token and value head of key size k and value size v, with keys repeated to the value heads: the convolution's
     input and output; fp32 copies of q, k (normalised), padded q, k, v, the weighted k; the chunk's 64-wide decay and
     attention rows; two triangular solutions; per chunk the fp32 state k x v and what its three products keep; the gated
-    norm's fp32 rows and gate. Under autocast every operand of a product is kept once more in 16 bit.
+    norm's product and gate. Under autocast every operand of a product is kept once more in 16 bit.
 
     Source: transformers 5.23 `models/qwen3_next/modeling_qwen3_next.py`, `torch_chunk_gated_delta_rule`.
     Shapes: [tokens, heads, head_dim]; states [chunks, heads, head_dim, value_head_dim].
-    Not counted: short sequences' padding to whole chunks.
+    Not counted: padding of short sequences to whole chunks; the gated norm's rows (it is one of the layer's norms).
     """
     heads = attention.num_heads
     keys, values = heads * attention.head_dim, heads * attention.value_head_dim
     size = SIZE_BYTES[flow.compute]
-    half = flow.autocast is not None
     conv = 2 * size * (2 * attention.num_kv_heads * attention.head_dim + values)
     states = heads * attention.head_dim * attention.value_head_dim // CHUNK
-    copies = (8 * keys if size < 4 else 0) + 8 * keys + 4 * values + 4 * keys
-    rows = heads * CHUNK * (14 if half else 16)
-    products = 2 * 4 * values + (10 * keys + 8 * keys if half else 5 * 4 * keys + 4 * 4 * keys)
-    state = states * (8 if half else 8)
-    gated = (4 + size + 4 + 4) * values
-    return tokens * (conv + copies + rows + products + state + gated)
+    casts = 8 if size < 4 else 0  # q and k copied up to fp32
+    if flow.autocast:
+        return tokens * (conv + (34 + casts) * keys + 8 * values + 14 * heads * CHUNK + 8 * states + 10 * values)
+    return tokens * (conv + (24 + casts) * keys + 12 * values + 20 * heads * CHUNK + 4 * states + (8 + size) * values)

@@ -19,7 +19,9 @@ def classic_activations_bytes(
     return num_layers * (linear + quadratic)
 
 
-def checkpointed_activations_bytes(*, num_layers: int, seq_len: int, batch: int, hidden: int, bytes_per_element: int = 2) -> int:
+def checkpointed_activations_bytes(
+    *, num_layers: int, seq_len: int, batch: int, hidden: int, bytes_per_element: int = 2
+) -> int:
     """Stored layer inputs with full checkpointing: N_b s b h L (2 s b h L in 16 bit).
 
     Source: Korthikanti et al. 2022, section 5, https://arxiv.org/abs/2205.05198.

@@ -19,6 +19,12 @@ LAYER_CAST_BACK = frozenset({"olmo"})
 """`F.layer_norm` of an fp32 copy, cast back to the input's type."""
 LAYER_COMPOSED = frozenset({"cohere", "cohere2"})
 """A layer norm of single operations in fp32, cast back: two fp32 tensors are kept."""
+EXPANDS_KV = frozenset({"falcon"})
+"""Types that hand the kernel keys and values already repeated to all heads."""
+DENSE_EXPERTS = frozenset({"llama4"})
+"""Types that push every token through every expert, weighted by zero where it was not routed."""
+EXTRA_EXPERT_COPIES = {"gpt_oss": 3}
+"""Further tensors of the intermediate size that an expert keeps: gpt-oss clamps, scales and shifts its gate."""
 ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout")
 RESIDUAL_DROPOUTS = ("resid_pdrop", "residual_dropout", "resid_dropout", "hidden_dropout", "dropout", "dropout_rate")
 DEFAULTS = {"gpt2": (0.1, 0.1), "opt": (0.0, 0.1), "t5": (0.1, 0.1)}
@@ -27,11 +33,14 @@ DEFAULTS = {"gpt2": (0.1, 0.1), "opt": (0.0, 0.1), "t5": (0.1, 0.1)}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traits:
-    """How one model class deviates: its norms, and whether its own dropouts are on while training."""
+    """How one model class deviates: its norms, whether its own dropouts are on while training, its experts."""
 
     norm: NormStyle
     attention_dropout: bool
     residual_dropout: bool
+    expands_kv: bool
+    dense_experts: bool
+    extra_expert_copies: int
 
 
 @lru_cache(maxsize=512)
@@ -57,6 +66,9 @@ def traits_of(model: ModelSpec) -> Traits:
         norm=style,
         attention_dropout=_rate(model, ATTENTION_DROPOUTS, attention) > 0,
         residual_dropout=_rate(model, RESIDUAL_DROPOUTS, residual) > 0,
+        expands_kv=model.model_type in EXPANDS_KV,
+        dense_experts=model.model_type in DENSE_EXPERTS,
+        extra_expert_copies=EXTRA_EXPERT_COPIES.get(model.model_type, 0),
     )
 
 

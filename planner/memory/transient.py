@@ -1,6 +1,6 @@
 """Temporaries inside one layer: what its forward and backward hold beyond what autograd keeps."""
 
-from planner.memory.activations import LayerContext
+from planner.memory.activations import LayerContext, Saved
 from planner.memory.dtypes import SIZE_BYTES
 from planner.models.spec import LayerSpec
 
@@ -14,31 +14,30 @@ def _mlp_width(layer: LayerSpec) -> int:
     return layer.mlp.intermediate_size
 
 
-def backward_transient(layer: LayerSpec, context: LayerContext) -> int:
-    """Gradients of activations alive at once in one layer's backward.
+def backward_transient(layer: LayerSpec, context: LayerContext, saved: Saved) -> int:
+    """Gradients of activations alive at once in one layer's backward, beside everything that the layer keeps.
 
     The MLP's backward holds the gradients of the product, of the activated gate and of the up projection; RMSNorm's
     holds three fp32 tensors of the hidden size; attention's the gradients of q, k, v and, with a kernel that keeps
-    tokens x tokens matrices, one fp32 gradient of those. The gradient of the residual is alive all along.
+    tokens x tokens matrices, their fp32 gradient before and after the softmax, when what stands behind the attention is
+    gone (`saved.late`). The gradient of the residual is alive all along.
 
     Shapes: [tokens, hidden] and [tokens, intermediate].
     """
     flow = context.flow
-    hidden = max(
-        (one.in_features for one in layer.linears if one.role in ("q", "qkv", "up", "gate", "gate_up")), default=0
-    )
-    residual = SIZE_BYTES[flow.residual] * hidden
+    residual = SIZE_BYTES[flow.residual] * context.hidden
     size = SIZE_BYTES[flow.linear_out(flow.residual)]
     mlp = (3 if layer.mlp is not None and layer.mlp.kind != "plain" else 2) * size * _mlp_width(layer)
-    norm = 3 * 4 * hidden
+    norm = 3 * 4 * context.hidden
     attention = 0
     if layer.attention is not None:
         spec = layer.attention
         width = spec.num_heads * (spec.head_dim + spec.value_head_dim)
         attention = size * 2 * width
         if context.kernel in ("math", "eager"):
-            attention += 4 * spec.num_heads * context.row_tokens
-    return context.tokens * (residual + max(mlp, norm, attention))
+            scores = spec.num_heads * context.row_tokens
+            attention += (8 if context.kernel == "math" else 6) * scores
+    return max(context.tokens * (residual + max(mlp, norm)), context.tokens * (residual + attention) - saved.late)
 
 
 def forward_transient(layer: LayerSpec, context: LayerContext) -> int:
@@ -72,3 +71,14 @@ def stack_transient(layer: LayerSpec, context: LayerContext) -> int:
         return 0
     down = stacks.pop("down", 0)
     return size * max(down, max(stacks.values(), default=0) - down)
+
+
+def merged_stacks(layer: LayerSpec, context: LayerContext) -> int:
+    """Merged stacks of experts that live through a checkpointed layer's forward, where nothing is kept.
+
+    Source: peft 0.21 ParamWrapper: `parametrize.cached` holds the merged parameter while the module runs.
+    """
+    if not context.stacks:
+        return 0
+    size = SIZE_BYTES[context.flow.compute if context.flow.autocast else context.flow.table]
+    return size * sum(one.num_weights for one in layer.linears if one.module == "parameter" and one.num > 1)
