@@ -92,9 +92,17 @@ def make(
 
         plan = climb_probe(plan)
     if out is not None:
+        from planner.cli.rungs import chosen_timeline
         from planner.cli.writing import write_out
 
-        write_out(plan, out, targets=target, dataset=dataset, command=_command(model, gpu))
+        write_out(
+            plan,
+            out,
+            targets=target,
+            dataset=dataset,
+            command=_command(model, gpu),
+            timeline=chosen_timeline(plan),
+        )
     if as_json:
         from reports.plan_json import plan_to_dict
 

@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
@@ -10,6 +11,9 @@ from planner.outcome import Candidate, FailureKind, Prediction, ProbeFailure, Ru
 from planner.plan import NoPlan, Plan
 from planner.setup import TrainSetup
 from planner.workload import Workload
+
+if TYPE_CHECKING:
+    from reports.extras import Timeline
 
 NEEDED = ("torch", "transformers", "peft")
 
@@ -41,6 +45,19 @@ def _dry_run(
         from probes.dryrun import dry_run
 
         return dry_run(model, gpu, setup, full_depth=full_depth)
+
+
+def chosen_timeline(plan: Plan | NoPlan) -> "Timeline | None":
+    """Memory over the traced steps of the chosen setup, from the dry run's cache; None where it was not dry-run."""
+    if not isinstance(plan, Plan) or not isinstance(plan.chosen.dry_run, Prediction):
+        return None
+    from probes.dryrun.api import dry_run_report
+    from reports.evidence import timeline_of
+
+    known = dry_run_report(plan.workload.model, plan.workload.gpu, plan.chosen.setup)
+    if isinstance(known, ProbeFailure):
+        return None
+    return timeline_of(known.timeline, known.phase_groups.get(known.prediction.peak_phase, {}))
 
 
 def climb_dry_run(workload: Workload) -> Plan | NoPlan:
