@@ -88,12 +88,17 @@ def test_doubling_doubles_until_it_runs_out_of_memory() -> None:
     assert all(getattr(tried[0], name) == value for name, value in DEFAULTS.items())
 
 
-def test_deepspeed_style_tuner_ends_and_stays_within_one_stage_while_tuning() -> None:
+def test_deepspeed_style_tuner_goes_stage_by_stage_and_ends() -> None:
     belief = Belief(Problem(candidates=all_candidates("8b-80g")))
     tried = run_to_end(DeepSpeedSampler(), belief, SyntheticGpu.of(scenario(), 2))
     assert 5 < len(tried) < 60
     assert len(set(tried)) == len(tried)
-    assert len({(setup.method, setup.quantization) for setup in tried[-5:]}) == 1
+    order = [("full", "none"), ("lora", "none"), ("qlora", "nf4"), ("qlora", "nf4-double")]
+    defaults = [
+        setup for setup in tried if all(getattr(setup, n) == DEFAULTS[n] for n in ("loss", "compile", "attention"))
+    ]
+    stages = [order.index((setup.method, setup.quantization)) for setup in defaults]
+    assert stages == sorted(stages)
 
 
 def test_ranked_follows_the_formula() -> None:
