@@ -18,6 +18,7 @@ class Promise:
     """What the plan said of one setup, by its highest rung."""
 
     rung: Rung
+    peak_allocated_bytes: int
     peak_device_bytes: int
     tokens_per_s: float | None
     memory_band_fraction: float
@@ -29,8 +30,9 @@ class Confirmation:
     """The promise beside what happened.
 
     Attributes:
-        memory_miss_fraction: promised over measured device peak, minus 1; None when nothing was measured.
-        speed_miss_fraction: promised over measured tokens/s, minus 1.
+        memory_miss_fraction: promised over measured device peak (on the CPU: allocated peak), minus 1; None when
+            nothing was measured.
+        speed_miss_fraction: promised over measured tokens/s, minus 1; None on the CPU.
         kept: both within the promise's bands, and the run neither failed nor exceeded the budget.
     """
 
@@ -47,6 +49,7 @@ def promise_of(memory: Prediction | Measurement, speed: Prediction | Measurement
     """The promise from the rungs that gave memory and speed."""
     return Promise(
         rung=memory.rung,
+        peak_allocated_bytes=memory.peak_allocated_bytes,
         peak_device_bytes=memory.peak_device_bytes,
         tokens_per_s=speed.tokens_per_s,
         memory_band_fraction=memory.memory_band_fraction if isinstance(memory, Prediction) else DEFAULT_MEMORY_BAND,
@@ -82,9 +85,13 @@ def compare(setup: TrainSetup, promise: Promise, outcome: Outcome, *, budget_byt
             kept=False,
             reasons=(f"{outcome.kind.value}: {outcome.message}",),
         )
-    # The CPU has no driver context and no data sheet: only what the allocator would hold can be compared there.
-    memory = promise.peak_device_bytes / outcome.peak_device_bytes - 1.0
-    speed = promise.tokens_per_s / outcome.tokens_per_s - 1.0 if promise.tokens_per_s else None
+    speed = None
+    if outcome.environment.device == "cpu":  # no driver context, and nobody promised this speed: live tensors only
+        memory = promise.peak_allocated_bytes / outcome.peak_allocated_bytes - 1.0
+    else:
+        memory = promise.peak_device_bytes / outcome.peak_device_bytes - 1.0
+        if promise.tokens_per_s:
+            speed = promise.tokens_per_s / outcome.tokens_per_s - 1.0
     reasons = []
     if outcome.peak_device_bytes > budget_bytes:
         reasons.append(f"needs {outcome.peak_device_bytes} bytes, the budget is {budget_bytes}")

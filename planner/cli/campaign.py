@@ -110,6 +110,7 @@ def campaign(
             f"{seconds(report.seconds)}; "
             + ("finished" if report.finished else f"{report.remaining} chains left: call again to go on"),
             markup=False,
+            soft_wrap=True,
         )
     return 0 if report.steps or report.finished else EXIT_ENVIRONMENT
 
@@ -166,9 +167,13 @@ def _list(plan: "CampaignSpec", *, as_json: bool) -> int:
     for chain in plan.chains:
         blocks[chain.block] = blocks.get(chain.block, 0) + 1
     out = console()
-    out.print(f"{plan.name}: {len(plan.chains)} chains, {plan.impossible} combinations cannot exist", markup=False)
+    out.print(
+        f"{plan.name}: {len(plan.chains)} chains, {plan.impossible} combinations cannot exist",
+        markup=False,
+        soft_wrap=True,
+    )
     for name, num in blocks.items():
-        out.print(f"  {name}: {num} chains", markup=False)
+        out.print(f"  {name}: {num} chains", markup=False, soft_wrap=True)
     return 0
 
 

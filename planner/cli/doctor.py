@@ -17,9 +17,9 @@ def doctor(as_json: options.Json = False) -> int:
     else:
         out = console()
         for one in findings:
-            out.print(f"{_SIGNS[one.level]} {one.name}: {one.text}", markup=False)
+            out.print(f"{_SIGNS[one.level]} {one.name}: {one.text}", markup=False, soft_wrap=True)
             if one.mend:
-                out.print(f"        mend: {one.mend}", markup=False)
+                out.print(f"        mend: {one.mend}", markup=False, soft_wrap=True)
         verdict = "GPU probes can run here" if can_probe(findings) else "GPU probes cannot run here; planning can"
-        out.print(verdict, markup=False)
+        out.print(verdict, markup=False, soft_wrap=True)
     return 0 if can_probe(findings) else EXIT_ENVIRONMENT

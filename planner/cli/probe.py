@@ -102,7 +102,7 @@ def probe(
         print_json({**document, "from_store": known is not None})
     else:
         for text in outcome_lines(outcome, from_store=known is not None):
-            console().print(text, markup=False)
+            console().print(text, markup=False, soft_wrap=True)
     return exit_code(outcome)
 
 
@@ -206,7 +206,7 @@ def confirm(
         print_json(to_jsonable(confirmation))
     else:
         for text in _confirmation_lines(confirmation):
-            console().print(text, markup=False)
+            console().print(text, markup=False, soft_wrap=True)
     if isinstance(confirmation.outcome, ProbeFailure):
         return exit_code(confirmation.outcome)
     return 0 if confirmation.kept else EXIT_NOTHING_FITS

@@ -288,6 +288,7 @@ def promise(**changes: Any) -> Promise:
 
     values = {
         "rung": Rung.DRY_RUN,
+        "peak_allocated_bytes": 3_000,
         "peak_device_bytes": 8_192,
         "tokens_per_s": 4_096.0,
         "memory_band_fraction": 0.05,
@@ -302,16 +303,24 @@ def test_confirm_runs_full_depth_with_every_micro_batch_and_stores_it(tmp_path: 
         found = confirm(made, TrainSetup(), promise(), budget_bytes=10_000)
     assert found.kept
     assert found.memory_miss_fraction == 0.0
-    assert found.speed_miss_fraction == 0.0  # 2048 tokens in 0.5 s
+    assert found.speed_miss_fraction is None  # nobody promised a CPU's speed
     (record,) = Store(tmp_path / "s.jsonl").records()
     assert record.request["depths"] == [0]
     assert record.request["rung"] == "confirm"
     assert record.request["limits"]["max_accumulation"] > 1000  # type: ignore[index]
 
 
-def test_compare_names_what_was_not_kept(tmp_path: Path) -> None:
+def on_gpu(outcome: Measurement) -> Measurement:
+    return replace(outcome, environment=replace(outcome.environment, device="cuda"))
+
+
+def test_compare_holds_a_gpu_to_device_memory_and_speed(tmp_path: Path) -> None:
     with local(tmp_path) as executor:
-        outcome = prober(tmp_path, executor)(TrainSetup())
+        cpu = prober(tmp_path, executor)(TrainSetup())
+    assert isinstance(cpu, Measurement)
+    outcome = on_gpu(cpu)
+    good = compare(TrainSetup(), promise(), outcome, budget_bytes=8_192)
+    assert (good.kept, good.memory_miss_fraction, good.speed_miss_fraction) == (True, 0.0, 0.0)  # 2048 tokens in 0.5 s
     broken = compare(TrainSetup(), promise(peak_device_bytes=6_000, tokens_per_s=9_000.0), outcome, budget_bytes=8_000)
     assert not broken.kept
     assert len(broken.reasons) == 3

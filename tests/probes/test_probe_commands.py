@@ -120,3 +120,24 @@ def test_campaign_with_an_unknown_model_fails_before_the_first_probe(
     assert run(["campaign", str(path), "--device", "cpu", "--store", str(tmp_path / "s.jsonl")]) in (2, 3)
     assert "no-such/model-at-all" in capsys.readouterr().err
     assert not (tmp_path / "s.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_confirm_runs_a_written_plan_at_full_depth(
+    tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The setup is read back from the emitted launch file, run whole, and its live memory held to the dry run's."""
+    out = str(tmp_path / "plan")
+    wish = ["--gpu", "rtx-4090", "--seq-len", "64", "--global-batch", "4", "--rank", "4", "--no-probe"]
+    assert run([tiny, *wish, "--out", out]) == 0
+    capsys.readouterr()
+    where = ["--device", "cpu", "--measure-seconds", "0.3", "--store", str(tmp_path / "s.jsonl")]
+    code = run(["confirm", out, "--target", "trl", *where, "--json"])
+    found = answer(capsys)
+    assert found["outcome"]["rung"] == "confirm"
+    assert found["outcome"]["layers_measured"] == [TINY["num_hidden_layers"]]
+    assert found["promise"]["rung"] in ("formula", "dry_run")
+    assert found["speed_miss_fraction"] is None
+    assert code == (0 if found["kept"] else 1)
+    assert run(["confirm", out, "--target", "no-such-target", *where]) == 2
+    assert "no launch file" in capsys.readouterr().err
