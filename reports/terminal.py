@@ -314,9 +314,16 @@ def _alternatives(page: Page, plan: Plan) -> None:
             style="bold" if candidate is plan.chosen else "",
         )
     page.console.print(table)
-    memory = {memory_mark(one.candidate.memory_evidence) for one in plan.alternatives}
-    speed = {speed_mark(one.candidate.speed_evidence) for one in plan.alternatives}
-    page.line(f"Peaks: {', '.join(sorted(memory))}. Speeds: {', '.join(sorted(speed))}.", style="dim", indent=2)
+    candidates = [candidate for _, candidate, _ in beside(plan)]
+    peaks = _marks([memory_mark(one.memory_evidence) for one in candidates])
+    speeds = _marks([speed_mark(one.speed_evidence) for one in candidates])
+    page.line(f"Peaks: {peaks}. Speeds: {speeds}.", style="dim", indent=2)
+
+
+def _marks(marks: Sequence[str]) -> str:
+    """The rungs of a column: one word where all rows share it, else the chosen row's and the others'."""
+    first, others = marks[0], list(dict.fromkeys(marks[1:]))
+    return first if others in ([], [first]) else f"{first} (chosen), {', '.join(others)} (others)"
 
 
 def _notes(page: Page, notes: Iterable[str]) -> None:
