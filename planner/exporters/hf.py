@@ -69,7 +69,14 @@ def export(request: ExportRequest) -> Launch:
         notes=notes,
     )
     files.insert(0, launch_file(FILE, _script(request, head, found)))
-    return Launch(target=TARGET, files=tuple(files), command=command, differences=found, validated_with=VALIDATED_WITH)
+    return Launch(
+        target=TARGET,
+        files=tuple(files),
+        command=command,
+        differences=found,
+        notes=tuple(notes),
+        validated_with=VALIDATED_WITH,
+    )
 
 
 def _script(request: ExportRequest, head: list[str], found: tuple[Difference, ...]) -> str:

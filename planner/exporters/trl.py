@@ -109,7 +109,14 @@ def export(request: ExportRequest) -> Launch:
         notes=notes,
     )
     files.insert(0, launch_file(FILE, yaml_text(head, _sections(request))))
-    return Launch(target=TARGET, files=tuple(files), command=command, differences=found, validated_with=VALIDATED_WITH)
+    return Launch(
+        target=TARGET,
+        files=tuple(files),
+        command=command,
+        differences=found,
+        notes=tuple(notes),
+        validated_with=VALIDATED_WITH,
+    )
 
 
 def _sections(request: ExportRequest) -> list[Section]:

@@ -7,8 +7,6 @@ import yaml
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
 from planner.exporters import EXPORTERS, Launch, trl
-from planner.readers import canonical
-from planner.readers.trl import read
 from tests.planner.launch_sweep import request, setups
 
 SETUPS = setups()
@@ -56,14 +54,6 @@ def test_trl_parser_accepts_every_file_and_reads_the_planned_values(tmp_path: Pa
         assert isinstance(args.learning_rate, float)
         accepted += 1
     assert accepted >= 200
-
-
-@pytest.mark.parametrize("setup", [one for one in SETUPS if one.num_gpus == 1 and not trl.refusal(one)][:120], ids=str)
-def test_reading_a_trl_file_back_gives_the_setup_that_runs(setup) -> None:
-    launch = trl.export(request(setup))
-    back = read(yaml.safe_load(text_of(launch)), trl.FILE)
-    assert canonical(back.setup) == canonical(launch.runs_as(setup))
-    assert back.model_id == "Qwen/Qwen2.5-1.5B"
 
 
 def test_every_difference_is_said_in_the_file() -> None:
