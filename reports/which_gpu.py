@@ -105,13 +105,15 @@ def which_gpu_title(wish: Workload) -> str:
     )
 
 
-def render_which_gpu(choices: Sequence[GpuChoice], console: Console) -> None:
-    """The ranking on the terminal."""
+def render_which_gpu(choices: Sequence[GpuChoice], console: Console, *, only_fitting: bool = False) -> None:
+    """The ranking on the terminal; `only_fitting` leaves out rows of cards that do not fit, unless none does."""
     page = Page(console)
     page.line(which_gpu_title(choices[0].answer.workload), style="bold")
     for sentence in which_gpu_sentences(choices):
         page.line(sentence)
     page.line()
+    if only_fitting and any(one.fits for one in choices):
+        choices = [one for one in choices if one.fits]
     wide = console.width >= 110
     header, rows, right = _table(choices, wide=wide)
     table = page.table(*header, right=right, fixed=("--gpu", "method"))
@@ -126,6 +128,8 @@ def render_which_gpu(choices: Sequence[GpuChoice], console: Console) -> None:
     missing = [one for one in choices if isinstance(one.answer, Plan) and one.cost_place is None]
     if missing:
         page.line(f"{len(missing)} {plural(len(missing), 'card')} without a known price.", style="dim")
+    if any(one.cost_place for one in choices):
+        page.line("Prices are dated and indicative; plan MODEL --gpu GPU --price sets your own.", style="dim")
 
 
 def which_gpu_markdown(choices: Sequence[GpuChoice]) -> str:

@@ -99,8 +99,6 @@ def which_gpu(
     spec = resolve_model(model, revision=revision, ask_hub=hub)
     answers = _plans(spec, cards, fixed, seq_len=seq_len, global_batch=global_batch, headroom_gib=headroom)
     choices = rank_gpus(answers, sort=sort)
-    if fitting and any(one.fits for one in choices):
-        choices = tuple(one for one in choices if one.fits)
     if out is not None:
         from reports.html import Entry
 
@@ -109,7 +107,7 @@ def which_gpu(
     if as_json:
         print_json([_choice_json(one) for one in choices])
     else:
-        render_which_gpu(choices, console())
+        render_which_gpu(choices, console(), only_fitting=fitting)
     if not any(one.fits for one in choices):
         raise typer.Exit(EXIT_NOTHING_FITS)
 

@@ -81,3 +81,12 @@ def test_plan_labels_name_only_what_differs_and_are_unique() -> None:
     assert plan_labels([("a", same), ("a", same)]) == ["1. a", "2. a"]
     other = make_plan(make_workload(seq_len_tokens=4096))
     assert plan_labels([("a", same), ("b", other)]) == ["2,048 tokens", "4,096 tokens"]
+
+
+def test_render_which_gpu_only_fitting_leaves_rows_out_but_counts_all() -> None:
+    choices = rank_gpus(answers())
+    shown = page(lambda console: render_which_gpu(choices, console, only_fitting=True), 80)
+    assert "3 of 4 cards fit." in shown
+    assert not any(line.startswith("t4 ") for line in shown.splitlines())
+    nothing = rank_gpus([make_no_plan()])
+    assert "t4 " in page(lambda console: render_which_gpu(nothing, console, only_fitting=True), 80)
