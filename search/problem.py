@@ -1,7 +1,7 @@
 """`Problem`: the candidates, what makes one better, and why some are out before any probe."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import log
 from typing import Any, Literal
@@ -122,8 +122,6 @@ class Problem:
 
 def with_evidence(candidate: Candidate, evidence: Evidence | None) -> Candidate:
     """The candidate with what a rung answered in its place."""
-    from dataclasses import replace
-
     if evidence is None:
         return candidate
     if isinstance(evidence, Prediction):

@@ -4,6 +4,7 @@
 over the best that fits, times the probability of fitting, times the probability of running at all.
 """
 
+import copy
 from collections.abc import Sequence
 from math import log, sqrt
 from typing import Protocol
@@ -193,8 +194,6 @@ def pretend_running(belief: Belief, running: Sequence[int]) -> Belief:
     """A belief in which running probes have already returned what is expected of them."""
     if not running:
         return belief
-    import copy
-
     view = copy.copy(belief)
     view.speed, view.memory = belief.speed.copy(), belief.memory.copy()
     for index in running:

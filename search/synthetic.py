@@ -21,7 +21,7 @@ software versions: 2.4 % median, 12 % 90th percentile; kernels 1.3 to 5 times in
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import exp, pi, sin
 
@@ -324,7 +324,7 @@ class SyntheticGpu:
         if device > machine.memory_bytes:
             return _failure(FailureKind.OUT_OF_MEMORY, "out of memory")
         time_s = self.time_s(setup)
-        run = _noise(perturbed_name(machine), setup) if self.noise else 0.0
+        run = _noise(replace(machine, seed=machine.seed + 1_000_003), setup) if self.noise else 0.0
         return Measurement(
             rung=Rung.PROBE,
             peak_allocated_bytes=int(allocated),
@@ -353,13 +353,6 @@ class SyntheticGpu:
         if fullness > 0.95:
             time_s *= 1.0 + self.machine.retry_slowdown * min((fullness - 0.95) / 0.03, 1.0)
         return time_s
-
-
-def perturbed_name(machine: Machine) -> Machine:
-    """The same machine with another noise stream."""
-    from dataclasses import replace
-
-    return replace(machine, seed=machine.seed + 1_000_003)
 
 
 def _failure(kind: FailureKind, message: str) -> ProbeFailure:
