@@ -8,9 +8,7 @@ error with the closest keys, never a silent guess.
 import csv
 import os
 import re
-import subprocess
 from dataclasses import replace
-from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
 
@@ -158,6 +156,8 @@ def _may_mean(wanted: str, spec: GpuSpec) -> bool:
 
 
 def _closest(wanted: str, num: int = 4) -> list[str]:
+    from difflib import SequenceMatcher  # late: the formula path does not need it
+
     def likeness(spec: GpuSpec) -> float:
         return max(
             SequenceMatcher(None, wanted, normalized(one)).ratio() for one in (spec.key, spec.name, spec.driver_name)
@@ -220,6 +220,8 @@ def _ask_nvml(index: int) -> tuple[str, int] | None:
 
 def _ask_nvidia_smi(index: int) -> tuple[str, int] | None:
     """Name and total MiB from `nvidia-smi`, None where it is missing, fails or hangs."""
+    import subprocess  # late: the formula path does not need it
+
     command = ["nvidia-smi", f"--id={index}", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_LIMIT_S, check=True)

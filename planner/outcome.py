@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from statistics import median
 
 from planner.memory.types import MemoryTerm
 from planner.setup import TrainSetup
@@ -96,6 +95,8 @@ class Measurement:
     @property
     def step_time_s(self) -> float:
         """Median optimizer-step time."""
+        from statistics import median  # late: it costs a formula-only plan several milliseconds
+
         return median(self.step_times_s)
 
     @property

@@ -1,7 +1,6 @@
 """Hourly GPU prices: dated and indicative. A price is a hint for comparing plans, never an offer."""
 
 import csv
-import statistics
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -53,6 +52,8 @@ def price_per_hour(gpu_key: str) -> tuple[float, str, str] | None:
     On-demand prices where there are any, else posted rates (often spot). Of several the median counts (a range by its
     middle), so that one provider's offer or one hyperscaler's list price does not decide; the date is the newest one's.
     """
+    import statistics  # late: the formula path does not need it
+
     known = [price for price in all_prices() if price.gpu_key == gpu_key]
     prices = [price for price in known if price.kind.startswith("on-demand")] or known
     if not prices:

@@ -1,7 +1,6 @@
 """From what the user typed to a `ModelSpec`: local directory, built-in catalogue, local Hugging Face cache, hub."""
 
 import os
-from difflib import get_close_matches
 from pathlib import Path
 
 from planner.errors import ConfigError, UnknownModelError, UsageError
@@ -78,6 +77,8 @@ def _spec(name: str, answers: list[hub.HubAnswer], note: str = "") -> ModelSpec:
 
 def _hint(name: str) -> str:
     """Close names of the catalogue, and the way out without a network."""
+    from difflib import get_close_matches  # late: the formula path does not need it
+
     everything = catalogue.all_names()
     wanted = name.lower()[:100]
     close = get_close_matches(wanted, everything, n=8, cutoff=0.6)

@@ -34,7 +34,8 @@ __all__ = [
 
 _MAX_MODELS = 64
 _MODELS: dict[tuple[int, int, int, Conditions], SpeedModel] = {}
-_PROFILES: dict[int, tuple[dict[tuple[object, ...], ThroughputProfile], dict[tuple[object, ...], Family]]] = {}
+_Key = tuple[object, ...]
+_PROFILES: dict[int, tuple[dict[_Key, ThroughputProfile], dict[_Key, Family], dict[_Key, dict[int, float]]]] = {}
 
 
 def speed_model(
@@ -51,7 +52,7 @@ def speed_model(
         _PROFILES.clear()
     made = SpeedModel(model, gpu, used, conditions)
     _MODELS[key] = made
-    _PROFILES[id(made)] = ({}, {})
+    _PROFILES[id(made)] = ({}, {}, {})
     return made
 
 
@@ -65,7 +66,7 @@ def throughput_profile(
 ) -> ThroughputProfile:
     """The family of `setup`: the same answer object for every micro-batch and accumulation of it."""
     speed = speed_model(model, gpu, calibration=calibration, conditions=conditions)
-    profiles, families = _PROFILES[id(speed)]
+    profiles, families, times = _PROFILES[id(speed)]
     base = family_key(setup)
     key = (base, setup.optimizer, setup.loss, setup.num_gpus)
     found = profiles.get(key)
@@ -73,7 +74,8 @@ def throughput_profile(
         family = families.get(base)
         if family is None:
             family = families[base] = Family(speed, setup)
-        found = profiles[key] = ThroughputProfile(speed, setup, family)
+        shared = times.setdefault((base, setup.loss, setup.num_gpus), {})
+        found = profiles[key] = ThroughputProfile(speed, setup, family, shared)
     return found
 
 

