@@ -15,6 +15,7 @@ from probes.stack.autocast import emulated_autocast
 from probes.stack.batch import Batch
 from probes.stack.configs import layers_of
 from probes.stack.losses import ChunkedNll, FusedLinearCrossEntropy
+from probes.stack.real_losses import real_loss
 
 MAX_GRAD_NORM = 1.0
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -183,7 +184,8 @@ def _head_loss(inner: Any, kind: str, hidden: torch.Tensor, labels: torch.Tensor
         rows = shifted.reshape(-1, shifted.shape[-1])  # every label counts, so boolean indexing copies all of them
         if rows.data_ptr() == hidden.data_ptr() and shifted.shape[0] == 1 and rows._is_view():
             rows = rows.clone()
-        log_probs, entropy, top1 = ChunkedNll.apply(rows, weight, bias, wanted.reshape(-1).clone())
+        real = real_loss("chunked") if rows.device.type == "cuda" else None
+        log_probs, entropy, top1 = (real or ChunkedNll.apply)(rows, weight, bias, wanted.reshape(-1).clone())
         shape = valid.shape
         return {
             "log_probs": log_probs.new_zeros(shape).masked_scatter(valid, log_probs),
@@ -210,8 +212,9 @@ def _liger(rows: torch.Tensor, weight: torch.Tensor, bias: Any, targets: torch.T
         rows, weight = rows.to(dtype), weight.to(dtype)
         bias = bias.to(dtype) if bias is not None else None
         context = torch.autocast("cuda", enabled=False)
+    real = real_loss("liger") if rows.device.type == "cuda" else None
     with context:
-        loss: torch.Tensor = FusedLinearCrossEntropy.apply(rows, weight, bias, targets)
+        loss: torch.Tensor = (real or FusedLinearCrossEntropy.apply)(rows, weight, bias, targets)
     return loss
 
 
