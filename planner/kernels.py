@@ -8,12 +8,8 @@ from planner.setup import TrainSetup
 
 Kernel = Literal["flash", "efficient", "math", "eager", "linear"]
 
-NO_SDPA = frozenset({"bloom", "gptj", "gpt_neo", "gemma2", "gpt_oss"})
-NO_FLASH_ATTENTION_2 = frozenset({"bloom", "t5", "llama4"})
-"""Model types without an SDPA or a flash-attention 2 path. Source: `_supports_sdpa` and `_supports_flash_attn` of
-transformers 5.23's classes (tests/probes/test_kernels.py compares them)."""
 ALWAYS_MASKED = frozenset({"falcon"})
-"""Types that hand SDPA a mask and ungrouped heads, which leaves only its math kernel."""
+"""Types that always hand SDPA a mask. Falcon repeats its keys to all heads where it has more than one."""
 
 MAX_FUSED_HEAD_DIM = 256
 _ADA = ((8, 6), (8, 9), (12, 0), (12, 1))
@@ -22,9 +18,9 @@ _ADA = ((8, 6), (8, 9), (12, 0), (12, 1))
 def supported_attentions(model: ModelSpec, gpu: GpuSpec) -> tuple[str, ...]:
     """Attention implementations that transformers has for this model and that run on this GPU, best first."""
     names = []
-    if model.model_type not in NO_SDPA:
+    if "sdpa" in model.attentions:
         names.append("sdpa")
-    if model.model_type not in NO_FLASH_ATTENTION_2 and gpu.flash_attention_2:
+    if "flash-attention-2" in model.attentions and gpu.flash_attention_2:
         names.append("flash-attention-2")
     return (*names, "eager")
 
@@ -56,18 +52,19 @@ def attention_kernel(
         return "linear"
     if setup.attention == "flash-attention-2":
         return "flash"
-    if setup.attention == "eager" or model.model_type in NO_SDPA:
+    if setup.attention == "eager" or "sdpa" not in model.attentions:
         return "eager"
-    if model.model_type in ALWAYS_MASKED:
-        return "math"
     half = qkv_dtype != "fp32"
     capability = gpu.compute_capability or (8, 0)
     equal_heads = attention.head_dim == attention.value_head_dim
     fused_width = attention.head_dim <= MAX_FUSED_HEAD_DIM
-    has_mask = masked(setup, attention)
+    always = model.model_type in ALWAYS_MASKED
+    has_mask = always or masked(setup, attention)
     no_backward = capability in _ADA and 192 < attention.head_dim <= 224
     if half and capability >= (8, 0) and equal_heads and fused_width and not has_mask and not no_backward:
         return "flash"
+    if always and attention.num_kv_heads == 1:
+        return "math"
     grouped = attention.num_kv_heads != attention.num_heads and equal_heads and fused_width and not has_mask
     if grouped or (qkv_dtype == "bf16" and capability < (8, 0)):
         return "math"

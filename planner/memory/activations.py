@@ -196,7 +196,8 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
         if attention.sinks:  # softmax in the compute type, over one column more
             return size * tokens * (2 * query_width + value_width), scores * size
         each = 4 + (size if size < 4 or dropout else 0) + (size if attention.softcap else 0) + int(dropout)
-        return size * tokens * (2 * query_width + value_width), scores * each
+        wide_size = 4 if context.traits.fp32_scores and not context.flow.autocast else size
+        return tokens * (2 * wide_size * query_width + size * value_width), scores * each
     return 4 * tokens * (2 * query_width + value_width), (9 if dropout else 4) * scores
 
 
@@ -251,8 +252,7 @@ def moe_saved(mlp: MlpSpec, layer: LayerSpec, context: LayerContext, input_dtype
     """
     flow, traits = context.flow, context.traits
     hidden = next(linear.in_features for linear in layer.linears if linear.role in ("gate_up", "up", "gate"))
-    merged = context.stacks and flow.autocast
-    size = SIZE_BYTES[flow.compute if merged else flow.table]
+    size = SIZE_BYTES[flow.table]  # grouped multiplication follows the weights' type, autocast or not
     routed = context.tokens * (mlp.num_experts if traits.dense_experts else mlp.num_active_experts)
     copies = 1 + (2 if mlp.gated_experts else 0) + traits.extra_expert_copies
     kept = routed * (copies * mlp.intermediate_size + hidden) * size
@@ -310,8 +310,7 @@ def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:
         _add(saved, "mlp", inputs_saved(down, context, activated, kept_elsewhere=layer.mlp.activation == "relu"))
     if layer.mlp.kind == "moe":
         saved.mlp += moe_saved(layer.mlp, layer, context, normed)
-    if not layer.parallel_residual:
-        saved.late += saved.total - before
+    saved.late += saved.total - before
     return saved
 
 

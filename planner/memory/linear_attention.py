@@ -1,4 +1,4 @@
-"""Linear attention (gated delta rule): what transformers' own torch code keeps, used where no fused package is there."""
+"""Linear attention (gated delta rule): what transformers' own torch code keeps where no fused package is there."""
 
 from planner.memory.dtypes import SIZE_BYTES, Flow
 from planner.models.spec import AttentionSpec

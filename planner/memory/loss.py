@@ -28,7 +28,7 @@ def loss_chain(
     hidden_dtype: str,
     head_trained: bool,
     softcap: bool,
-    lora_head: bool = False,
+    head_cast: bool = False,
 ) -> LossChain:
     """Memory of the loss for one micro-batch of `tokens`.
 
@@ -37,30 +37,34 @@ def loss_chain(
     and the gradient of the logits, all fp32: 12 bytes per logit. A soft cap keeps its tanh and makes one more copy.
     "chunked" (TRL's fused head): one tile of 4096 x 32768 logits, and fp32 gradients of the hidden states (and of the
     head's weight where it is trained). "liger": a chunk of tokens so that its logits are about tokens x hidden, plus
-    the hidden gradient (and the head's, where trained) held from the forward on.
+    the hidden gradient (and the head's, where trained) held from the forward on. `head_cast`: autocast copies an fp32
+    head to 16 bit.
 
     Source: transformers 5.23 `loss/loss_utils.py`; TRL 1.16 `kernels/chunked_logprob.py`; Hsu et al. 2024, Liger
     Kernel, section 3.2, https://arxiv.org/abs/2410.10989.
     Shapes: logits [tokens, vocab].
     """
     logit = SIZE_BYTES[logits_dtype]
+    cast = logit * vocab_size * hidden_size if head_cast else 0  # alive until the head's own backward is done
     if loss == "full":
         elements = tokens * vocab_size
         kept = logit * elements if softcap else 0
         # without a 16-bit type the fp32 "copy" is the logits themselves
         upcast = 4 * elements if logits_dtype != "fp32" else 0
         forward = logit * elements + upcast + 4 * elements + kept
-        return LossChain(loss_bytes=forward, backward_bytes=12 * elements + kept)
+        return LossChain(loss_bytes=forward + cast, backward_bytes=12 * elements + kept + cast)
     head_elements = vocab_size * hidden_size
     hidden_elements = tokens * hidden_size
     if loss == "chunked":
         tile = min(tokens, TRL_TOKEN_CHUNK) * min(vocab_size, TRL_VOCAB_CHUNK) * logit
+        if head_cast:  # the casts of two neighbouring tiles of the head
+            tile += logit * hidden_size * min(vocab_size, 2 * TRL_VOCAB_CHUNK)
         gradients = 4 * hidden_elements + (4 * head_elements if head_trained else 0)
         result = SIZE_BYTES[hidden_dtype] * hidden_elements
         return LossChain(loss_bytes=tile, backward_bytes=tile + gradients + result)
     chunk = _power_of_two(-(-tokens // -(-vocab_size // hidden_size)))
     chunk_bytes = chunk * vocab_size * (2 * logit + 4)
-    held = SIZE_BYTES[hidden_dtype] * hidden_elements + (4 * head_elements if head_trained else 0)
+    held = cast + SIZE_BYTES[hidden_dtype] * hidden_elements + (4 * head_elements if head_trained else 0)
     return LossChain(loss_bytes=chunk_bytes + held, backward_bytes=held + SIZE_BYTES[hidden_dtype] * hidden_elements)
 
 

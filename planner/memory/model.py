@@ -101,7 +101,7 @@ class ActivationParts:
 
     `stored` is kept over the layers (by part), `recomputed` is the largest checkpointed layer during its backward,
     `transient` one layer's gradients of activations, `forward_temp` one layer's forward temporaries, `dequantized` one
-    16-bit copy of a quantized matrix, `weight_casts` autocast's copies of weights alive in (forward and loss, backward).
+    16-bit copy of a quantized matrix, `weight_casts` autocast's copies of weights alive in (forward, loss; backward).
     """
 
     stored: dict[str, int]
@@ -119,7 +119,6 @@ class ActivationParts:
         return sum(self.stored.values())
 
 
-@lru_cache(maxsize=1024)
 def step_flow(model: ModelSpec, setup: TrainSetup) -> Flow:
     """The data types of a setup on one model: `flow_of`, and the residual stream that autocast's LayerNorm widens.
 
@@ -140,7 +139,8 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
     stacks = targets is not None and adapts_expert_stacks(model, targets)
     counts, kept = _checkpointed(model, setup.checkpointing)
     stored = {"norm": 0, "attention": 0, "scores": 0, "mlp": 0, "adapters": 0, "pinned": 0, "inputs": 0}
-    recomputed = transient = forward_temp = dequantized = 0
+    transient = forward_temp = dequantized = 0
+    again_bytes, kept_bytes = [0], []
     for index, layer in enumerate(model.layer_kinds):
         kernel = _kernel(model, layer, gpu, setup, flow)
         context = LayerContext(
@@ -155,21 +155,23 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
         )
         saved = layer_saved(layer, context)
         if kept[index]:
+            kept_bytes.append(saved.total)
             for part in ("norm", "attention", "scores", "mlp", "adapters"):
                 stored[part] += kept[index] * getattr(saved, part)
             stored["pinned"] += kept[index] * (saved.pinned - saved.pinned_again)
         if counts[index] > kept[index]:
-            # with every n-th layer checkpointed, the kept layers behind the last checkpointed one are gone by then
-            gone = (model.num_layers - 1) % setup.checkpointing if kept[index] else 0
-            recomputed = max(recomputed, saved.total if not gone else 0)
+            again_bytes.append(saved.total)
             again = counts[index] - kept[index]
-            stored["inputs"] += again * SIZE_BYTES[flow.residual] * model.hidden_size * tokens
+            if not (traits.post_norm and saved.pinned):  # int8 keeps that very input
+                stored["inputs"] += again * SIZE_BYTES[flow.residual] * model.hidden_size * tokens
             stored["pinned"] += again * saved.pinned
         transient = max(transient, backward_transient(layer, context, saved) + stack_transient(layer, context))
         merged = merged_stacks(layer, context) if counts[index] > kept[index] else 0
         forward_temp = max(forward_temp, forward_transient(layer, context) + merged)
         if setup.quantized:
-            dequantized = max(dequantized, *(dequantized_bytes(one, setup) for one in layer.linears))
+            dequantized = max(dequantized, *(dequantized_bytes(one, setup, flow.residual) for one in layer.linears))
+    # with every n-th layer checkpointed, the kept layers behind the last checkpointed one are gone by its turn
+    gone = (model.num_layers - 1) % setup.checkpointing if setup.checkpointing else 0
     tail = LayerContext(
         setup=setup,
         flow=flow,
@@ -188,7 +190,7 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
         adapter_casts = casts - kept_casts
     return ActivationParts(
         stored=stored,
-        recomputed=recomputed,
+        recomputed=max(0, max(again_bytes) - gone * min(kept_bytes, default=0)),
         transient=transient,
         forward_temp=forward_temp,
         dequantized=dequantized,
@@ -221,20 +223,18 @@ def _weight_casts(model: ModelSpec, setup: TrainSetup, flow: Flow) -> tuple[int,
     """16-bit copies that autocast makes of fp32 matrices: alive in (forward and loss, backward).
 
     Trained ones are cached until the forward ends and kept by the graph where nothing is recomputed; frozen ones are
-    not cached, but the graph keeps each of them. Stacked experts (grouped multiplication) are not on autocast's list.
+    not cached, but the graph keeps each of them. The head's copy belongs to the loss chain. Stacked experts (grouped multiplication) are not on autocast's list.
 
     Source: PyTorch `aten/src/ATen/autocast_mode.cpp`, cached_cast.
     """
-    head = 2 * model.head.num_weights if model.head is not None else 0
-    if flow.autocast is None or flow.table != "fp32" or setup.quantized:  # quantized: see `loss_parts`
+    if flow.autocast is None or flow.table != "fp32" or setup.quantized:
         return 0, 0
-    matrices = sum(
+    copies = 2 * sum(
         num * one.num_weights for layer, num in model.layer_counts for one in layer.linears if one.module != "parameter"
     )
-    copies = 2 * matrices + head
-    if setup.checkpointing != 1:
-        return copies, copies
-    return (copies, 0) if setup.method == "full" else (0, 0)
+    counts, kept = _checkpointed(model, setup.checkpointing)
+    kept_copies = copies * sum(kept) // max(1, sum(counts))
+    return (copies if setup.method == "full" else kept_copies), kept_copies
 
 
 def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
@@ -252,6 +252,7 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
         hidden_dtype=flow.residual,
         head_trained=setup.method == "full",
         softcap=model.logit_softcap,
+        head_cast=flow.autocast is not None and flow.table == "fp32",
     )
     if (
         setup.quantized

@@ -21,6 +21,10 @@ LAYER_COMPOSED = frozenset({"cohere", "cohere2"})
 """A layer norm of single operations in fp32, cast back: two fp32 tensors are kept."""
 EXPANDS_KV = frozenset({"falcon"})
 """Types that hand the kernel keys and values already repeated to all heads."""
+POST_NORM = frozenset({"olmo2", "olmo3"})
+"""Types whose norms follow attention and MLP: the projections' input is the residual itself."""
+FP32_SCORES = frozenset({"gptj", "gpt_neo"})
+"""Types whose own attention multiplies queries and keys in fp32."""
 DENSE_EXPERTS = frozenset({"llama4"})
 """Types that push every token through every expert, weighted by zero where it was not routed."""
 EXTRA_EXPERT_COPIES = {"gpt_oss": 3}
@@ -41,6 +45,8 @@ class Traits:
     expands_kv: bool
     dense_experts: bool
     extra_expert_copies: int
+    post_norm: bool
+    fp32_scores: bool
 
 
 @lru_cache(maxsize=512)
@@ -69,6 +75,8 @@ def traits_of(model: ModelSpec) -> Traits:
         expands_kv=model.model_type in EXPANDS_KV,
         dense_experts=model.model_type in DENSE_EXPERTS,
         extra_expert_copies=EXTRA_EXPERT_COPIES.get(model.model_type, 0),
+        post_norm=model.model_type in POST_NORM,
+        fp32_scores=model.model_type in FP32_SCORES,
     )
 
 

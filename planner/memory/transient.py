@@ -65,7 +65,7 @@ def stack_transient(layer: LayerSpec, context: LayerContext) -> int:
     """
     if not context.stacks:
         return 0
-    size = SIZE_BYTES[context.flow.compute]
+    size = SIZE_BYTES[context.flow.table]
     stacks = {one.role: one.num_weights for one in layer.linears if one.module == "parameter" and one.num > 1}
     if not stacks:
         return 0
@@ -80,5 +80,5 @@ def merged_stacks(layer: LayerSpec, context: LayerContext) -> int:
     """
     if not context.stacks:
         return 0
-    size = SIZE_BYTES[context.flow.compute if context.flow.autocast else context.flow.table]
+    size = SIZE_BYTES[context.flow.table]
     return size * sum(one.num_weights for one in layer.linears if one.module == "parameter" and one.num > 1)

@@ -18,15 +18,17 @@ def cublas_workspace_bytes(gpu: GpuSpec) -> int:
     return 2 * (32 * MIB if hopper else 8320 * KIB)
 
 
-def dequantized_bytes(linear: LinearSpec, setup: TrainSetup) -> int:
-    """The 16-bit copy of one quantized matrix that its multiplication makes, alive only within it.
+def dequantized_bytes(linear: LinearSpec, setup: TrainSetup, input_dtype: str) -> int:
+    """The copy of one quantized matrix that its multiplication makes, alive only within it: in the compute type for
+    NF4, in its input's type for int8 (in the backward only).
 
     Source: bitsandbytes 0.50 `MatMul4Bit`, `MatMul8bitLt` backward.
     Shapes: [out_features, in_features].
     """
     if not setup.quantized or linear.module == "parameter":
         return 0
-    return linear.in_features * linear.out_features * SIZE_BYTES[setup.compute_dtype]
+    dtype = input_dtype if setup.quantization == "int8" else setup.compute_dtype
+    return linear.in_features * linear.out_features * SIZE_BYTES[dtype]
 
 
 CONTEXT_BYTES = 512 * MIB
