@@ -47,7 +47,7 @@ def misbehave(request: ProbeRequest, status: StatusPipe) -> Outcome:
         time.sleep(float(request.config.get("seconds", 0.0)))
     elif fault == "wait-for-turn":
         status.waiting(True)
-        time.sleep(1.5)
+        time.sleep(5.0)
         status.waiting(False)
     elif fault == "hang":
         time.sleep(600)

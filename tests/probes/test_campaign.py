@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,17 @@ def test_interrupted_campaign_keeps_what_was_measured(tmp_path: Path) -> None:
     assert len(Store(tmp_path / "s.jsonl").records()) == 2
     assert walk(tmp_path, spec).num_known == 2
     assert threading.active_count() < 10
+
+
+def test_two_runners_share_one_store(tmp_path: Path) -> None:
+    """Two campaigns at the same time, on the same file: every outcome of both is there, and a third finds them all."""
+    first = campaign(variants=[{"lora_rank": 8}], micro_batch=[1, 2, 4])
+    second = campaign(variants=[{"lora_rank": 64}], micro_batch=[1, 2, 4])
+    with ThreadPoolExecutor(2) as pool:
+        reports = list(pool.map(lambda spec: walk(tmp_path, spec), (first, second)))
+    assert [report.num_measured for report in reports] == [3, 3]
+    assert len(Store(tmp_path / "s.jsonl").records()) == 6
+    assert [walk(tmp_path, spec).num_known for spec in (first, second)] == [3, 3]
 
 
 @pytest.mark.parametrize("name", ["h200", "rehearsal"])
