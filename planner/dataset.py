@@ -323,3 +323,15 @@ def _first_at_least(ascending: Sequence[int], value: int) -> int:
     from bisect import bisect_left
 
     return bisect_left(ascending, value)
+
+
+def sample_columns(path: Path, text_field: str = "text") -> str:
+    """Which kind of samples a local data set holds, from its first row; nothing else is read.
+
+    Raises:
+        ConfigError: no such file, no sample, or columns that are not known.
+    """
+    file = _file_of(path)
+    for row in _rows(file):
+        return columns_of(row, text_field, str(path))
+    raise ConfigError(f"{path} holds no samples", hint="one JSON object per line")

@@ -1,7 +1,7 @@
 """Axolotl YAML: `axolotl train FILE`. Field names of Axolotl 0.21 (transformers 5.20)."""
 
 from planner.exporters import deepspeed
-from planner.exporters.common import HF_ATTENTIONS, HF_OPTIMIZERS, environment, model_line, target_modules
+from planner.exporters.common import HF_ATTENTIONS, HF_OPTIMIZERS, environment, model_line, peak_notes, target_modules
 from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
 from planner.setup import TrainSetup
@@ -22,7 +22,7 @@ SWITCHES = {
 
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
-    """Settings that Axolotl runs otherwise than the setup says, none of which needs more memory."""
+    """Settings that Axolotl runs otherwise than the setup says."""
     found = []
     runs = setup
     precision = SWITCHES[setup.precision][2]
@@ -38,7 +38,7 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
         found.append(Difference(field="checkpointing", planned=setup.checkpointing, runs_as=1, reason=reason))
     dtype = _adapter_dtype(setup)
     if setup.method != "full" and runs.resolved_adapter_dtype != dtype:
-        reason = "peft keeps the adapters of a quantized base in fp32: a few bytes per adapter parameter more"
+        reason = "peft keeps the adapters of a quantized base in fp32"
         found.append(
             Difference(field="adapter_dtype", planned=runs.resolved_adapter_dtype, runs_as=dtype, reason=reason)
         )
@@ -85,6 +85,7 @@ def export(request: ExportRequest) -> Launch:
         notes.append("Without flash attention Axolotl keeps the embeddings in fp32.")
     env = environment(request.gpu)
     prefix = " ".join(f"{name}={value}" for name, value in env.items())
+    notes += peak_notes(request, found)
     head = header(
         request,
         title="Axolotl",

@@ -3,7 +3,7 @@
 import json
 
 from planner.exporters import deepspeed
-from planner.exporters.common import HF_OPTIMIZERS, environment, model_line, target_modules
+from planner.exporters.common import HF_OPTIMIZERS, environment, model_line, peak_notes, target_modules
 from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch, LaunchFile
 from planner.setup import TrainSetup
@@ -17,7 +17,7 @@ ATTENTIONS = {"eager": "disabled", "sdpa": "sdpa", "flash-attention-2": "fa2"}
 
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
-    """Settings that LLaMA-Factory runs otherwise than the setup says, none of which needs more memory."""
+    """Settings that LLaMA-Factory runs otherwise than the setup says."""
     found = []
     runs = setup
     adapters = setup.method != "full"
@@ -27,7 +27,7 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
         found.append(Difference(field="precision", planned=setup.precision, runs_as=runs_as, reason=reason))
     if setup.kbit_fp32_cast:
         runs = runs.with_(kbit_fp32_cast=False)
-        reason = "LLaMA-Factory does not call prepare_model_for_kbit_training: less memory than planned"
+        reason = "LLaMA-Factory does not call prepare_model_for_kbit_training"
         found.append(Difference(field="kbit_fp32_cast", planned=True, runs_as=False, reason=reason))
     if setup.checkpointing > 1:
         reason = "its transformers has no every_n_layers: every layer is checkpointed, slower"
@@ -36,7 +36,7 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
         reason = "no chunked loss; Liger's fused linear cross-entropy holds no logits either"
         found.append(Difference(field="loss", planned="chunked", runs_as="liger", reason=reason))
     if adapters and runs.resolved_adapter_dtype != "fp32":
-        reason = "LLaMA-Factory trains adapters in fp32: a few bytes per adapter parameter more"
+        reason = "LLaMA-Factory trains adapters in fp32"
         found.append(
             Difference(field="adapter_dtype", planned=runs.resolved_adapter_dtype, runs_as="fp32", reason=reason)
         )
@@ -68,6 +68,7 @@ def export(request: ExportRequest) -> Launch:
     notes = ["No template is named: LLaMA-Factory takes the tokenizer's own; name one if it has none."]
     if "liger" in (setup.loss, *(one.runs_as for one in found)):
         notes.append("Needs liger-kernel.")
+    notes += peak_notes(request, found)
     head = header(
         request,
         title="LLaMA-Factory",

@@ -8,6 +8,7 @@ from planner.exporters.common import (
     adapter_dtype_difference,
     environment,
     model_line,
+    peak_notes,
     target_modules,
 )
 from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
@@ -54,7 +55,7 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
                 field="kbit_fp32_cast",
                 planned=True,
                 runs_as=False,
-                reason="TRL does not call prepare_model_for_kbit_training: less memory than planned",
+                reason="TRL does not call prepare_model_for_kbit_training",
             )
         )
     if setup.method == "qlora":
@@ -100,6 +101,7 @@ def export(request: ExportRequest) -> Launch:
             "packing without flash attention: transformers keeps packed samples apart through position_ids where the "
             "attention mask allows it; flash_attention_2 is the form TRL recommends."
         )
+    notes += peak_notes(request, found)
     head = header(
         request,
         title="TRL supervised fine-tuning",

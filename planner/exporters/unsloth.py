@@ -1,6 +1,6 @@
 """An Unsloth script: `python FILE`. Unsloth 2026.10 with trl <= 1.15 and transformers <= 5.17 (old names)."""
 
-from planner.exporters.common import HF_OPTIMIZERS, USUAL_LINEAR_MODULES, environment, target_modules
+from planner.exporters.common import HF_OPTIMIZERS, USUAL_LINEAR_MODULES, environment, peak_notes, target_modules
 from planner.exporters.python_text import Code, call, constant
 from planner.exporters.text import Line, comments, header, launch_file, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
@@ -12,7 +12,7 @@ VALIDATED_WITH = {"unsloth": "2026.10.9", "trl": "1.15.0", "transformers": "5.17
 
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
-    """Settings that Unsloth runs otherwise than the setup says, none of which needs more memory."""
+    """Settings that Unsloth runs otherwise than the setup says."""
     found = []
     runs = setup
     if setup.loss != "chunked":
@@ -33,12 +33,12 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
         reason = "Unsloth loads a frozen base in the 16-bit type"
         found.append(Difference(field="precision", planned=setup.precision, runs_as=runs_as, reason=reason))
     if setup.method != "full" and runs.resolved_adapter_dtype != "fp32":
-        reason = "Unsloth trains adapters in fp32: a few bytes per adapter parameter more"
+        reason = "Unsloth trains adapters in fp32"
         found.append(
             Difference(field="adapter_dtype", planned=runs.resolved_adapter_dtype, runs_as="fp32", reason=reason)
         )
     if setup.quantization == "nf4":
-        reason = "Unsloth always quantizes twice: a little less memory"
+        reason = "Unsloth always quantizes twice"
         found.append(Difference(field="quantization", planned="nf4", runs_as="nf4-double", reason=reason))
     if setup.compile:
         reason = "Unsloth compiles its own parts and refuses torch_compile"
@@ -66,11 +66,12 @@ def export(request: ExportRequest) -> Launch:
         return Launch(target=TARGET, refused=reason)
     found = differences(setup)
     notes = [
-        'use_gradient_checkpointing="unsloth" keeps the checkpoints in host memory: smaller than planned.',
+        'use_gradient_checkpointing="unsloth" keeps the checkpoints in host memory: less than planned.',
         "Written with the names of trl <= 1.15 and transformers <= 5.17, which Unsloth pins.",
         "Checked against the signatures and config classes in Unsloth's source; it was not run here (no GPU).",
     ]
     command = f"python launch/{FILE}"
+    notes += peak_notes(request, found)
     head = header(
         request,
         title="Unsloth",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from planner.dataset import DatasetStats, choose_length, measure, token_counter
+from planner.dataset import DatasetStats, choose_length, measure, sample_columns, token_counter
 from planner.errors import ConfigError
 
 
@@ -125,3 +125,13 @@ def test_a_missing_file_and_a_false_parquet_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_text("hello")
     with pytest.raises(ConfigError, match="Parquet"):
         measure(tmp_path / "a.parquet")
+
+
+def test_columns_come_from_the_first_row_alone(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    file = tmp_path / "data" / "train.jsonl"
+    file.write_text('{"prompt": "a", "completion": "b"}\nnonsense\n')
+    assert sample_columns(file) == sample_columns(tmp_path / "data") == "prompt-completion"
+    file.write_text("")
+    with pytest.raises(ConfigError, match="no samples"):
+        sample_columns(file)
