@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 from planner.outcome import Candidate
+from planner.units import gib, percent
 from planner.workload import Workload
 
 
@@ -47,6 +48,15 @@ class Alternative:
     label: str
     candidate: Candidate
     trade: str
+
+
+def trade(chosen: Candidate, other: Candidate) -> str:
+    """What `other` costs or buys against `chosen`, in words: speed, memory, whether it fits."""
+    ratio = other.tokens_per_s / chosen.tokens_per_s if chosen.tokens_per_s else 0.0
+    delta = other.memory_evidence.peak_device_bytes - chosen.memory_evidence.peak_device_bytes
+    speed = f"{percent(abs(ratio - 1))} {'faster' if ratio >= 1 else 'slower'}"
+    memory = f"{'+' if delta >= 0 else '-'}{gib(abs(delta))}"
+    return f"{speed}, {memory}" + ("" if other.fits else ", does not fit")
 
 
 @dataclass(frozen=True, kw_only=True)

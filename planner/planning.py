@@ -7,7 +7,7 @@ from planner.errors import PlannerError, UsageError
 from planner.gpus import all_gpus
 from planner.models import catalogue
 from planner.outcome import Candidate
-from planner.plan import Alternative, NoPlan, Plan, Remedy, SpaceCount
+from planner.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount, trade
 from planner.predict import predict
 from planner.refine import ANY_SETUP, CorrectionKey, correction_key
 from planner.setup import TrainSetup
@@ -22,7 +22,6 @@ from planner.tree import (
     collect,
     method_answers,
 )
-from planner.units import gib, percent
 from planner.workload import Workload
 
 NUM_RANKED = 24
@@ -146,20 +145,11 @@ def _smallest(known: NodeFacts) -> TrainSetup | None:
     return known.smallest.setup if known.smallest is not None else None
 
 
-def trade(chosen: Candidate, other: Candidate) -> str:
-    """What `other` costs or buys against `chosen`, in words: speed, memory, whether it fits."""
-    ratio = other.tokens_per_s / chosen.tokens_per_s if chosen.tokens_per_s else 0.0
-    delta = other.memory_evidence.peak_device_bytes - chosen.memory_evidence.peak_device_bytes
-    speed = f"{percent(abs(ratio - 1))} {'faster' if ratio >= 1 else 'slower'}"
-    memory = f"{'+' if delta >= 0 else '-'}{gib(abs(delta))}"
-    return f"{speed}, {memory}" + ("" if other.fits else ", does not fit")
-
-
 def _no_plan(
     workload: Workload,
     facts: dict[str, NodeFacts],
-    answers: tuple,
-    space: SpaceCount,  # type: ignore[type-arg]
+    answers: tuple[Answer, ...],
+    space: SpaceCount,
 ) -> NoPlan:
     smallest = [known.smallest for known in facts.values() if known.smallest is not None]
     nearest = candidate(workload, min(smallest, key=lambda point: point.peak_device_bytes).setup)

@@ -15,7 +15,9 @@ MAIN_COMMAND = "make"
 """The name behind `plan MODEL`: `main` writes it in where the first word is no subcommand."""
 
 
-CommandLineError = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+CommandLineError: type[Exception] = next(
+    base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
+)
 """The base of typer's own errors: newer versions ship their own copy of click."""
 
 

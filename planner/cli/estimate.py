@@ -83,7 +83,7 @@ def estimate(
         "accumulation_steps": positive("accumulation", accumulation),
         "packing": packing,
     }
-    values = {name: value for name, value in given.items() if value is not None}
+    values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if "lora_targets" in values:
         from planner.cli.wish import parse_targets
 

@@ -104,10 +104,10 @@ def dataset_choice(dataset: str | None) -> "DatasetChoice | None":
 def _extras(
     plan: Plan | NoPlan, launches: "Sequence[Launch]", command: Sequence[str], timeline: "Timeline | None"
 ) -> "Extras":
-    from reports.extras import Extras, LaunchFile, LaunchTarget
+    from reports.extras import Extras, LaunchFile, LaunchTarget, SensitivityPoint
     from reports.sensitivity import sensitivity
 
-    moved = ()
+    moved: tuple[SensitivityPoint, ...] = ()
     if isinstance(plan, Plan):
         from planner.planning import candidate
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-PHASES = ("load", "forward", "loss", "backward", "step")
+Phase = str
+PHASES: tuple[Phase, ...] = ("load", "forward", "loss", "backward", "step")
 """The phases of one training step, in order; "load" is what loading the model left or needs."""
 
-Phase = Literal["load", "forward", "loss", "backward", "step"]
 Category = Literal[
     "weights", "adapters", "gradients", "optimizer", "activations", "loss", "workspace", "dequantization", "other"
 ]
@@ -43,7 +43,7 @@ class MemoryBreakdown:
     @cached_property
     def phase_bytes(self) -> dict[str, int]:
         """Allocated bytes at the peak of each phase."""
-        totals = dict.fromkeys(PHASES, 0)
+        totals: dict[str, int] = dict.fromkeys(PHASES, 0)
         for term in self.terms:
             for phase in term.phases:
                 totals[phase] += term.size_bytes

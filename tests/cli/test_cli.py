@@ -123,7 +123,8 @@ def test_main_command_is_written_in_only_where_no_subcommand_stands() -> None:
 
 def test_formula_plan_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from planner.cli.app import run; code = run(['Qwen/Qwen2.5-1.5B', '--gpu', 'rtx-4090', '--no-dry-run']);"
+        "import sys; from planner.cli.app import run;"
+        "code = run(['Qwen/Qwen2.5-1.5B', '--gpu', 'rtx-4090', '--no-dry-run']);"
         "heavy = {'torch', 'transformers', 'optuna', 'numpy', 'peft', 'jinja2', 'huggingface_hub'} & set(sys.modules);"
         "print(heavy, file=sys.stderr); sys.exit(9 if heavy else code)"
     )
@@ -134,13 +135,15 @@ def test_formula_plan_imports_nothing_heavy() -> None:
 WORDS = [
     "gpt2", "Qwen/Qwen2.5-1.5B", "nope/nope", "../../etc/passwd", "", " ", "-1", "1e99", "0", "nan", "inf", "-inf",
     "99999999999999999999", "full", "lora", "qlora", "none", "nf4", "int8", "bf16-pure", "fp32", "fp16-mixed", "t4",
-    "rtx-4090", "h200", "quantum-9000", "all-linear", "attention", "q_proj,v_proj", "a;b", "\u202e", "🦙", "true", "eager",
-    "sdpa", "flash-attention-2", "adamw", "sgd", "chunked", "liger", "NaN", "null", "{}", "[]", "%s", "\\", "--",
+    "rtx-4090", "h200", "quantum-9000", "all-linear", "attention", "q_proj,v_proj", "a;b", "\u202e", "🦙", "true",
+    "eager", "sdpa", "flash-attention-2", "adamw", "sgd", "chunked", "liger", "NaN", "null", "{}", "[]", "%s", "\\",
+    "--",
 ]  # fmt: skip
 FLAGS = [
-    "--gpu", "--seq-len", "--global-batch", "--method", "--rank", "--min-rank", "--targets", "--optimizer", "--precision",
-    "--quantization", "--attention", "--checkpointing", "--no-checkpointing", "--checkpoint-every", "--packing", "--loss",
-    "--memory-gib", "--headroom", "--dataset-tokens", "--price", "--json", "--no-dry-run", "--bogus",
+    "--gpu", "--seq-len", "--global-batch", "--method", "--rank", "--min-rank", "--targets", "--optimizer",
+    "--precision", "--quantization", "--attention", "--checkpointing", "--no-checkpointing", "--checkpoint-every",
+    "--packing", "--loss", "--memory-gib", "--headroom", "--dataset-tokens", "--price", "--json", "--no-dry-run",
+    "--bogus",
 ]  # fmt: skip
 
 
@@ -156,7 +159,9 @@ def random_config(draw: random.Random) -> str:
     return draw.choice([text, text, text, text[:-1], "[" * 5000, "", "\x00", "null"])
 
 
-def test_500_random_command_lines_never_crash(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_500_random_command_lines_never_crash(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Exit code 0, 1 or 2 and never a traceback, whatever is typed."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)

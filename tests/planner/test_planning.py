@@ -1,5 +1,6 @@
 """Planning on the formula rung: the walk is complete, the tree explains itself, properties hold."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -70,7 +71,7 @@ def test_more_memory_never_gives_a_slower_plan(model: str) -> None:
         if isinstance(plan, Plan):
             speeds.append(plan.chosen.tokens_per_s)
     assert len(speeds) >= 2
-    for slower, faster in zip(speeds, speeds[1:], strict=False):
+    for slower, faster in itertools.pairwise(speeds):
         assert faster >= slower * 0.99
 
 

@@ -58,7 +58,8 @@ def test_interchange_example_of_the_readme_round_trips() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    [{"rank": 8}, {"checkpointing": -1}, {"checkpointing": "yes"}, {"packing": 1}, {"lora_targets": [1]}, {"method": []},
+    [{"rank": 8}, {"checkpointing": -1}, {"checkpointing": "yes"}, {"packing": 1}, {"lora_targets": [1]},
+     {"method": []},
      {"lora_dropout": "x"}, {"seq_len_tokens": 1.5}, {"method": None}],
     ids=str,
 )  # fmt: skip

@@ -41,8 +41,9 @@ def test_shipped_calibration_is_dated_and_names_its_points() -> None:
 def test_shipped_calibration_keys_are_cards_or_families() -> None:
     known = {gpu.key for gpu in all_gpus()} | {family(gpu) for gpu in all_gpus()} | {"default"}
     archs = {gpu.arch for gpu in all_gpus()}
-    for table in (SHIPPED.matmul_share, SHIPPED.fp32_share, SHIPPED.rates_flops_per_s):
+    for table in (SHIPPED.matmul_share, SHIPPED.fp32_share):
         assert set(table) <= known
+    assert set(SHIPPED.rates_flops_per_s) <= known
     assert set(SHIPPED.architectures) <= known | archs
     assert all(0.4 < share < 1.5 for share in SHIPPED.matmul_share.values())
 
@@ -117,6 +118,8 @@ def test_with_microbench_replaces_the_familys_guess() -> None:
     assert constants.bandwidth_share == pytest.approx(
         general.bandwidth_share * 1.8e12 / card.memory_bandwidth_bytes_per_s / 0.90
     )
+    both = with_microbench(SHIPPED, find_gpu("h200"), replace(BENCH, matmul_flops_per_s={"bf16": 7e14, "fp16": 6e14}))
+    assert both.rates_flops_per_s["h200"] == {"fp16": 6e14}
     assert SHIPPED.share_for(card)[1] == "family"  # the old calibration is untouched
 
 
