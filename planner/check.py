@@ -114,7 +114,8 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
                 fields=changed_fields(config.setup, setup),
                 setup=setup,
                 prediction=after,
-                verdict=judge(after, budget_bytes, band),
+                # a changed setup stands on the formula: its band, where that is wider
+                verdict=judge(after, budget_bytes, max(band, after.memory_band_fraction)),
                 saves_bytes=prediction.peak_device_bytes - after.peak_device_bytes,
                 speedup=_speedup(prediction, after),
                 changes_training=changes_training,
@@ -235,7 +236,8 @@ def improve(result: CheckResult, model: ModelSpec, predict: Predict) -> tuple[Tr
     for may_change_training in (False, True):
         setup, labels = _search(result, model, predict, may_change_training)
         after = predict(setup)
-        if judge(after, result.budget_bytes, result.band_fraction) is Verdict.FITS:
+        band = max(result.band_fraction, after.memory_band_fraction)
+        if judge(after, result.budget_bytes, band) is Verdict.FITS:
             return setup, labels
     return (
         (setup, labels) if after.peak_device_bytes < result.prediction.peak_device_bytes else (result.config.setup, ())
@@ -252,7 +254,8 @@ def _search(
 
     def worth(setup: TrainSetup) -> tuple[bool, float]:
         prediction = predict(setup)
-        if judge(prediction, result.budget_bytes, result.band_fraction) is Verdict.FITS:
+        band = max(result.band_fraction, prediction.memory_band_fraction)
+        if judge(prediction, result.budget_bytes, band) is Verdict.FITS:
             return True, prediction.tokens_per_s or 1.0
         return False, -float(prediction.peak_device_bytes)
 

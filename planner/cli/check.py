@@ -51,15 +51,14 @@ def check(
     config, spec, card = load(file, gpu, model=model, num_gpus=positive("gpus", gpus) or 1, accelerate=accelerate)
     memory, reserve = memory_and_headroom(card, memory_gib, headroom)
     predict = _predictor(spec, card)
-    result = run(config, spec, card, memory - reserve, predict)
     if not no_dry_run:
-        result = _with_dry_run(result, spec, card)
+        predict = _corrected(predict, config.setup, spec, card)
+    result = run(config, spec, card, memory - reserve, predict)
     fixed: dict[str, Any] | None = None
     if fix:
-        formula = run(config, spec, card, memory - reserve, predict)
-        setup, labels = improve(formula, spec, predict)
+        setup, labels = improve(result, spec, predict)
         after = predict(setup)
-        verdict = judge(after, memory - reserve, formula.band_fraction)
+        verdict = judge(after, memory - reserve, max(result.band_fraction, after.memory_band_fraction))
         target = out or file.with_name(f"{file.stem}.fixed{file.suffix}")
         if labels:
             write_text(target, fixed_text(file, config, setup, spec))
@@ -207,28 +206,34 @@ def _predictor(spec: "ModelSpec", card: "GpuSpec") -> Any:
     return lambda setup: predict(spec, card, setup)
 
 
-def _with_dry_run(result: "CheckResult", spec: "ModelSpec", card: "GpuSpec") -> "CheckResult":
-    """The result with memory figures from a dry run where one is possible; the changes stay on the formula."""
+def _corrected(predict: Any, setup: "TrainSetup", spec: "ModelSpec", card: "GpuSpec") -> Any:
+    """The formula corrected by a dry run of the config: its own figures for the config itself, and for changed setups
+    the formula's peak times what the dry run found over it. The formula alone where no dry run is possible."""
     from dataclasses import replace
 
-    from planner.check import APPROXIMATION_BAND_FRACTION, judge
     from planner.cli.rungs import dry_run_possible, with_dry_run
     from planner.outcome import Candidate, Prediction
 
+    formula = predict(setup)
     if dry_run_possible():
-        return result
-    candidate = Candidate(setup=result.config.setup, budget_bytes=result.budget_bytes, formula=result.prediction)
-    dry = with_dry_run(candidate, spec, card).dry_run
+        return predict
+    dry = with_dry_run(Candidate(setup=setup, budget_bytes=0, formula=formula), spec, card).dry_run
     if not isinstance(dry, Prediction):
-        return result
-    prediction = replace(
+        return predict
+    own = replace(
         dry,
-        step_time_s=dry.step_time_s or result.prediction.step_time_s,
-        tokens_per_s=dry.tokens_per_s or result.prediction.tokens_per_s,
+        step_time_s=dry.step_time_s or formula.step_time_s,
+        tokens_per_s=dry.tokens_per_s or formula.tokens_per_s,
     )
-    band = dry.memory_band_fraction + APPROXIMATION_BAND_FRACTION * len(result.config.approximations)
-    verdict = judge(prediction, result.budget_bytes, band)
-    return replace(result, prediction=prediction, band_fraction=band, verdict=verdict)
+    ratio = dry.peak_device_bytes / formula.peak_device_bytes
+
+    def corrected(changed: "TrainSetup") -> Prediction:
+        if changed == setup:
+            return own
+        plain: Prediction = predict(changed)
+        return replace(plain, peak_device_bytes=round(plain.peak_device_bytes * ratio))
+
+    return corrected
 
 
 def as_document(result: "CheckResult", fixed: dict[str, Any] | None) -> dict[str, Any]:
@@ -297,7 +302,8 @@ def text_lines(result: "CheckResult", fixed: dict[str, Any] | None) -> list[str]
     ]
     if result.changes:
         what = "faster, and still fits:" if result.exit_code == 0 else "what would help, best first:"
-        lines += ["", f"{what} [formula]"]
+        basis = "formula corrected by the dry run" if rung == "dry run" else "formula"
+        lines += ["", f"{what} [{basis}]"]
         for one in result.changes[:SHOWN_CHANGES]:
             mark = {"fits": "fits", "does_not_fit": "does not fit", "uncertain": "uncertain"}[one.verdict.value]
             tail = "; changes the training" if one.changes_training else ""
