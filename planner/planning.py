@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
+from typing import Any
 
 from planner.errors import PlannerError, UsageError
 from planner.gpus import all_gpus
@@ -11,7 +13,7 @@ from planner.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount, 
 from planner.predict import predict
 from planner.refine import ANY_SETUP, CorrectionKey, correction_key
 from planner.setup import TrainSetup
-from planner.space import Point, dimension_values, walk
+from planner.space import BRANCH_FIELDS, Point, dimension_values, micro_batches, walk
 from planner.tree import (
     NODE_NAMES,
     NODES,
@@ -47,7 +49,11 @@ def plan_workload(workload: Workload, corrections: Mapping[CorrectionKey, float]
             "no setup can satisfy all the options given",
             hint="options contradict each other (for example --method full with --quantization nf4); leave one out",
         )
-    space = SpaceCount(walked=walked, infeasible=sum(known.infeasible for known in facts.values()), impossible=0)
+    space = SpaceCount(
+        walked=walked,
+        infeasible=sum(known.infeasible for known in facts.values()),
+        impossible=_combinations(workload, values) - walked,
+    )
     chosen_node = choose_node(facts, _needed_gain(workload, facts))
     answers = method_answers(facts, chosen_node, workload)
     if chosen_node is None:
@@ -67,6 +73,13 @@ def plan_workload(workload: Workload, corrections: Mapping[CorrectionKey, float]
         space=space,
         notes=plan_notes(workload, chosen),
     )
+
+
+def _combinations(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> int:
+    """Size of the plain product of all dimensions, impossible combinations included."""
+    batches = len(values.get("micro_batch_seqs") or micro_batches(workload.global_batch_seqs))
+    dimensions = (*BRANCH_FIELDS, "attention", "checkpointing", "loss", "optimizer")
+    return batches * prod(len(values[name]) for name in dimensions)
 
 
 def _needed_gain(workload: Workload, facts: dict[str, NodeFacts]) -> float:
