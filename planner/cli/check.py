@@ -61,7 +61,7 @@ def check(
         verdict = judge(after, memory - reserve, max(result.band_fraction, after.memory_band_fraction))
         target = out or file.with_name(f"{file.stem}.fixed{file.suffix}")
         if labels:
-            write_text(target, fixed_text(file, config, setup, spec))
+            write_text(target, fixed_text(file, config, setup, spec, accelerate))
         fixed = {
             "changes": list(labels),
             "path": str(target) if labels else None,
@@ -176,7 +176,9 @@ def load(
     return (replace(config, assumptions=(copy_of, *config.assumptions)) if copy_of else config), spec, card
 
 
-def fixed_text(file: Path, config: "ReadConfig", setup: "TrainSetup", spec: "ModelSpec") -> str:
+def fixed_text(
+    file: Path, config: "ReadConfig", setup: "TrainSetup", spec: "ModelSpec", accelerate: Path | None = None
+) -> str:
     """The file's text with the setup's changes written in, proven by reading it back.
 
     Raises:
@@ -191,7 +193,8 @@ def fixed_text(file: Path, config: "ReadConfig", setup: "TrainSetup", spec: "Mod
     text = rewrite(read_bounded(file), file.name, settings_for(config, setup))
     roots = (file.parent, file.parent.parent, Path())
     sharding = Sharding(num_gpus=setup.num_gpus, roots=roots)
-    back = read_text(text, file.name, model=spec, base=setup, sharding=sharding)
+    launcher = read_bounded(accelerate) if accelerate is not None else None
+    back = read_text(text, file.name, model=spec, base=setup, sharding=sharding, launcher=launcher)
     if canonical(back.setup) != canonical(setup):
         raise ConfigError(
             f"{file.name} is written in a form that --fix cannot change safely",

@@ -267,3 +267,17 @@ def test_configs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "RTX 4090" in shown
     documents = json.loads(capsys.readouterr().out)
     assert [one["format"] for one in documents] == ["trl", "axolotl", "llamafactory"]
+
+
+def test_fix_works_under_an_accelerate_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    setup = TrainSetup(num_gpus=4, parallel="ddp", loss="chunked", micro_batch_seqs=8, accumulation_steps=2)
+    launch = EXPORTERS["trl"](request(setup, model=MODEL))
+    for file in launch.files:
+        (tmp_path / Path(file.path).name).write_text(file.text)
+    words = ["check", str(tmp_path / "trl-sft.yaml"), "--accelerate", str(tmp_path / "accelerate.yaml")]
+    options = ["--gpu", "rtx-4090", "--no-dry-run", "--fix", "--json", "--memory-gib", "12"]
+    run([*words, *options])
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["setup"]["num_gpus"] == 4
+    assert answer["fix"]["path"]
+    assert (tmp_path / "trl-sft.fixed.yaml").exists()
