@@ -4,8 +4,8 @@
     python benchmarks/dryrun_vs_measured.py --out dryrun_vs_measured.jsonl --table
 
 Rows: one GPU, memory measured with confidence A or B, a complete setup (`planner.measured`), the newest of repeats
-under other library versions. The step that is run is that of the libraries installed here; what differed in the recorded
-stack is in the row's `differs`.
+under other library versions. The step that is run is that of the libraries installed here; what differed in the
+recorded stack is in the row's `differs`.
 """
 
 import argparse

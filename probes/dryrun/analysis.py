@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from probes.allocator.events import Alloc, Free, Phase
 from probes.dryrun.report import Group
@@ -20,25 +21,30 @@ class SegmentPeak:
 
 def group_of(origin: Origin, owner: tuple[str, str] | None) -> Group:
     """The memory term that an allocation belongs to."""
+    return _group(origin.phase, origin.layer is None, origin.op, owner)
+
+
+@lru_cache(maxsize=65536)
+def _group(phase: str, outside_layers: bool, full_op: str, owner: tuple[str, str] | None) -> Group:
     if owner is not None:
         category, name = owner
         if category == "weights":
             return category, _weight_group(name)
         return category, {"adapters": "LoRA matrices", "gradients": "gradients"}.get(category, name)
-    op = origin.op.removeprefix("aten.")
+    op = full_op.removeprefix("aten.")
     if "workspace" in op:
         return "workspace", op.replace(".default", "")
     if "dequantize" in op:
         return "dequantization", "dequantized weight"
-    if origin.phase == "loss":
+    if phase == "loss":
         return "loss", op.replace(".default", "")
-    if origin.phase == "step":
+    if phase == "step":
         return "workspace", "optimizer temporaries"
-    if origin.phase == "load":
+    if phase == "load":
         return "other", "batch"
-    if origin.phase == "backward":
+    if phase == "backward":
         return "activations", "recomputed, and gradients of activations"
-    if origin.layer is None:
+    if outside_layers:
         return "activations", "before the first layer"
     return "activations", "kept by the layers for the backward"
 

@@ -152,7 +152,7 @@ class _Splicer:
         self.alive[number, shift] = new
         origin = self.trace.origins[number]
         layer = None if origin.layer is None else origin.layer + shift
-        self.origins[new] = replace(origin, layer=layer, event_index=len(self.events))
+        self.origins[new] = Origin(origin.phase, layer, origin.op, origin.size_bytes, len(self.events))
         owner = self.trace.owners.get(number)
         if owner is not None:
             self.owners[new] = owner

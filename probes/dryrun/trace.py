@@ -12,7 +12,7 @@ from probes.allocator.events import Event
 from probes.dryrun.kernels import FLASH_NAME, KernelLog, kernels_of
 from probes.dryrun.metaops import meta_operators
 from probes.dryrun.tracker import Origin, Tracker
-from probes.dryrun.workspaces import TEMPORARIES, cublas_workspace_bytes, is_matmul
+from probes.dryrun.workspaces import cublas_workspace_bytes, is_matmul, temporaries
 from probes.stack import build_from_config, inner_model, layers_of, make_batch, make_optimizer, make_trainer, train_step
 from probes.stack.autocast import emulation_installed
 from probes.stack.quantize import quantized_tensors
@@ -108,7 +108,7 @@ def trace_run(
         model = build_from_config(config, setup, device=device, attention=attention)
         tracker = Tracker(
             device,
-            temporaries=TEMPORARIES if on_meta and workspaces else None,
+            temporaries=temporaries() if on_meta and workspaces else None,
             answer=not setup.packing,
         )
         owners = _load(tracker, model)

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from probes.dryrun.tracker import Temporaries
+
 _FLOAT = 4
 
 
@@ -63,6 +65,25 @@ def embedding_backward(
         yield tokens * 8
 
 
+def gemm_4bit(args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[torch.Tensor, ...]) -> Iterable[int]:
+    """The weight dequantized to the input's type, and with double quantization its fp32 statistics.
+
+    Source: bitsandbytes 0.50 backends/cuda/ops.py: above 1,536 rows (and below for most shapes) the matrix is
+    dequantized and multiplied by cuBLAS; only tiny inputs run a fused kernel.
+    """
+    hidden, shape, block = args[0], args[2], args[4]
+    rows = hidden.numel() // hidden.shape[-1]
+    if rows <= _FUSED_4BIT_ROWS:
+        return
+    elements = shape[0] * shape[1]
+    yield elements * hidden.element_size()
+    if kwargs.get("absmax_8bit") is not None or (len(args) > 7 and args[7] is not None):
+        yield -(-elements // block) * _FLOAT
+
+
+_FUSED_4BIT_ROWS = 8
+
+
 def foreach_norm(args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[torch.Tensor, ...]) -> Iterable[int]:
     """One partial norm per tensor and chunk of 65,536 elements, chunks counted for the largest tensor.
 
@@ -106,3 +127,12 @@ _MATMULS = frozenset(
         torch.ops.aten.mm.out,
     }
 )
+
+
+def temporaries() -> dict[Any, Temporaries]:
+    """The table, with bitsandbytes' operators where they are registered (quantized setups import it)."""
+    table: dict[Any, Temporaries] = dict(TEMPORARIES)
+    packet = getattr(torch.ops.bitsandbytes, "gemm_4bit", None)
+    if packet is not None:
+        table[packet.default] = gemm_4bit
+    return table
