@@ -16,7 +16,7 @@ from planner.memory.allocator import allocator_gap_bytes
 from planner.memory.dtypes import flow_of
 from planner.memory.model import (
     activation_parts,
-    backward_peak,
+    backward_moments,
     loss_parts,
     loss_parts_logits,
     loss_peak,
@@ -176,12 +176,21 @@ def _same_kernels(model: ModelSpec, gpu: GpuSpec, branch: TrainSetup, attentions
 
 
 class _Chain:
-    """The loss chain of one branch and loss, at micro-batch 1 and 2."""
+    """The loss chain of one branch and loss."""
 
     def __init__(self, model: ModelSpec, setup: TrainSetup) -> None:
         self.loss = setup.loss
-        self.one, self.two = loss_parts(model, setup), loss_parts(model, setup.trusted_with(micro_batch_seqs=2))
         self.logits = loss_parts_logits(model, setup)
+        self._model, self._setup = model, setup
+        self._at: dict[int, Any] = {}
+
+    def at(self, micro_batch_seqs: int) -> Any:
+        """The chain at one micro-batch: tiles and chunks make it no straight line."""
+        found = self._at.get(micro_batch_seqs)
+        if found is None:
+            found = loss_parts(self._model, self._setup.trusted_with(micro_batch_seqs=micro_batch_seqs))
+            self._at[micro_batch_seqs] = found
+        return found
 
 
 class _Family:
@@ -203,9 +212,15 @@ class _Family:
         trained, model = self.trained, self.model
         lines = []
         for accumulated in (False, True):
-            one = _phases(model, self.one, chain.one, chain.logits, trained, accumulated=accumulated)
-            two = _phases(model, self.two, chain.two, 2 * chain.logits, trained, accumulated=accumulated)
+            one = _moments(model, self.one, trained, accumulated=accumulated)
+            two = _moments(model, self.two, trained, accumulated=accumulated)
             lines.append(tuple((a, b - a) for a, b in zip(one, two, strict=True)))
+        phases = []
+        for micro, steps in pairs:
+            (f0, f1), (l0, l1), (b0, b1), (e0, e1) = lines[steps > 1]
+            more = micro - 1
+            in_loss = sum(loss_peak(chain.at(micro), self.one, trained, micro * chain.logits, accumulated=steps > 1))
+            phases.append(max(f0 + more * f1, l0 + more * l1 + in_loss, b0 + more * b1, e0 + more * e1))
         for optimizer in optimizers:
             states = state_bytes(trained.num, trained.dtype, optimizer, matrix_edge_sum=trained.edge_sum)
             temporary = step_bytes(trained.num, trained.dtype, optimizer, largest_tensor=trained.largest)
@@ -213,27 +228,23 @@ class _Family:
             setup = self.shared.trusted_with(loss=chain.loss, optimizer=optimizer)
             at = throughput_profile(model, self.gpu, setup, calibration=self.calibration).at
             found = []
-            for micro, steps in pairs:
-                (f0, f1), (l0, l1), (b0, b1) = lines[steps > 1]
-                more = micro - 1
-                dynamic = max(step, f0 + more * f1, l0 + more * l1, b0 + more * b1)
+            for (micro, steps), largest in zip(pairs, phases, strict=True):
+                dynamic = max(step, largest)
                 peak = resident + dynamic + allocator_gap_bytes(resident, dynamic)
                 found.append((micro, steps, peak, at(micro, steps)[1]))
             yield optimizer, found
 
 
-def _phases(
-    model: ModelSpec, parts: Any, chain: Any, logits: int, trained: Any, *, accumulated: bool
-) -> tuple[int, int, int]:
-    """Dynamic bytes of forward, loss and backward."""
+def _moments(model: ModelSpec, parts: Any, trained: Any, *, accumulated: bool) -> tuple[int, int, int, int]:
+    """Dynamic bytes of the forward, of what the loss chain stands on, and of the backward's two moments: each of them
+    affine in the micro-batch."""
     grads = trained.size_bytes if accumulated else 0
     stored = parts.stored_total + grads
     cached = parts.weight_casts[0] + parts.adapter_casts
+    first, last = backward_moments(model, parts, trained, accumulated=accumulated)
     return (
         stored + cached + parts.forward_temp + parts.dequantized,
-        stored
-        + parts.weight_casts[1]
-        + parts.final_norm
-        + sum(loss_peak(chain, parts, trained, logits, accumulated=accumulated)),
-        grads + backward_peak(model, parts, trained, accumulated=accumulated).total,
+        stored + parts.weight_casts[1] + parts.final_norm,
+        grads + first.total,
+        grads + last.total,
     )

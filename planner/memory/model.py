@@ -223,7 +223,8 @@ def _weight_casts(model: ModelSpec, setup: TrainSetup, flow: Flow) -> tuple[int,
     """16-bit copies that autocast makes of fp32 matrices: alive in (forward and loss, backward).
 
     Trained ones are cached until the forward ends and kept by the graph where nothing is recomputed; frozen ones are
-    not cached, but the graph keeps each of them. The head's copy belongs to the loss chain. Stacked experts (grouped multiplication) are not on autocast's list.
+    not cached, but the graph keeps each of them. The head's copy belongs to the loss chain. Stacked experts (grouped
+    multiplication) are not on autocast's list.
 
     Source: PyTorch `aten/src/ATen/autocast_mode.cpp`, cached_cast.
     """
@@ -290,11 +291,15 @@ class BackwardPeak:
         return self.stored + self.recomputed + self.transient + self.dequantized + self.gradients
 
 
-def backward_peak(model: ModelSpec, parts: ActivationParts, trained: Trained, *, accumulated: bool) -> BackwardPeak:
-    """The largest of two moments: the first layer's backward, and the last one's (all gradients there).
+def backward_moments(
+    model: ModelSpec, parts: ActivationParts, trained: Trained, *, accumulated: bool
+) -> tuple[BackwardPeak, BackwardPeak]:
+    """The two moments that can be the backward's largest: the first layer's backward, and the last one's (all
+    gradients there).
 
     In between, activations fall and gradients rise linearly with the layers, so the maximum is at an end. With
-    accumulation the gradients of earlier micro-batches are alive all along and none are new.
+    accumulation the gradients of earlier micro-batches are alive all along and none are new. Each moment by itself is
+    affine in the micro-batch.
     """
     size = SIZE_BYTES[trained.dtype]
     head = 0 if accumulated else trained.head * size
@@ -316,7 +321,12 @@ def backward_peak(model: ModelSpec, parts: ActivationParts, trained: Trained, *,
         gradients=(0 if accumulated else trained.size_bytes)
         + (trained.embeddings * size if model.tied and not accumulated else 0),
     )
-    return max(first, last, key=lambda peak: peak.total)
+    return first, last
+
+
+def backward_peak(model: ModelSpec, parts: ActivationParts, trained: Trained, *, accumulated: bool) -> BackwardPeak:
+    """The larger of the backward's two moments."""
+    return max(backward_moments(model, parts, trained, accumulated=accumulated), key=lambda peak: peak.total)
 
 
 def loss_peak(

@@ -39,7 +39,7 @@ def adam_states_bytes(num_params: int) -> int:
 
 
 def mixed_precision_states_bytes(num_params: int, *, gradient_bytes: int = 2) -> int:
-    """16-bit weights (2), gradients (2, or 4 under autocast), fp32 weights and two moments (12): 16 or 18 per parameter.
+    """16-bit weights (2), gradients (2, or 4 under autocast), fp32 weights and moments (12): 16 or 18 per parameter.
 
     Source: Rajbhandari et al. 2020, ZeRO, section 3.1, https://arxiv.org/abs/1910.02054.
     """
