@@ -61,9 +61,9 @@ def render(report: Mapping[str, Any]) -> str:
     lines += [f"- `{name}`: {note}." for name, note in NOTES.items()]
     lines += [
         "",
-        "Rank correlation is Spearman's over the configurations of one (model, GPU) with at least four of them: the mean,",
-        "weighted by how many there are, and the worst. Many differ by less than the noise. The noise floor is the distance of repeats (mostly other library",
-        "versions) from their configuration's median.",
+        "Rank correlation is Spearman's over the configurations of one (model, GPU) with at least four of them:",
+        "the mean weighted by how many there are, and the worst. Many configurations differ by less than the noise.",
+        "The noise floor is the distance of repeats (mostly other versions) from their configuration's median.",
         "",
         "## Ratios (both predictions from the fit without their source)",
         "",
@@ -72,7 +72,7 @@ def render(report: Mapping[str, Any]) -> str:
     ]
     for name, figures in report["ratios"].items():
         lines.append(f"| {name} | {figures['pairs']} | {_percent(figures['median'])} | {_percent(figures['p90'])} |")
-    covered = report["coverage"]
+    covered = report["coverage_source_split"]
     lines += [
         "",
         "## Bands",
@@ -84,8 +84,9 @@ def render(report: Mapping[str, Any]) -> str:
         "|---|--:|",
         *[f"| {name} | x or / {1 + width:.2f} |" for name, width in report["bands"].items()],
         "",
-        f"Coverage with bands made without the point's own source: {_percent(covered['points'])} of all held-out",
-        f"predictions, {_percent(report['coverage_source_split']['points'])} in the whole-source split alone. "
+        f"Coverage, whole sources held out, bands made from other sources only: {_percent(covered['points'])} of the",
+        f"points ({_percent(report['coverage']['points'])} over all splits). The level behind the band was set with",
+        "these points in view. "
         "By source: " + ", ".join(f"{name} {_percent(value)}" for name, value in covered["by_source"].items()) + ".",
         "",
     ]

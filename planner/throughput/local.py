@@ -93,8 +93,11 @@ def with_microbench(calibration: Calibration, gpu: GpuSpec, bench: Microbench) -
     if gpu.fp32_flops_per_s and "fp32" in bench.matmul_flops_per_s:
         fp32_shares[gpu.key] = bench.matmul_flops_per_s["fp32"] / gpu.fp32_flops_per_s
     rates = dict(calibration.rates_flops_per_s)
+    # absolute rates of others' cards give way to this one's
+    absolute = {name: rate for name, rate in bench.matmul_flops_per_s.items() if name == "fp16"}
     if not gpu.bf16 and "bf16" in bench.matmul_flops_per_s:
-        rates[gpu.key] = {**rates.get(gpu.key, {}), "bf16": bench.matmul_flops_per_s["bf16"]}
+        absolute["bf16"] = bench.matmul_flops_per_s["bf16"]
+    rates[gpu.key] = absolute
     return replace(
         calibration,
         architectures={**calibration.architectures, gpu.key: own},

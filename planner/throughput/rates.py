@@ -59,7 +59,7 @@ def rates_of(gpu: GpuSpec, calibration: Calibration, constants: Constants) -> Ra
         },
         bandwidth=gpu.memory_bandwidth_bytes_per_s,
         sms=gpu.sm_count or _DEFAULT_SM_COUNT,
-        start_up=rates["fp16"] / share / (gpu.sm_count or _DEFAULT_SM_COUNT) / _REFERENCE_SM_RATE,
+        start_up=(gpu.fp16_flops_per_s or rates["fp16"]) / (gpu.sm_count or _DEFAULT_SM_COUNT) / _REFERENCE_SM_RATE,
         l2=gpu.l2_bytes or 0,
         share_source=source,
         emulated=frozenset() if gpu.bf16_flops_per_s is not None else frozenset({"bf16"}),
