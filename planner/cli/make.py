@@ -1,7 +1,8 @@
 """`plan MODEL --gpu GPU`: the main job."""
 
+import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -9,6 +10,10 @@ from planner.cli import options
 from planner.cli.output import console, print_json
 from planner.cli.wish import positive, workload
 from planner.errors import EXIT_NOTHING_FITS, UsageError
+
+if TYPE_CHECKING:
+    from planner.dataset import LengthChoice
+    from planner.models.spec import ModelSpec
 
 
 def make(
@@ -69,6 +74,11 @@ def make(
         raise UsageError(f"--rank {rank} is below --min-rank {min_rank}", hint="leave one of the two out")
     spec = resolve_model(model, revision=revision, ask_hub=hub)
     card = local_gpu() if gpu.lower() == "local" else find_gpu(gpu)
+    lengths = _lengths(dataset, spec) if dataset is not None else None
+    if lengths is not None:
+        seq_len = seq_len or lengths.seq_len_tokens
+        dataset_tokens = dataset_tokens or lengths.epoch_tokens
+        fixed.setdefault("packing", (lengths.packing,))
     wish = workload(
         spec,
         card,
@@ -118,10 +128,21 @@ def make(
         raise typer.Exit(EXIT_NOTHING_FITS)
 
 
+def _lengths(dataset: str, spec: "ModelSpec") -> "LengthChoice | None":
+    """Sequence length, packing and tokens per epoch of a local data set; None for one on the hub."""
+    from planner.dataset import choose_length, measure, tokenizer_file
+
+    path = Path(dataset)
+    if not path.exists():
+        return None
+    stats = measure(path, tokenizer=tokenizer_file(spec.model_id))
+    choice = choose_length(stats, max_tokens=spec.max_position_embeddings)
+    print(f"{dataset}: {stats.num_samples:,} samples, {stats.counted_with}; {choice.reason}", file=sys.stderr)
+    return choice
+
+
 def _command(model: str, gpu: str) -> list[str]:
     """The command for the report: the words after `plan`, secrets never (there are none among the options)."""
-    import sys
-
     words = sys.argv[1:]
     return words if model in words else [model, "--gpu", gpu]
 
@@ -130,5 +151,5 @@ def _next(plan: Any, out: Path) -> str:
     """The command that starts the first launch target that can run the plan."""
     from planner.cli.writing import launch_files
 
-    commands = [launch.command for launch in launch_files(plan, ["trl"], None) if launch.command]
+    commands = [launch.command for launch in launch_files(plan, ["trl"], None, out) if launch.command]
     return f"cd {out} && {commands[0]}" if commands else f"open {out}/report.html"

@@ -31,8 +31,22 @@ def report(plans: Directories, out: Out = None) -> None:
     _write_html(folder, entries)
 
 
-def compare(plans: Directories, out: Out = None, as_json: options.Json = False) -> None:
-    """Several plans side by side: models, GPUs, sequence lengths."""
+def compare(
+    plans: Annotated[
+        list[Path], typer.Argument(help="Plan directories, or training configs (with --gpu).", show_default=False)
+    ],
+    out: Out = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", help="The GPU that training configs are compared on.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Model of configs that name none.")] = None,
+    as_json: options.Json = False,
+) -> int:
+    """Several plans, or several training configs on one GPU, side by side."""
+    if any(path.is_file() and path.name != "plan.json" for path in plans):
+        from planner.cli.check import compare_configs
+
+        if gpu is None:
+            raise UsageError("training configs are compared on a GPU", hint="plan compare A.yaml B.yaml --gpu rtx-4090")
+        return compare_configs(plans, gpu, model=model, as_json=as_json)
     from reports.comparison_text import render_comparison
     from reports.plan_json import plan_to_dict
     from reports.write import report_files
@@ -47,6 +61,7 @@ def compare(plans: Directories, out: Out = None, as_json: options.Json = False) 
         print_json([{"name": entry.name, **plan_to_dict(entry.plan)} for entry in entries])
     else:
         render_comparison([(entry.name, entry.plan) for entry in entries], console())
+    return 0
 
 
 def which_gpu(

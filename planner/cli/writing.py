@@ -1,5 +1,6 @@
 """`--out DIR`: plan.json, the reports and the launch files of a plan."""
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ def write_out(
 
     if folder.exists() and not folder.is_dir():
         raise EnvironmentProblem(f"{folder} is a file, not a directory", hint="choose another --out directory")
-    launches = launch_files(plan, targets, dataset) if isinstance(plan, Plan) else ()
+    launches = launch_files(plan, targets, dataset, folder) if isinstance(plan, Plan) else ()
     for launch in launches:
         for file in launch.files:
             write_text(folder / "launch" / file.path, file.text)
@@ -54,8 +55,11 @@ def write_out(
         write_text(folder / name, text)
 
 
-def launch_files(plan: Plan, targets: Sequence[str] | None, dataset: str | None) -> "tuple[Launch, ...]":
-    """The launch of every wanted target (all by default), refused ones included with their reason."""
+def launch_files(plan: Plan, targets: Sequence[str] | None, dataset: str | None, folder: Path) -> "tuple[Launch, ...]":
+    """The launch of every wanted target (all by default), refused ones included with their reason.
+
+    Local paths are written relative to `folder`, from where the launch commands run: no machine path is written.
+    """
     from planner.exporters import EXPORTERS, ExportRequest
     from planner.hyperparameters import choose
 
@@ -69,12 +73,12 @@ def launch_files(plan: Plan, targets: Sequence[str] | None, dataset: str | None)
     workload, chosen = plan.workload, plan.chosen
     evidence = chosen.memory_evidence
     request = ExportRequest(
-        model_id=workload.model.model_id,
+        model_id=_from_folder(workload.model.model_id, folder),
         model=workload.model,
         setup=chosen.setup,
         gpu=workload.gpu,
         hyper=choose(chosen.setup, num_params=workload.model.num_params, dataset_tokens=workload.dataset_tokens),
-        dataset=dataset_choice(dataset),
+        dataset=dataset_choice(dataset, folder),
         about=(
             f"planned for {workload.gpu.name}: peak {gib(evidence.peak_device_bytes)} of {gib(workload.memory_bytes)} "
             f"({evidence.rung.value.replace('_', ' ')})",
@@ -83,8 +87,13 @@ def launch_files(plan: Plan, targets: Sequence[str] | None, dataset: str | None)
     return tuple(EXPORTERS[name](request) for name in names)
 
 
-def dataset_choice(dataset: str | None) -> "DatasetChoice | None":
-    """A hub id as it is; a local file or directory by its path.
+def _from_folder(name: str, folder: Path) -> str:
+    """A local path seen from `folder`; any other name as it is."""
+    return os.path.relpath(name, folder) if Path(name).exists() else name
+
+
+def dataset_choice(dataset: str | None, folder: Path) -> "DatasetChoice | None":
+    """A hub id as it is; a local file or directory by its path and with its columns.
 
     Raises:
         ConfigError: something that looks like a path and is not there.
@@ -95,7 +104,9 @@ def dataset_choice(dataset: str | None) -> "DatasetChoice | None":
 
     path = Path(dataset)
     if path.exists():
-        return DatasetChoice(path=dataset, local=True)
+        from planner.dataset import sample_columns
+
+        return DatasetChoice(path=_from_folder(dataset, folder), columns=sample_columns(path), local=True)
     if path.suffix in (".json", ".jsonl", ".parquet", ".csv") or dataset.startswith(("/", "./", "../", "~")):
         raise ConfigError(f"no data set at {dataset}", hint="give a hub id, or a file that exists")
     return DatasetChoice(path=dataset)

@@ -1,0 +1,42 @@
+"""Every catalogue model gets a plan or an explained refusal, without a traceback.
+
+The test plans each model on one of the four cards in rotation; `python -m tests.planner.test_catalogue_plans` runs all
+660 combinations and prints a summary.
+"""
+
+import pytest
+
+from planner.models import catalogue
+from planner.plan import NoPlan
+from planner.planning import plan_workload
+from tests.planner.helpers import wish
+
+CARDS = ("t4", "rtx-4090", "a100-80gb", "h200")
+
+
+def check(model: str, card: str) -> str:
+    """Plan one combination; "plan" or "no plan"."""
+    plan = plan_workload(wish(model, card))
+    if isinstance(plan, NoPlan):
+        assert plan.missing_bytes > 0
+        assert plan.nearest.formula.peak_device_bytes > plan.workload.budget_bytes
+        assert plan.walk
+        return "no plan"
+    assert plan.chosen.fits
+    assert plan.chosen.tokens_per_s > 0
+    assert plan.chosen.setup.attention in plan.workload.model.attentions
+    return "plan"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "card"), [(name, CARDS[index % len(CARDS)]) for index, name in enumerate(catalogue.names())]
+)
+def test_every_catalogue_model_is_planned_or_refused_with_reasons(model: str, card: str) -> None:
+    assert check(model, card) in ("plan", "no plan")
+
+
+if __name__ == "__main__":
+    for gpu in CARDS:
+        answers = [check(name, gpu) for name in catalogue.names()]
+        print(f"{gpu:10} {answers.count('plan'):4} plans, {answers.count('no plan'):4} refusals")
