@@ -51,6 +51,9 @@ def estimate(
     full_depth: Annotated[
         bool, typer.Option("--full-depth", help="Dry run every layer instead of truncating.")
     ] = False,
+    expandable_segments: Annotated[
+        bool, typer.Option("--expandable-segments", help="As in PYTORCH_CUDA_ALLOC_CONF (dry run).")
+    ] = False,
     revision: options.Revision = None,
     hub: options.AskHub = False,
     as_json: options.Json = False,
@@ -92,7 +95,11 @@ def estimate(
         values["method"] = "qlora"
     setup = setup_from_dict(values)
     spec, card = _resolve(model, gpu, revision, hub)
-    result = _candidate(spec, card, setup, memory_gib, headroom, dry=not no_dry_run, full_depth=full_depth)
+    result = _candidate(spec, card, setup, memory_gib, headroom, dry=False)
+    if not no_dry_run:
+        from planner.cli.rungs import with_dry_run
+
+        result = with_dry_run(result, spec, card, full_depth=full_depth, expandable_segments=expandable_segments)
     if as_json:
         from reports.plan_json import candidate_to_dict
 
@@ -121,7 +128,6 @@ def _candidate(
     headroom: float | None,
     *,
     dry: bool,
-    full_depth: bool = False,
 ) -> Candidate:
     from planner.predict import predict
 
@@ -130,7 +136,7 @@ def _candidate(
     if dry:
         from planner.cli.rungs import with_dry_run
 
-        result = with_dry_run(result, spec, card, full_depth=full_depth)
+        result = with_dry_run(result, spec, card)
     return result
 
 

@@ -23,14 +23,23 @@ def dry_run_possible() -> str:
     return ", ".join(name for name in NEEDED if importlib.util.find_spec(name) is None)
 
 
-def with_dry_run(candidate: Candidate, model: ModelSpec, gpu: GpuSpec, *, full_depth: bool = False) -> Candidate:
+def with_dry_run(
+    candidate: Candidate,
+    model: ModelSpec,
+    gpu: GpuSpec,
+    *,
+    full_depth: bool = False,
+    expandable_segments: bool = False,
+) -> Candidate:
     """The candidate with its dry run beside the formula."""
-    return replace(candidate, dry_run=_dry_run(model, gpu, candidate.setup, full_depth=full_depth))
+    found = _dry_run(model, gpu, candidate.setup, full_depth=full_depth, expandable_segments=expandable_segments)
+    return replace(candidate, dry_run=found)
 
 
 def _dry_run(
-    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, *, full_depth: bool = False
+    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, *, full_depth: bool = False, expandable_segments: bool = True
 ) -> Prediction | ProbeFailure:
+    """One dry run; a plan's setups run with expandable segments, which every launch file sets."""
     missing = dry_run_possible()
     if missing:
         return ProbeFailure(
@@ -38,13 +47,15 @@ def _dry_run(
             kind=FailureKind.UNSUPPORTED,
             message=f"{missing} not installed (pip install 'finetune-planner[torch]')",
         )
+    import logging
     import warnings
 
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the libraries' remarks about this CPU say nothing about the target GPU
         from probes.dryrun import dry_run
 
-        return dry_run(model, gpu, setup, full_depth=full_depth)
+        return dry_run(model, gpu, setup, full_depth=full_depth, expandable_segments=expandable_segments)
 
 
 def chosen_timeline(plan: Plan | NoPlan) -> "Timeline | None":
@@ -54,7 +65,7 @@ def chosen_timeline(plan: Plan | NoPlan) -> "Timeline | None":
     from probes.dryrun.api import dry_run_report
     from reports.evidence import timeline_of
 
-    known = dry_run_report(plan.workload.model, plan.workload.gpu, plan.chosen.setup)
+    known = dry_run_report(plan.workload.model, plan.workload.gpu, plan.chosen.setup, expandable_segments=True)
     if isinstance(known, ProbeFailure):
         return None
     return timeline_of(known.timeline, known.phase_groups.get(known.prediction.peak_phase, {}))
