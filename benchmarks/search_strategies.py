@@ -148,7 +148,8 @@ def untouched(candidates: tuple[Candidate, ...], formula: bool) -> Belief:
     """The belief before any probe, made once for all seeds of a space."""
     if not formula:
         candidates = tuple(replace(candidate, formula=BLIND) for candidate in candidates)
-    return Belief(Problem(candidates=candidates))
+    card_bytes = int(candidates[0].budget_bytes / HEADROOM)
+    return Belief(Problem(candidates=candidates, memory_bytes=card_bytes))
 
 
 class Space(tuple[Candidate, ...]):

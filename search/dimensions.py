@@ -50,7 +50,7 @@ DIMENSIONS: tuple[Dimension, ...] = (
     Dimension(name="attention", kind="category", speed_sd=0.05, memory_sd=0.012, blame=10),
     Dimension(name="checkpointing", kind="category", speed_sd=0.03, memory_sd=0.008, blame=0.5),
     Dimension(name="loss", kind="category", speed_sd=0.02, memory_sd=0.006, blame=5),
-    Dimension(name="micro_batch_seqs", kind="log2", speed_sd=0.03, memory_sd=0.006, length=3.0, blame=0.1),
+    Dimension(name="micro_batch_seqs", kind="log2", speed_sd=0.04, memory_sd=0.006, length=2.0, blame=0.1),
     Dimension(name="packing", kind="category", speed_sd=0.04, memory_sd=0.005, blame=1),
     Dimension(name="compile", kind="category", speed_sd=0.04, memory_sd=0.006, blame=10),
     Dimension(name="num_gpus", kind="log2", speed_sd=0.05, memory_sd=0.01, blame=2),
@@ -63,6 +63,10 @@ FIXED: dict[str, str] = {
 }
 
 NAMES = tuple(dimension.name for dimension in DIMENSIONS)
+
+PAIR = ("attention", "precision")
+PAIR_SPEED_SD, PAIR_MEMORY_SD = 0.06, 0.02
+"""Which kernel runs depends on both: SDPA falls back to its math kernel for some data types (FINDINGS, torch 2.13)."""
 
 RECIPE = ("method", "quantization", "checkpointing", "parallel")
 """Fields that decide which kernels run at all: the effect of another field may differ between two recipes."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from planner.setup import TrainSetup
 from search.arrays import Floats, Rows, Target
-from search.dimensions import DIMENSIONS, RECIPE, Dimension, value_of
+from search.dimensions import DIMENSIONS, PAIR, PAIR_MEMORY_SD, PAIR_SPEED_SD, RECIPE, Dimension, value_of
 
 Levels = NDArray[np.int16]
 
@@ -39,6 +39,7 @@ class Encoding:
         values: their distinct values, in order of first sight (numbers ascending).
         levels: [setups, dimensions] index into `values`.
         recipes: [setups] number of the combination of the `RECIPE` fields.
+        pairs: [setups] number of the combination of the `PAIR` fields.
         groups: [setups] 0 for this task, another number for setups measured on other models.
     """
 
@@ -46,6 +47,7 @@ class Encoding:
     values: tuple[tuple[object, ...], ...]
     levels: Levels
     recipes: NDArray[np.int32]
+    pairs: NDArray[np.int32]
     groups: NDArray[np.int32]
 
 
@@ -63,18 +65,19 @@ def encode(setups: Sequence[TrainSetup], groups: Sequence[int] | None = None) ->
         columns.append(np.fromiter((index[value] for value in raw), dtype=np.int16, count=len(raw)))
         used.append(dimension)
         values.append(tuple(distinct))
-    recipe_index: dict[tuple[object, ...], int] = {}
-    recipes = np.fromiter(
-        (
-            recipe_index.setdefault(tuple(value_of(setup, name) for name in RECIPE), len(recipe_index))
-            for setup in setups
-        ),
-        dtype=np.int32,
-        count=len(setups),
-    )
+    recipes, pairs = _combinations(setups, RECIPE), _combinations(setups, PAIR)
     levels = np.stack(columns, axis=1) if columns else np.zeros((len(setups), 0), dtype=np.int16)
     numbers = np.zeros(len(setups), dtype=np.int32) if groups is None else np.asarray(groups, dtype=np.int32)
-    return Encoding(dimensions=tuple(used), values=tuple(values), levels=levels, recipes=recipes, groups=numbers)
+    return Encoding(
+        dimensions=tuple(used), values=tuple(values), levels=levels, recipes=recipes, pairs=pairs, groups=numbers
+    )
+
+
+def _combinations(setups: Sequence[TrainSetup], names: Sequence[str]) -> NDArray[np.int32]:
+    """[setups] number of each setup's combination of some fields."""
+    index: dict[tuple[object, ...], int] = {}
+    numbers = (index.setdefault(tuple(value_of(setup, name) for name in names), len(index)) for setup in setups)
+    return np.fromiter(numbers, dtype=np.int32, count=len(setups))
 
 
 class ErrorKernel:
@@ -90,6 +93,7 @@ class ErrorKernel:
         self._shares = scale * shares
         self._bias = (scale * BIAS_SD[target]) ** 2
         self._interaction = (scale * INTERACTION_SD[target]) ** 2
+        self._pair = (scale * (PAIR_SPEED_SD if target == "speed" else PAIR_MEMORY_SD)) ** 2
         self._effects: list[Floats] = []
         self._likeness: list[Floats] = []
         for dimension, values in zip(encoding.dimensions, encoding.values, strict=True):
@@ -100,7 +104,7 @@ class ErrorKernel:
                 self._likeness.append(np.where(np.eye(len(values)) > 0, 1.0, dimension.alike))
             else:
                 self._likeness.append(correlation)
-        constant = self._bias + self._interaction + sum(float(table[0, 0]) for table in self._effects)
+        constant = self._bias + self._interaction + self._pair + sum(float(table[0, 0]) for table in self._effects)
         self.variance: Floats = constant + np.square(self._shares).sum(axis=1)
         """Prior variance of the error of every setup."""
 
@@ -118,6 +122,7 @@ class ErrorKernel:
             product *= likeness[own][column]
         same_recipe = code.recipes[rows] == code.recipes[row]
         covariance = shared + effects * np.where(same_recipe, 1.0, SHARED) + product
+        covariance += np.where(code.pairs[rows] == code.pairs[row], self._pair, 0.0)
         same_group = code.groups[rows] == code.groups[row]
         result: Floats = covariance * np.where(same_group, 1.0, SHARED_MODELS)
         return result
@@ -135,6 +140,7 @@ class ErrorKernel:
         recipes, groups = code.recipes[rows], code.groups[rows]
         shares = self._shares[rows]
         covariance = self._bias + np.einsum("ik,jk->ij", shares, shares) + product
+        covariance += np.where(code.pairs[rows][:, None] == code.pairs[rows][None, :], self._pair, 0.0)
         covariance += effects * np.where(recipes[:, None] == recipes[None, :], 1.0, SHARED)
         result: Floats = covariance * np.where(groups[:, None] == groups[None, :], 1.0, SHARED_MODELS)
         return result

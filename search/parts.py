@@ -21,7 +21,8 @@ VARIANTS = {"attention": "attention", "loss": "loss", "optimizer": "optimizer", 
 
 TIME_SD = 0.25
 TIME_VARIANT_SD = 0.30
-MICRO_BATCH_SD = 0.20  # what the formula does not count per micro-batch (launches, Python), share of the largest
+SMALL_BATCH_SD = 0.35
+HALF_FULL_TOKENS = 1000  # order of magnitude of the tokens at which large matrix multiplications reach half their rate
 MEMORY_SD = {"weights": 0.02, "adapters": 0.10, "gradients": 0.05, "optimizer": 0.05}
 MEMORY_SD_OTHER = 0.10  # activations, loss, workspace and what else
 MEMORY_VARIANT_SD = 0.10
@@ -54,10 +55,10 @@ def parts_of(setup: TrainSetup, prediction: Prediction, target: Target) -> Parts
         total = sum(prediction.time_parts_s.values())
         for name, part_s in prediction.time_parts_s.items():
             add(name, part_s / total, TIME_SD, TIME_VARIANT_SD)
-        if prediction.step_time_s:
-            # Overhead per micro-batch: 10 ms each is the unit, the largest share any real setup reaches is about one.
-            shares["micro-batch"] = min(0.010 * setup.accumulation_steps / prediction.step_time_s, 1.0)
-            sds["micro-batch"] = MICRO_BATCH_SD
+        # How far the GPU is from full with this few tokens at once: a formula's guess of it is off by a factor, and
+        # launches, which many formulas leave out, weigh in the same places.
+        shares["small micro-batch"] = HALF_FULL_TOKENS / (HALF_FULL_TOKENS + setup.tokens_per_micro_batch)
+        sds["small micro-batch"] = SMALL_BATCH_SD
     else:
         for term in prediction.terms:
             sd = MEMORY_SD.get(term.category, MEMORY_SD_OTHER)

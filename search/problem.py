@@ -33,6 +33,8 @@ class Problem:
         min_rank: no adapter below it is recommended.
         fixed: setup fields the user decided, name -> allowed values.
         min_tokens_per_s: for objective "memory": what is slower is not an answer. 0: none.
+        memory_bytes: the card's usable memory, above the budget by the headroom: what runs out needs more than this.
+            0: as the budget.
     """
 
     candidates: tuple[Candidate, ...]
@@ -40,6 +42,7 @@ class Problem:
     min_rank: int = 1
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     min_tokens_per_s: float = 0.0
+    memory_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
@@ -67,6 +70,7 @@ class Problem:
             "objective": workload.objective,
             "min_rank": workload.min_rank,
             "fixed": dict(workload.fixed),
+            "memory_bytes": workload.memory_bytes,
         }
         return cls(candidates=tuple(candidates), **{**values, **changes})
 

@@ -28,6 +28,7 @@ SPEED_NOISE_SD = 0.006  # repeats of one setup on one machine (2.4 % is what sof
 MEMORY_NOISE_SD = 0.003  # caching-allocator rounding
 DRY_RUN_NOISE_SD = 0.01
 MIN_PROBABILITY = 1e-9
+WORTH = 0.01  # an improvement counts from this share on: else near copies of the best are probed one after another
 
 
 class Belief:
@@ -119,7 +120,8 @@ class Belief:
         if failure.kind is not FailureKind.OUT_OF_MEMORY:
             self._blame.incident(Incident(row=index, message=failure.message.lower()))
             return
-        self.memory.observe_above(index, self.log_budget - self.log_memory[index])
+        limit = log(max(self.problem.memory_bytes, self.problem.budget_bytes))
+        self.memory.observe_above(index, limit - self.log_memory[index])
         self._close_larger(index)
 
     def _close_larger(self, index: int) -> None:
@@ -210,7 +212,7 @@ def acquisition(belief: Belief, open_: NDArray[np.bool_]) -> Floats:
         # Nothing fits yet: the value of a probe is what it would earn, so certainty of fitting weighs most.
         gain = np.exp(mean - mean[open_].max())
     else:
-        gain = expected_improvement(mean, sd, belief.best_score)
+        gain = expected_improvement(mean, sd, belief.best_score + WORTH)
     # Where all gains vanish, the most probable improvement still decides.
     tie_break = 1e-12 * cdf((mean - max(belief.best_score, -1e300)) / sqrt(float(np.median(sd**2))))
     return np.where(open_, gain * chance + tie_break, -1.0)
