@@ -236,6 +236,12 @@ def _headless(inner: Any, head_loss: Callable[..., Any]) -> Iterator[None]:
         del inner.forward
 
 
+def owner_of(model: Any, layer: Any) -> Any:
+    """The module that holds the list of layers and runs it: the decoder, whatever wraps it."""
+    path = next(name for name, module in model.named_modules() if module is layer)
+    return model.get_submodule(path.rpartition(".")[0].rpartition(".")[0])
+
+
 @contextmanager
 def _marks(trainer: Trainer, tell: Mark) -> Iterator[None]:
     """Hooks on the layers and the backbone that report the phases."""
@@ -271,7 +277,7 @@ def _marks(trainer: Trainer, tell: Mark) -> Iterator[None]:
         handles.append(layer.register_forward_pre_hook(partial(before, index)))
         handles.append(layer.register_forward_hook(partial(after, index)))
     inner = trainer.inner
-    backbone = inner.decoder if inner.config.is_encoder_decoder else inner.base_model
+    backbone = owner_of(inner, layers[-1])
     first = inner.encoder if inner.config.is_encoder_decoder else backbone
     handles.append(first.register_forward_pre_hook(backbone_starts))
     handles.append(backbone.register_forward_hook(backbone_ends))
