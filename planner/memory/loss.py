@@ -61,7 +61,9 @@ def loss_chain(
             tile += logit * hidden_size * min(vocab_size, 2 * TRL_VOCAB_CHUNK)
         gradients = 4 * hidden_elements + (4 * head_elements if head_trained else 0)
         result = SIZE_BYTES[hidden_dtype] * hidden_elements
-        return LossChain(loss_bytes=tile, backward_bytes=tile + gradients + result)
+        # the head's fp32 gradient is cast to the weight's type at the end, when no tile is alive any more
+        cast_gradient = SIZE_BYTES[hidden_dtype] * head_elements if head_trained and hidden_dtype != "fp32" else 0
+        return LossChain(loss_bytes=tile, backward_bytes=max(tile, cast_gradient) + gradients + result)
     chunk = _power_of_two(-(-tokens // -(-vocab_size // hidden_size)))
     chunk_bytes = chunk * vocab_size * (2 * logit + 4)
     held = cast + SIZE_BYTES[hidden_dtype] * hidden_elements + (4 * head_elements if head_trained else 0)

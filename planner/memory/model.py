@@ -37,6 +37,8 @@ class Trained:
     largest: int
     head: int
     embeddings: int
+    stacked: int = 0
+    """Of `num`: adapters of stacked experts, which peft itself casts to the base's type."""
 
     @property
     def size_bytes(self) -> int:
@@ -58,11 +60,12 @@ def trained_parameters(model: ModelSpec, setup: TrainSetup) -> Trained:
 def _trained_full(model: ModelSpec, dtype: str) -> Trained:
     matrices = [(one, num) for layer, num in model.layer_counts for one in layer.linears]
     edges = sum(num * one.num * (one.in_features + one.out_features) for one, num in matrices)
+    idle = sum(layer.num_params * num for layer, num in model.idle_layers) + model.num_idle_other_params
     tensors = [
         one.in_features * one.out_features * (one.num if one.module == "parameter" else 1) for one, _ in matrices
     ]
     return Trained(
-        num=model.num_params,
+        num=model.num_params - idle,  # a tower that sees no text token gets no gradient
         dtype=dtype,
         edge_sum=edges + sum(table.num_rows + table.dim for table in model.embeddings),
         largest=max([*tensors, *(table.num_params for table in model.embeddings), model.num_head_params]),
@@ -73,15 +76,16 @@ def _trained_full(model: ModelSpec, dtype: str) -> Trained:
 
 @lru_cache(maxsize=256)
 def _trained_lora(model: ModelSpec, targets: str | tuple[str, ...], rank: int, dtype: str) -> Trained:
-    num = edges = largest = 0
+    num = edges = largest = stacked = 0
     for _, repeats, linears in lora_linears(model, targets):
         for one in linears:
             real = lora_rank(one, rank)
             num += repeats * lora_params(one, rank)
             edges += repeats * one.num * (one.in_features + one.out_features + 2 * real)
-            stacked = one.num if one.module == "parameter" else 1
-            largest = max(largest, stacked * real * max(one.in_features, one.out_features))
-    return Trained(num=num, dtype=dtype, edge_sum=edges, largest=largest, head=0, embeddings=0)
+            experts = one.num if one.module == "parameter" else 1
+            stacked += repeats * lora_params(one, rank) if one.module == "parameter" else 0
+            largest = max(largest, experts * real * max(one.in_features, one.out_features))
+    return Trained(num=num, dtype=dtype, edge_sum=edges, largest=largest, head=0, embeddings=0, stacked=stacked)
 
 
 @lru_cache(maxsize=256)
@@ -184,10 +188,9 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
     adapter_casts = 0
     if setup.method != "full" and flow.autocast and flow.adapter == "fp32":
         # the graph keeps those of layers that are not recomputed, autocast's cache the others until the forward ends
-        casts = 2 * trained_parameters(model, setup).num
-        kept_casts = casts * sum(kept) // max(1, sum(counts))
-        stored["adapters"] += kept_casts
-        adapter_casts = casts - kept_casts
+        trained, share = trained_parameters(model, setup), sum(kept) / max(1, sum(counts))
+        stored["adapters"] += int(2 * trained.num * share)
+        adapter_casts = int(2 * (trained.num - trained.stacked) * (1 - share))
     return ActivationParts(
         stored=stored,
         recomputed=max(0, max(again_bytes) - gone * min(kept_bytes, default=0)),

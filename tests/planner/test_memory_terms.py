@@ -1,0 +1,177 @@
+"""Memory terms: hand-computed values, and what must hold for every model: sums, order, straight lines."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.gpus import find_gpu
+from planner.memory.allocator import allocator_gap_bytes
+from planner.memory.loss import loss_chain
+from planner.memory.model import activation_parts, loss_parts, predict_memory, step_flow, trained_parameters
+from planner.memory.traits import traits_of
+from planner.memory.workspace import cublas_workspace_bytes
+from planner.models import catalogue
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
+from planner.units import MIB
+
+A100 = find_gpu("a100-80gb")
+TOKENS = 1000
+MODELS = (
+    "meta-llama/llama-3.1-8b",
+    "openai-community/gpt2-large",
+    "google/gemma-2-2b",
+    "microsoft/phi-2",
+    "allenai/olmoe-1b-7b-0924",
+    "qwen/qwen3.5-4b",
+    "deepseek-ai/deepseek-v3",
+    "coherelabs/c4ai-command-r-v01",
+)
+
+
+def load(name: str) -> ModelSpec:
+    spec = catalogue.load(name)
+    assert spec is not None
+    return spec
+
+
+def stored_per_token(name: str, **fields: object) -> dict[str, float]:
+    model = load(name)
+    setup = TrainSetup(checkpointing=0, seq_len_tokens=TOKENS, **fields)  # type: ignore[arg-type]
+    parts = activation_parts(model, A100, setup)
+    return {part: size / TOKENS / model.num_layers for part, size in parts.stored.items()}
+
+
+def test_llama_layer_keeps_what_its_modules_keep() -> None:
+    """Llama-2-7B, bf16 adapters over bf16, per token and layer, by hand: h = 4096, i = 11008.
+
+    norm: 2 x (4 h + 4); attention: q, k, v, output 4 x 2 h and 4 x 32 for the log-sum-exp; mlp: gate, activated gate,
+    up, 3 x 2 i; adapters: the shared inputs 2 h (q, k, v), 2 h (gate, up), 2 i (down), 7 inner outputs of 2 x 16.
+    """
+    found = stored_per_token("meta-llama/llama-2-7b-hf", method="lora", precision="bf16-pure", adapter_dtype="bf16")
+    assert found["norm"] == 2 * (4 * 4096 + 4)
+    assert found["attention"] == 4 * 2 * 4096 + 4 * 32
+    assert found["mlp"] == 3 * 2 * 11008
+    assert found["adapters"] == 2 * 4096 + 2 * 4096 + 2 * 11008 + 7 * 2 * 16
+    assert found["scores"] == found["inputs"] == found["pinned"] == 0
+
+
+def test_llama_eager_keeps_scores_twice() -> None:
+    """32 heads x 1000 keys, fp32 softmax and its bf16 copy."""
+    found = stored_per_token("meta-llama/llama-2-7b-hf", precision="bf16-pure", attention="eager")
+    assert found["scores"] == 32 * TOKENS * 6
+
+
+def test_dropout_keeps_one_byte_and_the_dropped_copy() -> None:
+    """lora_dropout over NF4 (bf16 adapters under autocast): 3 bytes per input element of each of the 7 matrices."""
+    plain = stored_per_token("meta-llama/llama-2-7b-hf", method="qlora", quantization="nf4")
+    dropped = stored_per_token("meta-llama/llama-2-7b-hf", method="qlora", quantization="nf4", lora_dropout=0.1)
+    shared = 2 * (4096 + 4096 + 11008)
+    assert dropped["adapters"] - plain["adapters"] == 3 * (6 * 4096 + 11008) - shared
+
+
+def test_composed_gelu_keeps_fp32_under_autocast() -> None:
+    """GPT-2 large (4h = 5120): 2 bytes for the product, 12 for fp32 input, tanh and sum."""
+    found = stored_per_token("openai-community/gpt2-large", precision="bf16-autocast")
+    assert found["mlp"] == (2 + 12) * 5120
+
+
+def test_quantized_layer_norm_models_have_an_fp32_stream() -> None:
+    setup = TrainSetup(method="qlora", quantization="nf4", precision="bf16-autocast")
+    assert step_flow(load("openai-community/gpt2-large"), setup).residual == "fp32"
+    assert step_flow(load("meta-llama/llama-3.1-8b"), setup).residual == "bf16"
+    assert step_flow(load("allenai/olmo-7b-hf"), setup).residual == "bf16"  # its LayerNorm casts back
+
+
+def test_traits_of_known_classes() -> None:
+    gpt2, gemma, star = (
+        traits_of(load(name)) for name in ("openai-community/gpt2", "google/gemma-2-2b", "bigcode/starcoder2-7b")
+    )
+    assert (gpt2.norm, gpt2.attention_dropout, gpt2.residual_dropout) == ("layer", True, True)
+    assert (gemma.norm, gemma.attention_dropout, gemma.residual_dropout) == ("rms-fp32", False, False)
+    assert (star.attention_dropout, star.residual_dropout) == (True, True)
+    assert traits_of(load("coherelabs/c4ai-command-r-v01")).norm == "layer-composed"
+
+
+def test_full_loss_chain_is_ten_then_twelve_bytes_per_logit() -> None:
+    chain = loss_chain(
+        loss="full", tokens=10, vocab_size=1000, hidden_size=64, logits_dtype="bf16", hidden_dtype="bf16",
+        head_trained=False, softcap=False,
+    )  # fmt: skip
+    assert (chain.loss_bytes, chain.backward_bytes) == (10 * 10_000, 12 * 10_000)
+
+
+def test_fp32_head_under_autocast_adds_its_16_bit_copy() -> None:
+    fields: dict[str, object] = {"loss": "full", "tokens": 10, "vocab_size": 1000, "hidden_size": 64}
+    fields |= {"logits_dtype": "bf16", "hidden_dtype": "fp32", "head_trained": False, "softcap": False}
+    plain, cast = loss_chain(**fields), loss_chain(**fields, head_cast=True)  # type: ignore[arg-type]
+    assert cast.backward_bytes - plain.backward_bytes == 2 * 1000 * 64
+
+
+def test_cublas_workspaces() -> None:
+    assert cublas_workspace_bytes(A100) == 2 * 8320 * 1024
+    assert cublas_workspace_bytes(find_gpu("h100-sxm")) == 64 * MIB
+
+
+def test_expert_adapters_have_peft_ranks() -> None:
+    """OLMoE, rank 8 on all linear: 16 layers of q, k, v, o (4 x 8 x 4096), router 8 x (2048 + 64), 64 experts with rank
+    16 on gate_up (2048 + 2048) and rank 8 on down (1024 + 2048)."""
+    setup = TrainSetup(method="lora", lora_rank=8, lora_targets="all-linear")
+    layer = 4 * 8 * 4096 + 8 * (2048 + 64) + 64 * (16 * 4096 + 8 * 3072)
+    assert trained_parameters(load("allenai/olmoe-1b-7b-0924"), setup).num == 16 * layer
+
+
+def test_idle_towers_are_not_trained() -> None:
+    model = load("google/gemma-3-4b-it")
+    setup = TrainSetup(method="full", lora_rank=0, precision="bf16-pure")
+    assert 0 < trained_parameters(model, setup).num < model.num_params
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_peak_is_the_largest_phase_of_its_terms(name: str) -> None:
+    found = predict_memory(load(name), A100, TrainSetup(method="qlora", quantization="nf4-double"))
+    sums = {phase: sum(term.size_bytes for term in found.terms if phase in term.phases) for phase in found.phase_bytes}
+    assert found.phase_bytes == sums
+    assert found.peak_allocated_bytes == max(sums.values())
+    assert found.peak_reserved_bytes >= found.peak_allocated_bytes
+    assert all(term.size_bytes > 0 for term in found.terms)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(MODELS),
+    method=st.sampled_from(({"method": "lora"}, {"method": "qlora", "quantization": "nf4"})),
+    attention=st.sampled_from(("sdpa", "eager")),
+    checkpointing=st.sampled_from((0, 1, 2)),
+    loss=st.sampled_from(("full", "chunked", "liger")),
+    micro=st.integers(1, 8),
+    seq=st.sampled_from((256, 512, 2048)),
+    rank=st.sampled_from((8, 16, 64)),
+)
+def test_memory_never_falls(
+    name: str, method: dict[str, str], attention: str, checkpointing: int, loss: str, micro: int, seq: int, rank: int
+) -> None:
+    model = load(name)
+    base = TrainSetup(
+        **method,  # type: ignore[arg-type]
+        attention=attention, checkpointing=checkpointing, loss=loss, micro_batch_seqs=micro, seq_len_tokens=seq,
+        lora_rank=rank,
+    )  # fmt: skip
+    peak = predict_memory(model, A100, base).peak_allocated_bytes
+    for more in ({"micro_batch_seqs": micro + 1}, {"seq_len_tokens": 2 * seq}, {"lora_rank": 2 * rank}):
+        assert predict_memory(model, A100, base.with_(**more)).peak_allocated_bytes >= peak, more
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("checkpointing", [0, 1, 2])
+def test_parts_are_affine_in_the_micro_batch(name: str, checkpointing: int) -> None:
+    model, setup = load(name), TrainSetup(checkpointing=checkpointing, seq_len_tokens=512, attention="eager")
+    one, two, five = (activation_parts(model, A100, setup.with_(micro_batch_seqs=n)) for n in (1, 2, 5))
+    assert five.stored_total == one.stored_total + 4 * (two.stored_total - one.stored_total)
+    assert five.recomputed == pytest.approx(one.recomputed + 4 * (two.recomputed - one.recomputed))
+    chain = [loss_parts(model, setup.with_(micro_batch_seqs=n)).backward_bytes for n in (1, 2, 5)]
+    assert chain[2] == chain[0] + 4 * (chain[1] - chain[0])
+
+
+def test_allocator_gap_grows_with_what_changes() -> None:
+    assert allocator_gap_bytes(0, 10 * MIB) <= allocator_gap_bytes(0, 1000 * MIB)
