@@ -1,4 +1,29 @@
-"""Error bands of the rungs: fitted on measurements, dated; the accuracy report says on which."""
+"""Error bands of the rungs: fitted on comparisons, dated; docs/accuracy says on which."""
+
+from planner.memory.traits import traits_of
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
 
 MEMORY_BAND_FRACTION = 0.08
-"""Half-width of the formula's memory band. Set from docs/accuracy/formula.md (90th percentile of the error)."""
+"""Half-width of the formula's memory band where the setup is not known."""
+USUAL_BAND = 0.04
+"""One fused attention kernel, experts, linear or eager attention alike: 90th percentile against the dry run 1 to 3 %, and
+about 1 % between dry run and card."""
+SMALL_MODEL_BAND = 0.09
+"""Below a billion parameters little tensors and rounding weigh more: 90th percentile 9 %."""
+WIDE_BAND = 0.10
+"""Dropouts, int8 with checkpointing, the math kernel's scores: formula and dry run differ most there."""
+SMALL_PARAMS = 1_000_000_000
+
+
+def memory_band(model: ModelSpec, setup: TrainSetup) -> float:
+    """Half-width of the formula's memory band for one setup, as a fraction.
+
+    Source: docs/accuracy/formula-vs-dry-run.md, 90th percentiles by kind of setup (November 2026).
+    """
+    traits = traits_of(model)
+    if setup.lora_dropout > 0 or traits.attention_dropout or traits.residual_dropout or setup.quantization == "int8":
+        return WIDE_BAND
+    if setup.attention == "sdpa" and setup.precision in ("fp32", "fp16-mixed", "fp16-autocast"):
+        return WIDE_BAND  # older cards and fp32 may fall back to the math kernel
+    return SMALL_MODEL_BAND if model.num_params < SMALL_PARAMS else USUAL_BAND

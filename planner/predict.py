@@ -1,6 +1,6 @@
 """The formula rung: one setup in, one `Prediction` out. Memory terms and step time from their own packages."""
 
-from planner.calibration_bands import MEMORY_BAND_FRACTION
+from planner.calibration_bands import memory_band
 from planner.gpu import GpuSpec
 from planner.kernels import attention_kernel
 from planner.memory.dtypes import flow_of
@@ -29,7 +29,7 @@ def predict(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Prediction:
         peak_phase=memory.peak_phase,
         phase_peaks_bytes=memory.phase_bytes,
         terms=memory.at_peak(),
-        memory_band_fraction=MEMORY_BAND_FRACTION,
+        memory_band_fraction=memory_band(model, setup),
         step_time_s=speed.step_time_s,
         tokens_per_s=speed.tokens_per_s,
         time_band_fraction=speed.band_fraction,
