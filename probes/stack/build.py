@@ -120,7 +120,7 @@ def materialize(model: Any, device: torch.device, *, seed: int = 0) -> None:
                 real = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
                 _fill(real, name, type(module).__name__, generator)
                 new = nn.Parameter(real, requires_grad=parameter.requires_grad)
-                new._is_hf_initialized = True  # type: ignore[attr-defined]
+                new._is_hf_initialized = True
                 done[id(parameter)] = new
             setattr(module, name, done[id(parameter)])
         for name, buffer in list(module.named_buffers(recurse=False)):

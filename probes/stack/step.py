@@ -320,7 +320,7 @@ def multi_tensor_on_meta() -> Iterator[None]:
     def paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
         with _disable_current_modes():
             buffer = torch.empty(shape, dtype=dtype, device="meta")
-        buffer.is_paged = True  # type: ignore[attr-defined]
+        buffer.is_paged = True
         return buffer
 
     def nothing(*args: Any, **kwargs: Any) -> None:
