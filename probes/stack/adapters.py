@@ -12,16 +12,18 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ATTENTION_LEAVES = (
     "q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "qkv_proj", "query_key_value", "dense", "c_attn",
     "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "Wqkv", "q", "k", "v", "o",
-    "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a",
+    "in_proj_qkvz", "in_proj_qkv", "in_proj_z",
 )  # fmt: skip
 _ATTENTION_PARENTS = ("attn", "attention", "Attention")
+_IDLE_TOWERS = ("vision", "visual", "audio")
 
 
 def attention_targets(model: Any) -> list[str]:
     """Full names of the projections of the model's attention (or linear-attention) modules.
 
     A projection counts when its own name is one of the usual ones and a module around it is called an attention:
-    GPT-NeoX's `dense` is adapted, the `dense_h_to_4h` of its MLP is not.
+    GPT-NeoX's `dense` is adapted, the `dense_h_to_4h` of its MLP is not. Towers that see no text are left out. The
+    same as `planner.models.targets` chooses from the specification (a test compares them).
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -32,7 +34,8 @@ def attention_targets(model: Any) -> list[str]:
             continue
         path, _, leaf = name.rpartition(".")
         inside = any(word in part for part in path.split(".") for word in _ATTENTION_PARENTS)
-        if inside and (leaf in ATTENTION_LEAVES or leaf == "c_proj"):
+        idle = any(word in part for part in path.split(".") for word in _IDLE_TOWERS)
+        if inside and not idle and (leaf in ATTENTION_LEAVES or leaf == "c_proj"):
             found.append(name)
     if not found:
         raise ValueError(f"{type(model).__name__}: no attention projections found to adapt")
