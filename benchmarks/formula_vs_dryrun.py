@@ -167,6 +167,60 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def kind_of(model_id: str, setup: TrainSetup, kernels: dict[str, int]) -> str:
+    """What decides how well a closed form can follow, one word per point."""
+    from planner.memory.traits import traits_of
+
+    model = catalogue.load(model_id)
+    assert model is not None
+    traits = traits_of(model)
+    if setup.lora_dropout > 0 or traits.attention_dropout or traits.residual_dropout:
+        return "with a dropout (1)"
+    if "math" in kernels and setup.autocast_dtype is not None:
+        return "math kernel under autocast (2)"
+    if setup.quantization == "int8" and setup.checkpointing:
+        return "int8 with checkpointing (3)"
+    if any(layer.attention is not None and layer.attention.kind == "linear" for layer in model.layer_kinds):
+        return "linear attention"
+    if any(layer.mlp is not None and layer.mlp.kind == "moe" for layer in model.layer_kinds):
+        return "mixture of experts"
+    if setup.attention == "eager" or "sdpa" not in model.attentions:
+        return "eager attention"
+    return "below 1e9 parameters" if model.num_params < 1_000_000_000 else "dense, fused attention"
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """Errors of today's formula against the stored dry runs by kind of point, phase and model type, as tables."""
+    from planner.gpus import find_gpu
+    from planner.interchange import setup_from_dict
+    from planner.memory.model import predict_memory
+
+    errors: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        if "dry_run_allocated" not in row:
+            continue
+        setup, spec = setup_from_dict(row["setup"]), catalogue.load(row["model"])
+        assert spec is not None
+        found = predict_memory(spec, find_gpu(row["gpu"]), setup)
+        error = found.peak_allocated_bytes / row["dry_run_allocated"] - 1.0
+        kind = kind_of(row["model"], setup, row["kernels"])
+        keys = [("all", "all points"), ("kind", kind), ("method", f"{setup.method} {setup.precision}")]
+        if not kind.endswith(")"):
+            keys += [("all", "all points but (1) to (3)"), ("type", row["model_type"])]
+        for key in keys:
+            errors.setdefault(key, []).append(error)
+    lines = []
+    for group in ("all", "kind", "method", "type"):
+        lines += [f"| {group} | points | median | 90th | 95th | worst | bias |", "|---|--:|--:|--:|--:|--:|--:|"]
+        for (_, name), found_errors in sorted(item for item in errors.items() if item[0][0] == group):
+            ordered = sorted(abs(error) for error in found_errors)
+            at = [ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.5, 0.9, 0.95)]
+            cells = " | ".join(f"{100 * value:.2f} %" for value in (*at, ordered[-1]))
+            lines.append(f"| {name} | {len(ordered)} | {cells} | {100 * statistics.fmean(found_errors):+.2f} % |")
+        lines.append("")
+    return "\n".join(lines)
+
+
 def main() -> int:
     """Runs or summarises."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -175,8 +229,12 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=2000, help="points in the file when done")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--table", action="store_true", help="print the summary of the file and stop")
+    parser.add_argument("--markdown", action="store_true", help="print tables of today's formula and stop")
     args = parser.parse_args()
     rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    if args.markdown:
+        print(markdown(rows))
+        return 0
     if args.table:
         print(table(rows))
         return 0

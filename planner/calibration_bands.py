@@ -7,8 +7,8 @@ from planner.setup import TrainSetup
 MEMORY_BAND_FRACTION = 0.08
 """Half-width of the formula's memory band where the setup is not known."""
 USUAL_BAND = 0.04
-"""One fused attention kernel, experts, linear or eager attention alike: 90th percentile against the dry run 1 to 3 %, and
-about 1 % between dry run and card."""
+"""One fused attention kernel, experts, linear or eager attention alike: 90th percentile against the dry run 1 to 3 %,
+and about 1 % between dry run and card."""
 SMALL_MODEL_BAND = 0.09
 """Below a billion parameters little tensors and rounding weigh more: 90th percentile 9 %."""
 WIDE_BAND = 0.10

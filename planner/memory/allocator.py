@@ -2,8 +2,10 @@
 
 from planner.units import MIB
 
-GAP_OF_DYNAMIC_FRACTION = 0.03
-"""Share of the changing part of memory that fragmentation and rounding of segments add."""
+GAP_OF_DYNAMIC_FRACTION = 0.08
+"""Share of the changing part of memory that fragmentation and rounding of segments add.
+Measured: reserved peak against the dry run's replay with expandable segments, 15 random points of 21 November 2026:
+median error 0.9 %, 95th percentile 7.3 % (0.03 gave 1.8 and 11.6 %)."""
 GAP_FLOOR_BYTES = 24 * MIB
 """A small pool's segment and a large pool's segment are never full."""
 
