@@ -219,7 +219,7 @@ class _Family:
         for micro, steps in pairs:
             (f0, f1), (l0, l1), (b0, b1), (e0, e1) = lines[steps > 1]
             more = micro - 1
-            in_loss = sum(loss_peak(chain.at(micro), self.one, trained, micro * chain.logits, accumulated=steps > 1))
+            in_loss = sum(loss_peak(chain.at(micro), self.one, trained, micro * chain.logits))
             phases.append(max(f0 + more * f1, l0 + more * l1 + in_loss, b0 + more * b1, e0 + more * e1))
         for optimizer in optimizers:
             states = state_bytes(trained.num, trained.dtype, optimizer, matrix_edge_sum=trained.edge_sum)

@@ -301,8 +301,8 @@ def backward_moments(
     gradients there).
 
     In between, activations fall and gradients rise linearly with the layers, so the maximum is at an end. With
-    accumulation the gradients of earlier micro-batches are alive all along and none are new. Each moment by itself is
-    affine in the micro-batch.
+    accumulation the gradients of earlier micro-batches are alive all along, and a new one only until it is added. Each
+    moment by itself is affine in the micro-batch.
     """
     size = SIZE_BYTES[trained.dtype]
     head = 0 if accumulated else trained.head * size
@@ -322,7 +322,8 @@ def backward_moments(
         transient=parts.transient,
         dequantized=parts.dequantized,
         gradients=(0 if accumulated else trained.size_bytes)
-        + (trained.embeddings * size if model.tied and not accumulated else 0),
+        # a second gradient of the embedding: the head's half of a tied one, or the one about to be accumulated
+        + (trained.embeddings * size if model.tied or accumulated else 0),
     )
     return first, last
 
@@ -332,15 +333,13 @@ def backward_peak(model: ModelSpec, parts: ActivationParts, trained: Trained, *,
     return max(backward_moments(model, parts, trained, accumulated=accumulated), key=lambda peak: peak.total)
 
 
-def loss_peak(
-    chain: LossChain, parts: ActivationParts, trained: Trained, logits_bytes: int, *, accumulated: bool
-) -> tuple[int, int]:
+def loss_peak(chain: LossChain, parts: ActivationParts, trained: Trained, logits_bytes: int) -> tuple[int, int]:
     """The loss chain's largest moment as (bytes of the chain, bytes of autocast's cache alive with it).
 
     Its forward (autocast's cache still alive), its own backward, or the head's gradient beside 16-bit logits.
     """
     cache = parts.weight_casts[0] - parts.weight_casts[1] + parts.adapter_casts
-    head = 0 if accumulated else trained.head * SIZE_BYTES[trained.dtype]
+    head = trained.head * SIZE_BYTES[trained.dtype]  # with accumulation too: it is made, then added
     after = max(chain.backward_bytes, head + logits_bytes)
     return (chain.loss_bytes, cache) if chain.loss_bytes + cache > after else (after, 0)
 
@@ -401,7 +400,7 @@ def predict_memory(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> MemoryB
         add("gradients", "accumulated gradients", trained.size_bytes, "forward", "loss", "backward")
     add("activations", "one layer's forward temporaries", parts.forward_temp, "forward")
     add("dequantization", "one dequantized matrix in the forward", parts.dequantized, "forward")
-    in_loss, cache = loss_peak(chain, parts, trained, loss_parts_logits(model, setup), accumulated=accumulated)
+    in_loss, cache = loss_peak(chain, parts, trained, loss_parts_logits(model, setup))
     add("loss", f"loss chain ({setup.loss})", in_loss, "loss")
     add("activations", "autocast's cache in the loss", cache, "loss")
     add("activations", "one recomputed layer", peak.recomputed, "backward")
