@@ -290,6 +290,7 @@ def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:
             kept, scores = attention_saved(attention, context, qkv)
             saved.attention += kept
             saved.scores += scores
+    saved.attention += _pinned_by_values(layer, context, qkv)
     attended = flow.autocast or qkv
     # rotating a part of each head concatenates q in a layout that flash's output takes over: one more copy is made
     copied = layer.attention is not None and layer.attention.rotary_fraction < 1.0 and context.kernel == "flash"
@@ -312,6 +313,21 @@ def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:
         saved.mlp += moe_saved(layer.mlp, layer, context, normed)
     saved.late += saved.total - before
     return saved
+
+
+def _pinned_by_values(layer: LayerSpec, context: LayerContext, qkv_dtype: str) -> int:
+    """Queries and keys before their rotation, where values are a view into one fused projection: it is kept whole.
+
+    Not where the values are copied on the way to the kernel: cast by autocast, or repeated to all heads.
+    """
+    spec = layer.attention
+    fused = [one for one in layer.linears if one.role == "qkv"]
+    if spec is None or not fused or not spec.rotary or SIZE_BYTES[context.flow.autocast or qkv_dtype] == 4:
+        return 0
+    repeated = spec.num_kv_heads != spec.num_heads and (context.kernel != "flash" or context.traits.expands_kv)
+    if SIZE_BYTES[qkv_dtype] == 4 or repeated or context.kernel in ("math", "linear"):
+        return 0
+    return SIZE_BYTES[qkv_dtype] * context.tokens * (fused[0].out_features - spec.num_kv_heads * spec.value_head_dim)
 
 
 def _add(saved: Saved, part: str, inputs: Inputs) -> None:
