@@ -56,7 +56,7 @@ def accuracy(
     if not quantities:
         raise UsageError("the dry run predicts memory only", hint="use --what memory, or --rung formula")
     rows = _rows(group, newest)
-    predict = _remembered(_formula() if rung == "formula" else _dry_run())
+    predict = _remembered(_formula() if rung == "formula" else dry_run_setup())
     tables = [accuracy_table(rows, predict, what=quantity, lookup=_lookup, rung=RUNGS[rung]) for quantity in quantities]
     command = f"plan accuracy --rung {rung} --what {what}" + (f" --group {group}" if group else "")
     command += " --newest" if newest else ""
@@ -87,7 +87,7 @@ def _formula() -> Predict:
     return predict
 
 
-def _dry_run() -> Predict:
+def dry_run_setup() -> Predict:
     try:
         from probes.dryrun import dry_run
     except ImportError as error:

@@ -46,6 +46,7 @@ COMMANDS = {
     "calibrate": Command("calibrate", "calibrate", "Fit the speed model's constants to measurements."),
     "campaign": Command("campaign", "campaign", "Measure a list of setups, most valuable first."),
 }
+INTERRUPTED = 130
 GROUPS = {"store": Command("campaign", "store_app", "Export and import the store of measurements.")}
 
 
@@ -116,9 +117,11 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     except OSError as error:
         return fail_environment(error)
+    if code == INTERRUPTED:  # typer turns Ctrl-C into this code itself
+        return _interrupted()
     return code if isinstance(code, int) else 0
 
 
 def _interrupted() -> int:
     print("interrupted; what was measured is kept", file=sys.stderr)
-    return 130
+    return INTERRUPTED

@@ -32,11 +32,11 @@ def with_dry_run(
     expandable_segments: bool = False,
 ) -> Candidate:
     """The candidate with its dry run beside the formula."""
-    found = _dry_run(model, gpu, candidate.setup, full_depth=full_depth, expandable_segments=expandable_segments)
+    found = dry_run_setup(model, gpu, candidate.setup, full_depth=full_depth, expandable_segments=expandable_segments)
     return replace(candidate, dry_run=found)
 
 
-def _dry_run(
+def dry_run_setup(
     model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, *, full_depth: bool = False, expandable_segments: bool = True
 ) -> Prediction | ProbeFailure:
     """One dry run; a plan's setups run with expandable segments, which every launch file sets."""
@@ -83,7 +83,7 @@ def climb_dry_run(workload: Workload) -> Plan | NoPlan:
 
     def run(setup: TrainSetup) -> Prediction | ProbeFailure:
         _say(f"dry run of the real step: {setup.method}, micro-batch {setup.micro_batch_seqs} ...")
-        return _dry_run(workload.model, workload.gpu, setup)
+        return dry_run_setup(workload.model, workload.gpu, setup)
 
     try:
         return refine(lambda corrections: plan_workload(workload, corrections), run)

@@ -161,7 +161,7 @@ def tune_plan(
     `evaluate` stands in for the probes (tests, recorded replay).
     """
     from planner import __version__
-    from planner.cli.rungs import _dry_run, dry_run_possible
+    from planner.cli.rungs import dry_run_possible, dry_run_setup
     from search.corrections import CorrectionStore, as_elsewhere, observations_of
     from search.problem import Problem
     from search.run import search
@@ -177,7 +177,7 @@ def tune_plan(
         line.advance(trial_line(record))
 
     def check(setup: TrainSetup) -> Prediction | ProbeFailure:
-        return _dry_run(wish.model, wish.gpu, setup)
+        return dry_run_setup(wish.model, wish.gpu, setup)
 
     with ExitStack() as stack:
         if evaluate is None:
