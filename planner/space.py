@@ -145,11 +145,12 @@ def walk(workload: Workload, values: Mapping[str, tuple[Any, ...]] | None = None
     pairs = [(m, workload.global_batch_seqs // m) for m in batches if workload.global_batch_seqs % m == 0]
     calibration = load_calibration()
     for branch in branches(workload, values):
+        weights = sum(weight_bytes(model, branch).values()) + cublas_workspace_bytes(gpu) + context_bytes(gpu)
         chains = [_Chain(model, branch.trusted_with(loss=loss)) for loss in values["loss"]]
         for attentions in _same_kernels(model, gpu, branch, values["attention"]):
             for checkpointing in values["checkpointing"]:
                 shared = branch.trusted_with(attention=attentions[0], checkpointing=checkpointing)
-                family = _Family(model, gpu, shared, calibration)
+                family = _Family(model, gpu, shared, calibration, weights)
                 for chain in chains:
                     for optimizer, figures in family.figures(chain, values["optimizer"], pairs):
                         for attention in attentions:
@@ -196,28 +197,34 @@ class _Chain:
 class _Family:
     """What all losses, optimizers and micro-batches of one branch, kernel and checkpointing share."""
 
-    def __init__(self, model: ModelSpec, gpu: GpuSpec, shared: TrainSetup, calibration: Calibration) -> None:
+    def __init__(
+        self, model: ModelSpec, gpu: GpuSpec, shared: TrainSetup, calibration: Calibration, weights: int
+    ) -> None:
         self.model, self.gpu, self.shared, self.calibration = model, gpu, shared, calibration
         self.one = activation_parts(model, gpu, shared)
-        self.two = activation_parts(model, gpu, shared.trusted_with(micro_batch_seqs=2))
         self.trained = trained_parameters(model, shared)
-        self.weights = sum(weight_bytes(model, shared).values()) + cublas_workspace_bytes(gpu) + context_bytes(gpu)
-        if shared.method != "full":
-            self.weights += self.trained.size_bytes
+        self.weights = weights if shared.method == "full" else weights + self.trained.size_bytes
+        two = activation_parts(model, gpu, shared.trusted_with(micro_batch_seqs=2))
+        self.lines = [
+            tuple(
+                (a, b - a)
+                for a, b in zip(
+                    _moments(model, self.one, self.trained, accumulated=accumulated),
+                    _moments(model, two, self.trained, accumulated=accumulated),
+                    strict=True,
+                )
+            )
+            for accumulated in (False, True)
+        ]
 
     def figures(
         self, chain: _Chain, optimizers: tuple[str, ...], pairs: list[tuple[int, int]]
     ) -> Iterator[tuple[str, list[tuple[int, int, int, float]]]]:
         """Per optimizer: (micro-batch, accumulation, device peak in bytes, tokens/s) at every micro-batch."""
         trained, model = self.trained, self.model
-        lines = []
-        for accumulated in (False, True):
-            one = _moments(model, self.one, trained, accumulated=accumulated)
-            two = _moments(model, self.two, trained, accumulated=accumulated)
-            lines.append(tuple((a, b - a) for a, b in zip(one, two, strict=True)))
         phases = []
         for micro, steps in pairs:
-            (f0, f1), (l0, l1), (b0, b1), (e0, e1) = lines[steps > 1]
+            (f0, f1), (l0, l1), (b0, b1), (e0, e1) = self.lines[steps > 1]
             more = micro - 1
             in_loss = sum(loss_peak(chain.at(micro), self.one, trained, micro * chain.logits))
             phases.append(max(f0 + more * f1, l0 + more * l1 + in_loss, b0 + more * b1, e0 + more * e1))

@@ -135,7 +135,7 @@ def test_local_gpu_takes_the_drivers_memory(monkeypatch: pytest.MonkeyPatch) -> 
         assert "--id=0" in command
         return subprocess.CompletedProcess(command, 0, stdout="NVIDIA GeForce RTX 4090, 49140\n", stderr="")
 
-    monkeypatch.setattr(gpus.subprocess, "run", smi)
+    monkeypatch.setattr(subprocess, "run", smi)
     spec = gpus.find_gpu("LOCAL")
     assert spec.key == "rtx-4090"
     assert 47 * GIB < spec.memory_bytes < 49140 * MIB
@@ -158,7 +158,7 @@ def test_local_gpu_without_a_driver_is_an_environment_problem(
     def smi(*_: object, **__: object) -> None:
         raise failure
 
-    monkeypatch.setattr(gpus.subprocess, "run", smi)
+    monkeypatch.setattr(subprocess, "run", smi)
     with pytest.raises(EnvironmentProblem) as error:
         gpus.local_gpu()
     assert error.value.exit_code == 3
@@ -171,7 +171,7 @@ def test_local_gpu_with_a_senseless_answer_is_an_environment_problem(
     monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
     completed = subprocess.CompletedProcess([], 0, stdout=answer, stderr="")
-    monkeypatch.setattr(gpus.subprocess, "run", lambda *_, **__: completed)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: completed)
     with pytest.raises(EnvironmentProblem):
         gpus.local_gpu()
 
@@ -179,7 +179,7 @@ def test_local_gpu_with_a_senseless_answer_is_an_environment_problem(
 @pytest.mark.usefixtures("no_nvml")
 def test_local_gpu_that_the_table_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     completed = subprocess.CompletedProcess([], 0, stdout="NVIDIA GeForce GTX 1060, 6144\n", stderr="")
-    monkeypatch.setattr(gpus.subprocess, "run", lambda *_, **__: completed)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: completed)
     with pytest.raises(UnknownGpuError, match="GTX 1060"):
         gpus.local_gpu()
 
