@@ -162,8 +162,9 @@ def test_child_killed_at_a_random_moment_is_a_crash_and_loses_nothing_else(seed:
 def runner_process(tmp_path: Path, pid_file: Path) -> "subprocess.Popen[bytes]":
     """A runner of its own, in the middle of a hanging probe."""
     script = textwrap.dedent(f"""
-        import sys
+        import signal, sys
         from pathlib import Path
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits "ignore"
         from planner.setup import TrainSetup
         from probes.request import Limits, ProbeRequest
         from probes.runner import run_probe
