@@ -1,7 +1,6 @@
 """From a workload to a `Plan` or `NoPlan` on the formula rung: walk the space, ask the tree, name the alternatives."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -99,7 +98,7 @@ def corrected(points: Iterable[Point], corrections: Mapping[CorrectionKey, float
 
 
 def _scaled(point: Point, ratio: float | None) -> Point:
-    return point if ratio is None else replace(point, peak_device_bytes=int(point.peak_device_bytes * ratio))
+    return point if ratio is None else point._replace(peak_device_bytes=int(point.peak_device_bytes * ratio))
 
 
 def plan_notes(workload: Workload, chosen: Candidate) -> tuple[str, ...]:

@@ -204,8 +204,8 @@ class TrainSetup:
     def trusted_with(self, **changes: Any) -> Self:
         """A copy with some fields changed, not validated: for walks over values that are known to combine."""
         copy = object.__new__(type(self))
-        for name in _FIELDS:
-            object.__setattr__(copy, name, changes[name] if name in changes else getattr(self, name))
+        for name, slot in _SLOTS:
+            slot.__set__(copy, changes[name] if name in changes else slot.__get__(self))
         return copy
 
     def with_(self, **changes: Any) -> Self:
@@ -213,7 +213,7 @@ class TrainSetup:
         return replace(self, **changes)
 
 
-_FIELDS = tuple(field.name for field in fields(TrainSetup))
+_SLOTS = tuple((field.name, getattr(TrainSetup, field.name)) for field in fields(TrainSetup))
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...], *, hint: str = "") -> None:

@@ -6,8 +6,7 @@ decide activations; loss and optimizer add their own. The walk evaluates the sam
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from planner.errors import SetupError
 from planner.gpu import GpuSpec
@@ -37,8 +36,7 @@ PLANNED_OPTIMIZERS = ("adamw-fused", "adamw-8bit", "paged-adamw-8bit")
 PLANNED_CHECKPOINTING = (0, 2, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
+class Point(NamedTuple):
     """One walked setup in short: what was shared, what is its own, and its figures. `setup` builds the whole."""
 
     shared: TrainSetup

@@ -86,8 +86,11 @@ class NodeFacts:
 def collect(points: Iterable[Point], budget_bytes: int) -> dict[str, NodeFacts]:
     """Facts of every node from one pass over the walked points."""
     facts = {node: NodeFacts() for node in NODES}
+    shared = node = None
     for index, point in enumerate(points):
-        node = facts[node_of(point)]
+        if point.shared is not shared or node is None:  # points come in runs that share their branch
+            shared = point.shared
+            node = facts[node_of(point)]
         node.walked += 1
         peak = point.peak_device_bytes
         if point.micro_batch_seqs == 1:
