@@ -6,8 +6,9 @@ among the loaded weights, each copy with storages of its own. The optimizer is r
 trained parameters (its memory comes from the shapes alone). What comes out is the event list of the full model, which
 is then analysed and replayed like a real one.
 
-Every reference is checked: a copy may only release what its counterpart allocated, of the same size, once. Where a
-model breaks that (a storage shared between far layers), `SpliceError` says so and the caller runs the full depth.
+Every reference is checked: a copy may only release what its counterpart allocated, of the same size, once, and nothing
+that the run released may be left. Where a model breaks that (a storage shared between far layers), `SpliceError` says
+so and the caller runs the full depth.
 """
 
 from dataclasses import dataclass, replace
@@ -96,6 +97,7 @@ class _Splicer:
         self.origins: dict[int, Origin] = {}
         self.owners: dict[int, tuple[str, str]] = {}
         self.alive: dict[tuple[int, int], int] = {}
+        self._graph_ends: dict[tuple[int, str, int | None], bool] = {}
         self.gradients: list[dict[str, int]] = _gradients_by_step(trace, self.segments)
 
     def run(self) -> Trace:
@@ -121,6 +123,7 @@ class _Splicer:
                 shift = self.block.shifts(segment.layer)[0]
                 self._emit(segment, shift, last=True)
             index += 1
+        self._check_all_released()
         return replace(
             self.trace,
             events=self.events,
@@ -176,7 +179,7 @@ class _Splicer:
         if home.layer is None:
             if last or segment.layer is None:
                 self._release(number, 0)
-        elif segment.layer is None:
+        elif segment.layer is None or self._ends_the_graph(segment):
             for one in self.block.shifts(home.layer):
                 self._release(number, one)
         else:
@@ -187,6 +190,23 @@ class _Splicer:
                     raise SpliceError(f"layer {layer} allocates otherwise than layer {home.layer} in {home.phase}")
                 number = twins[place]
             self._release(number, own_shift)
+
+    def _ends_the_graph(self, segment: _Segment) -> bool:
+        """Whether a layer before the block releases what layers behind the block made: the backward's last segment,
+        when the graph dies and with it what its nodes hold themselves (int8 layers: their inputs). Such a release
+        means every copy, while others mean the neighbour at the same distance."""
+        if segment.layer is None or segment.layer >= self.block.start or segment.phase != "backward":
+            return False
+        if segment.key not in self._graph_ends:
+            homes = [self.home[event.id][0] for event in segment.events if isinstance(event, Free)]
+            self._graph_ends[segment.key] = any((home.layer or 0) >= self.block.end for home in homes)
+        return self._graph_ends[segment.key]
+
+    def _check_all_released(self) -> None:
+        released = {event.id for event in self.trace.events if isinstance(event, Free)}
+        for number, _ in self.alive:
+            if number in released:
+                raise SpliceError(f"a copy of a storage of {self.trace.origins[number].op} is never released")
 
     # Segments that are no layer's
 

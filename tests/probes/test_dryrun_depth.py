@@ -20,6 +20,17 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama every third layer": ("llama", {"num_hidden_layers": DEEP}, {"checkpointing": 3}),
     "qwen2 full": ("qwen2", {"num_hidden_layers": DEEP}, {"method": "full", "lora_rank": 0, "optimizer": "adamw"}),
     "qwen3 qlora": ("qwen3", {"num_hidden_layers": DEEP}, {"method": "qlora", "quantization": "nf4-double"}),
+    "llama int8": ("llama", {"num_hidden_layers": DEEP}, {"method": "qlora", "quantization": "int8"}),
+    "qwen2 int8, accumulation, sgd": (
+        "qwen2",
+        {"num_hidden_layers": DEEP},
+        {"method": "qlora", "quantization": "int8", "accumulation_steps": 2, "optimizer": "sgd"},
+    ),
+    "gemma2 int8, dropout": (
+        "gemma2",
+        {"num_hidden_layers": DEEP},
+        {"method": "qlora", "quantization": "int8", "lora_dropout": 0.1},
+    ),
     "gemma2 alternating": ("gemma2", {"num_hidden_layers": DEEP}, {}),
     "gemma3 five to one": ("gemma3_text", {"num_hidden_layers": 26, "sliding_window": 32}, {"checkpointing": 0}),
     "gpt2": ("gpt2", {"n_layer": DEEP}, {"checkpointing": 0}),
