@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from probes.stack.autocast import cached_cast, emulated_autocast_dtype, emulated_autocast_enabled
+from probes.stack.autocast import cached_cast, emulated_autocast_dtype, emulated_autocast_enabled, without_casts
 
 FLASH_NAME = "planner_fa2"
 """Our name for flash-attention 2 in transformers' registry; one with "flash" in it would ask for the package."""
@@ -115,6 +115,19 @@ def _sdpa(log: KernelLog) -> Any:
             query, key, value = (cached_cast(one, dtype) for one in (query, key, value))
             if attn_mask is not None and attn_mask.is_floating_point():
                 attn_mask = cached_cast(attn_mask, dtype)
+        with without_casts():
+            return chosen(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+    def chosen(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> torch.Tensor:
         kernel, reason = choose_sdpa_kernel(query, key, value, attn_mask, dropout_p, log.capability)
         log.note(kernel, reason)
         mask = _additive(attn_mask, query.dtype)

@@ -1,4 +1,4 @@
-"""Operators that have no meta form, or another one than a GPU has: grouped matrix multiplication, int8 layers."""
+"""Operators that have no meta form, or another one than a GPU has: grouped products, int8 layers, dropout."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -70,6 +70,32 @@ class _Int8Linear(torch.autograd.Function):  # type: ignore[misc]
 
 def _int8_matmul(a: torch.Tensor, b: Any, out: Any = None, state: Any = None, threshold: float = 0.0, bias: Any = None):  # type: ignore[no-untyped-def]
     return _Int8Linear.apply(a, state.CB, state.SCB, bias)
+
+
+def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    if not train or p == 0.0 or input.numel() == 0:
+        return input
+    if p == 1.0:
+        return input.mul(torch.zeros((), dtype=input.dtype, device=input.device))
+    output: torch.Tensor = torch.ops.aten.native_dropout.default(input, p, train)[0]
+    return output
+
+
+@contextmanager
+def fused_dropout(device: str) -> Iterator[None]:
+    """Within it, dropout on `device` is the fused kernel that CUDA takes: an output and a mask of a byte per element.
+
+    Elsewhere PyTorch keeps the mask in the input's type. Registered at the dispatcher, so that dropout inside composite
+    operators (SDPA's math kernel) is covered too.
+
+    Source: PyTorch 2.13 aten/src/ATen/native/Dropout.cpp `is_fused_kernel_acceptable`, `dropout`.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("dropout", _dropout, f"Autograd{'CPU' if device == 'cpu' else 'Meta'}")
+    try:
+        yield
+    finally:
+        library._destroy()
 
 
 @contextmanager

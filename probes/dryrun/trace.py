@@ -10,7 +10,7 @@ import torch
 from planner.setup import TrainSetup
 from probes.allocator.events import Event
 from probes.dryrun.kernels import FLASH_NAME, KernelLog, kernels_of
-from probes.dryrun.metaops import meta_operators
+from probes.dryrun.metaops import fused_dropout, meta_operators
 from probes.dryrun.tracker import Origin, Tracker
 from probes.dryrun.workspaces import cublas_workspace_bytes, is_matmul, temporaries
 from probes.stack import build_from_config, inner_model, layers_of, make_batch, make_optimizer, make_trainer, train_step
@@ -103,6 +103,7 @@ def trace_run(
     with ExitStack() as stack:
         stack.enter_context(emulation_installed())
         stack.enter_context(kernels_of(log, config))
+        stack.enter_context(fused_dropout(device))
         if on_meta:
             stack.enter_context(meta_operators())
         model = build_from_config(config, setup, device=device, attention=attention)

@@ -199,6 +199,14 @@ def emulated_autocast(dtype: torch.dtype, *, enabled: bool = True, cache_enabled
         torch.set_autocast_enabled("cuda", before[3])
 
 
+def without_casts() -> Any:
+    """A context in which operators are not cast although autocast is enabled: the inside of a listed operator.
+
+    Source: PyTorch 2.13 autocast_mode.h `WrapFunction_`: `ExcludeDispatchKeyGuard no_autocast(...)` around the call.
+    """
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _KEY_NAME)))
+
+
 class _Autocast:
     """Stands in for `torch.autocast` while the emulation is installed: libraries switch autocast off around rotary
     tables, and checkpointing switches it on again for the recomputation."""

@@ -4,8 +4,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from probes.dryrun.kernels import choose_sdpa_kernel  # noqa: E402
+from probes.dryrun.kernels import KernelLog, choose_sdpa_kernel, kernels_of  # noqa: E402
+from probes.dryrun.metaops import fused_dropout  # noqa: E402
+from probes.dryrun.tracker import Tracker  # noqa: E402
 from probes.dryrun.workspaces import cublas_workspace_bytes, efficient_backward, flash_backward  # noqa: E402
+from probes.stack.autocast import emulated_autocast  # noqa: E402
 
 MIB = 1 << 20
 CASES = [
@@ -56,3 +59,43 @@ def test_flash_backward_accumulates_in_fp32_and_expands_grouped_heads() -> None:
 def test_efficient_backward_needs_no_accumulator_in_fp32() -> None:
     query = torch.empty(1, 4, 128, 64, dtype=torch.float32, device="meta")
     assert list(efficient_backward((query, query, query, query), {}, ())) == [4 * 128 * 4]
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_dropout_keeps_one_byte_per_element(device: str) -> None:
+    """CUDA's fused kernel: the output and a boolean mask, nothing else, with or without autograd."""
+    rows = torch.zeros(64, 128, dtype=torch.bfloat16, device=device, requires_grad=True)
+    tracker = Tracker(device)
+    with tracker, fused_dropout(device):
+        dropped = torch.nn.functional.dropout(rows, 0.1)
+        assert torch.nn.functional.dropout(rows, 0.1, training=False) is rows
+    assert [origin.size_bytes for origin in tracker.origins.values()] == [64 * 128 * 2, 64 * 128]
+    dropped.sum().backward()
+    assert rows.grad is not None
+
+
+def test_dropout_is_pytorchs_own_again_afterwards() -> None:
+    rows = torch.zeros(64, 128, dtype=torch.bfloat16, device="meta")
+    with fused_dropout("meta"):
+        pass
+    tracker = Tracker("meta")
+    with tracker:
+        torch.nn.functional.dropout(rows, 0.1)
+    assert not any("native_dropout" in origin.op for origin in tracker.origins.values())
+
+
+def test_math_kernel_stays_fp32_inside_under_autocast() -> None:
+    """Autocast casts the call's inputs and excludes itself within: the scores of 8 heads of 64 by 64 are fp32."""
+    from transformers import LlamaConfig
+
+    query = torch.empty(1, 8, 64, 32, device="meta")
+    key = torch.empty(1, 2, 64, 32, device="meta")
+    log = KernelLog(capability=(7, 5))
+    tracker = Tracker("meta")
+    with kernels_of(log, LlamaConfig()), emulated_autocast(torch.bfloat16), tracker:
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
+        assert torch.nn.functional.linear(query, key[0, 0]).dtype is torch.bfloat16
+    assert set(log.chosen) == {"math"}
+    assert out.dtype is torch.bfloat16
+    products = [origin.size_bytes for origin in tracker.origins.values() if "bmm" in origin.op]
+    assert products == [8 * 64 * 64 * 4, 8 * 64 * 32 * 4]

@@ -27,6 +27,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "full, chunked": {"method": "full", "lora_rank": 0, "precision": "bf16-mixed", "loss": "chunked"},
 }
 DENSE_SETUPS: dict[str, dict[str, Any]] = {
+    "lora with dropout, sdpa math": {"lora_dropout": 0.1, "checkpointing": 0, "attention": "sdpa"},
     "nf4-double": {"method": "qlora", "quantization": "nf4-double"},
     "nf4, fp32 cast": {"method": "qlora", "quantization": "nf4", "kbit_fp32_cast": True},
     "every second layer, sgd, packed": {"checkpointing": 2, "optimizer": "sgd", "packing": True},
