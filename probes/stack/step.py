@@ -222,11 +222,15 @@ def _liger(rows: torch.Tensor, weight: torch.Tensor, bias: Any, targets: torch.T
 def _headless(inner: Any, head_loss: Callable[..., Any]) -> Iterator[None]:
     """Within it, the model's forward runs the backbone and `head_loss(hidden, labels)` in place of its head."""
 
+    backbone = inner.base_model
+    if backbone is inner:  # Llama 4's text class names its parts otherwise than its prefix says
+        backbone = owner_of(inner, layers_of(inner)[0])
+
     def forward(*args: Any, labels: torch.Tensor, **kwargs: Any) -> Any:
         if inner.config.is_encoder_decoder:
             raise ValueError(f"{inner.config.model_type}: a fused head exists for decoders only")
         kwargs["use_cache"] = False
-        outputs = inner.base_model(*args, **kwargs)
+        outputs = backbone(*args, **kwargs)
         return head_loss(outputs[0], labels)
 
     inner.forward = forward

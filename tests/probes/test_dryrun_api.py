@@ -94,6 +94,20 @@ def test_dry_run_refuses_what_it_cannot_see(fields: dict[str, Any], word: str) -
     assert word in outcome.message
 
 
+@pytest.mark.parametrize("loss", ["chunked", "liger"])
+def test_dry_run_fused_losses_need_no_logits_in_llama4(loss: str) -> None:
+    """Llama 4's text class names its backbone otherwise than its prefix says."""
+    config = small_config("llama4")
+    config["text_config"] = config["text_config"] | {
+        "hidden_size": 64, "intermediate_size": 96, "intermediate_size_mlp": 96, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 4, "num_local_experts": 2,
+    }  # fmt: skip
+    reports = [report_for_config(config, AMPERE, SETUP.with_(loss=one)) for one in ("full", loss)]
+    peaks = [one.prediction.phase_peaks_bytes["loss"] for one in reports if isinstance(one, DryRunReport)]
+    assert len(peaks) == 2, reports
+    assert peaks[1] < peaks[0]
+
+
 def test_dry_run_unknown_model_type_is_a_failure_with_its_reason() -> None:
     outcome = report_for_config({"model_type": "no_such_model"}, AMPERE, SETUP)
     assert isinstance(outcome, ProbeFailure)
