@@ -14,7 +14,7 @@ from planner.setup import TrainSetup
 from probes.dryrun import cache
 from probes.dryrun.report import DryRunReport
 
-VERSION = 4
+VERSION = 5
 """Part of the cache key: raise it whenever a figure can change."""
 DEFAULT_CAPABILITY = (8, 0)
 log = logging.getLogger(__name__)
