@@ -87,6 +87,14 @@ def category_bytes(terms: Iterable[MemoryTerm]) -> dict[str, int]:
     return {name: totals[name] for name in CATEGORY_WORDS if totals.get(name)}
 
 
+def _label(term: MemoryTerm) -> str:
+    """The term's name; one that says nothing of its category (the dry run's "layers") is led by it."""
+    name = clean(term.name)
+    words = f"{term.category}: {name}"
+    said = " " in name or name.startswith(term.category) or term.category in ("workspace", "other")
+    return name if said else words
+
+
 def breakdown(candidate: Candidate, memory_bytes: int, *, max_terms: int | None = None) -> Breakdown:
     """The slices of the card that this candidate fills at its peak.
 
@@ -103,7 +111,7 @@ def breakdown(candidate: Candidate, memory_bytes: int, *, max_terms: int | None 
         worth = [term for term in terms if term.size_bytes >= MIN_TERM_BYTES]
         whole = len(worth) == len(terms) and len(terms) <= max_terms
         shown = terms if whole else worth[: max_terms - 1]
-        slices = [(term.category, clean(term.name), term.size_bytes) for term in shown]
+        slices = [(term.category, _label(term), term.size_bytes) for term in shown]
         if rest := terms[len(shown) :]:
             words = f"{len(rest)} smaller {'term' if len(rest) == 1 else 'terms'}"
             slices.append(("other", words, sum(term.size_bytes for term in rest)))
