@@ -56,6 +56,10 @@ def dry_run_report(
     """Executes two training steps on meta tensors at a small depth, repeats the middle layers' events to the model's
     depth, and replays the whole through the allocator's model.
 
+    Where PyTorch would reserve more than the card has although what is allocated fits, the replay is repeated under
+    the card's limit: PyTorch then gives cached blocks back and tries again. When that suffices, the reserved peak is
+    the one under the limit, and a note says so.
+
     Args:
         full_depth: run every layer instead of repeating.
         moe: "balanced" or "worst"; transformers' grouped experts use the same memory whichever expert a token takes.
@@ -64,36 +68,32 @@ def dry_run_report(
     """
     if moe not in ("balanced", "worst"):
         raise ValueError(f"moe must be 'balanced' or 'worst', got {moe!r}")
-    capability = gpu.compute_capability or DEFAULT_CAPABILITY
-    outcome = _asked(model, capability, setup, full_depth, expandable_segments, use_cache)
+    options: dict[str, Any] = {"full_depth": full_depth, "expandable_segments": expandable_segments}
+    outcome = _asked(model, gpu, setup, options, use_cache)
     if isinstance(outcome, ProbeFailure):
         return outcome
+    limit = gpu.memory_bytes - context_bytes(gpu)
+    if outcome.prediction.peak_allocated_bytes <= limit < outcome.prediction.peak_reserved_bytes:
+        limited = _asked(model, gpu, setup, {**options, "limit_bytes": limit}, use_cache)
+        outcome = outcome if isinstance(limited, ProbeFailure) else limited
     prediction = outcome.prediction
     device = prediction.peak_reserved_bytes + context_bytes(gpu)
     return replace(outcome, prediction=replace(prediction, peak_device_bytes=device))
 
 
 def _asked(
-    model: ModelSpec,
-    capability: tuple[int, int],
-    setup: TrainSetup,
-    full_depth: bool,
-    expandable_segments: bool,
-    use_cache: bool,
+    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, options: Mapping[str, Any], use_cache: bool
 ) -> DryRunReport | ProbeFailure:
+    """The answer from the cache, or a run that is then kept. `options` are `report_for_config`'s keywords."""
+    capability = gpu.compute_capability or DEFAULT_CAPABILITY
     if not use_cache:
-        return report_for_config(
-            model.config, capability, setup, full_depth=full_depth, expandable_segments=expandable_segments
-        )
-    options = {"full_depth": full_depth, "expandable_segments": expandable_segments}
+        return report_for_config(model.config, capability, setup, **options)
     key = cache.key_of(model.config, capability, setup, own_version=VERSION, options=options)
     directory = cache.default_directory()
     kept = cache.load(directory, key)
     if kept is not None:
         return kept
-    outcome = report_for_config(
-        model.config, capability, setup, full_depth=full_depth, expandable_segments=expandable_segments
-    )
+    outcome = report_for_config(model.config, capability, setup, **options)
     if isinstance(outcome, DryRunReport):
         cache.save(directory, key, outcome)
     return outcome
@@ -106,8 +106,13 @@ def report_for_config(
     *,
     full_depth: bool = False,
     expandable_segments: bool = False,
+    limit_bytes: int | None = None,
 ) -> DryRunReport | ProbeFailure:
-    """`dry_run_report` from a raw `config.json` and a compute capability, without the cache."""
+    """`dry_run_report` from a raw `config.json` and a compute capability, without the cache.
+
+    Args:
+        limit_bytes: what PyTorch may reserve; where that is too little, the reserved peak is the one without a limit.
+    """
     started = time.perf_counter()
     refusal = _refusal(setup)
     if refusal:
@@ -117,7 +122,12 @@ def report_for_config(
 
     try:
         report = run_engine(
-            raw_config, capability, setup, full_depth=full_depth, expandable_segments=expandable_segments
+            raw_config,
+            capability,
+            setup,
+            full_depth=full_depth,
+            expandable_segments=expandable_segments,
+            limit_bytes=limit_bytes,
         )
     except (ValueError, TypeError, RuntimeError, NotImplementedError, AttributeError, KeyError, ImportError) as error:
         log.debug("dry run failed", exc_info=True)

@@ -31,10 +31,11 @@ def run_engine(
     *,
     full_depth: bool = False,
     expandable_segments: bool = False,
+    limit_bytes: int | None = None,
 ) -> DryRunReport:
     """The report of one point; raises what the libraries raise where a model or an operator cannot be traced."""
     plan = plan_depth(load_config(raw_config), checkpointing=setup.checkpointing, full_depth=full_depth)
-    return _report(plan, full_trace(plan, capability, setup), expandable_segments)
+    return _report(plan, full_trace(plan, capability, setup), expandable_segments, limit_bytes)
 
 
 def full_trace(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup) -> Trace:
@@ -51,12 +52,12 @@ def full_trace(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup) 
         return trace_run(whole, setup, capability=capability, num_layers=plan.full)
 
 
-def _report(plan: DepthPlan, trace: Trace, expandable_segments: bool) -> DryRunReport:
+def _report(plan: DepthPlan, trace: Trace, expandable_segments: bool, limit_bytes: int | None) -> DryRunReport:
     phases = phase_peaks(trace)
     by_phase = {name: phases[name].size_bytes for name in PHASES if name in phases}
     peak_phase = max(by_phase, key=lambda name: by_phase[name])
     peak = phases[peak_phase]
-    reserved = replay(trace.events, expandable_segments=expandable_segments).peak_reserved_bytes
+    reserved, retry_notes = _reserved(trace, expandable_segments, limit_bytes)
     prediction = Prediction(
         rung=Rung.DRY_RUN,
         peak_allocated_bytes=peak.size_bytes,
@@ -66,7 +67,7 @@ def _report(plan: DepthPlan, trace: Trace, expandable_segments: bool) -> DryRunR
         phase_peaks_bytes=by_phase,
         terms=_terms(peak, peak_phase),
         memory_band_fraction=BAND_FRACTION,
-        notes=_notes(trace),
+        notes=_notes(trace) + retry_notes,
     )
     return DryRunReport(
         prediction=prediction,
@@ -80,6 +81,20 @@ def _report(plan: DepthPlan, trace: Trace, expandable_segments: bool) -> DryRunR
         num_events=len(trace.events),
         elapsed_s=0.0,
     )
+
+
+def _reserved(trace: Trace, expandable_segments: bool, limit_bytes: int | None) -> tuple[int, tuple[str, ...]]:
+    """Reserved peak, under the limit when the run survives there, and what to say about it."""
+    if limit_bytes is not None:
+        limited = replay(trace.events, expandable_segments=expandable_segments, limit_bytes=limit_bytes)
+        if limited.out_of_memory is None:
+            if not limited.num_retries:
+                return limited.peak_reserved_bytes, ()
+            return limited.peak_reserved_bytes, (
+                f"at the card's limit PyTorch has to give cached memory back and try again ({limited.num_retries} "
+                "times in two steps), which costs time",
+            )
+    return replay(trace.events, expandable_segments=expandable_segments).peak_reserved_bytes, ()
 
 
 def _terms(peak: SegmentPeak, phase: str) -> tuple[MemoryTerm, ...]:
