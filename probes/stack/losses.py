@@ -159,9 +159,11 @@ class FusedLinearCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
     Chunks: vocabulary / hidden rounded up to a power of two many, so that one chunk's logits are about as large as the
     input. The head's gradient, when it is trained, accumulates in the weight's own type (Liger's default).
 
-    Source: liger_kernel 0.6 ops/fused_linear_cross_entropy.py `fused_linear_cross_entropy_forward` (read from its
-    published source; Apache-2.0 project, BSD-2 file). Under autocast the function runs with `custom_fwd`, inputs in
-    the autocast type.
+    Source: written from a description of liger_kernel's ops/fused_linear_cross_entropy.py and later compared with the
+    chunk loop there at commit 00eba63 (after the releases; they themselves were not read, and no Triton kernel was run
+    or measured here): the same chunks and gradients, but one logits buffer for all chunks and input gradients written
+    in place, so that form needs up to one chunk of logits less. Under autocast the function runs with `custom_fwd`,
+    inputs in the autocast type.
     """
 
     @staticmethod
