@@ -5,7 +5,7 @@ make_venv deepspeed
 borrow_dev_packages
 own_project
 if [ ! -e "$VENV/ready" ]; then
-    $PIP wheel hjson msgpack ninja py-cpuinfo einops
+    $PIP wheel hjson msgpack ninja py-cpuinfo einops pydantic
     DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $PIP --no-deps --no-build-isolation deepspeed==0.19.8
     touch "$VENV/ready"
 fi
