@@ -92,7 +92,8 @@ def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Itera
 
     Full fine-tuning is planned with fp32 master weights under autocast; 16-bit master weights lose small updates and
     are taken only when the user fixes the method to full or the precision. Adapters over fp32 weights (the "-mixed"
-    precisions) are walked only when asked for: they cost twice the memory and buy nothing.
+    precisions) are walked only when asked for: they cost twice the memory and buy nothing. peft's fp32 cast is walked
+    at the rank floor only: it never wins, and is there so that the tree can say what it would cost.
     """
     asked_precision = "precision" in workload.fixed
     only_full = tuple(values["method"]) == ("full",)
@@ -114,7 +115,7 @@ def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Itera
                 continue
             for quantization in quantizations:
                 for cast in values["kbit_fp32_cast"] if method == "qlora" else (False,):
-                    for rank in ranks:
+                    for rank in ranks[:1] if cast else ranks:  # the cast is there to be compared
                         for targets in values["lora_targets"] if method != "full" else ("all-linear",):
                             try:
                                 yield TrainSetup(
