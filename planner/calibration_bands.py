@@ -4,8 +4,6 @@ from planner.memory.traits import traits_of
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 
-MEMORY_BAND_FRACTION = 0.08
-"""Half-width of the formula's memory band where the setup is not known."""
 USUAL_BAND = 0.04
 """One fused attention kernel, experts, linear or eager attention alike: 90th percentile against the dry run 1 to 3 %,
 and about 1 % between dry run and card."""

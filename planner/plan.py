@@ -1,8 +1,8 @@
 """`Plan` and `NoPlan`: the answer to a workload, with the walk that led to it. Plain data, rendered in `reports`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from dataclasses import dataclass, field
+from typing import Literal
 
 from planner.outcome import Candidate
 from planner.units import gib, percent
@@ -90,10 +90,6 @@ class Plan:
     notes: tuple[str, ...] = ()
     search: Mapping[str, object] = field(default_factory=dict)
     kind: Literal["plan"] = "plan"
-
-    def with_chosen(self, chosen: Candidate, ranked: tuple[Candidate, ...]) -> Self:
-        """The same plan after a higher rung re-ranked its candidates."""
-        return replace(self, chosen=chosen, ranked=ranked)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,7 @@ def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str
     """What a person must know about this setup's memory, one sentence each."""
     notes = []
     flow = flow_of(setup)
-    dtype = flow.autocast or (flow.residual if flow.quantized else flow.compute)
+    dtype = flow.attention_input
     kernels = {
         attention_kernel(model, setup, gpu, layer.attention, dtype)
         for layer in model.layer_kinds

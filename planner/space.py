@@ -161,7 +161,7 @@ def _same_kernels(model: ModelSpec, gpu: GpuSpec, branch: TrainSetup, attentions
     """The attention implementations that can exist here, those with the same kernels in every layer together."""
     groups: dict[tuple[str, ...], list[str]] = {}
     flow = flow_of(branch)
-    dtype = flow.autocast or (flow.residual if flow.quantized else flow.compute)
+    dtype = flow.attention_input
     for attention in attentions:
         try:
             attended = branch.with_(attention=attention)

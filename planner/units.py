@@ -10,11 +10,6 @@ GB = 1000**3  # marketing and some papers
 TERA = 1.0e12
 
 
-def round_up(size_bytes: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `size_bytes`."""
-    return -(-size_bytes // multiple) * multiple
-
-
 def gib(size_bytes: float) -> str:
     """`size_bytes` as text in GiB with two decimals, or MiB below 0.1 GiB."""
     if abs(size_bytes) < 0.1 * GIB:

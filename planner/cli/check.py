@@ -7,7 +7,7 @@ import typer
 
 from planner.cli import options
 from planner.cli.output import console, print_json, write_text
-from planner.cli.wish import memory_and_headroom, positive
+from planner.cli.wish import memory_and_headroom, positive, resolve_gpu
 from planner.errors import UsageError
 
 if TYPE_CHECKING:
@@ -154,12 +154,11 @@ def load(
     from dataclasses import replace
 
     from planner.errors import UnknownModelError
-    from planner.gpus import find_gpu, local_gpu
     from planner.models import catalogue
     from planner.models.resolve import resolve_model
     from planner.readers import read_config
 
-    card = local_gpu() if gpu.lower() == "local" else find_gpu(gpu)
+    card = resolve_gpu(gpu)
     first = read_config(file, num_gpus=num_gpus, launcher=accelerate)
     name = model or first.model_id
     if name is None:

@@ -11,7 +11,7 @@ import typer
 
 from planner.cli import options
 from planner.cli.output import console, print_json
-from planner.cli.wish import memory_and_headroom, positive
+from planner.cli.wish import memory_and_headroom, positive, resolve_gpu
 from planner.errors import ConfigError, PlannerError, UsageError
 from planner.gpu import GpuSpec
 from planner.interchange import setup_from_dict
@@ -113,11 +113,10 @@ def estimate(
 
 @lru_cache(maxsize=64)
 def _resolve(model: str, gpu: str, revision: str | None = None, hub: bool = False) -> tuple[ModelSpec, GpuSpec]:
-    from planner.gpus import find_gpu, local_gpu
     from planner.models.resolve import resolve_model
 
     spec = resolve_model(model, revision=revision, ask_hub=hub)
-    return spec, local_gpu() if gpu.lower() == "local" else find_gpu(gpu)
+    return spec, resolve_gpu(gpu)
 
 
 def _candidate(

@@ -8,8 +8,8 @@ import typer
 
 from planner.cli import options
 from planner.cli.output import console, print_json
-from planner.cli.wish import positive, workload
-from planner.errors import EXIT_NOTHING_FITS, UsageError
+from planner.cli.wish import resolve_gpu, workload
+from planner.errors import EXIT_NOTHING_FITS
 
 if TYPE_CHECKING:
     from planner.dataset import LengthChoice
@@ -53,14 +53,13 @@ def make(
     as_json: options.Json = False,
 ) -> None:
     """Plan MODEL on a GPU: the fastest setup that fits, why, and what stands beside it."""
-    from planner.gpus import find_gpu, local_gpu
     from planner.models.resolve import resolve_model
     from planner.plan import NoPlan, Plan
     from planner.planning import plan_workload
 
     fixed = options.fixed_fields(
         targets=targets,
-        rank=positive("rank", rank, maximum=65_536),
+        rank=rank,
         checkpointing=options.checkpointing_value(checkpointing, checkpoint_every),
         packing=packing,
         method=method,
@@ -70,10 +69,9 @@ def make(
         attention=attention,
         loss=loss,
     )
-    if rank is not None and min_rank is not None and rank < min_rank:
-        raise UsageError(f"--rank {rank} is below --min-rank {min_rank}", hint="leave one of the two out")
+    options.check_ranks(rank, min_rank)
     spec = resolve_model(model, revision=revision, ask_hub=hub)
-    card = local_gpu() if gpu.lower() == "local" else find_gpu(gpu)
+    card = resolve_gpu(gpu)
     lengths = _lengths(dataset, spec) if dataset is not None else None
     if lengths is not None:
         seq_len = seq_len or lengths.seq_len_tokens

@@ -58,6 +58,16 @@ def checkpointing_value(checkpointing: bool | None, every: int | None) -> int | 
     return None if checkpointing is None else int(checkpointing)
 
 
+def check_ranks(rank: int | None, min_rank: int | None) -> None:
+    """Refuses a fixed rank below the floor.
+
+    Raises:
+        UsageError: --rank below --min-rank.
+    """
+    if rank is not None and min_rank is not None and rank < min_rank:
+        raise UsageError(f"--rank {rank} is below --min-rank {min_rank}", hint="leave one of the two out")
+
+
 def fixed_fields(
     *,
     targets: str | None,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from planner.cli import options, probing
-from planner.cli.wish import positive, workload
-from planner.errors import EXIT_NOTHING_FITS, UsageError
+from planner.cli.wish import positive, resolve_gpu, workload
+from planner.errors import EXIT_NOTHING_FITS
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import NoPlan, Plan
 from planner.setup import TrainSetup
@@ -78,14 +78,13 @@ def tune(
     """Search with GPU probes for the fastest setup that fits. Call it again to go on where it stopped."""
     from planner.cli.campaign import parse_budget
     from planner.cli.output import console, print_json
-    from planner.gpus import find_gpu, local_gpu
     from planner.models.resolve import resolve_model
     from planner.planning import plan_workload
     from search.stopping import Budget
 
     fixed = options.fixed_fields(
         targets=targets,
-        rank=positive("rank", rank, maximum=65_536),
+        rank=rank,
         checkpointing=options.checkpointing_value(checkpointing, checkpoint_every),
         packing=packing,
         method=method,
@@ -95,13 +94,12 @@ def tune(
         attention=attention,
         loss=loss,
     )
-    if rank is not None and min_rank is not None and rank < min_rank:
-        raise UsageError(f"--rank {rank} is below --min-rank {min_rank}", hint="leave one of the two out")
+    options.check_ranks(rank, min_rank)
     limits = Budget(max_probes=positive("max-probes", max_probes), seconds=parse_budget(budget))
     spec = resolve_model(model, revision=revision, ask_hub=hub)
     wish = workload(
         spec,
-        local_gpu() if gpu.lower() == "local" else find_gpu(gpu),
+        resolve_gpu(gpu),
         fixed=fixed,
         seq_len=seq_len,
         global_batch=global_batch,

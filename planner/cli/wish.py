@@ -93,6 +93,13 @@ def memory_and_headroom(gpu: GpuSpec, memory_gib: float | None, headroom_gib: fl
     return memory, headroom
 
 
+def resolve_gpu(name: str) -> GpuSpec:
+    """The GPU that `--gpu` names: a row of the table, or this machine's own for "local"."""
+    from planner.gpus import find_gpu, local_gpu
+
+    return local_gpu() if name.lower() == "local" else find_gpu(name)
+
+
 def workload(
     model: ModelSpec,
     gpu: GpuSpec,

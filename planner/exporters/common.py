@@ -30,8 +30,6 @@ USUAL_ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 USUAL_LINEAR_MODULES = (*USUAL_ATTENTION_MODULES, "gate_proj", "up_proj", "down_proj")
 ATTENTION_ROLES = ("q", "k", "v", "qkv", "o")
 
-DATA_PARALLELS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
-
 
 def attention_modules(model: ModelSpec | None) -> tuple[str, ...]:
     """Names that PEFT matches for the target set "attention", in the order of the layers.

@@ -32,6 +32,11 @@ class Flow:
     adapter: str
     quantized: bool
 
+    @property
+    def attention_input(self) -> str:
+        """Data type of queries, keys and values as the attention kernel sees them."""
+        return self.autocast or (self.residual if self.quantized else self.compute)
+
     def linear_out(self, input_dtype: str) -> str:
         """Data type that a base projection returns.
 

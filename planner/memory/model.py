@@ -218,7 +218,7 @@ def _checkpointed(model: ModelSpec, every: int) -> tuple[list[int], list[int]]:
 def _kernel(model: ModelSpec, layer: LayerSpec, gpu: GpuSpec, setup: TrainSetup, flow: Flow) -> Kernel:
     if layer.attention is None:
         return "linear"
-    dtype = flow.autocast or (flow.residual if flow.quantized else flow.compute)
+    dtype = flow.attention_input
     return attention_kernel(model, setup, gpu, layer.attention, dtype)
 
 

@@ -181,7 +181,7 @@ class SpeedModel:
         found = self._attention.get(key)
         if found is not None:
             return found
-        dtype = flow.autocast or (flow.residual if flow.quantized else flow.compute)
+        dtype = flow.attention_input
         forward = backward = flops = 0.0
         for spec, count in self.inv.attentions:
             kernel = attention_kernel(self.model, setup, self.gpu, spec, dtype)
