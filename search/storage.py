@@ -35,6 +35,9 @@ UNNAMED_GRACE_S = 5.0
 
 WORKER_ATTR = "worker"
 ALIVE_ATTR = "alive_at_s"
+INTENT_ATTR = "intent:"
+"""Prefix: who was about to take a waiting trial, written before it is taken. A worker killed between taking a trial and
+signing it would else leave one that everybody believes to be running."""
 
 
 class Liveness(Protocol):
@@ -111,11 +114,16 @@ class LockLiveness:
 
     def is_lost(self, trial: FrozenTrial) -> bool:
         worker = trial.user_attrs.get(WORKER_ATTR)
+        if worker is not None:
+            return self._is_gone(str(worker))
+        intents = [name.removeprefix(INTENT_ATTR) for name in trial.user_attrs if name.startswith(INTENT_ATTR)]
+        return (bool(intents) and all(self._is_gone(name) for name in intents)) or _unsigned_and_old(trial)
+
+    def _is_gone(self, worker: str) -> bool:
+        """Whether nobody holds that worker's lock."""
         if worker == self.worker:
             return False
-        if worker is None:
-            return _unsigned_and_old(trial)
-        path = self._directory / f"{Path(str(worker)).name}.lock"
+        path = self._directory / f"{Path(worker).name}.lock"
         try:
             with open(path) as file:
                 self._fcntl.flock(file, self._fcntl.LOCK_EX | self._fcntl.LOCK_NB)

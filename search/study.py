@@ -39,7 +39,7 @@ from planner.setup import (
 from search.codec import evidence_from_json, evidence_to_json
 from search.dimensions import NAMES, key_of, value_of
 from search.problem import Problem, memory_excess
-from search.storage import WORKER_ATTR, Liveness
+from search.storage import INTENT_ATTR, WORKER_ATTR, Liveness
 
 MAX_RETRIES = 2
 """A candidate whose worker died this often, and once more, is recorded as crashing."""
@@ -209,6 +209,7 @@ class Study:
         """Takes the first waiting trial that is no duplicate: its number and setup; None when none waits."""
         for trial in self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
             try:
+                self._storage.set_trial_user_attr(trial._trial_id, INTENT_ATTR + self._liveness.worker, True)
                 if not self._storage.set_trial_state_values(trial._trial_id, state=TrialState.RUNNING):
                     continue
             except optuna.exceptions.UpdateFinishedTrialError:
