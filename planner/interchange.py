@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from planner.errors import SetupError
-from planner.setup import TrainSetup
+from planner.setup import SPREAD_FIELDS, TrainSetup
 
 SCHEMA_VERSION = 1
 
@@ -17,8 +17,11 @@ SETUP_FIELDS = tuple(field.name for field in fields(TrainSetup))
 
 
 def setup_to_dict(setup: TrainSetup) -> dict[str, Any]:
-    """All fields of a setup as JSON values; `checkpointing` is false, true or n (every n-th layer)."""
-    values = {name: getattr(setup, name) for name in SETUP_FIELDS}
+    """All fields of a setup as JSON values; `checkpointing` is false, true or n (every n-th layer).
+
+    The fields of SPREAD_FIELDS only where they differ from their defaults.
+    """
+    values = {name: getattr(setup, name) for name in SETUP_FIELDS if name not in SPREAD_FIELDS} | setup.spread
     if setup.checkpointing <= 1:
         values["checkpointing"] = bool(setup.checkpointing)
     if isinstance(setup.lora_targets, tuple):
@@ -49,7 +52,7 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
         clean["checkpointing"] = _checkpointing(clean["checkpointing"])
     if isinstance(clean.get("lora_targets"), list):
         clean["lora_targets"] = tuple(clean["lora_targets"])
-    for name in ("kbit_fp32_cast", "packing", "compile"):
+    for name in ("kbit_fp32_cast", "packing", "compile", "reshard_after_forward"):
         if name in clean and not isinstance(clean[name], bool):
             raise SetupError(f"{name} must be true or false, got {clean[name]!r}")
     for name, value in clean.items():

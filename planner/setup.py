@@ -29,7 +29,14 @@ ATTENTIONS = ("eager", "sdpa", "flash-attention-2")
 LOSSES = ("full", "chunked", "liger")
 ADAPTER_DTYPES = ("auto", "fp32", "bf16", "fp16")
 TARGET_SETS = ("attention", "all-linear")
-PARALLELS = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp2", "tensor", "pipeline", "device-map")
+PARALLELS = ("none", "dp", "ddp", "zero1", "zero2", "zero3", "fsdp2", "device-map")
+"""What the data-parallel copies share: nothing ("none": there is one copy), gradients within one process
+(nn.DataParallel, "dp") or over processes ("ddp"), optimizer states and more (DeepSpeed ZeRO 1 to 3, FSDP2).
+"device-map" is one copy spread over the GPUs by layers, one GPU at work at a time."""
+SHARDED = ("zero1", "zero2", "zero3", "fsdp2")
+PIPELINE_SCHEDULES = ("1f1b", "gpipe")
+OFFLOADS = ("none", "optimizer", "parameters")
+"""What lies in the host's memory between its uses: optimizer states, or those and the weights (and gradients)."""
 
 _MAX_COUNT = 1 << 40  # anything larger is a typing mistake, and would overflow nothing but patience
 
@@ -57,7 +64,14 @@ class TrainSetup:
         seq_len_tokens: length of every sequence of the worst batch.
         packing: sequences are filled with several samples; False: padded to the longest.
         compile: torch.compile.
-        num_gpus, parallel: one GPU and "none" unless said otherwise.
+        num_gpus: all GPUs of the job, over all nodes.
+        parallel: one of PARALLELS, over the data-parallel copies.
+        tensor_degree: GPUs over which every matrix is split (Megatron's column and row splits).
+        pipeline_degree: stages into which the layers are cut; accumulation_steps is then the micro-batches in flight.
+        pipeline_schedule: one of PIPELINE_SCHEDULES.
+        shard_degree: FSDP2 shards within groups of so many GPUs and replicates over the groups (hybrid shard); 0: all.
+        reshard_after_forward: FSDP2 frees a layer's gathered weights after its forward (ZeRO-3 always does).
+        offload: one of OFFLOADS.
     """
 
     method: str = "lora"
@@ -79,6 +93,12 @@ class TrainSetup:
     compile: bool = False
     num_gpus: int = 1
     parallel: str = "none"
+    tensor_degree: int = 1
+    pipeline_degree: int = 1
+    pipeline_schedule: str = "1f1b"
+    shard_degree: int = 0
+    reshard_after_forward: bool = True
+    offload: str = "none"
 
     def __post_init__(self) -> None:
         _one_of("method", self.method, METHODS)
@@ -108,8 +128,51 @@ class TrainSetup:
                 "flash-attention-2 has no fp32 kernel, got precision 'fp32'",
                 hint="use --attention sdpa, or a 16-bit precision",
             )
-        if self.num_gpus == 1 and self.parallel != "none":
-            raise SetupError(f"parallel {self.parallel!r} needs more than one GPU", hint="give --gpus 2 or more")
+        if self.num_gpus > 1 or self.parallel != "none" or self._spread_fields() != _NO_SPREAD:
+            self._check_spread()
+
+    def _spread_fields(self) -> tuple[object, ...]:
+        return tuple(getattr(self, name) for name in SPREAD_FIELDS)
+
+    def _check_spread(self) -> None:
+        """How the job is spread over GPUs."""
+        for name in ("tensor_degree", "pipeline_degree"):
+            _count(name, getattr(self, name), at_least=1)
+        _count("shard_degree", self.shard_degree, at_least=0)
+        _one_of("pipeline_schedule", self.pipeline_schedule, PIPELINE_SCHEDULES)
+        _one_of("offload", self.offload, OFFLOADS)
+        if not isinstance(self.reshard_after_forward, bool):
+            raise SetupError(f"reshard_after_forward must be true or false, got {self.reshard_after_forward!r}")
+        if self.num_gpus == 1:
+            if self.parallel != "none":
+                raise SetupError(f"parallel {self.parallel!r} needs more than one GPU", hint="give --gpus 2 or more")
+            raise SetupError("tensor, pipeline and shard degrees, and offloading, need more than one GPU")
+        split = self.tensor_degree * self.pipeline_degree
+        if self.num_gpus % split:
+            raise SetupError(
+                f"{self.num_gpus} GPUs cannot be cut into tensor_degree {self.tensor_degree} x pipeline_degree "
+                f"{self.pipeline_degree}",
+                hint="their product must divide the number of GPUs",
+            )
+        if self.parallel in ("dp", "device-map") and split > 1:
+            raise SetupError(f"parallel {self.parallel!r} does not combine with tensor or pipeline parallelism")
+        if (self.parallel == "none") != (self.num_gpus == split):
+            raise SetupError(
+                f"parallel {self.parallel!r} does not suit {self.num_gpus // split} data-parallel copies",
+                hint="'none' with one copy; else one of " + ", ".join(PARALLELS[1:]),
+            )
+        if self.shard_degree and (self.parallel != "fsdp2" or self.data_degree % self.shard_degree):
+            raise SetupError(
+                f"shard_degree {self.shard_degree} needs parallel 'fsdp2' and must divide its {self.data_degree} copies"
+            )
+        if not self.reshard_after_forward and self.parallel != "fsdp2":
+            raise SetupError("reshard_after_forward off belongs to parallel 'fsdp2'")
+        allowed = {"zero1": OFFLOADS[:2], "zero2": OFFLOADS[:2], "zero3": OFFLOADS, "fsdp2": ("none", "parameters")}
+        if self.offload not in allowed.get(self.parallel, ("none",)):
+            raise SetupError(
+                f"parallel {self.parallel!r} cannot offload {self.offload!r}",
+                hint="zero1 and zero2 offload 'optimizer', zero3 'optimizer' or 'parameters', fsdp2 'parameters'",
+            )
 
     def _check_full(self) -> None:
         if self.quantization != "none":
@@ -187,9 +250,22 @@ class TrainSetup:
 
     @property
     def global_batch_seqs(self) -> int:
-        """Sequences per optimizer step over all data-parallel GPUs."""
-        replicas = self.num_gpus if self.parallel in ("ddp", "zero1", "zero2", "zero3", "fsdp2") else 1
-        return self.micro_batch_seqs * self.accumulation_steps * replicas
+        """Sequences per optimizer step over all data-parallel copies."""
+        return self.micro_batch_seqs * self.accumulation_steps * self.data_degree
+
+    @property
+    def data_degree(self) -> int:
+        """Data-parallel copies of the model: each sees its own sequences."""
+        if self.num_gpus == 1 or self.parallel == "device-map":
+            return 1
+        return self.num_gpus // (self.tensor_degree * self.pipeline_degree)
+
+    @property
+    def shards(self) -> int:
+        """GPUs over which sharded states are cut; 1 where nothing is sharded."""
+        if self.parallel not in SHARDED:
+            return 1
+        return self.shard_degree or self.data_degree
 
     @property
     def tokens_per_micro_batch(self) -> int:
@@ -200,6 +276,12 @@ class TrainSetup:
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step over all GPUs."""
         return self.global_batch_seqs * self.seq_len_tokens
+
+    @property
+    def spread(self) -> dict[str, Any]:
+        """The fields of SPREAD_FIELDS that differ from their defaults."""
+        values = zip(SPREAD_FIELDS, self._spread_fields(), _NO_SPREAD, strict=True)
+        return {name: value for name, value, default in values if value != default}
 
     def trusted_with(self, **changes: Any) -> Self:
         """A copy with some fields changed, not validated: for walks over values that are known to combine."""
@@ -213,6 +295,17 @@ class TrainSetup:
         return replace(self, **changes)
 
 
+SPREAD_FIELDS = (
+    "tensor_degree",
+    "pipeline_degree",
+    "pipeline_schedule",
+    "shard_degree",
+    "reshard_after_forward",
+    "offload",
+)
+"""Fields that say something only with several GPUs; left out of JSON and keys at their defaults."""
+_DEFAULTS = {field.name: field.default for field in fields(TrainSetup)}
+_NO_SPREAD = tuple(_DEFAULTS[name] for name in SPREAD_FIELDS)
 _SLOTS = tuple((field.name, getattr(TrainSetup, field.name)) for field in fields(TrainSetup))
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from planner.cluster import Cluster
 from planner.errors import UsageError
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
@@ -14,6 +15,7 @@ class Workload:
     """A model, a GPU and what a step must look like.
 
     Attributes:
+        cluster: the GPUs and their links; None: one GPU.
         memory_bytes: usable memory of one GPU (the table's, or what the user said).
         headroom_bytes: reserve that no plan may touch.
         global_batch_seqs: sequences per optimizer step; constant while micro-batch and accumulation change.
@@ -32,15 +34,14 @@ class Workload:
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     min_rank: int = 16
     min_rank_reason: str = ""
-    num_gpus: int = 1
-    parallel: str = "none"
+    cluster: Cluster | None = None
     objective: str = "tokens"
     dataset_tokens: int | None = None
     price_per_hour: float | None = None
     price_source: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("seq_len_tokens", "global_batch_seqs", "num_gpus", "memory_bytes", "min_rank"):
+        for name in ("seq_len_tokens", "global_batch_seqs", "memory_bytes", "min_rank"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 <= self.headroom_bytes < self.memory_bytes:
@@ -51,6 +52,11 @@ class Workload:
             )
 
     @property
+    def num_gpus(self) -> int:
+        """GPUs of the job."""
+        return self.cluster.num_gpus if self.cluster is not None else 1
+
+    @property
     def budget_bytes(self) -> int:
-        """What a setup's device peak may reach."""
+        """What a setup's device peak may reach on every GPU."""
         return self.memory_bytes - self.headroom_bytes

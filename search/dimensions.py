@@ -7,7 +7,7 @@ field on `TrainSetup` needs one row, nothing else: the sampler, the study and th
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from planner.setup import TrainSetup
+from planner.setup import SPREAD_FIELDS, TrainSetup
 
 Kind = Literal["category", "log2"]
 
@@ -55,6 +55,12 @@ DIMENSIONS: tuple[Dimension, ...] = (
     Dimension(name="compile", kind="category", speed_sd=0.04, memory_sd=0.006, blame=10),
     Dimension(name="num_gpus", kind="log2", speed_sd=0.05, memory_sd=0.01, blame=2),
     Dimension(name="parallel", kind="category", speed_sd=0.06, memory_sd=0.02, blame=5),
+    Dimension(name="tensor_degree", kind="log2", speed_sd=0.06, memory_sd=0.02, blame=5),
+    Dimension(name="pipeline_degree", kind="log2", speed_sd=0.06, memory_sd=0.02, blame=5),
+    Dimension(name="pipeline_schedule", kind="category", speed_sd=0.03, memory_sd=0.01, blame=1),
+    Dimension(name="shard_degree", kind="log2", speed_sd=0.04, memory_sd=0.01, blame=1),
+    Dimension(name="reshard_after_forward", kind="category", speed_sd=0.03, memory_sd=0.01, blame=0.5),
+    Dimension(name="offload", kind="category", speed_sd=0.06, memory_sd=0.02, blame=3),
 )
 
 FIXED: dict[str, str] = {
@@ -79,6 +85,9 @@ def value_of(setup: TrainSetup, name: str) -> Any:
 
 
 def key_of(setup: TrainSetup) -> str:
-    """A stable text key of one setup: all its fields, in order. Equal setups have equal keys."""
-    names = (*NAMES, *FIXED)
+    """A stable text key of one setup: all its fields, in order. Equal setups have equal keys.
+
+    Fields that only several GPUs have are left out at their defaults: old studies keep their keys.
+    """
+    names = (*(name for name in NAMES if name not in SPREAD_FIELDS), *FIXED, *setup.spread)
     return "|".join(f"{name}={value_of(setup, name)}" for name in names)

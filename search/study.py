@@ -29,8 +29,10 @@ from planner.setup import (
     ATTENTIONS,
     LOSSES,
     METHODS,
+    OFFLOADS,
     OPTIMIZERS,
     PARALLELS,
+    PIPELINE_SCHEDULES,
     PRECISIONS,
     QUANTIZATIONS,
     TARGET_SETS,
@@ -64,6 +66,12 @@ _SPACE: dict[str, BaseDistribution] = {
     "compile": CategoricalDistribution((False, True)),
     "num_gpus": IntDistribution(1, _MAX),
     "parallel": CategoricalDistribution(PARALLELS),
+    "tensor_degree": IntDistribution(1, _MAX),
+    "pipeline_degree": IntDistribution(1, _MAX),
+    "pipeline_schedule": CategoricalDistribution(PIPELINE_SCHEDULES),
+    "shard_degree": IntDistribution(0, _MAX),
+    "reshard_after_forward": CategoricalDistribution((False, True)),
+    "offload": CategoricalDistribution(OFFLOADS),
 }
 """Wide, and the same for every study: a later search with other candidates may join."""
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planner import setup as fields
+from planner.cluster import Cluster
 from planner.errors import UsageError
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
@@ -112,7 +113,7 @@ def workload(
     min_rank: int | None = None,
     dataset_tokens: int | None = None,
     price: float | None = None,
-    num_gpus: int = 1,
+    cluster: Cluster | None = None,
     objective: str = "tokens",
 ) -> Workload:
     """A workload from resolved names and checked flags; what is not given is planned or takes a stated default."""
@@ -140,7 +141,7 @@ def workload(
         fixed=dict(fixed),
         min_rank=floor,
         min_rank_reason=reason,
-        num_gpus=num_gpus,
+        cluster=cluster,
         objective=objective,
         dataset_tokens=dataset_tokens,
         price_per_hour=usd,

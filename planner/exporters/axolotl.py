@@ -54,7 +54,7 @@ def _adapter_dtype(setup: TrainSetup) -> str:
 
 def refusal(setup: TrainSetup) -> str:
     """Why Axolotl cannot run this setup, "" when it can."""
-    if setup.parallel in ("tensor", "pipeline"):
+    if setup.tensor_degree * setup.pipeline_degree > 1:
         return f"no {setup.parallel} parallelism is written for Axolotl"
     if setup.method == "full" and setup.precision == "fp16-mixed":
         return "Axolotl's fp16 loads fp16 weights, whose gradients the loss scaler cannot unscale in full fine-tuning"

@@ -36,7 +36,7 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
 
 def refusal(setup: TrainSetup) -> str:
     """Why the script cannot run this setup, "" when it can."""
-    if setup.parallel in ("tensor", "pipeline"):
+    if setup.tensor_degree * setup.pipeline_degree > 1:
         return f"the plain Trainer script has no {setup.parallel} parallelism"
     if setup.parallel in ("zero2", "zero3", "fsdp2") and setup.quantization == "int8":
         return f"{setup.parallel} cannot shard int8 weights"

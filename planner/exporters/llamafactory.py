@@ -45,7 +45,7 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
 
 def refusal(setup: TrainSetup) -> str:
     """Why LLaMA-Factory cannot run this setup, "" when it can."""
-    if setup.parallel in ("tensor", "pipeline", "fsdp2", "device-map"):
+    if setup.parallel in ("fsdp2", "device-map") or setup.tensor_degree * setup.pipeline_degree > 1:
         return f"{setup.parallel} is not written for LLaMA-Factory (use ddp or ZeRO)"
     if setup.method == "full" and setup.precision == "bf16-autocast":
         return "LLaMA-Factory trains fp32 weights under bf16 autocast: twice the memory (bf16-pure or bf16-mixed work)"

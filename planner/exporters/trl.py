@@ -70,7 +70,7 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
 
 def refusal(setup: TrainSetup) -> str:
     """Why `trl sft` cannot run this setup, "" when it can."""
-    if setup.parallel in ("tensor", "pipeline"):
+    if setup.tensor_degree * setup.pipeline_degree > 1:
         return f"trl sft has no {setup.parallel} parallelism"
     if setup.method == "qlora" and setup.compute_dtype == "fp16" and setup.autocast_dtype == "fp16":
         return (

@@ -1,0 +1,14 @@
+"""Several GPUs: what one rank holds, what crosses the links, and which ways of spreading a job the engines support.
+
+| module | what it answers |
+|---|---|
+| `support` | can this setup run under this spread at all, and why not |
+| `rank` | which part of the model the GPUs of one kind hold (pipeline stage, tensor shard, device-map part) |
+| `memory` | the memory of every distinct rank: sharded states, gathered weights, buckets, micro-batches in flight |
+| `collectives` | seconds and bytes of all-reduce, all-gather, reduce-scatter, point to point over a `Cluster` |
+| `schedule` | pipeline bubbles and micro-batches in flight |
+| `speed` | the step time of a spread: compute of the slowest rank, communication that is not hidden, bubble, offload |
+| `strategies` | the spreads a plan chooses from for a number of GPUs, with the reason for those left out |
+
+Pure Python like the rest of `planner`. One GPU never comes here.
+"""
