@@ -1,7 +1,5 @@
 """The catalogue and the adapters: every published configuration gives exactly the module tree's parameters."""
 
-import time
-
 import pytest
 
 from planner.models import catalogue
@@ -9,7 +7,6 @@ from planner.models.adapters import MODEL_TYPES, spec_from_config
 from planner.models.catalogue import CatalogueEntry
 
 ENTRIES = catalogue.entries()
-BUILD_LIMIT_S = 0.005  # 0.05 ms on an idle core; the margin is for a loaded machine
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.model_id)
@@ -66,16 +63,3 @@ def test_load_matches_the_id_exactly_by_its_last_part() -> None:
     spec = catalogue.load("llama-3.1-8b")
     assert spec is not None
     assert spec.model_id == "meta-llama/Llama-3.1-8B"
-
-
-def test_building_a_large_spec_is_fast() -> None:
-    entry = catalogue.find("meta-llama/Llama-3.1-70B")
-    assert entry is not None
-    best = min(_timed(entry) for _ in range(20))
-    assert best < BUILD_LIMIT_S
-
-
-def _timed(entry: CatalogueEntry) -> float:
-    start = time.perf_counter()
-    spec_from_config(entry.config, model_id="x", source="y")
-    return time.perf_counter() - start

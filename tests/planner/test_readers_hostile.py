@@ -43,6 +43,10 @@ CASES = {
 }  # fmt: skip
 
 
+HOSTILE_LIMIT_S = 60
+"""All take well under a second alone; an expanded bomb would take for ever. The rest is for a loaded machine."""
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_hostile_yaml_gets_a_clear_error_quickly(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -54,7 +58,7 @@ def test_hostile_yaml_gets_a_clear_error_quickly(name: str, tmp_path: Path, monk
         read_config(file)
     assert words in caught.value.message, caught.value.message
     assert len(caught.value.message) < 400
-    assert time.perf_counter() - start < 5  # generous: the slowest takes well under a second alone
+    assert time.perf_counter() - start < HOSTILE_LIMIT_S
     assert os.listdir(tmp_path) == ["config.yaml"]
 
 
@@ -65,7 +69,7 @@ def test_a_hundred_megabytes_are_refused_unread(tmp_path: Path) -> None:
     start = time.perf_counter()
     with pytest.raises(ConfigError, match="bytes"):
         read_config(file)
-    assert time.perf_counter() - start < 1
+    assert time.perf_counter() - start < HOSTILE_LIMIT_S
 
 
 def test_links_directories_devices_and_odd_endings_are_refused(tmp_path: Path) -> None:

