@@ -13,8 +13,9 @@ from planner.outcome import FailureKind, Prediction, ProbeFailure, Rung
 from planner.setup import TrainSetup
 from probes.dryrun import cache
 from probes.dryrun.report import DryRunReport
+from probes.dryrun.startup import collection_paused
 
-VERSION = 5
+VERSION = 6
 """Part of the cache key: raise it whenever a figure can change."""
 DEFAULT_CAPABILITY = (8, 0)
 log = logging.getLogger(__name__)
@@ -117,18 +118,19 @@ def report_for_config(
     refusal = _refusal(setup)
     if refusal:
         return _unsupported(refusal)
-    # torch is imported here, not before: a cached answer needs none of it.
-    from probes.dryrun.engine import run_engine
-
     try:
-        report = run_engine(
-            raw_config,
-            capability,
-            setup,
-            full_depth=full_depth,
-            expandable_segments=expandable_segments,
-            limit_bytes=limit_bytes,
-        )
+        with collection_paused():
+            # torch is imported here, not before: a cached answer needs none of it.
+            from probes.dryrun.engine import run_engine
+
+            report = run_engine(
+                raw_config,
+                capability,
+                setup,
+                full_depth=full_depth,
+                expandable_segments=expandable_segments,
+                limit_bytes=limit_bytes,
+            )
     except (ValueError, TypeError, RuntimeError, NotImplementedError, AttributeError, KeyError, ImportError) as error:
         log.debug("dry run failed", exc_info=True)
         return _unsupported(f"{raw_config.get('model_type')}: {type(error).__name__}: {error}")

@@ -14,6 +14,7 @@ from probes.dryrun.analysis import SegmentPeak, phase_peaks, timeline
 from probes.dryrun.depths import DepthPlan, plan_depth
 from probes.dryrun.report import DryRunReport
 from probes.dryrun.splice import SpliceError, splice
+from probes.dryrun.startup import load_libraries
 from probes.dryrun.trace import Trace, trace_run
 from probes.stack import load_config
 
@@ -34,6 +35,7 @@ def run_engine(
     limit_bytes: int | None = None,
 ) -> DryRunReport:
     """The report of one point; raises what the libraries raise where a model or an operator cannot be traced."""
+    load_libraries()
     plan = plan_depth(load_config(raw_config), checkpointing=setup.checkpointing, full_depth=full_depth)
     return _report(plan, full_trace(plan, capability, setup), expandable_segments, limit_bytes)
 

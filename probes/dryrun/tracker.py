@@ -4,6 +4,7 @@ One `TorchDispatchMode` sees every operator below autograd. A storage counts as 
 output and as released when its last reference is gone, which is when PyTorch would free the block.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -121,6 +122,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         if self._is_meta and func is _ITEM:
             return self._item(args[0])
+        if func is _ADD and _adds_in_place(args, kwargs):
+            # below autograd a mode makes the engine add out of place; without one it reuses the first gradient
+            return _ADD_IN_PLACE(*args)
         shortcut = SHORTCUTS.get(func) if self._is_meta else None
         out = shortcut(args, kwargs) if shortcut is not None else None
         if out is None:
@@ -160,6 +164,38 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
 
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
+_ADD = torch.ops.aten.add.Tensor
+_ADD_IN_PLACE = torch.ops.aten.add_.Tensor
+_BUFFER_USES = 4
+"""References to a gradient that only the engine's buffer holds, as this mode sees it: buffer, call and wrapper."""
+_STORAGE_USES = 2
+"""References to a storage that only this one tensor holds: the tensor and the wrapper that is asked."""
+_WRAPPERS = ("eval_frame.py", "_compile.py")
+_ENGINE = "_engine_run_backward"
+
+
+def _adds_in_place(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this addition is the autograd engine's sum of two gradients that it would do in place on a GPU.
+
+    The engine adds into the first gradient where nothing else holds it or its storage and no dispatch mode is active;
+    a transposed weight gradient's storage is held twice, so the halves of a tied embedding make a third tensor.
+
+    Source: PyTorch 2.13 torch/csrc/autograd/input_buffer.cpp `can_accumulate_inplace`. The numbers of references are
+    those seen where PyTorch without a mode adds in place (tests/probes/test_dryrun_gradient_sums.py).
+    """
+    if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled() or kwargs or len(args) != 2:
+        return False
+    first, second = args
+    if not (isinstance(second, torch.Tensor) and first.dtype == second.dtype and first.shape == second.shape):
+        return False
+    if first._use_count() != _BUFFER_USES:
+        return False
+    if torch._C._storage_Use_Count(first.untyped_storage()._cdata) != _STORAGE_USES:
+        return False
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.endswith(_WRAPPERS):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == _ENGINE
 
 
 def peak_of(events: Iterable[Event]) -> tuple[int, int]:
