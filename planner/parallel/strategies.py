@@ -1,0 +1,224 @@
+"""The spreads a plan chooses from: every way of putting the job on its GPUs, in the order in which they are tried.
+
+Stages, each tried only where the ones before leave something open (see `planner.planning_spread`):
+
+    replicate   DDP: every GPU holds everything
+    shard       ZeRO-1, ZeRO-2, FSDP2 (reshard off, on, hybrid over nodes), ZeRO-3: the more sharded, the more sent
+    split       tensor parallelism within a node, pipeline parallelism, and both, over DDP or FSDP2
+    offload     optimizer states, or those and the weights, in the host's memory
+    other       DP in one process, device-map, GPipe: explained, walked only when asked for
+
+What the user fixed (`Workload.fixed`) filters the list; degrees that were asked for are generated.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from planner.errors import SetupError
+from planner.models.spec import ModelSpec
+from planner.setup import SPREAD_FIELDS, TrainSetup
+from planner.workload import Workload
+
+STAGES = ("replicate", "shard", "split", "offload", "other")
+FIRST_STAGES = ("replicate", "shard")
+FIELDS = ("parallel", *SPREAD_FIELDS)
+"""Setup fields that make a spread, beside `num_gpus`."""
+SpreadKey = tuple[Any, ...]
+"""The values of FIELDS of one setup."""
+
+_TENSOR_DEGREES = (2, 4, 8)
+_PIPELINE_DEGREES = (2, 4, 8, 16)
+_NAMES = {
+    "dp": "DP (one process)",
+    "ddp": "DDP",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "ZeRO-3",
+    "fsdp2": "FSDP2",
+    "device-map": "device map",
+}
+_SHARDING_ORDER = ("none", "ddp", "zero1", "zero2", "fsdp2", "zero3", "device-map", "dp")
+"""The less is sharded, and the fewer extra packages are needed, the simpler."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """One way of spreading the job.
+
+    Attributes:
+        stage: one of STAGES.
+        fields: setup fields to set on a one-GPU setup, `num_gpus` included.
+        data_degree: copies of the model that see their own sequences.
+        reason: why it is left out in this workload; "" where it is walked.
+    """
+
+    stage: str
+    fields: Mapping[str, Any]
+    data_degree: int
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        """For people: "FSDP2, hybrid in groups of 8"."""
+        return fields_name(self.fields)
+
+
+def spread_key(setup: TrainSetup) -> SpreadKey:
+    """What two setups share when they are spread alike."""
+    return tuple(getattr(setup, name) for name in FIELDS)
+
+
+def spread_name(setup: TrainSetup) -> str:
+    """A setup's spread in words: "FSDP2", "tensor 4 × pipeline 2 under DDP", "one GPU"."""
+    return fields_name({"num_gpus": setup.num_gpus, **{name: getattr(setup, name) for name in FIELDS}})
+
+
+def fields_name(fields: Mapping[str, Any]) -> str:
+    """The words of `spread_name` from setup fields; absent fields have their defaults."""
+    parallel, tensor, stages = (fields.get(name, 1) for name in ("parallel", "tensor_degree", "pipeline_degree"))
+    split = [f"tensor {tensor}"] * (tensor > 1)
+    if stages > 1:
+        split.append(f"pipeline {stages}" + (" (GPipe)" if fields.get("pipeline_schedule") == "gpipe" else ""))
+    words = " × ".join(split)
+    if parallel in _NAMES:
+        words = f"{words} under {_NAMES[parallel]}" if words else _NAMES[parallel]
+    if fields.get("shard_degree"):
+        words += f", hybrid in groups of {fields['shard_degree']}"
+    if not fields.get("reshard_after_forward", True):
+        words += ", weights kept after the forward"
+    offload = fields.get("offload", "none")
+    if offload != "none":
+        words += f", {'optimizer' if offload == 'optimizer' else 'weights and optimizer'} on the host"
+    return words or "one GPU"
+
+
+def spread_rank(setup: TrainSetup) -> int:
+    """How far a spread is from the simplest; 0 on one GPU. Breaks ties in speed."""
+    if setup.num_gpus == 1:
+        return 0
+    rank = _SHARDING_ORDER.index(setup.parallel)
+    rank += 4 * (setup.tensor_degree > 1) + 4 * (setup.pipeline_degree > 1) + 8 * (setup.offload != "none")
+    return rank + (setup.shard_degree > 0) + (not setup.reshard_after_forward)
+
+
+def spreads(workload: Workload, stages: Sequence[str] = FIRST_STAGES) -> tuple[Spread, ...]:
+    """The spreads of these stages that this workload can walk; () on one GPU.
+
+    Which of them the engines run with which method is `support.why_not`'s to say, setup by setup.
+    """
+    return tuple(one for one in all_spreads(workload) if one.stage in stages and not one.reason)
+
+
+def all_spreads(workload: Workload) -> tuple[Spread, ...]:
+    """Every spread of the workload's GPUs that the user's wishes allow, those left out with their reason."""
+    if workload.num_gpus == 1:
+        return ()
+    found: dict[SpreadKey, Spread] = {}
+    for stage, fields in _candidates(workload):
+        try:
+            setup = TrainSetup(**fields)
+        except SetupError as error:  # degrees that the user gave and that do not divide the GPUs
+            found[tuple(fields.items())] = Spread(stage=stage, fields=fields, data_degree=1, reason=error.message)
+            continue
+        if _wanted(workload, setup) and spread_key(setup) not in found:
+            found[spread_key(setup)] = Spread(
+                stage=stage, fields=fields, data_degree=setup.data_degree, reason=_why_left_out(workload, setup)
+            )
+    return tuple(found.values())
+
+
+def _candidates(workload: Workload) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(stage, fields) of everything that is thought of, in the order of STAGES."""
+    num, per_node = workload.num_gpus, _per_node(workload)
+    whole: dict[str, Any] = {"num_gpus": num}
+    yield "replicate", {**whole, "parallel": "ddp"}
+    yield "shard", {**whole, "parallel": "zero1"}
+    yield "shard", {**whole, "parallel": "zero2"}
+    yield "shard", {**whole, "parallel": "fsdp2", "reshard_after_forward": False}
+    yield "shard", {**whole, "parallel": "fsdp2"}
+    groups = _fixed(workload, "shard_degree") or ((per_node,) if 1 < per_node < num else ())
+    for group in groups:
+        yield "shard", {**whole, "parallel": "fsdp2", "shard_degree": group}
+        yield "shard", {**whole, "parallel": "fsdp2", "shard_degree": group, "reshard_after_forward": False}
+    yield "shard", {**whole, "parallel": "zero3"}
+    schedules = tuple(dict.fromkeys(("1f1b", *_fixed(workload, "pipeline_schedule"))))
+    for tensor, depth, overs in _splits(workload):
+        degrees = {"tensor_degree": tensor, "pipeline_degree": depth}
+        for parallel in ("none",) if tensor * depth == num else overs:
+            for schedule in schedules if depth > 1 else ("1f1b",):
+                yield "split", {**whole, **degrees, "parallel": parallel, "pipeline_schedule": schedule}
+    for parallel, offload in (
+        ("zero2", "optimizer"),
+        ("zero1", "optimizer"),
+        ("zero3", "optimizer"),
+        ("fsdp2", "parameters"),
+        ("zero3", "parameters"),
+    ):
+        yield "offload", {**whole, "parallel": parallel, "offload": offload}
+    for parallel in ("device-map", "dp"):
+        if parallel in _fixed(workload, "parallel"):
+            yield "other", {**whole, "parallel": parallel}
+
+
+def _splits(workload: Workload) -> Iterator[tuple[int, int, tuple[str, ...]]]:
+    """(tensor degree, pipeline degree, data parallelism over them) beyond 1 x 1: the user's, or powers of two.
+
+    Not asked for, tensor parallelism stays within a node, because it sends activations in every layer; over it lies
+    FSDP2 (Accelerate, torchtitan), over a pipeline FSDP2 or DeepSpeed's ZeRO-1; both together only as whole nodes.
+    """
+    num, per_node = workload.num_gpus, _per_node(workload)
+    if "tensor_degree" in workload.fixed or "pipeline_degree" in workload.fixed:
+        for tensor in _fixed(workload, "tensor_degree") or (1,):
+            for depth in _fixed(workload, "pipeline_degree") or (1,):
+                yield tensor, depth, ("ddp", "zero1", "fsdp2")
+        return
+    if "parallel" in workload.fixed:
+        return  # who names a way of data parallelism means it plain
+    tensors = [t for t in _TENSOR_DEGREES if per_node % t == 0]
+    for tensor in tensors:
+        yield tensor, 1, ("fsdp2",)
+    for depth in _PIPELINE_DEGREES:
+        if num % depth == 0:
+            yield 1, depth, ("zero1", "fsdp2")
+    for depth in _PIPELINE_DEGREES:
+        if tensors and num % (tensors[-1] * depth) == 0:
+            yield tensors[-1], depth, ("fsdp2",)
+
+
+def _why_left_out(workload: Workload, setup: TrainSetup) -> str:
+    """Why a spread that can exist is not walked for this model and this global batch; "" where it is."""
+    batch, model = workload.global_batch_seqs, workload.model
+    if batch % setup.data_degree:
+        return f"the global batch of {batch} sequences cannot be dealt out evenly to {setup.data_degree} copies"
+    if setup.pipeline_degree > model.num_layers:
+        return f"{model.num_layers} layers cannot be cut into {setup.pipeline_degree} stages"
+    if setup.tensor_degree > 1:
+        heads = _uneven_heads(model, setup.tensor_degree)
+        if heads:
+            return f"{heads} cannot be divided by tensor degree {setup.tensor_degree}"
+    return ""
+
+
+def _uneven_heads(model: ModelSpec, degree: int) -> str:
+    for layer in model.layer_kinds:
+        if layer.attention is None:
+            continue
+        if layer.attention.num_heads % degree:
+            return f"{layer.attention.num_heads} attention heads"
+        if layer.attention.num_kv_heads % degree:
+            return f"{layer.attention.num_kv_heads} key and value heads"
+    return ""
+
+
+def _fixed(workload: Workload, name: str) -> tuple[Any, ...]:
+    return tuple(workload.fixed.get(name, ()))
+
+
+def _wanted(workload: Workload, setup: TrainSetup) -> bool:
+    """Whether the spread takes only values that the user allowed."""
+    return all(getattr(setup, name) in workload.fixed[name] for name in FIELDS if name in workload.fixed)
+
+
+def _per_node(workload: Workload) -> int:
+    return workload.cluster.gpus_per_node if workload.cluster is not None else workload.num_gpus
