@@ -1,5 +1,6 @@
 """Accelerate's launch config (`accelerate launch --config_file FILE`), for one GPU or many. Accelerate 1.15."""
 
+from planner.exporters.spread import split_refusal
 from planner.exporters.text import Line, Section, header, launch_file, section, yaml_text
 from planner.exporters.types import ExportRequest, Launch, LaunchFile
 from planner.setup import TrainSetup
@@ -37,8 +38,8 @@ def config_file(request: ExportRequest, folder: str = TARGET) -> LaunchFile:
 
 def export(request: ExportRequest) -> Launch:
     """The config alone, as a target of its own."""
-    if request.setup.parallel not in DISTRIBUTED:
-        return Launch(target=TARGET, refused=f"Accelerate's config has no {request.setup.parallel} parallelism")
+    if reason := split_refusal(request.setup, "Accelerate's config alone"):
+        return Launch(target=TARGET, refused=reason)
     return Launch(
         target=TARGET,
         files=(config_file(request),),
@@ -63,7 +64,7 @@ def _sections(setup: TrainSetup) -> list[Section]:
         )
     ]
     if setup.parallel == "fsdp2":
-        blocks.append(section("sharding", Line("fsdp_config", _fsdp(setup))))
+        blocks.append(section("sharding", Line("fsdp_config", _fsdp(setup)), _mesh(setup)))
     elif setup.parallel.startswith("zero"):
         blocks.append(section("sharding", Line("deepspeed_config", _deepspeed(setup))))
     return blocks
@@ -73,20 +74,31 @@ def _fsdp(setup: TrainSetup) -> dict[str, object]:
     return {
         "fsdp_version": 2,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_reshard_after_forward": True,
-        "fsdp_offload_params": False,
+        "fsdp_reshard_after_forward": setup.reshard_after_forward,
+        "fsdp_offload_params": setup.offload == "parameters",
         "fsdp_cpu_ram_efficient_loading": True,
         "fsdp_activation_checkpointing": setup.checkpointing == 1,
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
     }
 
 
+def _mesh(setup: TrainSetup) -> Line | None:
+    """Hybrid sharding: shards within groups, copies over the groups."""
+    if setup.shards == setup.data_degree:
+        return None
+    sizes = {
+        "parallelism_config_dp_replicate_size": setup.data_degree // setup.shards,
+        "parallelism_config_dp_shard_size": setup.shards,
+    }
+    return Line("parallelism_config", sizes, "hybrid sharding: copies over the groups")
+
+
 def _deepspeed(setup: TrainSetup) -> dict[str, object]:
     stage = int(setup.parallel.removeprefix("zero"))
     config: dict[str, object] = {
         "zero_stage": stage,
-        "offload_optimizer_device": "none",
-        "offload_param_device": "none",
+        "offload_optimizer_device": "none" if setup.offload == "none" else "cpu",
+        "offload_param_device": "cpu" if setup.offload == "parameters" else "none",
         "gradient_accumulation_steps": setup.accumulation_steps,
     }
     if stage == 3:

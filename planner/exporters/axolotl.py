@@ -2,6 +2,7 @@
 
 from planner.exporters import deepspeed
 from planner.exporters.common import HF_ATTENTIONS, HF_OPTIMIZERS, environment, model_line, peak_notes, target_modules
+from planner.exporters.spread import split_refusal
 from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
 from planner.setup import TrainSetup
@@ -54,8 +55,10 @@ def _adapter_dtype(setup: TrainSetup) -> str:
 
 def refusal(setup: TrainSetup) -> str:
     """Why Axolotl cannot run this setup, "" when it can."""
-    if setup.tensor_degree * setup.pipeline_degree > 1:
-        return f"no {setup.parallel} parallelism is written for Axolotl"
+    if reason := split_refusal(setup, "Axolotl"):
+        return reason
+    if setup.shard_degree:
+        return "hybrid sharding is not written for Axolotl"
     if setup.method == "full" and setup.precision == "fp16-mixed":
         return "Axolotl's fp16 loads fp16 weights, whose gradients the loss scaler cannot unscale in full fine-tuning"
     if setup.parallel in ("zero2", "zero3", "fsdp2") and setup.quantization == "int8":
@@ -227,8 +230,8 @@ def _sharding(setup: TrainSetup) -> list[Line]:
     if setup.parallel == "fsdp2":
         config = {
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "reshard_after_forward": True,
-            "offload_params": False,
+            "reshard_after_forward": setup.reshard_after_forward,
+            "offload_params": setup.offload == "parameters",
             "state_dict_type": "FULL_STATE_DICT",
             "activation_checkpointing": setup.checkpointing > 0,
         }

@@ -2,6 +2,7 @@
 
 import json
 
+from planner.exporters.spread import split_refusal
 from planner.exporters.types import ExportRequest, Launch, LaunchFile
 from planner.hyperparameters import Hyperparameters
 from planner.setup import TrainSetup
@@ -17,9 +18,13 @@ def config(setup: TrainSetup, hyper: Hyperparameters) -> dict[str, object]:
     """The configuration as data. JSON has no comments: what a reader must know stands in the launch notes."""
     stage = STAGES[setup.parallel]
     zero: dict[str, object] = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
+    if setup.offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if setup.offload == "parameters":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     if stage == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
-    replicas = setup.num_gpus
+    replicas = setup.data_degree
     return {
         "train_batch_size": setup.micro_batch_seqs * setup.accumulation_steps * replicas,
         "train_micro_batch_size_per_gpu": setup.micro_batch_seqs,
@@ -38,6 +43,8 @@ def config_file(request: ExportRequest, folder: str = TARGET) -> LaunchFile:
 
 def export(request: ExportRequest) -> Launch:
     """The JSON alone, as a target of its own."""
+    if reason := split_refusal(request.setup, "DeepSpeed's JSON alone"):
+        return Launch(target=TARGET, refused=reason)
     if request.setup.parallel not in STAGES:
         return Launch(target=TARGET, refused="DeepSpeed shards with ZeRO 1 to 3 on several GPUs; this setup does not")
     return Launch(

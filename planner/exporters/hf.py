@@ -11,6 +11,7 @@ from planner.exporters.common import (
 )
 from planner.exporters.python_text import Code, call, constant
 from planner.exporters.script_data import LOAD, PACKED, PADDED
+from planner.exporters.spread import split_refusal
 from planner.exporters.text import Line, comments, header, launch_file, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
 from planner.setup import TrainSetup
@@ -36,8 +37,8 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
 
 def refusal(setup: TrainSetup) -> str:
     """Why the script cannot run this setup, "" when it can."""
-    if setup.tensor_degree * setup.pipeline_degree > 1:
-        return f"the plain Trainer script has no {setup.parallel} parallelism"
+    if reason := split_refusal(setup, "the plain Trainer script"):
+        return reason
     if setup.parallel in ("zero2", "zero3", "fsdp2") and setup.quantization == "int8":
         return f"{setup.parallel} cannot shard int8 weights"
     if setup.resolved_adapter_dtype == "fp16" and setup.autocast_dtype == "fp16" and setup.method != "full":

@@ -4,6 +4,7 @@ import json
 
 from planner.exporters import deepspeed
 from planner.exporters.common import HF_OPTIMIZERS, environment, model_line, peak_notes, target_modules
+from planner.exporters.spread import split_refusal
 from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch, LaunchFile
 from planner.setup import TrainSetup
@@ -45,7 +46,9 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
 
 def refusal(setup: TrainSetup) -> str:
     """Why LLaMA-Factory cannot run this setup, "" when it can."""
-    if setup.parallel in ("fsdp2", "device-map") or setup.tensor_degree * setup.pipeline_degree > 1:
+    if reason := split_refusal(setup, "LLaMA-Factory"):
+        return reason
+    if setup.parallel in ("fsdp2", "device-map"):
         return f"{setup.parallel} is not written for LLaMA-Factory (use ddp or ZeRO)"
     if setup.method == "full" and setup.precision == "bf16-autocast":
         return "LLaMA-Factory trains fp32 weights under bf16 autocast: twice the memory (bf16-pure or bf16-mixed work)"

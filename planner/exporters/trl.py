@@ -11,6 +11,7 @@ from planner.exporters.common import (
     peak_notes,
     target_modules,
 )
+from planner.exporters.spread import split_refusal
 from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
 from planner.setup import TrainSetup
@@ -70,8 +71,8 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
 
 def refusal(setup: TrainSetup) -> str:
     """Why `trl sft` cannot run this setup, "" when it can."""
-    if setup.tensor_degree * setup.pipeline_degree > 1:
-        return f"trl sft has no {setup.parallel} parallelism"
+    if reason := split_refusal(setup, "trl sft"):
+        return reason
     if setup.method == "qlora" and setup.compute_dtype == "fp16" and setup.autocast_dtype == "fp16":
         return (
             "TRL casts the adapters of a quantized base to bf16, which the fp16 loss scaler cannot unscale; "

@@ -5,7 +5,7 @@ from typing import Any
 from planner.errors import ConfigError
 from planner.models.spec import ModelSpec
 from planner.readers import common, schema
-from planner.readers.sharding import Sharding, parallel_of, zero_stage
+from planner.readers.sharding import Sharding, Spread, fsdp, parallel_of, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 
@@ -230,17 +230,15 @@ def _plugins(settings: Settings) -> tuple[str, ...]:
     return tuple(str(item) for item in value) if isinstance(value, list) else (str(value),)
 
 
-def _parallel(settings: Settings, sharding: Sharding) -> str:
+def _parallel(settings: Settings, sharding: Sharding) -> Spread:
     if settings.raw("deepspeed"):
         return zero_stage(settings, settings.raw("deepspeed"), sharding)
     if settings.raw("fsdp_config") or settings.raw("fsdp"):
         inner = settings.raw("fsdp_config", {})
-        if isinstance(inner, dict) and (inner.get("offload_params") or inner.get("fsdp_offload_params")):
-            settings.approximate("parameters offloaded to host memory are counted as if they stayed on the GPU")
-        return "fsdp2"
+        return fsdp(settings, inner if isinstance(inner, dict) else {})
     if settings.has("tensor_parallel_size") and settings.integer("tensor_parallel_size", 1) > 1:
         settings.approximate("tensor parallelism is counted as plain data parallelism")
-    return "none"
+    return {"parallel": "none"}
 
 
 def _dataset(settings: Settings) -> str | None:

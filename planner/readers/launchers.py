@@ -4,10 +4,10 @@ from typing import Any
 
 from planner.errors import ConfigError
 from planner.readers import common, schema
-from planner.readers.sharding import parallel_of, stage_of
+from planner.readers.sharding import Spread, fsdp, parallel_of, stage_of, zero_spread
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
-from planner.setup import TrainSetup
+from planner.setup import SPREAD_FIELDS, TrainSetup
 
 OLD_ACCELERATE = (
     "dynamo_backend", "deepspeed_plugin", "megatron_lm_plugin", "tpu_name", "tpu_zone", "command_file", "commands",
@@ -42,23 +42,24 @@ def read_accelerate(values: dict[str, Any], name: str, base: TrainSetup, num_gpu
         raise ConfigError(f"{name}: distributed_type {kind} is not planned", hint="NO, MULTI_GPU, DEEPSPEED, FSDP are")
     processes = num_gpus or settings.integer("num_processes", 1, at_least=1)
     changes: dict[str, Any] = {}
-    parallel = "none"
+    spread: Spread = {"parallel": "none"}
     if kind == "DEEPSPEED":
         block = Settings(settings.mapping("deepspeed_config"), f"{name}: deepspeed_config")
         stage = block.integer("zero_stage", 2)
-        parallel = f"zero{stage}" if stage else "none"
-        for key in ("offload_optimizer_device", "offload_param_device"):
-            if block.text(key, "none") != "none":
-                settings.approximate(f"{key} is counted as if nothing left the GPU")
+        spread = zero_spread(
+            settings,
+            stage,
+            optimizer=block.text("offload_optimizer_device", "none"),
+            parameters=block.text("offload_param_device", "none"),
+        )
         if block.has("gradient_accumulation_steps") and block.raw("gradient_accumulation_steps") != "auto":
             changes["accumulation_steps"] = block.integer("gradient_accumulation_steps", 1, at_least=1)
     elif kind == "FSDP":
-        parallel = "fsdp2"
+        spread = fsdp(settings, settings.mapping("fsdp_config"))
+        spread |= _mesh(settings, processes)
         block = Settings(settings.mapping("fsdp_config"), f"{name}: fsdp_config")
         if block.flag("fsdp_activation_checkpointing", False):
             changes["checkpointing"] = 1
-        if block.flag("fsdp_offload_params", False):
-            settings.approximate("parameters offloaded to host memory are counted as if they stayed on the GPU")
         if block.integer("fsdp_version", 1) == 1:
             settings.assume("FSDP version 1 is counted like version 2")
     mixed = settings.raw("mixed_precision", "no")
@@ -67,10 +68,12 @@ def read_accelerate(values: dict[str, Any], name: str, base: TrainSetup, num_gpu
         changes["precision"] = common.precision(settings, weights, mixed, base.method)
     elif mixed == "fp8":
         settings.approximate("fp8 matrix multiplications are counted as bf16")
-    spread = parallel_of(settings, parallel, processes)
-    if base.parallel == "device-map" and spread["parallel"] == "none":
-        spread = {}
-    fields = {**_as_dict(base), **spread, **changes}
+    found = parallel_of(settings, spread, processes)
+    if base.parallel == "device-map" and found["parallel"] == "none":
+        found = {}
+    if found:
+        base = base.trusted_with(**{name: getattr(TrainSetup(), name) for name in SPREAD_FIELDS})
+    fields = {**_as_dict(base), **found, **changes}
     return ReadConfig(
         format="accelerate",
         path=name,
@@ -79,6 +82,24 @@ def read_accelerate(values: dict[str, Any], name: str, base: TrainSetup, num_gpu
         approximations=tuple(settings.approximations),
         values=values,
     )
+
+
+def _mesh(settings: Settings, processes: int) -> Spread:
+    """Hybrid sharding: the groups of Accelerate's `parallelism_config`."""
+    block = settings.mapping("parallelism_config")
+    inner = Settings(
+        {str(key).removeprefix("parallelism_config_"): value for key, value in block.items()},
+        f"{settings.name}: parallelism_config",
+    )
+    for key in ("cp_size", "sp_size"):
+        if inner.integer(key, 1, at_least=1) > 1:
+            settings.approximate(f"{key} splits sequences over GPUs: counted whole")
+    shard, copies = inner.integer("dp_shard_size", 1, at_least=1), inner.integer("dp_replicate_size", 1, at_least=1)
+    tensor = inner.integer("tp_size", 1, at_least=1)
+    spread: Spread = {"tensor_degree": tensor} if tensor > 1 else {}
+    if copies > 1 and shard > 1 and processes % (shard * copies * tensor) == 0:
+        spread["shard_degree"] = shard
+    return spread
 
 
 def read_deepspeed(values: dict[str, Any], name: str, base: TrainSetup, num_gpus: int = 1) -> ReadConfig:
@@ -102,8 +123,8 @@ def read_deepspeed(values: dict[str, Any], name: str, base: TrainSetup, num_gpus
         block = Settings(settings.mapping(kind), f"{name}: {kind}")
         if block.raw("enabled") is True and base.compute_dtype != kind:
             changes["precision"] = f"{kind}-autocast" if base.method != "full" else f"{kind}-mixed"
-    parallel = stage_of(settings, values)
-    fields = {**_as_dict(base), **parallel_of(settings, parallel, num_gpus), **changes}
+    spread = stage_of(settings, values)
+    fields = {**_as_dict(base), **parallel_of(settings, spread, num_gpus), **changes}
     return ReadConfig(
         format="deepspeed",
         path=name,

@@ -5,7 +5,7 @@ from typing import Any
 from planner.errors import ConfigError
 from planner.models.spec import ModelSpec
 from planner.readers import common, hf, schema
-from planner.readers.sharding import Sharding, parallel_of, zero_stage
+from planner.readers.sharding import Sharding, Spread, fsdp, parallel_of, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 
@@ -85,10 +85,13 @@ def read(
         "optimizer": common.optimizer(settings, "optim", "adamw_torch_fused"),
         "compile": settings.flag("torch_compile", False),
     }
-    parallel = zero_stage(settings, values["deepspeed"], sharding) if settings.has("deepspeed") else "none"
+    spread: Spread = {"parallel": "none"}
+    if settings.has("deepspeed"):
+        spread = zero_stage(settings, values["deepspeed"], sharding)
     if settings.raw("fsdp"):
-        parallel = "fsdp2"
-    fields |= parallel_of(settings, parallel, sharding.num_gpus)
+        inner = settings.raw("fsdp_config", {})
+        spread = fsdp(settings, inner if isinstance(inner, dict) else {})
+    fields |= parallel_of(settings, spread, sharding.num_gpus)
     for key, sentence in NOT_COUNTED.items():
         if settings.raw(key):
             settings.approximate(sentence)

@@ -4,7 +4,7 @@ from typing import Any
 
 from planner.models.spec import ModelSpec
 from planner.readers import common
-from planner.readers.sharding import Sharding, parallel_of, zero_stage
+from planner.readers.sharding import Sharding, Spread, parallel_of, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 
@@ -58,16 +58,16 @@ def read(
             settings.approximate("freeze tuning trains some layers: counted as full fine-tuning, an upper bound")
         fields |= {"method": "full", "quantization": "none", "lora_rank": 0}
     settings.assume("LLaMA-Factory's v1 is young: bf16 weights under autocast are assumed")
-    parallel = "none"
+    spread: Spread = {"parallel": "none"}
     if dist.values:
         word = dist.text("name", "fsdp2")
         if word == "deepspeed":
-            parallel = zero_stage(dist, dist.raw("config_file", {}), sharding)
+            spread = zero_stage(dist, dist.raw("config_file", {}), sharding)
         else:
-            parallel = "fsdp2"
+            spread = {"parallel": "fsdp2"}
             if word != "fsdp2" or dist.has("cp_size") or dist.has("ep_size"):
                 settings.approximate(f"dist_config {word} with its extra dimensions is counted as plain FSDP")
-    fields |= parallel_of(settings, parallel, sharding.num_gpus)
+    fields |= parallel_of(settings, spread, sharding.num_gpus)
     replicas = sharding.num_gpus
     total = settings.integer("global_batch_size", fields["micro_batch_seqs"] * replicas, at_least=1)
     fields["accumulation_steps"] = max(1, total // (fields["micro_batch_seqs"] * replicas))

@@ -18,17 +18,41 @@ class Sharding:
     roots: tuple[Path, ...] = field(default=())
 
 
-def parallel_of(settings: Settings, parallel: str, num_gpus: int) -> dict[str, Any]:
-    """`num_gpus` and `parallel` of a setup. Sharding needs several GPUs; several GPUs without it are plain copies."""
+Spread = dict[str, Any]
+"""Fields of a setup that say how it is spread: "parallel", "offload", "reshard_after_forward" and the degrees."""
+
+
+def parallel_of(settings: Settings, spread: Spread, num_gpus: int) -> dict[str, Any]:
+    """`num_gpus` and the spread of a setup. Sharding needs several GPUs; several GPUs without it are plain copies."""
+    parallel = spread.get("parallel", "none")
     if num_gpus == 1:
         if parallel != "none":
             settings.assume(f"{parallel} is counted over one GPU, where it saves nothing (say how many with --gpus)")
+        if spread.get("offload", "none") != "none":
+            settings.approximate("offloading from one GPU is counted as if nothing left it")
         return {"num_gpus": 1, "parallel": "none"}
-    return {"num_gpus": num_gpus, "parallel": "ddp" if parallel == "none" else parallel}
+    return {**spread, "num_gpus": num_gpus, "parallel": "ddp" if parallel == "none" else parallel}
 
 
-def zero_stage(settings: Settings, value: Any, sharding: Sharding) -> str:
-    """ "zero1" to "zero3" or "none" from a DeepSpeed setting: the configuration itself or a path to it.
+def fsdp(settings: Settings, block: dict[str, Any]) -> Spread:
+    """The spread of an FSDP block, whose keys stand with or without the prefix "fsdp_" (Accelerate's and Axolotl's)."""
+    values = {str(key).removeprefix("fsdp_"): value for key, value in block.items()}
+    inner = Settings(values, f"{settings.name}: fsdp_config")
+    reshard = inner.raw("reshard_after_forward", True)
+    if isinstance(reshard, str) and reshard.upper() in ("FULL_SHARD", "HYBRID_SHARD"):
+        reshard = True
+    elif isinstance(reshard, str) and reshard.upper() in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
+        reshard = False
+    else:
+        reshard = inner.flag("reshard_after_forward", True)
+    spread: Spread = {"parallel": "fsdp2", "reshard_after_forward": reshard}
+    if inner.flag(inner.first("offload_params", "cpu_offload"), False):
+        spread["offload"] = "parameters"
+    return spread
+
+
+def zero_stage(settings: Settings, value: Any, sharding: Sharding) -> Spread:
+    """The spread of a DeepSpeed setting: the configuration itself or a path to it.
 
     Raises:
         ConfigError: a path that cannot be followed and whose name does not say the stage.
@@ -44,26 +68,45 @@ def zero_stage(settings: Settings, value: Any, sharding: Sharding) -> str:
     named = re.search(r"(?:zero|z|stage)[_-]?([0-3])", Path(value).name.lower())
     if named:
         settings.assume(f"deepspeed {Path(value).name} is not at hand: its name says ZeRO stage {named[1]}")
-        return f"zero{named[1]}" if named[1] != "0" else "none"
+        return {"parallel": f"zero{named[1]}" if named[1] != "0" else "none"}
     raise ConfigError(
         f"{settings.name}: deepspeed config {value!r} cannot be read",
         hint="absolute paths and links are not followed; put it beside the config, or name its stage (zero3.json)",
     )
 
 
-def stage_of(settings: Settings, config: dict[str, Any]) -> str:
-    """The ZeRO stage of a DeepSpeed configuration, noting what is offloaded."""
+def stage_of(settings: Settings, config: dict[str, Any]) -> Spread:
+    """The ZeRO stage of a DeepSpeed configuration, and what it offloads."""
     zero = config.get("zero_optimization") or {}
     if not isinstance(zero, dict):
         raise settings.error("zero_optimization", "a block of settings", zero)
     stage = Settings(zero, f"{settings.name}: zero_optimization").integer("stage", 0)
-    for key in ("offload_optimizer", "offload_param"):
-        block = zero.get(key)
-        if isinstance(block, dict) and block.get("device", "none") != "none":
-            settings.approximate(f"DeepSpeed's {key} is counted as if nothing left the GPU")
     if stage > 3:
         raise settings.error("zero_optimization.stage", "0 to 3", stage)
-    return f"zero{stage}" if stage else "none"
+    devices = {}
+    for key, old in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_params")):
+        block = zero.get(key)
+        device = block.get("device", "none") if isinstance(block, dict) else "none"
+        devices[key] = "cpu" if zero.get(old) is True else str(device or "none")
+    return zero_spread(settings, stage, optimizer=devices["offload_optimizer"], parameters=devices["offload_param"])
+
+
+def zero_spread(settings: Settings, stage: int, *, optimizer: str, parameters: str) -> Spread:
+    """The spread of a ZeRO stage with the devices ("none", "cpu", "nvme") that it offloads to."""
+    if stage == 0:
+        return {"parallel": "none"}
+    if "nvme" in (optimizer, parameters):
+        settings.approximate("offloading to NVMe is counted as offloading to the host's memory")
+    spread: Spread = {"parallel": f"zero{stage}"}
+    if parameters != "none" and stage < 3:
+        settings.assume(f"parameters stay on the GPU: DeepSpeed offloads them only in stage 3, not in stage {stage}")
+    if parameters != "none" and stage == 3:
+        if optimizer == "none":
+            settings.approximate("offloaded parameters with optimizer states on the GPU are counted as all offloaded")
+        spread["offload"] = "parameters"
+    elif optimizer != "none":
+        spread["offload"] = "optimizer"
+    return spread
 
 
 def _find(value: str, sharding: Sharding) -> Path | None:

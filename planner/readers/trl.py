@@ -4,7 +4,7 @@ from typing import Any
 
 from planner.models.spec import ModelSpec
 from planner.readers import common, hf, schema
-from planner.readers.sharding import Sharding, parallel_of, zero_stage
+from planner.readers.sharding import Sharding, Spread, fsdp, parallel_of, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 
@@ -95,16 +95,17 @@ def read(
     )
 
 
-def sharded(settings: Settings, sharding: Sharding) -> str:
+def sharded(settings: Settings, sharding: Sharding) -> Spread:
     """How a config with TrainingArguments' names spreads over GPUs."""
     if settings.has("deepspeed"):
         return zero_stage(settings, settings.raw("deepspeed"), sharding)
     if settings.raw("fsdp") or settings.has("fsdp_config"):
-        return "fsdp2"
+        inner = settings.raw("fsdp_config", {})
+        return fsdp(settings, inner if isinstance(inner, dict) else {})
     word = settings.raw("accelerate_config", "none")
     if isinstance(word, str) and word in ("zero1", "zero2", "zero3", "fsdp1", "fsdp2"):
-        return "fsdp2" if word.startswith("fsdp") else word
-    return "none"
+        return {"parallel": "fsdp2" if word.startswith("fsdp") else word}
+    return {"parallel": "none"}
 
 
 def _quantization(settings: Settings, kwargs: Settings) -> tuple[str, str | None]:

@@ -70,7 +70,7 @@ def read(
         names = lora.names("target_modules") or tuple(default.split(","))
         fields["lora_targets"] = common.targets(names, model, lora)
     training.assume("Unsloth's config names no optimizer: its adamw_8bit")
-    fields |= parallel_of(top, "none", (sharding or Sharding()).num_gpus)
+    fields |= parallel_of(top, {}, (sharding or Sharding()).num_gpus)
     data = parts["data"].raw("dataset")
     return ReadConfig(
         format=FORMAT,

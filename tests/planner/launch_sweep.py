@@ -1,8 +1,10 @@
-"""One table of setups that drives every exporter's tests: 300, each value of each field in it."""
+"""One table of setups that drives every exporter's tests: each value of each field, random combinations, and every way
+of spreading a job over several GPUs."""
 
 import random
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 from planner.errors import SetupError
 from planner.exporters import DatasetChoice, ExportRequest
@@ -46,8 +48,47 @@ def _all_values() -> Iterator[TrainSetup]:
     yield TrainSetup(method="qlora", quantization="nf4", kbit_fp32_cast=True)
 
 
+METHODS: tuple[dict[str, Any], ...] = (
+    {"method": "full", "lora_rank": 0, "precision": "bf16-mixed"},
+    {"method": "lora", "lora_targets": "attention", "checkpointing": 0},
+    {"method": "qlora", "quantization": "nf4", "checkpointing": 2, "loss": "chunked"},
+)
+SPREADS: tuple[dict[str, Any], ...] = (
+    *({"num_gpus": 8, "parallel": name} for name in ("ddp", "zero1", "zero2", "zero3", "fsdp2")),
+    {"num_gpus": 2, "parallel": "fsdp2", "reshard_after_forward": False},
+    {"num_gpus": 8, "parallel": "fsdp2", "offload": "parameters"},
+    {"num_gpus": 16, "parallel": "fsdp2", "shard_degree": 8},
+    {"num_gpus": 32, "parallel": "fsdp2", "shard_degree": 8, "reshard_after_forward": False},
+    {"num_gpus": 16, "parallel": "fsdp2", "shard_degree": 4, "offload": "parameters"},
+    {"num_gpus": 4, "parallel": "zero1", "offload": "optimizer"},
+    {"num_gpus": 4, "parallel": "zero2", "offload": "optimizer"},
+    {"num_gpus": 8, "parallel": "zero3", "offload": "optimizer"},
+    {"num_gpus": 16, "parallel": "zero3", "offload": "parameters"},
+    {"num_gpus": 8, "parallel": "none", "tensor_degree": 8},
+    {"num_gpus": 2, "parallel": "none", "tensor_degree": 2},
+    {"num_gpus": 16, "parallel": "fsdp2", "tensor_degree": 4},
+    {"num_gpus": 16, "parallel": "fsdp2", "tensor_degree": 2, "shard_degree": 4},
+    {"num_gpus": 8, "parallel": "ddp", "tensor_degree": 2},
+    {"num_gpus": 4, "parallel": "none", "pipeline_degree": 4, "accumulation_steps": 8},
+    {
+        "num_gpus": 8, "parallel": "fsdp2", "pipeline_degree": 4, "pipeline_schedule": "gpipe",
+        "accumulation_steps": 8,
+    },
+    {"num_gpus": 16, "parallel": "fsdp2", "tensor_degree": 2, "pipeline_degree": 2, "accumulation_steps": 4},
+    {"num_gpus": 4, "parallel": "dp"},
+    {"num_gpus": 3, "parallel": "device-map"},
+)  # fmt: skip
+"""Every way of spreading that `TrainSetup` can say."""
+
+
+def spread_setups() -> list[TrainSetup]:
+    """Every way of spreading times full, LoRA and QLoRA."""
+    batch = {"micro_batch_seqs": 2, "accumulation_steps": 2}
+    return [TrainSetup(**{**batch, **method, **spread}) for method, spread in product(METHODS, SPREADS)]
+
+
 def setups() -> list[TrainSetup]:
-    """The table: every value once, then random combinations up to NUM_SETUPS, always the same."""
+    """The table: every value once, then random combinations up to NUM_SETUPS, then `spread_setups`; always the same."""
     dice = random.Random(SEED)
     table = dict.fromkeys(_all_values())
     while len(table) < NUM_SETUPS:
@@ -77,7 +118,7 @@ def setups() -> list[TrainSetup]:
             table.setdefault(TrainSetup(**values))
         except SetupError:
             continue
-    return list(table)
+    return [*table, *(setup for setup in spread_setups() if setup not in table)]
 
 
 def request(setup: TrainSetup, **changes: object) -> ExportRequest:

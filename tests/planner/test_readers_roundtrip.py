@@ -1,12 +1,13 @@
 """Every emitted file, read back, gives the setup that runs: the planned one with the declared differences."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from planner.exporters import EXPORTERS, Launch, accelerate
 from planner.readers import Sharding, canonical, read_text
-from planner.setup import TrainSetup
+from planner.setup import SPREAD_FIELDS, TrainSetup
 from tests.planner.launch_sweep import request, setups
 
 SETUPS = setups()
@@ -48,15 +49,22 @@ def test_accelerate_and_deepspeed_files_read_back_over_their_base() -> None:
             back = read_text(
                 launch.files[0].text,
                 Path(launch.files[0].path).name,
-                base=setup.with_(num_gpus=1, parallel="none", accumulation_steps=1),
+                base=TrainSetup(**{**plain(setup), "accumulation_steps": 1}),
                 sharding=Sharding(num_gpus=setup.num_gpus),
             )
             assert (back.setup.num_gpus, back.setup.parallel) == (setup.num_gpus, setup.parallel)
+            assert back.setup.spread == setup.spread
             if target == "deepspeed":
                 assert back.setup.micro_batch_seqs == setup.micro_batch_seqs
                 assert back.setup.accumulation_steps == setup.accumulation_steps
             seen += 1
     assert seen >= 200
+
+
+def plain(setup: TrainSetup) -> dict[str, Any]:
+    """The fields of a setup on one GPU."""
+    values = {name: getattr(setup, name) for name in TrainSetup.__dataclass_fields__ if name not in SPREAD_FIELDS}
+    return {**values, "num_gpus": 1, "parallel": "none"}
 
 
 @pytest.mark.parametrize("target", sorted(EXPORTERS))
@@ -83,20 +91,31 @@ def test_every_field_is_written_or_declared(target: str) -> None:
         "compile": base.with_(compile=True),
         "num_gpus": base.with_(num_gpus=2, parallel="ddp"),
         "parallel": base.with_(num_gpus=2, parallel="zero2"),
+        "tensor_degree": base.with_(num_gpus=2, tensor_degree=2),
+        "pipeline_degree": base.with_(num_gpus=2, pipeline_degree=2),
+        "pipeline_schedule": base.with_(num_gpus=2, pipeline_degree=2, pipeline_schedule="gpipe"),
+        "shard_degree": base.with_(num_gpus=4, parallel="fsdp2", shard_degree=2),
+        "reshard_after_forward": base.with_(num_gpus=4, parallel="fsdp2", reshard_after_forward=False),
+        "offload": base.with_(num_gpus=4, parallel="fsdp2", offload="parameters"),
+    }
+    # what a field is compared with: the same job without it
+    spread = {
+        "pipeline_schedule": base.with_(num_gpus=2, pipeline_degree=2),
+        **dict.fromkeys(("shard_degree", "reshard_after_forward", "offload"), base.with_(num_gpus=4, parallel="fsdp2")),
     }
     assert set(changes) == set(TrainSetup.__dataclass_fields__)
-    launcher_only = {"num_gpus", "parallel", "precision", "micro_batch_seqs", "accumulation_steps"}
-    plain = EXPORTERS[target](request(base, hyper=request(base).hyper))
+    launcher_only = {"num_gpus", "parallel", "precision", "micro_batch_seqs", "accumulation_steps", *SPREAD_FIELDS}
     for field, setup in changes.items():
+        before = EXPORTERS[target](request(spread.get(field, base), hyper=request(base).hyper))
         if target in ("accelerate", "deepspeed") and field not in launcher_only:
             continue  # these files hold no method or model, and say so
         launch = EXPORTERS[target](request(setup, hyper=request(base).hyper))
         said = launch.refused or field in {one.field for one in launch.differences}
-        previously = field in {one.field for one in plain.differences}
-        same = _settings_only(launch) == _settings_only(plain)
+        previously = field in {one.field for one in before.differences}
+        same = _settings_only(launch) == _settings_only(before)
         if target == "accelerate" and field in ("micro_batch_seqs", "accumulation_steps"):
             continue
-        assert said or previously or not same or plain.refused, field
+        assert said or previously or not same or before.refused, field
 
 
 def _settings_only(launch: Launch) -> list[str]:
