@@ -74,6 +74,8 @@ class Measurement:
         device_peak_is_nvml: False where the driver could not be asked and reserved plus context stands in.
         copy_bandwidth_bytes_per_s: of a copy within the device's memory just before (read and written bytes both
             counted), None when not measured.
+        rank_peaks: with several GPUs, (name, number of ranks, device peak in bytes) of every rank, worst first; the
+            figures above are then those of the worst rank, the step times those of the slowest.
     """
 
     rung: Rung
@@ -91,6 +93,7 @@ class Measurement:
     notes: tuple[str, ...] = ()
     device_peak_is_nvml: bool = True
     copy_bandwidth_bytes_per_s: float | None = None
+    rank_peaks: tuple[tuple[str, int, int], ...] = ()
 
     @property
     def step_time_s(self) -> float:

@@ -60,6 +60,7 @@ def _measurement(values: Mapping[str, Any]) -> Measurement:
     known["environment"] = environment_from_dict(values["environment"])
     known["phase_peaks_bytes"] = {str(k): int(v) for k, v in values["phase_peaks_bytes"].items()}
     known["layers_measured"] = tuple(int(depth) for depth in values["layers_measured"])
+    known["rank_peaks"] = tuple((str(name), int(num), int(size)) for name, num, size in values.get("rank_peaks", ()))
     for name in ("flags", "notes"):
         known[name] = tuple(str(item) for item in values.get(name, ()))
     for name in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "tokens_per_step"):

@@ -63,6 +63,8 @@ def rung_to_dict(evidence: Prediction | Measurement | ProbeFailure, *, detail: b
             "extrapolation_error_fraction": evidence.extrapolation_error_fraction,
             "flags": list(evidence.flags),
             "device_peak_is_nvml": evidence.device_peak_is_nvml,
+            "copy_bandwidth_bytes_per_s": evidence.copy_bandwidth_bytes_per_s,
+            "rank_peaks": [list(one) for one in evidence.rank_peaks],
             "environment": to_jsonable(evidence.environment),
         }
         return values
