@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from planner.kernels import Kernel, masked
 from planner.memory.dtypes import SIZE_BYTES, Flow, promote
 from planner.memory.linear_attention import linear_attention_saved
+from planner.memory.scores import ScoreBytes, eager_scores, math_scores
 from planner.memory.traits import Traits
 from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, NormSpec
 from planner.setup import TrainSetup
@@ -116,9 +117,15 @@ class Inputs:
 
 
 def inputs_saved(
-    linears: Sequence[LinearSpec], context: LayerContext, input_dtype: str, *, kept_elsewhere: bool = False
+    linears: Sequence[LinearSpec],
+    context: LayerContext,
+    input_dtype: str,
+    *,
+    kept_elsewhere: bool = False,
+    pinned_elsewhere: bool = False,
 ) -> Inputs:
-    """What matrices that share one input keep of it; `kept_elsewhere`: another operator keeps that input already.
+    """What matrices that share one input keep of it; `kept_elsewhere`: another operator keeps that input already,
+    `pinned_elsewhere`: other int8 matrices do (a parallel block's attention and MLP share theirs).
 
     A trained weight keeps its input; several share it when no cast is needed, but autocast casts once per matrix. A
     frozen matrix keeps nothing, but for int8, which keeps its input. peft casts the input to the adapter's type for
@@ -138,7 +145,7 @@ def inputs_saved(
             base = sum(SIZE_BYTES[flow.autocast] * elements * linear.num_active for linear in linears)
         elif not kept_elsewhere:
             base = SIZE_BYTES[input_dtype] * elements * max(linear.num_active for linear in linears)
-    elif setup.quantization == "int8" and linears[0].module != "parameter":
+    elif setup.quantization == "int8" and linears[0].module != "parameter" and not pinned_elsewhere:
         pinned = SIZE_BYTES[input_dtype] * elements
     adapted = [linear for linear in linears if linear.name in context.adapted]
     if not adapted:
@@ -182,7 +189,6 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
     size = SIZE_BYTES[context.flow.autocast or qkv_dtype]
     if context.kernel == "linear":
         return linear_attention_saved(attention, context.flow, tokens), 0
-    dropout = context.traits.attention_dropout
     scores = tokens * context.row_tokens
     if context.kernel in ("flash", "efficient"):
         wide = attention.num_kv_heads != attention.num_heads and (
@@ -192,13 +198,20 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
         mask = size * scores if context.kernel == "efficient" and masked(context.setup, attention) else 0
         return size * tokens * kept + 4 * tokens * attention.num_heads, mask
     scores *= attention.num_heads
+    held = score_bytes(attention, context, qkv_dtype)
     if context.kernel == "eager":
-        if attention.sinks:  # softmax in the compute type, over one column more
-            return size * tokens * (2 * query_width + value_width), scores * size
-        each = 4 + (size if size < 4 or dropout else 0) + (size if attention.softcap else 0) + int(dropout)
         wide_size = 4 if context.traits.fp32_scores and not context.flow.autocast else size
-        return tokens * (2 * wide_size * query_width + size * value_width), scores * each
-    return 4 * tokens * (2 * query_width + value_width), (9 if dropout else 4) * scores
+        return tokens * (2 * wide_size * query_width + size * value_width), scores * held.kept
+    return 4 * tokens * (2 * query_width + value_width), scores * held.kept
+
+
+def score_bytes(attention: AttentionSpec, context: LayerContext, qkv_dtype: str) -> ScoreBytes:
+    """Bytes per score of the layer's kernel; none for a kernel that keeps no tokens x tokens matrix."""
+    if context.kernel == "eager":
+        return eager_scores(context.flow, context.traits, qkv_dtype, softcap=attention.softcap, sinks=attention.sinks)
+    if context.kernel == "math":
+        return math_scores(context.traits)
+    return ScoreBytes(kept=0, forward=0, backward=0)
 
 
 ACTIVATION_COPIES = {"gelu_new": 4, "gelu_fast": 4, "relu2": 2}
@@ -305,7 +318,15 @@ def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:
     dense = [one for role in ("gate", "up", "gate_up") for one in by_role.get(role, ()) if one.module != "parameter"]
     down = [one for one in by_role.get("down", ()) if one.module != "parameter"]
     if dense:
-        _add(saved, "mlp", inputs_saved(dense, context, normed, kept_elsewhere=layer.parallel_residual))
+        parallel = layer.parallel_residual
+        shared = inputs_saved(
+            dense,
+            context,
+            normed,
+            kept_elsewhere=parallel,
+            pinned_elsewhere=parallel and len(block_norms) == 1,
+        )
+        _add(saved, "mlp", shared)
         saved.mlp += mlp_saved(layer.mlp, down, context, normed)
         activated = activation_dtype(layer.mlp.activation, flow, flow.linear_out(normed))
         _add(saved, "mlp", inputs_saved(down, context, activated, kept_elsewhere=layer.mlp.activation == "relu"))

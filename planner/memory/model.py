@@ -242,12 +242,9 @@ def _weight_casts(model: ModelSpec, setup: TrainSetup, flow: Flow) -> tuple[int,
 
 
 def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
-    """The loss chain of one micro-batch.
-
-    With the k-bit cast the head is the only plain fp32 matrix; autocast's 16-bit copy of it counts here.
-    """
+    """The loss chain of one micro-batch."""
     flow = step_flow(model, setup)
-    chain = loss_chain(
+    return loss_chain(
         loss=setup.loss,
         tokens=setup.tokens_per_micro_batch,
         vocab_size=model.vocab_size,
@@ -258,15 +255,6 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
         softcap=model.logit_softcap,
         head_cast=flow.autocast is not None and flow.table == "fp32",
     )
-    if (
-        setup.quantized
-        and flow.autocast
-        and flow.table == "fp32"
-        and setup.loss != "chunked"
-        and model.head is not None
-    ):
-        return replace(chain, loss_bytes=chain.loss_bytes + 2 * model.head.num_weights)
-    return chain
 
 
 def loss_parts_logits(model: ModelSpec, setup: TrainSetup) -> int:

@@ -25,6 +25,8 @@ POST_NORM = frozenset({"olmo2", "olmo3"})
 """Types whose norms follow attention and MLP: the projections' input is the residual itself."""
 FP32_SCORES = frozenset({"gptj", "gpt_neo"})
 """Types whose own attention multiplies queries and keys in fp32."""
+PLAIN_SOFTMAX = frozenset({"falcon", "gpt2", "gpt_neo", "gptj", "llama4", "llama4_text", "t5"})
+"""Types whose eager softmax stays in its input's type, where others ask for fp32."""
 DENSE_EXPERTS = frozenset({"llama4"})
 """Types that push every token through every expert, weighted by zero where it was not routed."""
 EXTRA_EXPERT_COPIES = {"gpt_oss": 3}
@@ -47,6 +49,7 @@ class Traits:
     extra_expert_copies: int
     post_norm: bool
     fp32_scores: bool
+    plain_softmax: bool
 
 
 @lru_cache(maxsize=512)
@@ -77,6 +80,7 @@ def traits_of(model: ModelSpec) -> Traits:
         extra_expert_copies=EXTRA_EXPERT_COPIES.get(model.model_type, 0),
         post_norm=model.model_type in POST_NORM,
         fp32_scores=model.model_type in FP32_SCORES,
+        plain_softmax=model.model_type in PLAIN_SOFTMAX,
     )
 
 

@@ -1,6 +1,6 @@
 """Temporaries inside one layer: what its forward and backward hold beyond what autograd keeps."""
 
-from planner.memory.activations import LayerContext, Saved
+from planner.memory.activations import LayerContext, Saved, score_bytes
 from planner.memory.dtypes import SIZE_BYTES
 from planner.models.spec import LayerSpec
 
@@ -34,9 +34,8 @@ def backward_transient(layer: LayerSpec, context: LayerContext, saved: Saved) ->
         spec = layer.attention
         width = spec.num_heads * (spec.head_dim + spec.value_head_dim)
         attention = size * 2 * width
-        if context.kernel in ("math", "eager"):
-            scores = spec.num_heads * context.row_tokens
-            attention += (8 if context.kernel == "math" else 6) * scores
+        qkv = flow.linear_out(flow.residual)
+        attention += score_bytes(spec, context, qkv).backward * spec.num_heads * context.row_tokens
     return max(context.tokens * (residual + max(mlp, norm)), context.tokens * (residual + attention) - saved.late)
 
 
@@ -49,9 +48,8 @@ def forward_transient(layer: LayerSpec, context: LayerContext) -> int:
     size = SIZE_BYTES[flow.linear_out(flow.residual)]
     mlp = 3 * size * _mlp_width(layer)
     scores = 0
-    if layer.attention is not None and context.kernel in ("math", "eager"):
-        # the product, the masked product (in the mask's type) and the fp32 softmax; "math" works in place
-        parts = 8 if context.kernel == "math" else 4 + SIZE_BYTES[flow.compute] + SIZE_BYTES[flow.residual]
+    if layer.attention is not None:
+        parts = score_bytes(layer.attention, context, flow.linear_out(flow.residual)).forward
         scores = parts * layer.attention.num_heads * context.row_tokens
     return context.tokens * max(mlp, scores)
 

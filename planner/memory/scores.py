@@ -1,0 +1,59 @@
+"""Tokens x tokens matrices: what eager attention and SDPA's math kernel keep and hold per score."""
+
+from dataclasses import dataclass
+
+from planner.memory.dtypes import SIZE_BYTES, Flow
+from planner.memory.traits import Traits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoreBytes:
+    """Bytes per score (query, key and head): kept for the backward, held beyond that at the largest moment of the
+    forward and of the backward."""
+
+    kept: int
+    forward: int
+    backward: int
+
+
+def eager_scores(
+    flow: Flow, traits: Traits, qkv_dtype: str, *, softcap: bool = False, sinks: bool = False
+) -> ScoreBytes:
+    """Attention in single operations: product, mask, softmax, cast, dropout, product.
+
+    The softmax is fp32 where the class asks for it or autocast does, and kept; so is what meets the values: a cast copy
+    of it, or with dropout the dropped copy beside a mask of one byte. A soft cap keeps its tanh. The backward's largest
+    moment is the gradient of the values' product beside all that, the dropout's, the cast's, or the softmax's with its
+    output, gradient and result.
+
+    Source: transformers 5.23 `eager_attention_forward` of each class, `GPTJAttention._attn`, `T5Attention`; PyTorch
+    autocast's fp32 list.
+    """
+    value = SIZE_BYTES[flow.autocast or qkv_dtype]
+    if sinks:  # softmax in the compute type, over one column more
+        return ScoreBytes(kept=value, forward=4 + value + SIZE_BYTES[flow.residual], backward=6)
+    score = 4 if traits.fp32_scores and not flow.autocast else value
+    softmax = score if traits.plain_softmax and not flow.autocast else 4
+    dropout = traits.attention_dropout
+    copy = value if softmax != value or dropout else 0
+    kept = softmax + copy + int(dropout)
+    moments = [kept + value, 3 * softmax]
+    if dropout:
+        moments.append(softmax + 1 + 2 * value)
+    if softmax != value:
+        moments.append(2 * softmax + value)
+    return ScoreBytes(
+        kept=kept + (score if softcap else 0),
+        forward=softmax + SIZE_BYTES[flow.compute] + SIZE_BYTES[flow.residual],
+        backward=max(moments) - kept,
+    )
+
+
+def math_scores(traits: Traits) -> ScoreBytes:
+    """SDPA's math kernel: everything in fp32, the softmax kept, with dropout also the dropped copy and a mask.
+
+    Source: PyTorch 2.13 `_scaled_dot_product_attention_math` (`attention.cpp`).
+    """
+    kept = 9 if traits.attention_dropout else 4
+    moments = [kept + 4, 12, 13 if traits.attention_dropout else 0]
+    return ScoreBytes(kept=kept, forward=8, backward=max(moments) - kept)
