@@ -92,6 +92,38 @@ class Constants:
         return tuple(one.name for one in fields(cls))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpreadConstants:
+    """Fitted or stated numbers of several GPUs' speed; the links' rates and latencies are facts of `planner.cluster`.
+
+    Attributes:
+        nvlink_share, pcie_share, network_share: of a link's nominal one-directional rate that NCCL's collectives reach.
+        pcie_staged_share: the same where GPUs cannot reach each other's memory (GeForce): staged by the host.
+        host_copy_share: of PCIe that pinned copies between host and GPU reach.
+        collective_s: start of one collective (kernel launch, synchronisation of streams).
+        overlap_cost: share of hidden communication that compute pays for (multiprocessors and memory that it takes).
+        unit_host_s: host time of one gather or reduction of a sharded unit (hooks, flat buffers, streams).
+        cpu_adam_bytes_per_s: what a node's CPUs move in an optimizer step, all GPUs of the node together.
+        cpu_adam_loop: how many times slower PyTorch's own CPU optimizer is than a fused one.
+    """
+
+    nvlink_share: float = 0.75
+    pcie_share: float = 0.65
+    pcie_staged_share: float = 0.35
+    network_share: float = 0.8
+    host_copy_share: float = 0.8
+    collective_s: float = 1.5e-5
+    overlap_cost: float = 0.15
+    unit_host_s: float = 2.0e-4
+    cpu_adam_bytes_per_s: float = 1.15e11
+    cpu_adam_loop: float = 5.7
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The names of all constants."""
+        return tuple(one.name for one in fields(cls))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
     """One calibration file.
@@ -103,6 +135,7 @@ class Calibration:
         matmul_share: GPU key or family -> measured share of the nominal 16-bit matmul rate.
         fp32_share: GPU key or family -> the same for fp32 outside the tensor cores.
         rates_flops_per_s: GPU key -> data type -> measured matmul rate where the nominal one does not apply.
+        spread: what several GPUs add, see `SpreadConstants`.
         bands: confidence -> half-width as a fraction.
         points: what it was fitted on, for people.
     """
@@ -113,6 +146,7 @@ class Calibration:
     matmul_share: Mapping[str, float] = field(default_factory=dict)
     fp32_share: Mapping[str, float] = field(default_factory=dict)
     rates_flops_per_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    spread: Mapping[str, float] = field(default_factory=dict)
     bands: Mapping[str, float] = field(default_factory=dict)
     points: Mapping[str, Any] = field(default_factory=dict)
 
@@ -122,6 +156,11 @@ class Calibration:
         for name in (gpu.arch, family(gpu), gpu.key):
             values.update(self.architectures.get(name, {}))
         return Constants(**values)
+
+    @property
+    def spread_constants(self) -> SpreadConstants:
+        """What several GPUs add."""
+        return SpreadConstants(**self.spread)
 
     def share_for(self, gpu: GpuSpec) -> tuple[float, str]:
         """Share of the nominal 16-bit matmul rate and where it comes from: "gpu", "family" or "default"."""
@@ -157,9 +196,10 @@ def calibration_from_dict(values: Mapping[str, Any], *, source: str = "calibrati
     """
     if values.get("form") != FORM:
         raise ConfigError(f"{source}: expected calibration form {FORM}, got {values.get('form')!r}")
-    known = set(Constants.names())
-    tables = [values.get("constants", {}), *values.get("architectures", {}).values()]
-    for table in tables:
+    known, spread = set(Constants.names()), set(SpreadConstants.names())
+    tables = [(values.get("constants", {}), known), (values.get("spread", {}), spread)]
+    tables += [(table, known) for table in values.get("architectures", {}).values()]
+    for table, known in tables:
         for name, value in table.items():
             if name not in known:
                 raise ConfigError(f"{source}: unknown constant {name!r}", hint="fit it again with `plan calibrate`")

@@ -5,7 +5,7 @@ from planner.throughput.family import Family
 from planner.throughput.model import SpeedModel
 from planner.throughput.types import StepTime
 
-_GRADIENT_ADD_PASSES = 3.0  # accumulation reads both gradients and writes one
+GRADIENT_ADD_PASSES = 3.0  # accumulation reads both gradients and writes one
 
 
 class ThroughputProfile:
@@ -24,9 +24,20 @@ class ThroughputProfile:
             setup.optimizer, self._family.trained_params, self._family.trained_bytes, self._family.trained_tensors
         )
         trained_bytes = self._family.trained_params * self._family.trained_bytes
-        self._add_s = _GRADIENT_ADD_PASSES * trained_bytes / speed.bandwidth
+        self._add_s = GRADIENT_ADD_PASSES * trained_bytes / speed.bandwidth
         trainer = speed.conditions.trainer_overhead
         self._step_s = max(self._optimizer) + (speed.constants.step_overhead_s if trainer else 0.0)
+
+    @property
+    def family(self) -> Family:
+        """What the layers of this profile cost."""
+        return self._family
+
+    def micro_parts(self, micro_batch_seqs: int) -> dict[str, float]:
+        """GPU seconds of one micro-batch by part, the loss included; host and trainer are not."""
+        parts = self._family.parts(micro_batch_seqs)
+        parts["loss"] = self._loss_s(micro_batch_seqs)
+        return parts
 
     def at(self, micro_batch_seqs: int, accumulation_steps: int) -> tuple[float, float]:
         """Step time in seconds and tokens/s of one GPU."""
@@ -62,11 +73,15 @@ class ThroughputProfile:
             needed += 6.0 * setup.lora_rank * self._speed.adapters(setup, self._family.flow)[1] * tokens
         return needed * accumulation_steps
 
+    def mfu_fraction(self, flops: float, seconds: float) -> float:
+        """`flops` in so many seconds against the data sheet's rate for the compute type, 0 where there is none."""
+        nominal = self._speed.rates.nominal.get(self._family.flow.compute, 0.0)
+        return flops / seconds / nominal if nominal else 0.0
+
     def step_time(self, setup: TrainSetup) -> StepTime:
         """The full answer for one setup of this profile."""
         steps, seqs = setup.accumulation_steps, setup.micro_batch_seqs
-        micro = self._family.parts(seqs)
-        micro["loss"] = self._loss_s(seqs)
+        micro = self.micro_parts(seqs)
         busy = sum(micro.values())
         micro["host"] = self._with_host(busy) - busy
         parts = {name: seconds * steps for name, seconds in micro.items()}
@@ -76,18 +91,21 @@ class ThroughputProfile:
         parts["trainer"] = steps * self._trainer_micro_s() + self._step_s - max(self._optimizer)
         total = sum(parts.values())
         flops = self.flops(seqs, steps)
-        nominal = self._speed.rates.nominal.get(self._family.flow.compute, 0.0)
         return StepTime(
             step_time_s=total,
             parts_s=parts,
             flops=flops,
-            mfu_fraction=flops / total / nominal if nominal else 0.0,
+            mfu_fraction=self.mfu_fraction(flops, total),
             tokens_per_s=setup.tokens_per_step / total,
             band_fraction=self._speed.calibration.band_for(self._speed.gpu),
-            notes=tuple(self._notes()),
+            notes=tuple(self.notes() + self._one_gpu_notes()),
         )
 
-    def _notes(self) -> list[str]:
+    def _one_gpu_notes(self) -> list[str]:
+        return ["Communication between GPUs is not counted."] if self._setup.num_gpus > 1 else []
+
+    def notes(self) -> list[str]:
+        """What a person must know of the card and of the model, one sentence each."""
         speed = self._speed
         notes = []
         compute = self._family.flow.compute
@@ -96,8 +114,6 @@ class ThroughputProfile:
         if speed.rates.share_source != "gpu":
             source = speed.rates.share_source
             notes.append(f"No measured matmul rate for {speed.gpu.name}: its share of peak is its {source}'s.")
-        if self._setup.num_gpus > 1:
-            notes.append("Communication between GPUs is not counted.")
         if speed.inv.mixer_width:
             notes.append("Linear-attention layers are approximated by the bytes they move.")
         return notes

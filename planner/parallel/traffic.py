@@ -1,0 +1,100 @@
+"""What has to cross the links: bytes of weights and gradients of one part of a model, by layer and outside the layers.
+
+Engines shard by unit: one per transformer layer, and a root unit with embeddings, head and final norm.
+"""
+
+from dataclasses import dataclass
+
+from planner.memory.dtypes import SIZE_BYTES, flow_of
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
+from planner.throughput.lora import adapted_linears
+
+_QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.5, "nf4-double": 0.5}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """Bytes of one part of the model, as engines put them on the wire.
+
+    Attributes:
+        layers: units that are gathered one by one.
+        layer_bytes: weights of an average layer, adapters included; root_bytes: all weights outside the layers.
+        layer_gradient_bytes, root_gradient_bytes: the same of trained weights.
+        last_gradient_bytes: gradients that are ready only when the backward ends (the embedding's, or the first
+            layer's where it is frozen): nothing is left to hide them behind.
+        trained_params: elements that the optimizer updates.
+    """
+
+    layers: int
+    layer_bytes: float
+    root_bytes: float
+    layer_gradient_bytes: float
+    root_gradient_bytes: float
+    last_gradient_bytes: float
+    trained_params: float
+
+    @property
+    def weight_bytes(self) -> float:
+        """All weights."""
+        return self.layers * self.layer_bytes + self.root_bytes
+
+    @property
+    def gradient_bytes(self) -> float:
+        """All gradients."""
+        return self.layers * self.layer_gradient_bytes + self.root_gradient_bytes
+
+
+def wire_setup(setup: TrainSetup) -> TrainSetup:
+    """The setup that a rank really computes with.
+
+    Sharding engines hand 16-bit weights to the forward whatever is stored. FSDP2 as Accelerate sets it up gathers in
+    the autocast type and casts a module's inputs to it; DeepSpeed's bf16 engine casts the whole module (adapters too)
+    and keeps fp32 masters in its optimizer, without autocast. fp16 full fine-tuning keeps autocast in the form here,
+    since a setup cannot say fp16 weights that are trained.
+
+    Source: accelerate 1.15 `utils/dataclasses.py` set_mixed_precision; deepspeed 0.19 `runtime/engine.py`
+    _configure_distributed_model (module.bfloat16()).
+    """
+    if setup.parallel == "fsdp2" and setup.precision == "bf16-mixed":
+        return setup.with_(precision="bf16-autocast")
+    if setup.parallel in ("zero1", "zero2", "zero3") and setup.precision in ("bf16-mixed", "bf16-autocast"):
+        adapter = setup.adapter_dtype if setup.method == "full" else "bf16"
+        return setup.with_(precision="bf16-pure", adapter_dtype=adapter)
+    return setup
+
+
+def traffic_of(part: ModelSpec, setup: TrainSetup) -> Traffic:
+    """The traffic of one part of a model under a setup's data types."""
+    flow = flow_of(wire_setup(setup))
+    sharded = setup.parallel in ("zero1", "zero2", "zero3", "fsdp2")
+    held = SIZE_BYTES[flow.autocast or flow.table] if setup.parallel == "fsdp2" else SIZE_BYTES[flow.table]
+    layers = part.num_layers
+    quantized = sum(
+        count * linear.num_weights
+        for layer, count in part.layer_counts
+        for linear in layer.linears
+        if linear.module != "parameter" and setup.quantized
+    )
+    in_layers = sum(layer.num_params * count for layer, count in part.layer_counts)
+    layer_bytes = (in_layers - quantized) * held + quantized * _QUANTIZED_BYTES.get(setup.quantization, 0.0)
+    outside = part.num_params - in_layers
+    if setup.method == "full":
+        size = held if sharded else SIZE_BYTES[flow.table]
+        trained, root = float(in_layers), float(outside)
+        last = float(part.num_embedding_params) * size
+    else:
+        size = SIZE_BYTES[flow.autocast or flow.adapter] if setup.parallel == "fsdp2" else SIZE_BYTES[flow.adapter]
+        trained, root = float(setup.lora_rank * adapted_linears(part, setup.lora_targets).params_per_rank), 0.0
+        last = 0.0
+        layer_bytes += trained * size
+    each = trained * size / layers if layers else 0.0
+    return Traffic(
+        layers=layers,
+        layer_bytes=layer_bytes / layers if layers else 0.0,
+        root_bytes=outside * held,
+        layer_gradient_bytes=each,
+        root_gradient_bytes=root * size,
+        last_gradient_bytes=max(last, each),
+        trained_params=trained + root,
+    )

@@ -1,0 +1,40 @@
+"""Pipeline schedules: the papers' bubble fractions, unequal stages, micro-batches in flight."""
+
+import pytest
+
+from planner.parallel.schedule import bubble_fraction, in_flight, pipeline_s
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 1), (4, 4), (4, 16), (8, 32)])
+def test_equal_stages_lose_the_papers_bubble(schedule: str, stages: int, micro_batches: int) -> None:
+    """GPipe section 2.3 and PipeDream-flush: (p - 1) / (m + p - 1) of the step is idle."""
+    forward, backward = 1.0, 2.0
+    step = pipeline_s(schedule, [forward] * stages, [backward] * stages, micro_batches)
+    busy = micro_batches * (forward + backward)
+    assert 1.0 - busy / step == pytest.approx((stages - 1) / (micro_batches + stages - 1))
+    assert bubble_fraction(stages, micro_batches) == pytest.approx(1.0 - busy / step)
+
+
+def test_gpipe_calls_its_bubble_negligible_at_four_micro_batches_per_stage() -> None:
+    assert bubble_fraction(8, 32) < 0.2
+    assert bubble_fraction(1, 7) == 0.0
+
+
+def test_the_slowest_stage_sets_the_pace() -> None:
+    even = pipeline_s("1f1b", [1.0] * 4, [2.0] * 4, 64)
+    uneven = pipeline_s("1f1b", [1.0, 1.0, 1.0, 1.5], [2.0, 2.0, 2.0, 3.0], 64)
+    assert uneven / even == pytest.approx(1.5, rel=0.02)
+    assert uneven == pytest.approx(3 * 3.0 + 4.5 + 63 * 4.5)
+
+
+def test_unequal_stages_wait_longer_under_gpipe_when_the_slow_stages_differ() -> None:
+    forward, backward = [2.0, 1.0], [1.0, 3.0]
+    assert pipeline_s("gpipe", forward, backward, 8) == pytest.approx(3 + 7 * 2 + 4 + 7 * 3)
+    assert pipeline_s("1f1b", forward, backward, 8) == pytest.approx(7 + 7 * 4)
+
+
+def test_1f1b_holds_at_most_the_stages_that_follow() -> None:
+    assert [in_flight("1f1b", 4, 16, stage) for stage in range(4)] == [4, 3, 2, 1]
+    assert [in_flight("gpipe", 4, 16, stage) for stage in range(4)] == [16] * 4
+    assert in_flight("1f1b", 8, 2, 0) == 2
