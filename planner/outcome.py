@@ -29,6 +29,8 @@ class Prediction:
         step_time_s, tokens_per_s: None where the rung does not predict speed.
         time_parts_s: where the time goes, by operator class.
         notes: what a person must know (a math-kernel fallback, an assumption), one sentence each.
+        rank_peaks: (name, how many GPUs, their device peak in bytes) of every distinct rank, worst first; empty with
+            one GPU. The other figures are the worst rank's; tokens/s are those of all GPUs.
     """
 
     rung: Rung
@@ -45,6 +47,7 @@ class Prediction:
     mfu_fraction: float | None = None
     time_parts_s: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    rank_peaks: tuple[tuple[str, int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
