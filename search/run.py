@@ -16,7 +16,7 @@ from search.problem import Elsewhere, Evaluate, Problem, Result, with_evidence
 from search.sampler import Belief, Sampler
 from search.stopping import MARGIN, Budget, converged
 from search.storage import GRACE_S, HEARTBEAT_S, close_storage, open_storage
-from search.study import Study, TrialRecord, describe_problem
+from search.study import Study, TrialRecord, describe_problem, still_excluded
 
 POLL_S = 0.2
 MAX_RECORDED_EXCLUSIONS = 20
@@ -96,6 +96,7 @@ def search(
     opened, liveness = open_storage(storage, heartbeat_s=heartbeat_s, grace_s=grace_s)
     try:
         study = Study(problem, opened, liveness, study_name)
+        study.rescue()  # before anything is enqueued: what a dead worker left waits in its own place
         worker.begin(study, plan, num_ranked)
         while True:
             study.rescue()
@@ -131,6 +132,7 @@ class _Worker:
         self._started = time.monotonic()
         self._told: set[int] = set()
         self._converged: tuple[int, str] = (-1, "")
+        self._excluded: list[tuple[Candidate, str]] = []
 
     def begin(self, study: Study, plan: TrainSetup | None, num_ranked: int | None) -> None:
         """Records what the formula excludes, and enqueues the plan and the best-ranked survivors, once per study."""
@@ -138,7 +140,8 @@ class _Worker:
         excluded = [(c, reason) for c in problem.candidates if (reason := problem.exclusion(c))]
         study.describe(describe_problem(problem, len(excluded)))
         excluded.sort(key=lambda pair: -(pair[0].formula.tokens_per_s or 0.0))
-        known = {key_of(record.setup) for record in study.records() if not record.excluded}
+        self._excluded = excluded[:MAX_RECORDED_EXCLUSIONS]
+        known = {key_of(r.setup) for r in study.records() if not r.excluded or still_excluded(problem, r)}
         if num_ranked is None:
             num_ranked = 0 if self._sampler.name == "residual" else 3
         ranked = self._ranked()
@@ -148,7 +151,7 @@ class _Worker:
         for index, origin in [*((i, "plan") for i in first), *((i, "ranked") for i in rest)]:
             if key_of(problem.candidates[index].setup) not in known:
                 study.enqueue(problem.candidates[index], origin)
-        study.exclude(excluded[:MAX_RECORDED_EXCLUSIONS])
+        study.exclude(self._excluded)
 
     def _ranked(self) -> list[int]:
         """Open candidates that the formula says fit, best predicted score first; all open ones if none fits."""
@@ -170,10 +173,7 @@ class _Worker:
             if index is None or record.evidence is None:
                 continue
             if record.excluded:
-                candidate = with_evidence(self._problem.candidates[index], record.evidence)
-                # An earlier call may have had less memory: what fits by now is open again.
-                fits = isinstance(record.evidence, Prediction) and not self._problem.too_large(candidate)
-                self.belief.tell_excluded(index, record.evidence, close=not fits)
+                self.belief.tell_excluded(index, record.evidence, close=still_excluded(self._problem, record))
             else:
                 self.belief.tell(Result(index=index, evidence=record.evidence))
         return [r for r in study.records() if r.state in (TrialState.RUNNING, TrialState.WAITING)]
@@ -233,6 +233,7 @@ class _Worker:
     def result(self, study: Study, reason: str) -> SearchResult:
         """The answer from all that is known, other workers' results and earlier calls' included."""
         self.catch_up(study)
+        study.exclude(self._excluded, by_now=True)
         problem, trials = self._problem, study.records()
         known: dict[str, Candidate] = {}
         for record in trials:

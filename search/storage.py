@@ -4,7 +4,8 @@
 |------------------------------|---------------------------|---------------------------------------------------------|
 | None                         | memory                    | no need                                                 |
 | a directory                  | journal file in it        | the kernel drops the lock a worker holds on its own file |
-| sqlite:// postgresql:// mysql:// | RDBStorage            | Optuna's heartbeat                                      |
+| sqlite:///FILE               | RDBStorage                | the same, beside the file                               |
+| postgresql:// mysql://       | RDBStorage                | Optuna's heartbeat                                      |
 | grpc://host:port             | GrpcStorageProxy          | a heartbeat in the trial's attributes                   |
 """
 
@@ -16,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,14 +32,17 @@ JOURNAL_NAME = "study.journal"
 HEARTBEAT_S = 20
 GRACE_S = 60
 OPEN_ATTEMPTS = 6
+PROXY_WAIT_S = 30.0
+SQLITE_WAIT_S = 60.0
+"""How long a worker waits for another's transaction; a commit takes milliseconds, a disk under load a second."""
 UNNAMED_GRACE_S = 5.0
-"""A running trial that no worker has signed was taken by one that died in between; after this long it is sure."""
+"""A running trial without signature and without any trace of who took it is lost after this long (foreign programs)."""
 
 WORKER_ATTR = "worker"
 ALIVE_ATTR = "alive_at_s"
 INTENT_ATTR = "intent:"
-"""Prefix: who was about to take a waiting trial, written before it is taken. A worker killed between taking a trial and
-signing it would else leave one that everybody believes to be running."""
+"""Prefix: who was about to take a waiting trial, written before it is taken, false once another was quicker. A worker
+killed between taking a trial and signing it would else leave one that everybody believes to be running."""
 
 
 class Liveness(Protocol):
@@ -47,6 +52,10 @@ class Liveness(Protocol):
 
     def join(self, study_id: int) -> None:
         """This worker works on that study."""
+        ...
+
+    def announce(self, trial_id: int) -> None:
+        """This worker is about to take that waiting trial: from here on others see it alive."""
         ...
 
     def keep_alive(self, trial_id: int) -> contextlib.AbstractContextManager[None]:
@@ -81,6 +90,9 @@ class NoLiveness:
     def join(self, study_id: int) -> None:
         pass
 
+    def announce(self, trial_id: int) -> None:
+        pass
+
     @contextlib.contextmanager
     def keep_alive(self, trial_id: int) -> Iterator[None]:
         yield
@@ -108,6 +120,9 @@ class LockLiveness:
     def join(self, study_id: int) -> None:
         pass
 
+    def announce(self, trial_id: int) -> None:
+        pass
+
     @contextlib.contextmanager
     def keep_alive(self, trial_id: int) -> Iterator[None]:
         yield  # the lock is held as long as the process lives
@@ -116,8 +131,14 @@ class LockLiveness:
         worker = trial.user_attrs.get(WORKER_ATTR)
         if worker is not None:
             return self._is_gone(str(worker))
-        intents = [name.removeprefix(INTENT_ATTR) for name in trial.user_attrs if name.startswith(INTENT_ATTR)]
-        return (bool(intents) and all(self._is_gone(name) for name in intents)) or _unsigned_and_old(trial)
+        intents = [
+            name.removeprefix(INTENT_ATTR)
+            for name, open_ in trial.user_attrs.items()
+            if name.startswith(INTENT_ATTR) and open_
+        ]
+        if intents:
+            return all(self._is_gone(name) for name in intents)
+        return _unsigned_and_old(trial)
 
     def _is_gone(self, worker: str) -> bool:
         """Whether nobody holds that worker's lock."""
@@ -149,6 +170,10 @@ class _BeatLiveness:
 
     def join(self, study_id: int) -> None:
         self._study_id = study_id
+
+    def announce(self, trial_id: int) -> None:
+        # Before the trial is taken, so that no running trial is ever without a beat.
+        self._beat(trial_id)
 
     def _beat(self, trial_id: int) -> None:
         raise NotImplementedError
@@ -188,8 +213,6 @@ class DatabaseLiveness(_BeatLiveness):
         self._storage.record_heartbeat(trial_id)
 
     def is_lost(self, trial: FrozenTrial) -> bool:
-        if trial.user_attrs.get(WORKER_ATTR) is None:
-            return _unsigned_and_old(trial)
         return trial._trial_id in self._storage._get_stale_trial_ids(self._study_id)
 
 
@@ -254,8 +277,13 @@ def open_storage(
         host, _, port = rest.partition(":")
         try:
             proxy = optuna.storages.GrpcStorageProxy(host=host or "localhost", port=int(port or 13000))
+            proxy.wait_server_ready(timeout=PROXY_WAIT_S)
         except ImportError as error:
             raise EnvironmentProblem("the gRPC proxy needs grpcio", hint="pip install grpcio protobuf") from error
+        except ConnectionError as error:
+            raise EnvironmentProblem(
+                f"the gRPC proxy at {rest} does not answer", hint="start optuna.storages.run_grpc_proxy_server there"
+            ) from error
         return proxy, AttributeLiveness(proxy, interval_s=heartbeat_s, grace_s=grace_s)
     if kind not in ("sqlite", "postgresql", "postgres", "mysql"):
         raise UsageError(
@@ -270,6 +298,8 @@ def close_storage(storage: BaseStorage) -> None:
     if isinstance(storage, optuna.storages.RDBStorage):
         storage.remove_session()
         storage.engine.dispose()
+    elif isinstance(storage, optuna.storages.GrpcStorageProxy):
+        storage.close()
 
 
 def _journal(directory: Path) -> tuple[BaseStorage, Liveness]:
@@ -318,24 +348,59 @@ def _database(kind: str, scheme: str, rest: str, *, heartbeat_s: int, grace_s: i
     if kind in ("postgresql", "postgres") and "+" not in scheme:
         scheme = "postgresql+psycopg"
     url = f"{scheme}://{rest}"
+    locks = _lock_directory(url) if kind == "sqlite" else None
+    engine = {"connect_args": {"timeout": SQLITE_WAIT_S}} if kind == "sqlite" else {"pool_pre_ping": True}
     for attempt in range(OPEN_ATTEMPTS):
         try:
             database = optuna.storages.RDBStorage(
                 url,
-                heartbeat_interval=heartbeat_s,
-                grace_period=grace_s,
-                engine_kwargs={"pool_pre_ping": True} if kind != "sqlite" else None,
+                heartbeat_interval=heartbeat_s if locks is None else None,
+                grace_period=grace_s if locks is None else None,
+                engine_kwargs=engine,
             )
-            return database, DatabaseLiveness(database)
         except ImportError as error:
             raise EnvironmentProblem(
                 f"no driver for {kind}: {error}", hint="pip install 'psycopg[binary]'" if "postgres" in kind else ""
             ) from error
         except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
             problem = error
-            if isinstance(error, sqlalchemy.exc.OperationalError):
+            if isinstance(error, sqlalchemy.exc.OperationalError) and "already exists" not in str(error):
                 break
             # Workers that start at once on an empty database create the same tables; all but one must come again.
             time.sleep(random.uniform(0.1, 0.4) * (attempt + 1))
+            continue
+        if kind == "sqlite":
+            _lock_whole_transactions(database.engine)
+        return database, LockLiveness(locks) if locks is not None else DatabaseLiveness(database)
     reason = str(problem.__cause__ or problem).strip().splitlines()[0]
     raise EnvironmentProblem(f"the {kind} storage does not answer: {reason}", hint="check the URL") from problem
+
+
+def _lock_directory(url: str) -> Path | None:
+    """Where the workers of an SQLite file keep their locks; None in memory and where there are no such locks."""
+    import sqlalchemy.engine
+
+    name = sqlalchemy.engine.make_url(url).database
+    if not name or name == ":memory:" or find_spec("fcntl") is None:
+        return None
+    return Path(name).with_name(f"{Path(name).name}.workers")
+
+
+def _lock_whole_transactions(engine: Any) -> None:
+    """Makes SQLite transactions lock from their first read on.
+
+    Python's driver begins one at the first write only: two workers that both read "waiting" would both take the trial.
+
+    Source: SQLAlchemy, dialects, SQLite, "Enabling Non-Legacy SQLite Transactional Modes with the sqlite3 driver".
+    """
+    from sqlalchemy import event
+
+    @event.listens_for(engine, "connect")
+    def _manual(connection: Any, record: Any) -> None:
+        connection.isolation_level = None
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Any) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    engine.dispose()  # connections made before now do not know of it

@@ -8,9 +8,12 @@ How a candidate is claimed, with nothing but what every Optuna storage guarantee
 3. Before it runs, it looks at all trials with a smaller number. If one of them holds the same candidate and has not
    failed, its own is a duplicate: FAIL, no probe, next. The smallest number always wins, and it is always visible.
 
-A worker that dies leaves a RUNNING trial. Whoever notices sets it to FAIL (one succeeds) and adds it again as WAITING.
+A worker that dies leaves a RUNNING trial. Whoever notices marks it lost, sets it to FAIL (one succeeds) and adds it
+again as WAITING, in the lost one's place in the order. Every step leaves what the next worker needs to take it up, so
+that a worker may die before any of its writes (tests/search/test_death.py tries them all).
 """
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +21,13 @@ from typing import Any, Literal
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from planner.errors import UsageError
 from planner.interchange import setup_from_dict, setup_to_dict
-from planner.outcome import Candidate, Evidence, FailureKind, ProbeFailure, Rung
+from planner.outcome import Candidate, Evidence, FailureKind, Prediction, ProbeFailure, Rung
 from planner.setup import (
     ADAPTER_DTYPES,
     ATTENTIONS,
@@ -40,8 +44,15 @@ from planner.setup import (
 )
 from search.codec import evidence_from_json, evidence_to_json
 from search.dimensions import NAMES, key_of, value_of
-from search.problem import Problem, memory_excess
+from search.problem import Problem, memory_excess, with_evidence
 from search.storage import INTENT_ATTR, WORKER_ATTR, Liveness
+
+EXCLUDED = "excluded"
+"""Origin of a trial that the formula excluded."""
+LOST_ATTR = "lost"
+RETRY_OF_ATTR = "retry_of"
+ORDER_ATTR = "order"
+"""Of a retry: the place in the order of claims, that of the first attempt. Else a trial's number is its place."""
 
 MAX_RETRIES = 2
 """A candidate whose worker died this often, and once more, is recorded as crashing."""
@@ -93,6 +104,7 @@ class TrialRecord:
         probed: whether it cost a probe.
         excluded: why it was left out without one; empty otherwise.
         evidence: None while it runs, and for those that the formula excluded.
+        order: place in the order of claims; smaller goes first.
     """
 
     number: int
@@ -105,6 +117,7 @@ class TrialRecord:
     duration_s: float = 0.0
     completed_at_s: float = 0.0
     retries: int = 0
+    order: int = 0
 
 
 class Study:
@@ -143,14 +156,20 @@ class Study:
     def records(self) -> list[TrialRecord]:
         """All trials that anyone made, in order; those of duplicates and lost workers left out."""
         result = []
+        seen: set[str] = set()
         for trial in self.study.get_trials(deepcopy=False):
             record = self._records.get(trial.number)
             if record is None:
                 record = _record(trial)
                 if trial.state.is_finished():
                     self._records[trial.number] = record
-            if record.state is not TrialState.FAIL:
-                result.append(record)
+            if record.state is TrialState.FAIL:
+                continue
+            if record.origin == EXCLUDED:
+                if (key := key_of(record.setup)) in seen:
+                    continue  # two workers that started at once both wrote it
+                seen.add(key)
+            result.append(record)
         return result
 
     def answered(self) -> list[TrialRecord]:
@@ -160,9 +179,10 @@ class Study:
 
     # Writing
 
-    def enqueue(self, candidate: Candidate, origin: str, *, retries: int = 0) -> None:
-        """One more candidate for whoever is free."""
+    def enqueue(self, candidate: Candidate, origin: str, *, retry_of: TrialRecord | None = None) -> None:
+        """One more candidate for whoever is free; `retry_of`: in the place of that lost trial."""
         setup = candidate.setup
+        retried = {} if retry_of is None else {RETRY_OF_ATTR: retry_of.number, ORDER_ATTR: retry_of.order}
         self.study.add_trial(
             create_trial(
                 state=TrialState.WAITING,
@@ -172,21 +192,24 @@ class Study:
                     "key": key_of(setup),
                     "setup": setup_to_dict(setup),
                     "origin": origin,
-                    "retries": retries,
+                    "retries": 0 if retry_of is None else retry_of.retries + 1,
                     "predicted_tokens_per_s": candidate.formula.tokens_per_s,
                     "predicted_peak_device_bytes": candidate.formula.peak_device_bytes,
+                    **retried,
                 },
             )
         )
 
-    def exclude(self, candidates: Iterable[tuple[Candidate, str]]) -> int:
+    def exclude(self, candidates: Iterable[tuple[Candidate, str]], *, by_now: bool = False) -> int:
         """Records candidates that are out before any probe, with the reason; returns how many were new.
 
-        The first worker does it for all.
+        The first worker does it for all. It may die over it: `by_now` records what is missing, whoever began.
         """
-        if self.study.user_attrs.get("excluding", self._liveness.worker) != self._liveness.worker:
+        first = self.study.user_attrs.get("excluding")
+        if first not in (None, self._liveness.worker) and not by_now:
             return 0
-        self.study.set_user_attr("excluding", self._liveness.worker)
+        if first is None:
+            self.study.set_user_attr("excluding", self._liveness.worker)
         known = {trial.user_attrs.get("key") for trial in self.study.get_trials(deepcopy=False)}
         new = 0
         for candidate, reason in candidates:
@@ -205,7 +228,7 @@ class Study:
                     user_attrs={
                         "key": key_of(candidate.setup),
                         "setup": setup_to_dict(candidate.setup),
-                        "origin": "excluded",
+                        "origin": EXCLUDED,
                         "excluded": reason,
                     },
                     constraints=constraints,
@@ -215,23 +238,35 @@ class Study:
 
     def claim(self, max_probes: int | None = None) -> tuple[int, TrainSetup] | None:
         """Takes the first waiting trial that is no duplicate: its number and setup; None when none waits."""
-        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
-            try:
-                self._storage.set_trial_user_attr(trial._trial_id, INTENT_ATTR + self._liveness.worker, True)
-                if not self._storage.set_trial_state_values(trial._trial_id, state=TrialState.RUNNING):
-                    continue
-            except optuna.exceptions.UpdateFinishedTrialError:
+        waiting = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+        for trial in sorted(waiting, key=_place):
+            if not self._take(trial):
                 continue
-            self._storage.set_trial_user_attr(trial._trial_id, WORKER_ATTR, self._liveness.worker)
-            earlier = [r for r in self.records() if r.number < trial.number]
-            key = trial.user_attrs["key"]
-            taken = [record for record in earlier if _costs_probe(record)]
-            over = max_probes is not None and len(taken) >= max_probes
-            if over or any(key_of(record.setup) == key for record in taken):
-                self._storage.set_trial_state_values(trial._trial_id, state=TrialState.FAIL)
+            records, key = self.records(), trial.user_attrs["key"]
+            before = [r for r in records if _costs_probe(r) and (r.order, r.number) < _place(trial)]
+            over = max_probes is not None and len(before) >= max_probes
+            # By number, not by place: of two with one candidate the same one must lose for everybody.
+            same = [r for r in records if r.number < trial.number and key_of(r.setup) == key]
+            if over or any(_costs_probe(r) or still_excluded(self._problem, r) for r in same):
+                with contextlib.suppress(UpdateFinishedTrialError):
+                    self._storage.set_trial_state_values(trial._trial_id, state=TrialState.FAIL)
                 continue
             return trial.number, setup_from_dict(trial.user_attrs["setup"])
         return None
+
+    def _take(self, trial: FrozenTrial) -> bool:
+        """WAITING -> RUNNING by this worker and no other; its death between any two of the writes is noticed."""
+        trial_id, worker = trial._trial_id, self._liveness.worker
+        try:
+            self._storage.set_trial_user_attr(trial_id, INTENT_ATTR + worker, True)
+            self._liveness.announce(trial_id)
+            if not self._storage.set_trial_state_values(trial_id, state=TrialState.RUNNING):
+                self._storage.set_trial_user_attr(trial_id, INTENT_ATTR + worker, False)
+                return False
+            self._storage.set_trial_user_attr(trial_id, WORKER_ATTR, worker)
+        except UpdateFinishedTrialError:
+            return False
+        return True
 
     def trial_id(self, number: int) -> int:
         """The storage's id of a trial."""
@@ -243,31 +278,32 @@ class Study:
         try:
             if excluded:
                 self._storage.set_trial_user_attr(trial_id, "excluded", excluded)
-            # Written before the state: whoever finds this trial unfinished finishes it without another probe.
-            self._storage.set_trial_user_attr(trial_id, "evidence", evidence_to_json(evidence))
             if duration_s:
                 self._storage.set_trial_user_attr(trial_id, "duration_s", round(duration_s, 3))
-            self._finish(number, evidence)
-        except (optuna.exceptions.UpdateFinishedTrialError, RuntimeError):
+            # Written before the state: whoever finds this trial unfinished finishes it without another probe.
+            self._storage.set_trial_user_attr(trial_id, "evidence", evidence_to_json(evidence))
+        except UpdateFinishedTrialError:
             return False
-        return True
+        return self._finish(number, evidence)
 
-    def _finish(self, number: int, evidence: Evidence) -> None:
+    def _finish(self, number: int, evidence: Evidence) -> bool:
+        """Constraints, value and state; False when somebody else had finished it."""
         problem = self._problem
         trial_id = self.trial_id(number)
-        setup = setup_from_dict(self._storage.get_trial(trial_id).user_attrs["setup"])
+        known = self._storage.get_trial(trial_id)
+        setup = setup_from_dict(known.user_attrs["setup"])
         candidate = problem.candidates[problem.index[key_of(setup)]] if key_of(setup) in problem.index else None
-        known = self._storage.get_trial(trial_id).constraints or {}
+        value = None if known.user_attrs.get("excluded") else _objective(problem, candidate, setup, evidence)
         trial = optuna.trial.Trial(self.study, trial_id)
-        for name, excess in _constraints(problem, candidate, setup, evidence).items():
-            if name not in known:
-                trial.set_constraint(name, excess)
-        excluded = bool(self._storage.get_trial(trial_id).user_attrs.get("excluded"))
-        value = None if excluded else _objective(problem, candidate, setup, evidence)
-        if value is None:
-            self.study.tell(number, state=TrialState.PRUNED)
-        else:
-            self.study.tell(number, value)
+        try:
+            for name, excess in _constraints(problem, candidate, setup, evidence).items():
+                if name not in (known.constraints or {}):
+                    trial.set_constraint(name, excess)
+            if value is None:
+                return self._storage.set_trial_state_values(trial_id, state=TrialState.PRUNED)
+            return self._storage.set_trial_state_values(trial_id, state=TrialState.COMPLETE, values=[value])
+        except UpdateFinishedTrialError:
+            return False
 
     def rescue(self) -> int:
         """Gives trials of dead workers to the living; returns how many."""
@@ -277,27 +313,29 @@ class Study:
                 continue
             record = _record(trial)
             if record.evidence is not None:  # it had finished the probe, only not said so
-                self._finish(trial.number, record.evidence)
-                rescued += 1
+                rescued += self._finish(trial.number, record.evidence)
                 continue
             if record.retries >= MAX_RETRIES:
                 message = f"the worker died {record.retries + 1} times with this setup"
                 failure = ProbeFailure(rung=Rung.PROBE, kind=FailureKind.CRASHED, message=message)
                 rescued += self.tell(trial.number, failure)
                 continue
-            try:
-                if not self._storage.set_trial_state_values(trial._trial_id, state=TrialState.FAIL):
-                    continue
-            except optuna.exceptions.UpdateFinishedTrialError:
-                continue
-            self._retry(record)
-            rescued += 1
+            with contextlib.suppress(UpdateFinishedTrialError):
+                self._storage.set_trial_user_attr(trial._trial_id, LOST_ATTR, True)
+                rescued += self._storage.set_trial_state_values(trial._trial_id, state=TrialState.FAIL)
+        self._retry_lost()
         return rescued
 
-    def _retry(self, record: TrialRecord) -> None:
-        position = self._problem.index.get(key_of(record.setup))
-        if position is not None:
-            self.enqueue(self._problem.candidates[position], "retry", retries=record.retries + 1)
+    def _retry_lost(self) -> None:
+        """Adds every lost trial again for which nobody has done so: who gave it up may have died right after."""
+        trials = self.study.get_trials(deepcopy=False)
+        lost = [trial for trial in trials if trial.state is TrialState.FAIL and trial.user_attrs.get(LOST_ATTR)]
+        retried = {trial.user_attrs.get(RETRY_OF_ATTR) for trial in trials} if lost else set()
+        for trial in lost:
+            record = _record(trial)
+            position = self._problem.index.get(key_of(record.setup))
+            if trial.number not in retried and position is not None:
+                self.enqueue(self._problem.candidates[position], "retry", retry_of=record)
 
     def describe(self, values: Mapping[str, Any]) -> None:
         """Facts about the search, for the dashboard and for a resumed run; unchanged ones are not written again."""
@@ -305,6 +343,20 @@ class Study:
         for name, value in values.items():
             if known.get(name) != value:
                 self.study.set_user_attr(name, value)
+
+
+def still_excluded(problem: Problem, record: TrialRecord) -> bool:
+    """Whether a dry run's exclusion stands: an earlier call may have had less memory."""
+    index = problem.index.get(key_of(record.setup))
+    if not record.excluded or record.evidence is None or index is None:
+        return False
+    candidate = with_evidence(problem.candidates[index], record.evidence)
+    return not isinstance(record.evidence, Prediction) or bool(problem.too_large(candidate))
+
+
+def _place(trial: FrozenTrial) -> tuple[int, int]:
+    """Place of a trial in the order of claims."""
+    return trial.user_attrs.get(ORDER_ATTR, trial.number), trial.number
 
 
 def _costs_probe(record: TrialRecord) -> bool:
@@ -328,6 +380,7 @@ def _record(trial: FrozenTrial) -> TrialRecord:
         duration_s=float(attrs.get("duration_s", 0.0)),
         completed_at_s=completed.timestamp() if completed else 0.0,
         retries=int(attrs.get("retries", 0)),
+        order=_place(trial)[0],
     )
 
 

@@ -1,11 +1,17 @@
-"""A worker process for the tests of shared studies: `search_worker.py STORAGE LOG SEED PROBE_S MAX_PROBES [SCENARIO]`.
+"""A worker process for the tests of shared studies.
 
-Every probe appends "start KEY" and "end KEY" to the log in single writes, so that another process can count them.
+    search_worker.py STORAGE LOG GATES MAX_PROBES MARGIN
+
+Every probe appends "start PID KEY" and "end PID KEY" to the log in single writes, so that another process can count
+them. The n-th start of the log waits as long as the file `hold-n` is in the directory GATES: a test decides what is in
+flight when it kills, at any load. A dead worker's heartbeat is not found out by waiting (an hour) but made old by the
+test.
 """
 
 import os
 import sys
 import time
+from pathlib import Path
 
 from search_cases import problem, scenario
 
@@ -16,24 +22,37 @@ from search.run import search
 from search.stopping import Budget
 from search.synthetic import SyntheticGpu
 
+HEARTBEAT_S, GRACE_S = 1, 3600
 
-def main(storage: str, log: str, seed: str, probe_s: str, max_probes: str, name: str = "8b-80g") -> None:
-    gpu = SyntheticGpu.of(scenario(name), int(seed))
 
-    def write(word: str, setup: TrainSetup) -> None:
+def main(storage: str, log: str, gates: str, max_probes: str, margin: str) -> None:
+    gpu = SyntheticGpu.of(scenario(), 1)
+
+    def write(word: str, setup: TrainSetup) -> int:
+        """Adds a line; its number among those with this word."""
+        line = f"{word} {os.getpid()} {key_of(setup)}\n"
         handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.write(handle, f"{word} {os.getpid()} {key_of(setup)}\n".encode())
+        os.write(handle, line.encode())
         os.close(handle)
+        lines = [known for known in Path(log).read_text().splitlines(keepends=True) if known.startswith(word)]
+        return max(number for number, known in enumerate(lines, start=1) if known == line)
 
     def evaluate(setup: TrainSetup) -> Evidence:
-        write("start", setup)
-        time.sleep(float(probe_s))
+        gate = Path(gates) / f"hold-{write('start', setup)}"
+        while gate.exists():
+            time.sleep(0.01)
         evidence = gpu(setup)
         write("end", setup)
         return evidence
 
     result = search(
-        problem(name), evaluate, storage=storage, budget=Budget(max_probes=int(max_probes)), heartbeat_s=1, grace_s=3
+        problem(),
+        evaluate,
+        storage=storage,
+        budget=Budget(max_probes=int(max_probes)),
+        margin=float(margin),
+        heartbeat_s=HEARTBEAT_S,
+        grace_s=GRACE_S,
     )
     best = key_of(result.best.setup) if result.best else "none"
     print(f"{best}\t{result.num_probes}\t{result.reason}")

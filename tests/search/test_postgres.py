@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,13 +14,17 @@ from pathlib import Path
 import optuna
 import pytest
 from optuna.trial import TrialState
-from test_kill import NUM_SHARED, answer, check_no_repeats, events, in_order, kill, reaped, start, wait_for
+from search_cases import problem
+from search_worker import GRACE_S
+from workers import PATIENCE_S, Workers, all_workers
 
+from search.dimensions import key_of
 from search.storage import DatabaseLiveness, close_storage, open_storage
+from search.study import Study
 
-__all__ = ["reaped"]  # a fixture of test_kill that this module uses too
+__all__ = ["all_workers"]  # a fixture
 
-pytest.importorskip("psycopg", reason="the PostgreSQL driver psycopg is not installed (extra `test`)")
+psycopg = pytest.importorskip("psycopg", reason="the PostgreSQL driver psycopg is not installed (extra `search`)")
 
 
 def server_programs() -> Path | None:
@@ -74,11 +79,7 @@ def postgres_url() -> Iterator[str]:
 
 
 def wait_until_ready(url: str, server: "subprocess.Popen[bytes]") -> None:
-    import time
-
-    import psycopg
-
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         assert server.poll() is None, "the PostgreSQL server ended"
         try:
@@ -87,6 +88,12 @@ def wait_until_ready(url: str, server: "subprocess.Popen[bytes]") -> None:
         except psycopg.OperationalError:
             assert time.monotonic() < deadline, "the PostgreSQL server does not answer"
             time.sleep(0.1)
+
+
+def execute(url: str, command: str) -> int:
+    """Runs one SQL command; how many rows it changed."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        return int(connection.execute(command).rowcount)
 
 
 def trials_of(url: str) -> list[optuna.trial.FrozenTrial]:
@@ -99,21 +106,45 @@ def trials_of(url: str) -> list[optuna.trial.FrozenTrial]:
 
 
 @pytest.mark.slow
-def test_workers_on_postgres_lose_nothing_and_repeat_nothing(postgres_url: str, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    workers = [start(postgres_url, log, max_probes=NUM_SHARED, probe_s=0.5) for _ in range(4)]
-    wait_for(log, 3)
-    victim = next(worker for worker in workers if str(worker.pid) == events(log)[-1][1])
-    kill(victim)
-    answers = {answer(worker) for worker in workers if worker is not victim}
-    assert len(answers) == 1
-    assert next(iter(answers))[1] == NUM_SHARED
-    check_no_repeats(log, num_killed=1)
-    finished = set(in_order(log))
-    assert len(finished) == NUM_SHARED
-    assert set(in_order(log, "start")) == finished
+def test_workers_on_postgres_lose_nothing_and_repeat_nothing(
+    postgres_url: str, tmp_path: Path, all_workers: list[Workers]
+) -> None:
+    """Four workers, one killed in its probe; that its heartbeat is an hour old is told to the server's clock."""
+    workers = Workers(tmp_path, postgres_url)
+    all_workers.append(workers)
+    _, lost_key = workers.share_and_lose_one(4)
+    (lost,) = [t for t in trials_of(postgres_url) if t.state is TrialState.RUNNING and t.user_attrs["key"] == lost_key]
+    aged = f"UPDATE trial_heartbeats SET heartbeat = heartbeat - interval '{2 * GRACE_S} s' WHERE trial_id = "
+    assert execute(postgres_url, f"{aged}{lost._trial_id}") == 1
+    workers.check_shared(lost_key)
     trials = trials_of(postgres_url)
     assert {trial.state for trial in trials} <= {TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL}
     told = [trial.user_attrs["key"] for trial in trials if "evidence" in trial.user_attrs]
-    assert sorted(told) == sorted(finished)
-    assert any(trial.user_attrs["origin"] == "retry" for trial in trials if "origin" in trial.user_attrs)
+    assert sorted(told) == sorted(workers.keys())
+    (retry,) = [trial for trial in trials if trial.user_attrs["origin"] == "retry" and "evidence" in trial.user_attrs]
+    assert retry.user_attrs["key"] == lost_key
+
+
+@pytest.mark.slow
+def test_a_heartbeat_that_ends_is_noticed_by_the_servers_clock(postgres_url: str) -> None:
+    """From before a trial is taken until it beats no more; how soon after that is not asked."""
+    storage, liveness = open_storage(postgres_url, heartbeat_s=1, grace_s=2)
+    assert isinstance(liveness, DatabaseLiveness)
+    try:
+        study = Study(problem(), storage, liveness, "heartbeat")
+        study.enqueue(problem().candidates[0], "plan")
+        (waiting,) = study.study.get_trials()
+        claimed = study.claim()
+        assert claimed is not None
+        assert execute(postgres_url, f"SELECT * FROM trial_heartbeats WHERE trial_id = {waiting._trial_id}") == 1
+        with liveness.keep_alive(waiting._trial_id):
+            pass
+        deadline = time.monotonic() + PATIENCE_S
+        while not study.rescue():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        again = study.claim()
+        assert again is not None
+        assert key_of(again[1]) == key_of(claimed[1])
+    finally:
+        close_storage(storage)

@@ -1,7 +1,9 @@
 """The study: claims, exclusions, rescue, constraints; on memory, journal and SQLite alike."""
 
 import json
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import optuna
@@ -11,10 +13,13 @@ from optuna.trial import TrialState
 from search_cases import exact, measurement, out_of_memory, problem
 
 from planner.errors import EnvironmentProblem, UsageError
+from planner.interchange import setup_from_dict
 from planner.outcome import FailureKind, Prediction, ProbeFailure, Rung
 from search.codec import evidence_from_json, evidence_to_json
 from search.dimensions import key_of
 from search.storage import (
+    ALIVE_ATTR,
+    INTENT_ATTR,
     JOURNAL_NAME,
     AttributeLiveness,
     FlockLock,
@@ -25,7 +30,7 @@ from search.storage import (
     open_storage,
     repair_journal,
 )
-from search.study import MAX_RETRIES, Study
+from search.study import LOST_ATTR, MAX_RETRIES, Study
 
 
 class Lost(NoLiveness):
@@ -185,6 +190,110 @@ def test_a_living_worker_is_not_robbed(tmp_path: Path) -> None:
     assert study_in(tmp_path).rescue() == 0
 
 
+def test_of_two_that_want_a_trial_the_slower_withdraws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quicker dies before it signs: once the slower has withdrawn its intent, nobody alive can have the trial."""
+    one, two, watcher = study_in(tmp_path), study_in(tmp_path), study_in(tmp_path)
+    one.enqueue(problem().candidates[0], "plan")
+    (trial,) = watcher.study.get_trials()
+    announce = two._liveness.announce
+
+    def overtaken(trial_id: int) -> None:
+        announce(trial_id)
+        one._storage.set_trial_user_attr(trial_id, INTENT_ATTR + one._liveness.worker, True)
+        assert one._storage.set_trial_state_values(trial_id, state=TrialState.RUNNING)
+        assert watcher.rescue() == 0
+        one._liveness._file.close()  # type: ignore[attr-defined]  # what the kernel does on kill -9
+        assert watcher.rescue() == 0  # it may be the other who has it
+
+    monkeypatch.setattr(two._liveness, "announce", overtaken)
+    assert two.claim() is None
+    assert watcher.rescue() == 1
+    claimed = watcher.claim()
+    assert claimed is not None
+    assert claimed[1] == setup_from_dict(trial.user_attrs["setup"])
+
+
+def test_a_retry_keeps_its_place_and_its_share_of_the_limit() -> None:
+    storage, _ = open_storage(None)
+    first = Study(problem(), storage, Lost(), "plan")
+    candidates = problem().candidates[:3]
+    for candidate in candidates:
+        first.enqueue(candidate, "ranked")
+    assert first.claim() is not None  # and then it dies
+    second = Study(problem(), storage, Lost(), "plan")
+    assert second.rescue() == 1
+    claimed = [second.claim(2), second.claim(2), second.claim(2)]
+    assert [claim[1] if claim else None for claim in claimed] == [candidates[0].setup, candidates[1].setup, None]
+
+
+def test_a_lost_trial_that_its_rescuer_did_not_add_again_is_added_by_the_next() -> None:
+    storage, _ = open_storage(None)
+    worker = Study(problem(), storage, Lost(), "plan")
+    worker.enqueue(problem().candidates[0], "plan")
+    assert worker.claim() is not None
+    (trial,) = worker.study.get_trials()
+    storage.set_trial_user_attr(trial._trial_id, LOST_ATTR, True)
+    storage.set_trial_state_values(trial._trial_id, state=TrialState.FAIL)
+    other = Study(problem(), storage, Lost(), "plan")
+    assert other.rescue() == 0
+    assert other.claim() is not None
+    assert Study(problem(), storage, NoLiveness(), "plan").rescue() == 0
+    assert len(other.study.get_trials()) == 2  # once, not again
+
+
+def test_exclusions_are_completed_by_whoever_ends_and_counted_once(tmp_path: Path) -> None:
+    excluded = [(c, reason) for c in problem().candidates if (reason := problem().exclusion(c))][:4]
+    one, two = study_in(tmp_path), study_in(tmp_path)
+    assert one.exclude(excluded[:2]) == 2  # and then it dies
+    assert two.exclude(excluded) == 0
+    assert two.exclude(excluded, by_now=True) == 2
+    one.study.add_trial(one.study.get_trials()[0])  # what a second worker that began in the same moment wrote
+    assert [record.setup for record in two.records()] == [candidate.setup for candidate, _ in excluded]
+
+
+def test_a_candidate_that_the_dry_run_excluded_is_not_claimed_again(study: Study) -> None:
+    candidate = next(c for c in problem().candidates if c.fits)
+    too_large = replace(candidate.formula, rung=Rung.DRY_RUN, peak_device_bytes=2 * candidate.budget_bytes)
+    for _ in range(2):
+        study.enqueue(candidate, "test")
+    claimed = study.claim()
+    assert claimed is not None
+    assert study.tell(claimed[0], too_large, excluded="dry_run: too large")
+    assert study.claim() is None
+
+
+def test_what_somebody_else_finished_is_told_in_vain(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Robbed before it tells, and robbed between its evidence and the state: no error, the first result stands."""
+    for candidate in problem().candidates[:2]:
+        study.enqueue(candidate, "test")
+    evidence = exact(problem().candidates[0])
+    number, _ = study.claim() or (-1, None)
+    assert study.tell(number, evidence)
+    assert not study.tell(number, out_of_memory())
+    number, _ = study.claim() or (-1, None)
+    finish = study._finish
+    monkeypatch.setattr(study, "_finish", lambda *given: finish(*given) and finish(*given))
+    assert not study.tell(number, exact(problem().candidates[1]))
+    assert [record.state for record in study.records()] == [TrialState.COMPLETE, TrialState.COMPLETE]
+
+
+def test_sqlite_transactions_lock_from_their_first_read(tmp_path: Path) -> None:
+    """Else two workers would both read "waiting" and both take the trial."""
+    import sqlalchemy.exc
+
+    storage, liveness = open_storage(f"sqlite:///{tmp_path}/study.db")
+    OPENED.append((storage, liveness))
+    assert isinstance(storage, optuna.storages.RDBStorage)
+    assert isinstance(liveness, LockLiveness)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["study.db", "study.db.workers"]
+    impatient = sqlalchemy.create_engine(f"sqlite:///{tmp_path}/study.db", connect_args={"timeout": 0.0})
+    with storage.engine.connect() as reader:
+        reader.exec_driver_sql("SELECT * FROM trials")
+        with impatient.connect() as writer, pytest.raises(sqlalchemy.exc.OperationalError, match="locked"):
+            writer.exec_driver_sql("INSERT INTO studies (study_name) VALUES ('x')")
+    impatient.dispose()
+
+
 def test_locks_tell_the_living_from_the_dead(tmp_path: Path) -> None:
     living, dead = LockLiveness(tmp_path), LockLiveness(tmp_path)
     watcher = LockLiveness(tmp_path)
@@ -206,13 +315,31 @@ def test_attribute_heartbeat_beats_and_goes_stale() -> None:
     study.enqueue(problem().candidates[0], "plan")
     claimed = study.claim()
     assert claimed is not None
-    liveness = AttributeLiveness(storage, interval_s=0.01, grace_s=0.2)
+    liveness = AttributeLiveness(storage, interval_s=0.01, grace_s=1000.0)
+
+    def beat() -> float:
+        return float(study.study.trials[0].user_attrs[ALIVE_ATTR])
+
     with liveness.keep_alive(study.trial_id(claimed[0])):
-        pass
+        first = beat()
+        while beat() == first:  # the thread beats too, however late
+            time.sleep(0.01)
     trial = study.study.trials[0]
     assert not liveness.is_lost(trial)
-    storage.set_trial_user_attr(study.trial_id(claimed[0]), "alive_at_s", trial.user_attrs["alive_at_s"] - 1.0)
+    storage.set_trial_user_attr(study.trial_id(claimed[0]), ALIVE_ATTR, beat() - 2000.0)
     assert liveness.is_lost(study.study.trials[0])
+
+
+def test_a_trial_is_announced_before_it_is_taken() -> None:
+    """No running trial without a beat: else one whose worker died at once would never be found lost."""
+    storage, _ = open_storage(None)
+    study = Study(problem(), storage, AttributeLiveness(storage), "plan")
+    study.enqueue(problem().candidates[0], "plan")
+    (trial,) = study.study.trials
+    study._liveness.announce(trial._trial_id)
+    (trial,) = study.study.trials
+    assert trial.state is TrialState.WAITING
+    assert ALIVE_ATTR in trial.user_attrs
 
 
 def test_a_torn_last_line_is_cut_and_the_study_goes_on(tmp_path: Path) -> None:

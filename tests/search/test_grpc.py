@@ -1,0 +1,91 @@
+"""Workers on Optuna's gRPC proxy, one killed: none lost, none run twice. The proxy stands before an SQLite file."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+from search_worker import GRACE_S
+from workers import PATIENCE_S, Workers, all_workers
+
+import search.storage
+from planner.errors import EnvironmentProblem
+from search.storage import ALIVE_ATTR, AttributeLiveness, close_storage, open_storage
+
+__all__ = ["all_workers"]  # a fixture
+
+pytest.importorskip("grpc", reason="grpcio is not installed (extra `search`)")
+
+# One request at a time: SQLite behind several threads would hand one waiting trial to two workers.
+SERVER = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+import optuna
+storage = optuna.storages.RDBStorage(sys.argv[1])
+optuna.storages.run_grpc_proxy_server(
+    storage, host="127.0.0.1", port=int(sys.argv[2]), thread_pool=ThreadPoolExecutor(max_workers=1)
+)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def proxy_url(tmp_path: Path) -> Iterator[str]:
+    port = free_port()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    arguments = [sys.executable, "-c", SERVER, f"sqlite:///{tmp_path}/study.db", str(port)]
+    with (tmp_path / "server.log").open("wb") as log:
+        server = subprocess.Popen(arguments, env=environment, stdout=log, stderr=log)
+        try:
+            proxy = optuna.storages.GrpcStorageProxy(host="127.0.0.1", port=port)
+            proxy.wait_server_ready(timeout=PATIENCE_S)
+            proxy.close()
+            assert server.poll() is None, (tmp_path / "server.log").read_text()
+            yield f"grpc://127.0.0.1:{port}"
+        finally:
+            server.kill()
+            server.wait()
+
+
+@pytest.mark.slow
+def test_workers_on_the_grpc_proxy_lose_nothing_and_repeat_nothing(
+    proxy_url: str, tmp_path: Path, all_workers: list[Workers]
+) -> None:
+    """Three workers, one killed in its probe and its last beat put back by two hours."""
+    workers = Workers(tmp_path, proxy_url)
+    all_workers.append(workers)
+    _, lost_key = workers.share_and_lose_one(3)
+    storage, liveness = open_storage(proxy_url)
+    assert isinstance(liveness, AttributeLiveness)
+    try:
+        study = optuna.load_study(study_name="plan", storage=storage)
+        (lost,) = [t for t in study.trials if t.state is TrialState.RUNNING and t.user_attrs["key"] == lost_key]
+        assert time.time() - lost.user_attrs[ALIVE_ATTR] < PATIENCE_S
+        storage.set_trial_user_attr(lost._trial_id, ALIVE_ATTR, lost.user_attrs[ALIVE_ATTR] - 2 * GRACE_S)
+        workers.check_shared(lost_key)
+        trials = study.trials
+    finally:
+        close_storage(storage)
+    assert {trial.state for trial in trials} <= {TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL}
+    told = [trial.user_attrs["key"] for trial in trials if "evidence" in trial.user_attrs]
+    assert sorted(told) == sorted(workers.keys())
+    (retry,) = [trial for trial in trials if trial.user_attrs["origin"] == "retry" and "evidence" in trial.user_attrs]
+    assert retry.user_attrs["key"] == lost_key
+
+
+@pytest.mark.slow
+def test_a_proxy_that_does_not_answer_is_an_environment_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search.storage, "PROXY_WAIT_S", 0.5)
+    with pytest.raises(EnvironmentProblem, match="gRPC proxy"):
+        open_storage(f"grpc://127.0.0.1:{free_port()}")
