@@ -1,0 +1,169 @@
+"""The memory of every distinct rank of a spread: one-GPU activations on the rank's part, and the rank's `Share`."""
+
+from dataclasses import dataclass
+
+from planner.gpu import GpuSpec
+from planner.memory.allocator import allocator_gap_bytes
+from planner.memory.dtypes import SIZE_BYTES
+from planner.memory.loss import LossChain
+from planner.memory.model import (
+    ActivationParts,
+    activation_parts,
+    loss_parts,
+    loss_parts_logits,
+    predict_memory,
+)
+from planner.memory.types import PHASES, MemoryBreakdown, MemoryTerm, Phase
+from planner.memory.workspace import context_bytes, cublas_workspace_bytes
+from planner.models.spec import ModelSpec
+from planner.parallel.rank import RankPart, rank_parts
+from planner.parallel.share import MOMENTS, Share, share_of
+from planner.parallel.types import RankMemory
+from planner.setup import TrainSetup
+from planner.units import MIB
+
+NCCL_BYTES = 256 * MIB
+"""Device memory of NCCL's communicators outside PyTorch's count: a 4 MiB buffer per channel and peer. An assumption as
+the CUDA context is. Source: NCCL documentation, NCCL_BUFFSIZE (4 MiB) and NCCL_MAX_NCHANNELS (up to 32)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lines:
+    """Activation bytes of one rank and one micro-batch size at the moments, without the loss chain.
+
+    `one`: a single micro-batch; `more`: what each further micro-batch in flight adds.
+    """
+
+    one: dict[str, int]
+    more: int
+
+    def at(self, moment: str, in_flight: int) -> int:
+        """Bytes at a moment with so many micro-batches in flight."""
+        return self.one[moment] + (in_flight - 1) * self.more
+
+
+def activation_lines(part: RankPart, parts: ActivationParts) -> Lines:
+    """The activations of a rank at every moment: those of `planner.memory.model`, on the rank's own part.
+
+    Source: `planner.memory.model.predict_memory`, `backward_moments`.
+    """
+    stored = parts.stored_total
+    norm = parts.final_norm if part.last else 0
+    layer = parts.recomputed + parts.transient + parts.dequantized
+    casts = parts.weight_casts
+    one = {
+        "forward": stored + casts[0] + parts.adapter_casts + parts.forward_temp + parts.dequantized,
+        "loss": stored + casts[1] + norm if part.last else 0,
+        "first": stored + casts[1] + norm + layer,
+        "last": (stored + casts[1]) // max(1, part.model.num_layers) + layer,
+        "end": 0,
+        "step": 0,
+    }
+    return Lines(one=one, more=stored + casts[1])
+
+
+def in_loss_bytes(share: Share, chain: LossChain, parts: ActivationParts, logits_bytes: int) -> int:
+    """The loss chain's largest moment, with what is alive beside it (`planner.memory.model.loss_peak`)."""
+    if not share.part.last:
+        return 0
+    cache = parts.weight_casts[0] - parts.weight_casts[1] + parts.adapter_casts
+    head = share.trained.head * SIZE_BYTES[share.trained.dtype]
+    after = max(chain.backward_bytes, head + logits_bytes)
+    return max(chain.loss_bytes + cache + share.loss_forward_bytes, after)
+
+
+def rank_memories(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[RankMemory, ...]:
+    """The memory of every distinct rank, the largest device peak first.
+
+    Source: `planner.parallel.share` for what each engine holds, `planner.memory` for activations and the loss.
+    Not counted: host memory (`host_bytes`), paged optimizer states, the data loader.
+    """
+    if setup.num_gpus == 1:
+        return (RankMemory(name="every rank", num_ranks=1, breakdown=predict_memory(model, gpu, setup)),)
+    found = [
+        RankMemory(name=part.name, num_ranks=part.num_ranks, breakdown=_breakdown(part, gpu, setup))
+        for part in rank_parts(model, setup)
+    ]
+    return tuple(sorted(found, key=lambda one: -one.breakdown.peak_device_bytes))
+
+
+def host_bytes(model: ModelSpec, setup: TrainSetup) -> int:
+    """Host memory of one rank's offloaded weights, masters, gradients and states, the largest rank's; 0 without."""
+    if setup.offload == "none":
+        return 0
+    shares = [share_of(part, setup, accumulated=False) for part in rank_parts(model, setup)]
+    return max(one.host_bytes + one.host_state_bytes(setup.optimizer) for one in shares)
+
+
+def _breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup) -> MemoryBreakdown:
+    """One rank's terms."""
+    share = share_of(part, setup, accumulated=setup.accumulation_steps > 1)
+    inner = share.setup
+    parts = activation_parts(part.model, gpu, inner)
+    chain = loss_parts(part.model, inner)
+    lines = activation_lines(part, parts)
+    logits = loss_parts_logits(part.model, inner)
+    states, temporary = share.optimizer_bytes(setup.optimizer)
+    in_loss = in_loss_bytes(share, chain, parts, logits)
+    extra = {moment: lines.at(moment, part.in_flight) for moment in ("forward", "loss", "first", "last")}
+    extra.update(end=0, step=temporary)
+    extra["loss"] += in_loss
+    totals = {moment: share.moment_bytes[moment] + extra[moment] for moment in MOMENTS}
+    # of the two moments of one phase only the larger one is shown
+    shown = {
+        "forward": "forward",
+        "loss": "loss",
+        "backward": "first" if totals["first"] >= totals["last"] else "last",
+        "step": "end" if totals["end"] > totals["step"] else "step",
+    }
+    after_load: tuple[Phase, ...] = ("forward", "loss", "backward", "step")
+    terms: list[MemoryTerm] = []
+
+    def add(category: str, name: str, size_bytes: int, phases: tuple[Phase, ...] = PHASES) -> None:
+        if size_bytes > 0:
+            terms.append(MemoryTerm(category=category, name=name, size_bytes=size_bytes, phases=phases))  # type: ignore[arg-type]
+
+    for held in share.held:
+        if len(held.moments) == len(MOMENTS):
+            add(held.category, held.name, held.size_bytes)
+            continue
+        phases = tuple(phase for phase in after_load if shown[phase] in held.moments)
+        if phases:
+            add(held.category, held.name, held.size_bytes, phases)
+    add("optimizer", f"states of {setup.optimizer}", states, after_load)
+    add("workspace", "cuBLAS workspaces", cublas_workspace_bytes(gpu))
+    more = (part.in_flight - 1) * lines.more
+    compute: tuple[Phase, ...] = ("forward", "loss", "backward") if part.last else ("forward", "backward")
+    add("activations", f"activations of {part.in_flight - 1} more micro-batches in flight", more, compute)
+    stored = parts.stored_total + parts.weight_casts[1]
+    if shown["backward"] == "first":
+        add("activations", "stored activations", stored, compute)
+    else:
+        add("activations", "stored activations", stored, tuple(phase for phase in compute if phase != "backward"))
+        left = lines.one["last"] - parts.recomputed - parts.transient - parts.dequantized
+        add("activations", "what is left of the activations", left, ("backward",))
+    cache = parts.weight_casts[0] - parts.weight_casts[1] + parts.adapter_casts
+    add("activations", "autocast's cache", cache, ("forward",))
+    add("activations", "one layer's forward temporaries", parts.forward_temp, ("forward",))
+    add("dequantization", "one dequantized matrix in the forward", parts.dequantized, ("forward",))
+    if part.last:
+        add("activations", "final norm in the loss", parts.final_norm, ("loss",))
+        if shown["backward"] == "first":
+            add("activations", "final norm in the backward", parts.final_norm, ("backward",))
+        add("loss", f"loss chain ({setup.loss})", in_loss, ("loss",))
+    add("activations", "one recomputed layer", parts.recomputed, ("backward",))
+    add("workspace", "one layer's gradients of activations", parts.transient, ("backward",))
+    add("dequantization", "one dequantized matrix in the backward", parts.dequantized, ("backward",))
+    if shown["step"] == "step":
+        add("optimizer", f"temporaries of {setup.optimizer}", temporary, ("step",))
+    resident = share.moment_bytes["resident"] + states + cublas_workspace_bytes(gpu)
+    return MemoryBreakdown(
+        terms=tuple(terms),
+        allocator_gap_bytes=allocator_gap_bytes(resident, max(totals.values())),
+        context_bytes=context_bytes(gpu) + communicator_bytes(gpu, setup),
+    )
+
+
+def communicator_bytes(gpu: GpuSpec, setup: TrainSetup) -> int:
+    """Device memory that the communication library holds for one rank; nothing within one process (device map)."""
+    return NCCL_BYTES if setup.num_gpus > 1 and setup.parallel != "device-map" and gpu.vendor != "Apple" else 0

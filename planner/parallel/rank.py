@@ -1,0 +1,165 @@
+"""`RankPart`: the part of the model that the GPUs of one kind hold, as a `ModelSpec` of its own.
+
+Pipeline stages and device-map parts are cut by layers, tensor shards by columns and rows; the one-GPU term functions
+then run on the part as they are.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec
+from planner.setup import TrainSetup
+
+_COLUMNS = frozenset({"q", "k", "v", "qkv", "gate", "up", "gate_up"})
+_ROWS = frozenset({"o", "down"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPart:
+    """What `num_ranks` GPUs of the job hold alike.
+
+    Attributes:
+        name: for people ("every rank", "stage 2 of 4", "GPU 0 of 4").
+        model: the part as a model of its own.
+        in_flight: micro-batches whose activations are alive at once.
+        first: whether it holds the embeddings and sees token ids.
+        last: whether it holds the head and the loss.
+    """
+
+    name: str
+    num_ranks: int
+    model: ModelSpec
+    in_flight: int = 1
+    first: bool = True
+    last: bool = True
+
+
+def rank_parts(model: ModelSpec, setup: TrainSetup) -> tuple[RankPart, ...]:
+    """The distinct parts of a job, in the order of the layers; one part where every GPU holds the same.
+
+    Layers are cut as evenly as they go, earlier stages take the remainder (the last also holds the head and the loss).
+    Embeddings stay on the first part, final norm and head on the last; a tied head becomes a copy of the table there.
+
+    Source: PyTorch 2.13 `torch/distributed/pipelining`; accelerate 1.15 `infer_auto_device_map` (cuts by size, which is
+    by layers where they are alike).
+    """
+    stages = setup.num_gpus if setup.parallel == "device-map" else setup.pipeline_degree
+    stages = min(stages, model.num_layers)
+    if stages == 1:
+        return (RankPart(name="every rank", num_ranks=setup.num_gpus, model=tensor_shard(model, setup.tensor_degree)),)
+    parts = []
+    start = 0
+    for stage in range(stages):
+        size = model.num_layers // stages + (1 if stage < model.num_layers % stages else 0)
+        piece = tensor_shard(_stage(model, start, size, stage == 0, stage == stages - 1), setup.tensor_degree)
+        device_map = setup.parallel == "device-map"
+        parts.append(
+            RankPart(
+                name=f"GPU {stage} of {stages}" if device_map else f"stage {stage + 1} of {stages}",
+                num_ranks=1 if device_map else setup.num_gpus // stages,
+                model=piece,
+                in_flight=1 if device_map else in_flight(setup, stage, setup.accumulation_steps),
+                first=stage == 0,
+                last=stage == stages - 1,
+            )
+        )
+        start += size
+    return tuple(parts)
+
+
+def in_flight(setup: TrainSetup, stage: int, micro_batches: int) -> int:
+    """Micro-batches whose activations stage `stage` (from 0) holds at once, at most.
+
+    GPipe runs all forwards before the first backward: every one of them. 1F1B starts backwards as soon as the last
+    stage has a loss: stage s of p holds min(m, p - s).
+
+    Source: Huang et al. 2019, GPipe, section 2.3, https://arxiv.org/abs/1811.06965; Narayanan et al. 2021,
+    Megatron-LM, section 2.2, https://arxiv.org/abs/2104.04473; PyTorch 2.13 `pipelining/schedules.py` Schedule1F1B
+    (warm-up of min(m, p - s) micro-batches).
+    """
+    if setup.pipeline_schedule == "gpipe":
+        return micro_batches
+    return min(micro_batches, setup.pipeline_degree - stage)
+
+
+@lru_cache(maxsize=256)
+def _stage(model: ModelSpec, start: int, size: int, first: bool, last: bool) -> ModelSpec:
+    """`size` layers from `start` on, with what stands before the first or behind the last."""
+    order = model.layer_order[start : start + size]
+    used = sorted(set(order))
+    index = {kind: position for position, kind in enumerate(used)}
+    return replace(
+        model,
+        layer_kinds=tuple(model.layer_kinds[kind] for kind in used),
+        layer_order=tuple(index[kind] for kind in order),
+        embeddings=model.embeddings if first else (),
+        head=model.head if last else None,
+        tied=model.tied and first and last,
+        outer_linears=model.outer_linears if first else (),
+        outer_norms=model.outer_norms if last else (),
+        num_outer_other_params=model.num_outer_other_params if first else 0,
+        idle_layers=model.idle_layers if first else (),
+        num_idle_other_params=model.num_idle_other_params if first else 0,
+    )
+
+
+@lru_cache(maxsize=256)
+def tensor_shard(model: ModelSpec, degree: int) -> ModelSpec:
+    """One rank's share of a model under tensor parallelism: column-split q, k, v, gate, up and head, row-split o and
+    down; embeddings and norms whole.
+
+    The head is split by vocabulary, its output gathered: every rank holds all logits. Fewer key-value heads than ranks
+    are repeated, one per rank.
+
+    Source: Shoeybi et al. 2019, Megatron-LM, section 3, https://arxiv.org/abs/1909.08053; transformers 5.23
+    `base_model_tp_plan` ("colwise", "rowwise") and `_tp_plan` of the head ("colwise_gather_output").
+    Not counted: sequence parallelism, which those plans do not use.
+    """
+    if degree == 1:
+        return model
+    head = model.head
+    if head is not None and not model.tied:
+        head = replace(head, out_features=-(-head.out_features // degree))
+    kinds = tuple(_layer_shard(layer, degree) for layer in model.layer_kinds)
+    return replace(model, layer_kinds=kinds, head=head)
+
+
+def _layer_shard(layer: LayerSpec, degree: int) -> LayerSpec:
+    return replace(
+        layer,
+        linears=tuple(_linear_shard(one, layer, degree) for one in layer.linears),
+        attention=_attention_shard(layer.attention, degree),
+        cross_attention=_attention_shard(layer.cross_attention, degree),
+        mlp=_mlp_shard(layer.mlp, degree),
+    )
+
+
+def _linear_shard(linear: LinearSpec, layer: LayerSpec, degree: int) -> LinearSpec:
+    if linear.role in _COLUMNS:
+        ways = degree
+        if linear.role in ("k", "v") and layer.attention is not None:
+            ways = min(degree, layer.attention.num_kv_heads)
+        return replace(linear, out_features=-(-linear.out_features // ways))
+    if linear.role in _ROWS:
+        return replace(linear, in_features=-(-linear.in_features // degree))
+    return linear
+
+
+def _attention_shard(attention: AttentionSpec | None, degree: int) -> AttentionSpec | None:
+    if attention is None:
+        return None
+    return replace(
+        attention,
+        num_heads=-(-attention.num_heads // degree),
+        num_kv_heads=max(1, attention.num_kv_heads // degree),
+    )
+
+
+def _mlp_shard(mlp: MlpSpec | None, degree: int) -> MlpSpec | None:
+    if mlp is None:
+        return None
+    return replace(
+        mlp,
+        intermediate_size=-(-mlp.intermediate_size // degree),
+        shared_intermediate_size=-(-mlp.shared_intermediate_size // degree),
+    )
