@@ -195,7 +195,8 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
             context.kernel == "efficient" or context.traits.expands_kv
         )
         kept = query_width + value_width + (query_width + value_width if wide else kv_width)
-        mask = size * scores if context.kernel == "efficient" and masked(context.setup, attention) else 0
+        own = context.kernel == "efficient" and masked(context.setup, attention) and not context.traits.position_bias
+        mask = size * scores if own else 0
         return size * tokens * kept + 4 * tokens * attention.num_heads, mask
     scores *= attention.num_heads
     held = score_bytes(attention, context, qkv_dtype)
@@ -289,7 +290,8 @@ def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:
         saved.norm -= SIZE_BYTES[residual] * context.tokens * context.hidden
     normed = norm_output_dtype(block_norms[0], context, residual) if block_norms else residual
     if context.traits.residual_dropout:
-        saved.norm += 2 * context.tokens * context.hidden  # masks of one byte after attention and after the MLP
+        # masks of one byte after attention(s) and after the MLP
+        saved.norm += (2 + int(layer.cross_attention is not None)) * context.tokens * context.hidden
     qkv = flow.linear_out(normed)
     saved.norm += sum(norm_saved(norm, context, qkv) for norm in head_norms)
     by_role: dict[str, list[LinearSpec]] = {}
@@ -329,7 +331,11 @@ def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:
         _add(saved, "mlp", shared)
         saved.mlp += mlp_saved(layer.mlp, down, context, normed)
         activated = activation_dtype(layer.mlp.activation, flow, flow.linear_out(normed))
-        _add(saved, "mlp", inputs_saved(down, context, activated, kept_elsewhere=layer.mlp.activation == "relu"))
+        inner = context.traits.inner_dropout and down
+        if inner:
+            saved.mlp += context.tokens * down[0].in_features  # the mask; the down projection sees the dropped copy
+        relu = layer.mlp.activation == "relu" and not inner
+        _add(saved, "mlp", inputs_saved(down, context, activated, kept_elsewhere=relu))
     if layer.mlp.kind == "moe":
         saved.mlp += moe_saved(layer.mlp, layer, context, normed)
     saved.late += saved.total - before

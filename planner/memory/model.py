@@ -15,6 +15,7 @@ from planner.memory.allocator import allocator_gap_bytes
 from planner.memory.dtypes import SIZE_BYTES, Flow, flow_of
 from planner.memory.loss import LossChain, loss_chain
 from planner.memory.optimizer import state_bytes, step_bytes
+from planner.memory.position_bias import position_bias
 from planner.memory.traits import traits_of
 from planner.memory.transient import backward_transient, forward_transient, merged_stacks, stack_transient
 from planner.memory.types import MemoryBreakdown, MemoryTerm, Phase
@@ -116,6 +117,8 @@ class ActivationParts:
     final_norm: int
     weight_casts: tuple[int, int]
     adapter_casts: int
+    at_first_decoder_layer: int = 0
+    """Beyond what is stored: position biases at the backward of an encoder-decoder's first decoder layer."""
 
     @property
     def stored_total(self) -> int:
@@ -142,7 +145,7 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
     adapted = _adapted_names(model, targets)
     stacks = targets is not None and adapts_expert_stacks(model, targets)
     counts, kept = _checkpointed(model, setup.checkpointing)
-    stored = {"norm": 0, "attention": 0, "scores": 0, "mlp": 0, "adapters": 0, "pinned": 0, "inputs": 0}
+    stored = {"norm": 0, "attention": 0, "scores": 0, "mlp": 0, "adapters": 0, "pinned": 0, "inputs": 0, "bias": 0}
     transient = forward_temp = dequantized = 0
     again_bytes, kept_bytes = [0], []
     for index, layer in enumerate(model.layer_kinds):
@@ -174,6 +177,8 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
         forward_temp = max(forward_temp, forward_transient(layer, context) + merged)
         if setup.quantized:
             dequantized = max(dequantized, *(dequantized_bytes(one, setup, flow.residual) for one in layer.linears))
+    biases = position_bias(model, setup, flow, kernel, row_tokens=context.row_tokens, num_kept=sum(kept))
+    stored["bias"] = biases.stored
     # with every n-th layer checkpointed, the kept layers behind the last checkpointed one are gone by its turn
     gone = (model.num_layers - 1) % setup.checkpointing if setup.checkpointing else 0
     tail = LayerContext(
@@ -200,6 +205,7 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
         final_norm=sum(norm_saved(norm, tail, flow.residual) for norm in model.outer_norms[-1:]),
         weight_casts=_weight_casts(model, setup, flow),
         adapter_casts=adapter_casts,
+        at_first_decoder_layer=biases.at_first_decoder_layer,
     )
 
 
@@ -303,6 +309,8 @@ def backward_moments(
         dequantized=parts.dequantized,
         gradients=head,
     )
+    if parts.at_first_decoder_layer:
+        first = _first_decoder_layer(model, parts, trained, first, accumulated=accumulated)
     last = BackwardPeak(
         where="last layer",
         stored=stored // max(1, model.num_layers),
@@ -314,6 +322,27 @@ def backward_moments(
         + (trained.embeddings * size if model.tied or accumulated else 0),
     )
     return first, last
+
+
+def _first_decoder_layer(
+    model: ModelSpec, parts: ActivationParts, trained: Trained, first: BackwardPeak, *, accumulated: bool
+) -> BackwardPeak:
+    """The moment of an encoder-decoder with checkpointing where its position biases meet their gradients: the decoder's
+    activations are gone, its gradients are there."""
+    biases = parts.stored["bias"] + parts.at_first_decoder_layer
+    layers = [
+        (model.layer_kinds[kind].cross_attention is not None, model.layer_kinds[kind]) for kind in model.layer_order
+    ]
+    decoder = sum(layer.num_params for crossed, layer in layers if crossed)
+    share = decoder / max(1, sum(layer.num_params for _, layer in layers))
+    others = (first.stored - parts.stored["bias"]) // 2
+    layer_gradients = int(share * max(0, trained.size_bytes - first.gradients))
+    return replace(
+        first,
+        where="first decoder layer",
+        stored=others + biases,
+        gradients=first.gradients + (0 if accumulated else layer_gradients),
+    )
 
 
 def backward_peak(model: ModelSpec, parts: ActivationParts, trained: Trained, *, accumulated: bool) -> BackwardPeak:
@@ -340,6 +369,7 @@ _PART_NAMES = {
     "adapters": "adapter input copies",
     "pinned": "inputs that int8 matrices keep",
     "inputs": "checkpointed layer inputs",
+    "bias": "position biases (tokens x tokens)",
 }
 
 
@@ -370,7 +400,7 @@ def predict_memory(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> MemoryB
     add("optimizer", f"states of {setup.optimizer}", states, *AFTER_LOAD)
     add("workspace", "cuBLAS workspaces", cublas_workspace_bytes(gpu))
     peak = backward_peak(model, parts, trained, accumulated=accumulated)
-    shrunk = peak.where == "last layer"
+    shrunk = peak.where != "first layer"
     compute: tuple[Phase, ...] = ("forward", "loss") if shrunk else ("forward", "loss", "backward")
     for part, size in parts.stored.items():
         add("activations", _PART_NAMES[part], size, *compute)

@@ -27,6 +27,8 @@ FP32_SCORES = frozenset({"gptj", "gpt_neo"})
 """Types whose own attention multiplies queries and keys in fp32."""
 PLAIN_SOFTMAX = frozenset({"falcon", "gpt2", "gpt_neo", "gptj", "llama4", "llama4_text", "t5"})
 """Types whose eager softmax stays in its input's type, where others ask for fp32."""
+POSITION_BIAS = frozenset({"t5"})
+"""Types that add a learned matrix of positions to their scores, and drop out inside their MLP."""
 DENSE_EXPERTS = frozenset({"llama4"})
 """Types that push every token through every expert, weighted by zero where it was not routed."""
 EXTRA_EXPERT_COPIES = {"gpt_oss": 3}
@@ -50,6 +52,8 @@ class Traits:
     post_norm: bool
     fp32_scores: bool
     plain_softmax: bool
+    position_bias: bool
+    inner_dropout: bool
 
 
 @lru_cache(maxsize=512)
@@ -81,6 +85,8 @@ def traits_of(model: ModelSpec) -> Traits:
         post_norm=model.model_type in POST_NORM,
         fp32_scores=model.model_type in FP32_SCORES,
         plain_softmax=model.model_type in PLAIN_SOFTMAX,
+        position_bias=model.model_type in POSITION_BIAS,
+        inner_dropout=model.model_type in POSITION_BIAS and _rate(model, RESIDUAL_DROPOUTS, residual) > 0,
     )
 
 
