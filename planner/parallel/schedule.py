@@ -1,8 +1,8 @@
-"""Pipeline schedules: how long one step takes, how much of it is bubble, how many micro-batches are in flight.
+"""Pipeline schedules: how long one step takes, and how much of it is bubble. What is in flight: `rank.in_flight`.
 
 Source: Huang et al. 2019, GPipe, section 2.3, arXiv:1811.06965 (bubble (p - 1) / (m + p - 1)); Narayanan et al. 2021,
-Memory-efficient pipeline-parallel DNN training, arXiv:2006.09503 (1F1B, PipeDream-flush: the same bubble, at most p
-micro-batches in flight); Narayanan et al. 2021, arXiv:2104.04473, section 2.2.
+Memory-efficient pipeline-parallel DNN training, arXiv:2006.09503 (1F1B, PipeDream-flush: the same bubble); Narayanan et
+al. 2021, arXiv:2104.04473, section 2.2.
 """
 
 from collections.abc import Sequence
@@ -11,14 +11,6 @@ from collections.abc import Sequence
 def bubble_fraction(stages: int, micro_batches: int) -> float:
     """Share of the step that a stage idles, all stages equal: (p - 1) / (m + p - 1), for GPipe and for 1F1B."""
     return (stages - 1) / (micro_batches + stages - 1)
-
-
-def in_flight(schedule: str, stages: int, micro_batches: int, stage: int) -> int:
-    """Micro-batches whose activations a stage (from 0) holds at the same time.
-
-    GPipe runs all forwards first; under 1F1B stage i is at most p - i ahead of its own backward.
-    """
-    return micro_batches if schedule == "gpipe" else min(micro_batches, stages - stage)
 
 
 def pipeline_s(schedule: str, forward_s: Sequence[float], backward_s: Sequence[float], micro_batches: int) -> float:

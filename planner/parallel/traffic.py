@@ -23,6 +23,7 @@ class Traffic:
         layer_gradient_bytes, root_gradient_bytes: the same of trained weights.
         last_gradient_bytes: gradients that are ready only when the backward ends (the embedding's, or the first
             layer's where it is frozen): nothing is left to hide them behind.
+        logit_bytes: of one token's logits.
         trained_params: elements that the optimizer updates.
     """
 
@@ -32,6 +33,7 @@ class Traffic:
     layer_gradient_bytes: float
     root_gradient_bytes: float
     last_gradient_bytes: float
+    logit_bytes: float
     trained_params: float
 
     @property
@@ -64,8 +66,25 @@ def wire_setup(setup: TrainSetup) -> TrainSetup:
     return setup
 
 
+_CACHE: dict[tuple[object, ...], tuple[ModelSpec, Traffic]] = {}
+_MAX_CACHED = 4096
+
+
 def traffic_of(part: ModelSpec, setup: TrainSetup) -> Traffic:
-    """The traffic of one part of a model under a setup's data types."""
+    """The traffic of one part of a model under a setup's data types, counted once per what it depends on."""
+    key = (
+        id(part), setup.parallel, setup.method, setup.precision, setup.quantization, setup.kbit_fp32_cast,
+        setup.lora_rank, setup.lora_targets, setup.adapter_dtype,
+    )  # fmt: skip
+    found = _CACHE.get(key)
+    if found is None or found[0] is not part:
+        if len(_CACHE) >= _MAX_CACHED:
+            _CACHE.clear()
+        found = _CACHE[key] = (part, _count(part, setup))
+    return found[1]
+
+
+def _count(part: ModelSpec, setup: TrainSetup) -> Traffic:
     flow = flow_of(wire_setup(setup))
     sharded = setup.parallel in ("zero1", "zero2", "zero3", "fsdp2")
     held = SIZE_BYTES[flow.autocast or flow.table] if setup.parallel == "fsdp2" else SIZE_BYTES[flow.table]
@@ -96,5 +115,6 @@ def traffic_of(part: ModelSpec, setup: TrainSetup) -> Traffic:
         layer_gradient_bytes=each,
         root_gradient_bytes=root * size,
         last_gradient_bytes=max(last, each),
+        logit_bytes=float(part.vocab_size * SIZE_BYTES[flow.compute]),
         trained_params=trained + root,
     )

@@ -150,11 +150,15 @@ class SpeedModel:
             seconds += matmul_s(vocab, hidden, chunk, rate, size, self.rates, self.constants)
             if chunks > 1:
                 seconds += head_traffic * vocab * hidden / self.bandwidth
-        fused, softcap = self.conditions.fused_loss, self.inv.softcap
-        moved = loss_bytes_per_logit(loss, size, fused=fused, softcap=softcap, drag=self.drag)
-        made = chunks * seconds + moved * tokens * vocab / (self.rates.bandwidth * self.constants.loss_bandwidth_share)
+        made = chunks * seconds + self.loss_chain_s(loss, dtype, tokens, vocab)
         self._losses[key] = made
         return made
+
+    def loss_chain_s(self, loss: str, dtype: str, tokens: int, vocab: int) -> float:
+        """Seconds of the loss chain over so many logits, without the head's matmuls."""
+        fused, softcap = self.conditions.fused_loss, self.inv.softcap
+        moved = loss_bytes_per_logit(loss, SIZE_BYTES[dtype], fused=fused, softcap=softcap, drag=self.drag)
+        return moved * tokens * vocab / (self.rates.bandwidth * self.constants.loss_bandwidth_share)
 
     def traffic(self, flow: Flow, trained: bool) -> Moved:
         """Elementwise traffic of the layers for one data flow."""

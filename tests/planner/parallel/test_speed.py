@@ -9,6 +9,7 @@ from planner.cluster import Cluster, make_cluster
 from planner.gpus import find_gpu
 from planner.models.catalogue import load
 from planner.models.spec import ModelSpec
+from planner.parallel.collectives import Collectives, group_of
 from planner.parallel.speed import SPREAD_PARTS, spread_profile, spread_step_time
 from planner.setup import TrainSetup
 from planner.throughput import step_time
@@ -37,9 +38,23 @@ def communication_s(made: TrainSetup, interconnect: str | None = None) -> float:
     return spread_step_time(model(), A100, made, cluster).parts_s["communication"]
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "zero1", "zero2", "zero3", "fsdp2"])
-def test_the_profile_says_what_the_full_answer_says(parallel: str) -> None:
-    made = setup(parallel, micro_batch_seqs=2, accumulation_steps=3)
+SPREADS: tuple[dict[str, Any], ...] = (
+    *({"parallel": name} for name in ("dp", "ddp", "zero1", "zero2", "zero3", "fsdp2", "device-map")),
+    {"parallel": "zero2", "offload": "optimizer"},
+    {"parallel": "zero3", "offload": "parameters"},
+    {"parallel": "fsdp2", "offload": "parameters"},
+    {"parallel": "fsdp2", "shard_degree": 4},
+    {"parallel": "none", "tensor_degree": 8},
+    {"parallel": "none", "pipeline_degree": 8},
+    {"parallel": "none", "pipeline_degree": 8, "pipeline_schedule": "gpipe"},
+    {"parallel": "ddp", "tensor_degree": 2, "pipeline_degree": 2},
+    {"parallel": "fsdp2", "tensor_degree": 4},
+)
+
+
+@pytest.mark.parametrize("spread", SPREADS, ids=lambda spread: "-".join(map(str, spread.values())))
+def test_the_profile_says_what_the_full_answer_says(spread: dict[str, Any]) -> None:
+    made = setup(**spread, micro_batch_seqs=2, accumulation_steps=3)
     cluster = make_cluster(A100, 8)
     answer = spread_step_time(model(), A100, made, cluster)
     step, rate = spread_profile(model(), A100, made, cluster).at(2, 3)
@@ -138,3 +153,71 @@ def test_constants_come_from_the_calibration() -> None:
     cluster = make_cluster(A100, 8)
     answer = spread_step_time(model(), A100, setup("zero3"), cluster, calibration=slow)
     assert answer.step_time_s > 1.5 * seconds(setup("zero3"))
+
+
+def test_a_pipeline_waits_for_its_bubble() -> None:
+    """Equal stages lose (p - 1) / (m + p - 1) of their time; the last one also has the head and the loss."""
+    made = setup("none", pipeline_degree=8, accumulation_steps=8)
+    answer = spread_step_time(model(), A100, made, make_cluster(A100, 8))
+    slowest = (1 - answer.share("bubble")) * answer.step_time_s / 8
+    assert 0.2 < answer.share("bubble") < 7 / 15  # the slow last stage is why less than equal stages would wait
+    assert slowest > step_time(model(), A100, made.with_(num_gpus=1, pipeline_degree=1)).step_time_s / 8 / 8
+    longer = spread_step_time(model(), A100, made.with_(accumulation_steps=64), make_cluster(A100, 8))
+    assert longer.share("bubble") < 0.3 * answer.share("bubble")
+
+
+def test_tensor_parallel_sums_are_not_hidden() -> None:
+    """Four all-reduces of [tokens, hidden] per layer, two more where the layer is computed again, and the head's."""
+    made = setup("none", tensor_degree=8, micro_batch_seqs=4)
+    cluster = make_cluster(A100, 8)
+    constants = load_calibration().spread_constants
+    collectives = Collectives(cluster, constants)
+    group = group_of(cluster, 8)
+    tokens, hidden, vocab = 4 * 2048, 4096, 128256
+    one = collectives.all_reduce_s(tokens * hidden * 2, group)
+    expected = (6 * 32 + 1) * one + collectives.all_gather_s(tokens * vocab * 2, group)
+    assert communication_s(made) == pytest.approx(expected)
+    assert communication_s(made.with_(checkpointing=0)) == pytest.approx(expected - 2 * 32 * one)
+
+
+def test_a_split_head_still_pays_for_the_whole_loss() -> None:
+    whole = spread_step_time(model(), A100, setup("ddp"), make_cluster(A100, 8)).parts_s["loss"]
+    split = spread_step_time(model(), A100, setup("none", tensor_degree=8), make_cluster(A100, 8)).parts_s["loss"]
+    assert 0.3 * whole < split < whole
+
+
+def test_a_device_map_is_as_slow_as_one_gpu() -> None:
+    made = setup("device-map", 4, micro_batch_seqs=2)
+    alone = step_time(model(), A100, made.with_(num_gpus=1, parallel="none")).step_time_s
+    assert seconds(made) == pytest.approx(alone, rel=0.1)
+    assert seconds(made.with_(num_gpus=2)) == pytest.approx(seconds(made), rel=0.1)
+
+
+def test_one_process_is_slower_than_one_process_per_gpu() -> None:
+    assert seconds(setup("dp")) > 1.2 * seconds(setup("ddp"))
+    base = setup("dp", method="lora", lora_rank=16)
+    assert communication_s(base) > 20 * communication_s(base.with_(parallel="ddp"))  # it sends the frozen base too
+
+
+def test_offloading_costs_the_link_and_the_hosts_processors() -> None:
+    here, there = setup("zero3"), setup("zero3", offload="optimizer")
+    cluster = make_cluster(A100, 8)
+    answer = spread_step_time(model(), A100, there, cluster)
+    constants = load_calibration().spread_constants
+    on_cpus = model().num_params * 30 / constants.cpu_adam_bytes_per_s
+    assert answer.parts_s["offload"] > on_cpus
+    assert answer.step_time_s - seconds(here) == pytest.approx(answer.parts_s["offload"], rel=0.1)
+    assert any("CPUs" in note for note in answer.notes)
+    weights = spread_step_time(model(), A100, setup("zero3", offload="parameters"), cluster)
+    assert weights.parts_s["offload"] > on_cpus
+
+
+def test_a_fused_cpu_optimizer_beats_pytorchs_loop() -> None:
+    made = setup("fsdp2", offload="parameters")
+    assert seconds(made.with_(optimizer="adamw")) > 2 * seconds(made.with_(optimizer="adamw-fused"))
+
+
+def test_communication_is_mentioned_as_missing_only_on_one_gpus_path() -> None:
+    answer = spread_step_time(model(), A100, setup("ddp"), make_cluster(A100, 8))
+    assert not any("not counted" in note for note in answer.notes)
+    assert any("Communication" in note for note in step_time(model(), A100, setup("ddp")).notes)

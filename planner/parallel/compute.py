@@ -1,0 +1,104 @@
+"""`Rank`: what one rank computes, by the one-GPU speed model on the part of the model that it holds."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from planner.gpu import GpuSpec
+from planner.models.spec import ModelSpec
+from planner.parallel.traffic import Traffic, traffic_of, wire_setup
+from planner.setup import TrainSetup
+from planner.throughput import Calibration, Conditions, speed_model, throughput_profile
+from planner.throughput.profile import GRADIENT_ADD_PASSES, ThroughputProfile
+
+_FORWARD_PART = {"attention": 1 / 3.5, "elementwise": 0.35, "lora": 1 / 3, "dequantization": 0.5, "loss": 1 / 3}
+"""Share of a part's time that falls into the forward, where communication can hide behind it (matmuls apart)."""
+
+
+class Micro(NamedTuple):
+    """One micro-batch on one rank, without communication.
+
+    Attributes:
+        parts: GPU seconds by part, host waiting included.
+        forward_s, backward_s: its wall time (the loss is in both); recomputation is backward.
+    """
+
+    parts: Mapping[str, float]
+    forward_s: float
+    backward_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Both."""
+        return self.forward_s + self.backward_s
+
+
+class Rank:
+    """One rank's part of the job: its compute, its optimizer step, and what it would put on the wire.
+
+    Attributes:
+        profile: the one-GPU profile of the part.
+        traffic: bytes of its weights and gradients.
+        add_s: adding one micro-batch's gradients to the sum.
+    """
+
+    __slots__ = ("_host_s", "_setup", "_speed", "add_s", "part", "profile", "traffic")
+
+    def __init__(
+        self, part: ModelSpec, gpu: GpuSpec, setup: TrainSetup, calibration: Calibration, conditions: Conditions
+    ) -> None:
+        self._setup, self.part = setup, part
+        self._speed = speed_model(part, gpu, calibration=calibration, conditions=conditions)
+        self.profile: ThroughputProfile = throughput_profile(
+            part, gpu, wire_setup(setup), calibration=calibration, conditions=conditions
+        )
+        self.traffic: Traffic = traffic_of(part, setup)
+        host = self.profile.family.host_s
+        if setup.parallel == "dp":  # one process: Python issues the kernels of all GPUs, one after another
+            host *= setup.num_gpus
+        if setup.parallel in ("zero3", "fsdp2"):
+            gathers = 3 if setup.reshard_after_forward else 2  # forward, backward, and the reduction
+            host += (self.traffic.layers + 1) * gathers * calibration.spread_constants.unit_host_s
+        self._host_s = host
+        self.add_s = self._add()
+
+    def optimizer_s(self, optimizer: str) -> tuple[float, float]:
+        """GPU and host seconds of the optimizer step over this rank's share of what is trained.
+
+        ZeRO keeps the fp32 masters of its share in one flat tensor per group; FSDP2 steps each tensor's shard, in fp32
+        where Accelerate upcast it (mixed precision).
+        """
+        family, setup = self.profile.family, self._setup
+        size, tensors = family.trained_bytes, family.trained_tensors
+        if setup.parallel.startswith("zero"):
+            size, tensors = 4, 2
+        elif setup.parallel == "fsdp2" and setup.autocast_dtype:
+            size = 4
+        return self._speed.optimizer_s(optimizer, family.trained_params / setup.shards, size, tensors)
+
+    def _add(self) -> float:
+        """The whole gradient, or this rank's share where each micro-batch's is reduced."""
+        family = self.profile.family
+        shards = self._setup.shards if self._setup.parallel in ("zero2", "zero3") else 1
+        return GRADIENT_ADD_PASSES * family.trained_params * family.trained_bytes / shards / self._speed.bandwidth
+
+    def micro(self, seqs: int) -> Micro:
+        """Compute of one micro-batch, GPU and host joined."""
+        busy_parts = self.profile.micro_parts(seqs)
+        busy_parts["loss"] += self._gathered_logits_s(seqs)
+        busy = sum(busy_parts.values())
+        power = self.profile.family.power
+        wall = float((busy**power + self._host_s**power) ** (1.0 / power))
+        forward = busy_parts["matmul"] * (1 / 3 if self._setup.method == "full" else 1 / 2)
+        forward += sum(busy_parts[name] * share for name, share in _FORWARD_PART.items())
+        forward_s = forward * wall / busy if busy else 0.0
+        return Micro({**busy_parts, "host": wall - busy}, forward_s, wall - forward_s)
+
+    def _gathered_logits_s(self, seqs: int) -> float:
+        """A head split by vocabulary gathers its output: every rank runs the loss chain over all logits."""
+        head, ways = self.part.head, self._setup.tensor_degree
+        if head is None or ways == 1 or self.part.tied:
+            return 0.0
+        flow = self.profile.family.flow
+        others = (ways - 1) * head.out_features
+        tokens = seqs * self._setup.seq_len_tokens
+        return self._speed.loss_chain_s(self._setup.loss, flow.autocast or flow.table, tokens, others)
