@@ -14,6 +14,9 @@ WIDE_BAND = 0.10
 ENCODER_DECODER_BAND = 0.65
 """T5's learned position bias makes a mask in every layer that the closed form does not follow: -65 % and +26 % seen."""
 SMALL_PARAMS = 1_000_000_000
+SPREAD_BAND = 0.10
+"""Added with several GPUs. A judgement, not a fit: buckets, gathered weights and NCCL's buffers follow the engines'
+sources, and no card has confirmed them here yet; docs/multi-gpu.md says how they compare with published figures."""
 
 
 def memory_band(model: ModelSpec, setup: TrainSetup) -> float:
@@ -29,3 +32,8 @@ def memory_band(model: ModelSpec, setup: TrainSetup) -> float:
     if setup.attention == "sdpa" and setup.precision in ("fp32", "fp16-mixed", "fp16-autocast"):
         return WIDE_BAND  # older cards and fp32 may fall back to the math kernel
     return SMALL_MODEL_BAND if model.num_params < SMALL_PARAMS else USUAL_BAND
+
+
+def spread_memory_band(model: ModelSpec, setup: TrainSetup) -> float:
+    """Half-width of the formula's memory band for a setup on several GPUs: one GPU's, and SPREAD_BAND for the rest."""
+    return memory_band(model, setup) + SPREAD_BAND

@@ -9,7 +9,7 @@ from planner.gpus import all_gpus
 from planner.models import catalogue
 from planner.outcome import Candidate
 from planner.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount, trade
-from planner.predict import predict
+from planner.predict import device_peak_bytes, predict
 from planner.refine import ANY_SETUP, CorrectionKey, correction_key
 from planner.setup import TrainSetup
 from planner.space import BRANCH_FIELDS, Point, dimension_values, micro_batches, walk
@@ -30,7 +30,7 @@ NUM_RANKED = 24
 
 def candidate(workload: Workload, setup: TrainSetup) -> Candidate:
     """A setup with its formula prediction against the workload's budget."""
-    prediction = predict(workload.model, workload.gpu, setup)
+    prediction = predict(workload.model, workload.gpu, setup, workload.cluster)
     return Candidate(setup=setup, budget_bytes=workload.budget_bytes, formula=prediction)
 
 
@@ -40,6 +40,10 @@ def plan_workload(workload: Workload, corrections: Mapping[CorrectionKey, float]
     Raises:
         UsageError: the user's wishes contradict each other so that no setup can exist at all.
     """
+    if workload.num_gpus > 1:
+        from planner.parallel.planning import plan_spread  # one GPU never needs it
+
+        return plan_spread(workload, corrections or {})
     values = dimension_values(workload)
     facts = collect(corrected(walk(workload, values), corrections or {}), workload.budget_bytes)
     walked = sum(known.walked for known in facts.values())
@@ -51,12 +55,12 @@ def plan_workload(workload: Workload, corrections: Mapping[CorrectionKey, float]
     space = SpaceCount(
         walked=walked,
         infeasible=sum(known.infeasible for known in facts.values()),
-        impossible=_combinations(workload, values) - walked,
+        impossible=num_combinations(workload, values) - walked,
     )
-    chosen_node = choose_node(facts, _needed_gain(workload, facts))
+    chosen_node = choose_node(facts, needed_gain(workload, facts))
     answers = method_answers(facts, chosen_node, workload)
     if chosen_node is None:
-        return _no_plan(workload, facts, tuple(answers), space)
+        return refusal(workload, facts, tuple(answers), space)
     known = facts[chosen_node]
     best = known.best()
     assert best is not None  # choose_node returned it
@@ -66,7 +70,7 @@ def plan_workload(workload: Workload, corrections: Mapping[CorrectionKey, float]
     return Plan(
         workload=workload,
         chosen=chosen,
-        alternatives=_alternatives(workload, chosen, chosen_node, facts),
+        alternatives=alternatives(workload, chosen, chosen_node, facts),
         ranked=(chosen, *(candidate(workload, point.setup) for point in ranked[1:])),
         walk=tuple(answers),
         space=space,
@@ -74,19 +78,19 @@ def plan_workload(workload: Workload, corrections: Mapping[CorrectionKey, float]
     )
 
 
-def _combinations(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> int:
+def num_combinations(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> int:
     """Size of the plain product of all dimensions, impossible combinations included."""
     batches = len(values.get("micro_batch_seqs") or micro_batches(workload.global_batch_seqs))
     dimensions = (*BRANCH_FIELDS, "attention", "checkpointing", "loss", "optimizer")
     return batches * prod(len(values[name]) for name in dimensions)
 
 
-def _needed_gain(workload: Workload, facts: dict[str, NodeFacts]) -> float:
+def needed_gain(workload: Workload, facts: dict[str, NodeFacts]) -> float:
     """How much faster a quantized setup must be to replace a LoRA that fits: more than the speed model errs."""
     best = facts["lora"].best()
     if best is None:
         return 0.0
-    return max(QUANTIZE_GAIN_FRACTION, predict(workload.model, workload.gpu, best.setup).time_band_fraction or 0.0)
+    return max(QUANTIZE_GAIN_FRACTION, candidate(workload, best.setup).formula.time_band_fraction or 0.0)
 
 
 def corrected(points: Iterable[Point], corrections: Mapping[CorrectionKey, float]) -> Iterable[Point]:
@@ -113,7 +117,7 @@ def plan_notes(workload: Workload, chosen: Candidate) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _alternatives(
+def alternatives(
     workload: Workload, chosen: Candidate, node: str, facts: dict[str, NodeFacts]
 ) -> tuple[Alternative, ...]:
     found: list[Alternative] = []
@@ -157,7 +161,7 @@ def _smallest(known: NodeFacts) -> TrainSetup | None:
     return known.smallest.setup if known.smallest is not None else None
 
 
-def _no_plan(
+def refusal(
     workload: Workload,
     facts: dict[str, NodeFacts],
     answers: tuple[Answer, ...],
@@ -187,7 +191,7 @@ def _remedies(workload: Workload, nearest: Candidate) -> tuple[Remedy, ...]:
         found.append(relaxed)
     seq_len = _longest_that_fits(workload, nearest.setup)
     if seq_len:
-        after = predict(workload.model, workload.gpu, nearest.setup.with_(seq_len_tokens=seq_len)).peak_device_bytes
+        after = device_peak_bytes(workload.model, workload.gpu, nearest.setup.with_(seq_len_tokens=seq_len))
         found.append(Remedy(action=f"--seq-len {seq_len}", saves_bytes=before - after, fits=True))
     roomier = sorted(
         (gpu for gpu in all_gpus() if gpu.memory_bytes > workload.gpu.memory_bytes), key=lambda g: g.memory_bytes
@@ -195,9 +199,7 @@ def _remedies(workload: Workload, nearest: Candidate) -> tuple[Remedy, ...]:
     for gpu in roomier:
         setup = nearest.setup
         share = workload.headroom_bytes / workload.memory_bytes
-        if gpu.vendor == "NVIDIA" and predict(workload.model, gpu, setup).peak_device_bytes <= gpu.memory_bytes * (
-            1 - share
-        ):
+        if gpu.vendor == "NVIDIA" and device_peak_bytes(workload.model, gpu, setup) <= gpu.memory_bytes * (1 - share):
             found.append(
                 Remedy(action=f"--gpu {gpu.key}", saves_bytes=gpu.memory_bytes - workload.memory_bytes, fits=True)
             )
@@ -234,7 +236,7 @@ def _longest_that_fits(workload: Workload, setup: TrainSetup) -> int:
     low, high = 0, workload.seq_len_tokens // 64
     while low < high:
         middle = (low + high + 1) // 2
-        peak = predict(workload.model, workload.gpu, setup.with_(seq_len_tokens=middle * 64)).peak_device_bytes
+        peak = device_peak_bytes(workload.model, workload.gpu, setup.with_(seq_len_tokens=middle * 64))
         if peak <= workload.budget_bytes:
             low = middle
         else:
@@ -252,7 +254,7 @@ def _smaller_models(workload: Workload, setup: TrainSetup, budget: int, before: 
             continue
         if model is None or model.num_params >= workload.model.num_params:
             continue
-        peak = predict(model, workload.gpu, setup).peak_device_bytes
+        peak = device_peak_bytes(model, workload.gpu, setup)
         if peak <= budget:
             smaller.append((model.num_params, name))
     if not smaller:

@@ -1,26 +1,53 @@
 """The formula rung: one setup in, one `Prediction` out. Memory terms and step time from their own packages."""
 
-from planner.calibration_bands import memory_band
+from planner.calibration_bands import memory_band, spread_memory_band
+from planner.cluster import Cluster
 from planner.gpu import GpuSpec
 from planner.kernels import attention_kernel
 from planner.memory.dtypes import flow_of
 from planner.memory.model import predict_memory, trained_parameters
 from planner.memory.optimizer import paged_bytes
+from planner.memory.types import MemoryBreakdown
 from planner.models.spec import ModelSpec
 from planner.outcome import Prediction, Rung
 from planner.setup import TrainSetup
-from planner.throughput import step_time
+from planner.throughput import StepTime, step_time
 from planner.units import gib
 
 
-def predict(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Prediction:
-    """Memory peaks and step time of one setup from closed forms alone, in well under a millisecond.
+def predict(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: Cluster | None = None) -> Prediction:
+    """Memory peaks and step time of one setup from closed forms alone, in well under a millisecond on one GPU.
 
-    Source: `planner.memory` and `planner.throughput`, each term with its own source.
+    Args:
+        cluster: the GPUs and their links; None: one GPU, or the cluster that the setup's number of GPUs suggests. With
+            several GPUs the memory is the worst rank's, and the tokens/s are those of all GPUs together.
+
+    Source: `planner.memory`, `planner.throughput` and `planner.parallel`, each term with its own source.
     Measured: docs/accuracy/formula.md, per source and per case.
     """
+    if setup.num_gpus > 1:
+        return _spread_prediction(model, gpu, setup, cluster)
     memory = predict_memory(model, gpu, setup)
     speed = step_time(model, gpu, setup)
+    return _prediction(memory, speed, memory_band(model, setup), memory_notes(model, gpu, setup))
+
+
+def device_peak_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> int:
+    """The device peak of `predict` alone: the worst rank's."""
+    if setup.num_gpus > 1:
+        from planner.parallel.memory import rank_memories
+
+        return max(rank.breakdown.peak_device_bytes for rank in rank_memories(model, gpu, setup))
+    return predict_memory(model, gpu, setup).peak_device_bytes
+
+
+def _prediction(
+    memory: MemoryBreakdown,
+    speed: StepTime,
+    band_fraction: float,
+    notes: tuple[str, ...],
+    rank_peaks: tuple[tuple[str, int, int], ...] = (),
+) -> Prediction:
     return Prediction(
         rung=Rung.FORMULA,
         peak_allocated_bytes=memory.peak_allocated_bytes,
@@ -29,13 +56,37 @@ def predict(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Prediction:
         peak_phase=memory.peak_phase,
         phase_peaks_bytes=memory.phase_bytes,
         terms=memory.at_peak(),
-        memory_band_fraction=memory_band(model, setup),
+        memory_band_fraction=band_fraction,
         step_time_s=speed.step_time_s,
         tokens_per_s=speed.tokens_per_s,
         time_band_fraction=speed.band_fraction,
         mfu_fraction=speed.mfu_fraction,
         time_parts_s=speed.parts_s,
-        notes=(*memory_notes(model, gpu, setup), *speed.notes),
+        notes=(*notes, *speed.notes),
+        rank_peaks=rank_peaks,
+    )
+
+
+def _spread_prediction(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: Cluster | None) -> Prediction:
+    # one GPU never needs these modules
+    from planner.cluster import make_cluster
+    from planner.parallel.memory import rank_memories
+    from planner.parallel.speed import spread_step_time
+
+    ranks = rank_memories(model, gpu, setup)
+    worst = max(ranks, key=lambda rank: rank.breakdown.peak_device_bytes)
+    if cluster is None or cluster.num_gpus != setup.num_gpus:
+        cluster = make_cluster(gpu, setup.num_gpus)
+    speed = spread_step_time(model, gpu, setup, cluster)
+    notes = memory_notes(model, gpu, setup)
+    if len(ranks) > 1:
+        notes = (*notes, f"the memory is that of the fullest GPUs ({worst.name}, {worst.num_ranks} of them)")
+    return _prediction(
+        worst.breakdown,
+        speed,
+        spread_memory_band(model, setup),
+        notes,
+        tuple((rank.name, rank.num_ranks, rank.breakdown.peak_device_bytes) for rank in ranks),
     )
 
 

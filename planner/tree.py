@@ -7,7 +7,7 @@ so every branch is compared, none assumed.
 """
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from planner.plan import Answer, Cut
@@ -41,6 +41,10 @@ SIMPLE_FIRST = {
 
 def simplicity(setup: TrainSetup) -> int:
     """How far a setup is from the simplest, summed over the dimensions; smaller is simpler."""
+    if setup.num_gpus > 1:
+        from planner.parallel.strategies import spread_rank  # one GPU never needs it
+
+        return spread_rank(setup) + simplicity(setup.trusted_with(num_gpus=1))
     return sum(
         values.index(getattr(setup, name)) if getattr(setup, name) in values else len(values)
         for name, values in SIMPLE_FIRST.items()
@@ -86,11 +90,20 @@ class NodeFacts:
 def collect(points: Iterable[Point], budget_bytes: int) -> dict[str, NodeFacts]:
     """Facts of every node from one pass over the walked points."""
     facts = {node: NodeFacts() for node in NODES}
+    collect_into(points, budget_bytes, lambda shared: facts[node_of_setup(shared)])
+    for node in facts.values():
+        if node.smallest is None:
+            node.smallest = node.smallest_cast
+    return facts
+
+
+def collect_into(points: Iterable[Point], budget_bytes: int, facts_of: Callable[[TrainSetup], NodeFacts]) -> None:
+    """Adds the walked points to the facts that `facts_of` gives for what they share."""
     shared = node = None
     for index, point in enumerate(points):
         if point.shared is not shared or node is None:  # points come in runs that share their branch
             shared = point.shared
-            node = facts[node_of(point)]
+            node = facts_of(shared)
         node.walked += 1
         peak = point.peak_device_bytes
         if point.micro_batch_seqs == 1:
@@ -107,10 +120,6 @@ def collect(points: Iterable[Point], budget_bytes: int) -> dict[str, NodeFacts]:
             node.infeasible += 1
         else:
             _keep(node.fastest, point, index)
-    for node in facts.values():
-        if node.smallest is None:
-            node.smallest = node.smallest_cast
-    return facts
 
 
 def _keep(heap: list[tuple[float, int, Point]], point: Point, index: int) -> None:
@@ -231,8 +240,9 @@ def activation_answers(facts: NodeFacts, best: Point, workload: Workload, same_n
             )
         )
     larger = [p for p in same_node if p.family == family and p.micro_batch_seqs > best.micro_batch_seqs]
-    if best.micro_batch_seqs == workload.global_batch_seqs:
-        reason = "the whole global batch fits in one forward"
+    copies = family.data_degree
+    if best.accumulation_steps == 1:
+        reason = "the whole global batch fits in one forward" + (" of every copy" if copies > 1 else "")
     elif larger:
         reason = "larger micro-batches fit but are not predicted to be faster"
     else:
@@ -240,7 +250,8 @@ def activation_answers(facts: NodeFacts, best: Point, workload: Workload, same_n
     answers.append(
         Answer(
             question="Which micro-batch, and how much accumulation?",
-            choice=f"{best.micro_batch_seqs} x {best.accumulation_steps}",
+            choice=f"{best.micro_batch_seqs} x {best.accumulation_steps}"
+            + (f" x {copies} copies" if copies > 1 else ""),
             reason=f"{reason}; the global batch stays {workload.global_batch_seqs} sequences",
             needed_bytes=best.peak_device_bytes,
             budget_bytes=budget,

@@ -8,6 +8,7 @@ from planner.interchange import setup_to_dict
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import Answer, NoPlan, Plan
 from planner.units import count, gib, percent, seconds
+from planner.workload import Workload
 from reports.charts import (
     Chart,
     accuracy_chart,
@@ -36,12 +37,14 @@ from reports.text import (
     method_words,
     needs_words,
     rank_floor_sentence,
+    rank_peaks_rows,
     rate,
     setup_difference,
     setup_words,
     space_sentence,
     speed_mark,
     speed_sentence,
+    spread_sentence,
     verdict_sentence,
     workload_words,
 )
@@ -62,7 +65,7 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
         "id": name,
         "single": single,
         "title": workload_words(wish),
-        "short": f"{clean(wish.model.model_id)} on {clean(wish.gpu.name)}, {wish.seq_len_tokens:,} tokens",
+        "short": f"{clean(wish.model.model_id)} on {_gpus(wish)}, {wish.seq_len_tokens:,} tokens",
         "charts": charts,
         "launch": [
             {
@@ -83,6 +86,7 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
                 for row in parts.rows
             ),
         ),
+        "ranks": _ranks(chosen),
         "terms_note": f"Peak: {memory_mark(parts.peak_evidence)}. Terms: {named}.",
         "tree": _tree(plan.walk),
         "space": space_sentence(plan),
@@ -95,7 +99,12 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
     }
     if isinstance(plan, Plan):
         view["verdict"] = verdict_sentence(plan)
-        lines = (memory_sentence(chosen), speed_sentence(chosen), epoch_sentence(wish, chosen))
+        lines = (
+            memory_sentence(chosen),
+            speed_sentence(chosen),
+            spread_sentence(chosen),
+            epoch_sentence(wish, chosen),
+        )
         view["sentences"] = [line for line in (*lines, rank_floor_sentence(plan)) if line]
         view["leaf"] = method_words(chosen.setup)
         view["beside"] = _beside(plan) if plan.alternatives else []
@@ -110,6 +119,17 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
         )
     view["sections"] = _sections(view)
     return view
+
+
+def _gpus(wish: Workload) -> str:
+    name = clean(wish.gpu.name)
+    return name if wish.num_gpus == 1 else f"{wish.num_gpus} × {name}"
+
+
+def _ranks(chosen: Candidate) -> dict[str, Any] | None:
+    """The peaks of GPUs that hold different parts of the job, None where all are alike."""
+    rows = rank_peaks_rows(chosen)
+    return table_of(("GPUs", "number", "peak", "of the fullest"), rows) if rows else None
 
 
 def _charts(plan: Plan | NoPlan, extras: Extras, name: str) -> dict[str, Any]:

@@ -19,12 +19,14 @@ from reports.text import (
     needs_words,
     parameter_words,
     rank_floor_sentence,
+    rank_peaks_rows,
     rate,
     setup_difference,
     setup_words,
     space_sentence,
     speed_mark,
     speed_sentence,
+    spread_sentence,
     verdict_sentence,
     workload_words,
 )
@@ -101,6 +103,7 @@ def _sentences(plan: Plan) -> list[str]:
     lines = (
         memory_sentence(plan.chosen),
         speed_sentence(plan.chosen),
+        spread_sentence(plan.chosen),
         epoch_sentence(plan.workload, plan.chosen),
         rank_floor_sentence(plan),
     )
@@ -128,10 +131,13 @@ def _memory(candidate: Candidate, memory_bytes: int) -> list[str]:
     words = f"The peak falls in the {parts.terms_evidence.peak_phase} phase. Peak: {memory_mark(peak)}."
     if parts.terms_evidence is not peak:
         words += f" Terms: {memory_mark(parts.terms_evidence)}."
+    ranks = rank_peaks_rows(candidate)
+    header = ("GPUs", "number", "peak", "of the fullest")
     return [
         f"## Memory at the peak of a {gib(memory_bytes)} card",
         table(("term", "size", "of the card", "up to"), rows, right=("size", "of the card", "up to")),
         escape(words),
+        table(header, [(escape(name), *cells) for name, *cells in ranks], right=header[1:]) if ranks else "",
     ]
 
 

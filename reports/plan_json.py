@@ -73,6 +73,8 @@ def rung_to_dict(evidence: Prediction | Measurement | ProbeFailure, *, detail: b
     for key in ("peak_phase", "memory_band_fraction", "time_band_fraction"):
         values[key] = getattr(evidence, key)
     values["time_parts_s"] = dict(evidence.time_parts_s)
+    if evidence.rank_peaks:
+        values["rank_peaks"] = [list(one) for one in evidence.rank_peaks]
     if detail:
         values["term_list"] = [
             [term.category, term.name, term.size_bytes, list(term.phases)] for term in evidence.terms
@@ -270,4 +272,5 @@ def rung_from_dict(values: Mapping[str, Any]) -> Prediction | Measurement | Prob
         for category, name, size, phases in values.get("term_list")
         or ([name, name, size, list(PHASES)] for name, size in values["terms"].items())
     ]
-    return decode(Prediction, {**{key: values[key] for key in keys}, "terms": terms}, str(values["rung"]))
+    known = {**{key: values[key] for key in keys}, "terms": terms, "rank_peaks": values.get("rank_peaks", [])}
+    return decode(Prediction, known, str(values["rung"]))

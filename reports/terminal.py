@@ -16,6 +16,7 @@ from planner.models.spec import ModelSpec
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import Answer, NoPlan, Plan
 from planner.units import GIB, TERA, count, gib, percent, seconds
+from planner.workload import Workload
 from reports.page import Page
 from reports.rows import MemoryRow, beside, best_terms, breakdown, evidence_columns
 from reports.text import (
@@ -28,13 +29,16 @@ from reports.text import (
     memory_mark,
     memory_sentence,
     needs_words,
+    plural,
     rank_floor_sentence,
+    rank_peaks_rows,
     rate,
     setup_difference,
     setup_words,
     space_sentence,
     speed_mark,
     speed_sentence,
+    spread_sentence,
     verdict_sentence,
     workload_words,
 )
@@ -63,6 +67,7 @@ def render_plan(plan: Plan, console: Console, *, next_command: str = "") -> None
     for sentence in (
         memory_sentence(plan.chosen),
         speed_sentence(plan.chosen),
+        spread_sentence(plan.chosen),
         epoch_sentence(plan.workload, plan.chosen),
         rank_floor_sentence(plan),
     ):
@@ -110,12 +115,14 @@ def render_estimate(
 ) -> None:
     """One setup: does it fit, the rungs side by side, and where the memory goes."""
     page = Page(console)
-    page.line(f"{clean(model.model_id)} ({count(model.num_params)} parameters) on {clean(gpu.name)}", style="bold")
+    card = clean(gpu.name) if candidate.setup.num_gpus == 1 else f"{candidate.setup.num_gpus} × {clean(gpu.name)}"
+    page.line(f"{clean(model.model_id)} ({count(model.num_params)} parameters) on {card}", style="bold")
     page.line(f"{setup_words(candidate.setup)}.")
     page.line()
     page.line(memory_sentence(candidate), style="bold green" if candidate.fits else "bold red")
-    if words := speed_sentence(candidate):
-        page.line(words)
+    for words in (speed_sentence(candidate), spread_sentence(candidate)):
+        if words:
+            page.line(words)
     page.head("Every rung")
     present = [(name, evidence) for name, evidence in evidence_columns(candidate) if evidence is not None]
     table = page.table("", *(name for name, _ in present), right=tuple(name for name, _ in present))
@@ -157,7 +164,8 @@ def default_next_command(answer: Plan) -> str:
     Where a higher rung refuted the choice, the reserve grows by what was missing.
     """
     wish = answer.workload
-    words = ["plan", clean(wish.model.model_id), "--gpu", wish.gpu.key, "--seq-len", str(wish.seq_len_tokens)]
+    words = ["plan", clean(wish.model.model_id), "--gpu", wish.gpu.key, *cluster_flags(wish)]
+    words += ["--seq-len", str(wish.seq_len_tokens)]
     words += ["--global-batch", str(wish.global_batch_seqs)]
     for name, values in wish.fixed.items():
         for value in values:
@@ -172,6 +180,23 @@ def default_next_command(answer: Plan) -> str:
     return shlex.join([*words, "--out", "my-plan"])
 
 
+def cluster_flags(wish: Workload) -> list[str]:
+    """The options that describe the workload's cluster, none on one GPU."""
+    cluster = wish.cluster
+    if cluster is None:
+        return []
+    from planner.cluster import make_cluster
+
+    words = ["--gpus", str(cluster.num_gpus)]
+    plain = make_cluster(cluster.gpu, cluster.num_gpus, num_nodes=cluster.num_nodes)
+    if cluster.num_nodes > 1:
+        words += ["--nodes", str(cluster.num_nodes)]
+    links = [cluster.within.key] if cluster.within != plain.within else []
+    if cluster.between is not None and cluster.between != plain.between:
+        links.append(cluster.between.key)
+    return [*words, "--interconnect", "+".join(links)] if links else words
+
+
 def _flag(name: str, value: object) -> list[str]:
     """The option that fixes a field of the setup to a value."""
     if name == "checkpointing" and isinstance(value, int):
@@ -180,7 +205,10 @@ def _flag(name: str, value: object) -> list[str]:
         return ["--checkpointing" if value else "--no-checkpointing"]
     if name == "packing":
         return ["--packing" if value else "--no-packing"]
-    option = {"lora_rank": "--rank", "lora_targets": "--targets"}.get(name, f"--{name}")
+    if name == "reshard_after_forward":
+        return ["--reshard" if value else "--no-reshard"]
+    known = {"lora_rank": "--rank", "lora_targets": "--targets", "pipeline_schedule": "--schedule"}
+    option = known.get(name, f"--{name.replace('_', '-')}")
     return [option, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
 
 
@@ -229,7 +257,8 @@ def _memory(page: Page, candidate: Candidate, memory_bytes: int) -> None:
     """The breakdown as a waterfall against the card: each term starts where the one above it ends."""
     parts = breakdown(candidate, memory_bytes, max_terms=MAX_TERMS)
     peak, named = parts.peak_evidence, best_terms(candidate)
-    page.head(f"Memory at the peak ({named.peak_phase}) of a {gib(memory_bytes)} card", memory_mark(peak))
+    card = "card" if candidate.setup.num_gpus == 1 else "card, the fullest GPU"
+    page.head(f"Memory at the peak ({named.peak_phase}) of a {gib(memory_bytes)} {card}", memory_mark(peak))
     scale_bytes = max(memory_bytes, peak.peak_device_bytes)
     longest = max(len(row.label) for row in parts.rows)
     term_width = 2 + max(len("peak on the device"), min(MAX_TERM_WIDTH, longest))
@@ -253,6 +282,8 @@ def _memory(page: Page, candidate: Candidate, memory_bytes: int) -> None:
         style="bold",
     )
     page.console.print(table)
+    for name, number, size, share in rank_peaks_rows(candidate):
+        page.line(f"{name}, {number} {plural(int(number), 'GPU')}: {size} ({share} of the fullest)", indent=2)
     allocated, reserved = gib(peak.peak_allocated_bytes), gib(peak.peak_reserved_bytes)
     page.line(f"PyTorch would report {allocated} allocated, {reserved} reserved.", style="dim", indent=2)
     if named is not peak:

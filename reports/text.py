@@ -67,11 +67,20 @@ def quantization_words(setup: TrainSetup) -> str:
 
 def batch_words(setup: TrainSetup) -> str:
     """ "micro-batch 4 × accumulation 4 of 2,048 tokens"."""
-    gpus = f" × {setup.num_gpus} GPUs ({setup.parallel})" if setup.num_gpus > 1 else ""
+    gpus = f" on {setup.num_gpus} GPUs ({spread_words(setup)})" if setup.num_gpus > 1 else ""
     return (
         f"micro-batch {setup.micro_batch_seqs} × accumulation {setup.accumulation_steps}{gpus} "
         f"of {setup.seq_len_tokens:,} tokens"
     )
+
+
+def spread_words(setup: TrainSetup) -> str:
+    """How the job is spread over its GPUs: "FSDP2", "tensor 4 × pipeline 2 under DDP"; "one GPU"."""
+    if setup.num_gpus == 1:
+        return "one GPU"
+    from planner.parallel.strategies import spread_name  # one GPU never needs it
+
+    return spread_name(setup)
 
 
 def setup_words(setup: TrainSetup) -> str:
@@ -97,7 +106,8 @@ def setup_words(setup: TrainSetup) -> str:
 def short_setup_words(setup: TrainSetup) -> str:
     """What matters most, for a table: "QLoRA rank 64, micro-batch 4 × 4, checkpointing"."""
     batch = f"micro-batch {setup.micro_batch_seqs} × {setup.accumulation_steps}"
-    return f"{method_words(setup, short=True)}, {batch}, {checkpointing_words(setup)}"
+    gpus = f"{spread_words(setup)}" if setup.num_gpus > 1 else ""
+    return joined((method_words(setup, short=True), gpus, batch, checkpointing_words(setup)))
 
 
 def setup_difference(setup: TrainSetup, other: TrainSetup) -> str:
@@ -117,8 +127,10 @@ def setup_difference(setup: TrainSetup, other: TrainSetup) -> str:
         parts.append(f"micro-batch {other.micro_batch_seqs} × {other.accumulation_steps}")
     if other.seq_len_tokens != setup.seq_len_tokens:
         parts.append(f"{other.seq_len_tokens:,} tokens")
-    if (other.num_gpus, other.parallel) != (setup.num_gpus, setup.parallel):
-        parts.append(f"{other.num_gpus} {plural(other.num_gpus, 'GPU')} ({other.parallel})")
+    if other.num_gpus != setup.num_gpus:
+        parts.append(f"{other.num_gpus} GPUs ({spread_words(other)})" if other.num_gpus > 1 else "one GPU")
+    elif (other.parallel, other.spread) != (setup.parallel, setup.spread):
+        parts.append(spread_words(other))
     parts += [
         f"{getattr(other, name)}{suffix}"
         for name, suffix in (
@@ -243,7 +255,8 @@ def speed_sentence(candidate: Candidate) -> str:
     evidence = candidate.speed_evidence
     if not evidence.tokens_per_s or not evidence.step_time_s:
         return ""
-    mfu = f", {percent(evidence.mfu_fraction)} of the GPU's peak" if evidence.mfu_fraction else ""
+    peak = "the GPU's peak" if candidate.setup.num_gpus == 1 else "the GPUs' peak"
+    mfu = f", {percent(evidence.mfu_fraction)} of {peak}" if evidence.mfu_fraction else ""
     return f"{rate(evidence.tokens_per_s)}, {seconds(evidence.step_time_s)} per step{mfu} ({speed_mark(evidence)})."
 
 
@@ -258,6 +271,33 @@ def epoch_sentence(workload: Workload, candidate: Candidate) -> str:
         source = f", {clean(workload.price_source)}" if workload.price_source else ""
         words += f" and costs {dollars(cost)} (at {dollars(workload.price_per_hour)} per GPU hour{source})"
     return f"{words} ({speed_mark(candidate.speed_evidence)})."
+
+
+def spread_sentence(candidate: Candidate) -> str:
+    """What several GPUs share and send, empty on one GPU."""
+    setup, formula = candidate.setup, candidate.formula
+    if setup.num_gpus == 1:
+        return ""
+    words = f"{setup.num_gpus} GPUs: {spread_words(setup)}"
+    if setup.data_degree > 1:
+        words += f", {setup.data_degree} copies of the batch's work"
+    parts = [
+        f"{percent(formula.time_parts_s[name] / formula.step_time_s)} {label}"
+        for name, label in (("communication", "communication"), ("bubble", "waiting"), ("offload", "the host"))
+        if formula.step_time_s and formula.time_parts_s.get(name, 0.0) >= 0.005 * formula.step_time_s
+    ]
+    if formula.step_time_s:
+        words += f"; of the step {joined(parts, ' and ')}" if parts else "; communication is hidden behind compute"
+    return f"{words} ({speed_mark(formula)})."
+
+
+def rank_peaks_rows(candidate: Candidate) -> list[tuple[str, str, str, str]]:
+    """(GPUs, how many, device peak, of the fullest) of every distinct rank, empty where all are alike."""
+    peaks = candidate.memory_evidence.rank_peaks
+    if len(peaks) < 2:
+        return []
+    worst = max(size for _, _, size in peaks)
+    return [(clean(name), str(number), gib(size), percent(size / worst)) for name, number, size in peaks]
 
 
 def rank_floor_sentence(plan: Plan) -> str:

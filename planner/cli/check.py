@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.cli import options
+from planner.cli import options, spread
 from planner.cli.output import console, print_json, write_text
 from planner.cli.wish import memory_and_headroom, positive, resolve_gpu
 from planner.errors import UsageError
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from planner.check import CheckResult
+    from planner.cluster import Cluster
     from planner.gpu import GpuSpec
     from planner.models.spec import ModelSpec
     from planner.readers import ReadConfig
@@ -26,7 +27,9 @@ def check(
     file: Annotated[Path, typer.Argument(help="TRL, Axolotl, LLaMA-Factory, Unsloth, Accelerate or DeepSpeed config.")],
     gpu: options.Gpu,
     model: Annotated[str | None, typer.Option("--model", help="Model, where the config does not name it.")] = None,
-    gpus: Annotated[int | None, typer.Option("--gpus", help="Number of GPUs. Default 1.")] = None,
+    gpus: spread.Gpus = None,
+    nodes: spread.Nodes = None,
+    interconnect: spread.Interconnect = None,
     accelerate: Annotated[
         Path | None, typer.Option("--accelerate", help="Accelerate config that the run is launched with.")
     ] = None,
@@ -49,8 +52,9 @@ def check(
     if out is not None and not fix:
         raise UsageError("--out says where --fix writes", hint="add --fix")
     config, spec, card = load(file, gpu, model=model, num_gpus=positive("gpus", gpus) or 1, accelerate=accelerate)
+    cluster = spread.cluster_of(card, gpus, nodes, interconnect)
     memory, reserve = memory_and_headroom(card, memory_gib, headroom)
-    predict = _predictor(spec, card)
+    predict = _predictor(spec, card, cluster)
     if not no_dry_run:
         predict = _corrected(predict, config.setup, spec, card)
     result = run(config, spec, card, memory - reserve, predict)
@@ -202,10 +206,10 @@ def fixed_text(
     return text
 
 
-def _predictor(spec: "ModelSpec", card: "GpuSpec") -> Any:
+def _predictor(spec: "ModelSpec", card: "GpuSpec", cluster: "Cluster | None" = None) -> Any:
     from planner.predict import predict
 
-    return lambda setup: predict(spec, card, setup)
+    return lambda setup: predict(spec, card, setup, cluster)
 
 
 def _corrected(predict: Any, setup: "TrainSetup", spec: "ModelSpec", card: "GpuSpec") -> Any:

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from planner.cli import options
+from planner.cli import options, spread
 from planner.cli.output import console, print_json
 from planner.cli.wish import memory_and_headroom, positive, resolve_gpu
+from planner.cluster import Cluster
 from planner.errors import ConfigError, PlannerError, UsageError
 from planner.gpu import GpuSpec
 from planner.interchange import setup_from_dict
@@ -25,6 +26,16 @@ MAX_LINE_CHARS = 1_000_000
 def estimate(
     model: Annotated[str | None, typer.Argument(help="Hub id, directory or catalogue name.")] = None,
     gpu: Annotated[str | None, typer.Option("--gpu", help="GPU: key, name, or 'local'.")] = None,
+    gpus: spread.Gpus = None,
+    nodes: spread.Nodes = None,
+    interconnect: spread.Interconnect = None,
+    parallel: spread.Parallel = None,
+    tensor_degree: spread.TensorDegree = None,
+    pipeline_degree: spread.PipelineDegree = None,
+    schedule: spread.Schedule = None,
+    shard_degree: spread.ShardDegree = None,
+    reshard: spread.Reshard = None,
+    offload: spread.Offload = None,
     setups: Annotated[Path | None, typer.Option("--setups", help="JSON lines, one setup each ('-': stdin).")] = None,
     method: Annotated[str | None, typer.Option("--method", help="full, lora or qlora.")] = None,
     rank: options.Rank = None,
@@ -93,9 +104,21 @@ def estimate(
         values["lora_targets"] = parse_targets(str(values["lora_targets"]))
     if "method" not in values and values.get("quantization", "none") != "none":
         values["method"] = "qlora"
-    setup = setup_from_dict(values)
+    num_gpus = positive("gpus", gpus, maximum=spread.MAX_GPUS) or 1
+    wanted = spread.spread_fields(
+        num_gpus,
+        parallel=[parallel] if parallel is not None else None,
+        tensor_degree=[tensor_degree] if tensor_degree is not None else None,
+        pipeline_degree=[pipeline_degree] if pipeline_degree is not None else None,
+        schedule=schedule,
+        shard_degree=shard_degree,
+        reshard=reshard,
+        offload=[offload] if offload is not None else None,
+    )
+    setup = setup_from_dict({**values, **spread.one_setup(num_gpus, wanted)})
     spec, card = _resolve(model, gpu, revision, hub)
-    result = _candidate(spec, card, setup, memory_gib, headroom, dry=False)
+    cluster = spread.cluster_of(card, num_gpus, nodes, interconnect)
+    result = _candidate(spec, card, setup, memory_gib, headroom, dry=False, cluster=cluster)
     if not no_dry_run:
         from planner.cli.rungs import with_dry_run
 
@@ -127,16 +150,29 @@ def _candidate(
     headroom: float | None,
     *,
     dry: bool,
+    cluster: Cluster | None = None,
 ) -> Candidate:
     from planner.predict import predict
 
     memory, reserve = memory_and_headroom(card, memory_gib, headroom)
-    result = Candidate(setup=setup, budget_bytes=memory - reserve, formula=predict(spec, card, setup))
+    refused = why_not_run(spec, setup)
+    if refused:
+        raise UsageError(f"no engine runs this setup: {refused}", hint="change what the sentence names")
+    result = Candidate(setup=setup, budget_bytes=memory - reserve, formula=predict(spec, card, setup, cluster))
     if dry:
         from planner.cli.rungs import with_dry_run
 
         result = with_dry_run(result, spec, card)
     return result
+
+
+def why_not_run(model: ModelSpec, setup: TrainSetup) -> str:
+    """Why no engine runs a setup on several GPUs, "" where one does, and on one GPU."""
+    if setup.num_gpus == 1:
+        return ""
+    from planner.parallel.support import why_not
+
+    return why_not(model, setup)
 
 
 def _many(path: Path, memory_gib: float | None, headroom: float | None, *, dry: bool, as_json: bool) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.cli import options
+from planner.cli import options, spread
 from planner.cli.output import console, print_json
 from planner.cli.wish import resolve_gpu, workload
 from planner.errors import EXIT_NOTHING_FITS
@@ -19,10 +19,20 @@ if TYPE_CHECKING:
 def make(
     model: options.Model,
     gpu: options.Gpu,
+    gpus: spread.Gpus = None,
+    nodes: spread.Nodes = None,
+    interconnect: spread.Interconnect = None,
     seq_len: options.SeqLen = None,
     global_batch: Annotated[
         int | None, typer.Option("--global-batch", help="Sequences per optimizer step, kept constant. Default 32.")
     ] = None,
+    parallel: spread.Parallels = None,
+    tensor_degree: spread.TensorDegrees = None,
+    pipeline_degree: spread.PipelineDegrees = None,
+    schedule: spread.Schedule = None,
+    shard_degree: spread.ShardDegree = None,
+    reshard: spread.Reshard = None,
+    offload: spread.Offloads = None,
     method: options.Methods = None,
     rank: options.Rank = None,
     min_rank: Annotated[int | None, typer.Option("--min-rank", help="LoRA rank never falls below this.")] = None,
@@ -52,7 +62,7 @@ def make(
     hub: options.AskHub = False,
     as_json: options.Json = False,
 ) -> None:
-    """Plan MODEL on a GPU: the fastest setup that fits, why, and what stands beside it."""
+    """Plan MODEL on a GPU, or on several: the fastest setup that fits, why, and what stands beside it."""
     from planner.models.resolve import resolve_model
     from planner.plan import NoPlan, Plan
     from planner.planning import plan_workload
@@ -70,8 +80,19 @@ def make(
         loss=loss,
     )
     options.check_ranks(rank, min_rank)
+    fixed |= spread.spread_fields(
+        gpus or 1,
+        parallel=parallel,
+        tensor_degree=tensor_degree,
+        pipeline_degree=pipeline_degree,
+        schedule=schedule,
+        shard_degree=shard_degree,
+        reshard=reshard,
+        offload=offload,
+    )
     spec = resolve_model(model, revision=revision, ask_hub=hub)
     card = resolve_gpu(gpu)
+    cluster = spread.cluster_of(card, gpus, nodes, interconnect)
     lengths = _lengths(dataset, spec) if dataset is not None else None
     if lengths is not None:
         seq_len = seq_len or lengths.seq_len_tokens
@@ -88,6 +109,7 @@ def make(
         min_rank=min_rank,
         dataset_tokens=dataset_tokens,
         price=price,
+        cluster=cluster,
     )
     if no_dry_run:
         plan = plan_workload(wish)
@@ -95,7 +117,7 @@ def make(
         from planner.cli.rungs import climb_dry_run
 
         plan = climb_dry_run(wish)
-    if isinstance(plan, Plan) and gpu.lower() == "local" and not no_probe:
+    if isinstance(plan, Plan) and gpu.lower() == "local" and not no_probe and cluster is None:
         from planner.cli.rungs import climb_probe
 
         plan = climb_probe(plan)
@@ -149,5 +171,6 @@ def _next(plan: Any, out: Path) -> str:
     """The command that starts the first launch target that can run the plan."""
     from planner.cli.writing import launch_files
 
-    commands = [launch.command for launch in launch_files(plan, ["trl"], None, out) if launch.command]
+    targets = ["trl"] if plan.workload.num_gpus == 1 else None
+    commands = [launch.command for launch in launch_files(plan, targets, None, out) if launch.command]
     return f"cd {out} && {commands[0]}" if commands else f"open {out}/report.html"

@@ -137,7 +137,7 @@ def workload(
         memory_bytes=memory,
         headroom_bytes=headroom,
         seq_len_tokens=seq_len_tokens,
-        global_batch_seqs=positive("global-batch", global_batch) or DEFAULT_GLOBAL_BATCH,
+        global_batch_seqs=positive("global-batch", global_batch) or default_global_batch(cluster),
         fixed=dict(fixed),
         min_rank=floor,
         min_rank_reason=reason,
@@ -147,6 +147,13 @@ def workload(
         price_per_hour=usd,
         price_source=source,
     )
+
+
+def default_global_batch(cluster: Cluster | None) -> int:
+    """DEFAULT_GLOBAL_BATCH, or the next number of sequences that all GPUs can share evenly."""
+    if cluster is None:
+        return DEFAULT_GLOBAL_BATCH
+    return cluster.num_gpus * -(-DEFAULT_GLOBAL_BATCH // cluster.num_gpus)
 
 
 def _price(gpu: GpuSpec, price: float | None) -> tuple[float | None, str]:

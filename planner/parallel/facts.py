@@ -1,0 +1,98 @@
+"""What the walk over the spreads learned, by spread and by node of the decision tree."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from heapq import nlargest
+from typing import Any
+
+from planner.errors import SetupError
+from planner.parallel.strategies import Spread, SpreadKey, spread_key, spreads
+from planner.parallel.support import why_not
+from planner.planning import corrected
+from planner.refine import CorrectionKey
+from planner.setup import TrainSetup
+from planner.space import branches, walk
+from planner.tree import KEEP, NODES, NodeFacts, collect_into, node_of_setup
+from planner.workload import Workload
+
+
+@dataclass(slots=True)
+class SpreadFacts:
+    """Facts of every (spread, node) walked so far.
+
+    Attributes:
+        walked: the spreads, in the order they were walked.
+        refused: (spread, node) -> why no engine runs it, where none of the node's branches can run.
+    """
+
+    facts: dict[tuple[SpreadKey, str], NodeFacts] = field(default_factory=dict)
+    walked: list[Spread] = field(default_factory=list)
+    refused: dict[tuple[SpreadKey, str], str] = field(default_factory=dict)
+
+    def of(self, shared: TrainSetup) -> NodeFacts:
+        """The facts that a point with this shared setup adds to."""
+        return self.facts.setdefault((spread_key(shared), node_of_setup(shared)), NodeFacts())
+
+    def of_node(self, node: str) -> dict[SpreadKey, NodeFacts]:
+        """The facts of one node by spread."""
+        return {key: known for (key, name), known in self.facts.items() if name == node}
+
+    def nodes(self) -> dict[str, NodeFacts]:
+        """Facts of every node over all spreads."""
+        return {node: merged(self.of_node(node).values()) for node in NODES}
+
+
+def merged(parts: Iterable[NodeFacts]) -> NodeFacts:
+    """The facts of several spreads as those of one node."""
+    whole = NodeFacts()
+    entries = []
+    for part in parts:
+        whole.walked += part.walked
+        whole.infeasible += part.infeasible
+        entries += part.fastest
+        for name in ("smallest", "smallest_unchecked", "smallest_cast"):
+            mine, other = getattr(whole, name), getattr(part, name)
+            if other is not None and (mine is None or other.peak_device_bytes < mine.peak_device_bytes):
+                setattr(whole, name, other)
+    whole.fastest = nlargest(KEEP, entries, key=lambda entry: entry[:2])
+    return whole
+
+
+def walk_stages(
+    workload: Workload,
+    values: Mapping[str, tuple[Any, ...]],
+    facts: SpreadFacts,
+    stages: tuple[str, ...],
+    corrections: Mapping[CorrectionKey, float],
+) -> None:
+    """Adds the points of these stages' spreads to the facts."""
+    chosen = spreads(workload, stages)
+    if not chosen:
+        return
+    facts.walked += [one for one in chosen if one not in facts.walked]
+    collect_into(corrected(walk(workload, values, chosen), corrections), workload.budget_bytes, facts.of)
+    for known in facts.facts.values():
+        if known.smallest is None:
+            known.smallest = known.smallest_cast
+    _note_refusals(workload, values, facts, chosen)
+
+
+def _note_refusals(
+    workload: Workload, values: Mapping[str, tuple[Any, ...]], facts: SpreadFacts, chosen: Iterable[Spread]
+) -> None:
+    """Why a spread has no point of a node: the engines' reason for the first of its branches."""
+    one_per_node: dict[str, TrainSetup] = {}
+    for branch in branches(workload, values):
+        one_per_node.setdefault(node_of_setup(branch), branch)
+    for spread in chosen:
+        for node, branch in one_per_node.items():
+            try:
+                setup = branch.with_(**spread.fields, optimizer=values["optimizer"][0])
+            except SetupError:
+                continue
+            key = (spread_key(setup), node)
+            if key in facts.facts:
+                continue
+            reason = why_not(workload.model, setup)
+            if reason:
+                facts.refused[key] = reason

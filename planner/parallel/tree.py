@@ -1,0 +1,347 @@
+"""The decision tree's third step: how the job is put on its GPUs, answered from the walked spreads with their bytes.
+
+One GPU enough? The method as on one GPU. Then: do the states fit when every GPU holds them all; if not, the least
+sharding that fits is usually fastest; tensor and pipeline parallelism where sharding leaves too much or sends too much;
+the host's memory last. Every spread not taken is a cut with the bytes or the speed that decided it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from planner.errors import SetupError
+from planner.outcome import Candidate
+from planner.parallel.facts import SpreadFacts
+from planner.parallel.memory import rank_memories
+from planner.parallel.strategies import Spread, all_spreads, fields_name, spread_key, spread_name
+from planner.plan import Answer, Cut, NoPlan, Plan
+from planner.planning import candidate
+from planner.setup import SHARDED, SPREAD_FIELDS, TrainSetup
+from planner.tree import (
+    NODE_NAMES,
+    NODES,
+    TIE_FRACTION,
+    NodeFacts,
+    activation_answers,
+    method_answers,
+    node_of_setup,
+)
+from planner.units import gib, percent
+from planner.workload import Workload
+
+OneGpu = Plan | NoPlan | None
+"""The answer for the same work on one GPU; None where the options leave nothing to plan there."""
+
+QUANTIZATION_RARELY_FROM = 4
+"""GPUs from which sharding makes room so cheaply that quantization rarely pays."""
+SENDS = {
+    "ddp": "only gradients are sent, once per step",
+    "zero1": "gradients are sent, and the updated weights come back",
+    "zero2": "gradients are sent to the GPU that keeps them, and the updated weights come back",
+    "zero3": "weights are gathered before every forward and every backward",
+    "fsdp2": "weights are gathered before every forward and every backward",
+}
+
+
+def spread_answers(
+    workload: Workload, facts: SpreadFacts, node: str | None, chosen: Candidate | None, alone: OneGpu
+) -> Iterator[Answer]:
+    """The whole walk on several GPUs, in the order in which the questions are asked."""
+    if alone is not None:
+        yield one_gpu_answer(workload, chosen, alone)
+    yield from _methods(workload, facts, node)
+    if node is None or chosen is None:
+        yield from _given_up(workload, facts)
+        return
+    known = facts.of_node(node)
+    yield _replicated(workload, facts, node, chosen)
+    yield _sharded(workload, facts, node, chosen)
+    yield _split(workload, facts, node, chosen)
+    yield _offload(workload, facts, node, chosen)
+    yield _one_process(workload, chosen)
+    if workload.num_gpus >= QUANTIZATION_RARELY_FROM:
+        yield _quantization(workload, facts, node, chosen)
+    mine = known[spread_key(chosen.setup)]
+    ranked = mine.ranked()
+    best = next(point for point in ranked if point.setup == chosen.setup)
+    yield from activation_answers(mine, best, workload, ranked)
+
+
+def one_gpu_answer(workload: Workload, chosen: Candidate | None, alone: Plan | NoPlan) -> Answer:
+    """Would one GPU do, and what do the others buy?"""
+    question, num = "Is one GPU enough?", workload.num_gpus
+    if isinstance(alone, NoPlan):
+        need = alone.nearest.formula.peak_device_bytes
+        reason = f"the smallest setup of any method needs {gib(need)} there"
+        return Answer(
+            question=question, choice="no", reason=reason, needed_bytes=need, budget_bytes=workload.budget_bytes
+        )
+    one = alone.chosen
+    node = node_of_setup(one.setup)
+    need = one.formula.peak_device_bytes
+    fits = f"one fits {NODE_NAMES[node]} at {one.tokens_per_s:,.0f} tokens/s"
+    if chosen is None:
+        choice, reason = "yes", f"{fits}; {num} GPUs do not, with the options given"
+    elif (mine := node_of_setup(chosen.setup)) != node:
+        choice = f"for {NODE_NAMES[node]} only" if NODES.index(mine) < NODES.index(node) else "yes"
+        reason = f"{fits}; {num} GPUs take {NODE_NAMES[mine]} at {chosen.tokens_per_s:,.0f}"
+    else:
+        ratio = chosen.tokens_per_s / one.tokens_per_s if one.tokens_per_s else 0.0
+        choice = "yes, but slower" if ratio > 1 else "yes, and it is faster than all together"
+        reason = (
+            f"{fits}; {num} GPUs run {ratio:.2f} times as fast ({percent(ratio / num)} of {num} times), "
+            f"so a token costs {num / ratio if ratio else 0:.2f} times as much"
+        )
+    return Answer(
+        question=question, choice=choice, reason=reason, needed_bytes=need, budget_bytes=workload.budget_bytes
+    )
+
+
+def _methods(workload: Workload, facts: SpreadFacts, node: str | None) -> Iterator[Answer]:
+    """Step 1 over all spreads: the smallest setup of each method says under which spread it is."""
+    nodes = facts.nodes()
+    walked = [name for name in NODES if nodes[name].smallest is not None]
+    for name, answer in zip(walked, method_answers(nodes, node, workload), strict=True):
+        smallest = nodes[name].smallest
+        assert smallest is not None
+        where = f"; smallest as {spread_name(smallest.shared)}"
+        yield replace(
+            answer,
+            question=answer.question.replace("with one sequence", "with one sequence on every GPU"),
+            reason=answer.reason + where,
+            cuts=tuple(replace(cut, reason=cut.reason + where) for cut in answer.cuts),
+        )
+
+
+def _replicated(workload: Workload, facts: SpreadFacts, node: str, chosen: Candidate) -> Answer:
+    question = "Do the states fit when every GPU holds them all (DDP)?"
+    for spread, key, known in _walked(facts, node, ("replicate",)):
+        if known is None:
+            return Answer(question=question, choice="cannot run", reason=facts.refused.get((key, node), "not walked"))
+        taken = key == spread_key(chosen.setup)
+        need = _need(known)
+        fits = known.best() is not None
+        if not fits:
+            choice, reason = "no", f"the smallest {NODE_NAMES[node]} setup needs {gib(need)} on every GPU"
+        elif taken:
+            choice, reason = "yes, taken", f"{SENDS['ddp']}; nothing has to be gathered"
+        else:
+            choice, reason = "yes, not taken", _slower(workload, known, chosen, spread.name)
+        return Answer(
+            question=question, choice=choice, reason=reason, needed_bytes=need, budget_bytes=workload.budget_bytes
+        )
+    return Answer(question=question, choice="not asked", reason=_left_out(workload, ("replicate",)))
+
+
+def _sharded(workload: Workload, facts: SpreadFacts, node: str, chosen: Candidate) -> Answer:
+    """ZeRO and FSDP2 side by side; the least sharding that fits is usually fastest."""
+    setup = chosen.setup
+    cuts = tuple(_cuts(workload, facts, node, chosen, ("shard",)))
+    needed = None
+    plain = setup.tensor_degree == setup.pipeline_degree == 1 and setup.offload == "none"
+    if setup.parallel in SHARDED and plain:
+        choice, known = spread_name(setup), facts.of_node(node)[spread_key(setup)]
+        needed = _need(known)
+        sends = SENDS[setup.parallel] if setup.reshard_after_forward else "weights are gathered once per micro-batch"
+        reason = f"the least sharding that fits and is not clearly slower, over {setup.shards} GPUs; {sends}"
+    elif not cuts:
+        choice, reason = "nothing", _left_out(workload, ("shard",))
+    else:
+        choice, reason = "nothing", f"{spread_name(setup)} is faster, or the only one that fits"
+    budget = workload.budget_bytes if needed is not None else None
+    return Answer(
+        question="What must be sharded over the GPUs?",
+        choice=choice,
+        reason=reason,
+        needed_bytes=needed,
+        budget_bytes=budget,
+        cuts=cuts,
+    )
+
+
+def _split(workload: Workload, facts: SpreadFacts, node: str, chosen: Candidate) -> Answer:
+    setup = chosen.setup
+    question = "Tensor or pipeline parallelism?"
+    cuts = tuple(_cuts(workload, facts, node, chosen, ("split",)))
+    share = _communication(chosen)
+    if setup.tensor_degree > 1 or setup.pipeline_degree > 1:
+        reason = f"{spread_name(setup)} is the fastest that fits; communication takes {percent(share)} of its step"
+        choice = "yes"
+    elif cuts:
+        choice, reason = (
+            "no",
+            f"none beats {spread_name(setup)}, whose communication takes {percent(share)} of the step",
+        )
+    else:
+        choice = "not needed"
+        reason = f"{spread_name(setup)} fits, and communication takes {percent(share)} of its step"
+    cluster = workload.cluster
+    if cluster is not None and cluster.between is not None:
+        across = cluster.between.bytes_per_s / cluster.gpus_per_node
+        cuts += (
+            Cut(
+                branch="tensor parallelism across nodes",
+                reason=f"it sends activations in every layer, and {cluster.between.name} gives one GPU "
+                f"{across / 1e9:,.1f} GB/s against {cluster.within.bytes_per_s / 1e9:,.0f} within a node",
+                num_setups=0,
+            ),
+        )
+    return Answer(question=question, choice=choice, reason=reason, cuts=cuts)
+
+
+def _offload(workload: Workload, facts: SpreadFacts, node: str, chosen: Candidate) -> Answer:
+    cuts = tuple(_cuts(workload, facts, node, chosen, ("offload",)))
+    if chosen.setup.offload == "none":
+        choice, reason = "no", "something fits on the GPUs alone, and the host's link is far slower than they are"
+    else:
+        choice = spread_name(chosen.setup)
+        reason = "nothing fits on the GPUs alone" if "offload" not in workload.fixed else "asked for"
+    return Answer(question="Must states move to the host's memory?", choice=choice, reason=reason, cuts=cuts)
+
+
+def _one_process(workload: Workload, chosen: Candidate) -> Answer:
+    """DP is explained and not recommended; its bytes where the setup can be put that way."""
+    question = "One process for all GPUs (nn.DataParallel, DP)?"
+    if chosen.setup.parallel == "dp":
+        return Answer(
+            question=question, choice="asked for", reason="one Python process drives every GPU; DDP is the faster way"
+        )
+    reason = (
+        "one Python process would drive every GPU, copy the weights out at every forward and gather all outputs on the "
+        "first; DDP has one process per GPU"
+    )
+    try:
+        plain = TrainSetup(**{name: getattr(chosen.setup, name) for name in _ONE_GPU_FIELDS})
+        setup = plain.with_(num_gpus=workload.num_gpus, parallel="dp")
+    except SetupError:
+        return Answer(question=question, choice="no", reason=reason)
+    ranks = rank_memories(workload.model, workload.gpu, setup)
+    peaks = [rank.breakdown.peak_device_bytes for rank in ranks]
+    if max(peaks) > min(peaks):
+        reason += f"; GPU 0 would need {gib(max(peaks))}, {gib(max(peaks) - min(peaks))} more than the others"
+    return Answer(
+        question=question,
+        choice="no",
+        reason=reason,
+        needed_bytes=max(peaks),
+        budget_bytes=workload.budget_bytes,
+    )
+
+
+_ONE_GPU_FIELDS = tuple(
+    name for name in TrainSetup.__dataclass_fields__ if name not in ("num_gpus", "parallel", *SPREAD_FIELDS)
+)
+
+
+def _quantization(workload: Workload, facts: SpreadFacts, node: str, chosen: Candidate) -> Answer:
+    """Sharding already makes the base small on every GPU: quantizing it buys little from four GPUs on."""
+    num = workload.num_gpus
+    question = f"Would a quantized base help on {num} GPUs?"
+    held = sum(term.size_bytes for term in chosen.formula.terms if term.category == "weights")
+    if node.startswith("qlora"):
+        lora = facts.nodes()["lora"]
+        need = _need(lora) if lora.smallest is not None else None
+        choice = "here, yes"
+        reason = "no unquantized base fits, even sharded" if lora.best() is None else "the whole is faster"
+        return Answer(
+            question=question, choice=choice, reason=reason, needed_bytes=need, budget_bytes=workload.budget_bytes
+        )
+    reason = f"rarely: {spread_name(chosen.setup)} leaves {gib(held)} of weights on a GPU"
+    if chosen.setup.method == "full":
+        return Answer(question=question, choice="no", reason=reason + ", and quantized weights cannot be trained")
+    small = facts.nodes()["qlora-4bit"].best()
+    if small is not None and chosen.tokens_per_s:
+        ratio = small.tokens_per_s / chosen.tokens_per_s
+        reason += f"; 4-bit weights must be unpacked at every use: {ratio:.2f} times its speed"
+    return Answer(question=question, choice="no", reason=reason)
+
+
+def _given_up(workload: Workload, facts: SpreadFacts) -> Iterator[Answer]:
+    """Nothing fits: what every kind of spread would need at least."""
+    for question, stages in (
+        ("Does it fit when sharded over the GPUs?", ("replicate", "shard")),
+        ("Does it fit with tensor or pipeline parallelism?", ("split",)),
+        ("Does it fit with states in the host's memory?", ("offload",)),
+    ):
+        needs = [
+            (_need(known), spread.name)
+            for node in NODES
+            for spread, _, known in _walked(facts, node, stages)
+            if known is not None and known.smallest is not None
+        ]
+        if needs:
+            need, name = min(needs)
+            reason = f"the smallest is {name}: {gib(need)}, {gib(need - workload.budget_bytes)} more than the budget"
+            yield Answer(
+                question=question,
+                choice="no",
+                reason=reason,
+                needed_bytes=need,
+                budget_bytes=workload.budget_bytes,
+            )
+
+
+def _walked(
+    facts: SpreadFacts, node: str, stages: tuple[str, ...]
+) -> Iterator[tuple[Spread, tuple[object, ...], NodeFacts | None]]:
+    """(spread, key, its facts of this node or None where no engine runs it) of the walked spreads of these stages."""
+    known = facts.of_node(node)
+    for spread in facts.walked:
+        if spread.stage in stages:
+            key = spread_key(TrainSetup(**spread.fields))
+            if key in known or (key, node) in facts.refused:
+                yield spread, key, known.get(key)
+
+
+def _cuts(
+    workload: Workload, facts: SpreadFacts, node: str, chosen: Candidate, stages: tuple[str, ...]
+) -> Iterator[Cut]:
+    """Every spread of these stages that was not taken: refused, too large, or slower."""
+    for spread, key, known in _walked(facts, node, stages):
+        if key == spread_key(chosen.setup):
+            continue
+        if known is None:
+            yield Cut(branch=spread.name, reason=facts.refused[key, node], num_setups=0)
+            continue
+        need = _need(known)
+        slow = known.best() is not None
+        reason = _slower(workload, known, chosen, "") if slow else f"needs {gib(need)} at least"
+        yield Cut(
+            branch=spread.name,
+            reason=reason,
+            num_setups=known.walked,
+            needed_bytes=need,
+            budget_bytes=workload.budget_bytes,
+        )
+    left = {}
+    for one in all_spreads(workload):
+        if one.reason and one.stage in stages:
+            left.setdefault(one.reason, []).append(fields_name(one.fields))
+    for reason, names in left.items():
+        words = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        yield Cut(branch=words, reason=reason, num_setups=0)
+
+
+def _slower(workload: Workload, known: NodeFacts, chosen: Candidate, name: str) -> str:
+    """What another spread that fits would cost in speed."""
+    best = known.best()
+    assert best is not None
+    other = candidate(workload, best.setup)
+    ratio = other.tokens_per_s / chosen.tokens_per_s if chosen.tokens_per_s else 0.0
+    words = f"fits at {ratio:.2f} times the speed, {percent(_communication(other))} of its step communication"
+    if ratio > 1 - TIE_FRACTION:
+        words = f"fits at {ratio:.2f} times the speed: not clearly faster, and what shards less is simpler to run"
+    return f"{name} {words}".strip()
+
+
+def _communication(one: Candidate) -> float:
+    return one.formula.time_parts_s.get("communication", 0.0) / (one.formula.step_time_s or 1.0)
+
+
+def _need(known: NodeFacts) -> int:
+    assert known.smallest is not None
+    return known.smallest.peak_device_bytes
+
+
+def _left_out(workload: Workload, stages: tuple[str, ...]) -> str:
+    reasons = [one.reason for one in all_spreads(workload) if one.stage in stages and one.reason]
+    return reasons[0] if reasons else "left out by the options given"
