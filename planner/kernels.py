@@ -8,8 +8,9 @@ from planner.setup import TrainSetup
 
 Kernel = Literal["flash", "efficient", "math", "eager", "linear"]
 
-ALWAYS_MASKED = frozenset({"falcon"})
-"""Types that always hand SDPA a mask. Falcon repeats its keys to all heads where it has more than one."""
+ALWAYS_MASKED = frozenset({"falcon", "t5"})
+"""Types that always hand SDPA a mask (T5: its position bias). Falcon repeats its keys to all heads where it has more
+than one."""
 
 MAX_FUSED_HEAD_DIM = 256
 _ADA = ((8, 6), (8, 9), (12, 0), (12, 1))

@@ -5,8 +5,8 @@ decide activations; loss and optimizer add their own. The walk evaluates the sam
 (a test compares them), each part once, and every micro-batch by the parts' affine form.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from planner.errors import SetupError
 from planner.gpu import GpuSpec
@@ -16,6 +16,7 @@ from planner.memory.dtypes import flow_of
 from planner.memory.model import (
     activation_parts,
     backward_moments,
+    halves_stay_apart,
     loss_parts,
     loss_parts_logits,
     loss_peak,
@@ -28,6 +29,9 @@ from planner.models.spec import ModelSpec
 from planner.setup import METHODS, TrainSetup
 from planner.throughput import Calibration, load_calibration, throughput_profile
 from planner.workload import Workload
+
+if TYPE_CHECKING:
+    from planner.parallel.strategies import Spread
 
 BRANCH_FIELDS = ("method", "precision", "quantization", "kbit_fp32_cast", "lora_rank", "lora_targets")
 LOSSES = ("chunked", "liger", "full")
@@ -133,20 +137,30 @@ def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Itera
                                 continue
 
 
-def walk(workload: Workload, values: Mapping[str, tuple[Any, ...]] | None = None) -> Iterator[Point]:
-    """Every setup of the space with its device peak and tokens/s, branch by branch.
+def walk(
+    workload: Workload,
+    values: Mapping[str, tuple[Any, ...]] | None = None,
+    spreads: "Sequence[Spread]" = (),
+) -> Iterator[Point]:
+    """Every setup of the space with its device peak and tokens/s, branch by branch; under every spread where some are
+    given (the peak is then the worst rank's, tokens/s those of all GPUs).
 
     Attention implementations that run the same kernels in every layer share their figures.
     """
     model, gpu = workload.model, workload.gpu
     values = values if values is not None else dimension_values(workload)
+    if spreads:
+        from planner.parallel.walk import walk_spreads  # one GPU never needs it, and starts faster without
+
+        yield from walk_spreads(workload, values, spreads)
+        return
     batches = values.get("micro_batch_seqs") or micro_batches(workload.global_batch_seqs)
     pairs = [(m, workload.global_batch_seqs // m) for m in batches if workload.global_batch_seqs % m == 0]
     calibration = load_calibration()
     for branch in branches(workload, values):
         weights = sum(weight_bytes(model, branch).values()) + cublas_workspace_bytes(gpu) + context_bytes(gpu)
         chains = [_Chain(model, branch.trusted_with(loss=loss)) for loss in values["loss"]]
-        for attentions in _same_kernels(model, gpu, branch, values["attention"]):
+        for attentions in same_kernels(model, gpu, branch, values["attention"]):
             for checkpointing in values["checkpointing"]:
                 shared = branch.trusted_with(attention=attentions[0], checkpointing=checkpointing)
                 family = _Family(model, gpu, shared, calibration, weights)
@@ -157,7 +171,7 @@ def walk(workload: Workload, values: Mapping[str, tuple[Any, ...]] | None = None
                                 yield Point(shared, attention, chain.loss, optimizer, micro, steps, peak, speed)
 
 
-def _same_kernels(model: ModelSpec, gpu: GpuSpec, branch: TrainSetup, attentions: tuple[str, ...]) -> list[list[str]]:
+def same_kernels(model: ModelSpec, gpu: GpuSpec, branch: TrainSetup, attentions: tuple[str, ...]) -> list[list[str]]:
     """The attention implementations that can exist here, those with the same kernels in every layer together."""
     groups: dict[tuple[str, ...], list[str]] = {}
     flow = flow_of(branch)
@@ -181,6 +195,7 @@ class _Chain:
     def __init__(self, model: ModelSpec, setup: TrainSetup) -> None:
         self.loss = setup.loss
         self.logits = loss_parts_logits(model, setup)
+        self.apart = halves_stay_apart(model, setup)
         self._model, self._setup = model, setup
         self._at: dict[int, Any] = {}
 
@@ -204,17 +219,18 @@ class _Family:
         self.trained = trained_parameters(model, shared)
         self.weights = weights if shared.method == "full" else weights + self.trained.size_bytes
         two = activation_parts(model, gpu, shared.trusted_with(micro_batch_seqs=2))
-        self.lines = [
-            tuple(
+        self.lines = {
+            (accumulated, apart): [
                 (a, b - a)
                 for a, b in zip(
-                    _moments(model, self.one, self.trained, accumulated=accumulated),
-                    _moments(model, two, self.trained, accumulated=accumulated),
+                    _moments(model, self.one, self.trained, accumulated=accumulated, apart=apart),
+                    _moments(model, two, self.trained, accumulated=accumulated, apart=apart),
                     strict=True,
                 )
-            )
+            ]
             for accumulated in (False, True)
-        ]
+            for apart in (False, True)
+        }
 
     def figures(
         self, chain: _Chain, optimizers: tuple[str, ...], pairs: list[tuple[int, int]]
@@ -223,10 +239,10 @@ class _Family:
         trained, model = self.trained, self.model
         phases = []
         for micro, steps in pairs:
-            (f0, f1), (l0, l1), (b0, b1), (e0, e1) = self.lines[steps > 1]
+            (l0, l1), *others = self.lines[steps > 1, chain.apart]
             more = micro - 1
             in_loss = sum(loss_peak(chain.at(micro), self.one, trained, micro * chain.logits))
-            phases.append(max(f0 + more * f1, l0 + more * l1 + in_loss, b0 + more * b1, e0 + more * e1))
+            phases.append(max(l0 + more * l1 + in_loss, *(one + more * slope for one, slope in others)))
         for optimizer in optimizers:
             states = state_bytes(trained.num, trained.dtype, optimizer, matrix_edge_sum=trained.edge_sum)
             temporary = step_bytes(trained.num, trained.dtype, optimizer, largest_tensor=trained.largest)
@@ -241,16 +257,14 @@ class _Family:
             yield optimizer, found
 
 
-def _moments(model: ModelSpec, parts: Any, trained: Any, *, accumulated: bool) -> tuple[int, int, int, int]:
-    """Dynamic bytes of the forward, of what the loss chain stands on, and of the backward's two moments: each of them
+def _moments(model: ModelSpec, parts: Any, trained: Any, *, accumulated: bool, apart: bool) -> tuple[int, ...]:
+    """Dynamic bytes of what the loss chain stands on, of the forward, and of the backward's moments: each of them
     affine in the micro-batch."""
     grads = trained.size_bytes if accumulated else 0
     stored = parts.stored_total + grads
     cached = parts.weight_casts[0] + parts.adapter_casts
-    first, last = backward_moments(model, parts, trained, accumulated=accumulated)
     return (
-        stored + cached + parts.forward_temp + parts.dequantized,
         stored + parts.weight_casts[1] + parts.final_norm,
-        grads + first.total,
-        grads + last.total,
+        stored + cached + parts.forward_temp + parts.dequantized,
+        *(grads + peak.total for peak in backward_moments(model, parts, trained, accumulated=accumulated, apart=apart)),
     )

@@ -288,18 +288,30 @@ class BackwardPeak:
         return self.stored + self.recomputed + self.transient + self.dequantized + self.gradients
 
 
+def halves_stay_apart(model: ModelSpec, setup: TrainSetup) -> bool:
+    """Whether the two halves of a tied embedding's gradient make a third tensor instead of being added in place.
+
+    The engine adds into the first one where nothing else holds its storage; the head's own matrix multiplication gives
+    it transposed, which does. A cast (autocast) or a fused loss gives a fresh tensor.
+
+    Source: PyTorch `input_buffer.cpp` `can_accumulate_inplace`; tests/probes/test_dryrun_gradient_sums.py.
+    """
+    return model.tied and setup.method == "full" and setup.loss == "full" and setup.autocast_dtype is None
+
+
 def backward_moments(
-    model: ModelSpec, parts: ActivationParts, trained: Trained, *, accumulated: bool
-) -> tuple[BackwardPeak, BackwardPeak]:
-    """The two moments that can be the backward's largest: the first layer's backward, and the last one's (all
-    gradients there).
+    model: ModelSpec, parts: ActivationParts, trained: Trained, *, accumulated: bool, apart: bool = False
+) -> tuple[BackwardPeak, BackwardPeak, BackwardPeak]:
+    """The three moments that can be the backward's largest: the first layer's backward, the last one's (all gradients
+    there but the embedding's and this layer's), and the embedding's own gradient, when all activations are gone.
 
     In between, activations fall and gradients rise linearly with the layers, so the maximum is at an end. With
     accumulation the gradients of earlier micro-batches are alive all along, and a new one only until it is added. Each
-    moment by itself is affine in the micro-batch.
+    moment by itself is affine in the micro-batch. `apart`: see `halves_stay_apart`.
     """
     size = SIZE_BYTES[trained.dtype]
     head = 0 if accumulated else trained.head * size
+    embedding = trained.embeddings * size
     stored = parts.stored_total + parts.weight_casts[1]
     first = BackwardPeak(
         where="first layer",
@@ -311,17 +323,30 @@ def backward_moments(
     )
     if parts.at_first_decoder_layer:
         first = _first_decoder_layer(model, parts, trained, first, accumulated=accumulated)
+    if accumulated:
+        gradients = embedding if model.tied else 0  # the head's half waits for the embedding's
+    else:
+        others = trained.size_bytes - (0 if model.tied else embedding)
+        gradients = max(0, others - (others - head) // max(1, model.num_layers))
     last = BackwardPeak(
         where="last layer",
         stored=stored // max(1, model.num_layers),
         recomputed=parts.recomputed,
         transient=parts.transient,
         dequantized=parts.dequantized,
-        gradients=(0 if accumulated else trained.size_bytes)
-        # a second gradient of the embedding: the head's half of a tied one, or the one about to be accumulated
-        + (trained.embeddings * size if model.tied or accumulated else 0),
+        gradients=gradients,
     )
-    return first, last
+    # beside the gradients kept: the other half of a tied one, their sum, and the new one about to be accumulated
+    more = int(model.tied) + int(apart) + int(accumulated)
+    end = BackwardPeak(
+        where="embedding",
+        stored=0,
+        recomputed=0,
+        transient=0,
+        dequantized=0,
+        gradients=(0 if accumulated else trained.size_bytes) + more * embedding,
+    )
+    return first, last, end
 
 
 def _first_decoder_layer(
@@ -345,9 +370,12 @@ def _first_decoder_layer(
     )
 
 
-def backward_peak(model: ModelSpec, parts: ActivationParts, trained: Trained, *, accumulated: bool) -> BackwardPeak:
-    """The larger of the backward's two moments."""
-    return max(backward_moments(model, parts, trained, accumulated=accumulated), key=lambda peak: peak.total)
+def backward_peak(
+    model: ModelSpec, parts: ActivationParts, trained: Trained, *, accumulated: bool, apart: bool = False
+) -> BackwardPeak:
+    """The largest of the backward's moments."""
+    moments = backward_moments(model, parts, trained, accumulated=accumulated, apart=apart)
+    return max(moments, key=lambda peak: peak.total)
 
 
 def loss_peak(chain: LossChain, parts: ActivationParts, trained: Trained, logits_bytes: int) -> tuple[int, int]:
@@ -399,7 +427,8 @@ def predict_memory(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> MemoryB
     states = state_bytes(trained.num, trained.dtype, setup.optimizer, matrix_edge_sum=trained.edge_sum)
     add("optimizer", f"states of {setup.optimizer}", states, *AFTER_LOAD)
     add("workspace", "cuBLAS workspaces", cublas_workspace_bytes(gpu))
-    peak = backward_peak(model, parts, trained, accumulated=accumulated)
+    apart = halves_stay_apart(model, setup)
+    peak = backward_peak(model, parts, trained, accumulated=accumulated, apart=apart)
     shrunk = peak.where != "first layer"
     compute: tuple[Phase, ...] = ("forward", "loss") if shrunk else ("forward", "loss", "backward")
     for part, size in parts.stored.items():
