@@ -280,7 +280,7 @@ def spread_sentence(candidate: Candidate) -> str:
         return ""
     words = f"{setup.num_gpus} GPUs: {spread_words(setup)}"
     if setup.data_degree > 1:
-        words += f", {setup.data_degree} copies of the batch's work"
+        words += f", {setup.data_degree} data-parallel copies"
     parts = [
         f"{percent(formula.time_parts_s[name] / formula.step_time_s)} {label}"
         for name, label in (("communication", "communication"), ("bubble", "waiting"), ("offload", "the host"))

@@ -122,7 +122,14 @@ def estimate(
     if not no_dry_run:
         from planner.cli.rungs import with_dry_run
 
-        result = with_dry_run(result, spec, card, full_depth=full_depth, expandable_segments=expandable_segments)
+        result = with_dry_run(
+            result,
+            spec,
+            card,
+            full_depth=full_depth,
+            expandable_segments=expandable_segments,
+            memory_bytes=memory_and_headroom(card, memory_gib, headroom)[0],
+        )
     if as_json:
         from reports.plan_json import candidate_to_dict
 
@@ -162,7 +169,7 @@ def _candidate(
     if dry:
         from planner.cli.rungs import with_dry_run
 
-        result = with_dry_run(result, spec, card)
+        result = with_dry_run(result, spec, card, memory_bytes=memory)
     return result
 
 

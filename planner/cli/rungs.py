@@ -30,14 +30,33 @@ def with_dry_run(
     *,
     full_depth: bool = False,
     expandable_segments: bool = False,
+    memory_bytes: int | None = None,
 ) -> Candidate:
-    """The candidate with its dry run beside the formula."""
-    found = dry_run_setup(model, gpu, candidate.setup, full_depth=full_depth, expandable_segments=expandable_segments)
+    """The candidate with its dry run beside the formula; `memory_bytes`: what the card has, where a flag says so."""
+    found = dry_run_setup(
+        model,
+        gpu,
+        candidate.setup,
+        full_depth=full_depth,
+        expandable_segments=expandable_segments,
+        memory_bytes=memory_bytes,
+    )
     return replace(candidate, dry_run=found)
 
 
+def with_memory(gpu: GpuSpec, memory_bytes: int | None) -> GpuSpec:
+    """The card with the memory that `--memory-gib` gives it: the limit under which a dry run replays its allocations."""
+    return gpu if memory_bytes is None else replace(gpu, memory_bytes=memory_bytes)
+
+
 def dry_run_setup(
-    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, *, full_depth: bool = False, expandable_segments: bool = True
+    model: ModelSpec,
+    gpu: GpuSpec,
+    setup: TrainSetup,
+    *,
+    full_depth: bool = False,
+    expandable_segments: bool = True,
+    memory_bytes: int | None = None,
 ) -> Prediction | ProbeFailure:
     """One dry run; a plan's setups run with expandable segments, which every launch file sets."""
     missing = dry_run_possible()
@@ -55,7 +74,8 @@ def dry_run_setup(
         warnings.simplefilter("ignore")  # the libraries' remarks about this CPU say nothing about the target GPU
         from probes.dryrun import dry_run
 
-        return dry_run(model, gpu, setup, full_depth=full_depth, expandable_segments=expandable_segments)
+        card = with_memory(gpu, memory_bytes)
+        return dry_run(model, card, setup, full_depth=full_depth, expandable_segments=expandable_segments)
 
 
 def chosen_timeline(plan: Plan | NoPlan) -> "Timeline | None":
@@ -65,7 +85,8 @@ def chosen_timeline(plan: Plan | NoPlan) -> "Timeline | None":
     from probes.dryrun.api import dry_run_report
     from reports.evidence import timeline_of
 
-    known = dry_run_report(plan.workload.model, plan.workload.gpu, plan.chosen.setup, expandable_segments=True)
+    card = with_memory(plan.workload.gpu, plan.workload.memory_bytes)
+    known = dry_run_report(plan.workload.model, card, plan.chosen.setup, expandable_segments=True)
     if isinstance(known, ProbeFailure):
         return None
     return timeline_of(known.timeline, known.phase_groups.get(known.prediction.peak_phase, {}))
@@ -83,7 +104,7 @@ def climb_dry_run(workload: Workload) -> Plan | NoPlan:
 
     def run(setup: TrainSetup) -> Prediction | ProbeFailure:
         _say(f"dry run of the real step: {setup.method}, micro-batch {setup.micro_batch_seqs} ...")
-        return dry_run_setup(workload.model, workload.gpu, setup)
+        return dry_run_setup(workload.model, workload.gpu, setup, memory_bytes=workload.memory_bytes)
 
     try:
         return refine(lambda corrections: plan_workload(workload, corrections), run)

@@ -1,8 +1,9 @@
 """What the walk over the spreads learned, by spread and by node of the decision tree."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
+from types import MappingProxyType
 from typing import Any
 
 from planner.errors import SetupError
@@ -66,11 +67,21 @@ def walk_stages(
     corrections: Mapping[CorrectionKey, float],
 ) -> None:
     """Adds the points of these stages' spreads to the facts."""
-    chosen = spreads(workload, stages)
+    walk_spreads(workload, values, facts, spreads(workload, stages), corrections)
+
+
+def walk_spreads(
+    workload: Workload,
+    values: Mapping[str, tuple[Any, ...]],
+    facts: SpreadFacts,
+    chosen: Sequence[Spread],
+    corrections: Mapping[CorrectionKey, float] = MappingProxyType({}),
+) -> None:
+    """Adds the points of these spreads to the facts."""
     if not chosen:
         return
     facts.walked += [one for one in chosen if one not in facts.walked]
-    collect_into(corrected(walk(workload, values, chosen), corrections), workload.budget_bytes, facts.of)
+    collect_into(corrected(walk(workload, values, tuple(chosen)), corrections), workload.budget_bytes, facts.of)
     for known in facts.facts.values():
         if known.smallest is None:
             known.smallest = known.smallest_cast

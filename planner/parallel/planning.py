@@ -20,14 +20,14 @@ from planner.plan import Alternative, NoPlan, Plan, SpaceCount, trade
 from planner.planning import alternatives, candidate, needed_gain, num_combinations, plan_notes, plan_workload, refusal
 from planner.refine import CorrectionKey
 from planner.space import Point, dimension_values
-from planner.tree import NODES, NodeFacts, choose_node
+from planner.tree import NODES, TIE_FRACTION, NodeFacts, choose_node
 from planner.workload import Workload
 
 NUM_RANKED = 24
 COMMUNICATION_LIMIT = 0.25
 """Above this share of the step for communication, tensor and pipeline parallelism are compared as well."""
 SPREAD_GAIN_FRACTION = 0.10
-"""A spread that shards more, or needs another engine, must be predicted so much faster: the model errs by more."""
+"""Sharding replaces a DDP that fits only where it is predicted so much faster: the speed model errs by more."""
 NUM_SPREADS_SHOWN = 3
 _FIRST = ("replicate", "shard", "other")
 
@@ -52,7 +52,7 @@ def plan_spread(workload: Workload, corrections: Mapping[CorrectionKey, float]) 
         impossible=max(0, num_combinations(workload, values) * num_spreads - walked),
     )
     alone = one_gpu(workload)
-    best = least_sharding(facts.of_node(node)) if node is not None else None
+    best = best_spread(facts.of_node(node)) if node is not None else None
     chosen = candidate(workload, best.setup) if best is not None else None
     answers = tuple(spread_answers(workload, facts, node, chosen, alone))
     if node is None or best is None or chosen is None:
@@ -69,12 +69,24 @@ def plan_spread(workload: Workload, corrections: Mapping[CorrectionKey, float]) 
     )
 
 
-def least_sharding(known: Mapping[SpreadKey, NodeFacts]) -> Point | None:
-    """The best point of the simplest spread that is not clearly slower than the fastest; None where nothing fits."""
+def best_spread(known: Mapping[SpreadKey, NodeFacts]) -> Point | None:
+    """The best point over all spreads, None where nothing fits.
+
+    What is not sharded needs no tuning and no other engine: DDP stands unless another is clearly faster. Among the
+    others the fastest counts; within one percent the simplest.
+    """
     points = [point for facts in known.values() if (point := facts.best()) is not None]
     top = max((point.tokens_per_s for point in points), default=0.0)
-    close = [point for point in points if point.tokens_per_s * (1 + SPREAD_GAIN_FRACTION) >= top]
-    return min(close, key=lambda point: (spread_rank(point.shared), -point.tokens_per_s), default=None)
+
+    def place(point: Point) -> tuple[int, float]:
+        return spread_rank(point.shared), -point.tokens_per_s
+
+    plain = [point for point in points if point.shared.parallel == "ddp" and point.shared.shards == 1]
+    plain = [point for point in plain if not point.shared.spread]
+    if plain and plain[0].tokens_per_s * (1 + SPREAD_GAIN_FRACTION) >= top:
+        return plain[0]
+    close = [point for point in points if point.tokens_per_s >= top * (1 - TIE_FRACTION)]
+    return min(close, key=place, default=None)
 
 
 def _walk(

@@ -38,8 +38,8 @@ _NAMES = {
     "fsdp2": "FSDP2",
     "device-map": "device map",
 }
-_SHARDING_ORDER = ("none", "ddp", "zero1", "zero2", "fsdp2", "zero3", "device-map", "dp")
-"""The less is sharded, and the fewer extra packages are needed, the simpler."""
+_SIMPLE_FIRST = ("none", "ddp", "fsdp2", "zero1", "zero2", "zero3", "device-map", "dp")
+"""What needs no gathering, then what needs no package beside PyTorch, then DeepSpeed's stages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +97,7 @@ def spread_rank(setup: TrainSetup) -> int:
     """How far a spread is from the simplest; 0 on one GPU. Breaks ties in speed."""
     if setup.num_gpus == 1:
         return 0
-    rank = _SHARDING_ORDER.index(setup.parallel)
+    rank = _SIMPLE_FIRST.index(setup.parallel)
     rank += 4 * (setup.tensor_degree > 1) + 4 * (setup.pipeline_degree > 1) + 8 * (setup.offload != "none")
     return rank + (setup.shard_degree > 0) + (not setup.reshard_after_forward)
 

@@ -13,6 +13,7 @@ from planner.outcome import Candidate
 from planner.parallel.facts import SpreadFacts
 from planner.parallel.memory import rank_memories
 from planner.parallel.strategies import Spread, all_spreads, fields_name, spread_key, spread_name
+from planner.parallel.support import why_not
 from planner.plan import Answer, Cut, NoPlan, Plan
 from planner.planning import candidate
 from planner.setup import SHARDED, SPREAD_FIELDS, TrainSetup
@@ -142,11 +143,13 @@ def _sharded(workload: Workload, facts: SpreadFacts, node: str, chosen: Candidat
         choice, known = spread_name(setup), facts.of_node(node)[spread_key(setup)]
         needed = _need(known)
         sends = SENDS[setup.parallel] if setup.reshard_after_forward else "weights are gathered once per micro-batch"
-        reason = f"the least sharding that fits and is not clearly slower, over {setup.shards} GPUs; {sends}"
+        reason = f"the fastest that fits, shared by {setup.shards} GPUs; {sends}"
     elif not cuts:
-        choice, reason = "nothing", _left_out(workload, ("shard",))
+        choice, reason = "not asked", _left_out(workload, ("shard",))
+    elif all((cut.needed_bytes or workload.budget_bytes + 1) > workload.budget_bytes for cut in cuts):
+        choice, reason = "sharding alone is not enough", f"none of these fits: {spread_name(setup)} is taken"
     else:
-        choice, reason = "nothing", f"{spread_name(setup)} is faster, or the only one that fits"
+        choice, reason = "nothing", f"{spread_name(setup)} fits and nothing else is clearly faster"
     budget = workload.budget_bytes if needed is not None else None
     return Answer(
         question="What must be sharded over the GPUs?",
@@ -214,6 +217,9 @@ def _one_process(workload: Workload, chosen: Candidate) -> Answer:
         setup = plain.with_(num_gpus=workload.num_gpus, parallel="dp")
     except SetupError:
         return Answer(question=question, choice="no", reason=reason)
+    refused = why_not(workload.model, setup)
+    if refused:
+        return Answer(question=question, choice="cannot run", reason=refused)
     ranks = rank_memories(workload.model, workload.gpu, setup)
     peaks = [rank.breakdown.peak_device_bytes for rank in ranks]
     if max(peaks) > min(peaks):
@@ -312,7 +318,7 @@ def _cuts(
             needed_bytes=need,
             budget_bytes=workload.budget_bytes,
         )
-    left = {}
+    left: dict[str, list[str]] = {}
     for one in all_spreads(workload):
         if one.reason and one.stage in stages:
             left.setdefault(one.reason, []).append(fields_name(one.fields))
@@ -329,7 +335,7 @@ def _slower(workload: Workload, known: NodeFacts, chosen: Candidate, name: str) 
     ratio = other.tokens_per_s / chosen.tokens_per_s if chosen.tokens_per_s else 0.0
     words = f"fits at {ratio:.2f} times the speed, {percent(_communication(other))} of its step communication"
     if ratio > 1 - TIE_FRACTION:
-        words = f"fits at {ratio:.2f} times the speed: not clearly faster, and what shards less is simpler to run"
+        words = f"fits at {ratio:.2f} times the speed: not clearly faster, and {spread_name(chosen.setup)} is simpler"
     return f"{name} {words}".strip()
 
 

@@ -1,0 +1,186 @@
+"""`plan which-cluster`: the smallest, the cheapest and the fastest set of GPUs for a piece of work."""
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from planner.cli import options, spread
+from planner.cli.output import console, print_json
+from planner.cli.wish import DEFAULT_GLOBAL_BATCH, positive, resolve_gpu, workload
+from planner.errors import EXIT_NOTHING_FITS, UsageError
+
+if TYPE_CHECKING:
+    from planner.gpu import GpuSpec
+    from planner.models.spec import ModelSpec
+    from planner.parallel.which import ClusterOption
+
+DEFAULT_MAX_GPUS = 64
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+
+
+def which_cluster(
+    model: options.Model,
+    dataset_tokens: Annotated[
+        int | None, typer.Option("--dataset-tokens", help="Tokens of one epoch: the work to be done.")
+    ] = None,
+    epochs: Annotated[float, typer.Option("--epochs", help="How often they are trained on.")] = 1.0,
+    deadline: Annotated[
+        str | None, typer.Option("--deadline", help="Longest time the training may take: 90m, 24h, 3d.")
+    ] = None,
+    budget: Annotated[float | None, typer.Option("--budget", help="Most it may cost, in US dollars.")] = None,
+    gpu: Annotated[
+        list[str] | None, typer.Option("--gpu", help="GPU to consider; repeatable. Default: those with a known price.")
+    ] = None,
+    max_gpus: Annotated[int, typer.Option("--max-gpus", help="Largest number of GPUs to consider.")] = DEFAULT_MAX_GPUS,
+    interconnect: spread.Interconnect = None,
+    seq_len: options.SeqLen = None,
+    global_batch: Annotated[
+        int | None,
+        typer.Option("--global-batch", help="Sequences per optimizer step, the same on every cluster."),
+    ] = None,
+    method: options.Methods = None,
+    rank: options.Rank = None,
+    targets: options.Targets = None,
+    precision: options.Precision = None,
+    quantization: options.Quantization = None,
+    headroom: options.Headroom = None,
+    price: Annotated[
+        float | None, typer.Option("--price", help="US dollars per GPU hour, instead of the price table.")
+    ] = None,
+    revision: options.Revision = None,
+    hub: options.AskHub = False,
+    as_json: options.Json = False,
+) -> None:
+    """The smallest, the cheapest and the fastest set of GPUs that keeps a deadline and a budget.
+
+    Formula rung: plan MODEL --gpu GPU --gpus N then looks closer at one of them.
+    """
+    from planner.models.resolve import resolve_model
+    from planner.parallel.which import counts
+
+    if dataset_tokens is None:
+        raise UsageError("how much work is it?", hint="give --dataset-tokens, for example --dataset-tokens 100000000")
+    tokens = (positive("dataset-tokens", dataset_tokens, maximum=1 << 60) or 1) * _epochs(epochs)
+    if budget is not None and not (math.isfinite(budget) and budget > 0):
+        raise UsageError(f"--budget must be US dollars above 0, got {budget}", hint="for example --budget 500")
+    deadline_s = None if deadline is None else parse_deadline(deadline)
+    most = positive("max-gpus", max_gpus, maximum=spread.MAX_GPUS) or 1
+    fixed = options.fixed_fields(
+        targets=targets,
+        rank=rank,
+        checkpointing=None,
+        packing=None,
+        method=method,
+        precision=precision,
+        quantization=quantization,
+    )
+    cards = _cards(gpu)
+    spec = resolve_model(model, revision=revision, ask_hub=hub)
+    numbers = counts(most)
+    batch = positive("global-batch", global_batch) or max(DEFAULT_GLOBAL_BATCH, numbers[-1])
+    wish = {"fixed": fixed, "seq_len": seq_len, "global_batch": batch, "headroom_gib": headroom, "price": price}
+    wish["dataset_tokens"] = dataset_tokens
+    found = _options(
+        spec,
+        cards,
+        [number for number in numbers if batch % number == 0],
+        wish,
+        interconnect,
+        tokens=round(tokens),
+        deadline_s=deadline_s,
+        budget_usd=budget,
+    )
+    limits = {"tokens": round(tokens), "deadline_s": deadline_s, "budget_usd": budget, "global_batch_seqs": batch}
+    if as_json:
+        from reports.which_cluster import as_document
+
+        print_json(as_document(spec, found, limits))
+    else:
+        from reports.which_cluster import render_which_cluster
+
+        render_which_cluster(spec, found, limits, console())
+    if not any(one.meets for one in found):
+        raise typer.Exit(EXIT_NOTHING_FITS)
+
+
+def parse_deadline(text: str) -> float:
+    """Seconds of "90m", "24h", "3d", "1.5w"; a bare number is hours.
+
+    Raises:
+        UsageError: anything else, or nothing.
+    """
+    text = text.strip()
+    number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "h")
+    try:
+        value = float(number) * _UNITS[unit]
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise UsageError(f"--deadline must be a time such as 90m, 24h or 3d; got {text!r}", hint="--deadline 24h")
+    return value
+
+
+def _epochs(epochs: float) -> float:
+    if not (math.isfinite(epochs) and 0 < epochs <= 10_000):
+        raise UsageError(f"--epochs must be above 0, got {epochs}", hint="for example --epochs 3")
+    return epochs
+
+
+def _cards(names: Sequence[str] | None) -> "list[GpuSpec]":
+    """The cards asked for, or every card with a known price, each once."""
+    if names:
+        return list({card.key: card for card in map(resolve_gpu, names)}.values())
+    from planner.gpus import all_gpus
+    from planner.prices import all_prices
+
+    priced = {price.gpu_key for price in all_prices()}
+    return [card for card in all_gpus() if card.key in priced]
+
+
+def _options(
+    spec: "ModelSpec",
+    cards: "Sequence[GpuSpec]",
+    numbers: Sequence[int],
+    wish: dict[str, Any],
+    interconnect: str | None,
+    **limits: Any,
+) -> "list[ClusterOption]":
+    """Every method on every cluster; a card on which the options contradict each other is left out.
+
+    Raises:
+        UsageError: on every card.
+    """
+    from planner.cluster import make_cluster
+    from planner.parallel.which import options_of
+    from reports.progress import steps
+
+    found: list[ClusterOption] = []
+    problem: UsageError | None = None
+    for card in steps(cards, "planning", console(stderr=True)):
+        try:
+            for number in numbers:
+                link = interconnect if number > 1 else None
+                cluster = make_cluster(card, number, interconnect=_links(link, number))
+                job = workload(spec, card, cluster=cluster if number > 1 else None, **wish)
+                found += options_of(job, cluster, **limits)
+        except UsageError as error:
+            problem = error
+            if len(cards) > 1:
+                print(f"left out {card.key}: {error.message}", file=sys.stderr)
+    if not found and problem is not None:
+        raise problem
+    return found
+
+
+def _links(interconnect: str | None, number: int) -> str | None:
+    """The links that a cluster of this size has: none between nodes where there is one node."""
+    from planner.cluster import GPUS_PER_NODE, links
+
+    if interconnect is None or number > GPUS_PER_NODE:
+        return interconnect
+    network = {key for key, link in links().items() if link.kind == "network"}
+    parts = [part for part in interconnect.lower().split("+") if part.strip() not in network]
+    return "+".join(parts) or None

@@ -1,0 +1,138 @@
+"""Which cluster for a piece of work: every GPU of a list in every number, with time and cost, on the formula rung.
+
+The walk is a coarse one (DDP and FSDP2; few optimizers and losses): `plan MODEL --gpu GPU --gpus N` looks closer.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from planner.cluster import Cluster
+from planner.outcome import Candidate
+from planner.parallel.facts import SpreadFacts, walk_spreads
+from planner.parallel.planning import best_spread
+from planner.parallel.strategies import FIRST_STAGES, spreads
+from planner.planning import candidate
+from planner.space import dimension_values, walk
+from planner.tree import NODES, collect
+from planner.workload import Workload
+
+COARSE: Mapping[str, tuple[Any, ...]] = {
+    "precision": ("bf16-autocast", "bf16-mixed", "fp16-autocast", "fp16-mixed"),
+    "quantization": ("none", "nf4-double"),
+    "kbit_fp32_cast": (False,),
+    "optimizer": ("adamw-fused", "adamw-8bit"),
+    "checkpointing": (0, 1),
+    "loss": ("chunked", "liger"),
+}
+"""What the coarse walk keeps of each dimension that the user left open."""
+COARSE_SPREADS = ("ddp", "fsdp2")
+MAX_NODE_GPUS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOption:
+    """One method on one cluster.
+
+    Attributes:
+        node: the node of the decision tree ("full", "lora", ...).
+        duration_s: for all tokens asked for; cost_usd: for all GPUs that long, None without a price.
+        meets: whether it keeps deadline and budget.
+    """
+
+    cluster: Cluster
+    node: str
+    candidate: Candidate
+    memory_bytes: int
+    price_per_hour: float | None
+    duration_s: float
+    cost_usd: float | None
+    meets: bool
+
+
+def counts(max_gpus: int) -> tuple[int, ...]:
+    """Numbers of GPUs to try: powers of two up to the largest allowed."""
+    return tuple(1 << power for power in range(max_gpus.bit_length()) if 1 << power <= max_gpus)
+
+
+def coarse_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
+    """The dimensions of the coarse walk: what the user fixed stays whole."""
+    values = dimension_values(workload)
+    for name, kept in COARSE.items():
+        if name not in workload.fixed:
+            values[name] = tuple(value for value in values[name] if value in kept)
+    if "lora_rank" not in workload.fixed:
+        values["lora_rank"] = values["lora_rank"][:1]
+    batches = [1 << power for power in range(8)]
+    values.setdefault("micro_batch_seqs", tuple(size for size in batches if workload.global_batch_seqs % size == 0))
+    return values
+
+
+def options_of(
+    workload: Workload, cluster: Cluster, *, tokens: int, deadline_s: float | None, budget_usd: float | None
+) -> Iterator[ClusterOption]:
+    """The best setup of every method that fits on this cluster.
+
+    Args:
+        workload: its `cluster` is None with one GPU.
+        cluster: the same, also for one GPU.
+        tokens: of the whole training.
+    """
+    values = coarse_values(workload)
+    if workload.num_gpus == 1:
+        known = collect(walk(workload, values), workload.budget_bytes)
+        best = {node: facts.best() for node, facts in known.items()}
+    else:
+        chosen = [
+            one
+            for one in spreads(workload, FIRST_STAGES)
+            if one.fields["parallel"] in COARSE_SPREADS and one.fields.get("reshard_after_forward", True)
+        ]
+        facts = SpreadFacts()
+        walk_spreads(workload, values, facts, chosen)
+        best = {node: best_spread(facts.of_node(node)) for node in NODES}
+    for node in NODES:
+        point = best[node]
+        if point is None:
+            continue
+        found = candidate(workload, point.setup)
+        if not found.tokens_per_s:
+            continue
+        duration_s = tokens / found.tokens_per_s
+        price = workload.price_per_hour
+        cost = None if price is None else duration_s / 3600 * price * workload.num_gpus
+        late = deadline_s is not None and duration_s > deadline_s
+        dear = budget_usd is not None and (cost is None or cost > budget_usd)
+        yield ClusterOption(
+            cluster=cluster,
+            node=node,
+            candidate=found,
+            memory_bytes=workload.memory_bytes,
+            price_per_hour=price,
+            duration_s=duration_s,
+            cost_usd=cost,
+            meets=not late and not dear,
+        )
+
+
+def smallest(options: Iterable[ClusterOption]) -> ClusterOption | None:
+    """The fewest GPUs that keep deadline and budget; of those the least memory, then the fastest."""
+    kept = [one for one in options if one.meets]
+    return min(kept, key=lambda one: (one.cluster.num_gpus, one.memory_bytes, one.duration_s), default=None)
+
+
+def cheapest(options: Iterable[ClusterOption]) -> ClusterOption | None:
+    """The least cost that keeps deadline and budget; of equals the fewer GPUs."""
+    kept = [one for one in options if one.meets and one.cost_usd is not None]
+    return min(kept, key=lambda one: (one.cost_usd, one.cluster.num_gpus), default=None)
+
+
+def fastest(options: Iterable[ClusterOption]) -> ClusterOption | None:
+    """The shortest time that keeps deadline and budget; of equals the fewer GPUs."""
+    kept = [one for one in options if one.meets]
+    return min(kept, key=lambda one: (one.duration_s, one.cluster.num_gpus), default=None)
+
+
+def nearest(options: Iterable[ClusterOption]) -> ClusterOption | None:
+    """Where nothing keeps the limits: the fastest of what fits, because more time or money would make it do."""
+    return min(options, key=lambda one: one.duration_s, default=None)

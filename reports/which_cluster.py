@@ -1,0 +1,170 @@
+"""Which cluster for a piece of work: what to rent, side by side with what else would do."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from planner.interchange import SCHEMA_VERSION, setup_to_dict
+from planner.models.spec import ModelSpec
+from planner.parallel.which import ClusterOption, cheapest, fastest, nearest, smallest
+from planner.tree import NODE_NAMES, NODES
+from planner.units import count, gib, seconds
+from reports.page import Page
+from reports.text import clean, dollars, plural, speed_mark, spread_words
+
+MAX_ROWS = 20
+ASSUMPTIONS = (
+    "Times are training alone: loading, evaluation, saving and failures are not counted.",
+    "Prices are dated and indicative, the same per GPU hour for any number of them; --price sets your own.",
+    "GPUs of one node talk over NVLink where the card has it, else over PCIe; nodes of eight over 1,600 Gbit/s "
+    "InfiniBand; --interconnect changes it.",
+    "Figures are the formula's, over a coarse choice of setups: plan MODEL --gpu GPU --gpus N looks closer.",
+)
+
+
+def cluster_words(one: ClusterOption) -> str:
+    """ "8 × A100-SXM4-80GB"."""
+    number, name = one.cluster.num_gpus, clean(one.cluster.gpu.name)
+    return name if number == 1 else f"{number} × {name}"
+
+
+def picks(options: Sequence[ClusterOption]) -> dict[str, ClusterOption]:
+    """The options worth naming of one method: smallest, cheapest, fastest; absent where nothing keeps the limits."""
+    found = {"smallest": smallest(options), "cheapest": cheapest(options), "fastest": fastest(options)}
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def recommended_node(options: Sequence[ClusterOption]) -> str | None:
+    """The method that approximates least among those that keep the limits on some cluster."""
+    return next((node for node in NODES if any(one.node == node and one.meets for one in options)), None)
+
+
+def render_which_cluster(
+    model: ModelSpec, options: Sequence[ClusterOption], limits: Mapping[str, Any], console: Console
+) -> None:
+    """The answer on the terminal: per method what to take, then every cluster that keeps the limits, cheapest first."""
+    page = Page(console)
+    page.line(_title(model, limits), style="bold")
+    node = recommended_node(options)
+    if node is None:
+        page.line("No cluster keeps the limits.", style="bold red")
+        best = nearest(options)
+        if best is None:
+            page.line("Nothing fits on any of them: allow more GPUs or larger ones.")
+        else:
+            page.line(f"The nearest: {_option_words(best)}.")
+        _assumptions(page)
+        return
+    for name in NODES:
+        of_node = [one for one in options if one.node == name]
+        if not of_node:
+            continue
+        page.line()
+        page.line(NODE_NAMES[name][0].upper() + NODE_NAMES[name][1:], style="bold")
+        found = picks(of_node)
+        if not found:
+            best = nearest(of_node)
+            page.line(f"No cluster keeps the limits; the nearest is {_option_words(best)}." if best else "-", indent=2)
+        for label, one in found.items():
+            page.line(f"{label}: {_option_words(one)}", indent=2)
+    kept = [one for one in options if one.node == node and one.meets]
+    _table(page, kept, node)
+    _assumptions(page)
+    best = cheapest(kept) or smallest(kept)
+    if best is not None:
+        page.head("Next")
+        page.command(next_command(model, best, limits))
+
+
+def next_command(model: ModelSpec, one: ClusterOption, limits: Mapping[str, Any]) -> str:
+    """The command that plans one option closely."""
+    words = f"plan {clean(model.model_id)} --gpu {one.cluster.gpu.key}"
+    if one.cluster.num_gpus > 1:
+        words += f" --gpus {one.cluster.num_gpus}"
+    method = one.node.partition("-")[0]
+    return f"{words} --method {method} --global-batch {limits['global_batch_seqs']}"
+
+
+def _title(model: ModelSpec, limits: Mapping[str, Any]) -> str:
+    words = f"Which cluster for {clean(model.model_id)} ({count(model.num_params)} parameters) · "
+    words += f"{count(limits['tokens'])} tokens · {limits['global_batch_seqs']} sequences per step"
+    if limits["deadline_s"] is not None:
+        words += f" · within {seconds(limits['deadline_s'])}"
+    if limits["budget_usd"] is not None:
+        words += f" · for {dollars(limits['budget_usd'])} at most"
+    return words
+
+
+def _option_words(one: ClusterOption) -> str:
+    cost = "price unknown" if one.cost_usd is None else dollars(one.cost_usd)
+    how = f" ({spread_words(one.candidate.setup)})" if one.cluster.num_gpus > 1 else ""
+    return f"{cluster_words(one)}{how}, {seconds(one.duration_s)}, {cost}"
+
+
+def _table(page: Page, kept: Sequence[ClusterOption], node: str) -> None:
+    rows = sorted(kept, key=lambda one: (one.cost_usd is None, one.cost_usd or 0.0, one.duration_s))
+    page.head(f"Every cluster that keeps the limits with {NODE_NAMES[node]}, cheapest first")
+    header = ("GPUs", "spread", "tokens/s", "time", "cost", "$/hour", "peak")
+    table = page.table(*header, right=("tokens/s", "time", "cost", "$/hour", "peak"))
+    for one in rows[:MAX_ROWS]:
+        hourly = None if one.price_per_hour is None else one.price_per_hour * one.cluster.num_gpus
+        page.row(
+            table,
+            f"{one.cluster.num_gpus} × {one.cluster.gpu.key}",
+            spread_words(one.candidate.setup) if one.cluster.num_gpus > 1 else "-",
+            f"{one.candidate.tokens_per_s:,.0f}",
+            seconds(one.duration_s),
+            "-" if one.cost_usd is None else dollars(one.cost_usd),
+            "-" if hourly is None else f"{hourly:,.2f}",
+            gib(one.candidate.formula.peak_device_bytes),
+        )
+    page.console.print(table)
+    if len(rows) > MAX_ROWS:
+        more = len(rows) - MAX_ROWS
+        page.line(f"{more} more {plural(more, 'cluster')}: --json lists all.", style="dim", indent=2)
+    marks = sorted({speed_mark(one.candidate.formula) for one in rows[:MAX_ROWS]})
+    page.line(f"Speeds, and with them times and costs: {', '.join(marks)}.", style="dim", indent=2)
+
+
+def _assumptions(page: Page) -> None:
+    page.head("Assumed")
+    for words in ASSUMPTIONS:
+        page.line(f"· {words}", indent=2)
+
+
+def as_document(model: ModelSpec, options: Sequence[ClusterOption], limits: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer as one JSON document: every option, and the picks of every method."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": "which_cluster",
+        "model": model.model_id,
+        **limits,
+        "recommended_method": recommended_node(options),
+        "picks": {
+            node: {name: _as_dict(one) for name, one in picks([o for o in options if o.node == node]).items()}
+            for node in NODES
+        },
+        "options": [_as_dict(one) for one in options],
+        "assumptions": list(ASSUMPTIONS),
+    }
+
+
+def _as_dict(one: ClusterOption) -> dict[str, Any]:
+    formula = one.candidate.formula
+    return {
+        "gpu": one.cluster.gpu.key,
+        "num_gpus": one.cluster.num_gpus,
+        "num_nodes": one.cluster.num_nodes,
+        "method": one.node,
+        "meets": one.meets,
+        "duration_s": one.duration_s,
+        "cost_usd": one.cost_usd,
+        "usd_per_gpu_hour": one.price_per_hour,
+        "tokens_per_s": one.candidate.tokens_per_s,
+        "time_band_fraction": formula.time_band_fraction,
+        "peak_device_bytes": formula.peak_device_bytes,
+        "budget_bytes": one.candidate.budget_bytes,
+        "memory_bytes": one.memory_bytes,
+        "setup": setup_to_dict(one.candidate.setup),
+    }
