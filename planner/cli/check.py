@@ -56,7 +56,7 @@ def check(
     memory, reserve = memory_and_headroom(card, memory_gib, headroom)
     predict = _predictor(spec, card, cluster)
     if not no_dry_run:
-        predict = _corrected(predict, config.setup, spec, card)
+        predict = _corrected(predict, config.setup, spec, card, memory)
     result = run(config, spec, card, memory - reserve, predict)
     fixed: dict[str, Any] | None = None
     if fix:
@@ -212,7 +212,7 @@ def _predictor(spec: "ModelSpec", card: "GpuSpec", cluster: "Cluster | None" = N
     return lambda setup: predict(spec, card, setup, cluster)
 
 
-def _corrected(predict: Any, setup: "TrainSetup", spec: "ModelSpec", card: "GpuSpec") -> Any:
+def _corrected(predict: Any, setup: "TrainSetup", spec: "ModelSpec", card: "GpuSpec", memory_bytes: int) -> Any:
     """The formula corrected by a dry run of the config: its own figures for the config itself, and for changed setups
     the formula's peak times what the dry run found over it. The formula alone where no dry run is possible."""
     from dataclasses import replace
@@ -223,7 +223,8 @@ def _corrected(predict: Any, setup: "TrainSetup", spec: "ModelSpec", card: "GpuS
     formula = predict(setup)
     if dry_run_possible():
         return predict
-    dry = with_dry_run(Candidate(setup=setup, budget_bytes=0, formula=formula), spec, card).dry_run
+    candidate = Candidate(setup=setup, budget_bytes=0, formula=formula)
+    dry = with_dry_run(candidate, spec, card, memory_bytes=memory_bytes).dry_run
     if not isinstance(dry, Prediction):
         return predict
     own = replace(

@@ -45,7 +45,7 @@ def with_dry_run(
 
 
 def with_memory(gpu: GpuSpec, memory_bytes: int | None) -> GpuSpec:
-    """The card with the memory that `--memory-gib` gives it: the limit under which a dry run replays its allocations."""
+    """The card with the memory that `--memory-gib` gives it, the limit of a dry run's replay."""
     return gpu if memory_bytes is None else replace(gpu, memory_bytes=memory_bytes)
 
 
