@@ -12,19 +12,24 @@ from planner.memory.model import (
     loss_parts,
     loss_parts_logits,
     predict_memory,
+    step_flow,
 )
 from planner.memory.types import PHASES, MemoryBreakdown, MemoryTerm, Phase
 from planner.memory.workspace import context_bytes, cublas_workspace_bytes
 from planner.models.spec import ModelSpec
-from planner.parallel.rank import RankPart, rank_parts
-from planner.parallel.share import MOMENTS, Share, share_of
+from planner.parallel.rank import RankPart, followers, rank_parts
+from planner.parallel.share import MOMENTS, Share, engine_setup, share_of
 from planner.parallel.types import RankMemory
 from planner.setup import TrainSetup
 from planner.units import MIB
 
-NCCL_BYTES = 256 * MIB
-"""Device memory of NCCL's communicators outside PyTorch's count: a 4 MiB buffer per channel and peer. An assumption as
-the CUDA context is. Source: NCCL documentation, NCCL_BUFFSIZE (4 MiB) and NCCL_MAX_NCHANNELS (up to 32)."""
+NCCL_NVLINK_BYTES = 688 * MIB
+NCCL_NVLINK_PAIR_BYTES = 544 * MIB
+"""Device memory of one NCCL communicator over NVLink, of more than two GPUs and of a pair, outside PyTorch's count.
+Source: measured by a user on 4 A100 after one all-reduce, NVIDIA/nccl issue 964."""
+NCCL_PCIE_BYTES = 128 * MIB
+"""The same without NVLink, where a ring has few channels: an assumption (buffers grow with the channels, NVIDIA/nccl
+issue 986; 110 MB reported in issue 34)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,14 +67,16 @@ def activation_lines(part: RankPart, parts: ActivationParts) -> Lines:
     return Lines(one=one, more=stored + casts[1])
 
 
-def in_loss_bytes(share: Share, chain: LossChain, parts: ActivationParts, logits_bytes: int) -> int:
+def in_loss_bytes(
+    share: Share, chain: LossChain, parts: ActivationParts, logits_bytes: int, outputs_bytes: int = 0
+) -> int:
     """The loss chain's largest moment, with what is alive beside it (`planner.memory.model.loss_peak`)."""
     if not share.part.last:
         return 0
     cache = parts.weight_casts[0] - parts.weight_casts[1] + parts.adapter_casts
     head = share.trained.head * SIZE_BYTES[share.trained.dtype]
     after = max(chain.backward_bytes, head + logits_bytes)
-    return max(chain.loss_bytes + cache + share.loss_forward_bytes, after)
+    return max(chain.loss_bytes + cache + share.loss_forward_bytes + outputs_bytes, after)
 
 
 def rank_memories(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[RankMemory, ...]:
@@ -82,7 +89,7 @@ def rank_memories(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[Ra
         return (RankMemory(name="every rank", num_ranks=1, breakdown=predict_memory(model, gpu, setup)),)
     found = [
         RankMemory(name=part.name, num_ranks=part.num_ranks, breakdown=_breakdown(part, gpu, setup))
-        for part in rank_parts(model, setup)
+        for part in (*rank_parts(model, setup), *followers(model, setup))
     ]
     return tuple(sorted(found, key=lambda one: -one.breakdown.peak_device_bytes))
 
@@ -104,7 +111,8 @@ def _breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup) -> MemoryBreakdo
     lines = activation_lines(part, parts)
     logits = loss_parts_logits(part.model, inner)
     states, temporary = share.optimizer_bytes(setup.optimizer)
-    in_loss = in_loss_bytes(share, chain, parts, logits)
+    in_loss = in_loss_bytes(share, chain, parts, logits, output_bytes(part, setup, inner))
+    boundary = boundary_bytes(part, setup, micro_batches=setup.accumulation_steps, held=part.in_flight)
     extra = {moment: lines.at(moment, part.in_flight) for moment in ("forward", "loss", "first", "last")}
     extra.update(end=0, step=temporary)
     extra["loss"] += in_loss
@@ -132,6 +140,7 @@ def _breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup) -> MemoryBreakdo
             add(held.category, held.name, held.size_bytes, phases)
     add("optimizer", f"states of {setup.optimizer}", states, after_load)
     add("workspace", "cuBLAS workspaces", cublas_workspace_bytes(gpu))
+    add("activations", "the stage's boundary buffers", boundary)
     more = (part.in_flight - 1) * lines.more
     compute: tuple[Phase, ...] = ("forward", "loss", "backward") if part.last else ("forward", "backward")
     add("activations", f"activations of {part.in_flight - 1} more micro-batches in flight", more, compute)
@@ -156,7 +165,7 @@ def _breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup) -> MemoryBreakdo
     add("dequantization", "one dequantized matrix in the backward", parts.dequantized, ("backward",))
     if shown["step"] == "step":
         add("optimizer", f"temporaries of {setup.optimizer}", temporary, ("step",))
-    resident = share.moment_bytes["resident"] + states + cublas_workspace_bytes(gpu)
+    resident = share.moment_bytes["resident"] + states + boundary + cublas_workspace_bytes(gpu)
     return MemoryBreakdown(
         terms=tuple(terms),
         allocator_gap_bytes=allocator_gap_bytes(resident, max(totals.values())),
@@ -165,5 +174,53 @@ def _breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup) -> MemoryBreakdo
 
 
 def communicator_bytes(gpu: GpuSpec, setup: TrainSetup) -> int:
-    """Device memory that the communication library holds for one rank; nothing within one process (device map)."""
-    return NCCL_BYTES if setup.num_gpus > 1 and setup.parallel != "device-map" and gpu.vendor != "Apple" else 0
+    """Device memory that the communication library holds for one rank: one communicator for every group it talks to.
+
+    Nothing within one process by device map. A hybrid shard has two groups (its shard and its replicas).
+
+    Source: NCCL_NVLINK_BYTES, NCCL_PCIE_BYTES.
+    """
+    if setup.num_gpus == 1 or setup.parallel == "device-map" or gpu.vendor == "Apple":
+        return 0
+    data = [setup.data_degree]
+    if setup.shard_degree:
+        data = [setup.shard_degree, setup.data_degree // setup.shard_degree]
+    total = 0
+    for ranks in (*data, setup.tensor_degree, setup.pipeline_degree):
+        if ranks > 1 and gpu.nvlink_bytes_per_s:
+            total += NCCL_NVLINK_BYTES if ranks > 2 else NCCL_NVLINK_PAIR_BYTES
+        elif ranks > 1:
+            total += NCCL_PCIE_BYTES
+    return total
+
+
+def boundary_bytes(part: RankPart, setup: TrainSetup, *, micro_batches: int, held: int) -> int:
+    """What a pipeline stage holds at its boundaries all along: a receive buffer for every micro-batch's input
+    and for every micro-batch's gradient, and the sent outputs of those in flight.
+
+    A checkpointed first layer keeps its input, which is that very buffer: it is not counted twice.
+
+    Source: PyTorch 2.13 `distributed/pipelining/stage.py` (_setup_forward_recv_info and _setup_backward_recv_info make
+    one buffer per chunk, fwd_cache keeps outputs until their backward).
+    Shapes: [seqs, tokens, hidden] in the residual's type.
+    Not counted: the last stage's output chunks (`save_forward_output` off).
+    """
+    if setup.pipeline_degree == 1:
+        return 0
+    flow = step_flow(part.model, engine_setup(setup))
+    one = SIZE_BYTES[flow.residual] * part.model.hidden_size * setup.tokens_per_micro_batch
+    total = micro_batches * one * (int(not part.first) + int(not part.last))
+    total += 0 if part.last else held * one
+    if not part.first and setup.checkpointing:
+        total -= held * one
+    return total
+
+
+def output_bytes(part: RankPart, setup: TrainSetup, inner: TrainSetup) -> int:
+    """Logits of all GPUs that nn.DataParallel gathers on GPU 0 before the backward.
+
+    Source: PyTorch 2.13 `nn/parallel/scatter_gather.py` gather; transformers' models return their logits.
+    """
+    if setup.parallel != "dp" or part.follower:
+        return 0
+    return setup.num_gpus * loss_parts_logits(part.model, inner)

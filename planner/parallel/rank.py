@@ -24,6 +24,8 @@ class RankPart:
         in_flight: micro-batches whose activations are alive at once.
         first: whether it holds the embeddings and sees token ids.
         last: whether it holds the head and the loss.
+        follower: nn.DataParallel's GPUs beside the first: a copy of the weights for one step, no optimizer.
+        stage: its place among the stages, from 0.
     """
 
     name: str
@@ -32,6 +34,8 @@ class RankPart:
     in_flight: int = 1
     first: bool = True
     last: bool = True
+    follower: bool = False
+    stage: int = 0
 
 
 def rank_parts(model: ModelSpec, setup: TrainSetup) -> tuple[RankPart, ...]:
@@ -45,6 +49,8 @@ def rank_parts(model: ModelSpec, setup: TrainSetup) -> tuple[RankPart, ...]:
     """
     stages = setup.num_gpus if setup.parallel == "device-map" else setup.pipeline_degree
     stages = min(stages, model.num_layers)
+    if setup.parallel == "dp":
+        return (RankPart(name="GPU 0", num_ranks=1, model=model),)
     if stages == 1:
         return (RankPart(name="every rank", num_ranks=setup.num_gpus, model=tensor_shard(model, setup.tensor_degree)),)
     parts = []
@@ -61,10 +67,18 @@ def rank_parts(model: ModelSpec, setup: TrainSetup) -> tuple[RankPart, ...]:
                 in_flight=1 if device_map else in_flight(setup, stage, setup.accumulation_steps),
                 first=stage == 0,
                 last=stage == stages - 1,
+                stage=stage,
             )
         )
         start += size
     return tuple(parts)
+
+
+def followers(model: ModelSpec, setup: TrainSetup) -> tuple[RankPart, ...]:
+    """nn.DataParallel's GPUs beside the first; their memory is never the largest."""
+    if setup.parallel != "dp":
+        return ()
+    return (RankPart(name="every other GPU", num_ranks=setup.num_gpus - 1, model=model, follower=True),)
 
 
 def in_flight(setup: TrainSetup, stage: int, micro_batches: int) -> int:

@@ -5,7 +5,7 @@ run (`engine_setup`), which states are resident, and what the engine's buffers a
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from planner.errors import SetupError
@@ -169,28 +169,43 @@ def part_trained(model: ModelSpec, setup: TrainSetup) -> Trained:
 
 
 def _replicated(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trained, accumulated: bool) -> Share:
-    """Everything whole on every rank; DDP adds its buckets.
+    """Everything whole on every rank; DDP adds its buckets, nn.DataParallel what GPU 0 collects.
 
     DDP's Reducer allocates one flat buffer per bucket at construction and keeps it: as many bytes as the trained
-    parameters, beside the gradients themselves (gradient_as_bucket_view is off by default).
+    parameters, beside the gradients themselves (gradient_as_bucket_view is off by default). nn.DataParallel copies the
+    weights to every GPU for one step and adds all gradients up on GPU 0, which also runs the optimizer.
 
     Source: PyTorch 2.13 `csrc/distributed/c10d/reducer.cpp` initialize_buckets; accelerate 1.15
-    `DistributedDataParallelKwargs`.
+    `DistributedDataParallelKwargs`; `nn/parallel/replicate.py`, `_functions.py` ReduceAddCoalesced.
     """
     held = [*_weights(part.model, inner)]
     if setup.method != "full":
         held.append(Held(category="adapters", name="LoRA matrices", size_bytes=trained.size_bytes))
-    held += _whole_gradients(part.model, trained, accumulated)
+    held += _whole_gradients(part.model, trained, accumulated and not part.follower)
     if setup.parallel == "ddp":
         held.append(Held(category="gradients", name="DDP's buckets", size_bytes=trained.size_bytes))
-    return Share(part=part, setup=inner, trained=trained, local=trained, optimizer_on_device=True, held=tuple(held))
+    if setup.parallel == "dp" and not part.follower:
+        held.append(
+            Held(
+                category="gradients",
+                name="sum of all GPUs' gradients",
+                size_bytes=trained.size_bytes,
+                moments=("last", "end"),
+            )
+        )
+    if part.follower:  # its gradients are gone when GPU 0 has added them up
+        held = [
+            one if one.moments == MOMENTS else replace(one, moments=tuple(m for m in one.moments if m != "step"))
+            for one in held
+        ]
+    local = trained if not part.follower else replace(trained, num=0, edge_sum=0, largest=0)
+    return Share(part=part, setup=inner, trained=trained, local=local, optimizer_on_device=True, held=tuple(held))
 
 
-def _weights(model: ModelSpec, setup: TrainSetup, shards: int = 1) -> Iterator[Held]:
-    suffix = "" if shards == 1 else f" / {shards}"
+def _weights(model: ModelSpec, setup: TrainSetup) -> Iterator[Held]:
     for name, size in weight_bytes(model, setup).items():
         if size:
-            yield Held(category="weights", name=f"weights: {name}{suffix}", size_bytes=-(-size // shards))
+            yield Held(category="weights", name=f"weights: {name}", size_bytes=size)
 
 
 def _whole_gradients(model: ModelSpec, trained: Trained, accumulated: bool) -> list[Held]:
@@ -343,13 +358,16 @@ def _zero3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Traine
     local = _flat(trained, shards)
     on_host = setup.offload == "parameters"
     offloaded = setup.offload != "none"
-    weights = [*_weights(model, inner, shards)]
+    scales = _scales(model, inner)
+    loaded = sum(weight_bytes(model, inner).values()) - scales
+    weights = [Held(category="weights", name=f"weights / {shards}", size_bytes=-(-loaded // shards))]
     if setup.method != "full":
         weights.append(
             Held(category="adapters", name=f"LoRA matrices / {shards}", size_bytes=-(-trained.size_bytes // shards))
         )
-    held = [] if on_host else weights
+    held = [] if on_host else list(weights)
     host = sum(one.size_bytes for one in weights) if on_host else 0
+    held.append(Held(category="weights", name="quantization states", size_bytes=scales))
     masters = 4 * local.num if trained.dtype != "fp32" else 0  # fp32 partitions are their own masters
     own = size * local.num
     if offloaded:

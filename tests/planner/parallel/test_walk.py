@@ -1,0 +1,96 @@
+"""The walk over spreads: peaks are `rank_memories`' worst rank, speeds `spread_step_time`'s; one GPU stays apart."""
+import random
+import subprocess
+import sys
+
+import pytest
+
+from planner.cluster import make_cluster
+from planner.gpus import find_gpu
+from planner.models import catalogue
+from planner.parallel.memory import rank_memories
+from planner.parallel.speed import spread_step_time
+from planner.parallel.strategies import STAGES, all_spreads
+from planner.space import dimension_values, walk
+from planner.workload import Workload
+
+ROUNDING = 1e-6
+"""Whole bytes in the walk's straight lines; every candidate for the peak is extended by itself, so nothing else."""
+
+
+def _workload(name: str, gpu: str, num_gpus: int, **fixed: tuple[object, ...]) -> Workload:
+    model, card = catalogue.load(name), find_gpu(gpu)
+    assert model is not None
+    return Workload(
+        model=model,
+        gpu=card,
+        memory_bytes=card.memory_bytes,
+        headroom_bytes=0,
+        seq_len_tokens=1024,
+        global_batch_seqs=32,
+        cluster=make_cluster(card, num_gpus),
+        fixed=fixed,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "num_gpus"),
+    [
+        ("qwen/qwen2.5-1.5b", "rtx-4090", 2),
+        ("meta-llama/llama-3.1-8b", "a100-80gb", 8),
+        ("meta-llama/llama-3.1-8b", "h100-sxm", 16),
+        ("microsoft/phi-2", "t4", 4),
+        ("allenai/olmoe-1b-7b-0924", "h100-sxm", 8),
+    ],
+)
+def test_walk_peak_equals_the_worst_rank_of_rank_memories(name: str, gpu: str, num_gpus: int) -> None:
+    workload = _workload(name, gpu, num_gpus)
+    spreads = [one for one in all_spreads(workload) if not one.reason]
+    assert {one.stage for one in spreads} >= set(STAGES[:2])
+    points = list(walk(workload, dimension_values(workload), spreads))
+    draw = random.Random(0)
+    for point in draw.sample(points, 200):
+        exact = rank_memories(workload.model, workload.gpu, point.setup)[0].breakdown.peak_device_bytes
+        error = point.peak_device_bytes / exact - 1.0
+        assert abs(error) <= ROUNDING, (error, point.setup)
+
+
+@pytest.mark.parametrize("parallel", ["dp", "device-map"])
+def test_walk_peak_of_spreads_that_are_only_taken_when_asked_for(parallel: str) -> None:
+    workload = _workload("meta-llama/llama-3.1-8b", "a100-80gb", 4, parallel=(parallel,))
+    spreads = [one for one in all_spreads(workload) if not one.reason]
+    points = list(walk(workload, dimension_values(workload), spreads))
+    assert {point.shared.parallel for point in points} == {parallel}
+    for point in random.Random(1).sample(points, 60):
+        exact = rank_memories(workload.model, workload.gpu, point.setup)[0].breakdown.peak_device_bytes
+        assert point.peak_device_bytes == pytest.approx(exact, rel=ROUNDING)
+
+
+def test_walk_keeps_the_global_batch_and_the_speed_of_all_gpus() -> None:
+    workload = _workload("qwen/qwen2.5-1.5b", "a100-80gb", 8)
+    spreads = [one for one in all_spreads(workload) if not one.reason]
+    points = list(walk(workload, dimension_values(workload), spreads))
+    assert workload.cluster is not None
+    for point in random.Random(2).sample(points, 60):
+        setup = point.setup
+        assert setup.global_batch_seqs == 32
+        assert setup.num_gpus == 8
+        exact = spread_step_time(workload.model, workload.gpu, setup, workload.cluster).tokens_per_s
+        assert point.tokens_per_s == pytest.approx(exact, rel=ROUNDING)
+
+
+def test_walk_leaves_out_what_no_engine_runs() -> None:
+    workload = _workload("qwen/qwen2.5-1.5b", "a100-80gb", 8)
+    spreads = [one for one in all_spreads(workload) if not one.reason and one.fields["parallel"] == "fsdp2"]
+    points = list(walk(workload, dimension_values(workload), spreads))
+    assert points
+    assert not [one for one in points if one.shared.quantization == "int8" or one.optimizer != "adamw-fused"]
+
+
+def test_one_gpu_never_imports_the_parallel_package() -> None:
+    code = (
+        "import sys; from tests.planner.helpers import wish; from planner.space import walk;"
+        "assert list(walk(wish())); print(sorted(n for n in sys.modules if n.startswith('planner.parallel')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
