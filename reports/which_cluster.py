@@ -18,7 +18,7 @@ ASSUMPTIONS = (
     "Times are training alone: loading, evaluation, saving and failures are not counted.",
     "Prices are dated and indicative, the same per GPU hour for any number of them; --price sets your own.",
     "GPUs of one node talk over NVLink where the card has it, else over PCIe; nodes of eight over 1,600 Gbit/s "
-    "InfiniBand; --interconnect changes it.",
+    "InfiniBand; --interconnect changes it. GeForce cards are taken in one node only, unless it is given.",
     "Figures are the formula's, over a coarse choice of setups: plan MODEL --gpu GPU --gpus N looks closer.",
 )
 
@@ -105,19 +105,23 @@ def _option_words(one: ClusterOption) -> str:
 def _table(page: Page, kept: Sequence[ClusterOption], node: str) -> None:
     rows = sorted(kept, key=lambda one: (one.cost_usd is None, one.cost_usd or 0.0, one.duration_s))
     page.head(f"Every cluster that keeps the limits with {NODE_NAMES[node]}, cheapest first")
-    header = ("GPUs", "spread", "tokens/s", "time", "cost", "$/hour", "peak")
-    table = page.table(*header, right=("tokens/s", "time", "cost", "$/hour", "peak"))
+    wide = page.console.width >= 100
+    header = ("GPUs", "spread", "tokens/s", "time", "cost", *(("$/hour", "peak") if wide else ()))
+    table = page.table(*header, right=("tokens/s", "time", "cost", "$/hour", "peak"), fixed=("GPUs",))
     for one in rows[:MAX_ROWS]:
         hourly = None if one.price_per_hour is None else one.price_per_hour * one.cluster.num_gpus
         page.row(
             table,
             f"{one.cluster.num_gpus} × {one.cluster.gpu.key}",
-            spread_words(one.candidate.setup) if one.cluster.num_gpus > 1 else "-",
+            spread_words(one.candidate.setup),
             f"{one.candidate.tokens_per_s:,.0f}",
             seconds(one.duration_s),
             "-" if one.cost_usd is None else dollars(one.cost_usd),
-            "-" if hourly is None else f"{hourly:,.2f}",
-            gib(one.candidate.formula.peak_device_bytes),
+            *(
+                ("-" if hourly is None else f"{hourly:,.2f}", gib(one.candidate.formula.peak_device_bytes))
+                if wide
+                else ()
+            ),
         )
     page.console.print(table)
     if len(rows) > MAX_ROWS:

@@ -153,7 +153,7 @@ def _options(
     Raises:
         UsageError: on every card.
     """
-    from planner.cluster import make_cluster
+    from planner.cluster import GPUS_PER_NODE, make_cluster
     from planner.parallel.which import options_of
     from reports.progress import steps
 
@@ -162,6 +162,8 @@ def _options(
     for card in steps(cards, "planning", console(stderr=True)):
         try:
             for number in numbers:
+                if number > GPUS_PER_NODE and interconnect is None and card.name.startswith("GeForce"):
+                    break  # nobody rents these with a network fit for training
                 link = interconnect if number > 1 else None
                 cluster = make_cluster(card, number, interconnect=_links(link, number))
                 job = workload(spec, card, cluster=cluster if number > 1 else None, **wish)

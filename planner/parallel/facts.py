@@ -1,5 +1,6 @@
 """What the walk over the spreads learned, by spread and by node of the decision tree."""
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
@@ -9,10 +10,11 @@ from typing import Any
 from planner.errors import SetupError
 from planner.parallel.strategies import Spread, SpreadKey, spread_key, spreads
 from planner.parallel.support import why_not
+from planner.parallel.walk import walk_spreads
 from planner.planning import corrected
 from planner.refine import CorrectionKey
 from planner.setup import TrainSetup
-from planner.space import branches, walk
+from planner.space import Point, branches
 from planner.tree import KEEP, NODES, NodeFacts, collect_into, node_of_setup
 from planner.workload import Workload
 
@@ -67,10 +69,10 @@ def walk_stages(
     corrections: Mapping[CorrectionKey, float],
 ) -> None:
     """Adds the points of these stages' spreads to the facts."""
-    walk_spreads(workload, values, facts, spreads(workload, stages), corrections)
+    add_spreads(workload, values, facts, spreads(workload, stages), corrections)
 
 
-def walk_spreads(
+def add_spreads(
     workload: Workload,
     values: Mapping[str, tuple[Any, ...]],
     facts: SpreadFacts,
@@ -81,11 +83,26 @@ def walk_spreads(
     if not chosen:
         return
     facts.walked += [one for one in chosen if one not in facts.walked]
-    collect_into(corrected(walk(workload, values, tuple(chosen)), corrections), workload.budget_bytes, facts.of)
+    points = _points(workload, values, tuple(chosen))
+    collect_into(corrected(points, corrections), workload.budget_bytes, facts.of)
     for known in facts.facts.values():
         if known.smallest is None:
             known.smallest = known.smallest_cast
     _note_refusals(workload, values, facts, chosen)
+
+
+_Walked = tuple[Workload, Mapping[str, tuple[Any, ...]], tuple[Spread, ...], tuple[Point, ...]]
+_RECENT: deque[_Walked] = deque(maxlen=4)
+"""The last walks: a plan that dry runs correct asks for the same points again."""
+
+
+def _points(workload: Workload, values: Mapping[str, tuple[Any, ...]], chosen: tuple[Spread, ...]) -> tuple[Point, ...]:
+    for known_workload, known_values, known_spreads, points in _RECENT:
+        if known_workload is workload and known_values == values and known_spreads == chosen:
+            return points
+    points = tuple(walk_spreads(workload, values, chosen))
+    _RECENT.append((workload, dict(values), chosen, points))
+    return points
 
 
 def _note_refusals(

@@ -9,7 +9,7 @@ from typing import Any
 
 from planner.cluster import Cluster
 from planner.outcome import Candidate
-from planner.parallel.facts import SpreadFacts, walk_spreads
+from planner.parallel.facts import SpreadFacts, add_spreads
 from planner.parallel.planning import best_spread
 from planner.parallel.strategies import FIRST_STAGES, spreads
 from planner.planning import candidate
@@ -89,7 +89,7 @@ def options_of(
             if one.fields["parallel"] in COARSE_SPREADS and one.fields.get("reshard_after_forward", True)
         ]
         facts = SpreadFacts()
-        walk_spreads(workload, values, facts, chosen)
+        add_spreads(workload, values, facts, chosen)
         best = {node: best_spread(facts.of_node(node)) for node in NODES}
     for node in NODES:
         point = best[node]
