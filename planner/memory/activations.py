@@ -60,6 +60,9 @@ class Saved:
     pinned_again: int = 0
     late: int = 0
     """Of all these, what stands behind the attention: gone when the attention's own backward begins."""
+    down: int = 0
+    """Of all these, what the MLP's last matrix and its adapter keep of their input: gone when the activation's own
+    backward begins."""
 
     @property
     def total(self) -> int:
@@ -335,7 +338,9 @@ def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:
         if inner:
             saved.mlp += context.tokens * down[0].in_features  # the mask; the down projection sees the dropped copy
         relu = layer.mlp.activation == "relu" and not inner
-        _add(saved, "mlp", inputs_saved(down, context, activated, kept_elsewhere=relu))
+        of_down = inputs_saved(down, context, activated, kept_elsewhere=relu)
+        _add(saved, "mlp", of_down)
+        saved.down = of_down.base + of_down.adapters
     if layer.mlp.kind == "moe":
         saved.mlp += moe_saved(layer.mlp, layer, context, normed)
     saved.late += saved.total - before

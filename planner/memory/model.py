@@ -17,7 +17,13 @@ from planner.memory.loss import LossChain, loss_chain
 from planner.memory.optimizer import state_bytes, step_bytes
 from planner.memory.position_bias import position_bias
 from planner.memory.traits import traits_of
-from planner.memory.transient import backward_transient, forward_transient, merged_stacks, stack_transient
+from planner.memory.transient import (
+    backward_transient,
+    dequantizing_transient,
+    forward_transient,
+    merged_stacks,
+    stack_transient,
+)
 from planner.memory.types import MemoryBreakdown, MemoryTerm, Phase
 from planner.memory.weights import weight_bytes
 from planner.memory.workspace import context_bytes, cublas_workspace_bytes, dequantized_bytes
@@ -117,6 +123,8 @@ class ActivationParts:
     final_norm: int
     weight_casts: tuple[int, int]
     adapter_casts: int
+    dequantizing: int = 0
+    """As `transient`, at the moment when `dequantized` is alive."""
     at_first_decoder_layer: int = 0
     """Beyond what is stored: position biases at the backward of an encoder-decoder's first decoder layer."""
 
@@ -146,7 +154,8 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
     stacks = targets is not None and adapts_expert_stacks(model, targets)
     counts, kept = _checkpointed(model, setup.checkpointing)
     stored = {"norm": 0, "attention": 0, "scores": 0, "mlp": 0, "adapters": 0, "pinned": 0, "inputs": 0, "bias": 0}
-    transient = forward_temp = dequantized = 0
+    transient = dequantizing = dequantized = 0
+    in_again, in_kept = [0], [0]
     again_bytes, kept_bytes = [0], []
     for index, layer in enumerate(model.layer_kinds):
         kernel = _kernel(model, layer, gpu, setup, flow)
@@ -172,15 +181,20 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
             if not (traits.post_norm and saved.pinned):  # int8 keeps that very input
                 stored["inputs"] += again * SIZE_BYTES[flow.residual] * model.hidden_size * tokens
             stored["pinned"] += again * saved.pinned
-        transient = max(transient, backward_transient(layer, context, saved) + stack_transient(layer, context))
-        merged = merged_stacks(layer, context) if counts[index] > kept[index] else 0
-        forward_temp = max(forward_temp, forward_transient(layer, context) + merged)
+        stacked = stack_transient(layer, context)
+        transient = max(transient, backward_transient(layer, context, saved) + stacked)
+        if counts[index] > kept[index]:
+            in_again.append(forward_transient(layer, context) + merged_stacks(layer, context))
+        if kept[index]:
+            in_kept.append(forward_transient(layer, context) - saved.total)
         if setup.quantized:
+            dequantizing = max(dequantizing, dequantizing_transient(layer, context, saved) + stacked)
             dequantized = max(dequantized, *(dequantized_bytes(one, setup, flow.residual) for one in layer.linears))
     biases = position_bias(model, setup, flow, kernel, row_tokens=context.row_tokens, num_kept=sum(kept))
     stored["bias"] = biases.stored
     # with every n-th layer checkpointed, the kept layers behind the last checkpointed one are gone by its turn
     gone = (model.num_layers - 1) % setup.checkpointing if setup.checkpointing else 0
+    behind = gone * min(kept_bytes, default=0)
     tail = LayerContext(
         setup=setup,
         flow=flow,
@@ -198,9 +212,11 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
         adapter_casts = int(2 * (trained.num - trained.stacked) * (1 - share))
     return ActivationParts(
         stored=stored,
-        recomputed=max(0, max(again_bytes) - gone * min(kept_bytes, default=0)),
+        recomputed=max(0, max(again_bytes) - behind),
         transient=transient,
-        forward_temp=forward_temp,
+        dequantizing=dequantizing,
+        # what the kept layers behind the last checkpointed one hold is not there yet in its forward
+        forward_temp=max(0, max(in_again) - behind, *in_kept),
         dequantized=dequantized,
         final_norm=sum(norm_saved(norm, tail, flow.residual) for norm in model.outer_norms[-1:]),
         weight_casts=_weight_casts(model, setup, flow),
@@ -301,9 +317,10 @@ def halves_stay_apart(model: ModelSpec, setup: TrainSetup) -> bool:
 
 def backward_moments(
     model: ModelSpec, parts: ActivationParts, trained: Trained, *, accumulated: bool, apart: bool = False
-) -> tuple[BackwardPeak, BackwardPeak, BackwardPeak]:
-    """The three moments that can be the backward's largest: the first layer's backward, the last one's (all gradients
-    there but the embedding's and this layer's), and the embedding's own gradient, when all activations are gone.
+) -> tuple[BackwardPeak, ...]:
+    """The moments that can be the backward's largest: the first layer's backward, the last one's (all gradients there
+    but the embedding's and this layer's), each with and without a dequantized matrix, and the embedding's own gradient,
+    when all activations are gone.
 
     In between, activations fall and gradients rise linearly with the layers, so the maximum is at an end. With
     accumulation the gradients of earlier micro-batches are alive all along, and a new one only until it is added. Each
@@ -318,7 +335,7 @@ def backward_moments(
         stored=stored + parts.final_norm,
         recomputed=parts.recomputed,
         transient=parts.transient,
-        dequantized=parts.dequantized,
+        dequantized=0,
         gradients=head,
     )
     if parts.at_first_decoder_layer:
@@ -333,7 +350,7 @@ def backward_moments(
         stored=stored // max(1, model.num_layers),
         recomputed=parts.recomputed,
         transient=parts.transient,
-        dequantized=parts.dequantized,
+        dequantized=0,
         gradients=gradients,
     )
     # beside the gradients kept: the other half of a tied one, their sum, and the new one about to be accumulated
@@ -346,7 +363,12 @@ def backward_moments(
         dequantized=0,
         gradients=(0 if accumulated else trained.size_bytes) + more * embedding,
     )
-    return first, last, end
+    if not parts.dequantized:
+        return first, last, end
+    beside_a_copy = tuple(
+        replace(one, transient=parts.dequantizing, dequantized=parts.dequantized) for one in (first, last)
+    )
+    return first, last, *beside_a_copy, end
 
 
 def _first_decoder_layer(

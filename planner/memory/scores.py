@@ -44,7 +44,8 @@ def eager_scores(
         moments.append(2 * softmax + value)
     return ScoreBytes(
         kept=kept + (score if softcap else 0),
-        forward=softmax + SIZE_BYTES[flow.compute] + SIZE_BYTES[flow.residual],
+        # the scores, their fp32 copy and the softmax; without a cast the scores and the masked or normalised ones
+        forward=score + softmax + (softmax if softmax != score else 0),
         backward=max(moments) - kept,
     )
 

@@ -1,6 +1,6 @@
 """Temporaries inside one layer: what its forward and backward hold beyond what autograd keeps."""
 
-from planner.memory.activations import LayerContext, Saved, score_bytes
+from planner.memory.activations import LayerContext, Saved, activation_dtype, score_bytes
 from planner.memory.dtypes import SIZE_BYTES
 from planner.models.spec import LayerSpec
 
@@ -14,20 +14,76 @@ def _mlp_width(layer: LayerSpec) -> int:
     return layer.mlp.intermediate_size
 
 
-def backward_transient(layer: LayerSpec, context: LayerContext, saved: Saved) -> int:
-    """Gradients of activations alive at once in one layer's backward, beside everything that the layer keeps.
+def adapter_temporaries(width: int, dtype: str, context: LayerContext) -> tuple[int, int]:
+    """(forward, backward) bytes per token of one adapted matrix beyond what it keeps, given its input's width and type.
 
-    The MLP's backward holds the gradients of the product, of the activated gate and of the up projection; RMSNorm's
-    holds three fp32 tensors of the hidden size; attention's the gradients of q, k, v and, with a kernel that keeps
-    tokens x tokens matrices, their fp32 gradient before and after the softmax, when what stands behind the attention is
-    gone (`saved.late`). The gradient of the residual is alive all along.
+    peft casts the input to the adapter's type (not for 4-bit layers under autocast), drops out in it, and autocast
+    casts the result, which is what is kept. The backward goes the same way back, one copy in and one out at a time.
+
+    Source: peft 0.21 `tuners/lora/layer.py` `Linear.forward`, `lora/bnb.py`.
+    """
+    flow = context.flow
+    direct = flow.quantized and flow.autocast is not None
+    adapter = dtype if direct else flow.adapter
+    cast = adapter != dtype
+    multiplied = flow.autocast or adapter
+    dropout = context.setup.lora_dropout > 0
+    size = SIZE_BYTES[adapter]
+    copies = 0
+    if cast and (dropout or multiplied != adapter):
+        copies += size
+    if dropout and multiplied != adapter:
+        copies += size
+    backward = 2 * size if dropout else (size + SIZE_BYTES[dtype] if cast else size)
+    return width * copies, width * backward
+
+
+def _mlp_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple[int, int]:
+    """Bytes per token of the MLP's backward, net of what is gone by then: (without, at) the last matrix's own
+    multiplication.
+
+    In order: the recomputed forward's end, the last matrix's adapter, its base, their sum, and the product's or the
+    activation's gradients, when that matrix's input is gone.
+    """
+    flow, mlp = context.flow, layer.mlp
+    if mlp is None:
+        return 0, 0
+    width = _mlp_width(layer)
+    hidden_dtype = flow.linear_out(flow.residual)
+    size = SIZE_BYTES[hidden_dtype]
+    gated = mlp.kind != "plain"
+    gradients = (3 if gated else 2) * size * width
+    downs = [one for one in layer.linears if one.role == "down" and one.module != "parameter"]
+    if mlp.kind == "moe" or not downs:
+        return gradients, gradients
+    gone = saved.down // context.tokens
+    down = downs[0]
+    activated = activation_dtype(mlp.activation, flow, hidden_dtype)
+    wide = SIZE_BYTES[activated]
+    if down.name not in context.adapted:
+        return max(wide * width, gradients - gone), wide * width
+    forward, backward = adapter_temporaries(width, activated, context)
+    kept = 0 if context.trained or saved.pinned or mlp.activation == "relu" else wide
+    shared = not forward and context.setup.lora_dropout == 0
+    tail = forward + (0 if shared else kept * width)
+    together = 2 * wide * width - gone
+    return max(tail, backward - gone, together + wide * width, gradients - gone), together
+
+
+def backward_transient(layer: LayerSpec, context: LayerContext, saved: Saved) -> int:
+    """Gradients of activations alive at once in one layer's backward, beside everything that the layer keeps, where no
+    matrix is being dequantized.
+
+    RMSNorm's backward holds three fp32 tensors of the hidden size; attention's the gradients of q, k, v and, with a
+    kernel that keeps tokens x tokens matrices, their gradient before and after the softmax, when what stands behind the
+    attention is gone (`saved.late`). The gradient of the residual is alive all along.
 
     Shapes: [tokens, hidden] and [tokens, intermediate].
     """
     flow = context.flow
     residual = SIZE_BYTES[flow.residual] * context.hidden
     size = SIZE_BYTES[flow.linear_out(flow.residual)]
-    mlp = (3 if layer.mlp is not None and layer.mlp.kind != "plain" else 2) * size * _mlp_width(layer)
+    mlp, _ = _mlp_moments(layer, context, saved)
     norm = 3 * 4 * context.hidden
     attention = 0
     if layer.attention is not None:
@@ -37,6 +93,13 @@ def backward_transient(layer: LayerSpec, context: LayerContext, saved: Saved) ->
         qkv = flow.linear_out(flow.residual)
         attention += score_bytes(spec, context, qkv).backward * spec.num_heads * context.row_tokens
     return max(context.tokens * (residual + max(mlp, norm)), context.tokens * (residual + attention) - saved.late)
+
+
+def dequantizing_transient(layer: LayerSpec, context: LayerContext, saved: Saved) -> int:
+    """As `backward_transient`, at the multiplication of the MLP's last matrix, beside its dequantized copy."""
+    flow = context.flow
+    _, at_matrix = _mlp_moments(layer, context, saved)
+    return context.tokens * (SIZE_BYTES[flow.residual] * context.hidden + at_matrix)
 
 
 def forward_transient(layer: LayerSpec, context: LayerContext) -> int:
