@@ -31,6 +31,8 @@ def _group(phase: str, outside_layers: bool, full_op: str, owner: tuple[str, str
         if category == "weights":
             return category, _weight_group(name)
         return category, {"adapters": "LoRA matrices", "gradients": "gradients"}.get(category, name)
+    if full_op in SPREAD_GROUPS:
+        return SPREAD_GROUPS[full_op]
     op = full_op.removeprefix("aten.")
     if "workspace" in op:
         return "workspace", op.replace(".default", "")
@@ -47,6 +49,15 @@ def _group(phase: str, outside_layers: bool, full_op: str, owner: tuple[str, str
     if outside_layers:
         return "activations", "before the first layer"
     return "activations", "kept by the layers for the backward"
+
+
+SPREAD_GROUPS: dict[str, Group] = {
+    "DDP buckets": ("gradients", "DDP buckets"),
+    "gathered weights": ("workspace", "gathered weights"),
+    "all-gather buffer": ("workspace", "all-gather buffer"),
+    "reduce-scatter buffer": ("workspace", "reduce-scatter buffer"),
+}
+"""What only several GPUs have, by the names that `probes.dryrun.spread` gives it."""
 
 
 def _weight_group(name: str) -> str:

@@ -15,7 +15,7 @@ from probes.dryrun.depths import DepthPlan, plan_depth
 from probes.dryrun.report import DryRunReport
 from probes.dryrun.splice import SpliceError, splice
 from probes.dryrun.startup import load_libraries
-from probes.dryrun.trace import Trace, trace_run
+from probes.dryrun.trace import Trace, World, trace_run
 from probes.stack import load_config
 
 BAND_FRACTION = 0.02
@@ -37,21 +37,26 @@ def run_engine(
     """The report of one point; raises what the libraries raise where a model or an operator cannot be traced."""
     load_libraries()
     plan = plan_depth(load_config(raw_config), checkpointing=setup.checkpointing, full_depth=full_depth)
-    return _report(plan, full_trace(plan, capability, setup), expandable_segments, limit_bytes)
+    if setup.num_gpus == 1:
+        return _report(plan, full_trace(plan, capability, setup), expandable_segments, limit_bytes)
+    from probes.dryrun.spread import fake_job
+
+    with fake_job(setup) as world:
+        return _report(plan, full_trace(plan, capability, setup, world), expandable_segments, limit_bytes)
 
 
-def full_trace(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup) -> Trace:
+def full_trace(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup, world: World | None = None) -> Trace:
     """The events of the full model: of a run at the plan's depth with its block repeated, or of a run at full depth
-    where the layers turn out not to repeat."""
+    where the layers turn out not to repeat. `world`: the job of which this is one rank."""
     whole = copy.deepcopy(plan.whole) if plan.block is not None else plan.config
-    trace = trace_run(plan.config, setup, capability=capability, num_layers=plan.depth)
+    trace = trace_run(plan.config, setup, capability=capability, num_layers=plan.depth, world=world)
     if plan.block is None:
         return trace
     try:
-        return splice(trace, plan.block, setup)
+        return splice(trace, plan.block, setup) if world is None else world.splice(trace, plan.block, setup)
     except SpliceError as error:
         log.debug("full depth instead: %s", error)
-        return trace_run(whole, setup, capability=capability, num_layers=plan.full)
+        return trace_run(whole, setup, capability=capability, num_layers=plan.full, world=world)
 
 
 def _report(plan: DepthPlan, trace: Trace, expandable_segments: bool, limit_bytes: int | None) -> DryRunReport:

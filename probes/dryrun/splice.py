@@ -12,14 +12,14 @@ so and the caller runs the full depth.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from planner.setup import TrainSetup
 from probes.allocator.events import Alloc, Event, Free, Phase
 from probes.dryrun.trace import Trace, Trainable, own_optimizer_state
-from probes.dryrun.tracker import Origin, Tracker
+from probes.dryrun.tracker import Origin, Tracker, local
 from probes.stack import make_optimizer
 from probes.stack.step import make_scaler, optimizer_phase
 
@@ -71,18 +71,42 @@ class _Segment:
         return self.occurrence, self.phase, self.layer
 
 
-def splice(trace: Trace, block: Block, setup: TrainSetup) -> Trace:
+class Shards(Protocol):
+    """What a rank of several GPUs holds of a parameter and of its gradient, and how it steps."""
+
+    tracker: type[Tracker]
+
+    def parameter(self, one: Trainable) -> torch.nn.Parameter:
+        """This rank's part of the parameter, on meta."""
+
+    def gradient(self, parameter: torch.nn.Parameter, part: torch.Tensor) -> torch.Tensor:
+        """`part` (of the shape that this rank holds) as the parameter's gradient."""
+
+
+class _Whole:
+    """One GPU holds everything."""
+
+    tracker = Tracker
+
+    def parameter(self, one: Trainable) -> torch.nn.Parameter:
+        return torch.nn.Parameter(torch.empty(one.shape, dtype=one.dtype, device="meta"))
+
+    def gradient(self, parameter: torch.nn.Parameter, part: torch.Tensor) -> torch.Tensor:
+        return part
+
+
+def splice(trace: Trace, block: Block, setup: TrainSetup, shards: Shards | None = None) -> Trace:
     """The trace of the full model from `trace`, whose layers `block` stand for the missing ones.
 
     Raises:
         SpliceError: a reference between layers does not repeat.
     """
-    return _Splicer(trace, block, setup).run()
+    return _Splicer(trace, block, setup, shards or _Whole()).run()
 
 
 class _Splicer:
-    def __init__(self, trace: Trace, block: Block, setup: TrainSetup) -> None:
-        self.trace, self.block, self.setup = trace, block, setup
+    def __init__(self, trace: Trace, block: Block, setup: TrainSetup, shards: Shards) -> None:
+        self.trace, self.block, self.setup, self.shards = trace, block, setup, shards
         self.segments = _split(trace.events)
         self.home: dict[int, tuple[_Segment, int]] = {}
         self.allocations: dict[tuple[int, str, int | None], list[int]] = {}
@@ -101,7 +125,7 @@ class _Splicer:
         self.gradients: list[dict[str, int]] = _gradients_by_step(trace, self.segments)
 
     def run(self) -> Trace:
-        steps = iter(_OptimizerRun(self.trace, self.block, self.setup).steps(len(self.gradients)))
+        steps = iter(_OptimizerRun(self.trace, self.block, self.setup, self.shards).steps(len(self.gradients)))
         step = 0
         index = 0
         while index < len(self.segments):
@@ -317,14 +341,14 @@ class _StepEvents:
 class _OptimizerRun:
     """Clipping, optimizer and release of gradients on the full model's trained parameters."""
 
-    def __init__(self, trace: Trace, block: Block, setup: TrainSetup) -> None:
+    def __init__(self, trace: Trace, block: Block, setup: TrainSetup, shards: Shards) -> None:
         self.setup = setup
+        self.shards = shards
         self.parameters: list[tuple[str, int, Trainable, torch.nn.Parameter]] = []
         pending: list[Trainable] = []
 
         def add(one: Trainable, shift: int) -> None:
-            data = torch.empty(one.shape, dtype=one.dtype, device="meta")
-            self.parameters.append((one.name, shift, one, torch.nn.Parameter(data)))
+            self.parameters.append((one.name, shift, one, shards.parameter(one)))
 
         def flush() -> None:
             for shift in block.shifts(block.start) if pending else ():
@@ -340,26 +364,38 @@ class _OptimizerRun:
             add(one, block.shifts(one.layer)[0])
         flush()
 
+    def _gradients(self) -> dict[tuple[str, int], torch.Tensor]:
+        """Gives every parameter its gradient; one tensor for each storage, by the name that the run knows it by."""
+        members: dict[tuple[str, int], list[torch.nn.Parameter]] = {}
+        for _, shift, trainable, parameter in self.parameters:
+            if trainable.has_gradient:
+                members.setdefault((trainable.gradient_of, shift), []).append(parameter)
+        found = {}
+        for key, parameters in members.items():
+            parts = [local(one).detach() for one in parameters]
+            flat = torch.empty(sum(one.numel() for one in parts), dtype=parts[0].dtype, device="meta")
+            offset = 0
+            for parameter, part in zip(parameters, parts, strict=True):
+                view = flat[offset : offset + part.numel()].view(part.shape)
+                parameter.grad = self.shards.gradient(parameter, view)
+                offset += part.numel()
+            found[key] = flat
+        return found
+
     def steps(self, count: int) -> list[_StepEvents]:
         """Events of each of `count` optimizer steps; numbers are shared between the steps."""
         holder = torch.nn.Module()
         holder.list = torch.nn.ParameterList([one[-1] for one in self.parameters])
         optimizer: Any = make_optimizer(self.setup.optimizer, holder.parameters(), device_type="meta")
         scaler = make_scaler(self.setup, "meta")
-        tracker = Tracker("meta")
+        tracker = self.shards.tracker("meta")
         found: list[_StepEvents] = []
         numbers: dict[int, int] = {}
         owners: dict[int, tuple[str, str]] = {}
         for parameter in holder.parameters():
-            tracker.track(parameter, "load")
+            tracker.track(local(parameter), "load")
         for _ in range(count):
-            gradients: dict[int, tuple[str, int]] = {}
-            for name, shift, trainable, parameter in self.parameters:
-                if trainable.has_gradient:
-                    parameter.grad = torch.empty_like(parameter)
-                    number = tracker.track(parameter.grad, "load")
-                    assert number is not None
-                    gradients[number] = (name, shift)
+            gradients = {tracker.seen(storage): key for key, storage in self._gradients().items()}
             tracker.mark("step", None)
             first = len(tracker.events)
             with tracker:

@@ -1,9 +1,9 @@
 """One traced run: the model of a setup at one depth, its loading and its training steps, as events with an owner."""
 
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -11,7 +11,7 @@ from planner.setup import TrainSetup
 from probes.allocator.events import Event
 from probes.dryrun.kernels import FLASH_NAME, KernelLog, kernels_of
 from probes.dryrun.metaops import fused_dropout, meta_operators
-from probes.dryrun.tracker import Origin, Tracker
+from probes.dryrun.tracker import Origin, Tracker, local
 from probes.dryrun.workspaces import cublas_workspace_bytes, is_matmul, temporaries
 from probes.stack import build_from_config, inner_model, layers_of, make_batch, make_optimizer, make_trainer, train_step
 from probes.stack.autocast import emulation_installed
@@ -23,13 +23,17 @@ STEPS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Trainable:
-    """One trained parameter: its name, its decoder layer (None outside), and whether the step gave it a gradient."""
+    """One trained parameter: its name, its decoder layer (None outside), and whether the step gave it a gradient.
+
+    `shape` is the whole parameter's; `gradient_of` names the parameter under which its gradient's storage is known.
+    """
 
     name: str
     layer: int | None
     shape: torch.Size
     dtype: torch.dtype
     has_gradient: bool
+    gradient_of: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,20 @@ class Trace:
         return int(name[len(self.layer_prefix) :].partition(".")[0])
 
 
+class World(Protocol):
+    """A job on several GPUs, as one of its ranks meets it."""
+
+    tracker: type[Tracker]
+
+    def prepared(
+        self, tracker: Tracker, model: Any, setup: TrainSetup
+    ) -> AbstractContextManager[tuple[Any, dict[int, tuple[str, str]]]]:
+        """The model wrapped for the job and loaded, with the owners of what was loaded; followed until its end."""
+
+    def splice(self, trace: "Trace", block: Any, setup: TrainSetup) -> "Trace":
+        """As `probes.dryrun.splice.splice`, with what grows otherwise than by layers."""
+
+
 def resolve_attention(config: Any, setup: TrainSetup) -> tuple[str, tuple[str, ...]]:
     """transformers' implementation name for a model class, with a note where the one asked for does not exist.
 
@@ -89,6 +107,7 @@ def trace_run(
     steps: int = STEPS,
     workspaces: bool = True,
     num_layers: int = 0,
+    world: World | None = None,
 ) -> Trace:
     """Runs loading and `steps` optimizer steps of `setup` on the model of `config` and records every allocation.
 
@@ -96,6 +115,7 @@ def trace_run(
         config: transformers' configuration, already at the depth to run (it is changed).
         device: "meta", or "cpu" for the comparison with real tensors.
         workspaces: whether kernels' own memory is counted (off for the comparison).
+        world: the job that this process is a rank of, None for one GPU.
     """
     log = KernelLog(capability=capability)
     attention, notes = resolve_attention(config, setup)
@@ -107,26 +127,30 @@ def trace_run(
         if on_meta:
             stack.enter_context(meta_operators())
         model = build_from_config(config, setup, device=device, attention=attention)
-        tracker = Tracker(
+        tracker = (Tracker if world is None else world.tracker)(
             device,
             temporaries=temporaries() if on_meta and workspaces else None,
             answer=not setup.packing,
         )
-        owners = _load(tracker, model)
+        spread = None
+        if world is None:
+            owners = load(tracker, model)
+        else:
+            spread, owners = stack.enter_context(world.prepared(tracker, model, setup))
         parameters = sum(one.untyped_storage().nbytes() for one in _unique(model.parameters()))
         prefix = _layer_prefix(model)
         optimizer = make_optimizer(setup.optimizer, model.parameters(), device_type=device)
-        trainer = make_trainer(model, setup, optimizer)
+        trainer = make_trainer(model, setup, optimizer, spread)
         if workspaces:
             tracker.on_op = _cublas(tracker, capability)
         with tracker:
             batches = [make_batch(setup, inner_model(model).config, device=device) for _ in range(_batches(setup))]
+            shared: dict[str, str] = {}
             for _ in range(steps):
-                train_step(trainer, batches, _marker(tracker, model, owners))
+                train_step(trainer, batches, _marker(tracker, model, owners, shared))
                 own_optimizer_state(tracker, optimizer, owners)
             del batches
         tracker.close()
-    graded = {name for category, name in owners.values() if category == "gradients"}
     names = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
     trace = Trace(
         events=tracker.events,
@@ -146,7 +170,8 @@ def trace_run(
             layer=trace.layer_of(name),
             shape=one.shape,
             dtype=one.dtype,
-            has_gradient=name in graded,
+            has_gradient=name in shared,
+            gradient_of=shared.get(name, ""),
         )
         for name, one in model.named_parameters()
         if one.requires_grad
@@ -171,18 +196,18 @@ def _batches(setup: TrainSetup) -> int:
 
 def _unique(parameters: Any) -> list[torch.Tensor]:
     seen: dict[int, torch.Tensor] = {}
-    for one in parameters:
+    for one in map(local, parameters):
         seen.setdefault(one.untyped_storage()._cdata, one)
     return list(seen.values())
 
 
-def _load(tracker: Tracker, model: Any) -> dict[int, tuple[str, str]]:
+def load(tracker: Tracker, model: Any) -> dict[int, tuple[str, str]]:
     """Counts parameters, buffers and quantization statistics in module order; returns their owners."""
     owners: dict[int, tuple[str, str]] = {}
     tracker.mark("load", None)
 
     def own(tensor: torch.Tensor, category: str, name: str) -> None:
-        number = tracker.track(tensor, "load")
+        number = tracker.track(local(tensor), "load")
         if number is not None:
             owners.setdefault(number, (category, name))
 
@@ -197,16 +222,18 @@ def _load(tracker: Tracker, model: Any) -> dict[int, tuple[str, str]]:
     return owners
 
 
-def _marker(tracker: Tracker, model: Any, owners: dict[int, tuple[str, str]]) -> Any:
+def _marker(tracker: Tracker, model: Any, owners: dict[int, tuple[str, str]], shared: dict[str, str]) -> Any:
+    """What tells the tracker the phases; as a step begins it owns the gradients and notes in `shared` under which
+    parameter's name the storage of each parameter's gradient is known (FSDP2: one storage for a layer)."""
     trainable = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
 
     def mark(phase: str, layer: int | None) -> None:
         if phase == "step":
             for name, parameter in trainable:
                 if parameter.grad is not None:
-                    number = tracker.identity(parameter.grad)
+                    number = tracker.identity(local(parameter.grad))
                     if number is not None:
-                        owners.setdefault(number, ("gradients", name))
+                        shared[name] = owners.setdefault(number, ("gradients", name))[1]
         tracker.mark(phase, layer)
 
     return mark
@@ -216,7 +243,7 @@ def own_optimizer_state(tracker: Tracker, optimizer: Any, owners: dict[int, tupl
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.device.type == tracker.device_type:
-                number = tracker.identity(value)
+                number = tracker.identity(local(value))
                 if number is not None:
                     owners.setdefault(number, ("optimizer", str(key)))
 

@@ -42,7 +42,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         events: what happened, in order, for `probes.allocator.replay`.
         origins: where each allocation came from, by id.
         answers: what data-dependent questions on meta tensors are answered (`bool(mask.all())`).
+        subclasses: tensor classes whose operators come again as those of the tensors inside (none on one GPU).
     """
+
+    subclasses: frozenset[type] = frozenset()
 
     def __init__(
         self,
@@ -76,6 +79,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         found = self._alive.get(tensor.untyped_storage()._cdata)
         return None if found is None else found[0]
 
+    def seen(self, tensor: torch.Tensor) -> int:
+        """As `track`, of a tensor that lies on the followed device."""
+        number = self.track(tensor, "load")
+        assert number is not None
+        return number
+
     def track(self, tensor: torch.Tensor, op: str) -> int | None:
         """Counts `tensor`'s storage when it is on the followed device and new; returns its id."""
         if tensor.device.type != self.device_type:
@@ -85,7 +94,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         known = self._alive.get(key)
         if known is not None:
             return known[0]
-        size = storage.nbytes()
+        return self._follow(storage, key, storage.nbytes(), op)
+
+    def _follow(self, storage: Any, key: int, size: int, op: str) -> int:
         number = self._next
         self._next += 1
         events = self.events
@@ -119,6 +130,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
     # Dispatch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and not self.subclasses.isdisjoint(types):
+            return NotImplemented
         kwargs = kwargs or {}
         if self._is_meta and func is _ITEM:
             return self._item(args[0])
@@ -196,6 +209,12 @@ def _adds_in_place(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     while frame is not None and frame.f_code.co_filename.endswith(_WRAPPERS):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_name == _ENGINE
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of `tensor`: a DTensor's part, any other tensor itself."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
 
 
 def peak_of(events: Iterable[Event]) -> tuple[int, int]:

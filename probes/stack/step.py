@@ -35,6 +35,8 @@ class Trainer:
     forward: Callable[..., Any]
     scaler: Any
     device_type: str
+    no_sync: Callable[[], Any] = nullcontext
+    """Entered around every micro-batch before the last."""
 
 
 def inner_model(model: Any) -> Any:
@@ -42,16 +44,19 @@ def inner_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 
-def make_trainer(model: Any, setup: TrainSetup, optimizer: Any) -> Trainer:
+def make_trainer(model: Any, setup: TrainSetup, optimizer: Any, spread: Any = None) -> Trainer:
     """Wraps the forward as accelerate does: autocast inside, outputs converted to fp32 outside.
+
+    Args:
+        spread: `probes.stack.spread.Spread` of one rank of several GPUs, None for one GPU.
 
     Source: accelerate 1.15 `Accelerator.prepare_model`.
     """
     from accelerate.utils.operations import ConvertOutputsToFp32
 
     device_type = next(model.parameters()).device.type
-    forward: Callable[..., Any] = model.__call__
-    if setup.autocast_dtype is not None:
+    forward: Callable[..., Any] = model.__call__ if spread is None else spread.module.__call__
+    if setup.autocast_dtype is not None and (spread is None or spread.autocast):
         dtype = _AUTOCAST[setup.autocast_dtype]
         plain = forward
 
@@ -68,6 +73,7 @@ def make_trainer(model: Any, setup: TrainSetup, optimizer: Any) -> Trainer:
         forward=forward,
         scaler=make_scaler(setup, device_type),
         device_type=device_type,
+        no_sync=nullcontext if spread is None else spread.no_sync,
     )
 
 
@@ -128,9 +134,10 @@ def train_step(trainer: Trainer, batches: list[Batch], mark: Mark | None = None)
     setup = trainer.setup
     loss = None
     with _marks(trainer, tell) if mark is not None else nullcontext():  # hooks cost time: none while timing
-        for batch in batches:
+        for index, batch in enumerate(batches):
             tell("forward", None)
-            loss = _micro_batch(trainer, batch, len(batches), tell)
+            with trainer.no_sync() if index < len(batches) - 1 else nullcontext():
+                loss = _micro_batch(trainer, batch, len(batches), tell)
     tell("step", None)
     optimizer_phase(trainer.model, trainer.optimizer, trainer.scaler, trainer.device_type)
     assert loss is not None, f"no micro-batch for {setup}"
@@ -179,6 +186,9 @@ def _head_loss(inner: Any, kind: str, hidden: torch.Tensor, labels: torch.Tensor
     head = inner.get_output_embeddings()
     weight, bias = head.weight, getattr(head, "bias", None)
     if kind == "chunked":
+        if hasattr(weight, "full_tensor"):  # sharded by FSDP2: TRL gathers the head once (trl 1.16 trainer/utils.py)
+            weight = weight.full_tensor()
+            bias = bias.full_tensor() if bias is not None else None
         shifted, wanted = hidden[:, :-1], labels[:, 1:]
         valid = wanted != -100
         rows = shifted.reshape(-1, shifted.shape[-1])  # every label counts, so boolean indexing copies all of them
@@ -278,8 +288,9 @@ def _marks(trainer: Trainer, tell: Mark) -> Iterator[None]:
         tell("loss", None)
 
     for index, layer in enumerate(layers):
-        handles.append(layer.register_forward_pre_hook(partial(before, index)))
-        handles.append(layer.register_forward_hook(partial(after, index)))
+        # first of all hooks, so that what FSDP2's hooks allocate for a layer is told as that layer's
+        handles.append(layer.register_forward_pre_hook(partial(before, index), prepend=True))
+        handles.append(layer.register_forward_hook(partial(after, index), prepend=True))
     inner = trainer.inner
     backbone = owner_of(inner, layers[-1])
     first = inner.encoder if inner.config.is_encoder_decoder else backbone

@@ -1,0 +1,93 @@
+"""One rank of a job of any size in one process: PyTorch's fake process group on meta tensors.
+
+The group answers every collective without communicating. What PyTorch's own DDP and FSDP2 need beyond it to run on
+meta (a device handle with streams, collectives that return at once) stands here; all of it is installed for the length
+of one dry run.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+
+@contextmanager
+def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Within it, this process is `rank` of `world_size`.
+
+    Raises:
+        ValueError: the process belongs to a real group.
+    """
+    import torch.distributed as dist
+    import torch.distributed._tools.fake_collectives  # noqa: F401 - registers the collectives' meta forms
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise ValueError("this process is a rank of a real job: a dry run of several GPUs needs a process of its own")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        with _on_meta():
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _Stream(torch.cpu.Stream):
+    """A stream that does nothing but whose events exist, as FSDP2 asks of devices other than CPUs."""
+
+    def record_event(self) -> torch.cpu.Event:  # type: ignore[override]
+        """An event that has happened."""
+        return torch.cpu.Event()
+
+
+class _Handle:
+    """What `torch.cuda` is to CUDA tensors: streams and events, which do nothing here."""
+
+    Stream = _Stream
+    Event = torch.cpu.Event
+    stream = staticmethod(torch.cpu.stream)
+    current_stream = staticmethod(torch.cpu.current_stream)
+
+    @staticmethod
+    def current_device() -> None:
+        """meta has no indices."""
+
+    @staticmethod
+    def device_count() -> int:
+        """Of one process."""
+        return 1
+
+    @staticmethod
+    def is_initialized() -> bool:
+        """Always."""
+        return True
+
+
+@contextmanager
+def _on_meta() -> Iterator[None]:
+    import torch.nn.parallel.distributed as ddp
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+
+    plain_init = ddp.DistributedDataParallel.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain_init(self, *args, **kwargs)
+        self.register_comm_hook(None, lambda state, bucket: _done(bucket.buffer()))
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch, "meta", _Handle, create=True))
+        stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", _Handle.current_stream))
+        stack.enter_context(mock.patch.object(groups.FSDPParamGroup, "_validate_no_meta_params", return_value=None))
+        # compares the ranks' shapes by values, which meta tensors have not
+        stack.enter_context(mock.patch.object(ddp, "_verify_param_shape_across_processes", return_value=True))
+        stack.enter_context(mock.patch.object(ddp.DistributedDataParallel, "__init__", init))
+        yield
+
+
+def _done(buffer: torch.Tensor) -> Any:
+    """The end of DDP's all-reduce of one bucket in place; the fake group's own gives DDP no result to read."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(buffer)
+    return future

@@ -1,0 +1,124 @@
+"""How a built model becomes one rank's part of a multi-GPU job, as Accelerate 1.15 does it: DDP and FSDP2.
+
+One place for the dry run (fake process group, meta tensors), its check on CPU and the real `torchrun` probe. The
+default process group exists before; ranks and sizes are read from it. DeepSpeed's engine needs CUDA, so its ZeRO stages
+are not wrapped here (the dry run models them, the probe calls DeepSpeed).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from planner.setup import TrainSetup
+from probes.stack.configs import layers_of
+from probes.stack.step import inner_model
+
+WRAPPED = ("ddp", "fsdp2")
+"""What `spread_model` can do."""
+SHARD_DIM, REPLICATE_DIM = "dp_shard", "dp_replicate"
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """One rank's model.
+
+    Attributes:
+        module: what the step calls.
+        autocast: whether the forward stays under autocast. FSDP2's mixed precision replaces it: Accelerate does not
+            wrap the forward of a model that it prepares for FSDP2 (`Accelerator._prepare_fsdp2`).
+        no_sync: entered around every micro-batch before the last, as `transformers.Trainer` does
+            (`Accelerator.no_sync`): gradients stay whole on each rank until the last one's backward.
+    """
+
+    module: Any
+    autocast: bool = True
+    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+def spread_model(model: Any, setup: TrainSetup, *, device: torch.device) -> Spread:
+    """`model` (on `device`) wrapped as `setup.parallel` says; FSDP2 changes it in place, parameters become DTensors.
+
+    Raises:
+        ValueError: a strategy that is not wrapped here.
+    """
+    if setup.parallel == "ddp":
+        return _ddp(model, device)
+    if setup.parallel == "fsdp2":
+        return _fsdp2(model, setup, device)
+    raise ValueError(f"parallel {setup.parallel!r} has no wrapper of PyTorch's own")
+
+
+def _ddp(model: Any, device: torch.device) -> Spread:
+    """Source: accelerate 1.15 `Accelerator.prepare_model`: DistributedDataParallel with its defaults (buckets of 25 MiB
+    apart from the gradients, no search for unused parameters)."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    ids = [device.index] if device.type == "cuda" else None
+    module = DistributedDataParallel(model, device_ids=ids)
+    return Spread(module=module, no_sync=module.no_sync)
+
+
+def _fsdp2(model: Any, setup: TrainSetup, device: torch.device) -> Spread:
+    """Runs Accelerate's own `fsdp2_prepare_model`, with plain objects in place of its accelerator and plugin, which
+    could only be made with a launcher's environment."""
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+    dtype = _DTYPES.get(setup.autocast_dtype or "")
+    policy = None
+    if dtype is not None:  # accelerate 1.15 `FullyShardedDataParallelPlugin.set_mixed_precision`
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
+    plugin = SimpleNamespace(
+        auto_wrap_policy=transformer_auto_wrap_policy,
+        transformer_cls_names_to_wrap=sorted({type(layer).__name__ for layer in layers_of(inner_model(model))}),
+        min_num_params=0,
+        set_auto_wrap_policy=lambda _: None,
+        reshard_after_forward=setup.reshard_after_forward,
+        cpu_offload=CPUOffloadPolicy() if setup.offload == "parameters" else OffloadPolicy(),
+        mixed_precision_policy=policy,
+        ignored_modules=None,
+        cpu_ram_efficient_loading=False,
+    )
+    names = _dim_names(setup)
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh={names: data_mesh(setup, device)},
+        parallelism_config=SimpleNamespace(fsdp_dim_names=names),
+        mixed_precision=setup.autocast_dtype or "no",
+        is_main_process=False,
+        device=device,
+    )
+    # the state dict is taken and not used where every rank loads by itself; bitsandbytes cannot give one on meta
+    unused = mock.patch.object(model, "state_dict", dict) if device.type == "meta" else nullcontext()
+    with unused:
+        module = fsdp2_prepare_model(accelerator, model)
+
+    @contextmanager
+    def no_sync() -> Iterator[None]:
+        module.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            module.set_requires_gradient_sync(True)
+
+    return Spread(module=module, autocast=False, no_sync=no_sync)
+
+
+def _dim_names(setup: TrainSetup) -> tuple[str, ...]:
+    return (SHARD_DIM,) if setup.shards == setup.data_degree else (REPLICATE_DIM, SHARD_DIM)
+
+
+def data_mesh(setup: TrainSetup, device: torch.device) -> Any:
+    """The mesh of the data-parallel ranks: [shards], or [replicas, shards] for hybrid sharding."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    names = _dim_names(setup)
+    shape = (setup.shards,) if len(names) == 1 else (setup.data_degree // setup.shards, setup.shards)
+    return init_device_mesh(device.type, shape, mesh_dim_names=names)
