@@ -8,7 +8,10 @@ from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.loss import LossChain
 from planner.memory.model import (
     ActivationParts,
+    BackwardPeak,
+    Trained,
     activation_parts,
+    backward_moments,
     loss_parts,
     loss_parts_logits,
     predict_memory,
@@ -18,7 +21,7 @@ from planner.memory.types import PHASES, MemoryBreakdown, MemoryTerm, Phase
 from planner.memory.workspace import context_bytes, cublas_workspace_bytes
 from planner.models.spec import ModelSpec
 from planner.parallel.rank import RankPart, followers, rank_parts
-from planner.parallel.share import MOMENTS, Share, engine_setup, share_of
+from planner.parallel.share import MOMENTS, Share, backward_moment, engine_setup, share_of
 from planner.parallel.types import RankMemory
 from planner.setup import TrainSetup
 from planner.units import MIB
@@ -32,19 +35,23 @@ NCCL_PCIE_BYTES = 128 * MIB
 issue 986; 110 MB reported in issue 34)."""
 
 
+_NOTHING_TRAINED = Trained(num=0, dtype="fp32", edge_sum=0, largest=0, head=0, embeddings=0)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lines:
-    """Activation bytes of one rank and one micro-batch size at the moments, without the loss chain.
+    """Activation bytes of one rank and one micro-batch size, without the loss chain.
 
-    `one`: a single micro-batch; `more`: what each further micro-batch in flight adds.
+    Attributes:
+        moments: (moment of `planner.parallel.share.MOMENTS`, bytes of a single micro-batch); several of the backward's
+            can belong to one of those moments.
+        peaks: the backward's moments in full, in the order of their entries behind "forward" and "loss".
+        more: what each further micro-batch in flight adds to all of them.
     """
 
-    one: dict[str, int]
+    moments: tuple[tuple[str, int], ...]
+    peaks: tuple[BackwardPeak, ...]
     more: int
-
-    def at(self, moment: str, in_flight: int) -> int:
-        """Bytes at a moment with so many micro-batches in flight."""
-        return self.one[moment] + (in_flight - 1) * self.more
 
 
 def activation_lines(part: RankPart, parts: ActivationParts) -> Lines:
@@ -52,19 +59,17 @@ def activation_lines(part: RankPart, parts: ActivationParts) -> Lines:
 
     Source: `planner.memory.model.predict_memory`, `backward_moments`.
     """
-    stored = parts.stored_total
-    norm = parts.final_norm if part.last else 0
-    layer = parts.recomputed + parts.transient + parts.dequantized
-    casts = parts.weight_casts
-    one = {
-        "forward": stored + casts[0] + parts.adapter_casts + parts.forward_temp + parts.dequantized,
-        "loss": stored + casts[1] + norm if part.last else 0,
-        "first": stored + casts[1] + norm + layer,
-        "last": (stored + casts[1]) // max(1, part.model.num_layers) + layer,
-        "end": 0,
-        "step": 0,
-    }
-    return Lines(one=one, more=stored + casts[1])
+    stored, casts = parts.stored_total, parts.weight_casts
+    peaks = backward_moments(part.model, parts, _NOTHING_TRAINED, accumulated=False)
+    return Lines(
+        moments=(
+            ("forward", stored + casts[0] + parts.adapter_casts + parts.forward_temp + parts.dequantized),
+            ("loss", stored + casts[1] + parts.final_norm if part.last else 0),
+            *((backward_moment(peak), peak.total) for peak in peaks),
+        ),
+        peaks=tuple(peaks),
+        more=stored + casts[1],
+    )
 
 
 def in_loss_bytes(
@@ -113,17 +118,12 @@ def _breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup) -> MemoryBreakdo
     states, temporary = share.optimizer_bytes(setup.optimizer)
     in_loss = in_loss_bytes(share, chain, parts, logits, output_bytes(part, setup, inner))
     boundary = boundary_bytes(part, setup, micro_batches=setup.accumulation_steps, held=part.in_flight)
-    extra = {moment: lines.at(moment, part.in_flight) for moment in ("forward", "loss", "first", "last")}
-    extra.update(end=0, step=temporary)
-    extra["loss"] += in_loss
-    totals = {moment: share.moment_bytes[moment] + extra[moment] for moment in MOMENTS}
-    # of the two moments of one phase only the larger one is shown
-    shown = {
-        "forward": "forward",
-        "loss": "loss",
-        "backward": "first" if totals["first"] >= totals["last"] else "last",
-        "step": "end" if totals["end"] > totals["step"] else "step",
-    }
+    flight = (part.in_flight - 1) * lines.more
+    totals = [share.moment_bytes[moment] + size + flight for moment, size in lines.moments]
+    totals[1] += in_loss
+    # of the backward's moments only the largest is shown
+    peak = max(zip(totals[2:], lines.peaks, strict=True), key=lambda one: one[0])[1]
+    shown = {"forward": "forward", "loss": "loss", "backward": backward_moment(peak), "step": "step"}
     after_load: tuple[Phase, ...] = ("forward", "loss", "backward", "step")
     terms: list[MemoryTerm] = []
 
@@ -141,34 +141,27 @@ def _breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup) -> MemoryBreakdo
     add("optimizer", f"states of {setup.optimizer}", states, after_load)
     add("workspace", "cuBLAS workspaces", cublas_workspace_bytes(gpu))
     add("activations", "the stage's boundary buffers", boundary)
-    more = (part.in_flight - 1) * lines.more
     compute: tuple[Phase, ...] = ("forward", "loss", "backward") if part.last else ("forward", "backward")
-    add("activations", f"activations of {part.in_flight - 1} more micro-batches in flight", more, compute)
+    add("activations", f"activations of {part.in_flight - 1} more micro-batches in flight", flight, compute)
     stored = parts.stored_total + parts.weight_casts[1]
-    if shown["backward"] == "first":
-        add("activations", "stored activations", stored, compute)
-    else:
-        add("activations", "stored activations", stored, tuple(phase for phase in compute if phase != "backward"))
-        left = lines.one["last"] - parts.recomputed - parts.transient - parts.dequantized
-        add("activations", "what is left of the activations", left, ("backward",))
+    add("activations", "stored activations", stored, tuple(phase for phase in compute if phase != "backward"))
     cache = parts.weight_casts[0] - parts.weight_casts[1] + parts.adapter_casts
     add("activations", "autocast's cache", cache, ("forward",))
     add("activations", "one layer's forward temporaries", parts.forward_temp, ("forward",))
     add("dequantization", "one dequantized matrix in the forward", parts.dequantized, ("forward",))
     if part.last:
-        add("activations", "final norm in the loss", parts.final_norm, ("loss",))
-        if shown["backward"] == "first":
-            add("activations", "final norm in the backward", parts.final_norm, ("backward",))
+        add("activations", "final norm", parts.final_norm, ("loss",))
         add("loss", f"loss chain ({setup.loss})", in_loss, ("loss",))
-    add("activations", "one recomputed layer", parts.recomputed, ("backward",))
-    add("workspace", "one layer's gradients of activations", parts.transient, ("backward",))
-    add("dequantization", "one dequantized matrix in the backward", parts.dequantized, ("backward",))
-    if shown["step"] == "step":
-        add("optimizer", f"temporaries of {setup.optimizer}", temporary, ("step",))
+    left = "stored activations in the backward" if shown["backward"] == "first" else "what is left of the activations"
+    add("activations", left, peak.stored, ("backward",))
+    add("activations", "one recomputed layer", peak.recomputed, ("backward",))
+    add("workspace", "one layer's gradients of activations", peak.transient, ("backward",))
+    add("dequantization", "one dequantized matrix in the backward", peak.dequantized, ("backward",))
+    add("optimizer", f"temporaries of {setup.optimizer}", temporary, ("step",))
     resident = share.moment_bytes["resident"] + states + boundary + cublas_workspace_bytes(gpu)
     return MemoryBreakdown(
         terms=tuple(terms),
-        allocator_gap_bytes=allocator_gap_bytes(resident, max(totals.values())),
+        allocator_gap_bytes=allocator_gap_bytes(resident, max(*totals, share.moment_bytes["step"] + temporary)),
         context_bytes=context_bytes(gpu) + communicator_bytes(gpu, setup),
     )
 

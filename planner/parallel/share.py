@@ -10,7 +10,14 @@ from functools import lru_cache
 
 from planner.errors import SetupError
 from planner.memory.dtypes import SIZE_BYTES
-from planner.memory.model import Trained, trained_parameters
+from planner.memory.model import (
+    ActivationParts,
+    BackwardPeak,
+    Trained,
+    backward_moments,
+    halves_stay_apart,
+    trained_parameters,
+)
 from planner.memory.optimizer import state_bytes, step_bytes
 from planner.memory.weights import nf4_bytes, weight_bytes
 from planner.models.spec import LayerSpec, LinearSpec, ModelSpec
@@ -20,7 +27,7 @@ from planner.setup import SHARDED, TrainSetup
 
 MOMENTS = ("forward", "loss", "first", "last", "end", "step")
 """The moments that can be the peak: the last layer's forward, the loss, the backward's first and last layer, the
-backward's end (all activations gone, the last gradients in their buffers) and the optimizer step."""
+backward's end (the embedding's gradient and what is still in buffers, all activations gone) and the optimizer step."""
 COMPUTE = ("forward", "loss", "first", "last")
 BACKWARD = ("first", "last", "end")
 
@@ -181,7 +188,7 @@ def _replicated(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: T
     held = [*_weights(part.model, inner)]
     if setup.method != "full":
         held.append(Held(category="adapters", name="LoRA matrices", size_bytes=trained.size_bytes))
-    held += _whole_gradients(part.model, trained, accumulated and not part.follower)
+    held += _whole_gradients(part.model, inner, trained, accumulated and not part.follower)
     if setup.parallel == "ddp":
         held.append(Held(category="gradients", name="DDP's buckets", size_bytes=trained.size_bytes))
     if setup.parallel == "dp" and not part.follower:
@@ -208,30 +215,38 @@ def _weights(model: ModelSpec, setup: TrainSetup) -> Iterator[Held]:
             yield Held(category="weights", name=f"weights: {name}", size_bytes=size)
 
 
-def _whole_gradients(model: ModelSpec, trained: Trained, accumulated: bool) -> list[Held]:
+def _whole_gradients(model: ModelSpec, inner: TrainSetup, trained: Trained, accumulated: bool) -> list[Held]:
     """Gradients that stay whole until the step, as on one GPU (`planner.memory.model.backward_moments`)."""
-    size = SIZE_BYTES[trained.dtype]
-    again = trained.embeddings * size if model.tied or accumulated else 0
+    nothing = ActivationParts(
+        stored={"bias": 0},
+        recomputed=0,
+        transient=0,
+        forward_temp=0,
+        dequantized=0,
+        final_norm=0,
+        weight_casts=(0, 0),
+        adapter_casts=0,
+        at_first_decoder_layer=int(model.is_encoder_decoder and inner.checkpointing > 0),
+    )
+    apart = halves_stay_apart(model, inner)
+    moments = backward_moments(model, nothing, trained, accumulated=accumulated, apart=apart)
+    name = "gradients in the backward"
     found = [
-        Held(
-            category="gradients",
-            name="gradients in the backward",
-            size_bytes=0 if accumulated else trained.head * size,
-            moments=("first",),
-        ),
-        Held(
-            category="gradients",
-            name="gradients in the backward",
-            size_bytes=again + (0 if accumulated else trained.size_bytes),
-            moments=("last",),
-        ),
-        Held(category="gradients", name="gradients", size_bytes=trained.size_bytes, moments=("end", "step")),
+        Held(category="gradients", name=name, size_bytes=one.gradients, moments=(backward_moment(one),))
+        for one in moments
     ]
+    found.append(Held(category="gradients", name="gradients", size_bytes=trained.size_bytes, moments=("step",)))
     if accumulated:
+        kept = (*COMPUTE, "end")
         found.append(
-            Held(category="gradients", name="accumulated gradients", size_bytes=trained.size_bytes, moments=COMPUTE)
+            Held(category="gradients", name="accumulated gradients", size_bytes=trained.size_bytes, moments=kept)
         )
-    return [one for one in found if one.size_bytes]
+    return found
+
+
+def backward_moment(peak: BackwardPeak) -> str:
+    """Which of MOMENTS one of the one-GPU backward's moments is."""
+    return {"last layer": "last", "embedding": "end"}.get(peak.where, "first")
 
 
 def _fraction(trained: Trained, shards: int, dtype: str) -> Trained:
@@ -255,19 +270,23 @@ def _flat(trained: Trained, shards: int) -> Trained:
     return Trained(num=num, dtype="fp32", edge_sum=num, largest=num, head=0, embeddings=0)
 
 
-def _param_gradient(model: ModelSpec, trained: Trained) -> list[Held]:
-    """The gradient of one parameter before the engine moves it into its bucket: the head's first, the embedding's last
-    (two of them where they are tied: autograd adds up before the hook runs)."""
+def _param_gradient(model: ModelSpec, inner: TrainSetup, trained: Trained) -> list[Held]:
+    """Gradients before the engine moves them into its bucket: the head's first, a matrix of the last layer, and the
+    embedding's last. A tied head's half waits for the embedding's, and the two may make a third (`halves_stay_apart`).
+    """
     size = SIZE_BYTES[trained.dtype]
-    last = max(trained.embeddings * (2 if model.tied else 1), trained.largest if not trained.embeddings else 0)
+    name = "one parameter's gradient"
+    waiting = trained.embeddings if model.tied else 0
+    halves = 1 + int(model.tied) + int(halves_stay_apart(model, inner))
+    matrix = max(
+        (one.in_features * one.out_features for layer in model.layer_kinds for one in layer.linears), default=0
+    )
+    matrix = min(matrix, trained.largest)
+    first = max(trained.head, matrix)
     return [
-        Held(
-            category="gradients",
-            name="one parameter's gradient",
-            size_bytes=size * max(trained.head, 0 if trained.head else trained.largest),
-            moments=("first",),
-        ),
-        Held(category="gradients", name="one parameter's gradient", size_bytes=size * last, moments=("last", "end")),
+        Held(category="gradients", name=name, size_bytes=size * first, moments=("first",)),
+        Held(category="gradients", name=name, size_bytes=size * (waiting + matrix), moments=("last",)),
+        Held(category="gradients", name=name, size_bytes=size * halves * trained.embeddings, moments=("end",)),
     ]
 
 
@@ -296,14 +315,14 @@ def _zero12(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Train
     bucket = size * zero_bucket_elements(trained.num)
     own = size * local.num
     if setup.parallel == "zero1":
-        held += _whole_gradients(part.model, trained, accumulated)
-        held = [one for one in held if one.moments != ("end", "step")]
-        held.append(Held(category="gradients", name="gradients", size_bytes=trained.size_bytes + own, moments=("end",)))
+        whole = _whole_gradients(part.model, inner, trained, accumulated)
+        held += [one for one in whole if one.moments != ("step",)]
+        held.append(Held(category="gradients", name=f"gradients / {shards}", size_bytes=own, moments=("end",)))
         buffer = (*COMPUTE, "end") if accumulated else BACKWARD
         held.append(Held(category="gradients", name="ZeRO's reduce bucket", size_bytes=bucket, moments=buffer))
         held.append(Held(category="gradients", name="flattened bucket on its way", size_bytes=bucket, moments=("end",)))
     else:
-        held += _param_gradient(part.model, trained)
+        held += _param_gradient(part.model, inner, trained)
         held.append(Held(category="gradients", name="ZeRO's reduce bucket", size_bytes=bucket, moments=BACKWARD))
         held.append(Held(category="gradients", name="flattened bucket on its way", size_bytes=bucket, moments=BACKWARD))
         kept = 0 if offloaded else own
@@ -390,7 +409,7 @@ def _zero3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Traine
     held.append(
         Held(category="gradients", name="reduce-scatter's copy of the bucket", size_bytes=bucket, moments=BACKWARD)
     )
-    held += _param_gradient(model, trained)
+    held += _param_gradient(model, inner, trained)
     groups = gathered_groups(model, setup, inner)
     reuse = size * ZERO3_REUSE_ELEMENTS // (3 if setup.checkpointing else 2)
     kept = min(groups.layers, max(reuse, groups.layer))
@@ -562,6 +581,7 @@ def _fsdp2(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Traine
     groups = gathered_groups(model, setup, inner)
     whole = not setup.reshard_after_forward
     tied = groups.tail if model.tied else 0
+    halves = 2 + int(halves_stay_apart(model, inner))  # of a tied table's gradient, before they are one
     layer_grads = groups.layer_trained * unsharded
     tail_grads = groups.tail_trained * unsharded
     embedding_grads = groups.embedding_trained * unsharded
@@ -606,13 +626,13 @@ def _fsdp2(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Traine
         Held(
             category="gradients",
             name="reduce-scatter buffer",
-            size_bytes=layer_grads + (2 * tail_grads if model.tied else 0),
+            size_bytes=layer_grads + (tail_grads if model.tied else 0),
             moments=("last",),
         ),
         Held(
             category="gradients",
             name="last unsharded gradients and their reduce-scatter",
-            size_bytes=2 * tail_grads
+            size_bytes=layer_grads + groups.tail + halves * tail_grads
             if model.tied
             else max(groups.embedding + embedding_grads + layer_grads, 2 * embedding_grads),
             moments=("end",),

@@ -7,6 +7,7 @@ DeepSpeed 0.19) and issue trackers; nothing here is a guess about speed or memor
 from collections.abc import Callable
 
 from planner.models.spec import ModelSpec
+from planner.parallel.share import casts_to_half
 from planner.setup import TrainSetup
 
 ADAMW = ("adamw", "adamw-fused")
@@ -54,6 +55,20 @@ def _int8(model: ModelSpec, setup: TrainSetup) -> str:
             "parameter (bitsandbytes 0.50 Int8Params.CB)"
         )
     return ""
+
+
+def _kbit_cast(model: ModelSpec, setup: TrainSetup) -> str:
+    if not setup.kbit_fp32_cast or not casts_to_half(setup):
+        return ""
+    if setup.parallel == "fsdp2":
+        return (
+            "peft's k-bit cast to fp32 has no effect under FSDP2, whose mixed-precision policy computes in 16 bit "
+            "(accelerate 1.15 FullyShardedDataParallelPlugin.set_mixed_precision)"
+        )
+    return (
+        "peft's k-bit cast to fp32 has no effect under DeepSpeed, which casts every floating parameter to 16 bit "
+        "(DeepSpeed 0.19 engine.py, _cast_module_mixed_precision)"
+    )
 
 
 def _fsdp2_optimizer(model: ModelSpec, setup: TrainSetup) -> str:
@@ -164,6 +179,7 @@ def _device_map(model: ModelSpec, setup: TrainSetup) -> str:
 _RULES: tuple[Callable[[ModelSpec, TrainSetup], str], ...] = (
     _data_parallel,
     _int8,
+    _kbit_cast,
     _fsdp2_optimizer,
     _offload_optimizer,
     _tensor,

@@ -41,10 +41,11 @@ class _Activations(NamedTuple):
     one: Lines
     two: Lines
 
-    def at(self, moment: str, micro: int, flight: int) -> int:
-        """Bytes at a moment."""
-        first = self.one.at(moment, flight)
-        return first + (micro - 1) * (self.two.at(moment, flight) - first)
+    def at(self, micro: int, flight: int) -> Iterator[tuple[str, int]]:
+        """(moment, bytes) at one micro-batch with so many in flight."""
+        more = (flight - 1) * (self.one.more + (micro - 1) * (self.two.more - self.one.more))
+        for (moment, one), (_, two) in zip(self.one.moments, self.two.moments, strict=True):
+            yield moment, one + (micro - 1) * (two - one) + more
 
 
 def walk_spreads(
@@ -130,13 +131,13 @@ class _Ranks:
             if key not in seen:  # of alike stages the first holds the most in flight
                 seen.add(key)
                 self.parts.append(part)
-        self._shares: dict[tuple[int, bool, bool], Share] = {}
+        self._shares: dict[tuple[int, bool, bool, bool], Share] = {}
         self._losses: dict[tuple[int, str, int], tuple[LossChain, int, int]] = {}
         self.inner = engine_setup(setup)
 
     def share(self, index: int, setup: TrainSetup, accumulated: bool) -> Share:
-        """The share of one rank; of the checkpointing only whether there is any matters."""
-        key = (index, setup.checkpointing > 0, accumulated)
+        """The share of one rank, which knows checkpointing from none and the full loss from others."""
+        key = (index, setup.checkpointing > 0, setup.loss == "full", accumulated)
         found = self._shares.get(key)
         if found is None:
             found = self._shares[key] = share_of(self.parts[index], setup, accumulated=accumulated)
@@ -175,13 +176,15 @@ class _SpreadFamily:
                 share = self._ranks.share(index, setup, steps > 1)
                 held = share.moment_bytes
                 flight = in_flight(setup, part.stage, steps) if setup.pipeline_degree > 1 else 1
-                largest = held["end"]
-                for moment in ("forward", "first", "last"):
-                    largest = max(largest, held[moment] + activations.at(moment, micro, flight))
+                in_loss = 0
                 if part.last:
                     chain, logits, outputs = self._ranks.loss(index, setup, micro)
                     in_loss = in_loss_bytes(share, chain, activations.parts, logits, outputs)
-                    largest = max(largest, held["loss"] + activations.at("loss", micro, flight) + in_loss)
+                largest = 0
+                for moment, size in activations.at(micro, flight):
+                    total = held[moment] + size + (in_loss if moment == "loss" else 0)
+                    if total > largest:
+                        largest = total
                 resident = held["resident"] + self._workspace
                 if setup.pipeline_degree > 1:
                     batched = setup.trusted_with(micro_batch_seqs=micro)
