@@ -29,6 +29,21 @@ PLAIN_SOFTMAX = frozenset({"falcon", "gpt2", "gpt_neo", "gptj", "llama4", "llama
 """Types whose eager softmax stays in its input's type, where others ask for fp32."""
 POSITION_BIAS = frozenset({"t5"})
 """Types that add a learned matrix of positions to their scores, and drop out inside their MLP."""
+FP32_DOWN = frozenset({"t5"})
+"""Types whose MLP's last matrix stays fp32 where the rest is loaded in fp16 (`_keep_in_fp32_modules`)."""
+MASK_BUFFERS = frozenset({"gpt_neo"})
+"""Types that hold a causal mask of one byte per pair of positions in every layer."""
+FP32_ROUTED = {
+    "deepseek_v2": ("plain", "autocast"),
+    "deepseek_v3": ("plain",),
+    "gemma4": ("plain", "autocast"),
+    "gemma4_text": ("plain", "autocast"),
+    "glm4_moe": ("plain",),
+    "mixtral": ("plain", "autocast"),
+    "phimoe": ("autocast",),
+}
+"""Types whose router weighs the experts' outputs in fp32, without autocast ("plain") or under it.
+Seen in the dry run's events: the type of the weighted outputs' gradients."""
 DENSE_EXPERTS = frozenset({"llama4"})
 """Types that push every token through every expert, weighted by zero where it was not routed."""
 EXTRA_EXPERT_COPIES = {"gpt_oss": 3}
@@ -54,6 +69,9 @@ class Traits:
     plain_softmax: bool
     position_bias: bool
     inner_dropout: bool
+    fp32_down: bool
+    mask_buffers: bool
+    fp32_routed: tuple[str, ...]
 
 
 @lru_cache(maxsize=512)
@@ -86,6 +104,9 @@ def traits_of(model: ModelSpec) -> Traits:
         fp32_scores=model.model_type in FP32_SCORES,
         plain_softmax=model.model_type in PLAIN_SOFTMAX,
         position_bias=model.model_type in POSITION_BIAS,
+        fp32_down=model.model_type in FP32_DOWN,
+        mask_buffers=model.model_type in MASK_BUFFERS,
+        fp32_routed=FP32_ROUTED.get(model.model_type, ()),
         inner_dropout=model.model_type in POSITION_BIAS and _rate(model, RESIDUAL_DROPOUTS, residual) > 0,
     )
 

@@ -38,6 +38,20 @@ def adapter_temporaries(width: int, dtype: str, context: LayerContext) -> tuple[
     return width * copies, width * backward
 
 
+def routed_gradients(layer: LayerSpec, context: LayerContext) -> int:
+    """Bytes per token when the experts' weighted outputs are sorted back: their gradient, its zeros and its scatter,
+    each [tokens * active experts, hidden].
+
+    Source: transformers 5.23 `integrations/moe.py` `grouped_mm_experts_forward`; PyTorch `index_backward`.
+    """
+    mlp, flow = layer.mlp, context.flow
+    if mlp is None or context.traits.dense_experts:
+        return 0
+    fp32 = ("autocast" if flow.autocast else "plain") in context.traits.fp32_routed
+    size = 4 if fp32 else SIZE_BYTES[flow.table]
+    return 3 * size * mlp.num_active_experts * context.hidden
+
+
 def _mlp_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple[int, int]:
     """Bytes per token of the MLP's backward, net of what is gone by then: (without, at) the last matrix's own
     multiplication.
@@ -54,7 +68,9 @@ def _mlp_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple
     gated = mlp.kind != "plain"
     gradients = (3 if gated else 2) * size * width
     downs = [one for one in layer.linears if one.role == "down" and one.module != "parameter"]
-    if mlp.kind == "moe" or not downs:
+    if mlp.kind == "moe":
+        return max(gradients, routed_gradients(layer, context)), gradients
+    if not downs:
         return gradients, gradients
     gone = saved.down // context.tokens
     down = downs[0]
