@@ -70,7 +70,9 @@ def build_from_config(
     with _quiet():
         model = bare_model(config, DTYPES[setup.weight_dtype], attention or ATTENTION_NAMES[setup.attention])
         if setup.quantized:
-            quantize_modules(model, setup.quantization, setup.compute_dtype, DTYPES[setup.weight_dtype])
+            dtype = DTYPES[setup.weight_dtype]
+            packed = dtype if setup.parallel in ("fsdp2", "zero3") else torch.uint8
+            quantize_modules(model, setup.quantization, setup.compute_dtype, dtype, packed_dtype=packed)
         if device.type != "meta":
             materialize(model, device, seed=seed)
         if setup.kbit_fp32_cast:
@@ -118,7 +120,7 @@ def materialize(model: Any, device: torch.device, *, seed: int = 0) -> None:
                 continue
             if id(parameter) not in done:
                 real = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-                _fill(real, name, type(module).__name__, generator)
+                fill_random(real, name, type(module).__name__, generator)
                 new = nn.Parameter(real, requires_grad=parameter.requires_grad)
                 new._is_hf_initialized = True
                 done[id(parameter)] = new
@@ -126,13 +128,19 @@ def materialize(model: Any, device: torch.device, *, seed: int = 0) -> None:
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.device.type == "meta":
                 module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
+    compute_buffers(model)
+
+
+def compute_buffers(model: Any) -> None:
+    """Lets a transformers model compute its buffers; parameters marked as initialised stay as they are."""
     with torch.no_grad():
         for module in model.modules():
             module._is_hf_initialized = False
         model.initialize_weights()
 
 
-def _fill(tensor: torch.Tensor, name: str, class_name: str, generator: torch.Generator) -> None:
+def fill_random(tensor: torch.Tensor, name: str, class_name: str, generator: torch.Generator) -> None:
+    """Random values of a parameter, by its name and its module's class."""
     if not tensor.is_floating_point():
         tensor.zero_()
     elif "Norm" in class_name and name == "weight":

@@ -50,9 +50,21 @@ def _shape(module: Any) -> tuple[int, int]:
     return int(cols), int(rows)
 
 
-def quantize_modules(model: nn.Module, quantization: str, compute_dtype: str, storage_dtype: torch.dtype) -> int:
+def quantize_modules(
+    model: nn.Module,
+    quantization: str,
+    compute_dtype: str,
+    storage_dtype: torch.dtype,
+    *,
+    packed_dtype: torch.dtype = torch.uint8,
+) -> int:
     """Replaces every quantizable module of `model`, which is on meta; returns how many. The packed weights stay on
-    meta until `materialize`."""
+    meta until `materialize`.
+
+    Args:
+        packed_dtype: type in which NF4 codes lie (bitsandbytes' quant_storage): one of the weights' own types where
+            FSDP2 or ZeRO-3 shall cut them.
+    """
     replaced = 0
     for name in quantizable(model):
         parent_name, _, leaf = name.rpartition(".")
@@ -61,7 +73,8 @@ def quantize_modules(model: nn.Module, quantization: str, compute_dtype: str, st
         if quantization == "int8":
             new = _int8(old)
         else:
-            new = _nf4(old, nested=quantization == "nf4-double", compute_dtype=compute_dtype, storage=storage_dtype)
+            nested = quantization == "nf4-double"
+            new = _nf4(old, nested=nested, compute_dtype=compute_dtype, storage=storage_dtype, packed=packed_dtype)
         if old.bias is not None:
             new.bias = old.bias
         for key in ("is_hf_initialized", "_is_hf_initialized"):
@@ -77,19 +90,33 @@ def quantize_modules(model: nn.Module, quantization: str, compute_dtype: str, st
     return replaced
 
 
-def _nf4(old: Any, *, nested: bool, compute_dtype: str, storage: torch.dtype) -> Any:
+def _nf4(old: Any, *, nested: bool, compute_dtype: str, storage: torch.dtype, packed: torch.dtype) -> Any:
     import bitsandbytes as bnb
 
     rows, cols = _shape(old)
     with torch.device("meta"):
         new = bnb.nn.Linear4bit(
-            cols, rows, old.bias is not None, _COMPUTE[compute_dtype], compress_statistics=nested, quant_type="nf4"
+            cols,
+            rows,
+            old.bias is not None,
+            _COMPUTE[compute_dtype],
+            compress_statistics=nested,
+            quant_type="nf4",
+            quant_storage=packed,
         )
-    new.weight = meta_params4bit(rows, cols, nested=nested, dtype=storage, module=new)
+    new.weight = meta_params4bit(rows, cols, nested=nested, dtype=storage, module=new, packed_dtype=packed)
     return new
 
 
-def meta_params4bit(rows: int, cols: int, *, nested: bool, dtype: torch.dtype, module: Any = None) -> Any:
+def meta_params4bit(
+    rows: int,
+    cols: int,
+    *,
+    nested: bool,
+    dtype: torch.dtype,
+    module: Any = None,
+    packed_dtype: torch.dtype = torch.uint8,
+) -> Any:
     """A packed NF4 weight [rows, cols] on meta with the statistics that `quantize_4bit` would have made.
 
     Source: bitsandbytes 0.50 `functional.quantize_4bit`: half a byte per element, one fp32 absmax per 64 elements, or
@@ -101,7 +128,7 @@ def meta_params4bit(rows: int, cols: int, *, nested: bool, dtype: torch.dtype, m
     elements = rows * cols
     blocks = -(-elements // _BLOCK)
     with torch.device("meta"):
-        packed = torch.empty(((elements + 1) // 2, 1), dtype=torch.uint8)
+        packed = torch.empty(((elements + 1) // 2 // packed_dtype.itemsize, 1), dtype=packed_dtype)
         code = torch.empty(16, dtype=torch.float32)
         if nested:
             second = QuantState(
@@ -136,6 +163,7 @@ def meta_params4bit(rows: int, cols: int, *, nested: bool, dtype: torch.dtype, m
         blocksize=_BLOCK,
         compress_statistics=nested,
         quant_type="nf4",
+        quant_storage=packed_dtype,
         module=module,
         bnb_quantized=True,
     )
@@ -184,7 +212,11 @@ def materialize_quantized(module: Any, device: torch.device, dtype: torch.dtype,
         state = module.weight.quant_state
         plain = torch.empty(state.shape, dtype=dtype, device=device).normal_(0.0, 0.02, generator=generator)
         packed, real = bnb.functional.quantize_4bit(
-            plain, blocksize=_BLOCK, compress_statistics=state.nested, quant_type="nf4"
+            plain,
+            blocksize=_BLOCK,
+            compress_statistics=state.nested,
+            quant_type="nf4",
+            quant_storage=module.quant_storage,
         )
         del plain
         module.weight = bnb.nn.Params4bit(
@@ -194,6 +226,7 @@ def materialize_quantized(module: Any, device: torch.device, dtype: torch.dtype,
             blocksize=_BLOCK,
             compress_statistics=state.nested,
             quant_type="nf4",
+            quant_storage=module.quant_storage,
             module=module,
             bnb_quantized=True,
         )

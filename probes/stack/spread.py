@@ -5,8 +5,8 @@ default process group exists before; ranks and sizes are read from it. DeepSpeed
 are not wrapped here (the dry run models them, the probe calls DeepSpeed).
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -32,8 +32,8 @@ class Spread:
         module: what the step calls.
         autocast: whether the forward stays under autocast. FSDP2's mixed precision replaces it: Accelerate does not
             wrap the forward of a model that it prepares for FSDP2 (`Accelerator._prepare_fsdp2`).
-        no_sync: entered around every micro-batch before the last, as `transformers.Trainer` does
-            (`Accelerator.no_sync`): gradients stay whole on each rank until the last one's backward.
+        no_sync: entered around every micro-batch before the last, as `transformers.Trainer` does under DDP
+            (`Accelerator.no_sync`). FSDP2 reduces every micro-batch (`sync_each_batch`).
     """
 
     module: Any
@@ -56,11 +56,15 @@ def spread_model(model: Any, setup: TrainSetup, *, device: torch.device) -> Spre
 
 def _ddp(model: Any, device: torch.device) -> Spread:
     """Source: accelerate 1.15 `Accelerator.prepare_model`: DistributedDataParallel with its defaults (buckets of 25 MiB
-    apart from the gradients, no search for unused parameters)."""
+    apart from the gradients, no search for unused parameters).
+
+    Rank 0's weights are not sent to the others while it is built: all have the same already, and the copies for it (of
+    at most 2 x 250 MiB, gone before the first step) may or may not outlive the making of the buckets.
+    """
     from torch.nn.parallel import DistributedDataParallel
 
     ids = [device.index] if device.type == "cuda" else None
-    module = DistributedDataParallel(model, device_ids=ids)
+    module = DistributedDataParallel(model, device_ids=ids, init_sync=False)
     return Spread(module=module, no_sync=module.no_sync)
 
 
@@ -100,15 +104,8 @@ def _fsdp2(model: Any, setup: TrainSetup, device: torch.device) -> Spread:
     with unused:
         module = fsdp2_prepare_model(accelerator, model)
 
-    @contextmanager
-    def no_sync() -> Iterator[None]:
-        module.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            module.set_requires_gradient_sync(True)
-
-    return Spread(module=module, autocast=False, no_sync=no_sync)
+    # `sync_each_batch`, which the launch files ask of the Trainer: without it whole gradients wait for the last one
+    return Spread(module=module, autocast=False)
 
 
 def _dim_names(setup: TrainSetup) -> tuple[str, ...]:
