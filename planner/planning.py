@@ -10,8 +10,8 @@ from planner.models import catalogue
 from planner.outcome import Candidate
 from planner.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount, trade
 from planner.predict import device_peak_bytes, predict
-from planner.refine import ANY_SETUP, CorrectionKey, correction_key
-from planner.setup import TrainSetup
+from planner.refine import ANY_SETUP, CorrectionKey, correction_key, spread_correction_key
+from planner.setup import SPREAD_FIELDS, TrainSetup
 from planner.space import BRANCH_FIELDS, Point, dimension_values, micro_batches, walk
 from planner.tree import (
     NODE_NAMES,
@@ -98,7 +98,12 @@ def corrected(points: Iterable[Point], corrections: Mapping[CorrectionKey, float
     if not corrections:
         return points
     other = corrections.get(ANY_SETUP)
-    return (_scaled(point, corrections.get(correction_key(point.shared), other)) for point in points)
+
+    def ratio(setup: TrainSetup) -> float | None:
+        rest = corrections.get(spread_correction_key(setup), other) if setup.num_gpus > 1 else other
+        return corrections.get(correction_key(setup), rest)
+
+    return (_scaled(point, ratio(point.shared)) for point in points)
 
 
 def _scaled(point: Point, ratio: float | None) -> Point:
@@ -210,25 +215,33 @@ def _remedies(workload: Workload, nearest: Candidate) -> tuple[Remedy, ...]:
 
 def _relaxed(workload: Workload) -> Remedy | None:
     """Whether dropping the user's own restrictions on method, optimizer or checkpointing lets something fit."""
-    for name in ("method", "precision", "quantization", "optimizer", "checkpointing", "attention", "loss"):
+    spread = ("parallel", *SPREAD_FIELDS) if workload.num_gpus > 1 else ()
+    for name in (*spread, "method", "precision", "quantization", "optimizer", "checkpointing", "attention", "loss"):
         if name not in workload.fixed:
             continue
         freer = {key: value for key, value in workload.fixed.items() if key != name}
         if name in ("method", "quantization"):
             freer = {key: value for key, value in freer.items() if key not in ("method", "quantization", "precision")}
         other = Workload(**{**{f: getattr(workload, f) for f in workload.__dataclass_fields__}, "fixed": freer})
-        facts = collect(walk(other), other.budget_bytes)
-        fits = [(node, known.best()) for node, known in facts.items() if known.best() is not None]
+        fits = [(node, point) for node, point in _best_of(other).items() if point is not None]
         if fits:
             node, point = fits[0]
-            assert point is not None
-            flag = "--" + name.replace("_", "-")
+            flag = {"pipeline_schedule": "schedule", "reshard_after_forward": "no-reshard"}.get(name, name)
             return Remedy(
-                action=f"leave {flag} out ({NODE_NAMES[node]} fits)",
+                action=f"leave --{flag.replace('_', '-')} out ({NODE_NAMES[node]} fits)",
                 saves_bytes=workload.budget_bytes - point.peak_device_bytes,
                 fits=True,
             )
     return None
+
+
+def _best_of(workload: Workload) -> dict[str, Point | None]:
+    """The best point of every node; on several GPUs over a coarse walk."""
+    if workload.num_gpus > 1:
+        from planner.parallel.which import best_of  # one GPU never needs it
+
+        return best_of(workload)
+    return {node: known.best() for node, known in collect(walk(workload), workload.budget_bytes).items()}
 
 
 def _longest_that_fits(workload: Workload, setup: TrainSetup) -> int:

@@ -70,6 +70,7 @@ def _prediction(
 def _spread_prediction(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: Cluster | None) -> Prediction:
     # one GPU never needs these modules
     from planner.cluster import make_cluster
+    from planner.parallel.host import host_bytes_per_node
     from planner.parallel.memory import rank_memories
     from planner.parallel.speed import spread_step_time
 
@@ -81,6 +82,9 @@ def _spread_prediction(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluste
     notes = memory_notes(model, gpu, setup)
     if len(ranks) > 1:
         notes = (*notes, f"the memory is that of the fullest GPUs ({worst.name}, {worst.num_ranks} of them)")
+    if setup.offload != "none":
+        host = host_bytes_per_node(model, setup, cluster.num_nodes)
+        notes = (*notes, f"{gib(host)} of states lie in the host's memory of every node, and must find room there")
     return _prediction(
         worst.breakdown,
         speed,

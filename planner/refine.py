@@ -30,6 +30,11 @@ def correction_key(setup: TrainSetup) -> CorrectionKey:
     )
 
 
+def spread_correction_key(setup: TrainSetup) -> CorrectionKey:
+    """On several GPUs: setups of one engine and split; unseen families of them err as the last one run."""
+    return ("spread", setup.parallel, setup.tensor_degree, setup.pipeline_degree, setup.offload)
+
+
 ANY_SETUP: CorrectionKey = ()
 """Key of the correction for setups whose own family has none."""
 CAREFUL_RUNS = 3
@@ -56,6 +61,8 @@ def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS
         ratio = found.peak_device_bytes / chosen.formula.peak_device_bytes
         key = correction_key(chosen.setup)
         corrections[key] = max(ratio, corrections.get(key, 0.0)) if ratio > 1 else ratio
+        if chosen.setup.num_gpus > 1 and ratio > 1:
+            corrections[spread_correction_key(chosen.setup)] = ratio
         if len(runs) >= max_runs - CAREFUL_RUNS and not any(_fits(plan, runs[setup]) for setup in runs):
             corrections[ANY_SETUP] = max(corrections.values())
         plan = plan_with(corrections)

@@ -1,13 +1,14 @@
 """What the walk over the spreads learned, by spread and by node of the decision tree."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 from types import MappingProxyType
 from typing import Any
 
 from planner.errors import SetupError
+from planner.parallel.host import assumed_host_bytes, host_bytes_per_node
 from planner.parallel.strategies import Spread, SpreadKey, spread_key, spreads
 from planner.parallel.support import why_not
 from planner.parallel.walk import walk_spreads
@@ -16,6 +17,7 @@ from planner.refine import CorrectionKey
 from planner.setup import TrainSetup
 from planner.space import Point, branches
 from planner.tree import KEEP, NODES, NodeFacts, collect_into, node_of_setup
+from planner.units import gib
 from planner.workload import Workload
 
 
@@ -83,7 +85,9 @@ def add_spreads(
     if not chosen:
         return
     facts.walked += [one for one in chosen if one not in facts.walked]
-    points = _points(workload, values, tuple(chosen))
+    points: Iterable[Point] = _points(workload, values, tuple(chosen))
+    if any(one.stage == "offload" for one in chosen) and "offload" not in workload.fixed:
+        points = _that_hosts_hold(workload, facts, points)
     collect_into(corrected(points, corrections), workload.budget_bytes, facts.of)
     for known in facts.facts.values():
         if known.smallest is None:
@@ -105,6 +109,26 @@ def _points(workload: Workload, values: Mapping[str, tuple[Any, ...]], chosen: t
     return points
 
 
+def _that_hosts_hold(workload: Workload, facts: SpreadFacts, points: Iterable[Point]) -> Iterator[Point]:
+    """The points whose offloaded states a usual host can hold; the others are refused with their bytes.
+
+    Who asks for offloading (--offload) knows the machine: nothing is left out then.
+    """
+    limit = assumed_host_bytes(workload)
+    num_nodes = workload.cluster.num_nodes if workload.cluster is not None else 1
+    for point in points:
+        plain = point.shared.trusted_with(optimizer=point.optimizer, checkpointing=1, attention="sdpa")
+        need = host_bytes_per_node(workload.model, plain, num_nodes)
+        if need <= limit:
+            yield point
+            continue
+        reason = (
+            f"{gib(need)} would lie in every node's host memory, which is taken to hold {gib(limit)} "
+            "(--offload says that yours holds more)"
+        )
+        facts.refused.setdefault((spread_key(point.shared), node_of_setup(point.shared)), reason)
+
+
 def _note_refusals(
     workload: Workload, values: Mapping[str, tuple[Any, ...]], facts: SpreadFacts, chosen: Iterable[Spread]
 ) -> None:
@@ -119,7 +143,7 @@ def _note_refusals(
             except SetupError:
                 continue
             key = (spread_key(setup), node)
-            if key in facts.facts:
+            if key in facts.facts or key in facts.refused:
                 continue
             reason = why_not(workload.model, setup)
             if reason:

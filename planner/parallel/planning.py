@@ -11,14 +11,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from planner.cluster import make_cluster
 from planner.errors import UsageError
 from planner.outcome import Candidate
 from planner.parallel.facts import SpreadFacts, walk_stages
 from planner.parallel.strategies import FIELDS, SpreadKey, all_spreads, spread_key, spread_name, spread_rank
 from planner.parallel.tree import OneGpu, spread_answers
-from planner.plan import Alternative, NoPlan, Plan, SpaceCount, trade
+from planner.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount, trade
 from planner.planning import alternatives, candidate, needed_gain, num_combinations, plan_notes, plan_workload, refusal
 from planner.refine import CorrectionKey
+from planner.setup import TrainSetup
 from planner.space import Point, dimension_values
 from planner.tree import NODES, TIE_FRACTION, NodeFacts, choose_node
 from planner.workload import Workload
@@ -27,7 +29,7 @@ NUM_RANKED = 24
 COMMUNICATION_LIMIT = 0.25
 """Above this share of the step for communication, tensor and pipeline parallelism are compared as well."""
 SPREAD_GAIN_FRACTION = 0.10
-"""Sharding replaces a DDP that fits only where it is predicted so much faster: the speed model errs by more."""
+"""A less simple spread replaces one that fits only where it is predicted so much faster: the model errs by more."""
 NUM_SPREADS_SHOWN = 3
 _FIRST = ("replicate", "shard", "other")
 
@@ -56,7 +58,7 @@ def plan_spread(workload: Workload, corrections: Mapping[CorrectionKey, float]) 
     chosen = candidate(workload, best.setup) if best is not None else None
     answers = tuple(spread_answers(workload, facts, node, chosen, alone))
     if node is None or best is None or chosen is None:
-        return refusal(workload, nodes, answers, space)
+        return _refusal(workload, facts, answers, space)
     ranked = [best, *(point for point in nodes[node].ranked() if point is not best)][:NUM_RANKED]
     return Plan(
         workload=workload,
@@ -65,28 +67,42 @@ def plan_spread(workload: Workload, corrections: Mapping[CorrectionKey, float]) 
         ranked=(chosen, *(candidate(workload, point.setup) for point in ranked[1:])),
         walk=answers,
         space=space,
-        notes=(*plan_notes(workload, chosen), *cluster_notes(workload, chosen)),
+        notes=(*plan_notes(workload, chosen), *cluster_notes(workload)),
     )
 
 
 def best_spread(known: Mapping[SpreadKey, NodeFacts]) -> Point | None:
     """The best point over all spreads, None where nothing fits.
 
-    What is not sharded needs no tuning and no other engine: DDP stands unless another is clearly faster. Among the
-    others the fastest counts; within one percent the simplest.
+    DDP needs no gathering and no tuning, FSDP2 no package beside PyTorch, DeepSpeed no other training loop: each gives
+    way to the next only where that is clearly faster. Within a family the fastest counts; within one percent the
+    simplest.
     """
-    points = [point for facts in known.values() if (point := facts.best()) is not None]
-    top = max((point.tokens_per_s for point in points), default=0.0)
+    families: dict[int, list[Point]] = {}
+    for facts in known.values():
+        point = facts.best()
+        if point is not None:
+            families.setdefault(_family(point.shared), []).append(point)
+    taken: Point | None = None
+    for number in sorted(families):
+        best = _fastest(families[number])
+        if taken is None or best.tokens_per_s > taken.tokens_per_s * (1 + SPREAD_GAIN_FRACTION):
+            taken = best
+    return taken
 
-    def place(point: Point) -> tuple[int, float]:
-        return spread_rank(point.shared), -point.tokens_per_s
 
-    plain = [point for point in points if point.shared.parallel == "ddp" and point.shared.shards == 1]
-    plain = [point for point in plain if not point.shared.spread]
-    if plain and plain[0].tokens_per_s * (1 + SPREAD_GAIN_FRACTION) >= top:
-        return plain[0]
+def _fastest(points: list[Point]) -> Point:
+    """The simplest spread of those within one percent of the fastest."""
+    top = max(point.tokens_per_s for point in points)
     close = [point for point in points if point.tokens_per_s >= top * (1 - TIE_FRACTION)]
-    return min(close, key=place, default=None)
+    return min(close, key=lambda point: (spread_rank(point.shared), -point.tokens_per_s))
+
+
+def _family(setup: TrainSetup) -> int:
+    """0 DDP, 1 FSDP2, 2 DeepSpeed's ZeRO, 3 anything split, offloaded or in one process."""
+    if setup.tensor_degree > 1 or setup.pipeline_degree > 1 or setup.offload != "none":
+        return 3
+    return {"ddp": 0, "fsdp2": 1, "zero1": 2, "zero2": 2, "zero3": 2}.get(setup.parallel, 3)
 
 
 def _walk(
@@ -130,6 +146,41 @@ def _communication_share(workload: Workload, facts: SpreadFacts, node: str) -> f
         return 0.0
     formula = candidate(workload, best.setup).formula
     return formula.time_parts_s.get("communication", 0.0) / (formula.step_time_s or 1.0)
+
+
+def _refusal(workload: Workload, facts: SpreadFacts, answers: tuple[Answer, ...], space: SpaceCount) -> NoPlan:
+    """Nothing fits: one GPU's remedies, and more GPUs, or a larger host, before another kind of GPU."""
+    no_plan = refusal(workload, facts.nodes(), answers, space)
+    more = (*_more_gpus(workload, no_plan), *_larger_host(facts))
+    cheap = tuple(one for one in no_plan.remedies if not one.action.startswith(("--gpu ", "a smaller")))
+    rest = tuple(one for one in no_plan.remedies if one not in cheap)
+    return replace(no_plan, remedies=(*cheap, *more, *rest), notes=cluster_notes(workload))
+
+
+def _more_gpus(workload: Workload, no_plan: NoPlan) -> tuple[Remedy, ...]:
+    """The next doubling of the number of GPUs that fits, over the coarse walk."""
+    from planner.parallel.which import best_of  # which builds on this module
+
+    peak = no_plan.nearest.formula.peak_device_bytes
+    for factor in (2, 4, 8, 16):
+        num = workload.num_gpus * factor
+        batch = num * -(-workload.global_batch_seqs // num)
+        wish = replace(workload, cluster=make_cluster(workload.gpu, num), global_batch_seqs=batch)
+        points = [point for point in best_of(wish).values() if point is not None]
+        if points:
+            smallest = min(point.peak_device_bytes for point in points)
+            action = f"--gpus {num}" + (f" --global-batch {batch}" if batch != workload.global_batch_seqs else "")
+            return (Remedy(action=action, saves_bytes=peak - smallest, fits=True),)
+    return ()
+
+
+def _larger_host(facts: SpreadFacts) -> tuple[Remedy, ...]:
+    """Offloading that only the assumed size of the host's memory rules out."""
+    for (key, _), reason in facts.refused.items():
+        offload = key[FIELDS.index("offload")]
+        if offload != "none" and "host memory" in reason:
+            return (Remedy(action=f"--offload {offload} ({reason.partition(',')[0]})", saves_bytes=0, fits=True),)
+    return ()
 
 
 def _nothing_to_walk(workload: Workload, facts: SpreadFacts) -> UsageError:
@@ -177,7 +228,7 @@ def _alternatives(
     return (*found, *(each for each in rest if each.candidate.setup not in known))
 
 
-def cluster_notes(workload: Workload, chosen: Candidate) -> tuple[str, ...]:
+def cluster_notes(workload: Workload) -> tuple[str, ...]:
     """What is assumed about the cluster, one sentence each."""
     cluster = workload.cluster
     assert cluster is not None  # several GPUs always have one
@@ -189,9 +240,5 @@ def cluster_notes(workload: Workload, chosen: Candidate) -> tuple[str, ...]:
         notes.append(
             f"{cluster.num_nodes} nodes talk over {cluster.between.name}, "
             f"{cluster.between.bytes_per_s / 1e9:,.0f} GB/s each way for one node (nominal; --interconnect changes it)"
-        )
-    if chosen.setup.offload != "none":
-        notes.append(
-            "offloading needs that much memory on every node's host: the planner does not know how much is there"
         )
     return tuple(notes)

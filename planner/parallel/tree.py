@@ -284,6 +284,11 @@ def _given_up(workload: Workload, facts: SpreadFacts) -> Iterator[Answer]:
                 needed_bytes=need,
                 budget_bytes=workload.budget_bytes,
             )
+            continue
+        keys = {spread_key(TrainSetup(**one.fields)) for one in facts.walked if one.stage in stages}
+        refused = [reason for (key, _), reason in facts.refused.items() if key in keys]
+        if refused:
+            yield Answer(question=question, choice="no", reason=refused[0])
 
 
 def _walked(
@@ -310,7 +315,7 @@ def _cuts(
             continue
         need = _need(known)
         slow = known.best() is not None
-        reason = _slower(workload, known, chosen, "") if slow else f"needs {gib(need)} at least"
+        reason = _slower(workload, known, chosen, "") if slow else "does not fit"
         yield Cut(
             branch=spread.name,
             reason=reason,
@@ -319,8 +324,9 @@ def _cuts(
             budget_bytes=workload.budget_bytes,
         )
     left: dict[str, list[str]] = {}
+    asked = any(one.stage in stages for one in facts.walked) or "split" not in stages
     for one in all_spreads(workload):
-        if one.reason and one.stage in stages:
+        if asked and one.reason and one.stage in stages:
             left.setdefault(one.reason, []).append(fields_name(one.fields))
     for reason, names in left.items():
         words = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -13,7 +13,7 @@ from planner.parallel.facts import SpreadFacts, add_spreads
 from planner.parallel.planning import best_spread
 from planner.parallel.strategies import FIRST_STAGES, spreads
 from planner.planning import candidate
-from planner.space import dimension_values, walk
+from planner.space import Point, dimension_values, walk
 from planner.tree import NODES, collect
 from planner.workload import Workload
 
@@ -68,6 +68,22 @@ def coarse_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
     return values
 
 
+def best_of(workload: Workload) -> dict[str, Point | None]:
+    """The best point of every node over the coarse walk."""
+    values = coarse_values(workload)
+    if workload.num_gpus == 1:
+        known = collect(walk(workload, values), workload.budget_bytes)
+        return {node: facts.best() for node, facts in known.items()}
+    chosen = [
+        one
+        for one in spreads(workload, FIRST_STAGES)
+        if one.fields["parallel"] in COARSE_SPREADS and one.fields.get("reshard_after_forward", True)
+    ]
+    facts = SpreadFacts()
+    add_spreads(workload, values, facts, chosen)
+    return {node: best_spread(facts.of_node(node)) for node in NODES}
+
+
 def options_of(
     workload: Workload, cluster: Cluster, *, tokens: int, deadline_s: float | None, budget_usd: float | None
 ) -> Iterator[ClusterOption]:
@@ -78,19 +94,7 @@ def options_of(
         cluster: the same, also for one GPU.
         tokens: of the whole training.
     """
-    values = coarse_values(workload)
-    if workload.num_gpus == 1:
-        known = collect(walk(workload, values), workload.budget_bytes)
-        best = {node: facts.best() for node, facts in known.items()}
-    else:
-        chosen = [
-            one
-            for one in spreads(workload, FIRST_STAGES)
-            if one.fields["parallel"] in COARSE_SPREADS and one.fields.get("reshard_after_forward", True)
-        ]
-        facts = SpreadFacts()
-        add_spreads(workload, values, facts, chosen)
-        best = {node: best_spread(facts.of_node(node)) for node in NODES}
+    best = best_of(workload)
     for node in NODES:
         point = best[node]
         if point is None:

@@ -1,0 +1,296 @@
+"""Planning on several GPUs: wishes are kept, the walk explains itself with bytes, more GPUs are never slower."""
+
+import itertools
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from planner.cluster import make_cluster
+from planner.errors import UsageError
+from planner.gpus import find_gpu
+from planner.outcome import Prediction, Rung
+from planner.parallel.host import assumed_host_bytes, host_bytes_per_node
+from planner.parallel.planning import SPREAD_GAIN_FRACTION
+from planner.parallel.strategies import FIELDS, spread_key
+from planner.parallel.support import why_not
+from planner.plan import Answer, NoPlan, Plan
+from planner.planning import plan_workload
+from planner.predict import device_peak_bytes, predict
+from planner.refine import correction_key, refine
+from planner.setup import TrainSetup
+from planner.workload import Workload
+from tests.planner.helpers import wish
+
+SMALL: dict[str, tuple[Any, ...]] = {
+    "attention": ("sdpa",),
+    "checkpointing": (0, 1),
+    "loss": ("chunked",),
+    "optimizer": ("adamw-fused",),
+}
+"""A space small enough to plan many times in a test."""
+
+
+def job(
+    model: str = "Qwen/Qwen2.5-7B",
+    gpu: str = "a100-80gb",
+    num_gpus: int = 8,
+    *,
+    nodes: int | None = None,
+    interconnect: str | None = None,
+    small: bool = True,
+    **options: Any,
+) -> Workload:
+    card = find_gpu(gpu)
+    cluster = make_cluster(card, num_gpus, num_nodes=nodes, interconnect=interconnect) if num_gpus > 1 else None
+    options["fixed"] = {**(SMALL if small else {}), **options.get("fixed", {})}
+    return wish(model, gpu, cluster=cluster, **options)
+
+
+def planned(*arguments: Any, **options: Any) -> Plan:
+    plan = plan_workload(job(*arguments, **options))
+    assert isinstance(plan, Plan)
+    return plan
+
+
+def answer(plan: Plan | NoPlan, words: str) -> Answer:
+    return next(each for each in plan.walk if words in each.question)
+
+
+JOBS: list[tuple[str, str, int, dict[str, Any]]] = [
+    ("Qwen/Qwen2.5-7B", "a100-80gb", 8, {}),
+    ("Qwen/Qwen2.5-1.5B", "rtx-4090", 2, {}),
+    ("Qwen/Qwen2.5-7B", "rtx-4090", 4, {"fixed": {"parallel": ("fsdp2", "zero3")}}),
+    ("meta-llama/Llama-3.1-70B", "h100-sxm", 8, {"fixed": {"method": ("lora",)}}),
+    ("meta-llama/Llama-3.1-8B", "h100-sxm", 16, {"nodes": 2, "interconnect": "ib-400"}),
+    ("meta-llama/Llama-3.1-8B", "a100-80gb", 4, {"fixed": {"tensor_degree": (2,)}}),
+    ("meta-llama/Llama-3.1-8B", "l4", 8, {"fixed": {"offload": ("parameters",), "method": ("full",)}}),
+    ("meta-llama/Llama-3.1-8B", "t4", 8, {"fixed": {"method": ("qlora",)}}),
+]
+
+
+@pytest.mark.parametrize(("model", "gpu", "num_gpus", "options"), JOBS, ids=str)
+def test_the_recommendation_keeps_every_constraint(
+    model: str, gpu: str, num_gpus: int, options: dict[str, Any]
+) -> None:
+    plan = planned(model, gpu, num_gpus, **options)
+    workload = plan.workload
+    for one in (plan.chosen, *plan.ranked):
+        setup = one.setup
+        assert one.fits
+        assert setup.num_gpus == num_gpus
+        assert setup.global_batch_seqs == workload.global_batch_seqs
+        assert why_not(workload.model, setup) == ""
+        assert device_peak_bytes(workload.model, workload.gpu, setup) <= workload.budget_bytes
+        for name, allowed in workload.fixed.items():
+            assert getattr(setup, name) in allowed
+        if setup.method != "full":
+            assert setup.lora_rank >= workload.min_rank
+
+
+@pytest.mark.parametrize(("model", "gpu", "num_gpus", "options"), JOBS, ids=str)
+def test_the_walk_explains_itself(model: str, gpu: str, num_gpus: int, options: dict[str, Any]) -> None:
+    plan = planned(model, gpu, num_gpus, **options)
+    questions = [each.question for each in plan.walk]
+    for words in ("one GPU enough", "DDP", "sharded", "Tensor or pipeline", "host", "DataParallel"):
+        assert any(words in question for question in questions), words
+    for each in plan.walk:
+        assert each.reason
+        for cut in each.cuts:
+            assert cut.reason
+            assert cut.needed_bytes is None or cut.budget_bytes == plan.workload.budget_bytes
+            if "does not fit" in cut.reason:
+                assert cut.needed_bytes is not None
+                assert cut.needed_bytes > plan.workload.budget_bytes
+
+
+def test_the_walked_figures_are_those_of_the_prediction() -> None:
+    plan = planned()
+    setup = plan.chosen.setup
+    formula = predict(plan.workload.model, plan.workload.gpu, setup, plan.workload.cluster)
+    assert formula == plan.chosen.formula
+    micro = answer(plan, "Which micro-batch").needed_bytes
+    assert micro == pytest.approx(formula.peak_device_bytes, rel=0.015)
+
+
+def test_a_prediction_is_the_worst_ranks() -> None:
+    setup = TrainSetup(num_gpus=4, parallel="none", pipeline_degree=4, accumulation_steps=8, loss="chunked")
+    workload = job()
+    formula = predict(workload.model, workload.gpu, setup)
+    assert len(formula.rank_peaks) > 1
+    assert formula.peak_device_bytes == max(size for _, _, size in formula.rank_peaks)
+    assert sum(number for _, number, _ in formula.rank_peaks) == 4
+    assert any("fullest" in note for note in formula.notes)
+    assert formula.memory_band_fraction > predict(workload.model, workload.gpu, TrainSetup()).memory_band_fraction
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("gpu", ["a100-80gb", "rtx-4090"])
+def test_more_gpus_are_never_slower(method: str, gpu: str) -> None:
+    """Up to the margin by which a simpler spread may be slower; global batch constant, so up to where it lasts."""
+    speeds = []
+    for num_gpus in (1, 2, 4, 8):
+        plan = plan_workload(job("Qwen/Qwen2.5-1.5B", gpu, num_gpus, fixed={"method": (method,)}))
+        if isinstance(plan, Plan):
+            speeds.append(plan.chosen.tokens_per_s)
+    assert len(speeds) >= 2
+    for fewer, more in itertools.pairwise(speeds):
+        assert more * (1 + SPREAD_GAIN_FRACTION) >= fewer
+
+
+def test_a_faster_link_is_never_slower() -> None:
+    speeds = [
+        planned(num_gpus=16, nodes=2, interconnect=link, fixed={"method": ("full",)}).chosen.tokens_per_s
+        for link in ("ethernet-10", "ethernet-100", "ib-400", "ib-3200")
+    ]
+    for slower, faster in itertools.pairwise(speeds):
+        assert faster * (1 + SPREAD_GAIN_FRACTION) >= slower
+
+
+def test_narrowing_the_spreads_is_never_faster() -> None:
+    free = planned(fixed={"method": ("full",)}).chosen.tokens_per_s
+    for parallel in ("zero1", "zero2", "zero3", "fsdp2"):
+        narrow = planned(fixed={"method": ("full",), "parallel": (parallel,)}).chosen.tokens_per_s
+        assert narrow <= free * (1 + SPREAD_GAIN_FRACTION)
+
+
+def test_ddp_where_everything_fits_on_every_gpu() -> None:
+    plan = planned("Qwen/Qwen2.5-0.5B", "a100-80gb", 8)
+    assert plan.chosen.setup.parallel == "ddp"
+    assert answer(plan, "DDP").choice == "yes, taken"
+    assert answer(plan, "sharded").choice == "nothing"
+
+
+def test_sharding_where_the_states_do_not_fit() -> None:
+    plan = planned("Qwen/Qwen2.5-7B", "a100-80gb", 8)
+    assert plan.chosen.setup.method == "full"
+    assert plan.chosen.setup.shards == 8
+    ddp = answer(plan, "DDP")
+    assert ddp.choice == "no"
+    assert ddp.needed_bytes is not None
+    assert ddp.needed_bytes > plan.workload.budget_bytes
+
+
+def test_one_gpu_is_compared() -> None:
+    plan = planned("Qwen/Qwen2.5-1.5B", "a100-80gb", 8)
+    assert answer(plan, "one GPU").choice == "yes, but slower"
+    assert any(each.label == "one GPU" for each in plan.alternatives)
+    large = planned("meta-llama/Llama-3.1-70B", "a100-80gb", 8, fixed={"method": ("lora",)})
+    assert answer(large, "one GPU").choice == "no"
+
+
+def test_quantization_is_discussed_from_four_gpus_on() -> None:
+    assert "rarely" in answer(planned(num_gpus=4), "quantized base help on 4 GPUs").reason
+    assert not any("quantized base help" in each.question for each in planned(num_gpus=2).walk)
+
+
+def test_offloading_only_where_nothing_else_fits() -> None:
+    plan = planned("Qwen/Qwen2.5-7B", "rtx-4090", 4, fixed={"method": ("full",), "precision": ("bf16-mixed",)})
+    assert plan.chosen.setup.offload != "none"
+    assert answer(plan, "host").reason == "nothing fits on the GPUs alone"
+    assert planned("Qwen/Qwen2.5-7B", "rtx-4090", 4).chosen.setup.offload == "none"
+
+
+def test_offloading_beyond_a_usual_host_is_refused_with_its_bytes() -> None:
+    """70B with 12 bytes and more per parameter do not fit beside two consumer cards; who asks for it is believed."""
+    fixed = {"method": ("full",)}
+    workload = job("meta-llama/Llama-3.1-70B", "rtx-4090", 2, fixed=fixed)
+    plan = plan_workload(workload)
+    assert isinstance(plan, NoPlan)
+    assert "host memory" in answer(plan, "host's memory").reason
+    setup = TrainSetup(
+        method="full",
+        lora_rank=0,
+        precision="bf16-mixed",
+        num_gpus=2,
+        parallel="fsdp2",
+        offload="parameters",
+    )
+    assert host_bytes_per_node(workload.model, setup, 1) > assumed_host_bytes(workload)
+    asked = plan_workload(job("meta-llama/Llama-3.1-70B", "rtx-4090", 2, fixed={**fixed, "offload": ("parameters",)}))
+    assert isinstance(asked, Plan)
+    assert any("host's memory" in note for note in asked.chosen.formula.notes)
+
+
+def test_tensor_and_pipeline_are_compared_where_communication_is_slow() -> None:
+    plan = planned(
+        "meta-llama/Llama-3.1-8B", "a100-80gb", 16, nodes=2, interconnect="ethernet-10", fixed={"method": ("full",)}
+    )
+    cuts = [cut.branch for cut in answer(plan, "Tensor or pipeline").cuts]
+    assert any(branch.startswith("pipeline") for branch in cuts)
+    assert "tensor parallelism across nodes" in cuts
+
+
+def test_nothing_fits_says_what_every_kind_of_spread_needs() -> None:
+    no_plan = plan_workload(
+        job("meta-llama/Llama-3.1-70B", "rtx-4090", 2, fixed={"method": ("lora",), "offload": ("none",)})
+    )
+    assert isinstance(no_plan, NoPlan)
+    assert no_plan.missing_bytes > 0
+    assert any(remedy.action.startswith("--gpus") for remedy in no_plan.remedies)
+    assert answer(no_plan, "sharded over the GPUs").choice == "no"
+
+
+def test_a_global_batch_that_cannot_be_dealt_out_is_an_error_with_a_hint() -> None:
+    with pytest.raises(UsageError) as error:
+        plan_workload(job(num_gpus=8, global_batch=3, fixed={"parallel": ("ddp",)}))
+    assert "3 sequences" in error.value.message
+    assert "--global-batch 8" in error.value.hint
+
+
+def test_what_no_engine_runs_is_an_error_with_its_reason() -> None:
+    with pytest.raises(UsageError) as error:
+        plan_workload(job(num_gpus=8, fixed={"parallel": ("fsdp2",), "quantization": ("int8",), "method": ("qlora",)}))
+    assert "int8" in error.value.message
+
+
+def test_the_default_global_batch_can_be_dealt_out() -> None:
+    for num_gpus in (2, 3, 8, 64):
+        workload = job(num_gpus=num_gpus, nodes=num_gpus // 8 or None)
+        assert workload.global_batch_seqs % num_gpus == 0
+        assert workload.global_batch_seqs >= 32
+    assert job(num_gpus=1).global_batch_seqs == 32
+
+
+def test_dry_runs_correct_spreads_one_by_one() -> None:
+    """A dry run that finds FSDP2 far too large sends the plan to another spread, and nothing is run twice."""
+    workload = job("Qwen/Qwen2.5-7B", "a100-80gb", 8, fixed={"method": ("full",)})
+    log: list[TrainSetup] = []
+
+    def run(setup: TrainSetup) -> Prediction:
+        log.append(setup)
+        formula = predict(workload.model, workload.gpu, setup, workload.cluster)
+        ratio = 5.0 if setup.parallel == "fsdp2" else 1.0
+        return replace(
+            formula, rung=Rung.DRY_RUN, peak_device_bytes=int(formula.peak_device_bytes * ratio), tokens_per_s=None
+        )
+
+    plan = refine(lambda corrections: plan_workload(workload, corrections), run)
+    assert isinstance(plan, Plan)
+    assert plan.chosen.fits
+    assert plan.chosen.setup.parallel != "fsdp2"
+    assert len(set(log)) == len(log)
+
+
+def test_corrections_of_one_spread_leave_the_others_alone() -> None:
+    one = TrainSetup(num_gpus=8, parallel="ddp")
+    assert correction_key(one) != correction_key(one.with_(parallel="fsdp2"))
+    assert correction_key(one) != correction_key(TrainSetup())
+    assert spread_key(one) == spread_key(one.with_(micro_batch_seqs=4))
+
+
+def test_one_gpu_never_loads_the_parallel_package() -> None:
+    code = (
+        "import sys; from planner.cli.app import run;"
+        "code = run(['Qwen/Qwen2.5-1.5B', '--gpu', 'rtx-4090', '--no-dry-run']);"
+        "loaded = [name for name in sys.modules if name.startswith('planner.parallel')];"
+        "print(loaded, file=sys.stderr); sys.exit(9 if loaded else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_fields_of_the_spread_are_all_there() -> None:
+    assert set(FIELDS) < set(TrainSetup.__dataclass_fields__)
