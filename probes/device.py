@@ -9,7 +9,7 @@ import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +51,45 @@ def take_turn(device: str, waiting: Callable[[bool], None], *, read: ReadStatus 
         waiting(True)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         waiting(False)
+    return clean_turn(device, descriptor=descriptor, read=read)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """Several devices that are ours until closed."""
+
+    descriptors: tuple[int, ...]
+
+    def close(self) -> None:
+        """Gives the devices to the next."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+def take_turns(devices: Sequence[str], waiting: Callable[[bool], None], *, read: ReadStatus = device_status) -> Turns:
+    """Waits for the locks of all devices of a job, in one order for everybody, so that two jobs never wait for each
+    other. Whether each device is clean its own rank looks (`clean_turn`)."""
+    names = set()
+    for device in devices:
+        if device != "cpu":
+            status = read(device)
+            names.add(status.uuid if status is not None else device.replace(":", "-"))
+    held = []
+    for name in sorted(names):
+        descriptor = _open_lock(name)
+        if descriptor is None:
+            continue
+        waiting(True)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        waiting(False)
+        held.append(descriptor)
+    return Turns(descriptors=tuple(held))
+
+
+def clean_turn(device: str, *, descriptor: int | None = None, read: ReadStatus = device_status) -> Turn:
+    """The turn of a process whose lock is held already (`descriptor`, or its agent's), on a clean device."""
+    if device == "cpu":
+        return Turn(descriptor=descriptor, before=None)
     before = wait_until_clean(device, read=read)
     shared = before.used_bytes if before is not None and before.used_bytes > QUIET_BYTES else 0
     return Turn(descriptor=descriptor, before=before, shared_bytes=shared)

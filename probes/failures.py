@@ -36,6 +36,17 @@ _UNSUPPORTED_TEXT = re.compile(
     r"not implemented for '|no kernel image is available|No available kernel|does not support|is not supported"
     r"|only supports|requires compute capability|FlashAttention2 has been toggled on, but it cannot be used"
 )
+# What a rank says when another one is late, and what it says when another one is gone. The texts of gloo
+# (transport/tcp/pair.cc, unbound_buffer.cc), of PyTorch's TCPStore and of ProcessGroupNCCL's watchdog, PyTorch 2.13.
+_COLLECTIVE_TIMEOUT_TEXT = re.compile(
+    r"Timed out waiting \d+ ?ms|[Tt]imed out after \d+ (?:seconds|ms|milliseconds)|[Ss]ocket [Tt]imeout"
+    r"|wait timeout after \d+ ?ms|Watchdog caught collective operation timeout|Application timeout caused pair closure"
+)
+_PEER_GONE_TEXT = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|failed to recv, got 0 bytes"
+    r"|remote process exited or there was a network error|ncclRemoteError|NCCL communicator was aborted"
+    r"|\bDist(?:Network|Store)Error\b"
+)
 
 
 class UnsupportedProbe(Exception):
@@ -63,7 +74,14 @@ def classify_exception(error: BaseException) -> tuple[FailureKind, str]:
         return FailureKind.UNSUPPORTED, message
     if isinstance(error, (RuntimeError, ValueError)) and _UNSUPPORTED_TEXT.search(str(error)):
         return FailureKind.UNSUPPORTED, message
+    if isinstance(error, RuntimeError) and _COLLECTIVE_TIMEOUT_TEXT.search(str(error)):
+        return FailureKind.TIMEOUT, message
     return FailureKind.CRASHED, message
+
+
+def is_peer_trouble(message: str) -> bool:
+    """Whether a rank's failure speaks of another rank: one that is late, or gone."""
+    return bool(_COLLECTIVE_TIMEOUT_TEXT.search(message) or _PEER_GONE_TEXT.search(message))
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -104,6 +122,8 @@ def classify_exit(returncode: int, log_tail: str, *, oom_killed: bool) -> tuple[
             return FailureKind.OUT_OF_MEMORY, "killed by the kernel: the machine's main memory ran out"
         if -returncode == signal.SIGABRT and _OOM_TEXT.search(log_tail) and not _DEVICE_FAULT_TEXT.search(log_tail):
             return FailureKind.OUT_OF_MEMORY, f"ended by {name} on a refused allocation: {last}"
+        if -returncode == signal.SIGABRT and _COLLECTIVE_TIMEOUT_TEXT.search(log_tail):  # NCCL's watchdog aborts
+            return FailureKind.TIMEOUT, f"ended by {name} because a collective timed out: {last}"
         return FailureKind.CRASHED, f"killed by {name}" + (f"; last output: {last}" if last else "")
     if _OOM_TEXT.search(log_tail) and not _DEVICE_FAULT_TEXT.search(log_tail):
         return FailureKind.OUT_OF_MEMORY, f"exit status {returncode} on a refused allocation: {last}"

@@ -2,6 +2,9 @@
 
 Each depth is built from the configuration with random weights, runs the trainer's own step with phase marks until the
 optimizer's state exists (memory), then without marks until the step times settle (speed).
+
+On several GPUs this runs in every rank of the job, on the rank's own device; the ranks agree on the steps they run
+(`probes.crew`) and rank 0 answers for all.
 """
 
 import gc
@@ -15,17 +18,21 @@ import torch
 
 from planner.outcome import Measurement
 from planner.units import MIB
-from probes.device import Turn, take_turn
+from probes.crew import Crew, crew_of
+from probes.device import Turn, clean_turn, take_turn
 from probes.environment import read_environment
 from probes.failures import UnsupportedProbe
 from probes.measure_depth import Depths, choose_depths
 from probes.measure_meters import CpuMeter, CudaMeter, Meter, copy_bandwidth
 from probes.measure_timing import DepthRun, extend, miss_fraction, timed_until_settled
+from probes.ranks import Seat, seat_of
 from probes.request import ProbeRequest
 from probes.stack import build_model, inner_model, load_config, make_batch, make_optimizer, make_trainer, train_step
 from probes.stack.autocast import emulation_installed
 from probes.stack.quantize import quantized_tensors
 from probes.stack.real_losses import loss_is_emulated
+from probes.stack.shards import fill_shards, shards_first
+from probes.stack.spread import spread_model
 from probes.worker import StatusPipe, limit_cpu_memory
 
 ACCUMULATION_TIMED = (1, 3)
@@ -35,7 +42,8 @@ PARAMETER_STEPS_NOTE = "accumulation timed at 1 and 3 micro-batches and extended
 
 
 def measure(request: ProbeRequest, status: StatusPipe) -> Measurement:
-    """The measurement of one request on this process's device.
+    """The measurement of one request on this process's device; of a job of several ranks, the whole job's on rank 0 and
+    this rank's on the others.
 
     Raises:
         Whatever the libraries raise; `probes.failures.classify_exception` names it.
@@ -44,24 +52,44 @@ def measure(request: ProbeRequest, status: StatusPipe) -> Measurement:
         raise UnsupportedProbe("torch.compile is not probed: its one-off compilation takes longer than the probe")
     status.progress("choosing depths")
     depths = _depths(request)  # no GPU needed yet: the one before us may still be measuring
-    turn = _claim_device(request, status)
-    if request.device == "cpu" and request.limits.cpu_memory_bytes is not None:
-        limit_cpu_memory(request.limits.cpu_memory_bytes)
-    bandwidth = copy_bandwidth(request.device) if request.limits.cpu_memory_bytes is None else 0.0
+    seat = _seat(request)
+    request = replace(request, device=request.devices[seat.local_rank])
+    turn = _claim_device(request, seat, status)
     with ExitStack() as resources:
+        if seat.size > 1:
+            status.progress("meeting the other ranks")
+        crew = resources.enter_context(crew_of(seat, request.device, request.limits.time_s))
+        if request.device == "cpu" and request.limits.cpu_memory_bytes is not None:
+            limit_cpu_memory(request.limits.cpu_memory_bytes)
+        bandwidth = copy_bandwidth(request.device) if request.limits.cpu_memory_bytes is None else 0.0
         gc.collect()
         gc.freeze()  # the libraries' million objects are not looked through again after every depth
         resources.callback(gc.unfreeze)
         if request.device == "cpu":
             resources.enter_context(emulation_installed())
-        runner = _DepthRunner(request=request, status=status, turn=turn, resources=resources)
-        return _assemble(request, depths, runner, bandwidth)
+        runner = _DepthRunner(request=request, status=status, turn=turn, crew=crew, resources=resources)
+        mine = _assemble(request, depths, runner, bandwidth)
+        return crew.worst(mine) or mine
 
 
-def _claim_device(request: ProbeRequest, status: StatusPipe) -> Turn:
+def _seat(request: ProbeRequest) -> Seat:
+    """This process's place in the job that the request asks for.
+
+    Raises:
+        UnsupportedProbe: the job was started with another number of processes.
+    """
+    if request.num_ranks == 1:
+        return Seat()
+    seat = seat_of()
+    if seat.size != request.num_ranks:
+        raise UnsupportedProbe(f"a setup on {request.num_ranks} GPUs needs as many ranks, got {seat.size}")
+    return seat
+
+
+def _claim_device(request: ProbeRequest, seat: Seat, status: StatusPipe) -> Turn:
     """Waits for our turn on a clean device, makes it current and sets its memory cap."""
-    torch.manual_seed(request.seed)
-    turn = take_turn(request.device, status.waiting)
+    torch.manual_seed(request.seed + seat.rank)
+    turn = take_turn(request.device, status.waiting) if seat.size == 1 else clean_turn(request.device)
     if request.device == "cpu":
         return turn
     if not torch.cuda.is_available():
@@ -100,13 +128,14 @@ class _DepthRunner:
     request: ProbeRequest
     status: StatusPipe
     turn: Turn
+    crew: Crew
     resources: ExitStack
 
     def run(self, depth: int, *, timed: bool) -> DepthRun:
         """One depth: its phases' peaks and, if `timed`, its step times."""
         meter: Meter
         if self.request.device == "cpu":
-            meter = CpuMeter(self.request.limits.cpu_clock)
+            meter = CpuMeter(self.request.limits.cpu_clock, spread=self.crew.seat.size > 1)
         else:
             before = self.turn.before
             meter = CudaMeter(self.request.device, self.resources, before.used_bytes if before is not None else None)
@@ -128,16 +157,28 @@ class _DepthRunner:
         return ("leftover-memory",) if torch.cuda.memory_allocated(device) > LEFTOVER_BYTES else ()
 
     def _run(self, depth: int, meter: Meter, *, timed: bool) -> DepthRun:
-        request, setup, device = self.request, self.request.setup, self.request.device
+        request, setup, device = self.request, self.request.setup, torch.device(self.request.device)
         self.status.progress(f"building {depth} layers")
+        sharded = shards_first(setup)
         model = build_model(
-            request.config, setup, device=device, num_layers=depth, attention=attention_name(request), seed=request.seed
+            request.config,
+            setup,
+            device="meta" if sharded else device,
+            num_layers=depth,
+            attention=attention_name(request),
+            seed=request.seed,
         )
+        spread = None
+        if sharded:
+            spread = spread_model(model, setup, device=device)
+            fill_shards(model, device, setup, seed=request.seed)
         if isinstance(meter, CpuMeter):
             _count_loaded(meter, model)
         with meter.following():
-            optimizer = make_optimizer(setup.optimizer, model.parameters(), device_type=torch.device(device).type)
-            trainer = make_trainer(model, setup, optimizer)
+            if spread is None and self.crew.seat.size > 1:
+                spread = spread_model(model, setup, device=device)
+            optimizer = make_optimizer(setup.optimizer, model.parameters(), device_type=device.type)
+            trainer = make_trainer(model, setup, optimizer, spread)
             batches = [make_batch(setup, inner_model(model).config, device=device) for _ in range(_batches(request))]
             self.status.progress(f"warming up {depth} layers")
             for _ in range(request.limits.warmup_steps):
@@ -174,13 +215,15 @@ class _DepthRunner:
     def _settled_times(
         self, meter: Meter, step: Callable[[], object], measure_s: float
     ) -> tuple[tuple[float, ...], bool]:
+        """All ranks see the slowest one's times and rank 0's clock, and so run the same steps."""
         import time
 
-        first_s = meter.time_steps(step, 1)[0]  # without marks for the first time: not counted
+        crew = self.crew
+        first_s = crew.slowest(meter.time_steps(step, 1))[0]  # without marks for the first time: not counted
         return timed_until_settled(
-            lambda num: meter.time_steps(step, num),
+            lambda num: crew.slowest(meter.time_steps(step, num)),
             replace(self.request.limits, measure_s=measure_s),
-            time.monotonic,
+            lambda: crew.same(time.monotonic()),
             expected_step_s=first_s,
         )
 

@@ -14,6 +14,7 @@ from planner.errors import ConfigError, UsageError
 from planner.interchange import setup_from_dict, setup_to_dict
 from planner.outcome import Rung
 from planner.setup import TrainSetup
+from probes.ranks import num_processes
 
 REQUEST_SCHEMA = 1
 
@@ -63,7 +64,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeRequest:
-    """One probe: a model's configuration, a setup, a device.
+    """One probe: a model's configuration, a setup, a device (the first of several where the setup takes several).
 
     Attributes:
         config: the raw `config.json` (weights are random; nothing is downloaded).
@@ -90,11 +91,19 @@ class ProbeRequest:
             raise UsageError(f"device must be 'cpu' or 'cuda:N', got {self.device!r}")
         if any(depth < 0 for depth in self.depths) or (0 in self.depths and len(self.depths) > 1):
             raise UsageError(f"depths must be positive, or (0,) for full depth; got {self.depths}")
-        if self.setup.num_gpus != 1:
-            raise UsageError(
-                f"a probe runs one process on one GPU, got a setup of {self.setup.num_gpus} GPUs",
-                hint="probe the per-GPU share of the setup (--gpus 1)",
-            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the job."""
+        return num_processes(self.setup)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Every device of the job, by rank; all ranks share the one CPU."""
+        if self.device == "cpu":
+            return ("cpu",) * self.setup.num_gpus
+        first = int(self.device.partition(":")[2] or 0)
+        return tuple(f"cuda:{index}" for index in range(first, first + self.setup.num_gpus))
 
     @property
     def full_depth(self) -> bool:

@@ -3,6 +3,9 @@
 The child runs in its own process group, which is killed as a whole at the limit and swept afterwards; if the runner
 dies, the kernel kills the child (`worker.die_with_parent`). The child itself waits for its turn on a clean GPU
 (`probes.device`).
+
+A setup on several GPUs is a job of several ranks: the child is then torchrun (`probes.agent`), and the outcome is named
+from what the ranks and torchrun tell (`probes.ranks`). The first rank that fails ends the job.
 """
 
 import contextlib
@@ -16,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from planner.errors import EnvironmentProblem
@@ -24,9 +27,15 @@ from planner.outcome import FailureKind, Measurement, ProbeFailure
 from planner.units import MIB
 from probes.failures import classify_exit, oom_kill_count
 from probes.outcomes import BadOutcome, Outcome, outcome_from_dict
+from probes.ranks import RankReport, why_not_probed
 from probes.request import ProbePaths, ProbeRequest, write_json_whole
 
 WORKER_ARGV = (sys.executable, "-m", "probes.worker")
+AGENT_ARGV = (sys.executable, "-m", "probes.agent")
+JOB_VARIABLE = "FINETUNE_PLANNER_PROBE"
+"""Set for every process of a probe: torchrun's ranks have sessions of their own and are found by it."""
+RANK_GRACE_S = 10.0
+"""After the first rank failed (or the result was delivered) the others and torchrun may still say what they know."""
 MAX_LOG_BYTES = 256 * MIB
 LOG_TAIL_BYTES = 16 * 1024
 KILL_WAIT_S = 15.0
@@ -61,6 +70,9 @@ def run_probe(
         EnvironmentProblem: the request cannot be written or the child cannot be started; nothing was run.
         KeyboardInterrupt: Ctrl-C, after the child was killed.
     """
+    reason = why_not_probed(request.setup)
+    if reason:
+        return ProbeFailure(rung=request.rung, kind=FailureKind.UNSUPPORTED, message=reason)
     paths = _make_directory(work_dir)
     try:
         write_json_whole(paths.request, request.to_dict())
@@ -108,13 +120,14 @@ def _run_child(
     try:
         log = _open_log(paths)
         command = [
-            *argv,
+            *(argv if request.num_ranks == 1 else AGENT_ARGV),
             str(paths.request),
             str(paths.result),
             "--status-fd",
             str(write_end),
             "--parent",
             str(os.getpid()),
+            *(() if request.num_ranks == 1 else ("--", *argv)),
         ]
         try:
             child = subprocess.Popen(
@@ -124,7 +137,7 @@ def _run_child(
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 pass_fds=(write_end,),
-                env=child_environment(),
+                env={**child_environment(), JOB_VARIABLE: str(paths.directory)},
             )
         except OSError as error:
             raise EnvironmentProblem(
@@ -145,6 +158,8 @@ def _run_child(
             ending = watch.until_end()
         finally:
             killed = _kill_group(child)
+            if request.num_ranks > 1:
+                killed = _kill_job(str(paths.directory)) and killed
     finally:
         os.close(read_end)
     # A result that was delivered counts, even if the child hung or crashed while it was being torn down.
@@ -154,15 +169,20 @@ def _run_child(
     if ending == "stop":
         _remove_directory(paths)
         raise ProbeStopped
+    tail, oom_killed = read_tail(paths.log), oom_kill_count() > kills_before
+    verdict = watch.ranks.verdict(tail, size=request.num_ranks, oom_killed=oom_killed)
+    if verdict is not None:
+        return ProbeFailure(rung=request.rung, kind=verdict[0], message=verdict[1])
     if ending == "timeout":
-        message = f"no result within {request.limits.time_s:g} s; last seen {watch.last_progress or 'starting'}"
+        seen = watch.ranks.last_seen() if watch.ranks.progress else watch.last_progress or "starting"
+        message = f"no result within {request.limits.time_s:g} s; last seen {seen}"
         if not killed:
             message += f"; process {child.pid} does not die (stuck in the driver)"
         return ProbeFailure(rung=request.rung, kind=FailureKind.TIMEOUT, message=message)
     if ending == "log":
         message = f"printed more than {MAX_LOG_BYTES // MIB} MiB and was stopped"
         return ProbeFailure(rung=request.rung, kind=FailureKind.CRASHED, message=message)
-    kind, message = classify_exit(child.returncode, read_tail(paths.log), oom_killed=oom_kill_count() > kills_before)
+    kind, message = classify_exit(child.returncode, tail, oom_killed=oom_killed)
     if delivered:
         message = f"{message}; {delivered}"
     return ProbeFailure(rung=request.rung, kind=kind, message=message)
@@ -202,13 +222,15 @@ class _Watch:
     stop: threading.Event
     last_progress: str = ""
     sent_result: object = None
+    ranks: RankReport = field(default_factory=RankReport)
+    _last_words_from: float | None = None
     _buffer: bytes = b""
     _pipe_open: bool = True
     _waiting_since: float | None = None
     _waited_s: float = 0.0
 
     def until_end(self) -> str:
-        """ "exit", "timeout" or "log"."""
+        """ "exit", "timeout", "log", "stop", or "ranks" when a job is over although torchrun still runs."""
         os.set_blocking(self.pipe, False)
         started = time.monotonic()
         with _exit_descriptor(self.child) as exit_descriptor:
@@ -226,6 +248,8 @@ class _Watch:
                         return "timeout"
                 if self._log_bytes() > MAX_LOG_BYTES:
                     return "log"
+                if self._last_words_from is not None and time.monotonic() - self._last_words_from > RANK_GRACE_S:
+                    return "ranks"
                 sources = [one for one in (exit_descriptor, self.pipe if self._pipe_open else None) if one is not None]
                 wait_s = min(POLL_S if exit_descriptor is not None else 0.02, max(left_s, 0.0))
                 ready, _, _ = select.select(sources, [], [], wait_s)
@@ -246,12 +270,16 @@ class _Watch:
             self._buffer += data
         *lines, self._buffer = self._buffer.split(b"\n")
         for line in lines:
-            with contextlib.suppress(ValueError, AttributeError):
+            with contextlib.suppress(ValueError, AttributeError, TypeError, KeyError):
                 event = json.loads(line)
-                self.last_progress = str(event.get("progress", self.last_progress))
+                if event.get("rank", 0) == 0:  # a job's bar follows its first rank
+                    self.last_progress = str(event.get("progress", self.last_progress))
                 self.sent_result = event.get("result", self.sent_result)
                 if "waiting" in event:
                     self._wait(bool(event["waiting"]))
+                self.ranks.hear(event)
+                if self._last_words_from is None and (self.ranks.failed or "delivered" in event):
+                    self._last_words_from = time.monotonic()
 
     def _wait(self, begins: bool) -> None:
         if begins:
@@ -293,6 +321,32 @@ def _kill_group(child: "subprocess.Popen[bytes]") -> bool:
     except subprocess.TimeoutExpired:
         return False
     return True
+
+
+def _kill_job(name: str) -> bool:
+    """Kills every process of the job, in whatever session it is; whether all are gone."""
+    deadline = time.monotonic() + KILL_WAIT_S
+    while True:
+        left = job_processes(name)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not left:
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+
+
+def job_processes(name: str) -> list[int]:
+    """The live processes whose environment names this job (Linux; none elsewhere). A zombie has no environment."""
+    mark = f"{JOB_VARIABLE}={name}".encode()
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in entry.read_bytes().split(b"\0"):
+                found.append(int(entry.parent.name))
+    return found
 
 
 def _read_result(paths: ProbePaths, sent: object) -> Outcome | str:

@@ -3,6 +3,9 @@
 Reads one request, runs it, writes one tagged result beside and renames it. Whatever happens inside Python becomes a
 `ProbeFailure`; what kills the process outright (a signal, the kernel) is named by the runner. If the disk is full the
 result goes through the status pipe instead.
+
+Of a job of several ranks (started by `probes.agent`) this is one: rank 0 writes the job's measurement, a rank that
+fails says so through the pipe, and the runner names the job's outcome.
 """
 
 import argparse
@@ -22,10 +25,12 @@ from pathlib import Path
 from planner.outcome import ProbeFailure
 from probes.failures import classify_exception
 from probes.outcomes import Outcome, outcome_to_dict
+from probes.ranks import rank_failure_event, seat_of
 from probes.request import ProbeRequest, write_json_whole
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 EXIT_NO_RESULT = 71  # the result could be delivered nowhere
+EXIT_RANK_FAILED = 72  # torchrun ends the other ranks
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -60,16 +65,22 @@ class TolerantLog(io.TextIOBase):
 
 
 class StatusPipe:
-    """One JSON line per event to the runner; silent when nobody listens."""
+    """One JSON line per event to the runner; silent when nobody listens.
 
-    def __init__(self, descriptor: int | None) -> None:
+    Args:
+        rank: of the job's process that speaks; None where there is but one.
+    """
+
+    def __init__(self, descriptor: int | None, rank: int | None = None) -> None:
         self._descriptor = descriptor
+        self._rank = rank
 
     def send(self, kind: str, value: object) -> bool:
         """Whether the line was delivered."""
         if self._descriptor is None:
             return False
-        line = (json.dumps({kind: value}, separators=(",", ":")) + "\n").encode()
+        event = {kind: value} if self._rank is None else {kind: value, "rank": self._rank}
+        line = (json.dumps(event, separators=(",", ":")) + "\n").encode()
         try:
             while line:
                 line = line[os.write(self._descriptor, line) :]
@@ -142,16 +153,25 @@ def main(argv: list[str] | None = None, measure: Measure = real_measure) -> int:
     die_with_parent(args.parent)
     sys.stdout, sys.stderr = TolerantLog(1), TolerantLog(2)
     faulthandler.enable()
-    status = StatusPipe(args.status_fd)
     values = json.loads(args.request.read_text(encoding="utf-8"))
     request = ProbeRequest.from_dict(values)
+    rank = seat_of().rank if request.num_ranks > 1 else None
+    status = StatusPipe(args.status_fd, rank)
     outcome = run(request, measure, status)
     limits = resource.getrlimit(resource.RLIMIT_AS)
     if limits[0] != limits[1]:  # room again to write the answer
         resource.setrlimit(resource.RLIMIT_AS, (limits[1], limits[1]))
-    if deliver(outcome, args.result, status):
-        return 0
-    return EXIT_NO_RESULT
+    if rank is not None:
+        if isinstance(outcome, ProbeFailure):
+            status.send("failure", rank_failure_event(outcome.kind, outcome.message))
+            return EXIT_RANK_FAILED
+        if rank > 0:
+            return 0
+    if not deliver(outcome, args.result, status):
+        return EXIT_NO_RESULT
+    if rank is not None:
+        status.send("delivered", True)
+    return 0
 
 
 def leave(code: int) -> None:

@@ -304,7 +304,7 @@ def test_request_survives_json_and_refuses_nonsense() -> None:
     assert ProbeRequest.from_dict(one.to_dict()) == one
     with pytest.raises(UsageError, match="device"):
         ProbeRequest(model_id="m", config={}, setup=TrainSetup(), device="tpu")
-    with pytest.raises(UsageError, match="one GPU"):
-        ProbeRequest(model_id="m", config={}, setup=TrainSetup(num_gpus=2, parallel="ddp"), device="cpu")
+    two = ProbeRequest(model_id="m", config={}, setup=TrainSetup(num_gpus=2, parallel="ddp"), device="cuda:2")
+    assert (two.num_ranks, two.devices) == (2, ("cuda:2", "cuda:3"))
     with pytest.raises(UsageError, match="warmup_steps"):
         Limits(warmup_steps=1)

@@ -1,0 +1,71 @@
+"""One rank of a job that misbehaves as its request says (`config["faults"]`, by rank): the real `probes.worker` main
+under the real torchrun agent. No torch but where ranks truly meet ("meets-...")."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from fault_worker import measured
+
+from probes import worker
+from probes.outcomes import Outcome
+from probes.ranks import seat_of
+from probes.request import ProbeRequest
+from probes.worker import StatusPipe
+
+
+def misbehave(request: ProbeRequest, status: StatusPipe) -> Outcome:
+    """Does what `config["faults"]` names for this rank; "waits" stands for a rank that would meet the others."""
+    seat = seat_of()
+    fault = request.config.get("faults", {}).get(str(seat.rank), "ok")
+    pids = request.config.get("pids")
+    if pids:
+        beside = Path(pids) / f".{seat.rank}"
+        beside.write_text(f"{os.getpid()} {os.getppid()}")
+        beside.rename(Path(pids) / str(seat.rank))
+    status.progress(f"about to {fault}")
+    print(f"rank {seat.rank} of {seat.size}, fault {fault}", flush=True)
+    if fault.startswith("meets"):
+        return meet(request, fault)
+    if fault == "waits":
+        time.sleep(600)
+    elif fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "abort":
+        os.abort()
+    elif fault == "memory":
+        worker.limit_cpu_memory(64 << 20)
+        return measured(request, step_s=float(len(bytearray(512 << 20))))
+    elif fault == "unsupported":
+        raise NotImplementedError("no such kernel")
+    elif fault == "bug":
+        raise KeyError("a bug of ours")
+    elif fault == "exit":
+        os._exit(3)
+    elif fault == "silent":
+        os._exit(0)
+    return measured(request)
+
+
+def meet(request: ProbeRequest, fault: str) -> Outcome:
+    """Ranks that truly meet over gloo; "-and-sleeps" does not come to the second exchange."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from probes.crew import Crew, crew_of
+
+    seat = seat_of()
+    with crew_of(seat, "cpu", request.limits.time_s) as crew:
+        assert crew.gather(seat.rank) == list(range(seat.size))
+        hasty = Crew(seat=seat, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=2)))
+        if fault == "meets-and-sleeps":
+            time.sleep(600)
+        hasty.gather("still here")
+        crew.same("the others wait longer")
+    return measured(request)
+
+
+if __name__ == "__main__":
+    worker.leave(worker.main(measure=misbehave))

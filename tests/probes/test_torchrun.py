@@ -1,0 +1,176 @@
+"""Real jobs of two ranks over gloo on the CPU: DDP and FSDP2 train a tiny model, one measurement comes back."""
+
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.outcome import Environment, FailureKind, Measurement, ProbeFailure, Rung
+from planner.setup import TrainSetup
+from probes import runner
+from probes.crew import collective_timeout_s, merge
+from probes.measure import measure
+from probes.outcomes import outcome_from_dict, outcome_to_dict
+from probes.request import Limits, ProbeRequest
+from probes.worker import StatusPipe
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+}
+LIMITS = Limits(time_s=300, measure_s=0.5, window_steps=1, max_steps=2)
+"""A limit far above what the job takes: nothing here is decided by time."""
+TOLERANCE = 0.01
+
+
+def setup(**changes: Any) -> TrainSetup:
+    values: dict[str, Any] = {
+        "method": "full",
+        "lora_rank": 0,
+        "precision": "fp32",
+        "optimizer": "adamw",
+        "seq_len_tokens": 64,
+        "micro_batch_seqs": 2,
+        "num_gpus": 2,
+    }
+    return TrainSetup(**{**values, **changes})
+
+
+def asked(one: TrainSetup, **changes: Any) -> ProbeRequest:
+    return ProbeRequest(model_id="tiny", config=LLAMA, setup=one, device="cpu", **{"limits": LIMITS, **changes})
+
+
+@pytest.fixture(scope="module")
+def alone() -> Measurement:
+    """The same model and step on one device, full depth."""
+    return measure(asked(setup(num_gpus=1), depths=(0,)), StatusPipe(None))
+
+
+def job(one: TrainSetup, tmp_path: Path, **changes: Any) -> Measurement:
+    outcome = runner.run_probe(asked(one, **changes), work_dir=tmp_path)
+    if isinstance(outcome, ProbeFailure):
+        log = Path(outcome.log_path).read_text()[-3000:] if outcome.log_path else ""
+        raise AssertionError(f"{outcome.kind}: {outcome.message}\n{log}")
+    assert list(tmp_path.iterdir()) == []
+    assert [name for name, _, _ in sorted(outcome.rank_peaks)] == ["rank 0", "rank 1"]
+    assert outcome.rank_peaks[0][2] == outcome.peak_device_bytes  # the worst comes first
+    assert outcome.tokens_per_step == one.tokens_per_step == 2 * one.accumulation_steps * 2 * 64
+    return outcome
+
+
+def weight_bytes(alone: Measurement) -> int:
+    return alone.phase_peaks_bytes["load"]
+
+
+def test_ddp_is_measured_at_truncated_depth_and_holds_its_buckets(alone: Measurement, tmp_path: Path) -> None:
+    """DDP's buckets are as large as the gradients and there from the start: twice the weights after loading. Extended
+    from 2 and 4 layers to 8, and held to one device's full depth."""
+    found = job(setup(parallel="ddp", accumulation_steps=2), tmp_path)
+    assert found.layers_measured == (2, 4, 6)
+    assert found.extrapolation_error_fraction == pytest.approx(0.0, abs=TOLERANCE)
+    assert found.phase_peaks_bytes["load"] == pytest.approx(2 * weight_bytes(alone), rel=2 * TOLERANCE)
+    assert found.phase_peaks_bytes["step"] == pytest.approx(
+        alone.phase_peaks_bytes["step"] + weight_bytes(alone), rel=2 * TOLERANCE
+    )
+
+
+def test_fsdp2_is_measured_and_holds_half_of_the_states(alone: Measurement, tmp_path: Path) -> None:
+    found = job(setup(parallel="fsdp2"), tmp_path, depths=(0,))
+    assert found.layers_measured == (8,)
+    assert found.phase_peaks_bytes["load"] == pytest.approx(weight_bytes(alone) / 2, rel=2 * TOLERANCE)
+    assert found.phase_peaks_bytes["step"] < 0.75 * alone.phase_peaks_bytes["step"]
+    assert found.phase_peaks_bytes["backward"] < alone.phase_peaks_bytes["backward"]
+
+
+def test_rank_killed_in_the_middle_of_a_step_ends_the_job_and_is_named(tmp_path: Path) -> None:
+    """SIGKILL to rank 1 while both train: its peer fails in a collective, the outcome names the one that was killed."""
+    killed: list[int] = []
+
+    def kill(text: str, elapsed_s: float) -> None:
+        if killed or not text.startswith(("warming up", "timing")):
+            return
+        for folder in tmp_path.glob("probe-*"):
+            for pid in runner.job_processes(str(folder)):
+                if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    os.kill(pid, signal.SIGKILL)
+                    killed.append(pid)
+
+    outcome = runner.run_probe(asked(setup(parallel="ddp"), depths=(0,)), work_dir=tmp_path, on_progress=kill)
+    assert killed
+    assert isinstance(outcome, ProbeFailure), outcome
+    assert outcome.kind is FailureKind.CRASHED, outcome
+    assert "rank 1 of 2: killed by SIGKILL" in outcome.message
+    assert outcome.log_path is not None
+    assert runner.job_processes(str(Path(outcome.log_path).parent)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"parallel": "dp"}, "never recommended"),
+        ({"parallel": "device-map"}, "take turns"),
+        ({"tensor_degree": 2}, "training engine"),
+        ({"pipeline_degree": 2, "accumulation_steps": 2}, "training engine"),
+    ],
+    ids=["dp", "device-map", "tensor", "pipeline"],
+)
+def test_spread_that_no_probe_runs_is_refused_before_anything_starts(
+    changes: Mapping[str, Any], words: str, tmp_path: Path
+) -> None:
+    outcome = runner.run_probe(asked(setup(**changes)), work_dir=tmp_path)
+    assert isinstance(outcome, ProbeFailure)
+    assert outcome.kind is FailureKind.UNSUPPORTED
+    assert words in outcome.message
+
+
+# One measurement out of many, without processes
+
+
+def of_rank(peak_bytes: int, **changes: Any) -> Measurement:
+    here = Environment(gpu_name="G", gpu_key=None, driver="", cuda="", python="", platform="", libraries={})
+    values: dict[str, Any] = {
+        "rung": Rung.PROBE,
+        "peak_allocated_bytes": peak_bytes,
+        "peak_reserved_bytes": peak_bytes,
+        "peak_device_bytes": peak_bytes,
+        "phase_peaks_bytes": {"load": peak_bytes},
+        "step_times_s": (0.5, 0.6),
+        "tokens_per_step": 1000,
+        "layers_measured": (2, 4),
+        "environment": here,
+    }
+    return Measurement(**{**values, **changes})
+
+
+def test_merge_keeps_the_worst_rank_and_every_flag() -> None:
+    one = of_rank(100, flags=("unstable",), extrapolation_error_fraction=0.001, copy_bandwidth_bytes_per_s=9.0)
+    two = of_rank(300, notes=("seen",), extrapolation_error_fraction=-0.004, copy_bandwidth_bytes_per_s=7.0)
+    three = of_rank(200, flags=("power-capped",), device_peak_is_nvml=False)
+    found = merge([one, two, three])
+    assert found.peak_device_bytes == found.phase_peaks_bytes["load"] == 300
+    assert found.rank_peaks == (("rank 1", 1, 300), ("rank 2", 1, 200), ("rank 0", 1, 100))
+    assert found.flags == ("power-capped", "unstable")
+    assert "seen" in found.notes
+    assert found.extrapolation_error_fraction == -0.004
+    assert found.copy_bandwidth_bytes_per_s == 7.0
+    assert not found.device_peak_is_nvml
+    assert found.step_times_s == (0.5, 0.6)
+    assert outcome_from_dict(outcome_to_dict(found)) == found
+    old = {name: value for name, value in outcome_to_dict(found).items() if name != "rank_peaks"}
+    assert outcome_from_dict(old) == replace(found, rank_peaks=())  # a record of before there were ranks
+
+
+def test_collectives_end_before_the_probe_does() -> None:
+    assert collective_timeout_s(180.0) == 90.0
+    assert collective_timeout_s(1.0) == 5.0
+    assert collective_timeout_s(100_000.0) == 600.0

@@ -1,0 +1,232 @@
+"""A job of two ranks: whatever becomes of one of them, the outcome has the right name and no process is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.outcome import FailureKind, Measurement, ProbeFailure
+from planner.setup import TrainSetup
+from probes import device, runner
+from probes.environment import DeviceStatus
+from probes.ranks import RankReport, Seat, num_processes, seat_of, why_not_probed
+from probes.request import Limits, ProbeRequest
+
+WORKER = Path(__file__).with_name("rank_worker.py")
+ARGV = (sys.executable, str(WORKER))
+LIMIT_S = 120.0
+"""Far above what a job takes on a busy machine: no test but one is decided by it."""
+
+
+def request(pids: Path, *, time_s: float = LIMIT_S, **faults: str) -> ProbeRequest:
+    """`faults`: what each rank does, as rank0=..., rank1=...; a rank that is not named ends well."""
+    pids.mkdir(parents=True, exist_ok=True)
+    by_rank = {name.removeprefix("rank"): fault for name, fault in faults.items()}
+    return ProbeRequest(
+        model_id="tiny",
+        config={"faults": by_rank, "pids": str(pids)},
+        setup=TrainSetup(num_gpus=2, parallel="ddp"),
+        device="cpu",
+        limits=Limits(time_s=time_s),
+    )
+
+
+def pids_in(folder: Path) -> set[int]:
+    """Every rank's process and its agent's."""
+    return {int(pid) for one in folder.glob("[0-9]*") for pid in one.read_text().split()}
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def all_gone(pids: set[int], within_s: float = 60.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while any(alive(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def failure(tmp_path: Path, **changes: Any) -> ProbeFailure:
+    folder = tmp_path / "pids"
+    outcome = runner.run_probe(request(folder, **changes), work_dir=tmp_path / "work", argv=ARGV)
+    assert isinstance(outcome, ProbeFailure), outcome
+    assert outcome.log_path is not None
+    found = pids_in(folder)
+    assert len(found) >= 2  # an agent and at least the rank at fault; the other may be ended before it wrote its own
+    assert not any(alive(pid) for pid in found), outcome  # the sweep is over when the outcome is there
+    assert runner.job_processes(str(Path(outcome.log_path).parent)) == []
+    return outcome
+
+
+def test_two_ranks_bring_one_measurement_and_leave_nothing(tmp_path: Path) -> None:
+    seen: list[str] = []
+    outcome = runner.run_probe(
+        request(tmp_path / "pids"), work_dir=tmp_path / "work", argv=ARGV, on_progress=lambda text, _: seen.append(text)
+    )
+    assert isinstance(outcome, Measurement), outcome
+    assert outcome.tokens_per_step == 2 * 2048  # of both ranks
+    assert "about to ok" in seen
+    assert not any(alive(pid) for pid in pids_in(tmp_path / "pids"))
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("faults", "kind", "words"),
+    [
+        ({"rank0": "waits", "rank1": "killed"}, FailureKind.CRASHED, "rank 1 of 2: killed by SIGKILL"),
+        ({"rank0": "waits", "rank1": "memory"}, FailureKind.OUT_OF_MEMORY, "rank 1 of 2: MemoryError"),
+        ({"rank0": "bug", "rank1": "waits"}, FailureKind.CRASHED, "rank 0 of 2: KeyError"),
+        ({"rank0": "silent", "rank1": "ok"}, FailureKind.CRASHED, "without writing a result"),
+    ],
+    ids=["killed", "memory", "bug", "silent"],
+)
+def test_one_bad_rank_ends_the_job_under_its_right_name(
+    faults: dict[str, str], kind: FailureKind, words: str, tmp_path: Path
+) -> None:
+    """The other rank would wait for ten minutes: the job ends because of the bad one, not at its limit."""
+    outcome = failure(tmp_path, **faults)
+    assert outcome.kind is kind, outcome
+    assert words in outcome.message
+
+
+def test_ranks_that_never_end_are_a_timeout_at_the_limit(tmp_path: Path) -> None:
+    """Nobody fails, nobody goes on: the runner's own limit ends the job, wherever it is on a busy machine."""
+    folder = tmp_path / "pids"
+    asked = request(folder, time_s=10.0, rank0="waits", rank1="waits")
+    outcome = runner.run_probe(asked, work_dir=tmp_path / "work", argv=ARGV)
+    assert isinstance(outcome, ProbeFailure)
+    assert outcome.kind is FailureKind.TIMEOUT, outcome
+    assert "no result within 10 s; last seen" in outcome.message
+    assert outcome.log_path is not None
+    assert runner.job_processes(str(Path(outcome.log_path).parent)) == []
+    assert not any(alive(pid) for pid in pids_in(folder))
+
+
+def test_hung_collective_is_a_timeout_that_names_what_the_ranks_did(tmp_path: Path) -> None:
+    """Rank 1 sleeps instead of coming to an exchange over gloo: rank 0's time-out ends the job, before the limit."""
+    outcome = failure(tmp_path, rank0="meets", rank1="meets-and-sleeps")
+    assert outcome.kind is FailureKind.TIMEOUT, outcome
+    assert "a collective did not end in time: rank 0 of 2" in outcome.message
+    assert "rank 1 'about to meets-and-sleeps'" in outcome.message
+
+
+def test_killed_runner_takes_agent_and_ranks_along(tmp_path: Path) -> None:
+    folder = tmp_path / "pids"
+    asked = tmp_path / "request.json"
+    runner.write_json_whole(asked, request(folder, rank0="waits", rank1="waits").to_dict())
+    script = textwrap.dedent(f"""
+        import json
+        from pathlib import Path
+        from probes.request import ProbeRequest
+        from probes.runner import run_probe
+        request = ProbeRequest.from_dict(json.loads(Path({str(asked)!r}).read_text()))
+        run_probe(request, work_dir=Path({str(tmp_path / "work")!r}), argv={ARGV!r})
+    """)
+    parent = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while len(pids_in(folder)) < 3:
+            assert time.monotonic() < deadline
+            assert parent.poll() is None
+            time.sleep(0.02)
+    finally:
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.wait(30)
+    assert all_gone(pids_in(folder))
+
+
+# Who is to blame, without processes
+
+
+def report(*events: dict[str, Any]) -> RankReport:
+    heard = RankReport()
+    for event in events:
+        heard.hear(event)
+    return heard
+
+
+def told(rank: int, kind: str, message: str) -> dict[str, Any]:
+    return {"failure": {"kind": kind, "message": message}, "rank": rank}
+
+
+GONE = "RuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]:5555"
+LATE = "RuntimeError: [unbound_buffer.cc:78] Timed out waiting 30000ms for recv operation to complete"
+
+
+@pytest.mark.parametrize(
+    ("events", "kind", "words"),
+    [
+        ([told(0, "crashed", GONE), {"exit": -9, "rank": 1}], FailureKind.CRASHED, "rank 1 of 2: killed by SIGKILL"),
+        ([told(0, "crashed", GONE), told(1, "out_of_memory", "OutOfMemoryError: CUDA out of memory")],
+         FailureKind.OUT_OF_MEMORY, "rank 1"),
+        ([told(0, "timeout", LATE), {"progress": "building 2 layers", "rank": 1}], FailureKind.TIMEOUT, "building 2"),
+        ([told(1, "crashed", "KeyError: 'x'"), told(0, "crashed", GONE)], FailureKind.CRASHED, "rank 1 of 2: KeyError"),
+        ([told(0, "crashed", GONE), {"exit": 72, "rank": 0}], FailureKind.CRASHED, "rank 0 of 2: RuntimeError"),
+        ([told(0, "crashed", GONE), {"exit": 72, "rank": 0}, {"exit": 3, "rank": 1}], FailureKind.CRASHED, "status 3"),
+        ([told(0, "timeout", LATE), {"exit": 72, "rank": 0}, {"exit": -15, "rank": 1}], FailureKind.TIMEOUT, "30000ms"),
+        ([{"exit": -15, "rank": 1}], FailureKind.CRASHED, "rank 1 of 2: killed by SIGTERM"),
+    ],
+    ids=["killed", "memory", "late", "bug", "nobody-else", "exit", "ended-by-the-agent", "ended-from-outside"],
+)  # fmt: skip
+def test_verdict_names_the_cause_and_not_what_it_did_to_the_others(
+    events: list[dict[str, Any]], kind: FailureKind, words: str
+) -> None:
+    verdict = report(*events).verdict("", size=2, oom_killed=False)
+    assert verdict is not None
+    assert verdict[0] is kind
+    assert words in verdict[1]
+
+
+def test_verdict_of_the_kernels_killer_and_of_a_watchdog() -> None:
+    killed = report({"exit": -9, "rank": 1}).verdict("", size=2, oom_killed=True)
+    assert killed is not None
+    assert killed[0] is FailureKind.OUT_OF_MEMORY
+    log = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 90000 milliseconds\n"
+    aborted = report({"exit": -6, "rank": 0}).verdict(log, size=2, oom_killed=False)
+    assert aborted is not None
+    assert aborted[0] is FailureKind.TIMEOUT
+    assert report({"progress": "timing 2 layers", "rank": 0}).verdict("", size=2, oom_killed=False) is None
+
+
+def test_seat_and_processes_of_a_setup() -> None:
+    assert seat_of({}) == Seat()
+    assert seat_of({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == Seat(rank=3, size=8, local_rank=1)
+    assert num_processes(TrainSetup(num_gpus=4, parallel="fsdp2")) == 4
+    assert num_processes(TrainSetup(num_gpus=4, parallel="device-map")) == 1
+    for changes in ({"parallel": "dp"}, {"parallel": "device-map"}, {"tensor_degree": 2}, {"pipeline_degree": 2}):
+        assert why_not_probed(TrainSetup(num_gpus=2, **changes))
+    assert why_not_probed(TrainSetup(num_gpus=2, parallel="ddp")) == ""
+
+
+def test_a_job_takes_all_its_devices_in_one_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs that lock the same GPUs in opposite orders would wait for each other for ever."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    uuids = {"cuda:0": "GPU-b", "cuda:1": "GPU-a"}
+    taken: list[str] = []
+    plain = device._open_lock
+
+    def open_lock(name: str) -> int | None:
+        taken.append(name)
+        return plain(name)
+
+    def status(one: str) -> DeviceStatus:
+        return DeviceStatus(name="GPU", uuid=uuids[one], used_bytes=0, total_bytes=1 << 34, process_ids=())
+
+    monkeypatch.setattr(device, "_open_lock", open_lock)
+    turns = device.take_turns(("cuda:0", "cuda:1"), lambda begins: None, read=status)
+    turns.close()
+    assert taken == ["GPU-a", "GPU-b"]
+    assert len(turns.descriptors) == 2
+    assert device.take_turns(("cpu", "cpu"), lambda begins: None).descriptors == ()
