@@ -1,0 +1,269 @@
+"""The memory of ranks: the ZeRO paper's table, hand-computed buffers, and what must hold whatever the model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from planner.gpus import find_gpu
+from planner.memory import textbook
+from planner.memory.model import predict_memory, trained_parameters
+from planner.memory.types import MemoryBreakdown
+from planner.models import catalogue
+from planner.models.spec import ModelSpec
+from planner.parallel.memory import (
+    NCCL_NVLINK_BYTES,
+    NCCL_NVLINK_PAIR_BYTES,
+    NCCL_PCIE_BYTES,
+    communicator_bytes,
+    host_bytes,
+    rank_memories,
+)
+from planner.parallel.rank import rank_parts
+from planner.parallel.share import ZERO_BUCKET_ELEMENTS, engine_setup, share_of, zero_bucket_elements
+from planner.setup import SHARDED, TrainSetup
+from planner.units import GB
+
+GPU = find_gpu("a100-80gb")
+FULL: dict[str, Any] = {"method": "full", "precision": "bf16-mixed", "lora_rank": 0}
+LORA: dict[str, Any] = {"method": "lora", "precision": "bf16-autocast"}
+QLORA: dict[str, Any] = {"method": "qlora", "precision": "bf16-autocast", "quantization": "nf4-double"}
+METHODS = {"full": FULL, "lora": LORA, "qlora": QLORA}
+PADDING = 1e-4
+"""Whole bytes and elements where states are cut over the ranks."""
+
+
+def _model(name: str = "meta-llama/llama-3.1-8b") -> ModelSpec:
+    model = catalogue.load(name)
+    assert model is not None
+    return model
+
+
+def _worst(setup: TrainSetup, model: ModelSpec | None = None) -> MemoryBreakdown:
+    return rank_memories(model if model is not None else _model(), GPU, setup)[0].breakdown
+
+
+def _bytes(breakdown: MemoryBreakdown, *names: str) -> int:
+    """The bytes of all terms whose names begin with one of these."""
+    return sum(term.size_bytes for term in breakdown.terms if term.name.startswith(names))
+
+
+@pytest.mark.parametrize(("stage", "paper_gb"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_the_zero_papers_table(stage: int, paper_gb: float) -> None:
+    """Rajbhandari et al. 2020, figure 1: 7.5 B parameters, 64 GPUs, mixed-precision Adam (K = 12)."""
+    states = textbook.zero_states_bytes(7_500_000_000, stage=stage, num_ranks=64)
+    assert states / GB == pytest.approx(paper_gb, abs=0.051)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "stage", "names"),
+    [
+        ("ddp", 0, ("weights:", "states of", "gradients")),
+        ("zero1", 1, ("weights:", "fp32 master", "states of")),
+        ("zero2", 2, ("weights:", "fp32 master", "states of")),
+        ("zero3", 3, ("weights /", "fp32 master", "states of", "gradients / 64")),
+    ],
+)
+def test_our_states_are_the_zero_papers(parallel: str, stage: int, names: tuple[str, ...]) -> None:
+    """Llama-3.1-8B on 64 GPUs, scaled to 7.5 B parameters: weights, masters, moments and the gradients that are kept.
+
+    DDP under autocast holds fp32 weights and gradients (4 + 4 + 8) where the paper counts 2 + 2 + 12: the same 16. Its
+    buckets are on top (4 more). ZeRO-1 and ZeRO-2 keep 2 and 2/64 of gradients until the step.
+    """
+    model = _model()
+    breakdown = _worst(TrainSetup(**FULL, num_gpus=64, parallel=parallel), model)
+    backward = [term for term in breakdown.terms if "backward" in term.phases]
+    states = sum(
+        term.size_bytes for term in breakdown.terms if term.name.startswith(names) and term.phases != ("backward",)
+    )
+    if parallel == "zero1":
+        states += sum(term.size_bytes for term in backward if term.name == "gradients in the backward")
+    if parallel == "zero2":
+        states += 2 * model.num_params // 64
+    paper = textbook.zero_states_bytes(7_500_000_000, stage=stage, num_ranks=64)
+    assert states / model.num_params * 7.5e9 == pytest.approx(paper, rel=1e-3)
+
+
+def test_ddp_buckets_are_as_large_as_the_gradients() -> None:
+    """Hand-computed: LoRA of rank 16 on all linear layers of Llama-3.1-8B, 41,943,040 parameters in fp32."""
+    assert _bytes(_worst(TrainSetup(**LORA, num_gpus=2, parallel="ddp")), "DDP's buckets") == 4 * 41_943_040
+
+
+def test_fsdp2_gathers_one_block_and_prefetches_another() -> None:
+    """Hand-computed: a block of Llama-3.1-8B has 218,112,000 parameters; two of them in bf16, and the gradients of one
+    and the reduce-scatter of the one before."""
+    breakdown = _worst(TrainSetup(**FULL, num_gpus=64, parallel="fsdp2", micro_batch_seqs=8))
+    block = 218_112_000
+    assert breakdown.peak_phase == "loss"
+    assert _bytes(breakdown, "unsharded gradients of a layer") == 2 * block
+    states = _bytes(breakdown, "weights / 64", "states of")
+    assert states == pytest.approx(12 * _model().num_params / 64, rel=PADDING)
+
+
+def test_fsdp2_keeps_every_block_where_weights_are_not_resharded() -> None:
+    keep = share_of(
+        rank_parts(_model(), TrainSetup(**FULL, num_gpus=8, parallel="fsdp2"))[0],
+        TrainSetup(**FULL, num_gpus=8, parallel="fsdp2", reshard_after_forward=False),
+        accumulated=False,
+    )
+    free = share_of(keep.part, TrainSetup(**FULL, num_gpus=8, parallel="fsdp2"), accumulated=False)
+    block = 218_112_000
+    assert keep.moment_bytes["loss"] - free.moment_bytes["loss"] == 2 * 32 * block
+    assert keep.moment_bytes["first"] - free.moment_bytes["first"] == 2 * 30 * block
+
+
+def test_zero_buckets_are_whole_whatever_is_trained() -> None:
+    """DeepSpeed's default of 5e8 elements for a large model, and no more than there is to reduce."""
+    assert zero_bucket_elements(8_030_261_248) == ZERO_BUCKET_ELEMENTS == 500_000_000
+    assert zero_bucket_elements(41_943_040) == 41_943_040
+    setup = TrainSetup(**FULL, num_gpus=8, parallel="zero2")
+    assert _bytes(_worst(setup), "ZeRO's reduce bucket") == 2 * ZERO_BUCKET_ELEMENTS
+
+
+def test_zero3_keeps_small_parameters_gathered() -> None:
+    """LoRA matrices of rank 16 with a side of 4,096 are below the threshold of 1e5 elements, of 14,336 not."""
+    lora = _bytes(_worst(TrainSetup(**LORA, num_gpus=8, parallel="zero3")), "weights that stay gathered")
+    full = _bytes(_worst(TrainSetup(**FULL, num_gpus=8, parallel="zero3")), "weights that stay gathered")
+    assert full == 2 * 65 * 4096
+    sides = 4096 * 4 + 4096 + 1024 * 2 + 4096 + 4096 * 3  # q k v o A; B of q, k, v, o; A of gate, up; B of down
+    assert lora - full == 2 * 16 * 32 * sides
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("parallel", ["zero1", "zero2", "zero3", "fsdp2"])
+def test_engines_that_cast_compute_without_autocast(method: str, parallel: str) -> None:
+    setup = TrainSetup(**METHODS[method], num_gpus=4, parallel=parallel)
+    inner = engine_setup(setup)
+    assert inner.autocast_dtype is None
+    assert inner.compute_dtype == "bf16"
+    assert inner.num_gpus == 1
+    assert not inner.spread
+    assert method == "full" or inner.resolved_adapter_dtype == "bf16"
+    half = engine_setup(setup.trusted_with(precision="fp16-mixed" if method == "full" else "fp16-autocast"))
+    assert (half.compute_dtype, half.weight_dtype) == ("fp16", "fp16")
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize(
+    "name", ["meta-llama/llama-3.1-8b", "qwen/qwen2.5-1.5b", "allenai/olmoe-1b-7b-0924", "google-t5/t5-base"]
+)
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("checkpointing", [0, 1])
+def test_ddp_is_one_gpu_and_its_buckets(method: str, name: str, steps: int, checkpointing: int) -> None:
+    """Phase by phase, whatever the one-GPU model becomes."""
+    model = _model(name)
+    one = TrainSetup(**METHODS[method], accumulation_steps=steps, checkpointing=checkpointing, seq_len_tokens=512)
+    alone = predict_memory(model, GPU, one)
+    assert rank_memories(model, GPU, one)[0].breakdown == alone
+    ranks = _worst(one.with_(num_gpus=2, parallel="ddp"), model)
+    buckets = trained_parameters(model, one).size_bytes
+    for phase in ("forward", "loss", "backward", "step"):
+        assert ranks.phase_bytes[phase] - buckets == alone.phase_bytes[phase], phase
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("parallel", SHARDED)
+@pytest.mark.parametrize("steps", [1, 4])
+def test_more_shards_never_raise_a_ranks_peak(method: str, parallel: str, steps: int) -> None:
+    peaks = [
+        _worst(TrainSetup(**METHODS[method], num_gpus=num, parallel=parallel, accumulation_steps=steps))
+        for num in (2, 3, 4, 8, 16, 64, 512)
+    ]
+    allocated = [one.peak_allocated_bytes for one in peaks]
+    assert allocated == sorted(allocated, reverse=True)
+    assert allocated[0] > allocated[-1]
+
+
+@pytest.mark.parametrize("field", ["tensor_degree", "pipeline_degree"])
+def test_more_splits_never_raise_a_ranks_peak(field: str) -> None:
+    peaks = [
+        _worst(TrainSetup(**FULL, num_gpus=num, accumulation_steps=16, **{field: num})).peak_allocated_bytes
+        for num in (2, 4, 8)
+    ]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_each_stage_of_sharding_holds_less() -> None:
+    """Full fine-tuning on eight GPUs: DDP, ZeRO-1, ZeRO-2 and ZeRO-3 in falling order; resharding and groups too."""
+
+    def peak(parallel: str, **more: Any) -> int:
+        return _worst(TrainSetup(**FULL, num_gpus=8, parallel=parallel, **more)).peak_allocated_bytes
+
+    order = [peak("ddp"), peak("zero1"), peak("zero2"), peak("zero3")]
+    assert order == sorted(order, reverse=True)
+    assert peak("fsdp2", reshard_after_forward=False) > peak("fsdp2")
+    assert peak("fsdp2", shard_degree=4) > peak("fsdp2")
+    assert peak("fsdp2") > peak("fsdp2", offload="parameters")
+    assert peak("zero2") > peak("zero2", offload="optimizer")
+    assert peak("zero3") > peak("zero3", offload="optimizer") > peak("zero3", offload="parameters")
+
+
+def test_hybrid_shard_holds_what_its_group_alone_would() -> None:
+    hybrid = _worst(TrainSetup(**FULL, num_gpus=16, parallel="fsdp2", shard_degree=8))
+    group = _worst(TrainSetup(**FULL, num_gpus=8, parallel="fsdp2"))
+    assert hybrid.peak_allocated_bytes == group.peak_allocated_bytes
+
+
+def test_offloaded_states_lie_on_the_host() -> None:
+    """Per parameter: FSDP2 4 (weights) + 4 (gradients) + 8 (moments); ZeRO-2 4 (masters) + 4 and 2 (gradients and the
+    16-bit copy) + 8; ZeRO-3 with its weights 2 more."""
+    model = _model()
+
+    def per_parameter(parallel: str, offload: str) -> float:
+        setup = TrainSetup(**FULL, num_gpus=8, parallel=parallel, offload=offload)
+        return host_bytes(model, setup) * 8 / model.num_params
+
+    assert per_parameter("fsdp2", "parameters") == pytest.approx(16, rel=PADDING)
+    assert per_parameter("zero2", "optimizer") == pytest.approx(18, rel=PADDING)
+    assert per_parameter("zero3", "parameters") == pytest.approx(20, rel=PADDING)
+    assert host_bytes(model, TrainSetup(**FULL, num_gpus=8, parallel="zero3")) == 0
+
+
+def test_pipeline_stages_hold_what_is_in_flight() -> None:
+    """GPipe holds 16 micro-batches where 1F1B holds four; the last stage has the loss, the first most in flight."""
+
+    def stages(schedule: str) -> Mapping[str, MemoryBreakdown]:
+        setup = TrainSetup(
+            **FULL, num_gpus=4, pipeline_degree=4, accumulation_steps=16, checkpointing=0, pipeline_schedule=schedule
+        )
+        return {one.name: one.breakdown for one in rank_memories(_model(), GPU, setup)}
+
+    ours, gpipe = stages("1f1b"), stages("gpipe")
+    assert next(iter(ours)) == "stage 1 of 4"
+    both = _bytes(ours["stage 4 of 4"], "stored activations")  # one entry for the forward, one for the backward
+    stored = sum(t.size_bytes for t in ours["stage 1 of 4"].terms if "more micro-batches in flight" in t.name)
+    assert stored == pytest.approx(3 * both / 2, rel=0.01)
+    assert _bytes(ours["stage 4 of 4"], "loss chain") > 0
+    assert not _bytes(ours["stage 3 of 4"], "loss chain")
+    for name, breakdown in gpipe.items():
+        assert breakdown.peak_allocated_bytes > ours[name].peak_allocated_bytes
+
+
+def test_data_parallel_in_one_process_gathers_logits_on_gpu_0() -> None:
+    """8 GPUs x 2,048 tokens x 128,256 logits in bf16, and the sum of all gradients beside GPU 0's own."""
+    first, other = rank_memories(_model(), GPU, TrainSetup(**LORA, num_gpus=8, parallel="dp"))
+    assert (first.name, first.num_ranks) == ("GPU 0", 1)
+    assert (other.name, other.num_ranks) == ("every other GPU", 7)
+    one = predict_memory(_model(), GPU, TrainSetup(**LORA))
+    gathered = _bytes(first.breakdown, "loss chain") - _bytes(one, "loss chain")
+    assert 0 < gathered <= 8 * 2 * 2048 * 128_256
+    assert not _bytes(other.breakdown, "states of")
+
+
+def test_communicators_are_counted_by_group() -> None:
+    """One per group a rank talks to; a pair's is smaller; none without a second process."""
+    ddp = TrainSetup(num_gpus=8, parallel="ddp")
+    assert communicator_bytes(GPU, ddp) == NCCL_NVLINK_BYTES
+    assert communicator_bytes(GPU, ddp.with_(num_gpus=2)) == NCCL_NVLINK_PAIR_BYTES
+    assert communicator_bytes(find_gpu("rtx-4090"), ddp) == NCCL_PCIE_BYTES
+    hybrid = TrainSetup(**FULL, num_gpus=16, parallel="fsdp2", shard_degree=8)
+    assert communicator_bytes(GPU, hybrid) == NCCL_NVLINK_BYTES + NCCL_NVLINK_PAIR_BYTES
+    assert communicator_bytes(GPU, ddp.with_(parallel="device-map")) == 0
+
+
+def test_the_worst_rank_comes_first_and_all_gpus_are_counted() -> None:
+    setup = TrainSetup(**FULL, num_gpus=8, pipeline_degree=4, parallel="fsdp2", accumulation_steps=8)
+    ranks = rank_memories(_model(), GPU, setup)
+    peaks = [one.breakdown.peak_device_bytes for one in ranks]
+    assert peaks == sorted(peaks, reverse=True)
+    assert sum(one.num_ranks for one in ranks) == 8
