@@ -79,6 +79,7 @@ def launch_files(plan: Plan, targets: Sequence[str] | None, dataset: str | None,
         gpu=workload.gpu,
         hyper=choose(chosen.setup, num_params=workload.model.num_params, dataset_tokens=workload.dataset_tokens),
         dataset=dataset_choice(dataset, folder),
+        num_nodes=workload.cluster.num_nodes if workload.cluster is not None else 1,
         about=(
             f"planned for {workload.gpu.name}: peak {gib(evidence.peak_device_bytes)} of {gib(workload.memory_bytes)} "
             f"({evidence.rung.value.replace('_', ' ')})",

@@ -1,6 +1,7 @@
 """Accelerate's launch config (`accelerate launch --config_file FILE`), for one GPU or many. Accelerate 1.15."""
 
-from planner.exporters.spread import split_refusal
+from planner.exporters import deepspeed
+from planner.exporters.spread import PER_NODE, accelerate_flags, processes, sharding_refusal, split_refusal
 from planner.exporters.text import Line, Section, header, launch_file, section, yaml_text
 from planner.exporters.types import ExportRequest, Launch, LaunchFile
 from planner.setup import TrainSetup
@@ -9,64 +10,86 @@ TARGET = "accelerate"
 NAME = "accelerate.yaml"
 FILE = f"{TARGET}/{NAME}"
 VALIDATED_WITH = {"accelerate": "1.15.0"}
-DISTRIBUTED = {
-    "none": "NO",
-    "device-map": "NO",
-    "ddp": "MULTI_GPU",
-    "zero1": "DEEPSPEED",
-    "zero2": "DEEPSPEED",
-    "zero3": "DEEPSPEED",
-    "fsdp2": "FSDP",
-}
 
 
 def needed(setup: TrainSetup) -> bool:
     """Whether a launch needs a config of its own: more than one process."""
-    return setup.parallel not in ("none", "device-map")
+    return processes(setup) > 1
 
 
-def config_file(request: ExportRequest, folder: str = TARGET) -> LaunchFile:
-    """The Accelerate config of a request, in the folder of the target that is launched with it."""
+def config_files(request: ExportRequest, folder: str = TARGET) -> list[LaunchFile]:
+    """The Accelerate config of a request, in the folder of the target that is launched with it.
+
+    ZeRO's settings stand in DeepSpeed's own JSON beside it: Accelerate's block has no bucket sizes.
+    """
     head = header(
         request,
         title="Accelerate launch config",
-        command=f"accelerate launch --config_file launch/{folder}/{NAME} SCRIPT",
+        command=f"accelerate launch --config_file launch/{folder}/{NAME}{accelerate_flags(request)} SCRIPT",
         validated_with=VALIDATED_WITH,
     )
-    return launch_file(f"{folder}/{NAME}", yaml_text(head, _sections(request.setup)))
+    files = [launch_file(f"{folder}/{NAME}", yaml_text(head, _sections(request, folder)))]
+    if request.setup.parallel in deepspeed.STAGES:
+        files.append(deepspeed.config_file(request, folder))
+    return files
+
+
+def command(request: ExportRequest, script: str, folder: str, *, rendezvous: bool = False) -> str:
+    """`accelerate launch` of a script with the config in `folder`, for every node the same."""
+    flags = accelerate_flags(request, rendezvous=rendezvous)
+    return f"accelerate launch --config_file launch/{folder}/{NAME}{flags} {script}"
 
 
 def export(request: ExportRequest) -> Launch:
     """The config alone, as a target of its own."""
-    if reason := split_refusal(request.setup, "Accelerate's config alone"):
+    setup = request.setup
+    if reason := split_refusal(setup, "Accelerate's config alone") or sharding_refusal(request):
         return Launch(target=TARGET, refused=reason)
+    notes = ["holds processes, precision and sharding only: use it with the hf or trl target"]
+    if request.num_nodes > 1:
+        notes.append(PER_NODE)
     return Launch(
         target=TARGET,
-        files=(config_file(request),),
-        command=f"accelerate launch --config_file launch/{FILE} SCRIPT",
-        notes=("holds processes, precision and sharding only: use it with the hf or trl target",),
+        files=tuple(config_files(request)),
+        command=command(request, "SCRIPT", TARGET),
+        differences=deepspeed.differences(setup),
+        notes=tuple(notes),
         validated_with=VALIDATED_WITH,
     )
 
 
-def _sections(setup: TrainSetup) -> list[Section]:
-    processes = setup.num_gpus if needed(setup) else 1
+def distributed_type(setup: TrainSetup) -> str:
+    """Accelerate's name for the way a setup spreads."""
+    if not needed(setup):
+        return "NO"
+    if setup.tensor_degree > 1:
+        return "MULTI_GPU"  # transformers shards while it loads; Accelerate must not do it again
+    if setup.parallel in deepspeed.STAGES:
+        return "DEEPSPEED"
+    return "FSDP" if setup.parallel == "fsdp2" else "MULTI_GPU"
+
+
+def _sections(request: ExportRequest, folder: str) -> list[Section]:
+    setup = request.setup
+    kind = distributed_type(setup)
+    several = request.num_nodes > 1
     blocks = [
         section(
             "processes",
             Line("compute_environment", "LOCAL_MACHINE"),
-            Line("distributed_type", DISTRIBUTED[setup.parallel]),
-            Line("num_machines", 1),
-            Line("num_processes", processes),
-            Line("machine_rank", 0),
-            Line("mixed_precision", setup.autocast_dtype or "no", "autocast"),
+            Line("distributed_type", kind),
+            Line("num_machines", request.num_nodes),
+            Line("num_processes", processes(setup), "on all machines" if several else ""),
+            Line("machine_rank", 0, "every node gives its own with --machine_rank" if several else ""),
+            # beside DeepSpeed's own file Accelerate refuses a second opinion on precision
+            None if kind == "DEEPSPEED" else Line("mixed_precision", setup.autocast_dtype or "no", "autocast"),
             Line("use_cpu", False),
         )
     ]
-    if setup.parallel == "fsdp2":
+    if kind == "FSDP":
         blocks.append(section("sharding", Line("fsdp_config", _fsdp(setup)), _mesh(setup)))
-    elif setup.parallel.startswith("zero"):
-        blocks.append(section("sharding", Line("deepspeed_config", _deepspeed(setup))))
+    elif kind == "DEEPSPEED":
+        blocks.append(section("sharding", Line("deepspeed_config", _deepspeed(request, folder))))
     return blocks
 
 
@@ -78,7 +101,8 @@ def _fsdp(setup: TrainSetup) -> dict[str, object]:
         "fsdp_offload_params": setup.offload == "parameters",
         "fsdp_cpu_ram_efficient_loading": True,
         "fsdp_activation_checkpointing": setup.checkpointing == 1,
-        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        # with SHARDED_STATE_DICT the Trainer's save_model writes no model at all
+        "fsdp_state_dict_type": "FULL_STATE_DICT",
     }
 
 
@@ -93,14 +117,11 @@ def _mesh(setup: TrainSetup) -> Line | None:
     return Line("parallelism_config", sizes, "hybrid sharding: copies over the groups")
 
 
-def _deepspeed(setup: TrainSetup) -> dict[str, object]:
-    stage = int(setup.parallel.removeprefix("zero"))
-    config: dict[str, object] = {
-        "zero_stage": stage,
-        "offload_optimizer_device": "none" if setup.offload == "none" else "cpu",
-        "offload_param_device": "cpu" if setup.offload == "parameters" else "none",
-        "gradient_accumulation_steps": setup.accumulation_steps,
-    }
-    if stage == 3:
-        config |= {"zero3_init_flag": setup.quantization == "none", "zero3_save_16bit_model": True}
+def _deepspeed(request: ExportRequest, folder: str) -> dict[str, object]:
+    setup = request.setup
+    config: dict[str, object] = {"deepspeed_config_file": f"launch/{folder}/{deepspeed.NAME}"}
+    if deepspeed.STAGES[setup.parallel] == 3:
+        config["zero3_init_flag"] = setup.quantization == "none"
+    if request.num_nodes > 1:
+        config["deepspeed_multinode_launcher"] = "standard"  # torchrun's rendezvous instead of ssh
     return config

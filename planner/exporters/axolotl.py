@@ -1,8 +1,8 @@
 """Axolotl YAML: `axolotl train FILE`. Field names of Axolotl 0.21 (transformers 5.20)."""
 
-from planner.exporters import deepspeed
+from planner.exporters import deepspeed, slurm
 from planner.exporters.common import HF_ATTENTIONS, HF_OPTIMIZERS, environment, model_line, peak_notes, target_modules
-from planner.exporters.spread import split_refusal
+from planner.exporters.spread import PER_NODE, processes, sharding_refusal, tensor_refusal, torchrun_flags
 from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
 from planner.setup import TrainSetup
@@ -24,10 +24,12 @@ SWITCHES = {
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """Settings that Axolotl runs otherwise than the setup says."""
-    found = []
+    found: list[Difference] = []
     runs = setup
     precision = SWITCHES[setup.precision][2]
-    if precision != setup.precision:
+    if by_deepspeed := deepspeed.differences(setup):
+        found += by_deepspeed
+    elif precision != setup.precision:
         reason = "Axolotl loads the weights in the 16-bit type when bf16 or fp16 is on"
         found.append(Difference(field="precision", planned=setup.precision, runs_as=precision, reason=reason))
     if setup.kbit_fp32_cast:
@@ -55,16 +57,14 @@ def _adapter_dtype(setup: TrainSetup) -> str:
 
 def refusal(setup: TrainSetup) -> str:
     """Why Axolotl cannot run this setup, "" when it can."""
-    if reason := split_refusal(setup, "Axolotl"):
+    if reason := tensor_refusal(setup, "Axolotl"):
         return reason
-    if setup.shard_degree:
-        return "hybrid sharding is not written for Axolotl"
+    if setup.parallel == "dp":
+        return "one process for all GPUs (nn.DataParallel) is not Axolotl's way; ddp holds less and is faster"
+    if setup.tensor_degree > 1 and setup.loss != "full":
+        return "a fused loss multiplies with the whole head, which tensor parallelism cuts"
     if setup.method == "full" and setup.precision == "fp16-mixed":
         return "Axolotl's fp16 loads fp16 weights, whose gradients the loss scaler cannot unscale in full fine-tuning"
-    if setup.parallel in ("zero2", "zero3", "fsdp2") and setup.quantization == "int8":
-        return f"{setup.parallel} cannot shard int8 weights"
-    if setup.parallel == "fsdp2" and setup.optimizer in ("adamw-8bit", "paged-adamw-8bit", "paged-adamw-32bit"):
-        return "Axolotl refuses bitsandbytes optimizers under FSDP2"
     if setup.quantization == "int8" and setup.precision == "fp32":
         return "Axolotl loads an int8 base in fp16 when neither bf16 nor fp16 is on"
     return ""
@@ -73,12 +73,15 @@ def refusal(setup: TrainSetup) -> str:
 def export(request: ExportRequest) -> Launch:
     """`axolotl.yaml`, with a DeepSpeed JSON beside it for ZeRO."""
     setup = request.setup
-    if reason := refusal(setup):
+    if reason := refusal(setup) or sharding_refusal(request):
         return Launch(target=TARGET, refused=reason)
     found = differences(setup)
     command = f"axolotl train launch/{FILE}"
-    if setup.num_gpus == 1 or setup.parallel == "device-map":
+    job = f"{command} --launcher torchrun -- {torchrun_flags(request)}"
+    if processes(setup) == 1:
         command += " --launcher python"
+    elif request.num_nodes > 1:
+        command = job
     else:
         command += f" --launcher accelerate -- --num_processes {setup.num_gpus}"
     notes = ["Axolotl 0.21 needs Python 3.12 (pip on 3.11 silently takes 0.19)."]
@@ -88,6 +91,8 @@ def export(request: ExportRequest) -> Launch:
         notes.append("Without flash attention Axolotl keeps the embeddings in fp32.")
     env = environment(request.gpu)
     prefix = " ".join(f"{name}={value}" for name, value in env.items())
+    if request.num_nodes > 1:
+        notes.append(PER_NODE)
     notes += peak_notes(request, found)
     head = header(
         request,
@@ -100,6 +105,8 @@ def export(request: ExportRequest) -> Launch:
     files = [launch_file(FILE, yaml_text(head, _sections(request)))]
     if setup.parallel in deepspeed.STAGES:
         files.append(deepspeed.config_file(request, TARGET))
+    if slurm.needed(request):
+        files.append(slurm.job_file(request, TARGET, f"{prefix} {job}".strip(), VALIDATED_WITH))
     return Launch(
         target=TARGET,
         files=tuple(files),
@@ -112,6 +119,7 @@ def export(request: ExportRequest) -> Launch:
 
 def _sections(request: ExportRequest) -> list[Section]:
     setup, hyper = request.setup, request.hyper
+    runs = setup.with_(**{one.field: one.runs_as for one in deepspeed.differences(setup)})
     reasons = hyper.reasons
     return [
         section(
@@ -133,7 +141,7 @@ def _sections(request: ExportRequest) -> list[Section]:
             Line("micro_batch_size", setup.micro_batch_seqs),
             Line("gradient_accumulation_steps", setup.accumulation_steps),
         ),
-        section("memory and speed", *_precision(setup), *_memory(setup)),
+        section("memory and speed", *_precision(runs), *_memory(setup)),
         section("several GPUs", *_sharding(setup)),
         section(
             "optimization",
@@ -227,7 +235,16 @@ def _memory(setup: TrainSetup) -> list[Line]:
 def _sharding(setup: TrainSetup) -> list[Line]:
     if setup.parallel in deepspeed.STAGES:
         return [Line("deepspeed", f"launch/{TARGET}/{deepspeed.NAME}")]
+    lines = []
+    if setup.tensor_degree > 1:
+        lines.append(Line("tensor_parallel_size", setup.tensor_degree, "GPUs that share every matrix"))
+    if setup.parallel == "ddp":
+        lines.append(Line("ddp_find_unused_parameters", False))
     if setup.parallel == "fsdp2":
+        if setup.tensor_degree > 1 or setup.shards < setup.data_degree:
+            lines.append(Line("dp_shard_size", setup.shards, "GPUs over which weights and states are cut"))
+        if setup.shards < setup.data_degree:
+            lines.append(Line("dp_replicate_size", setup.data_degree // setup.shards, "copies of such groups"))
         config = {
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "reshard_after_forward": setup.reshard_after_forward,
@@ -235,5 +252,5 @@ def _sharding(setup: TrainSetup) -> list[Line]:
             "state_dict_type": "FULL_STATE_DICT",
             "activation_checkpointing": setup.checkpointing > 0,
         }
-        return [Line("fsdp_version", 2), Line("fsdp_config", config)]
-    return []
+        lines += [Line("fsdp_version", 2), Line("fsdp_config", config)]
+    return lines

@@ -1,10 +1,19 @@
-"""DeepSpeed's own JSON, for the tools that take a path to one. DeepSpeed 0.19."""
+"""DeepSpeed's own JSON, for the tools that take a path to one. DeepSpeed 0.19.
+
+Bucket sizes are written out because the memory plan counts them (`planner.parallel.share`).
+"""
 
 import json
 
-from planner.exporters.spread import split_refusal
-from planner.exporters.types import ExportRequest, Launch, LaunchFile
-from planner.hyperparameters import Hyperparameters
+from planner.exporters.spread import deepspeed_precision, sharding_refusal, split_refusal
+from planner.exporters.types import Difference, ExportRequest, Launch, LaunchFile
+from planner.parallel.share import (
+    ZERO3_PERSISTENT_ELEMENTS,
+    ZERO3_PREFETCH_ELEMENTS,
+    ZERO_BUCKET_ELEMENTS,
+    part_trained,
+    zero_bucket_elements,
+)
 from planner.setup import TrainSetup
 
 TARGET = "deepspeed"
@@ -12,45 +21,72 @@ NAME = "deepspeed.json"
 FILE = f"{TARGET}/{NAME}"
 VALIDATED_WITH = {"deepspeed": "0.19.8"}
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
+HOST = {"device": "cpu", "pin_memory": True}
 
 
-def config(setup: TrainSetup, hyper: Hyperparameters) -> dict[str, object]:
+def differences(setup: TrainSetup) -> tuple[Difference, ...]:
+    """Settings that DeepSpeed runs otherwise than the setup says."""
+    found = deepspeed_precision(setup)
+    return (found,) if found is not None else ()
+
+
+def config(request: ExportRequest) -> dict[str, object]:
     """The configuration as data. JSON has no comments: what a reader must know stands in the launch notes."""
-    stage = STAGES[setup.parallel]
-    zero: dict[str, object] = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
-    if setup.offload != "none":
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    if setup.offload == "parameters":
-        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
-    if stage == 3:
-        zero["stage3_gather_16bit_weights_on_model_save"] = True
-    replicas = setup.data_degree
+    setup = request.setup
     return {
-        "train_batch_size": setup.micro_batch_seqs * setup.accumulation_steps * replicas,
+        "train_batch_size": setup.global_batch_seqs,
         "train_micro_batch_size_per_gpu": setup.micro_batch_seqs,
         "gradient_accumulation_steps": setup.accumulation_steps,
-        "gradient_clipping": hyper.max_grad_norm,
+        "gradient_clipping": request.hyper.max_grad_norm,
         "bf16": {"enabled": setup.compute_dtype == "bf16"},
         "fp16": {"enabled": setup.compute_dtype == "fp16"},
-        "zero_optimization": zero,
+        "zero_optimization": _zero(request),
     }
+
+
+def _zero(request: ExportRequest) -> dict[str, object]:
+    setup = request.setup
+    stage = STAGES[setup.parallel]
+    bucket = ZERO_BUCKET_ELEMENTS
+    if request.model is not None:
+        bucket = zero_bucket_elements(part_trained(request.model, setup).num)
+    zero: dict[str, object] = {
+        "stage": stage,
+        "overlap_comm": stage == 3,  # on in stages 1 and 2 it would double the bucket
+        "contiguous_gradients": True,
+        "reduce_bucket_size": bucket,
+    }
+    if stage < 3:
+        zero["allgather_bucket_size"] = bucket
+    else:
+        zero["stage3_prefetch_bucket_size"] = ZERO3_PREFETCH_ELEMENTS
+        zero["stage3_param_persistence_threshold"] = ZERO3_PERSISTENT_ELEMENTS
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    if setup.offload != "none":
+        zero["offload_optimizer"] = HOST
+    if setup.offload == "parameters":
+        zero["offload_param"] = HOST
+    return zero
 
 
 def config_file(request: ExportRequest, folder: str = TARGET) -> LaunchFile:
     """The file of a request, in the folder of the target that names it."""
-    return LaunchFile(path=f"{folder}/{NAME}", text=json.dumps(config(request.setup, request.hyper), indent=2) + "\n")
+    return LaunchFile(path=f"{folder}/{NAME}", text=json.dumps(config(request), indent=2) + "\n")
 
 
 def export(request: ExportRequest) -> Launch:
     """The JSON alone, as a target of its own."""
-    if reason := split_refusal(request.setup, "DeepSpeed's JSON alone"):
+    setup = request.setup
+    if reason := split_refusal(setup, "DeepSpeed's JSON") or sharding_refusal(request):
         return Launch(target=TARGET, refused=reason)
-    if request.setup.parallel not in STAGES:
+    if setup.parallel not in STAGES:
         return Launch(target=TARGET, refused="DeepSpeed shards with ZeRO 1 to 3 on several GPUs; this setup does not")
+    nodes = f" --num_nodes {request.num_nodes}" if request.num_nodes > 1 else ""
     return Launch(
         target=TARGET,
         files=(config_file(request),),
-        command=f"deepspeed --num_gpus {request.setup.num_gpus} launch/hf/train_hf.py  # with deepspeed= this file",
+        command=f"deepspeed{nodes} --num_gpus {request.gpus_per_node} SCRIPT  # with deepspeed= this file",
+        differences=differences(setup),
         notes=("holds batch, precision and sharding only: method and model stand in the hf target's script",),
         validated_with=VALIDATED_WITH,
     )

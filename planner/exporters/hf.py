@@ -1,6 +1,6 @@
 """A plain script on transformers and peft, for `python` or `accelerate launch`. transformers 5.23, peft 0.21."""
 
-from planner.exporters import accelerate
+from planner.exporters import accelerate, deepspeed, slurm
 from planner.exporters.common import (
     HF_ATTENTIONS,
     HF_DTYPES,
@@ -11,7 +11,14 @@ from planner.exporters.common import (
 )
 from planner.exporters.python_text import Code, call, constant
 from planner.exporters.script_data import LOAD, PACKED, PADDED
-from planner.exporters.spread import split_refusal
+from planner.exporters.spread import (
+    PER_NODE,
+    distributed_config,
+    sharding_refusal,
+    tensor_refusal,
+    torchrun,
+    torchrun_flags,
+)
 from planner.exporters.text import Line, comments, header, launch_file, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
 from planner.setup import TrainSetup
@@ -29,18 +36,19 @@ VALIDATED_WITH = {
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """Settings that the plain Trainer runs otherwise than the setup says."""
-    if setup.loss != "chunked":
-        return ()
-    reason = "transformers has no chunked loss; Liger's fused linear cross-entropy holds no logits either"
-    return (Difference(field="loss", planned="chunked", runs_as="liger", reason=reason),)
+    found = list(deepspeed.differences(setup))
+    if setup.loss == "chunked":
+        reason = "transformers has no chunked loss; Liger's fused linear cross-entropy holds no logits either"
+        found.append(Difference(field="loss", planned="chunked", runs_as="liger", reason=reason))
+    return tuple(found)
 
 
 def refusal(setup: TrainSetup) -> str:
     """Why the script cannot run this setup, "" when it can."""
-    if reason := split_refusal(setup, "the plain Trainer script"):
+    if reason := tensor_refusal(setup, "the Trainer"):
         return reason
-    if setup.parallel in ("zero2", "zero3", "fsdp2") and setup.quantization == "int8":
-        return f"{setup.parallel} cannot shard int8 weights"
+    if setup.tensor_degree > 1 and setup.loss != "full":
+        return "a fused loss multiplies with the whole head, which tensor parallelism cuts"
     if setup.resolved_adapter_dtype == "fp16" and setup.autocast_dtype == "fp16" and setup.method != "full":
         return "fp16 adapters have fp16 gradients, which the loss scaler cannot unscale"
     return ""
@@ -49,15 +57,19 @@ def refusal(setup: TrainSetup) -> str:
 def export(request: ExportRequest) -> Launch:
     """`train_hf.py`, with an Accelerate config beside it for more than one GPU."""
     setup = request.setup
-    if reason := refusal(setup):
+    if reason := refusal(setup) or sharding_refusal(request):
         return Launch(target=TARGET, refused=reason)
     found = differences(setup)
     command = f"python launch/{FILE}"
     files = []
+    if setup.parallel == "dp":
+        command = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(setup.num_gpus)))} {command}"
     if accelerate.needed(setup):
-        files.append(accelerate.config_file(request, TARGET))
-        command = f"accelerate launch --config_file launch/{TARGET}/{accelerate.NAME} launch/{FILE}"
-    notes = ["With transformers < 5.23 write gradient_checkpointing for activation_checkpointing."]
+        files += accelerate.config_files(request, TARGET)
+        command = accelerate.command(request, f"launch/{FILE}", TARGET)
+        files.append(slurm.job_file(request, TARGET, _node_command(request), VALIDATED_WITH))
+    notes = _spread_notes(request)
+    notes += ["With transformers < 5.23 write gradient_checkpointing for activation_checkpointing."]
     if setup.packing:
         notes.append("Packed samples see their neighbours in the same block; use the trl target to keep them apart.")
     if "liger" in (setup.loss, *(one.runs_as for one in found)):
@@ -82,9 +94,35 @@ def export(request: ExportRequest) -> Launch:
     )
 
 
+def _needs_no_config(setup: TrainSetup) -> bool:
+    """Whether torchrun alone starts the script: nothing is sharded by Accelerate or DeepSpeed."""
+    return accelerate.distributed_type(setup) == "MULTI_GPU"
+
+
+def _node_command(request: ExportRequest) -> str:
+    """What one node of a cluster starts."""
+    if _needs_no_config(request.setup):
+        return f"torchrun {torchrun_flags(request)} launch/{FILE}"
+    return accelerate.command(request, f"launch/{FILE}", TARGET, rendezvous=True)
+
+
+def _spread_notes(request: ExportRequest) -> list[str]:
+    setup = request.setup
+    notes = []
+    if request.num_nodes > 1:
+        notes.append(PER_NODE)
+    if accelerate.needed(setup) and _needs_no_config(setup):
+        notes.append(f"Or without Accelerate's config: {torchrun(request, f'launch/{FILE}')}")
+    if setup.parallel == "dp":
+        notes.append("nn.DataParallel: one process, all logits on GPU 0; ddp holds less and is faster.")
+    if setup.tensor_degree > 1:
+        notes.append("Sharded while loading: checkpoints hold the model only, so a run cannot be resumed.")
+    return notes
+
+
 def _script(request: ExportRequest, head: list[str], found: tuple[Difference, ...]) -> str:
     setup = request.setup
-    loss = next((one.runs_as for one in found if one.field == "loss"), setup.loss)
+    runs = setup.with_(**{one.field: one.runs_as for one in found})
     parts = [comments(head), "\nimport json\nimport os\n\n"]
     for name, value in environment(request.gpu).items():
         parts.append(f'os.environ.setdefault("{name}", "{value}")  # before torch starts\n')
@@ -92,20 +130,21 @@ def _script(request: ExportRequest, head: list[str], found: tuple[Difference, ..
     if setup.method != "full":
         prepare = ", prepare_model_for_kbit_training" if setup.kbit_fp32_cast else ""
         parts.append(f"from peft import LoraConfig, get_peft_model{prepare}\n")
-    quantization = ", BitsAndBytesConfig" if setup.quantized else ""
-    parts.append(
-        f"from transformers import AutoModelForCausalLM, AutoTokenizer{quantization}, Trainer, TrainingArguments\n"
-    )
+    names = ["AutoModelForCausalLM", "AutoTokenizer", "Trainer", "TrainingArguments"]
+    names += ["BitsAndBytesConfig"] * setup.quantized + ["set_seed"] * (setup.method != "full")
+    parts.append(f"from transformers import {', '.join(sorted(names))}\n")
     parts.append("\n" + _constants(request))
     parts.append("\ntokenizer = AutoTokenizer.from_pretrained(MODEL)\nif tokenizer.pad_token is None:\n")
     parts.append("    tokenizer.pad_token = tokenizer.eos_token\n\n" + _model(setup))
     if setup.method != "full":
         parts.append("\n" + _adapters(request))
+    if setup.parallel == "dp":
+        parts.append("\n" + constant("PARALLEL", "dp", "nn.DataParallel: one process drives all GPUs"))
     parts.append("\n" + LOAD + "\n" + (PACKED if setup.packing else PADDED) + "\n\n")
     parts.append("rows = load_rows()\nrows = rows.map(tokenize, remove_columns=rows.column_names)\n")
     if setup.packing:
         parts.append('rows = rows.map(pack, batched=True, batch_size=None, remove_columns=["input_ids"])\n')
-    parts.append("\n" + _arguments(request, loss))
+    parts.append("\n" + _arguments(request, runs))
     parts.append(_RUN)
     return "".join(parts)
 
@@ -153,6 +192,7 @@ def _model(setup: TrainSetup) -> str:
                 Line("dtype", Code(f"torch.{HF_DTYPES[setup.weight_dtype]}"), "of the weights that are not quantized"),
                 Line("attn_implementation", HF_ATTENTIONS[setup.attention]),
                 Line("quantization_config", Code("quantization")) if setup.quantized else None,
+                Line("distributed_config", distributed_config(setup)) if setup.tensor_degree > 1 else None,
                 device_map,
             ],
             first="MODEL",
@@ -188,6 +228,7 @@ def _adapters(request: ExportRequest) -> str:
             ],
         )
     )
+    parts.append(f"set_seed({hyper.seed})  # adapters start alike in every run and process\n")
     parts.append("model = get_peft_model(model, lora)\n")
     parts.append(constant("ADAPTER_DTYPE", Code(f"torch.{HF_DTYPES[setup.resolved_adapter_dtype]}")))
     parts.append(
@@ -199,14 +240,21 @@ def _adapters(request: ExportRequest) -> str:
     return "".join(parts)
 
 
-def _arguments(request: ExportRequest, loss: str) -> str:
-    setup, hyper = request.setup, request.hyper
-    sharded = setup.parallel == "fsdp2" and setup.checkpointing == 1
+def _arguments(request: ExportRequest, setup: TrainSetup) -> str:
+    """The arguments of the setup that runs."""
+    hyper = request.hyper
+    sharded = accelerate.distributed_type(setup) == "FSDP" and setup.checkpointing == 1
     kwargs: dict[str, object] = {"use_reentrant": False}
     if setup.checkpointing > 1:
         kwargs["every_n_layers"] = setup.checkpointing
     save = (
-        [Line("save_steps", 500), Line("save_total_limit", 1)]
+        [
+            Line("save_steps", 500),
+            Line("save_total_limit", 1),
+            Line("save_only_model", True, "all that can be saved of a model sharded at loading")
+            if setup.tensor_degree > 1
+            else None,
+        ]
         if request.save
         else [Line("save_strategy", "no", "the final model is saved all the same")]
     )
@@ -233,7 +281,8 @@ def _arguments(request: ExportRequest, loss: str) -> str:
             Line("max_grad_norm", hyper.max_grad_norm),
             Line("num_train_epochs", hyper.num_epochs) if hyper.max_steps is None else None,
             Line("max_steps", hyper.max_steps) if hyper.max_steps is not None else None,
-            Line("use_liger_kernel", True) if loss == "liger" else None,
+            Line("use_liger_kernel", True) if setup.loss == "liger" else None,
+            Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
             Line("torch_compile", True) if setup.compile else None,
             Line("seed", hyper.seed),
             Line("logging_steps", request.logging_steps),
@@ -250,8 +299,7 @@ print("RUN " + json.dumps({
     "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
     "micro_batch_seqs": arguments.per_device_train_batch_size,
     "accumulation_steps": arguments.gradient_accumulation_steps,
-    "global_batch_seqs": arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
-    * arguments.world_size,
+    "global_batch_seqs": trainer.get_total_train_batch_size(arguments),
 }))
 trainer.train()
 trainer.save_model()

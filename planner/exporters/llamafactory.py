@@ -2,9 +2,9 @@
 
 import json
 
-from planner.exporters import deepspeed
+from planner.exporters import deepspeed, slurm
 from planner.exporters.common import HF_OPTIMIZERS, environment, model_line, peak_notes, target_modules
-from planner.exporters.spread import split_refusal
+from planner.exporters.spread import PER_NODE, sharding_refusal, split_refusal
 from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch, LaunchFile
 from planner.setup import TrainSetup
@@ -22,6 +22,11 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     found = []
     runs = setup
     adapters = setup.method != "full"
+    if setup.parallel in deepspeed.STAGES and setup.precision in ("bf16-pure", "bf16-autocast"):
+        runs_as = "bf16-autocast" if adapters else "bf16-mixed"
+        if runs_as != setup.precision:
+            reason = "DeepSpeed trains bf16 weights with fp32 masters whatever type they were loaded in"
+            found.append(Difference(field="precision", planned=setup.precision, runs_as=runs_as, reason=reason))
     if adapters and setup.precision in ("bf16-mixed", "fp16-mixed"):
         runs_as = setup.precision.replace("mixed", "autocast")
         reason = "LLaMA-Factory loads a frozen base in the 16-bit type"
@@ -50,7 +55,7 @@ def refusal(setup: TrainSetup) -> str:
         return reason
     if setup.parallel in ("fsdp2", "device-map"):
         return f"{setup.parallel} is not written for LLaMA-Factory (use ddp or ZeRO)"
-    if setup.method == "full" and setup.precision == "bf16-autocast":
+    if setup.method == "full" and setup.precision == "bf16-autocast" and setup.parallel not in deepspeed.STAGES:
         return "LLaMA-Factory trains fp32 weights under bf16 autocast: twice the memory (bf16-pure or bf16-mixed work)"
     if setup.parallel == "zero3" and setup.quantized:
         return "LLaMA-Factory cannot shard a quantized base under ZeRO-3"
@@ -60,17 +65,21 @@ def refusal(setup: TrainSetup) -> str:
 def export(request: ExportRequest) -> Launch:
     """`llamafactory.yaml` with its `dataset_info.json`, and a DeepSpeed JSON for ZeRO."""
     setup = request.setup
-    if reason := refusal(setup):
+    if reason := refusal(setup) or sharding_refusal(request):
         return Launch(target=TARGET, refused=reason)
     found = differences(setup)
     env = environment(request.gpu)
     if setup.num_gpus > 1:
-        env |= {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(setup.num_gpus)}
-    prefix = " ".join(f"{name}={value}" for name, value in env.items())
-    command = f"{prefix} llamafactory-cli train launch/{FILE}".strip()
+        env |= {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(request.gpus_per_node)}
+    meeting = {"NNODES": str(request.num_nodes)}
+    meeting |= {name: f"${name}" for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    job = _command(env | meeting)
+    command = job if request.num_nodes > 1 else _command(env)
     notes = ["No template is named: LLaMA-Factory takes the tokenizer's own; name one if it has none."]
     if "liger" in (setup.loss, *(one.runs_as for one in found)):
         notes.append("Needs liger-kernel.")
+    if request.num_nodes > 1:
+        notes.append(PER_NODE)
     notes += peak_notes(request, found)
     head = header(
         request,
@@ -83,6 +92,8 @@ def export(request: ExportRequest) -> Launch:
     files = [launch_file(FILE, yaml_text(head, _sections(request))), _dataset_info(request)]
     if setup.parallel in deepspeed.STAGES:
         files.append(deepspeed.config_file(request, TARGET))
+    if slurm.needed(request):
+        files.append(slurm.job_file(request, TARGET, job, VALIDATED_WITH))
     return Launch(
         target=TARGET,
         files=tuple(files),
@@ -93,8 +104,14 @@ def export(request: ExportRequest) -> Launch:
     )
 
 
+def _command(env: dict[str, str]) -> str:
+    prefix = " ".join(f"{name}={value}" for name, value in env.items())
+    return f"{prefix} llamafactory-cli train launch/{FILE}".strip()
+
+
 def _sections(request: ExportRequest) -> list[Section]:
     setup, hyper = request.setup, request.hyper
+    runs = setup.with_(**{one.field: one.runs_as for one in differences(setup) if one.field == "precision"})
     reasons = hyper.reasons
     title = "dataset" if request.dataset else "dataset: PUT YOURS HERE (in dataset_info.json)"
     liger = setup.loss in ("chunked", "liger")
@@ -121,11 +138,12 @@ def _sections(request: ExportRequest) -> list[Section]:
         ),
         section(
             "memory and speed",
-            *_precision(setup),
+            *_precision(runs),
             Line("disable_gradient_checkpointing", setup.checkpointing == 0),
             Line("use_reentrant_gc", False) if setup.checkpointing else None,
             Line("enable_liger_kernel", True) if liger else None,
             Line("torch_compile", True) if setup.compile else None,
+            Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
             Line("deepspeed", f"launch/{TARGET}/{deepspeed.NAME}") if setup.parallel in deepspeed.STAGES else None,
         ),
         section(

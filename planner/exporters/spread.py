@@ -1,14 +1,124 @@
-"""How a job spreads over GPUs, as far as several targets say it in the same words: refusals first."""
+"""How a job spreads over GPUs and machines, where several targets say it alike: refusals, settings, launch commands."""
 
+from planner.exporters.types import Difference, ExportRequest
+from planner.parallel.support import ADAMW, DTENSOR_OPTIMIZERS, why_not
 from planner.setup import TrainSetup
+
+TORCHRUN_ID = "finetune"
+PER_NODE = "On every node, with NODE_RANK (0, 1, ...), MASTER_ADDR and MASTER_PORT (of node 0) set."
+
+
+def engine_refusal(request: ExportRequest) -> str:
+    """Why no engine at all runs this setup under its spread, "" when one does or the model is not known."""
+    return why_not(request.model, request.setup) if request.model is not None else ""
+
+
+def processes(setup: TrainSetup) -> int:
+    """Processes that a launcher starts: one for every GPU, or one that drives them all."""
+    return 1 if setup.parallel in ("dp", "device-map") else setup.num_gpus
 
 
 def split_refusal(setup: TrainSetup, tool: str) -> str:
     """Why a tool that only copies or shards a whole model cannot run this setup, "" when it can."""
     if setup.pipeline_degree > 1:
-        return f"no pipeline parallelism is written for {tool}"
+        return f"{tool} has no pipeline parallelism (torchtitan has)"
     if setup.tensor_degree > 1:
-        return f"no tensor parallelism is written for {tool}"
+        return f"{tool} has no tensor parallelism (hf, trl, axolotl and torchtitan have)"
     if setup.parallel == "dp":
-        return "one process for all GPUs (nn.DataParallel) is only the plain script's; ddp holds less and is faster"
+        return f"one process for all GPUs (nn.DataParallel) is not {tool}'s way; ddp holds less and is faster"
+    return ""
+
+
+def tensor_refusal(setup: TrainSetup, tool: str) -> str:
+    """Why transformers' tensor parallelism under `tool` cannot run this setup, "" when it can or is not asked to.
+
+    Source: transformers 5.23 `DistributedConfig`; run on two and four CPU processes, tests/launch/test_spread.py.
+    """
+    if setup.pipeline_degree > 1:
+        return f"{tool} has no pipeline parallelism that trains (torchtitan has)"
+    if setup.tensor_degree == 1:
+        return ""
+    if setup.method != "full":
+        return "peft's adapters do not fit the shards of transformers' tensor parallelism: their inputs are cut"
+    if setup.parallel == "ddp":
+        return "tensor parallelism beside plain DDP is refused (accelerate 1.15 ParallelismConfig): use fsdp2"
+    if setup.parallel.startswith("zero"):
+        return "transformers' tensor parallelism goes with FSDP2, not with DeepSpeed"
+    if setup.parallel == "fsdp2" and not setup.reshard_after_forward:
+        return "beside tensor parallelism, transformers' FSDP2 plan always frees a layer's weights after its forward"
+    if setup.parallel == "fsdp2" and setup.autocast_dtype == "fp16":
+        return "beside tensor parallelism, transformers' FSDP2 mixes precision in bf16 only"
+    if setup.compile:
+        return "torch.compile over tensor parallelism's DTensor hooks is not written"
+    return ""
+
+
+def distributed_config(setup: TrainSetup) -> dict[str, object]:
+    """transformers' `DistributedConfig` as plain values; {} without tensor parallelism."""
+    if setup.tensor_degree == 1:
+        return {}
+    config: dict[str, object] = {"tp_size": setup.tensor_degree}
+    if setup.parallel == "fsdp2":
+        config["fsdp_size"] = setup.shards
+        if setup.shards < setup.data_degree:
+            config["dp_replicate_size"] = setup.data_degree // setup.shards
+        if setup.offload == "parameters":
+            config["fsdp_cpu_offload"] = True
+        if setup.autocast_dtype == "bf16":
+            config["fsdp_mixed_precision"] = True
+    return config
+
+
+def deepspeed_precision(setup: TrainSetup) -> Difference | None:
+    """DeepSpeed computes in bf16 only by its own switch, whatever type the weights were loaded in.
+
+    Source: DeepSpeed 0.19 engine.py `_configure_distributed_model`: bf16 casts the module and keeps fp32 masters;
+    without it every parameter must be fp32.
+    """
+    if not setup.parallel.startswith("zero") or setup.precision != "bf16-pure":
+        return None
+    reason = "DeepSpeed trains bf16 weights with fp32 masters and only by its bf16 switch; there is no autocast in it"
+    return Difference(field="precision", planned=setup.precision, runs_as="bf16-autocast", reason=reason)
+
+
+def torchrun(request: ExportRequest, script: str) -> str:
+    """The torchrun command of one node: the same on every node."""
+    if request.num_nodes == 1:
+        return f"torchrun --standalone --nproc-per-node {request.gpus_per_node} {script}"
+    return f"torchrun {torchrun_flags(request)} {script}"
+
+
+def torchrun_flags(request: ExportRequest) -> str:
+    """torchrun's flags with the rendezvous named by environment variables, for one node or many."""
+    return (
+        f"--nnodes {request.num_nodes} --nproc-per-node {request.gpus_per_node} --rdzv-id {TORCHRUN_ID} "
+        "--rdzv-backend c10d --rdzv-endpoint $MASTER_ADDR:$MASTER_PORT"
+    )
+
+
+def accelerate_flags(request: ExportRequest, *, rendezvous: bool = False) -> str:
+    """What `accelerate launch` must be told on every node beside the config file; "" on one node.
+
+    The rendezvous is a flag because the flag's own default wins over `rdzv_backend` in the config file.
+    """
+    if request.num_nodes == 1 and not rendezvous:
+        return ""
+    if request.num_nodes == 1:
+        return " --main_process_port $MASTER_PORT"
+    return (
+        " --rdzv_backend c10d --machine_rank $NODE_RANK --main_process_ip $MASTER_ADDR --main_process_port $MASTER_PORT"
+    )
+
+
+def sharding_refusal(request: ExportRequest) -> str:
+    """Why no engine shards or offloads this setup, "" when one does. The model's own reasons where it is known."""
+    setup = request.setup
+    if reason := engine_refusal(request):
+        return reason
+    if setup.quantization == "int8" and setup.parallel in ("zero3", "fsdp2"):
+        return f"{setup.parallel} cannot shard bitsandbytes' int8 weights"
+    if setup.parallel == "fsdp2" and setup.optimizer not in DTENSOR_OPTIMIZERS:
+        return f"{setup.optimizer} has no step for FSDP2's DTensors"
+    if setup.parallel.startswith("zero") and setup.offload != "none" and setup.optimizer not in ADAMW:
+        return f"ZeRO-Offload steps on the CPU with DeepSpeedCPUAdam, not {setup.optimizer}"
     return ""

@@ -12,6 +12,7 @@ import yaml
 
 from planner import __version__
 from planner.exporters.types import Difference, ExportRequest, LaunchFile
+from planner.setup import TrainSetup
 from planner.units import gib
 
 _WIDTH = 100
@@ -101,11 +102,13 @@ def header(
     """The comment block every emitted file starts with."""
     setup = request.setup
     where = f" on {setup.num_gpus} x {request.gpu.name}" if request.gpu else ""
+    if request.num_nodes > 1:
+        where += f", {request.num_nodes} nodes"
     versions = ", ".join(f"{name}=={version}" for name, version in validated_with.items())
     lines = [
         f"{title}: {shown_path(request.model_id)}{where}",
         f"Written by finetune-planner {__version__}. Effective batch: {setup.micro_batch_seqs} x "
-        f"{setup.accumulation_steps} x {data_parallel(setup.num_gpus, setup.global_batch_seqs, request)} GPU = "
+        f"{setup.accumulation_steps} x {setup.data_degree} {_copies(setup)} = "
         f"{setup.global_batch_seqs} sequences of {setup.seq_len_tokens} tokens.",
         *request.about,
         f"Launch:    {command}",
@@ -118,10 +121,9 @@ def header(
     return lines
 
 
-def data_parallel(num_gpus: int, global_batch_seqs: int, request: ExportRequest) -> int:
-    """How many GPUs see different sequences."""
-    setup = request.setup
-    return global_batch_seqs // (setup.micro_batch_seqs * setup.accumulation_steps) if num_gpus else 1
+def _copies(setup: TrainSetup) -> str:
+    """What sees different sequences: every GPU, or every group of GPUs that holds one copy of the model."""
+    return "GPU" if setup.data_degree == setup.num_gpus else "copy" if setup.data_degree == 1 else "copies"
 
 
 def shown_path(path: str) -> str:

@@ -1,6 +1,6 @@
 """TRL's command line: `trl sft --config FILE`. Field names of TRL 1.16 on transformers 5.23."""
 
-from planner.exporters import accelerate
+from planner.exporters import accelerate, deepspeed, slurm
 from planner.exporters.common import (
     HF_ATTENTIONS,
     HF_DTYPES,
@@ -11,7 +11,7 @@ from planner.exporters.common import (
     peak_notes,
     target_modules,
 )
-from planner.exporters.spread import split_refusal
+from planner.exporters.spread import PER_NODE, accelerate_flags, distributed_config, sharding_refusal, tensor_refusal
 from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
 from planner.setup import TrainSetup
@@ -38,7 +38,7 @@ OLDER_NAMES = (
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """Settings that `trl sft` runs otherwise than the setup says."""
-    found: list[Difference | None] = []
+    found: list[Difference | None] = [*deepspeed.differences(setup)]
     if setup.loss != "chunked":
         found.append(
             Difference(
@@ -71,32 +71,39 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
 
 def refusal(setup: TrainSetup) -> str:
     """Why `trl sft` cannot run this setup, "" when it can."""
-    if reason := split_refusal(setup, "trl sft"):
+    if reason := tensor_refusal(setup, "trl sft"):
         return reason
+    if setup.parallel == "dp":
+        return "one process for all GPUs (nn.DataParallel) is not trl sft's way; ddp holds less and is faster"
     if setup.method == "qlora" and setup.compute_dtype == "fp16" and setup.autocast_dtype == "fp16":
         return (
             "TRL casts the adapters of a quantized base to bf16, which the fp16 loss scaler cannot unscale; "
             "use LoRA without quantization, or the hf target"
         )
-    if setup.parallel in ("zero2", "zero3", "fsdp2") and setup.quantization == "int8":
-        return f"{setup.parallel} cannot shard int8 weights"
     return ""
 
 
 def export(request: ExportRequest) -> Launch:
     """`trl-sft.yaml`, with an Accelerate config beside it for more than one GPU."""
     setup = request.setup
-    if reason := refusal(setup):
+    if reason := refusal(setup) or sharding_refusal(request):
         return Launch(target=TARGET, refused=reason)
     found = differences(setup)
     command = f"trl sft --config launch/{FILE}"
     files = []
+    notes = [OLDER_NAMES]
     if accelerate.needed(setup):
-        files.append(accelerate.config_file(request, TARGET))
+        files += accelerate.config_files(request, TARGET)
         command += f" --accelerate_config launch/{TARGET}/{accelerate.NAME}"
+        job = command + accelerate_flags(request, rendezvous=True)
+        files.append(slurm.job_file(request, TARGET, job, VALIDATED_WITH))
+        command += accelerate_flags(request)
     else:
         command += " --num_processes 1"
-    notes = [OLDER_NAMES]
+    if request.num_nodes > 1:
+        notes.append(PER_NODE)
+    if setup.tensor_degree > 1:
+        notes.append("Sharded while loading: checkpoints hold the model only, so a run cannot be resumed.")
     if setup.packing and setup.attention != "flash-attention-2":
         notes.append(
             "packing without flash attention: transformers keeps packed samples apart through position_ids where the "
@@ -111,7 +118,8 @@ def export(request: ExportRequest) -> Launch:
         differences=found,
         notes=notes,
     )
-    files.insert(0, launch_file(FILE, yaml_text(head, _sections(request))))
+    runs = setup.with_(**{one.field: one.runs_as for one in found})
+    files.insert(0, launch_file(FILE, yaml_text(head, _sections(request, runs))))
     return Launch(
         target=TARGET,
         files=tuple(files),
@@ -122,7 +130,7 @@ def export(request: ExportRequest) -> Launch:
     )
 
 
-def _sections(request: ExportRequest) -> list[Section]:
+def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
     setup, hyper = request.setup, request.hyper
     reasons = hyper.reasons
     dtype = HF_DTYPES[setup.weight_dtype]
@@ -148,10 +156,11 @@ def _sections(request: ExportRequest) -> list[Section]:
         ),
         section(
             "memory and speed",
-            *precision_lines(setup),
+            *precision_lines(runs),
             *checkpointing_lines(setup),
             Line("loss_type", "nll", "in chunks: never holds seqs x tokens x vocabulary"),
             Line("torch_compile", True) if setup.compile else None,
+            Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
         ),
         section(
             "optimization",
@@ -195,6 +204,9 @@ def _quantization(setup: TrainSetup) -> list[Line]:
             "bnb_4bit_use_double_quant": double,
             "bnb_4bit_compute_dtype": HF_DTYPES[setup.compute_dtype],
         }
+    if setup.tensor_degree > 1:
+        kwargs["distributed_config"] = distributed_config(setup)
+        return [*lines, Line("model_init_kwargs", kwargs, "sharded while loading")]
     if setup.parallel == "device-map":
         return [*lines, Line("model_init_kwargs", {"device_map": "auto", **kwargs}, "layers spread over the GPUs")]
     return (
@@ -250,7 +262,7 @@ def precision_lines(setup: TrainSetup) -> list[Line]:
 
 def checkpointing_lines(setup: TrainSetup) -> list[Line]:
     """Checkpointing by transformers 5.23's names; under FSDP it moves into the Accelerate config."""
-    if setup.parallel == "fsdp2" and setup.checkpointing == 1:
+    if accelerate.distributed_type(setup) == "FSDP" and setup.checkpointing == 1:
         return [Line("activation_checkpointing", False, "fsdp_activation_checkpointing does it")]
     if setup.checkpointing == 0:
         return [Line("activation_checkpointing", False)]
@@ -270,5 +282,8 @@ def output_lines(request: ExportRequest) -> list[Line]:
         Line("report_to", "none", "or wandb, tensorboard, trackio"),
     ]
     if request.save:
-        return [*lines, Line("save_steps", 500), Line("save_total_limit", 1)]
+        lines += [Line("save_steps", 500), Line("save_total_limit", 1)]
+        if request.setup.tensor_degree > 1:
+            lines.append(Line("save_only_model", True, "all that can be saved of a model sharded at loading"))
+        return lines
     return [*lines, Line("save_strategy", "no", "the final model is saved all the same")]

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from planner.errors import UsageError
 from planner.gpu import GpuSpec
 from planner.hyperparameters import Hyperparameters
 from planner.models.spec import ModelSpec
@@ -44,6 +45,7 @@ class ExportRequest:
         output_dir: relative directory the run writes to.
         save: whether checkpoints are saved on the way (the final model always is).
         about: sentences for the header (predicted peak, rung).
+        num_nodes: machines over which `setup.num_gpus` are spread evenly.
     """
 
     model_id: str
@@ -56,6 +58,19 @@ class ExportRequest:
     save: bool = True
     logging_steps: int = 10
     about: tuple[str, ...] = ()
+    num_nodes: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_nodes < 1 or self.setup.num_gpus % self.num_nodes:
+            raise UsageError(
+                f"{self.setup.num_gpus} GPUs cannot be spread evenly over {self.num_nodes} nodes",
+                hint="--gpus counts all GPUs of the job, over all nodes",
+            )
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs of one machine."""
+        return self.setup.num_gpus // self.num_nodes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from typing import Any
 from planner.errors import ConfigError
 from planner.models.spec import ModelSpec
 from planner.readers import common, schema
-from planner.readers.sharding import Sharding, Spread, fsdp, parallel_of, zero_stage
+from planner.readers.sharding import Sharding, Spread, fsdp, hybrid, parallel_of, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 
@@ -235,10 +235,22 @@ def _parallel(settings: Settings, sharding: Sharding) -> Spread:
         return zero_stage(settings, settings.raw("deepspeed"), sharding)
     if settings.raw("fsdp_config") or settings.raw("fsdp"):
         inner = settings.raw("fsdp_config", {})
-        return fsdp(settings, inner if isinstance(inner, dict) else {})
-    if settings.has("tensor_parallel_size") and settings.integer("tensor_parallel_size", 1) > 1:
-        settings.approximate("tensor parallelism is counted as plain data parallelism")
-    return {"parallel": "none"}
+        return fsdp(settings, inner if isinstance(inner, dict) else {}) | _mesh(settings, sharding.num_gpus)
+    return {"parallel": "none", **_mesh(settings, sharding.num_gpus)}
+
+
+def _mesh(settings: Settings, num_gpus: int) -> Spread:
+    sizes = {
+        key: settings.integer(key, 1, at_least=1)
+        for key in ("dp_shard_size", "dp_replicate_size", "tensor_parallel_size")
+    }
+    return hybrid(
+        settings,
+        num_gpus,
+        shard=sizes["dp_shard_size"],
+        copies=sizes["dp_replicate_size"],
+        tensor=sizes["tensor_parallel_size"] if num_gpus > 1 else 1,
+    )
 
 
 def _dataset(settings: Settings) -> str | None:

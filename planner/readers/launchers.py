@@ -4,7 +4,7 @@ from typing import Any
 
 from planner.errors import ConfigError
 from planner.readers import common, schema
-from planner.readers.sharding import Spread, fsdp, parallel_of, stage_of, zero_spread
+from planner.readers.sharding import Sharding, Spread, fsdp, hybrid, parallel_of, stage_of, zero_spread, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.setup import SPREAD_FIELDS, TrainSetup
@@ -27,7 +27,9 @@ PLANNED_TYPES = ("NO", "MULTI_GPU", "DEEPSPEED", "FSDP")
 OTHER_TYPES = ("MULTI_CPU", "CPU", "MEGATRON_LM", "XPU", "TPU", "MULTI_NPU")
 
 
-def read_accelerate(values: dict[str, Any], name: str, base: TrainSetup, num_gpus: int | None = None) -> ReadConfig:
+def read_accelerate(
+    values: dict[str, Any], name: str, base: TrainSetup, *, sharding: Sharding | None = None
+) -> ReadConfig:
     """A base setup under an Accelerate config.
 
     Raises:
@@ -40,18 +42,20 @@ def read_accelerate(values: dict[str, Any], name: str, base: TrainSetup, num_gpu
         raise settings.error("distributed_type", f"one of {', '.join(PLANNED_TYPES)}", kind)
     if kind in OTHER_TYPES:
         raise ConfigError(f"{name}: distributed_type {kind} is not planned", hint="NO, MULTI_GPU, DEEPSPEED, FSDP are")
-    processes = num_gpus or settings.integer("num_processes", 1, at_least=1)
+    processes = num_processes(values, name)
     changes: dict[str, Any] = {}
     spread: Spread = {"parallel": "none"}
     if kind == "DEEPSPEED":
         block = Settings(settings.mapping("deepspeed_config"), f"{name}: deepspeed_config")
-        stage = block.integer("zero_stage", 2)
-        spread = zero_spread(
-            settings,
-            stage,
-            optimizer=block.text("offload_optimizer_device", "none"),
-            parameters=block.text("offload_param_device", "none"),
-        )
+        if block.has("deepspeed_config_file"):
+            spread = zero_stage(settings, block.raw("deepspeed_config_file"), sharding or Sharding())
+        else:
+            spread = zero_spread(
+                settings,
+                block.integer("zero_stage", 2),
+                optimizer=block.text("offload_optimizer_device", "none"),
+                parameters=block.text("offload_param_device", "none"),
+            )
         if block.has("gradient_accumulation_steps") and block.raw("gradient_accumulation_steps") != "auto":
             changes["accumulation_steps"] = block.integer("gradient_accumulation_steps", 1, at_least=1)
     elif kind == "FSDP":
@@ -71,6 +75,8 @@ def read_accelerate(values: dict[str, Any], name: str, base: TrainSetup, num_gpu
     found = parallel_of(settings, spread, processes)
     if base.parallel == "device-map" and found["parallel"] == "none":
         found = {}
+    if base.tensor_degree > 1 and kind == "MULTI_GPU" and base.num_gpus == processes:
+        found = {}  # transformers shards while it loads; the launcher only starts the processes
     if found:
         base = base.trusted_with(**{name: getattr(TrainSetup(), name) for name in SPREAD_FIELDS})
     fields = {**_as_dict(base), **found, **changes}
@@ -84,6 +90,11 @@ def read_accelerate(values: dict[str, Any], name: str, base: TrainSetup, num_gpu
     )
 
 
+def num_processes(values: dict[str, Any], name: str) -> int:
+    """GPUs of a launch, over all machines."""
+    return Settings(values, name).integer("num_processes", 1, at_least=1)
+
+
 def _mesh(settings: Settings, processes: int) -> Spread:
     """Hybrid sharding: the groups of Accelerate's `parallelism_config`."""
     block = settings.mapping("parallelism_config")
@@ -94,12 +105,8 @@ def _mesh(settings: Settings, processes: int) -> Spread:
     for key in ("cp_size", "sp_size"):
         if inner.integer(key, 1, at_least=1) > 1:
             settings.approximate(f"{key} splits sequences over GPUs: counted whole")
-    shard, copies = inner.integer("dp_shard_size", 1, at_least=1), inner.integer("dp_replicate_size", 1, at_least=1)
-    tensor = inner.integer("tp_size", 1, at_least=1)
-    spread: Spread = {"tensor_degree": tensor} if tensor > 1 else {}
-    if copies > 1 and shard > 1 and processes % (shard * copies * tensor) == 0:
-        spread["shard_degree"] = shard
-    return spread
+    sizes = {key: inner.integer(f"{key}_size", 1, at_least=1) for key in ("dp_shard", "dp_replicate", "tp")}
+    return hybrid(settings, processes, shard=sizes["dp_shard"], copies=sizes["dp_replicate"], tensor=sizes["tp"])
 
 
 def read_deepspeed(values: dict[str, Any], name: str, base: TrainSetup, num_gpus: int = 1) -> ReadConfig:

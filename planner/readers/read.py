@@ -68,8 +68,10 @@ def read_text(
     sharding = sharding or Sharding()
     if launcher is not None:
         values, _ = parse_yaml(launcher, "accelerate config")
-        inner = read_text(text, name, model=model, base=base, sharding=Sharding(roots=sharding.roots))
-        spread = launchers.read_accelerate(values, "accelerate config", inner.setup)
+        processes = launchers.num_processes(values, "accelerate config")
+        inside = Sharding(num_gpus=processes, roots=sharding.roots)
+        inner = read_text(text, name, model=model, base=base, sharding=inside)
+        spread = launchers.read_accelerate(values, "accelerate config", inner.setup, sharding=inside)
         setup = spread.setup
         if inner.format == trl.FORMAT and setup.parallel == "zero3" and setup.method == "lora":
             setup = setup.with_(adapter_dtype=setup.weight_dtype)  # TRL switches peft's cast off under ZeRO-3
@@ -90,7 +92,7 @@ def read_text(
     if kind == "deepspeed":
         return launchers.read_deepspeed(values, name, base or TrainSetup(), sharding.num_gpus)
     if kind == "accelerate":
-        return launchers.read_accelerate(values, name, base or TrainSetup())
+        return launchers.read_accelerate(values, name, base or TrainSetup(), sharding=sharding)
     if kind not in READERS:
         raise ConfigError(
             f"{name} is no config of a known tool (its settings: {', '.join(list(values)[:6]) or 'none'})",

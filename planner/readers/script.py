@@ -10,7 +10,7 @@ from typing import Any
 from planner.errors import ConfigError
 from planner.models.spec import ModelSpec
 from planner.readers import common, hf
-from planner.readers.sharding import Sharding, parallel_of
+from planner.readers.sharding import Sharding, loaded, parallel_of
 from planner.readers.trl import sharded
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
@@ -159,8 +159,13 @@ def _setup(
     fields["loss"] = "chunked" if trl else "liger" if liger else "full"
     if loader.raw("device_map") == "auto" and sharding.num_gpus > 1:
         fields |= {"num_gpus": sharding.num_gpus, "parallel": "device-map"}
+    elif constants.get("PARALLEL") == "dp" and sharding.num_gpus > 1:
+        fields |= {"num_gpus": sharding.num_gpus, "parallel": "dp"}
     else:
-        fields |= parallel_of(arguments, sharded(arguments, sharding), sharding.num_gpus)
+        if "DistributedConfig" in calls:
+            loader.values = {**loader.values, "distributed_config": _known(calls["DistributedConfig"], name).values}
+        spread = loaded(arguments, loader, sharding.num_gpus) or sharded(arguments, sharding)
+        fields |= parallel_of(arguments, spread, sharding.num_gpus)
     parts = (arguments, loader, bnb, lora)
     named = loader.raw("model_name", loader.raw("pretrained_model_name_or_path"))
     return ReadConfig(

@@ -31,7 +31,56 @@ def parallel_of(settings: Settings, spread: Spread, num_gpus: int) -> dict[str, 
         if spread.get("offload", "none") != "none":
             settings.approximate("offloading from one GPU is counted as if nothing left it")
         return {"num_gpus": 1, "parallel": "none"}
+    degrees = {name: spread.get(name, 1) for name in ("tensor_degree", "pipeline_degree")}
+    split = degrees["tensor_degree"] * degrees["pipeline_degree"]
+    if num_gpus % split:
+        raise ConfigError(
+            f"{settings.name}: {num_gpus} GPUs cannot be cut into tensor x pipeline parallelism of {split}",
+            hint="say how many GPUs the run has with --gpus",
+        )
+    if num_gpus == split:  # one copy: nothing to share
+        return {**degrees, "num_gpus": num_gpus, "parallel": "none"}
     return {**spread, "num_gpus": num_gpus, "parallel": "ddp" if parallel == "none" else parallel}
+
+
+def hybrid(settings: Settings, num_gpus: int, *, shard: int, copies: int, tensor: int) -> Spread:
+    """The groups of a device mesh: shards within a group, copies over the groups, matrices cut within `tensor`."""
+    spread: Spread = {"tensor_degree": tensor} if tensor > 1 else {}
+    if copies > 1 and shard > 1:
+        if num_gpus == copies * shard * tensor:
+            spread["shard_degree"] = shard
+        elif num_gpus > 1:
+            settings.assume(
+                f"{copies} x {shard} x {tensor} GPUs of the mesh are not the {num_gpus} of the run: left out"
+            )
+    return spread
+
+
+def distributed(settings: Settings, block: dict[str, Any], num_gpus: int) -> Spread:
+    """The spread of transformers' `DistributedConfig` (tensor parallelism, FSDP2 while loading)."""
+    inner = Settings(block, f"{settings.name}: distributed_config")
+    shard, copies = (inner.integer(key, 1, at_least=1) for key in ("fsdp_size", "dp_replicate_size"))
+    stages = inner.integer("pp_size", 1, at_least=1)
+    rest = num_gpus // (shard * copies * stages) if inner.has("tp_plan") else 1
+    tensor = inner.integer("tp_size", max(1, rest), at_least=1)
+    spread = hybrid(settings, num_gpus, shard=shard, copies=copies, tensor=tensor)
+    if stages > 1:
+        spread["pipeline_degree"] = stages
+    if shard * copies > 1:
+        spread["parallel"] = "fsdp2"
+        if inner.flag("fsdp_cpu_offload", False):
+            spread["offload"] = "parameters"
+    if inner.integer("ep_size", 1, at_least=1) > 1:
+        settings.approximate("experts spread over GPUs (ep_size) are counted as if every GPU held them all")
+    return spread
+
+
+def loaded(settings: Settings, kwargs: Settings, num_gpus: int) -> Spread | None:
+    """The spread that `from_pretrained`'s own arguments ask for; None where they ask for none."""
+    block = kwargs.raw("distributed_config")
+    if block is None and (kwargs.has("tp_plan") or kwargs.has("tp_size")):
+        block = {key: kwargs.raw(key) for key in ("tp_plan", "tp_size") if kwargs.has(key)}
+    return distributed(settings, block, num_gpus) if isinstance(block, dict) and num_gpus > 1 else None
 
 
 def fsdp(settings: Settings, block: dict[str, Any]) -> Spread:
@@ -114,7 +163,7 @@ def _find(value: str, sharding: Sharding) -> Path | None:
     if path.is_absolute() or ".." in path.parts or value.startswith("~"):
         return None
     for root in sharding.roots:
-        candidate = root / path
-        if candidate.is_file() and not candidate.is_symlink():
-            return candidate
+        for candidate in (root / path, root / path.name):
+            if candidate.is_file() and not candidate.is_symlink():
+                return candidate
     return None

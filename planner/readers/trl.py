@@ -4,7 +4,7 @@ from typing import Any
 
 from planner.models.spec import ModelSpec
 from planner.readers import common, hf, schema
-from planner.readers.sharding import Sharding, Spread, fsdp, parallel_of, zero_stage
+from planner.readers.sharding import Sharding, Spread, fsdp, loaded, parallel_of, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 
@@ -80,7 +80,8 @@ def read(
     if kwargs.raw("device_map") == "auto" and sharding.num_gpus > 1:
         fields |= {"num_gpus": sharding.num_gpus, "parallel": "device-map"}
     else:
-        fields |= parallel_of(settings, sharded(settings, sharding), sharding.num_gpus)
+        spread = loaded(settings, kwargs, sharding.num_gpus) or sharded(settings, sharding)
+        fields |= parallel_of(settings, spread, sharding.num_gpus)
     keys |= {"seq_len_tokens": length_key, "optimizer": "optim", "packing": "packing", "lora_rank": "lora_r"}
     return ReadConfig(
         format=FORMAT,

@@ -51,7 +51,8 @@ def test_accelerate_itself_accepts_every_config(tmp_path: Path) -> None:
         path.write_text(launch.files[0].text)
         config = load_config_from_file(str(path))
         assert config.num_processes == (1 if setup.parallel in ("none", "device-map") else setup.num_gpus)
-        assert str(config.mixed_precision) == (setup.autocast_dtype or "no")
+        by_deepspeed = setup.parallel.startswith("zero")  # whose own file says it, and nobody else may
+        assert config.mixed_precision == (None if by_deepspeed else setup.autocast_dtype or "no")
         accepted += 1
     assert accepted >= 200
 

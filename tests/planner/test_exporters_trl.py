@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers.distributed import DistributedConfig
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
 from planner.exporters import EXPORTERS, Launch, trl
@@ -41,13 +42,18 @@ def test_trl_parser_accepts_every_file_and_reads_the_planned_values(tmp_path: Pa
         assert args.gradient_accumulation_steps == setup.accumulation_steps
         assert args.max_length == setup.seq_len_tokens
         assert args.packing == setup.packing
-        assert (args.bf16, args.fp16) == (setup.autocast_dtype == "bf16", setup.autocast_dtype == "fp16")
+        autocast = launch.runs_as(setup).autocast_dtype
+        assert (args.bf16, args.fp16) == (autocast == "bf16", autocast == "fp16")
         assert model.use_peft == (setup.method != "full")
         assert args.optim == trl.HF_OPTIMIZERS[setup.optimizer]
-        sharded_checkpoints = setup.parallel == "fsdp2" and setup.checkpointing == 1
+        sharded_checkpoints = setup.parallel == "fsdp2" and setup.tensor_degree == 1 and setup.checkpointing == 1
         assert args.activation_checkpointing == (setup.checkpointing > 0 and not sharded_checkpoints)
         if setup.checkpointing > 1:
             assert args.activation_checkpointing_kwargs["every_n_layers"] == setup.checkpointing
+        if setup.tensor_degree > 1:
+            assert (
+                DistributedConfig.from_dict(args.model_init_kwargs["distributed_config"]).tp_size == setup.tensor_degree
+            )
         if model.use_peft:
             assert model.lora_r == setup.lora_rank
             assert model.lora_dropout == setup.lora_dropout

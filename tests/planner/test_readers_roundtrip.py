@@ -39,18 +39,20 @@ def test_reading_back_gives_the_setup_that_runs(target: str, tmp_path: Path) -> 
     assert read_back >= {"unsloth": 40}.get(target, 150)
 
 
-def test_accelerate_and_deepspeed_files_read_back_over_their_base() -> None:
+def test_accelerate_and_deepspeed_files_read_back_over_their_base(tmp_path: Path) -> None:
     seen = 0
     for setup in SETUPS:
         for target in ("accelerate", "deepspeed"):
             launch = EXPORTERS[target](request(setup))
             if launch.refused or setup.parallel == "device-map":
                 continue
+            for file in launch.files:
+                (tmp_path / Path(file.path).name).write_text(file.text)
             back = read_text(
                 launch.files[0].text,
                 Path(launch.files[0].path).name,
                 base=TrainSetup(**{**plain(setup), "accumulation_steps": 1}),
-                sharding=Sharding(num_gpus=setup.num_gpus),
+                sharding=Sharding(num_gpus=setup.num_gpus, roots=(tmp_path,)),
             )
             assert (back.setup.num_gpus, back.setup.parallel) == (setup.num_gpus, setup.parallel)
             assert back.setup.spread == setup.spread

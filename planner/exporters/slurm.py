@@ -1,0 +1,48 @@
+"""A Slurm batch script beside a target's files: one launcher per node by srun, which starts a process for every GPU."""
+
+import shlex
+
+from planner.exporters.spread import processes
+from planner.exporters.text import comments, header, launch_file
+from planner.exporters.types import ExportRequest, LaunchFile
+
+NAME = "slurm.sbatch"
+CPUS_PER_GPU = 8
+"""Cores asked for beside each GPU: data loading and the process itself; a request, for people to change."""
+
+
+def needed(request: ExportRequest) -> bool:
+    """Whether several processes have to be started."""
+    return processes(request.setup) > 1
+
+
+def job_file(request: ExportRequest, target: str, command: str, validated_with: dict[str, str]) -> LaunchFile:
+    """`sbatch FILE` from the directory that holds `launch/`.
+
+    Args:
+        command: starts the processes of one node; may use $NODE_RANK, $MASTER_ADDR and $MASTER_PORT.
+    """
+    path = f"{target}/{NAME}"
+    head = header(
+        request,
+        title=f"Slurm job for the {target} target",
+        command=f"sbatch launch/{path}",
+        validated_with=validated_with,
+        notes=("your cluster may want more: add #SBATCH lines for partition, account and time.",),
+    )
+    lines = [
+        f"#SBATCH --job-name=finetune-{target}",
+        f"#SBATCH --nodes={request.num_nodes}",
+        "#SBATCH --ntasks-per-node=1",
+        f"#SBATCH --gpus-per-node={request.gpus_per_node}",
+        f"#SBATCH --cpus-per-task={CPUS_PER_GPU * request.gpus_per_node}",
+        "#SBATCH --output=%x-%j.log",
+        "",
+        "set -euo pipefail",
+        'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        "MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))  # jobs that share a node do not meet",
+        "export MASTER_ADDR MASTER_PORT",
+        'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"  # srun no longer takes it over from sbatch',
+        f"srun --kill-on-bad-exit=1 bash -c {shlex.quote('export NODE_RANK=$SLURM_NODEID; ' + command)}",
+    ]
+    return launch_file(path, "#!/bin/bash\n" + comments(head) + "\n" + "\n".join(lines) + "\n")

@@ -1,0 +1,247 @@
+"""Launch files for several GPUs and nodes, through the parsers of Accelerate, torchrun and bash.
+
+DeepSpeed's own parser and Accelerate's DeepSpeed plugin run in tools/validators/deepspeed.sh.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from planner.errors import UsageError
+from planner.exporters import EXPORTERS, Launch, LaunchFile
+from planner.models import catalogue
+from planner.setup import TrainSetup
+from tests.planner.launch_sweep import request, setups, spread_setups
+
+LAUNCHED = ("hf", "trl", "axolotl", "llamafactory")
+MEETING = {"NODE_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29501", "SLURM_NODEID": "1"}
+SETUPS = [setup for setup in setups() if setup.num_gpus > 1]
+
+
+def launches(target: str, num_nodes: int = 1) -> Iterator[tuple[TrainSetup, Launch]]:
+    """Every emitted launch of the sweep's setups on several GPUs."""
+    for setup in SETUPS:
+        if setup.num_gpus % num_nodes == 0 and (num_nodes == 1 or setup.num_gpus > num_nodes):
+            launch = EXPORTERS[target](request(setup, num_nodes=num_nodes))
+            if not launch.refused:
+                yield setup, launch
+
+
+def words(command: str) -> list[str]:
+    """A command as a shell splits it, with the variables of one node."""
+    for name, value in MEETING.items():
+        command = command.replace(f"${name}", value)
+    return shlex.split(command)
+
+
+def named(launch: Launch, ending: str) -> LaunchFile:
+    return next(file for file in launch.files if file.path.endswith(ending))
+
+
+def test_the_sweep_spreads_over_several_gpus_in_every_way() -> None:
+    assert len(spread_setups()) >= 60
+    assert {setup.parallel for setup in spread_setups()} == {
+        "none", "dp", "ddp", "zero1", "zero2", "zero3", "fsdp2", "device-map",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.parametrize("target", ["hf", "accelerate"])
+def test_accelerates_launcher_takes_the_config_and_the_command(
+    target: str, num_nodes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    monkeypatch.chdir(tmp_path)
+    accepted = 0
+    for setup, launch in launches(target, num_nodes):
+        if not launch.command.startswith("accelerate"):
+            continue
+        for file in launch.files:
+            (tmp_path / "launch" / file.path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "launch" / file.path).write_text(file.text)
+        args = launch_command_parser().parse_args(words(launch.command)[2:])
+        args, defaults, _ = _validate_launch_command(args)
+        assert defaults is not None
+        assert int(args.num_processes) == (1 if setup.parallel == "device-map" else setup.num_gpus)
+        assert int(args.num_machines) == num_nodes
+        assert args.use_deepspeed == setup.parallel.startswith("zero")
+        assert args.use_fsdp == (setup.parallel == "fsdp2" and setup.tensor_degree == 1)
+        if num_nodes > 1:
+            assert args.rdzv_backend == "c10d"
+            assert not args.same_network  # else the rendezvous would be sought on the node itself
+            assert (int(args.machine_rank), args.main_process_ip, args.main_process_port) == (1, "node0", 29501)
+        if args.use_deepspeed:
+            assert (tmp_path / args.deepspeed_config_file).is_file()
+            assert num_nodes == 1 or args.deepspeed_multinode_launcher == "standard"
+        accepted += 1
+    assert accepted >= 60
+
+
+def test_accelerates_plugins_read_the_sharding_that_was_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
+    from accelerate.utils.launch import prepare_multi_gpu_env
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    monkeypatch.setattr("accelerate.utils.launch.is_port_in_use", lambda port: False)
+    path = tmp_path / "accelerate.yaml"
+    accepted = 0
+    for setup, launch in launches("accelerate"):
+        if setup.parallel != "fsdp2":
+            continue
+        path.write_text(launch.files[0].text)
+        args = launch_command_parser().parse_args(["--config_file", str(path), "script.py"])
+        args, _, _ = _validate_launch_command(args)
+        with monkeypatch.context() as patch:
+            for name, value in prepare_multi_gpu_env(args).items():
+                if name.startswith(("FSDP_", "ACCELERATE_", "PARALLELISM_")):
+                    patch.setenv(name, value)
+            plugin = FullyShardedDataParallelPlugin()
+            assert plugin.fsdp_version == 2
+            assert plugin.reshard_after_forward == setup.reshard_after_forward
+            assert isinstance(plugin.cpu_offload, CPUOffloadPolicy) == (setup.offload == "parameters")
+            assert plugin.activation_checkpointing == (setup.checkpointing == 1)
+            assert plugin.state_dict_type.name == "FULL_STATE_DICT"
+            hybrid = setup.shard_degree not in (0, setup.data_degree)
+            assert os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == ("true" if hybrid else None)
+            if hybrid:
+                mesh = ParallelismConfig()
+                assert (mesh.dp_replicate_size, mesh.dp_shard_size) == (
+                    setup.num_gpus // setup.shard_degree,
+                    setup.shard_degree,
+                )
+                assert mesh.total_size == setup.num_gpus
+        accepted += 1
+    assert accepted >= 15
+
+
+def test_torchrun_takes_every_command_that_names_it() -> None:
+    from torch.distributed.run import config_from_args, get_args_parser
+
+    accepted = 0
+    for num_nodes in (1, 2):
+        for target in LAUNCHED:
+            for setup, launch in launches(target, num_nodes):
+                if target not in ("hf", "axolotl") or not launch.files[-1].path.endswith(".sbatch"):
+                    continue
+                (command,) = re.findall(r"torchrun.*", named(launch, ".sbatch").text) or ("",)
+                if not command:
+                    continue
+                flags = words(command.rstrip("'"))[1:]
+                flags = flags[1:] if flags[0] == "--" else flags
+                if target == "axolotl":
+                    flags.append("script.py")
+                args = get_args_parser().parse_args(flags)
+                config, _, _ = config_from_args(args)
+                assert config.min_nodes == config.max_nodes == num_nodes
+                assert config.nproc_per_node * num_nodes == setup.num_gpus
+                assert (config.rdzv_backend, config.rdzv_endpoint) == ("c10d", "node0:29501")
+                accepted += 1
+    assert accepted >= 120
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.parametrize("target", LAUNCHED)
+def test_slurm_scripts_are_bash_and_ask_for_every_gpu(target: str, num_nodes: int, tmp_path: Path) -> None:
+    scripts = set()
+    for setup, launch in launches(target, num_nodes):
+        jobs = [file for file in launch.files if file.path.endswith(".sbatch")]
+        assert len(jobs) == (setup.parallel not in ("dp", "device-map"))
+        for job in jobs:
+            assert job.text.startswith("#!/bin/bash\n")
+            directives = dict(
+                line.removeprefix("#SBATCH --").split("=", 1)
+                for line in job.text.splitlines()
+                if line.startswith("#SBATCH")
+            )
+            assert int(directives["nodes"]) == num_nodes
+            assert int(directives["nodes"]) * int(directives["gpus-per-node"]) == setup.num_gpus
+            assert directives["ntasks-per-node"] == "1"
+            body = [line for line in job.text.splitlines() if line and not line.startswith("#")]
+            assert job.text.index("#SBATCH") < job.text.index(body[0])  # sbatch stops reading at the first command
+            assert "/home" not in job.text
+            scripts.add("\n".join(body))
+    assert scripts
+    path = tmp_path / "all.sh"
+    path.write_text("\n".join(f"job{index}() {{\n{text}\n}}" for index, text in enumerate(sorted(scripts))))
+    done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_slurm_script_starts_the_same_command_with_its_own_nodes(tmp_path: Path) -> None:
+    """Run with stand-ins for Slurm's commands: what srun is given is the target's launch command."""
+    setup = TrainSetup(num_gpus=16, parallel="ddp")
+    launch = EXPORTERS["hf"](request(setup, num_nodes=2))
+    path = tmp_path / "job.sbatch"
+    path.write_text(named(launch, ".sbatch").text)
+    for name, body in {
+        "scontrol": 'printf "first\\nsecond\\n"',
+        "srun": 'shift; NODE=1; SLURM_NODEID=1 exec "$@"',
+        "torchrun": 'echo "$NODE_RANK $@"',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "10042",
+        "SLURM_CPUS_PER_TASK": "64",
+    }  # fmt: skip
+    done = subprocess.run(["bash", str(path)], capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [
+        "1", "--nnodes", "2", "--nproc-per-node", "8", "--rdzv-id", "finetune", "--rdzv-backend", "c10d",
+        "--rdzv-endpoint", "first:20042", "launch/hf/train_hf.py",
+    ]  # fmt: skip
+
+
+def test_gpus_that_do_not_divide_over_the_nodes_are_refused() -> None:
+    with pytest.raises(UsageError, match="evenly"):
+        request(TrainSetup(num_gpus=8, parallel="ddp"), num_nodes=3)
+
+
+def test_deepspeeds_bucket_is_the_plans() -> None:
+    import json
+
+    model = catalogue.load("Qwen/Qwen2.5-1.5B")
+    assert model is not None
+    full = TrainSetup(method="full", lora_rank=0, num_gpus=4, parallel="zero2")
+    lora = TrainSetup(lora_rank=8, lora_targets=("q_proj",), num_gpus=4, parallel="zero2")
+    buckets = {}
+    for name, setup in (("full", full), ("lora", lora)):
+        text = named(EXPORTERS["deepspeed"](request(setup, model=model)), ".json").text
+        buckets[name] = json.loads(text)["zero_optimization"]["reduce_bucket_size"]
+    # one q_proj of 1536 x 1536 in each of 28 layers
+    assert buckets == {"full": 500_000_000, "lora": 28 * 8 * (1536 + 1536)}
+
+
+def test_what_no_engine_runs_is_refused_with_its_reason() -> None:
+    model = catalogue.load("Qwen/Qwen2.5-1.5B")
+    pipeline = TrainSetup(method="full", lora_rank=0, num_gpus=4, pipeline_degree=4)
+    for target, launch in ((name, EXPORTERS[name](request(pipeline, model=model))) for name in LAUNCHED):
+        assert "pipeline" in launch.refused, target
+    lora = TrainSetup(num_gpus=2, tensor_degree=2)
+    assert "adapters" in EXPORTERS["trl"](request(lora)).refused
+    eight = TrainSetup(num_gpus=2, parallel="fsdp2", optimizer="adamw-8bit")
+    assert "DTensor" in EXPORTERS["hf"](request(eight)).refused
+
+
+def test_tensor_parallelism_is_named_in_each_tools_words() -> None:
+    setup = TrainSetup(
+        method="full", lora_rank=0, precision="bf16-mixed", num_gpus=16, parallel="fsdp2", tensor_degree=2,
+        shard_degree=4, loss="chunked",
+    )  # fmt: skip
+    trl = yaml.safe_load(EXPORTERS["trl"](request(setup)).files[0].text)
+    assert trl["model_init_kwargs"]["distributed_config"] == {
+        "tp_size": 2, "fsdp_size": 4, "dp_replicate_size": 2, "fsdp_mixed_precision": True,
+    }  # fmt: skip
+    assert trl["save_only_model"] is True
+    axolotl = yaml.safe_load(EXPORTERS["axolotl"](request(setup.with_(loss="full"))).files[0].text)
+    assert (axolotl["tensor_parallel_size"], axolotl["dp_shard_size"], axolotl["dp_replicate_size"]) == (2, 4, 2)
