@@ -67,68 +67,77 @@ def _weight_group(name: str) -> str:
     return ".".join(parts[-2:])
 
 
-def phase_peaks(trace: Trace) -> dict[str, SegmentPeak]:
-    """The highest allocated bytes inside each phase over the whole run, with what was alive then."""
-    groups = {number: group_of(origin, trace.owners.get(number)) for number, origin in trace.origins.items()}
-    best: dict[str, tuple[int, int]] = {}
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Allocated bytes along a run: after every event, rounded as blocks are.
+
+    Attributes:
+        totals: allocated bytes after each event.
+        best: phase -> (highest total, index of the first event at which it stood).
+        sizes: rounded size of each storage; `made` and `freed`: indices of its two events (ids are not used again).
+    """
+
+    totals: list[int]
+    best: dict[str, tuple[int, int]]
+    sizes: dict[int, int]
+    made: dict[int, int]
+    freed: dict[int, int]
+
+
+def curve_of(trace: Trace) -> Curve:
+    """One walk over the events, from which peaks, their contents and the timeline follow."""
     sizes: dict[int, int] = {}
-    total, phase = 0, "load"
-    highest = -1
+    made: dict[int, int] = {}
+    freed: dict[int, int] = {}
+    totals: list[int] = []
+    best: dict[str, tuple[int, int]] = {}
+    total, phase, highest = 0, "load", -1
     for index, event in enumerate(trace.events):
         if isinstance(event, Alloc):
             size = -(-event.size_bytes // ROUND_BYTES) * ROUND_BYTES
             sizes[event.id] = size
+            made[event.id] = index
             total += size
             if total > highest:
                 highest = total
                 best[phase] = (total, index)
         elif isinstance(event, Free):
-            total -= sizes.pop(event.id)
+            freed[event.id] = index
+            total -= sizes[event.id]
         elif isinstance(event, Phase):
             phase = event.name.partition("/")[0]
             highest = best.get(phase, (-1, 0))[0]
             if total > highest:
                 highest = total
                 best[phase] = (total, index)
-    wanted: dict[int, list[str]] = defaultdict(list)
-    for name, (_, index) in best.items():
-        wanted[index].append(name)
-    return _snapshots(trace, groups, wanted)
+        totals.append(total)
+    return Curve(totals=totals, best=best, sizes=sizes, made=made, freed=freed)
 
 
-def _snapshots(trace: Trace, groups: Mapping[int, Group], wanted: Mapping[int, list[str]]) -> dict[str, SegmentPeak]:
+def phase_peaks(trace: Trace, curve: Curve | None = None) -> dict[str, SegmentPeak]:
+    """The highest allocated bytes inside each phase over the whole run, with what was alive then."""
+    curve = curve or curve_of(trace)
+    return {phase: _alive_at(trace, curve, index) for phase, (_, index) in curve.best.items()}
+
+
+def _alive_at(trace: Trace, curve: Curve, index: int) -> SegmentPeak:
     sums: dict[Group, int] = defaultdict(int)
-    sizes: dict[int, int] = {}
-    found: dict[str, SegmentPeak] = {}
-    for index, event in enumerate(trace.events):
-        if isinstance(event, Alloc):
-            size = -(-event.size_bytes // ROUND_BYTES) * ROUND_BYTES
-            sizes[event.id] = size
-            sums[groups[event.id]] += size
-        elif isinstance(event, Free):
-            sums[groups[event.id]] -= sizes.pop(event.id)
-        for name in wanted.get(index, ()):
-            snapshot = {group: size for group, size in sums.items() if size}
-            found[name] = SegmentPeak(size_bytes=sum(snapshot.values()), groups=snapshot)
-    return found
+    freed, sizes, origins, owners = curve.freed, curve.sizes, trace.origins, trace.owners
+    never = len(trace.events)
+    for number, born in curve.made.items():
+        if born <= index < freed.get(number, never):
+            sums[group_of(origins[number], owners.get(number))] += sizes[number]
+    found = {group: size for group, size in sums.items() if size}
+    return SegmentPeak(size_bytes=sum(found.values()), groups=found)
 
 
-def timeline(trace: Trace, points: int = 400) -> tuple[tuple[int, int], ...]:
+def timeline(curve: Curve, points: int = 400) -> tuple[tuple[int, int], ...]:
     """(event index, allocated bytes): in each of `points` stretches of the run its highest moment."""
-    width = max(1, len(trace.events) // points)
-    sizes: dict[int, int] = {}
-    total = 0
-    found: list[tuple[int, int]] = []
-    best = (0, -1)
-    for index, event in enumerate(trace.events):
-        if isinstance(event, Alloc):
-            sizes[event.id] = -(-event.size_bytes // ROUND_BYTES) * ROUND_BYTES
-            total += sizes[event.id]
-        elif isinstance(event, Free):
-            total -= sizes.pop(event.id)
-        if total > best[1]:
-            best = (index, total)
-        if index % width == width - 1:
-            found.append(best)
-            best = (index + 1, -1)
+    totals = curve.totals
+    width = max(1, len(totals) // points)
+    found = []
+    for start in range(0, len(totals) - width + 1, width):
+        stretch = totals[start : start + width]
+        highest = max(stretch)
+        found.append((start + stretch.index(highest), highest))
     return tuple(found)

@@ -10,7 +10,7 @@ from planner.outcome import Prediction, Rung
 from planner.setup import TrainSetup
 from planner.units import gib
 from probes.allocator import replay
-from probes.dryrun.analysis import SegmentPeak, phase_peaks, timeline
+from probes.dryrun.analysis import SegmentPeak, curve_of, phase_peaks, timeline
 from probes.dryrun.depths import DepthPlan, plan_depth
 from probes.dryrun.report import DryRunReport
 from probes.dryrun.splice import SpliceError, splice
@@ -60,7 +60,8 @@ def full_trace(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup, 
 
 
 def _report(plan: DepthPlan, trace: Trace, expandable_segments: bool, limit_bytes: int | None) -> DryRunReport:
-    phases = phase_peaks(trace)
+    curve = curve_of(trace)
+    phases = phase_peaks(trace, curve)
     by_phase = {name: phases[name].size_bytes for name in PHASES if name in phases}
     peak_phase = max(by_phase, key=lambda name: by_phase[name])
     peak = phases[peak_phase]
@@ -83,7 +84,7 @@ def _report(plan: DepthPlan, trace: Trace, expandable_segments: bool, limit_byte
         num_layers=plan.full,
         kernels=dict(trace.log.chosen),
         kernel_reasons=dict(trace.log.reasons),
-        timeline=timeline(trace),
+        timeline=timeline(curve),
         parameter_bytes=trace.parameter_bytes,
         num_events=len(trace.events),
         elapsed_s=0.0,

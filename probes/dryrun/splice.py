@@ -276,7 +276,7 @@ class _Splicer:
             if isinstance(event, Alloc):
                 new = len(self.origins)
                 optimizer.numbers[event.id] = new
-                self.origins[new] = replace(optimizer.origins[event.id], event_index=len(self.events))
+                self.origins[new] = optimizer.origins[event.id]._replace(event_index=len(self.events))
                 owner = optimizer.owners.get(event.id)
                 if owner is not None:
                     self.owners[new] = owner

@@ -7,8 +7,7 @@ output and as released when its last reference is gone, which is when PyTorch wo
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,9 +19,8 @@ ROUND_BYTES = 512
 """The caching allocator's smallest step: a block of any size occupies a multiple of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where an allocation came from."""
+class Origin(NamedTuple):
+    """Where an allocation came from; a named tuple, as a step has up to 100,000 of them."""
 
     phase: str
     layer: int | None
