@@ -119,7 +119,7 @@ def make_cluster(
     if nodes < 1 or num_gpus % nodes:
         raise UsageError(
             f"{num_gpus} GPUs cannot be spread evenly over {nodes} nodes",
-            hint="--gpus counts all GPUs of the job, over all nodes",
+            hint="--gpus counts all GPUs of the job, over all nodes: give a multiple of --nodes",
         )
     within = _default_within(gpu, num_gpus // nodes)
     between: Link | None = links()[DEFAULT_NETWORK] if nodes > 1 else None

@@ -12,7 +12,8 @@ from planner.errors import UsageError
 from planner.gpu import GpuSpec
 
 MAX_GPUS = 4096
-PARALLELS = fields.PARALLELS[1:]
+PARALLELS = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "dp", "device-map")
+"""`planner.setup.PARALLELS` without "none" (which follows from the degrees), the usual ones first."""
 
 Gpus = Annotated[int | None, typer.Option("--gpus", help="GPUs of the whole job, over all nodes. Default 1.")]
 Nodes = Annotated[int | None, typer.Option("--nodes", help="Nodes they are in. Default: at most 8 GPUs in each.")]
@@ -117,14 +118,15 @@ _FLAGS = {
 def one_setup(num_gpus: int, spread: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
     """The spread's fields of one setup: what was not said is plain DDP over the copies that are left.
 
-    FSDP2 where a flag belongs to it alone.
+    FSDP2 where a flag belongs to it alone, and under tensor parallelism (Accelerate knows no other beside it).
     """
     if num_gpus == 1:
         return {}
     values = {name: allowed[0] for name, allowed in spread.items()}
     if "parallel" not in values:
         split = values.get("tensor_degree", 1) * values.get("pipeline_degree", 1)
-        fsdp2 = "shard_degree" in values or "reshard_after_forward" in values or values.get("offload") == "parameters"
+        only_fsdp2 = "shard_degree" in values or "reshard_after_forward" in values
+        fsdp2 = only_fsdp2 or values.get("offload") == "parameters" or values.get("tensor_degree", 1) > 1
         offloaded = values.get("offload") == "optimizer"
         values["parallel"] = "none" if split == num_gpus else "fsdp2" if fsdp2 else "zero2" if offloaded else "ddp"
     return {"num_gpus": num_gpus, **values}

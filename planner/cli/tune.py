@@ -10,7 +10,7 @@ import typer
 
 from planner.cli import options, probing
 from planner.cli.wish import positive, resolve_gpu, workload
-from planner.errors import EXIT_NOTHING_FITS
+from planner.errors import EXIT_NOTHING_FITS, UsageError
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import NoPlan, Plan
 from planner.setup import TrainSetup
@@ -36,6 +36,7 @@ DEFAULT_SECONDS = 300.0
 def tune(
     model: options.Model,
     gpu: Annotated[str, typer.Option("--gpu", help="Table row of this machine's GPU, or 'local'.")] = "local",
+    gpus: Annotated[int | None, typer.Option("--gpus", help="Only 1: a search probes one GPU.")] = None,
     seq_len: options.SeqLen = None,
     global_batch: Annotated[
         int | None, typer.Option("--global-batch", help="Sequences per optimizer step, kept constant. Default 32.")
@@ -95,6 +96,11 @@ def tune(
         loss=loss,
     )
     options.check_ranks(rank, min_rank)
+    if (positive("gpus", gpus) or 1) > 1:
+        raise UsageError(
+            f"plan tune searches with probes of one GPU, got --gpus {gpus}",
+            hint=f"plan {model} --gpu GPU --gpus {gpus} plans for several without a search",
+        )
     limits = Budget(max_probes=positive("max-probes", max_probes), seconds=parse_budget(budget))
     spec = resolve_model(model, revision=revision, ask_hub=hub)
     wish = workload(

@@ -77,6 +77,7 @@ def which_cluster(
         precision=precision,
         quantization=quantization,
     )
+    _known_links(interconnect)
     cards = _cards(gpu)
     spec = resolve_model(model, revision=revision, ask_hub=hub)
     numbers = counts(most)
@@ -170,11 +171,19 @@ def _options(
                 found += options_of(job, cluster, **limits)
         except UsageError as error:
             problem = error
-            if len(cards) > 1:
-                print(f"left out {card.key}: {error.message}", file=sys.stderr)
+            print(f"left out {card.key} from here on: {error.message}", file=sys.stderr)
     if not found and problem is not None:
         raise problem
     return found
+
+
+def _known_links(interconnect: str | None) -> None:
+    from planner.cluster import links
+
+    known = ("nvlink", "pcie", *links())
+    for part in interconnect.lower().split("+") if interconnect is not None else ():
+        if part.strip() not in known:
+            raise UsageError(f"unknown interconnect {part.strip()!r}", hint=f"one of {', '.join(known)}")
 
 
 def _links(interconnect: str | None, number: int) -> str | None:
