@@ -18,9 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import SetupError
-from planner.interchange import setup_to_dict
+from planner.gpus import find_gpu
+from planner.interchange import setup_from_dict, setup_to_dict
+from planner.memory.model import predict_memory
+from planner.memory.types import PHASES, MemoryBreakdown
 from planner.models import catalogue
 from planner.setup import TrainSetup
+from planner.units import GIB
+from probes.dryrun.api import VERSION
 
 CAPABILITIES = {"rtx-4090": (8, 9), "a100-80gb": (8, 0), "h100-sxm": (9, 0), "t4": (7, 5)}
 SEQ_LENS = (512, 1024, 2048, 4096)
@@ -49,6 +54,10 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "packing": (False, False, False, True),
 }
 RANKS = (8, 16, 64)
+EXPLAINED = 0.05
+"""Points with a larger error are listed by name."""
+TRACE_ERRORS = (ValueError, TypeError, RuntimeError, NotImplementedError, AttributeError, KeyError, ImportError)
+"""What the libraries raise where a point cannot be traced, as in `probes.dryrun.api`."""
 
 
 def points(seed: int) -> Iterator[tuple[str, str, TrainSetup]]:
@@ -76,9 +85,12 @@ def points(seed: int) -> Iterator[tuple[str, str, TrainSetup]]:
 
 
 def measure(model_id: str, gpu_key: str, setup: TrainSetup) -> dict[str, Any]:
-    """One point: per-phase allocated peaks of the dry run and, where it works, of the formula."""
-    from planner.gpus import find_gpu
-    from probes.dryrun import DryRunReport, report_for_config
+    """One point: per-phase allocated peaks of the dry run, with what was alive at each, or why it was not traced.
+
+    The allocator's replay is left out: only allocated bytes are compared, and it takes a fifth of the time. The formula
+    is computed when tables are made, not here.
+    """
+    from probes.dryrun.startup import collection_paused
 
     spec = catalogue.load(model_id)
     assert spec is not None
@@ -88,44 +100,34 @@ def measure(model_id: str, gpu_key: str, setup: TrainSetup) -> dict[str, Any]:
         "gpu": gpu_key,
         "setup": setup_to_dict(setup),
     }
-    report = report_for_config(spec.config, CAPABILITIES[gpu_key], setup)
-    if isinstance(report, DryRunReport):
-        found = report.prediction
-        row |= {
-            "dry_run_s": round(report.elapsed_s, 3),
-            "dry_run_phases": dict(found.phase_peaks_bytes),
-            "dry_run_allocated": found.peak_allocated_bytes,
-            "dry_run_reserved": found.peak_reserved_bytes,
-            "dry_run_phase": found.peak_phase,
-            "dry_run_groups": {
-                phase: {f"{category}: {name}": size for (category, name), size in groups.items() if size >= 1 << 20}
-                for phase, groups in report.phase_groups.items()
-            },
-            "kernels": dict(report.kernels),
-            "notes": list(found.notes),
-        }
-    else:
-        row["dry_run_failure"] = report.message
+    started = time.perf_counter()
     try:
-        from planner.gpus import find_gpu
-        from planner.memory.model import predict_memory
+        with collection_paused():
+            from probes.dryrun.analysis import phase_peaks
+            from probes.dryrun.depths import plan_depth
+            from probes.dryrun.engine import full_trace
+            from probes.dryrun.startup import load_libraries
+            from probes.stack import load_config
 
-        gpu = find_gpu(gpu_key)
-        breakdown = predict_memory(spec, gpu, setup)
-        row |= {
-            "formula_phases": dict(breakdown.phase_bytes),
-            "formula_allocated": breakdown.peak_allocated_bytes,
-            "formula_reserved": breakdown.peak_reserved_bytes,
-            "formula_phase": breakdown.peak_phase,
-            "formula_terms": [
-                [term.category, term.name, term.size_bytes, list(term.phases)]
-                for term in breakdown.terms
-                if term.size_bytes
-            ],
-        }
-    except Exception as error:
-        row["formula_failure"] = f"{type(error).__name__}: {error}"
-    return row
+            load_libraries()
+            plan = plan_depth(load_config(spec.config), checkpointing=setup.checkpointing, full_depth=False)
+            trace = full_trace(plan, CAPABILITIES[gpu_key], setup)
+            peaks = phase_peaks(trace)
+    except TRACE_ERRORS as error:
+        return row | {"dry_run_failure": f"{spec.model_type}: {type(error).__name__}: {error}"}
+    sizes = {phase: peak.size_bytes for phase, peak in peaks.items()}
+    return row | {
+        "dry_run_s": round(time.perf_counter() - started, 3),
+        "dry_run_version": VERSION,
+        "dry_run_phases": sizes,
+        "dry_run_allocated": max(sizes.values()),
+        "dry_run_phase": max(sizes, key=lambda phase: sizes[phase]),
+        "dry_run_groups": {
+            phase: {f"{category}: {name}": size for (category, name), size in peak.groups.items() if size >= 1 << 20}
+            for phase, peak in peaks.items()
+        },
+        "kernels": dict(trace.log.chosen),
+    }
 
 
 def key_of(model: str, gpu: str, setup: dict[str, Any]) -> str:
@@ -133,10 +135,17 @@ def key_of(model: str, gpu: str, setup: dict[str, Any]) -> str:
     return json.dumps([model, gpu, setup], sort_keys=True)
 
 
+def predicted(row: dict[str, Any]) -> MemoryBreakdown:
+    """Today's formula for a stored point."""
+    spec = catalogue.load(row["model"])
+    assert spec is not None
+    return predict_memory(spec, find_gpu(row["gpu"]), setup_from_dict(row["setup"]))
+
+
 def table(rows: list[dict[str, Any]]) -> str:
-    """Errors of the formula against the dry run, overall and by phase and method, as text."""
-    both = [row for row in rows if "dry_run_allocated" in row and "formula_allocated" in row]
-    lines = [f"{len(rows)} points, {len(both)} with both, {sum('dry_run_failure' in row for row in rows)} not traced"]
+    """Errors of today's formula against the stored dry runs, overall and by phase, field and type, as text."""
+    traced = [(row, predicted(row)) for row in rows if "dry_run_allocated" in row]
+    lines = [f"{len(rows)} points, {len(traced)} traced, {sum('dry_run_failure' in row for row in rows)} not"]
 
     def line(name: str, errors: list[float]) -> str:
         ordered = sorted(abs(error) for error in errors)
@@ -148,22 +157,16 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"95th {100 * p95:6.2f} %  worst {100 * ordered[-1]:7.2f} %  bias {100 * statistics.fmean(errors):+6.2f} %"
         )
 
-    def error(row: dict[str, Any]) -> float:
-        return float(row["formula_allocated"]) / float(row["dry_run_allocated"]) - 1.0
-
-    lines.append(line("peak allocated", [error(row) for row in both]))
-    for phase in ("load", "forward", "loss", "backward", "step"):
-        errors = [
-            row["formula_phases"][phase] / row["dry_run_phases"][phase] - 1.0
-            for row in both
-            if row["dry_run_phases"].get(phase)
-        ]
-        lines.append(line(f"phase {phase}", errors))
+    errors = [(row, found.peak_allocated_bytes / row["dry_run_allocated"] - 1.0) for row, found in traced]
+    lines.append(line("peak allocated", [error for _, error in errors]))
+    for phase in PHASES:
+        known = [(row["dry_run_phases"].get(phase), found.phase_bytes[phase]) for row, found in traced]
+        lines.append(line(f"phase {phase}", [formula / truth - 1.0 for truth, formula in known if truth]))
     for field in ("method", "precision", "optimizer", "attention", "loss", "checkpointing", "packing"):
-        for value in sorted({str(row["setup"][field]) for row in both}):
-            lines.append(line(f"{field} {value}", [error(row) for row in both if str(row["setup"][field]) == value]))
-    for value in sorted({row["model_type"] for row in both}):
-        lines.append(line(f"type {value}", [error(row) for row in both if row["model_type"] == value]))
+        for value in sorted({str(row["setup"][field]) for row, _ in errors}):
+            lines.append(line(f"{field} {value}", [e for row, e in errors if str(row["setup"][field]) == value]))
+    for value in sorted({row["model_type"] for row, _ in errors}):
+        lines.append(line(f"type {value}", [e for row, e in errors if row["model_type"] == value]))
     return "\n".join(lines)
 
 
@@ -175,11 +178,11 @@ def kind_of(model_id: str, setup: TrainSetup, kernels: dict[str, int]) -> str:
     assert model is not None
     traits = traits_of(model)
     if setup.lora_dropout > 0 or traits.attention_dropout or traits.residual_dropout:
-        return "with a dropout (1)"
+        return "with a dropout"
     if "math" in kernels and setup.autocast_dtype is not None:
-        return "math kernel under autocast (2)"
+        return "math kernel under autocast"
     if setup.quantization == "int8" and setup.checkpointing:
-        return "int8 with checkpointing (3)"
+        return "int8 with checkpointing"
     if any(layer.attention is not None and layer.attention.kind == "linear" for layer in model.layer_kinds):
         return "linear attention"
     if any(layer.mlp is not None and layer.mlp.kind == "moe" for layer in model.layer_kinds):
@@ -190,27 +193,29 @@ def kind_of(model_id: str, setup: TrainSetup, kernels: dict[str, int]) -> str:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """Errors of today's formula against the stored dry runs by kind of point, phase and model type, as tables."""
-    from planner.gpus import find_gpu
-    from planner.interchange import setup_from_dict
-    from planner.memory.model import predict_memory
-
+    """Errors of today's formula against the stored dry runs by kind of point, phase and model type, as tables, and
+    every point beyond `EXPLAINED` by name."""
     errors: dict[tuple[str, str], list[float]] = {}
+    beyond: list[tuple[float, str]] = []
     for row in rows:
         if "dry_run_allocated" not in row:
             continue
-        setup, spec = setup_from_dict(row["setup"]), catalogue.load(row["model"])
-        assert spec is not None
-        found = predict_memory(spec, find_gpu(row["gpu"]), setup)
+        setup, found = setup_from_dict(row["setup"]), predicted(row)
         error = found.peak_allocated_bytes / row["dry_run_allocated"] - 1.0
-        kind = kind_of(row["model"], setup, row["kernels"])
-        keys = [("all", "all points"), ("kind", kind), ("method", f"{setup.method} {setup.precision}")]
-        if not kind.endswith(")"):
-            keys += [("all", "all points but (1) to (3)"), ("type", row["model_type"])]
+        if abs(error) > EXPLAINED:
+            phases = f"{row['dry_run_phase']} | {found.peak_phase}"
+            size = f"{row['dry_run_allocated'] / GIB:.2f} GiB"
+            beyond.append((error, f"| {row['model']} | {row['gpu']} | {words(setup)} | {phases} | {size} |"))
+        keys = [("all", "all points"), ("type", row["model_type"])]
+        keys += [("kind", kind_of(row["model"], setup, row["kernels"]))]
+        keys += [("method", f"{setup.method} {setup.precision}"), ("loss", setup.loss)]
+        for phase, truth in row["dry_run_phases"].items():
+            if truth:
+                errors.setdefault(("phase", phase), []).append(found.phase_bytes[phase] / truth - 1.0)
         for key in keys:
             errors.setdefault(key, []).append(error)
     lines = []
-    for group in ("all", "kind", "method", "type"):
+    for group in ("all", "kind", "method", "loss", "phase", "type"):
         lines += [f"| {group} | points | median | 90th | 95th | worst | bias |", "|---|--:|--:|--:|--:|--:|--:|"]
         for (_, name), found_errors in sorted(item for item in errors.items() if item[0][0] == group):
             ordered = sorted(abs(error) for error in found_errors)
@@ -218,7 +223,25 @@ def markdown(rows: list[dict[str, Any]]) -> str:
             cells = " | ".join(f"{100 * value:.2f} %" for value in (*at, ordered[-1]))
             lines.append(f"| {name} | {len(ordered)} | {cells} | {100 * statistics.fmean(found_errors):+.2f} % |")
         lines.append("")
+    lines += [
+        "| error | model | card | setup | peak in the dry run | in the formula | dry run |",
+        "|--:" + "|---" * 6 + "|",
+    ]
+    for error, text in sorted(beyond, key=lambda one: -abs(one[0])):
+        lines.append(f"| {100 * error:+.1f} % {text}")
     return "\n".join(lines)
+
+
+def words(setup: TrainSetup) -> str:
+    """A setup in a few words."""
+    how = [setup.method, setup.precision]
+    how += [setup.quantization] if setup.quantized else []
+    how += ["k-bit fp32 cast"] if setup.kbit_fp32_cast else []
+    how += [f"r{setup.lora_rank}", str(setup.lora_targets)] if setup.method != "full" else []
+    how += [f"dropout {setup.lora_dropout:g}"] if setup.lora_dropout else []
+    how += [setup.optimizer, setup.attention, f"checkpointing {int(setup.checkpointing)}", setup.loss]
+    how += [f"{setup.micro_batch_seqs} x {setup.seq_len_tokens}{' packed' if setup.packing else ''}"]
+    return ", ".join(how + ([f"accumulation {setup.accumulation_steps}"] if setup.accumulation_steps > 1 else []))
 
 
 def main() -> int:
