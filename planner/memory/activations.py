@@ -88,6 +88,8 @@ def norm_saved(norm: NormSpec, context: LayerContext, input_dtype: str) -> int:
     trained = norm.weight and context.trained
     if norm.kind == "rms":
         kept = 4 * elements + 4 * rows
+        if context.traits.position_bias and input_dtype != "fp32":
+            kept += SIZE_BYTES[input_dtype] * elements  # T5 scales the 16-bit rows themselves
         if trained:
             kept += (4 if style == "rms-fp32" else SIZE_BYTES[input_dtype]) * elements
         return kept
@@ -292,6 +294,9 @@ def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:
         # both norms of a parallel block keep the same residual
         saved.norm -= SIZE_BYTES[residual] * context.tokens * context.hidden
     normed = norm_output_dtype(block_norms[0], context, residual) if block_norms else residual
+    if context.traits.position_bias and residual == "fp16":
+        # T5 clamps each sum in fp16; the clamp keeps what it was given
+        saved.norm += (2 + int(layer.cross_attention is not None)) * 2 * context.tokens * context.hidden
     if context.traits.residual_dropout:
         # masks of one byte after attention(s) and after the MLP
         saved.norm += (2 + int(layer.cross_attention is not None)) * context.tokens * context.hidden

@@ -138,10 +138,12 @@ def step_flow(model: ModelSpec, setup: TrainSetup) -> Flow:
     """The data types of a setup on one model: `flow_of`, and the residual stream that autocast's LayerNorm widens.
 
     nn.LayerNorm returns fp32 under autocast and bitsandbytes' layers return their input's type, so the stream of a
-    quantized model with LayerNorm is fp32 from its first layer on.
+    quantized model with LayerNorm is fp32 from its first layer on; so is that of a model with a LayerNorm behind its
+    embeddings (BLOOM).
     """
     flow = flow_of(setup)
-    if flow.quantized and flow.autocast and traits_of(model).norm == "layer":
+    widens = flow.quantized or traits_of(model).embedding_norm
+    if widens and flow.autocast and traits_of(model).norm == "layer":
         return replace(flow, residual="fp32")
     return flow
 
@@ -253,10 +255,14 @@ def _weight_casts(model: ModelSpec, setup: TrainSetup, flow: Flow) -> tuple[int,
 
     Source: PyTorch `aten/src/ATen/autocast_mode.cpp`, cached_cast.
     """
-    if flow.autocast is None or flow.table != "fp32" or setup.quantized:
+    fp32_down = traits_of(model).fp32_down and flow.table == "fp16"
+    if flow.autocast is None or setup.quantized or not (flow.table == "fp32" or fp32_down):
         return 0, 0
     copies = 2 * sum(
-        num * one.num_weights for layer, num in model.layer_counts for one in layer.linears if one.module != "parameter"
+        num * one.num_weights
+        for layer, num in model.layer_counts
+        for one in layer.linears
+        if one.module != "parameter" and (flow.table == "fp32" or one.role == "down")
     )
     counts, kept = _checkpointed(model, setup.checkpointing)
     kept_copies = copies * sum(kept) // max(1, sum(counts))

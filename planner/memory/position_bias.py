@@ -54,4 +54,6 @@ def position_bias(
         made = 2 * zeros if flow.autocast else bias
     trained = bias if setup.method == "full" else 0
     backward = 2 * bias + 3 * zeros + trained + made
-    return PositionBias(stored=scores * stored, at_first_decoder_layer=scores * (backward - 2 * bias - zeros))
+    buckets = (8 + 1) * row_tokens * row_tokens  # int64 indices of the table, the causal mask
+    extra = scores * (backward - 2 * bias - zeros) + buckets
+    return PositionBias(stored=scores * stored, at_first_decoder_layer=extra)

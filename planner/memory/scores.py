@@ -42,10 +42,14 @@ def eager_scores(
         moments.append(softmax + 1 + 2 * value)
     if softmax != value:
         moments.append(2 * softmax + value)
+    # the scores, their fp32 copy and the softmax; without a cast the scores and the masked or normalised ones
+    forward = score + softmax + (softmax if softmax != score else 0)
+    if traits.alibi_sum:
+        moments.append(forward + score)  # recomputed
+        forward += score + value
     return ScoreBytes(
         kept=kept + (score if softcap else 0),
-        # the scores, their fp32 copy and the softmax; without a cast the scores and the masked or normalised ones
-        forward=score + softmax + (softmax if softmax != score else 0),
+        forward=forward,
         backward=max(moments) - kept,
     )
 

@@ -44,6 +44,10 @@ FP32_ROUTED = {
 }
 """Types whose router weighs the experts' outputs in fp32, without autocast ("plain") or under it.
 Seen in the dry run's events: the type of the weighted outputs' gradients."""
+EMBEDDING_NORM = frozenset({"bloom"})
+"""Types with a norm between the embeddings and the first layer."""
+ALIBI_SUM = frozenset({"bloom"})
+"""Types whose eager attention holds the biased scores, their masked sum and the last layer's probabilities at once."""
 DENSE_EXPERTS = frozenset({"llama4"})
 """Types that push every token through every expert, weighted by zero where it was not routed."""
 EXTRA_EXPERT_COPIES = {"gpt_oss": 3}
@@ -70,6 +74,8 @@ class Traits:
     position_bias: bool
     inner_dropout: bool
     fp32_down: bool
+    embedding_norm: bool
+    alibi_sum: bool
     mask_buffers: bool
     fp32_routed: tuple[str, ...]
 
@@ -105,6 +111,8 @@ def traits_of(model: ModelSpec) -> Traits:
         plain_softmax=model.model_type in PLAIN_SOFTMAX,
         position_bias=model.model_type in POSITION_BIAS,
         fp32_down=model.model_type in FP32_DOWN,
+        embedding_norm=model.model_type in EMBEDDING_NORM,
+        alibi_sum=model.model_type in ALIBI_SUM,
         mask_buffers=model.model_type in MASK_BUFFERS,
         fp32_routed=FP32_ROUTED.get(model.model_type, ()),
         inner_dropout=model.model_type in POSITION_BIAS and _rate(model, RESIDUAL_DROPOUTS, residual) > 0,
