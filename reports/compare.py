@@ -7,7 +7,7 @@ from planner.plan import NoPlan, Plan
 from planner.units import gib
 from reports.charts import Chart, memory_bars, table_of
 from reports.costs import cost_per_million, cost_words
-from reports.text import clean, fit_word, memory_mark, rate, setup_words, short_setup_words, speed_mark
+from reports.text import clean, fit_word, gpus_words, memory_mark, rate, setup_words, short_setup_words, speed_mark
 
 MAX_LONG_ROWS = 8
 """More plans than this are told apart by the short form of their setups."""
@@ -20,7 +20,7 @@ def plan_labels(named: Sequence[Named]) -> list[str]:
     wishes = [plan.workload for _, plan in named]
     columns: list[list[str]] = [
         [clean(wish.model.model_id) for wish in wishes],
-        [clean(wish.gpu.name) for wish in wishes],
+        [gpus_words(wish) for wish in wishes],
         [f"{wish.seq_len_tokens:,} tokens" for wish in wishes],
         [f"batch {wish.global_batch_seqs}" for wish in wishes],
     ]

@@ -8,7 +8,6 @@ from planner.interchange import setup_to_dict
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import Answer, NoPlan, Plan
 from planner.units import count, gib, percent, seconds
-from planner.workload import Workload
 from reports.charts import (
     Chart,
     accuracy_chart,
@@ -32,6 +31,7 @@ from reports.text import (
     epoch_sentence,
     failure_words,
     fit_word,
+    gpus_words,
     memory_mark,
     memory_sentence,
     method_words,
@@ -65,7 +65,7 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
         "id": name,
         "single": single,
         "title": workload_words(wish),
-        "short": f"{clean(wish.model.model_id)} on {_gpus(wish)}, {wish.seq_len_tokens:,} tokens",
+        "short": f"{clean(wish.model.model_id)} on {gpus_words(wish)}, {wish.seq_len_tokens:,} tokens",
         "charts": charts,
         "launch": [
             {
@@ -119,11 +119,6 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
         )
     view["sections"] = _sections(view)
     return view
-
-
-def _gpus(wish: Workload) -> str:
-    name = clean(wish.gpu.name)
-    return name if wish.num_gpus == 1 else f"{wish.num_gpus} × {name}"
 
 
 def _ranks(chosen: Candidate) -> dict[str, Any] | None:

@@ -151,12 +151,18 @@ def setup_difference(setup: TrainSetup, other: TrainSetup) -> str:
     return ", ".join(parts)
 
 
+def gpus_words(workload: Workload) -> str:
+    """ "RTX 4090", "8 × RTX 4090"."""
+    name = clean(workload.gpu.name)
+    return name if workload.num_gpus == 1 else f"{workload.num_gpus} × {name}"
+
+
 def workload_words(workload: Workload) -> str:
     """ "Qwen/Qwen2.5-7B on RTX 4090 · 2,048 tokens · 16 sequences per step"."""
-    model, gpu = clean(workload.model.model_id), clean(workload.gpu.name)
-    gpus = f"{workload.num_gpus} × {gpu}" if workload.num_gpus > 1 else gpu
+    model = clean(workload.model.model_id)
     return (
-        f"{model} ({count(workload.model.num_params)} parameters) on {gpus} · {workload.seq_len_tokens:,} tokens · "
+        f"{model} ({count(workload.model.num_params)} parameters) on {gpus_words(workload)} · "
+        f"{workload.seq_len_tokens:,} tokens · "
         f"{workload.global_batch_seqs:,} {plural(workload.global_batch_seqs, 'sequence')} per step"
     )
 

@@ -28,6 +28,8 @@ def choices(name: str, values: Sequence[str], allowed: Sequence[str]) -> tuple[s
         UsageError: a value that is not allowed.
     """
     found = tuple(dict.fromkeys(part.strip() for value in values for part in value.split(",") if part.strip()))
+    if not found:
+        raise UsageError(f"--{name} is empty", hint=f"for example --{name} {allowed[0]}")
     for value in found:
         if value not in allowed:
             raise UsageError(

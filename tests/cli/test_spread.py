@@ -1,0 +1,290 @@
+"""Flags for several GPUs: what they mean, what contradicts, and that nothing typed ends in a traceback."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from planner.cli.app import run
+from planner.cli.spread import PARALLELS, one_setup, spread_fields
+from planner.cli.which_cluster import parse_deadline
+from planner.cluster import links
+from planner.errors import UsageError
+from planner.setup import PARALLELS as FIELD_VALUES
+from planner.setup import TrainSetup
+
+FAST = ["--no-dry-run", "--attention", "sdpa", "--loss", "chunked", "--optimizer", "adamw-fused"]
+ONE = ["--no-dry-run", "--attention", "sdpa", "--loss", "chunked"]
+
+
+def test_every_kind_of_data_parallelism_can_be_asked_for() -> None:
+    assert {*PARALLELS, "none"} == set(FIELD_VALUES)
+
+
+def test_plan_on_several_gpus_prints_the_spread(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["Qwen/Qwen2.5-1.5B", "--gpu", "rtx-4090", "--gpus", "4", *FAST]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for words in ("on 4 × GeForce RTX 4090", "4 GPUs", "Is one GPU enough?", "What must be sharded", "--gpus 4"):
+        assert words in out
+
+
+def test_plan_as_json_carries_cluster_and_spread(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["Qwen/Qwen2.5-7B", "--gpu", "a100-80gb", "--gpus", "16", "--nodes", "2", "--interconnect", "ib-400"]
+    assert run([*arguments, "--json", *FAST]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    cluster = plan["workload"]["cluster"]
+    assert (cluster["num_gpus"], cluster["num_nodes"], cluster["between"]["key"]) == (16, 2, "ib-400")
+    assert plan["chosen"]["setup"]["num_gpus"] == 16
+    assert plan["chosen"]["setup"]["parallel"] != "none"
+    assert plan["chosen"]["formula"]["rank_peaks"]
+    assert plan["chosen"]["formula"]["time_parts_s"]["communication"] >= 0
+
+
+def test_one_gpu_says_nothing_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["Qwen/Qwen2.5-1.5B", "--gpu", "rtx-4090", "--json", *FAST]) == 0
+    plain = capsys.readouterr().out
+    assert run(["Qwen/Qwen2.5-1.5B", "--gpu", "rtx-4090", "--gpus", "1", "--nodes", "1", "--json", *FAST]) == 0
+    assert capsys.readouterr().out == plain
+    assert "rank_peaks" not in plain
+
+
+@pytest.mark.parametrize("parallel", PARALLELS)
+def test_a_wish_for_one_way_is_kept(parallel: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["Qwen/Qwen2.5-1.5B", "--gpu", "a100-80gb", "--gpus", "4", "--parallel", parallel, "--json", *FAST]
+    assert run(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["chosen"]["setup"]["parallel"] == parallel
+
+
+def test_estimate_of_one_spread(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["estimate", "Qwen/Qwen2.5-7B", "--gpu", "a100-80gb", "--gpus", "8", *ONE, "--json"]
+    found = {}
+    for name, flags in {
+        "ddp": [],
+        "fsdp2": ["--parallel", "fsdp2"],
+        "kept": ["--no-reshard"],
+        "hybrid": ["--shard-degree", "4"],
+        "tensor": ["--tensor-degree", "4"],
+        "pipeline": ["--pipeline-degree", "4", "--accumulation", "4", "--method", "full", "--loss", "full"],
+        "host": ["--offload", "parameters"],
+    }.items():
+        assert run([*arguments, *flags]) == 0, name
+        found[name] = json.loads(capsys.readouterr().out)
+    peaks = {name: one["formula"]["peak_device_bytes"] for name, one in found.items()}
+    assert peaks["host"] < peaks["fsdp2"] < peaks["hybrid"] < peaks["ddp"]
+    assert peaks["fsdp2"] < peaks["kept"]
+    setups = {name: one["setup"] for name, one in found.items()}
+    assert setups["ddp"]["parallel"] == "ddp"
+    assert {setups[name]["parallel"] for name in ("fsdp2", "kept", "hybrid", "tensor", "host")} == {"fsdp2"}
+    assert len(found["pipeline"]["formula"]["rank_peaks"]) > 1
+
+
+def test_estimate_reads_spreads_from_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        {"model": "Qwen/Qwen2.5-1.5B", "gpu": "rtx-4090", "num_gpus": 4, "parallel": parallel, "loss": "chunked"}
+        for parallel in ("ddp", "fsdp2", "none")
+    ]
+    path = tmp_path / "setups.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
+    assert run(["estimate", "--setups", str(path), "--json", "--no-dry-run"]) == 0
+    ddp, fsdp2, none = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert fsdp2["formula"]["peak_device_bytes"] < ddp["formula"]["peak_device_bytes"]
+    assert "error" in none
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["--gpus", "0"], "positive"),
+        (["--gpus", "5000"], "positive"),
+        (["--nodes", "2"], "--gpus 2"),
+        (["--interconnect", "pcie"], "--gpus 2"),
+        (["--parallel", "ddp"], "--gpus 2"),
+        (["--tensor-degree", "2"], "--gpus 2"),
+        (["--no-reshard"], "--gpus 2"),
+        (["--gpus", "8", "--nodes", "3"], "multiple of --nodes"),
+        (["--gpus", "9"], "multiple of --nodes"),
+        (["--gpus", "4", "--interconnect", "nvlink"], "pcie"),
+        (["--gpus", "4", "--interconnect", "wifi"], "ib-400"),
+        (["--gpus", "4", "--interconnect", "ib-400"], "--nodes"),
+        (["--gpus", "4", "--parallel", "zero9"], "--parallel ddp"),
+        (["--gpus", "4", "--offload", "disk"], "--offload none"),
+        (["--gpus", "4", "--schedule", "zigzag"], "--schedule 1f1b"),
+        (["--gpus", "4", "--tensor-degree", "0"], "positive"),
+        (["--gpus", "4", "--tensor-degree", "3"], "degrees"),
+        (["--gpus", "4", "--parallel", "dp", "--tensor-degree", "2"], "ddp or fsdp2"),
+        (["--gpus", "4", "--parallel", "ddp", "--offload", "optimizer"], "leave one out"),
+        (["--gpus", "64", "--global-batch", "32", "--parallel", "ddp"], "--global-batch 64"),
+    ],
+    ids=str,
+)
+def test_bad_input_exits_with_two_and_a_hint(
+    arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["Qwen/Qwen2.5-1.5B", "--gpu", "t4", *arguments, "--no-dry-run"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "hint:" in captured.err
+    assert hint in captured.err
+
+
+def test_what_no_engine_runs_says_so_with_a_source(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["estimate", "Qwen/Qwen2.5-7B", "--gpu", "a100-80gb", "--gpus", "8", "--no-dry-run"]
+    assert run([*arguments, "--quantization", "int8", "--parallel", "zero3"]) == 2
+    assert "bitsandbytes" in capsys.readouterr().err
+
+
+def test_search_says_that_it_has_one_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["tune", "gpt2", "--gpu", "t4", "--gpus", "2"]) == 2
+    assert "one GPU" in capsys.readouterr().err
+
+
+def test_out_writes_reports_and_launch_files_of_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan"
+    arguments = ["Qwen/Qwen2.5-1.5B", "--gpu", "rtx-4090", "--gpus", "2", "--parallel", "ddp", "--out", str(out)]
+    assert run([*arguments, "--dataset-tokens", "1000000", *FAST]) == 0
+    assert "accelerate launch" in capsys.readouterr().out or (out / "launch").is_dir()
+    document = json.loads((out / "plan.json").read_text())
+    assert document["chosen"]["setup"]["num_gpus"] == 2
+    assert "2 GPUs (DDP)" in (out / "report.md").read_text()
+    assert "2 GPUs (DDP)" in (out / "report.html").read_text()
+    assert any("num_processes: 2" in path.read_text() for path in out.rglob("*.yaml"))
+    capsys.readouterr()
+    assert run(["report", str(out)]) == 0
+    assert "2 GPUs (DDP)" in (out / "report.md").read_text()
+
+
+def test_fields_of_one_setup_are_always_a_setup() -> None:
+    nothing = {"parallel": None, "tensor_degree": None, "pipeline_degree": None, "schedule": None,
+               "shard_degree": None, "reshard": None, "offload": None}  # fmt: skip
+    for flags in ({}, {"tensor_degree": [4]}, {"tensor_degree": [2]}, {"pipeline_degree": [2]}, {"shard_degree": 2},
+                  {"reshard": False}, {"offload": ["optimizer"]}, {"offload": ["parameters"]}):  # fmt: skip
+        setup = TrainSetup(**one_setup(4, spread_fields(4, **{**nothing, **flags})))
+        assert setup.num_gpus == 4
+    assert one_setup(1, {}) == {}
+
+
+def test_which_cluster_names_smallest_cheapest_and_fastest(capsys: pytest.CaptureFixture[str]) -> None:
+    cards = ["--gpu", "rtx-4090", "--gpu", "a100-80gb", "--max-gpus", "8"]
+    arguments = ["which-cluster", "Qwen/Qwen2.5-7B", "--dataset-tokens", "20000000", *cards]
+    assert run([*arguments, "--deadline", "24h", "--budget", "100", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["recommended_method"] == "full"
+    for picks in found["picks"].values():
+        for one in picks.values():
+            assert one["meets"]
+            assert one["duration_s"] <= 24 * 3600
+            assert one["cost_usd"] <= 100
+            assert one["peak_device_bytes"] <= one["budget_bytes"]
+    for node, picks in found["picks"].items():
+        kept = [one for one in found["options"] if one["method"] == node and one["meets"]]
+        if picks:
+            assert picks["smallest"]["num_gpus"] == min(one["num_gpus"] for one in kept)
+            assert picks["cheapest"]["cost_usd"] == min(one["cost_usd"] for one in kept)
+            assert picks["fastest"]["duration_s"] == min(one["duration_s"] for one in kept)
+    for one in found["options"]:
+        hours = 20e6 / one["tokens_per_s"] / 3600
+        assert one["cost_usd"] == pytest.approx(hours * one["usd_per_gpu_hour"] * one["num_gpus"])
+        assert one["setup"]["num_gpus"] == one["num_gpus"]
+    assert run(arguments) == 0
+    out = capsys.readouterr().out
+    for words in ("smallest:", "cheapest:", "fastest:", "Assumed", "Next"):
+        assert words in out
+
+
+def test_which_cluster_says_when_nothing_keeps_the_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["which-cluster", "Qwen/Qwen2.5-7B", "--gpu", "l4", "--max-gpus", "2", "--dataset-tokens"]
+    assert run([*arguments, "1000000000", "--deadline", "1m"]) == 1
+    assert "The nearest" in capsys.readouterr().out
+    assert run(["which-cluster", "meta-llama/Llama-3.1-70B", *arguments[2:], "1000"]) == 1
+    assert "Nothing fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "hours"), [("24h", 24), ("90m", 1.5), ("2d", 48), ("1w", 168), ("7200s", 2), ("12", 12), (" 1.5h ", 1.5)]
+)
+def test_deadlines(text: str, hours: float) -> None:
+    assert parse_deadline(text) == hours * 3600
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-1h", "0", "nan", "inf", "1y", "h"])
+def test_deadlines_that_are_none(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_deadline(text)
+
+
+COUNTS = ["1", "2", "3", "4", "6", "8", "12", "16", "64", "0", "-1", "999999999999", "two", ""]
+VALUES = {
+    "--gpus": COUNTS,
+    "--nodes": COUNTS,
+    "--interconnect": ["nvlink", "pcie", "ib-400", "pcie+ethernet-25", "nvlink+", "++", "", "wifi", "🦙", *links()],
+    "--parallel": [*PARALLELS, "none", "ddp,fsdp2", "", "megatron"],
+    "--tensor-degree": COUNTS,
+    "--pipeline-degree": COUNTS,
+    "--schedule": ["1f1b", "gpipe", "zigzag", ""],
+    "--shard-degree": COUNTS,
+    "--offload": ["none", "optimizer", "parameters", "disk", ""],
+    "--global-batch": COUNTS,
+    "--method": ["full", "lora", "qlora"],
+    "--quantization": ["none", "int8", "nf4"],
+    "--optimizer": ["adamw", "paged-adamw-8bit", "sgd"],
+    "--seq-len": ["128", "4096", "99999999"],
+    "--memory-gib": ["1", "24", "nan"],
+}
+BARE = ["--no-reshard", "--reshard", "--json", "--packing", "--no-checkpointing"]
+
+
+def test_120_random_command_lines_never_crash(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Exit code 0, 1 or 2 and never a traceback, whatever is typed."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    draw = random.Random(20261122)
+    seen = set()
+    for _ in range(120):
+        model = draw.choice(["gpt2", "Qwen/Qwen2.5-1.5B", "google-t5/t5-small", "mistralai/Mixtral-8x7B-v0.1"])
+        words = [model, "--gpu", draw.choice(["t4", "rtx-4090", "a100-80gb", "mi300x", "apple-m2-max"])]
+        if draw.random() < 0.7:
+            words += ["--gpus", draw.choice(["2", "4", "8"])]
+        for flag in draw.sample(sorted(VALUES), draw.randint(0, 4)):
+            words += [flag, draw.choice(VALUES[flag])]
+        words += draw.sample(BARE, draw.randint(0, 2))
+        words += ["--no-dry-run", "--attention", "sdpa", "--loss", "chunked"]
+        if draw.random() < 0.6:
+            words = ["estimate", *words]
+        code = run(words)
+        captured = capsys.readouterr()
+        assert code in (0, 1, 2), words
+        assert (code == 2) == bool("error:" in captured.err), words
+        seen.add(code)
+    assert seen >= {0, 2}
+
+
+def test_50_random_which_cluster_lines_never_crash(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    draw = random.Random(20261123)
+    values = {
+        "--dataset-tokens": ["1", "1000000", "0", "-5", "x"],
+        "--deadline": ["24h", "1s", "never", "", "1e400h"],
+        "--budget": ["10", "0", "nan", "1e-9"],
+        "--epochs": ["3", "0", "inf"],
+        "--max-gpus": ["1", "4", "0", "7"],
+        "--interconnect": ["nvlink", "pcie", "ib-400", "pcie+ethernet-25", "wifi"],
+        "--global-batch": ["32", "3", "0"],
+        "--method": ["full", "lora", "dora"],
+        "--precision": ["bf16-autocast", "fp32"],
+        "--price": ["1.5", "-1"],
+    }
+    for _ in range(50):
+        words = ["which-cluster", draw.choice(["gpt2", "Qwen/Qwen2.5-1.5B"]), "--gpu", draw.choice(["t4", "l4"])]
+        if draw.random() < 0.8:
+            words += ["--dataset-tokens", "1000000"]
+        words += ["--max-gpus", "2"]
+        for flag in draw.sample(sorted(values), draw.randint(0, 3)):
+            words += [flag, draw.choice(values[flag])]
+        code = run([*words, *draw.sample(["--json"], draw.randint(0, 1))])
+        capsys.readouterr()
+        assert code in (0, 1, 2), words

@@ -1,0 +1,153 @@
+"""Reports of plans for several GPUs: the spread, the ranks' peaks, the share of communication, and the way to JSON and
+back."""
+
+import io
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from planner.cluster import make_cluster
+from planner.gpus import find_gpu
+from planner.outcome import Candidate
+from planner.plan import NoPlan, Plan
+from planner.planning import candidate, plan_workload
+from planner.setup import TrainSetup
+from planner.workload import Workload
+from reports.compare import plan_labels
+from reports.costs import cost_per_million
+from reports.html import Entry, report_html
+from reports.markdown import plan_markdown
+from reports.plan_json import plan_from_dict, plan_to_dict
+from reports.terminal import default_next_command, render_estimate, render_no_plan, render_plan
+from reports.text import epoch_sentence, setup_words, short_setup_words, spread_sentence, spread_words
+from tests.planner.helpers import wish
+
+SMALL = {"attention": ("sdpa",), "checkpointing": (1,), "loss": ("chunked",), "optimizer": ("adamw-fused",)}
+
+
+def job(num_gpus: int = 8, gpu: str = "a100-80gb", model: str = "Qwen/Qwen2.5-7B", **options: Any) -> Workload:
+    links = {name: options.pop(name, None) for name in ("num_nodes", "interconnect")}
+    cluster = make_cluster(find_gpu(gpu), num_gpus, **links)
+    return wish(model, gpu, cluster=cluster, fixed={**SMALL, **options.pop("fixed", {})}, **options)
+
+
+def plan_of(**options: Any) -> Plan:
+    plan = plan_workload(job(**options))
+    assert isinstance(plan, Plan)
+    return plan
+
+
+def shown(render: Any, *arguments: Any, width: int = 80, **options: Any) -> str:
+    out = io.StringIO()
+    render(*arguments, Console(file=out, width=width, color_system=None), **options)
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return plan_of(dataset_tokens=10_000_000)
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Candidate:
+    setup = TrainSetup(
+        method="full", lora_rank=0, precision="bf16-mixed", num_gpus=4, parallel="none", pipeline_degree=4,
+        accumulation_steps=8, loss="full",
+    )  # fmt: skip
+    return candidate(job(4, "h100-sxm"), setup)
+
+
+def test_terminal_names_gpus_spread_and_communication(plan: Plan) -> None:
+    text = " ".join(shown(render_plan, plan).split())
+    assert "8 × A100-SXM4-80GB" in text
+    assert f"8 GPUs ({spread_words(plan.chosen.setup)})" in text
+    assert "communication" in text
+    assert "the fullest GPU" in text
+    assert "one GPU" in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_terminal_keeps_its_width(plan: Plan, width: int) -> None:
+    commands = ("  plan ", "  cd ")
+    lines = [line for line in shown(render_plan, plan, width=width).splitlines() if not line.startswith(commands)]
+    assert max(map(len, lines)) <= width
+
+
+def test_markdown_and_html_name_the_spread(plan: Plan) -> None:
+    for text in (plan_markdown(plan), report_html([Entry(plan=plan)])):
+        assert f"8 GPUs ({spread_words(plan.chosen.setup)})" in text
+        assert "Is one GPU enough?" in text
+
+
+def test_ranks_that_differ_are_listed(pipeline: Candidate) -> None:
+    peaks = pipeline.formula.rank_peaks
+    assert len(peaks) > 1
+    workload = job(4, "h100-sxm")
+    text = shown(render_estimate, pipeline, workload.model, workload.gpu)
+    markdown = plan_markdown(replace(plan_of(num_gpus=4, gpu="h100-sxm"), chosen=pipeline))
+    html = report_html([Entry(plan=replace(plan_of(num_gpus=4, gpu="h100-sxm"), chosen=pipeline))])
+    for name, _, _ in peaks:
+        assert name in text
+        assert name in markdown
+        assert name in html
+
+
+def test_plan_json_comes_back_the_same(plan: Plan, pipeline: Candidate) -> None:
+    for one in (plan, replace(plan, chosen=pipeline)):
+        back = plan_from_dict(json.loads(json.dumps(plan_to_dict(one))))
+        assert isinstance(back, Plan)
+        assert back.workload.cluster == one.workload.cluster
+        assert back.chosen == one.chosen
+        assert back.walk == one.walk
+        assert back.alternatives == one.alternatives
+
+
+def test_no_plan_comes_back_and_is_told() -> None:
+    no_plan = plan_workload(job(2, "t4", "meta-llama/Llama-3.1-70B", fixed={"method": ("lora",), "offload": ("none",)}))
+    assert isinstance(no_plan, NoPlan)
+    back = plan_from_dict(json.loads(json.dumps(plan_to_dict(no_plan))))
+    assert back == replace(no_plan, nearest=back.nearest)  # type: ignore[union-attr]
+    text = shown(render_no_plan, no_plan)
+    assert "Nothing fits" in text
+    assert "2 × Tesla T4" in text
+
+
+def test_a_damaged_cluster_is_refused(plan: Plan) -> None:
+    from planner.errors import ConfigError
+
+    document = json.loads(json.dumps(plan_to_dict(plan)))
+    document["workload"]["cluster"]["num_gpus"] = "eight"
+    with pytest.raises(ConfigError):
+        plan_from_dict(document)
+
+
+def test_cost_counts_every_gpu(plan: Plan) -> None:
+    price = plan.workload.price_per_hour
+    assert price
+    hours = 1e6 / plan.chosen.tokens_per_s / 3600
+    assert cost_per_million(plan) == pytest.approx(hours * price * 8)
+    assert f"${10 * hours * price * 8:,.2f}" in epoch_sentence(plan.workload, plan.chosen)
+
+
+def test_next_command_describes_the_same_cluster() -> None:
+    command = default_next_command(plan_of(num_gpus=16, num_nodes=4, interconnect="pcie+ib-400"))
+    assert "--gpus 16 --nodes 4 --interconnect pcie-gen4-x16+ib-400" in command
+    plain = default_next_command(plan_of(num_gpus=8))
+    assert "--gpus 8 --seq-len" in plain
+    fixed = {"reshard_after_forward": (False,), "parallel": ("fsdp2",)}
+    assert "--no-reshard --parallel fsdp2" in default_next_command(plan_of(fixed=fixed))
+
+
+def test_words_on_one_gpu_say_nothing_of_several() -> None:
+    setup = TrainSetup()
+    assert "GPU" not in setup_words(setup) + short_setup_words(setup)
+    assert spread_sentence(candidate(wish(), setup)) == ""
+
+
+def test_labels_tell_clusters_apart() -> None:
+    labels = plan_labels([("a", plan_of(num_gpus=4)), ("b", plan_of(num_gpus=8))])
+    assert len(set(labels)) == 2
+    assert "4 × A100-SXM4-80GB" in labels[0]
