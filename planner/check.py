@@ -172,13 +172,43 @@ def single_changes(setup: TrainSetup, gpu: GpuSpec, model: ModelSpec) -> list[tu
     for length in (setup.seq_len_tokens // 2, setup.seq_len_tokens // 4):
         if length >= 128:
             tried.append((f"sequences of {length} tokens", {"seq_len_tokens": length}, True))
+    tried += _spreads(setup)
     found: list[tuple[str, TrainSetup, bool]] = []
     for label, values, changes_training in tried:
         try:
-            found.append((label, setup.with_(**values), changes_training))
+            changed = setup.with_(**values)
         except SetupError:
             continue
+        if not _refused(model, changed):
+            found.append((label, changed, changes_training))
     return found
+
+
+def _spreads(setup: TrainSetup) -> list[tuple[str, dict[str, object], bool]]:
+    """Other ways of spreading the same job over its GPUs; none on one GPU, and none of a job that is split."""
+    if setup.data_degree < 2 or setup.data_degree != setup.num_gpus:
+        return []
+    plain: dict[str, object] = {"shard_degree": 0, "reshard_after_forward": True, "offload": "none"}
+    labels = {"ddp": "DDP (no sharding)", "fsdp2": "FSDP2", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
+    found: list[tuple[str, dict[str, object], bool]] = [
+        (label, {**plain, "parallel": parallel}, False)
+        for parallel, label in labels.items()
+        if parallel != setup.parallel
+    ]
+    if setup.offload != "none":
+        found.append(("nothing in the host's memory", {"offload": "none"}, False))
+    elif setup.parallel in ("fsdp2", "zero3"):
+        found.append(("weights and optimizer in the host's memory", {"offload": "parameters"}, False))
+    return found
+
+
+def _refused(model: ModelSpec, setup: TrainSetup) -> bool:
+    """Whether no engine runs a setup on several GPUs."""
+    if setup.num_gpus == 1:
+        return False
+    from planner.parallel.support import why_not  # one GPU never needs it
+
+    return bool(why_not(model, setup))
 
 
 def _batches(setup: TrainSetup) -> list[tuple[str, dict[str, object], bool]]:
