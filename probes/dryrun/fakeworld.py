@@ -34,10 +34,10 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class _Stream(torch.cpu.Stream):
+class _Stream(torch.cpu.Stream):  # type: ignore[misc]
     """A stream that does nothing but whose events exist, as FSDP2 asks of devices other than CPUs."""
 
-    def record_event(self) -> torch.cpu.Event:  # type: ignore[override]
+    def record_event(self) -> torch.cpu.Event:
         """An event that has happened."""
         return torch.cpu.Event()
 

@@ -11,6 +11,7 @@ that the run released may be left. Where a model breaks that (a storage shared b
 so and the caller runs the full depth.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ import torch
 from planner.setup import TrainSetup
 from probes.allocator.events import Alloc, Event, Free, Phase
 from probes.dryrun.trace import Trace, Trainable, own_optimizer_state
-from probes.dryrun.tracker import Origin, Tracker, local
+from probes.dryrun.tracker import Origin, Tracker
 from probes.stack import make_optimizer
 from probes.stack.step import make_scaler, optimizer_phase
 
@@ -72,15 +73,15 @@ class _Segment:
 
 
 class Shards(Protocol):
-    """What a rank of several GPUs holds of a parameter and of its gradient, and how it steps."""
+    """What a rank of several GPUs holds of a parameter, and how it steps."""
 
     tracker: type[Tracker]
 
+    def stepping(self) -> AbstractContextManager[Any]:
+        """Entered around the optimizer's run on the full model's parameters."""
+
     def parameter(self, one: Trainable) -> torch.nn.Parameter:
         """This rank's part of the parameter, on meta."""
-
-    def gradient(self, parameter: torch.nn.Parameter, part: torch.Tensor) -> torch.Tensor:
-        """`part` (of the shape that this rank holds) as the parameter's gradient."""
 
 
 class _Whole:
@@ -88,11 +89,11 @@ class _Whole:
 
     tracker = Tracker
 
+    def stepping(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
     def parameter(self, one: Trainable) -> torch.nn.Parameter:
         return torch.nn.Parameter(torch.empty(one.shape, dtype=one.dtype, device="meta"))
-
-    def gradient(self, parameter: torch.nn.Parameter, part: torch.Tensor) -> torch.Tensor:
-        return part
 
 
 def splice(trace: Trace, block: Block, setup: TrainSetup, shards: Shards | None = None) -> Trace:
@@ -372,13 +373,11 @@ class _OptimizerRun:
                 members.setdefault((trainable.gradient_of, shift), []).append(parameter)
         found = {}
         for key, parameters in members.items():
-            parts = [local(one).detach() for one in parameters]
-            flat = torch.empty(sum(one.numel() for one in parts), dtype=parts[0].dtype, device="meta")
+            flat = torch.empty(sum(one.numel() for one in parameters), dtype=parameters[0].dtype, device="meta")
             offset = 0
-            for parameter, part in zip(parameters, parts, strict=True):
-                view = flat[offset : offset + part.numel()].view(part.shape)
-                parameter.grad = self.shards.gradient(parameter, view)
-                offset += part.numel()
+            for one in parameters:
+                one.grad = flat[offset : offset + one.numel()].view(one.shape)
+                offset += one.numel()
             found[key] = flat
         return found
 
@@ -393,12 +392,12 @@ class _OptimizerRun:
         numbers: dict[int, int] = {}
         owners: dict[int, tuple[str, str]] = {}
         for parameter in holder.parameters():
-            tracker.track(local(parameter), "load")
+            tracker.track(parameter, "load")
         for _ in range(count):
             gradients = {tracker.seen(storage): key for key, storage in self._gradients().items()}
             tracker.mark("step", None)
             first = len(tracker.events)
-            with tracker:
+            with self.shards.stepping(), tracker:
                 optimizer_phase(holder, optimizer, scaler, "meta")
             own_optimizer_state(tracker, optimizer, owners)
             found.append(

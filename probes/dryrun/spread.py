@@ -7,18 +7,19 @@ and counted; NCCL's own buffers are outside PyTorch's allocator.
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from planner.setup import TrainSetup
 from probes.allocator.events import Alloc, Event, Free, Phase
 from probes.dryrun.fakeworld import fake_world
 from probes.dryrun.splice import Block, splice
 from probes.dryrun.trace import Trace, Trainable, World, load
-from probes.dryrun.tracker import Origin, Tracker
+from probes.dryrun.tracker import Origin, Tracker, local
 from probes.stack.spread import Spread, data_mesh, spread_model
 
 BUCKETS = "DDP buckets"
@@ -41,6 +42,10 @@ class SpreadTracker(Tracker):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _COPY and args[0].device.type == "cpu" and args[1].device.type == "meta":
             return args[0]  # DDP reads back the order of its buckets, which the fake group left as it was
+        if types and _changes_list(func) and not self.subclasses.isdisjoint(types):
+            # the optimizer's own lists: straight to the local tensors, as DTensor's rules would after much looking
+            args, kwargs = tree_map_only(torch.Tensor, local, (args, kwargs or {}))
+            types = ()
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def track(self, tensor: torch.Tensor, op: str) -> int | None:
@@ -122,6 +127,12 @@ def _untracked_trials() -> Iterator[None]:
         yield
 
 
+@cache
+def _changes_list(func: Any) -> bool:
+    name = func._schema.name
+    return bool(name.startswith(("aten::_foreach_", "aten::_fused_")) and name.endswith("_"))
+
+
 _HOOKS = (
     "pre_forward",
     "post_forward",
@@ -178,29 +189,33 @@ class FsdpWorld:
 
     def splice(self, trace: Trace, block: Block, setup: TrainSetup) -> Trace:
         """See `probes.dryrun.trace.World`."""
-        with _untracked_trials():
-            return splice(trace, block, setup, self)
+        return splice(trace, block, setup, self)
 
-    def parameter(self, one: Trainable) -> torch.nn.Parameter:
-        """See `probes.dryrun.splice.Shards`: rank 0's rows of the parameter, as a DTensor."""
-        from torch.distributed.tensor import DTensor, Replicate, Shard
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """See `probes.dryrun.splice.Shards`: the norm of all gradients is summed up over the ranks as DTensor does it,
+        from one stack of the parts' norms."""
+        from torch.distributed.tensor import DTensor, Replicate
+        from torch.distributed.tensor._ops._math_ops import _NormPartial
+        from torch.nn.utils import clip_grad
 
         if self._mesh is None:
             self._mesh = data_mesh(self._setup, torch.device("meta"))
+        placements = [Replicate()] * (self._mesh.ndim - 1) + [_NormPartial(2.0)]
+
+        def total_norm(tensors: Any, norm_type: float = 2.0, *_: Any) -> Any:
+            norms = torch._foreach_norm(list(tensors), norm_type)
+            stacked = DTensor.from_local(torch.stack(norms), self._mesh, placements, run_check=False)
+            return torch.linalg.vector_norm(stacked, norm_type)
+
+        with mock.patch.object(clip_grad, "_get_total_norm", total_norm), _untracked_trials():
+            yield
+
+    def parameter(self, one: Trainable) -> torch.nn.Parameter:
+        """See `probes.dryrun.splice.Shards`: rank 0's rows of the parameter. A plain tensor, as the step's kernels see
+        it: DTensor's own rules take seconds for the lists of a deep model."""
         rows = -(-one.shape[0] // self._setup.shards)
-        part = torch.empty((rows, *one.shape[1:]), dtype=one.dtype, device="meta")
-        placements = [Shard(0)] if self._mesh.ndim == 1 else [Replicate(), Shard(0)]
-        whole = torch.empty(one.shape, device="meta")
-        tensor = DTensor.from_local(
-            part, self._mesh, placements, run_check=False, shape=one.shape, stride=whole.stride()
-        )
-        return torch.nn.Parameter(tensor)
-
-    def gradient(self, parameter: torch.nn.Parameter, part: torch.Tensor) -> torch.Tensor:
-        """See `probes.dryrun.splice.Shards`."""
-        from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
-
-        return _from_local_no_grad(part, parameter._spec)  # type: ignore[attr-defined]
+        return torch.nn.Parameter(torch.empty((rows, *one.shape[1:]), dtype=one.dtype, device="meta"))
 
 
 @dataclass(frozen=True, kw_only=True)

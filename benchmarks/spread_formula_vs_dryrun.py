@@ -1,0 +1,228 @@
+"""Per-rank formula against per-rank dry run over (model, strategy, world size) points, one JSON line per point.
+
+    python benchmarks/spread_formula_vs_dryrun.py --out spread.jsonl [--parallel ddp,fsdp2] [--limit 320] [--seed 0]
+    python benchmarks/spread_formula_vs_dryrun.py --out spread.jsonl --markdown   # tables of today's formula
+
+Points already in the file are skipped, so a run can be stopped and taken up again. Setups are drawn at random (seeded)
+from the space below, the same list for every run with one seed, models and strategies in rotation. The formula is
+`planner.parallel.memory.rank_memories`, its worst rank by allocated bytes.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from planner.errors import SetupError
+from planner.gpus import find_gpu
+from planner.interchange import setup_from_dict, setup_to_dict
+from planner.models import catalogue
+from planner.parallel.memory import rank_memories
+from planner.parallel.support import why_not
+from planner.setup import TrainSetup
+
+GPU = "a100-80gb"
+CAPABILITY = (8, 0)
+MODELS = (
+    "qwen/qwen2.5-0.5b",
+    "qwen/qwen2.5-7b",
+    "meta-llama/llama-3.2-1b",
+    "meta-llama/llama-3.1-8b",
+    "meta-llama/llama-3.1-70b",
+    "mistralai/mistral-7b-v0.3",
+    "google/gemma-2-9b",
+    "mistralai/mixtral-8x7b-v0.1",
+    "microsoft/phi-4",
+    "qwen/qwen3-8b",
+    "qwen/qwen3-32b",
+)
+STRATEGIES: tuple[dict[str, Any], ...] = (
+    {"parallel": "fsdp2"},
+    {"parallel": "zero3"},
+    {"parallel": "ddp"},
+    {"parallel": "zero2"},
+    {"parallel": "fsdp2", "reshard_after_forward": False},
+    {"parallel": "zero1"},
+    {"parallel": "fsdp2", "shard_degree": 8},
+)
+WORLD_SIZES = (2, 4, 8, 16, 64)
+SEQ_LENS = (512, 1024, 2048, 4096)
+MICRO_BATCHES = (1, 2, 4)
+METHODS = (
+    {"method": "full", "lora_rank": 0, "precision": "bf16-mixed"},
+    {"method": "full", "lora_rank": 0, "precision": "bf16-autocast"},
+    {"method": "full", "lora_rank": 0, "precision": "bf16-pure"},
+    {"method": "lora", "precision": "bf16-autocast"},
+    {"method": "lora", "precision": "bf16-autocast"},
+    {"method": "qlora", "quantization": "nf4-double", "precision": "bf16-autocast"},
+)
+OTHER: dict[str, tuple[Any, ...]] = {
+    "optimizer": ("adamw-fused", "adamw-fused", "adamw", "sgd"),
+    "checkpointing": (0, 1, 1),
+    "loss": ("full", "full", "chunked"),
+    "accumulation_steps": (1, 1, 4),
+    "lora_targets": ("all-linear", "all-linear", "attention"),
+}
+RANKS = (8, 16, 64)
+
+
+def points(seed: int, parallels: set[str]) -> Iterator[tuple[str, TrainSetup]]:
+    """Endless (model id, setup), strategies and models in rotation."""
+    draw = random.Random(seed)
+    while True:
+        for strategy in STRATEGIES:
+            for model in MODELS:
+                fields: dict[str, Any] = {name: draw.choice(values) for name, values in OTHER.items()}
+                fields |= draw.choice(METHODS)
+                rank = draw.choice(RANKS)
+                if fields["method"] == "full":
+                    fields["lora_targets"] = "all-linear"
+                else:
+                    fields["lora_rank"] = rank
+                fields |= {"seq_len_tokens": draw.choice(SEQ_LENS), "micro_batch_seqs": draw.choice(MICRO_BATCHES)}
+                fields |= {"num_gpus": draw.choice(WORLD_SIZES), **strategy}
+                try:
+                    setup = TrainSetup(**fields)
+                except SetupError:  # the shard degree does not divide the copies
+                    continue
+                spec = catalogue.load(model)
+                assert spec is not None
+                if strategy["parallel"] in parallels and not why_not(spec, setup):
+                    yield model, setup
+
+
+def measure(model_id: str, setup: TrainSetup) -> dict[str, Any]:
+    """One point's dry run: per-phase allocated peaks of a rank and what was alive at them."""
+    from probes.dryrun import DryRunReport, report_for_config
+
+    spec = catalogue.load(model_id)
+    assert spec is not None
+    row: dict[str, Any] = {"model": model_id, "setup": setup_to_dict(setup)}
+    report = report_for_config(spec.config, CAPABILITY, setup)
+    if not isinstance(report, DryRunReport):
+        return row | {"failure": report.message}
+    found = report.prediction
+    return row | {
+        "elapsed_s": round(report.elapsed_s, 3),
+        "phases": dict(found.phase_peaks_bytes),
+        "allocated": found.peak_allocated_bytes,
+        "reserved": found.peak_reserved_bytes,
+        "phase": found.peak_phase,
+        "groups": {
+            phase: {f"{category}: {name}": size for (category, name), size in groups.items() if size >= 1 << 24}
+            for phase, groups in report.phase_groups.items()
+        },
+        "kernels": dict(report.kernels),
+    }
+
+
+def formula(model_id: str, setup: TrainSetup) -> Any:
+    """The breakdown of the formula's rank with the largest allocated peak."""
+    spec = catalogue.load(model_id)
+    assert spec is not None
+    ranks = rank_memories(spec, find_gpu(GPU), setup)
+    return max((one.breakdown for one in ranks), key=lambda one: one.peak_allocated_bytes)
+
+
+def strategy_of(setup: TrainSetup) -> str:
+    """The strategy's name in the tables."""
+    name = setup.parallel
+    if not setup.reshard_after_forward:
+        name += ", no reshard"
+    if setup.shards != setup.data_degree and setup.parallel == "fsdp2":
+        name += ", hybrid"
+    return name
+
+
+def _line(name: str, errors: list[float]) -> str:
+    ordered = sorted(abs(error) for error in errors)
+    at = [ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.5, 0.9, 0.95)]
+    cells = " | ".join(f"{100 * value:.2f} %" for value in (*at, ordered[-1]))
+    return f"| {name} | {len(ordered)} | {cells} | {100 * statistics.fmean(errors):+.2f} % |"
+
+
+def markdown(rows: list[dict[str, Any]], worst: int = 15) -> str:
+    """Errors of today's formula against the stored dry runs, by strategy, method, world size and model, as tables."""
+    errors: dict[tuple[str, str], list[float]] = {}
+    by_error: list[tuple[float, str]] = []
+    for row in rows:
+        if "allocated" not in row:
+            continue
+        setup = setup_from_dict(row["setup"])
+        found = formula(row["model"], setup)
+        error = found.peak_allocated_bytes / row["allocated"] - 1.0
+        keys = (
+            ("all", "all points"),
+            ("strategy", strategy_of(setup)),
+            ("method", f"{setup.method} {setup.precision}"),
+            ("world size", f"{setup.num_gpus:3}"),
+            ("model", row["model"]),
+            ("dry run's peak phase", row["phase"]),
+        )
+        for key in keys:
+            errors.setdefault(key, []).append(error)
+        by_error.append((error, _describe(row, setup, found)))
+    lines = []
+    for group in dict.fromkeys(key[0] for key in errors):
+        lines += [f"| {group} | points | median | 90th | 95th | worst | bias |", "|---|--:|--:|--:|--:|--:|--:|"]
+        lines += [_line(name, found) for (kind, name), found in sorted(errors.items()) if kind == group]
+        lines.append("")
+    lines += ["| error | dry run, formula | point |", "|--:|---|---|"]
+    lines += [text for _, text in sorted(by_error, key=lambda one: -abs(one[0]))[:worst]]
+    return "\n".join(lines) + "\n"
+
+
+def _describe(row: dict[str, Any], setup: TrainSetup, found: Any) -> str:
+    error = found.peak_allocated_bytes / row["allocated"] - 1.0
+    point = (
+        f"{row['model']}, {strategy_of(setup)} x {setup.num_gpus}, {setup.method} {setup.precision}, "
+        f"{setup.micro_batch_seqs} x {setup.seq_len_tokens} tokens, accumulation {setup.accumulation_steps}, "
+        f"checkpointing {setup.checkpointing}, {setup.optimizer}, loss {setup.loss}"
+    )
+    gib = 1 << 30
+    sizes = f"{row['allocated'] / gib:.2f} GiB ({row['phase']}), {found.peak_allocated_bytes / gib:.2f} GiB"
+    return f"| {100 * error:+.1f} % | {sizes} ({found.peak_phase}) | {point} |"
+
+
+def main() -> int:
+    """Runs or summarises."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--parallel", default="ddp,zero1,zero2,zero3,fsdp2")
+    parser.add_argument("--limit", type=int, default=320, help="points in the file when done")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--worst", type=int, default=15, help="points to list")
+    parser.add_argument("--markdown", action="store_true", help="print tables of today's formula and stop")
+    args = parser.parse_args()
+    rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    if args.markdown:
+        print(markdown(rows, args.worst))
+        return 0
+    done = {json.dumps([row["model"], row["setup"]], sort_keys=True) for row in rows}
+    with args.out.open("a") as file:
+        for model, setup in points(args.seed, set(args.parallel.split(","))):
+            if len(done) >= args.limit:
+                break
+            key = json.dumps([model, setup_to_dict(setup)], sort_keys=True)
+            if key in done:
+                continue
+            done.add(key)
+            started = time.perf_counter()
+            row = measure(model, setup)
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            outcome = row.get("failure", "")[:150] or row["phase"]
+            print(
+                f"{len(done):5} {time.perf_counter() - started:5.1f} s {model:28} {strategy_of(setup)} {outcome}",
+                file=sys.stderr,
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
