@@ -8,12 +8,15 @@ from the space below, the same list for every run with one seed, models in rotat
 """
 
 import argparse
+import copy
 import json
 import random
 import statistics
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +87,65 @@ def points(seed: int) -> Iterator[tuple[str, str, TrainSetup]]:
                 continue
 
 
+def second_step(trace: Any) -> Any:
+    """The trace of one step as that of a later one: optimizer state and cuBLAS workspaces, which the first step makes,
+    are there from its beginning.
+
+    A dry run runs two steps for that reason; this takes half the time. `--check` compares both, byte for byte.
+    """
+    from probes.allocator.events import Alloc, Phase
+
+    def stays(event: Any) -> bool:
+        if not isinstance(event, Alloc):
+            return False
+        owner = trace.owners.get(event.id)
+        of_optimizer = owner is not None and owner[0] == "optimizer"
+        return of_optimizer or str(trace.origins[event.id].op).startswith("cuBLAS")
+
+    kept = [event for event in trace.events if stays(event)]
+    start = next(i for i, one in enumerate(trace.events) if isinstance(one, Phase) and one.name == "forward")
+    rest = [event for event in trace.events[start + 1 :] if not stays(event)]
+    return replace(trace, events=[*trace.events[: start + 1], *kept, *rest])
+
+
+def traced(model_id: str, gpu_key: str, setup: TrainSetup, *, steps: int = 1) -> tuple[dict[str, Any], dict[str, int]]:
+    """(phase -> what its peak is made of, attention kernels) of a later step of a setup.
+
+    Raises:
+        one of `TRACE_ERRORS`: the point cannot be traced.
+    """
+    from probes.dryrun.startup import collection_paused
+
+    spec = catalogue.load(model_id)
+    assert spec is not None
+    with collection_paused():
+        from probes.dryrun.analysis import phase_peaks
+        from probes.dryrun.depths import plan_depth
+        from probes.dryrun.splice import SpliceError, splice
+        from probes.dryrun.startup import load_libraries
+        from probes.dryrun.trace import trace_run
+        from probes.stack import load_config
+
+        load_libraries()
+        plan = plan_depth(load_config(spec.config), checkpointing=setup.checkpointing, full_depth=False)
+        whole = copy.deepcopy(plan.whole) if plan.block is not None else plan.config
+        run = partial(trace_run, setup=setup, capability=CAPABILITIES[gpu_key], steps=steps)
+        trace = run(plan.config, num_layers=plan.depth)
+        if plan.block is not None:
+            try:
+                trace = splice(trace, plan.block, setup)
+            except SpliceError:
+                trace = run(whole, num_layers=plan.full)
+        peaks = phase_peaks(second_step(trace) if steps == 1 else trace)
+    return peaks, dict(trace.log.chosen)
+
+
 def measure(model_id: str, gpu_key: str, setup: TrainSetup) -> dict[str, Any]:
     """One point: per-phase allocated peaks of the dry run, with what was alive at each, or why it was not traced.
 
     The allocator's replay is left out: only allocated bytes are compared, and it takes a fifth of the time. The formula
     is computed when tables are made, not here.
     """
-    from probes.dryrun.startup import collection_paused
-
     spec = catalogue.load(model_id)
     assert spec is not None
     row: dict[str, Any] = {
@@ -102,17 +156,7 @@ def measure(model_id: str, gpu_key: str, setup: TrainSetup) -> dict[str, Any]:
     }
     started = time.perf_counter()
     try:
-        with collection_paused():
-            from probes.dryrun.analysis import phase_peaks
-            from probes.dryrun.depths import plan_depth
-            from probes.dryrun.engine import full_trace
-            from probes.dryrun.startup import load_libraries
-            from probes.stack import load_config
-
-            load_libraries()
-            plan = plan_depth(load_config(spec.config), checkpointing=setup.checkpointing, full_depth=False)
-            trace = full_trace(plan, CAPABILITIES[gpu_key], setup)
-            peaks = phase_peaks(trace)
+        peaks, kernels = traced(model_id, gpu_key, setup)
     except TRACE_ERRORS as error:
         return row | {"dry_run_failure": f"{spec.model_type}: {type(error).__name__}: {error}"}
     sizes = {phase: peak.size_bytes for phase, peak in peaks.items()}
@@ -126,8 +170,25 @@ def measure(model_id: str, gpu_key: str, setup: TrainSetup) -> dict[str, Any]:
             phase: {f"{category}: {name}": size for (category, name), size in peak.groups.items() if size >= 1 << 20}
             for phase, peak in peaks.items()
         },
-        "kernels": dict(trace.log.chosen),
+        "kernels": kernels,
     }
+
+
+def check(rows: list[dict[str, Any]]) -> str:
+    """Stored points against the dry run itself (two steps): how many agree to the byte in all phases."""
+    from probes.dryrun import DryRunReport, report_for_config
+
+    same, lines = 0, []
+    for row in rows:
+        spec = catalogue.load(row["model"])
+        assert spec is not None
+        found = report_for_config(spec.config, CAPABILITIES[row["gpu"]], setup_from_dict(row["setup"]))
+        sizes = dict(found.prediction.phase_peaks_bytes) if isinstance(found, DryRunReport) else None
+        if sizes == row.get("dry_run_phases"):
+            same += 1
+        else:
+            lines.append(f"{row['model']} {row['setup']}: {row.get('dry_run_phases')} stored, {sizes} found")
+    return "\n".join([f"{same} of {len(rows)} points agree", *lines])
 
 
 def key_of(model: str, gpu: str, setup: dict[str, Any]) -> str:
@@ -251,10 +312,16 @@ def main() -> int:
     parser.add_argument("--models", default="", help="comma-separated model types; default all")
     parser.add_argument("--limit", type=int, default=2000, help="points in the file when done")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--check", type=int, default=0, metavar="N", help="compare N stored points with the dry run itself"
+    )
     parser.add_argument("--table", action="store_true", help="print the summary of the file and stop")
     parser.add_argument("--markdown", action="store_true", help="print tables of today's formula and stop")
     args = parser.parse_args()
     rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    if args.check:
+        print(check(random.Random(args.seed).sample(rows, min(args.check, len(rows)))))
+        return 0
     if args.markdown:
         print(markdown(rows))
         return 0
