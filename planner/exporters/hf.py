@@ -295,12 +295,14 @@ def _arguments(request: ExportRequest, setup: TrainSetup) -> str:
 
 _RUN = """
 trainer = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collate, processing_class=tokenizer)
-print("RUN " + json.dumps({
+counts = {
     "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
     "micro_batch_seqs": arguments.per_device_train_batch_size,
     "accumulation_steps": arguments.gradient_accumulation_steps,
     "global_batch_seqs": trainer.get_total_train_batch_size(arguments),
-}))
+}
+if trainer.is_world_process_zero():
+    print("RUN " + json.dumps(counts))
 trainer.train()
 trainer.save_model()
 """

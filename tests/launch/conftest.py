@@ -2,10 +2,13 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -113,35 +116,56 @@ class Run:
 def launch(tmp_path: Path) -> Callable[..., Run]:
     """Runs a launch command in the temporary directory on CPU, offline, and reads the trainer's own state back."""
 
-    def run(command: str, *, timeout_s: float = 240, output_dir: str = "outputs", ok: bool = True) -> Run:
-        bin_dir = Path(sys.executable).parent
-        environment = {
-            **os.environ,
-            "PATH": f"{bin_dir}{os.pathsep}{os.environ['PATH']}",
-            "HF_HUB_OFFLINE": "1",
-            "HF_HOME": str(tmp_path / "hf"),
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"),
-            "PYTHONWARNINGS": "ignore",
-        }
-        done = subprocess.run(
-            command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=timeout_s
-        )
-        output = done.stdout + done.stderr
-        assert done.returncode == 0 or not ok, output[-4000:]
-        states = sorted((tmp_path / output_dir).glob("checkpoint-*/trainer_state.json"))
-        state = json.loads(states[-1].read_text()) if states else {}
-        return Run(output=output, history=state.get("log_history", []), state=state)
+    return partial(run_launch, tmp_path)
 
-    return run
+
+def run_launch(
+    folder: Path,
+    command: str,
+    *,
+    timeout_s: float = 240,
+    output_dir: str = "outputs",
+    ok: bool = True,
+    env: Mapping[str, str] | None = None,
+) -> Run:
+    """Runs a launch command in `folder`; nothing that it started outlives it."""
+    bin_dir = Path(sys.executable).parent
+    environment = {
+        **os.environ,
+        "PATH": f"{bin_dir}{os.pathsep}{os.environ['PATH']}",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(folder / "hf"),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"),
+        "PYTHONWARNINGS": "ignore",
+        **(env or {}),
+    }
+    with subprocess.Popen(
+        command, shell=True, cwd=folder, env=environment, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        try:
+            output = "".join(process.communicate(timeout=timeout_s))
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # torchrun's workers too
+    assert process.returncode == 0 or not ok, output[-4000:]
+    states = sorted((folder / output_dir).glob("checkpoint-*/trainer_state.json"))
+    state = json.loads(states[-1].read_text()) if states else {}
+    return Run(output=output, history=state.get("log_history", []), state=state)
 
 
 @pytest.fixture
 def place(tmp_path: Path, tiny_model: Path) -> Path:
     """A working directory with the tiny model linked in and a chat dataset of 24 conversations."""
-    (tmp_path / "tiny-llama").symlink_to(tiny_model, target_is_directory=True)
-    write_jsonl(tmp_path / "chats" / "train.jsonl", chats(24))
-    return tmp_path
+    return furnish(tmp_path, tiny_model)
+
+
+def furnish(folder: Path, tiny_model: Path) -> Path:
+    """`folder` with the tiny model linked in and the chat dataset."""
+    (folder / "tiny-llama").symlink_to(tiny_model, target_is_directory=True)
+    write_jsonl(folder / "chats" / "train.jsonl", chats(24))
+    return folder
 
 
 @pytest.fixture(scope="session")

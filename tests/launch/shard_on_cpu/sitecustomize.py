@@ -1,0 +1,38 @@
+"""Lets Accelerate 1.15 shard on CPU. On PYTHONPATH it is imported by every process that torchrun starts.
+
+Accelerate looks at FSDP and at device meshes only where it finds an accelerator: with `use_cpu` it trains DDP and says
+nothing. Here it is told that gloo on CPU is one. What was really sharded is written down for the test to read.
+"""
+
+import json
+import os
+from pathlib import Path
+
+if "LOCAL_RANK" in os.environ:
+    import torch
+    from accelerate import accelerator, state
+    from accelerate.utils import DistributedType
+    from torch.distributed.tensor import DTensor
+
+    prepare_model = accelerator.fsdp2_prepare_model
+
+    def backend(self, cpu=False, sagemaker_dp=False, backend=None):
+        return "gloo", DistributedType.MULTI_GPU
+
+    def set_device(self):
+        self.device = torch.device("cpu")
+
+    def watched(handler, model):
+        model = prepare_model(handler, model)
+        shards = [one for one in model.parameters() if isinstance(one, DTensor)]
+        found = {
+            "parameters": sum(one.numel() for one in model.parameters()),
+            "sharded": sum(one.numel() for one in shards),
+            "here": sum(one.to_local().numel() for one in shards),
+        }
+        Path(os.environ["SHARDS_FILE"] + os.environ["RANK"]).write_text(json.dumps(found))
+        return model
+
+    state.PartialState._prepare_backend = backend
+    state.PartialState.set_device = set_device
+    accelerator.fsdp2_prepare_model = watched

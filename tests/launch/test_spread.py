@@ -1,0 +1,159 @@
+"""Emitted files for several GPUs train a tiny model on two CPU processes (gloo), step by step like one process does.
+
+The same global batch: two processes with one micro-batch each against one process that accumulates two. The data
+order is the seed's. What differs is the order of fp32 sums: 7 digits over a few thousand terms, through three optimizer
+steps; `TOLERANCE` is 50 times the largest difference seen (2e-7).
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest, Launch
+from planner.hyperparameters import choose
+from planner.setup import TrainSetup
+from tests.launch.conftest import Run, furnish, run_launch, write_launch
+from tests.launch.test_hf import said
+
+TOLERANCE = 1e-5
+"""Relative, of every step's loss and gradient norm, and of the largest weight."""
+STEPS = 4
+SHIM = Path(__file__).parent / "shard_on_cpu"
+FULL = TrainSetup(
+    method="full", lora_rank=0, precision="fp32", micro_batch_seqs=2, accumulation_steps=2, seq_len_tokens=64,
+    optimizer="adamw", loss="full",
+)  # fmt: skip
+LORA = FULL.with_(method="lora", lora_rank=4, loss="chunked", checkpointing=0)
+TWO = {"num_gpus": 2, "accumulation_steps": 1}
+
+
+def emitted(target: str, setup: TrainSetup) -> Launch:
+    launch = EXPORTERS[target](
+        ExportRequest(
+            model_id="./tiny-llama",
+            setup=setup,
+            # a random two-layer model needs a far larger rate than a trained one to move within four steps
+            hyper=replace(choose(setup, max_steps=STEPS), learning_rate=0.01),
+            dataset=DatasetChoice(path="./chats", local=True),
+            logging_steps=1,
+        )
+    )
+    assert not launch.unsupported
+    return launch
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Callable[[str, TrainSetup], tuple[Run, Path]]:
+    """A setup trained by one process, once for all tests of this file."""
+    done: dict[tuple[str, TrainSetup], tuple[Run, Path]] = {}
+
+    def train(target: str, setup: TrainSetup) -> tuple[Run, Path]:
+        if (target, setup) not in done:
+            folder = furnish(tmp_path_factory.mktemp(f"alone-{target}"), tiny_model)
+            launch = emitted(target, setup)
+            write_launch(folder, launch)
+            done[target, setup] = run_launch(folder, launch.command, timeout_s=600, env=THREADS), folder / "outputs"
+        return done[target, setup]
+
+    return train
+
+
+THREADS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def spread(launch: Callable[..., Run], place: Path, command: str, *, shard: bool) -> Run:
+    """A command's run on two CPU processes; a free port is found by the launcher."""
+    on_cpu = (
+        {"PYTHONPATH": str(SHIM), "SHARDS_FILE": str(place / "shards")} if shard else {"ACCELERATE_USE_CPU": "true"}
+    )
+    return launch(command, timeout_s=600, env=THREADS | on_cpu)
+
+
+def same_steps(run: Run, reference: Run) -> None:
+    assert len(run.losses) == len(reference.losses) == STEPS
+    assert run.losses == pytest.approx(reference.losses, rel=TOLERANCE)
+    norms = [[entry["grad_norm"] for entry in one.history if "grad_norm" in entry] for one in (run, reference)]
+    assert norms[0] == pytest.approx(norms[1], rel=TOLERANCE)
+    assert run.losses[-1] < run.losses[0]
+
+
+def same_weights(folder: Path, reference: Path) -> None:
+    from safetensors.torch import load_file
+
+    (name,) = {path.name for path in reference.glob("*.safetensors")}
+    weights, expected = load_file(folder / name), load_file(reference / name)
+    assert set(weights) == set(expected)
+    for key, tensor in expected.items():
+        assert (weights[key] - tensor).abs().max() <= TOLERANCE * tensor.abs().max(), key
+
+
+def shards(place: Path) -> list[dict[str, int]]:
+    """What each of the two processes held after Accelerate's FSDP2."""
+    return [json.loads((place / f"shards{rank}").read_text()) for rank in range(2)]
+
+
+@pytest.mark.slow
+def test_ddp_steps_like_one_process(
+    place: Path, launch: Callable[..., Run], alone: Callable[[str, TrainSetup], tuple[Run, Path]]
+) -> None:
+    lora = LORA.with_(loss="full")
+    files = emitted("hf", lora.with_(**TWO, parallel="ddp"))
+    write_launch(place, files)
+    command = files.command.replace("accelerate launch", "accelerate launch --main_process_port 0")
+    run = spread(launch, place, command, shard=False)
+    assert run.output.count("RUN {") == 1  # rank 0 speaks for all
+    assert said(run)["global_batch_seqs"] == lora.global_batch_seqs == 4
+    reference, folder = alone("hf", lora)
+    same_steps(run, reference)
+    same_weights(place / "outputs", folder)
+
+
+@pytest.mark.slow
+def test_fsdp2_steps_like_one_process_and_holds_half(
+    place: Path, launch: Callable[..., Run], alone: Callable[[str, TrainSetup], tuple[Run, Path]]
+) -> None:
+    files = emitted("hf", FULL.with_(**TWO, parallel="fsdp2"))
+    write_launch(place, files)
+    command = files.command.replace("accelerate launch", "accelerate launch --main_process_port 0")
+    run = spread(launch, place, command, shard=True)
+    assert said(run)["global_batch_seqs"] == FULL.global_batch_seqs
+    held = shards(place)
+    whole = said(run)["trained_parameters"]
+    assert [one["sharded"] for one in held] == [whole, whole]
+    assert sum(one["here"] for one in held) == whole
+    assert max(one["here"] for one in held) < 0.51 * whole
+    reference, folder = alone("hf", FULL)
+    same_steps(run, reference)
+    same_weights(place / "outputs", folder)
+
+
+@pytest.mark.slow
+def test_fsdp2_of_adapters_by_trl_steps_like_one_process(
+    place: Path, launch: Callable[..., Run], alone: Callable[[str, TrainSetup], tuple[Run, Path]]
+) -> None:
+    files = emitted("trl", LORA.with_(**TWO, parallel="fsdp2", reshard_after_forward=False))
+    write_launch(place, files)
+    run = spread(launch, place, f"{files.command} --main_process_port 0", shard=True)
+    for one in shards(place):
+        assert one["sharded"] == one["parameters"] < 2.1 * one["here"]
+    reference, folder = alone("trl", LORA)
+    same_steps(run, reference)
+    same_weights(place / "outputs", folder)
+
+
+@pytest.mark.slow
+def test_tensor_parallelism_by_torchrun_steps_like_one_process(
+    place: Path, launch: Callable[..., Run], alone: Callable[[str, TrainSetup], tuple[Run, Path]]
+) -> None:
+    setup = FULL.with_(num_gpus=2, tensor_degree=2)
+    files = emitted("hf", setup)
+    write_launch(place, files)
+    (note,) = [note for note in files.notes if "torchrun" in note]
+    run = spread(launch, place, note[note.index("torchrun") :], shard=True)
+    assert said(run)["global_batch_seqs"] == setup.global_batch_seqs == FULL.global_batch_seqs
+    reference, folder = alone("hf", FULL)
+    same_steps(run, reference)
+    same_weights(place / "outputs", folder)
