@@ -117,10 +117,13 @@ def make(
         from planner.cli.rungs import climb_dry_run
 
         plan = climb_dry_run(wish)
-    if isinstance(plan, Plan) and gpu.lower() == "local" and not no_probe and cluster is None:
-        from planner.cli.rungs import climb_probe
+    if isinstance(plan, Plan) and gpu.lower() == "local" and not no_probe:
+        if cluster is None:
+            from planner.cli.rungs import climb_probe
 
-        plan = climb_probe(plan)
+            plan = climb_probe(plan)
+        else:
+            print("no probes: the search with probes uses one GPU", file=sys.stderr)
     if out is not None:
         from planner.cli.rungs import chosen_timeline
         from planner.cli.writing import write_out

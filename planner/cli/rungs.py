@@ -103,7 +103,8 @@ def climb_dry_run(workload: Workload) -> Plan | NoPlan:
         return plan_workload(workload)
 
     def run(setup: TrainSetup) -> Prediction | ProbeFailure:
-        _say(f"dry run of the real step: {setup.method}, micro-batch {setup.micro_batch_seqs} ...")
+        where = f" on one of {setup.num_gpus} GPUs ({setup.parallel})" if setup.num_gpus > 1 else ""
+        _say(f"dry run of the real step{where}: {setup.method}, micro-batch {setup.micro_batch_seqs} ...")
         return dry_run_setup(workload.model, workload.gpu, setup, memory_bytes=workload.memory_bytes)
 
     try:

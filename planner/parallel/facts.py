@@ -9,16 +9,19 @@ from typing import Any
 
 from planner.errors import SetupError
 from planner.parallel.host import assumed_host_bytes, host_bytes_per_node
-from planner.parallel.strategies import Spread, SpreadKey, spread_key, spreads
+from planner.parallel.strategies import Spread, SpreadKey, spread_key, spread_rank, spreads
 from planner.parallel.support import why_not
 from planner.parallel.walk import walk_spreads
 from planner.planning import corrected
 from planner.refine import CorrectionKey
 from planner.setup import TrainSetup
 from planner.space import Point, branches
-from planner.tree import KEEP, NODES, NodeFacts, collect_into, node_of_setup
+from planner.tree import KEEP, NODES, TIE_FRACTION, NodeFacts, collect_into, node_of_setup
 from planner.units import gib
 from planner.workload import Workload
+
+SPREAD_GAIN_FRACTION = 0.10
+"""A less simple spread replaces one that fits only where it is predicted so much faster: the model errs by more."""
 
 
 @dataclass(slots=True)
@@ -43,8 +46,14 @@ class SpreadFacts:
         return {key: known for (key, name), known in self.facts.items() if name == node}
 
     def nodes(self) -> dict[str, NodeFacts]:
-        """Facts of every node over all spreads."""
-        return {node: merged(self.of_node(node).values()) for node in NODES}
+        """Facts of every node over all spreads; of the points that fit those of its best spread (`best_spread`)."""
+        found = {}
+        for node in NODES:
+            known = self.of_node(node)
+            whole = found[node] = merged(known.values())
+            best = best_spread(known)
+            whole.fastest = known[spread_key(best.shared)].fastest if best is not None else []
+        return found
 
 
 def merged(parts: Iterable[NodeFacts]) -> NodeFacts:
@@ -61,6 +70,40 @@ def merged(parts: Iterable[NodeFacts]) -> NodeFacts:
                 setattr(whole, name, other)
     whole.fastest = nlargest(KEEP, entries, key=lambda entry: entry[:2])
     return whole
+
+
+def best_spread(known: Mapping[SpreadKey, NodeFacts]) -> Point | None:
+    """The best point over all spreads, None where nothing fits.
+
+    DDP needs no gathering and no tuning, FSDP2 no package beside PyTorch, DeepSpeed no other training loop: each gives
+    way to the next only where that is clearly faster. Within a family the fastest counts; within one percent the
+    simplest.
+    """
+    families: dict[int, list[Point]] = {}
+    for facts in known.values():
+        point = facts.best()
+        if point is not None:
+            families.setdefault(_family(point.shared), []).append(point)
+    taken: Point | None = None
+    for number in sorted(families):
+        best = _fastest(families[number])
+        if taken is None or best.tokens_per_s > taken.tokens_per_s * (1 + SPREAD_GAIN_FRACTION):
+            taken = best
+    return taken
+
+
+def _fastest(points: list[Point]) -> Point:
+    """The simplest spread of those within one percent of the fastest."""
+    top = max(point.tokens_per_s for point in points)
+    close = [point for point in points if point.tokens_per_s >= top * (1 - TIE_FRACTION)]
+    return min(close, key=lambda point: (spread_rank(point.shared), -point.tokens_per_s))
+
+
+def _family(setup: TrainSetup) -> int:
+    """0 DDP, 1 FSDP2, 2 DeepSpeed's ZeRO, 3 anything split, offloaded or in one process."""
+    if setup.tensor_degree > 1 or setup.pipeline_degree > 1 or setup.offload != "none":
+        return 3
+    return {"ddp": 0, "fsdp2": 1, "zero1": 2, "zero2": 2, "zero3": 2}.get(setup.parallel, 3)
 
 
 def walk_stages(

@@ -14,22 +14,19 @@ from typing import Any
 from planner.cluster import make_cluster
 from planner.errors import UsageError
 from planner.outcome import Candidate
-from planner.parallel.facts import SpreadFacts, walk_stages
-from planner.parallel.strategies import FIELDS, SpreadKey, all_spreads, spread_key, spread_name, spread_rank
+from planner.parallel.facts import SpreadFacts, best_spread, merged, walk_stages
+from planner.parallel.strategies import FIELDS, all_spreads, spread_key, spread_name
 from planner.parallel.tree import OneGpu, spread_answers
 from planner.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount, trade
 from planner.planning import alternatives, candidate, needed_gain, num_combinations, plan_notes, plan_workload, refusal
 from planner.refine import CorrectionKey
-from planner.setup import TrainSetup
-from planner.space import Point, dimension_values
-from planner.tree import NODES, TIE_FRACTION, NodeFacts, choose_node
+from planner.space import dimension_values
+from planner.tree import NODES, choose_node
 from planner.workload import Workload
 
 NUM_RANKED = 24
 COMMUNICATION_LIMIT = 0.25
 """Above this share of the step for communication, tensor and pipeline parallelism are compared as well."""
-SPREAD_GAIN_FRACTION = 0.10
-"""A less simple spread replaces one that fits only where it is predicted so much faster: the model errs by more."""
 NUM_SPREADS_SHOWN = 3
 _FIRST = ("replicate", "shard", "other")
 
@@ -59,7 +56,8 @@ def plan_spread(workload: Workload, corrections: Mapping[CorrectionKey, float]) 
     answers = tuple(spread_answers(workload, facts, node, chosen, alone))
     if node is None or best is None or chosen is None:
         return _refusal(workload, facts, answers, space)
-    ranked = [best, *(point for point in nodes[node].ranked() if point is not best)][:NUM_RANKED]
+    fastest = merged(facts.of_node(node).values()).ranked()
+    ranked = [best, *(point for point in fastest if point is not best)][:NUM_RANKED]
     return Plan(
         workload=workload,
         chosen=chosen,
@@ -69,40 +67,6 @@ def plan_spread(workload: Workload, corrections: Mapping[CorrectionKey, float]) 
         space=space,
         notes=(*plan_notes(workload, chosen), *cluster_notes(workload)),
     )
-
-
-def best_spread(known: Mapping[SpreadKey, NodeFacts]) -> Point | None:
-    """The best point over all spreads, None where nothing fits.
-
-    DDP needs no gathering and no tuning, FSDP2 no package beside PyTorch, DeepSpeed no other training loop: each gives
-    way to the next only where that is clearly faster. Within a family the fastest counts; within one percent the
-    simplest.
-    """
-    families: dict[int, list[Point]] = {}
-    for facts in known.values():
-        point = facts.best()
-        if point is not None:
-            families.setdefault(_family(point.shared), []).append(point)
-    taken: Point | None = None
-    for number in sorted(families):
-        best = _fastest(families[number])
-        if taken is None or best.tokens_per_s > taken.tokens_per_s * (1 + SPREAD_GAIN_FRACTION):
-            taken = best
-    return taken
-
-
-def _fastest(points: list[Point]) -> Point:
-    """The simplest spread of those within one percent of the fastest."""
-    top = max(point.tokens_per_s for point in points)
-    close = [point for point in points if point.tokens_per_s >= top * (1 - TIE_FRACTION)]
-    return min(close, key=lambda point: (spread_rank(point.shared), -point.tokens_per_s))
-
-
-def _family(setup: TrainSetup) -> int:
-    """0 DDP, 1 FSDP2, 2 DeepSpeed's ZeRO, 3 anything split, offloaded or in one process."""
-    if setup.tensor_degree > 1 or setup.pipeline_degree > 1 or setup.offload != "none":
-        return 3
-    return {"ddp": 0, "fsdp2": 1, "zero1": 2, "zero2": 2, "zero3": 2}.get(setup.parallel, 3)
 
 
 def _walk(

@@ -9,8 +9,7 @@ from typing import Any
 
 from planner.cluster import Cluster
 from planner.outcome import Candidate
-from planner.parallel.facts import SpreadFacts, add_spreads
-from planner.parallel.planning import best_spread
+from planner.parallel.facts import SpreadFacts, add_spreads, best_spread
 from planner.parallel.strategies import FIRST_STAGES, spreads
 from planner.planning import candidate
 from planner.space import Point, dimension_values, walk

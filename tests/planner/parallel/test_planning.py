@@ -11,9 +11,10 @@ import pytest
 from planner.cluster import make_cluster
 from planner.errors import UsageError
 from planner.gpus import find_gpu
+from planner.hyperparameters import choose
 from planner.outcome import Prediction, Rung
+from planner.parallel.facts import SPREAD_GAIN_FRACTION
 from planner.parallel.host import assumed_host_bytes, host_bytes_per_node
-from planner.parallel.planning import SPREAD_GAIN_FRACTION
 from planner.parallel.strategies import FIELDS, spread_key
 from planner.parallel.support import why_not
 from planner.plan import Answer, NoPlan, Plan
@@ -294,3 +295,12 @@ def test_one_gpu_never_loads_the_parallel_package() -> None:
 
 def test_fields_of_the_spread_are_all_there() -> None:
     assert set(FIELDS) < set(TrainSetup.__dataclass_fields__)
+
+
+def test_hyperparameters_follow_the_global_batch_not_the_number_of_gpus() -> None:
+    one = plan_workload(job("Qwen/Qwen2.5-1.5B", "a100-80gb", 1, global_batch=32))
+    assert isinstance(one, Plan)
+    for num_gpus in (2, 8):
+        many = planned("Qwen/Qwen2.5-1.5B", "a100-80gb", num_gpus, global_batch=32)
+        assert many.chosen.setup.method == one.chosen.setup.method
+        assert choose(many.chosen.setup) == choose(one.chosen.setup)
