@@ -1,0 +1,158 @@
+"""Single moments of a step, by hand: score matrices, adapters' copies, tied gradients, casts, position biases."""
+
+import pytest
+
+from planner.gpus import find_gpu
+from planner.kernels import attention_kernel
+from planner.memory.dtypes import Flow, flow_of
+from planner.memory.model import (
+    activation_parts,
+    backward_moments,
+    halves_stay_apart,
+    loss_parts,
+    predict_memory,
+    step_flow,
+    trained_parameters,
+)
+from planner.memory.scores import eager_scores, math_scores
+from planner.memory.traits import traits_of
+from planner.memory.weights import weight_bytes
+from planner.models import catalogue
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
+
+A100 = find_gpu("a100-80gb")
+FULL = {"method": "full", "lora_rank": 0}
+
+
+def load(name: str) -> ModelSpec:
+    spec = catalogue.load(name)
+    assert spec is not None
+    return spec
+
+
+def flow(**fields: object) -> Flow:
+    return flow_of(TrainSetup(**fields))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "kept", "backward"),
+    [
+        # fp32 softmax and its bf16 copy; at the softmax's backward output, gradient and result in fp32
+        ("meta-llama/llama-3.1-8b", {"method": "lora"}, 4 + 2, 12 - 6),
+        # fp32 throughout: the softmax alone
+        ("meta-llama/llama-3.1-8b", {"method": "lora", "precision": "fp32"}, 4, 12 - 4),
+        # Llama 4 leaves the softmax in bf16, autocast makes it fp32
+        ("meta-llama/llama-4-scout-17b-16e", {"method": "lora", "precision": "bf16-pure"}, 2, 6 - 2),
+        ("meta-llama/llama-4-scout-17b-16e", {"method": "lora"}, 4 + 2, 12 - 6),
+        # GPT-2's own dropout keeps the dropped copy and a mask of one byte
+        ("openai-community/gpt2", {"method": "lora", "precision": "bf16-pure"}, 2 + 2 + 1, 7 - 5),
+        ("openai-community/gpt2", {"method": "lora", "precision": "fp32"}, 4 + 4 + 1, 13 - 9),
+    ],
+)
+def test_eager_scores_by_hand(name: str, fields: dict[str, object], kept: int, backward: int) -> None:
+    types = flow(**fields)
+    found = eager_scores(types, traits_of(load(name)), types.attention_input)
+    assert (found.kept, found.backward) == (kept, backward)
+
+
+def test_math_kernel_keeps_one_fp32_matrix() -> None:
+    found = math_scores(traits_of(load("meta-llama/llama-3.1-8b")))
+    assert (found.kept, found.backward) == (4, 8)
+
+
+def test_the_cast_head_is_counted_once_whatever_the_loss() -> None:
+    """Gemma-2B with the k-bit cast: one bf16 copy of 256000 x 2048; Liger adds its chunk and two hidden gradients."""
+    model = load("google/gemma-2b")
+    head = 2 * 256000 * 2048
+    assert model.head is not None
+    assert model.head.num_weights == 256000 * 2048
+    for loss in ("full", "liger"):
+        common = {"method": "qlora", "quantization": "nf4", "loss": loss, "seq_len_tokens": 512}
+        with_cast = loss_parts(model, TrainSetup(**common, kbit_fp32_cast=True))  # type: ignore[arg-type]
+        without = loss_parts(model, TrainSetup(**common))  # type: ignore[arg-type]
+        # the hidden states' gradient is fp32 with the cast
+        assert with_cast.loss_bytes - without.loss_bytes == pytest.approx(head, rel=0.01)
+
+
+def test_int8_inputs_of_a_parallel_block_are_kept_once() -> None:
+    """Phi's attention and MLP read the same normed input: h = 2048, i = 8192, fp32 stream, per token and layer."""
+    model = load("microsoft/phi-1_5")
+    setup = TrainSetup(method="qlora", quantization="int8", seq_len_tokens=1000)
+    pinned = activation_parts(model, A100, setup).stored["pinned"] / 1000 / model.num_layers
+    # the shared input (fp32), the attention's output (bf16), the activated MLP (fp32)
+    assert pinned == 4 * 2048 + 2 * 2048 + 4 * 8192
+
+
+def test_a_tied_embeddings_halves_stay_apart_without_a_cast() -> None:
+    tied, untied = load("qwen/qwen2.5-0.5b"), load("qwen/qwen2.5-7b")
+    pure = TrainSetup(**FULL, precision="bf16-pure")  # type: ignore[arg-type]
+    assert halves_stay_apart(tied, pure)
+    assert not halves_stay_apart(untied, pure)
+    assert not halves_stay_apart(tied, TrainSetup(**FULL, precision="bf16-mixed"))  # type: ignore[arg-type]
+    assert not halves_stay_apart(tied, pure.with_(loss="liger"))
+
+
+@pytest.mark.parametrize(("name", "copies"), [("qwen/qwen2.5-0.5b", 1), ("qwen/qwen2.5-7b", 0)])
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_the_embeddings_gradient_comes_last_and_alone(name: str, copies: int, accumulated: bool) -> None:
+    model = load(name)
+    setup = TrainSetup(**FULL, precision="bf16-pure", seq_len_tokens=512)  # type: ignore[arg-type]
+    trained = trained_parameters(model, setup)
+    parts = activation_parts(model, A100, setup)
+    end = backward_moments(model, parts, trained, accumulated=accumulated)[-1]
+    embedding = 2 * trained.embeddings
+    assert end.total == (0 if accumulated else trained.size_bytes) + (copies + int(accumulated)) * embedding
+    more = backward_moments(model, parts, trained, accumulated=accumulated, apart=True)[-1]
+    assert more.total == end.total + embedding
+
+
+def test_a_dequantized_matrix_and_the_mlps_gradients_are_two_moments() -> None:
+    model, setup = load("meta-llama/llama-3.1-8b"), TrainSetup(method="qlora", quantization="nf4", seq_len_tokens=2048)
+    parts, trained = activation_parts(model, A100, setup), trained_parameters(model, setup)
+    moments = backward_moments(model, parts, trained, accumulated=False)
+    assert {one.dequantized for one in moments} == {0, 2 * 4096 * 14336}
+    assert all(one.transient == parts.dequantizing for one in moments if one.dequantized)
+    assert parts.dequantizing < parts.transient
+
+
+def test_t5_keeps_position_biases() -> None:
+    """T5-small, 8 heads, bf16 over 1024 tokens: every self-attention's own mask and the cross attention's zeros; with
+    checkpointing three shared ones."""
+    model = load("google-t5/t5-small")
+    one = 2 * 8 * 1024 * 1024
+    setup = TrainSetup(method="lora", seq_len_tokens=1024, micro_batch_seqs=2, checkpointing=0)
+    assert activation_parts(model, A100, setup).stored["bias"] == (12 + 1) * one
+    again = activation_parts(model, A100, setup.with_(checkpointing=1))
+    assert again.stored["bias"] == 3 * one
+    # beside them at the first decoder layer: zeros' gradient, zeros, SDPA's mask and its cast, indices and causal mask
+    assert again.at_first_decoder_layer == 4 * one + 9 * 1024 * 1024
+    assert activation_parts(load("qwen/qwen2.5-0.5b"), A100, setup).stored["bias"] == 0
+    attention = model.layer_kinds[0].attention
+    assert attention is not None
+    assert attention_kernel(model, setup, A100, attention, "bf16") == "efficient"
+
+
+def test_t5_backward_peaks_at_the_first_decoder_layer() -> None:
+    setup = TrainSetup(method="lora", seq_len_tokens=4096, checkpointing=1, attention="eager")
+    terms = {term.name for term in predict_memory(load("google-t5/t5-small"), A100, setup).terms}
+    assert "what is left of the activations" in terms
+
+
+def test_layers_hold_more_than_their_weights_for_a_few_types() -> None:
+    neo, t5 = load("eleutherai/gpt-neo-2.7b"), load("google/flan-t5-xl")
+    setup = TrainSetup(method="lora", precision="bf16-pure")
+    assert weight_bytes(neo, setup)["layers"] - 2 * neo_layers(neo) == 32 * 2048 * 2048
+    fp16, bf16 = TrainSetup(method="lora", precision="fp16-autocast"), TrainSetup(method="lora")
+    assert weight_bytes(t5, fp16)["layers"] - weight_bytes(t5, bf16)["layers"] == 2 * 48 * 2048 * 5120
+
+
+def neo_layers(model: ModelSpec) -> int:
+    return sum(layer.num_params * num for layer, num in model.layer_counts)
+
+
+def test_blooms_stream_is_fp32_under_autocast() -> None:
+    model = load("bigscience/bloom-560m")
+    assert step_flow(model, TrainSetup(method="lora")).residual == "fp32"
+    assert step_flow(model, TrainSetup(method="lora", precision="bf16-pure")).residual == "bf16"
+    assert step_flow(load("openai-community/gpt2"), TrainSetup(method="lora")).residual == "bf16"
