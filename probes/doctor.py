@@ -16,6 +16,7 @@ from typing import Any, Literal
 from planner.units import GIB, gib
 from probes.environment import device_status, library_versions, nvml, nvml_handle
 from probes.executors import local_devices
+from probes.topology import topology
 
 Level = Literal["ok", "warning", "missing"]
 
@@ -47,7 +48,7 @@ def examine() -> list[Finding]:
     """Everything the planner may want of a machine, looked at one by one."""
     findings = [*_python(), *_driver(), *_versions()]
     torch_facts = ask_torch()
-    findings += [*torch_findings(torch_facts), *_disk(), *_caches()]
+    findings += [*torch_findings(torch_facts), *several_gpus(torch_facts, local_devices()), *_disk(), *_caches()]
     return findings
 
 
@@ -216,7 +217,17 @@ def flash():
         return False
     q = torch.randn(1, 64, 4, 64, device="cuda", dtype=torch.bfloat16)
     return list(flash_attn.flash_attn_func(q, q, q, causal=True).shape) == [1, 64, 4, 64]
-for name, work in (("gpus", cuda), ("bf16", bf16), ("nf4", nf4), ("adam8bit", adam8bit), ("flash", flash)):
+def ranks():
+    import torch.distributed as dist
+    if not dist.is_available():
+        return {}
+    found = {"gloo": dist.is_gloo_available(), "nccl": ""}
+    if dist.is_nccl_available():
+        import torch.cuda.nccl
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+checks = (("gpus", cuda), ("bf16", bf16), ("nf4", nf4), ("adam8bit", adam8bit), ("flash", flash), ("ranks", ranks))
+for name, work in checks:
     attempt(name, work)
 print("DOCTOR" + json.dumps(facts))
 """
@@ -290,6 +301,42 @@ def torch_findings(facts: dict[str, Any]) -> Iterator[Finding]:
         version = library_versions().get(extra)
         if version is not None:
             yield Finding(name=extra, level="ok", text=version, facts={"version": version})
+
+
+def several_gpus(facts: dict[str, Any], devices: tuple[str, ...]) -> Iterator[Finding]:
+    """How many GPUs a job may have here, how they are connected, and what their ranks would speak through.
+
+    Args:
+        facts: what `ask_torch` came back with.
+        devices: as the driver shows them.
+    """
+    found = topology(devices)
+    here = f"{len(devices)} here: {found.text()}" if devices else "no GPU here; --device cpu rehearses jobs over gloo"
+    connections = [[*pair, kind] for pair, kind in sorted(found.pairs.items())]
+    yield Finding(
+        name="several GPUs",
+        level="ok",
+        text=here,
+        facts={"num_gpus": len(devices), "nvlinks": list(found.nvlinks), "connections": connections},
+    )
+    ranks = facts.get("ranks") or {}
+    nccl, gloo = str(ranks.get("nccl", "")), bool(ranks.get("gloo"))
+    problem = facts.get("problems", {}).get("ranks", "this build of torch has none")
+    missing = len(devices) > 1 and not nccl
+    yield Finding(
+        name="NCCL",
+        level="warning" if missing or not gloo else "ok",
+        text=(nccl or f"not there ({problem})") + (", gloo for the CPU" if gloo else ", and no gloo for the CPU"),
+        mend="install a torch with CUDA, NCCL and gloo: jobs on several GPUs need them" if missing or not gloo else "",
+        facts={"nccl": nccl, "gloo": gloo},
+    )
+    deepspeed = library_versions().get("deepspeed")
+    yield Finding(
+        name="deepspeed",
+        level="ok",
+        text=deepspeed or "not installed: ZeRO setups are planned but not probed (pip install deepspeed)",
+        facts={"version": deepspeed},
+    )
 
 
 def _disk() -> Iterator[Finding]:

@@ -24,10 +24,13 @@ LIBRARIES = (
     "liger-kernel",
     "flash-attn",
     "triton",
+    "deepspeed",
 )
 
 # What decides a measurement: a patch release of trl or of the driver does not, the framework that runs the step does.
 FINGERPRINT_LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "liger-kernel", "flash-attn")
+SPREAD_LIBRARIES = ("accelerate", "deepspeed")
+"""What wraps a model for several GPUs (NCCL comes with torch)."""
 
 # Names that hide behind the bits of nvmlDeviceGetCurrentClocksEventReasons. A GPU that is idle, or held at clocks that
 # somebody set, is not throttled by heat or power; those bits are left out.
@@ -205,10 +208,11 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine() or "unknown CPU"
 
 
-def fingerprint_environment(environment: Environment) -> Mapping[str, Any]:
-    """The part of an environment under which a measurement is worth reusing."""
+def fingerprint_environment(environment: Environment, *, spread: bool = False) -> Mapping[str, Any]:
+    """The part of an environment under which a measurement is worth reusing; `spread`: a job of several ranks."""
+    names = (*FINGERPRINT_LIBRARIES, *SPREAD_LIBRARIES) if spread else FINGERPRINT_LIBRARIES
     return {
         "gpu_name": environment.gpu_name,
         "device": environment.device,
-        "libraries": {name: environment.libraries.get(name, "") for name in FINGERPRINT_LIBRARIES},
+        "libraries": {name: environment.libraries.get(name, "") for name in names},
     }

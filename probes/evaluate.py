@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
 from planner.gpu import GpuSpec
-from planner.interchange import setup_to_dict
+from planner.interchange import setup_from_dict, setup_to_dict
 from planner.models.spec import ModelSpec
 from planner.outcome import Environment, FailureKind, Measurement, ProbeFailure, Rung
-from planner.setup import TrainSetup
+from planner.setup import SPREAD_FIELDS, TrainSetup
 from probes.executors import Executor
 from probes.fingerprint import config_digest, fingerprint
 from probes.outcomes import Outcome
@@ -67,6 +67,15 @@ class Prober:
             gpu_key=self.gpu.key if self.gpu is not None else None,
         )
 
+    def refused(self, setup: TrainSetup) -> ProbeFailure | None:
+        """Why no engine runs this setup on several GPUs, as an outcome; None where one does."""
+        if setup.num_gpus == 1:
+            return None
+        from planner.parallel.support import why_not
+
+        reason = why_not(self.model, setup)
+        return ProbeFailure(rung=self.rung, kind=FailureKind.UNSUPPORTED, message=reason) if reason else None
+
     def stored(self, setup: TrainSetup) -> Outcome | None:
         """The outcome that the store already has."""
         if self.store is None:
@@ -88,6 +97,11 @@ class Prober:
 
     def submit(self, setup: TrainSetup) -> "Future[Outcome]":
         """Starts measuring one setup; hand the future to `finish`."""
+        refused = self.refused(setup)
+        if refused is not None:
+            answered: Future[Outcome] = Future()
+            answered.set_result(refused)
+            return answered
         return self.executor.submit(self.request(setup))
 
     def finish(self, setup: TrainSetup, future: "Future[Outcome]") -> Outcome:
@@ -139,17 +153,26 @@ def nominal_flops_per_s(gpu: GpuSpec, setup: TrainSetup) -> float | None:
 
 
 def mfu_fraction(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, step_time_s: float) -> float | None:
-    """Model FLOPs utilisation: needed operations (recomputation not counted) over time and the data sheet's rate.
+    """Model FLOPs utilisation: needed operations (recomputation not counted) over time and the data sheet's rate. Of a
+    job on several GPUs that of one copy of the model, which is that of the job.
 
     Source: Chowdhery et al. 2022, PaLM, appendix B, https://arxiv.org/abs/2204.02311.
     """
     from planner.throughput import throughput_profile
 
     nominal = nominal_flops_per_s(gpu, setup)
-    if not nominal or step_time_s <= 0:
+    if not nominal or step_time_s <= 0 or setup.num_gpus > setup.data_degree:
         return None
-    profile = throughput_profile(model, gpu, setup)
+    profile = throughput_profile(model, gpu, one_copy(setup))
     return profile.flops(setup.micro_batch_seqs, setup.accumulation_steps) / step_time_s / nominal
+
+
+def one_copy(setup: TrainSetup) -> TrainSetup:
+    """What each GPU of a data-parallel job trains, as a setup of its own."""
+    if setup.num_gpus == 1:
+        return setup
+    job = ("num_gpus", "parallel", *SPREAD_FIELDS)
+    return setup_from_dict({name: value for name, value in setup_to_dict(setup).items() if name not in job})
 
 
 def record_of(request: ProbeRequest, environment: Environment, outcome: Outcome) -> Record:

@@ -6,12 +6,12 @@ as here.
 
 import json
 import os
-import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from planner.errors import EnvironmentProblem
 from planner.interchange import to_jsonable
 from planner.outcome import Environment, FailureKind, ProbeFailure
 from probes.environment import read_environment
+from probes.failures import UnsupportedProbe
 from probes.outcomes import Outcome, environment_from_dict, outcome_from_dict, outcome_to_dict
 from probes.request import ProbeRequest
 from probes.runner import WORKER_ARGV, OnProgress, ProbeStopped, run_probe
@@ -52,8 +53,59 @@ class Executor(ABC):
         self.close()
 
 
+class DevicePool:
+    """Devices that probes take and give back; a job on several takes neighbours, all at once.
+
+    The CPU holds a job of any size. Each device can be taken `times` times.
+    """
+
+    def __init__(self, devices: Sequence[str], times: int = 1) -> None:
+        self._devices = tuple(devices)
+        self._left = [times] * len(self._devices)
+        self._changed = threading.Condition()
+
+    def take(self, num: int) -> tuple[int, ...]:
+        """Waits for `num` neighbouring devices; the places of what was taken.
+
+        Raises:
+            UnsupportedProbe: there are not as many.
+        """
+        num = 1 if "cpu" in self._devices else num
+        if not self._neighbours(num):
+            known = ", ".join(self._devices)
+            raise UnsupportedProbe(f"the setup needs {num} neighbouring GPUs to probe on, there are {known}")
+        with self._changed:
+            while True:
+                free = (one for one in self._neighbours(num) if all(self._left[place] for place in one))
+                places = next(free, ())
+                if places:
+                    for place in places:
+                        self._left[place] -= 1
+                    return places
+                self._changed.wait()
+
+    def give_back(self, places: Sequence[int]) -> None:
+        """The devices are free again."""
+        with self._changed:
+            for place in places:
+                self._left[place] += 1
+            self._changed.notify_all()
+
+    def name(self, places: Sequence[int]) -> str:
+        """The first device of a job."""
+        return self._devices[places[0]]
+
+    def _neighbours(self, num: int) -> list[tuple[int, ...]]:
+        """Every run of `num` places whose "cuda:N" are numbered one after another, as a job's ranks are."""
+        runs = [tuple(range(first, first + num)) for first in range(len(self._devices) - num + 1)]
+        if num == 1:
+            return runs
+        index = [int(name.partition(":")[2] or 0) for name in self._devices]
+        return [run for run in runs if all(index[right] == index[left] + 1 for left, right in pairwise(run))]
+
+
 class LocalExecutor(Executor):
-    """This machine: one probe per device at a time.
+    """This machine: one probe per device at a time; a setup on several GPUs takes as many devices.
 
     With `ahead` above 0 the next children already import their libraries while the present one measures; the device's
     lock keeps them from touching it (`probes.device`).
@@ -69,9 +121,7 @@ class LocalExecutor(Executor):
         on_progress: OnProgress | None = None,
     ) -> None:
         self.num_parallel = len(devices) * (1 + ahead)
-        self._free: queue.SimpleQueue[str] = queue.SimpleQueue()
-        for device in tuple(devices) * (1 + ahead):
-            self._free.put(device)
+        self._devices = DevicePool(devices, 1 + ahead)
         self._pool = ThreadPoolExecutor(max_workers=self.num_parallel, thread_name_prefix="probe")
         self._stop = threading.Event()
         self._work_dir, self._argv, self._on_progress = work_dir, tuple(argv), on_progress
@@ -87,19 +137,22 @@ class LocalExecutor(Executor):
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _run(self, request: ProbeRequest) -> Outcome:
-        device = self._free.get()
+        try:
+            places = self._devices.take(request.setup.num_gpus)
+        except UnsupportedProbe as error:
+            return ProbeFailure(rung=request.rung, kind=FailureKind.UNSUPPORTED, message=str(error))
         try:
             if self._stop.is_set():
                 raise ProbeStopped
             return run_probe(
-                replace(request, device=device),
+                replace(request, device=self._devices.name(places)),
                 work_dir=self._work_dir,
                 argv=self._argv,
                 on_progress=self._on_progress,
                 stop=self._stop,
             )
         finally:
-            self._free.put(device)
+            self._devices.give_back(places)
 
 
 def run_request_text(text: str, argv: Sequence[str] | None = None) -> str:
@@ -156,7 +209,10 @@ class SubmititExecutor(Executor):
 
     def submit(self, request: ProbeRequest) -> "Future[Outcome]":
         minutes = int(request.limits.time_s // 60) + SETUP_MINUTES
-        self._executor.update_parameters(timeout_min=minutes, name="plan-probe", **self._parameters)
+        parameters = {**self._parameters}
+        if "gpus_per_node" in parameters:  # one task that starts its own ranks, all on one node
+            parameters["gpus_per_node"] = max(int(parameters["gpus_per_node"]), request.setup.num_gpus)
+        self._executor.update_parameters(timeout_min=minutes, name="plan-probe", **parameters)
         job = self._executor.submit(run_request_text, json.dumps(request.to_dict()), self._argv)
         self._jobs.append(job)
         return self._watchers.submit(self._wait, job, request)

@@ -54,7 +54,7 @@ def fingerprint(request: ProbeRequest, environment: Environment) -> str:
         {
             "model": config_shape(request.config),
             "setup": setup_to_dict(request.setup),
-            "environment": fingerprint_environment(environment),
+            "environment": fingerprint_environment(environment, spread=request.num_ranks > 1),
             "rung": request.rung.value,
             "depths": list(request.depths),
             "memory_fraction": request.limits.memory_fraction,

@@ -50,6 +50,8 @@ def measure(request: ProbeRequest, status: StatusPipe) -> Measurement:
     """
     if request.setup.compile:
         raise UnsupportedProbe("torch.compile is not probed: its one-off compilation takes longer than the probe")
+    if request.device == "cpu" and request.setup.offload != "none":
+        raise UnsupportedProbe("offloading needs a GPU: on the CPU backend everything is in the host's memory already")
     status.progress("choosing depths")
     depths = _depths(request)  # no GPU needed yet: the one before us may still be measuring
     seat = _seat(request)

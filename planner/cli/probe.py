@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.cli import options, probing
+from planner.cli import options, probing, spread
 from planner.cli.output import console, print_json
 from planner.cli.wish import parse_targets, positive
 from planner.errors import EXIT_ENVIRONMENT, EXIT_NOTHING_FITS, UsageError
@@ -40,6 +40,11 @@ def probe(
     micro_batch: Annotated[int | None, typer.Option("--micro-batch", help="Sequences per forward.")] = None,
     accumulation: Annotated[int | None, typer.Option("--accumulation", help="Micro-batches per step.")] = None,
     packing: options.Packing = None,
+    gpus: spread.Gpus = None,
+    parallel: spread.Parallel = None,
+    shard_degree: spread.ShardDegree = None,
+    reshard: spread.Reshard = None,
+    offload: spread.Offload = None,
     full_depth: Annotated[bool, typer.Option("--full-depth", help="Run every layer instead of two depths.")] = False,
     memory_gib: Annotated[
         float | None, typer.Option("--memory-gib", help="Let this card stand in for one with that much (GiB).")
@@ -54,7 +59,8 @@ def probe(
     hub: options.AskHub = False,
     as_json: options.Json = False,
 ) -> int:
-    """Measure memory and speed of one setup in a child process; random weights, nothing is downloaded."""
+    """Measure memory and speed of one setup in a child process (under torchrun with --gpus); random weights, nothing is
+    downloaded."""
     values = {
         "method": method,
         "lora_rank": positive("rank", rank, maximum=65_536),
@@ -73,14 +79,25 @@ def probe(
     given = {name: value for name, value in values.items() if value is not None}
     if "method" not in given and given.get("quantization", "none") != "none":
         given["method"] = "qlora"
-    setup = setup_from_dict(given)
+    num_gpus = positive("gpus", gpus, maximum=spread.MAX_GPUS) or 1
+    wanted = spread.spread_fields(
+        num_gpus,
+        parallel=[parallel] if parallel is not None else None,
+        tensor_degree=None,
+        pipeline_degree=None,
+        schedule=None,
+        shard_degree=shard_degree,
+        reshard=reshard,
+        offload=[offload] if offload is not None else None,
+    )
+    setup = setup_from_dict({**given, **spread.one_setup(num_gpus, wanted)})
 
     from planner.models.resolve import resolve_model
     from probes.evaluate import Prober
     from probes.request import Limits
 
     spec = resolve_model(model, revision=revision, ask_hub=hub)
-    devices = probing.pick_devices(device if slurm is None else device or "cuda:0")[:1]
+    devices = probing.pick_devices(device or "cuda:0") if slurm is not None else probing.job_devices(device, num_gpus)
     card = probing.gpu_of(gpu, devices[0]) if slurm is None or gpu else None
     limits = Limits(time_s=limit, measure_s=measure_seconds, **_memory_limit(memory_gib, devices[0], card))
     line = probing.ProgressLine()
@@ -142,6 +159,7 @@ def outcome_lines(outcome: Measurement | ProbeFailure, *, from_store: bool = Fal
         f"measured on {where}" + (" (from the store)" if from_store else ""),
         f"  peak allocated {gib(outcome.peak_allocated_bytes)}, reserved {gib(outcome.peak_reserved_bytes)}, "
         f"device {gib(outcome.peak_device_bytes)}",
+        *_rank_line(outcome),
         "  phases " + ", ".join(f"{name} {gib(size)}" for name, size in outcome.phase_peaks_bytes.items()),
         f"  {outcome.tokens_per_s:,.0f} tokens/s, step {seconds(outcome.step_time_s)} "
         f"(median of {len(outcome.step_times_s)}, spread {seconds(spread)})"
@@ -152,6 +170,15 @@ def outcome_lines(outcome: Measurement | ProbeFailure, *, from_store: bool = Fal
     if outcome.flags:
         lines.append(f"  flags: {', '.join(outcome.flags)}")
     return [*lines, *(f"  {note}" for note in outcome.notes)]
+
+
+def _rank_line(outcome: Measurement) -> list[str]:
+    """Every rank's device peak, worst first; nothing for one GPU."""
+    if not outcome.rank_peaks:
+        return []
+    peaks = [f"{name}{f' x {num}' if num > 1 else ''} {gib(size)}" for name, num, size in outcome.rank_peaks[:8]]
+    more = len(outcome.rank_peaks) - len(peaks)
+    return ["  device peak of each rank: " + ", ".join(peaks) + (f" and {more} lower" if more else "")]
 
 
 def confirm(
@@ -180,7 +207,7 @@ def confirm(
     workload, chosen = plan.workload, plan.chosen
     setup = chosen.setup if target is None else _launched_setup(directory, target, workload.model, chosen.setup)
     spec = resolve_model(workload.model.model_id)
-    devices = probing.pick_devices(device)[:1]
+    devices = probing.job_devices(device, setup.num_gpus)
     card = probing.gpu_of(None, devices[0])
     line = probing.ProgressLine()
     with probing.executor_for(devices, on_progress=line.event) as executor:

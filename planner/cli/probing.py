@@ -70,6 +70,28 @@ def pick_devices(device: str | None) -> tuple[str, ...]:
     return devices
 
 
+def job_devices(device: str | None, num_gpus: int) -> tuple[str, ...]:
+    """The devices of one job: neighbours from the one named on, else the first ones; the CPU stands for any number.
+
+    Raises:
+        EnvironmentProblem: this machine has fewer.
+    """
+    first = pick_devices(device)[0]
+    if num_gpus == 1 or first == "cpu":
+        return (first,)
+    from probes.executors import local_devices
+
+    here = local_devices()
+    start = int(first.partition(":")[2] or 0)
+    if start + num_gpus > len(here):
+        raise EnvironmentProblem(
+            f"--gpus {num_gpus}: this machine has {len(here)} GPU{'s' if len(here) != 1 else ''}"
+            + (f", counted from {first}" if start else ""),
+            hint="probe with fewer; --device cpu rehearses the job with a tiny model; --slurm runs it on a larger node",
+        )
+    return here[start : start + num_gpus]
+
+
 def gpu_of(name: str | None, device: str) -> GpuSpec | None:
     """The table's row of the device: the one named, else the one the driver names; None on the CPU."""
     from planner.errors import UnknownGpuError
