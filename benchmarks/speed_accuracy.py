@@ -235,8 +235,9 @@ def write_calibration(fitted: Calibration, points: Sequence[FitPoint], report: d
         sizes[point.group] += 1
     values["date"] = report["date"]
     values["constants"] = {name: float(f"{value:.4g}") for name, value in fitted.constants.items()}
-    values["bands"] = {name: round(value, 3) for name, value in report["bands"].items()}
+    values["bands"] |= {name: round(value, 3) for name, value in report["bands"].items()}
     values["points"] = {
+        "spread": values["points"].get("spread", {}),  # fitted apart: benchmarks/multi_gpu_accuracy.py
         "sources": dict(sizes),
         "gpus": sorted({point.gpu.key for point in points}),
         "families": sorted({family(point.gpu) for point in points}),

@@ -51,13 +51,14 @@ class Rank:
         self.profile: ThroughputProfile = throughput_profile(
             part, gpu, wire_setup(setup), calibration=calibration, conditions=conditions
         )
-        self.traffic: Traffic = traffic_of(part, setup)
+        self.traffic: Traffic = traffic_of(part, setup, conditions)
         host = self.profile.family.host_s
         if setup.parallel == "dp":  # one process: Python issues the kernels of all GPUs, one after another
             host *= setup.num_gpus
         if setup.parallel in ("zero3", "fsdp2"):
             gathers = 3 if setup.reshard_after_forward else 2  # forward, backward, and the reduction
-            host += (self.traffic.layers + 1) * gathers * calibration.spread_constants.unit_host_s
+            units = self.traffic.layers + 1 + self.traffic.small_units
+            host += units * gathers * calibration.spread_constants.unit_host_s
         self._host_s = host
         self.add_s = self._add()
 

@@ -31,7 +31,7 @@ class DataParallel:
     pass before they are gathered and after they are reduced.
     """
 
-    __slots__ = ("_collectives", "_constants", "_host_rate", "_replicas", "_setup", "_shards", "_traffic")
+    __slots__ = ("_collectives", "_host_rate", "_overlap_cost", "_replicas", "_setup", "_shards", "_traffic")
 
     def __init__(
         self,
@@ -39,10 +39,13 @@ class DataParallel:
         collectives: Collectives,
         traffic: Traffic,
         constants: SpreadConstants,
+        *,
+        fsdp_1: bool = False,
         host_rate: float = 0.0,
     ) -> None:
         cluster, inner = collectives.cluster, setup.tensor_degree
-        self._setup, self._collectives, self._traffic, self._constants = setup, collectives, traffic, constants
+        self._setup, self._collectives, self._traffic = setup, collectives, traffic
+        self._overlap_cost = constants.overlap_cost_fsdp_1 if fsdp_1 else constants.overlap_cost
         self._shards: Group = group_of(cluster, setup.shards if setup.shards > 1 else setup.data_degree, inner)
         self._replicas: Group = group_of(cluster, setup.data_degree // self._shards.size, inner * self._shards.size)
         self._host_rate = host_rate
@@ -88,7 +91,7 @@ class DataParallel:
         last = min(max(traffic.last_gradient_bytes, bucket), total)
         last_s = all_s * last / total
         exposed = last_s + max(0.0, all_s - last_s - micro.backward_s * (1.0 - last / total))
-        return exposed + self._constants.overlap_cost * max(all_s - exposed, 0.0)
+        return exposed + self._overlap_cost * max(all_s - exposed, 0.0)
 
     def _sharded(self, micro: Micro, reduce: bool) -> float:
         """Weights gathered layer by layer one layer ahead, gradients scattered one layer behind.
@@ -110,8 +113,11 @@ class DataParallel:
         forward = root + gather + (layers - 1) * max(0.0, gather - micro.forward_s / layers)
         backward = root_again + again + (layers - 1) * max(0.0, again + scatter - micro.backward_s / layers)
         exposed = forward + backward + scatter + scatter_root
+        if traffic.small_units:  # their compute follows at once: nothing hides their latency
+            passes = 2 + bool(reduce)
+            exposed += passes * traffic.small_units * self._collectives.all_gather_s(0.0, self._shards)
         total = root + root_again + layers * (gather + again + scatter) + scatter_root
-        return exposed + self._constants.overlap_cost * max(total - exposed, 0.0)
+        return exposed + self._overlap_cost * max(total - exposed, 0.0)
 
     def _gather_s(self, size_bytes: float) -> float:
         """All-gather of a unit, after its share came from the host where weights are offloaded."""

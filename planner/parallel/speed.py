@@ -69,7 +69,10 @@ class Loop:
         self.ranks = [Rank(part, gpu, setup, used, stack) for part in alike]
         rates = [0.0] if setup.offload == "none" else [0.0, offload.host_rate(cluster, constants)]
         self.wires = [
-            [DataParallel(setup, self._collectives, rank.traffic, constants, rate) for rate in rates]
+            [
+                DataParallel(setup, self._collectives, rank.traffic, constants, fsdp_1=stack.fsdp_1, host_rate=rate)
+                for rate in rates
+            ]
             for rank in self.ranks
         ]
         self._stages: dict[int, list[Stage]] = {}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from planner.memory.dtypes import SIZE_BYTES, flow_of
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
+from planner.throughput.conditions import CURRENT, Conditions
 from planner.throughput.lora import adapted_linears
 
 _QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.5, "nf4-double": 0.5}
@@ -25,6 +26,7 @@ class Traffic:
             layer's where it is frozen): nothing is left to hide them behind.
         logit_bytes: of one token's logits.
         trained_params: elements that the optimizer updates.
+        small_units: adapter matrices that are gathered one by one, outside their layer's unit.
     """
 
     layers: int
@@ -35,6 +37,7 @@ class Traffic:
     last_gradient_bytes: float
     logit_bytes: float
     trained_params: float
+    small_units: int = 0
 
     @property
     def weight_bytes(self) -> float:
@@ -70,21 +73,21 @@ _CACHE: dict[tuple[object, ...], tuple[ModelSpec, Traffic]] = {}
 _MAX_CACHED = 4096
 
 
-def traffic_of(part: ModelSpec, setup: TrainSetup) -> Traffic:
+def traffic_of(part: ModelSpec, setup: TrainSetup, conditions: Conditions = CURRENT) -> Traffic:
     """The traffic of one part of a model under a setup's data types, counted once per what it depends on."""
     key = (
         id(part), setup.parallel, setup.method, setup.precision, setup.quantization, setup.kbit_fp32_cast,
-        setup.lora_rank, setup.lora_targets, setup.adapter_dtype,
+        setup.lora_rank, setup.lora_targets, setup.adapter_dtype, conditions.fp32_reduction, conditions.fsdp_1,
     )  # fmt: skip
     found = _CACHE.get(key)
     if found is None or found[0] is not part:
         if len(_CACHE) >= _MAX_CACHED:
             _CACHE.clear()
-        found = _CACHE[key] = (part, _count(part, setup))
+        found = _CACHE[key] = (part, _count(part, setup, conditions))
     return found[1]
 
 
-def _count(part: ModelSpec, setup: TrainSetup) -> Traffic:
+def _count(part: ModelSpec, setup: TrainSetup, conditions: Conditions) -> Traffic:
     flow = flow_of(wire_setup(setup))
     sharded = setup.parallel in ("zero1", "zero2", "zero3", "fsdp2")
     held = SIZE_BYTES[flow.autocast or flow.table] if setup.parallel == "fsdp2" else SIZE_BYTES[flow.table]
@@ -98,23 +101,28 @@ def _count(part: ModelSpec, setup: TrainSetup) -> Traffic:
     in_layers = sum(layer.num_params * count for layer, count in part.layer_counts)
     layer_bytes = (in_layers - quantized) * held + quantized * _QUANTIZED_BYTES.get(setup.quantization, 0.0)
     outside = part.num_params - in_layers
+    small = 0
     if setup.method == "full":
         size = held if sharded else SIZE_BYTES[flow.table]
         trained, root = float(in_layers), float(outside)
         last = float(part.num_embedding_params) * size
     else:
         size = SIZE_BYTES[flow.autocast or flow.adapter] if setup.parallel == "fsdp2" else SIZE_BYTES[flow.adapter]
-        trained, root = float(setup.lora_rank * adapted_linears(part, setup.lora_targets).params_per_rank), 0.0
+        adapted = adapted_linears(part, setup.lora_targets)
+        trained, root = float(setup.lora_rank * adapted.params_per_rank), 0.0
+        small = 2 * adapted.modules if conditions.fsdp_1 else 0
         last = 0.0
         layer_bytes += trained * size
-    each = trained * size / layers if layers else 0.0
+    sent = 4 if conditions.fp32_reduction else size
+    each = trained * sent / layers if layers else 0.0
     return Traffic(
         layers=layers,
         layer_bytes=layer_bytes / layers if layers else 0.0,
         root_bytes=outside * held,
         layer_gradient_bytes=each,
-        root_gradient_bytes=root * size,
+        root_gradient_bytes=root * sent,
         last_gradient_bytes=max(last, each),
         logit_bytes=float(part.vocab_size * SIZE_BYTES[flow.compute]),
         trained_params=trained + root,
+        small_units=small,
     )

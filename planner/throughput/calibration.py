@@ -102,6 +102,7 @@ class SpreadConstants:
         host_copy_share: of PCIe that pinned copies between host and GPU reach.
         collective_s: start of one collective (kernel launch, synchronisation of streams).
         overlap_cost: share of hidden communication that compute pays for (multiprocessors and memory that it takes).
+        overlap_cost_fsdp_1: the same under FSDP version 1.
         unit_host_s: host time of one gather or reduction of a sharded unit (hooks, flat buffers, streams).
         cpu_adam_bytes_per_s: what a node's CPUs move in an optimizer step, all GPUs of the node together.
         cpu_adam_loop: how many times slower PyTorch's own CPU optimizer is than a fused one.
@@ -114,6 +115,7 @@ class SpreadConstants:
     host_copy_share: float = 0.8
     collective_s: float = 1.5e-5
     overlap_cost: float = 0.15
+    overlap_cost_fsdp_1: float = 0.5
     unit_host_s: float = 2.0e-4
     cpu_adam_bytes_per_s: float = 1.15e11
     cpu_adam_loop: float = 5.7

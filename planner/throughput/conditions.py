@@ -19,6 +19,9 @@ class Conditions:
             flash attention unpads in each layer, which waits for the GPU.
         flash_1: attention is the first FlashAttention (before July 2023) or its Triton form.
         optimizer_part: share of the optimizer step that this GPU does (0: none runs; 1/n: sharded over n).
+        fp32_reduction: gradients travel between GPUs in fp32 although weights are gathered in 16 bit.
+        fsdp_1: FSDP version 1: its flat buffers and rate limiter hide less communication, and with PEFT every adapter
+            matrix is a unit of its own that is gathered and freed.
     """
 
     fused_norm_rope: bool = False
@@ -31,6 +34,8 @@ class Conditions:
     masked_attention: bool = False
     flash_1: bool = False
     optimizer_part: float = 1.0
+    fp32_reduction: bool = False
+    fsdp_1: bool = False
 
 
 CURRENT = Conditions()

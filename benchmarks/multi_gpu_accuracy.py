@@ -1,0 +1,242 @@
+"""Predictions for several GPUs against published runs: docs/accuracy/multi-gpu.md and its JSON.
+
+    python benchmarks/multi_gpu_accuracy.py                        (a few minutes; needs scipy)
+    python benchmarks/multi_gpu_accuracy.py --write-calibration    (also writes `spread` and its band in planner/data)
+
+Speed: the constants of communication are fitted on all sources but one and tested on that one, never on a random row;
+the compute model under it is the shipped one. Memory has no fitted constant.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from math import exp, sqrt
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.multi_gpu_fit import fit_spread, log_error  # noqa: E402
+from benchmarks.multi_gpu_points import SpreadPoint, load_points  # noqa: E402
+from benchmarks.speed_accuracy import percentile  # noqa: E402
+from planner.parallel.memory import rank_memories  # noqa: E402
+from planner.throughput.calibration import (  # noqa: E402
+    DATA_FILE,
+    Calibration,
+    SpreadConstants,
+    load_calibration,
+)
+
+JSON_FILE = ROOT / "benchmarks" / "data" / "multi_gpu_accuracy.json"
+DOC_FILE = ROOT / "docs" / "accuracy" / "multi-gpu.md"
+BAND_LEVEL = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One prediction beside its measurement, as a fraction: predicted / measured - 1.
+
+    Attributes:
+        error: with what is known of the run; for a speed, under the constants in use.
+        other: a speed under the constants fitted without its source; a memory figure without what FSDP 1 keeps.
+    """
+
+    point: SpreadPoint
+    error: float
+    other: float
+
+
+def kept_by_fsdp_1(point: SpreadPoint) -> int:
+    """Bytes that FSDP 1 holds at the end of the backward beyond what FSDP2 would: with frozen weights under reentrant
+    checkpointing, the recomputed input of every layer and its gradient (one of the two is in the formula already).
+
+    Measured: benchmarks/fsdp1_kept_inputs.py (PyTorch 2.13).
+    """
+    setup = point.setup
+    if not point.conditions.fsdp_1 or setup.method == "full" or not setup.checkpointing:
+        return 0
+    return point.model.num_layers * setup.tokens_per_micro_batch * point.model.hidden_size * 2
+
+
+def memory_errors(points: Iterable[SpreadPoint]) -> list[Compared]:
+    """The worst rank's peak against the measured one."""
+    found = []
+    for point in points:
+        if point.memory_bytes is None:
+            continue
+        breakdown = rank_memories(point.model, point.gpu, point.setup)[0].breakdown
+        allocated = breakdown.peak_allocated_bytes
+        gap = breakdown.peak_reserved_bytes - allocated if point.memory_what == "reserved" else 0
+        backward = sum(term.size_bytes for term in breakdown.terms if "backward" in term.phases)
+        kept = kept_by_fsdp_1(point)
+        peak = max(allocated, backward + kept) if kept else allocated
+        found.append(
+            Compared(
+                point=point,
+                error=(peak + gap) / point.memory_bytes - 1.0,
+                other=(allocated + gap) / point.memory_bytes - 1.0,
+            )
+        )
+    return found
+
+
+def speed_errors(points: Sequence[SpreadPoint], used: Calibration) -> list[Compared]:
+    """Every speed under the constants in use, and under those fitted without its source."""
+    known = [point for point in points if point.tokens_per_s is not None]
+    firm = [point for point in known if not point.loose_speed]
+    start = replace(used, spread={})
+    found = []
+    for source in sorted({point.source for point in known}):
+        fitted = fit_spread([point for point in firm if point.source != source], start)
+        for point in known:
+            if point.source == source:
+                here, held = (exp(log_error(point, one)) - 1.0 for one in (used, fitted))
+                found.append(Compared(point=point, error=here, other=held))
+        print(f"held out {source}", file=sys.stderr, flush=True)
+    return found
+
+
+def row(errors: Sequence[float]) -> dict[str, Any]:
+    """The figures of one table row."""
+    sizes = [abs(error) for error in errors]
+    return {
+        "n": len(errors),
+        "median": median(sizes),
+        "p90": percentile(sizes, 0.9),
+        "worst": max(sizes),
+        "bias": median(errors),
+    }
+
+
+def both(found: Sequence[Compared]) -> dict[str, Any]:
+    """A row of `error` with `other` beside it."""
+    return {**row([one.error for one in found]), "other": row([one.other for one in found])}
+
+
+def table(found: Iterable[Compared], *labels: str) -> dict[str, dict[str, Any]]:
+    """Rows by strategy, source or whatever else `labels` asks of a point."""
+    groups: dict[str, list[Compared]] = {}
+    for one in found:
+        groups.setdefault(" | ".join(_label(one.point, label) for label in labels), []).append(one)
+    return {key: both(groups[key]) for key in sorted(groups)}
+
+
+def _label(point: SpreadPoint, label: str) -> str:
+    if label == "gpus":
+        return f"{point.setup.num_gpus:4d}"
+    return {
+        "strategy": point.strategy,
+        "source": point.source,
+        "method": point.setup.method,
+        "what": point.memory_what,
+        "card": point.gpu.key,
+    }[label]
+
+
+def band_of(found: Sequence[Compared]) -> float:
+    """Half-width that held 90 % of the held-out errors of firm points, a source of n points counting sqrt(n)."""
+    firm = [one for one in found if not one.point.loose_speed]
+    sizes: dict[str, int] = {}
+    for one in firm:
+        sizes[one.point.source] = sizes.get(one.point.source, 0) + 1
+    ordered = sorted(
+        (max(one.other, 1.0 / (1.0 + one.other) - 1.0), 1.0 / sqrt(sizes[one.point.source])) for one in firm
+    )
+    total, seen = sum(weight for _, weight in ordered), 0.0
+    for size, weight in ordered:
+        seen += weight
+        if seen >= BAND_LEVEL * total:
+            return size
+    return ordered[-1][0]
+
+
+def report_of(points: Sequence[SpreadPoint], used: Calibration) -> dict[str, Any]:
+    """All figures of the document."""
+    speed, memory = speed_errors(points, used), memory_errors(points)
+    firm = [one for one in speed if not one.point.loose_speed]
+    firm_memory = [one for one in memory if not one.point.loose_memory]
+    loose = [one for one in speed if one.point.loose_speed]
+    loose_memory = [one for one in memory if one.point.loose_memory]
+    return {
+        "date": date.today().isoformat(),
+        "points": len(points),
+        "speed": both(firm),
+        "speed_all": both(speed),
+        "speed_by_source": table(firm, "source"),
+        "speed_by_strategy": table(firm, "strategy"),
+        "speed_by_strategy_source": table(firm, "strategy", "source", "card"),
+        "speed_by_gpus": table([one for one in firm if one.point.source == "llm_foundry"], "card", "gpus"),
+        "speed_loose": table(loose, "strategy", "source", "card"),
+        "speed_worst": [_named(one) for one in sorted(firm, key=lambda one: -abs(one.error))[:8]],
+        "memory": both(firm_memory),
+        "memory_all": both(memory),
+        "memory_by_strategy": table(firm_memory, "strategy"),
+        "memory_by_strategy_source": table(firm_memory, "strategy", "source", "method", "what"),
+        "memory_loose": table(loose_memory, "strategy", "source", "method", "what"),
+        "memory_worst": [_named(one) for one in sorted(firm_memory, key=lambda one: -abs(one.error))[:8]],
+        "band": band_of(speed),
+        "constants": _constants(used),
+    }
+
+
+def _named(one: Compared) -> dict[str, Any]:
+    point = one.point
+    setup = point.setup
+    shape = f"{setup.micro_batch_seqs} x {setup.seq_len_tokens} tokens"
+    name = f"{point.labels['model']}, {setup.method}, {point.strategy}, {setup.num_gpus} x {point.gpu.key}, {shape}"
+    return {"point": f"{name} ({point.source})", "error": one.error}
+
+
+def _constants(used: Calibration) -> dict[str, dict[str, float]]:
+    stated, now = SpreadConstants(), used.spread_constants
+    return {name: {"stated": getattr(stated, name), "used": getattr(now, name)} for name in SpreadConstants.names()}
+
+
+def write_calibration(points: Sequence[SpreadPoint]) -> Calibration:
+    """Fits `spread` on every firm point and writes it into the shipped calibration."""
+    firm = [point for point in points if point.tokens_per_s is not None and not point.loose_speed]
+    fitted = fit_spread(firm, replace(load_calibration(str(DATA_FILE)), spread={}))
+    values = json.loads(DATA_FILE.read_text(encoding="utf-8"))
+    values["spread"] = {name: float(f"{value:.4g}") for name, value in fitted.spread.items()}
+    sizes: dict[str, int] = {}
+    for point in firm:
+        sizes[point.source] = sizes.get(point.source, 0) + 1
+    values["points"]["spread"] = {
+        "date": date.today().isoformat(),
+        "sources": sizes,
+        "file": "benchmarks/data/multi_gpu_points.jsonl",
+    }
+    DATA_FILE.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    return replace(fitted, spread=values["spread"])
+
+
+def write_band(band: float) -> None:
+    """The 90 % band of several GPUs, beside those of one."""
+    values = json.loads(DATA_FILE.read_text(encoding="utf-8"))
+    values["bands"]["spread"] = round(band, 3)
+    DATA_FILE.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Runs the comparison and writes the report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write-calibration", action="store_true")
+    arguments = parser.parse_args()
+    points = load_points()
+    used = write_calibration(points) if arguments.write_calibration else load_calibration(str(DATA_FILE))
+    report = report_of(points, used)
+    if arguments.write_calibration:
+        write_band(report["band"])
+    JSON_FILE.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    from benchmarks.multi_gpu_report import render
+
+    DOC_FILE.write_text(render(report), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Loads `benchmarks/data/multi_gpu_points.jsonl`: published runs on several GPUs with their cluster and setup."""
+
+import json
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from benchmarks.speed_points import _model
+from planner.cluster import Cluster, make_cluster
+from planner.gpu import GpuSpec
+from planner.gpus import find_gpu
+from planner.interchange import setup_from_dict
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
+from planner.throughput.conditions import Conditions
+from planner.units import GIB
+
+FILE = Path(__file__).resolve().parent / "data" / "multi_gpu_points.jsonl"
+LEFT_OUT_FILE = FILE.with_name("multi_gpu_left_out.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpreadPoint:
+    """One configuration on several GPUs.
+
+    Attributes:
+        source: whose runs these are; `at` where they are published.
+        tokens_per_s: of one GPU, the median of `repeats`; None where unknown.
+        memory_what: "allocated" or "reserved", of the worst rank; `memory_bytes` None where unknown.
+        loose_speed, loose_memory: the figure rests on a guess that matters, see `assumed`.
+    """
+
+    key: str
+    source: str
+    at: str
+    model: ModelSpec
+    gpu: GpuSpec
+    cluster: Cluster
+    setup: TrainSetup
+    speed_setup: TrainSetup
+    conditions: Conditions
+    tokens_per_s: float | None = None
+    repeats: tuple[float, ...] = ()
+    memory_what: str = ""
+    memory_bytes: int | None = None
+    memory_repeats: tuple[int, ...] = ()
+    assumed: tuple[str, ...] = ()
+    loose_speed: bool = False
+    loose_memory: bool = False
+    labels: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def strategy(self) -> str:
+        """The spread in words: "FSDP, offloaded", "ZeRO-3"."""
+        setup = self.setup
+        names = {"fsdp2": "FSDP", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "ddp": "DDP", "device-map": "device map"}
+        name = names[setup.parallel]
+        if not setup.reshard_after_forward:
+            name += ", kept gathered"
+        if setup.shard_degree:
+            name += ", hybrid"
+        if setup.offload != "none":
+            name += ", offloaded"
+        return name
+
+
+def load_points(file: Path = FILE) -> list[SpreadPoint]:
+    """All points."""
+    return [_point(json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines() if line]
+
+
+def left_out(file: Path = LEFT_OUT_FILE) -> list[dict[str, Any]]:
+    """What the builder left out: source, reason, rows."""
+    found: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def _point(row: dict[str, Any]) -> SpreadPoint:
+    setup = setup_from_dict(row["setup"])
+    gpu = _gpu(row["gpu"])
+    memory = row.get("memory", {})
+    length = row.get("speed_seq_len_tokens")
+    return SpreadPoint(
+        key=row["id"],
+        source=row["source"],
+        at=row["at"],
+        model=_model(
+            row["model"],
+            json.dumps(row.get("config"), sort_keys=True),
+            row.get("experts", ""),
+            row.get("fused_qkv", False),
+        ),
+        gpu=gpu,
+        cluster=_cluster(row["gpu"], setup.num_gpus, row.get("num_nodes"), row.get("interconnect")),
+        setup=setup,
+        speed_setup=setup if length is None else setup.with_(seq_len_tokens=length),
+        conditions=Conditions(**row.get("conditions", {})),
+        tokens_per_s=row.get("tokens_per_s"),
+        repeats=tuple(row.get("repeats", ())),
+        memory_what=memory.get("what", ""),
+        memory_bytes=memory.get("bytes"),
+        memory_repeats=tuple(memory.get("repeats", ())),
+        assumed=tuple(row.get("assumed", ())),
+        loose_speed=row.get("loose", False) or row.get("loose_speed", False),
+        loose_memory=row.get("loose", False) or row.get("loose_memory", False),
+        labels={"model": row["model"], "variant": row.get("variant", "")},
+    )
+
+
+@cache
+def _gpu(key: str) -> GpuSpec:
+    """A card of the table, or the H100 with HBM2e of torchtitan's hosts.
+
+    Source: pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md (96 GB, 2.4 TB/s; 500 W not modelled).
+    """
+    if key == "h100-96gb-500w":
+        return replace(find_gpu("h100-sxm"), memory_bandwidth_bytes_per_s=2.4e12, memory_bytes=95 * GIB)
+    return find_gpu(key)
+
+
+@cache
+def _cluster(gpu: str, num_gpus: int, num_nodes: int | None, interconnect: str | None) -> Cluster:
+    return make_cluster(_gpu(gpu), num_gpus, num_nodes=num_nodes, interconnect=interconnect)

@@ -1,0 +1,94 @@
+"""The predictions for several GPUs on the committed published runs: docs/accuracy/multi-gpu.md must not get worse.
+
+Everything is computed here; the bounds leave room for small changes of the formulas.
+"""
+
+from collections import defaultdict
+from math import exp
+from statistics import median
+
+import pytest
+
+from benchmarks.multi_gpu_accuracy import memory_errors, percentile
+from benchmarks.multi_gpu_fit import log_error
+from benchmarks.multi_gpu_points import left_out, load_points
+from planner.throughput.calibration import DATA_FILE, load_calibration
+
+POINTS = load_points()
+FIRM = [point for point in POINTS if point.tokens_per_s is not None and not point.loose_speed]
+CALIBRATION = load_calibration(str(DATA_FILE))
+SPEED = [exp(log_error(point, CALIBRATION)) - 1.0 for point in FIRM]
+MEMORY = [one for one in memory_errors(POINTS) if not one.point.loose_memory]
+
+SPEED_LIMITS = {
+    "fms_acceleration": 0.055,
+    "llm_foundry": 0.06,
+    "torchtitan": 0.07,
+    "ml_engineering": 0.08,
+    "xtuner": 0.08,
+    "fsdp_qlora": 0.17,
+}
+
+
+def size(errors: list[float]) -> list[float]:
+    return [abs(error) for error in errors]
+
+
+def test_points_are_many_and_name_their_source() -> None:
+    assert len(FIRM) >= 480
+    assert len(MEMORY) >= 100
+    assert {point.setup.num_gpus for point in FIRM} >= {2, 4, 8, 16, 32, 64, 128, 256, 512}
+    assert {point.strategy for point in FIRM} >= {"DDP", "FSDP", "ZeRO-2", "ZeRO-3", "ZeRO-3, offloaded"}
+    assert all(point.at and point.cluster.num_gpus == point.setup.num_gpus for point in POINTS)
+    assert all(point.assumed for point in POINTS if point.loose_speed or point.loose_memory)
+    assert all(row["reason"] and row["rows"] > 0 for row in left_out())
+
+
+def test_speed_on_all_published_runs() -> None:
+    assert median(size(SPEED)) <= 0.06
+    assert percentile(size(SPEED), 0.9) <= 0.15
+
+
+@pytest.mark.parametrize("source", SPEED_LIMITS)
+def test_speed_by_source(source: str) -> None:
+    errors = [error for point, error in zip(FIRM, SPEED, strict=True) if point.source == source]
+    assert len(errors) >= 4
+    assert median(size(errors)) <= SPEED_LIMITS[source]
+
+
+def test_speed_does_not_drift_with_the_number_of_gpus() -> None:
+    """llm_foundry's H100 runs: what 512 GPUs lose against 8 is predicted, so the bias is the same."""
+    biases = defaultdict(list)
+    for point, error in zip(FIRM, SPEED, strict=True):
+        if point.source == "llm_foundry" and point.gpu.key == "h100-sxm":
+            biases[point.setup.num_gpus].append(error)
+    medians = [median(errors) for _, errors in sorted(biases.items())]
+    assert len(medians) == 7
+    assert max(medians) - min(medians) <= 0.06
+
+
+def test_memory_of_the_worst_rank() -> None:
+    assert median(size([one.error for one in MEMORY])) <= 0.08
+    assert median(size([one.other for one in MEMORY])) <= 0.16  # without what FSDP 1 keeps
+
+
+def test_sharded_full_training_memory_is_nearly_exact() -> None:
+    errors = [
+        one.error for one in MEMORY if one.point.source == "fms_acceleration" and one.point.setup.method == "full"
+    ]
+    assert len(errors) >= 8
+    assert max(size(errors)) <= 0.03
+
+
+def test_fsdp_1_keeps_inputs_of_frozen_layers() -> None:
+    """Adding them explains LoRA and QLoRA of dense models: what was 14 to 31 % too low is within a few percent."""
+    dense = [
+        one for one in MEMORY if one.point.source == "fms_acceleration" and "Llama-2-70b" in one.point.labels["model"]
+    ]
+    assert len(dense) >= 10
+    assert median(size([one.error for one in dense])) <= 0.04
+    assert median(size([one.other for one in dense])) >= 0.15
+
+
+def test_the_band_of_several_gpus_is_at_least_that_of_one() -> None:
+    assert CALIBRATION.bands["spread"] >= CALIBRATION.bands["gpu"]
