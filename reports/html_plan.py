@@ -45,6 +45,7 @@ from reports.text import (
     speed_mark,
     speed_sentence,
     spread_sentence,
+    spread_words,
     verdict_sentence,
     workload_words,
 )
@@ -107,6 +108,8 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
         )
         view["sentences"] = [line for line in (*lines, rank_floor_sentence(plan)) if line]
         view["leaf"] = method_words(chosen.setup)
+        if chosen.setup.num_gpus > 1:
+            view["leaf"] += f", {spread_words(chosen.setup)}"
         view["beside"] = _beside(plan) if plan.alternatives else []
         view["search_note"] = clean(str(plan.search.get("stop_reason") or ""))
     else:
