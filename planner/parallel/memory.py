@@ -1,6 +1,6 @@
 """The memory of every distinct rank of a spread: one-GPU activations on the rank's part, and the rank's `Share`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.gpu import GpuSpec
 from planner.memory.allocator import allocator_gap_bytes
@@ -20,8 +20,9 @@ from planner.memory.model import (
 from planner.memory.types import PHASES, MemoryBreakdown, MemoryTerm, Phase
 from planner.memory.workspace import context_bytes, cublas_workspace_bytes
 from planner.models.spec import ModelSpec
+from planner.parallel.held import MOMENTS, Share, backward_moment
 from planner.parallel.rank import RankPart, followers, rank_parts
-from planner.parallel.share import MOMENTS, Share, backward_moment, engine_setup, share_of
+from planner.parallel.share import engine_setup, share_of
 from planner.parallel.types import RankMemory
 from planner.setup import TrainSetup
 from planner.units import MIB
@@ -45,7 +46,7 @@ class Lines:
     Attributes:
         moments: (moment of `planner.parallel.share.MOMENTS`, bytes of a single micro-batch); several of the backward's
             can belong to one of those moments.
-        peaks: the backward's moments in full, in the order of their entries behind "forward" and "loss".
+        peaks: the backward's moments in full, in the order of their entries behind those of the forward and the loss.
         more: what each further micro-batch in flight adds to all of them.
     """
 
@@ -61,13 +62,16 @@ def activation_lines(part: RankPart, parts: ActivationParts) -> Lines:
     """
     stored, casts = parts.stored_total, parts.weight_casts
     peaks = backward_moments(part.model, parts, _NOTHING_TRAINED, accumulated=False)
+    head = replace(peaks[0], where="head", stored=stored + casts[1], recomputed=0, transient=0, dequantized=0)
     return Lines(
         moments=(
+            ("gather", stored + casts[0] + parts.adapter_casts),
             ("forward", stored + casts[0] + parts.adapter_casts + parts.forward_temp + parts.dequantized),
             ("loss", stored + casts[1] + parts.final_norm if part.last else 0),
+            ("head", head.total),
             *((backward_moment(peak), peak.total) for peak in peaks),
         ),
-        peaks=tuple(peaks),
+        peaks=(head, *peaks),
         more=stored + casts[1],
     )
 
@@ -80,8 +84,8 @@ def in_loss_bytes(
         return 0
     cache = parts.weight_casts[0] - parts.weight_casts[1] + parts.adapter_casts
     head = share.trained.head * SIZE_BYTES[share.trained.dtype]
-    after = max(chain.backward_bytes, head + logits_bytes)
-    return max(chain.loss_bytes + cache + share.loss_forward_bytes + outputs_bytes, after)
+    forward = max(chain.loss_bytes + cache + share.loss_forward_bytes + outputs_bytes, share.loss_gather_bytes)
+    return max(forward, chain.backward_bytes + share.loss_backward_bytes, head + logits_bytes)
 
 
 def rank_memories(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[RankMemory, ...]:
@@ -120,10 +124,16 @@ def _breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup) -> MemoryBreakdo
     boundary = boundary_bytes(part, setup, micro_batches=setup.accumulation_steps, held=part.in_flight)
     flight = (part.in_flight - 1) * lines.more
     totals = [share.moment_bytes[moment] + size + flight for moment, size in lines.moments]
-    totals[1] += in_loss
-    # of the backward's moments only the largest is shown
-    peak = max(zip(totals[2:], lines.peaks, strict=True), key=lambda one: one[0])[1]
-    shown = {"forward": "forward", "loss": "loss", "backward": backward_moment(peak), "step": "step"}
+    totals[2] += in_loss
+    # of the forward's and the backward's moments only the largest is shown
+    computing = totals[1] >= totals[0]
+    peak = max(zip(totals[3:], lines.peaks, strict=True), key=lambda one: one[0])[1]
+    shown = {
+        "forward": "forward" if computing else "gather",
+        "loss": "loss",
+        "backward": backward_moment(peak),
+        "step": "step",
+    }
     after_load: tuple[Phase, ...] = ("forward", "loss", "backward", "step")
     terms: list[MemoryTerm] = []
 
@@ -147,8 +157,9 @@ def _breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup) -> MemoryBreakdo
     add("activations", "stored activations", stored, tuple(phase for phase in compute if phase != "backward"))
     cache = parts.weight_casts[0] - parts.weight_casts[1] + parts.adapter_casts
     add("activations", "autocast's cache", cache, ("forward",))
-    add("activations", "one layer's forward temporaries", parts.forward_temp, ("forward",))
-    add("dequantization", "one dequantized matrix in the forward", parts.dequantized, ("forward",))
+    if computing:
+        add("activations", "one layer's forward temporaries", parts.forward_temp, ("forward",))
+        add("dequantization", "one dequantized matrix in the forward", parts.dequantized, ("forward",))
     if part.last:
         add("activations", "final norm", parts.final_norm, ("loss",))
         add("loss", f"loss chain ({setup.loss})", in_loss, ("loss",))

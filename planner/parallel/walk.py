@@ -131,13 +131,13 @@ class _Ranks:
             if key not in seen:  # of alike stages the first holds the most in flight
                 seen.add(key)
                 self.parts.append(part)
-        self._shares: dict[tuple[int, bool, bool, bool], Share] = {}
+        self._shares: dict[tuple[int, bool, str, bool], Share] = {}
         self._losses: dict[tuple[int, str, int], tuple[LossChain, int, int]] = {}
         self.inner = engine_setup(setup)
 
     def share(self, index: int, setup: TrainSetup, accumulated: bool) -> Share:
-        """The share of one rank, which knows checkpointing from none and the full loss from others."""
-        key = (index, setup.checkpointing > 0, setup.loss == "full", accumulated)
+        """The share of one rank, which knows checkpointing from none."""
+        key = (index, setup.checkpointing > 0, setup.loss, accumulated)
         found = self._shares.get(key)
         if found is None:
             found = self._shares[key] = share_of(self.parts[index], setup, accumulated=accumulated)

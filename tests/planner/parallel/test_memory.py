@@ -11,6 +11,7 @@ from planner.memory.model import predict_memory, trained_parameters
 from planner.memory.types import MemoryBreakdown
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
+from planner.parallel.held import MOMENTS, Share
 from planner.parallel.memory import (
     NCCL_NVLINK_BYTES,
     NCCL_NVLINK_PAIR_BYTES,
@@ -89,27 +90,53 @@ def test_ddp_buckets_are_as_large_as_the_gradients() -> None:
     assert _bytes(_worst(TrainSetup(**LORA, num_gpus=2, parallel="ddp")), "DDP's buckets") == 4 * 41_943_040
 
 
+def _fsdp2(**more: Any) -> Share:
+    setup = TrainSetup(**{**FULL, "num_gpus": 8, "parallel": "fsdp2", **more})
+    return share_of(rank_parts(_model(), setup)[0], setup, accumulated=False)
+
+
+def _at(share: Share, moment: str, category: str) -> int:
+    """Bytes of one category that are held at a moment and not all along."""
+    held = [one for one in share.held if one.category == category and one.moments != MOMENTS]
+    return sum(one.size_bytes for one in held if moment in one.moments)
+
+
 def test_fsdp2_gathers_one_block_and_prefetches_another() -> None:
-    """Hand-computed: a block of Llama-3.1-8B has 218,112,000 parameters; two of them in bf16, and the gradients of one
-    and the reduce-scatter of the one before."""
-    breakdown = _worst(TrainSetup(**FULL, num_gpus=64, parallel="fsdp2", micro_batch_seqs=8))
-    block = 218_112_000
-    assert breakdown.peak_phase == "loss"
-    assert _bytes(breakdown, "unsharded gradients of a layer") == 2 * block
-    states = _bytes(breakdown, "weights / 64", "states of")
-    assert states == pytest.approx(12 * _model().num_params / 64, rel=PADDING)
+    """Hand-computed for Llama-3.1-8B on 8 GPUs, in bf16: a block has 218,112,000 parameters, the head and the table
+    525,336,576 each, the final norm 4,096. Arriving, the head's buffer and weights stand beside the last block's
+    buffer; in a block's backward its weights, the next one's buffer, and the reduce-scatter's input before."""
+    share = _fsdp2()
+    block, table, tail = 2 * 218_112_000, 2 * 525_336_576, 2 * (525_336_576 + 4096)
+    assert _at(share, "gather", "weights") == block + 2 * tail
+    assert _at(share, "forward", "weights") == 2 * block
+    assert _at(share, "loss", "weights") == tail
+    assert share.loss_forward_bytes == tail
+    assert _at(share, "first", "weights") == 2 * block
+    assert _at(share, "last", "weights") == block + table
+    matrix = 2 * 4096 * 14336
+    assert _at(share, "first", "gradients") == matrix + tail
+    # the head's gradient, its copy, and an eighth of it in bf16 and again in fp32
+    assert _at(share, "head", "gradients") == 2 * tail + tail // 8 + 2 * tail // 8
+    assert _at(share, "step", "gradients") == 4 * _model().num_params // 8
 
 
 def test_fsdp2_keeps_every_block_where_weights_are_not_resharded() -> None:
-    keep = share_of(
-        rank_parts(_model(), TrainSetup(**FULL, num_gpus=8, parallel="fsdp2"))[0],
-        TrainSetup(**FULL, num_gpus=8, parallel="fsdp2", reshard_after_forward=False),
-        accumulated=False,
-    )
-    free = share_of(keep.part, TrainSetup(**FULL, num_gpus=8, parallel="fsdp2"), accumulated=False)
-    block = 218_112_000
-    assert keep.moment_bytes["loss"] - free.moment_bytes["loss"] == 2 * 32 * block
-    assert keep.moment_bytes["first"] - free.moment_bytes["first"] == 2 * 30 * block
+    keep, free = _fsdp2(reshard_after_forward=False), _fsdp2()
+    block, table = 2 * 218_112_000, 2 * 525_336_576
+    assert _at(keep, "loss", "weights") - _at(free, "loss", "weights") == 32 * block + table
+    assert _at(keep, "first", "weights") == 32 * block + table
+    assert _at(keep, "last", "weights") == block + table
+
+
+def test_fsdp2_pads_small_first_dimensions() -> None:
+    """Mixtral's stacks of 8 experts over 16 ranks: every rank of the first half holds a whole expert, an eighth."""
+    model = _model("mistralai/mixtral-8x7b-v0.1")
+
+    def weights(num_gpus: int) -> int:
+        return _bytes(_worst(TrainSetup(**LORA, num_gpus=num_gpus, parallel="fsdp2"), model), "weights /")
+
+    experts = 2 * sum(one.num_weights for one in model.layer_kinds[0].linears if one.num > 1) * model.num_layers
+    assert weights(8) - weights(16) == pytest.approx((2 * model.num_params - experts) / 16, rel=PADDING)
 
 
 def test_zero_buckets_are_whole_whatever_is_trained() -> None:
@@ -199,9 +226,16 @@ def test_each_stage_of_sharding_holds_less() -> None:
 
 
 def test_hybrid_shard_holds_what_its_group_alone_would() -> None:
-    hybrid = _worst(TrainSetup(**FULL, num_gpus=16, parallel="fsdp2", shard_degree=8))
-    group = _worst(TrainSetup(**FULL, num_gpus=8, parallel="fsdp2"))
-    assert hybrid.peak_allocated_bytes == group.peak_allocated_bytes
+    """And what it all-reduced in bf16, an eighth of all gradients, until the backward ends."""
+    hybrid, group = _fsdp2(num_gpus=16, shard_degree=8), _fsdp2()
+    extra = _at(hybrid, "end", "gradients") - _at(group, "end", "gradients")
+    assert extra == 2 * _model().num_params // 8
+    for moment in ("gather", "forward", "loss", "head", "first", "step"):
+        assert hybrid.moment_bytes[moment] == group.moment_bytes[moment]
+    assert (
+        _fsdp2(num_gpus=16, shard_degree=8, precision="bf16-pure").moment_bytes
+        == _fsdp2(precision="bf16-pure").moment_bytes
+    )
 
 
 def test_offloaded_states_lie_on_the_host() -> None:

@@ -1,0 +1,224 @@
+"""FSDP2 as Accelerate sets it up: what a rank holds."""
+
+from planner.memory.dtypes import SIZE_BYTES
+from planner.memory.model import Trained, halves_stay_apart
+from planner.memory.weights import weight_bytes
+from planner.models.spec import ModelSpec
+from planner.parallel.gather import Groups, gathered_groups
+from planner.parallel.held import COMPUTE, Held, Share, scales_bytes
+from planner.parallel.rank import RankPart
+from planner.setup import TrainSetup
+
+
+def fsdp2(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trained, accumulated: bool) -> Share:
+    """FSDP2 as Accelerate sets it up: everything cut along the first dimension, gathered block by block.
+
+    With mixed precision the trained parameters are cut in fp32 (not where 4-bit parameters are present) and gathered in
+    16 bit; sharded gradients and states follow the sharded type, unsharded gradients and the reduce-scatter are 16 bit.
+    Hybrid shard cuts over `shard_degree` GPUs instead of all.
+
+    Source: accelerate 1.15 `fsdp2_prepare_model`; `_gathered` and `_gradients` for what lives when.
+    Not counted: the separate pools of the communication streams (in the allocator's gap). Accumulation is taken with
+    `sync_each_batch`: without it the gradients of the whole model stay unsharded between micro-batches.
+    Measured: docs/accuracy/multi-gpu-formula-vs-dry-run.md.
+    """
+    shards, model = setup.shards, part.model
+    groups = gathered_groups(model, inner, shards)
+    local = _shard(trained, groups, shards, sharded_dtype(setup))
+    weights = _weights(model, setup, groups, local)
+    on_host = setup.offload == "parameters"
+    held = [] if on_host else list(weights)
+    held.append(Held(category="weights", name="quantization states", size_bytes=scales_bytes(model, setup)))
+    halves = 2 + int(halves_stay_apart(model, inner))  # of a tied table's gradient, before they are one
+    keep = not setup.reshard_after_forward
+    held += _gathered(model, groups, keep=keep, adapters=setup.method != "full")
+    held += _reducing(model, groups, trained, local, setup, halves=halves, keep=keep, accumulated=accumulated)
+    if not on_host:
+        held += _sharded_gradients(groups, local, shards, accumulated)
+    gather = loss_forward = loss_backward = 0
+    ahead = 0 if keep else groups.layer
+    if setup.loss == "chunked" and setup.method != "full" and not model.tied:
+        # under peft the head's group is the head alone, whose forward TRL does not call: it gathers the weight itself
+        gather, loss_forward = groups.tail + groups.layer, groups.layer
+    else:
+        loss_forward = groups.layer if model.tied else groups.tail
+    if setup.loss != "full":
+        loss_backward = ahead
+    return Share(
+        part=part,
+        setup=inner,
+        trained=trained,
+        local=local,
+        optimizer_on_device=not on_host,
+        held=tuple(one for one in held if one.size_bytes),
+        loss_forward_bytes=loss_forward,
+        loss_backward_bytes=loss_backward,
+        loss_gather_bytes=gather,
+        host_bytes=sum(one.size_bytes for one in weights) + local.size_bytes if on_host else 0,
+    )
+
+
+def _gathered(model: ModelSpec, groups: Groups, *, keep: bool, adapters: bool) -> list[Held]:
+    """Gathered weights and all-gather buffers; `keep`: groups stay gathered from their forward to their backward.
+
+    Forward: a block's weights and the buffer they came in, freed when the next block's weights have been copied out of
+    theirs: at that moment two buffers and the new weights. Backward: a block's weights and the buffer of the one
+    prefetched, which is the embedding for the first block. Final norm and head stay gathered from the forward to their
+    backward, a tied table from the start to the end.
+
+    Source: PyTorch 2.13 `distributed/fsdp/_fully_shard/_fsdp_param_group.py` (wait_for_unshard, whose local name keeps
+    the buffer before, post_backward, _backward_prefetch), `_fsdp_collectives.py` (foreach_all_gather).
+    """
+    tied = groups.tail if model.tied else 0
+    # under peft the final norm is not found, and the head's group arrives with the head
+    arriving_tail = 0 if adapters else groups.tail - tied
+    ahead = 0 if keep else groups.layer
+    kept = groups.layers + groups.embedding if keep else 0
+    behind = max(kept - groups.layer, 0)
+    name, buffer = "gathered weights", "all-gather buffer"
+    arriving = max(2 * groups.layer + max(behind + groups.layer, groups.layer), kept + groups.layer + 2 * arriving_tail)
+    return [
+        Held(category="weights", name=name, size_bytes=tied + arriving, moments=("gather",)),
+        Held(category="weights", name=name, size_bytes=tied + max(kept, groups.layer), moments=("forward",)),
+        Held(category="weights", name=buffer, size_bytes=groups.layer, moments=("forward",)),
+        Held(category="weights", name=name, size_bytes=groups.tail + kept, moments=("loss",)),
+        Held(category="weights", name=name, size_bytes=tied + kept, moments=("head",)),
+        Held(category="weights", name=name, size_bytes=tied + max(kept, groups.layer), moments=("first",)),
+        Held(
+            category="weights",
+            name=name,
+            size_bytes=tied + groups.layer + (groups.embedding if keep else 0),
+            moments=("last",),
+        ),
+        Held(category="weights", name=buffer, size_bytes=ahead, moments=("head", "first")),
+        Held(
+            category="weights",
+            name=buffer,
+            size_bytes=0 if keep else max(ahead, groups.embedding),
+            moments=("last",),
+        ),
+        Held(category="weights", name="gathered root group", size_bytes=groups.root, moments=(*COMPUTE, "end")),
+    ]
+
+
+def _sharded_gradients(groups: Groups, local: Trained, shards: int, accumulated: bool) -> list[Held]:
+    """This rank's gradients: those of earlier micro-batches all along, or growing with the backward (at the last
+    layer's all but its own and the table's)."""
+    size = SIZE_BYTES[local.dtype]
+    if accumulated:
+        name, alive = f"accumulated gradients / {shards}", (*COMPUTE, "end", "step")
+        return [Held(category="gradients", name=name, size_bytes=local.size_bytes, moments=alive)]
+    name = f"gradients / {shards}"
+    missing = size * (groups.layer_trained + max(groups.embedding_trained, groups.tail_trained)) // shards
+    return [
+        Held(category="gradients", name=name, size_bytes=max(0, local.size_bytes - missing), moments=("last",)),
+        Held(category="gradients", name=name, size_bytes=local.size_bytes, moments=("end", "step")),
+    ]
+
+
+def _reducing(
+    model: ModelSpec,
+    groups: Groups,
+    trained: Trained,
+    local: Trained,
+    setup: TrainSetup,
+    *,
+    halves: int,
+    keep: bool,
+    accumulated: bool,
+) -> list[Held]:
+    """Unsharded gradients on their way, and the reduce-scatter's buffers.
+
+    A group's gradients are copied into the reduce-scatter's input, reduced into a shard of the same type and cast to
+    the sharded type; the input lives until the next group's is made. At the peak of a block's backward only its last
+    matrix has a gradient. A tied head's half waits for the table's own. A hybrid shard's groups keep what they
+    all-reduced until the backward ends, where it was cast.
+
+    Source: PyTorch 2.13 `_fsdp_collectives.py` (foreach_reduce), `_fsdp_param_group.py` (reduce_scatter_states,
+    _all_reduce_state).
+    """
+    shards = setup.shards
+    size = SIZE_BYTES[trained.dtype]
+    cast = SIZE_BYTES[local.dtype] if local.dtype != trained.dtype else 0
+
+    def reducing(elements: int, *, new: bool) -> int:
+        """Gradients, the reduce-scatter's input, its output, and where it is not counted as a gradient yet its cast."""
+        return 2 * size * elements + (size + (cast if new else 0)) * elements // shards
+
+    tail = groups.tail_trained * size
+    before = groups.layer_trained * size
+    waiting = tail if model.tied else 0
+    head = reducing(groups.layer_trained, new=True) + waiting - (groups.layer if keep else 0)
+    table = groups.tail_trained if model.tied else groups.embedding_trained
+    coming = 0 if accumulated else SIZE_BYTES[local.dtype] * table // shards  # of this rank's gradients, not there yet
+    end = reducing(groups.layer_trained, new=accumulated) + max(groups.embedding, waiting) - coming
+    if model.tied:
+        end = max(end, groups.tail + (halves - 1) * tail + before - coming)
+    else:
+        head = max(head, reducing(groups.tail_trained, new=True))
+        end = max(end, groups.embedding + size * table + before - coming)
+    end = max(end, reducing(table, new=accumulated))
+    reduced = size * trained.num // shards if cast and setup.shards < setup.data_degree else 0
+    missing = size * (groups.layer_trained + table) // shards
+    matrix = size * min(groups.matrix, groups.layer_trained)
+    buffer = "reduce-scatter buffer"
+    return [
+        Held(category="gradients", name="gradients being reduced", size_bytes=max(0, head), moments=("head",)),
+        Held(
+            category="gradients", name="one matrix's unsharded gradient", size_bytes=matrix, moments=("first", "last")
+        ),
+        Held(category="gradients", name=buffer, size_bytes=tail, moments=("first",)),
+        Held(category="gradients", name=buffer, size_bytes=before + waiting, moments=("last",)),
+        Held(category="gradients", name="last gradients being reduced", size_bytes=end, moments=("end",)),
+        Held(
+            category="gradients",
+            name="all-reduced gradients before the cast",
+            size_bytes=max(0, reduced - missing),
+            moments=("last",),
+        ),
+        Held(
+            category="gradients",
+            name="all-reduced gradients before the cast",
+            size_bytes=reduced,
+            moments=("end",),
+        ),
+    ]
+
+
+def _shard(trained: Trained, groups: Groups, shards: int, dtype: str) -> Trained:
+    """One rank's trained parameters, padding included: rank 0's shard is a full one."""
+    return Trained(
+        num=-(-(trained.num + groups.padding[1]) // shards),
+        dtype=dtype,
+        edge_sum=-(-trained.edge_sum // shards),
+        largest=-(-trained.largest // shards),
+        head=-(-trained.head // shards),
+        embeddings=-(-trained.embeddings // shards),
+    )
+
+
+def sharded_dtype(setup: TrainSetup) -> str:
+    """Type in which FSDP2 keeps trained parameters, their sharded gradients and states.
+
+    Source: accelerate 1.15 `fsdp2_prepare_model`: upcast to fp32 under mixed precision, but not where 4-bit parameters
+    are present.
+    """
+    own = setup.weight_dtype if setup.method == "full" else setup.resolved_adapter_dtype
+    if setup.autocast_dtype is None or setup.quantization in ("nf4", "nf4-double"):
+        return own
+    return "fp32"
+
+
+def _weights(model: ModelSpec, setup: TrainSetup, groups: Groups, local: Trained) -> list[Held]:
+    """The sharded weights: trained ones in the sharded type, frozen ones as loaded."""
+    shards = setup.shards
+    name = f"weights / {shards}"
+    if setup.method == "full":
+        size = -(-(model.num_params + groups.padding[1]) * SIZE_BYTES[local.dtype] // shards)
+        return [Held(category="weights", name=name, size_bytes=size)]
+    loaded = sum(weight_bytes(model, setup).values()) - scales_bytes(model, setup)
+    loaded += groups.padding[0] * SIZE_BYTES[setup.weight_dtype]
+    return [
+        Held(category="weights", name=name, size_bytes=-(-loaded // shards)),
+        Held(category="adapters", name=f"LoRA matrices / {shards}", size_bytes=local.size_bytes),
+    ]
