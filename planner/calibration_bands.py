@@ -16,8 +16,8 @@ ENCODER_DECODER_BAND = 0.65
 SMALL_PARAMS = 1_000_000_000
 SPREAD_BAND = 0.10
 """Added with several GPUs. Against the dry run of a rank the formula errs no more than on one GPU (DDP and FSDP2: 90th
-percentile 2 %), but no card has confirmed it here: one GPU's band and this are 14 %, the 90th percentile against the 106
-published configurations of docs/accuracy/multi-gpu.md, nearly all of them FSDP 1 (November 2026)."""
+percentile 2 %), but no card has confirmed it here: with one GPU's band it makes 14 %, the 90th percentile against 106
+published configurations, nearly all of them FSDP 1 (docs/accuracy/multi-gpu.md, November 2026)."""
 
 
 def memory_band(model: ModelSpec, setup: TrainSetup) -> float:

@@ -41,6 +41,12 @@ SENDS = {
     "zero3": "weights are gathered before every forward and every backward",
     "fsdp2": "weights are gathered before every forward and every backward",
 }
+SHARED = {
+    "zero1": "optimizer states",
+    "zero2": "optimizer states and gradients",
+    "zero3": "weights, gradients and optimizer states",
+    "fsdp2": "weights, gradients and optimizer states",
+}
 
 
 def spread_answers(
@@ -143,7 +149,7 @@ def _sharded(workload: Workload, facts: SpreadFacts, node: str, chosen: Candidat
         choice, known = spread_name(setup), facts.of_node(node)[spread_key(setup)]
         needed = _need(known)
         sends = SENDS[setup.parallel] if setup.reshard_after_forward else "weights are gathered once per micro-batch"
-        reason = f"the fastest that fits, shared by {setup.shards} GPUs; {sends}"
+        reason = f"each of {setup.shards} GPUs keeps its part of the {SHARED[setup.parallel]}; {sends}"
     elif not cuts:
         choice, reason = "not asked", _left_out(workload, ("shard",))
     elif all((cut.needed_bytes or workload.budget_bytes + 1) > workload.budget_bytes for cut in cuts):
