@@ -1,5 +1,6 @@
 """Real jobs of two ranks over gloo on the CPU: DDP and FSDP2 train a tiny model, one measurement comes back."""
 
+import json
 import os
 import signal
 from collections.abc import Mapping
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from planner.cli.app import run
 from planner.outcome import Environment, FailureKind, Measurement, ProbeFailure, Rung
 from planner.setup import TrainSetup
 from probes import runner
 from probes.crew import collective_timeout_s, merge
+from probes.failures import UnsupportedProbe
 from probes.measure import measure
 from probes.outcomes import outcome_from_dict, outcome_to_dict
 from probes.request import Limits, ProbeRequest
@@ -84,12 +87,27 @@ def test_ddp_is_measured_at_truncated_depth_and_holds_its_buckets(alone: Measure
     )
 
 
-def test_fsdp2_is_measured_and_holds_half_of_the_states(alone: Measurement, tmp_path: Path) -> None:
-    found = job(setup(parallel="fsdp2"), tmp_path, depths=(0,))
-    assert found.layers_measured == (8,)
-    assert found.phase_peaks_bytes["load"] == pytest.approx(weight_bytes(alone) / 2, rel=2 * TOLERANCE)
-    assert found.phase_peaks_bytes["step"] < 0.75 * alone.phase_peaks_bytes["step"]
-    assert found.phase_peaks_bytes["backward"] < alone.phase_peaks_bytes["backward"]
+def test_fsdp2_is_probed_from_the_command_line_and_holds_half_of_the_states(
+    alone: Measurement, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, store = tmp_path / "tiny", str(tmp_path / "store.jsonl")
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    job_flags = ["--device", "cpu", "--gpus", "2", "--parallel", "fsdp2"]
+    flags = ["--method", "full", "--precision", "fp32", "--optimizer", "adamw", "--seq-len", "64", "--micro-batch", "2"]
+    caps = ["--full-depth", "--measure-seconds", "0.5", "--limit", "300", "--store", store, "--json"]
+    assert run(["probe", str(model), *job_flags, *flags, *caps]) == 0
+    found = json.loads(capsys.readouterr().out)["outcome"]
+    assert found["layers_measured"] == [8]
+    assert found["tokens_per_step"] == 2 * 2 * 64
+    phases = found["phase_peaks_bytes"]
+    assert phases["load"] == pytest.approx(weight_bytes(alone) / 2, rel=2 * TOLERANCE)
+    assert phases["step"] < 0.75 * alone.phase_peaks_bytes["step"]
+    assert phases["backward"] < alone.phase_peaks_bytes["backward"]
+    assert run(["probe", str(model), *job_flags, *flags, *[one for one in caps if one != "--json"]]) == 0
+    told = capsys.readouterr().out  # at once, from the store
+    assert "device peak of each rank: rank" in told
+    assert "(from the store)" in told
 
 
 def test_rank_killed_in_the_middle_of_a_step_ends_the_job_and_is_named(tmp_path: Path) -> None:
@@ -168,6 +186,17 @@ def test_merge_keeps_the_worst_rank_and_every_flag() -> None:
     assert outcome_from_dict(outcome_to_dict(found)) == found
     old = {name: value for name, value in outcome_to_dict(found).items() if name != "rank_peaks"}
     assert outcome_from_dict(old) == replace(found, rank_peaks=())  # a record of before there were ranks
+
+
+def test_offloading_is_refused_on_the_cpu() -> None:
+    one = asked(setup(parallel="fsdp2", offload="parameters"))
+    with pytest.raises(UnsupportedProbe, match="needs a GPU"):
+        measure(one, StatusPipe(None))
+
+
+def test_job_started_with_another_number_of_processes_is_refused() -> None:
+    with pytest.raises(UnsupportedProbe, match="needs as many ranks, got 1"):
+        measure(asked(setup(parallel="ddp")), StatusPipe(None))
 
 
 def test_collectives_end_before_the_probe_does() -> None:
