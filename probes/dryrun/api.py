@@ -73,13 +73,23 @@ def dry_run_report(
     outcome = _asked(model, gpu, setup, options, use_cache)
     if isinstance(outcome, ProbeFailure):
         return outcome
-    limit = gpu.memory_bytes - context_bytes(gpu)
+    outside = outside_bytes(gpu, setup)
+    limit = gpu.memory_bytes - outside
     if outcome.prediction.peak_allocated_bytes <= limit < outcome.prediction.peak_reserved_bytes:
         limited = _asked(model, gpu, setup, {**options, "limit_bytes": limit}, use_cache)
         outcome = outcome if isinstance(limited, ProbeFailure) else limited
     prediction = outcome.prediction
-    device = prediction.peak_reserved_bytes + context_bytes(gpu)
+    device = prediction.peak_reserved_bytes + outside
     return replace(outcome, prediction=replace(prediction, peak_device_bytes=device))
+
+
+def outside_bytes(gpu: GpuSpec, setup: TrainSetup) -> int:
+    """Device memory outside PyTorch's count: the CUDA context, with several GPUs the communicators too."""
+    if setup.num_gpus == 1:
+        return context_bytes(gpu)
+    from planner.parallel.memory import communicator_bytes  # one GPU never needs it
+
+    return context_bytes(gpu) + communicator_bytes(gpu, setup)
 
 
 def _asked(
