@@ -19,10 +19,9 @@ from planner.memory.position_bias import position_bias
 from planner.memory.traits import traits_of
 from planner.memory.transient import (
     backward_transient,
-    dequantizing_transient,
+    constant_transients,
     forward_transient,
     merged_stacks,
-    stack_transient,
 )
 from planner.memory.types import MemoryBreakdown, MemoryTerm, Phase
 from planner.memory.weights import weight_bytes
@@ -107,6 +106,20 @@ def _adapted_names(model: ModelSpec, targets: str | tuple[str, ...] | None) -> t
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LayerMoment:
+    """One moment of a layer's backward: bytes recomputed, gradients of activations, a dequantized matrix."""
+
+    recomputed: int
+    transient: int
+    dequantized: int
+
+    @property
+    def total(self) -> int:
+        """All parts."""
+        return self.recomputed + self.transient + self.dequantized
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationParts:
     """Activations of one micro-batch, all in bytes.
 
@@ -123,8 +136,8 @@ class ActivationParts:
     final_norm: int
     weight_casts: tuple[int, int]
     adapter_casts: int
-    dequantizing: int = 0
-    """As `transient`, at the moment when `dequantized` is alive."""
+    layer_moments: tuple[LayerMoment, ...] = ()
+    """What can be the largest moment of one layer's backward; `recomputed` and `transient` are those of the largest."""
     at_first_decoder_layer: int = 0
     """Beyond what is stored: position biases at the backward of an encoder-decoder's first decoder layer."""
 
@@ -156,9 +169,10 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
     stacks = targets is not None and adapts_expert_stacks(model, targets)
     counts, kept = _checkpointed(model, setup.checkpointing)
     stored = {"norm": 0, "attention": 0, "scores": 0, "mlp": 0, "adapters": 0, "pinned": 0, "inputs": 0, "bias": 0}
-    transient = dequantizing = dequantized = 0
+    dequantized = 0
     in_again, in_kept = [0], [0]
-    again_bytes, kept_bytes = [0], []
+    moments: list[list[LayerMoment]] = []  # of each kind of layer, always in the same order
+    kept_bytes = []
     for index, layer in enumerate(model.layer_kinds):
         kernel = _kernel(model, layer, gpu, setup, flow)
         context = LayerContext(
@@ -178,25 +192,32 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
                 stored[part] += kept[index] * getattr(saved, part)
             stored["pinned"] += kept[index] * (saved.pinned - saved.pinned_again)
         if counts[index] > kept[index]:
-            again_bytes.append(saved.total)
             again = counts[index] - kept[index]
             if not (traits.post_norm and saved.pinned):  # int8 keeps that very input
                 stored["inputs"] += again * SIZE_BYTES[flow.residual] * model.hidden_size * tokens
             stored["pinned"] += again * saved.pinned
-        stacked = stack_transient(layer, context)
-        transient = max(transient, backward_transient(layer, context, saved) + stacked)
+        here = ((backward_transient(layer, context, saved), 0), *constant_transients(layer, context, saved))
         if counts[index] > kept[index]:
             in_again.append(forward_transient(layer, context) + merged_stacks(layer, context))
+            moments.append([LayerMoment(recomputed=saved.total, transient=a, dequantized=b) for a, b in here])
         if kept[index]:
             in_kept.append(forward_transient(layer, context) - saved.total)
+            moments.append([LayerMoment(recomputed=0, transient=a, dequantized=b) for a, b in here])
         if setup.quantized:
-            dequantizing = max(dequantizing, dequantizing_transient(layer, context, saved) + stacked)
             dequantized = max(dequantized, *(dequantized_bytes(one, setup, flow.residual) for one in layer.linears))
     biases = position_bias(model, setup, flow, kernel, row_tokens=context.row_tokens, num_kept=sum(kept))
     stored["bias"] = biases.stored
     # with every n-th layer checkpointed, the kept layers behind the last checkpointed one are gone by its turn
     gone = (model.num_layers - 1) % setup.checkpointing if setup.checkpointing else 0
     behind = gone * min(kept_bytes, default=0)
+    layer_moments = tuple(
+        max(
+            (replace(one, recomputed=max(0, one.recomputed - behind)) for one in of_all_kinds),
+            key=lambda moment: moment.total,
+        )
+        for of_all_kinds in zip(*moments, strict=True)
+    )
+    largest = max(layer_moments, key=lambda moment: moment.total)
     tail = LayerContext(
         setup=setup,
         flow=flow,
@@ -214,9 +235,9 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
         adapter_casts = int(2 * (trained.num - trained.stacked) * (1 - share))
     return ActivationParts(
         stored=stored,
-        recomputed=max(0, max(again_bytes) - behind),
-        transient=transient,
-        dequantizing=dequantizing,
+        recomputed=largest.recomputed,
+        transient=largest.transient,
+        layer_moments=layer_moments,
         # what the kept layers behind the last checkpointed one hold is not there yet in its forward
         forward_temp=max(0, max(in_again) - behind, *in_kept),
         dequantized=dequantized,
@@ -325,8 +346,8 @@ def backward_moments(
     model: ModelSpec, parts: ActivationParts, trained: Trained, *, accumulated: bool, apart: bool = False
 ) -> tuple[BackwardPeak, ...]:
     """The moments that can be the backward's largest: the first layer's backward, the last one's (all gradients there
-    but the embedding's and this layer's), each with and without a dequantized matrix, and the embedding's own gradient,
-    when all activations are gone.
+    but the embedding's and this layer's), each at every moment of a layer, and the embedding's own gradient, when all
+    activations are gone.
 
     In between, activations fall and gradients rise linearly with the layers, so the maximum is at an end. With
     accumulation the gradients of earlier micro-batches are alive all along, and a new one only until it is added. Each
@@ -336,29 +357,23 @@ def backward_moments(
     head = 0 if accumulated else trained.head * size
     embedding = trained.embeddings * size
     stored = parts.stored_total + parts.weight_casts[1]
-    first = BackwardPeak(
-        where="first layer",
-        stored=stored + parts.final_norm,
-        recomputed=parts.recomputed,
-        transient=parts.transient,
-        dequantized=0,
-        gradients=head,
-    )
-    if parts.at_first_decoder_layer:
-        first = _first_decoder_layer(model, parts, trained, first, accumulated=accumulated)
     if accumulated:
         gradients = embedding if model.tied else 0  # the head's half waits for the embedding's
     else:
         others = trained.size_bytes - (0 if model.tied else embedding)
         gradients = max(0, others - (others - head) // max(1, model.num_layers))
-    last = BackwardPeak(
-        where="last layer",
-        stored=stored // max(1, model.num_layers),
-        recomputed=parts.recomputed,
-        transient=parts.transient,
-        dequantized=0,
-        gradients=gradients,
-    )
+    found = []
+    for moment in parts.layer_moments:
+        of_layer = {
+            "recomputed": moment.recomputed,
+            "transient": moment.transient,
+            "dequantized": moment.dequantized,
+        }
+        first = BackwardPeak(where="first layer", stored=stored + parts.final_norm, gradients=head, **of_layer)
+        if parts.at_first_decoder_layer:
+            first = _first_decoder_layer(model, parts, trained, first, accumulated=accumulated)
+        left = stored // max(1, model.num_layers)
+        found += [first, BackwardPeak(where="last layer", stored=left, gradients=gradients, **of_layer)]
     # beside the gradients kept: the other half of a tied one, their sum, and the new one about to be accumulated
     more = int(model.tied) + int(apart) + int(accumulated)
     end = BackwardPeak(
@@ -369,12 +384,7 @@ def backward_moments(
         dequantized=0,
         gradients=(0 if accumulated else trained.size_bytes) + more * embedding,
     )
-    if not parts.dequantized:
-        return first, last, end
-    beside_a_copy = tuple(
-        replace(one, transient=parts.dequantizing, dequantized=parts.dequantized) for one in (first, last)
-    )
-    return first, last, *beside_a_copy, end
+    return *found, end
 
 
 def _first_decoder_layer(

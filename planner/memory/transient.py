@@ -2,6 +2,7 @@
 
 from planner.memory.activations import LayerContext, Saved, activation_dtype, score_bytes
 from planner.memory.dtypes import SIZE_BYTES
+from planner.memory.workspace import dequantized_bytes
 from planner.models.spec import LayerSpec
 
 
@@ -45,7 +46,7 @@ def routed_gradients(layer: LayerSpec, context: LayerContext) -> int:
     Source: transformers 5.23 `integrations/moe.py` `grouped_mm_experts_forward`; PyTorch `index_backward`.
     """
     mlp, flow = layer.mlp, context.flow
-    if mlp is None or context.traits.dense_experts:
+    if mlp is None or mlp.kind != "moe" or context.traits.dense_experts:
         return 0
     fp32 = ("autocast" if flow.autocast else "plain") in context.traits.fp32_routed
     size = 4 if fp32 else SIZE_BYTES[flow.table]
@@ -68,9 +69,7 @@ def _mlp_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple
     gated = mlp.kind != "plain"
     gradients = (3 if gated else 2) * size * width
     downs = [one for one in layer.linears if one.role == "down" and one.module != "parameter"]
-    if mlp.kind == "moe":
-        return max(gradients, routed_gradients(layer, context)), gradients
-    if not downs:
+    if mlp.kind == "moe" or not downs:
         return gradients, gradients
     gone = saved.down // context.tokens
     down = downs[0]
@@ -108,14 +107,28 @@ def backward_transient(layer: LayerSpec, context: LayerContext, saved: Saved) ->
         attention = size * 2 * width
         qkv = flow.linear_out(flow.residual)
         attention += score_bytes(spec, context, qkv).backward * spec.num_heads * context.row_tokens
-    return max(context.tokens * (residual + max(mlp, norm)), context.tokens * (residual + attention) - saved.late)
+    return max(
+        context.tokens * (residual + max(mlp, norm, routed_gradients(layer, context))),
+        context.tokens * (residual + attention) - saved.late,
+    )
 
 
-def dequantizing_transient(layer: LayerSpec, context: LayerContext, saved: Saved) -> int:
-    """As `backward_transient`, at the multiplication of the MLP's last matrix, beside its dequantized copy."""
-    flow = context.flow
-    _, at_matrix = _mlp_moments(layer, context, saved)
-    return context.tokens * (SIZE_BYTES[flow.residual] * context.hidden + at_matrix)
+def constant_transients(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple[tuple[int, int], ...]:
+    """Moments of one layer's backward beside something that does not grow with the tokens, as (gradients of activations
+    and of merged stacks, dequantized matrix): a stack of experts' gradient, the MLP's last matrix dequantized.
+
+    Apart from `backward_transient`, so that each moment is a straight line in the micro-batch.
+    """
+    residual = SIZE_BYTES[context.flow.residual] * context.hidden
+    mlp, at_matrix = _mlp_moments(layer, context, saved)
+    stack = stack_transient(layer, context)
+    found = []
+    if context.stacks:
+        found.append((context.tokens * (residual + mlp) + stack, 0))
+    if context.setup.quantized:
+        copy = max(dequantized_bytes(one, context.setup, context.flow.residual) for one in layer.linears)
+        found.append((context.tokens * (residual + at_matrix) + stack, copy))
+    return tuple(found)
 
 
 def forward_transient(layer: LayerSpec, context: LayerContext) -> int:

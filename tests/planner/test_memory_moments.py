@@ -112,8 +112,9 @@ def test_a_dequantized_matrix_and_the_mlps_gradients_are_two_moments() -> None:
     parts, trained = activation_parts(model, A100, setup), trained_parameters(model, setup)
     moments = backward_moments(model, parts, trained, accumulated=False)
     assert {one.dequantized for one in moments} == {0, 2 * 4096 * 14336}
-    assert all(one.transient == parts.dequantizing for one in moments if one.dequantized)
-    assert parts.dequantizing < parts.transient
+    plain, copying = parts.layer_moments
+    assert (plain.dequantized, copying.dequantized) == (0, 2 * 4096 * 14336)
+    assert copying.transient < plain.transient
 
 
 def test_t5_keeps_position_biases() -> None:
