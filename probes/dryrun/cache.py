@@ -93,6 +93,7 @@ def _report(raw: dict[str, Any]) -> DryRunReport:
     prediction["rung"] = Rung(prediction["rung"])
     prediction["terms"] = tuple(MemoryTerm(**{**term, "phases": tuple(term["phases"])}) for term in prediction["terms"])
     prediction["notes"] = tuple(prediction["notes"])
+    prediction["rank_peaks"] = tuple((name, num, size) for name, num, size in prediction.get("rank_peaks", ()))
     return DryRunReport(
         **{
             **raw,
