@@ -237,7 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=102, help="synthetic machines, and draws of each recorded grid")
     parser.add_argument(
-        "--first-seed", type=int, default=5000, help="seeds below 2000 were used while tuning the sampler"
+        "--first-seed", type=int, default=9000, help="those below 2000 were used while choosing the sampler's priors"
     )
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--out", type=Path)
@@ -258,10 +258,24 @@ def main() -> None:
             table.setdefault(family, {})[name] = summary(results)
             print(family, name, json.dumps(table[family][name]), f"{time.perf_counter() - started:.0f} s", flush=True)
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(
-            json.dumps({"goal": GOAL, "max_probes": MAX_PROBES, "summary": table}, indent=1) + "\n"
-        )
+        save(arguments.out, arguments.first_seed, arguments.seeds, table)
+
+
+def save(path: Path, first_seed: int, seeds: int, table: dict[str, dict[str, Any]]) -> None:
+    """Writes the table; rows of other strategies that the file has for the same machines stay."""
+    about = {"goal": GOAL, "max_probes": MAX_PROBES, "first_seed": first_seed, "seeds": seeds}
+    old = json.loads(path.read_text()) if path.exists() else {}
+    known = old["summary"] if {name: old.get(name) for name in about} == about else {}
+    merged: dict[str, dict[str, Any]] = {}
+    for family in dict.fromkeys([*known, *table]):
+        rows = {**known.get(family, {}), **table.get(family, {})}
+        merged[family] = {
+            name: {key: None if value == inf else value for key, value in rows[name].items()}
+            for name in STRATEGIES
+            if name in rows
+        }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**about, "not_reached": "null", "summary": merged}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,12 @@ KNOWN_PAIRS = {
     frozenset(("precision", "optimizer")),
 }
 KNOWN_PAIR_BLAME = 0.5
+WORDS = {
+    "compile": ("compil", "dynamo", "inductor"),
+    "quantization": ("quantiz", "4bit", "8bit", "bitsandbytes"),
+}
+"""Words by which messages name a field, whatever its value; a field that is off is not named."""
+OFF = ("none", "False", "0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,19 +96,28 @@ class Blame:
             same = levels[row] == levels[incident.row]
             cleared |= same
             cleared_pair |= np.outer(same, same)
-        single = np.where(cleared, 0.0, self._single * self._named(incident))
+        named = self._named(incident)
+        single = np.where(cleared, 0.0, self._single * named)
         if incident.pairs_only:
             single = single * 0.3
-        return single, np.where(cleared_pair, 0.0, self._pair)
+        # A message that names both accuses the two together: torch.compile may fail on quantized weights only.
+        both = np.where(np.outer(named > 1, named > 1), NAMED**2, 1.0)
+        return single, np.where(cleared_pair, 0.0, self._pair * both)
 
     def _named(self, incident: Incident) -> Floats:
         """How much more each value is suspected because the message names it."""
-        text = incident.message.replace("-", "").replace("_", "")
+        text = _letters(incident.message)
         factors = np.ones(len(self._single))
         for position, dimension in enumerate(self._encoding.dimensions):
             value = str(self._encoding.values[position][self._encoding.levels[incident.row, position]])
-            word = dimension.name if value in ("True", "1") else value
-            word = word.lower().replace("-", "").replace("_", "")
-            if len(word) > 2 and word in text:
+            if value in OFF:
+                continue
+            words = (dimension.name if value in ("True", "1") else value, *WORDS.get(dimension.name, ()))
+            if any(len(word) > 2 and _letters(word) in text for word in words):
                 factors[position] = NAMED
         return factors
+
+
+def _letters(text: str) -> str:
+    """Without what one spells with a hyphen and another with an underscore or nothing."""
+    return text.lower().replace("-", "").replace("_", "")

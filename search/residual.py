@@ -60,14 +60,20 @@ class Residual:
         sd = sqrt(float(self.variance[row]) + noise_sd**2)
         surprise = (value - float(self.mean[row])) / sd
         if abs(surprise) > SURPRISE:
-            clipped = float(self.mean[row]) + np.sign(surprise) * SURPRISE * sd
-            self._add(row, float(clipped), (SURPRISE * sd) ** 2, counted=False)
+            self._observe_clipped(row, SURPRISE * sd * float(np.sign(surprise)))
         else:
             self.observe(row, value, noise_sd)
         return surprise
 
-    def observe_above(self, row: int, threshold: float) -> None:
+    def _observe_clipped(self, row: int, deviation: float) -> None:
+        """Setup `row` was far off: by this much from what was expected, known to as much."""
+        self._add(row, float(self.mean[row]) + deviation, deviation**2, counted=False)
+
+    def observe_above(self, row: int, threshold: float) -> float:
         """Setup `row` ran out of memory: its log error is above `threshold`, by how much is unknown.
+
+        Returns how many standard deviations above the mean the threshold was; beyond `SURPRISE` it is met like any
+        other surprise.
 
         The posterior at that setup becomes the truncated normal's mean and variance; the pseudo-measurement that
         causes exactly that is handed to the Gaussian process.
@@ -77,15 +83,19 @@ class Residual:
         mean, variance = float(self.mean[row]), float(self.variance[row])
         sd = sqrt(variance)
         z = (threshold - mean) / sd
+        if z > SURPRISE:
+            self._observe_clipped(row, SURPRISE * sd)
+            return z
         hazard = _hazard(z)
         matched_mean = mean + sd * hazard
         matched_variance = max(variance * (1.0 - hazard * (hazard - z)), 1e-3 * variance)
         precision = 1.0 / matched_variance - 1.0 / variance
         if precision <= 1e-9 / variance:
-            return  # it was certain to run out of memory: nothing new
+            return z  # it was certain to run out of memory: nothing new
         noise = 1.0 / precision
         value = noise * (matched_mean / matched_variance - mean / variance)
         self._add(row, value, noise / self.scale, counted=False)
+        return z
 
     def pretend(self, row: int, noise_sd: float) -> None:
         """Setup `row` is being measured by someone: less is to be learned there, the mean stays."""

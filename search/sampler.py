@@ -121,7 +121,9 @@ class Belief:
             self._blame.incident(Incident(row=index, message=failure.message.lower()))
             return
         limit = log(max(self.problem.memory_bytes, self.problem.budget_bytes))
-        self.memory.observe_above(index, limit - self.log_memory[index])
+        if self.memory.observe_above(index, limit - self.log_memory[index]) > SURPRISE:
+            # Nothing that grows with the setup: a kernel that keeps what no other does. The rest of them still fits.
+            self._blame.incident(Incident(row=index, pairs_only=True))
         self._close_larger(index)
 
     def _close_larger(self, index: int) -> None:

@@ -42,6 +42,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def may_run(programs: Path, directory: Path, user: str | None) -> bool:
+    """Whether the server's user reaches its programs and its directory (a checkout may lie in root's home)."""
+    command = ["sh", "-c", 'cd "$0" && "$1" --version', directory, programs / "initdb"]
+    return subprocess.run(command, user=user, cwd="/", capture_output=True).returncode == 0
+
+
 @pytest.fixture(scope="module")
 def postgres_url() -> Iterator[str]:
     """A server of its own in a temporary directory, with an empty database."""
@@ -54,6 +60,9 @@ def postgres_url() -> Iterator[str]:
     if user:
         shutil.chown(directory, user)
     os.chmod(directory, 0o700)
+    if not may_run(programs, directory, user):
+        shutil.rmtree(directory)
+        pytest.skip(f"the user {user} may not run {programs} in {directory}; PostgreSQL refuses to run as root")
     data, port = directory / "data", free_port()
     owner = user or getpass.getuser()
     common = {"user": user, "cwd": "/", "env": {"PATH": os.environ["PATH"], "LC_ALL": "C", "HOME": str(directory)}}

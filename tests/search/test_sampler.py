@@ -5,7 +5,7 @@ from math import exp, log
 
 import numpy as np
 import pytest
-from search_cases import exact, measurement, out_of_memory, problem, scenario, small_candidates
+from search_cases import all_candidates, exact, measurement, out_of_memory, problem, scenario, small_candidates
 
 from planner.outcome import FailureKind, ProbeFailure, Rung
 from search.optuna_samplers import SAMPLERS, make_sampler
@@ -77,6 +77,36 @@ def test_a_failure_that_names_its_cause_closes_the_way_for_that_value_only() -> 
     chance = belief.probability_runs()
     assert chance[np.array(flash)].max() < 0.15
     assert chance[~np.array(flash)].min() > 0.85
+
+
+def test_a_failure_that_names_two_accuses_them_together() -> None:
+    """Compiled and quantized crashed: compiled without quantization, and quantized without compiling, may still run."""
+    whole = Problem(candidates=all_candidates("8b-80g"))
+    belief = Belief(whole)
+    setups = [candidate.setup for candidate in whole.candidates]
+    compiled = np.array([setup.compile for setup in setups])
+    quantized = np.array([setup.quantization == "nf4" for setup in setups])
+    index = int(np.argmax(np.where(compiled & quantized & belief.open, belief.log_speed, -np.inf)))
+    message = "torch.compile crashed in a quantized matrix multiplication"
+    belief.tell(Result(index=index, evidence=failure(FailureKind.CRASHED, message)))
+    chance = belief.probability_runs()
+    assert chance[compiled & quantized].max() < 0.1
+    assert chance[compiled ^ quantized].min() > 0.8
+
+
+def test_running_out_of_memory_against_all_expectation_is_blamed_on_a_pair() -> None:
+    """A fallback kernel's cliff is no smooth error: what shares no more than single values still fits."""
+    belief = Belief(problem())
+    certain = np.array([c.setup.attention == "sdpa" for c in belief.problem.candidates]) & belief.open
+    index = int(np.argmax(np.where(certain, belief.probability_fits() - 1e-3 * belief.log_memory, -np.inf)))
+    setup = belief.problem.candidates[index].setup
+    other = np.array([c.setup.attention != setup.attention for c in belief.problem.candidates])
+    sure = other & (belief.probability_fits() > 0.999)
+    chance = belief.probability_fits()[sure]
+    belief.tell(Result(index=index, evidence=out_of_memory()))
+    assert belief.probability_fits()[sure].mean() > 0.95 * chance.mean()
+    same_pair = ~other & np.array([c.setup.precision == setup.precision for c in belief.problem.candidates])
+    assert belief.probability_runs()[same_pair].mean() < belief.probability_runs()[other].mean() - 0.1
 
 
 def test_a_good_run_clears_what_it_shares_with_a_failure() -> None:
