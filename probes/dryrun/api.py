@@ -150,6 +150,10 @@ def report_for_config(
 def _refusal(setup: TrainSetup) -> str:
     if setup.compile:
         return "torch.compile plans its own buffers, which a dry run cannot see"
+    if setup.num_gpus > 1:
+        from probes.dryrun.spread import why_not_traced  # one GPU never needs it
+
+        return why_not_traced(setup)
     return ""
 
 
