@@ -96,6 +96,9 @@ def _asked(
     model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, options: Mapping[str, Any], use_cache: bool
 ) -> DryRunReport | ProbeFailure:
     """The answer from the cache, or a run that is then kept. `options` are `report_for_config`'s keywords."""
+    refusal = _refusal(setup)
+    if refusal:  # before the cache is asked: an older version may have followed it wrongly
+        return _unsupported(refusal)
     capability = gpu.compute_capability or DEFAULT_CAPABILITY
     if not use_cache:
         return report_for_config(model.config, capability, setup, **options)
