@@ -1,6 +1,7 @@
 """Climbing the ladder from the command line: dry runs and probes of a plan's finalists, with progress on stderr."""
 
 import importlib.util
+import os
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -69,6 +70,7 @@ def dry_run_setup(
     import logging
     import warnings
 
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP's remark that it keeps no times of meta tensors
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the libraries' remarks about this CPU say nothing about the target GPU
