@@ -11,6 +11,7 @@ import gc
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from statistics import median
 from typing import Any
 
@@ -33,6 +34,8 @@ from probes.stack.quantize import quantized_tensors
 from probes.stack.real_losses import loss_is_emulated
 from probes.stack.shards import fill_shards, shards_first
 from probes.stack.spread import spread_model
+from probes.stack.zero import STAGES as ZERO_STAGES
+from probes.stack.zero import make_zero_trainer, num_trained, zero_step
 from probes.worker import StatusPipe, limit_cpu_memory
 
 ACCUMULATION_TIMED = (1, 3)
@@ -133,6 +136,11 @@ class _DepthRunner:
     crew: Crew
     resources: ExitStack
 
+    @cached_property
+    def trained(self) -> int:
+        """Trained elements of the whole model, whatever depth is run."""
+        return num_trained(self.request.config, self.request.setup, attention_name(self.request))
+
     def run(self, depth: int, *, timed: bool) -> DepthRun:
         """One depth: its phases' peaks and, if `timed`, its step times."""
         meter: Meter
@@ -161,7 +169,7 @@ class _DepthRunner:
     def _run(self, depth: int, meter: Meter, *, timed: bool) -> DepthRun:
         request, setup, device = self.request, self.request.setup, torch.device(self.request.device)
         self.status.progress(f"building {depth} layers")
-        sharded = shards_first(setup)
+        sharded, zero = shards_first(setup), setup.parallel in ZERO_STAGES
         model = build_model(
             request.config,
             setup,
@@ -177,20 +185,26 @@ class _DepthRunner:
         if isinstance(meter, CpuMeter):
             _count_loaded(meter, model)
         with meter.following():
-            if spread is None and self.crew.seat.size > 1:
+            if spread is None and self.crew.seat.size > 1 and not zero:
                 spread = spread_model(model, setup, device=device)
             optimizer = make_optimizer(setup.optimizer, model.parameters(), device_type=device.type)
-            trainer = make_trainer(model, setup, optimizer, spread)
+            if zero:
+                job = make_zero_trainer(model, setup, optimizer, trained=self.trained)
+                step: Callable[..., Any] = partial(zero_step, job)
+                if setup.parallel == "zero3":  # the trainer cuts the weights while it makes them
+                    meter.rebase()
+            else:
+                step = partial(train_step, make_trainer(model, setup, optimizer, spread))
             batches = [make_batch(setup, inner_model(model).config, device=device) for _ in range(_batches(request))]
             self.status.progress(f"warming up {depth} layers")
             for _ in range(request.limits.warmup_steps):
-                train_step(trainer, batches, meter.mark)
+                step(batches, meter.mark)
         phase_peaks = meter.phase_peaks()
         times: tuple[float, ...] = ()
         is_settled = True
         if timed:
             self.status.progress(f"timing {depth} layers")
-            times, is_settled = self._time(meter, lambda num: lambda: train_step(trainer, batches[:num]))
+            times, is_settled = self._time(meter, lambda num: lambda: step(batches[:num]))
         return DepthRun(
             depth=depth,
             phase_peaks_bytes=phase_peaks,

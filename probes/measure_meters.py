@@ -38,6 +38,10 @@ class Meter(ABC):
         """A phase begins (layers inside a phase make no difference here)."""
 
     @abstractmethod
+    def rebase(self) -> None:
+        """Forgets the peaks so far: what is held now is where the measurement begins."""
+
+    @abstractmethod
     def phase_peaks(self) -> dict[str, int]:
         """Allocated peak of each phase so far, in bytes."""
 
@@ -91,6 +95,10 @@ class CpuMeter(Meter):
         self._settle()
         self._account.begin(phase)
 
+    def rebase(self) -> None:
+        self._settle()
+        self._account.rebase()
+
     def phase_peaks(self) -> dict[str, int]:
         self._settle()
         return self._account.peaks()
@@ -128,6 +136,11 @@ class PhaseAccount:
         """A phase begins with all that is alive."""
         self._phase = phase
         self._peaks[phase] = max(self._peaks[phase], self._total)
+
+    def rebase(self) -> None:
+        """Every phase's peak is what is alive now, or nothing where it has not begun."""
+        self._peaks = dict.fromkeys(PHASES, 0)
+        self._peaks[self._phase] = self._total
 
     def add(self, event: Event) -> None:
         """One allocation or release."""
@@ -172,6 +185,12 @@ class CudaMeter(Meter):
             return
         self._close_phase()
         self._phase = phase
+
+    def rebase(self) -> None:
+        torch.cuda.synchronize(self._torch_device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._torch_device)
+        self._peaks, self._reserved = dict.fromkeys(PHASES, 0), 0
 
     def phase_peaks(self) -> dict[str, int]:
         self._close_phase()

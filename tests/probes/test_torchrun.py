@@ -1,5 +1,6 @@
 """Real jobs of two ranks over gloo on the CPU: DDP and FSDP2 train a tiny model, one measurement comes back."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from probes.failures import UnsupportedProbe
 from probes.measure import measure
 from probes.outcomes import outcome_from_dict, outcome_to_dict
 from probes.request import Limits, ProbeRequest
+from probes.stack.zero import num_trained, zero_config
 from probes.worker import StatusPipe
 
 LLAMA = {
@@ -108,6 +110,28 @@ def test_fsdp2_is_probed_from_the_command_line_and_holds_half_of_the_states(
     told = capsys.readouterr().out  # at once, from the store
     assert "device peak of each rank: rank" in told
     assert "(from the store)" in told
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+def test_zero_is_measured_under_deepspeeds_own_engine(stage: str, alone: Measurement, tmp_path: Path) -> None:
+    found = job(setup(parallel=stage, accumulation_steps=2), tmp_path, depths=(0,))
+    assert found.phase_peaks_bytes["step"] < alone.phase_peaks_bytes["step"] + 2 * weight_bytes(alone)
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+def test_deepspeeds_configuration_counts_the_whole_model_and_the_whole_batch(stage: str) -> None:
+    one = setup(parallel=stage, accumulation_steps=3, precision="bf16-mixed")
+    trained = num_trained(LLAMA, one, "sdpa")
+    assert trained == 4 * 8 * 64 * 64 * 3 // 4 + 3 * 8 * 64 * 160 + (2 * 8 + 1) * 64 + 2 * 512 * 64
+    config = zero_config(one, trained)
+    assert config["train_batch_size"] == 2 * 3 * 2  # sequences, accumulation, ranks
+    assert config["bf16"] == {"enabled": True}
+    assert config["zero_optimization"]["stage"] == int(stage[-1])
+    assert config["zero_optimization"]["reduce_bucket_size"] == trained
+    assert "offload_optimizer" not in config["zero_optimization"]
+    host = zero_config(setup(parallel="zero3", offload="parameters"), trained)["zero_optimization"]
+    assert host["offload_param"]["device"] == host["offload_optimizer"]["device"] == "cpu"
 
 
 def test_rank_killed_in_the_middle_of_a_step_ends_the_job_and_is_named(tmp_path: Path) -> None:

@@ -210,6 +210,13 @@ def test_seat_and_processes_of_a_setup() -> None:
     assert why_not_probed(TrainSetup(num_gpus=2, parallel="ddp")) == ""
 
 
+def test_zero_without_deepspeed_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install deepspeed" in why_not_probed(TrainSetup(num_gpus=2, parallel="zero2"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert why_not_probed(TrainSetup(num_gpus=2, parallel="zero2")) == ""
+
+
 def test_a_job_takes_all_its_devices_in_one_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two jobs that lock the same GPUs in opposite orders would wait for each other for ever."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

@@ -1,0 +1,111 @@
+"""ZeRO stages 1 to 3 as `transformers.Trainer` runs them: DeepSpeed's own engine around the model and its step.
+
+DeepSpeed is optional and imported late. Its weights are 16-bit under 16-bit compute (no autocast), with fp32 masters in
+the optimizer's partitions. Run on the CPU with gloo and DeepSpeed 0.19.8 (stages 1 to 3); not yet on a GPU.
+"""
+
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from planner.parallel.zero import ZERO3_PERSISTENT_ELEMENTS, ZERO3_PREFETCH_ELEMENTS, zero_bucket_elements
+from planner.setup import TrainSetup
+from probes.stack.batch import Batch
+from probes.stack.build import build_model
+from probes.stack.step import MAX_GRAD_NORM, Mark, Trainer, _marks, compute_loss, make_trainer
+
+STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
+_HOST = {"device": "cpu", "pin_memory": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroTrainer:
+    """What one step needs: the engine, and the step's own trainer whose forward is the engine's."""
+
+    engine: Any
+    trainer: Trainer
+
+
+def num_trained(config: Mapping[str, Any], setup: TrainSetup, attention: str | None) -> int:
+    """Trained elements of the whole model: DeepSpeed's buffers are sized by it at any depth."""
+    model = build_model(config, setup, device="meta", attention=attention)
+    return sum(one.numel() for one in model.parameters() if one.requires_grad)
+
+
+def zero_config(setup: TrainSetup, trained: int) -> dict[str, Any]:
+    """DeepSpeed's configuration; sizes as the launch files write them (`planner.exporters.deepspeed`)."""
+    stage = STAGES[setup.parallel]
+    bucket = zero_bucket_elements(trained)
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "overlap_comm": stage == 3,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": bucket,
+    }
+    if stage < 3:
+        zero["allgather_bucket_size"] = bucket
+    else:
+        zero["stage3_prefetch_bucket_size"] = ZERO3_PREFETCH_ELEMENTS
+        zero["stage3_param_persistence_threshold"] = ZERO3_PERSISTENT_ELEMENTS
+    if setup.offload != "none":
+        zero["offload_optimizer"] = _HOST
+    if setup.offload == "parameters":
+        zero["offload_param"] = _HOST
+    return {
+        "train_batch_size": setup.global_batch_seqs,
+        "train_micro_batch_size_per_gpu": setup.micro_batch_seqs,
+        "gradient_accumulation_steps": setup.accumulation_steps,
+        "gradient_clipping": MAX_GRAD_NORM,
+        "bf16": {"enabled": setup.compute_dtype == "bf16"},
+        "fp16": {"enabled": setup.compute_dtype == "fp16"},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": zero,
+    }
+
+
+def make_zero_trainer(model: Any, setup: TrainSetup, optimizer: Any, *, trained: int) -> ZeroTrainer:
+    """The model under DeepSpeed's engine, which cuts optimizer states, gradients and (stage 3) weights.
+
+    Source: accelerate 1.15 `Accelerator._prepare_deepspeed`.
+    """
+    import deepspeed  # type: ignore[import-not-found,unused-ignore]
+
+    plain = make_trainer(model, setup, optimizer)
+    if setup.offload != "none":
+        from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
+
+        optimizer = map_pytorch_optim_to_deepspeed(optimizer)
+    with _no_compilation() if plain.device_type == "cpu" else nullcontext():
+        engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=zero_config(setup, trained))
+    # without autocast: the engine has made the weights 16-bit
+    return ZeroTrainer(engine=engine, trainer=replace(plain, forward=engine.__call__, scaler=None))
+
+
+def _no_compilation() -> Any:
+    """On the CPU DeepSpeed would compile collectives of its own over shared memory, for a minute."""
+    return mock.patch.object(sys.modules["deepspeed.comm.torch"], "build_shm_op", return_value=None)
+
+
+def zero_step(job: ZeroTrainer, batches: list[Batch], mark: Mark | None = None) -> torch.Tensor:
+    """`probes.stack.step.train_step` with the engine's backward and step; the same phases.
+
+    Source: accelerate 1.15 `DeepSpeedEngineWrapper.backward`.
+    """
+    tell: Mark = mark or (lambda phase, layer: None)
+    engine, trainer = job.engine, job.trainer
+    loss = None
+    with _marks(trainer, tell) if mark is not None else nullcontext():
+        for index, batch in enumerate(batches):
+            tell("forward", None)
+            engine.set_gradient_accumulation_boundary(is_boundary=index == len(batches) - 1)
+            loss = compute_loss(trainer, batch, batch.labels.ne(-100).sum(), tell)
+            engine.backward(loss)
+    tell("step", None)
+    engine.step()
+    assert loss is not None, f"no micro-batch for {trainer.setup}"
+    return loss.detach()
