@@ -43,6 +43,7 @@ class Compared:
 
     Attributes:
         error: with what is known of the run; for a speed, under the constants in use.
+            For a run out of memory, predicted device peak / memory of the card - 1.
         other: a speed under the constants fitted without its source; a memory figure without what FSDP 1 keeps.
     """
 
@@ -80,6 +81,25 @@ def memory_errors(points: Iterable[SpreadPoint]) -> list[Compared]:
                 point=point,
                 error=(peak + gap) / point.memory_bytes - 1.0,
                 other=(allocated + gap) / point.memory_bytes - 1.0,
+            )
+        )
+    return found
+
+
+def out_of_memory(points: Iterable[SpreadPoint]) -> list[Compared]:
+    """Runs that went out of memory: the worst rank's predicted device peak against what the card has."""
+    found = []
+    for point in points:
+        if not point.oom:
+            continue
+        breakdown = rank_memories(point.model, point.gpu, point.setup)[0].breakdown
+        backward = sum(term.size_bytes for term in breakdown.terms if "backward" in term.phases)
+        kept = max(0, backward + kept_by_fsdp_1(point) - breakdown.peak_allocated_bytes)
+        found.append(
+            Compared(
+                point=point,
+                error=(breakdown.peak_device_bytes + kept) / point.gpu.memory_bytes - 1.0,
+                other=breakdown.peak_device_bytes / point.gpu.memory_bytes - 1.0,
             )
         )
     return found
@@ -160,6 +180,7 @@ def report_of(points: Sequence[SpreadPoint], used: Calibration) -> dict[str, Any
     speed, memory = speed_errors(points, used), memory_errors(points)
     firm = [one for one in speed if not one.point.loose_speed]
     firm_memory = [one for one in memory if not one.point.loose_memory]
+    gone = out_of_memory(points)
     loose = [one for one in speed if one.point.loose_speed]
     loose_memory = [one for one in memory if one.point.loose_memory]
     return {
@@ -179,6 +200,12 @@ def report_of(points: Sequence[SpreadPoint], used: Calibration) -> dict[str, Any
         "memory_by_strategy_source": table(firm_memory, "strategy", "source", "method", "what"),
         "memory_loose": table(loose_memory, "strategy", "source", "method", "what"),
         "memory_worst": [_named(one) for one in sorted(firm_memory, key=lambda one: -abs(one.error))[:8]],
+        "out_of_memory": {
+            "n": len(gone),
+            "predicted": sum(one.error > 0.0 for one in gone),
+            "predicted_as_fsdp2": sum(one.other > 0.0 for one in gone),
+            "missed": [_named(one) for one in gone if one.error <= 0.0],
+        },
         "band": band_of(speed),
         "constants": _constants(used),
     }

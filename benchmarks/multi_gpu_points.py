@@ -28,6 +28,7 @@ class SpreadPoint:
         source: whose runs these are; `at` where they are published.
         tokens_per_s: of one GPU, the median of `repeats`; None where unknown.
         memory_what: "allocated" or "reserved", of the worst rank; `memory_bytes` None where unknown.
+        oom: it went out of memory; there is no figure then.
         loose_speed, loose_memory: the figure rests on a guess that matters, see `assumed`.
     """
 
@@ -46,6 +47,7 @@ class SpreadPoint:
     memory_bytes: int | None = None
     memory_repeats: tuple[int, ...] = ()
     assumed: tuple[str, ...] = ()
+    oom: bool = False
     loose_speed: bool = False
     loose_memory: bool = False
     labels: dict[str, str] = field(default_factory=dict)
@@ -101,6 +103,7 @@ def _point(row: dict[str, Any]) -> SpreadPoint:
         memory_what=memory.get("what", ""),
         memory_bytes=memory.get("bytes"),
         memory_repeats=tuple(memory.get("repeats", ())),
+        oom=row.get("oom", False),
         assumed=tuple(row.get("assumed", ())),
         loose_speed=row.get("loose", False) or row.get("loose_speed", False),
         loose_memory=row.get("loose", False) or row.get("loose_memory", False),

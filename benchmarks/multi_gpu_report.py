@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.multi_gpu_points import left_out
+from benchmarks.multi_gpu_scaling import PUBLISHED, weak_scaling
 
 Rows = Mapping[str, Mapping[str, Any]]
 
@@ -63,7 +64,16 @@ def render(report: Mapping[str, Any]) -> str:
         [[f"`{name}`", f"{one['stated']:.4g}", f"{one['used']:.4g}"] for name, one in report["constants"].items()],
         1,
     )
+    scaling = markdown(
+        ["GPUs", "published", "predicted"],
+        [[str(gpus), percent(PUBLISHED[gpus]), percent(share)] for gpus, share in weak_scaling().items()],
+        0,
+    )
     missing = left_out()
+    gone = report["out_of_memory"]
+    missed = markdown(
+        ["run", "error"], [[one["point"], percent(one["error"], signed=True)] for one in gone["missed"]], 1
+    )
     rows = markdown(
         ["source", "reason", "rows"], [[one["source"], one["reason"], str(one["rows"])] for one in missing], 2
     )
@@ -78,12 +88,12 @@ several GPUs: everything below is other people's figures. Errors are predicted /
 
 What these figures do not say. Almost all runs are FSDP **version 1** of 2023 and 2024; of what the planner emits today
 there are {_count(report, "torchtitan")} configurations under FSDP2 (torchtitan), {_count(report, "xtuner")} under
-ZeRO-3 (xtuner) and {_count(report, "ml_engineering")} under ZeRO-2 or ZeRO-3 with the optimizer on the host (ml_engineering),
-and no tensor- or pipeline-parallel run that a setup can say. Most runs hide their communication, so they test the
-compute model more than the links. The structure was chosen with these points in view (an overlap constant for FSDP 1 of
-its own, its units per adapter); held out means only that the constants were fitted without the source. The compute
-constants were themselves fitted on llm_foundry's runs on eight GPUs and fsdp_qlora's DDP runs, as if those had no
-communication.
+ZeRO-3 (xtuner) and {_count(report, "ml_engineering")} under ZeRO-2 or offloaded ZeRO-3 (ml_engineering).
+No pipeline-parallel run can be said as a setup; tensor parallelism is compared as a ratio only (below). Most runs hide
+their communication, so they test the compute model more than the links. The structure was chosen with these points in
+view (an overlap constant for FSDP 1 of its own, its units per adapter); held out means only that the constants were
+fitted without the source. The compute constants were themselves fitted on llm_foundry's runs on eight GPUs and
+fsdp_qlora's DDP runs, as if those had no communication.
 
 ## Throughput
 
@@ -113,6 +123,13 @@ tokens/s are per GPU: HF's counter counts one process, global figures were divid
 - RTX 6000 Ada: no run on that card was ever fitted; its share of peak is its family's, and the 300 W card is slower.
 - MPT-30b with one sequence of 8,192 tokens fills an 80 GB card to the brim: allocator retries are not predicted.
 - LoRA and QLoRA of small micro-batches on two GPUs: every adapter matrix was a unit of its own under FSDP 1.
+
+### Tensor parallelism
+
+Share of linear weak scaling on V100s, Megatron-LM's table against ours (`benchmarks/multi_gpu_scaling.py`; the shapes
+differ a little, and only the ratio is comparable).
+
+{scaling}
 
 ### Shown apart
 
@@ -147,6 +164,16 @@ states of eight blocks; 2 under FSDP2); Llama-2-70B in QLoRA with 4 x 4,096 toke
   shard nothing, are as far off as its FSDP runs.
 - Mixtral: transformers 4 ran experts one by one and freed between them; the formula is for the grouped experts of 5.
 
+### Runs that went out of memory
+
+{gone["n"]} configurations; {gone["predicted"]} are predicted to need more than the card has
+({gone["predicted_as_fsdp2"]} without what FSDP 1 keeps). Missed, with the predicted peak against the card:
+
+{missed}
+
+The same setup ran at 67 to 68 GiB allocated under other versions, so cached but unusable memory decided; nothing had
+set `expandable_segments`.
+
 ### Shown apart
 
 Liger's kernels keep other activations than the formula's (ZeRO-3 runs), and `device_map` under ms-swift 1.x cut the
@@ -156,7 +183,8 @@ model by size with lengths that vary.
 
 ## Constants
 
-Stated before any point was seen, and in use (`spread` in `planner/data/calibration.json`). 90 % of the held-out errors
+Stated before any point was seen (`overlap_cost_fsdp_1` after a look at them), and in use (`spread` in
+`planner/data/calibration.json`). 90 % of the held-out errors
 lie within x or / {1 + report["band"]:.2f}: the band of a prediction for several GPUs. `cpu_adam_bytes_per_s` is what a
 node's CPUs move in an optimizer step; the stated value is ZeRO-Offload's (10B parameters in 2.6 s).
 

@@ -311,23 +311,28 @@ def one(row: Row) -> dict[str, Any]:
     mapper = SOURCES.get(row["source_group"])
     if mapper is None:
         raise Unusable(WHY_NO_SOURCE.get(row["source_group"], "no mapping"))
-    if row["status"] != "ok":
-        raise Unusable("out of memory: no figure")
+    if row["status"] not in ("ok", "oom", "oom_inferred"):
+        raise Unusable("failed")
+    if row["status"] != "ok" and not row.get("micro_batch_size"):
+        raise Unusable("out of memory, micro-batch not stated")
     if "GPTQ" in row["model_id"] or row["method"] == "gptq-lora":
         raise Unusable("GPTQ base")
+    mapped = mapper(row)
     gpu = GPUS.get(row["gpu_name"]) or single.GPUS.get(row.get("gpu_key", ""))
     if gpu is None:
         raise Unusable("card not in the table")
-    mapped = mapper(row)
     speed = mapped.tokens_per_s or row.get("tokens_per_s_per_gpu")
     memory = mapped.memory
     if memory is None and row.get("peak_mem_GiB") and row.get("mem_metric_class") in METRICS:
         memory = (METRICS[row["mem_metric_class"]], row["peak_mem_GiB"] * GIB)
     if mapped.no_memory:
         memory = None
-    if mapped.no_speed:
+    if mapped.no_speed or row["status"] != "ok":
         speed = None
-    if speed is None and memory is None:
+    oom = row["status"] != "ok"
+    if oom and mapped.no_memory:
+        raise Unusable(f"out of memory; {mapped.no_memory}")
+    if speed is None and memory is None and not oom:
         raise Unusable(mapped.no_memory or mapped.no_speed or "no comparable figure")
     mapped.setup["num_gpus"] = int(row["n_gpus"])
     speed_seq = mapped.setup.pop("speed_seq_len_tokens", None)
@@ -340,6 +345,7 @@ def one(row: Row) -> dict[str, Any]:
         "loose_speed": mapped.loose_speed,
         "loose_memory": mapped.loose_memory,
         "variant": row.get("variant"), "tokens_per_s": speed, "memory": memory, "no_memory": mapped.no_memory,
+        "oom": oom,
     }  # fmt: skip
 
 
@@ -382,7 +388,9 @@ def main() -> None:
         except Unusable as reason:
             left_out[row["source_group"], str(reason)] += 1
             continue
-        points[point["source"], point["id"], json.dumps(point["setup"], sort_keys=True)].append(point)
+        points[point["source"], point["id"], str(point["oom"]), json.dumps(point["setup"], sort_keys=True)].append(
+            point
+        )
     lines = []
     for number, rows in enumerate(points.values()):
         point = merged(rows)

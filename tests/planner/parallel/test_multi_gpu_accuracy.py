@@ -9,9 +9,10 @@ from statistics import median
 
 import pytest
 
-from benchmarks.multi_gpu_accuracy import memory_errors, percentile
+from benchmarks.multi_gpu_accuracy import memory_errors, out_of_memory, percentile
 from benchmarks.multi_gpu_fit import log_error
 from benchmarks.multi_gpu_points import left_out, load_points
+from benchmarks.multi_gpu_scaling import PUBLISHED, weak_scaling
 from planner.throughput.calibration import DATA_FILE, load_calibration
 
 POINTS = load_points()
@@ -80,6 +81,12 @@ def test_sharded_full_training_memory_is_nearly_exact() -> None:
     assert max(size(errors)) <= 0.03
 
 
+def test_runs_that_went_out_of_memory_are_mostly_foreseen() -> None:
+    gone = out_of_memory(POINTS)
+    assert len(gone) >= 30
+    assert sum(one.error > 0.0 for one in gone) >= 0.75 * len(gone)
+
+
 def test_fsdp_1_keeps_inputs_of_frozen_layers() -> None:
     """Adding them explains LoRA and QLoRA of dense models: what was 14 to 31 % too low is within a few percent."""
     dense = [
@@ -88,6 +95,12 @@ def test_fsdp_1_keeps_inputs_of_frozen_layers() -> None:
     assert len(dense) >= 10
     assert median(size([one.error for one in dense])) <= 0.04
     assert median(size([one.other for one in dense])) >= 0.15
+
+
+def test_tensor_parallelism_scales_as_megatron_measured() -> None:
+    predicted = weak_scaling()
+    assert set(predicted) == set(PUBLISHED)
+    assert all(abs(predicted[gpus] - PUBLISHED[gpus]) <= 0.08 for gpus in PUBLISHED)
 
 
 def test_the_band_of_several_gpus_is_at_least_that_of_one() -> None:
