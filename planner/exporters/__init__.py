@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from planner.exporters import accelerate, axolotl, deepspeed, hf, llamafactory, trl, unsloth
+from planner.exporters import accelerate, axolotl, deepspeed, hf, llamafactory, torchtitan, trl, unsloth
 from planner.exporters.types import (
     PLACEHOLDER_DATASET,
     DatasetChoice,
@@ -21,6 +21,7 @@ EXPORTERS: Mapping[str, Exporter] = {
     unsloth.TARGET: unsloth.export,
     accelerate.TARGET: accelerate.export,
     deepspeed.TARGET: deepspeed.export,
+    torchtitan.TARGET: torchtitan.export,
 }
 """Target name -> exporter."""
 

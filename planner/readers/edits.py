@@ -21,6 +21,7 @@ EDITABLE = {
     "unsloth-script": ("micro_batch_seqs", "accumulation_steps", "optimizer"),
     "deepspeed": ("micro_batch_seqs", "accumulation_steps"),
     "accelerate": (),
+    "torchtitan": (),
 }  # fmt: skip
 """format -> fields that can be changed in place there."""
 
@@ -38,6 +39,10 @@ RUNNABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("unsloth", "attention"): (),
     ("unsloth-script", "attention"): (),
     ("unsloth", "optimizer"): (),
+    ("torchtitan", "method"): (),
+    ("torchtitan", "loss"): (),
+    ("torchtitan", "attention"): (),
+    ("torchtitan", "optimizer"): ("adamw", "adamw-fused"),
 }
 """(format, field) -> values that the tool can run at all; fields not named here: all."""
 

@@ -103,6 +103,26 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
     return _mapping(value, name)
 
 
+def parse_toml(text: str, name: str) -> dict[str, Any]:
+    """A TOML document as plain values.
+
+    Raises:
+        ConfigError: not TOML, or nested too deep.
+    """
+    import tomllib
+
+    depth = 0
+    for character in text:
+        depth += (character in "[{") - (character in "]}")
+        if depth > MAX_BRACKETS:
+            raise ConfigError(f"{name} is nested too deep")
+    try:
+        value = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{name} is not valid TOML: {_reason(error)}") from error
+    return _mapping(value, name)
+
+
 def _mapping(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(

@@ -6,13 +6,13 @@ from typing import Any
 
 from planner.errors import ConfigError
 from planner.models.spec import ModelSpec
-from planner.readers import axolotl, launchers, llamafactory, llamafactory_v1, script, trl, unsloth
-from planner.readers.loading import parse_json, parse_yaml, read_bounded
+from planner.readers import axolotl, launchers, llamafactory, llamafactory_v1, script, torchtitan, trl, unsloth
+from planner.readers.loading import parse_json, parse_toml, parse_yaml, read_bounded
 from planner.readers.sharding import Sharding
 from planner.readers.types import ReadConfig
 from planner.setup import TrainSetup
 
-FORMATS = ("trl", "axolotl", "llamafactory", "unsloth", "accelerate", "deepspeed", "hf-script")
+FORMATS = ("trl", "axolotl", "llamafactory", "unsloth", "accelerate", "deepspeed", "torchtitan", "hf-script")
 READERS = {
     trl.FORMAT: trl.read,
     axolotl.FORMAT: axolotl.read,
@@ -83,6 +83,8 @@ def read_text(
         )
     if name.endswith(".py"):
         return script.read(text, name, model, sharding=sharding)
+    if name.endswith(".toml"):
+        return torchtitan.read(parse_toml(text, name), name, model, sharding=sharding)
     duplicates: tuple[str, ...] = ()
     if name.endswith(".json"):
         values = parse_json(text, name)
@@ -118,8 +120,8 @@ def read_config(
     Raises:
         ConfigError: the file cannot be read or makes no sense; nothing in it is ever executed.
     """
-    if path.suffix not in (".yaml", ".yml", ".json", ".py"):
-        raise ConfigError(f"{path.name}: a config ends in .yaml, .yml, .json or .py", hint="rename it")
+    if path.suffix not in (".yaml", ".yml", ".json", ".toml", ".py"):
+        raise ConfigError(f"{path.name}: a config ends in .yaml, .yml, .json, .toml or .py", hint="rename it")
     text = read_bounded(path)
     roots = (path.parent, path.parent.parent, Path())
     return read_text(

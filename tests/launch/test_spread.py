@@ -1,8 +1,8 @@
 """Emitted files for several GPUs train a tiny model on two CPU processes (gloo), step by step like one process does.
 
 The same global batch: two processes with one micro-batch each against one process that accumulates two. The data
-order is the seed's. What differs is the order of fp32 sums: 7 digits over a few thousand terms, through three optimizer
-steps; `TOLERANCE` is 50 times the largest difference seen (2e-7).
+order is the seed's. What differs is the order of fp32 sums. Seen: 2e-7 in losses and gradient norms, 8e-6 in weights,
+where Adam divides tiny gradients by their own size; the tolerances are 50 and 100 times that.
 """
 
 import json
@@ -19,7 +19,9 @@ from tests.launch.conftest import Run, furnish, run_launch, write_launch
 from tests.launch.test_hf import said
 
 TOLERANCE = 1e-5
-"""Relative, of every step's loss and gradient norm, and of the largest weight."""
+"""Relative, of every step's loss and gradient norm."""
+WEIGHT_TOLERANCE = 1e-3
+"""Of the largest element of each saved tensor."""
 STEPS = 4
 SHIM = Path(__file__).parent / "shard_on_cpu"
 FULL = TrainSetup(
@@ -87,7 +89,7 @@ def same_weights(folder: Path, reference: Path) -> None:
     weights, expected = load_file(folder / name), load_file(reference / name)
     assert set(weights) == set(expected)
     for key, tensor in expected.items():
-        assert (weights[key] - tensor).abs().max() <= TOLERANCE * tensor.abs().max(), key
+        assert (weights[key] - tensor).abs().max() <= WEIGHT_TOLERANCE * tensor.abs().max(), key
 
 
 def shards(place: Path) -> list[dict[str, int]]:

@@ -50,6 +50,7 @@ def _all_values() -> Iterator[TrainSetup]:
 
 METHODS: tuple[dict[str, Any], ...] = (
     {"method": "full", "lora_rank": 0, "precision": "bf16-mixed"},
+    {"method": "full", "lora_rank": 0, "precision": "bf16-pure", "optimizer": "adamw", "packing": True},
     {"method": "lora", "lora_targets": "attention", "checkpointing": 0},
     {"method": "qlora", "quantization": "nf4", "checkpointing": 2, "loss": "chunked"},
 )
@@ -82,7 +83,7 @@ SPREADS: tuple[dict[str, Any], ...] = (
 
 
 def spread_setups() -> list[TrainSetup]:
-    """Every way of spreading times full, LoRA and QLoRA."""
+    """Every way of spreading times full (twice), LoRA and QLoRA."""
     batch = {"micro_batch_seqs": 2, "accumulation_steps": 2}
     return [TrainSetup(**{**batch, **method, **spread}) for method, spread in product(METHODS, SPREADS)]
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.errors import ConfigError, PlannerError
-from planner.readers import read_config, read_text
+from planner.readers import Sharding, read_config, read_text
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
@@ -152,3 +152,44 @@ def test_any_mapping_is_read_or_refused_with_a_reason(values: dict[str, object],
     except PlannerError:
         return  # refused with a reason
     assert found.setup.micro_batch_seqs >= 1
+
+
+TOML = {
+    "not toml": ("[training\n", "not valid TOML"),
+    "deep": ("a = " + "[" * 5000 + "]" * 5000 + "\n", "nested too deep"),
+    "unknown table": ("[trainin]\nseq_len = 1\n", "no setting 'trainin'"),
+    "unknown key": ("[training]\nseq_length = 1\n", "no setting 'seq_length'"),
+    "wrong type": ("[training]\nseq_len = [1]\n", "must be a whole number"),
+    "a value for a table": ("training = 3\n", "must be a block"),
+    "no gpus": ("[parallelism]\ndata_parallel_shard_degree = 0\n", "do not divide"),
+    "degrees": (
+        "[parallelism]\ndata_parallel_shard_degree = 1\n"
+        "tensor_parallel_degree = 2\n[training]\nenable_cpu_offload = true\nglobal_batch_size = -7\ndtype = 'float16'\n",
+        "float32 or bfloat16",
+    ),
+}
+SPREADS = {
+    "fsdp is a word": ("fsdp_config: yes\nfsdp_version: 2", "block of settings"),
+    "half a mesh": ("dp_shard_size: [2]", "whole number"),
+    "more cuts than GPUs": ("tensor_parallel_size: 3", "cannot be cut"),
+    "offload without a file": ("deepspeed: {zero_optimization: {stage: 9}}", "0 to 3"),
+    "a list for zero": ("deepspeed: {zero_optimization: [3]}", "block of settings"),
+}
+
+
+@pytest.mark.parametrize("name", TOML)
+def test_hostile_toml_gets_a_clear_error(name: str, tmp_path: Path) -> None:
+    text, words = TOML[name]
+    file = tmp_path / "config.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_config(file)
+    assert words in caught.value.message, caught.value.message
+
+
+@pytest.mark.parametrize("name", SPREADS)
+def test_spreads_that_make_no_sense_get_a_clear_error(name: str) -> None:
+    lines, words = SPREADS[name]
+    with pytest.raises(ConfigError) as caught:
+        read_text(f"base_model: x\n{lines}\n", "config.yaml", sharding=Sharding(num_gpus=4))
+    assert words in caught.value.message, caught.value.message

@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 
 from planner.exporters import EXPORTERS, Launch, accelerate
+from planner.models import catalogue
 from planner.readers import Sharding, canonical, read_text
 from planner.setup import SPREAD_FIELDS, TrainSetup
 from tests.planner.launch_sweep import request, setups
 
 SETUPS = setups()
-TARGETS = ("trl", "hf", "axolotl", "llamafactory", "unsloth")
+TARGETS = ("trl", "hf", "axolotl", "llamafactory", "unsloth", "torchtitan")
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -19,7 +20,8 @@ def test_reading_back_gives_the_setup_that_runs(target: str, tmp_path: Path) -> 
     read_back = 0
     (tmp_path / "launch" / target).mkdir(parents=True)
     for setup in SETUPS:
-        launch = EXPORTERS[target](request(setup))
+        model = catalogue.load("Qwen/Qwen3-8B") if target == "torchtitan" else None
+        launch = EXPORTERS[target](request(setup, model=model))
         if launch.refused:
             continue
         for file in launch.files:
@@ -36,7 +38,7 @@ def test_reading_back_gives_the_setup_that_runs(target: str, tmp_path: Path) -> 
         assert back.model_id == "Qwen/Qwen2.5-1.5B"
         assert not back.approximations, back.approximations
         read_back += 1
-    assert read_back >= {"unsloth": 40}.get(target, 150)
+    assert read_back >= {"unsloth": 40, "torchtitan": 30}.get(target, 150)
 
 
 def test_accelerate_and_deepspeed_files_read_back_over_their_base(tmp_path: Path) -> None:

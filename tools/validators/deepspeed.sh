@@ -11,4 +11,5 @@ if [ ! -e "$VENV/ready" ]; then
 fi
 export DS_ACCELERATOR=cpu
 "$VENV/bin/python" tools/validators/snapshot.py deepspeed
+"$VENV/bin/python" tools/validators/validate.py accelerate # its DeepSpeed plugin needs DeepSpeed beside it
 exec "$VENV/bin/python" tools/validators/validate.py deepspeed "$@"

@@ -67,6 +67,19 @@ def deepspeed() -> tuple[str, list[str]]:
     return version("deepspeed"), sorted({*fields, *(str(one.alias) for one in fields.values() if one.alias)})
 
 
+def torchtitan() -> tuple[str, list[str]]:
+    """Settings as "table.key"."""
+    from dataclasses import fields
+
+    import stand_ins
+
+    stand_ins.install()
+    from torchtitan.config import JobConfig
+
+    tables = {table.name: table.default_factory() for table in fields(JobConfig)}
+    return version("torchtitan"), [f"{name}.{one.name}" for name, table in tables.items() for one in fields(table)]
+
+
 def unsloth() -> tuple[str, list[str]]:
     """Parameters of the calls in an Unsloth script, read as text from an unpacked wheel: importing needs a GPU."""
     folder = Path(sys.argv[2])

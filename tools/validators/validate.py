@@ -15,9 +15,11 @@ import yaml
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "planner"))
 
+import stand_ins  # noqa: E402
 from launch_sweep import request, setups  # noqa: E402
 
 from planner.exporters import EXPORTERS, Launch  # noqa: E402
+from planner.models import catalogue  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
 
 Check = Callable[[Launch, TrainSetup, Path], None]
@@ -46,6 +48,15 @@ def axolotl() -> Check:
         assert read.micro_batch_size == setup.micro_batch_seqs
         assert read.gradient_accumulation_steps == setup.accumulation_steps
         assert read.sequence_len == setup.seq_len_tokens
+        assert (read.tensor_parallel_size or 1) == setup.tensor_degree
+        if setup.parallel == "fsdp2":
+            assert read.fsdp_version == 2
+            assert read.fsdp_config.reshard_after_forward == setup.reshard_after_forward
+            assert bool(read.fsdp_config.offload_params) == (setup.offload == "parameters")
+            if setup.shard_degree not in (0, setup.data_degree):
+                assert (read.dp_shard_size, read.dp_replicate_size) == (
+                    setup.shard_degree, setup.data_degree // setup.shard_degree,
+                )  # fmt: skip
         assert bool(read.sample_packing) == setup.packing
         assert (read.lora_r or 0) == setup.lora_rank
         assert bool(read.load_in_4bit) == setup.quantization.startswith("nf4")
@@ -81,6 +92,146 @@ def llamafactory() -> Check:
         dtype = str(model.compute_dtype or model.infer_dtype).removeprefix("torch.")
         assert dtype == {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[runs.compute_dtype], dtype
 
+    return inside(check)
+
+
+def deepspeed() -> Check:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    def check(launch: Launch, setup: TrainSetup, folder: Path) -> None:
+        values = json.loads(file_of(launch, folder).read_text())
+        os.environ["WORLD_SIZE"] = str(setup.num_gpus)
+        replicas = values["train_batch_size"] // (setup.micro_batch_seqs * setup.accumulation_steps)
+        assert replicas == setup.num_gpus
+        read = DeepSpeedConfig({**values, "train_batch_size": values["train_batch_size"] // replicas})  # one process
+        assert read.train_micro_batch_size_per_gpu == setup.micro_batch_seqs
+        assert read.gradient_accumulation_steps == setup.accumulation_steps
+        zero = read.zero_config
+        assert zero.stage == int(setup.parallel[-1])
+        assert read.bfloat16_config.enabled == (setup.compute_dtype == "bf16")
+        assert read.float16_config.enabled == (setup.compute_dtype == "fp16")
+        assert zero.overlap_comm == (zero.stage == 3)
+        assert zero.reduce_bucket_size == 500_000_000
+        blocks = (zero.offload_optimizer, zero.offload_param)
+        offloads = [block is not None and block.device == "cpu" for block in blocks]
+        assert offloads == [setup.offload != "none", setup.offload == "parameters"]
+
+    return check
+
+
+def accelerate() -> Check:
+    """Accelerate's launcher and its DeepSpeed plugin on the emitted pair of files, then the Trainer's comparison of
+    DeepSpeed's settings with its own."""
+    import transformers.training_args as arguments
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils import DeepSpeedPlugin
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env
+    from transformers import TrainingArguments
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    arguments.is_torch_bf16_gpu_available = lambda: True
+
+    def check(launch: Launch, setup: TrainSetup, folder: Path) -> None:
+        if not setup.parallel.startswith("zero"):
+            raise NotForThis
+        args = launch_command_parser().parse_args(["--config_file", f"launch/{launch.files[0].path}", "script.py"])
+        args, defaults, from_config = _validate_launch_command(args)
+        assert args.use_deepspeed
+        fields = [*defaults.deepspeed_config, *(["mixed_precision"] if from_config else [])]
+        args.deepspeed_fields_from_accelerate_config = ",".join(fields)
+        args.main_process_port = 0
+        before = dict(os.environ)
+        try:
+            os.environ.update(prepare_deepspeed_cmd_env(args)[1])
+            plugin = DeepSpeedPlugin()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        assert plugin.zero_stage == int(setup.parallel[-1])
+        assert plugin.gradient_accumulation_steps == setup.accumulation_steps
+        assert plugin.offload_optimizer_device == ("none" if setup.offload == "none" else "cpu")
+        assert plugin.offload_param_device == ("cpu" if setup.offload == "parameters" else "none")
+        autocast = launch.runs_as(setup).autocast_dtype
+        trainer = TrainingArguments(
+            output_dir=str(folder / "out"),
+            per_device_train_batch_size=setup.micro_batch_seqs,
+            gradient_accumulation_steps=setup.accumulation_steps,
+            bf16=autocast == "bf16",
+            fp16=autocast == "fp16",
+        )
+        config = dict(plugin.hf_ds_config.config)
+        config["train_batch_size"] //= setup.num_gpus  # one process here
+        compared = HfTrainerDeepSpeedConfig(config)
+        compared.trainer_config_process(trainer)
+        assert not compared.mismatches, compared.mismatches
+
+    return inside(check)
+
+
+def torchtitan() -> Check:
+    """torchtitan's parser, its check of the degrees against the number of GPUs, and its cut into pipeline stages."""
+    stand_ins.install()
+    from torchtitan.config import ConfigManager
+    from torchtitan.distributed.parallel_dims import ParallelDims
+    from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
+    from torchtitan.models.qwen3 import qwen3_args
+
+    def check(launch: Launch, setup: TrainSetup, folder: Path) -> None:
+        read = ConfigManager().parse_args(["--job.config_file", str(file_of(launch, folder))])
+        way = read.parallelism
+        dims = ParallelDims(
+            dp_replicate=way.data_parallel_replicate_degree,
+            dp_shard=way.data_parallel_shard_degree,
+            cp=way.context_parallel_degree,
+            tp=way.tensor_parallel_degree,
+            pp=way.pipeline_parallel_degree,
+            ep=way.expert_parallel_degree,
+            etp=way.expert_tensor_parallel_degree,
+            world_size=setup.num_gpus,
+        )
+        assert (dims.tp, dims.pp) == (setup.tensor_degree, setup.pipeline_degree)
+        assert dims.dp_replicate * dims.dp_shard == setup.data_degree
+        assert dims.dp_shard == setup.shards
+        steps = read.training.global_batch_size / (read.training.local_batch_size * setup.data_degree)
+        if setup.pipeline_degree > 1:
+            assert steps == 1
+            in_flight = read.training.local_batch_size / way.pipeline_parallel_microbatch_size
+            assert in_flight == setup.accumulation_steps
+            model = qwen3_args[read.model.flavor]
+            stages = generate_llm_fqn_per_model_part(
+                dims.pp,
+                model.n_layers,
+                way.pipeline_parallel_first_stage_less_layers,
+                way.pipeline_parallel_last_stage_less_layers,
+            )
+            layers = [sum(name.startswith("layers.") for name in stage) for stage in stages]
+            assert max(layers) - min(layers) <= 1, layers
+        else:
+            assert steps == setup.accumulation_steps
+            assert read.training.local_batch_size == setup.micro_batch_seqs
+        assert read.training.seq_len == setup.seq_len_tokens
+        assert read.training.enable_cpu_offload == (setup.offload == "parameters")
+        assert read.compile.enable == setup.compile
+
+    return check
+
+
+TOOLS = {
+    "axolotl": axolotl,
+    "llamafactory": llamafactory,
+    "deepspeed": deepspeed,
+    "accelerate": accelerate,
+    "torchtitan": torchtitan,
+}
+
+
+class NotForThis(Exception):
+    """A file that this tool has nothing to say about."""
+
+
+def inside(check: Check) -> Check:
+    """`check` in the folder from which the launch command runs."""
+
     def guarded(launch: Launch, setup: TrainSetup, folder: Path) -> None:
         here = Path.cwd()
         os.chdir(folder)
@@ -92,28 +243,13 @@ def llamafactory() -> Check:
     return guarded
 
 
-def deepspeed() -> Check:
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    def check(launch: Launch, setup: TrainSetup, folder: Path) -> None:
-        values = json.loads(file_of(launch, folder).read_text())
-        os.environ["WORLD_SIZE"] = str(setup.num_gpus)
-        whole = dict(values)
-        replicas = whole["train_batch_size"] // (setup.micro_batch_seqs * setup.accumulation_steps)
-        assert replicas == setup.num_gpus
-        whole["train_batch_size"] //= setup.num_gpus  # one process here
-        read = DeepSpeedConfig(whole)
-        assert read.train_micro_batch_size_per_gpu == setup.micro_batch_seqs
-        assert read.zero_optimization_stage == int(setup.parallel[-1])
-
-    return check
-
-
 def main(tool: str) -> int:
-    check = {"axolotl": axolotl, "llamafactory": llamafactory, "deepspeed": deepspeed}[tool]()
+    check = TOOLS[tool]()
+    # torchtitan has its own copies of few models; the other files do not depend on which it is
+    model = catalogue.load("Qwen/Qwen3-8B") if tool == "torchtitan" else None
     accepted, refused_by_us, failures = 0, 0, []
     for setup in setups():
-        launch = EXPORTERS[tool](request(setup))
+        launch = EXPORTERS[tool](request(setup, model=model))
         if launch.refused:
             refused_by_us += 1
             continue
@@ -125,6 +261,8 @@ def main(tool: str) -> int:
             try:
                 check(launch, setup, folder)
                 accepted += 1
+            except NotForThis:
+                continue
             except (Exception, SystemExit) as error:
                 failures.append((setup, f"{type(error).__name__}: {error}"))
     print(f"{tool}: {accepted} accepted, {len(failures)} refused by the tool, {refused_by_us} not expressible")
