@@ -30,7 +30,7 @@ SpreadKey = tuple[Any, ...]
 _TENSOR_DEGREES = (2, 4, 8)
 _PIPELINE_DEGREES = (2, 4, 8, 16)
 _NAMES = {
-    "dp": "DP (one process)",
+    "dp": "DP",
     "ddp": "DDP",
     "zero1": "ZeRO-1",
     "zero2": "ZeRO-2",
@@ -60,7 +60,7 @@ class Spread:
 
     @property
     def name(self) -> str:
-        """For people: "FSDP2, hybrid in groups of 8"."""
+        """For people: "FSDP2 in groups of 8"."""
         return fields_name(self.fields)
 
 
@@ -79,17 +79,17 @@ def fields_name(fields: Mapping[str, Any]) -> str:
     parallel, tensor, stages = (fields.get(name, 1) for name in ("parallel", "tensor_degree", "pipeline_degree"))
     split = [f"tensor {tensor}"] * (tensor > 1)
     if stages > 1:
-        split.append(f"pipeline {stages}" + (" (GPipe)" if fields.get("pipeline_schedule") == "gpipe" else ""))
+        split.append(("GPipe " if fields.get("pipeline_schedule") == "gpipe" else "") + f"pipeline {stages}")
     words = " × ".join(split)
     if parallel in _NAMES:
         words = f"{words} under {_NAMES[parallel]}" if words else _NAMES[parallel]
     if fields.get("shard_degree"):
-        words += f", hybrid in groups of {fields['shard_degree']}"
+        words += f" in groups of {fields['shard_degree']}"
     if not fields.get("reshard_after_forward", True):
-        words += ", weights kept after the forward"
+        words += " keeping gathered weights"
     offload = fields.get("offload", "none")
     if offload != "none":
-        words += f", {'optimizer' if offload == 'optimizer' else 'weights and optimizer'} on the host"
+        words += f" with {'optimizer' if offload == 'optimizer' else 'weights and optimizer'} on the host"
     return words or "one GPU"
 
 

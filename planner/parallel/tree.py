@@ -65,6 +65,12 @@ def spread_answers(
     yield _split(workload, facts, node, chosen)
     yield _offload(workload, facts, node, chosen)
     yield _one_process(workload, chosen)
+    if chosen.setup.parallel == "device-map":
+        yield Answer(
+            question="GPUs that take turns (device map)?",
+            choice="asked for, not recommended",
+            reason="the layers are cut over the GPUs and one works while the others wait: room for one copy, no speed",
+        )
     if workload.num_gpus >= QUANTIZATION_RARELY_FROM:
         yield _quantization(workload, facts, node, chosen)
     mine = known[spread_key(chosen.setup)]
@@ -211,15 +217,21 @@ def _one_process(workload: Workload, chosen: Candidate) -> Answer:
     """DP is explained and not recommended; its bytes where the setup can be put that way."""
     question = "One process for all GPUs (nn.DataParallel, DP)?"
     if chosen.setup.parallel == "dp":
-        return Answer(
-            question=question, choice="asked for", reason="one Python process drives every GPU; DDP is the faster way"
-        )
+        other = candidate(workload, chosen.setup.with_(parallel="ddp"))
+        reason = "one Python process drives every GPU, copies the weights out and gathers outputs on the first"
+        if chosen.tokens_per_s:
+            ratio = other.tokens_per_s / chosen.tokens_per_s
+            need = gib(other.formula.peak_device_bytes)
+            reason += f"; the same under DDP would run at {ratio:.2f} times the speed and need {need}"
+        return Answer(question=question, choice="asked for, not recommended", reason=reason)
     reason = (
         "one Python process would drive every GPU, copy the weights out at every forward and gather all outputs on the "
         "first; DDP has one process per GPU"
     )
     try:
         plain = TrainSetup(**{name: getattr(chosen.setup, name) for name in _ONE_GPU_FIELDS})
+        if chosen.setup.data_degree != workload.num_gpus:  # another number of copies: one sequence each
+            plain = plain.with_(micro_batch_seqs=1, accumulation_steps=1)
         setup = plain.with_(num_gpus=workload.num_gpus, parallel="dp")
     except SetupError:
         return Answer(question=question, choice="no", reason=reason)

@@ -46,8 +46,8 @@ def test_replicated_and_sharded_come_first_and_offloading_last() -> None:
 
 
 def test_hybrid_shard_only_over_several_nodes() -> None:
-    assert not any("hybrid" in name for name in names(job(8)))
-    assert "FSDP2, hybrid in groups of 8" in names(job(16, nodes=2))
+    assert not any("groups" in name for name in names(job(8)))
+    assert "FSDP2 in groups of 8" in names(job(16, nodes=2))
 
 
 def test_tensor_parallelism_stays_within_a_node() -> None:
