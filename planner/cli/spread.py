@@ -54,12 +54,23 @@ def cluster_of(gpu: GpuSpec, gpus: int | None, nodes: int | None, interconnect: 
         UsageError: counts that cannot be meant, an unknown link, or cluster flags with one GPU.
     """
     num = positive("gpus", gpus, maximum=MAX_GPUS) or 1
+    check_vendor(gpu, num)
     if num == 1:
         for name, value in (("nodes", nodes if nodes != 1 else None), ("interconnect", interconnect)):
             if value is not None:
                 raise UsageError(f"--{name} needs more than one GPU", hint="give --gpus 2 or more")
         return None
     return make_cluster(gpu, num, num_nodes=positive("nodes", nodes, maximum=MAX_GPUS), interconnect=interconnect)
+
+
+def check_vendor(gpu: GpuSpec, num_gpus: int) -> None:
+    """Refuses several GPUs where no engine can use them together.
+
+    Raises:
+        UsageError: several Apple GPUs (PyTorch's process groups know no MPS backend).
+    """
+    if num_gpus > 1 and gpu.vendor == "Apple":
+        raise UsageError(f"no engine spreads a job over several {gpu.name}", hint="leave --gpus out")
 
 
 def spread_fields(

@@ -165,6 +165,7 @@ def _options(
             for number in numbers:
                 if number > GPUS_PER_NODE and interconnect is None and card.name.startswith("GeForce"):
                     break  # nobody rents these with a network fit for training
+                spread.check_vendor(card, number)
                 link = interconnect if number > 1 else None
                 cluster = make_cluster(card, number, interconnect=_links(link, number))
                 job = workload(spec, card, cluster=cluster if number > 1 else None, **wish)

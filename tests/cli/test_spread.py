@@ -134,6 +134,33 @@ def test_what_no_engine_runs_says_so_with_a_source(capsys: pytest.CaptureFixture
     assert "bitsandbytes" in capsys.readouterr().err
 
 
+def test_several_apple_gpus_are_no_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["gpt2", "--gpu", "apple-m2-max", "--gpus", "2", *FAST]) == 2
+    assert "no engine" in capsys.readouterr().err
+    arguments = ["which-cluster", "gpt2", "--dataset-tokens", "1000000", "--gpu", "apple-m2-max", "--max-gpus", "2"]
+    assert run([*arguments, "--json"]) == 0
+    assert {one["num_gpus"] for one in json.loads(capsys.readouterr().out)["options"]} == {1}
+
+
+def test_check_names_another_way_of_spreading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Full fine-tuning of 7B under DDP does not fit on 80 GB; sharded it does, and nothing trained changes."""
+    config = tmp_path / "sft.yaml"
+    config.write_text(
+        "model_name_or_path: Qwen/Qwen2.5-7B\nper_device_train_batch_size: 2\nbf16: true\ndtype: float32\n"
+        "max_length: 2048\ngradient_checkpointing: true\n"
+    )
+    assert run(["check", str(config), "--gpu", "a100-80gb", "--gpus", "8", "--no-dry-run", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["setup"]["parallel"] == "ddp"
+    fsdp2 = next(change for change in found["changes"] if change["label"] == "FSDP2")
+    assert fsdp2["verdict"] == "fits"
+    assert not fsdp2["changes_training"]
+    assert fsdp2["saves_bytes"] > 0
+    assert run(["check", str(config), "--gpu", "a100-80gb", "--no-dry-run", "--json"]) in (1, 3)
+    one = json.loads(capsys.readouterr().out)
+    assert not any("FSDP2" in change["label"] for change in one["changes"])
+
+
 def test_search_says_that_it_has_one_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["tune", "gpt2", "--gpu", "t4", "--gpus", "2"]) == 2
     assert "one GPU" in capsys.readouterr().err
