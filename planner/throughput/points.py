@@ -52,6 +52,8 @@ def read_points(lines: Iterable[str], *, find_model: FindModel, find_gpu: FindGp
             if card not in cards:
                 cards[card] = find_gpu(card)
             setup = setup_from_dict(values)
+            if setup.num_gpus > 1:
+                raise _Unusable("several GPUs: these constants are one GPU's, communication would bend them")
         except _Unusable as reason:
             reasons[str(reason)] += 1
             continue
@@ -123,4 +125,4 @@ def _stored(record: Mapping[str, Any]) -> tuple[str, str, Mapping[str, Any], flo
     if step_s <= 0:
         raise _Unusable("a stored measurement with no time")
     bare = Conditions(trainer_overhead=False, gradient_clipping=False)
-    return name, card, setup, tokens / step_s / max(int(setup.get("num_gpus", 1)), 1), "", bare
+    return name, card, setup, tokens / step_s, "", bare

@@ -155,13 +155,15 @@ def test_read_points_takes_both_forms_and_counts_the_rest() -> None:
         "",
         json.dumps({"model": MODELS[0], "gpu": "a100-80gb", "tokens_per_s": -1}),
         json.dumps({"model": MODELS[0], "gpu": "a100-80gb", "tokens_per_s": 5, "lora_rank": -3}),
+        json.dumps({"model": MODELS[0], "gpu": "a100-80gb", "tokens_per_s": 5, "num_gpus": 2, "parallel": "ddp"}),
         json.dumps({"model": MODELS[0], "gpu": "no-such-card", "tokens_per_s": 5}),
         json.dumps({"model": MODELS[0], "gpu": "a100-80gb", "tokens_per_s": 5, "conditions": {"magic": True}}),
     ]
     read = read_points(lines, find_model=spec, find_gpu=find_gpu)
     assert len(read.points) == len(points) + 2
-    assert sum(read.left_out.values()) == 8
+    assert sum(read.left_out.values()) == 9
     assert read.left_out["measured on a CPU"] == 1
+    assert sum("several GPUs" in reason for reason in read.left_out) == 1
     assert read.points[0].tokens_per_s == pytest.approx(points[0].tokens_per_s)
     assert read.points[-1].tokens_per_s == pytest.approx(points[0].tokens_per_s)
     assert not read.points[-1].conditions.trainer_overhead
