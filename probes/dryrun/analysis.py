@@ -56,6 +56,11 @@ SPREAD_GROUPS: dict[str, Group] = {
     "gathered weights": ("workspace", "gathered weights"),
     "all-gather buffer": ("workspace", "all-gather buffer"),
     "reduce-scatter buffer": ("workspace", "reduce-scatter buffer"),
+    "ZeRO reduce bucket": ("gradients", "ZeRO reduce bucket"),
+    "ZeRO bucket copy": ("gradients", "copy of the ZeRO bucket"),
+    "ZeRO gradient partition": ("gradients", "gradient partition"),
+    "ZeRO gradients of the step": ("gradients", "gradients of the step"),
+    "ZeRO large gradient": ("gradients", "gradient larger than the bucket"),
 }
 """What only several GPUs have, by the names that `probes.dryrun.spread` gives it."""
 

@@ -12,10 +12,11 @@ from planner.models.spec import ModelSpec
 from planner.outcome import FailureKind, Prediction, ProbeFailure, Rung
 from planner.setup import TrainSetup
 from probes.dryrun import cache
+from probes.dryrun.followed import why_not_traced
 from probes.dryrun.report import DryRunReport
 from probes.dryrun.startup import collection_paused
 
-VERSION = 6
+VERSION = 7
 """Part of the cache key: raise it whenever a figure can change."""
 DEFAULT_CAPABILITY = (8, 0)
 log = logging.getLogger(__name__)
@@ -153,11 +154,7 @@ def report_for_config(
 def _refusal(setup: TrainSetup) -> str:
     if setup.compile:
         return "torch.compile plans its own buffers, which a dry run cannot see"
-    if setup.num_gpus > 1:
-        from probes.dryrun.spread import why_not_traced  # one GPU never needs it
-
-        return why_not_traced(setup)
-    return ""
+    return why_not_traced(setup) if setup.num_gpus > 1 else ""
 
 
 def _unsupported(message: str) -> ProbeFailure:

@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from planner.memory.types import PHASES, MemoryTerm
@@ -12,6 +13,7 @@ from planner.units import gib
 from probes.allocator import replay
 from probes.dryrun.analysis import SegmentPeak, curve_of, phase_peaks, timeline
 from probes.dryrun.depths import DepthPlan, plan_depth
+from probes.dryrun.followed import rank_note
 from probes.dryrun.report import DryRunReport
 from probes.dryrun.splice import SpliceError, splice
 from probes.dryrun.startup import load_libraries
@@ -50,13 +52,18 @@ def full_trace(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup, 
     where the layers turn out not to repeat. `world`: the job of which this is one rank."""
     whole = copy.deepcopy(plan.whole) if plan.block is not None else plan.config
     trace = trace_run(plan.config, setup, capability=capability, num_layers=plan.depth, world=world)
-    if plan.block is None:
+    block = plan.block
+    if block is not None:
+        try:
+            trace = splice(trace, block, setup) if world is None else world.splice(trace, block, setup)
+        except SpliceError as error:
+            log.debug("full depth instead: %s", error)
+            trace = trace_run(whole, setup, capability=capability, num_layers=plan.full, world=world)
+            block = None
+    if world is None:
         return trace
-    try:
-        return splice(trace, plan.block, setup) if world is None else world.splice(trace, plan.block, setup)
-    except SpliceError as error:
-        log.debug("full depth instead: %s", error)
-        return trace_run(whole, setup, capability=capability, num_layers=plan.full, world=world)
+    trace = world.finish(trace, block)
+    return replace(trace, notes=(*trace.notes, rank_note(setup)))
 
 
 def _report(plan: DepthPlan, trace: Trace, expandable_segments: bool, limit_bytes: int | None) -> DryRunReport:

@@ -17,9 +17,11 @@ from torch.utils._pytree import tree_map_only
 from planner.setup import TrainSetup
 from probes.allocator.events import Alloc, Event, Free, Phase
 from probes.dryrun.fakeworld import fake_world
+from probes.dryrun.followed import why_not_traced
 from probes.dryrun.splice import Block, splice
 from probes.dryrun.trace import Trace, Trainable, World, load
 from probes.dryrun.tracker import Origin, Tracker, local
+from probes.dryrun.zero import ZeroWorld
 from probes.stack.spread import Spread, data_mesh, spread_model
 
 BUCKETS = "DDP buckets"
@@ -33,10 +35,12 @@ class SpreadTracker(Tracker):
     unsharded parameter again and again)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        from torch.distributed._functional_collectives import AsyncCollectiveTensor
         from torch.distributed.tensor import DTensor
 
         super().__init__(*args, **kwargs)
         self.label = ""
+        self._wrappers = (DTensor, AsyncCollectiveTensor)
         self.subclasses = frozenset({DTensor})  # their operators come again as those of the local tensors
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,7 +53,9 @@ class SpreadTracker(Tracker):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def track(self, tensor: torch.Tensor, op: str) -> int | None:
-        """As `Tracker.track`, under the present label."""
+        """As `Tracker.track`, under the present label; a wrapper has no memory of its own."""
+        if isinstance(tensor, self._wrappers):
+            return None
         return super().track(tensor, self.label or op)
 
     @contextmanager
@@ -154,14 +160,14 @@ def fake_job(setup: TrainSetup) -> Iterator[World]:
     if refusal:
         raise ValueError(refusal)
     with fake_world(setup.num_gpus):
-        yield FsdpWorld(setup) if setup.parallel == "fsdp2" else DdpWorld()
+        yield world_of(setup)
 
 
-def why_not_traced(setup: TrainSetup) -> str:
-    """Why no dry run follows this way to spread a job, "" where one does."""
-    if setup.parallel not in ("ddp", "fsdp2"):
-        return f"no dry run follows parallel {setup.parallel!r}"
-    return ""
+def world_of(setup: TrainSetup) -> World:
+    """What follows a rank of the job of `setup`, whose default process group exists."""
+    if setup.parallel in ("zero1", "zero2"):
+        return ZeroWorld(setup)
+    return FsdpWorld(setup) if setup.parallel == "fsdp2" else DdpWorld()
 
 
 class FsdpWorld:
@@ -190,6 +196,10 @@ class FsdpWorld:
     def splice(self, trace: Trace, block: Block, setup: TrainSetup) -> Trace:
         """See `probes.dryrun.trace.World`."""
         return splice(trace, block, setup, self)
+
+    def finish(self, trace: Trace, block: Block | None) -> Trace:
+        """See `probes.dryrun.trace.World`."""
+        return trace
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -267,6 +277,10 @@ class DdpWorld:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def finish(self, trace: Trace, block: Block | None) -> Trace:
+        """See `probes.dryrun.trace.World`."""
+        return trace
 
     def _ready(self, name: str, parameter: torch.Tensor) -> None:
         if name not in self._order:

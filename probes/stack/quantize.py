@@ -190,6 +190,8 @@ def quantized_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     if weight is None:
         return []
     state = getattr(weight, "quant_state", None)
+    if state is None:  # a weight that FSDP2 cut is another object; the module keeps the statistics
+        state = getattr(module, "quant_state", None)
     found: list[tuple[str, torch.Tensor]] = []
     if state is not None:
         found = [("absmax", state.absmax), ("code", state.code)]

@@ -34,11 +34,13 @@ class Spread:
             wrap the forward of a model that it prepares for FSDP2 (`Accelerator._prepare_fsdp2`).
         no_sync: entered around every micro-batch before the last, as `transformers.Trainer` does under DDP
             (`Accelerator.no_sync`). FSDP2 reduces every micro-batch (`sync_each_batch`).
+        before_step: called after the last backward.
     """
 
     module: Any
     autocast: bool = True
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
+    before_step: Callable[[], None] | None = None
 
 
 def spread_model(model: Any, setup: TrainSetup, *, device: torch.device) -> Spread:

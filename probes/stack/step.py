@@ -37,6 +37,7 @@ class Trainer:
     device_type: str
     no_sync: Callable[[], Any] = nullcontext
     """Entered around every micro-batch before the last."""
+    before_step: Callable[[], None] | None = None
 
 
 def inner_model(model: Any) -> Any:
@@ -74,6 +75,7 @@ def make_trainer(model: Any, setup: TrainSetup, optimizer: Any, spread: Any = No
         scaler=make_scaler(setup, device_type),
         device_type=device_type,
         no_sync=nullcontext if spread is None else spread.no_sync,
+        before_step=None if spread is None else spread.before_step,
     )
 
 
@@ -138,6 +140,8 @@ def train_step(trainer: Trainer, batches: list[Batch], mark: Mark | None = None)
             tell("forward", None)
             with trainer.no_sync() if index < len(batches) - 1 else nullcontext():
                 loss = _micro_batch(trainer, batch, len(batches), tell)
+    if trainer.before_step is not None:
+        trainer.before_step()
     tell("step", None)
     optimizer_phase(trainer.model, trainer.optimizer, trainer.scaler, trainer.device_type)
     assert loss is not None, f"no micro-batch for {setup}"
