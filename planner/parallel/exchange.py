@@ -174,8 +174,14 @@ def tensor_s(part: ModelSpec, setup: TrainSetup, collectives: Collectives, seqs:
 
 
 def hand_over_s(setup: TrainSetup, hidden_size: int, collectives: Collectives, seqs: int) -> float:
-    """Seconds to pass one micro-batch's hidden states to the next stage or GPU (and its gradient back)."""
+    """Seconds to pass one micro-batch's hidden states to the next stage or GPU (and its gradient back).
+
+    Stages are the outermost dimension: over several nodes at least one hand-over crosses the network, and the slowest
+    one sets the pace; all ranks of the stage in a node send at the same time.
+    """
     cluster = collectives.cluster
     stride = 1 if setup.parallel == "device-map" else setup.num_gpus // setup.pipeline_degree
+    nodes = 2 if cluster.num_nodes > 1 else 1
+    pair = Group(size=2, per_node=2 // nodes, sharing=min(stride, cluster.gpus_per_node))
     size = SIZE_BYTES[flow_of(wire_setup(setup)).residual]
-    return collectives.send_s(seqs * setup.seq_len_tokens * hidden_size * size, group_of(cluster, 2, stride))
+    return collectives.send_s(seqs * setup.seq_len_tokens * hidden_size * size, pair)

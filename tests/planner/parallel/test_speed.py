@@ -221,3 +221,12 @@ def test_communication_is_mentioned_as_missing_only_on_one_gpus_path() -> None:
     answer = spread_step_time(model(), A100, setup("ddp"), make_cluster(A100, 8))
     assert not any("not counted" in note for note in answer.notes)
     assert any("Communication" in note for note in step_time(model(), A100, setup("ddp")).notes)
+
+
+def test_a_pipeline_over_nodes_hands_over_through_the_network() -> None:
+    made = setup("ddp", 16, pipeline_degree=4, accumulation_steps=8, micro_batch_seqs=4)
+    fast = make_cluster(A100, 16, interconnect="ib-3200")
+    slow = make_cluster(A100, 16, interconnect="ethernet-10")
+    one_node = make_cluster(A100, 16, num_nodes=1)
+    assert seconds(made, slow) > 1.1 * seconds(made, fast)
+    assert seconds(made, fast) >= seconds(made, one_node)
