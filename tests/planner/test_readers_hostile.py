@@ -164,7 +164,7 @@ TOML = {
     "no gpus": ("[parallelism]\ndata_parallel_shard_degree = 0\n", "do not divide"),
     "degrees": (
         "[parallelism]\ndata_parallel_shard_degree = 1\n"
-        "tensor_parallel_degree = 2\n[training]\nenable_cpu_offload = true\nglobal_batch_size = -7\ndtype = 'float16'\n",
+        "tensor_parallel_degree = 2\n[training]\nglobal_batch_size = -7\ndtype = 'float16'\n",
         "float32 or bfloat16",
     ),
 }

@@ -1,0 +1,115 @@
+"""Configs that people write for several GPUs, read into the fields of a spread."""
+
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from planner.readers import ReadConfig, Sharding, read_text
+from planner.setup import TrainSetup
+
+BASE = TrainSetup(method="full", lora_rank=0, precision="bf16-autocast")
+AXOLOTL = "base_model: x\nmicro_batch_size: 1\ngradient_accumulation_steps: 2\nsequence_len: 512\nbf16: true\n"
+CASES = {
+    "hybrid shards": (
+        "fsdp_version: 2\ndp_shard_size: 4\ndp_replicate_size: 2\n"
+        "fsdp_config: {reshard_after_forward: false, offload_params: true}\n",
+        {"parallel": "fsdp2", "shard_degree": 4, "reshard_after_forward": False, "offload": "parameters"},
+    ),
+    "tensor parallelism": (
+        "tensor_parallel_size: 4\ndp_shard_size: 2\nfsdp_config: {fsdp_version: 2}\n",
+        {"parallel": "fsdp2", "tensor_degree": 4},
+    ),
+    "tensor parallelism alone": ("tensor_parallel_size: 8\n", {"parallel": "none", "tensor_degree": 8}),
+    "ZeRO-2, optimizer offloaded": (
+        "deepspeed: {zero_optimization: {stage: 2, offload_optimizer: {device: cpu}}}\n",
+        {"parallel": "zero2", "offload": "optimizer"},
+    ),
+    "ZeRO-3, all offloaded": (
+        "deepspeed:\n  zero_optimization: {stage: 3, offload_optimizer: {device: nvme}, offload_param: {device: nvme}}\n",
+        {"parallel": "zero3", "offload": "parameters"},
+    ),
+    "ZeRO-2's parameters stay": (
+        "deepspeed: {zero_optimization: {stage: 2, offload_param: {device: cpu}}}\n",
+        {"parallel": "zero2", "offload": "none"},
+    ),
+}
+ACCELERATE = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+num_machines: 2
+num_processes: 16
+mixed_precision: bf16
+fsdp_config:
+  fsdp_version: 2
+  fsdp_reshard_after_forward: SHARD_GRAD_OP
+  fsdp_offload_params: true
+  fsdp_activation_checkpointing: true
+parallelism_config:
+  parallelism_config_dp_replicate_size: 2
+  parallelism_config_dp_shard_size: 8
+"""
+
+
+def read(text: str, *, num_gpus: int = 8) -> ReadConfig:
+    return read_text(AXOLOTL + text, "config.yaml", sharding=Sharding(num_gpus=num_gpus))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_axolotls_ways_of_spreading(name: str) -> None:
+    text, expected = CASES[name]
+    setup = read(text).setup
+    assert {field: getattr(setup, field) for field in expected} == expected
+    assert setup.num_gpus == 8
+
+
+def test_what_is_only_nearly_counted_is_said() -> None:
+    assert any("NVMe" in one for one in read(CASES["ZeRO-3, all offloaded"][0]).approximations)
+    assert any("only in stage 3" in one for one in read(CASES["ZeRO-2's parameters stay"][0]).assumptions)
+    alone = read(CASES["ZeRO-2, optimizer offloaded"][0], num_gpus=1)
+    assert alone.setup.offload == "none"
+    assert any("one GPU" in one for one in alone.approximations)
+
+
+def test_accelerates_mesh_and_block_are_followed() -> None:
+    setup = read_text(ACCELERATE, "accelerate.yaml", base=BASE).setup
+    assert (setup.num_gpus, setup.parallel, setup.shard_degree) == (16, "fsdp2", 8)
+    assert (setup.reshard_after_forward, setup.offload, setup.checkpointing) == (False, "parameters", 1)
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "multi_gpu", "zero1", "zero2", "zero3"])
+def test_the_configs_that_trl_ships(name: str) -> None:
+    text = files("trl.accelerate_configs").joinpath(f"{name}.yaml").read_text()
+    setup = read_text(text, "accelerate.yaml", base=BASE).setup
+    assert setup.parallel == ("ddp" if name == "multi_gpu" else name)
+    assert setup.num_gpus == 8
+    assert setup.spread == {}
+
+
+def test_accelerate_follows_deepspeeds_own_file(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(
+        '{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"},'
+        ' "offload_optimizer": {"device": "cpu"}}}'
+    )
+    text = "distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config: {deepspeed_config_file: configs/ds.json}\n"
+    setup = read_text(text, "accelerate.yaml", base=BASE, sharding=Sharding(roots=(tmp_path,))).setup
+    assert (setup.num_gpus, setup.parallel, setup.offload) == (4, "zero3", "parameters")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        'distributed_config={"tp_size": 2, "fsdp_size": 4}',
+        "distributed_config=DistributedConfig(tp_size=2, fsdp_size=4)",
+    ],
+)
+def test_scripts_that_shard_while_loading(arguments: str) -> None:
+    text = (
+        "from transformers import *\nfrom transformers.distributed import DistributedConfig\n"
+        f'model = AutoModelForCausalLM.from_pretrained("x", dtype="bfloat16", {arguments})\n'
+        "args = TrainingArguments(per_device_train_batch_size=2, bf16=True)\n"
+    )
+    setup = read_text(text, "train.py", sharding=Sharding(num_gpus=8)).setup
+    assert (setup.parallel, setup.tensor_degree, setup.data_degree) == ("fsdp2", 2, 4)
+    plan = text.replace(arguments, 'tp_plan="auto"')
+    assert read_text(plan, "train.py", sharding=Sharding(num_gpus=8)).setup.tensor_degree == 8
