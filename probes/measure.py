@@ -36,6 +36,7 @@ from probes.stack.shards import fill_shards, shards_first
 from probes.stack.spread import spread_model
 from probes.stack.zero import STAGES as ZERO_STAGES
 from probes.stack.zero import make_zero_trainer, num_trained, zero_step
+from probes.topology import topology
 from probes.worker import StatusPipe, limit_cpu_memory
 
 ACCUMULATION_TIMED = (1, 3)
@@ -58,7 +59,8 @@ def measure(request: ProbeRequest, status: StatusPipe) -> Measurement:
     status.progress("choosing depths")
     depths = _depths(request)  # no GPU needed yet: the one before us may still be measuring
     seat = _seat(request)
-    request = replace(request, device=request.devices[seat.local_rank])
+    devices = request.devices
+    request = replace(request, device=devices[seat.local_rank])
     turn = _claim_device(request, seat, status)
     with ExitStack() as resources:
         if seat.size > 1:
@@ -72,7 +74,9 @@ def measure(request: ProbeRequest, status: StatusPipe) -> Measurement:
         resources.callback(gc.unfreeze)
         if request.device == "cpu":
             resources.enter_context(emulation_installed())
-        runner = _DepthRunner(request=request, status=status, turn=turn, crew=crew, resources=resources)
+        runner = _DepthRunner(
+            request=request, status=status, turn=turn, crew=crew, devices=devices, resources=resources
+        )
         mine = _assemble(request, depths, runner, bandwidth)
         return crew.worst(mine) or mine
 
@@ -134,6 +138,7 @@ class _DepthRunner:
     status: StatusPipe
     turn: Turn
     crew: Crew
+    devices: tuple[str, ...]
     resources: ExitStack
 
     @cached_property
@@ -178,7 +183,7 @@ class _DepthRunner:
             attention=attention_name(request),
             seed=request.seed,
         )
-        spread = None
+        spread, job = None, None
         if sharded:
             spread = spread_model(model, setup, device=device)
             fill_shards(model, device, setup, seed=request.seed)
@@ -205,7 +210,7 @@ class _DepthRunner:
         if timed:
             self.status.progress(f"timing {depth} layers")
             times, is_settled = self._time(meter, lambda num: lambda: step(batches[:num]))
-        return DepthRun(
+        found = DepthRun(
             depth=depth,
             phase_peaks_bytes=phase_peaks,
             reserved_bytes=meter.reserved_peak(),
@@ -215,6 +220,9 @@ class _DepthRunner:
             flags=tuple(sorted(meter.flags())),
             nvml=meter.has_nvml,
         )
+        if job is not None:
+            job.engine.destroy()  # it is held by its own hooks
+        return found
 
     def _time(self, meter: Meter, step_of: Callable[[int], Callable[[], object]]) -> tuple[tuple[float, ...], bool]:
         """Step times of the setup's accumulation, extended from fewer micro-batches where there are many."""
@@ -311,6 +319,8 @@ def _assemble(request: ProbeRequest, depths: Depths, runner: _DepthRunner, bandw
     if setup.accumulation_steps > request.limits.max_accumulation:
         notes.append(PARAMETER_STEPS_NOTE)
     _device_notes(request, runner.turn, reserved + context, flags, notes)
+    if request.device != "cpu" and runner.crew.seat.size > 1:
+        notes.append(f"links between the GPUs: {topology(runner.devices).text()}")
     return Measurement(
         rung=request.rung,
         peak_allocated_bytes=max(phases.values()),

@@ -122,6 +122,23 @@ def test_hung_collective_is_a_timeout_that_names_what_the_ranks_did(tmp_path: Pa
     assert "rank 1 'about to meets-and-sleeps'" in outcome.message
 
 
+def test_killed_agent_takes_the_ranks_along(tmp_path: Path) -> None:
+    folder, killed = tmp_path / "pids", set()
+
+    def kill(text: str, elapsed_s: float) -> None:
+        agents = {int(one.read_text().split()[1]) for one in folder.glob("[0-9]*")}
+        for agent in agents - killed:
+            os.kill(agent, signal.SIGKILL)
+        killed.update(agents)
+
+    asked = request(folder, rank0="waits", rank1="waits")
+    outcome = runner.run_probe(asked, work_dir=tmp_path / "work", argv=ARGV, on_progress=kill)
+    assert isinstance(outcome, ProbeFailure)
+    assert outcome.kind is FailureKind.CRASHED, outcome
+    assert "killed by SIGKILL" in outcome.message
+    assert not any(alive(pid) for pid in pids_in(folder))
+
+
 def test_killed_runner_takes_agent_and_ranks_along(tmp_path: Path) -> None:
     folder = tmp_path / "pids"
     asked = tmp_path / "request.json"
