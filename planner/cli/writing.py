@@ -62,6 +62,7 @@ def launch_files(plan: Plan, targets: Sequence[str] | None, dataset: str | None,
     """
     from planner.exporters import EXPORTERS, ExportRequest
     from planner.hyperparameters import choose
+    from reports.text import gpus_words
 
     names = tuple(dict.fromkeys(targets or EXPORTERS))
     for name in names:
@@ -81,7 +82,7 @@ def launch_files(plan: Plan, targets: Sequence[str] | None, dataset: str | None,
         dataset=dataset_choice(dataset, folder),
         num_nodes=workload.cluster.num_nodes if workload.cluster is not None else 1,
         about=(
-            f"planned for {workload.gpu.name}: peak {gib(evidence.peak_device_bytes)} of {gib(workload.memory_bytes)} "
+            f"planned for {gpus_words(workload)}: peak {gib(evidence.peak_device_bytes)} of {gib(workload.memory_bytes)} "
             f"({evidence.rung.value.replace('_', ' ')})",
         ),
     )

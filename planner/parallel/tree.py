@@ -156,9 +156,9 @@ def _sharded(workload: Workload, facts: SpreadFacts, node: str, chosen: Candidat
         needed = _need(known)
         sends = SENDS[setup.parallel] if setup.reshard_after_forward else "weights are gathered once per micro-batch"
         reason = f"each of {setup.shards} GPUs keeps its part of the {SHARED[setup.parallel]}; {sends}"
-    elif not cuts:
-        choice, reason = "not asked", _left_out(workload, ("shard",))
-    elif all((cut.needed_bytes or workload.budget_bytes + 1) > workload.budget_bytes for cut in cuts):
+    elif not (needs := [cut.needed_bytes for cut in cuts if cut.needed_bytes is not None]):
+        choice, reason = "not asked", cuts[0].reason if cuts else _left_out(workload, ("shard",))
+    elif min(needs) > workload.budget_bytes:
         choice, reason = "sharding alone is not enough", f"none of these fits: {spread_name(setup)} is taken"
     else:
         choice, reason = "nothing", f"{spread_name(setup)} fits and nothing else is clearly faster"

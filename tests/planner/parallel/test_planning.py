@@ -241,6 +241,13 @@ def test_a_global_batch_that_cannot_be_dealt_out_is_an_error_with_a_hint() -> No
     assert "--global-batch 8" in error.value.hint
 
 
+def test_a_small_global_batch_is_spread_by_splitting() -> None:
+    plan = planned("meta-llama/Llama-3.1-8B", num_gpus=8, global_batch=4, fixed={"method": ("full",)})
+    assert plan.chosen.setup.data_degree == 4
+    assert plan.chosen.setup.tensor_degree * plan.chosen.setup.pipeline_degree == 2
+    assert "4 sequences" in answer(plan, "sharded").reason
+
+
 def test_what_no_engine_runs_is_an_error_with_its_reason() -> None:
     with pytest.raises(UsageError) as error:
         plan_workload(job(num_gpus=8, fixed={"parallel": ("fsdp2",), "quantization": ("int8",), "method": ("qlora",)}))
