@@ -82,8 +82,8 @@ def launch_files(plan: Plan, targets: Sequence[str] | None, dataset: str | None,
         dataset=dataset_choice(dataset, folder),
         num_nodes=workload.cluster.num_nodes if workload.cluster is not None else 1,
         about=(
-            f"planned for {gpus_words(workload)}: peak {gib(evidence.peak_device_bytes)} of {gib(workload.memory_bytes)} "
-            f"({evidence.rung.value.replace('_', ' ')})",
+            f"planned for {gpus_words(workload)}: peak {gib(evidence.peak_device_bytes)} "
+            f"of {gib(workload.memory_bytes)} ({evidence.rung.value.replace('_', ' ')})",
         ),
     )
     return tuple(EXPORTERS[name](request) for name in names)
