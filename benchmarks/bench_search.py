@@ -1,6 +1,6 @@
 """Search overhead per trial for a space of about 20,000 candidates: everything but the probe itself.
 
-    python benchmarks/bench_search.py [--probes 20] [--out benchmarks/data/search_overhead.json]
+    python benchmarks/bench_search.py [--probes 20] [--repeats 5] [--out benchmarks/data/search_overhead.json]
 
 The probe answers at once, so the time between probes is the search's own: claim, journal write with fsync, Gaussian
 process, acquisition, stop rule, constraints, result. Making the belief (encoding all candidates once) is reported
@@ -77,9 +77,15 @@ def measure(num_probes: int, *, sampler: str = "residual") -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--probes", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=5, help="searches; the median of their medians is reported")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    result = measure(arguments.probes)
+    runs = []
+    for _ in range(arguments.repeats):
+        runs.append(measure(arguments.probes))
+        print(json.dumps(runs[-1]), flush=True)
+    result = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+    result |= {"repeats": len(runs), "cpu_medians_ms": [run["cpu_median_ms"] for run in runs], "cores": os.cpu_count()}
     print(json.dumps(result))
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)

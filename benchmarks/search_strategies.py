@@ -258,12 +258,12 @@ def main() -> None:
             table.setdefault(family, {})[name] = summary(results)
             print(family, name, json.dumps(table[family][name]), f"{time.perf_counter() - started:.0f} s", flush=True)
     if arguments.out:
-        save(arguments.out, arguments.first_seed, arguments.seeds, table)
+        save(arguments.out, arguments.first_seed, table)
 
 
-def save(path: Path, first_seed: int, seeds: int, table: dict[str, dict[str, Any]]) -> None:
-    """Writes the table; rows of other strategies that the file has for the same machines stay."""
-    about = {"goal": GOAL, "max_probes": MAX_PROBES, "first_seed": first_seed, "seeds": seeds}
+def save(path: Path, first_seed: int, table: dict[str, dict[str, Any]]) -> None:
+    """Writes the table; rows of other strategies from the same first machine on stay ("runs": how many machines)."""
+    about = {"goal": GOAL, "max_probes": MAX_PROBES, "first_seed": first_seed}
     old = json.loads(path.read_text()) if path.exists() else {}
     known = old["summary"] if {name: old.get(name) for name in about} == about else {}
     merged: dict[str, dict[str, Any]] = {}
@@ -275,7 +275,7 @@ def save(path: Path, first_seed: int, seeds: int, table: dict[str, dict[str, Any
             if name in rows
         }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**about, "not_reached": "null", "summary": merged}, indent=1) + "\n")
+    path.write_text(json.dumps({**about, "not_reached": None, "summary": merged}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ class Blame:
         self._levels = encoding.levels[:num]
         self._incidents: list[Incident] = []
         self._good: list[int] = []
+        self._chance: Floats | None = None
         names = [dimension.name for dimension in encoding.dimensions]
         single = np.array([dimension.blame for dimension in encoding.dimensions])
         pair = PAIR_BLAME * np.sqrt(np.outer(single, single))
@@ -68,13 +69,20 @@ class Blame:
     def went_well(self, row: int) -> None:
         """A run without surprise clears its values and pairs."""
         self._good.append(row)
+        self._chance = None
 
     def incident(self, incident: Incident) -> None:
         """One more surprise."""
         self._incidents.append(incident)
+        self._chance = None
 
     def chance(self) -> Floats:
-        """Per candidate, the probability that no known cause of trouble strikes it."""
+        """Per candidate, the probability that no known cause of trouble strikes it. Not to be changed in place."""
+        if self._chance is None:
+            self._chance = self._computed()
+        return self._chance
+
+    def _computed(self) -> Floats:
         chance = np.ones(len(self._levels))
         for incident in self._incidents:
             single, pair = self._weights(incident)
