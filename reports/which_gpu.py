@@ -99,8 +99,9 @@ def _words(one: GpuChoice) -> str:
 
 def which_gpu_title(wish: Workload) -> str:
     """The first line: the model and what a step must look like."""
+    several = f" · {wish.num_gpus} of each" if wish.num_gpus > 1 else ""
     return (
-        f"Which GPU for {clean(wish.model.model_id)} ({count(wish.model.num_params)} parameters) · "
+        f"Which GPU for {clean(wish.model.model_id)} ({count(wish.model.num_params)} parameters){several} · "
         f"{wish.seq_len_tokens:,} tokens · {wish.global_batch_seqs:,} sequences per step"
     )
 

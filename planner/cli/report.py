@@ -6,11 +6,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.cli import options
+from planner.cli import options, spread
 from planner.cli.output import console, print_json, write_text
+from planner.cli.wish import positive
 from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from planner.cluster import Cluster
+    from planner.gpu import GpuSpec
     from planner.plan import NoPlan, Plan
     from reports.html import Entry
 
@@ -66,6 +71,9 @@ def compare(
 
 def which_gpu(
     model: options.Model,
+    gpus: spread.Gpus = None,
+    nodes: spread.Nodes = None,
+    interconnect: spread.Interconnect = None,
     seq_len: options.SeqLen = None,
     global_batch: Annotated[int | None, typer.Option("--global-batch", help="Sequences per optimizer step.")] = None,
     method: options.Methods = None,
@@ -87,7 +95,8 @@ def which_gpu(
 ) -> None:
     """Rank the GPU table for MODEL by tokens/s and by cost per million tokens, smallest card that fits first.
 
-    Formula rung: plan MODEL --gpu GPU then looks closer at one card.
+    Formula rung: plan MODEL --gpu GPU then looks closer at one card. With --gpus every card stands for so many of them,
+    over a coarse choice of setups (DDP and FSDP2).
     """
     from planner.gpus import all_gpus
     from planner.models.resolve import resolve_model
@@ -112,7 +121,17 @@ def which_gpu(
         loss=loss,
     )
     spec = resolve_model(model, revision=revision, ask_hub=hub)
-    answers = _plans(spec, cards, fixed, seq_len=seq_len, global_batch=global_batch, headroom_gib=headroom)
+    num_gpus = positive("gpus", gpus, maximum=spread.MAX_GPUS) or 1
+    if num_gpus > 1:
+        from planner.parallel.which import COARSE, COARSE_SPREADS
+
+        coarse = {name: COARSE[name] for name in ("optimizer", "loss", "checkpointing", "kbit_fp32_cast")}
+        fixed = {**coarse, "parallel": COARSE_SPREADS, **fixed}
+
+    def cluster(card: "GpuSpec") -> "Cluster | None":
+        return spread.cluster_of(card, num_gpus, nodes, interconnect)
+
+    answers = _plans(spec, cards, fixed, cluster, seq_len=seq_len, global_batch=global_batch, headroom_gib=headroom)
     choices = rank_gpus(answers, sort=sort)
     if out is not None:
         from reports.html import Entry
@@ -127,7 +146,13 @@ def which_gpu(
         raise typer.Exit(EXIT_NOTHING_FITS)
 
 
-def _plans(spec: Any, cards: list[Any], fixed: Mapping[str, tuple[Any, ...]], **wish: Any) -> "list[Plan | NoPlan]":
+def _plans(
+    spec: Any,
+    cards: list[Any],
+    fixed: Mapping[str, tuple[Any, ...]],
+    cluster: "Callable[[GpuSpec], Cluster | None]",
+    **wish: Any,
+) -> "list[Plan | NoPlan]":
     """One plan per card; a card on which the options contradict each other (no kernel for them) is left out.
 
     Raises:
@@ -141,7 +166,7 @@ def _plans(spec: Any, cards: list[Any], fixed: Mapping[str, tuple[Any, ...]], **
     problem: UsageError | None = None
     for card in steps(cards, "planning", console(stderr=True)):
         try:
-            answers.append(plan_workload(workload(spec, card, fixed=fixed, **wish)))
+            answers.append(plan_workload(workload(spec, card, fixed=fixed, cluster=cluster(card), **wish)))
         except UsageError as error:
             problem = error
     if not answers:
@@ -159,6 +184,7 @@ def _choice_json(one: Any) -> dict[str, Any]:
     chosen = answer.chosen if isinstance(answer, Plan) else answer.nearest
     return {
         "gpu": one.gpu.key,
+        "num_gpus": answer.workload.num_gpus,
         "memory_bytes": answer.workload.memory_bytes,
         "fits": one.fits,
         "missing_bytes": 0 if isinstance(answer, Plan) else answer.missing_bytes,
