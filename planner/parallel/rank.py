@@ -117,7 +117,6 @@ def _stage(model: ModelSpec, start: int, size: int, first: bool, last: bool) -> 
     )
 
 
-@lru_cache(maxsize=256)
 def tensor_shard(model: ModelSpec, degree: int) -> ModelSpec:
     """One rank's share of a model under tensor parallelism: column-split q, k, v, gate, up and head, row-split o and
     down; embeddings and norms whole.
@@ -129,8 +128,12 @@ def tensor_shard(model: ModelSpec, degree: int) -> ModelSpec:
     `base_model_tp_plan` ("colwise", "rowwise") and `_tp_plan` of the head ("colwise_gather_output").
     Not counted: sequence parallelism, which those plans do not use.
     """
-    if degree == 1:
-        return model
+    return model if degree == 1 else _tensor_shard(model, degree)
+
+
+@lru_cache(maxsize=256)
+def _tensor_shard(model: ModelSpec, degree: int) -> ModelSpec:
+    """The share at a degree above 1; a cache must not answer degree 1 with an equal model's object."""
     head = model.head
     if head is not None and not model.tied:
         head = replace(head, out_features=-(-head.out_features // degree))
