@@ -51,11 +51,6 @@ def simplicity(setup: TrainSetup) -> int:
     )
 
 
-def node_of(point: Point) -> str:
-    """The node of the tree that a point belongs to."""
-    return node_of_setup(point.shared)
-
-
 def node_of_setup(setup: TrainSetup) -> str:
     """The node of the tree that a setup belongs to."""
     if setup.method != "qlora":

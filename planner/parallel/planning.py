@@ -18,13 +18,21 @@ from planner.parallel.facts import SpreadFacts, best_spread, merged, walk_stages
 from planner.parallel.strategies import FIELDS, all_spreads, spread_key, spread_name
 from planner.parallel.tree import OneGpu, spread_answers
 from planner.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount, trade
-from planner.planning import alternatives, candidate, needed_gain, num_combinations, plan_notes, plan_workload, refusal
+from planner.planning import (
+    NUM_RANKED,
+    alternatives,
+    candidate,
+    needed_gain,
+    num_combinations,
+    plan_notes,
+    plan_workload,
+    refusal,
+)
 from planner.refine import CorrectionKey
 from planner.space import dimension_values
 from planner.tree import NODES, choose_node
 from planner.workload import Workload
 
-NUM_RANKED = 24
 COMMUNICATION_LIMIT = 0.25
 """Above this share of the step for communication, tensor and pipeline parallelism are compared as well."""
 NUM_SPREADS_SHOWN = 3
