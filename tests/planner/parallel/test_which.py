@@ -1,0 +1,88 @@
+"""Which cluster: the numbers of GPUs tried, the picks, and that the coarse walk promises nothing a plan would not."""
+
+from dataclasses import replace
+
+import pytest
+
+from planner.cluster import make_cluster
+from planner.gpus import find_gpu
+from planner.parallel.facts import SPREAD_GAIN_FRACTION
+from planner.parallel.host import HOST_MEMORY_RATIO, assumed_host_bytes, host_bytes_per_node
+from planner.parallel.which import ClusterOption, best_of, cheapest, counts, fastest, nearest, options_of, smallest
+from planner.plan import Plan
+from planner.planning import plan_workload
+from planner.setup import TrainSetup
+from planner.workload import Workload
+from tests.planner.helpers import wish
+
+
+def job(num_gpus: int, gpu: str = "a100-80gb", model: str = "Qwen/Qwen2.5-1.5B", method: str = "lora") -> Workload:
+    cluster = make_cluster(find_gpu(gpu), num_gpus) if num_gpus > 1 else None
+    return wish(model, gpu, cluster=cluster, fixed={"method": (method,)}, global_batch=32, price=2.0)
+
+
+def options(num_gpus: int, **limits: float | None) -> list[ClusterOption]:
+    known = {"deadline_s": None, "budget_usd": None, **limits}
+    cluster = make_cluster(find_gpu("a100-80gb"), num_gpus)
+    return list(options_of(job(num_gpus), cluster, tokens=10_000_000, **known))
+
+
+def test_counts_are_powers_of_two_up_to_the_limit() -> None:
+    assert counts(1) == (1,)
+    assert counts(64) == (1, 2, 4, 8, 16, 32, 64)
+    assert counts(100) == (1, 2, 4, 8, 16, 32, 64)
+
+
+@pytest.mark.parametrize("num_gpus", [1, 4])
+def test_the_coarse_walk_is_never_faster_than_the_plan(num_gpus: int) -> None:
+    workload = job(num_gpus)
+    plan = plan_workload(workload)
+    assert isinstance(plan, Plan)
+    point = best_of(workload)["lora"]
+    assert point is not None
+    assert point.peak_device_bytes <= workload.budget_bytes
+    assert point.tokens_per_s <= plan.chosen.tokens_per_s * (1 + SPREAD_GAIN_FRACTION)
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_time_and_cost_are_those_of_all_gpus(num_gpus: int) -> None:
+    (one,) = options(num_gpus)
+    assert one.duration_s == pytest.approx(10_000_000 / one.candidate.tokens_per_s)
+    assert one.cost_usd == pytest.approx(one.duration_s / 3600 * 2.0 * num_gpus)
+    assert one.candidate.setup.num_gpus == num_gpus
+
+
+def test_limits_decide_what_is_kept() -> None:
+    (free,) = options(2)
+    assert free.meets
+    assert free.cost_usd is not None
+    assert not options(2, deadline_s=free.duration_s / 2)[0].meets
+    assert not options(2, budget_usd=free.cost_usd / 2)[0].meets
+    assert options(2, deadline_s=free.duration_s * 2, budget_usd=free.cost_usd * 2)[0].meets
+
+
+def test_picks() -> None:
+    one, two = options(1)[0], options(2)[0]
+    cheap = replace(two, cost_usd=0.01)
+    assert smallest([two, one]) is one
+    assert cheapest([one, cheap]) is cheap
+    assert fastest([one, two]) is two
+    late = [replace(each, meets=False) for each in (one, two)]
+    assert smallest(late) is cheapest(late) is fastest(late) is None
+    assert nearest(late) == replace(two, meets=False)
+    assert cheapest([replace(one, cost_usd=None)]) is None
+    assert nearest([]) is None
+
+
+def test_offloaded_states_lie_in_the_hosts() -> None:
+    """Full fine-tuning with everything on the host: at least fp32 weights and two states, over the nodes."""
+    model = wish("Qwen/Qwen2.5-7B").model
+    setup = TrainSetup(
+        method="full", lora_rank=0, precision="bf16-mixed", num_gpus=8, parallel="fsdp2", offload="parameters"
+    )
+    whole = host_bytes_per_node(model, setup, 1)
+    assert 12 * model.num_params <= whole <= 20 * model.num_params
+    assert host_bytes_per_node(model, setup, 2) == pytest.approx(whole / 2, rel=1e-6)
+    assert host_bytes_per_node(model, setup.with_(offload="none"), 1) == 0
+    workload = job(8)
+    assert assumed_host_bytes(workload) == HOST_MEMORY_RATIO * 8 * workload.gpu.memory_bytes
