@@ -6,13 +6,16 @@ where Adam divides tiny gradients by their own size; the tolerances are 50 and 1
 """
 
 import json
+import os
+import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest, Launch
+from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest, Launch, hf, slurm
 from planner.hyperparameters import choose
 from planner.setup import TrainSetup
 from tests.launch.conftest import Run, furnish, run_launch, write_launch
@@ -32,9 +35,10 @@ LORA = FULL.with_(method="lora", lora_rank=4, loss="chunked", checkpointing=0)
 TWO = {"num_gpus": 2, "accumulation_steps": 1}
 
 
-def emitted(target: str, setup: TrainSetup) -> Launch:
+def emitted(target: str, setup: TrainSetup, num_nodes: int = 1) -> Launch:
     launch = EXPORTERS[target](
         ExportRequest(
+            num_nodes=num_nodes,
             model_id="./tiny-llama",
             setup=setup,
             # a random two-layer model needs a far larger rate than a trained one to move within four steps
@@ -157,5 +161,50 @@ def test_tensor_parallelism_by_torchrun_steps_like_one_process(
     run = spread(launch, place, note[note.index("torchrun") :], shard=True)
     assert said(run)["global_batch_seqs"] == setup.global_batch_seqs == FULL.global_batch_seqs
     reference, folder = alone("hf", FULL)
+    same_steps(run, reference)
+    same_weights(place / "outputs", folder)
+
+
+SRUN = """#!/bin/bash
+shift
+SLURM_NODEID=0 "$@" & first=$!
+SLURM_NODEID=1 "$@" & second=$!
+wait $first && wait $second
+"""
+"""Stands in for Slurm's: starts the task of both nodes, here on one machine."""
+
+
+def free_port() -> int:
+    """A free port among those that the job script takes (20000 + job id % 10000)."""
+    for port in range(20000 + os.getpid() % 9000, 30000):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port")
+
+
+@pytest.mark.slow
+def test_a_slurm_job_of_two_nodes_steps_like_one_process(
+    place: Path, launch: Callable[..., Run], alone: Callable[[str, TrainSetup], tuple[Run, Path]]
+) -> None:
+    """The emitted script by bash, with stand-ins for scontrol and srun: torchrun's nodes meet and train."""
+    lora = LORA.with_(loss="full")
+    files = emitted("hf", lora.with_(**TWO, parallel="ddp"), num_nodes=2)
+    write_launch(place, files)
+    for name, text in {"srun": SRUN, "scontrol": "#!/bin/bash\necho localhost\n"}.items():
+        path = place / "slurm" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    environment = {
+        "ACCELERATE_USE_CPU": "true",
+        "SLURM_JOB_NODELIST": "both",
+        "SLURM_JOB_ID": str(free_port() - 20000),
+        "SLURM_CPUS_PER_TASK": "8",
+    }
+    command = f'PATH="$PWD/slurm:$PATH" bash launch/{hf.TARGET}/{slurm.NAME}'
+    run = launch(command, timeout_s=600, env=THREADS | environment)
+    assert said(run)["global_batch_seqs"] == 4
+    reference, folder = alone("hf", lora)
     same_steps(run, reference)
     same_weights(place / "outputs", folder)

@@ -26,7 +26,7 @@ CASES = {
         {"parallel": "zero2", "offload": "optimizer"},
     ),
     "ZeRO-3, all offloaded": (
-        "deepspeed:\n  zero_optimization: {stage: 3, offload_optimizer: {device: nvme}, offload_param: {device: nvme}}\n",
+        "deepspeed:\n zero_optimization: {stage: 3, offload_optimizer: {device: nvme}, offload_param: {device: cpu}}\n",
         {"parallel": "zero3", "offload": "parameters"},
     ),
     "ZeRO-2's parameters stay": (
