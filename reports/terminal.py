@@ -111,9 +111,15 @@ def render_no_plan(no_plan: NoPlan, console: Console) -> None:
 
 
 def render_estimate(
-    candidate: Candidate, model: ModelSpec, gpu: GpuSpec, console: Console, *, memory_bytes: int | None = None
+    candidate: Candidate,
+    model: ModelSpec,
+    gpu: GpuSpec,
+    console: Console,
+    *,
+    memory_bytes: int | None = None,
+    notes: Sequence[str] = (),
 ) -> None:
-    """One setup: does it fit, the rungs side by side, and where the memory goes."""
+    """One setup: does it fit, the rungs side by side, and where the memory goes; `notes` beside those of the rung."""
     page = Page(console)
     card = clean(gpu.name) if candidate.setup.num_gpus == 1 else f"{candidate.setup.num_gpus} × {clean(gpu.name)}"
     page.line(f"{clean(model.model_id)} ({count(model.num_params)} parameters) on {card}", style="bold")
@@ -133,7 +139,7 @@ def render_estimate(
         if isinstance(evidence, ProbeFailure):
             page.line(failure_words(evidence), indent=2)
     _memory(page, candidate, memory_bytes or gpu.memory_bytes)
-    _notes(page, candidate.memory_evidence.notes)
+    _notes(page, (*notes, *candidate.memory_evidence.notes))
 
 
 def render_gpus(rows: Iterable[GpuSpec], console: Console) -> None:

@@ -133,12 +133,18 @@ def estimate(
     if as_json:
         from reports.plan_json import candidate_to_dict
 
-        print_json(candidate_to_dict(result, spec.model_id, card.key, detail=True))
+        document = candidate_to_dict(result, spec.model_id, card.key, detail=True)
+        print_json(document | ({} if cluster is None else {"cluster": cluster_to_dict(cluster)}))
     else:
         from reports.terminal import render_estimate
 
         memory, _ = memory_and_headroom(card, memory_gib, headroom)
-        render_estimate(result, spec, card, console(), memory_bytes=memory)
+        notes: tuple[str, ...] = ()
+        if cluster is not None:
+            from planner.parallel.planning import cluster_notes
+
+            notes = cluster_notes(cluster)
+        render_estimate(result, spec, card, console(), memory_bytes=memory, notes=notes)
 
 
 @lru_cache(maxsize=64)
@@ -171,6 +177,12 @@ def _candidate(
 
         result = with_dry_run(result, spec, card, memory_bytes=memory)
     return result
+
+
+def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
+    """The links that the speed was predicted over."""
+    between = None if cluster.between is None else cluster.between.key
+    return {"num_nodes": cluster.num_nodes, "within": cluster.within.key, "between": between}
 
 
 def why_not_run(model: ModelSpec, setup: TrainSetup) -> str:

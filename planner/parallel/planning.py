@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from planner.cluster import make_cluster
+from planner.cluster import Cluster, make_cluster
 from planner.errors import UsageError
 from planner.outcome import Candidate
 from planner.parallel.facts import SpreadFacts, best_spread, merged, walk_stages
@@ -73,7 +73,7 @@ def plan_spread(workload: Workload, corrections: Mapping[CorrectionKey, float]) 
         ranked=(chosen, *(candidate(workload, point.setup) for point in ranked[1:])),
         walk=answers,
         space=space,
-        notes=(*plan_notes(workload, chosen), *cluster_notes(workload)),
+        notes=(*plan_notes(workload, chosen), *cluster_notes(workload.cluster)),
     )
 
 
@@ -126,7 +126,7 @@ def _refusal(workload: Workload, facts: SpreadFacts, answers: tuple[Answer, ...]
     more = (*_more_gpus(workload, no_plan), *_larger_host(facts))
     cheap = tuple(one for one in no_plan.remedies if not one.action.startswith(("--gpu ", "a smaller")))
     rest = tuple(one for one in no_plan.remedies if one not in cheap)
-    return replace(no_plan, remedies=(*cheap, *more, *rest), notes=cluster_notes(workload))
+    return replace(no_plan, remedies=(*cheap, *more, *rest), notes=cluster_notes(workload.cluster))
 
 
 def _more_gpus(workload: Workload, no_plan: NoPlan) -> tuple[Remedy, ...]:
@@ -200,10 +200,10 @@ def _alternatives(
     return (*found, *(each for each in rest if each.candidate.setup not in known))
 
 
-def cluster_notes(workload: Workload) -> tuple[str, ...]:
-    """What is assumed about the cluster, one sentence each."""
-    cluster = workload.cluster
-    assert cluster is not None  # several GPUs always have one
+def cluster_notes(cluster: Cluster | None) -> tuple[str, ...]:
+    """What is assumed about the cluster, one sentence each; nothing on one GPU."""
+    if cluster is None:
+        return ()
     within = f"{cluster.within.name}, {cluster.within.bytes_per_s / 1e9:,.0f} GB/s each way for one GPU"
     notes = [f"{cluster.gpus_per_node} GPUs in a node talk over {within} (nominal; --interconnect changes it)"]
     if cluster.gpus_per_node == 1:

@@ -79,6 +79,19 @@ def test_estimate_of_one_spread(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(found["pipeline"]["formula"]["rank_peaks"]) > 1
 
 
+def test_estimate_says_over_which_links(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["estimate", "Qwen/Qwen2.5-7B", "--gpu", "a100-80gb", "--gpus", "16", "--parallel", "fsdp2", *ONE]
+    speeds = []
+    for link in ("ethernet-10", "ib-3200"):
+        assert run([*arguments, "--interconnect", f"pcie+{link}", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["cluster"] == {"num_nodes": 2, "within": "pcie-gen4-x16", "between": link}
+        speeds.append(found["formula"]["tokens_per_s"])
+    assert speeds[0] < speeds[1]
+    assert run([*arguments, "--interconnect", "ib-400"]) == 0
+    assert "2 nodes talk over InfiniBand NDR" in " ".join(capsys.readouterr().out.split())
+
+
 def test_estimate_reads_spreads_from_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [
         {"model": "Qwen/Qwen2.5-1.5B", "gpu": "rtx-4090", "num_gpus": 4, "parallel": parallel, "loss": "chunked"}
