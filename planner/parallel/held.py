@@ -7,6 +7,7 @@ from planner.errors import SetupError
 from planner.memory.model import (
     ActivationParts,
     BackwardPeak,
+    LayerMoment,
     Trained,
     backward_moments,
     halves_stay_apart,
@@ -116,6 +117,7 @@ def whole_gradients(model: ModelSpec, inner: TrainSetup, trained: Trained, accum
         final_norm=0,
         weight_casts=(0, 0),
         adapter_casts=0,
+        layer_moments=(LayerMoment(recomputed=0, transient=0, dequantized=0),),
         at_first_decoder_layer=int(model.is_encoder_decoder and inner.checkpointing > 0),
     )
     apart = halves_stay_apart(model, inner)

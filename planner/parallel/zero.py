@@ -55,18 +55,20 @@ def zero12(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Traine
         held.append(Held(category="optimizer", name=f"fp32 master weights / {shards}", size_bytes=masters))
     bucket = size * zero_bucket_elements(trained.num)
     own = size * local.num
+    # this rank's part is made after the first full bucket: with a single one, when its flattened copy is gone
+    late = max(0, own - bucket) if bucket == size * trained.num else own
     if setup.parallel == "zero1":
         whole = whole_gradients(part.model, inner, trained, accumulated)
         held += [one for one in whole if one.moments != ("step",)]
-        held.append(Held(category="gradients", name=f"gradients / {shards}", size_bytes=own, moments=("end",)))
         buffer = (*COMPUTE, "end") if accumulated else BACKWARD
         held.append(Held(category="gradients", name="ZeRO's reduce bucket", size_bytes=bucket, moments=buffer))
-        held.append(Held(category="gradients", name="flattened bucket on its way", size_bytes=bucket, moments=("end",)))
+        # gradients move through the bucket: its flattened copy, and then this rank's part, take the place they leave
+        held.append(Held(category="gradients", name=f"gradients / {shards}", size_bytes=late, moments=("end",)))
     else:
         held += _param_gradient(part.model, inner, trained)
         held.append(Held(category="gradients", name="ZeRO's reduce bucket", size_bytes=bucket, moments=BACKWARD))
         held.append(Held(category="gradients", name="flattened bucket on its way", size_bytes=bucket, moments=BACKWARD))
-        kept = 0 if offloaded else own
+        kept = 0 if offloaded else late
         held.append(Held(category="gradients", name=f"gradients / {shards}", size_bytes=kept, moments=("last", "end")))
         if accumulated and not offloaded:
             held.append(
