@@ -40,12 +40,15 @@ class SpreadTracker(Tracker):
 
         super().__init__(*args, **kwargs)
         self.label = ""
+        self._wrap = torch.ops._c10d_functional._wrap_tensor_autograd.default
         self._wrappers = (DTensor, AsyncCollectiveTensor)
         self.subclasses = frozenset({DTensor})  # their operators come again as those of the local tensors
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _COPY and args[0].device.type == "cpu" and args[1].device.type == "meta":
             return args[0]  # DDP reads back the order of its buckets, which the fake group left as it was
+        if func is self._wrap and args[0].device.type == "meta":
+            return args[0]  # a collective's result that is waited for at its first use: on meta a second tensor
         if types and _changes_list(func) and not self.subclasses.isdisjoint(types):
             # the optimizer's own lists: straight to the local tensors, as DTensor's rules would after much looking
             args, kwargs = tree_map_only(torch.Tensor, local, (args, kwargs or {}))

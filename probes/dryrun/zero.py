@@ -13,7 +13,7 @@ Left out: the second copy of the trained weights while they are flattened at the
 not fit); the Trainer's second parameter group (norms and biases), whose partition is a few kilobytes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,6 +30,7 @@ from probes.dryrun.tracker import Origin, Tracker
 from probes.stack import make_optimizer
 from probes.stack.spread import Spread
 
+FIRST = "first gradient"
 BUCKET = "ZeRO reduce bucket"
 BUCKET_COPY = "ZeRO bucket copy"
 GRADIENTS = "ZeRO gradient partition"
@@ -67,15 +68,24 @@ class ZeroWorld:
                 parameter.grad = None
 
         def take_all() -> None:
+            nonlocal waiting
+            waiting = True
             for name, one in trained:
                 take(name, one)
 
-        hooks = []
-        if setup.parallel == "zero2":
-            hooks = [one.register_post_accumulate_grad_hook(partial(take, name)) for name, one in trained]
-        before_step: Callable[[], None] = take_all
+        waiting = True
+
+        def arrives(name: str, parameter: torch.Tensor) -> None:
+            nonlocal waiting
+            if waiting:
+                waiting = False
+                tracker.release(tracker.allocate(0, FIRST))
+            if setup.parallel == "zero2":
+                take(name, parameter)
+
+        hooks = [one.register_post_accumulate_grad_hook(partial(arrives, name)) for name, one in trained]
         try:
-            yield Spread(module=model, autocast=False, before_step=before_step), owners
+            yield Spread(module=model, autocast=False, before_step=take_all), owners
         finally:
             for hook in hooks:
                 hook.remove()
@@ -124,6 +134,8 @@ class _Engine:
             if isinstance(event, Alloc) and not loaded and event.id not in self.trace.owners:
                 loaded = True
                 self._hold(MASTERS, 4 * self.partition, ("optimizer", "fp32 masters"))
+            if isinstance(event, Alloc) and self.trace.origins[event.id].op == FIRST:
+                self._hold(BUCKET, self.size * self.bucket_elements)  # `setup_buckets`
             if isinstance(event, Phase):
                 name = event.name.partition("/")[0]
                 if name in ("forward", "step") and self.phase == "backward":

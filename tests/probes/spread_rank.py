@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from planner.setup import TrainSetup
-from probes.allocator.events import Alloc, Event, Free
+from probes.allocator.events import Alloc, Event, Free, Phase
 from tests.probes.dryrun_small import small_config
 
 NO_FLASH = (7, 0)
@@ -27,7 +27,7 @@ def peaks(events: list[Event]) -> dict[str, int]:
             found[phase] = max(found.get(phase, 0), total)
         elif isinstance(event, Free):
             total -= sizes.pop(event.id)
-        else:
+        elif isinstance(event, Phase):
             phase = event.name
     return found
 
