@@ -1,0 +1,141 @@
+"""The dry run of one rank: any world size in one process, truncated depth as at full depth, clear refusals."""
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from planner.outcome import FailureKind, ProbeFailure
+from planner.setup import TrainSetup
+from probes.dryrun import DryRunReport, report_for_config
+from probes.dryrun.fakeworld import fake_world
+from probes.dryrun.followed import MODELLED, OWN_CODE, why_not_traced
+from tests.probes.dryrun_small import small_config
+
+AMPERE = (8, 0)
+DEEP = 9
+FULL: dict[str, Any] = {"method": "full", "lora_rank": 0}
+DEPTHS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp lora": ("llama", {"parallel": "ddp"}),
+    "ddp full, accumulation": (
+        "qwen2",
+        {**FULL, "parallel": "ddp", "precision": "bf16-mixed", "accumulation_steps": 2},
+    ),
+    "fsdp2 lora": ("llama", {"parallel": "fsdp2"}),
+    "fsdp2 full, mixed": ("qwen2", {**FULL, "parallel": "fsdp2", "precision": "bf16-mixed", "optimizer": "adamw"}),
+    "fsdp2 full, kept, accumulation": (
+        "llama",
+        {
+            **FULL,
+            "parallel": "fsdp2",
+            "precision": "bf16-pure",
+            "reshard_after_forward": False,
+            "accumulation_steps": 2,
+            "checkpointing": 0,
+        },
+    ),
+    "fsdp2 hybrid, alternating layers": ("gemma2", {**FULL, "parallel": "fsdp2", "shard_degree": 2}),
+    "fsdp2 nf4": ("llama", {"parallel": "fsdp2", "method": "qlora", "quantization": "nf4-double"}),
+    "zero1 full": ("llama", {**FULL, "parallel": "zero1", "accumulation_steps": 2}),
+    "zero2 lora": ("qwen2", {"parallel": "zero2"}),
+    "zero2 full, accumulation": ("llama", {**FULL, "parallel": "zero2", "accumulation_steps": 2, "checkpointing": 0}),
+}
+
+
+def _setup(**fields: Any) -> TrainSetup:
+    values: dict[str, Any] = {"num_gpus": 4, "seq_len_tokens": 64, "micro_batch_seqs": 2, "lora_rank": 4}
+    return TrainSetup(**{**values, **fields})
+
+
+def _report(model_type: str, setup: TrainSetup, **options: Any) -> DryRunReport:
+    found = report_for_config(small_config(model_type, num_hidden_layers=DEEP), AMPERE, setup, **options)
+    assert isinstance(found, DryRunReport), found
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model_type", "fields"), DEPTHS.values(), ids=DEPTHS.keys())
+def test_rank_repeated_depth_equals_full_depth(model_type: str, fields: dict[str, Any]) -> None:
+    setup = _setup(**fields)
+    short, full = _report(model_type, setup), _report(model_type, setup, full_depth=True)
+    assert short.depth < full.depth == full.num_layers
+    assert short.prediction.phase_peaks_bytes == full.prediction.phase_peaks_bytes
+    assert short.prediction.peak_reserved_bytes == full.prediction.peak_reserved_bytes
+    assert short.prediction.terms == full.prediction.terms
+    assert short.parameter_bytes == full.parameter_bytes
+
+
+def test_rank_of_any_world_size_holds_its_share() -> None:
+    one = _report("llama", _setup(**FULL, num_gpus=1))
+    shares = [_report("llama", _setup(**FULL, parallel="fsdp2", num_gpus=ranks)) for ranks in (2, 8, 512)]
+    held = [one.parameter_bytes, *(share.parameter_bytes for share in shares)]
+    # mixed precision keeps the shards in fp32: half of the weights in twice their type
+    assert held[1] == held[0]
+    assert held == sorted(held, reverse=True)
+    assert held[2] < held[0]
+    copies = [_report("llama", _setup(parallel="ddp", num_gpus=ranks)) for ranks in (2, 64)]
+    assert copies[0].prediction.phase_peaks_bytes == copies[1].prediction.phase_peaks_bytes
+
+
+def test_rank_names_what_only_several_gpus_have() -> None:
+    ddp = _report("llama", _setup(**FULL, parallel="ddp", checkpointing=0))
+    trained = sum(size for (kind, _), size in ddp.phase_groups["load"].items() if kind == "weights")
+    assert 0 < ddp.phase_groups["step"]["gradients", "DDP buckets"] <= trained
+    sharded = _report("llama", _setup(**FULL, parallel="fsdp2"))
+    backward = {name for _, name in sharded.phase_groups["backward"]}
+    assert {"gathered weights", "reduce-scatter buffer"} <= backward
+    zero = _report("llama", _setup(**FULL, parallel="zero2"))
+    assert ("gradients", "ZeRO reduce bucket") in zero.phase_groups["backward"]
+    assert ("optimizer", "fp32 masters") in zero.phase_groups["step"]
+
+
+@pytest.mark.parametrize(("parallel", "word"), [("ddp", "ran"), ("fsdp2", "ran"), ("zero1", "modelled")])
+def test_rank_says_what_ran_and_what_is_modelled(parallel: str, word: str) -> None:
+    notes = _report("llama", _setup(parallel=parallel)).prediction.notes
+    assert any("rank 0 of 4" in note and word in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"parallel": "zero3"},
+        {"parallel": "dp"},
+        {"parallel": "device-map"},
+        {"parallel": "none", "tensor_degree": 4},
+        {"parallel": "none", "pipeline_degree": 4},
+        {"parallel": "fsdp2", "offload": "parameters"},
+    ],
+    ids=str,
+)
+def test_rank_refuses_what_is_not_followed(fields: dict[str, Any]) -> None:
+    setup = _setup(**fields)
+    found = report_for_config(small_config("llama"), AMPERE, setup)
+    assert isinstance(found, ProbeFailure)
+    assert found.kind is FailureKind.UNSUPPORTED
+    assert found.message == why_not_traced(setup) != ""
+
+
+def test_every_followed_strategy_is_named() -> None:
+    assert set(OWN_CODE) | set(MODELLED) == {"ddp", "fsdp2", "zero1", "zero2"}
+    for parallel in (*OWN_CODE, *MODELLED):
+        assert why_not_traced(_setup(parallel=parallel)) == ""
+
+
+def test_fake_world_leaves_no_group_and_refuses_a_real_one() -> None:
+    import torch.distributed as dist
+
+    with fake_world(8, rank=3):
+        assert (dist.get_rank(), dist.get_world_size()) == (3, 8)
+        with pytest.raises(ValueError, match="rank of a real job"), fake_world(2):
+            pass
+    assert not dist.is_initialized()
+
+
+def test_one_gpu_after_a_job_is_as_before() -> None:
+    before = _report("llama", _setup(num_gpus=1))
+    _report("llama", _setup(parallel="fsdp2"))
+    after = _report("llama", _setup(num_gpus=1))
+    assert before.prediction.phase_peaks_bytes == after.prediction.phase_peaks_bytes
+    assert before.num_events == after.num_events
