@@ -27,13 +27,13 @@ def supported_attentions(model: ModelSpec, gpu: GpuSpec) -> tuple[str, ...]:
 
 
 def masked(setup: TrainSetup, attention: AttentionSpec) -> bool:
-    """Whether transformers hands SDPA a mask: packed samples, or a window shorter than the sequence.
+    """Whether transformers hands SDPA a mask: packed samples, or a window no longer than the sequence.
 
     The worst padded batch is full (every sequence at the full length), and a mask that hides nothing is dropped.
 
-    Source: transformers 5.23 `masking_utils.py`.
+    Source: transformers 5.23 `masking_utils.py` `_ignore_causal_mask_sdpa` (kv_length < local_attention_size).
     """
-    return setup.packing or (attention.window_tokens is not None and setup.seq_len_tokens > attention.window_tokens)
+    return setup.packing or (attention.window_tokens is not None and setup.seq_len_tokens >= attention.window_tokens)
 
 
 def attention_kernel(

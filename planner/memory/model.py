@@ -271,19 +271,19 @@ def _weight_casts(model: ModelSpec, setup: TrainSetup, flow: Flow) -> tuple[int,
     """16-bit copies that autocast makes of fp32 matrices: alive in (forward and loss, backward).
 
     Trained ones are cached until the forward ends and kept by the graph where nothing is recomputed; frozen ones are
-    not cached, but the graph keeps each of them. The head's copy belongs to the loss chain. Stacked experts (grouped
-    multiplication) are not on autocast's list.
+    not cached, but the graph keeps each of them. The head's copy belongs to the loss chain. Grouped multiplication of
+    stacked experts is not on autocast's list; Llama 4's batched one is.
 
     Source: PyTorch `aten/src/ATen/autocast_mode.cpp`, cached_cast.
     """
-    fp32_down = traits_of(model).fp32_down and flow.table == "fp16"
+    fp32_down, batched = traits_of(model).fp32_down and flow.table == "fp16", traits_of(model).dense_experts
     if flow.autocast is None or setup.quantized or not (flow.table == "fp32" or fp32_down):
         return 0, 0
     copies = 2 * sum(
         num * one.num_weights
         for layer, num in model.layer_counts
         for one in layer.linears
-        if one.module != "parameter" and (flow.table == "fp32" or one.role == "down")
+        if (one.module != "parameter" or batched) and (flow.table == "fp32" or one.role == "down")
     )
     counts, kept = _checkpointed(model, setup.checkpointing)
     kept_copies = copies * sum(kept) // max(1, sum(counts))
