@@ -6,16 +6,14 @@ Both meters are told the phases by the step's marks and answer the peak of each.
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.memory.types import PHASES
 from probes.allocator.events import Alloc, Event, Free
-from probes.dryrun.spread import SpreadTracker
 from probes.dryrun.tracker import ROUND_BYTES, Tracker, local
 from probes.environment import NvmlReader, nvml, nvml_handle
 from probes.measure_timing import PHASE_OF_BUILDING
@@ -62,29 +60,25 @@ class Meter(ABC):
         return set()
 
 
-class RankTracker(SpreadTracker):
-    """Follows real tensors only: DTensor tries its operators on fake ones first, which claim to be on the CPU."""
-
-    def track(self, tensor: torch.Tensor, op: str) -> int | None:
-        return None if isinstance(tensor, FakeTensor) else super().track(tensor, op)
-
-
 class CpuMeter(Meter):
     """Real CPU tensors, followed as the dry run follows meta tensors: same rounding, same phases."""
 
     def __init__(self, clock: str = "wall", *, spread: bool = False) -> None:
-        """Args:
-        spread: one rank of several: parameters are parts of others, and storages change their size.
-        """
+        """With `spread` of one rank of several: parameters are parts of others, and storages change their size."""
         self.device = "cpu"
         self._clock = time.process_time if clock == "process" else time.perf_counter
-        self._tracker = RankTracker("cpu") if spread else Tracker("cpu")
+        self._tracker = Tracker("cpu")
+        self._resizing: Callable[[], AbstractContextManager[None]] = nullcontext
+        if spread:
+            from probes.measure_ranks import RankTracker  # PyTorch's sharded tensors take a second to import
+
+            ranked = RankTracker("cpu")
+            self._tracker, self._resizing = ranked, ranked.resizing
         self._account = PhaseAccount()
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        resizing = self._tracker.resizing() if isinstance(self._tracker, SpreadTracker) else nullcontext()
-        with self._tracker, resizing:
+        with self._tracker, self._resizing():
             yield
 
     def track(self, tensor: torch.Tensor) -> None:
