@@ -1,4 +1,5 @@
 """The walk over spreads: peaks are `rank_memories`' worst rank, speeds `spread_step_time`'s; one GPU stays apart."""
+
 import random
 import subprocess
 import sys
