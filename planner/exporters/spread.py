@@ -39,7 +39,7 @@ def tensor_refusal(setup: TrainSetup, tool: str) -> str:
     if setup.tensor_degree == 1:
         return ""
     if setup.method != "full":
-        return "peft's adapters do not fit the shards of transformers' tensor parallelism: their inputs are cut"
+        return "peft 0.21's adapters fail on matrices that tensor parallelism cuts by their inputs (o_proj, down_proj)"
     if setup.parallel == "ddp":
         return "tensor parallelism beside plain DDP is refused (accelerate 1.15 ParallelismConfig): use fsdp2"
     if setup.parallel.startswith("zero"):
