@@ -245,3 +245,30 @@ def test_tensor_parallelism_is_named_in_each_tools_words() -> None:
     assert trl["save_only_model"] is True
     axolotl = yaml.safe_load(EXPORTERS["axolotl"](request(setup.with_(loss="full"))).files[0].text)
     assert (axolotl["tensor_parallel_size"], axolotl["dp_shard_size"], axolotl["dp_replicate_size"]) == (2, 4, 2)
+
+
+def test_torchtitan_takes_only_the_models_it_has_and_marks_what_is_missing() -> None:
+    import tomllib
+
+    setup = TrainSetup(
+        method="full", lora_rank=0, precision="bf16-pure", num_gpus=8, pipeline_degree=4, parallel="fsdp2",
+        micro_batch_seqs=2, accumulation_steps=16, loss="full",
+    )  # fmt: skip
+    qwen = catalogue.load("Qwen/Qwen3-8B")
+    launch = EXPORTERS["torchtitan"](request(setup, model=qwen, model_id="/data/someone/Qwen3-8B", dataset=None))
+    text = launch.files[0].text
+    assert "/data" not in text
+    assert "PUT YOURS HERE" in text
+    values = tomllib.loads(text)
+    assert values["model"] == {"name": "qwen3", "flavor": "8B", "hf_assets_path": "./Qwen3-8B"}
+    assert values["parallelism"]["pipeline_parallel_microbatch_size"] == 2
+    assert values["training"]["local_batch_size"] == 2 * 16  # what is in flight in one step
+    assert values["training"]["global_batch_size"] == setup.global_batch_seqs == 2 * 16 * 2
+    for name, taken in {
+        "meta-llama/Llama-3.1-8B": True,
+        "meta-llama/Meta-Llama-3-8B": False,  # its rotary frequencies are not scaled, torchtitan's are
+        "Qwen/Qwen2.5-7B": False,
+    }.items():
+        model = catalogue.load(name)
+        assert model is not None
+        assert (not EXPORTERS["torchtitan"](request(setup, model=model)).refused) == taken, name
