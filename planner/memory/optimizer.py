@@ -48,8 +48,8 @@ def step_bytes(num_trained: int, dtype: str, optimizer: str, *, largest_tensor: 
 
     PyTorch's default AdamW (foreach) makes one temporary the size of all trained parameters (the square root of the
     second moments); the fused form and bitsandbytes work in place. transformers' Adafactor works tensor by tensor in
-    fp32 with about three temporaries of the largest (a cast of the gradient, its square, the update), and a cast of
-    the parameter where that is 16-bit.
+    fp32 with two temporaries of the largest (the gradient's square, the update), and casts of the gradient and of the
+    parameter where those are 16-bit.
 
     Source: PyTorch 2.13 `torch/optim/adamw.py` `_multi_tensor_adamw`; transformers 5.23 `optimization.py` Adafactor.
     Measured: Mistral-7B full fine-tuning in bf16 peaks at 5.00 copies of the weights (fms_acceleration, A100).
@@ -57,5 +57,5 @@ def step_bytes(num_trained: int, dtype: str, optimizer: str, *, largest_tensor: 
     if optimizer == "adamw":
         return SIZE_BYTES[dtype] * num_trained
     if optimizer == "adafactor":
-        return (3 + int(dtype != "fp32")) * 4 * largest_tensor
+        return (2 + 2 * int(dtype != "fp32")) * 4 * largest_tensor
     return 0

@@ -1,6 +1,6 @@
 """Temporaries inside one layer: what its forward and backward hold beyond what autograd keeps."""
 
-from planner.memory.activations import LayerContext, Saved, activation_dtype, score_bytes
+from planner.memory.activations import ACTIVATION_COPIES, LayerContext, Saved, activation_dtype, score_bytes
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.workspace import dequantized_bytes
 from planner.models.spec import LayerSpec
@@ -67,7 +67,11 @@ def _mlp_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple
     hidden_dtype = flow.linear_out(flow.residual)
     size = SIZE_BYTES[hidden_dtype]
     gated = mlp.kind != "plain"
-    gradients = (3 if gated else 2) * size * width
+    composed = ACTIVATION_COPIES.get(mlp.activation, 1) == 4 and mlp.kind != "moe"
+    if composed:  # the product of the two halves of a composed GELU, in its output's type, and what comes in
+        gradients = 3 * SIZE_BYTES[activation_dtype(mlp.activation, flow, hidden_dtype)] * width
+    else:
+        gradients = (3 if gated else 2) * size * width
     downs = [one for one in layer.linears if one.role == "down" and one.module != "parameter"]
     if mlp.kind == "moe" or not downs:
         return gradients, gradients
