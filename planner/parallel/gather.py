@@ -19,6 +19,7 @@ class Groups:
         embedding: the table with a group of its own.
         tail: final norm and head (and the table where the head is tied).
         root: the rest.
+        layer_gradients: elements of the largest block's gradients, not padded.
         matrix: elements of the largest trained matrix of a block, stacks of experts left out.
         padding: elements that cutting along the first dimension adds to all blocks: of frozen and of trained weights.
     """
@@ -29,6 +30,7 @@ class Groups:
     tail: int
     root: int
     layer_trained: int
+    layer_gradients: int
     embedding_trained: int
     tail_trained: int
     matrix: int
@@ -58,7 +60,7 @@ def _groups(model: ModelSpec, inner: TrainSetup, shards: int) -> Groups:
     plain = SIZE_BYTES["fp32" if inner.kbit_fp32_cast else inner.weight_dtype]
     adapter_size = SIZE_BYTES[inner.resolved_adapter_dtype]
     adapters = {} if full else {id(layer): linears for layer, _, linears in adapted(model, inner)}
-    sizes, trained, matrices = [0], [0], [0]
+    sizes, trained, gradients, matrices = [0], [0], [0], [0]
     total = frozen_padding = trained_padding = 0
     for layer, num in model.layer_counts:
         own, rows = 0, 0
@@ -75,6 +77,7 @@ def _groups(model: ModelSpec, inner: TrainSetup, shards: int) -> Groups:
         size = _layer_bytes(layer, inner, plain) + stacks * plain + (own + rows) * adapter_size
         sizes.append(size)
         trained.append(layer.num_params + stacks if full else own + rows)
+        gradients.append(layer.num_params if full else own)
         if full:
             matrices += [one.in_features * one.out_features for one in layer.linears if one.module != "parameter"]
         total += num * size
@@ -94,6 +97,7 @@ def _groups(model: ModelSpec, inner: TrainSetup, shards: int) -> Groups:
         tail=tail * plain,
         root=outer * plain,
         layer_trained=max(trained),
+        layer_gradients=max(gradients),
         embedding_trained=tables if full and not model.tied else 0,
         tail_trained=tail if full else 0,
         matrix=max(matrices),
