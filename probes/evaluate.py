@@ -112,8 +112,10 @@ class Prober:
         return outcome
 
     def remember(self, setup: TrainSetup, outcome: Outcome) -> None:
-        """Stores an outcome, where there is a store."""
-        if self.store is not None:
+        """Stores an outcome, where there is a store. What was refused before anything ran (it has no log) is answered
+        at once anyway, and may change with the machine."""
+        refused = isinstance(outcome, ProbeFailure) and outcome.kind is FailureKind.UNSUPPORTED and not outcome.log_path
+        if self.store is not None and not refused:
             self.store.append(record_of(self.request(setup), self.environment, outcome))
 
     def many(self, setups: Iterable[TrainSetup]) -> Iterator[tuple[TrainSetup, Outcome]]:

@@ -17,6 +17,7 @@ from probes.executors import DevicePool, LocalExecutor
 from probes.failures import UnsupportedProbe
 from probes.fingerprint import fingerprint
 from probes.request import ProbeRequest
+from probes.store import Store
 
 FOUR = tuple(f"cuda:{index}" for index in range(4))
 
@@ -74,13 +75,16 @@ def test_setup_with_more_gpus_than_there_are_is_an_outcome(tmp_path: Path) -> No
 def test_setup_that_no_engine_runs_is_answered_without_a_process(tmp_path: Path) -> None:
     int8 = TrainSetup(method="qlora", quantization="int8", num_gpus=2, parallel="fsdp2")
     model = resolve_model("Qwen/Qwen2.5-0.5B")
-    with LocalExecutor(("cpu",), work_dir=tmp_path) as executor:
-        prober = Prober(model=model, gpu=None, executor=executor, store=None, device="cpu")
+    with LocalExecutor(("cpu",), work_dir=tmp_path / "work") as executor:
+        store = Store(tmp_path / "store.jsonl")
+        prober = Prober(model=model, gpu=None, executor=executor, store=store, device="cpu")
         outcome = prober(int8)
+        device_map = prober(TrainSetup(num_gpus=2, parallel="device-map"))
     assert isinstance(outcome, ProbeFailure)
     assert outcome.kind is FailureKind.UNSUPPORTED
     assert "int8" in outcome.message
-    assert list(tmp_path.iterdir()) == []
+    assert isinstance(device_map, ProbeFailure)
+    assert list(tmp_path.iterdir()) == []  # no process, and nothing to remember
 
 
 def test_utilisation_of_a_job_is_that_of_one_copy() -> None:
