@@ -92,7 +92,7 @@ def _walk(
     if node is None or slow:
         walk_stages(workload, values, facts, ("split",), corrections)
     elif left_out:
-        walk_stages(workload, {**values, "method": left_out}, facts, ("split",), corrections)
+        walk_stages(workload, _only(workload, values, left_out), facts, ("split",), corrections)
     nodes = facts.nodes()
     node = choose_node(nodes, needed_gain(workload, nodes))
     if node is None:
@@ -100,6 +100,17 @@ def _walk(
         nodes = facts.nodes()
         node = choose_node(nodes, needed_gain(workload, nodes))
     return node
+
+
+def _only(
+    workload: Workload, values: Mapping[str, tuple[Any, ...]], methods: tuple[str, ...]
+) -> dict[str, tuple[Any, ...]]:
+    """The values with fewer methods. Full fine-tuning alone would also be walked with 16-bit master weights, which is
+    meant for who asks for it."""
+    narrowed = {**values, "method": methods}
+    if methods == ("full",) and "precision" not in workload.fixed and "method" not in workload.fixed:
+        narrowed["precision"] = tuple(one for one in values["precision"] if one.endswith("-mixed"))
+    return narrowed
 
 
 def _better_left_out(facts: SpreadFacts, node: str | None) -> tuple[str, ...]:

@@ -215,6 +215,14 @@ def test_offloading_beyond_a_usual_host_is_refused_with_its_bytes() -> None:
     assert any("host's memory" in note for note in asked.chosen.formula.notes)
 
 
+@pytest.mark.parametrize("gpu", ["rtx-4090", "l4", "a100-40gb"])
+def test_16_bit_master_weights_only_when_asked_for(gpu: str) -> None:
+    """Whatever stages are walked: full fine-tuning keeps fp32 master weights, as on one GPU."""
+    plan = planned("meta-llama/Llama-3.1-8B", gpu, 4, fixed={"loss": ("chunked", "full")})
+    for one in (plan.chosen, *plan.ranked, *(each.candidate for each in plan.alternatives)):
+        assert one.setup.method != "full" or one.setup.precision == "bf16-mixed"
+
+
 def test_tensor_and_pipeline_are_compared_where_communication_is_slow() -> None:
     plan = planned(
         "meta-llama/Llama-3.1-8B", "a100-80gb", 16, nodes=2, interconnect="ethernet-10", fixed={"method": ("full",)}
