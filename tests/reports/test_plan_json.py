@@ -1,6 +1,7 @@
 """plan.json: round trip, the same keys on every rung, and damaged or hostile files."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.errors import ConfigError, PlannerError
-from planner.outcome import Rung
+from planner.outcome import Measurement, Rung
 from planner.plan import Plan
 from planner.units import MIB
 from reports.extras import (
@@ -59,6 +60,19 @@ def test_plan_json_round_trip(rung: Rung) -> None:
     # Ranked candidates keep their totals per category, not each term.
     assert plan_to_dict(back)["ranked"] == plan_to_dict(plan)["ranked"]
     assert plan_to_dict(back) == plan_to_dict(plan)
+
+
+def test_plan_json_keeps_what_a_probe_measured_beside_its_peaks() -> None:
+    """The rate of a copy tells a throttled card, the ranks' peaks an uneven job; plans of before have neither."""
+    plain = make_candidate(rung=Rung.PROBE)
+    assert isinstance(plain.probe, Measurement)
+    peaks = (("rank 1", 1, 9_000), ("rank 0", 1, 8_000))
+    candidate = replace(plain, probe=replace(plain.probe, copy_bandwidth_bytes_per_s=3.9e12, rank_peaks=peaks))
+    document = through_json(candidate_to_dict(candidate, "tiny", "h200", detail=True))
+    assert candidate_from_dict(document).probe == candidate.probe
+    for name in ("copy_bandwidth_bytes_per_s", "rank_peaks"):
+        del document["probe"]["measured"][name]
+    assert candidate_from_dict(document).probe == plain.probe
 
 
 def test_no_plan_json_round_trip() -> None:
