@@ -5,6 +5,9 @@
 | `support` | can this setup run under this spread at all, and why not |
 | `rank` | which part of the model the GPUs of one kind hold (pipeline stage, tensor shard, device-map part) |
 | `memory` | the memory of every distinct rank: sharded states, gathered weights, buckets, micro-batches in flight |
+| `share`, `held` | in which types an engine computes, and what a rank holds at which moment |
+| `fsdp`, `gather`, `zero` | the same for FSDP2 and for DeepSpeed's ZeRO |
+| `walk` | every setup under every spread, with the figures of `memory` and `speed` |
 | `collectives` | seconds and bytes of all-reduce, all-gather, reduce-scatter, point to point over a `Cluster` |
 | `schedule` | seconds of a pipeline's step, and how much of it is bubble |
 | `traffic` | bytes of weights and gradients on the wire, and the data types that a rank really computes with |
