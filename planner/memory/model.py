@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from planner.gpu import GpuSpec
-from planner.kernels import Kernel, attention_kernel
+from planner.kernels import Kernel, attention_kernel, masked
 from planner.memory.activations import LayerContext, layer_saved, norm_saved
 from planner.memory.allocator import allocator_gap_bytes
 from planner.memory.dtypes import SIZE_BYTES, Flow, flow_of
 from planner.memory.loss import LossChain, loss_chain
 from planner.memory.optimizer import state_bytes, step_bytes
 from planner.memory.position_bias import position_bias
+from planner.memory.scores import mask_bytes
 from planner.memory.traits import traits_of
 from planner.memory.transient import (
     backward_transient,
@@ -168,11 +169,22 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
     adapted = _adapted_names(model, targets)
     stacks = targets is not None and adapts_expert_stacks(model, targets)
     counts, kept = _checkpointed(model, setup.checkpointing)
-    stored = {"norm": 0, "attention": 0, "scores": 0, "mlp": 0, "adapters": 0, "pinned": 0, "inputs": 0, "bias": 0}
+    stored = {
+        "norm": 0,
+        "attention": 0,
+        "scores": 0,
+        "mlp": 0,
+        "adapters": 0,
+        "pinned": 0,
+        "inputs": 0,
+        "bias": 0,
+        "masks": 0,
+    }
     dequantized = 0
     in_again, in_kept = [0], [0]
     moments: list[list[LayerMoment]] = []  # of each kind of layer, always in the same order
     kept_bytes = []
+    masks: dict[int | None, int] = {}  # by the window, as layers of one window share theirs
     for index, layer in enumerate(model.layer_kinds):
         kernel = _kernel(model, layer, gpu, setup, flow)
         context = LayerContext(
@@ -186,6 +198,9 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
             stacks=stacks,
         )
         saved = layer_saved(layer, context)
+        if layer.attention is not None:
+            each = mask_bytes(kernel, flow, masked=masked(setup, layer.attention))
+            masks[layer.attention.window_tokens] = each * tokens * context.row_tokens
         if kept[index]:
             kept_bytes.append(saved.total)
             for part in ("norm", "attention", "scores", "mlp", "adapters"):
@@ -206,7 +221,7 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
         if setup.quantized:
             dequantized = max(dequantized, *(dequantized_bytes(one, setup, flow.residual) for one in layer.linears))
     biases = position_bias(model, setup, flow, kernel, row_tokens=context.row_tokens, num_kept=sum(kept))
-    stored["bias"] = biases.stored
+    stored["bias"], stored["masks"] = biases.stored, sum(masks.values())
     # with every n-th layer checkpointed, the kept layers behind the last checkpointed one are gone by its turn
     gone = (model.num_layers - 1) % setup.checkpointing if setup.checkpointing else 0
     behind = gone * min(kept_bytes, default=0)
@@ -436,6 +451,7 @@ _PART_NAMES = {
     "pinned": "inputs that int8 matrices keep",
     "inputs": "checkpointed layer inputs",
     "bias": "position biases (tokens x tokens)",
+    "masks": "attention masks (tokens x tokens)",
 }
 
 

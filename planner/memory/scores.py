@@ -30,8 +30,12 @@ def eager_scores(
     autocast's fp32 list.
     """
     value = SIZE_BYTES[flow.autocast or qkv_dtype]
-    if sinks:  # softmax in the compute type, over one column more
-        return ScoreBytes(kept=value, forward=4 + value + SIZE_BYTES[flow.residual], backward=6)
+    if (
+        sinks
+    ):  # softmax in the type of scores and mask, over one column more: their sum, with the column, less its maximum
+        wide = max(value, SIZE_BYTES[flow.table])
+        kept = value if wide == value else wide + value
+        return ScoreBytes(kept=kept, forward=max(3 * wide, 4 + value + wide), backward=max(6, 3 * wide - kept))
     score = 4 if traits.fp32_scores and not flow.autocast else value
     softmax = score if traits.plain_softmax and not flow.autocast else 4
     dropout = traits.attention_dropout
@@ -52,6 +56,18 @@ def eager_scores(
         forward=forward,
         backward=max(moments) - kept,
     )
+
+
+def mask_bytes(kernel: str, flow: Flow, *, masked: bool) -> int:
+    """Bytes per pair of positions of the mask that all layers of one kind share: eager attention adds one in the
+    model's type, SDPA gets a boolean one where it gets one at all.
+
+    Source: transformers 5.23 `masking_utils.py` `eager_mask`, `sdpa_mask`.
+    Shapes: [seqs, 1, tokens, keys].
+    """
+    if kernel == "eager":
+        return SIZE_BYTES[flow.table]
+    return int(masked and kernel in ("efficient", "math"))
 
 
 def math_scores(traits: Traits) -> ScoreBytes:
