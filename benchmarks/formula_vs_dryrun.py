@@ -293,6 +293,19 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def compact(rows: list[dict[str, Any]]) -> str:
+    """The traced points without what was alive at their peaks, one JSON line each: enough to judge a formula by."""
+    kept = ("model", "model_type", "gpu", "setup", "dry_run_version", "dry_run_phases", "dry_run_phase", "kernels")
+    lines = []
+    for row in rows:
+        if "dry_run_phases" in row:
+            small = {name: row[name] for name in kept if name in row}
+            lines.append(
+                json.dumps({"dry_run_version": VERSION, **small, "dry_run_allocated": row["dry_run_allocated"]})
+            )
+    return "\n".join(lines) + "\n"
+
+
 def words(setup: TrainSetup) -> str:
     """A setup in a few words."""
     how = [setup.method, setup.precision]
@@ -315,12 +328,16 @@ def main() -> int:
     parser.add_argument(
         "--check", type=int, default=0, metavar="N", help="compare N stored points with the dry run itself"
     )
+    parser.add_argument("--compact", type=Path, help="write the traced points there, small enough to be kept")
     parser.add_argument("--table", action="store_true", help="print the summary of the file and stop")
     parser.add_argument("--markdown", action="store_true", help="print tables of today's formula and stop")
     args = parser.parse_args()
     rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     if args.check:
         print(check(random.Random(args.seed).sample(rows, min(args.check, len(rows)))))
+        return 0
+    if args.compact:
+        args.compact.write_text(compact(rows))
         return 0
     if args.markdown:
         print(markdown(rows))
