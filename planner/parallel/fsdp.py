@@ -36,13 +36,12 @@ def fsdp2(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trained
     held += _reducing(model, groups, trained, local, setup, halves=halves, keep=keep, accumulated=accumulated)
     if not on_host:
         held += _sharded_gradients(groups, local, shards, accumulated)
-    gather = loss_forward = loss_backward = 0
     ahead = 0 if keep else groups.layer
-    if setup.loss == "chunked" and setup.method != "full" and not model.tied:
-        # under peft the head's group is the head alone, whose forward TRL does not call: it gathers the weight itself
-        gather, loss_forward = groups.tail + groups.layer, groups.layer
-    else:
-        loss_forward = groups.layer if model.tied else groups.tail
+    # under peft the head's group is the head alone, whose forward TRL does not call: it gathers the weight itself, and
+    # the last layer's buffer stays
+    own_gather = setup.loss == "chunked" and setup.method != "full"
+    loss_forward = groups.layer if model.tied or own_gather else groups.tail
+    loss_backward = 0
     if setup.loss != "full":
         loss_backward = ahead
     return Share(
@@ -54,7 +53,6 @@ def fsdp2(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trained
         held=tuple(one for one in held if one.size_bytes),
         loss_forward_bytes=loss_forward,
         loss_backward_bytes=loss_backward,
-        loss_gather_bytes=gather,
         host_bytes=sum(one.size_bytes for one in weights) + local.size_bytes if on_host else 0,
     )
 

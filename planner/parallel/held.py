@@ -49,7 +49,6 @@ class Share:
         optimizer_on_device: False where optimizer states lie in host memory.
         loss_forward_bytes: alive in the loss's forward only (not in its backward).
         loss_backward_bytes: alive in its backward only.
-        loss_gather_bytes: alive before the loss's own tensors are made, and not with them.
         host_bytes: states in this rank's host memory, optimizer states not counted (`host_state_bytes`).
     """
 
@@ -61,7 +60,6 @@ class Share:
     held: tuple[Held, ...]
     loss_forward_bytes: int = 0
     loss_backward_bytes: int = 0
-    loss_gather_bytes: int = 0
     host_bytes: int = 0
     moment_bytes: dict[str, int] = field(init=False, default_factory=dict, compare=False)
 

@@ -84,7 +84,7 @@ def in_loss_bytes(
         return 0
     cache = parts.weight_casts[0] - parts.weight_casts[1] + parts.adapter_casts
     head = share.trained.head * SIZE_BYTES[share.trained.dtype]
-    forward = max(chain.loss_bytes + cache + share.loss_forward_bytes + outputs_bytes, share.loss_gather_bytes)
+    forward = chain.loss_bytes + cache + share.loss_forward_bytes + outputs_bytes
     return max(forward, chain.backward_bytes + share.loss_backward_bytes, head + logits_bytes)
 
 
