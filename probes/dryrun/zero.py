@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from planner.parallel.share import zero_bucket_elements
+from planner.parallel.zero import zero_bucket_elements
 from planner.setup import TrainSetup
 from probes.allocator.events import Alloc, Event, Free, Phase
 from probes.dryrun.splice import Block, splice
