@@ -26,5 +26,5 @@ def rank_note(setup: TrainSetup) -> str:
         return f"{rank}: {OWN_CODE[setup.parallel]} ran in a fake process group, collectives without communication"
     return (
         f"{rank}: the model's step and the optimizer on the rank's partition ran; {MODELLED[setup.parallel]} buckets, "
-        "copies and partitions are modelled after its source (0.19), as its engine needs a GPU"
+        "copies and partitions are modelled after its source (0.19), as its engine runs on no meta tensors"
     )

@@ -1,6 +1,6 @@
 """A rank of a DeepSpeed ZeRO-1 or ZeRO-2 job: the real step on meta tensors, with the engine's buffers modelled.
 
-DeepSpeed's engine needs a GPU. Forward, backward and the optimizer on the rank's flat fp32 partition are the real ones;
+DeepSpeed's engine runs on no meta tensors. Forward, backward and the optimizer on the rank's flat fp32 partition are the real ones;
 what the engine does in between (bucket, copies, partitions) is written down here after its source and put into the
 events at the places where gradients arrive.
 
