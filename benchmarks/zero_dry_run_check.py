@@ -2,9 +2,9 @@
 
     python benchmarks/zero_dry_run_check.py --deepspeed .cache/validators/deepspeed/lib/python3.11/site-packages
 
-Prints, per setup, the highest allocated bytes of forward and backward and those of the step: DeepSpeed's, followed with the
-dry run's accounting on real tensors, and the dry run's. Not a test: the launch files' validator, which brings DeepSpeed,
-need not be set up.
+Prints, per setup, the highest allocated bytes of forward and backward and those of the step: DeepSpeed's, followed
+with the dry run's accounting on real tensors, and the dry run's. Not a test: the launch files' validator, which brings
+DeepSpeed, need not be set up.
 """
 
 import argparse

@@ -1,8 +1,9 @@
 """A rank of a DeepSpeed ZeRO-1 or ZeRO-2 job: the real step on meta tensors, with the engine's buffers modelled.
 
-DeepSpeed's engine runs on no meta tensors. Forward, backward and the optimizer on the rank's flat fp32 partition are the real ones;
-what the engine does in between (bucket, copies, partitions) is written down here after its source and put into the
-events at the places where gradients arrive.
+DeepSpeed's engine runs on no meta tensors. Forward, backward and the optimizer on the rank's flat fp32 partition are
+the real ones; what the engine does in between (bucket, copies, partitions) is written down here after its source and
+put into the events at the places where gradients arrive. Four tiny cases of the engine itself on two CPU ranks agree
+(benchmarks/zero_dry_run_check.py).
 
 Source: DeepSpeed 0.19.8 runtime/zero/stage_1_and_2.py (`setup_buckets`, `reduce_independent_p_g_buckets_and_remove_
 grads`, `average_tensor`, `allreduce_bucket`, `copy_grads_in_partition`, `independent_gradient_partition_epilogue`,
@@ -60,6 +61,8 @@ class ZeroWorld:
         owners = load(tracker, model)
         trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
 
+        waiting = True
+
         def take(name: str, parameter: torch.Tensor) -> None:
             if parameter.grad is not None:
                 number = tracker.identity(parameter.grad)
@@ -72,8 +75,6 @@ class ZeroWorld:
             waiting = True
             for name, one in trained:
                 take(name, one)
-
-        waiting = True
 
         def arrives(name: str, parameter: torch.Tensor) -> None:
             nonlocal waiting
