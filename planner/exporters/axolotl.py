@@ -2,7 +2,7 @@
 
 from planner.exporters import deepspeed, slurm
 from planner.exporters.common import HF_ATTENTIONS, HF_OPTIMIZERS, environment, model_line, peak_notes, target_modules
-from planner.exporters.spread import PER_NODE, processes, sharding_refusal, tensor_refusal, torchrun_flags
+from planner.exporters.spread import PER_NODE, processes, sharding_refusal, sync_lines, tensor_refusal, torchrun_flags
 from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
 from planner.setup import TrainSetup
@@ -252,5 +252,5 @@ def _sharding(setup: TrainSetup) -> list[Line]:
             "state_dict_type": "FULL_STATE_DICT",
             "activation_checkpointing": setup.checkpointing > 0,
         }
-        lines += [Line("fsdp_version", 2), Line("fsdp_config", config)]
+        lines += [Line("fsdp_version", 2), Line("fsdp_config", config), *sync_lines(setup)]
     return lines

@@ -1,5 +1,6 @@
 """How a job spreads over GPUs and machines, where several targets say it alike: refusals, settings, launch commands."""
 
+from planner.exporters.text import Line
 from planner.exporters.types import Difference, ExportRequest
 from planner.parallel.support import ADAMW, DTENSOR_OPTIMIZERS, why_not
 from planner.setup import TrainSetup
@@ -51,6 +52,19 @@ def tensor_refusal(setup: TrainSetup, tool: str) -> str:
     if setup.compile:
         return "torch.compile over tensor parallelism's DTensor hooks is not written"
     return ""
+
+
+def sync_lines(setup: TrainSetup) -> list[Line]:
+    """The Trainer's setting that makes FSDP2 cut gradients after every micro-batch, where there are several.
+
+    Without it the whole model's gradients stay on every GPU until the last one: `planner.parallel.fsdp` counts on it.
+
+    Source: transformers 5.23 `Trainer._inner_training_loop`; accelerate 1.15 `Accelerator.no_sync`.
+    """
+    if setup.parallel != "fsdp2" or setup.tensor_degree > 1 or setup.accumulation_steps == 1:
+        return []
+    kwargs = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    return [Line("accelerator_config", kwargs, "else whole gradients wait for the last micro-batch")]
 
 
 def distributed_config(setup: TrainSetup) -> dict[str, object]:

@@ -11,7 +11,14 @@ from planner.exporters.common import (
     peak_notes,
     target_modules,
 )
-from planner.exporters.spread import PER_NODE, accelerate_flags, distributed_config, sharding_refusal, tensor_refusal
+from planner.exporters.spread import (
+    PER_NODE,
+    accelerate_flags,
+    distributed_config,
+    sharding_refusal,
+    sync_lines,
+    tensor_refusal,
+)
 from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
 from planner.setup import TrainSetup
@@ -161,6 +168,7 @@ def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
             Line("loss_type", "nll", "in chunks: never holds seqs x tokens x vocabulary"),
             Line("torch_compile", True) if setup.compile else None,
             Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
+            *sync_lines(setup),
         ),
         section(
             "optimization",

@@ -65,12 +65,47 @@ def read_text(
     Raises:
         ConfigError: not a config of a known tool, or a wrong one.
     """
-    sharding = sharding or Sharding()
+    found = _read(text, name, model=model, base=base, sharding=sharding or Sharding(), launcher=launcher)
+    if not _keeps_whole_gradients(found, text):
+        return found
+    return replace(found, approximations=(*found.approximations, WHOLE_GRADIENTS))
+
+
+WHOLE_GRADIENTS = (
+    "with accumulation FSDP2 keeps the whole model's gradients on every GPU between micro-batches unless "
+    "accelerator_config.gradient_accumulation_kwargs.sync_each_batch is true: counted as if it were"
+)
+
+
+def _keeps_whole_gradients(found: ReadConfig, text: str) -> bool:
+    """Whether the Trainer would not reduce gradients before the last micro-batch of an FSDP2 step.
+
+    Source: transformers 5.23 `Trainer._inner_training_loop`; accelerate 1.15 `Accelerator.no_sync`.
+    """
+    setup = found.setup
+    sharded = setup.parallel == "fsdp2" and setup.tensor_degree == 1 and setup.accumulation_steps > 1
+    return sharded and found.format in TRAINERS and "sync_each_batch" not in text
+
+
+TRAINERS = ("trl", "axolotl", "llamafactory", "hf-script")
+"""Formats that run transformers' Trainer."""
+
+
+def _read(
+    text: str,
+    name: str,
+    *,
+    model: ModelSpec | None,
+    base: TrainSetup | None,
+    sharding: Sharding,
+    launcher: str | None = None,
+) -> ReadConfig:
+    """`read_text` without its last word."""
     if launcher is not None:
         values, _ = parse_yaml(launcher, "accelerate config")
         processes = launchers.num_processes(values, "accelerate config")
         inside = Sharding(num_gpus=processes, roots=sharding.roots)
-        inner = read_text(text, name, model=model, base=base, sharding=inside)
+        inner = _read(text, name, model=model, base=base, sharding=inside)
         spread = launchers.read_accelerate(values, "accelerate config", inner.setup, sharding=inside)
         setup = spread.setup
         if inner.format == trl.FORMAT and setup.parallel == "zero3" and setup.method == "lora":

@@ -64,7 +64,7 @@ def test_estimate_of_one_spread(capsys: pytest.CaptureFixture[str]) -> None:
         "fsdp2": ["--parallel", "fsdp2"],
         "kept": ["--no-reshard"],
         "hybrid": ["--shard-degree", "4"],
-        "tensor": ["--tensor-degree", "4"],
+        "tensor": ["--tensor-degree", "4", "--method", "full"],
         "pipeline": ["--pipeline-degree", "4", "--accumulation", "4", "--method", "full", "--loss", "full"],
         "host": ["--offload", "parameters"],
     }.items():

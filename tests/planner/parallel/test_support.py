@@ -33,6 +33,7 @@ def _model(name: str = "meta-llama/llama-3.1-8b") -> ModelSpec:
         ({**NF4, "tensor_degree": 8}, "packed"),
         ({"tensor_degree": 4, "parallel": "ddp"}, "ParallelismConfig"),
         ({"tensor_degree": 4, "parallel": "zero2"}, "ParallelismConfig"),
+        ({"tensor_degree": 8}, "split by rows"),
         ({"pipeline_degree": 8}, "peft"),
         ({**FULL, "pipeline_degree": 4, "parallel": "zero2"}, "pipe/engine.py"),
         ({**FULL, "pipeline_degree": 8, "loss": "liger"}, "liger"),
