@@ -20,6 +20,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 from search_cases import problem, scenario, small_candidates
 from sqlalchemy import Engine, event
+from workers import ENDLESS
 
 import search.run
 from planner.outcome import Evidence, Prediction, ProbeFailure, Rung
@@ -143,6 +144,7 @@ class Worker:
                     num_ranked=NUM_RANKED,
                     check=self.check,
                     budget=Budget(max_probes=5),
+                    margin=ENDLESS,
                 )
         except Died:
             return None

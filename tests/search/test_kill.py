@@ -7,7 +7,7 @@ two writes of the study are in `test_death.py`.
 from pathlib import Path
 
 import pytest
-from workers import Workers, all_workers
+from workers import ENDLESS, Workers, all_workers
 
 __all__ = ["all_workers"]  # a fixture
 
@@ -20,16 +20,16 @@ def test_kill_nine_in_probes_and_resumption_give_the_undisturbed_search(
     calm = Workers(tmp_path / "calm", str(tmp_path / "calm" / "study"))
     killed = Workers(tmp_path / "killed", str(tmp_path / "killed" / "study"))
     all_workers += [calm, killed]
-    undisturbed = calm.answer(calm.start(max_probes=8))
+    undisturbed = calm.answer(calm.start(max_probes=6, margin=ENDLESS))
     fatal = (1, 4, 6, 7)  # numbers of starts, repeated ones included
     killed.hold(*fatal)
     in_flight = []
     for number in fatal:
-        process = killed.start(max_probes=8)
+        process = killed.start(max_probes=6, margin=ENDLESS)
         killed.wait_for_starts(number)
         in_flight.append(killed.keys("start")[-1])
         killed.kill(process)
-    assert killed.answer(killed.start(max_probes=8)) == undisturbed
+    assert killed.answer(killed.start(max_probes=6, margin=ENDLESS)) == undisturbed
     assert killed.keys() == calm.keys()
     assert killed.repeated() == {key: 1 + in_flight.count(key) for key in in_flight}
 
