@@ -1,7 +1,8 @@
 """The formula rung: one setup in, one `Prediction` out. Memory terms and step time from their own packages."""
 
+from typing import TYPE_CHECKING
+
 from planner.calibration_bands import memory_band, spread_memory_band
-from planner.cluster import Cluster
 from planner.gpu import GpuSpec
 from planner.kernels import attention_kernel
 from planner.memory.dtypes import flow_of
@@ -14,8 +15,11 @@ from planner.setup import TrainSetup
 from planner.throughput import StepTime, step_time
 from planner.units import gib
 
+if TYPE_CHECKING:
+    from planner.cluster import Cluster  # late: one GPU needs none of it
 
-def predict(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: Cluster | None = None) -> Prediction:
+
+def predict(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster | None" = None) -> Prediction:
     """Memory peaks and step time of one setup from closed forms alone, in well under a millisecond on one GPU.
 
     Args:
@@ -67,7 +71,7 @@ def _prediction(
     )
 
 
-def _spread_prediction(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: Cluster | None) -> Prediction:
+def _spread_prediction(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster | None") -> Prediction:
     # one GPU never needs these modules
     from planner.cluster import make_cluster
     from planner.parallel.host import host_bytes_per_node

@@ -4,7 +4,9 @@
 gpu and the setup's fields) lives in `planner.interchange`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import Any, Self
 
 from planner.errors import SetupError
@@ -286,8 +288,10 @@ class TrainSetup:
     def trusted_with(self, **changes: Any) -> Self:
         """A copy with some fields changed, not validated: for walks over values that are known to combine."""
         copy = object.__new__(type(self))
-        for name, slot in _SLOTS:
-            slot.__set__(copy, changes[name] if name in changes else slot.__get__(self))
+        for put, value in zip(_PUTTERS, _VALUES(self), strict=True):
+            put(copy, value)
+        for name, value in changes.items():
+            _PUTTER[name](copy, value)
         return copy
 
     def with_(self, **changes: Any) -> Self:
@@ -306,7 +310,9 @@ SPREAD_FIELDS = (
 """Fields that say something only with several GPUs; left out of JSON and keys at their defaults."""
 _DEFAULTS = {field.name: field.default for field in fields(TrainSetup)}
 _NO_SPREAD = tuple(_DEFAULTS[name] for name in SPREAD_FIELDS)
-_SLOTS = tuple((field.name, getattr(TrainSetup, field.name)) for field in fields(TrainSetup))
+_VALUES = attrgetter(*_DEFAULTS)
+_PUTTER: dict[str, Callable[[TrainSetup, Any], None]] = {name: getattr(TrainSetup, name).__set__ for name in _DEFAULTS}
+_PUTTERS = tuple(_PUTTER.values())
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...], *, hint: str = "") -> None:

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from planner.cluster import Cluster
 from planner.errors import UsageError
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from planner.cluster import Cluster  # late: one GPU needs none of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +36,7 @@ class Workload:
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     min_rank: int = 16
     min_rank_reason: str = ""
-    cluster: Cluster | None = None
+    cluster: "Cluster | None" = None
     objective: str = "tokens"
     dataset_tokens: int | None = None
     price_per_hour: float | None = None

@@ -6,8 +6,9 @@ Each candidate has the interchange form with the same keys on every rung; `fits`
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+from planner.cluster import Cluster
 from planner.errors import ConfigError
 from planner.gpu import GpuSpec
 from planner.interchange import SCHEMA_VERSION, setup_from_dict, setup_to_dict, to_jsonable
@@ -230,7 +231,9 @@ def _workload(values: Mapping[str, Any]) -> Workload:
 
 
 _WORKLOAD_FIELDS: dict[str, Any] = {
-    name: hint for name, hint in Workload.__annotations__.items() if name not in ("model", "gpu", "fixed")
+    name: hint
+    for name, hint in get_type_hints(Workload, localns={"Cluster": Cluster}).items()
+    if name not in ("model", "gpu", "fixed")
 }
 
 

@@ -1,15 +1,17 @@
 """Options for several GPUs, and their way into a `Cluster` and into setup fields."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from planner import setup as fields
 from planner.cli.wish import choices, positive
-from planner.cluster import Cluster, make_cluster
 from planner.errors import UsageError
 from planner.gpu import GpuSpec
+
+if TYPE_CHECKING:
+    from planner.cluster import Cluster  # late: one GPU needs none of it
 
 MAX_GPUS = 4096
 PARALLELS = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "dp", "device-map")
@@ -47,7 +49,7 @@ Offloads = Annotated[
 Offload = Annotated[str | None, typer.Option("--offload", help="/".join(fields.OFFLOADS) + " in the host's memory.")]
 
 
-def cluster_of(gpu: GpuSpec, gpus: int | None, nodes: int | None, interconnect: str | None) -> Cluster | None:
+def cluster_of(gpu: GpuSpec, gpus: int | None, nodes: int | None, interconnect: str | None) -> "Cluster | None":
     """The cluster that the flags describe, None for one GPU.
 
     Raises:
@@ -60,6 +62,8 @@ def cluster_of(gpu: GpuSpec, gpus: int | None, nodes: int | None, interconnect: 
             if value is not None:
                 raise UsageError(f"--{name} needs more than one GPU", hint="give --gpus 2 or more")
         return None
+    from planner.cluster import make_cluster
+
     return make_cluster(gpu, num, num_nodes=positive("nodes", nodes, maximum=MAX_GPUS), interconnect=interconnect)
 
 

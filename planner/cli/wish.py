@@ -3,16 +3,18 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planner import setup as fields
-from planner.cluster import Cluster
 from planner.errors import UsageError
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.rank import rank_floor
 from planner.units import GIB, gib
 from planner.workload import Workload
+
+if TYPE_CHECKING:
+    from planner.cluster import Cluster  # late: one GPU needs none of it
 
 DEFAULT_SEQ_LEN = 2048
 DEFAULT_GLOBAL_BATCH = 32
@@ -115,7 +117,7 @@ def workload(
     min_rank: int | None = None,
     dataset_tokens: int | None = None,
     price: float | None = None,
-    cluster: Cluster | None = None,
+    cluster: "Cluster | None" = None,
     objective: str = "tokens",
 ) -> Workload:
     """A workload from resolved names and checked flags; what is not given is planned or takes a stated default."""
@@ -151,7 +153,7 @@ def workload(
     )
 
 
-def default_global_batch(cluster: Cluster | None) -> int:
+def default_global_batch(cluster: "Cluster | None") -> int:
     """DEFAULT_GLOBAL_BATCH, or the next number of sequences that all GPUs can share evenly."""
     if cluster is None:
         return DEFAULT_GLOBAL_BATCH
