@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from planner.exporters.deepspeed import STAGES as ZERO_STAGES
 from planner.outcome import Measurement
 from planner.units import MIB
 from probes.crew import Crew, crew_of
@@ -34,7 +35,6 @@ from probes.stack.quantize import quantized_tensors
 from probes.stack.real_losses import loss_is_emulated
 from probes.stack.shards import fill_shards, shards_first
 from probes.stack.spread import spread_model
-from probes.stack.zero import STAGES as ZERO_STAGES
 from probes.stack.zero import make_zero_trainer, num_trained, zero_step
 from probes.topology import topology
 from probes.worker import StatusPipe, limit_cpu_memory

@@ -4,6 +4,7 @@ Bucket sizes are written out because the memory plan counts them (`planner.paral
 """
 
 import json
+from typing import Any
 
 from planner.exporters.spread import deepspeed_precision, sharding_refusal, split_refusal
 from planner.exporters.types import Difference, ExportRequest, Launch, LaunchFile
@@ -32,32 +33,23 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
 
 def config(request: ExportRequest) -> dict[str, object]:
     """The configuration as data. JSON has no comments: what a reader must know stands in the launch notes."""
-    setup = request.setup
-    return {
-        "train_batch_size": setup.global_batch_seqs,
-        "train_micro_batch_size_per_gpu": setup.micro_batch_seqs,
-        "gradient_accumulation_steps": setup.accumulation_steps,
-        "gradient_clipping": request.hyper.max_grad_norm,
-        "bf16": {"enabled": setup.compute_dtype == "bf16"},
-        "fp16": {"enabled": setup.compute_dtype == "fp16"},
-        "zero_optimization": _zero(request),
-    }
-
-
-def _zero(request: ExportRequest) -> dict[str, object]:
-    setup = request.setup
-    stage = STAGES[setup.parallel]
     bucket = ZERO_BUCKET_ELEMENTS
     if request.model is not None:
-        bucket = zero_bucket_elements(part_trained(request.model, setup).num)
+        bucket = zero_bucket_elements(part_trained(request.model, request.setup).num)
+    return engine_config(request.setup, bucket_elements=bucket, max_grad_norm=request.hyper.max_grad_norm)
+
+
+def engine_config(setup: TrainSetup, *, bucket_elements: int, max_grad_norm: float) -> dict[str, Any]:
+    """What DeepSpeed's engine is told, by the launch file and by the probe of the same setup alike."""
+    stage = STAGES[setup.parallel]
     zero: dict[str, object] = {
         "stage": stage,
         "overlap_comm": stage == 3,  # on in stages 1 and 2 it would double the bucket
         "contiguous_gradients": True,
-        "reduce_bucket_size": bucket,
+        "reduce_bucket_size": bucket_elements,
     }
     if stage < 3:
-        zero["allgather_bucket_size"] = bucket
+        zero["allgather_bucket_size"] = bucket_elements
     else:
         zero["stage3_prefetch_bucket_size"] = ZERO3_PREFETCH_ELEMENTS
         zero["stage3_param_persistence_threshold"] = ZERO3_PERSISTENT_ELEMENTS
@@ -66,7 +58,15 @@ def _zero(request: ExportRequest) -> dict[str, object]:
         zero["offload_optimizer"] = HOST
     if setup.offload == "parameters":
         zero["offload_param"] = HOST
-    return zero
+    return {
+        "train_batch_size": setup.global_batch_seqs,
+        "train_micro_batch_size_per_gpu": setup.micro_batch_seqs,
+        "gradient_accumulation_steps": setup.accumulation_steps,
+        "gradient_clipping": max_grad_norm,
+        "bf16": {"enabled": setup.compute_dtype == "bf16"},
+        "fp16": {"enabled": setup.compute_dtype == "fp16"},
+        "zero_optimization": zero,
+    }
 
 
 def config_file(request: ExportRequest, folder: str = TARGET) -> LaunchFile:

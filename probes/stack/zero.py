@@ -13,14 +13,12 @@ from unittest import mock
 
 import torch
 
-from planner.parallel.zero import ZERO3_PERSISTENT_ELEMENTS, ZERO3_PREFETCH_ELEMENTS, zero_bucket_elements
+from planner.exporters.deepspeed import engine_config
+from planner.parallel.zero import zero_bucket_elements
 from planner.setup import TrainSetup
 from probes.stack.batch import Batch
 from probes.stack.build import build_model
 from probes.stack.step import MAX_GRAD_NORM, Mark, Trainer, _marks, compute_loss, make_trainer
-
-STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
-_HOST = {"device": "cpu", "pin_memory": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,34 +36,9 @@ def num_trained(config: Mapping[str, Any], setup: TrainSetup, attention: str | N
 
 
 def zero_config(setup: TrainSetup, trained: int) -> dict[str, Any]:
-    """DeepSpeed's configuration; sizes as the launch files write them (`planner.exporters.deepspeed`)."""
-    stage = STAGES[setup.parallel]
-    bucket = zero_bucket_elements(trained)
-    zero: dict[str, Any] = {
-        "stage": stage,
-        "overlap_comm": stage == 3,
-        "contiguous_gradients": True,
-        "reduce_bucket_size": bucket,
-    }
-    if stage < 3:
-        zero["allgather_bucket_size"] = bucket
-    else:
-        zero["stage3_prefetch_bucket_size"] = ZERO3_PREFETCH_ELEMENTS
-        zero["stage3_param_persistence_threshold"] = ZERO3_PERSISTENT_ELEMENTS
-    if setup.offload != "none":
-        zero["offload_optimizer"] = _HOST
-    if setup.offload == "parameters":
-        zero["offload_param"] = _HOST
-    return {
-        "train_batch_size": setup.global_batch_seqs,
-        "train_micro_batch_size_per_gpu": setup.micro_batch_seqs,
-        "gradient_accumulation_steps": setup.accumulation_steps,
-        "gradient_clipping": MAX_GRAD_NORM,
-        "bf16": {"enabled": setup.compute_dtype == "bf16"},
-        "fp16": {"enabled": setup.compute_dtype == "fp16"},
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": zero,
-    }
+    """DeepSpeed's configuration: the launch file's, for an optimizer that the probe makes itself."""
+    told = engine_config(setup, bucket_elements=zero_bucket_elements(trained), max_grad_norm=MAX_GRAD_NORM)
+    return {**told, "zero_allow_untested_optimizer": True}
 
 
 def make_zero_trainer(model: Any, setup: TrainSetup, optimizer: Any, *, trained: int) -> ZeroTrainer:
