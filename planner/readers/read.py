@@ -1,5 +1,6 @@
 """From a path to a `ReadConfig`: which format it is, and the reader for it."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def read_text(
         ConfigError: not a config of a known tool, or a wrong one.
     """
     found = _read(text, name, model=model, base=base, sharding=sharding or Sharding(), launcher=launcher)
-    if not _keeps_whole_gradients(found, text):
+    if not _keeps_whole_gradients(found):
         return found
     return replace(found, approximations=(*found.approximations, WHOLE_GRADIENTS))
 
@@ -77,14 +78,19 @@ WHOLE_GRADIENTS = (
 )
 
 
-def _keeps_whole_gradients(found: ReadConfig, text: str) -> bool:
+def _keeps_whole_gradients(found: ReadConfig) -> bool:
     """Whether the Trainer would not reduce gradients before the last micro-batch of an FSDP2 step.
 
     Source: transformers 5.23 `Trainer._inner_training_loop`; accelerate 1.15 `Accelerator.no_sync`.
     """
     setup = found.setup
     sharded = setup.parallel == "fsdp2" and setup.tensor_degree == 1 and setup.accumulation_steps > 1
-    return sharded and found.format in TRAINERS and "sync_each_batch" not in text
+    if not sharded or found.format not in TRAINERS:
+        return False
+    value: Any = found.values
+    for key in ("accelerator_config", "gradient_accumulation_kwargs", "sync_each_batch"):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value is not True
 
 
 TRAINERS = ("trl", "axolotl", "llamafactory", "hf-script")

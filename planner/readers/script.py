@@ -177,6 +177,7 @@ def _setup(
         approximations=tuple(dict.fromkeys(one for part in parts for one in part.approximations)),
         dataset=constants.get("DATASET") if isinstance(constants.get("DATASET"), str) else None,
         keys=keys,
+        values=arguments.values,
     )
 
 

@@ -23,6 +23,11 @@ def test_whole_gradients_are_said_where_the_file_does_not_forbid_them(target: st
 
     assert ("sync_each_batch" in text) == (accumulation > 1)
     assert approximations(text) == ()
+    switched_off = text.replace("sync_each_batch: true", "sync_each_batch: false")
+    switched_off = switched_off.replace("'sync_each_batch': True", "'sync_each_batch': False")
+    switched_off = switched_off.replace('"sync_each_batch": True', '"sync_each_batch": False')
+    assert (switched_off != text) == (accumulation > 1)
+    assert approximations(switched_off) == ((WHOLE_GRADIENTS,) if accumulation > 1 else ())
     without = "".join(line for line in text.splitlines(keepends=True) if "sync_each_batch" not in line)
     if accumulation > 1 and "accelerator_config:" in without:  # YAML in several lines
         without = without.replace("gradient_accumulation_kwargs:", "gradient_accumulation_kwargs: {}")
