@@ -98,15 +98,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Errors go to stderr with a `hint:`; stdout is data.
     """
+    # A plan makes tens of thousands of small objects that live until it ends: collecting them time and again costs it
+    # more than they hold.
+    gc.set_threshold(200_000)
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
 def run(arguments: Sequence[str]) -> int:
     """The command line as a function: the exit code."""
     words = complete_arguments(arguments)
-    # A plan makes tens of thousands of small objects that live until it ends; collecting them time and again is a
-    # tenth of its wall time.
-    gc.set_threshold(200_000)
     try:
         code = build_app(words)(words, standalone_mode=False, prog_name="plan")
     except PlannerError as error:
