@@ -3,6 +3,7 @@
 from typing import Any
 
 from planner.models import catalogue
+from probes.allocator.events import Alloc, Event, Free, Phase
 
 _SIZES = {
     "hidden_size": 64,
@@ -40,3 +41,19 @@ def small_config(model_type: str, **changes: Any) -> dict[str, Any]:
     if model_type in ("phi3", "smollm3"):
         config["pad_token_id"] = 0
     return config | changes
+
+
+def peaks(events: list[Event]) -> dict[str, int]:
+    """Allocated peak of every phase and layer, blocks of 512 bytes."""
+    total, phase, sizes = 0, "", {}
+    found: dict[str, int] = {}
+    for event in events:
+        if isinstance(event, Alloc):
+            sizes[event.id] = -(-event.size_bytes // 512) * 512
+            total += sizes[event.id]
+            found[phase] = max(found.get(phase, 0), total)
+        elif isinstance(event, Free):
+            total -= sizes.pop(event.id)
+        elif isinstance(event, Phase):
+            phase = event.name
+    return found

@@ -9,27 +9,11 @@ from datetime import timedelta
 from typing import Any
 
 from planner.setup import TrainSetup
-from probes.allocator.events import Alloc, Event, Free, Phase
-from tests.probes.dryrun_small import small_config
+from probes.allocator.events import Event
+from tests.probes.dryrun_small import peaks, small_config
 
 NO_FLASH = (7, 0)
 NUM_LAYERS = 3
-
-
-def peaks(events: list[Event]) -> dict[str, int]:
-    """Allocated peak of every phase and layer, blocks of 512 bytes."""
-    total, phase, sizes = 0, "", {}
-    found: dict[str, int] = {}
-    for event in events:
-        if isinstance(event, Alloc):
-            sizes[event.id] = -(-event.size_bytes // 512) * 512
-            total += sizes[event.id]
-            found[phase] = max(found.get(phase, 0), total)
-        elif isinstance(event, Free):
-            total -= sizes.pop(event.id)
-        elif isinstance(event, Phase):
-            phase = event.name
-    return found
 
 
 def traced(model_type: str, fields: dict[str, Any], device: str) -> list[Event]:

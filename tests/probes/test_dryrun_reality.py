@@ -8,10 +8,9 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from planner.setup import TrainSetup
-from probes.allocator.events import Alloc, Event, Free
 from probes.dryrun.trace import Trace, trace_run
 from probes.stack import load_config
-from tests.probes.dryrun_small import small_config
+from tests.probes.dryrun_small import peaks, small_config
 
 NO_FLASH = (7, 0)
 """A capability whose SDPA choice for bf16 and grouped queries is the math kernel, which a CPU can run."""
@@ -36,21 +35,6 @@ DENSE_SETUPS: dict[str, dict[str, Any]] = {
 }
 
 
-def _peaks(events: list[Event]) -> dict[str, int]:
-    total, phase, sizes = 0, "", {}
-    peaks: dict[str, int] = {}
-    for event in events:
-        if isinstance(event, Alloc):
-            sizes[event.id] = -(-event.size_bytes // 512) * 512
-            total += sizes[event.id]
-            peaks[phase] = max(peaks.get(phase, 0), total)
-        elif isinstance(event, Free):
-            total -= sizes.pop(event.id)
-        else:
-            phase = event.name
-    return peaks
-
-
 def _trace(model_type: str, fields: dict[str, Any], device: str) -> Trace:
     values = {"seq_len_tokens": 48, "micro_batch_seqs": 2, "lora_rank": 4, "attention": "eager"}
     setup = TrainSetup(**{**values, **fields})
@@ -65,8 +49,8 @@ def _trace(model_type: str, fields: dict[str, Any], device: str) -> Trace:
 
 
 def _agree(model_type: str, fields: dict[str, Any]) -> None:
-    real = _peaks(_trace(model_type, fields, "cpu").events)
-    dry = _peaks(_trace(model_type, fields, "meta").events)
+    real = peaks(_trace(model_type, fields, "cpu").events)
+    dry = peaks(_trace(model_type, fields, "meta").events)
     assert {"load", "forward", "loss", "backward", "step"} <= set(real)
     assert dry == real
 

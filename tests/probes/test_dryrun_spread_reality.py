@@ -13,7 +13,8 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from probes.allocator.events import Alloc
-from tests.probes.spread_rank import peaks, traced
+from tests.probes.dryrun_small import peaks
+from tests.probes.spread_rank import traced
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY: dict[str, Any] = {

@@ -77,11 +77,7 @@ def test_workers_on_the_grpc_proxy_lose_nothing_and_repeat_nothing(
         trials = study.trials
     finally:
         close_storage(storage)
-    assert {trial.state for trial in trials} <= {TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL}
-    told = [trial.user_attrs["key"] for trial in trials if "evidence" in trial.user_attrs]
-    assert sorted(told) == sorted(workers.keys())
-    (retry,) = [trial for trial in trials if trial.user_attrs["origin"] == "retry" and "evidence" in trial.user_attrs]
-    assert retry.user_attrs["key"] == lost_key
+    workers.check_trials(trials, lost_key)
 
 
 @pytest.mark.slow

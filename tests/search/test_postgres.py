@@ -127,11 +127,7 @@ def test_workers_on_postgres_lose_nothing_and_repeat_nothing(
     assert execute(postgres_url, f"{aged}{lost._trial_id}") == 1
     workers.check_shared(lost_key)
     trials = trials_of(postgres_url)
-    assert {trial.state for trial in trials} <= {TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL}
-    told = [trial.user_attrs["key"] for trial in trials if "evidence" in trial.user_attrs]
-    assert sorted(told) == sorted(workers.keys())
-    (retry,) = [trial for trial in trials if trial.user_attrs["origin"] == "retry" and "evidence" in trial.user_attrs]
-    assert retry.user_attrs["key"] == lost_key
+    workers.check_trials(trials, lost_key)
 
 
 @pytest.mark.slow

@@ -6,10 +6,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from optuna.trial import FrozenTrial, TrialState
 
 from search.stopping import MARGIN
 
@@ -102,6 +103,14 @@ class Workers:
         victim = workers[num_workers // 2]
         self.kill(victim)
         return victim, started[victim.pid]
+
+    def check_trials(self, trials: Sequence[FrozenTrial], lost_key: str) -> None:
+        """The study when all have ended: every trial is over, every probe told once, the lost one by its retry."""
+        assert {trial.state for trial in trials} <= {TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL}
+        answered = [trial for trial in trials if "evidence" in trial.user_attrs]
+        assert sorted(trial.user_attrs["key"] for trial in answered) == sorted(self.keys())
+        (retry,) = [trial for trial in answered if trial.user_attrs["origin"] == "retry"]
+        assert retry.user_attrs["key"] == lost_key
 
     def check_shared(self, lost_key: str) -> None:
         """Releases the survivors: all agree, nothing is lost, nothing is repeated but the dead worker's probe."""
