@@ -39,7 +39,7 @@ def job_file(request: ExportRequest, target: str, command: str, validated_with: 
         "#SBATCH --output=%x-%j.log",
         "",
         "set -euo pipefail",
-        'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
         "MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))  # jobs that share a node do not meet",
         "export MASTER_ADDR MASTER_PORT",
         'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"  # srun no longer takes it over from sbatch',

@@ -36,10 +36,12 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
+    from tests.probes.settled_group import register
+
     rank, world_size, store, model_type, fields = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
+        register(),
         init_method=f"file://{store}",
         rank=int(rank),
         world_size=int(world_size),

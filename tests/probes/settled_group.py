@@ -1,0 +1,83 @@
+"""A gloo process group whose collectives are over, and forgotten, when they return.
+
+Gloo's own thread keeps a finished collective's tensors until the scheduler lets it run again, so on a loaded machine any
+buffer may be counted a little longer in any phase. CUDA's allocator knows no such thread. Here gloo only ever sees copies
+that nobody follows.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future  # what PyTorch's own Python groups return
+from torch.futures import Future
+from torch.utils._python_dispatch import _disable_current_modes
+
+NAME = "settled"
+
+
+def _done(result: Any) -> Any:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return _create_work_from_future(future)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for part in value for tensor in _tensors(part)] if isinstance(value, Sequence) else []
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return [_copy(part) for part in value] if isinstance(value, Sequence) else value
+
+
+class Settled(dist.ProcessGroup):
+    """Every collective on copies of its tensors, waited for, copied back."""
+
+    def __init__(self, gloo: Any, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size)
+        self._gloo = gloo
+
+    def _run(self, call: Callable[..., Any], *args: Any) -> Any:
+        with _disable_current_modes(), torch.no_grad():
+            copies = [_copy(arg) for arg in args]
+            call(*copies).wait()
+            for tensor, copy in zip(_tensors(args), _tensors(copies), strict=True):
+                tensor.copy_(copy)
+        return _done(args[0])
+
+    @property
+    def group_name(self) -> str:
+        name: str = dist.distributed_c10d._world.pg_names[self]
+        return name
+
+    def getBackendName(self) -> str:  # noqa: N802 - PyTorch's name
+        return NAME
+
+
+def _collective(name: str) -> Callable[..., Any]:
+    def run(self: Settled, *args: Any) -> Any:
+        return self._run(getattr(self._gloo, name), *args)
+
+    return run
+
+
+GLOOS_NAMES = {"all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base"}
+for _name in (
+    "allreduce", "allgather", "all_gather_single", "reduce_scatter", "reduce_scatter_single", "broadcast", "barrier",
+):  # fmt: skip
+    setattr(Settled, _name, _collective(GLOOS_NAMES.get(_name, _name)))
+
+
+def register() -> str:
+    """Makes the group known to `init_process_group` and returns its name."""
+
+    def create(store: Any, rank: int, world_size: int, timeout: Any) -> Settled:
+        return Settled(dist.ProcessGroupGloo(store, rank, world_size, timeout), rank, world_size)
+
+    dist.Backend.register_backend(NAME, create, devices=["cpu"])
+    return NAME
