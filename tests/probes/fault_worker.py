@@ -62,7 +62,9 @@ def misbehave(request: ProbeRequest, status: StatusPipe) -> Outcome:
         meet(Path(request.config["folder"]), int(request.config["num"]), float(request.config["seconds"]))
     elif fault == "wait-for-turn":
         status.waiting(True)
-        time.sleep(5.0)
+        status.progress("waiting")
+        while not Path(request.config["turn"]).exists():
+            time.sleep(0.01)
         status.waiting(False)
     elif fault == "hang":
         time.sleep(600)
@@ -104,9 +106,9 @@ def misbehave(request: ProbeRequest, status: StatusPipe) -> Outcome:
         Path(sys.argv[2]).write_text(json.dumps({"schema": 99}))
         os._exit(0)
     elif fault == "chatter":
-        line = b"x" * 65536 + b"\n"
-        while True:
-            os.write(1, line)
+        for _ in range(1024):  # more than any limit that a test sets; not the disk, however late the runner looks
+            os.write(1, b"x" * 65536 + b"\n")
+        time.sleep(600)
     return measured(request)
 
 
