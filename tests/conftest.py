@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "PYTHONWARNINGS"):
     os.environ.pop(_name, None)
-os.environ["TERM"] = "dumb"
+os.environ["TERM"] = "xterm-256color"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 # How long an example takes, or how many are made per second, says something about the machine only.

@@ -1,8 +1,8 @@
 """A gloo process group whose collectives are over, and forgotten, when they return.
 
-Gloo's own thread keeps a finished collective's tensors until the scheduler lets it run again, so on a loaded machine any
-buffer may be counted a little longer in any phase. CUDA's allocator knows no such thread. Here gloo only ever sees copies
-that nobody follows.
+Gloo's own thread keeps a finished collective's tensors until the scheduler lets it run again, so on a loaded machine
+any buffer may be counted a little longer in any phase. CUDA's allocator knows no such thread. Here gloo only ever sees
+copies that nobody follows.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ class Settled(dist.ProcessGroup):
         name: str = dist.distributed_c10d._world.pg_names[self]
         return name
 
-    def getBackendName(self) -> str:  # noqa: N802 - PyTorch's name
+    def getBackendName(self) -> str:
         return NAME
 
 

@@ -30,6 +30,8 @@ from probes.request import Limits, ProbeRequest
 from probes.store import Store, StoreWarning
 
 TESTS = Path(__file__).parent
+PATIENCE_S = 600.0
+"""A child that shows nothing for this long hangs."""
 
 
 def request(**changes: object) -> ProbeRequest:
@@ -161,7 +163,7 @@ def writer(path: Path, name: str, num: int) -> "subprocess.Popen[bytes]":
 def test_two_writers_on_one_store_lose_nothing(tmp_path: Path) -> None:
     path, num = tmp_path / "s.jsonl", 60
     for child in [writer(path, "a", num), writer(path, "b", num)]:
-        assert child.wait(60) == 0
+        assert child.wait(PATIENCE_S) == 0
     keys = [one.key for one in Store(path).records()]
     assert sorted(keys) == sorted(f"{name}-{index}" for name in "ab" for index in range(num))
 
@@ -172,14 +174,13 @@ def test_writers_killed_at_random_moments_lose_at_most_the_line_in_flight(tmp_pa
     rng = random.Random(1)
     for round_ in range(4):
         child = writer(path, f"r{round_}", 100_000)
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and not any(
-            one.key.startswith(f"r{round_}") for one in Store(path).records()
-        ):
+        deadline = time.monotonic() + PATIENCE_S
+        while not any(one.key.startswith(f"r{round_}") for one in Store(path).records()):
+            assert time.monotonic() < deadline
             time.sleep(0.01)
         time.sleep(rng.uniform(0.0, 0.1))
         child.send_signal(signal.SIGKILL)
-        child.wait(10)
+        child.wait(PATIENCE_S)
     records = Store(path).records()
     for round_ in range(4):
         numbers = [int(one.key.split("-")[1]) for one in records if one.key.startswith(f"r{round_}-")]

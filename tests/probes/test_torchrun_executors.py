@@ -19,6 +19,8 @@ from probes.fingerprint import fingerprint
 from probes.request import ProbeRequest
 from probes.store import Store
 
+PATIENCE_S = 600.0
+"""What takes this long hangs."""
 FOUR = tuple(f"cuda:{index}" for index in range(4))
 
 
@@ -43,11 +45,11 @@ def test_a_job_waits_until_enough_neighbours_are_free() -> None:
 
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(whole)
-        assert asked.wait(30)
+        assert asked.wait(PATIENCE_S)
         pool.give_back(single)
         assert not waiting.done()  # two are still taken: it cannot be
         pool.give_back(pair)
-        assert waiting.result(30) == (0, 1, 2, 3)
+        assert waiting.result(PATIENCE_S) == (0, 1, 2, 3)
 
 
 def test_devices_that_are_no_neighbours_are_no_job() -> None:
@@ -66,7 +68,7 @@ def test_each_device_can_be_waited_for_ahead() -> None:
 def test_setup_with_more_gpus_than_there_are_is_an_outcome(tmp_path: Path) -> None:
     asked = ProbeRequest(model_id="m", config={}, setup=TrainSetup(num_gpus=4, parallel="ddp"), device="cuda:0")
     with LocalExecutor(("cuda:0", "cuda:1"), work_dir=tmp_path) as executor:
-        outcome = executor.submit(asked).result(60)
+        outcome = executor.submit(asked).result(PATIENCE_S)
     assert isinstance(outcome, ProbeFailure)
     assert outcome.kind is FailureKind.UNSUPPORTED
     assert "4 neighbouring GPUs" in outcome.message
