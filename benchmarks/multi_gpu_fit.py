@@ -5,13 +5,15 @@ points justify, errors of log(tokens/s) are clipped softly, a source of n points
 (source, card) may be off as a whole: the compute model's own error there is not communication's to answer for.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from math import exp, log, sqrt
+from math import exp, log
 
 from benchmarks.multi_gpu_points import SpreadPoint
 from planner.parallel.speed import spread_step_time
 from planner.throughput.calibration import Calibration, SpreadConstants
+from planner.throughput.fit import POINT_NOISE, fit_shift
 
 UNCERTAINTY = {
     "nvlink_share": 0.15,
@@ -27,8 +29,6 @@ UNCERTAINTY = {
 }
 """Standard deviation of each constant's logarithm before any point is seen; the others keep their value."""
 CARD_NOISE = 0.08
-POINT_NOISE = 0.05
-SOFT_CLIP = 0.15
 
 
 def log_error(point: SpreadPoint, calibration: Calibration) -> float:
@@ -54,50 +54,27 @@ def fit_spread(points: Sequence[SpreadPoint], start: Calibration, *, max_evaluat
     """The start's calibration with its `spread` constants moved to fit the points."""
     if not points:
         return start
-    from scipy.optimize import least_squares
-
     base = asdict(SpreadConstants(**start.spread))
     names = tuple(UNCERTAINTY)
-    sizes: dict[str, int] = {}
-    for point in points:
-        sizes[point.source] = sizes.get(point.source, 0) + 1
-    cards = sorted({(point.source, point.gpu.key) for point in points})
-    weights = [sizes[point.source] ** -0.25 / POINT_NOISE for point in points]
-    member = [cards.index((point.source, point.gpu.key)) for point in points]
+    sizes = Counter(point.source for point in points)
 
     def moved(shift: Sequence[float]) -> Calibration:
         values = {name: base[name] * exp(UNCERTAINTY[name] * z) for name, z in zip(names, shift, strict=True)}
         values |= {name: min(value, 1.0) for name, value in values.items() if name.endswith("share") or "cost" in name}
         return replace(start, spread={**base, **values})
 
-    known: dict[tuple[float, ...], list[float]] = {}
-
     def errors(shift: Sequence[float]) -> list[float]:
-        key = tuple(float(z) for z in shift)  # moving an offset alone asks for the same constants again
-        if key not in known:
-            if len(known) > 4:
-                known.clear()
-            calibration = moved(key)
-            known[key] = [log_error(point, calibration) for point in points]
-        return known[key]
+        calibration = moved(shift)
+        return [log_error(point, calibration) for point in points]
 
-    def residuals(shift: Sequence[float]) -> list[float]:
-        offsets = shift[len(names) :]
-        found = errors(shift[: len(names)])
-        clipped = [
-            _soft(error - CARD_NOISE * offsets[card]) * weight
-            for error, weight, card in zip(found, weights, member, strict=True)
-        ]
-        return [*clipped, *shift]
-
-    begin = [0.0] * (len(names) + len(cards))
-    best = least_squares(residuals, begin, max_nfev=max_evaluations, diff_step=0.05, bounds=(-4.0, 4.0))
-    return moved([float(z) for z in best.x[: len(names)]])
-
-
-def _soft(error: float) -> float:
-    """Quadratic for small errors, square-root growth for large ones: one odd run must not bend the constants."""
-    size = abs(error)
-    if size <= SOFT_CLIP:
-        return error
-    return (SOFT_CLIP * sqrt(2.0 * size / SOFT_CLIP - 1.0)) * (1.0 if error > 0 else -1.0)
+    return moved(
+        fit_shift(
+            errors,
+            len(names),
+            weights=[sizes[point.source] ** -0.25 / POINT_NOISE for point in points],
+            offsets_of=[(point.source, point.gpu.key) for point in points],
+            offset_noise=CARD_NOISE,
+            step=0.05,
+            max_evaluations=max_evaluations,
+        )
+    )

@@ -7,8 +7,9 @@ log-constant from its start in units of its stated uncertainty. With no points, 
 numpy and scipy are imported only when a fit runs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import exp, log, sqrt
 from statistics import median
 
@@ -114,39 +115,61 @@ def fit_constants(
     """
     if not points:
         raise ValueError("a fit needs at least one point")
-    from scipy.optimize import least_squares
-
     base = {name: float(getattr(Constants(**start.constants), name)) for name in names}
-    weights = [weight / POINT_NOISE for weight in group_weights(points)]
-    groups = sorted({point.group for point in points})
-    member = [groups.index(point.group) for point in points]
-    width = len(names)
 
     def moved(shift: Sequence[float]) -> Calibration:
         values = {name: base[name] * exp(UNCERTAINTY[name] * z) for name, z in zip(names, shift, strict=True)}
         return replace(start, constants={**start.constants, **values})
 
-    def residuals(shift: Sequence[float]) -> list[float]:
-        offsets = shift[width:]
+    return moved(
+        fit_shift(
+            lambda shift: log_errors(points, moved(shift)),
+            len(names),
+            weights=[weight / POINT_NOISE for weight in group_weights(points)],
+            offsets_of=[point.group for point in points],
+            offset_noise=group_noise,
+            step=0.02,
+            max_evaluations=max_evaluations,
+        )
+    )
+
+
+def fit_shift(
+    errors: Callable[[Sequence[float]], list[float]],
+    width: int,
+    *,
+    weights: Sequence[float],
+    offsets_of: Sequence[Hashable],
+    offset_noise: float,
+    step: float,
+    max_evaluations: int,
+) -> list[float]:
+    """The shift of `width` log-constants, in standard deviations, that fits the points best without going far.
+
+    Args:
+        errors: a shift -> log(predicted / measured) of each point.
+        weights: what each point's error counts.
+        offsets_of: what each point belongs to that may be off as a whole, which no constant answers for.
+        offset_noise: standard deviation of such an offset's logarithm.
+        step: relative step of the numerical derivative.
+    """
+    from scipy.optimize import least_squares
+
+    groups = {name: index for index, name in enumerate(sorted(set(offsets_of), key=str))}
+    member = [groups[name] for name in offsets_of]
+    errors_at = lru_cache(maxsize=4)(errors)  # moving an offset alone asks for the same constants again
+
+    def residuals(found: Sequence[float]) -> list[float]:
+        shift = [float(z) for z in found]
         clipped = [
-            _soft(error - group_noise * offsets[group]) * weight
-            for error, weight, group in zip(last_errors(shift[:width]), weights, member, strict=True)
+            _soft(error - offset_noise * shift[width + group]) * weight
+            for error, weight, group in zip(errors_at(tuple(shift[:width])), weights, member, strict=True)
         ]
         return [*clipped, *shift]
 
-    memory: dict[tuple[float, ...], list[float]] = {}
-
-    def last_errors(shift: Sequence[float]) -> list[float]:
-        key = tuple(float(z) for z in shift)  # moving an offset alone asks for the same constants again
-        if key not in memory:
-            if len(memory) > 4:
-                memory.clear()
-            memory[key] = log_errors(points, moved(key))
-        return memory[key]
-
     start_at = [0.0] * (width + len(groups))
-    found = least_squares(residuals, start_at, max_nfev=max_evaluations, diff_step=0.02, bounds=(-4.0, 4.0))
-    return moved([float(z) for z in found.x[:width]])
+    best = least_squares(residuals, start_at, max_nfev=max_evaluations, diff_step=step, bounds=(-4.0, 4.0))
+    return [float(z) for z in best.x[:width]]
 
 
 def _soft(error: float) -> float:
