@@ -12,7 +12,7 @@ def why_not_traced(setup: TrainSetup) -> str:
         return "it does not follow tensor parallelism"
     if setup.pipeline_degree > 1 or setup.parallel == "device-map":
         return "it does not follow a model cut into stages"
-    if setup.offload != "none":
+    if setup.offload != "none" and setup.parallel != "fsdp2":
         return "it does not follow states in the host's memory"
     if setup.parallel not in OWN_CODE and setup.parallel not in MODELLED:
         return f"it does not follow parallel {setup.parallel!r}"
@@ -23,7 +23,10 @@ def rank_note(setup: TrainSetup) -> str:
     """What ran as one rank and what was only modelled, one sentence."""
     rank = f"rank 0 of {setup.num_gpus}"
     if setup.parallel in OWN_CODE:
-        return f"{rank}: {OWN_CODE[setup.parallel]} ran in a fake process group, collectives without communication"
+        host = "; what lies in the host's memory is told apart by a mark" if setup.offload != "none" else ""
+        return (
+            f"{rank}: {OWN_CODE[setup.parallel]} ran in a fake process group, collectives without communication{host}"
+        )
     return (
         f"{rank}: the model's step and the optimizer on the rank's partition ran; {MODELLED[setup.parallel]} buckets, "
         "copies and partitions are modelled after its source (0.19), as its engine runs on no meta tensors"

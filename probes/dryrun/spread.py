@@ -4,14 +4,16 @@ Rank 0 is traced: it holds the largest shards (FSDP2 and ZeRO pad the last ranks
 and counted; NCCL's own buffers are outside PyTorch's allocator.
 """
 
+import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from planner.setup import TrainSetup
@@ -40,6 +42,8 @@ class SpreadTracker(Tracker):
 
         super().__init__(*args, **kwargs)
         self.label = ""
+        self.host_phases: frozenset[str] = frozenset()
+        self._host: dict[int, Any] = {}
         self._wrap = torch.ops._c10d_functional._wrap_tensor_autograd.default
         self._wrappers = (DTensor, AsyncCollectiveTensor)
         self.subclasses = frozenset({DTensor})  # their operators come again as those of the local tensors
@@ -49,6 +53,8 @@ class SpreadTracker(Tracker):
             return args[0]  # DDP reads back the order of its buckets, which the fake group left as it was
         if func is self._wrap and args[0].device.type == "meta":
             return args[0]  # a collective's result that is waited for at its first use: on meta a second tensor
+        if func is _TO_COPY and kwargs and kwargs.get("device") == _CPU and args[0].device.type == "meta":
+            return self._copied_to_host(args[0])
         if types and _changes_list(func) and not self.subclasses.isdisjoint(types):
             # the optimizer's own lists: straight to the local tensors, as DTensor's rules would after much looking
             args, kwargs = tree_map_only(torch.Tensor, local, (args, kwargs or {}))
@@ -56,10 +62,38 @@ class SpreadTracker(Tracker):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def track(self, tensor: torch.Tensor, op: str) -> int | None:
-        """As `Tracker.track`, under the present label; a wrapper has no memory of its own."""
-        if isinstance(tensor, self._wrappers):
+        """As `Tracker.track`, under the present label; a wrapper has no memory of its own, and what lies in the host's
+        memory is not counted."""
+        if isinstance(tensor, self._wrappers) or self.phase in self.host_phases:
+            return None
+        if self._host and tensor.untyped_storage()._cdata in self._host:
             return None
         return super().track(tensor, self.label or op)
+
+    def allocate(self, size_bytes: int, op: str) -> int:
+        """As `Tracker.allocate`, unless the work is the host's."""
+        return _ELSEWHERE if self.phase in self.host_phases else super().allocate(size_bytes, op)
+
+    def release(self, number: int) -> None:
+        """As `Tracker.release`."""
+        if number != _ELSEWHERE:
+            super().release(number)
+
+    def keep_on_host(self, tensor: torch.Tensor) -> None:
+        """Takes `tensor`'s storage to lie in the host's memory as long as it lives: meta tensors do not say where they
+        would be."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        known = self._alive.pop(key, None)
+        if known is not None:
+            self.events.append(Free(known[0]))
+        self._host[key] = weakref.ref(storage, lambda _: self._host.pop(key, None))
+
+    def _copied_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        with _disable_current_modes():
+            copy = torch.empty_like(tensor)
+        self.keep_on_host(copy)
+        return copy
 
     @contextmanager
     def labelled(self, label: str) -> Iterator[None]:
@@ -91,9 +125,10 @@ class SpreadTracker(Tracker):
 
     @contextmanager
     def following_fsdp(self) -> Iterator[None]:
-        """Within it, FSDP2's communication buffers carry their names, and its hooks run without the compiler's wrapper
-        (which only costs time)."""
+        """Within it, FSDP2's communication buffers carry their names, its hooks run without the compiler's wrapper
+        (which only costs time), and shards in the host's memory are copied to the device before they are gathered."""
         from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+        from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
         from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
         gather, reduce = groups.foreach_all_gather, groups.foreach_reduce
@@ -106,9 +141,11 @@ class SpreadTracker(Tracker):
             with self.labelled(SCATTERING):
                 return reduce(*args, **kwargs)
 
-        replacements = [
+        replacements: list[tuple[Any, str, Any]] = [
             (groups, "foreach_all_gather", named_gather),
             (groups, "foreach_reduce", named_reduce),
+            (groups.FSDPParamGroup, "_validate_cpu_offload_params", lambda _: None),  # meta is not the host
+            (FSDPParam, "all_gather_inputs", property(_copied_to_device(FSDPParam.all_gather_inputs.fget))),
         ]
         for owner in (FSDPState, groups.FSDPParamGroup):
             for name, function in list(vars(owner).items()):
@@ -120,11 +157,27 @@ class SpreadTracker(Tracker):
             yield
 
 
+def _copied_to_device(inputs: Any) -> Any:
+    """FSDP2's `all_gather_inputs` with the copy to the device that `.to(device)` makes of an offloaded shard, where
+    on meta it makes none."""
+
+    def copied(param: Any) -> Any:
+        if not param.offload_to_cpu or param._sharded_param_data.device.type != "meta":
+            return inputs(param)
+        shard = param._sharded_param_data
+        param._sharded_param_data = shard.clone()
+        try:
+            return inputs(param)
+        finally:
+            param._sharded_param_data = shard
+
+    return copied
+
+
 @contextmanager
 def _untracked_trials() -> Iterator[None]:
     """Within it, what DTensor tries out on fake tensors before an operator's first run is no allocation."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
-    from torch.utils._python_dispatch import _disable_current_modes
 
     tried = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -150,6 +203,10 @@ _HOOKS = (
     "root_post_backward_final_callback",
 )
 _COPY = torch.ops.aten.copy_.default
+_TO_COPY = torch.ops.aten._to_copy.default
+_CPU = torch.device("cpu")
+_ELSEWHERE = -1
+"""Stands for an allocation that is not the device's."""
 
 
 @contextmanager
@@ -192,13 +249,17 @@ class FsdpWorld:
         largest = max(one.numel() * one.element_size() for one in model.parameters())
         with tracker.resizing(), tracker.following_fsdp(), _untracked_trials():
             spread = spread_model(model, setup, device=device)
+            if setup.offload == "parameters" and device.type == "meta":
+                tracker.host_phases = frozenset({"step"})  # CPUOffloadPolicy: the optimizer steps on the host
+                for one in model.parameters():
+                    tracker.keep_on_host(local(one))
             owners = load(tracker, model)
             tracker.release(tracker.allocate(largest, "load"))
             yield spread, owners
 
     def splice(self, trace: Trace, block: Block, setup: TrainSetup) -> Trace:
         """See `probes.dryrun.trace.World`."""
-        return splice(trace, block, setup, self)
+        return splice(trace, block, setup, _OnHost(self) if setup.offload == "parameters" else self)
 
     def finish(self, trace: Trace, block: Block | None) -> Trace:
         """See `probes.dryrun.trace.World`."""
@@ -229,6 +290,17 @@ class FsdpWorld:
         it: DTensor's own rules take seconds for the lists of a deep model."""
         rows = -(-one.shape[0] // self._setup.shards)
         return torch.nn.Parameter(torch.empty((rows, *one.shape[1:]), dtype=one.dtype, device="meta"))
+
+
+class _OnHost:
+    """See `probes.dryrun.splice.Shards`: the step happens in the host's memory, its trained parameters have no gradient
+    on the device."""
+
+    tracker = Tracker
+    stepping = staticmethod(nullcontext)
+
+    def __init__(self, world: FsdpWorld) -> None:
+        self.parameter = world.parameter
 
 
 @dataclass(frozen=True, kw_only=True)

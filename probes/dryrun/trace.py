@@ -141,7 +141,8 @@ def trace_run(
             owners = load(tracker, model)
         else:
             spread, owners = stack.enter_context(world.prepared(tracker, model, setup))
-        parameters = sum(one.untyped_storage().nbytes() for one in _unique(model.parameters()))
+        held = (one for one in _unique(model.parameters()) if tracker.identity(one) is not None)
+        parameters = sum(one.untyped_storage().nbytes() for one in held)
         prefix = _layer_prefix(model)
         optimizer = make_optimizer(setup.optimizer, model.parameters(), device_type=device)
         trainer = make_trainer(model, setup, optimizer, spread)

@@ -38,6 +38,17 @@ DEPTHS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "fsdp2 hybrid, alternating layers": ("gemma2", {**FULL, "parallel": "fsdp2", "shard_degree": 2}),
     "fsdp2 nf4": ("llama", {"parallel": "fsdp2", "method": "qlora", "quantization": "nf4-double"}),
+    "fsdp2 full, offloaded, accumulation": (
+        "qwen2",
+        {
+            **FULL,
+            "parallel": "fsdp2",
+            "precision": "bf16-mixed",
+            "offload": "parameters",
+            "accumulation_steps": 2,
+            "optimizer": "adamw",
+        },
+    ),
     "zero1 full": ("llama", {**FULL, "parallel": "zero1", "accumulation_steps": 2}),
     "zero2 lora": ("qwen2", {"parallel": "zero2"}),
     "zero2 full, accumulation": ("llama", {**FULL, "parallel": "zero2", "accumulation_steps": 2, "checkpointing": 0}),
@@ -91,6 +102,26 @@ def test_rank_names_what_only_several_gpus_have() -> None:
     assert ("optimizer", "fp32 masters") in zero.phase_groups["step"]
 
 
+@pytest.mark.parametrize(
+    "fields", [FULL, {}, {"method": "qlora", "quantization": "nf4"}], ids=["full", "lora", "qlora"]
+)
+def test_offloaded_rank_holds_what_is_gathered(fields: dict[str, Any]) -> None:
+    """No CPU process can tell host from device, so arithmetic: shards, gradients and states are gone, what is gathered
+    and all else stays to the byte."""
+    near = _report("llama", _setup(**fields, parallel="fsdp2"))
+    far = _report("llama", _setup(**fields, parallel="fsdp2", offload="parameters"))
+    assert far.parameter_bytes == 0 < near.parameter_bytes
+    scales = far.phase_groups["load"].get(("weights", "layers"), 0)  # of quantized weights: whole on every rank
+    assert (scales > 0) == ("quantization" in fields)
+    for phase in ("load", "forward", "loss", "step"):
+        before, after = dict(near.phase_groups[phase]), dict(far.phase_groups[phase])
+        assert before.pop(("weights", "layers")) > after.pop(("weights", "layers"), 0) == scales
+        gone = {group: size for group, size in before.items() if group not in after}
+        assert {kind for kind, _ in gone} <= {"weights", "adapters", "gradients", "optimizer", "workspace"}
+        assert [name for kind, name in gone if kind == "workspace"] == ["optimizer temporaries"] * (phase == "step")
+        assert before == after | gone
+
+
 @pytest.mark.parametrize(("parallel", "word"), [("ddp", "ran"), ("fsdp2", "ran"), ("zero1", "modelled")])
 def test_rank_says_what_ran_and_what_is_modelled(parallel: str, word: str) -> None:
     notes = _report("llama", _setup(parallel=parallel)).prediction.notes
@@ -105,7 +136,7 @@ def test_rank_says_what_ran_and_what_is_modelled(parallel: str, word: str) -> No
         {"parallel": "device-map"},
         {"parallel": "none", "tensor_degree": 4},
         {"parallel": "none", "pipeline_degree": 4},
-        {"parallel": "fsdp2", "offload": "parameters"},
+        {"parallel": "zero2", "offload": "optimizer"},
     ],
     ids=str,
 )
