@@ -5,7 +5,6 @@ import json
 import os
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,8 @@ LLAMA = {
     "vocab_size": 100,
 }
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-FAIL_LIMIT_S = 60.0  # what waits, waits longer; a loaded machine may take seconds for what takes milliseconds alone
+PATIENCE_S = 600.0
+"""What takes this long hangs; alone it takes milliseconds."""
 
 
 @pytest.fixture(autouse=True)
@@ -61,13 +61,14 @@ class Hub:
         self.status = 200
         self.body = json.dumps(LLAMA).encode()
         self.location = ""
-        self.wait_s = 0.0
+        self.may_answer = threading.Event()
+        self.may_answer.set()
         answers = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 answers.asked.append((self.path, self.headers.get("Authorization")))
-                time.sleep(answers.wait_s)
+                answers.may_answer.wait(PATIENCE_S)
                 self.send_response(answers.status)
                 if answers.location and len(answers.asked) == 1:
                     self.send_header("Location", answers.location)
@@ -88,7 +89,9 @@ class Hub:
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     one = Hub()
     monkeypatch.setenv("HF_ENDPOINT", one.url)
+    monkeypatch.setattr(hub, "HUB_LIMIT_S", PATIENCE_S)
     yield one
+    one.may_answer.set()
     one.server.shutdown()
     one.server.server_close()
 
@@ -139,11 +142,9 @@ def test_broken_paths_are_config_errors(tmp_path: Path) -> None:
     (tmp_path / "looped").mkdir()
     (tmp_path / "looped" / "config.json").symlink_to("config.json")
     for name in ("./loop", "loop", "./dangling", "./weights.bin", "pipe.json", "./inside", "./looped"):
-        start = time.perf_counter()
         with pytest.raises(ConfigError) as error:
             resolve_model(name)
         assert error.value.hint
-        assert time.perf_counter() - start < FAIL_LIMIT_S
 
 
 def test_an_unreadable_config_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,28 +320,29 @@ def test_a_senseless_endpoint_is_no_crash(monkeypatch: pytest.MonkeyPatch, endpo
 
 
 def test_a_slow_hub_is_given_up(stand_in: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the question and does not answer before we have given up."""
     monkeypatch.setattr(hub, "HUB_LIMIT_S", 0.2)
-    stand_in.wait_s = 3.0
-    start = time.perf_counter()
+    stand_in.may_answer.clear()
     with pytest.raises(UnknownModelError, match=r"did not answer within 0.2 s|cannot be reached"):
         resolve_model("someone/new")
-    assert time.perf_counter() - start < FAIL_LIMIT_S
 
 
 def test_a_resolver_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """No socket timeout covers name resolution: the whole attempt must still end."""
-    release = threading.Event()
+    asked, release = threading.Event(), threading.Event()
 
     def hang(*_: object, **__: object) -> list[Any]:
-        release.wait(120)
+        asked.set()
+        release.wait(PATIENCE_S)
         raise socket.gaierror("released")
 
     monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
+    monkeypatch.setattr(hub, "HUB_LIMIT_S", 0.2)
     monkeypatch.setattr(socket, "getaddrinfo", hang)
-    start = time.perf_counter()
-    with pytest.raises(UnknownModelError, match="did not answer within 3 s"):
+    with pytest.raises(UnknownModelError, match=r"did not answer within 0\.2 s"):
         resolve_model("someone/new")
-    assert time.perf_counter() - start < FAIL_LIMIT_S
+    assert asked.wait(PATIENCE_S)
+    assert not release.is_set()
     release.set()
 
 

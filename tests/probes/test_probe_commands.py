@@ -131,7 +131,7 @@ def test_confirm_runs_a_written_plan_at_full_depth(
     wish = ["--gpu", "rtx-4090", "--seq-len", "64", "--global-batch", "4", "--rank", "4", "--no-probe"]
     assert run([tiny, *wish, "--out", out]) == 0
     capsys.readouterr()
-    where = ["--device", "cpu", "--measure-seconds", "0.3", "--store", str(tmp_path / "s.jsonl")]
+    where = ["--device", "cpu", "--measure-seconds", "0.3", "--limit", "600", "--store", str(tmp_path / "s.jsonl")]
     code = run(["confirm", out, "--target", "trl", *where, "--json"])
     found = answer(capsys)
     assert found["outcome"]["rung"] == "confirm"

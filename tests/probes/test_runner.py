@@ -10,11 +10,11 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from moved_clock import PATIENCE_S, Clock, clock
 
 from planner.errors import EnvironmentProblem, UsageError
 from planner.outcome import FailureKind, Measurement, ProbeFailure
@@ -23,11 +23,10 @@ from probes import device, runner
 from probes.environment import DeviceStatus
 from probes.request import Limits, ProbeRequest
 
+__all__ = ["clock"]  # a fixture
+
 WORKER = Path(__file__).with_name("fault_worker.py")
 ARGV = (sys.executable, str(WORKER))
-PATIENCE_S = 600.0
-"""What takes this long hangs; alone everything here takes a second. Where a limit itself is tested, the test moves the
-runner's clock."""
 
 
 def request(fault: str = "ok", *, time_s: float = PATIENCE_S, **config: object) -> ProbeRequest:
@@ -46,32 +45,6 @@ def failure(
     outcome = runner.run_probe(request(fault, **config), work_dir=tmp_path, argv=ARGV, on_progress=on_progress)
     assert isinstance(outcome, ProbeFailure)
     return outcome
-
-
-class Clock:
-    """The runner's monotonic clock: stands still until the test moves it."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-    def over_once(self, seen: Callable[[str], bool]) -> runner.OnProgress:
-        """For `on_progress`: the limit is over as soon as the child was seen to do something."""
-
-        def look(text: str, elapsed_s: float) -> None:
-            if elapsed_s < PATIENCE_S and seen(text):
-                self.now_s += 2 * PATIENCE_S
-
-        return look
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    one = Clock()
-    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=one.monotonic, sleep=time.sleep))
-    return one
 
 
 def gone(pid: int, within_s: float = PATIENCE_S) -> bool:

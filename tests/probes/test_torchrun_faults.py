@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from moved_clock import PATIENCE_S, Clock, clock
 
 from planner.outcome import FailureKind, Measurement, ProbeFailure
 from planner.setup import TrainSetup
@@ -20,18 +21,17 @@ from probes.request import Limits, ProbeRequest
 
 WORKER = Path(__file__).with_name("rank_worker.py")
 ARGV = (sys.executable, str(WORKER))
-LIMIT_S = 600.0
-"""Far above what a job takes on a busy machine: no test but one is decided by it."""
+__all__ = ["clock"]  # a fixture
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job is over when torchrun ends, however late a busy machine lets it tell which rank died of what."""
-    monkeypatch.setattr(runner, "RANK_GRACE_S", LIMIT_S)
-    monkeypatch.setattr(runner, "KILL_WAIT_S", LIMIT_S)
+    monkeypatch.setattr(runner, "RANK_GRACE_S", PATIENCE_S)
+    monkeypatch.setattr(runner, "KILL_WAIT_S", PATIENCE_S)
 
 
-def request(pids: Path, *, time_s: float = LIMIT_S, **faults: str) -> ProbeRequest:
+def request(pids: Path, *, time_s: float = PATIENCE_S, **faults: str) -> ProbeRequest:
     """`faults`: what each rank does, as rank0=..., rank1=...; a rank that is not named ends well."""
     pids.mkdir(parents=True, exist_ok=True)
     by_rank = {name.removeprefix("rank"): fault for name, fault in faults.items()}
@@ -56,7 +56,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def all_gone(pids: set[int], within_s: float = LIMIT_S) -> bool:
+def all_gone(pids: set[int], within_s: float = PATIENCE_S) -> bool:
     deadline = time.monotonic() + within_s
     while any(alive(pid) for pid in pids):
         if time.monotonic() > deadline:
@@ -108,16 +108,18 @@ def test_one_bad_rank_ends_the_job_under_its_right_name(
     assert words in outcome.message
 
 
-def test_ranks_that_never_end_are_a_timeout_at_the_limit(tmp_path: Path) -> None:
-    """Nobody fails, nobody goes on: the runner's own limit ends the job, wherever it is on a busy machine."""
+def test_ranks_that_never_end_are_a_timeout_at_the_limit(tmp_path: Path, clock: Clock) -> None:
+    """Nobody fails, nobody goes on: the runner's own limit ends the job."""
     folder = tmp_path / "pids"
-    asked = request(folder, time_s=10.0, rank0="waits", rank1="waits")
-    outcome = runner.run_probe(asked, work_dir=tmp_path / "work", argv=ARGV)
+    both = clock.over_once(lambda text: len(list(folder.glob("[0-9]*"))) == 2)
+    asked = request(folder, rank0="waits", rank1="waits")
+    outcome = runner.run_probe(asked, work_dir=tmp_path / "work", argv=ARGV, on_progress=both)
     assert isinstance(outcome, ProbeFailure)
     assert outcome.kind is FailureKind.TIMEOUT, outcome
-    assert "no result within 10 s; last seen" in outcome.message
+    assert f"no result within {PATIENCE_S:g} s; last seen " in outcome.message
     assert outcome.log_path is not None
     assert runner.job_processes(str(Path(outcome.log_path).parent)) == []
+    assert len(pids_in(folder)) == 3
     assert not any(alive(pid) for pid in pids_in(folder))
 
 
@@ -160,14 +162,14 @@ def test_killed_runner_takes_agent_and_ranks_along(tmp_path: Path) -> None:
     """)
     parent = subprocess.Popen([sys.executable, "-c", script])
     try:
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + PATIENCE_S
         while len(pids_in(folder)) < 3:
             assert time.monotonic() < deadline
             assert parent.poll() is None
             time.sleep(0.02)
     finally:
         os.kill(parent.pid, signal.SIGKILL)
-        parent.wait(LIMIT_S)
+        parent.wait(PATIENCE_S)
     assert all_gone(pids_in(folder))
 
 
