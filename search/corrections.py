@@ -1,5 +1,8 @@
 """What was learned about a GPU, kept for the next plan: log(measured/predicted) of every probe, for other models too.
 
+Several GPUs are a place of their own, named by `place_of` (how many, and how they are linked): one GPU's search never
+sees what was learned on them. Theirs sees the single GPU's and other numbers' observations, as those of another model.
+
 One JSON file holds the observations, not fitted numbers: setup, the shares of the formula's parts, the two log
 errors. The next search hands them to the same Gaussian process as its own probes, as observations of another model:
 they share `kernel.SHARED_MODELS` of the covariance, so they move the prediction where setups have parts in common,
@@ -16,6 +19,7 @@ from math import exp, isfinite, log, sqrt
 from pathlib import Path
 from typing import Any
 
+from planner.cluster import Cluster
 from planner.errors import ConfigError
 from planner.interchange import setup_from_dict, setup_to_dict
 from planner.memory.types import MemoryTerm
@@ -35,6 +39,7 @@ class Observation:
     """One probe against the formula of its time.
 
     Attributes:
+        gpu: where it was measured: the GPU's key, or `place_of` several.
         formula_version: version of the planner that predicted; errors of another version's formula are not used.
         measured_at: UTC date, for people.
     """
@@ -74,6 +79,19 @@ class Correction:
     memory_sd: float
 
 
+def place_of(gpu: str, cluster: Cluster | None) -> str:
+    """The name under which observations are kept: the GPU's key alone, or with number, nodes and links of several."""
+    if cluster is None:
+        return gpu
+    words = [gpu, f"{cluster.num_gpus} GPUs", cluster.within.key]
+    if cluster.between is not None:
+        words += [f"{cluster.num_nodes} nodes", cluster.between.key]
+    return _PLACE.join(words)
+
+
+_PLACE = ", "
+
+
 def observations_of(
     candidates: Sequence[Candidate], *, gpu: str, model: str, formula_version: str, measured_at: str = ""
 ) -> tuple[Observation, ...]:
@@ -101,16 +119,16 @@ class CorrectionStore:
         self._path = path
 
     def load(self, gpu: str, *, formula_version: str | None = None) -> tuple[Observation, ...]:
-        """Observations of one GPU, oldest first.
+        """Observations of one place (`place_of`), oldest first; for several GPUs also those of the single one and of
+        other numbers of them, which come first.
 
         Raises:
             ConfigError: the file cannot be read or makes no sense.
         """
-        return tuple(
-            item
-            for item in self._read()
-            if item.gpu == gpu and (formula_version is None or item.formula_version == formula_version)
-        )
+        single, _, several = gpu.partition(_PLACE)
+        known = [one for one in self._read() if formula_version in (None, one.formula_version)]
+        others = [one for one in known if several and one.gpu != gpu and one.gpu.partition(_PLACE)[0] == single]
+        return (*others[-MAX_PER_GPU:], *(one for one in known if one.gpu == gpu))
 
     def add(self, observations: Sequence[Observation]) -> None:
         """Appends; a setup measured again (same GPU, model, formula) replaces its older observation."""
@@ -168,14 +186,15 @@ class CorrectionStore:
             yield
 
 
-def as_elsewhere(observations: Sequence[Observation], model: str) -> tuple[Elsewhere, ...]:
-    """The observations as a search of `model` uses them: its own in group 0, other models in theirs."""
-    groups: dict[str, int] = {model: 0}
+def as_elsewhere(observations: Sequence[Observation], model: str, gpu: str | None = None) -> tuple[Elsewhere, ...]:
+    """The observations as a search of `model` on `gpu` (a place) uses them: its own in group 0, every other model and
+    place in a group of its own. `gpu` None: all are of one place."""
+    groups: dict[tuple[str | None, str], int] = {(gpu, model): 0}
     return tuple(
         Elsewhere(
             setup=item.setup,
             formula=item.formula,
-            group=groups.setdefault(item.model, len(groups)),
+            group=groups.setdefault((gpu and item.gpu, item.model), len(groups)),
             speed_error=item.speed_error,
             memory_error=item.memory_error,
         )
@@ -184,11 +203,11 @@ def as_elsewhere(observations: Sequence[Observation], model: str) -> tuple[Elsew
 
 
 def corrections(
-    candidates: Sequence[Candidate], observations: Sequence[Observation], model: str
+    candidates: Sequence[Candidate], observations: Sequence[Observation], model: str, gpu: str | None = None
 ) -> tuple[Correction, ...]:
     """What the observations say about each candidate's prediction, before any probe of its own."""
     problem = Problem(candidates=tuple(candidates))
-    belief = Belief(problem, as_elsewhere(observations, model))
+    belief = Belief(problem, as_elsewhere(observations, model, gpu))
     num = len(problem.candidates)
     return tuple(
         Correction(
@@ -242,7 +261,11 @@ def _to_dict(item: Observation) -> dict[str, Any]:
         "predicted_step_time_s": formula.step_time_s,
         "predicted_peak_device_bytes": formula.peak_device_bytes,
         "time_parts_s": dict(formula.time_parts_s),
-        "memory_parts_bytes": [[term.category, term.size_bytes] for term in formula.terms],
+        "memory_parts_bytes": [
+            # one GPU's parts are told by their category alone, as in every version of the file
+            [term.category, term.size_bytes, *([term.name] if item.setup.num_gpus > 1 else [])]
+            for term in formula.terms
+        ],
         "measured_tokens_per_s": item.measured_tokens_per_s,
         "measured_peak_device_bytes": item.measured_peak_device_bytes,
         "formula_version": item.formula_version,
@@ -263,8 +286,8 @@ def _observation(data: dict[str, Any]) -> Observation:
         peak_phase="",
         phase_peaks_bytes={},
         terms=tuple(
-            MemoryTerm(category=category, name=category, size_bytes=int(size))
-            for category, size in data["memory_parts_bytes"]
+            MemoryTerm(category=category, name=name[0] if name else category, size_bytes=int(size))
+            for category, size, *name in data["memory_parts_bytes"]
         ),
         memory_band_fraction=0.0,
         step_time_s=data["predicted_step_time_s"],

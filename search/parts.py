@@ -22,17 +22,23 @@ VARIANTS = {
     "optimizer": "optimizer",
     "quant": "quantization",
     "activations": "checkpointing",
+    "communication": "parallel",
+    "in transit": "parallel",
 }
 """A part whose name contains the key has one kernel (and one error) per value of the field; activations are other
-tensors altogether with each way of checkpointing."""
+tensors altogether with each way of checkpointing, and each way of spreading sends and gathers by its own code."""
 
 TIME_SD = 0.25
+TIME_SDS = {"communication": 0.60, "bubble": 0.40, "offload": 0.60}
+"""Links are nominal, and how much of them compute hides is fitted to few machines: off by factors, not by quarters."""
 TIME_VARIANT_SD = 0.60  # kernels for one purpose differ by factors of 1.3 to 5 in reports
 SMALL_BATCH_SD = 0.35
 HALF_FULL_TOKENS = 1000  # order of magnitude of the tokens at which large matrix multiplications reach half their rate
 MEMORY_SD = {"weights": 0.02, "adapters": 0.10, "gradients": 0.05, "optimizer": 0.05}
 MEMORY_SD_OTHER = 0.06  # activations, loss, workspace and what else
 MEMORY_VARIANT_SD = 0.10
+TRANSIT = ("gathered", "bucket", "reduce")
+"""Words in the names of terms that an engine keeps for sending and gathering, whatever they hold."""
 CONSTANT_SD = 0.5  # of one GiB that no formula counts: driver context, libraries, other processes
 
 
@@ -61,15 +67,17 @@ def parts_of(setup: TrainSetup, prediction: Prediction, target: Target) -> Parts
     if target == "speed":
         total = sum(prediction.time_parts_s.values())
         for name, part_s in prediction.time_parts_s.items():
-            add(name, part_s / total, TIME_SD, TIME_VARIANT_SD)
+            add(name, part_s / total, TIME_SDS.get(name, TIME_SD), TIME_VARIANT_SD)
         # How far the GPU is from full with this few tokens at once: a formula's guess of it is off by a factor, and
         # launches, which many formulas leave out, weigh in the same places.
         shares["small micro-batch"] = HALF_FULL_TOKENS / (HALF_FULL_TOKENS + setup.tokens_per_micro_batch)
         sds["small micro-batch"] = SMALL_BATCH_SD
     else:
         for term in prediction.terms:
-            sd = MEMORY_SD.get(term.category, MEMORY_SD_OTHER)
-            add(term.category, term.size_bytes / prediction.peak_device_bytes, sd, MEMORY_VARIANT_SD)
+            moving = setup.num_gpus > 1 and any(word in term.name for word in TRANSIT)
+            name = "in transit" if moving else term.category
+            sd = MEMORY_SD.get(name, MEMORY_SD_OTHER)
+            add(name, term.size_bytes / prediction.peak_device_bytes, sd, MEMORY_VARIANT_SD)
         shares["constant"] = GIB / prediction.peak_device_bytes
         sds["constant"] = CONSTANT_SD
     return Parts(shares=shares, sds=sds)

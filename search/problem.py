@@ -19,6 +19,9 @@ OBJECTIVES: tuple[Objective, ...] = ("tokens", "cost", "memory")
 Evaluate = Callable[[TrainSetup], Evidence]
 """Runs one setup: a probe on a GPU (Measurement or ProbeFailure), or the dry run (Prediction)."""
 
+Unprobed = Callable[[TrainSetup], str]
+"""Why no probe of this machine runs a setup, whatever its memory; empty where one does."""
+
 EXCLUSION_BANDS = 2.0
 """The formula may exclude a setup only when even this many error bands less would not fit: a probe decides the rest."""
 
@@ -35,6 +38,7 @@ class Problem:
         min_tokens_per_s: for objective "memory": what is slower is not an answer. 0: none.
         memory_bytes: the card's usable memory, above the budget by the headroom: what runs out needs more than this.
             0: as the budget.
+        unprobed: setups that no probe here can run are out before any, with the reason and their prediction.
     """
 
     candidates: tuple[Candidate, ...]
@@ -43,6 +47,7 @@ class Problem:
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     min_tokens_per_s: float = 0.0
     memory_bytes: int = 0
+    unprobed: Unprobed = lambda setup: ""
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
@@ -86,7 +91,7 @@ class Problem:
 
     def exclusion(self, candidate: Candidate) -> str:
         """Why this candidate is out before any probe; empty when it is not."""
-        return self.broken_wish(candidate.setup) or self.too_large(candidate)
+        return self.broken_wish(candidate.setup) or self.unprobed(candidate.setup) or self.too_large(candidate)
 
     def broken_wish(self, setup: TrainSetup) -> str:
         """Which of the user's constraints the setup breaks; empty when none."""

@@ -20,10 +20,11 @@ from search.study import Study, TrialRecord, describe_problem, still_excluded
 
 POLL_S = 0.2
 MAX_RECORDED_EXCLUSIONS = 20
-"""Of the candidates that the formula excludes, the fastest this many become trials; the number of all is recorded."""
+"""Of the candidates that the formula excludes, the fastest this many become trials, and of those that no probe here
+runs as many; the number of all is recorded."""
 
-Check = Callable[[TrainSetup], Prediction | ProbeFailure]
-"""The dry run, asked before a probe: what does not fit by its memory is excluded without one."""
+Check = Callable[[TrainSetup], Prediction | ProbeFailure | None]
+"""The dry run, asked before a probe: what does not fit by its memory is excluded without one. None: it cannot tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +141,9 @@ class _Worker:
         excluded = [(c, reason) for c in problem.candidates if (reason := problem.exclusion(c))]
         study.describe(describe_problem(problem, len(excluded)))
         excluded.sort(key=lambda pair: -(pair[0].formula.tokens_per_s or 0.0))
-        self._excluded = excluded[:MAX_RECORDED_EXCLUSIONS]
+        unprobed = [pair for pair in excluded if problem.unprobed(pair[0].setup)]
+        predicted = [pair for pair in excluded if not problem.unprobed(pair[0].setup)]
+        self._excluded = unprobed[:MAX_RECORDED_EXCLUSIONS] + predicted[:MAX_RECORDED_EXCLUSIONS]
         known = {key_of(r.setup) for r in study.records() if not r.excluded or still_excluded(problem, r)}
         if num_ranked is None:
             num_ranked = 0 if self._sampler.name == "residual" else 3
@@ -224,7 +227,7 @@ class _Worker:
                 if reason:
                     study.tell(number, prediction, duration_s=time.monotonic() - started, excluded=reason)
                     return
-            elif prediction.kind is FailureKind.UNSUPPORTED:
+            elif prediction is not None and prediction.kind is FailureKind.UNSUPPORTED:
                 study.tell(number, prediction, duration_s=time.monotonic() - started, excluded=prediction.message)
                 return
         evidence = evaluate(setup)

@@ -193,8 +193,7 @@ class Study:
                     "setup": setup_to_dict(setup),
                     "origin": origin,
                     "retries": 0 if retry_of is None else retry_of.retries + 1,
-                    "predicted_tokens_per_s": candidate.formula.tokens_per_s,
-                    "predicted_peak_device_bytes": candidate.formula.peak_device_bytes,
+                    **_predicted(candidate),
                     **retried,
                 },
             )
@@ -220,6 +219,10 @@ class Study:
             constraints = {"memory": max(excess, 0.0), "wishes": 0.0}
             if self._problem.broken_wish(candidate.setup):
                 constraints["wishes"] = 1.0
+            predicted: dict[str, Any] = {}
+            if self._problem.unprobed(candidate.setup):
+                constraints["runs"] = 1.0
+                predicted = _predicted(candidate)  # all that will ever be known of it here
             self.study.add_trial(
                 create_trial(
                     state=TrialState.PRUNED,
@@ -230,6 +233,7 @@ class Study:
                         "setup": setup_to_dict(candidate.setup),
                         "origin": EXCLUDED,
                         "excluded": reason,
+                        **predicted,
                     },
                     constraints=constraints,
                 )
@@ -345,6 +349,15 @@ class Study:
                 self.study.set_user_attr(name, value)
 
 
+def _predicted(candidate: Candidate) -> dict[str, Any]:
+    """The formula's figures as attributes of a trial."""
+    formula = candidate.formula
+    return {
+        "predicted_tokens_per_s": formula.tokens_per_s,
+        "predicted_peak_device_bytes": formula.peak_device_bytes,
+    }
+
+
 def still_excluded(problem: Problem, record: TrialRecord) -> bool:
     """Whether a dry run's exclusion stands: an earlier call may have had less memory."""
     index = problem.index.get(key_of(record.setup))
@@ -415,7 +428,9 @@ def _objective(problem: Problem, candidate: Candidate | None, setup: TrainSetup,
 
 def describe_problem(problem: Problem, excluded: int) -> dict[str, Any]:
     """What the study is about, as JSON values."""
+    num_gpus = max(candidate.setup.num_gpus for candidate in problem.candidates)
     return {
+        **({"num_gpus": num_gpus} if num_gpus > 1 else {}),
         "objective": problem.objective,
         "budget_bytes": problem.budget_bytes,
         "num_candidates": len(problem.candidates),

@@ -1,14 +1,16 @@
 """`plan MODEL --gpu GPU`: the main job."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.cli import options, spread
+from planner.cli import options
 from planner.cli.output import console, print_json
-from planner.cli.wish import resolve_gpu, workload
+from planner.cli.wish import resolve_gpu
+from planner.cli.wishes import WishOptions, takes_wish
 from planner.errors import EXIT_NOTHING_FITS
 
 if TYPE_CHECKING:
@@ -16,41 +18,11 @@ if TYPE_CHECKING:
     from planner.models.spec import ModelSpec
 
 
+@takes_wish
 def make(
     model: options.Model,
     gpu: options.Gpu,
-    gpus: spread.Gpus = None,
-    nodes: spread.Nodes = None,
-    interconnect: spread.Interconnect = None,
-    seq_len: options.SeqLen = None,
-    global_batch: Annotated[
-        int | None, typer.Option("--global-batch", help="Sequences per optimizer step, kept constant. Default 32.")
-    ] = None,
-    parallel: spread.Parallels = None,
-    tensor_degree: spread.TensorDegrees = None,
-    pipeline_degree: spread.PipelineDegrees = None,
-    schedule: spread.Schedule = None,
-    shard_degree: spread.ShardDegree = None,
-    reshard: spread.Reshard = None,
-    offload: spread.Offloads = None,
-    method: options.Methods = None,
-    rank: options.Rank = None,
-    min_rank: Annotated[int | None, typer.Option("--min-rank", help="LoRA rank never falls below this.")] = None,
-    targets: options.Targets = None,
-    optimizer: options.Optimizer = None,
-    precision: options.Precision = None,
-    quantization: options.Quantization = None,
-    attention: options.Attention = None,
-    checkpointing: options.Checkpointing = None,
-    checkpoint_every: options.CheckpointEvery = None,
-    packing: options.Packing = None,
-    loss: options.Loss = None,
-    memory_gib: options.MemoryGib = None,
-    headroom: options.Headroom = None,
-    dataset_tokens: Annotated[
-        int | None, typer.Option("--dataset-tokens", help="Tokens of one epoch: gives rank floor, time and cost.")
-    ] = None,
-    price: Annotated[float | None, typer.Option("--price", help="US dollars per GPU hour.")] = None,
+    wish: WishOptions,
     out: Annotated[Path | None, typer.Option("--out", help="Directory for plan.json, report.md, launch files.")] = None,
     target: Annotated[
         list[str] | None, typer.Option("--target", help="Launch targets to write; repeatable. Default: all.")
@@ -67,63 +39,28 @@ def make(
     from planner.plan import NoPlan, Plan
     from planner.planning import plan_workload
 
-    fixed = options.fixed_fields(
-        targets=targets,
-        rank=rank,
-        checkpointing=options.checkpointing_value(checkpointing, checkpoint_every),
-        packing=packing,
-        method=method,
-        optimizer=optimizer,
-        precision=precision,
-        quantization=quantization,
-        attention=attention,
-        loss=loss,
-    )
-    options.check_ranks(rank, min_rank)
-    fixed |= spread.spread_fields(
-        gpus or 1,
-        parallel=parallel,
-        tensor_degree=tensor_degree,
-        pipeline_degree=pipeline_degree,
-        schedule=schedule,
-        shard_degree=shard_degree,
-        reshard=reshard,
-        offload=offload,
-    )
+    wish.fixed()  # what the flags alone contradict is said before anything is looked up
     spec = resolve_model(model, revision=revision, ask_hub=hub)
     card = resolve_gpu(gpu)
-    cluster = spread.cluster_of(card, gpus, nodes, interconnect)
     lengths = _lengths(dataset, spec) if dataset is not None else None
     if lengths is not None:
-        seq_len = seq_len or lengths.seq_len_tokens
-        dataset_tokens = dataset_tokens or lengths.epoch_tokens
-        fixed.setdefault("packing", (lengths.packing,))
-    wish = workload(
-        spec,
-        card,
-        fixed=fixed,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        memory_gib=memory_gib,
-        headroom_gib=headroom,
-        min_rank=min_rank,
-        dataset_tokens=dataset_tokens,
-        price=price,
-        cluster=cluster,
-    )
+        wish = replace(
+            wish,
+            seq_len=wish.seq_len or lengths.seq_len_tokens,
+            dataset_tokens=wish.dataset_tokens or lengths.epoch_tokens,
+            packing=lengths.packing if wish.packing is None else wish.packing,
+        )
+    asked = wish.workload(spec, card)
     if no_dry_run:
-        plan = plan_workload(wish)
+        plan = plan_workload(asked)
     else:
         from planner.cli.rungs import climb_dry_run
 
-        plan = climb_dry_run(wish)
+        plan = climb_dry_run(asked)
     if isinstance(plan, Plan) and gpu.lower() == "local" and not no_probe:
-        if cluster is None:
-            from planner.cli.rungs import climb_probe
+        from planner.cli.rungs import climb_probe
 
-            plan = climb_probe(plan)
-        else:
-            print("no probes: the search with probes uses one GPU", file=sys.stderr)
+        plan = climb_probe(plan)
     if out is not None:
         from planner.cli.rungs import chosen_timeline
         from planner.cli.writing import write_out

@@ -96,11 +96,14 @@ def probe(
     from probes.evaluate import Prober
     from probes.request import Limits
 
+    line = probing.ProgressLine()
+    line.event(f"reading the configuration of {model}")
     spec = resolve_model(model, revision=revision, ask_hub=hub)
     devices = probing.pick_devices(device or "cuda:0") if slurm is not None else probing.job_devices(device, num_gpus)
     card = probing.gpu_of(gpu, devices[0]) if slurm is None or gpu else None
     limits = Limits(time_s=limit, measure_s=measure_seconds, **_memory_limit(memory_gib, devices[0], card))
-    line = probing.ProgressLine()
+    ranks = f"{num_gpus} ranks on " if num_gpus > 1 else ""
+    line.event(f"starting {ranks}{devices[0] if len(devices) == 1 else ', '.join(devices)}, at most {limit:g} s")
     with probing.executor_for(devices, slurm=slurm, partition=partition, on_progress=line.event) as executor:
         prober = Prober(
             model=spec,
@@ -204,12 +207,13 @@ def confirm(
     plan = plan_from_dict(read_plan_json(directory))
     if not isinstance(plan, Plan):
         raise UsageError("this directory holds a refusal: nothing fits", hint="plan again with a larger GPU")
+    line = probing.ProgressLine()
+    line.event("reading the plan")
     workload, chosen = plan.workload, plan.chosen
     setup = chosen.setup if target is None else _launched_setup(directory, target, workload.model, chosen.setup)
     spec = resolve_model(workload.model.model_id)
     devices = probing.job_devices(device, setup.num_gpus)
     card = probing.gpu_of(None, devices[0])
-    line = probing.ProgressLine()
     with probing.executor_for(devices, on_progress=line.event) as executor:
         prober = Prober(
             model=spec,

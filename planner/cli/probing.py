@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from probes.store import Store
 
 STORE_VARIABLE = "FINETUNE_PLANNER_STORE"
+STILL_S = 15.0
+"""In a pipe, what goes on unchanged is said again after so long."""
 
 StorePath = Annotated[
     Path | None, typer.Option("--store", help=f"Store of measurements (default: ${STORE_VARIABLE} or the user's data).")
@@ -132,21 +134,34 @@ def executor_for(
 
 
 class ProgressLine:
-    """One line on stderr that says what is being done, and the time left; silent where nobody watches."""
+    """What is being done, on stderr: one line that changes where a person watches; in a pipe or a log file a line for
+    every change, and now and then one that says it is still so."""
 
     def __init__(self, *, total: int | None = None, budget_s: float | None = None) -> None:
         self._watched = sys.stderr.isatty()
         self._total, self._budget_s = total, budget_s
         self._started = time.monotonic()
         self._done = 0
+        self._told: set[str] = set()  # of the probe at hand; probes at the same time take turns to speak
+        self._told_at = 0.0
 
-    def event(self, text: str, elapsed_s: float) -> None:
-        """A probe is at `text`, `elapsed_s` after its start."""
-        self._show(f"{self._head()}{text} ({seconds(elapsed_s)})")
+    def event(self, text: str, elapsed_s: float | None = None) -> None:
+        """A probe is at `text`, `elapsed_s` after its start (default: after this line's own)."""
+        text = text or "starting"
+        now = time.monotonic()
+        since_s = now - self._started if elapsed_s is None else elapsed_s
+        if self._watched:
+            self._show(f"{self._head()}{text} ({seconds(since_s)})")
+        elif text not in self._told or now - self._told_at >= STILL_S:
+            still = "still " if text in self._told else ""
+            print(f"{self._head()}{still}{text} ({seconds(since_s)})", file=sys.stderr, flush=True)
+            self._told.add(text)
+            self._told_at = now
 
     def advance(self, line: str = "") -> None:
         """One probe is answered; `line` stays on the screen (also in a pipe)."""
         self._done += 1
+        self._told.clear()
         self._clear()
         if line:
             print(line, file=sys.stderr, flush=True)
@@ -165,9 +180,8 @@ class ProgressLine:
         return f"[{self._done} of {self._total}] " if self._total is not None else ""
 
     def _show(self, text: str) -> None:
-        if self._watched:
-            sys.stderr.write(f"\r\033[K{text[:150]}")
-            sys.stderr.flush()
+        sys.stderr.write(f"\r\033[K{text[:150]}")
+        sys.stderr.flush()
 
     def _clear(self) -> None:
         if self._watched:

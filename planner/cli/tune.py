@@ -1,15 +1,18 @@
 """`plan tune`: search with GPU probes for the fastest setup that fits; `tune_plan` does the same to a finished plan."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from planner.cli import options, probing
-from planner.cli.wish import positive, resolve_gpu, workload
+from planner.cli.wish import positive, resolve_gpu
+from planner.cli.wishes import WishOptions, takes_wish
 from planner.errors import EXIT_NOTHING_FITS, UsageError
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import NoPlan, Plan
@@ -17,7 +20,8 @@ from planner.setup import TrainSetup
 from planner.workload import Workload
 
 if TYPE_CHECKING:
-    from search.problem import Evaluate
+    from planner.space import Point
+    from search.problem import Evaluate, Unprobed
     from search.run import SearchResult
     from search.sampler import Belief
     from search.stopping import Budget
@@ -29,34 +33,18 @@ NEAR_MISS_FRACTION = 0.15
 """A setup predicted this much above the budget may still fit: the formula errs by less in nearly all cases."""
 SLOWEST_FRACTION = 0.5
 """What is predicted at less than this share of the best speed cannot become the best by any error seen so far."""
+MIN_PER_SPREAD = 60
+"""With several GPUs so many of every spread are searched, even where another spread's fastest fill the list: how well
+links are used is what the formula knows least."""
 DEFAULT_PROBES = 12
 DEFAULT_SECONDS = 300.0
 
 
+@takes_wish
 def tune(
     model: options.Model,
+    wish: WishOptions,
     gpu: Annotated[str, typer.Option("--gpu", help="Table row of this machine's GPU, or 'local'.")] = "local",
-    gpus: Annotated[int | None, typer.Option("--gpus", help="Only 1: a search probes one GPU.")] = None,
-    seq_len: options.SeqLen = None,
-    global_batch: Annotated[
-        int | None, typer.Option("--global-batch", help="Sequences per optimizer step, kept constant. Default 32.")
-    ] = None,
-    method: options.Methods = None,
-    rank: options.Rank = None,
-    min_rank: Annotated[int | None, typer.Option("--min-rank", help="LoRA rank never falls below this.")] = None,
-    targets: options.Targets = None,
-    optimizer: options.Optimizer = None,
-    precision: options.Precision = None,
-    quantization: options.Quantization = None,
-    attention: options.Attention = None,
-    checkpointing: options.Checkpointing = None,
-    checkpoint_every: options.CheckpointEvery = None,
-    packing: options.Packing = None,
-    loss: options.Loss = None,
-    memory_gib: options.MemoryGib = None,
-    headroom: options.Headroom = None,
-    dataset_tokens: Annotated[int | None, typer.Option("--dataset-tokens", help="Tokens of one epoch.")] = None,
-    price: Annotated[float | None, typer.Option("--price", help="US dollars per GPU hour.")] = None,
     objective: Annotated[str, typer.Option("--objective", help="tokens, cost or memory.")] = "tokens",
     budget: Annotated[str, typer.Option("--budget", help="Stop after this long: 5m, 90s, 1.5h.")] = "5m",
     max_probes: Annotated[int, typer.Option("--max-probes", help="Stop after this many probes.")] = DEFAULT_PROBES,
@@ -66,8 +54,9 @@ def tune(
         typer.Option("--storage", help="Study: a directory, or sqlite://, postgresql://, mysql://, grpc://."),
     ] = None,
     study: Annotated[
-        str, typer.Option("--study", help="Name of the study: workers that share it work together.")
-    ] = "plan",
+        str | None,
+        typer.Option("--study", help="Name of the study: workers that share it work together. Default: plan."),
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Directory for the study and the plan's files.")] = None,
     no_dry_run: options.NoDryRun = False,
     device: probing.Device = None,
@@ -76,47 +65,25 @@ def tune(
     hub: options.AskHub = False,
     as_json: options.Json = False,
 ) -> None:
-    """Search with GPU probes for the fastest setup that fits. Call it again to go on where it stopped."""
+    """Search with GPU probes for the fastest setup that fits, on one GPU of this machine or on several (--gpus).
+
+    Call it again to go on where it stopped.
+    """
     from planner.cli.campaign import parse_budget
     from planner.cli.output import console, print_json
     from planner.models.resolve import resolve_model
     from planner.planning import plan_workload
     from search.stopping import Budget
 
-    fixed = options.fixed_fields(
-        targets=targets,
-        rank=rank,
-        checkpointing=options.checkpointing_value(checkpointing, checkpoint_every),
-        packing=packing,
-        method=method,
-        optimizer=optimizer,
-        precision=precision,
-        quantization=quantization,
-        attention=attention,
-        loss=loss,
-    )
-    options.check_ranks(rank, min_rank)
-    if (positive("gpus", gpus) or 1) > 1:
-        raise UsageError(
-            f"plan tune searches with probes of one GPU, got --gpus {gpus}",
-            hint=f"plan {model} --gpu GPU --gpus {gpus} plans for several without a search",
-        )
+    wish.fixed()  # what the flags alone contradict is said before anything is looked up
     limits = Budget(max_probes=positive("max-probes", max_probes), seconds=parse_budget(budget))
+    line = probing.ProgressLine()
+    line.event(f"planning {model} by the formula")
     spec = resolve_model(model, revision=revision, ask_hub=hub)
-    wish = workload(
-        spec,
-        resolve_gpu(gpu),
-        fixed=fixed,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        memory_gib=memory_gib,
-        headroom_gib=headroom,
-        min_rank=min_rank,
-        dataset_tokens=dataset_tokens,
-        price=price,
-        objective=objective,
-    )
-    plan = plan_workload(wish)
+    asked = wish.workload(spec, resolve_gpu(gpu), objective=objective)
+    on_this_machine(asked)
+    plan = plan_workload(asked)
+    line.close()
     if isinstance(plan, Plan):
         plan = tune_plan(
             plan,
@@ -131,7 +98,7 @@ def tune(
     if out is not None:
         from planner.cli.writing import write_out
 
-        write_out(plan, out, targets=None, dataset=None, command=["tune", model, "--gpu", gpu])
+        write_out(plan, out, targets=None, dataset=None, command=["tune", *_job(model, gpu, asked)])
     if as_json:
         from reports.plan_json import plan_to_dict
 
@@ -147,41 +114,67 @@ def tune(
         raise typer.Exit(EXIT_NOTHING_FITS)
 
 
+def _job(model: str, gpu: str, wish: Workload) -> list[str]:
+    """The words of the command that name model and GPUs."""
+    return [model, "--gpu", gpu, *(["--gpus", str(wish.num_gpus)] if wish.num_gpus > 1 else [])]
+
+
+def on_this_machine(wish: Workload) -> None:
+    """Refuses what no probe of one machine can measure.
+
+    Raises:
+        UsageError: a job over several nodes.
+    """
+    if wish.cluster is not None and wish.cluster.num_nodes > 1:
+        raise UsageError(
+            f"a search measures on one machine, got {wish.num_gpus} GPUs in {wish.cluster.num_nodes} nodes",
+            hint="tune on the GPUs of one node (--nodes 1); without a search, plan MODEL --gpu GPU plans for all",
+        )
+
+
 def tune_plan(
     plan: Plan,
     *,
     budget: "Budget | None" = None,
     sampler: str = "residual",
     storage: str | Path | None = None,
-    study: str = "plan",
+    study: str | None = None,
     dry_run: bool = True,
     device: str | None = None,
     store: Path | None = None,
     corrections: Path | None = None,
     evaluate: "Evaluate | None" = None,
+    unprobed: "Unprobed | None" = None,
 ) -> Plan:
-    """The plan after a search with probes on this machine's GPU; what was learned is kept for the next plan.
+    """The plan after a search with probes on this machine's GPUs; what was learned is kept for the next plan.
 
-    `evaluate` stands in for the probes (tests, recorded replay).
+    Args:
+        study: name of the study. Default: "plan", with several GPUs their number in it.
+        evaluate: stands in for the probes (tests, recorded replay).
+        unprobed: what no probe here can run; default: what the prober says.
+
+    Raises:
+        UsageError: the plan is for several nodes.
+        EnvironmentProblem: this machine has fewer GPUs than the plan.
     """
     from planner import __version__
-    from planner.cli.rungs import dry_run_possible, dry_run_setup
-    from search.corrections import CorrectionStore, as_elsewhere, observations_of
+    from planner.cli.rungs import dry_run_possible
+    from search.corrections import CorrectionStore, as_elsewhere, observations_of, place_of
     from search.problem import Problem
     from search.run import search
     from search.stopping import Budget
 
     wish = plan.workload
-    model, gpu = wish.model.model_id, wish.gpu.key
+    on_this_machine(wish)
+    model, place = wish.model.model_id, place_of(wish.gpu.key, wish.cluster)
     kept = CorrectionStore(corrections if corrections is not None else default_corrections_path())
-    problem = Problem.of(wish, search_candidates(plan))
+    unprobed = unprobed or _unprobed(wish)
+    problem = Problem.of(wish, search_candidates(plan, unprobed), unprobed=unprobed)
     line = probing.ProgressLine(budget_s=budget.seconds if budget is not None else DEFAULT_SECONDS)
+    line.event(f"searching among {len(problem.candidates):,} setups")
 
     def show(record: "TrialRecord", belief: "Belief") -> None:
         line.advance(trial_line(record))
-
-    def check(setup: TrainSetup) -> Prediction | ProbeFailure:
-        return dry_run_setup(wish.model, wish.gpu, setup)
 
     with ExitStack() as stack:
         if evaluate is None:
@@ -190,17 +183,43 @@ def tune_plan(
             problem,
             evaluate,
             storage=storage,
-            study_name=study,
+            study_name=study or study_name(wish),
             sampler=sampler,
             budget=budget or Budget(max_probes=DEFAULT_PROBES, seconds=DEFAULT_SECONDS),
             plan=plan.chosen.setup,
-            check=check if dry_run and not dry_run_possible() else None,
-            elsewhere=as_elsewhere(kept.load(gpu, formula_version=__version__), model),
+            check=partial(_dry_run, wish, line) if dry_run and not dry_run_possible() else None,
+            elsewhere=as_elsewhere(kept.load(place, formula_version=__version__), model, place),
             on_trial=show,
         )
     line.close()
-    kept.add(observations_of(result.candidates, gpu=gpu, model=model, formula_version=__version__))
-    return tuned(plan, result)
+    kept.add(observations_of(result.candidates, gpu=place, model=model, formula_version=__version__))
+    return tuned(plan, result, unprobed)
+
+
+def study_name(wish: Workload) -> str:
+    """One GPU's study and that of several may share a directory: their probes are counted apart."""
+    return "plan" if wish.num_gpus == 1 else f"plan-{wish.num_gpus}-gpus"
+
+
+def _unprobed(wish: Workload) -> "Unprobed":
+    if wish.num_gpus == 1:
+        return lambda setup: ""
+    from probes.ranks import why_not_probed
+
+    return why_not_probed
+
+
+def _dry_run(wish: Workload, line: probing.ProgressLine, setup: TrainSetup) -> Prediction | ProbeFailure | None:
+    """The dry run before a probe; None for a spread that it does not follow: the probe shall tell."""
+    from planner.cli.rungs import dry_run_setup
+
+    if setup.num_gpus > 1:
+        from probes.dryrun.followed import why_not_traced
+
+        if why_not_traced(setup):
+            return None
+    line.event(f"dry run: {setup_words(setup)}")
+    return dry_run_setup(wish.model, wish.gpu, setup)
 
 
 def _prober(
@@ -208,7 +227,7 @@ def _prober(
 ) -> "Evaluate":
     from probes.evaluate import Prober
 
-    devices = probing.pick_devices(device)[:1]
+    devices = probing.job_devices(device, wish.num_gpus)
     executor = stack.enter_context(probing.executor_for(devices, on_progress=line.event))
     return Prober(
         model=wish.model,
@@ -219,35 +238,93 @@ def _prober(
     )
 
 
-def search_candidates(plan: Plan) -> tuple[Candidate, ...]:
+def search_candidates(plan: Plan, unprobed: "Unprobed" = lambda setup: "") -> tuple[Candidate, ...]:
     """What the search may choose from: the walked space where it may fit and is not hopelessly slow, fastest first.
 
     The tree's first answer stands: a plan for full fine-tuning is tuned among full fine-tuning setups, one for
-    adapters among adapters (quantized or not).
+    adapters among adapters (quantized or not). With several GPUs every way of spreading the job keeps its best, however
+    fast the others are; of a way that no probe can run only the fastest that fits stays, told with its prediction.
     """
     from planner.planning import candidate
-    from planner.space import walk
 
     wish = plan.workload
     full = plan.chosen.setup.method == "full"
     limit_bytes = wish.budget_bytes * (1 + NEAR_MISS_FRACTION)
     points = [
         point
-        for point in walk(wish)
+        for point in _walked(plan)
         if (point.family.method == "full") == full and point.peak_device_bytes <= limit_bytes
     ]
-    fitting = [point.tokens_per_s for point in points if point.peak_device_bytes <= wish.budget_bytes]
     if wish.objective == "memory":
         points.sort(key=lambda point: point.peak_device_bytes)
     else:
+        points.sort(key=lambda point: -point.tokens_per_s)
+    told: list[Point] = []
+    if wish.num_gpus > 1:
+        points, told = _probed_and_told(points, unprobed, wish.budget_bytes)
+    if wish.objective != "memory":
+        fitting = [point.tokens_per_s for point in points if point.peak_device_bytes <= wish.budget_bytes]
         floor = SLOWEST_FRACTION * max(fitting, default=0.0)
-        points = sorted((p for p in points if p.tokens_per_s >= floor), key=lambda point: -point.tokens_per_s)
-    setups = dict.fromkeys([plan.chosen.setup, *(point.setup for point in points[:MAX_CANDIDATES])])
+        points = [point for point in points if point.tokens_per_s >= floor]
+    kept = points[:MAX_CANDIDATES]
+    if wish.num_gpus > 1:
+        kept += _best_of_each(points, MIN_PER_SPREAD)
+    setups = dict.fromkeys([plan.chosen.setup, *(point.setup for point in (*kept, *told))])
     return tuple(candidate(wish, setup) for setup in setups)
 
 
-def tuned(plan: Plan, result: "SearchResult") -> Plan:
-    """The plan with the search's answer chosen, its rivals ranked by measured speed, and the search's history."""
+def _walked(plan: Plan) -> "Iterable[Point]":
+    """The space of one GPU, or that of every spread; states on the host only where the plan or the user wants them."""
+    from planner.space import dimension_values, walk
+
+    wish = plan.workload
+    if wish.num_gpus == 1:
+        return walk(wish)
+    from planner.parallel.strategies import STAGES, spreads
+    from planner.parallel.walk import walk_spreads
+
+    hosted = plan.chosen.setup.offload != "none" or "offload" in wish.fixed
+    found = spreads(wish, [stage for stage in STAGES if hosted or stage != "offload"])
+    return walk_spreads(wish, dimension_values(wish), found) if found else ()
+
+
+def _probed_and_told(
+    points: "Sequence[Point]", unprobed: "Unprobed", budget_bytes: int
+) -> "tuple[list[Point], list[Point]]":
+    """(what a probe can run, of every spread that none can the first that fits)."""
+    from planner.parallel.strategies import spread_key
+
+    probed: list[Point] = []
+    told: dict[Any, Point] = {}
+    reasons: dict[Any, str] = {}
+    for point in points:
+        key = spread_key(point.shared)
+        if key not in reasons:
+            reasons[key] = unprobed(point.shared)
+        if not reasons[key]:
+            probed.append(point)
+        elif key not in told and point.peak_device_bytes <= budget_bytes:
+            told[key] = point
+    return probed, list(told.values())
+
+
+def _best_of_each(points: "Sequence[Point]", num: int) -> "Iterator[Point]":
+    """The first points of every spread."""
+    from planner.parallel.strategies import spread_key
+
+    counts: Counter[Any] = Counter()
+    for point in points:
+        key = spread_key(point.shared)
+        counts[key] += 1
+        if counts[key] <= num:
+            yield point
+
+
+def tuned(plan: Plan, result: "SearchResult", unprobed: "Unprobed" = lambda setup: "") -> Plan:
+    """The plan with the search's answer chosen, its rivals ranked by measured speed, and the search's history.
+
+    What no probe can run stands beside it with its prediction and the reason, never among what was measured.
+    """
     from planner.tree import QUANTIZE_GAIN_FRACTION
     from reports.evidence import search_values
 
@@ -257,6 +334,10 @@ def tuned(plan: Plan, result: "SearchResult") -> Plan:
         "num_probes": result.num_probes,
         "pareto": [_pareto_point(one) for one in result.pareto],
     }
+    if plan.workload.num_gpus > 1:
+        told = _predicted_only(plan, result, unprobed)
+        values = {**values, "not_probed": [row for row, _ in told]}
+        plan = replace(plan, notes=(*plan.notes, *(note for _, note in told)))
     if result.best is None:
         note = f"no probe showed a setup that fits ({result.reason}): the plan stands on prediction alone"
         return replace(plan, search=values, notes=(*plan.notes, note))
@@ -273,6 +354,29 @@ def tuned(plan: Plan, result: "SearchResult") -> Plan:
         search=values,
         alternatives=tuple(each for each in plan.alternatives if each.candidate.setup != chosen.setup),
     )
+
+
+def _predicted_only(plan: Plan, result: "SearchResult", unprobed: "Unprobed") -> list[tuple[dict[str, Any], str]]:
+    """(row for the search's history, sentence for a person) of every spread that no probe here can run."""
+    from planner.interchange import setup_to_dict
+    from planner.parallel.strategies import spread_name
+    from planner.planning import candidate
+    from planner.units import gib
+
+    found = []
+    for setup in dict.fromkeys(record.setup for record in result.trials if unprobed(record.setup)):
+        formula = candidate(plan.workload, setup).formula
+        name, reason = spread_name(setup), unprobed(setup)
+        row = {
+            "spread": name,
+            "setup": setup_to_dict(setup),
+            "reason": reason,
+            "predicted_tokens_per_s": formula.tokens_per_s,
+            "predicted_peak_device_bytes": formula.peak_device_bytes,
+        }
+        figures = f"{formula.tokens_per_s or 0:,.0f} tokens/s and {gib(formula.peak_device_bytes)}"
+        found.append((row, f"{name} was not measured, the formula predicts {figures}: {reason}"))
+    return found
 
 
 def _unquantized(best: Candidate, candidates: Sequence[Candidate], gain_fraction: float) -> Candidate:
@@ -299,11 +403,7 @@ def trial_line(record: "TrialRecord") -> str:
     """One finished trial for a person."""
     from planner.units import gib
 
-    setup = record.setup
-    words = [setup.method, setup.precision, setup.attention, f"checkpointing {setup.checkpointing}", setup.loss]
-    if setup.quantized:
-        words.insert(1, setup.quantization)
-    what = f"{', '.join(words)}, {setup.micro_batch_seqs} x {setup.accumulation_steps}"
+    what = setup_words(record.setup)
     if record.excluded:
         return f"  excluded  {what}: {record.excluded}"
     evidence = record.evidence
@@ -313,6 +413,20 @@ def trial_line(record: "TrialRecord") -> str:
         return f"  {what}"
     speed = f"{evidence.tokens_per_s:,.0f} tokens/s" if evidence.tokens_per_s else "speed not measured"
     return f"  {speed}, {gib(evidence.peak_device_bytes)}  {what}"
+
+
+def setup_words(setup: TrainSetup) -> str:
+    """A setup on one line."""
+    words = [setup.method, setup.precision, setup.attention, f"checkpointing {setup.checkpointing}", setup.loss]
+    if setup.quantized:
+        words.insert(1, setup.quantization)
+    batch = f"{setup.micro_batch_seqs} x {setup.accumulation_steps}"
+    if setup.num_gpus > 1:
+        from planner.parallel.strategies import spread_name
+
+        words.insert(0, spread_name(setup))
+        batch += f" x {setup.data_degree} copies"
+    return f"{', '.join(words)}, {batch}"
 
 
 def default_corrections_path() -> Path:

@@ -174,9 +174,9 @@ def test_check_names_another_way_of_spreading(tmp_path: Path, capsys: pytest.Cap
     assert not any("FSDP2" in change["label"] for change in one["changes"])
 
 
-def test_search_says_that_it_has_one_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["tune", "gpt2", "--gpu", "t4", "--gpus", "2"]) == 2
-    assert "one GPU" in capsys.readouterr().err
+def test_search_says_that_it_has_one_node(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["tune", "gpt2", "--gpu", "t4", "--gpus", "4", "--nodes", "2"]) == 2
+    assert "one machine" in capsys.readouterr().err
 
 
 def test_out_writes_reports_and_launch_files_of_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,144 @@
+"""The options of a wish, declared once for every command that plans: `plan MODEL` and `plan tune`.
+
+typer reads a command's options from its signature. `takes_wish` writes the fields of `WishOptions` into it, so that a
+command names one parameter and gets them all.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from planner.cli import options, spread
+from planner.cli.wish import workload
+from planner.gpu import GpuSpec
+from planner.workload import Workload
+
+if TYPE_CHECKING:
+    from planner.cluster import Cluster  # late: one GPU needs none of it
+    from planner.models.spec import ModelSpec
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WishOptions:
+    """What a person asks for on the command line, beside model and GPU; None: planned, or a stated default."""
+
+    gpus: spread.Gpus = None
+    nodes: spread.Nodes = None
+    interconnect: spread.Interconnect = None
+    seq_len: options.SeqLen = None
+    global_batch: Annotated[
+        int | None, typer.Option("--global-batch", help="Sequences per optimizer step, kept constant. Default 32.")
+    ] = None
+    parallel: spread.Parallels = None
+    tensor_degree: spread.TensorDegrees = None
+    pipeline_degree: spread.PipelineDegrees = None
+    schedule: spread.Schedule = None
+    shard_degree: spread.ShardDegree = None
+    reshard: spread.Reshard = None
+    offload: spread.Offloads = None
+    method: options.Methods = None
+    rank: options.Rank = None
+    min_rank: Annotated[int | None, typer.Option("--min-rank", help="LoRA rank never falls below this.")] = None
+    targets: options.Targets = None
+    optimizer: options.Optimizer = None
+    precision: options.Precision = None
+    quantization: options.Quantization = None
+    attention: options.Attention = None
+    checkpointing: options.Checkpointing = None
+    checkpoint_every: options.CheckpointEvery = None
+    packing: options.Packing = None
+    loss: options.Loss = None
+    memory_gib: options.MemoryGib = None
+    headroom: options.Headroom = None
+    dataset_tokens: Annotated[
+        int | None, typer.Option("--dataset-tokens", help="Tokens of one epoch: gives rank floor, time and cost.")
+    ] = None
+    price: Annotated[float | None, typer.Option("--price", help="US dollars per GPU hour.")] = None
+
+    def fixed(self) -> dict[str, tuple[Any, ...]]:
+        """Setup fields that the user decided, each with its allowed values.
+
+        Raises:
+            UsageError: unknown values, or flags that contradict each other.
+        """
+        found = options.fixed_fields(
+            targets=self.targets,
+            rank=self.rank,
+            checkpointing=options.checkpointing_value(self.checkpointing, self.checkpoint_every),
+            packing=self.packing,
+            method=self.method,
+            optimizer=self.optimizer,
+            precision=self.precision,
+            quantization=self.quantization,
+            attention=self.attention,
+            loss=self.loss,
+        )
+        options.check_ranks(self.rank, self.min_rank)
+        return found | spread.spread_fields(
+            self.gpus or 1,
+            parallel=self.parallel,
+            tensor_degree=self.tensor_degree,
+            pipeline_degree=self.pipeline_degree,
+            schedule=self.schedule,
+            shard_degree=self.shard_degree,
+            reshard=self.reshard,
+            offload=self.offload,
+        )
+
+    def cluster(self, gpu: GpuSpec) -> "Cluster | None":
+        """The GPUs and their links, None for one GPU.
+
+        Raises:
+            UsageError: counts or links that cannot be meant.
+        """
+        return spread.cluster_of(gpu, self.gpus, self.nodes, self.interconnect)
+
+    def workload(self, model: "ModelSpec", gpu: GpuSpec, *, objective: str = "tokens") -> Workload:
+        """The wish for this model on these GPUs.
+
+        Raises:
+            UsageError: an option that makes no sense.
+        """
+        return workload(
+            model,
+            gpu,
+            fixed=self.fixed(),
+            seq_len=self.seq_len,
+            global_batch=self.global_batch,
+            memory_gib=self.memory_gib,
+            headroom_gib=self.headroom,
+            min_rank=self.min_rank,
+            dataset_tokens=self.dataset_tokens,
+            price=self.price,
+            cluster=self.cluster(gpu),
+            objective=objective,
+        )
+
+
+def takes_wish(command: Callable[..., R]) -> Callable[..., R]:
+    """A command whose parameter `wish` becomes the options of `WishOptions`, in its place."""
+    names = [field.name for field in fields(WishOptions)]
+
+    def run(**values: Any) -> R:
+        wish = WishOptions(**{name: values.pop(name) for name in names})
+        return command(**values, wish=wish)
+
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        if parameter.name == "wish":
+            for field in fields(WishOptions):
+                option = inspect.Parameter(
+                    field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
+                )
+                parameters.append(option)
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
