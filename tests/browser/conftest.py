@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+PATIENCE_S = 600
+"""What the page has not done by then, it never does."""
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -22,17 +24,19 @@ class Browser:
 
     def open(self, path: Path, *, dark: bool = False, width: int = 1150, height: int = 1400) -> None:
         """The page, once its script says it is ready."""
-        from selenium.webdriver.support.ui import WebDriverWait
-
         self.driver.get_log("browser")
         self.driver.get_log("performance")
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
         self.driver.set_window_size(width, height)
         self.driver.get(path.as_uri())
-        WebDriverWait(self.driver, 20).until(
-            lambda _: self.js("return document.documentElement.dataset.ready") == "true"
-        )
+        self.wait("document.documentElement.dataset.ready === 'true'")
+
+    def wait(self, condition: str) -> None:
+        """Until a JavaScript expression is true."""
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        WebDriverWait(self.driver, PATIENCE_S, poll_frequency=0.05).until(lambda _: self.js(f"return {condition}"))
 
     def all(self, selector: str, expression: str) -> list[Any]:
         """`expression` of `e`, for every element that the selector finds."""
@@ -46,7 +50,7 @@ class Browser:
 
     def problems(self) -> list[str]:
         """Every message of the console that is a warning or worse."""
-        return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] != "INFO"]
+        return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] in ("WARNING", "SEVERE")]
 
     def requests(self) -> list[str]:
         """Addresses that the page asked for since it was opened; the browser's own start page is not counted."""
@@ -85,6 +89,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     options.add_argument(f"--user-data-dir={profile}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(chromedriver))
+    driver.set_page_load_timeout(PATIENCE_S)
+    driver.set_script_timeout(PATIENCE_S)
+    driver.command_executor.client_config.timeout = PATIENCE_S
     try:
         yield Browser(driver)
     finally:
