@@ -9,6 +9,7 @@ from enum import StrEnum
 
 from planner.errors import SetupError
 from planner.gpu import GpuSpec
+from planner.kernels import missing_kernels
 from planner.models.spec import ModelSpec
 from planner.outcome import Prediction
 from planner.readers.edits import changed_fields, in_place, runnable
@@ -179,7 +180,7 @@ def single_changes(setup: TrainSetup, gpu: GpuSpec, model: ModelSpec) -> list[tu
             changed = setup.with_(**values)
         except SetupError:
             continue
-        if not _refused(model, changed):
+        if not missing_kernels(gpu, changed) and not _refused(model, changed):
             found.append((label, changed, changes_training))
     return found
 

@@ -6,6 +6,7 @@ error with the closest keys, never a silent guess.
 """
 
 import csv
+import math
 import os
 import re
 from dataclasses import replace
@@ -27,6 +28,13 @@ RESERVE_FRACTION = 0.002
 Fitted on the rows that have both figures; the error stays within RESERVE_ERROR_MIB (tests/planner/test_gpus.py).
 """
 RESERVE_ERROR_MIB = 410.0
+
+METAL_SHARES = ((32.0, 2 / 3), (math.inf, 3 / 4))
+"""(up to so many GiB of unified memory, share that Metal recommends for the GPU): `torch.mps.recommended_max_memory`.
+
+Source: recommendedMaxWorkingSetSize of 21,845 of 32,768 MiB (ollama issue 434), 49,152 of 65,536 (llama.cpp issue
+1870), 73,728 of 98,304 (llama.cpp issue 3213). Beyond it command buffers fail or the system swaps.
+"""
 
 # Words that tell nothing apart, dropped before names are compared.
 _PREFIXES = ("nvidia", "amd", "geforce", "tesla", "instinct", "radeon", "quadro")
@@ -59,12 +67,15 @@ def _memory(row: dict[str, str]) -> tuple[int, str]:
         basis = f"driver total {total} MiB less about {reserve} MiB that torch does not show{evidence}"
         return (total - reserve) * MIB, basis
     sizes = [float(one) for one in row["marketing_gib"].split("|")]
+    usable = smallest = min(sizes)
     basis = "marketing memory: no reading by torch or the driver is known"
     if row["vendor"] == "Apple":
-        basis = "unified memory, shared with the system"
+        share = next(share for limit, share in METAL_SHARES if smallest <= limit)
+        usable = smallest * share
+        basis = f"what Metal recommends of {smallest:g} GiB unified memory ({share:.0%})"
     if len(sizes) > 1:
         basis += f"; smallest of {', '.join(f'{size:g}' for size in sizes)} GiB, --memory-gib for the others"
-    return int(min(sizes) * GIB), basis
+    return int(usable * GIB), basis
 
 
 def _spec(row: dict[str, str]) -> GpuSpec:

@@ -1,4 +1,4 @@
-"""Which attention kernel the target GPU would run: decided once, for formula, speed model, space and notes."""
+"""Which kernels the target GPU has and would run: decided once, for formula, speed model, space and notes."""
 
 from typing import Literal
 
@@ -13,6 +13,7 @@ ALWAYS_MASKED = frozenset({"falcon", "t5"})
 than one."""
 
 MAX_FUSED_HEAD_DIM = 256
+TRITON_FROM = (7, 0)
 _ADA = ((8, 6), (8, 9), (12, 0), (12, 1))
 
 
@@ -24,6 +25,19 @@ def supported_attentions(model: ModelSpec, gpu: GpuSpec) -> tuple[str, ...]:
     if "flash-attention-2" in model.attentions and gpu.flash_attention_2:
         names.append("flash-attention-2")
     return (*names, "eager")
+
+
+def missing_kernels(gpu: GpuSpec, setup: TrainSetup) -> str:
+    """What of a setup has no kernel on this GPU, "" where everything runs.
+
+    Source: bitsandbytes 0.50 (`backends/mps` has no optimizer; `functional.get_paged` needs CUDA's managed memory);
+    Triton compiles for NVIDIA cards from compute capability 7.0 on and for AMD.
+    """
+    if gpu.vendor == "Apple" and ("8bit" in setup.optimizer or "paged" in setup.optimizer):
+        return f"bitsandbytes has no optimizer ({setup.optimizer}) for Apple GPUs"
+    if setup.loss == "liger" and (gpu.vendor == "Apple" or (gpu.compute_capability or TRITON_FROM) < TRITON_FROM):
+        return f"Liger's kernels are Triton's, which does not compile for {gpu.name}"
+    return ""
 
 
 def masked(setup: TrainSetup, attention: AttentionSpec) -> bool:
@@ -46,8 +60,11 @@ def attention_kernel(
     256 (193 to 224 have no backward on 8.6, 8.9 and 12.x). Memory-efficient takes masks, fp32 and older cards, but not
     grouped-query form, which transformers asks for when there is no mask and heads are at most 256 wide.
 
-    Source: PyTorch `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` (2.9 to 2.13); transformers 5.23
-    `integrations/sdpa_attention.py`, `use_gqa_in_sdpa`.
+    On Apple's GPUs training always takes the math kernel.
+
+    Source: PyTorch `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` (2.9 to 2.13), `_fused_sdp_choice_mps`
+    (pytorch pull request 182746: math for every shape); transformers 5.23 `integrations/sdpa_attention.py`,
+    `use_gqa_in_sdpa`.
     """
     if attention.kind == "linear":
         return "linear"
@@ -55,6 +72,8 @@ def attention_kernel(
         return "flash"
     if setup.attention == "eager" or "sdpa" not in model.attentions:
         return "eager"
+    if gpu.vendor == "Apple":
+        return "math"
     half = qkv_dtype != "fp32"
     capability = gpu.compute_capability or (8, 0)
     equal_heads = attention.head_dim == attention.value_head_dim

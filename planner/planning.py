@@ -1,10 +1,12 @@
 """From a workload to a `Plan` or `NoPlan` on the formula rung: walk the space, ask the tree, name the alternatives."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from math import prod
 from typing import Any
 
-from planner.errors import PlannerError, UsageError
+from planner.errors import PlannerError, SetupError, UsageError
 from planner.gpus import all_gpus
 from planner.models import catalogue
 from planner.outcome import Candidate
@@ -49,8 +51,8 @@ def plan_workload(workload: Workload, corrections: Mapping[CorrectionKey, float]
     walked = sum(known.walked for known in facts.values())
     if not walked:
         raise UsageError(
-            "no setup can satisfy all the options given",
-            hint="options contradict each other (for example --method full with --quantization nf4); leave one out",
+            f"no setup can satisfy all the options given: {contradiction(values)}",
+            hint="leave one of the options that contradict each other out",
         )
     space = SpaceCount(
         walked=walked,
@@ -76,6 +78,19 @@ def plan_workload(workload: Workload, corrections: Mapping[CorrectionKey, float]
         space=space,
         notes=plan_notes(workload, chosen),
     )
+
+
+def contradiction(values: Mapping[str, tuple[Any, ...]]) -> str:
+    """Why most combinations cannot exist, in a sentence."""
+    names = ("method", "quantization", "precision", "attention")
+    reasons: Counter[str] = Counter()
+    for combination in product(*(values[name] for name in names)):
+        setup = dict(zip(names, combination, strict=True))
+        try:
+            TrainSetup(**setup, lora_rank=0 if setup["method"] == "full" else values["lora_rank"][0])
+        except SetupError as error:
+            reasons[error.message] += 1
+    return max(reasons, key=lambda reason: reasons[reason], default="they leave no combination")
 
 
 def num_combinations(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> int:
@@ -119,6 +134,12 @@ def plan_notes(workload: Workload, chosen: Candidate) -> tuple[str, ...]:
             "shorter ones need less memory"
         )
     notes.append("evaluation and saving are not counted; keep their batch at the micro-batch or below")
+    masters = chosen.setup.parallel.startswith("zero")  # DeepSpeed keeps fp32 copies of bf16 weights
+    if chosen.setup.method == "full" and chosen.setup.weight_dtype == "bf16" and not masters:
+        notes.append(
+            "bf16 weights take the updates without an fp32 copy: small ones round to nothing; --precision bf16-mixed "
+            "keeps one"
+        )
     return tuple(notes)
 
 

@@ -4,11 +4,12 @@ from typing import TYPE_CHECKING
 
 from planner.calibration_bands import memory_band, spread_memory_band
 from planner.gpu import GpuSpec
-from planner.kernels import attention_kernel
+from planner.kernels import Kernel, attention_kernel, missing_kernels
 from planner.memory.dtypes import flow_of
 from planner.memory.model import predict_memory, trained_parameters
 from planner.memory.optimizer import paged_bytes
 from planner.memory.types import MemoryBreakdown
+from planner.memory.weights import linear_bytes
 from planner.models.spec import ModelSpec
 from planner.outcome import Prediction, Rung
 from planner.setup import TrainSetup
@@ -98,17 +99,17 @@ def _spread_prediction(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluste
     )
 
 
+def attention_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> frozenset[Kernel]:
+    """The kernels that the model's layers run their attention with."""
+    dtype = flow_of(setup).attention_input
+    specs = (layer.attention for layer in model.layer_kinds if layer.attention is not None)
+    return frozenset(attention_kernel(model, setup, gpu, spec, dtype) for spec in specs)
+
+
 def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str, ...]:
     """What a person must know about this setup's memory, one sentence each."""
     notes = []
-    flow = flow_of(setup)
-    dtype = flow.attention_input
-    kernels = {
-        attention_kernel(model, setup, gpu, layer.attention, dtype)
-        for layer in model.layer_kinds
-        if layer.attention is not None
-    }
-    if "math" in kernels:
+    if "math" in attention_kernels(model, gpu, setup):
         notes.append(
             "SDPA falls back to its math kernel here (no fused kernel takes this dtype, card and head layout): "
             "it keeps tokens x tokens matrices"
@@ -117,7 +118,36 @@ def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str
         notes.append(f"{gpu.name} has no bf16 units: torch emulates bf16 slowly, fp16 is the better choice")
     if setup.attention == "flash-attention-2" and not gpu.flash_attention_2:
         notes.append(f"{gpu.name} cannot run flash-attention 2")
+    missing = missing_kernels(gpu, setup)
+    if missing:
+        notes.append(f"this cannot run: {missing}")
+    if gpu.vendor == "Apple":
+        notes.append("no run on an Apple GPU has been compared: the error bands are those of CUDA cards")
+    positions = model.max_position_embeddings
+    if positions is not None and setup.seq_len_tokens > positions:
+        notes.append(
+            f"{setup.seq_len_tokens:,} tokens are beyond the model's {positions:,} positions: learned ones end there, "
+            "rotary ones were not trained further"
+        )
+    plain = unquantized_expert_bytes(model, setup)
+    if plain:
+        notes.append(
+            f"{gib(plain)} of the experts stay 16-bit: transformers stacks them in bare parameters, which bitsandbytes "
+            "does not quantize"
+        )
     paged = paged_bytes(trained_parameters(model, setup).num, setup.optimizer)
     if paged:
         notes.append(f"{gib(paged)} of paged optimizer state lie in managed memory, outside PyTorch's count")
     return tuple(notes)
+
+
+def unquantized_expert_bytes(model: ModelSpec, setup: TrainSetup) -> int:
+    """Bytes of matrices inside the layers that a quantized base leaves as they are (all GPUs together)."""
+    if not setup.quantized:
+        return 0
+    return sum(
+        linear_bytes(one, setup) * num
+        for layer, num in model.layer_counts
+        for one in layer.linears
+        if one.module == "parameter" and one.num > 1
+    )

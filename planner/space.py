@@ -8,9 +8,9 @@ decide activations; loss and optimizer add their own. The walk evaluates the sam
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from planner.errors import SetupError
+from planner.errors import SetupError, UsageError
 from planner.gpu import GpuSpec
-from planner.kernels import attention_kernel, supported_attentions
+from planner.kernels import attention_kernel, missing_kernels, supported_attentions
 from planner.memory.allocator import allocator_gap_bytes
 from planner.memory.dtypes import flow_of
 from planner.memory.model import (
@@ -70,7 +70,12 @@ def micro_batches(global_batch_seqs: int) -> tuple[int, ...]:
 
 
 def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
-    """The values each dimension takes in this workload: the user's where given, else what a plan chooses from."""
+    """The values each dimension takes in this workload: the user's where given, else what a plan chooses from; only
+    those with kernels on the GPU.
+
+    Raises:
+        UsageError: the GPU has no kernel for anything that the user asked for.
+    """
     gpu, fixed = workload.gpu, workload.fixed
     half = "bf16" if gpu.bf16 else "fp16"
     floor = workload.min_rank
@@ -88,6 +93,12 @@ def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
     }
     for name, allowed in fixed.items():
         values[name] = tuple(allowed)
+    for name in ("optimizer", "loss"):
+        missing = {value: missing_kernels(gpu, TrainSetup(**{name: value})) for value in values[name]}
+        values[name] = tuple(value for value in values[name] if not missing[value])
+        if not values[name]:
+            reason = next(iter(missing.values()))
+            raise UsageError(f"--{name} cannot be kept: {reason}", hint=f"leave --{name} out, or name another GPU")
     return values
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from planner.plan import Answer, Cut
+from planner.predict import attention_kernels
 from planner.setup import TrainSetup
 from planner.space import Point
 from planner.units import gib
@@ -199,6 +200,15 @@ def _cast_note(known: NodeFacts) -> str:
     return f"; peft's fp32 cast of embeddings, norms and head would cost {gib(extra)} more"
 
 
+def _attention_reason(workload: Workload, family: TrainSetup) -> str:
+    """What the chosen attention does on this card."""
+    if "sdpa" not in workload.model.attentions and family.attention == "eager":
+        return "no fused kernel supports this model's attention"
+    if attention_kernels(workload.model, workload.gpu, family) & {"math", "eager"}:
+        return "no fused kernel takes this on the card: tokens x tokens matrices are kept"
+    return "fused kernels keep no tokens x tokens matrix"
+
+
 def activation_answers(facts: NodeFacts, best: Point, workload: Workload, same_node: list[Point]) -> list[Answer]:
     """Step 2 as answers: attention, checkpointing, micro-batch, accumulation."""
     budget = workload.budget_bytes
@@ -207,9 +217,7 @@ def activation_answers(facts: NodeFacts, best: Point, workload: Workload, same_n
         Answer(
             question="Which attention kernel?",
             choice=family.attention,
-            reason="fused kernels keep no tokens x tokens matrix"
-            if family.attention != "eager"
-            else "no fused kernel supports this model's attention",
+            reason=_attention_reason(workload, family),
         )
     ]
     unchecked = facts.smallest_unchecked
@@ -224,7 +232,7 @@ def activation_answers(facts: NodeFacts, best: Point, workload: Workload, same_n
         else:
             choice, reason = "no", f"one sequence fits without it ({gib(need)}), and nothing has to be recomputed"
         if family.checkpointing > 1 and choice == "yes":
-            choice = f"every {family.checkpointing}. layer"
+            choice = f"every {family.checkpointing} layers"
         answers.append(
             Answer(
                 question="Is gradient checkpointing needed?",

@@ -108,6 +108,13 @@ def test_memory_without_a_reading_says_so() -> None:
     assert "driver total 8192 MiB less" in gpus.find_gpu("rtx-3070").memory_basis
 
 
+def test_unified_memory_is_what_metal_recommends() -> None:
+    """Two thirds of up to 32 GiB, three quarters of more: recommendedMaxWorkingSetSize as people report it."""
+    assert gpus.find_gpu("apple-m2-max").memory_bytes // MIB == 21845
+    assert gpus.find_gpu("apple-m2-ultra").memory_bytes == 49152 * MIB
+    assert "Metal" in gpus.find_gpu("apple-m3-max").memory_basis
+
+
 def test_reserve_estimate_fits_the_rows_that_have_both_figures() -> None:
     both = [(int(row["driver_mib"]), int(row["torch_mib"])) for row in TABLE if row["driver_mib"] and row["torch_mib"]]
     errors = [driver - (gpus.RESERVE_MIB + gpus.RESERVE_FRACTION * driver) - torch for driver, torch in both]

@@ -1,9 +1,11 @@
 """Which attention kernel runs where: the rules of PyTorch's SDPA, by card, data type, mask and head layout."""
 
+from typing import Any
+
 import pytest
 
 from planner.gpus import find_gpu
-from planner.kernels import attention_kernel, masked, supported_attentions
+from planner.kernels import attention_kernel, masked, missing_kernels, supported_attentions
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
@@ -63,3 +65,29 @@ def test_supported_attentions_follow_the_class_and_the_card() -> None:
     assert supported_attentions(llama, t4) == ("sdpa", "eager")
     assert supported_attentions(load("google/gemma-2-2b"), a100) == ("flash-attention-2", "eager")
     assert supported_attentions(load("bigscience/bloom-560m"), a100) == ("eager",)
+
+
+def test_apple_gpus_train_with_the_math_kernel() -> None:
+    """PyTorch's `_fused_sdp_choice_mps` chooses math for every shape."""
+    assert kernel("meta-llama/llama-3.1-8b", "apple-m3-max", "bf16") == "math"
+    assert kernel("meta-llama/llama-2-7b-hf", "apple-m2-ultra", "fp32") == "math"
+    assert kernel("meta-llama/llama-2-7b-hf", "apple-m2-ultra", "bf16", attention="eager") == "eager"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "setup", "word"),
+    [
+        ("apple-m3-max", {"optimizer": "paged-adamw-8bit"}, "bitsandbytes"),
+        ("apple-m3-max", {"optimizer": "lion-8bit"}, "bitsandbytes"),
+        ("apple-m3-max", {"loss": "liger"}, "Triton"),
+        ("apple-m3-max", {"optimizer": "adamw-fused", "loss": "chunked"}, ""),
+        ("p100", {"loss": "liger"}, "Triton"),
+        ("p100", {"optimizer": "paged-adamw-8bit"}, ""),
+        ("t4", {"loss": "liger"}, ""),
+        ("mi300x", {"loss": "liger", "optimizer": "paged-adamw-8bit"}, ""),
+    ],
+)
+def test_what_has_no_kernel_on_a_card_is_named(gpu: str, setup: dict[str, Any], word: str) -> None:
+    reason = missing_kernels(find_gpu(gpu), TrainSetup(**setup))
+    assert word in reason
+    assert bool(reason) == bool(word)

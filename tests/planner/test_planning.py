@@ -6,9 +6,12 @@ from dataclasses import replace
 import pytest
 
 from planner.errors import UsageError
+from planner.gpus import find_gpu
+from planner.models import catalogue
 from planner.plan import NoPlan, Plan
 from planner.planning import plan_workload
 from planner.predict import predict
+from planner.setup import TrainSetup
 from planner.space import dimension_values, walk
 from planner.units import GIB
 from tests.planner.helpers import wish
@@ -164,3 +167,49 @@ def test_headroom_shrinks_the_budget() -> None:
     workload = wish(headroom_gib=3.0)
     assert workload.budget_bytes == workload.memory_bytes - 3 * GIB
     assert replace(workload, headroom_bytes=0).budget_bytes == workload.memory_bytes
+
+
+def test_apple_gpus_get_only_what_runs_on_them() -> None:
+    workload = wish("meta-llama/Llama-3.2-3B", "apple-m3-max")
+    values = dimension_values(workload)
+    assert values["optimizer"] == ("adamw-fused",)
+    assert "liger" not in values["loss"]
+    with pytest.raises(UsageError, match="Apple"):
+        dimension_values(wish("meta-llama/Llama-3.2-3B", "apple-m3-max", fixed={"optimizer": ("paged-adamw-8bit",)}))
+
+
+@pytest.mark.parametrize(
+    ("fixed", "word"),
+    [
+        ({"method": ("lora",), "quantization": ("nf4",)}, "unquantized"),
+        ({"method": ("qlora",), "quantization": ("none",)}, "quantization"),
+        ({"precision": ("fp32",), "attention": ("flash-attention-2",)}, "fp32 kernel"),
+        ({"method": ("qlora",), "precision": ("fp32",), "attention": ("flash-attention-2",)}, "fp32 kernel"),
+    ],
+)
+def test_a_contradiction_is_named(fixed: dict[str, tuple[str, ...]], word: str) -> None:
+    with pytest.raises(UsageError, match=word):
+        plan_workload(wish("Qwen/Qwen2.5-0.5B", "rtx-3060", fixed=fixed))
+
+
+@pytest.mark.parametrize(("gpu", "fused"), [("a100-80gb", True), ("t4", False), ("apple-m3-max", False)])
+def test_the_walk_and_the_notes_agree_on_the_attention_kernel(gpu: str, fused: bool) -> None:
+    plan = planned(model="meta-llama/Llama-3.2-1B", gpu=gpu, fixed={"attention": ("sdpa",)})
+    answer = next(each for each in plan.walk if "attention kernel" in each.question)
+    assert answer.reason.startswith("fused kernels keep no") == fused
+    assert any("math kernel" in note for note in plan.chosen.formula.notes) != fused
+
+
+def test_what_a_person_would_trip_over_is_noted() -> None:
+    mixtral, gpt2 = catalogue.load("mistralai/mixtral-8x7b-v0.1"), catalogue.load("gpt2")
+    assert mixtral is not None
+    assert gpt2 is not None
+    card = find_gpu("h100-sxm")
+    notes = predict(mixtral, card, TrainSetup(method="qlora", quantization="nf4", lora_rank=8)).notes
+    assert any("experts stay 16-bit" in note for note in notes)
+    assert not any("experts" in note for note in predict(mixtral, card, TrainSetup(lora_rank=8)).notes)
+    assert any("1,024 positions" in note for note in predict(gpt2, card, TrainSetup(seq_len_tokens=1025)).notes)
+    assert not any("positions" in note for note in predict(gpt2, card, TrainSetup(seq_len_tokens=1024)).notes)
+    full = planned(model="meta-llama/Llama-3.1-8B", gpu="a100-80gb", fixed={"method": ("full",)})
+    assert full.chosen.setup.weight_dtype == "bf16"
+    assert any("bf16 weights take the updates" in note for note in full.notes)
