@@ -120,6 +120,10 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader went away: nothing is wrong, and nobody listens
         return 0
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # typer would say 1, which means "nothing fits" here
+            return 0
+        raise
     except OSError as error:
         return fail_environment(error)
     if code == INTERRUPTED:  # typer turns Ctrl-C into this code itself

@@ -37,6 +37,8 @@ def print_json(document: Any) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a file beside and rename it, so that a crash or a full disk leaves the old one.
 
+    What is there and no regular file (a link, a device, a pipe) is written to: renaming would put a file in its place.
+
     Raises:
         EnvironmentProblem: the directory cannot be written.
     """
@@ -45,6 +47,9 @@ def write_text(path: Path, text: str) -> None:
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
+            path.write_text(text, encoding="utf-8")
+            return
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
@@ -61,7 +66,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def console(*, stderr: bool = False) -> Any:
-    """A rich console for people; NO_COLOR and pipes are respected by rich itself."""
+    """A rich console for people; NO_COLOR and pipes are respected by rich itself.
+
+    A reader that went away is a BrokenPipeError, as with any other output; rich would exit with 1, "nothing fits".
+    """
     from rich.console import Console
 
-    return Console(stderr=stderr, highlight=False, soft_wrap=False)
+    class PlainConsole(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return PlainConsole(stderr=stderr, highlight=False, soft_wrap=False)
