@@ -3,7 +3,7 @@
 from planner.setup import TrainSetup
 
 OWN_CODE = {"ddp": "PyTorch's DistributedDataParallel", "fsdp2": "PyTorch's FSDP2 as Accelerate wraps it"}
-MODELLED = {"zero1": "DeepSpeed's ZeRO-1", "zero2": "DeepSpeed's ZeRO-2"}
+MODELLED = {"zero1": "DeepSpeed's ZeRO-1", "zero2": "DeepSpeed's ZeRO-2", "zero3": "DeepSpeed's ZeRO-3"}
 
 
 def why_not_traced(setup: TrainSetup) -> str:
@@ -12,8 +12,6 @@ def why_not_traced(setup: TrainSetup) -> str:
         return "it does not follow tensor parallelism"
     if setup.pipeline_degree > 1 or setup.parallel == "device-map":
         return "it does not follow a model cut into stages"
-    if setup.offload != "none" and setup.parallel != "fsdp2":
-        return "it does not follow states in the host's memory"
     if setup.parallel not in OWN_CODE and setup.parallel not in MODELLED:
         return f"it does not follow parallel {setup.parallel!r}"
     return ""

@@ -227,6 +227,10 @@ def world_of(setup: TrainSetup) -> World:
     """What follows a rank of the job of `setup`, whose default process group exists."""
     if setup.parallel in ("zero1", "zero2"):
         return ZeroWorld(setup)
+    if setup.parallel == "zero3":
+        from probes.dryrun.zero3 import Zero3World
+
+        return Zero3World(setup)
     return FsdpWorld(setup) if setup.parallel == "fsdp2" else DdpWorld()
 
 
