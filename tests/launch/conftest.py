@@ -123,7 +123,7 @@ def run_launch(
     folder: Path,
     command: str,
     *,
-    timeout_s: float = 240,
+    timeout_s: float = 900,
     output_dir: str = "outputs",
     ok: bool = True,
     env: Mapping[str, str] | None = None,

@@ -7,9 +7,7 @@ where Adam divides tiny gradients by their own size; the tolerances are 50 and 1
 
 import json
 import os
-import socket
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from planner.hyperparameters import choose
 from planner.setup import TrainSetup
 from tests.launch.conftest import Run, furnish, run_launch, write_launch
 from tests.launch.test_hf import said
+from tests.ports import own_port
 
 TOLERANCE = 1e-5
 """Relative, of every step's loss and gradient norm."""
@@ -61,7 +60,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Callabl
             folder = furnish(tmp_path_factory.mktemp(f"alone-{target}"), tiny_model)
             launch = emitted(target, setup)
             write_launch(folder, launch)
-            done[target, setup] = run_launch(folder, launch.command, timeout_s=600, env=THREADS), folder / "outputs"
+            done[target, setup] = run_launch(folder, launch.command, env=THREADS), folder / "outputs"
         return done[target, setup]
 
     return train
@@ -71,11 +70,16 @@ THREADS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def spread(launch: Callable[..., Run], place: Path, command: str, *, shard: bool) -> Run:
-    """A command's run on two CPU processes; a free port is found by the launcher."""
+    """A command's run on two CPU processes, where it is Accelerate's on a port that nobody else gets."""
     on_cpu = (
         {"PYTHONPATH": str(SHIM), "SHARDS_FILE": str(place / "shards")} if shard else {"ACCELERATE_USE_CPU": "true"}
     )
-    return launch(command, timeout_s=600, env=THREADS | on_cpu)
+    with own_port() as port:
+        if "accelerate launch" in command:
+            command = command.replace("accelerate launch", f"accelerate launch --main_process_port {port}")
+        elif command.startswith("trl "):
+            command = f"{command} --main_process_port {port}"
+        return launch(command, env=THREADS | on_cpu)
 
 
 def same_steps(run: Run, reference: Run) -> None:
@@ -108,8 +112,7 @@ def test_ddp_steps_like_one_process(
     lora = LORA.with_(loss="full")
     files = emitted("hf", lora.with_(**TWO, parallel="ddp"))
     write_launch(place, files)
-    command = files.command.replace("accelerate launch", "accelerate launch --main_process_port 0")
-    run = spread(launch, place, command, shard=False)
+    run = spread(launch, place, files.command, shard=False)
     assert run.output.count("RUN {") == 1  # rank 0 speaks for all
     assert said(run)["global_batch_seqs"] == lora.global_batch_seqs == 4
     reference, folder = alone("hf", lora)
@@ -123,8 +126,7 @@ def test_fsdp2_steps_like_one_process_and_holds_half(
 ) -> None:
     files = emitted("hf", FULL.with_(**TWO, parallel="fsdp2"))
     write_launch(place, files)
-    command = files.command.replace("accelerate launch", "accelerate launch --main_process_port 0")
-    run = spread(launch, place, command, shard=True)
+    run = spread(launch, place, files.command, shard=True)
     assert said(run)["global_batch_seqs"] == FULL.global_batch_seqs
     held = shards(place)
     whole = said(run)["trained_parameters"]
@@ -142,7 +144,7 @@ def test_fsdp2_of_adapters_by_trl_steps_like_one_process(
 ) -> None:
     files = emitted("trl", LORA.with_(**TWO, parallel="fsdp2", reshard_after_forward=False))
     write_launch(place, files)
-    run = spread(launch, place, f"{files.command} --main_process_port 0", shard=True)
+    run = spread(launch, place, files.command, shard=True)
     for one in shards(place):
         assert one["sharded"] == one["parameters"] < 2.1 * one["here"]
     reference, folder = alone("trl", LORA)
@@ -174,15 +176,6 @@ wait $first && wait $second
 """Stands in for Slurm's: starts the task of both nodes, here on one machine."""
 
 
-def free_port() -> int:
-    """A free port among those that the job script takes (20000 + job id % 10000)."""
-    for port in range(20000 + os.getpid() % 9000, 30000):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no free port")
-
-
 @pytest.mark.slow
 def test_a_slurm_job_of_two_nodes_steps_like_one_process(
     place: Path, launch: Callable[..., Run], alone: Callable[[str, TrainSetup], tuple[Run, Path]]
@@ -196,14 +189,15 @@ def test_a_slurm_job_of_two_nodes_steps_like_one_process(
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
         path.chmod(0o755)
-    environment = {
-        "ACCELERATE_USE_CPU": "true",
-        "SLURM_JOB_NODELIST": "both",
-        "SLURM_JOB_ID": str(free_port() - 20000),
-        "SLURM_CPUS_PER_TASK": "8",
-    }
     command = f'PATH="$PWD/slurm:$PATH" bash launch/{hf.TARGET}/{slurm.NAME}'
-    run = launch(command, timeout_s=600, env=THREADS | environment)
+    with own_port(range(20000 + os.getpid() % 9000, 30000)) as port:  # the script takes 20000 + job id % 10000
+        environment = {
+            "ACCELERATE_USE_CPU": "true",
+            "SLURM_JOB_NODELIST": "both",
+            "SLURM_JOB_ID": str(port - 20000),
+            "SLURM_CPUS_PER_TASK": "8",
+        }
+        run = launch(command, env=THREADS | environment)
     assert said(run)["global_batch_seqs"] == 4
     reference, folder = alone("hf", lora)
     same_steps(run, reference)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import optuna
@@ -18,6 +17,7 @@ from workers import PATIENCE_S, Workers, all_workers
 import search.storage
 from planner.errors import EnvironmentProblem
 from search.storage import ALIVE_ATTR, AttributeLiveness, close_storage, open_storage
+from tests.ports import own_port
 
 __all__ = ["all_workers"]  # a fixture
 
@@ -35,19 +35,10 @@ optuna.storages.run_grpc_proxy_server(
 """
 
 
-@contextmanager
-def own_port() -> Iterator[int]:
-    """A port that stays ours: others that share it (gRPC's servers do) may listen on it, nobody is given it."""
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        holder.bind(("127.0.0.1", 0))
-        yield int(holder.getsockname()[1])
-
-
 @pytest.fixture
 def proxy_url(tmp_path: Path) -> Iterator[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    with (tmp_path / "server.log").open("wb") as log, own_port() as port:
+    with (tmp_path / "server.log").open("wb") as log, own_port(option=socket.SO_REUSEPORT) as port:
         arguments = [sys.executable, "-c", SERVER, f"sqlite:///{tmp_path}/study.db", str(port)]
         server = subprocess.Popen(arguments, env=environment, stdout=log, stderr=log)
         try:
@@ -86,5 +77,5 @@ def test_workers_on_the_grpc_proxy_lose_nothing_and_repeat_nothing(
 @pytest.mark.slow
 def test_a_proxy_that_does_not_answer_is_an_environment_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search.storage, "PROXY_WAIT_S", 0.5)
-    with own_port() as port, pytest.raises(EnvironmentProblem, match="gRPC proxy"):
+    with own_port(option=socket.SO_REUSEPORT) as port, pytest.raises(EnvironmentProblem, match="gRPC proxy"):
         open_storage(f"grpc://127.0.0.1:{port}")
