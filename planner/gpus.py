@@ -37,7 +37,14 @@ Source: recommendedMaxWorkingSetSize of 21,845 of 32,768 MiB (ollama issue 434),
 """
 
 # Words that tell nothing apart, dropped before names are compared.
-_PREFIXES = ("nvidia", "amd", "geforce", "tesla", "instinct", "radeon", "quadro")
+_PREFIXES = ("nvidia", "amd", "apple", "geforce", "tesla", "instinct", "radeon", "quadro")
+_FAMILIES = {
+    "GeForce": ("geforce", "rtx"),
+    "Apple": ("apple", "mac", "macbook", "macbookpro", "macstudio", "mps", "metal"),
+    "AMD": ("amd", "radeon", "instinct", "rocm"),
+}
+"""What people say for any card of a maker or line, by the word that its name or maker begins with."""
+LIKE_ENOUGH = 0.5
 
 
 def normalized(name: str) -> str:
@@ -154,14 +161,18 @@ def find_gpu(name: str) -> GpuSpec:
             f"GPU {name!r} is not one exact device", hint=f"say which: {', '.join(could_be[:8])}; or --gpu local"
         )
     shown = name if len(name) <= 60 else name[:57] + "..."
+    close = _closest(wanted)
     raise UnknownGpuError(
         f"GPU {shown!r} is not in the table",
-        hint=f"closest: {', '.join(_closest(wanted))}; `plan gpus` lists all, --gpu local asks this machine",
+        hint=(f"closest: {', '.join(close)}; " if close else "")
+        + "`plan gpus` lists all, --gpu local asks this machine",
     )
 
 
 def _may_mean(wanted: str, spec: GpuSpec) -> bool:
-    """Whether the name is the beginning of a row's name ("h100") or holds its number ("4090")."""
+    """Whether the name is the beginning of a row's name ("h100"), holds its number ("4090") or names its family."""
+    if any(wanted in words and family in (spec.vendor, spec.name.split()[0]) for family, words in _FAMILIES.items()):
+        return True
     names = [normalized(one) for one in (spec.key, spec.name, spec.driver_name)]
     return len(wanted) >= 2 and any(one.startswith(wanted) or (wanted.isdigit() and wanted in one) for one in names)
 
@@ -174,7 +185,7 @@ def _closest(wanted: str, num: int = 4) -> list[str]:
             SequenceMatcher(None, wanted, normalized(one)).ratio() for one in (spec.key, spec.name, spec.driver_name)
         )
 
-    return [spec.key for spec in sorted(all_gpus(), key=likeness, reverse=True)[:num]]
+    return [spec.key for spec in sorted(all_gpus(), key=likeness, reverse=True)[:num] if likeness(spec) > LIKE_ENOUGH]
 
 
 def local_gpu() -> GpuSpec:
@@ -200,7 +211,8 @@ def local_gpu() -> GpuSpec:
     if spec is None:
         raise UnknownGpuError(
             f"this machine's GPU {name!r} ({total_mib} MiB) is not in the table",
-            hint=f"plan for a close one, for example --gpu {_closest(normalized(name))[0]} with --memory-gib",
+            hint=f"plan for a close one, for example --gpu {(*_closest(normalized(name)), 'rtx-4090')[0]} with "
+            "--memory-gib",
         )
     reserve = round(RESERVE_MIB + RESERVE_FRACTION * total_mib)
     return replace(

@@ -1,5 +1,6 @@
 """The formula rung: one setup in, one `Prediction` out. Memory terms and step time from their own packages."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from planner.calibration_bands import memory_band, spread_memory_band
@@ -11,6 +12,7 @@ from planner.memory.optimizer import paged_bytes
 from planner.memory.types import MemoryBreakdown
 from planner.memory.weights import linear_bytes
 from planner.models.spec import ModelSpec
+from planner.models.targets import unmatched_targets
 from planner.outcome import Prediction, Rung
 from planner.setup import TrainSetup
 from planner.throughput import StepTime, step_time
@@ -123,6 +125,16 @@ def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str
         notes.append(f"this cannot run: {missing}")
     if gpu.vendor == "Apple":
         notes.append("no run on an Apple GPU has been compared: the error bands are those of CUDA cards")
+    unmatched = () if setup.method == "full" else unmatched_targets(model, setup.lora_targets)
+    if unmatched:
+        notes.append(f"LoRA targets {', '.join(unmatched)[:200]} match no module: PEFT leaves them out without a word")
+    stored = model.config.get("quantization_config")
+    if isinstance(stored, Mapping):
+        method = str(stored.get("quant_method", "method unknown"))[:40]
+        notes.append(
+            f"the checkpoint is stored quantized ({method}): planned as if its weights were the original ones; name the "
+            "original model, or load it dequantized"
+        )
     positions = model.max_position_embeddings
     if positions is not None and setup.seq_len_tokens > positions:
         notes.append(

@@ -76,15 +76,24 @@ def find(name: str) -> CatalogueEntry | None:
     wanted = name.strip().lower()
     if not wanted or '"' in wanted or "\\" in wanted or not wanted.isascii():
         return None
-    text, needle = _text(), b'"' + wanted.encode() + b'"'
+    lines = _lines_naming(b'"' + wanted.encode() + b'"')
+    if not lines and "/" not in wanted:  # several owners publish a model of this name: fine where it is the same one
+        lines = _lines_naming(b"/" + wanted.encode() + b'"')
+    return _entry(lines.pop()) if len(lines) == 1 else None
+
+
+def _lines_naming(needle: bytes) -> set[bytes]:
+    """The lines whose list of names holds `needle`."""
+    text = _text()
+    found: set[bytes] = set()
     at = text.find(needle)
     while at >= 0:
-        start = text.rfind(b"\n", 0, at) + 1
+        start, end = text.rfind(b"\n", 0, at) + 1, text.find(b"\n", at)
         # A name counts only inside the list at the head of its line.
         if at < text.index(b"]", start):
-            return _entry(text[start : text.find(b"\n", at)])
+            found.add(text[start : end if end >= 0 else len(text)])
         at = text.find(needle, at + 1)
-    return None
+    return found
 
 
 def load(name: str) -> ModelSpec | None:

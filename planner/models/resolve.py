@@ -1,6 +1,7 @@
 """From what the user typed to a `ModelSpec`: local directory, built-in catalogue, local Hugging Face cache, hub."""
 
 import os
+import re
 from pathlib import Path
 
 from planner.errors import ConfigError, UnknownModelError, UsageError
@@ -9,6 +10,11 @@ from planner.models.adapters import spec_from_config
 from planner.models.adapters.fields import shown
 from planner.models.config_file import CONFIG_NAME, read_config
 from planner.models.spec import ModelSpec
+
+_HUB_PAGE = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]{1,96}(?:/[\w.-]{1,96})?)(?:[/?#].*)?"
+)
+"""The address of a model's page, as people paste it; group 1 is the hub id."""
 
 
 def resolve_model(name: str, *, revision: str | None = None, ask_hub: bool = False) -> ModelSpec:
@@ -32,8 +38,10 @@ def resolve_model(name: str, *, revision: str | None = None, ask_hub: bool = Fal
             raise UsageError(f"--revision has no meaning for the local path {shown(name)}", hint="leave it out")
         return _from_directory(name, local)
     if _looks_like_a_path(name):
+        page = _HUB_PAGE.fullmatch(name)
         raise UnknownModelError(
-            f"no such directory: {shown(name)}", hint="give a directory that holds a config.json, or a hub id"
+            f"no such directory: {shown(name)}",
+            hint=f"the hub id on that page is {page[1]}" if page is not None else _hint(name),
         )
     if revision is not None and not hub.is_revision(revision):
         raise UsageError(f"--revision must be a branch, tag or commit, got {shown(revision)}", hint="for example main")

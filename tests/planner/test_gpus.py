@@ -81,9 +81,13 @@ def test_find_gpu_knows_the_names_people_use(name: str, key: str) -> None:
         ("rtx-9090", "rtx-4090"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx-4090"),
         ("H200 NVL", "h200"),
-        ("", "closest"),
-        ("\x00\U0001f600", "closest"),
-        ("x" * 10_000, "closest"),
+        ("", "plan gpus"),
+        ("\x00\U0001f600", "plan gpus"),
+        ("x" * 10_000, "plan gpus"),
+        ("rtx-3060-12gb", "closest: rtx-3060"),
+        ("M2", "apple-m2-max, apple-m2-ultra"),
+        ("MacBook Pro", "apple-m3-max"),
+        ("geforce", "rtx-3060"),
     ],
 )
 def test_unknown_and_ambiguous_names_are_errors_with_a_hint(name: str, hinted: str) -> None:
@@ -91,6 +95,13 @@ def test_unknown_and_ambiguous_names_are_errors_with_a_hint(name: str, hinted: s
         gpus.find_gpu(name)
     assert hinted in error.value.hint
     assert len(error.value.message) < 200
+
+
+def test_nothing_is_called_close_that_is_not() -> None:
+    for name in ("none", "cpu", "colab"):
+        with pytest.raises(UnknownGpuError) as error:
+            gpus.find_gpu(name)
+        assert "closest" not in error.value.hint
 
 
 def test_usable_memory_is_what_torch_reports() -> None:

@@ -165,3 +165,9 @@ def test_files_that_are_no_configuration_are_refused(content: bytes, expected: s
 def test_a_real_configuration_survives_the_round_trip_through_a_file() -> None:
     config = ONE_PER_TYPE["gemma4"]
     assert build(parse_config(json.dumps(config).encode(), "config.json")) == build(config)
+
+
+def test_code_that_a_model_brings_along_is_never_run_and_that_is_said() -> None:
+    own = {"model_type": "brand_new", "auto_map": {"AutoModelForCausalLM": "modeling_new.NewForCausalLM"}}
+    with pytest.raises(UnknownModelError, match="no trust_remote_code"):
+        spec_from_config(own, model_id="new", source="test")

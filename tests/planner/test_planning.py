@@ -210,6 +210,10 @@ def test_what_a_person_would_trip_over_is_noted() -> None:
     assert not any("experts" in note for note in predict(mixtral, card, TrainSetup(lora_rank=8)).notes)
     assert any("1,024 positions" in note for note in predict(gpt2, card, TrainSetup(seq_len_tokens=1025)).notes)
     assert not any("positions" in note for note in predict(gpt2, card, TrainSetup(seq_len_tokens=1024)).notes)
+    typed = predict(mixtral, card, TrainSetup(lora_rank=8, lora_targets=("q_proj", "q_porj"))).notes
+    assert any("q_porj match no module" in note for note in typed)
+    gptq = replace(gpt2, config={**gpt2.config, "quantization_config": {"quant_method": "gptq"}})
+    assert any("stored quantized (gptq)" in note for note in predict(gptq, card, TrainSetup()).notes)
     full = planned(model="meta-llama/Llama-3.1-8B", gpu="a100-80gb", fixed={"method": ("full",)})
     assert full.chosen.setup.weight_dtype == "bf16"
     assert any("bf16 weights take the updates" in note for note in full.notes)

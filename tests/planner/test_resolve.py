@@ -376,3 +376,24 @@ def test_senseless_names_are_planner_errors(name: str, options: dict[str, Any]) 
 def test_every_catalogue_name_resolves_offline() -> None:
     for name in catalogue.names():
         assert resolve_model(name).num_params > 0
+
+
+def test_a_bare_name_that_several_owners_use_for_one_model_resolves() -> None:
+    assert resolve_model("Llama-3.2-1B").model_id == "meta-llama/Llama-3.2-1B"
+    assert resolve_model("unsloth/Llama-3.2-1B").model_id == "unsloth/Llama-3.2-1B"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["https://huggingface.co/Qwen/Qwen2.5-7B", "huggingface.co/Qwen/Qwen2.5-7B/tree/main", "hf.co/Qwen/Qwen2.5-7B?x=y"],
+)
+def test_the_address_of_a_page_gets_its_hub_id(name: str) -> None:
+    with pytest.raises(UnknownModelError) as error:
+        resolve_model(name)
+    assert "Qwen/Qwen2.5-7B" in error.value.hint.split()
+
+
+def test_a_name_with_spaces_gets_close_names() -> None:
+    with pytest.raises(UnknownModelError) as error:
+        resolve_model("Qwen2.5 7B")
+    assert "Qwen/Qwen2.5-7B" in error.value.hint

@@ -101,4 +101,7 @@ def _unknown(fields: Fields, model_type: str) -> UnknownModelError:
     hint = f"close types: {', '.join(close)}" if close else f"known types: {', '.join(MODEL_TYPES)}"
     if all(fields.has(name) for name in _CORE):
         hint += "; it looks like a Llama-shaped decoder: if its maths is Llama's, set model_type to llama in a copy"
-    return UnknownModelError(f"model_type {shown(model_type)} is not known to the formula rung", hint=hint)
+    message = f"model_type {shown(model_type)} is not known to the formula rung"
+    if fields.has("auto_map"):
+        message += "; the code that the model brings along (auto_map) is never run: there is no trust_remote_code"
+    return UnknownModelError(message, hint=hint)
