@@ -173,7 +173,7 @@ def test_slurm_scripts_are_bash_and_ask_for_every_gpu(target: str, num_nodes: in
     assert scripts
     path = tmp_path / "all.sh"
     path.write_text("\n".join(f"job{index}() {{\n{text}\n}}" for index, text in enumerate(sorted(scripts))))
-    done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 
@@ -194,7 +194,7 @@ def test_a_slurm_script_starts_the_same_command_with_its_own_nodes(tmp_path: Pat
         "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "10042",
         "SLURM_CPUS_PER_TASK": "64",
     }  # fmt: skip
-    done = subprocess.run(["bash", str(path)], capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(["bash", str(path)], capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [
         "1", "--nnodes", "2", "--nproc-per-node", "8", "--rdzv-id", "finetune", "--rdzv-backend", "c10d",
