@@ -8,11 +8,11 @@ MODELLED = {"zero1": "DeepSpeed's ZeRO-1", "zero2": "DeepSpeed's ZeRO-2", "zero3
 
 def why_not_traced(setup: TrainSetup) -> str:
     """Why no dry run follows this way to spread a job, "" where one does."""
-    if setup.tensor_degree > 1:
-        return "it does not follow tensor parallelism"
     if setup.pipeline_degree > 1 or setup.parallel == "device-map":
         return "it does not follow a model cut into stages"
-    if setup.parallel not in OWN_CODE and setup.parallel not in MODELLED:
+    if setup.tensor_degree > 1 and setup.parallel not in ("none", "fsdp2"):
+        return f"no engine of the launch files runs tensor parallelism beside {setup.parallel}"
+    if setup.tensor_degree == 1 and setup.parallel not in OWN_CODE and setup.parallel not in MODELLED:
         return f"it does not follow parallel {setup.parallel!r}"
     return ""
 
@@ -20,6 +20,9 @@ def why_not_traced(setup: TrainSetup) -> str:
 def rank_note(setup: TrainSetup) -> str:
     """What ran as one rank and what was only modelled, one sentence."""
     rank = f"rank 0 of {setup.num_gpus}"
+    if setup.tensor_degree > 1:
+        inside = " inside its FSDP2" if setup.parallel == "fsdp2" else ""
+        return f"{rank}: transformers' own tensor parallelism{inside} ran in a fake process group"
     if setup.parallel in OWN_CODE:
         host = "; what lies in the host's memory is told apart by a mark" if setup.offload != "none" else ""
         return (

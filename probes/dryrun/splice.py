@@ -368,10 +368,12 @@ class _OptimizerRun:
     def _gradients(self) -> dict[tuple[str, int], torch.Tensor]:
         """Gives every parameter its gradient; one tensor for each storage, by the name that the run knows it by."""
         members: dict[tuple[str, int], list[torch.nn.Parameter]] = {}
-        for _, shift, trainable, parameter in self.parameters:
-            if trainable.has_gradient:
-                members.setdefault((trainable.gradient_of, shift), []).append(parameter)
         found = {}
+        for _, shift, trainable, parameter in self.parameters:
+            if trainable.has_gradient and trainable.gradient is None:
+                members.setdefault((trainable.gradient_of, shift), []).append(parameter)
+            elif trainable.gradient is not None:
+                found[trainable.gradient_of, shift] = _laid_out_otherwise(trainable, parameter)
         for key, parameters in members.items():
             flat = torch.empty(sum(one.numel() for one in parameters), dtype=parameters[0].dtype, device="meta")
             offset = 0
@@ -411,3 +413,16 @@ class _OptimizerRun:
             )
         tracker.close()
         return found
+
+
+def _laid_out_otherwise(one: Trainable, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Gives `parameter` (a DTensor) its gradient of another layout; returns the gradient's local tensor."""
+    from torch.distributed.tensor import DTensor
+
+    assert one.gradient is not None
+    shape, placements = one.gradient
+    storage = torch.empty(shape, dtype=one.dtype, device="meta")
+    parameter.grad = DTensor.from_local(
+        storage, one.mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    return storage

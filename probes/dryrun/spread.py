@@ -20,7 +20,7 @@ from planner.setup import TrainSetup
 from probes.allocator.events import Alloc, Event, Free, Phase
 from probes.dryrun.fakeworld import fake_world
 from probes.dryrun.followed import why_not_traced
-from probes.dryrun.splice import Block, splice
+from probes.dryrun.splice import Block, Shards, splice
 from probes.dryrun.trace import Trace, Trainable, World, load
 from probes.dryrun.tracker import Origin, Tracker, local
 from probes.dryrun.zero import ZeroWorld
@@ -55,11 +55,17 @@ class SpreadTracker(Tracker):
             return args[0]  # a collective's result that is waited for at its first use: on meta a second tensor
         if func is _TO_COPY and kwargs and kwargs.get("device") == _CPU and args[0].device.type == "meta":
             return self._copied_to_host(args[0])
-        if types and _changes_list(func) and not self.subclasses.isdisjoint(types):
+        if types and self.takes_local(func) and not self.subclasses.isdisjoint(types):
             # the optimizer's own lists: straight to the local tensors, as DTensor's rules would after much looking
+            with self:
+                args = _laid_out_alike(args)
             args, kwargs = tree_map_only(torch.Tensor, local, (args, kwargs or {}))
             types = ()
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def takes_local(self, func: Any) -> bool:
+        """Whether an operator on lists of DTensors is run on the local tensors at once."""
+        return _changes_list(func)
 
     def track(self, tensor: torch.Tensor, op: str) -> int | None:
         """As `Tracker.track`, under the present label; a wrapper has no memory of its own, and what lies in the host's
@@ -175,7 +181,7 @@ def _copied_to_device(inputs: Any) -> Any:
 
 
 @contextmanager
-def _untracked_trials() -> Iterator[None]:
+def untracked_trials() -> Iterator[None]:
     """Within it, what DTensor tries out on fake tensors before an operator's first run is no allocation."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
@@ -193,6 +199,25 @@ def _untracked_trials() -> Iterator[None]:
 def _changes_list(func: Any) -> bool:
     name = func._schema.name
     return bool(name.startswith(("aten::_foreach_", "aten::_fused_")) and name.endswith("_"))
+
+
+def _laid_out_alike(args: Any) -> Any:
+    """Lists of DTensors whose members are laid out as those of the first list, which the operator changes: what lies
+    otherwise (a vocabulary-split table's gradient, whole on every rank) is redistributed for the operator."""
+
+    def alike(value: Any, reference: Any) -> Any:
+        placements = getattr(reference, "placements", None)
+        if placements is None or getattr(value, "placements", placements) == placements:
+            return value
+        return value.redistribute(placements=placements)
+
+    changed = args[0]
+    return tuple(
+        [alike(*pair) for pair in zip(one, changed, strict=True)]
+        if isinstance(one, (list, tuple)) and len(one) == len(changed) and isinstance(one[0], torch.Tensor)
+        else one
+        for one in args
+    )
 
 
 _HOOKS = (
@@ -225,6 +250,10 @@ def fake_job(setup: TrainSetup) -> Iterator[World]:
 
 def world_of(setup: TrainSetup) -> World:
     """What follows a rank of the job of `setup`, whose default process group exists."""
+    if setup.tensor_degree > 1:
+        from probes.dryrun.tensor import TensorWorld
+
+        return TensorWorld(setup)
     if setup.parallel in ("zero1", "zero2"):
         return ZeroWorld(setup)
     if setup.parallel == "zero3":
@@ -251,7 +280,7 @@ class FsdpWorld:
         receive whole before they keep their part (accelerate 1.15 `fsdp2_load_full_state_dict`)."""
         device = next(model.parameters()).device
         largest = max(one.numel() * one.element_size() for one in model.parameters())
-        with tracker.resizing(), tracker.following_fsdp(), _untracked_trials():
+        with tracker.resizing(), tracker.following_fsdp(), untracked_trials():
             spread = spread_model(model, setup, device=device)
             if setup.offload == "parameters" and device.type == "meta":
                 tracker.host_phases = frozenset({"step"})  # CPUOffloadPolicy: the optimizer steps on the host
@@ -263,7 +292,7 @@ class FsdpWorld:
 
     def splice(self, trace: Trace, block: Block, setup: TrainSetup) -> Trace:
         """See `probes.dryrun.trace.World`."""
-        return splice(trace, block, setup, _OnHost(self) if setup.offload == "parameters" else self)
+        return splice(trace, block, setup, OnHost(self) if setup.offload == "parameters" else self)
 
     def finish(self, trace: Trace, block: Block | None) -> Trace:
         """See `probes.dryrun.trace.World`."""
@@ -286,7 +315,7 @@ class FsdpWorld:
             stacked = DTensor.from_local(torch.stack(norms), self._mesh, placements, run_check=False)
             return torch.linalg.vector_norm(stacked, norm_type)
 
-        with mock.patch.object(clip_grad, "_get_total_norm", total_norm), _untracked_trials():
+        with mock.patch.object(clip_grad, "_get_total_norm", total_norm), untracked_trials():
             yield
 
     def parameter(self, one: Trainable) -> torch.nn.Parameter:
@@ -296,14 +325,14 @@ class FsdpWorld:
         return torch.nn.Parameter(torch.empty((rows, *one.shape[1:]), dtype=one.dtype, device="meta"))
 
 
-class _OnHost:
+class OnHost:
     """See `probes.dryrun.splice.Shards`: the step happens in the host's memory, its trained parameters have no gradient
     on the device."""
 
     tracker = Tracker
     stepping = staticmethod(nullcontext)
 
-    def __init__(self, world: FsdpWorld) -> None:
+    def __init__(self, world: Shards) -> None:
         self.parameter = world.parameter
 
 

@@ -25,7 +25,9 @@ STEPS = 2
 class Trainable:
     """One trained parameter: its name, its decoder layer (None outside), and whether the step gave it a gradient.
 
-    `shape` is the whole parameter's; `gradient_of` names the parameter under which its gradient's storage is known.
+    `shape` is the whole parameter's, `local_shape` that of this rank's part, `mesh` the device mesh over which it is
+    distributed (None: it is not); `gradient` is the local shape and the placements of a gradient that is laid out
+    otherwise than its parameter (None: alike), `gradient_of` the name of the parameter under which its storage is known.
     """
 
     name: str
@@ -34,6 +36,10 @@ class Trainable:
     dtype: torch.dtype
     has_gradient: bool
     gradient_of: str = ""
+    local_shape: torch.Size
+    mesh: Any = None
+    placements: Any = None
+    gradient: tuple[torch.Size, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,8 +157,9 @@ def trace_run(
         with tracker:
             batches = [make_batch(setup, inner_model(model).config, device=device) for _ in range(_batches(setup))]
             shared: dict[str, str] = {}
+            otherwise: dict[str, tuple[torch.Size, Any]] = {}
             for _ in range(steps):
-                train_step(trainer, batches, _marker(tracker, model, owners, shared))
+                train_step(trainer, batches, _marker(tracker, model, owners, shared, otherwise))
                 own_optimizer_state(tracker, optimizer, owners)
             del batches
         tracker.close()
@@ -177,6 +184,10 @@ def trace_run(
             dtype=one.dtype,
             has_gradient=name in shared,
             gradient_of=shared.get(name, ""),
+            local_shape=local(one).shape,
+            mesh=getattr(one, "device_mesh", None),
+            placements=getattr(one, "placements", None),
+            gradient=otherwise.get(name),
         )
         for name, one in model.named_parameters()
         if one.requires_grad
@@ -227,9 +238,16 @@ def load(tracker: Tracker, model: Any) -> dict[int, tuple[str, str]]:
     return owners
 
 
-def _marker(tracker: Tracker, model: Any, owners: dict[int, tuple[str, str]], shared: dict[str, str]) -> Any:
+def _marker(
+    tracker: Tracker,
+    model: Any,
+    owners: dict[int, tuple[str, str]],
+    shared: dict[str, str],
+    otherwise: dict[str, tuple[torch.Size, Any]],
+) -> Any:
     """What tells the tracker the phases; as a step begins it owns the gradients and notes in `shared` under which
-    parameter's name the storage of each parameter's gradient is known (FSDP2: one storage for a layer)."""
+    parameter's name the storage of each parameter's gradient is known (FSDP2: one storage for a layer), in `otherwise`
+    which gradients are laid out otherwise than their parameters."""
     trainable = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
 
     def mark(phase: str, layer: int | None) -> None:
@@ -239,6 +257,8 @@ def _marker(tracker: Tracker, model: Any, owners: dict[int, tuple[str, str]], sh
                     number = tracker.identity(local(parameter.grad))
                     if number is not None:
                         shared[name] = owners.setdefault(number, ("gradients", name))[1]
+                    if getattr(parameter.grad, "placements", None) != getattr(parameter, "placements", None):
+                        otherwise[name] = (local(parameter.grad).shape, parameter.grad.placements)
         tracker.mark(phase, layer)
 
     return mark

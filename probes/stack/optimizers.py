@@ -8,6 +8,18 @@ import torch
 _LEARNING_RATE = 1e-5
 
 
+def by_mesh(parameters: Iterable[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+    """`parameters` in lists whose members lie on one device mesh (None: not distributed), which one multi-tensor kernel
+    can take together.
+
+    Source: transformers 5.23 `Trainer.create_optimizer`, `_mixed_mesh_grad_norm`.
+    """
+    found: dict[Any, list[torch.nn.Parameter]] = {}
+    for one in parameters:
+        found.setdefault(getattr(one, "device_mesh", None), []).append(one)
+    return list(found.values())
+
+
 def make_optimizer(name: str, parameters: Iterable[torch.nn.Parameter], *, device_type: str) -> Any:
     """The optimizer called `name` in `planner.setup.OPTIMIZERS` over `parameters`.
 
@@ -16,7 +28,10 @@ def make_optimizer(name: str, parameters: Iterable[torch.nn.Parameter], *, devic
 
     Source: transformers 5.23 `Trainer.get_optimizer_cls_and_kwargs`.
     """
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    trainable: Any = [parameter for parameter in parameters if parameter.requires_grad]
+    groups = by_mesh(trainable)
+    if len(groups) > 1:
+        trainable = [{"params": group} for group in groups]
     if name in ("adamw", "adamw-fused"):
         fused = name == "adamw-fused"
         return torch.optim.AdamW(

@@ -1,12 +1,13 @@
-"""How a built model becomes one rank's part of a multi-GPU job, as Accelerate 1.15 does it: DDP and FSDP2.
+"""How a built model becomes one rank's part of a multi-GPU job: DDP and FSDP2 as Accelerate 1.15 does it, tensor
+parallelism (alone or inside FSDP2) as transformers 5.23 does it.
 
 One place for the dry run (fake process group, meta tensors), its check on CPU and the real `torchrun` probe. The
 default process group exists before; ranks and sizes are read from it. DeepSpeed's engine needs CUDA, so its ZeRO stages
 are not wrapped here (the dry run models them, the probe calls DeepSpeed).
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from unittest import mock
 
 import torch
 
+from planner.exporters.spread import distributed_config, tensor_refusal
 from planner.setup import TrainSetup
 from probes.stack.configs import layers_of
 from probes.stack.step import inner_model
@@ -49,6 +51,8 @@ def spread_model(model: Any, setup: TrainSetup, *, device: torch.device) -> Spre
     Raises:
         ValueError: a strategy that is not wrapped here.
     """
+    if setup.tensor_degree > 1:
+        return _tensor(model, setup, device)
     if setup.parallel == "ddp":
         return _ddp(model, device)
     if setup.parallel == "fsdp2":
@@ -108,6 +112,62 @@ def _fsdp2(model: Any, setup: TrainSetup, device: torch.device) -> Spread:
 
     # `sync_each_batch`, which the launch files ask of the Trainer: without it whole gradients wait for the last one
     return Spread(module=module, autocast=False)
+
+
+def _tensor(model: Any, setup: TrainSetup, device: torch.device) -> Spread:
+    """What `from_pretrained(distributed_config=...)` of the launch files does to a model on meta before its weights are
+    read, and what the Trainer then adds: autocast, no wrapper of Accelerate's.
+
+    Under FSDP2 whole gradients wait for the last micro-batch: the Trainer defers their reduction, and the launch files
+    set no `sync_each_batch` here.
+
+    Source: transformers 5.23 `DistributedMixin.maybe_distribute_model`, `initialize_distributed_mesh`,
+    `Trainer._prepare_for_training` (is_distributed_loading_by_transformers), `_defer_fsdp_gradient_reduction`.
+
+    Raises:
+        ValueError: a strategy of the copies that transformers does not combine with it.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.utils import TransformersDeviceMesh
+
+    reason = tensor_refusal(setup, "transformers")
+    if reason:
+        raise ValueError(reason)
+    config = DistributedConfig(**distributed_config(setup))
+    copies = (1, config.dp_replicate_size)
+    dense = init_device_mesh(
+        device.type, (*copies, config.fsdp_size, config.tp_size), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")
+    )
+    experts = init_device_mesh(
+        device.type, (*copies, config.efsdp_size, config.ep_size), mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep")
+    )
+    inner = inner_model(model)
+    with _untied(inner):
+        type(inner).maybe_distribute_model(inner, config, TransformersDeviceMesh(dense, experts))
+
+    @contextmanager
+    def no_sync() -> Iterator[None]:
+        inner.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            inner.set_requires_gradient_sync(True)
+
+    return Spread(module=model, no_sync=no_sync if setup.parallel == "fsdp2" else nullcontext)
+
+
+@contextmanager
+def _untied(model: Any) -> Iterator[None]:
+    """Within it a tied head has a parameter of its own, as `from_pretrained` makes models before it reads weights
+    (`no_tie_weights`); tied again at the end."""
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = head is not None and head.weight is table.weight
+    if tied:
+        head.weight = torch.nn.Parameter(torch.empty_like(table.weight), requires_grad=table.weight.requires_grad)
+    yield
+    if tied:
+        model.tie_weights(recompute_mapping=False)
 
 
 def _dim_names(setup: TrainSetup) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from probes.stack.autocast import emulated_autocast
 from probes.stack.batch import Batch
 from probes.stack.configs import layers_of
 from probes.stack.losses import ChunkedNll, FusedLinearCrossEntropy
+from probes.stack.optimizers import by_mesh
 from probes.stack.real_losses import real_loss
 
 MAX_GRAD_NORM = 1.0
@@ -313,7 +314,7 @@ def optimizer_phase(model: Any, optimizer: Any, scaler: Any, device_type: str) -
         if scaler is not None:
             scaler.unscale_(optimizer)
         trainable = [one for one in model.parameters() if one.grad is not None]
-        torch.nn.utils.clip_grad_norm_(trainable, MAX_GRAD_NORM, foreach=True)
+        clip_gradients(trainable)
         del trainable
         if scaler is not None:
             scaler.step(optimizer)
@@ -321,6 +322,27 @@ def optimizer_phase(model: Any, optimizer: Any, scaler: Any, device_type: str) -
         else:
             optimizer.step()
     model.zero_grad(set_to_none=True)
+
+
+def clip_gradients(parameters: list[Any]) -> None:
+    """Clips to MAX_GRAD_NORM; parameters of several device meshes mesh by mesh.
+
+    Source: transformers 5.23 `Trainer._clip_grad_norm`, `_mixed_mesh_grad_norm`.
+    """
+    meshes = by_mesh(parameters)
+    if len(meshes) < 2:
+        torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM, foreach=True)
+        return
+    total = torch.linalg.vector_norm(torch.stack([norm_of(members) for members in meshes]))
+    for members in meshes:
+        torch.nn.utils.clip_grads_with_norm_(members, MAX_GRAD_NORM, total, foreach=True)
+
+
+def norm_of(parameters: list[Any]) -> torch.Tensor:
+    """The norm of the gradients of parameters of one mesh, over all its ranks."""
+    norm: Any = torch.nn.utils.get_total_norm([one.grad for one in parameters], foreach=True)
+    whole: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return whole
 
 
 @contextmanager

@@ -60,8 +60,8 @@ class Settled(dist.ProcessGroup):
 
 
 def _collective(name: str) -> Callable[..., Any]:
-    def run(self: Settled, *args: Any) -> Any:
-        return self._run(getattr(self._gloo, name), *args)
+    def run(self: Settled, *args: Any, **options: Any) -> Any:
+        return self._run(getattr(self._gloo, name), *args, *options.values())
 
     return run
 
@@ -80,4 +80,17 @@ def register() -> str:
         return Settled(dist.ProcessGroupGloo(store, rank, world_size, timeout), rank, world_size)
 
     dist.Backend.register_backend(NAME, create, devices=["cpu"])
+    _functional.impl("all_gather_into_tensor", _all_gather_into_tensor, "CPU")
     return NAME
+
+
+_functional = torch.library.Library("_c10d_functional", "IMPL")
+
+
+def _all_gather_into_tensor(tensor: torch.Tensor, group_size: int, group: Any) -> torch.Tensor:
+    """DTensor's all-gather, which asks the group for a collective that no Python group can offer; as PyTorch's kernel
+    it makes one tensor."""
+    name = group if isinstance(group, str) else group.group_name
+    out = tensor.new_empty((group_size * tensor.shape[0], *tensor.shape[1:]))
+    dist.distributed_c10d._resolve_process_group(name).all_gather_single(out, tensor.contiguous()).wait()
+    return out

@@ -49,6 +49,21 @@ DEPTHS: dict[str, tuple[str, dict[str, Any]]] = {
             "optimizer": "adamw",
         },
     ),
+    "tensor full, tied": (
+        "qwen2",
+        {
+            **FULL,
+            "parallel": "none",
+            "num_gpus": 2,
+            "tensor_degree": 2,
+            "precision": "bf16-mixed",
+            "optimizer": "adamw",
+        },
+    ),
+    "tensor inside fsdp2, hybrid, accumulation": (
+        "llama",
+        {**FULL, "parallel": "fsdp2", "num_gpus": 8, "tensor_degree": 2, "shard_degree": 2, "accumulation_steps": 2},
+    ),
     "zero1 full": ("llama", {**FULL, "parallel": "zero1", "accumulation_steps": 2}),
     "zero2 lora": ("qwen2", {"parallel": "zero2"}),
     "zero2 full, accumulation": ("llama", {**FULL, "parallel": "zero2", "accumulation_steps": 2, "checkpointing": 0}),
@@ -133,7 +148,7 @@ def test_rank_says_what_ran_and_what_is_modelled(parallel: str, word: str) -> No
     [
         {"parallel": "dp"},
         {"parallel": "device-map"},
-        {"parallel": "none", "tensor_degree": 4},
+        {"parallel": "ddp", "tensor_degree": 2},
         {"parallel": "none", "pipeline_degree": 4},
     ],
     ids=str,

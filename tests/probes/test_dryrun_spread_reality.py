@@ -44,6 +44,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "fsdp2 lora": ("llama", {"parallel": "fsdp2"}),
+    "tensor": ("llama", {**FULL, "parallel": "none", "tensor_degree": 2, "precision": "bf16-mixed"}),
+    "tensor, tied, pure bf16, accumulation": (
+        "qwen3",
+        {
+            **FULL,
+            "parallel": "none",
+            "tensor_degree": 2,
+            "precision": "bf16-pure",
+            "accumulation_steps": 2,
+            "checkpointing": 0,
+        },
+    ),
     "fsdp2 nf4": ("llama", {"parallel": "fsdp2", "method": "qlora", "quantization": "nf4-double"}),
 }
 

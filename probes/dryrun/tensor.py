@@ -1,0 +1,130 @@
+"""A rank of a tensor-parallel job: transformers' own plan, hooks and DTensors, alone or inside its FSDP2.
+
+Rank 0 is traced. Column and row splits, the gathered head and FSDP2's groups are transformers' own code (`probes.stack.
+spread`), in a fake process group on meta tensors.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from planner.setup import TrainSetup
+from probes.dryrun.splice import Block, splice
+from probes.dryrun.spread import OnHost, SpreadTracker, untracked_trials
+from probes.dryrun.trace import Trace, Trainable, load
+from probes.dryrun.tracker import local
+from probes.stack import step
+from probes.stack.spread import Spread, spread_model
+
+
+def forget_meshes() -> None:
+    """Empties DTensor's caches: what they hold of an earlier job in this process names its groups, which are gone."""
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+    _clear_sharding_prop_cache()
+
+
+class TensorWorld:
+    """A job of tensor-parallel ranks. The default process group must exist: fake for a dry run, gloo for its check."""
+
+    tracker = SpreadTracker
+
+    def __init__(self, setup: TrainSetup) -> None:
+        self._setup = setup
+
+    @contextmanager
+    def prepared(
+        self, tracker: SpreadTracker, model: Any, setup: TrainSetup
+    ) -> Iterator[tuple[Spread, dict[int, tuple[str, str]]]]:
+        """See `probes.dryrun.trace.World`. Every rank reads only its part of a weight from the files (transformers 5.23
+        `core_model_loading`), so that loading holds nothing more."""
+        device = next(model.parameters()).device
+        forget_meshes()
+        with _strides_without_tensors(), tracker.resizing(), tracker.following_fsdp(), untracked_trials():
+            spread = spread_model(model, setup, device=device)
+            if setup.offload == "parameters" and device.type == "meta":
+                tracker.host_phases = frozenset({"step"})
+                for one in model.parameters():
+                    tracker.keep_on_host(local(one))
+            yield spread, load(tracker, model)
+
+    def splice(self, trace: Trace, block: Block, setup: TrainSetup) -> Trace:
+        """See `probes.dryrun.trace.World`."""
+        return splice(trace, block, setup, OnHost(_Steps()) if setup.offload == "parameters" else _Steps())
+
+    def finish(self, trace: Trace, block: Block | None) -> Trace:
+        """See `probes.dryrun.trace.World`."""
+        return trace
+
+
+@contextmanager
+def _strides_without_tensors() -> Iterator[None]:
+    """Within it, transformers' hooks compute a whole tensor's strides by arithmetic: they ask a tensor on meta, which
+    a dry run would count."""
+    from torch._prims_common import make_contiguous_strides_for
+    from torch.distributed.tensor import DTensor, Shard
+    from transformers.distributed.tensor_parallel import TensorParallelLayer
+
+    def from_local(part: torch.Tensor, mesh: Any, size: int) -> Any:
+        shape = torch.Size((*part.shape[:-1], size))
+        stride = make_contiguous_strides_for(shape)
+        return DTensor.from_local(part, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
+
+    with mock.patch.object(TensorParallelLayer, "_from_local_last_dim_shard", staticmethod(from_local)):
+        yield
+
+
+class _StepTracker(SpreadTracker):
+    """Runs every operator on lists on the local tensors, as some are plain tensors that stand for DTensors."""
+
+    def takes_local(self, func: Any) -> bool:
+        """See `SpreadTracker.takes_local`."""
+        return bool(func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")))
+
+
+class _Steps:
+    """See `probes.dryrun.splice.Shards`."""
+
+    tracker = _StepTracker
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """See `probes.dryrun.splice.Shards`: each mesh's norm is summed up over its ranks as DTensor does it."""
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor._ops._math_ops import _NormPartial
+
+        def norm_of(parameters: list[Any]) -> torch.Tensor:
+            norms = torch._foreach_norm([local(one.grad) for one in parameters])
+            stacked = torch.stack(norms)
+            mesh = getattr(parameters[0], "device_mesh", None)
+            if mesh is None:
+                return torch.linalg.vector_norm(stacked)
+            parts = DTensor.from_local(stacked, mesh, [_NormPartial(2.0)] * mesh.ndim, run_check=False)
+            whole: torch.Tensor = torch.linalg.vector_norm(parts).full_tensor()
+            return whole
+
+        with mock.patch.object(step, "norm_of", norm_of), untracked_trials():
+            yield
+
+    def parameter(self, one: Trainable) -> torch.nn.Parameter:
+        """See `probes.dryrun.splice.Shards`: this rank's part, as a plain tensor that knows its mesh, or as a DTensor
+        where the gradient is laid out otherwise."""
+        part = torch.empty(one.local_shape, dtype=one.dtype, device="meta")
+        if one.gradient is not None:
+            from torch.distributed.tensor import DTensor
+
+            stride = torch.empty(one.shape, device="meta").stride()
+            return torch.nn.Parameter(
+                DTensor.from_local(part, one.mesh, one.placements, run_check=False, shape=one.shape, stride=stride)
+            )
+        plain: Any = torch.nn.Parameter(part)
+        if one.mesh is not None:
+            plain.device_mesh = one.mesh
+        parameter: torch.nn.Parameter = plain
+        return parameter
