@@ -31,10 +31,8 @@ from probes.dryrun.zero_events import (
     BUCKET,
     BUCKET_COPY,
     GRADIENTS,
-    LARGE_GRADIENT,
     MASTERS,
     NORM_BYTES,
-    STEP_COPIES,
     EventWriter,
     MicroBatches,
     cast_to_half,
@@ -118,13 +116,14 @@ class _Engine(EventWriter):
         ranks = setup.data_degree
         self.partition = -(-self.total // (2 * ranks)) * 2  # aligned to 4 bytes of 16-bit values
         inside = 0
-        self.own, self.own_largest = 0, 0  # elements of the parameters that rank 0's partition touches
+        self.owned: list[int] = []  # elements of the parameters that rank 0's partition touches
         for one in sizes:
             if inside >= self.partition:
                 break
             inside += one
-            self.own += one
-            self.own_largest = max(self.own_largest, min(one, self.partition))
+            self.owned.append(one)
+        self.own = sum(self.owned)
+        self.inside = [*self.owned[:-1], self.partition - self.own + self.owned[-1]]  # elements of them inside it
         self.bucket_elements = zero_bucket_elements(self.total)
         self.in_bucket = 0
         self.arrived = 0
@@ -154,23 +153,27 @@ class _Engine(EventWriter):
                 if name == "step":
                     self._step()
                 continue
-            if isinstance(event, Free) and self._is_gradient(event.id):
-                self._arrives(self.trace.origins[event.id].size_bytes // self.size)
+            if isinstance(event, Free) and self._is_gradient(event.id) and self._arrives(event.id):
+                continue
             self.events.append(event)
         return self.written()
 
     def _is_gradient(self, number: int) -> bool:
         return self.trace.owners.get(number, ("", ""))[0] == "gradients"
 
-    def _arrives(self, elements: int) -> None:
-        """A gradient goes into the bucket; its own storage dies with the event that follows."""
+    def _arrives(self, number: int) -> bool:
+        """A gradient goes into the bucket, and its own storage dies. One that is larger than the bucket is reduced by
+        itself: whether it stays until then."""
+        elements = self.trace.origins[number].size_bytes // self.size
         self.hold(BUCKET, self.size * self.bucket_elements)
         if self.in_bucket and self.in_bucket + elements > self.bucket_elements:
             self._reduce()
-        if elements > self.bucket_elements:  # reduced by itself, and kept until then
-            self.large.append(self.allocate(LARGE_GRADIENT, self.size * elements))
         self.in_bucket += elements
         self.arrived += elements
+        if elements <= self.bucket_elements:
+            return False
+        self.large.append(number)
+        return True
 
     def _reduce(self) -> None:
         """The bucket's slices are flattened into one tensor, which is reduced and copied back; then this rank's part
@@ -180,8 +183,8 @@ class _Engine(EventWriter):
         if owns and not self.offloaded:
             self.hold(GRADIENTS, self.size * self.own)
         elif owns and self.micro.is_last:
-            self.pass_by(OFFLOAD_COPY, NORM_BYTES * self.own_largest)
-            self.pass_by(OFFLOAD_COPY, 4 * self.own_largest)
+            self.pass_by(OFFLOAD_COPY, NORM_BYTES * max(self.inside))
+            self.pass_by(OFFLOAD_COPY, 4 * max(self.inside))
         while self.large:
             self.free(self.large.pop())
         self.in_bucket = 0
@@ -209,7 +212,7 @@ class _Engine(EventWriter):
         """Norms one by one, the partition's gradients flat and then in fp32, and the optimizer on them."""
         if self.offloaded:
             return  # all of it in the host's memory; the new 16-bit weights come back into their places
-        self.pass_by(STEP_COPIES, NORM_BYTES * self.own_largest)
+        self.norms(self.inside)
         gradient = self.flat_fp32(self.partition, self.size)
         self.drop(GRADIENTS)
         self.play(next(self.steps))

@@ -42,9 +42,7 @@ from probes.dryrun.tracker import Tracker
 from probes.dryrun.zero_events import (
     BUCKET,
     GRADIENTS,
-    LARGE_GRADIENT,
     NORM_BYTES,
-    STEP_COPIES,
     EventWriter,
     MicroBatches,
     OptimizerStep,
@@ -52,7 +50,6 @@ from probes.dryrun.zero_events import (
     optimizer_steps,
 )
 from probes.dryrun.zero_gather import Coordinator, Limits, Weight
-from probes.stack import inner_model
 from probes.stack.spread import Spread
 
 GATHERED, GATHERING, SCATTERING = "gathered weights", "all-gather buffer", "reduce-scatter buffer"
@@ -397,7 +394,7 @@ class Zero3World:
 
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(torch.nn.functional, "linear", _linear))
-            stack.enter_context(_head_watched(run))
+            stack.enter_context(_watched(run))
             hooks = [model.register_forward_pre_hook(run.begins)]
             for path, module in model.named_modules():
                 hooks += _Hooked(run, path).attach(module)
@@ -418,22 +415,25 @@ class Zero3World:
 
 
 @contextmanager
-def _head_watched(run: _Run) -> Iterator[None]:
-    """Within it, a head whose weight is read without a call of the head (fused losses) is gathered for who reads it.
+def _watched(run: _Run) -> Iterator[None]:
+    """Within it, a weight that is read outside its own module's call (a head by a fused loss, experts by an adapter) is
+    gathered for the module that reads it.
 
     Source: DeepSpeed 0.19.8 parameter_offload.py `ZeROOrderedDict`; TRL 1.16 `maybe_gather_lm_head_ctx`.
     """
-    head = inner_model(run.model).get_output_embeddings()
-    if head is None:
-        yield
-        return
     names = {one: name for name, one in run.tensors.items()}
-    plain = head._parameters
-    head.__dict__["_parameters"] = _Watched(plain, lambda one: run.reads(names[one], one))
+
+    def told(one: Any) -> None:
+        run.reads(names[one], one)
+
+    plain = [(module, module._parameters) for module in run.model.modules()]
+    for module, parameters in plain:
+        module.__dict__["_parameters"] = _Watched(parameters, told)
     try:
         yield
     finally:
-        head.__dict__["_parameters"] = plain
+        for module, parameters in plain:
+            module.__dict__["_parameters"] = parameters
 
 
 class _Engine(EventWriter):
@@ -497,8 +497,8 @@ class _Engine(EventWriter):
                 continue
             else:
                 owner = self.trace.owners.get(event.id, ("", ""))
-                if owner[0] == "gradients":
-                    self._arrives(self._by_run_name(owner[1]))
+                if owner[0] == "gradients" and self._arrives(event.id, self._by_run_name(owner[1])):
+                    continue
             self.events.append(event)
         done = self.written()
         parameter_bytes = sum(
@@ -561,14 +561,17 @@ class _Engine(EventWriter):
         if name == "step":
             self._step()
 
-    def _arrives(self, one: _Parameter) -> None:
-        """A gradient goes into the bucket; its own storage dies with the event that follows."""
+    def _arrives(self, number: int, one: _Parameter) -> bool:
+        """A gradient goes into the bucket, and its own storage dies. One that is larger than the bucket is reduced by
+        itself: whether it stays until then."""
         if self.bucket and self.in_bucket + one.num > self.bucket_elements:
             self._reduce()
-        if one.num > self.bucket_elements:  # reduced by itself, and kept until then
-            self.large.append(self.allocate(LARGE_GRADIENT, self.size * one.num))
         self.bucket.append(one)
         self.in_bucket += one.num
+        if one.num <= self.bucket_elements:
+            return False
+        self.large.append(number)
+        return True
 
     def _reduce(self) -> None:
         """The ranks' parts of the gradients are laid side by side in a new tensor, which is reduced and cut; this
@@ -595,8 +598,7 @@ class _Engine(EventWriter):
         gathered are."""
         self.coordinator.release_all()
         if not self.offloaded:
-            for one in self.trained:
-                self.pass_by(STEP_COPIES, NORM_BYTES * self._part(one))
+            self.norms([self._part(one) for one in self.trained])
             for num, run in zip(self.groups, self.steps.pop(0), strict=True):
                 gradient = self.flat_fp32(num, self.size)
                 self.play(run)

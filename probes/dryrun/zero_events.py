@@ -1,5 +1,6 @@
 """What the modelled ZeRO engines share: events put into a trace, and the real optimizer on a flat partition."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,6 @@ from probes.stack import make_optimizer
 BUCKET = "ZeRO reduce bucket"
 BUCKET_COPY = "ZeRO bucket copy"
 GRADIENTS = "ZeRO gradient partition"
-LARGE_GRADIENT = "ZeRO large gradient"
 MASTERS = "ZeRO fp32 masters"
 STEP_COPIES = "ZeRO gradients of the step"
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -94,6 +94,15 @@ class EventWriter:
         """Its end, where it is held."""
         number = self.held.pop(label, None)
         if number is not None:
+            self.free(number)
+
+    def norms(self, elements: Iterable[int]) -> None:
+        """The norms of gradients of so many elements, each from an fp64 copy; they are summed up at the end."""
+        scalars = []
+        for num in elements:
+            self.pass_by(STEP_COPIES, NORM_BYTES * num)
+            scalars.append(self.allocate(STEP_COPIES, NORM_BYTES))
+        for number in scalars:
             self.free(number)
 
     def flat_fp32(self, elements: int, size: int) -> int:
