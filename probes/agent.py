@@ -5,17 +5,16 @@ ends them all when one fails, and this process tells the runner which ranks died
 session of its own; the ranks die with this process (`worker.die_with_parent`), and this process with the runner.
 """
 
-import argparse
-import json
 import logging
 import os
+import socket
 import sys
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
 from probes.device import take_turns
-from probes.request import ProbeRequest
-from probes.worker import EXIT_RANK_FAILED, StatusPipe, TolerantLog, die_with_parent, leave
+from probes.worker import EXIT_RANK_FAILED, StatusPipe, begin, leave
 
 STATUS_FD = 0
 """torchrun passes no descriptor on but the standard three: the ranks find the status pipe in place of their input."""
@@ -26,22 +25,16 @@ HOST = "127.0.0.1"
 def main(argv: Sequence[str]) -> int:
     """Runs one job; 0 when every rank ended well."""
     mine, _, worker = (list(part) for part in _split(argv))
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("request", type=Path)
-    parser.add_argument("result", type=Path)
-    parser.add_argument("--status-fd", type=int, required=True)
-    parser.add_argument("--parent", type=int, required=True)
-    args = parser.parse_args(mine)
-    die_with_parent(args.parent)
-    sys.stdout, sys.stderr = TolerantLog(1), TolerantLog(2)
-    request = ProbeRequest.from_dict(json.loads(args.request.read_text(encoding="utf-8")))
-    os.dup2(args.status_fd, STATUS_FD, inheritable=True)
-    os.close(args.status_fd)
-    status = StatusPipe(STATUS_FD)
-    status.progress("starting the ranks")
+    errand = begin(mine, __doc__)
+    request = errand.request
+    if errand.status_fd is not None:
+        os.dup2(errand.status_fd, STATUS_FD, inheritable=True)
+        os.close(errand.status_fd)
+    status = StatusPipe(STATUS_FD if errand.status_fd is not None else None)
+    status.progress(f"starting {request.num_ranks} ranks")
     turns = take_turns(request.devices, status.waiting)
-    command = [*worker, str(args.request), str(args.result)]
-    command += ["--status-fd", str(STATUS_FD), "--parent", str(os.getpid())]
+    command = [*worker, *errand.arguments, "--parent", str(os.getpid())]
+    command += ["--status-fd", str(STATUS_FD)] if errand.status_fd is not None else []
     try:
         return run_ranks(request.num_ranks, command, status)
     finally:
@@ -56,8 +49,13 @@ def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str], Sequence[
 def run_ranks(num_ranks: int, command: Sequence[str], status: StatusPipe) -> int:
     """One torchrun job on this machine: a free port, no restart, every rank's output in this process's own.
 
+    Nothing is looked up by name: where the name server does not answer, torchrun waits for it at each of four places
+    (Measured: 50 s until the first layer was built, with one silent name server; 18 s so).
+
     Source: PyTorch 2.13 torch/distributed/run.py, `--standalone` (c10d rendezvous on localhost:0).
     """
+    socket.getfqdn = lambda name="": HOST  # torchrun's name in its own records, which nobody reads
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # c10d's socket.cpp asks who 127.0.0.1 is
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, without its notice
     if sys.platform == "linux" and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would look the machine's name up
@@ -65,7 +63,8 @@ def run_ranks(num_ranks: int, command: Sequence[str], status: StatusPipe) -> int
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # the ranks' own words shall end the log
-    options = ["--standalone", f"--local-addr={HOST}", "--nnodes=1", f"--nproc-per-node={num_ranks}"]
+    options = ["--rdzv-backend=c10d", f"--rdzv-endpoint={HOST}:0", f"--rdzv-id={uuid.uuid4()}"]
+    options += [f"--local-addr={HOST}", "--nnodes=1", f"--nproc-per-node={num_ranks}"]
     options += ["--max-restarts=0", "--no-python"]
     try:
         torchrun.run(torchrun.parse_args([*options, *command]))

@@ -4,6 +4,7 @@ The order of the checks matters. A sticky CUDA error (an illegal access) can sur
 its text speaks of memory too: only the exact signs of a refused allocation count as out of memory.
 """
 
+import contextlib
 import errno
 import re
 import signal
@@ -51,6 +52,25 @@ _PEER_GONE_TEXT = re.compile(
 
 class UnsupportedProbe(Exception):
     """A setup or a model that cannot be run here, with the reason for a person."""
+
+
+@contextlib.contextmanager
+def building(what: str) -> Iterator[None]:
+    """Within it a refused allocation says that `what` was being made when memory ran out: no step had been run.
+
+    Raises:
+        RuntimeError: in place of the refused allocation, which is its cause.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not any(_is_out_of_memory(one) for one in exception_chain(error)):
+            raise
+        raise OutOfMemoryWhileBuilding(f"before any training step, {what}: {one_line(error)}") from error
+
+
+class OutOfMemoryWhileBuilding(RuntimeError):
+    """Memory ran out although nothing was trained yet."""
 
 
 def exception_chain(error: BaseException) -> Iterator[BaseException]:

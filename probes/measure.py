@@ -19,11 +19,11 @@ import torch
 
 from planner.exporters.deepspeed import STAGES as ZERO_STAGES
 from planner.outcome import Measurement
-from planner.units import MIB
+from planner.units import MIB, gib
 from probes.crew import Crew, crew_of
 from probes.device import Turn, clean_turn, take_turn
 from probes.environment import read_environment
-from probes.failures import UnsupportedProbe
+from probes.failures import UnsupportedProbe, building
 from probes.measure_depth import Depths, choose_depths
 from probes.measure_meters import CpuMeter, CudaMeter, Meter, copy_bandwidth
 from probes.measure_timing import DepthRun, extend, miss_fraction, timed_until_settled
@@ -33,9 +33,9 @@ from probes.stack import build_model, inner_model, load_config, make_batch, make
 from probes.stack.autocast import emulation_installed
 from probes.stack.quantize import quantized_tensors
 from probes.stack.real_losses import loss_is_emulated
-from probes.stack.shards import fill_shards, shards_first
+from probes.stack.shards import fill_shards, shards_first, spread_on_meta, whole_quantized_bytes
 from probes.stack.spread import spread_model
-from probes.stack.zero import make_zero_trainer, num_trained, zero_step
+from probes.stack.zero import fill_partitions, make_zero_trainer, num_trained, partitions_first, zero_step
 from probes.topology import topology
 from probes.worker import StatusPipe, limit_cpu_memory
 
@@ -173,36 +173,41 @@ class _DepthRunner:
 
     def _run(self, depth: int, meter: Meter, *, timed: bool) -> DepthRun:
         request, setup, device = self.request, self.request.setup, torch.device(self.request.device)
-        self.status.progress(f"building {depth} layers")
-        sharded, zero = shards_first(setup), setup.parallel in ZERO_STAGES
-        model = build_model(
-            request.config,
-            setup,
-            device="meta" if sharded else device,
-            num_layers=depth,
-            attention=attention_name(request),
-            seed=request.seed,
-        )
+        what = f"building {depth} layers"
+        self.status.progress(what)
+        sharded, partitioned, zero = shards_first(setup), partitions_first(setup), setup.parallel in ZERO_STAGES
         spread, job = None, None
-        if sharded:
-            spread = spread_model(model, setup, device=device)
-            fill_shards(model, device, setup, seed=request.seed)
-        if isinstance(meter, CpuMeter):
+        with building(what):
+            model = build_model(
+                request.config,
+                setup,
+                device="meta" if sharded or partitioned else device,
+                num_layers=depth,
+                attention=attention_name(request),
+                seed=request.seed,
+            )
+            if sharded:
+                spread = spread_on_meta(model, setup, device)
+                fill_shards(model, device, setup, seed=request.seed)
+        if isinstance(meter, CpuMeter) and not partitioned:
             _count_loaded(meter, model)
         with meter.following():
+            if partitioned:
+                with building(what):
+                    fill_partitions(model, device, setup, trained=self.trained, seed=request.seed)
             if spread is None and self.crew.seat.size > 1 and not zero:
                 spread = spread_model(model, setup, device=device)
             optimizer = make_optimizer(setup.optimizer, model.parameters(), device_type=device.type)
             if zero:
                 job = make_zero_trainer(model, setup, optimizer, trained=self.trained)
                 step: Callable[..., Any] = partial(zero_step, job)
-                if setup.parallel == "zero3":  # the trainer cuts the weights while it makes them
+                if setup.parallel == "zero3" and not partitioned:  # the trainer cuts the weights while it makes them
                     meter.rebase()
             else:
                 step = partial(train_step, make_trainer(model, setup, optimizer, spread))
             batches = [make_batch(setup, inner_model(model).config, device=device) for _ in range(_batches(request))]
-            self.status.progress(f"warming up {depth} layers")
-            for _ in range(request.limits.warmup_steps):
+            for number in range(1, request.limits.warmup_steps + 1):
+                self.status.progress(f"warming up {depth} layers, step {number} of {request.limits.warmup_steps}")
                 step(batches, meter.mark)
         phase_peaks = meter.phase_peaks()
         times: tuple[float, ...] = ()
@@ -319,6 +324,13 @@ def _assemble(request: ProbeRequest, depths: Depths, runner: _DepthRunner, bandw
     if setup.accumulation_steps > request.limits.max_accumulation:
         notes.append(PARAMETER_STEPS_NOTE)
     _device_notes(request, runner.turn, reserved + context, flags, notes)
+    if shards_first(setup) and setup.quantized:
+        model = build_model(request.config, setup, device="meta", attention=attention_name(request))
+        notes.append(
+            "weights were cut as they were made; a trainer's loader holds all "
+            f"{gib(whole_quantized_bytes(model))} of 4-bit weights on every GPU before it cuts them (accelerate 1.15 "
+            "fsdp2_prepare_model)"
+        )
     if request.device != "cpu" and runner.crew.seat.size > 1:
         notes.append(f"links between the GPUs: {topology(runner.devices).text()}")
     return Measurement(

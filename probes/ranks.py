@@ -107,6 +107,18 @@ class RankReport:
         """Whether some rank is known to have failed."""
         return bool(self.failures or self.exits)
 
+    def doing(self, size: int) -> str:
+        """What the job is doing, for a progress line: one text where all ranks do the same, else rank 0's and who does
+        something else; "" before any rank spoke."""
+        if not self.progress:
+            return ""
+        texts = [self.progress.get(rank, "starting") for rank in range(size)]
+        ranks: dict[str, list[int]] = {}
+        for rank, text in enumerate(texts):
+            ranks.setdefault(text, []).append(rank)
+        others = [f"rank {', '.join(map(str, who))}: {text}" for text, who in ranks.items() if text != texts[0]]
+        return f"{texts[0]} ({'; '.join(others)})" if others else texts[0]
+
     def last_seen(self) -> str:
         """What every rank was doing, for a person."""
         told = [f"rank {rank} {text!r}" for rank, text in sorted(self.progress.items())]

@@ -153,6 +153,7 @@ def _run_child(
             limit_s=request.limits.time_s,
             on_progress=on_progress,
             stop=stop or threading.Event(),
+            size=request.num_ranks,
         )
         try:
             ending = watch.until_end()
@@ -220,6 +221,7 @@ class _Watch:
     limit_s: float
     on_progress: OnProgress | None
     stop: threading.Event
+    size: int = 1
     last_progress: str = ""
     sent_result: object = None
     ranks: RankReport = field(default_factory=RankReport)
@@ -272,12 +274,12 @@ class _Watch:
         for line in lines:
             with contextlib.suppress(ValueError, AttributeError, TypeError, KeyError):
                 event = json.loads(line)
-                if event.get("rank", 0) == 0:  # a job's bar follows its first rank
-                    self.last_progress = str(event.get("progress", self.last_progress))
                 self.sent_result = event.get("result", self.sent_result)
                 if "waiting" in event:
                     self._wait(bool(event["waiting"]))
                 self.ranks.hear(event)
+                if "progress" in event:
+                    self.last_progress = self.ranks.doing(self.size) or str(event["progress"])
                 if self._last_words_from is None and (self.ranks.failed or "delivered" in event):
                     self._last_words_from = time.monotonic()
 

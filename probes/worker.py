@@ -19,7 +19,8 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from planner.outcome import ProbeFailure
@@ -142,9 +143,25 @@ def real_measure(request: ProbeRequest, status: StatusPipe) -> Outcome:
     return measure(request, status)
 
 
-def main(argv: list[str] | None = None, measure: Measure = real_measure) -> int:
-    """Runs one request; 0 when a result was delivered, whatever it says."""
-    parser = argparse.ArgumentParser(description=__doc__)
+@dataclass(frozen=True, kw_only=True)
+class Errand:
+    """What a child of the runner was started with.
+
+    Attributes:
+        arguments: the request's and the result's path, as its own child is started with.
+        status_fd: descriptor of the status pipe, None where nobody listens.
+    """
+
+    request: ProbeRequest
+    arguments: tuple[str, str]
+    result: Path
+    status_fd: int | None
+
+
+def begin(argv: Sequence[str] | None, description: str) -> Errand:
+    """What every child does first: reads its arguments, ties its life to its parent's, makes its log tolerant and reads
+    the request."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("request", type=Path)
     parser.add_argument("result", type=Path)
     parser.add_argument("--status-fd", type=int, default=None)
@@ -153,10 +170,20 @@ def main(argv: list[str] | None = None, measure: Measure = real_measure) -> int:
     die_with_parent(args.parent)
     sys.stdout, sys.stderr = TolerantLog(1), TolerantLog(2)
     faulthandler.enable()
-    values = json.loads(args.request.read_text(encoding="utf-8"))
-    request = ProbeRequest.from_dict(values)
+    return Errand(
+        request=ProbeRequest.from_dict(json.loads(args.request.read_text(encoding="utf-8"))),
+        arguments=(str(args.request), str(args.result)),
+        result=args.result,
+        status_fd=args.status_fd,
+    )
+
+
+def main(argv: list[str] | None = None, measure: Measure = real_measure) -> int:
+    """Runs one request; 0 when a result was delivered, whatever it says."""
+    errand = begin(argv, __doc__)
+    request = errand.request
     rank = seat_of().rank if request.num_ranks > 1 else None
-    status = StatusPipe(args.status_fd, rank)
+    status = StatusPipe(errand.status_fd, rank)
     outcome = run(request, measure, status)
     limits = resource.getrlimit(resource.RLIMIT_AS)
     if limits[0] != limits[1]:  # room again to write the answer
@@ -167,7 +194,7 @@ def main(argv: list[str] | None = None, measure: Measure = real_measure) -> int:
             return EXIT_RANK_FAILED
         if rank > 0:
             return 0
-    if not deliver(outcome, args.result, status):
+    if not deliver(outcome, errand.result, status):
         return EXIT_NO_RESULT
     if rank is not None:
         status.send("delivered", True)

@@ -97,13 +97,13 @@ def probe(
     from probes.request import Limits
 
     line = probing.ProgressLine()
-    line.event(f"reading the configuration of {model}")
+    line.say(f"reading the configuration of {model}")
     spec = resolve_model(model, revision=revision, ask_hub=hub)
     devices = probing.pick_devices(device or "cuda:0") if slurm is not None else probing.job_devices(device, num_gpus)
     card = probing.gpu_of(gpu, devices[0]) if slurm is None or gpu else None
     limits = Limits(time_s=limit, measure_s=measure_seconds, **_memory_limit(memory_gib, devices[0], card))
     ranks = f"{num_gpus} ranks on " if num_gpus > 1 else ""
-    line.event(f"starting {ranks}{devices[0] if len(devices) == 1 else ', '.join(devices)}, at most {limit:g} s")
+    line.say(f"starting {ranks}{devices[0] if len(devices) == 1 else ', '.join(devices)}, at most {limit:g} s")
     with probing.executor_for(devices, slurm=slurm, partition=partition, on_progress=line.event) as executor:
         prober = Prober(
             model=spec,
@@ -208,7 +208,7 @@ def confirm(
     if not isinstance(plan, Plan):
         raise UsageError("this directory holds a refusal: nothing fits", hint="plan again with a larger GPU")
     line = probing.ProgressLine()
-    line.event("reading the plan")
+    line.say("reading the plan")
     workload, chosen = plan.workload, plan.chosen
     setup = chosen.setup if target is None else _launched_setup(directory, target, workload.model, chosen.setup)
     spec = resolve_model(workload.model.model_id)

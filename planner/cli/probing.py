@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from probes.store import Store
 
 STORE_VARIABLE = "FINETUNE_PLANNER_STORE"
-STILL_S = 15.0
-"""In a pipe, what goes on unchanged is said again after so long."""
+CHANGE_S, STILL_S = 1.5, 15.0
+"""In a pipe, a change is told when the last line is so old, and what goes on unchanged again after so long."""
 
 StorePath = Annotated[
     Path | None, typer.Option("--store", help=f"Store of measurements (default: ${STORE_VARIABLE} or the user's data).")
@@ -145,18 +145,30 @@ class ProgressLine:
         self._told: set[str] = set()  # of the probe at hand; probes at the same time take turns to speak
         self._told_at = 0.0
 
-    def event(self, text: str, elapsed_s: float | None = None) -> None:
-        """A probe is at `text`, `elapsed_s` after its start (default: after this line's own)."""
-        text = text or "starting"
-        now = time.monotonic()
-        since_s = now - self._started if elapsed_s is None else elapsed_s
+    def say(self, text: str) -> None:
+        """This command is at `text`."""
         if self._watched:
-            self._show(f"{self._head()}{text} ({seconds(since_s)})")
-        elif text not in self._told or now - self._told_at >= STILL_S:
-            still = "still " if text in self._told else ""
-            print(f"{self._head()}{still}{text} ({seconds(since_s)})", file=sys.stderr, flush=True)
+            self._show(f"{self._head()}{text}")
+        else:
+            self._tell(f"{self._head()}{text}")
+
+    def event(self, text: str, elapsed_s: float) -> None:
+        """A probe is at `text`, `elapsed_s` after its start; told every half second."""
+        text = text or "starting"
+        shown = f"{text} ({seconds(elapsed_s)})"
+        if self._watched:
+            self._show(self._head() + shown)
+            return
+        silent_s = time.monotonic() - self._told_at
+        if text not in self._told and silent_s >= CHANGE_S:
             self._told.add(text)
-            self._told_at = now
+            self._tell(self._head() + shown)
+        elif silent_s >= STILL_S:
+            self._tell(f"{self._head()}still {shown}")
+
+    def _tell(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+        self._told_at = time.monotonic()
 
     def advance(self, line: str = "") -> None:
         """One probe is answered; `line` stays on the screen (also in a pipe)."""

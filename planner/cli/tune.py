@@ -78,7 +78,7 @@ def tune(
     wish.fixed()  # what the flags alone contradict is said before anything is looked up
     limits = Budget(max_probes=positive("max-probes", max_probes), seconds=parse_budget(budget))
     line = probing.ProgressLine()
-    line.event(f"planning {model} by the formula")
+    line.say(f"planning {model} by the formula")
     spec = resolve_model(model, revision=revision, ask_hub=hub)
     asked = wish.workload(spec, resolve_gpu(gpu), objective=objective)
     on_this_machine(asked)
@@ -171,7 +171,7 @@ def tune_plan(
     unprobed = unprobed or _unprobed(wish)
     problem = Problem.of(wish, search_candidates(plan, unprobed), unprobed=unprobed)
     line = probing.ProgressLine(budget_s=budget.seconds if budget is not None else DEFAULT_SECONDS)
-    line.event(f"searching among {len(problem.candidates):,} setups")
+    line.say(f"searching among {len(problem.candidates):,} setups")
 
     def show(record: "TrialRecord", belief: "Belief") -> None:
         line.advance(trial_line(record))
@@ -218,7 +218,7 @@ def _dry_run(wish: Workload, line: probing.ProgressLine, setup: TrainSetup) -> P
 
         if why_not_traced(setup):
             return None
-    line.event(f"dry run: {setup_words(setup)}")
+    line.say(f"dry run: {setup_words(setup)}")
     return dry_run_setup(wish.model, wish.gpu, setup)
 
 

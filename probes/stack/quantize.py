@@ -204,6 +204,28 @@ def quantized_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, one) for name, one in found if isinstance(one, torch.Tensor)]
 
 
+def is_nf4(module: Any) -> bool:
+    """Whether a module is bitsandbytes' linear with NF4 weights (which need not be installed)."""
+    return type(module).__module__.startswith("bitsandbytes.") and type(module).__name__ == "Linear4bit"
+
+
+def random_nf4(
+    module: Any, state: Any, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[torch.Tensor, Any]:
+    """(packed weight, its statistics) of a random matrix of the shape in `state`, which is all that is 16-bit of it."""
+    import bitsandbytes as bnb
+
+    plain = torch.empty(state.shape, dtype=dtype, device=device).normal_(0.0, 0.02, generator=generator)
+    packed, real = bnb.functional.quantize_4bit(
+        plain,
+        blocksize=_BLOCK,
+        compress_statistics=state.nested,
+        quant_type="nf4",
+        quant_storage=module.quant_storage,
+    )
+    return packed, real
+
+
 def materialize_quantized(module: Any, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> bool:
     """Gives a quantized module of `quantize_modules` real random weights on `device`; False when it is not one."""
     if not type(module).__module__.startswith("bitsandbytes."):
@@ -212,15 +234,7 @@ def materialize_quantized(module: Any, device: torch.device, dtype: torch.dtype,
 
     if isinstance(module, bnb.nn.Linear4bit):
         state = module.weight.quant_state
-        plain = torch.empty(state.shape, dtype=dtype, device=device).normal_(0.0, 0.02, generator=generator)
-        packed, real = bnb.functional.quantize_4bit(
-            plain,
-            blocksize=_BLOCK,
-            compress_statistics=state.nested,
-            quant_type="nf4",
-            quant_storage=module.quant_storage,
-        )
-        del plain
+        packed, real = random_nf4(module, state, device, dtype, generator)
         module.weight = bnb.nn.Params4bit(
             packed,
             requires_grad=False,

@@ -5,18 +5,30 @@ Source: PyTorch 2.13, FSDP2's documented order (fully_shard on meta, `to_empty`,
 """
 
 from typing import Any
+from unittest import mock
 
 import torch
 
 from planner.setup import TrainSetup
 from probes.stack.build import compute_buffers, fill_random
+from probes.stack.quantize import is_nf4, random_nf4
+from probes.stack.spread import Spread, spread_model
 from probes.stack.step import inner_model
 
 
 def shards_first(setup: TrainSetup) -> bool:
-    """Whether a setup's weights are made after sharding. Quantized ones are not: they are packed from whole matrices,
-    so they are whole on every GPU until they are cut (as in the trainer)."""
-    return setup.parallel == "fsdp2" and not setup.quantized
+    """Whether a setup's weights are made after sharding, quantized ones matrix by matrix."""
+    return setup.parallel == "fsdp2"
+
+
+def spread_on_meta(model: Any, setup: TrainSetup, device: torch.device) -> Spread:
+    """`spread_model` of a model on meta that will live on `device`.
+
+    Accelerate takes a state dict that is not used where every rank makes its own weights, and bitsandbytes cannot give
+    one of weights on meta.
+    """
+    with mock.patch.object(model, "state_dict", dict):
+        return spread_model(model, setup, device=device)
 
 
 def fill_shards(model: Any, device: torch.device, setup: TrainSetup, *, seed: int = 0) -> None:
@@ -28,7 +40,11 @@ def fill_shards(model: Any, device: torch.device, setup: TrainSetup, *, seed: in
     inner.tie_weights()
     generator = torch.Generator(device=home).manual_seed(seed)
     for module in model.modules():
+        packed = is_nf4(module) and _fill_packed(module, device, generator)
         for name, parameter in module.named_parameters(recurse=False):
+            if packed and name == "weight":
+                parameter._is_hf_initialized = True
+                continue
             part = getattr(parameter, "_local_tensor", parameter)
             with torch.no_grad():
                 fill_random(part, name, type(module).__name__, generator)
@@ -36,3 +52,26 @@ def fill_shards(model: Any, device: torch.device, setup: TrainSetup, *, seed: in
         for name, buffer in list(module.named_buffers(recurse=False)):
             module._buffers[name] = buffer.to(device)
     compute_buffers(inner)
+
+
+def _fill_packed(module: Any, device: torch.device, generator: torch.Generator) -> bool:
+    """Quantizes one random matrix whole, keeps this rank's part of its codes, and its statistics whole, as the trainer
+    does (the codes alone are a parameter that FSDP2 cuts). Every rank makes the same matrix."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    weight, state = module.weight, module.quant_state
+    generator = generator if generator.device == device else torch.Generator(device=device).manual_seed(0)
+    packed, module.quant_state = random_nf4(module, state, device, state.dtype, generator)
+    part = getattr(weight, "_local_tensor", weight)
+    with torch.no_grad():
+        if part is weight:  # left whole by the engine
+            part.copy_(packed)
+        else:
+            shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+            part.copy_(packed[offset[0] : offset[0] + shape[0]])
+    return True
+
+
+def whole_quantized_bytes(model: Any) -> int:
+    """What the packed weights of a model on meta take before they are cut, which Accelerate 1.15 does after loading."""
+    return sum(module.weight.numel() * module.weight.element_size() for module in model.modules() if is_nf4(module))

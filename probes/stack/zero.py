@@ -17,8 +17,8 @@ from planner.exporters.deepspeed import engine_config
 from planner.parallel.zero import zero_bucket_elements
 from planner.setup import TrainSetup
 from probes.stack.batch import Batch
-from probes.stack.build import build_model
-from probes.stack.step import MAX_GRAD_NORM, Mark, Trainer, _marks, compute_loss, make_trainer
+from probes.stack.build import build_model, compute_buffers, fill_random
+from probes.stack.step import MAX_GRAD_NORM, Mark, Trainer, _marks, compute_loss, inner_model, make_trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,49 @@ def zero_config(setup: TrainSetup, trained: int) -> dict[str, Any]:
     return {**told, "zero_allow_untested_optimizer": True}
 
 
+def partitions_first(setup: TrainSetup) -> bool:
+    """Whether a setup's weights are cut as soon as each module's are made, as `from_pretrained` does under ZeRO-3.
+    Quantized ones are not: transformers hands them over whole."""
+    return setup.parallel == "zero3" and not setup.quantized
+
+
+def fill_partitions(model: Any, device: torch.device, setup: TrainSetup, *, trained: int, seed: int = 0) -> None:
+    """Gives a model on meta random weights of which this rank keeps its part: no GPU ever holds more than one module
+    whole. In the engine's type, which it insists on for weights that are cut already; buffers are whole.
+
+    Source: DeepSpeed 0.19 `zero.Init(module=...)`, which transformers 5.23 `from_pretrained` enters as a context.
+    """
+    import deepspeed  # type: ignore[import-not-found,unused-ignore]
+
+    config = zero_config(setup, trained)
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    dtype = next((half[name] for name in half if config.get(name, {}).get("enabled")), None)
+    inner = inner_model(model)
+    inner.tie_weights()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            parameter._is_hf_initialized = True
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.device.type == "meta":
+                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
+    compute_buffers(inner)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    done: dict[int, torch.nn.Parameter] = {}
+    with _no_compilation() if device.type == "cpu" else nullcontext():
+        deepspeed.init_distributed(dist_backend=torch.distributed.get_backend())
+        for module in reversed(list(model.modules())):  # Init takes a module with its children: they are cut before it
+            mine = list(module.named_parameters(recurse=False))
+            for name, parameter in mine:
+                if id(parameter) not in done:
+                    kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+                    real = torch.empty(parameter.shape, dtype=kind, device=device)
+                    fill_random(real, name, type(module).__name__, generator)
+                    done[id(parameter)] = torch.nn.Parameter(real, requires_grad=parameter.requires_grad)
+                setattr(module, name, done[id(parameter)])
+            if mine:
+                deepspeed.zero.Init(module=module, config_dict_or_path=config, dtype=dtype)
+
+
 def make_zero_trainer(model: Any, setup: TrainSetup, optimizer: Any, *, trained: int) -> ZeroTrainer:
     """The model under DeepSpeed's engine, which cuts optimizer states, gradients and (stage 3) weights.
 
@@ -61,6 +104,8 @@ def make_zero_trainer(model: Any, setup: TrainSetup, optimizer: Any, *, trained:
 
 def _no_compilation() -> Any:
     """On the CPU DeepSpeed would compile collectives of its own over shared memory, for a minute."""
+    import deepspeed.comm.torch  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
+
     return mock.patch.object(sys.modules["deepspeed.comm.torch"], "build_shm_op", return_value=None)
 
 
