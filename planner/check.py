@@ -15,7 +15,7 @@ from planner.outcome import Prediction
 from planner.readers.edits import changed_fields, in_place, runnable
 from planner.readers.types import ReadConfig
 from planner.setup import TrainSetup
-from planner.units import gib
+from planner.units import gib, percent
 
 Predict = Callable[[TrainSetup], Prediction]
 
@@ -328,6 +328,5 @@ def summary(result: CheckResult) -> str:
         Verdict.UNCERTAIN: "may or may not fit",
     }[result.verdict]
     sign = "spare" if result.margin_bytes >= 0 else "missing"
-    return (
-        f"{words}: {gib(peak)} (+- {result.band_fraction:.0%}) of {gib(budget)}, {gib(abs(result.margin_bytes))} {sign}"
-    )
+    band = percent(result.band_fraction)
+    return f"{words}: {gib(peak)} (±{band}) of {gib(budget)}, {gib(abs(result.margin_bytes))} {sign}"

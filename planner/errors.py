@@ -18,14 +18,15 @@ EXIT_ENVIRONMENT = 3
 
 
 class PlannerError(Exception):
-    """An error a person can mend; `hint` says how."""
+    """An error a person can mend; `hint` says how, in the words of its kind where the place has none of its own."""
 
     exit_code = EXIT_BAD_INPUT
+    usual_hint = "plan COMMAND --help lists what can be given"
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
         self.message = message
-        self.hint = hint
+        self.hint = hint or self.usual_hint
 
 
 class UsageError(PlannerError):
@@ -43,12 +44,17 @@ class UnknownModelError(UsageError):
 class SetupError(UsageError, ValueError):
     """A combination of settings that cannot exist."""
 
+    usual_hint = "change one of the settings that the message names"
+
 
 class ConfigError(PlannerError):
     """A configuration file that cannot be read or makes no sense."""
+
+    usual_hint = "correct the file where the message says"
 
 
 class EnvironmentProblem(PlannerError):
     """The machine lacks something: a GPU, the network, disk space, an optional dependency."""
 
     exit_code = EXIT_ENVIRONMENT
+    usual_hint = "plan doctor says what this machine lacks, and how to mend it"

@@ -132,8 +132,8 @@ def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str
     if isinstance(stored, Mapping):
         method = str(stored.get("quant_method", "method unknown"))[:40]
         notes.append(
-            f"the checkpoint is stored quantized ({method}): planned as if its weights were the original ones; name the "
-            "original model, or load it dequantized"
+            f"the checkpoint is stored quantized ({method}): planned as if its weights were the original ones; name "
+            "the original model, or load it dequantized"
         )
     positions = model.max_position_embeddings
     if positions is not None and setup.seq_len_tokens > positions:

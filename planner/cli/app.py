@@ -4,6 +4,7 @@ import gc
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from typing import NamedTuple
 
 import typer
@@ -101,6 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # A plan makes tens of thousands of small objects that live until it ends: collecting them time and again costs it
     # more than they hold.
     gc.set_threshold(200_000)
+    if isinstance(sys.stdout, TextIOWrapper):  # an encoding that lacks a character of a name is no reason to fail
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 

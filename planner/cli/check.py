@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from planner.check import CheckResult
     from planner.cluster import Cluster
     from planner.gpu import GpuSpec
+    from planner.memory.types import MemoryTerm
     from planner.models.spec import ModelSpec
     from planner.readers import ReadConfig
     from planner.setup import TrainSetup
@@ -52,7 +53,7 @@ def check(
     if out is not None and not fix:
         raise UsageError("--out says where --fix writes", hint="add --fix")
     config, spec, card = load(file, gpu, model=model, num_gpus=positive("gpus", gpus) or 1, accelerate=accelerate)
-    cluster = spread.cluster_of(card, gpus, nodes, interconnect)
+    cluster = spread.cluster_of(card, config.setup.num_gpus, nodes, interconnect)
     memory, reserve = memory_and_headroom(card, memory_gib, headroom)
     predict = _predictor(spec, card, cluster)
     if not no_dry_run:
@@ -76,9 +77,18 @@ def check(
     if as_json:
         print_json(as_document(result, fixed))
     else:
-        for line in text_lines(result, fixed):
-            console().print(line, markup=False, soft_wrap=True)
+        _print_lines(text_lines(result, fixed))
     return result.exit_code
+
+
+def _print_lines(lines: "Sequence[str]") -> None:
+    """Lines for people, whatever a config puts into them and whatever the output can hold."""
+    from reports.text import clean, to_ascii
+
+    out = console()
+    for line in lines:
+        shown = clean(line)
+        out.print(to_ascii(shown) if out.options.ascii_only else shown, markup=False, soft_wrap=True)
 
 
 def compare_configs(
@@ -108,38 +118,32 @@ def compare_configs(
 
 
 def comparison_table(results: "Sequence[CheckResult]") -> Any:
-    """A rich table, one row a config, fastest that fits first."""
+    """A rich table, one row a config, fastest that fits first; figures are never cut, words wrap."""
     from rich.table import Table
 
-    from planner.units import gib
+    from planner.units import gib, percent
+    from reports.text import clean
 
-    table = Table(title=f"{results[0].gpu.name}, formula rung")
-    for name in (
-        "config",
-        "verdict",
-        "device peak",
-        "spare",
-        "tokens/s",
-        "method",
-        "batch",
-        "tokens",
-        "saves memory by",
-    ):
-        table.add_column(name, justify="right" if name in ("device peak", "spare", "tokens/s", "tokens") else "left")
+    bands = [one.band_fraction for one in results]
+    widths = " to ".join(dict.fromkeys(percent(width) for width in (min(bands), max(bands))))
+    title = f"{results[0].gpu.name}, formula rung (memory +-{widths})"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    for name in ("config", "verdict", "peak", "spare", "tokens/s", "method", "batch", "saves memory by"):
+        number = name in ("peak", "spare", "tokens/s")
+        table.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
     order = {"fits": 0, "uncertain": 1, "does_not_fit": 2}
     for one in sorted(results, key=lambda one: (order[one.verdict.value], -(one.prediction.tokens_per_s or 0.0))):
         setup, prediction = one.config.setup, one.prediction
         saving = [f"checkpointing {setup.checkpointing}"] * bool(setup.checkpointing)
         saving += [f"{setup.loss} loss"] * (setup.loss != "full") + [setup.quantization] * setup.quantized
         table.add_row(
-            one.config.path,
+            clean(one.config.path),
             one.verdict.value.replace("_", " "),
             gib(prediction.peak_device_bytes),
             gib(one.margin_bytes),
             f"{prediction.tokens_per_s:,.0f}" if prediction.tokens_per_s else "?",
             setup.method + (f" r{setup.lora_rank}" if setup.lora_rank else ""),
-            f"{setup.micro_batch_seqs} x {setup.accumulation_steps} x {setup.num_gpus}",
-            str(setup.seq_len_tokens),
+            f"{setup.micro_batch_seqs} x {setup.accumulation_steps} x {setup.num_gpus} of {setup.seq_len_tokens}",
             ", ".join(saving) or "-",
         )
     return table
@@ -176,7 +180,14 @@ def load(
             raise
         spec, copy_of = found, f"{name} is not at hand: taken to be a copy of {found.model_id}"
     config = read_config(file, model=spec, num_gpus=num_gpus, launcher=accelerate)
-    return (replace(config, assumptions=(copy_of, *config.assumptions)) if copy_of else config), spec, card
+    other_gpus = other_model = ""
+    if num_gpus not in (1, config.setup.num_gpus):
+        other_gpus = f"the launch config starts {config.setup.num_gpus} processes: --gpus {num_gpus} is not followed"
+    if model is not None and first.model_id not in (None, model):
+        other_model = f"planned for {model} (--model); the file names {first.model_id}"
+    said = tuple(sentence for sentence in (copy_of, other_model, other_gpus) if sentence)
+    model_id = config.model_id if model is None else spec.model_id
+    return replace(config, model_id=model_id, assumptions=(*said, *config.assumptions)), spec, card
 
 
 def fixed_text(
@@ -283,6 +294,10 @@ def as_document(result: "CheckResult", fixed: dict[str, Any] | None) -> dict[str
     }
 
 
+def _term_words(term: "MemoryTerm") -> str:
+    return term.name if term.name.startswith(term.category) else f"{term.category}: {term.name}"
+
+
 def text_lines(result: "CheckResult", fixed: dict[str, Any] | None) -> list[str]:
     """The answer for people."""
     from planner.check import summary
@@ -292,7 +307,7 @@ def text_lines(result: "CheckResult", fixed: dict[str, Any] | None) -> list[str]
     setup = config.setup
     rung = prediction.rung.value.replace("_", " ")
     lines = [
-        f"{config.path} ({config.format}): {config.model_id or 'model from --model'} on {result.gpu.name}",
+        f"{config.path} ({config.format}): {config.model_id} on {result.gpu.name}",
         f"  {setup.method}, {setup.precision}"
         + (f", {setup.quantization}" if setup.quantized else "")
         + (f", rank {setup.lora_rank}" if setup.lora_rank else "")
@@ -304,9 +319,7 @@ def text_lines(result: "CheckResult", fixed: dict[str, Any] | None) -> list[str]
     ]
     if prediction.tokens_per_s:
         lines.append(f"about {prediction.tokens_per_s:,.0f} tokens/s [formula]")
-    lines += [
-        f"  {gib(term.size_bytes):>10}  {term.category}: {term.name}" for term in prediction.terms[:SHOWN_CHANGES]
-    ]
+    lines += [f"  {gib(term.size_bytes):>10}  {_term_words(term)}" for term in prediction.terms[:SHOWN_CHANGES]]
     if result.changes:
         what = "faster, and still fits:" if result.exit_code == 0 else "what would help, best first:"
         basis = "formula corrected by the dry run" if rung == "dry run" else "formula"

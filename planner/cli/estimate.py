@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from planner.cli import options, spread
-from planner.cli.output import console, print_json
+from planner.cli.output import console, json_text, print_json
 from planner.cli.wish import memory_and_headroom, positive, resolve_gpu
 from planner.cluster import Cluster
 from planner.errors import ConfigError, PlannerError, UsageError
@@ -206,7 +206,7 @@ def _many(path: Path, memory_gib: float | None, headroom: float | None, *, dry: 
             answer: Mapping[str, Any] = candidate_to_dict(result, spec.model_id, card.key)
         except PlannerError as error:
             answer = {"error": error.message, "hint": error.hint, "line": number}
-        sys.stdout.write(json.dumps(answer, allow_nan=False, ensure_ascii=False) + "\n")
+        sys.stdout.write(json_text(answer) + "\n")
         sys.stdout.flush()
 
 

@@ -7,6 +7,9 @@ from typing import Any
 
 from planner.errors import EXIT_BAD_INPUT, EXIT_ENVIRONMENT, EnvironmentProblem, PlannerError
 
+_UNDECODABLE = "surrogateescape"
+"""File names that Python could not decode are written as the bytes they were."""
+
 
 def fail(error: Exception) -> int:
     """Print an error with its hint on stderr; returns the exit code."""
@@ -31,7 +34,17 @@ def fail_environment(error: OSError) -> int:
 
 def print_json(document: Any) -> None:
     """One JSON document on stdout, and nothing else there."""
-    sys.stdout.write(json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+    sys.stdout.write(json_text(document, indent=2) + "\n")
+
+
+def json_text(document: Any, *, indent: int | None = None) -> str:
+    """JSON for stdout: characters that it cannot hold (another encoding, undecodable file names) as escapes."""
+    text = json.dumps(document, indent=indent, allow_nan=False, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(document, indent=indent, allow_nan=False, ensure_ascii=True)
+    return text
 
 
 def write_text(path: Path, text: str) -> None:
@@ -48,11 +61,11 @@ def write_text(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
-            path.write_text(text, encoding="utf-8")
+            path.write_text(text, encoding="utf-8", errors=_UNDECODABLE)
             return
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
+            with os.fdopen(descriptor, "w", encoding="utf-8", errors=_UNDECODABLE) as handle:
                 handle.write(text)
             os.chmod(temporary, 0o644)
             os.replace(temporary, path)

@@ -77,10 +77,10 @@ def memory_and_headroom(gpu: GpuSpec, memory_gib: float | None, headroom_gib: fl
     Raises:
         UsageError: not finite, negative, or a reserve as large as the memory.
     """
-    for name, value in (("memory-gib", memory_gib), ("headroom", headroom_gib)):
+    for name, value, usual in (("memory-gib", memory_gib, 20), ("headroom", headroom_gib, 1)):
         if value is not None and not (math.isfinite(value) and 0 <= value <= 1e6):
             raise UsageError(
-                f"--{name} must be a size in GiB of at least 0, got {value}", hint=f"for example --{name} 20"
+                f"--{name} must be a size in GiB from 0 to 1,000,000, got {value}", hint=f"for example --{name} {usual}"
             )
     memory = gpu.memory_bytes if memory_gib is None else int(memory_gib * GIB)
     if memory < GIB // 4:

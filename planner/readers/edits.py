@@ -83,7 +83,10 @@ def settings_for(config: ReadConfig, after: TrainSetup) -> dict[str, Any]:
     allowed = EDITABLE.get(config.format, ())
     for name in fields:
         if name not in (*allowed, "adapter_dtype"):
-            raise ConfigError(f"{config.path}: {name} cannot be changed in a {config.format} file")
+            raise ConfigError(
+                f"{config.path}: {name} cannot be changed in a {config.format} file",
+                hint="make the changes that plan check lists by hand",
+            )
     writer = _WRITERS[config.format]
     edits: dict[str, Any] = {}
     for name in fields:

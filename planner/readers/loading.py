@@ -17,6 +17,7 @@ MAX_NODES = 20_000
 MAX_DEPTH = 40
 MAX_BRACKETS = 200
 """Open brackets at a time, those inside comments and quotes counted too."""
+FLAT = "a launch config is a flat list of settings with a few blocks"
 
 
 class _Loader(yaml.SafeLoader):
@@ -60,7 +61,7 @@ def read_bounded(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> str:
         raw = path.read_bytes()[: max_bytes + 1]
         return raw.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path} as UTF-8 text: {_reason(error)}") from error
+        raise ConfigError(f"cannot read {path} as UTF-8 text: {_reason(error)}", hint="save it as UTF-8") from error
 
 
 def parse_yaml(text: str, name: str) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -73,7 +74,7 @@ def parse_yaml(text: str, name: str) -> tuple[dict[str, Any], tuple[str, ...]]:
     for character in text:
         depth += (character in "[{") - (character in "]}")
         if depth > MAX_BRACKETS:  # PyYAML would take seconds to find out
-            raise ConfigError(f"{name} is nested too deep")
+            raise ConfigError(f"{name} is nested too deep", hint=FLAT)
     try:
         loader = _Loader(text)
         try:
@@ -84,9 +85,9 @@ def parse_yaml(text: str, name: str) -> tuple[dict[str, Any], tuple[str, ...]]:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ConfigError(f"{name}{where} is not valid YAML: {problem}") from error
+        raise ConfigError(f"{name}{where} is not valid YAML: {problem}", hint="correct that line") from error
     except (RecursionError, ValueError, TypeError, OverflowError, AttributeError) as error:
-        raise ConfigError(f"{name} is not a YAML file that can be read: {_reason(error)}") from error
+        raise ConfigError(f"{name} is not a YAML file that can be read: {_reason(error)}", hint=FLAT) from error
     return _mapping(value, name), tuple(dict.fromkeys(loader.duplicates))
 
 
@@ -99,7 +100,7 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (json.JSONDecodeError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{name} is not valid JSON: {_reason(error)}") from error
+        raise ConfigError(f"{name} is not valid JSON: {_reason(error)}", hint="correct it at that place") from error
     return _mapping(value, name)
 
 
@@ -115,11 +116,11 @@ def parse_toml(text: str, name: str) -> dict[str, Any]:
     for character in text:
         depth += (character in "[{") - (character in "]}")
         if depth > MAX_BRACKETS:
-            raise ConfigError(f"{name} is nested too deep")
+            raise ConfigError(f"{name} is nested too deep", hint=FLAT)
     try:
         value = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{name} is not valid TOML: {_reason(error)}") from error
+        raise ConfigError(f"{name} is not valid TOML: {_reason(error)}", hint="correct it at that place") from error
     return _mapping(value, name)
 
 
@@ -131,7 +132,7 @@ def _mapping(value: Any, name: str) -> dict[str, Any]:
     _count_nodes(value, name)
     bad = [key for key in value if not isinstance(key, str)]
     if bad:
-        raise ConfigError(f"{name}: a setting's name must be text, got {bad[0]!r}")
+        raise ConfigError(f"{name}: a setting's name must be text, got {bad[0]!r}", hint="write it in quotes")
     return value
 
 
@@ -144,9 +145,9 @@ def _count_nodes(value: Any, name: str) -> None:
         if not isinstance(node, (dict, list, tuple, set)):
             return 1
         if id(node) in open_nodes:
-            raise ConfigError(f"{name} refers to itself")
+            raise ConfigError(f"{name} refers to itself", hint="an alias must not stand inside its own anchor")
         if depth > MAX_DEPTH:
-            raise ConfigError(f"{name} is nested more than {MAX_DEPTH} deep")
+            raise ConfigError(f"{name} is nested more than {MAX_DEPTH} deep", hint=FLAT)
         if id(node) not in sizes:
             open_nodes.add(id(node))
             children = node.values() if isinstance(node, dict) else node

@@ -161,6 +161,8 @@ def read_config(
     Raises:
         ConfigError: the file cannot be read or makes no sense; nothing in it is ever executed.
     """
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory", hint="give the config file in it")
     if path.suffix not in (".yaml", ".yml", ".json", ".toml", ".py"):
         raise ConfigError(f"{path.name}: a config ends in .yaml, .yml, .json, .toml or .py", hint="rename it")
     text = read_bounded(path)

@@ -31,7 +31,7 @@ def rewrite(text: str, name: str, edits: dict[str, Any]) -> str:
 def _rewrite_mapping(text: str, name: str, edits: dict[str, Any], *, as_json: bool) -> str:
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{name} must hold a mapping of settings")
+        raise ConfigError(f"{name} must hold a mapping of settings", hint="one `key: value` per line")
     splices: list[tuple[int, int, str]] = []
     missing: dict[str, Any] = {}
     for key, value in edits.items():
@@ -119,7 +119,9 @@ def _rewrite_python(text: str, name: str, edits: dict[str, Any]) -> str:
             if function in ARGUMENTS:
                 call = node
     if call is None or not call.keywords:
-        raise ConfigError(f"{name} has no training arguments that can be changed in place")
+        raise ConfigError(
+            f"{name} has no training arguments that can be changed in place", hint="make the changes by hand"
+        )
     splices: list[tuple[int, int, str]] = []
     by_name = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
     first = call.keywords[0]

@@ -38,11 +38,16 @@ def read(text: str, name: str, model: ModelSpec | None = None, *, sharding: Shar
     try:
         tree = ast.parse(text)
     except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
-        raise ConfigError(f"{name} is not Python that can be read: {str(error).splitlines()[0][:120]}") from error
+        raise ConfigError(
+            f"{name} is not Python that can be read: {str(error).splitlines()[0][:120]}",
+            hint="give a script that Python itself accepts",
+        ) from error
     try:
         calls, constants = _collect(tree)
     except RecursionError as error:
-        raise ConfigError(f"{name} is nested too deep") from error
+        raise ConfigError(
+            f"{name} is nested too deep", hint="give the script that trains, not a generated one"
+        ) from error
     arguments = next((calls[kind] for kind in ARGUMENTS if kind in calls), None)
     if arguments is None:
         raise ConfigError(

@@ -99,7 +99,9 @@ class Settings:
 
     def error(self, key: str, expected: str, got: Any) -> ConfigError:
         """What a wrong value is answered with."""
-        return ConfigError(f"{self.name}: {key} must be {expected}, got {_short(got)}")
+        return ConfigError(
+            f"{self.name}: {key} must be {expected}, got {_short(got)}", hint=f"correct {key} in the file"
+        )
 
     def refuse_unknown(self, known: Iterable[str], tool: str) -> None:
         """Raises for keys that the tool does not know.

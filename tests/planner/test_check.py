@@ -1,6 +1,8 @@
 """`plan check`: verdict with its error band, changes by gain, exit codes, and `--fix` that changes nothing else."""
 
+import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -281,3 +283,46 @@ def test_fix_works_under_an_accelerate_config(tmp_path: Path, capsys: pytest.Cap
     assert answer["setup"]["num_gpus"] == 4
     assert answer["fix"]["path"]
     assert (tmp_path / "trl-sft.fixed.yaml").exists()
+
+
+def test_the_model_that_was_planned_for_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "trl.yaml"
+    file.write_text(TRL)
+    command = ["check", str(file), "--gpu", "rtx-4090", "--no-dry-run", "--model", "Qwen/Qwen2.5-0.5B"]
+    run([*command, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == "Qwen/Qwen2.5-0.5B"
+    assert any("the file names Qwen/Qwen2.5-1.5B" in sentence for sentence in found["assumptions"])
+    run(command)
+    assert "Qwen/Qwen2.5-0.5B on GeForce RTX 4090" in capsys.readouterr().out
+
+
+def test_the_processes_of_a_launch_config_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The links are those of its GPUs, and another number of GPUs on the command line is not dropped in silence."""
+    file, launch = tmp_path / "trl.yaml", tmp_path / "launch.yaml"
+    file.write_text(TRL)
+    launch.write_text("distributed_type: MULTI_GPU\nnum_processes: 16\nmixed_precision: bf16\n")
+    command = ["check", str(file), "--gpu", "a100-80gb", "--no-dry-run", "--json", "--accelerate", str(launch)]
+    speeds = []
+    for more in (["--gpus", "4"], ["--nodes", "2"], ["--nodes", "2", "--interconnect", "ethernet-10"]):
+        assert run([*command, *more]) in (0, 1, 3)
+        found = json.loads(capsys.readouterr().out)
+        assert found["setup"]["num_gpus"] == 16
+        assert any("--gpus 4 is not followed" in said for said in found["assumptions"]) == ("--gpus" in more)
+        speeds.append(found["prediction"]["tokens_per_s"])
+    assert speeds[2] < speeds[1]
+
+
+def test_names_and_outputs_of_any_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that stdout cannot hold, and one that moves the cursor."""
+    file = tmp_path / "caf\u00e9\x1b[2J.yaml"
+    file.write_text(TRL)
+    for arguments in (["check", str(file)], ["check", str(file), "--json"], ["compare", str(file)]):
+        raw = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", errors="backslashreplace"))
+        assert run([*arguments, "--gpu", "rtx-4090", *(["--no-dry-run"] if "check" in arguments else [])]) in (0, 1, 3)
+        sys.stdout.flush()
+        shown = raw.getvalue().decode("ascii")
+        assert "\x1b" not in shown
+        if "--json" in arguments:
+            assert json.loads(shown)["file"].endswith("caf\u00e9\x1b[2J.yaml")

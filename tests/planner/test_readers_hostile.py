@@ -58,6 +58,7 @@ def test_hostile_yaml_gets_a_clear_error_quickly(name: str, tmp_path: Path, monk
         read_config(file)
     assert words in caught.value.message, caught.value.message
     assert len(caught.value.message) < 400
+    assert caught.value.hint
     assert time.perf_counter() - start < HOSTILE_LIMIT_S
     assert os.listdir(tmp_path) == ["config.yaml"]
 

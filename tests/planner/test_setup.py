@@ -72,3 +72,9 @@ def test_interchange_defaults_depend_on_the_method() -> None:
     assert setup_from_dict({"method": "full"}).lora_rank == 0
     assert setup_from_dict({"method": "qlora"}).quantization == "nf4-double"
     assert setup_from_dict({"method": "lora", "lora_rank": None}).lora_rank == 16
+
+
+def test_every_refusal_has_a_hint() -> None:
+    with pytest.raises(SetupError) as caught:
+        TrainSetup(lora_dropout=2.0)
+    assert caught.value.hint
