@@ -51,9 +51,19 @@ class Alternative:
 
 
 def trade(chosen: Candidate, other: Candidate) -> str:
-    """What `other` costs or buys against `chosen`, in words: speed, memory, whether it fits."""
-    ratio = other.tokens_per_s / chosen.tokens_per_s if chosen.tokens_per_s else 0.0
-    delta = other.memory_evidence.peak_device_bytes - chosen.memory_evidence.peak_device_bytes
+    """What `other` costs or buys against `chosen`, in words: speed, memory, whether it fits.
+
+    Each figure is compared on one rung, the formula where they stand on different ones: the difference of two rungs
+    would be mostly the error between them.
+    """
+    peaks, speeds = (chosen.memory_evidence, other.memory_evidence), (chosen.speed_evidence, other.speed_evidence)
+    if peaks[0].rung is not peaks[1].rung:
+        peaks = (chosen.formula, other.formula)
+    if speeds[0].rung is not speeds[1].rung:
+        speeds = (chosen.formula, other.formula)
+    mine, theirs = (one.tokens_per_s or 0.0 for one in speeds)
+    ratio = theirs / mine if mine else 0.0
+    delta = peaks[1].peak_device_bytes - peaks[0].peak_device_bytes
     speed = f"{percent(abs(ratio - 1))} {'faster' if ratio >= 1 else 'slower'}"
     memory = f"{'+' if delta >= 0 else '-'}{gib(abs(delta))}"
     return f"{speed}, {memory}" + ("" if other.fits else ", does not fit")

@@ -78,3 +78,13 @@ def test_refine_keeps_the_formulas_plan_where_the_model_cannot_be_traced() -> No
     assert isinstance(plan, Plan)
     assert any("no meta kernel" in note for note in plan.notes)
     assert plan.chosen.fits
+
+
+def test_what_an_alternative_costs_is_compared_on_one_rung() -> None:
+    """The chosen setup has a dry run and its neighbours have none: half the rank is no dearer for that."""
+    plan, _ = refined(wish("meta-llama/Llama-3.1-8B"), lambda setup: 0.9)
+    assert isinstance(plan, Plan)
+    smaller = next(each for each in plan.alternatives if each.label == f"rank {plan.chosen.setup.lora_rank // 2}")
+    assert smaller.candidate.dry_run is None
+    assert smaller.candidate.memory_evidence.peak_device_bytes > plan.chosen.memory_evidence.peak_device_bytes
+    assert ", -" in smaller.trade
