@@ -2,7 +2,8 @@
 
     python benchmarks/search_strategies.py --seeds 102 --out benchmarks/data/search_strategies.json
 
-Machines: the synthetic GPU of `search.synthetic` (six scenarios, the seed moves its constants), and replay of recorded
+Machines: the synthetic GPU of `search.synthetic` (six scenarios, the seed moves its constants), two to eight of them
+("spread": six scenarios, where the way of spreading the job is searched as well), and replay of recorded
 grids (`search.replay`, IBM fms_acceleration on A100-80GB), at the card's memory and at smaller ones; there the seed
 decides which of the recorded repeats, under different software versions, each setup answers with.
 
@@ -23,7 +24,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
@@ -46,7 +47,7 @@ from search.replay import recorded_grids
 from search.sampler import Belief, Sampler
 from search.stopping import converged
 from search.strategies import DeepSpeedSampler, DoublingSampler, RankedSampler
-from search.synthetic import SCENARIOS, SyntheticGpu
+from search.synthetic import SCENARIOS, SPREAD_SCENARIOS, Scenario, SyntheticGpu
 
 MAX_PROBES = 24
 GOAL = 0.98
@@ -115,16 +116,21 @@ def best_of(candidates: tuple[Candidate, ...], evaluate: Callable[[TrainSetup], 
     return max(speeds)
 
 
-def synthetic_cases(seeds: range) -> Iterator[Case]:
+def synthetic_cases(seeds: range, scenarios: Sequence[Scenario] = SCENARIOS) -> Iterator[Case]:
     """One machine for each seed, dealt to the six scenarios in turn."""
-    known = [Space(scenario.candidates()) for scenario in SCENARIOS]
+    known = [Space(scenario.candidates()) for scenario in scenarios]
     for seed in seeds:
-        number = seed % len(SCENARIOS)
-        gpu = SyntheticGpu.of(SCENARIOS[number], seed)
-        name = f"synthetic {SCENARIOS[number].name}"
+        number = seed % len(scenarios)
+        gpu = SyntheticGpu.of(scenarios[number], seed)
+        name = f"synthetic {scenarios[number].name}"
         best = best_of(known[number], gpu)
         if best > 0:
             yield Case(name=name, seed=seed, candidates=known[number], evaluate=gpu, best_tokens_per_s=best)
+
+
+def spread_cases(seeds: range) -> Iterator[Case]:
+    """As `synthetic_cases`, of several GPUs."""
+    return synthetic_cases(seeds, SPREAD_SCENARIOS)
 
 
 def recorded_cases(seeds: range) -> Iterator[Case]:
@@ -241,10 +247,10 @@ def main() -> None:
     )
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", choices=["synthetic", "recorded"])
+    parser.add_argument("--only", choices=["synthetic", "recorded", "spread"])
     arguments = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    families = {"synthetic": synthetic_cases, "recorded": recorded_cases}
+    families = {"synthetic": synthetic_cases, "recorded": recorded_cases, "spread": spread_cases}
     table: dict[str, dict[str, Any]] = {}
     rows: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for family, make in families.items():

@@ -50,7 +50,7 @@ def run_ranks(num_ranks: int, command: Sequence[str], status: StatusPipe) -> int
     """One torchrun job on this machine: a free port, no restart, every rank's output in this process's own.
 
     Nothing is looked up by name: where the name server does not answer, torchrun waits for it at each of four places
-    (Measured: 50 s until the first layer was built, with one silent name server; 18 s so).
+    (Measured: 50 s until the first step with one silent name server; 21 s so).
 
     Source: PyTorch 2.13 torch/distributed/run.py, `--standalone` (c10d rendezvous on localhost:0).
     """
