@@ -1,0 +1,200 @@
+"""`tune_plan` on several GPUs: the spread is searched beside the rest; the real space and formula, a stand-in for the
+GPUs. Real ranks are in `test_tune_ranks.py`."""
+
+import json
+import random
+from functools import cache
+from math import exp
+from pathlib import Path
+from typing import Any
+
+import pytest
+from optuna.trial import TrialState
+from search_cases import measurement
+
+from planner.cli import rungs
+from planner.cli.tune import on_this_machine, search_candidates, study_name, trial_line, tune_plan
+from planner.cli.wish import workload
+from planner.cluster import make_cluster
+from planner.errors import UsageError
+from planner.gpus import find_gpu
+from planner.models import catalogue
+from planner.outcome import Evidence, FailureKind, Measurement, ProbeFailure, Rung
+from planner.plan import Plan
+from planner.planning import plan_workload
+from planner.predict import predict
+from planner.setup import TrainSetup
+from search.corrections import CorrectionStore, place_of
+from search.dimensions import key_of
+from search.stopping import Budget
+from search.storage import close_storage, open_storage
+from search.study import TrialRecord
+
+GPU = find_gpu("rtx-4090")
+NUM_GPUS = 4
+
+
+def no_deepspeed(setup: TrainSetup) -> str:
+    """What this machine cannot probe, whatever is installed where the test runs."""
+    if setup.parallel.startswith("zero"):
+        return "DeepSpeed is not installed"
+    return "not probed" if setup.tensor_degree * setup.pipeline_degree > 1 else ""
+
+
+@cache
+def made_plan() -> Plan:
+    model = catalogue.load("meta-llama/Llama-3.2-1B")
+    fixed = {"method": ("full",), "attention": ("sdpa",), "optimizer": ("adamw-fused",)}
+    wish = workload(model, GPU, fixed=fixed, seq_len=1024, global_batch=32, cluster=make_cluster(GPU, NUM_GPUS))
+    plan = plan_workload(wish)
+    assert isinstance(plan, Plan)
+    return plan
+
+
+def stand_in(setup: TrainSetup) -> Evidence:
+    """GPUs on which FSDP2 is 20 % faster than the formula says and DDP 10 % slower; rank 1 dies wherever gathered
+    weights are kept."""
+    wish = made_plan().workload
+    prediction = predict(wish.model, wish.gpu, setup, wish.cluster)
+    assert prediction.tokens_per_s is not None
+    if not setup.reshard_after_forward:
+        return ProbeFailure(rung=Rung.PROBE, kind=FailureKind.CRASHED, message="rank 1 of 4: killed by SIGKILL")
+    if prediction.peak_device_bytes > wish.memory_bytes:
+        return ProbeFailure(rung=Rung.PROBE, kind=FailureKind.OUT_OF_MEMORY, message="rank 0 of 4: out of memory")
+    error = {"ddp": -0.10, "fsdp2": 0.20}[setup.parallel] + random.Random(key_of(setup)).gauss(0, 0.005)
+    return measurement(setup, prediction.tokens_per_s * exp(error), 1.0 * prediction.peak_device_bytes)
+
+
+def tuned_plan(folder: Path, **changes: Any) -> Plan:
+    values: dict[str, Any] = {"evaluate": stand_in, "dry_run": False, "unprobed": no_deepspeed, "storage": folder}
+    values |= {"corrections": folder / "corrections.json", "budget": Budget(max_probes=8)}
+    return tune_plan(made_plan(), **{**values, **changes})
+
+
+def trials_of(folder: Path, name: str) -> list[Any]:
+    import optuna
+
+    storage, liveness = open_storage(folder)
+    try:
+        return optuna.load_study(study_name=name, storage=storage).get_trials()
+    finally:
+        liveness.close()
+        close_storage(storage)
+
+
+def test_every_spread_that_a_probe_can_run_is_searched_and_of_the_others_one_setup_is_told() -> None:
+    plan = made_plan()
+    candidates = search_candidates(plan, no_deepspeed)
+    setups = [candidate.setup for candidate in candidates]
+    probed = [setup for setup in setups if not no_deepspeed(setup)]
+    assert plan.chosen.setup in setups
+    assert {setup.num_gpus for setup in setups} == {NUM_GPUS}
+    assert len({setup.tokens_per_step for setup in setups}) == 1
+    assert {setup.method for setup in setups} == {"full"}
+    assert {(setup.parallel, setup.reshard_after_forward) for setup in probed} >= {("fsdp2", True), ("fsdp2", False)}
+    told = [setup for setup in setups if no_deepspeed(setup) and setup != plan.chosen.setup]
+    names = [(setup.parallel, setup.tensor_degree, setup.pipeline_degree) for setup in told]
+    assert {"zero1", "zero2", "zero3"} <= {name for name, _, _ in names}
+    assert len(names) == len(set(names))
+    assert not any(setup.offload != "none" for setup in setups)
+
+
+def test_without_a_reason_against_it_every_spread_is_probed() -> None:
+    setups = [candidate.setup for candidate in search_candidates(made_plan())]
+    assert sum(setup.parallel == "zero3" for setup in setups) > 10
+
+
+def test_tuned_on_several_gpus_is_measured_and_what_no_probe_runs_is_only_predicted(tmp_path: Path) -> None:
+    plan = made_plan()
+    tuned = tuned_plan(tmp_path)
+    assert isinstance(tuned.chosen.probe, Measurement)
+    assert tuned.chosen.setup.parallel == "fsdp2"
+    assert tuned.chosen.setup.reshard_after_forward  # there a rank dies: failed trials, not the end
+    assert tuned.chosen.probe.peak_device_bytes <= plan.workload.budget_bytes
+    rows = tuned.search["trials"]
+    assert isinstance(rows, list)
+    assert any("killed by SIGKILL" in row["reason"] for row in rows if row["rung"] == "probe")
+    told = tuned.search["not_probed"]
+    assert isinstance(told, list)
+    assert {"ZeRO-1", "ZeRO-2", "ZeRO-3"} <= {row["spread"] for row in told}
+    for row in told:
+        assert row["reason"] in ("DeepSpeed is not installed", "not probed")
+        assert row["predicted_tokens_per_s"] > 0
+        (trial,) = [each for each in rows if each["setup"] == row["setup"]]
+        assert (trial["rung"], trial["tokens_per_s"], trial["feasible"]) == ("formula", None, False)
+        assert trial["reason"] == row["reason"]
+    note = next(note for note in tuned.notes if "ZeRO-3" in note)
+    assert "not measured" in note
+    assert "predict" in note
+    assert not any("ZeRO" in note for note in plan.notes)
+
+
+def test_study_of_several_gpus_keeps_predictions_of_what_it_cannot_probe(tmp_path: Path) -> None:
+    tuned_plan(tmp_path, budget=Budget(max_probes=1))
+    trials = trials_of(tmp_path, f"plan-{NUM_GPUS}-gpus")
+    (zero3,) = [one for one in trials if one.user_attrs["setup"]["parallel"] == "zero3"]
+    assert zero3.state is TrialState.PRUNED
+    assert zero3.values is None
+    assert zero3.user_attrs["excluded"] == "DeepSpeed is not installed"
+    assert zero3.user_attrs["predicted_tokens_per_s"] > 0
+    assert "evidence" not in zero3.user_attrs
+    assert zero3.constraints["runs"] > 0
+
+
+def test_what_could_not_be_probed_is_open_again_once_it_can(tmp_path: Path) -> None:
+    """DeepSpeed is installed between two calls: the resumed study probes ZeRO, without repeating what is known."""
+    first = tuned_plan(tmp_path, budget=Budget(max_probes=2))
+
+    def faster_zero3(setup: TrainSetup) -> Evidence:
+        if not setup.parallel.startswith("zero"):
+            return stand_in(setup)
+        prediction = predict(first.workload.model, GPU, setup, first.workload.cluster)
+        assert prediction.tokens_per_s is not None
+        return measurement(setup, 1.5 * prediction.tokens_per_s, prediction.peak_device_bytes)
+
+    second = tuned_plan(tmp_path, evaluate=faster_zero3, unprobed=lambda setup: "", budget=Budget(max_probes=8))
+    assert second.chosen.setup.parallel.startswith("zero")
+    assert isinstance(second.chosen.probe, Measurement)
+    assert not second.search["not_probed"]
+    probed = [json.dumps(row["setup"]) for row in second.search["trials"] if row["rung"] == "probe"]  # type: ignore[attr-defined]
+    assert len(probed) == len(set(probed)) <= 8
+
+
+def test_one_gpus_study_and_corrections_know_nothing_of_several(tmp_path: Path) -> None:
+    tuned_plan(tmp_path, budget=Budget(max_probes=3))
+    kept = CorrectionStore(tmp_path / "corrections.json")
+    cluster = make_cluster(GPU, NUM_GPUS)
+    learned = kept.load(place_of("rtx-4090", cluster))
+    assert learned
+    assert {item.setup.num_gpus for item in learned} == {NUM_GPUS}
+    assert kept.load("rtx-4090") == ()
+    assert [term.name for term in learned[0].formula.terms] != [term.category for term in learned[0].formula.terms]
+    assert study_name(made_plan().workload) != "plan"
+    with pytest.raises(KeyError):
+        trials_of(tmp_path, "plan")
+
+
+def test_a_search_on_several_nodes_is_refused_and_a_plan_goes_on_without(capsys: pytest.CaptureFixture[str]) -> None:
+    from dataclasses import replace
+
+    plan = made_plan()
+    wish = replace(plan.workload, cluster=make_cluster(GPU, NUM_GPUS, num_nodes=2))
+    with pytest.raises(UsageError, match="one machine"):
+        on_this_machine(wish)
+    assert rungs.climb_probe(replace(plan, workload=wish)).chosen == plan.chosen
+    assert "no probes" in capsys.readouterr().err
+
+
+def test_a_plan_for_more_gpus_than_here_goes_on_without_probes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("probes.executors.local_devices", lambda: ("cuda:0",))
+    assert rungs.climb_probe(made_plan()) == made_plan()
+    assert "no probes: --gpus 4: this machine has 1 GPU" in capsys.readouterr().err
+
+
+def test_trial_lines_name_the_spread() -> None:
+    setup = TrainSetup(num_gpus=2, parallel="fsdp2", accumulation_steps=3)
+    record = TrialRecord(number=0, setup=setup, state=TrialState.COMPLETE, origin="plan")
+    assert "FSDP2, lora" in trial_line(record)
+    assert trial_line(record).endswith("1 x 3 x 2 copies")
