@@ -16,7 +16,7 @@ from probes.dryrun.followed import why_not_traced
 from probes.dryrun.report import DryRunReport
 from probes.dryrun.startup import collection_paused
 
-VERSION = 8
+VERSION = 9
 """Part of the cache key: raise it whenever a figure can change."""
 DEFAULT_CAPABILITY = (8, 0)
 log = logging.getLogger(__name__)
