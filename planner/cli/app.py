@@ -10,6 +10,7 @@ from typing import NamedTuple
 import typer
 
 from planner import __version__
+from planner.cli import completion
 from planner.cli.output import fail, fail_environment
 from planner.errors import PlannerError
 
@@ -50,6 +51,7 @@ COMMANDS = {
     "campaign": Command("campaign", "campaign", "Measure a list of setups, most valuable first."),
 }
 INTERRUPTED = 130
+GROUP_OPTIONS = ("--help", "-h", "--version", "--install-completion", "--show-completion")
 GROUPS = {"store": Command("campaign", "store_app", "Export and import the store of measurements.")}
 
 
@@ -80,10 +82,9 @@ def complete_arguments(arguments: Sequence[str]) -> list[str]:
     A leading option other than help, version and completion belongs to the main job too (plan --gpu GPU MODEL). A
     directory that is named like a subcommand is meant with a path: ./gpus.
     """
-    group_options = ("--help", "-h", "--version", "--install-completion", "--show-completion")
     if not arguments:
         return ["--help"]
-    if arguments[0] in {*COMMANDS, *GROUPS} or arguments[0] in group_options:
+    if arguments[0] in {*COMMANDS, *GROUPS} or arguments[0] in GROUP_OPTIONS:
         return ["--help" if word == "-h" else word for word in arguments]
     return [MAIN_COMMAND, *arguments]
 
@@ -110,6 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str]) -> int:
     """The command line as a function: the exit code."""
     words = complete_arguments(arguments)
+    completion.write_in(MAIN_COMMAND, {*COMMANDS, *GROUPS, *GROUP_OPTIONS})
     try:
         code = build_app(words)(words, standalone_mode=False, prog_name="plan")
     except PlannerError as error:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from planner.cli import options, spread
+from planner.cli.completion import complete_gpu, complete_model
 from planner.cli.output import console, json_text, print_json
 from planner.cli.wish import memory_and_headroom, positive, resolve_gpu
 from planner.cluster import Cluster
@@ -24,8 +25,12 @@ MAX_LINE_CHARS = 1_000_000
 
 
 def estimate(
-    model: Annotated[str | None, typer.Argument(help="Hub id, directory or catalogue name.")] = None,
-    gpu: Annotated[str | None, typer.Option("--gpu", help="GPU: key, name, or 'local'.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="Hub id, directory or catalogue name.", autocompletion=complete_model)
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", help="GPU: key, name, or 'local'.", autocompletion=complete_gpu)
+    ] = None,
     gpus: spread.Gpus = None,
     nodes: spread.Nodes = None,
     interconnect: spread.Interconnect = None,

@@ -5,13 +5,22 @@ from typing import Annotated, Any
 import typer
 
 from planner import setup as fields
+from planner.cli.completion import complete_gpu, complete_model
 from planner.cli.wish import choices, parse_targets, positive
 from planner.errors import UsageError
 
 Model = Annotated[
-    str, typer.Argument(help="Hub id, directory with config.json, or catalogue name.", show_default=False)
+    str,
+    typer.Argument(
+        help="Hub id, directory with config.json, or catalogue name.",
+        show_default=False,
+        autocompletion=complete_model,
+    ),
 ]
-Gpu = Annotated[str, typer.Option("--gpu", help="GPU: key, marketing name, driver name, or 'local'.")]
+Gpu = Annotated[
+    str,
+    typer.Option("--gpu", help="GPU: key, marketing name, driver name, or 'local'.", autocompletion=complete_gpu),
+]
 MemoryGib = Annotated[float | None, typer.Option("--memory-gib", help="Usable memory in GiB instead of the table's.")]
 Headroom = Annotated[float | None, typer.Option("--headroom", help="Reserve in GiB that no plan may touch.")]
 SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens per sequence.")]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from planner.cli import options, spread
+from planner.cli.completion import complete_gpu
 from planner.cli.output import console, print_json, write_text
 from planner.cli.wish import positive
 from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UsageError
@@ -41,7 +42,10 @@ def compare(
         list[Path], typer.Argument(help="Plan directories, or training configs (with --gpu).", show_default=False)
     ],
     out: Out = None,
-    gpu: Annotated[str | None, typer.Option("--gpu", help="The GPU that training configs are compared on.")] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option("--gpu", help="The GPU that training configs are compared on.", autocompletion=complete_gpu),
+    ] = None,
     model: Annotated[str | None, typer.Option("--model", help="Model of configs that name none.")] = None,
     as_json: options.Json = False,
 ) -> int:

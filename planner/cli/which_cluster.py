@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from planner.cli import options, spread
+from planner.cli.completion import complete_gpu
 from planner.cli.output import console, print_json
 from planner.cli.wish import DEFAULT_GLOBAL_BATCH, positive, resolve_gpu, workload
 from planner.errors import EXIT_NOTHING_FITS, UsageError
@@ -32,7 +33,12 @@ def which_cluster(
     ] = None,
     budget: Annotated[float | None, typer.Option("--budget", help="Most it may cost, in US dollars.")] = None,
     gpu: Annotated[
-        list[str] | None, typer.Option("--gpu", help="GPU to consider; repeatable. Default: those with a known price.")
+        list[str] | None,
+        typer.Option(
+            "--gpu",
+            help="GPU to consider; repeatable. Default: those with a known price.",
+            autocompletion=complete_gpu,
+        ),
     ] = None,
     max_gpus: Annotated[int, typer.Option("--max-gpus", help="Largest number of GPUs to consider.")] = DEFAULT_MAX_GPUS,
     interconnect: spread.Interconnect = None,

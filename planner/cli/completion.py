@@ -1,0 +1,39 @@
+"""Shell completion: names of models and GPUs, and the main job's words although its command is left out."""
+
+import os
+from collections.abc import Collection, MutableMapping
+
+VARIABLE = "_PLAN_COMPLETE"
+"""What the shell sets when it asks; typer answers."""
+_LINE = "_TYPER_COMPLETE_ARGS"  # zsh, fish, PowerShell; bash says COMP_WORDS and COMP_CWORD
+
+
+def complete_gpu(incomplete: str) -> list[str]:
+    """Keys of the GPU table that begin so, and "local"."""
+    from planner.gpus import LOCAL, all_gpus
+
+    return [key for key in (LOCAL, *(gpu.key for gpu in all_gpus())) if key.startswith(incomplete.lower())]
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Hub ids of the catalogue that begin so (typer itself drops all that do not, case included)."""
+    from planner.models import catalogue
+
+    ids = (name for entry in catalogue.entries() for name in (entry.model_id, *entry.aliases))
+    return [name for name in ids if name.startswith(incomplete)]
+
+
+def write_in(main_command: str, others: Collection[str], environ: MutableMapping[str, str] = os.environ) -> None:
+    """Writes the main command into the line that a shell wants completed, where its first word is, or begins, none of
+    the other words that may stand there (subcommands, options of the program itself)."""
+    if VARIABLE not in environ:
+        return
+    name = "COMP_WORDS" if "COMP_WORDS" in environ else _LINE
+    program, space, rest = environ.get(name, "").partition(" ")
+    first = rest.split(" ")[0]
+    begun = " " not in rest and any(other.startswith(first) for other in others)
+    if not first or first in others or begun:
+        return
+    environ[name] = f"{program}{space}{main_command} {rest}"
+    if "COMP_CWORD" in environ:
+        environ["COMP_CWORD"] = str(int(environ["COMP_CWORD"]) + 1)
