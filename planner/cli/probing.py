@@ -176,7 +176,12 @@ class ProgressLine:
         self._told.clear()
         self._clear()
         if line:
-            print(line, file=sys.stderr, flush=True)
+            self.note(line)
+
+    def note(self, line: str) -> None:
+        """A line that stays on the screen."""
+        self._clear()
+        print(line, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Leaves a clean line."""

@@ -219,7 +219,11 @@ def _dry_run(wish: Workload, line: probing.ProgressLine, setup: TrainSetup) -> P
         if why_not_traced(setup):
             return None
     line.say(f"dry run: {setup_words(setup)}")
-    return dry_run_setup(wish.model, wish.gpu, setup)
+    try:
+        return dry_run_setup(wish.model, wish.gpu, setup)
+    except Exception as error:  # a prediction that breaks is no reason to end a search: the probe decides
+        line.note(f"  dry run failed, the probe decides: {type(error).__name__}: {error}")
+        return None
 
 
 def _prober(
@@ -336,8 +340,8 @@ def tuned(plan: Plan, result: "SearchResult", unprobed: "Unprobed" = lambda setu
     }
     if plan.workload.num_gpus > 1:
         told = _predicted_only(plan, result, unprobed)
-        values = {**values, "not_probed": [row for row, _ in told]}
-        plan = replace(plan, notes=(*plan.notes, *(note for _, note in told)))
+        values = {**values, "not_probed": told}
+        plan = replace(plan, notes=(*plan.notes, *_unprobed_notes(told)))
     if result.best is None:
         note = f"no probe showed a setup that fits ({result.reason}): the plan stands on prediction alone"
         return replace(plan, search=values, notes=(*plan.notes, note))
@@ -356,27 +360,36 @@ def tuned(plan: Plan, result: "SearchResult", unprobed: "Unprobed" = lambda setu
     )
 
 
-def _predicted_only(plan: Plan, result: "SearchResult", unprobed: "Unprobed") -> list[tuple[dict[str, Any], str]]:
-    """(row for the search's history, sentence for a person) of every spread that no probe here can run."""
+def _predicted_only(plan: Plan, result: "SearchResult", unprobed: "Unprobed") -> list[dict[str, Any]]:
+    """Of every spread that no probe here can run: its setup in the study, why, and what the formula says of it."""
     from planner.interchange import setup_to_dict
     from planner.parallel.strategies import spread_name
     from planner.planning import candidate
-    from planner.units import gib
 
-    found = []
+    rows = []
     for setup in dict.fromkeys(record.setup for record in result.trials if unprobed(record.setup)):
         formula = candidate(plan.workload, setup).formula
-        name, reason = spread_name(setup), unprobed(setup)
         row = {
-            "spread": name,
+            "spread": spread_name(setup),
             "setup": setup_to_dict(setup),
-            "reason": reason,
+            "reason": unprobed(setup),
             "predicted_tokens_per_s": formula.tokens_per_s,
             "predicted_peak_device_bytes": formula.peak_device_bytes,
         }
-        figures = f"{formula.tokens_per_s or 0:,.0f} tokens/s and {gib(formula.peak_device_bytes)}"
-        found.append((row, f"{name} was not measured, the formula predicts {figures}: {reason}"))
-    return found
+        rows.append(row)
+    return rows
+
+
+def _unprobed_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One sentence for each reason."""
+    from planner.units import gib
+
+    by_reason: dict[str, list[str]] = {}
+    for row in rows:
+        speed = f"{row['predicted_tokens_per_s'] or 0:,.0f} tokens/s"
+        words = f"{row['spread']} ({speed}, {gib(row['predicted_peak_device_bytes'])})"
+        by_reason.setdefault(row["reason"], []).append(words)
+    return [f"not measured, only predicted: {', '.join(words)}: {reason}" for reason, words in by_reason.items()]
 
 
 def _unquantized(best: Candidate, candidates: Sequence[Candidate], gain_fraction: float) -> Candidate:

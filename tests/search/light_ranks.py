@@ -1,0 +1,69 @@
+"""`plan tune` with real torchrun jobs whose ranks import no torch, and those ranks: for `test_tune_ranks.py`.
+
+    light_ranks.py tune MODEL FOLDER     the command, as a person gives it; its study is FOLDER/study
+    light_ranks.py REQUEST RESULT ...    one rank, as `probes.agent` starts it
+
+Rank 0 adds "start PID KEY" to FOLDER/log in one write. The n-th start waits as long as FOLDER/hold-n is there. Rank 1
+kills itself under DDP, before rank 0 has an answer.
+"""
+
+import os
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+FOLDER = "LIGHT_RANKS_FOLDER"
+SHARED = ["--gpu", "rtx-4090", "--gpus", "2", "--device", "cpu", "--parallel", "ddp", "--parallel", "fsdp2"]
+ONE_OF_EACH = ["--method", "full", "--precision", "fp32", "--optimizer", "adamw", "--attention", "sdpa"]
+ONE_OF_EACH += ["--loss", "chunked", "--no-checkpointing", "--seq-len", "64", "--global-batch", "4"]
+MAX_PROBES = 3
+
+
+def tune(model: str, folder: str) -> int:
+    """The command with these ranks in place of the real ones."""
+    from planner.cli.app import run
+    from probes import executors
+
+    os.environ[FOLDER] = folder
+    executors.LocalExecutor = partial(executors.LocalExecutor, argv=(sys.executable, __file__))  # type: ignore[assignment, misc]
+    place = ["--out", f"{folder}/study", "--store", f"{folder}/store.jsonl"]
+    limits = ["--max-probes", str(MAX_PROBES), "--budget", "10h", "--no-dry-run", "--json"]
+    return run(["tune", model, *SHARED, *ONE_OF_EACH, *place, *limits])
+
+
+def rank() -> int:
+    """One rank of a job."""
+    from search_cases import measurement
+
+    from probes import worker
+    from probes.outcomes import Outcome
+    from probes.ranks import seat_of
+    from probes.request import ProbeRequest
+    from search.dimensions import key_of
+
+    def answer(request: ProbeRequest, status: worker.StatusPipe) -> Outcome:
+        folder, setup = Path(os.environ[FOLDER]), request.setup
+        found = measurement(setup, 1000.0 * setup.micro_batch_seqs, 2**30)
+        if seat_of().rank == 1:
+            if setup.parallel == "ddp":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return found
+        log = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(log, f"start {os.getpid()} {key_of(setup)}\n".encode())
+        os.close(log)
+        started = len((folder / "log").read_text().splitlines())
+        while setup.parallel == "ddp" or (folder / f"hold-{started}").exists():
+            time.sleep(0.01)  # torchrun ends this rank when the other is dead, the test when it has seen enough
+        return found
+
+    return worker.main(measure=answer)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "tune":
+        sys.exit(tune(*sys.argv[2:]))
+    from probes.worker import leave
+
+    leave(rank())

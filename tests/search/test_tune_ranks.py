@@ -1,0 +1,92 @@
+"""`plan tune` on several GPUs with real torchrun jobs: a rank dies, the whole command is killed, the study goes on."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from light_ranks import MAX_PROBES
+
+PROGRAM = Path(__file__).with_name("light_ranks.py")
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 600.0
+"""What shows nothing for this long hangs."""
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+}
+
+
+def command(model: Path, folder: Path) -> "subprocess.Popen[str]":
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, str(PROGRAM), "tune", str(model), str(folder)]
+    return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def starts(folder: Path) -> list[tuple[int, str]]:
+    """(process id of rank 0, setup) of every job so far."""
+    log = folder / "log"
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [(int(pid), key) for _, pid, key in (line.split(" ", 2) for line in lines)]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def until(is_so: Callable[[], bool], what: str, running: "subprocess.Popen[str] | None" = None) -> None:
+    """Waits for something to become so, while a command runs."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert running is None or running.poll() is None, running.communicate()
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_dead_rank_is_a_failed_trial_and_a_killed_search_goes_on_where_it_was(tmp_path: Path) -> None:
+    """The plan's DDP loses rank 1 to SIGKILL; the command is killed in its second trial and given again."""
+    model = tmp_path / "tiny"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "hold-2").touch()
+    first = command(model, tmp_path)
+    try:
+        until(lambda: len(starts(tmp_path)) == 2, "no second trial", first)
+        held_pid, held = starts(tmp_path)[1]
+    finally:
+        first.kill()
+        first.communicate()
+    until(lambda: not any(alive(pid) for pid, _ in starts(tmp_path)), "a rank outlived its command")
+    second = command(model, tmp_path)
+    try:
+        output, errors = second.communicate(timeout=PATIENCE_S)
+    finally:
+        second.kill()
+        second.wait()
+    assert second.returncode == 0, errors
+    assert not alive(held_pid)
+
+    found = json.loads(output)
+    rows = [row for row in found["search"]["trials"] if row["rung"] == "probe"]
+    assert rows[0]["setup"]["parallel"] == "ddp"
+    assert "rank 1 of 2: killed by SIGKILL" in rows[0]["reason"]
+    assert [row["feasible"] for row in rows[1:]] == [True] * (MAX_PROBES - 1)
+    jobs = [key for _, key in starts(tmp_path)]
+    assert jobs.count(held) == 2  # the probe in flight, and nothing else, runs again
+    assert len(jobs) == MAX_PROBES + 1 == len(set(jobs)) + 1
+    assert found["chosen"]["setup"]["parallel"] == "fsdp2"
+    assert "tokens/s" in errors  # every answer is told as it comes
