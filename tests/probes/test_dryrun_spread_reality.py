@@ -2,8 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,49 +64,68 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def _real(model_type: str, fields: dict[str, Any], store: Path) -> dict[str, int]:
-    """Rank 0's peaks of a real job of two processes. Nothing here waits for a fixed time: a slow machine is only slow,
-    and a rank that dies ends the other (its connection closes)."""
+PATIENCE_S = 900.0
+"""A job that shows nothing for this long hangs: nothing here waits for a fixed time, a slow machine is only slow."""
+
+Job = Callable[[str, dict[str, Any], Path], dict[str, int]]
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """Runs a real job of two processes; rank 0's peaks."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    ranks = [
+    words = tmp_path_factory.mktemp("ranks") / "words"
+    with (
+        words.open("w") as errors,
         subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.probes.spread_rank",
-                str(rank),
-                "2",
-                str(store),
-                model_type,
-                json.dumps(fields),
-            ],
+            [sys.executable, "-m", "tests.probes.spread_rank", "2"],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=errors,
             text=True,
             cwd=ROOT,
             env=environment,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=900) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(error[-3000:] for _, error in outputs)
-    found: dict[str, int] = json.loads(outputs[0][0].splitlines()[-1])
-    return found
+            start_new_session=True,
+        ) as forker,
+    ):
+        assert forker.stdin is not None
+        assert forker.stdout is not None
+
+        def end() -> None:
+            with suppress(ProcessLookupError):
+                os.killpg(forker.pid, signal.SIGKILL)
+
+        def job(model_type: str, fields: dict[str, Any], store: Path) -> dict[str, int]:
+            watchdog = threading.Timer(PATIENCE_S, end)
+            watchdog.start()
+            try:
+                forker.stdin.write(json.dumps([str(store), model_type, fields]) + "\n")
+                forker.stdin.flush()
+                answer = forker.stdout.readline()
+            finally:
+                watchdog.cancel()
+            assert answer, words.read_text()[-3000:]
+            found: dict[str, int] = json.loads(answer)
+            assert isinstance(found, dict), f"{found}\n{words.read_text()[-3000:]}"
+            return found
+
+        try:
+            yield job
+        finally:
+            end()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "fields"), CASES.values(), ids=CASES.keys())
-def test_dry_run_of_a_rank_equals_real_processes(model_type: str, fields: dict[str, Any], tmp_path: Path) -> None:
+def test_dry_run_of_a_rank_equals_real_processes(
+    model_type: str, fields: dict[str, Any], real: Job, tmp_path: Path
+) -> None:
     fields = {**TINY, **fields}
-    real = _real(model_type, fields, tmp_path / "store")
+    seen = real(model_type, fields, tmp_path / "store")
     dry = peaks(traced(model_type, fields, "meta"))
-    assert {"load", "forward", "loss", "backward", "step"} <= set(real)
+    assert {"load", "forward", "loss", "backward", "step"} <= set(seen)
     if fields["parallel"] == "ddp":
         # DDP writes the order of its new buckets into host tensors, as the second step begins: on a CPU they lie on
         # the followed device (one block of 512 bytes), on a GPU not
-        assert real.pop("forward") - dry.pop("forward") in (0, 512)
-    assert dry == real
+        assert seen.pop("forward") - dry.pop("forward") in (0, 512)
+    assert dry == seen
