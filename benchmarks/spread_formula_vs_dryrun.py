@@ -50,6 +50,13 @@ STRATEGIES: tuple[dict[str, Any], ...] = (
     {"parallel": "zero1"},
     {"parallel": "fsdp2", "shard_degree": 8},
 )
+OFFLOADED: tuple[dict[str, Any], ...] = (
+    {"parallel": "zero3", "offload": "optimizer"},
+    {"parallel": "zero2", "offload": "optimizer"},
+    {"parallel": "zero3", "offload": "parameters"},
+    {"parallel": "zero1", "offload": "optimizer"},
+)
+"""Drawn apart (`--offloaded`), so that the points of a seed stay what they are."""
 WORLD_SIZES = (2, 4, 8, 16, 64)
 SEQ_LENS = (512, 1024, 2048, 4096)
 MICRO_BATCHES = (1, 2, 4)
@@ -71,11 +78,13 @@ OTHER: dict[str, tuple[Any, ...]] = {
 RANKS = (8, 16, 64)
 
 
-def points(seed: int, parallels: set[str]) -> Iterator[tuple[str, TrainSetup]]:
+def points(
+    seed: int, parallels: set[str], strategies: tuple[dict[str, Any], ...] = STRATEGIES
+) -> Iterator[tuple[str, TrainSetup]]:
     """Endless (model id, setup), strategies and models in rotation."""
     draw = random.Random(seed)
     while True:
-        for strategy in STRATEGIES:
+        for strategy in strategies:
             for model in MODELS:
                 fields: dict[str, Any] = {name: draw.choice(values) for name, values in OTHER.items()}
                 fields |= draw.choice(METHODS)
@@ -136,6 +145,8 @@ def strategy_of(setup: TrainSetup) -> str:
         name += ", no reshard"
     if setup.shards != setup.data_degree and setup.parallel == "fsdp2":
         name += ", hybrid"
+    if setup.offload != "none":
+        name += f", {setup.offload} offloaded"
     return name
 
 
@@ -194,6 +205,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--parallel", default="ddp,zero1,zero2,zero3,fsdp2")
+    parser.add_argument("--offloaded", action="store_true", help="the strategies with states in the host's memory")
     parser.add_argument("--limit", type=int, default=320, help="points in the file when done")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--worst", type=int, default=15, help="points to list")
@@ -205,7 +217,9 @@ def main() -> int:
         return 0
     done = {json.dumps([row["model"], row["setup"]], sort_keys=True) for row in rows}
     with args.out.open("a") as file:
-        for model, setup in points(args.seed, set(args.parallel.split(","))):
+        for model, setup in points(
+            args.seed, set(args.parallel.split(",")), OFFLOADED if args.offloaded else STRATEGIES
+        ):
             if len(done) >= args.limit:
                 break
             key = json.dumps([model, setup_to_dict(setup)], sort_keys=True)

@@ -1,10 +1,11 @@
-"""The dry run's model of ZeRO-1 and ZeRO-2 against DeepSpeed itself, on two CPU ranks of a tiny Llama.
+"""The dry run's model of ZeRO-1, ZeRO-2 and ZeRO-3 against DeepSpeed itself, on two CPU ranks of a tiny Llama.
 
     python benchmarks/zero_dry_run_check.py --deepspeed .cache/validators/deepspeed/lib/python3.11/site-packages
 
-Prints, per setup, the highest allocated bytes of forward and backward and those of the step: DeepSpeed's, followed
-with the dry run's accounting on real tensors, and the dry run's. Not a test: the launch files' validator, which brings
-DeepSpeed, need not be set up.
+Prints, per setup and phase, the highest allocated bytes: DeepSpeed's, followed with the dry run's accounting on real
+tensors, and the dry run's. ZeRO-3's thresholds are lowered where its gathers are to show on so small a model. On a CPU
+the host's memory is the device's, so that what is offloaded is told apart by hand and copies from one to the other do
+not exist. Not a test: the launch files' validator, which brings DeepSpeed, need not be set up.
 """
 
 import argparse
@@ -13,6 +14,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,28 @@ TINY: dict[str, Any] = {
     "optimizer": "sgd",
 }
 FULL: dict[str, Any] = {"method": "full", "lora_rank": 0}
+NUM_LAYERS = 5
+NEAR: dict[str, int] = {"prefetch": 9_000, "reuse": 30_000, "live": 45_000, "persistent": 500, "sub_group": 40_000}
+"""ZeRO-3's elements: gathered ahead, kept for reuse, live, staying gathered, stepped at once."""
+LEAST: dict[str, int] = {**NEAR, "prefetch": 0, "reuse": 0}
+WIDE: dict[str, int] = {**NEAR, "prefetch": 20_000, "reuse": 200_000, "live": 1_000_000}
+DEEPSPEEDS: dict[str, int] = {
+    "prefetch": 50_000_000,
+    "reuse": 1_000_000_000,
+    "live": 1_000_000_000,
+    "persistent": 100_000,
+    "sub_group": 1_000_000_000,
+}
+WIDER = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 2048,
+    "tie_word_embeddings": False,
+}
 CASES: dict[str, dict[str, Any]] = {
     "ZeRO-2, full": {**FULL, "parallel": "zero2"},
     "ZeRO-1, full, 2 micro-batches": {
@@ -35,96 +60,221 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "ZeRO-2, full, 2 micro-batches": {**FULL, "parallel": "zero2", "accumulation_steps": 2, "checkpointing": 0},
     "ZeRO-2, LoRA": {"parallel": "zero2", "lora_rank": 4},
+    "ZeRO-3, full": {**FULL, "parallel": "zero3", "limits": NEAR},
+    "ZeRO-3, full, DeepSpeed's limits": {**FULL, "parallel": "zero3", "optimizer": "adamw"},
+    "ZeRO-3, full, nothing ahead": {**FULL, "parallel": "zero3", "limits": LEAST},
+    "ZeRO-3, full, no checkpointing": {**FULL, "parallel": "zero3", "checkpointing": 0, "limits": NEAR},
+    "ZeRO-3, full, no checkpointing, 2 micro-batches": {
+        **FULL,
+        "parallel": "zero3",
+        "checkpointing": 0,
+        "accumulation_steps": 2,
+        "optimizer": "adamw-fused",
+        "limits": WIDE,
+    },
+    "ZeRO-3, LoRA": {"parallel": "zero3", "lora_rank": 4, "limits": NEAR},
+    "ZeRO-3, LoRA, no checkpointing": {"parallel": "zero3", "lora_rank": 4, "checkpointing": 0, "limits": NEAR},
+    "ZeRO-3, LoRA of attention, wide": {
+        "parallel": "zero3",
+        "lora_rank": 4,
+        "lora_targets": "attention",
+        "limits": WIDE,
+    },
+    "ZeRO-3, full, small bucket": {**FULL, "parallel": "zero3", "limits": {**NEAR, "bucket": 25_000}},
+    "ZeRO-3, full, untied head": {
+        **FULL,
+        "parallel": "zero3",
+        "limits": NEAR,
+        "config": {"tie_word_embeddings": False},
+    },
+    "ZeRO-3, full, 21 M parameters": {
+        **FULL,
+        "parallel": "zero3",
+        "checkpointing": 0,
+        "optimizer": "adamw-fused",
+        "seq_len_tokens": 8,
+        "micro_batch_seqs": 1,
+        "config": WIDER,
+    },
+    "ZeRO-3, full, 21 M parameters, small bucket": {
+        **FULL,
+        "parallel": "zero3",
+        "checkpointing": 0,
+        "optimizer": "adamw-fused",
+        "seq_len_tokens": 8,
+        "micro_batch_seqs": 1,
+        "config": WIDER,
+        "limits": {**DEEPSPEEDS, "bucket": 4_000_000},
+    },
+    "ZeRO-3, QLoRA": {
+        "parallel": "zero3",
+        "method": "qlora",
+        "quantization": "nf4-double",
+        "lora_rank": 4,
+        "limits": NEAR,
+    },
+    "ZeRO-3, full, fused head loss": {**FULL, "parallel": "zero3", "loss": "chunked", "limits": NEAR},
+    "ZeRO-3, mixture of experts": {
+        **FULL,
+        "parallel": "zero3",
+        "checkpointing": 0,
+        "limits": NEAR,
+        "family": "mixtral",
+    },
+    "ZeRO-2, full, offloaded": {**FULL, "parallel": "zero2", "offload": "optimizer", "optimizer": "adamw"},
+    "ZeRO-1, full, offloaded": {**FULL, "parallel": "zero1", "offload": "optimizer", "optimizer": "adamw"},
+    "ZeRO-3, full, optimizer offloaded": {
+        **FULL,
+        "parallel": "zero3",
+        "offload": "optimizer",
+        "optimizer": "adamw",
+        "limits": NEAR,
+    },
+    "ZeRO-3, full, parameters offloaded": {
+        **FULL,
+        "parallel": "zero3",
+        "offload": "parameters",
+        "optimizer": "adamw",
+        "limits": NEAR,
+    },
 }
+PHASES = ("forward", "loss", "backward", "step")
 
 
-def rank_peaks(fields: dict[str, Any], rank: int, store: str) -> dict[str, int]:
+def of_case(name: str) -> tuple[Any, Any, dict[str, int], str]:
+    """(setup, transformers' configuration, ZeRO-3's limits where they are not DeepSpeed's own, family) of a case."""
+    from planner.setup import TrainSetup
+    from probes.stack import load_config
+    from tests.probes.dryrun_small import small_config
+
+    fields = {**TINY, **CASES[name]}
+    limits = fields.pop("limits", {})
+    family = fields.pop("family", "llama")
+    config = load_config(small_config(family, **{"num_hidden_layers": NUM_LAYERS, **fields.pop("config", {})}))
+    return TrainSetup(**fields), config, limits, family
+
+
+def rank_peaks(case: str, rank: int, store: str) -> dict[str, int]:
     """Peaks by phase of one real rank: DeepSpeed's engine around the model, gloo, CPU tensors."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777"}
     import torch
     import torch.distributed as dist
 
+    from tests.probes.settled_group import register
+
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.init_process_group(register(), init_method=f"file://{store}", rank=rank, world_size=2)
     import deepspeed
 
-    from planner.parallel.zero import zero_bucket_elements
-    from planner.setup import TrainSetup
     from probes.dryrun.kernels import KernelLog, kernels_of
     from probes.dryrun.metaops import fused_dropout
     from probes.dryrun.trace import load
     from probes.dryrun.tracker import Tracker
-    from probes.stack import build_from_config, inner_model, load_config, make_batch, make_optimizer
+    from probes.stack import build_from_config, inner_model, make_batch, make_optimizer
     from probes.stack.autocast import emulation_installed
-    from tests.probes.dryrun_small import small_config
-    from tests.probes.spread_rank import NO_FLASH, peaks
+    from probes.stack.step import make_trainer
+    from probes.stack.zero import ZeroTrainer, zero_config, zero_step
+    from tests.probes.dryrun_small import peaks
+    from tests.probes.spread_rank import NO_FLASH
 
-    setup = TrainSetup(**fields)
-    config = load_config(small_config("llama"))
+    setup, config, limits, _ = of_case(case)
     deepspeed.init_distributed(dist_backend="gloo")
-    tracker = Tracker("cpu")
+
+    class Followed(Tracker):
+        """Without what lies in the host's memory where there are two memories."""
+
+        aside = False
+
+        def track(self, tensor: Any, op: str) -> int | None:
+            return None if self.aside else super().track(tensor, op)
+
+    tracker = Followed("cpu")
     with emulation_installed(), kernels_of(KernelLog(capability=NO_FLASH), config), fused_dropout("cpu"):
         model = build_from_config(config, setup, device="cpu", attention="eager")
-        bucket = zero_bucket_elements(sum(one.numel() for one in model.parameters() if one.requires_grad))
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=make_optimizer(setup.optimizer, model.parameters(), device_type="cpu"),
-            config={
-                "train_micro_batch_size_per_gpu": setup.micro_batch_seqs,
-                "gradient_accumulation_steps": setup.accumulation_steps,
-                "gradient_clipping": 1.0,
-                "bf16": {"enabled": True},
-                "zero_allow_untested_optimizer": True,
-                "zero_force_ds_cpu_optimizer": False,
-                "zero_optimization": {
-                    "stage": int(setup.parallel[-1]),
-                    "overlap_comm": False,
-                    "contiguous_gradients": True,
-                    "reduce_bucket_size": bucket,
-                    "allgather_bucket_size": bucket,
-                },
-            },
-        )
+        trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+        told = zero_config(setup, trained) | {"zero_force_ds_cpu_optimizer": False}
+        told["zero_optimization"] |= {key: limits[name] for name, key in KEYS.items() if name in limits}
+        optimizer = make_optimizer(setup.optimizer, model.parameters(), device_type="cpu")
+        plain = make_trainer(model, setup, optimizer)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=told)
+        job = ZeroTrainer(engine=engine, trainer=replace(plain, forward=engine.__call__, scaler=None))
+
+        def mark(phase: str, layer: int | None) -> None:
+            tracker.mark(phase, layer)
+            tracker.aside = setup.offload != "none" and phase == "step"
+
         load(tracker, engine.module)
-        for masters in engine.optimizer.single_partition_of_fp32_groups:
-            tracker.track(masters.data, "load")
+        for tensor in states(engine.optimizer, engine.module, setup):
+            tracker.track(tensor, "load")
         with tracker:
             text = inner_model(model).config
             batches = [make_batch(setup, text, device="cpu") for _ in range(setup.accumulation_steps)]
             for _ in range(2):
-                for batch in batches:
-                    tracker.mark("forward", None)
-                    loss = engine(**batch.model_inputs, labels=batch.labels, use_cache=False)["loss"]
-                    tracker.mark("backward", None)
-                    engine.backward(loss)
-                    del loss
-                    tracker.mark("step", None)
-                    engine.step()
+                zero_step(job, batches, mark)
         tracker.close()
     return peaks(tracker.events)
 
 
-def dry_peaks(fields: dict[str, Any]) -> dict[str, int]:
+KEYS = {
+    "prefetch": "stage3_prefetch_bucket_size",
+    "reuse": "stage3_max_reuse_distance",
+    "live": "stage3_max_live_parameters",
+    "persistent": "stage3_param_persistence_threshold",
+    "sub_group": "sub_group_size",
+    "bucket": "reduce_bucket_size",
+}
+
+
+def states(optimizer: Any, module: Any, setup: Any) -> list[Any]:
+    """What DeepSpeed's optimizer keeps on the device from the beginning."""
+    if setup.parallel != "zero3":
+        if setup.offload == "none":
+            return [one.data for one in optimizer.single_partition_of_fp32_groups]
+        return [optimizer.temp_grad_buffer_for_gpu_offload]
+    found = [bucket.buffer for bucket in optimizer.ipg_buckets.values()]
+    if setup.offload != "parameters":
+        found += [one.ds_tensor.data for one in module.parameters()]
+    if setup.offload == "none":
+        found += [one.data for one in optimizer.fp32_partitioned_groups_flat]
+        found.append(optimizer.grad_partitions_flat_buffer)
+    return found
+
+
+def dry_peaks(case: str) -> dict[str, int]:
     """Peaks by phase of the dry run's rank."""
-    from planner.setup import TrainSetup
+    from unittest import mock
+
+    from probes.dryrun import zero3
     from probes.dryrun.spread import fake_job
     from probes.dryrun.trace import trace_run
-    from probes.stack import load_config
-    from tests.probes.dryrun_small import small_config
-    from tests.probes.spread_rank import NO_FLASH, peaks
+    from probes.dryrun.zero_gather import Limits
+    from tests.probes.dryrun_small import peaks
+    from tests.probes.spread_rank import NO_FLASH
 
-    setup = TrainSetup(**fields)
-    config = load_config(small_config("llama"))
-    with fake_job(setup) as world:
-        trace = trace_run(config, setup, capability=NO_FLASH, workspaces=False, num_layers=3, world=world)
+    setup, config, limits, _ = of_case(case)
+    replaced: dict[str, Any] = {}
+    if limits:
+        replaced = {
+            "LIMITS": Limits(prefetch=limits["prefetch"], reuse=limits["reuse"], live=limits["live"]),
+            "ZERO3_PERSISTENT_ELEMENTS": limits["persistent"],
+            "ZERO3_SUB_GROUP_ELEMENTS": limits["sub_group"],
+        }
+    if "bucket" in limits:
+        replaced["zero_bucket_elements"] = lambda num: limits["bucket"]
+    with mock.patch.multiple(zero3, **replaced) if replaced else nullcontext(), fake_job(setup) as world:
+        trace = trace_run(config, setup, capability=NO_FLASH, workspaces=False, num_layers=NUM_LAYERS, world=world)
         return peaks(world.finish(trace, None).events)
 
 
-def compute_and_step(found: dict[str, int]) -> tuple[int, int]:
-    """(highest of everything before the step, highest of the step) in bytes."""
-    phases = {name: size for name, size in found.items() if name.partition("/")[0] not in ("load", "step")}
-    return max(phases.values()), found["step"]
+def by_phase(found: dict[str, int]) -> dict[str, int]:
+    """The highest of every phase's segments."""
+    highest = dict.fromkeys(PHASES, 0)
+    for name, size in found.items():
+        phase = name.partition("/")[0]
+        if phase in highest:
+            highest[phase] = max(highest[phase], size)
+    return highest
 
 
 def main() -> int:
@@ -132,13 +282,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deepspeed", type=Path, required=True, help="site-packages that hold DeepSpeed")
     parser.add_argument("--case", default="", help="only this one")
+    parser.add_argument("--segments", action="store_true", help="the peaks of every layer's segments too")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     sys.path.append(str(args.deepspeed))  # behind our own: PyTorch must be this environment's
     if args.rank is not None:
-        print("PEAKS", json.dumps(rank_peaks({**TINY, **CASES[args.case]}, args.rank, args.store)))
+        print("PEAKS", json.dumps(rank_peaks(args.case, args.rank, args.store)))
         return 0
     for name in [args.case] if args.case else CASES:
         with tempfile.TemporaryDirectory() as folder:
@@ -151,8 +302,15 @@ def main() -> int:
             ]
             output, _ = [rank.communicate(timeout=900)[0] for rank in ranks]
         real = json.loads(next(line for line in output.splitlines() if line.startswith("PEAKS"))[6:])
-        dry = dry_peaks({**TINY, **CASES[name]})
-        print(f"{name}: DeepSpeed {compute_and_step(real)}, dry run {compute_and_step(dry)}", flush=True)
+        all_dry = dry_peaks(name)
+        if args.segments:
+            for segment, size in real.items():
+                print(f"{segment:12} {size:12,} {all_dry.get(segment, 0):12,}")
+        real, dry = by_phase(real), by_phase(all_dry)
+        cells = " | ".join(
+            f"{real[phase]:,} | {dry[phase]:,} | {dry[phase] / real[phase] - 1:+.1%}" for phase in PHASES
+        )
+        print(f"| {name} | {cells} |", flush=True)
     return 0
 
 

@@ -47,6 +47,8 @@ class Share:
         trained: the part's trained parameters in the type of their unsharded gradients.
         local: what this rank's optimizer updates: its shard, in the type it keeps it in.
         optimizer_on_device: False where optimizer states lie in host memory.
+        stepped: elements that its optimizer steps at once, None for all of `local`.
+        gone_in_step_bytes: of what is held at "step", gone when the optimizer makes its temporaries.
         loss_forward_bytes: alive in the loss's forward only (not in its backward).
         loss_backward_bytes: alive in its backward only.
         host_bytes: states in this rank's host memory, optimizer states not counted (`host_state_bytes`).
@@ -58,6 +60,8 @@ class Share:
     local: Trained
     optimizer_on_device: bool
     held: tuple[Held, ...]
+    stepped: int | None = None
+    gone_in_step_bytes: int = 0
     loss_forward_bytes: int = 0
     loss_backward_bytes: int = 0
     host_bytes: int = 0
@@ -76,12 +80,15 @@ class Share:
         self.moment_bytes.update(totals)
 
     def optimizer_bytes(self, optimizer: str) -> tuple[int, int]:
-        """Bytes on the device of (states, temporaries of the step) for an optimizer on this rank's shard."""
+        """Bytes on the device of (states, temporaries of the step beyond what is held at "step") for an optimizer on
+        this rank's shard."""
         if not self.optimizer_on_device:
             return 0, 0
         local = self.local
         states = state_bytes(local.num, local.dtype, optimizer, matrix_edge_sum=local.edge_sum)
-        return states, step_bytes(local.num, local.dtype, optimizer, largest_tensor=local.largest)
+        num = local.num if self.stepped is None else self.stepped
+        temporary = step_bytes(num, local.dtype, optimizer, largest_tensor=min(num, local.largest))
+        return states, max(0, temporary - self.gone_in_step_bytes)
 
     def host_state_bytes(self, optimizer: str) -> int:
         """Bytes of optimizer states in host memory: of this rank's shard, where they are offloaded."""

@@ -22,6 +22,9 @@ ZERO3_LIVE_ELEMENTS = 1_000_000_000
 ZERO3_SUB_GROUP_ELEMENTS = 1_000_000_000
 """`sub_group_size`: elements whose optimizer step runs at once. Source: as above."""
 
+NORM_CHUNK_ELEMENTS = 250_000_000
+"""Elements of which ZeRO-3 takes a norm at once. Source: DeepSpeed 0.19 `stage3.py` `_constant_buffered_norm2`."""
+
 
 def zero_bucket_elements(num_trained: int) -> int:
     """Elements of DeepSpeed's reduce bucket that the plan assumes and launch files write.
@@ -57,7 +60,8 @@ def zero12(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Traine
     if not offloaded:
         held.append(Held(category="optimizer", name=f"fp32 master weights / {shards}", size_bytes=masters))
     bucket = size * zero_bucket_elements(trained.num)
-    own = size * local.num
+    # the gradient partition takes the whole of every parameter that it touches: on the first rank a whole table
+    own = size * max(local.num, trained.embeddings)
     # this rank's part is made after the first full bucket: with a single one, when its flattened copy is gone
     single = bucket == size * trained.num
     late = max(0, own - bucket) if single or setup.parallel == "zero1" else own
@@ -67,11 +71,11 @@ def zero12(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Traine
         buffer = (*COMPUTE, "end") if accumulated else BACKWARD
         held.append(Held(category="gradients", name="ZeRO's reduce bucket", size_bytes=bucket, moments=buffer))
         # gradients move through the bucket: its flattened copy, and then this rank's part, take the place they leave
+        late = 0 if offloaded else late
         held.append(Held(category="gradients", name=f"gradients / {shards}", size_bytes=late, moments=("end",)))
     else:
-        held += _param_gradient(part.model, inner, trained)
         held.append(Held(category="gradients", name="ZeRO's reduce bucket", size_bytes=bucket, moments=BACKWARD))
-        held.append(Held(category="gradients", name="flattened bucket on its way", size_bytes=bucket, moments=BACKWARD))
+        held += _gradients_and_copy(part.model, inner, trained, bucket, "flattened bucket on its way")
         kept = 0 if offloaded else late
         held.append(Held(category="gradients", name=f"gradients / {shards}", size_bytes=kept, moments=("last", "end")))
         if accumulated and not offloaded:
@@ -83,11 +87,12 @@ def zero12(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Traine
                     moments=(*COMPUTE, "end"),
                 )
             )
-    host = 0
+    host = gone = 0
     if offloaded:
         # masters, gradients and a 16-bit copy of the partition lie in host memory, pinned; one parameter's on the GPU
         host = masters + 4 * local.num + size * local.num
         held.append(Held(category="gradients", name="offload's gradient buffer", size_bytes=size * trained.largest))
+        held.append(_norm(min(local.num, trained.embeddings)))
     else:
         held.append(
             Held(
@@ -97,6 +102,7 @@ def zero12(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Traine
                 moments=("step",),
             )
         )
+        gone = 2 * size * local.num
     return Share(
         part=part,
         setup=inner,
@@ -104,6 +110,7 @@ def zero12(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Traine
         local=local,
         optimizer_on_device=not offloaded,
         held=tuple(one for one in held if one.size_bytes),
+        gone_in_step_bytes=gone,
         host_bytes=host,
     )
 
@@ -111,11 +118,12 @@ def zero12(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Traine
 def zero3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trained, accumulated: bool) -> Share:
     """ZeRO-3: 16-bit weights, fp32 masters, states and gradients cut; weights gathered module by module.
 
-    Gathered at once: the layer at work and up to `stage3_prefetch_bucket_size` elements ahead, which stand beside the
-    flat buffer they came in when they are copied out; around the loss also what is used again within
-    `stage3_max_reuse_distance`, about half of it (a third with checkpointing, where layers are used once more) of the
-    last layers. Parameters below the persistence threshold stay gathered (norms, most LoRA
-    matrices). The bucket and this rank's gradients are allocated once and kept.
+    Gathered at once: every call of a module asks for `stage3_prefetch_bucket_size` more elements, so that what is
+    live fills up to `stage3_max_live_parameters` (1e9) all along, with the tensor that crosses the limit beyond it;
+    less only where less is left to be used in the step. Parameters below the persistence threshold stay gathered
+    (norms, most LoRA matrices). What keeps a view of a gathered weight keeps all of it until its backward:
+    bitsandbytes' 4-bit layers (with and without checkpointing) and experts in stacks (without). The bucket and this
+    rank's gradients are allocated once and kept.
 
     Source: DeepSpeed 0.19 `stage3.py` (ipg bucket, grad_partitions_flat_buffer, sub groups),
     `partitioned_param_coordinator.py` __params_to_release, `parameter_offload.py` mark_persistent_parameters.
@@ -126,6 +134,7 @@ def zero3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trained
     local = _flat(trained, shards)
     on_host = setup.offload == "parameters"
     offloaded = setup.offload != "none"
+    stepped = min(ZERO3_SUB_GROUP_ELEMENTS, local.num)
     scales = scales_bytes(model, inner)
     loaded = sum(weight_bytes(model, inner).values()) - scales
     weights = [Held(category="weights", name=f"weights / {shards}", size_bytes=-(-loaded // shards))]
@@ -140,48 +149,24 @@ def zero3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trained
     own = size * local.num
     if offloaded:
         host += masters + 4 * local.num + own
+        held.append(_norm(min(NORM_CHUNK_ELEMENTS, -(-trained.embeddings // shards))))
     else:
         held.append(Held(category="optimizer", name=f"fp32 master weights / {shards}", size_bytes=masters))
         held.append(Held(category="gradients", name=f"gradients / {shards}", size_bytes=own))
-        step = min(ZERO3_SUB_GROUP_ELEMENTS, local.num)
         copies = size + 4 if trained.dtype != "fp32" else 4
         held.append(
             Held(
                 category="gradients",
                 name="one sub-group's gradients in fp32",
-                size_bytes=copies * step,
+                size_bytes=copies * stepped,
                 moments=("step",),
             )
         )
     bucket = size * zero_bucket_elements(trained.num)
     held.append(Held(category="gradients", name="ZeRO's reduce bucket", size_bytes=bucket))
-    held.append(
-        Held(category="gradients", name="reduce-scatter's copy of the bucket", size_bytes=bucket, moments=BACKWARD)
-    )
-    held += _param_gradient(model, inner, trained)
-    groups = gathered_groups(model, inner, 1)
-    reuse = size * ZERO3_REUSE_ELEMENTS // (3 if setup.checkpointing else 2)
-    kept = min(groups.layers, max(reuse, groups.layer))
-    everything = groups.layers + groups.embedding + groups.tail
-    ahead = min(size * ZERO3_PREFETCH_ELEMENTS, everything)
-    name = "gathered weights"
-    held.append(
-        Held(
-            category="weights",
-            name=name,
-            size_bytes=min(everything, kept + ahead) + ahead,
-            moments=("gather", "forward"),
-        )
-    )
-    held.append(Held(category="weights", name=name, size_bytes=kept + groups.tail, moments=("loss", "head", "first")))
-    held.append(
-        Held(
-            category="weights",
-            name=name,
-            size_bytes=min(everything, max(groups.layer + ahead, groups.embedding)),
-            moments=("last", "end"),
-        )
-    )
+    held += _gradients_and_copy(model, inner, trained, bucket, "reduce-scatter's copy of the bucket")
+    layer = gathered_groups(model, inner, 1).layer
+    held += _gathered(model, inner, max(layer, layer * (model.num_layers - _blocks_per_bucket(model, trained))))
     held.append(Held(category="weights", name="weights that stay gathered", size_bytes=persistent_bytes(model, inner)))
     return Share(
         part=part,
@@ -190,8 +175,18 @@ def zero3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trained
         local=local,
         optimizer_on_device=not offloaded,
         held=tuple(one for one in held if one.size_bytes),
+        stepped=stepped,
+        gone_in_step_bytes=size * stepped if trained.dtype != "fp32" else 0,
         host_bytes=host,
     )
+
+
+def _norm(elements: int) -> Held:
+    """The norm of one parameter's gradient is taken in fp64 before it goes to the host: of the embedding's, the last.
+
+    Source: DeepSpeed 0.19.8 `set_norm_for_param_grad_in_gpu`, `_offload_grad_partition_at_boundary`.
+    """
+    return Held(category="gradients", name="gradient in fp64 for its norm", size_bytes=8 * elements, moments=("end",))
 
 
 def persistent_bytes(model: ModelSpec, setup: TrainSetup) -> int:
@@ -212,24 +207,110 @@ def persistent_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     return size * elements
 
 
-def _param_gradient(model: ModelSpec, inner: TrainSetup, trained: Trained) -> list[Held]:
-    """Gradients before the engine moves them into its bucket: the head's first, a matrix of the last layer, and the
-    embedding's last. A tied head's half waits for the embedding's, and the two may make a third (`halves_stay_apart`).
+def _gathered(model: ModelSpec, inner: TrainSetup, late: int) -> list[Held]:
+    """What is gathered at every moment: see `zero3`.
+
+    Args:
+        late: bytes of the blocks that are still to come back when the backward's last moment is taken.
+
+    Source: DeepSpeed 0.19.8 `partitioned_param_coordinator.py`, followed by `probes.dryrun.zero_gather`, whose runs
+    these closed forms are fitted to (docs/accuracy/spread-formula-vs-dry-run.md).
+    """
+    groups = gathered_groups(model, inner, 1)
+    size = 1 if inner.quantized else SIZE_BYTES[inner.weight_dtype]
+    half = SIZE_BYTES[inner.weight_dtype]
+    everything = groups.layers + groups.embedding + groups.tail
+    stacks, block_stacks, largest = _stacks(model)
+    over = size * largest // 2  # the tensor that crosses the limit, on average
+    live = size * ZERO3_LIVE_ELEMENTS
+    ahead = min(size * ZERO3_PREFETCH_ELEMENTS, everything)
+    kept = 0  # by views
+    if inner.quantized:
+        kept = groups.layers
+    elif stacks and not inner.checkpointing and not _adapts_stacks(model, inner):
+        kept = half * stacks
+    # the head is asked for last, when what is live is just below the limit; a fused loss has read it from the beginning
+    head = groups.tail if inner.checkpointing and inner.loss == "full" else over
+    forward = max(min(everything, live + head) + ahead, min(everything, kept + groups.tail), 2 * half * block_stacks)
+    loss = max(min(everything, max(live + over, groups.tail)), min(everything, kept + groups.tail))
+    # the backward gathers ahead again, in quantized layers beside the views
+    again = kept + groups.tail + live if inner.quantized and inner.checkpointing and groups.layers > live else 0
+    first = max(min(everything, loss + ahead), again)
+    last = min(everything, max(groups.layer, min(live + over, late + groups.embedding)))
+    end = groups.embedding or groups.tail
+    if inner.loss != "full" and not model.tied:
+        last, end = last + groups.tail, end + groups.tail  # read for the whole forward and backward
+    name = "gathered weights"
+    return [
+        Held(category="weights", name=name, size_bytes=forward, moments=("gather", "forward")),
+        Held(category="weights", name=name, size_bytes=loss, moments=("loss", "head")),
+        Held(category="weights", name=name, size_bytes=first, moments=("first",)),
+        Held(category="weights", name=name, size_bytes=last, moments=("last",)),
+        Held(category="weights", name=name, size_bytes=end, moments=("end",)),
+    ]
+
+
+def _adapts_stacks(model: ModelSpec, inner: TrainSetup) -> bool:
+    """Whether adapters make new tensors of the experts' stacks, so that no view of the gathered ones is kept."""
+    if inner.method == "full":
+        return False
+    return any(one.module == "parameter" for _, _, linears in adapted(model, inner) for one in linears)
+
+
+def _stacks(model: ModelSpec) -> tuple[int, int, int]:
+    """Elements of (all stacks of experts, those of one block, a block's largest tensor)."""
+    total = block = largest = 0
+    for layer, num in model.layer_counts:
+        stacks = [one.num * one.in_features * one.out_features for one in layer.linears if one.module == "parameter"]
+        plain = [one.in_features * one.out_features for one in layer.linears if one.module != "parameter"]
+        total, block = total + num * sum(stacks), max(block, sum(stacks))
+        largest = max(largest, *stacks, *plain)
+    return total, block, largest
+
+
+EARLY_BUCKET = 4
+"""A bucket that is full within a quarter of the blocks counts as full at the backward's first block."""
+
+
+def _blocks_per_bucket(model: ModelSpec, trained: Trained) -> int:
+    """After how many blocks of the backward a bucket is full and copied; all of them where everything fits."""
+    bucket = zero_bucket_elements(trained.num)
+    if bucket >= trained.num:
+        return model.num_layers
+    blocks = trained.num - trained.head - trained.embeddings
+    return min(model.num_layers, -(-bucket * model.num_layers // max(1, blocks)))
+
+
+def _gradients_and_copy(model: ModelSpec, inner: TrainSetup, trained: Trained, bucket: int, name: str) -> list[Held]:
+    """Gradients before the engine moves them into its bucket, and the copy in which a bucket crosses the link.
+
+    The head's gradient comes first, then the matrices of the last layer, the embedding's last. A tied head's half waits
+    for the embedding's, and the two may make a third (`halves_stay_apart`). The copy is made when the next gradient
+    finds the bucket full: not before the head's has come, and only at the end where everything fits into one. It never
+    meets the halves, as the sum of them is what finds the bucket full.
     """
     size = SIZE_BYTES[trained.dtype]
-    name = "one parameter's gradient"
+    gradient = "one parameter's gradient"
+    single = bucket >= size * trained.num
     waiting = trained.embeddings if model.tied else 0
     halves = 1 + int(model.tied) + int(halves_stay_apart(model, inner))
-    matrix = max(
-        (one.in_features * one.out_features for layer in model.layer_kinds for one in layer.linears), default=0
-    )
-    matrix = min(matrix, trained.largest)
-    first = max(trained.head, matrix)
-    return [
-        Held(category="gradients", name=name, size_bytes=size * first, moments=("first",)),
-        Held(category="gradients", name=name, size_bytes=size * (waiting + matrix), moments=("last",)),
-        Held(category="gradients", name=name, size_bytes=size * halves * trained.embeddings, moments=("end",)),
+    matrix = min(_stacks(model)[2], trained.largest)
+    blocks = _blocks_per_bucket(model, trained)
+    copy = 0 if single else bucket
+    end = size * halves * trained.embeddings
+    if not single:
+        end = max(end, size * trained.embeddings + bucket)
+    found = [
+        Held(category="gradients", name=gradient, size_bytes=size * trained.head, moments=("head",)),
+        Held(category="gradients", name=gradient, size_bytes=size * (waiting + matrix), moments=("first",)),
+        Held(category="gradients", name=gradient, size_bytes=size * (waiting + matrix), moments=("last",)),
+        Held(category="gradients", name=name, size_bytes=copy, moments=("last",)),
     ]
+    if EARLY_BUCKET * blocks <= model.num_layers:
+        found.append(Held(category="gradients", name=name, size_bytes=copy, moments=("first",)))
+    if end > bucket:
+        return [*found, Held(category="gradients", name=gradient, size_bytes=end, moments=("end",))]
+    return [*found, Held(category="gradients", name=name, size_bytes=bucket, moments=("end",))]
 
 
 def _flat(trained: Trained, shards: int) -> Trained:

@@ -27,6 +27,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.parallel.zero import (
+    NORM_CHUNK_ELEMENTS,
     ZERO3_LIVE_ELEMENTS,
     ZERO3_PERSISTENT_ELEMENTS,
     ZERO3_PREFETCH_ELEMENTS,
@@ -55,8 +56,6 @@ from probes.stack.spread import Spread
 GATHERED, GATHERING, SCATTERING = "gathered weights", "all-gather buffer", "reduce-scatter buffer"
 ON_ITS_WAY = "ZeRO gradient on its way to the host"
 LIMITS = Limits(prefetch=ZERO3_PREFETCH_ELEMENTS, reuse=ZERO3_REUSE_ELEMENTS, live=ZERO3_LIVE_ELEMENTS)
-NORM_CHUNK_ELEMENTS = 250_000_000
-"""Source: DeepSpeed 0.19.8 stage3.py `_constant_buffered_norm2`."""
 _MARK = "zero3"
 T = TypeVar("T")
 

@@ -41,6 +41,7 @@ class Settled(dist.ProcessGroup):
     def __init__(self, gloo: Any, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size)
         self._gloo = gloo
+        self._sent: list[Any] = []
 
     def _run(self, call: Callable[..., Any], *args: Any) -> Any:
         with _disable_current_modes(), torch.no_grad():
@@ -49,6 +50,22 @@ class Settled(dist.ProcessGroup):
             for tensor, copy in zip(_tensors(args), _tensors(copies), strict=True):
                 tensor.copy_(copy)
         return _done(args[0])
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Any:
+        """Under way when it returns: the receiver may first have to send something itself."""
+        with _disable_current_modes(), torch.no_grad():
+            copies = _copy(tensors)
+            self._sent.append((self._gloo.send(copies, to, tag), copies))
+        return _done(tensors)
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
+        """Waited for."""
+        return self._run(lambda copies: self._gloo.recv(copies, source, tag), tensors)
+
+    def settle(self) -> None:
+        """Waits for all that was sent."""
+        while self._sent:
+            self._sent.pop(0)[0].wait()
 
     @property
     def group_name(self) -> str:
@@ -71,6 +88,13 @@ for _name in (
     "allreduce", "allgather", "all_gather_single", "reduce_scatter", "reduce_scatter_single", "broadcast", "barrier",
 ):  # fmt: skip
     setattr(Settled, _name, _collective(GLOOS_NAMES.get(_name, _name)))
+
+
+def settle() -> None:
+    """Waits for all that was sent in any group."""
+    for group in dist.distributed_c10d._world.pg_names:
+        if isinstance(group, Settled):
+            group.settle()
 
 
 def register() -> str:

@@ -1,6 +1,8 @@
 """ZeRO's terms against DeepSpeed 0.19.8 itself: two CPU ranks over gloo (DS_ACCELERATOR=cpu), every tensor storage of
 rank 0 followed by a dispatch mode, second and third step. A Llama of 21.37 M parameters, 6 layers, hidden 512, 1 x 8
-tokens, bf16, fused AdamW, so that states and buffers are all there is.
+tokens, bf16, fused AdamW, so that states and buffers are all there is. ZeRO-3's figures are those of
+benchmarks/zero_dry_run_check.py, whose group forgets a collective's buffers when it is over (gloo's own thread may keep
+them a little, which earlier figures had in them).
 """
 
 import pytest
@@ -65,10 +67,9 @@ def test_the_model_is_the_measured_one() -> None:
     [
         ("zero1", 1, 244.71, 245.20),
         ("zero2", 1, 244.70, 245.20),
-        ("zero3", 1, 287.48, 265.08),
+        ("zero3", 1, 246.59, 264.96),
         ("zero1", 2, 247.76, 245.20),
         ("zero2", 2, 265.58, 245.20),
-        ("zero3", 2, 287.48, 265.08),
     ],
 )
 def test_phases_are_deepspeeds(parallel: str, steps: int, backward_mib: float, step_mib: float) -> None:
@@ -83,7 +84,7 @@ def test_zero3_forward_gathers_the_prefetched_bucket_beside_its_parameters() -> 
     assert _phases("zero3")["forward"] == pytest.approx(286.60, abs=NEAR_MIB)
 
 
-@pytest.mark.parametrize(("parallel", "backward_mib"), [("zero1", 225.70), ("zero2", 193.69), ("zero3", 220.57)])
+@pytest.mark.parametrize(("parallel", "backward_mib"), [("zero1", 225.70), ("zero2", 193.69), ("zero3", 212.92)])
 def test_several_buckets(parallel: str, backward_mib: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same run with reduce_bucket_size 4e6."""
     monkeypatch.setattr(zero, "ZERO_BUCKET_ELEMENTS", SMALL_BUCKET)
