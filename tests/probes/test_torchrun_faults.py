@@ -176,6 +176,18 @@ def test_killed_runner_takes_agent_and_ranks_along(tmp_path: Path) -> None:
 # Who is to blame, without processes
 
 
+def test_progress_of_a_job_names_who_does_something_else() -> None:
+    heard = RankReport()
+    assert heard.doing(3) == ""
+    heard.hear({"progress": "importing", "rank": 1})
+    assert heard.doing(3) == "starting (rank 1: importing)"
+    for rank in (0, 2):
+        heard.hear({"progress": "importing", "rank": rank})
+    assert heard.doing(3) == "importing"
+    heard.hear({"progress": "building", "rank": 0})
+    assert heard.doing(3) == "building (rank 1, 2: importing)"
+
+
 def report(*events: dict[str, Any]) -> RankReport:
     heard = RankReport()
     for event in events:

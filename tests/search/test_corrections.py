@@ -1,13 +1,16 @@
 """What one search learns about a GPU helps the next, for other models too; and the file that keeps it."""
 
 import json
+from dataclasses import replace
 from math import exp, log
 from pathlib import Path
 
 import pytest
 from search_cases import BY_NAME, exact, problem, scenario, small_candidates
 
+from planner.cluster import make_cluster
 from planner.errors import ConfigError
+from planner.gpus import find_gpu
 from planner.outcome import Measurement
 from search.corrections import (
     MAX_PER_GPU,
@@ -16,6 +19,7 @@ from search.corrections import (
     corrected,
     corrections,
     observations_of,
+    place_of,
 )
 from search.problem import with_evidence
 from search.run import search
@@ -80,6 +84,25 @@ def test_another_models_errors_move_the_prediction_part_of_the_way() -> None:
     own = corrections(candidates, (), "mine")
     assert all(one.speed_factor == 1.0 and one.memory_factor == 1.0 for one in own)
     assert fitting[0].speed_sd < own[0].speed_sd
+
+
+def test_several_gpus_learn_from_one_but_never_the_other_way_round(tmp_path: Path) -> None:
+    card = find_gpu("a100-80gb")
+    two, four = (place_of("test", make_cluster(card, num)) for num in (2, 4))
+    assert place_of("test", None) == "test"
+    assert place_of("test", make_cluster(card, 2, interconnect="pcie")) not in (two, four)
+    store = CorrectionStore(tmp_path / "corrections.json")
+    one = observed(3, speed_error=-0.1, model="mine")
+    store.add(one)
+    store.add([replace(item, gpu=two) for item in observed(2, speed_error=0.4, model="mine")])
+    store.add([replace(item, gpu="test-2, 2 GPUs") for item in observed(1, speed_error=9.0)])  # another card
+    assert [item.gpu for item in store.load("test")] == ["test"] * 3
+    assert [item.gpu for item in store.load(two)] == ["test"] * 3 + [two] * 2
+    assert [item.gpu for item in store.load(four)] == ["test"] * 3 + [two] * 2
+    groups = [item.group for item in as_elsewhere(store.load(two), "mine", two)]
+    assert groups[3:] == [0, 0]  # this very machine and model
+    assert set(groups[:3]) == {1}
+    assert 0 not in {item.group for item in as_elsewhere(store.load(four), "mine", four)}
 
 
 def test_corrected_candidate_says_so() -> None:

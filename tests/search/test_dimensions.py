@@ -46,6 +46,16 @@ def test_key_of_tells_setups_apart_in_every_field() -> None:
     assert key_of(setup) == key_of(TrainSetup(num_gpus=2, parallel="ddp"))
 
 
+def test_one_gpus_key_is_that_of_every_version() -> None:
+    """Studies and corrections of before there were spreads are found again."""
+    assert key_of(TrainSetup(micro_batch_seqs=2, accumulation_steps=8)) == (
+        "method=lora|precision=bf16-autocast|quantization=none|kbit_fp32_cast=False|lora_rank=16|"
+        "lora_targets=all-linear|lora_dropout=0.0|adapter_dtype=auto|optimizer=adamw-fused|attention=sdpa|"
+        "checkpointing=1|loss=full|micro_batch_seqs=2|packing=False|compile=False|num_gpus=1|parallel=none|"
+        "accumulation_steps=8|seq_len_tokens=2048"
+    )
+
+
 def test_params_of_names_every_dimension_and_listed_targets() -> None:
     params = params_of(TrainSetup(lora_targets=("q_proj",)))
     assert set(params) == set(NAMES)

@@ -1,5 +1,7 @@
 """The machines that strategies are compared on: synthetic GPU and recorded grids; and the strategies themselves."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from search_cases import all_candidates, problem, scenario, small_candidates
@@ -11,8 +13,9 @@ from search.problem import Problem, Result
 from search.replay import recorded_grids
 from search.run import search
 from search.sampler import Belief, Sampler
+from search.stopping import Budget
 from search.strategies import DEFAULTS, DeepSpeedSampler, DoublingSampler, RankedSampler
-from search.synthetic import SCENARIOS, SyntheticGpu, perturbed
+from search.synthetic import SCENARIOS, SPREAD_SCENARIOS, Scenario, SyntheticGpu, perturbed
 
 
 @pytest.mark.parametrize("one", SCENARIOS, ids=lambda one: one.name)
@@ -25,8 +28,6 @@ def test_scenarios_have_a_fitting_plan_and_excluded_setups(one: object) -> None:
 
 
 def test_the_large_space_has_about_twenty_thousand_candidates() -> None:
-    from dataclasses import replace
-
     assert 15_000 < sum(1 for _ in replace(scenario(), large=True).setups()) < 25_000
 
 
@@ -63,6 +64,57 @@ def test_prior_memory_grows_with_the_micro_batch() -> None:
     for pairs in by_family.values():
         peaks = [peak for _, peak in sorted(pairs)]
         assert peaks == sorted(peaks)
+
+
+@pytest.mark.parametrize("one", SPREAD_SCENARIOS, ids=lambda one: one.name)
+def test_scenarios_of_several_gpus_have_a_choice_of_spreads(one: Scenario) -> None:
+    candidates = one.candidates()
+    whole = Problem(candidates=candidates)  # checks that tokens per step are equal
+    fitting = [candidate.setup for candidate in candidates if candidate.fits]
+    assert 500 < len(candidates) < 4000
+    assert {setup.num_gpus for setup in fitting} == {one.num_gpus}
+    assert len({(setup.parallel, setup.reshard_after_forward) for setup in fitting}) >= 4
+    assert sum(bool(whole.exclusion(candidate)) for candidate in candidates) > 50
+
+
+def test_links_and_shards_do_what_they_should() -> None:
+    """Slower links cost most where weights are sent; whole states need more memory than parts of them."""
+    one = next(one for one in SPREAD_SCENARIOS if one.name == "8b-full-8x80g-nvlink")
+    slow = replace(one.nominal, link_bytes_per_s=one.nominal.link_bytes_per_s / 20)
+    found = {}
+    for setup in one.setups():
+        if setup.micro_batch_seqs == 2 and setup.checkpointing == 1 and setup.loss == "liger":
+            fast_s, slow_s = (one.predict(setup, machine).step_time_s for machine in (one.nominal, slow))
+            assert fast_s is not None
+            assert slow_s is not None
+            assert slow_s > fast_s
+            found[setup.parallel, setup.reshard_after_forward] = slow_s / fast_s, one.predict(setup).peak_device_bytes
+    assert found["zero3", True][0] > found["ddp", True][0]
+    assert found["fsdp2", True][0] > found["fsdp2", False][0]
+    sizes = [found[name, True][1] for name in ("ddp", "zero1", "zero2", "fsdp2")]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_several_gpus_leave_one_gpus_machines_as_they_are() -> None:
+    """Figures of before there were several: the benchmark's seeds mean the same machines."""
+    machine = perturbed(scenario().nominal, 9000)
+    assert machine.link_bytes_per_s == 0.0
+    assert not machine.no_deepspeed
+    candidate = next(c for c in small_candidates() if c.fits)
+    names = [*candidate.formula.time_parts_s, *(term.name for term in candidate.formula.terms)]
+    assert not any("communication" in name or "gathered" in name for name in names)
+
+
+def test_search_over_spreads_ends_with_what_fits_and_runs() -> None:
+    one = next(one for one in SPREAD_SCENARIOS if one.name == "1b-full-4x24g-pcie")
+    candidates = one.candidates()
+    for seed in (3, 4):
+        gpu = SyntheticGpu.of(one, seed)
+        result = search(Problem(candidates=candidates), gpu, budget=Budget(max_probes=6))
+        assert result.best is not None
+        evidence = gpu(result.best.setup)
+        assert isinstance(evidence, Measurement)
+        assert evidence.peak_device_bytes <= one.budget_bytes
 
 
 def run_to_end(sampler: Sampler, belief: Belief, gpu: SyntheticGpu, limit: int = 60) -> list[TrainSetup]:
