@@ -30,13 +30,15 @@ def supported_attentions(model: ModelSpec, gpu: GpuSpec) -> tuple[str, ...]:
 def missing_kernels(gpu: GpuSpec, setup: TrainSetup) -> str:
     """What of a setup has no kernel on this GPU, "" where everything runs.
 
-    Source: bitsandbytes 0.50 (`backends/mps` has no optimizer; `functional.get_paged` needs CUDA's managed memory);
-    Triton compiles for NVIDIA cards from compute capability 7.0 on and for AMD.
+    Source: the GPU table (flash-attention 2); bitsandbytes 0.50 (`backends/mps` has no optimizer, `get_paged` needs
+    CUDA's managed memory); Triton compiles for NVIDIA cards from compute capability 7.0 on, and for AMD.
     """
     if gpu.vendor == "Apple" and ("8bit" in setup.optimizer or "paged" in setup.optimizer):
         return f"bitsandbytes has no optimizer ({setup.optimizer}) for Apple GPUs"
     if setup.loss == "liger" and (gpu.vendor == "Apple" or (gpu.compute_capability or TRITON_FROM) < TRITON_FROM):
         return f"Liger's kernels are Triton's, which does not compile for {gpu.name}"
+    if setup.attention == "flash-attention-2" and not gpu.flash_attention_2:
+        return f"flash-attention 2 has no kernels for {gpu.name}"
     return ""
 
 

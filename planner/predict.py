@@ -118,8 +118,6 @@ def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str
         )
     if gpu.bf16_flops_per_s is None and setup.compute_dtype == "bf16":
         notes.append(f"{gpu.name} has no bf16 units: torch emulates bf16 slowly, fp16 is the better choice")
-    if setup.attention == "flash-attention-2" and not gpu.flash_attention_2:
-        notes.append(f"{gpu.name} cannot run flash-attention 2")
     missing = missing_kernels(gpu, setup)
     if missing:
         notes.append(f"this cannot run: {missing}")

@@ -93,7 +93,7 @@ def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
     }
     for name, allowed in fixed.items():
         values[name] = tuple(allowed)
-    for name in ("optimizer", "loss"):
+    for name in ("optimizer", "loss", "attention"):
         missing = {value: missing_kernels(gpu, TrainSetup(**{name: value})) for value in values[name]}
         values[name] = tuple(value for value in values[name] if not missing[value])
         if not values[name]:

@@ -84,6 +84,8 @@ def complete_arguments(arguments: Sequence[str]) -> list[str]:
     """
     if not arguments:
         return ["--help"]
+    if len(arguments) == 1 and arguments[0] in GROUPS:
+        return [*arguments, "--help"]
     if arguments[0] in {*COMMANDS, *GROUPS} or arguments[0] in GROUP_OPTIONS:
         return ["--help" if word == "-h" else word for word in arguments]
     return [MAIN_COMMAND, *arguments]

@@ -1,5 +1,6 @@
 """`plan report`, `plan compare` and `plan which-gpu`: answers side by side, from plan.json alone."""
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -168,14 +169,18 @@ def _plans(
 
     answers: list[Plan | NoPlan] = []
     problem: UsageError | None = None
+    left_out = []
     for card in steps(cards, "planning", console(stderr=True)):
         try:
             answers.append(plan_workload(workload(spec, card, fixed=fixed, cluster=cluster(card), **wish)))
         except UsageError as error:
             problem = error
+            left_out.append(card.key)
     if not answers:
         assert problem is not None
         raise problem
+    if left_out:
+        print(f"left out, where the options cannot be kept: {', '.join(left_out)}", file=sys.stderr)
     return answers
 
 

@@ -82,6 +82,8 @@ def test_apple_gpus_train_with_the_math_kernel() -> None:
         ("apple-m3-max", {"loss": "liger"}, "Triton"),
         ("apple-m3-max", {"optimizer": "adamw-fused", "loss": "chunked"}, ""),
         ("p100", {"loss": "liger"}, "Triton"),
+        ("t4", {"attention": "flash-attention-2"}, "flash-attention 2"),
+        ("a100-80gb", {"attention": "flash-attention-2"}, ""),
         ("p100", {"optimizer": "paged-adamw-8bit"}, ""),
         ("t4", {"loss": "liger"}, ""),
         ("mi300x", {"loss": "liger", "optimizer": "paged-adamw-8bit"}, ""),

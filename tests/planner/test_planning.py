@@ -174,6 +174,8 @@ def test_apple_gpus_get_only_what_runs_on_them() -> None:
     values = dimension_values(workload)
     assert values["optimizer"] == ("adamw-fused",)
     assert "liger" not in values["loss"]
+    with pytest.raises(UsageError, match="flash-attention 2"):
+        dimension_values(wish(gpu="t4", fixed={"attention": ("flash-attention-2",)}))
     with pytest.raises(UsageError, match="Apple"):
         dimension_values(wish("meta-llama/Llama-3.2-3B", "apple-m3-max", fixed={"optimizer": ("paged-adamw-8bit",)}))
 

@@ -113,6 +113,13 @@ def test_which_gpu_where_nothing_fits_exits_1(app: typer.Typer) -> None:
     assert "No card fits. Nearest:" in result.stdout
 
 
+def test_which_gpu_leaves_out_and_names_cards_without_the_kernel(app: typer.Typer) -> None:
+    words = ("which-gpu", "gpt2", "--vendor", "AMD", "--attention", "flash-attention-2", "--seq-len", "512", "--json")
+    result = call(app, *words)
+    assert "rx-7900-xtx" not in {row["gpu"] for row in json.loads(result.stdout)}
+    assert "rx-7900-xtx" in result.stderr
+
+
 def test_which_gpu_refuses_unknown_words(app: typer.Typer) -> None:
     with pytest.raises(UsageError, match="--sort must be one of"):
         call(app, "which-gpu", "openai-community/gpt2", "--sort", "colour")
