@@ -42,6 +42,7 @@ def make(
     wish.fixed()  # what the flags alone contradict is said before anything is looked up
     spec = resolve_model(model, revision=revision, ask_hub=hub)
     card = resolve_gpu(gpu)
+    wish = wish.on_links_of(gpu, card)
     lengths = _lengths(dataset, spec) if dataset is not None else None
     if lengths is not None:
         wish = replace(

@@ -94,6 +94,19 @@ def job_devices(device: str | None, num_gpus: int) -> tuple[str, ...]:
     return here[start : start + num_gpus]
 
 
+def local_link(num_gpus: int) -> str | None:
+    """How the first GPUs of this machine talk, as `--interconnect` names it: "nvlink" where every two do so, "pcie"
+    where some do not; None where the driver does not tell about all, or there are fewer."""
+    from probes.executors import local_devices
+    from probes.topology import topology
+
+    devices = local_devices()[:num_gpus]
+    pairs = topology(devices).pairs.values()
+    if len(devices) < num_gpus or len(pairs) < num_gpus * (num_gpus - 1) // 2:
+        return None
+    return "nvlink" if set(pairs) == {"NVLink"} else "pcie"
+
+
 def gpu_of(name: str | None, device: str) -> GpuSpec | None:
     """The table's row of the device: the one named, else the one the driver names; None on the CPU."""
     from planner.errors import UnknownGpuError

@@ -14,7 +14,7 @@ from planner.cli import options, probing
 from planner.cli.wish import positive, resolve_gpu
 from planner.cli.wishes import WishOptions, takes_wish
 from planner.errors import EXIT_NOTHING_FITS, UsageError
-from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
+from planner.outcome import Candidate, FailureKind, Measurement, Prediction, ProbeFailure
 from planner.plan import NoPlan, Plan
 from planner.setup import TrainSetup
 from planner.workload import Workload
@@ -80,7 +80,8 @@ def tune(
     line = probing.ProgressLine()
     line.say(f"planning {model} by the formula")
     spec = resolve_model(model, revision=revision, ask_hub=hub)
-    asked = wish.workload(spec, resolve_gpu(gpu), objective=objective)
+    card = resolve_gpu(gpu)
+    asked = wish.on_links_of(gpu, card).workload(spec, card, objective=objective)
     on_this_machine(asked)
     plan = plan_workload(asked)
     line.close()
@@ -210,20 +211,17 @@ def _unprobed(wish: Workload) -> "Unprobed":
 
 
 def _dry_run(wish: Workload, line: probing.ProgressLine, setup: TrainSetup) -> Prediction | ProbeFailure | None:
-    """The dry run before a probe; None for a spread that it does not follow: the probe shall tell."""
+    """The dry run before a probe; None where it breaks, or does not follow the spread: the probe decides."""
     from planner.cli.rungs import dry_run_setup
 
-    if setup.num_gpus > 1:
-        from probes.dryrun.followed import why_not_traced
-
-        if why_not_traced(setup):
-            return None
     line.say(f"dry run: {setup_words(setup)}")
     try:
-        return dry_run_setup(wish.model, wish.gpu, setup)
-    except Exception as error:  # a prediction that breaks is no reason to end a search: the probe decides
+        found = dry_run_setup(wish.model, wish.gpu, setup)
+    except Exception as error:  # a prediction that breaks is no reason to end a search
         line.note(f"  dry run failed, the probe decides: {type(error).__name__}: {error}")
         return None
+    unable = isinstance(found, ProbeFailure) and found.kind is FailureKind.UNSUPPORTED
+    return None if unable and setup.num_gpus > 1 else found
 
 
 def _prober(

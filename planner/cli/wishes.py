@@ -6,8 +6,8 @@ command names one parameter and gets them all.
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
 import typer
 
@@ -89,6 +89,16 @@ class WishOptions:
             reshard=self.reshard,
             offload=self.offload,
         )
+
+    def on_links_of(self, name: str, gpu: GpuSpec) -> Self:
+        """The same wish with the links that this machine has, where its GPUs are meant and no link was named."""
+        num = self.gpus or 1
+        if num == 1 or name.lower() != "local" or self.interconnect is not None:
+            return self
+        from planner.cli.probing import local_link
+
+        link = local_link(num)
+        return replace(self, interconnect=link) if link == "pcie" or (link and gpu.nvlink_bytes_per_s) else self
 
     def cluster(self, gpu: GpuSpec) -> "Cluster | None":
         """The GPUs and their links, None for one GPU.

@@ -1,18 +1,26 @@
 """Flags for several GPUs: what they mean, what contradicts, and that nothing typed ends in a traceback."""
 
+import inspect
 import json
 import random
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from planner.cli.app import run
+from planner.cli.make import make
+from planner.cli.probing import local_link
 from planner.cli.spread import PARALLELS, one_setup, spread_fields
+from planner.cli.tune import tune
 from planner.cli.which_cluster import parse_deadline
+from planner.cli.wishes import WishOptions
 from planner.cluster import links
 from planner.errors import UsageError
+from planner.gpus import find_gpu
 from planner.setup import PARALLELS as FIELD_VALUES
 from planner.setup import TrainSetup
+from probes.topology import Topology
 
 FAST = ["--no-dry-run", "--attention", "sdpa", "--loss", "chunked", "--optimizer", "adamw-fused"]
 ONE = ["--no-dry-run", "--attention", "sdpa", "--loss", "chunked"]
@@ -341,3 +349,40 @@ def test_50_random_which_cluster_lines_never_crash(
         code = run([*words, *draw.sample(["--json"], draw.randint(0, 1))])
         capsys.readouterr()
         assert code in (0, 1, 2), words
+
+
+@pytest.mark.parametrize(
+    ("pairs", "link"),
+    [
+        (["NVLink"] * 3, "nvlink"),
+        (["NVLink", "PCIe, one switch", "NVLink"], "pcie"),
+        (["NVLink"], None),
+        ([], None),
+    ],
+    ids=["all", "some", "not told of all", "not told"],
+)
+def test_this_machines_links_are_those_that_the_driver_tells(
+    pairs: list[str], link: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = ("cuda:0", "cuda:1", "cuda:2")
+    names = [(devices[0], devices[1]), (devices[0], devices[2]), (devices[1], devices[2])]
+    found = Topology(devices=devices, nvlinks=(None,) * 3, pairs=dict(zip(names, pairs, strict=False)))
+    monkeypatch.setattr("probes.executors.local_devices", lambda: devices)
+    monkeypatch.setattr("probes.topology.topology", lambda asked: found)
+    assert local_link(3) == link
+    assert local_link(4) is None
+    wish = WishOptions(gpus=3)
+    assert wish.on_links_of("local", find_gpu("a100-80gb")).interconnect == link
+    assert wish.on_links_of("a100-80gb", find_gpu("a100-80gb")) == wish
+    assert WishOptions(gpus=3, interconnect="pcie").on_links_of("local", find_gpu("a100-80gb")).interconnect == "pcie"
+    assert wish.on_links_of("local", find_gpu("rtx-4090")).interconnect in ("pcie", None)  # the table knows no NVLink
+
+
+def test_commands_that_plan_share_their_options() -> None:
+    """typer sees every field of a wish as an option of both, in the place of the one parameter."""
+    shared = [field.name for field in fields(WishOptions)]
+    for command in (make, tune):
+        names = list(inspect.signature(command).parameters)
+        at = names.index(shared[0])
+        assert names[at : at + len(shared)] == shared
+        assert "wish" not in names

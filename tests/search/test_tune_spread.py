@@ -198,3 +198,24 @@ def test_trial_lines_name_the_spread() -> None:
     record = TrialRecord(number=0, setup=setup, state=TrialState.COMPLETE, origin="plan")
     assert "FSDP2, lora" in trial_line(record)
     assert trial_line(record).endswith("1 x 3 x 2 copies")
+
+
+def test_dry_run_that_breaks_or_does_not_follow_leaves_the_answer_to_the_probe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def dry_run(model: object, gpu: object, setup: TrainSetup) -> ProbeFailure:
+        asked.append(setup.parallel)
+        if len(asked) == 1:
+            raise ZeroDivisionError("float division by zero")
+        return ProbeFailure(rung=Rung.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="it does not follow this spread")
+
+    monkeypatch.setattr(rungs, "dry_run_setup", dry_run)
+    monkeypatch.setattr(rungs, "dry_run_possible", lambda: "")
+    tuned = tuned_plan(tmp_path, dry_run=True, budget=Budget(max_probes=3))
+    assert len(asked) == 3
+    rows = tuned.search["trials"]
+    assert isinstance(rows, list)
+    assert sum(row["rung"] == "probe" for row in rows) == 3
+    assert "dry run failed, the probe decides: ZeroDivisionError" in capsys.readouterr().err
