@@ -23,4 +23,4 @@ if [ -n "${VALIDATE:-${CI:-}}" ] && [ $# = 0 ]; then
         fi
     done
 fi
-exec .venv/bin/python -m pytest -n "${PYTEST_WORKERS:-auto}" --dist loadfile "$@"
+exec .venv/bin/python -m pytest -n "${PYTEST_WORKERS:-auto}" --dist loadfile --no-loadscope-reorder "$@"

@@ -25,3 +25,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 def _own_data_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
     """No measurement that the user made is in a test's answer; for the whole process and its children."""
     os.environ["XDG_DATA_HOME"] = str(tmp_path_factory.mktemp("data"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that train first, then those with other slow tests: whole files are handed to the workers in this order
+    (test.sh), and a long one that comes last would keep one worker busy and the others waiting."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.path.parent.name != "launch", item.path not in slow))
