@@ -7,9 +7,20 @@ from typing import TYPE_CHECKING, Any
 from planner.errors import UsageError
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
+from planner.units import GIB
 
 if TYPE_CHECKING:
     from planner.cluster import Cluster  # late: one GPU needs none of it
+
+HEADROOM_FRACTION = 0.04
+"""Default reserve as a share of the card: what the formula's error and other processes may take. See docs/accuracy."""
+HEADROOM_FLOOR_BYTES = GIB // 2
+MIN_RANK_GIVEN, PRICE_GIVEN = "given with --min-rank", "given with --price"
+
+
+def default_headroom_bytes(memory_bytes: int) -> int:
+    """The reserve where nobody says one."""
+    return max(int(HEADROOM_FRACTION * memory_bytes), min(HEADROOM_FLOOR_BYTES, memory_bytes // 8))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from planner.models.spec import ModelSpec
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import Answer, NoPlan, Plan
 from planner.units import GIB, TERA, count, gib, percent, seconds
-from planner.workload import Workload
+from planner.workload import MIN_RANK_GIVEN, PRICE_GIVEN, Workload, default_headroom_bytes
 from reports.page import Page
 from reports.rows import MemoryRow, beside, best_terms, breakdown, evidence_columns
 from reports.text import (
@@ -181,8 +181,14 @@ def default_next_command(answer: Plan) -> str:
     if not answer.chosen.fits:
         excess = answer.chosen.memory_evidence.peak_device_bytes - answer.chosen.budget_bytes
         words += ["--headroom", f"{math.ceil(10 * (wish.headroom_bytes + max(0, excess)) / GIB) / 10:g}"]
+    elif wish.headroom_bytes != default_headroom_bytes(wish.memory_bytes):
+        words += ["--headroom", f"{wish.headroom_bytes / GIB:g}"]
+    if wish.min_rank_reason == MIN_RANK_GIVEN:
+        words += ["--min-rank", str(wish.min_rank)]
     if wish.dataset_tokens:
         words += ["--dataset-tokens", str(wish.dataset_tokens)]
+    if wish.price_source == PRICE_GIVEN:
+        words += ["--price", f"{wish.price_per_hour:g}"]
     return shlex.join([*words, "--out", "my-plan"])
 
 

@@ -11,16 +11,13 @@ from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.rank import rank_floor
 from planner.units import GIB, gib
-from planner.workload import Workload
+from planner.workload import MIN_RANK_GIVEN, PRICE_GIVEN, Workload, default_headroom_bytes
 
 if TYPE_CHECKING:
     from planner.cluster import Cluster  # late: one GPU needs none of it
 
 DEFAULT_SEQ_LEN = 2048
 DEFAULT_GLOBAL_BATCH = 32
-HEADROOM_FRACTION = 0.04
-"""Default reserve as a share of the card: what the formula's error and other processes may take. See docs/accuracy."""
-HEADROOM_FLOOR_BYTES = GIB // 2
 
 
 def choices(name: str, values: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:
@@ -87,10 +84,7 @@ def memory_and_headroom(gpu: GpuSpec, memory_gib: float | None, headroom_gib: fl
         raise UsageError(
             f"--memory-gib must be at least 0.25, got {memory_gib}", hint="usable memory in GiB, for example 23.5"
         )
-    if headroom_gib is None:
-        headroom = max(int(HEADROOM_FRACTION * memory), min(HEADROOM_FLOOR_BYTES, memory // 8))
-    else:
-        headroom = int(headroom_gib * GIB)
+    headroom = default_headroom_bytes(memory) if headroom_gib is None else int(headroom_gib * GIB)
     if headroom >= memory:
         raise UsageError(
             f"--headroom {headroom_gib} leaves nothing of {gib(memory)}", hint="give a reserve smaller than the card"
@@ -131,7 +125,7 @@ def workload(
     if ranks:
         floor, reason = ranks[0], "given with --rank"
     elif min_rank is not None:
-        floor, reason = positive("min-rank", min_rank, maximum=4096) or 1, "given with --min-rank"
+        floor, reason = positive("min-rank", min_rank, maximum=4096) or 1, MIN_RANK_GIVEN
     else:
         floor, reason = rank_floor(model, targets, dataset_tokens)
     usd, source = _price(gpu, price)
@@ -164,7 +158,7 @@ def _price(gpu: GpuSpec, price: float | None) -> tuple[float | None, str]:
     if price is not None:
         if not (math.isfinite(price) and price >= 0):
             raise UsageError(f"--price must be US dollars per GPU hour, got {price}", hint="for example --price 1.89")
-        return price, "given with --price"
+        return price, PRICE_GIVEN
     from planner.prices import price_per_hour
 
     known = price_per_hour(gpu.key)

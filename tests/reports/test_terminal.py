@@ -15,6 +15,7 @@ from planner.models.spec import ModelSpec
 from planner.outcome import Candidate, Rung
 from planner.plan import Alternative
 from planner.units import GIB, gib
+from planner.workload import MIN_RANK_GIVEN, PRICE_GIVEN, default_headroom_bytes
 from reports.html import Entry, report_html
 from reports.markdown import plan_markdown
 from reports.rows import breakdown
@@ -162,13 +163,16 @@ def test_next_command_repeats_every_wish() -> None:
         "packing": (False,),
         "attention": ("sdpa",),
     }
-    workload = make_workload(fixed=fixed, memory_bytes=20 * GIB, dataset_tokens=5_000_000)
+    said = {"min_rank": 32, "min_rank_reason": MIN_RANK_GIVEN, "price_per_hour": 0.5, "price_source": PRICE_GIVEN}
+    workload = make_workload(fixed=fixed, memory_bytes=20 * GIB, dataset_tokens=5_000_000, **said)
     words = default_next_command(make_plan(workload))
     assert words == (
         "plan Qwen/Qwen2.5-7B --gpu rtx-4090 --seq-len 2048 --global-batch 16 --method lora --method qlora --rank 64 "
         "--targets q_proj,v_proj --checkpoint-every 2 --no-packing --attention sdpa --memory-gib 20 "
-        "--dataset-tokens 5000000 --out my-plan"
+        "--headroom 1 --min-rank 32 --dataset-tokens 5000000 --price 0.5 --out my-plan"
     )
+    usual = make_workload(headroom_bytes=default_headroom_bytes(workload.memory_bytes), memory_bytes=20 * GIB)
+    assert "--headroom" not in default_next_command(make_plan(usual))
 
 
 def test_every_report_refuses_a_choice_that_a_higher_rung_refuted() -> None:
