@@ -4,6 +4,7 @@ import copy
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from planner.memory.types import PHASES, MemoryTerm
@@ -16,6 +17,7 @@ from probes.dryrun.depths import DepthPlan, plan_depth
 from probes.dryrun.followed import rank_note
 from probes.dryrun.report import DryRunReport
 from probes.dryrun.splice import SpliceError, splice
+from probes.dryrun.standins import given_up, load_real, standing_in
 from probes.dryrun.startup import load_libraries
 from probes.dryrun.trace import Trace, World, trace_run
 from probes.stack import load_config
@@ -37,14 +39,52 @@ def run_engine(
     limit_bytes: int | None = None,
 ) -> DryRunReport:
     """The report of one point; raises what the libraries raise where a model or an operator cannot be traced."""
-    load_libraries()
-    plan = plan_depth(load_config(raw_config), checkpointing=setup.checkpointing, full_depth=full_depth)
+    run = partial(
+        _run,
+        raw_config,
+        capability,
+        setup,
+        full_depth=full_depth,
+        expandable_segments=expandable_segments,
+        limit_bytes=limit_bytes,
+    )
     if setup.num_gpus == 1:
-        return _report(plan, full_trace(plan, capability, setup), expandable_segments, limit_bytes)
+        before = given_up()
+        with standing_in():
+            load_libraries()
+            found = run()
+        if given_up() == before:
+            return found
+        # A library that is loaded in the middle of a step may hold tensors longer than the step does.
+        load_real()
+        return run()
+    load_real()
+    load_libraries()
+    if setup.pipeline_degree > 1:
+        from probes.dryrun.stages import run_stages
+
+        def report(plan: DepthPlan, world: World) -> DryRunReport:
+            return _report(plan, full_trace(plan, capability, setup, world), expandable_segments, limit_bytes)
+
+        return run_stages(raw_config, setup, report, full_depth=full_depth)
     from probes.dryrun.spread import fake_job
 
     with fake_job(setup) as world:
-        return _report(plan, full_trace(plan, capability, setup, world), expandable_segments, limit_bytes)
+        return run(world=world)
+
+
+def _run(
+    raw_config: Mapping[str, Any],
+    capability: tuple[int, int],
+    setup: TrainSetup,
+    *,
+    world: World | None = None,
+    full_depth: bool,
+    expandable_segments: bool,
+    limit_bytes: int | None,
+) -> DryRunReport:
+    plan = plan_depth(load_config(raw_config), checkpointing=setup.checkpointing, full_depth=full_depth)
+    return _report(plan, full_trace(plan, capability, setup, world), expandable_segments, limit_bytes)
 
 
 def full_trace(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup, world: World | None = None) -> Trace:

@@ -5,6 +5,7 @@ otherwise None, and the operator itself runs. The comparison with real tensors (
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +59,17 @@ def _norms(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return [torch.empty((), dtype=one.dtype, device=_META) for one in args[0]]
 
 
+def _list_like(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not all(one.is_meta and one.is_contiguous() and one.dtype.is_floating_point for one in args[0]):
+        return None
+    return [torch.empty(one.shape, dtype=one.dtype, device=_META) for one in args[0]]
+
+
 def _in_place_list(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return DONE if args[0] and args[0][0].is_meta else None  # an optimizer counts its steps on the CPU
+
+
+def _in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return DONE
 
 
@@ -82,7 +93,31 @@ SHORTCUTS: dict[Any, Shortcut] = {
     _aten.rsqrt.default: _unary_float,
     _aten.sigmoid.default: _unary_float,
     _aten._foreach_norm.Scalar: _norms,
-    _aten._foreach_mul_.Tensor: _in_place_list,
-    _aten._foreach_mul_.Scalar: _in_place_list,
+    _aten._foreach_sqrt.default: _list_like,
+    **dict.fromkeys(
+        (
+            getattr(packet, overload)
+            for packet in map(
+                partial(getattr, _aten),
+                (
+                    "_foreach_add_",
+                    "_foreach_addcdiv_",
+                    "_foreach_addcmul_",
+                    "_foreach_div_",
+                    "_foreach_lerp_",
+                    "_foreach_mul_",
+                    "_foreach_sub_",
+                ),
+            )
+            for overload in packet.overloads()
+        ),
+        _in_place_list,
+    ),
     _aten._fused_adamw_.default: _in_place_list,
 }
+
+
+def register_in_place(*operators: Any) -> None:
+    """Further operators that change their arguments in place, make nothing and return nothing."""
+    for one in operators:
+        SHORTCUTS[one] = _in_place

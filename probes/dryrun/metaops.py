@@ -7,6 +7,8 @@ from unittest import mock
 
 import torch
 
+from probes.dryrun.fastmeta import register_in_place
+
 
 class _GroupedMm(torch.autograd.Function):  # type: ignore[misc]
     """[rows, in] times [experts, in, out] by groups of rows: what autograd keeps and makes, without a kernel.
@@ -81,6 +83,20 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return output
 
 
+_slow_check_with = torch._check_with
+
+
+def _check_with(error_type: Any, cond: Any, message: Any) -> None:
+    """PyTorch's own check without its look at symbolic shapes: meta kernels ask tens of thousands of times."""
+    if cond is not True:
+        _slow_check_with(error_type, cond, message)
+
+
+def quick_checks() -> Any:
+    """Within it PyTorch's meta kernels check plain conditions without importing anything."""
+    return mock.patch.object(torch, "_check_with", _check_with)
+
+
 @contextmanager
 def fused_dropout(device: str) -> Iterator[None]:
     """Within it, dropout on `device` is the fused kernel that CUDA takes: an output and a mask of a byte per element.
@@ -110,5 +126,10 @@ def meta_operators() -> Iterator[None]:
             pass
         import bitsandbytes as bnb
 
+        register_in_place(
+            torch.ops.bitsandbytes.optimizer_update_8bit_blockwise.default,
+            torch.ops.bitsandbytes.optimizer_update_32bit.default,
+        )
+        stack.enter_context(quick_checks())
         stack.enter_context(mock.patch.object(bnb, "matmul", _int8_matmul))
         yield

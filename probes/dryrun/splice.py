@@ -19,6 +19,7 @@ import torch
 
 from planner.setup import TrainSetup
 from probes.allocator.events import Alloc, Event, Free, Phase
+from probes.dryrun.metaops import quick_checks
 from probes.dryrun.trace import Trace, Trainable, own_optimizer_state
 from probes.dryrun.tracker import Origin, Tracker
 from probes.stack import make_optimizer
@@ -399,7 +400,7 @@ class _OptimizerRun:
             gradients = {tracker.seen(storage): key for key, storage in self._gradients().items()}
             tracker.mark("step", None)
             first = len(tracker.events)
-            with self.shards.stepping(), tracker:
+            with self.shards.stepping(), quick_checks(), tracker:
                 optimizer_phase(holder, optimizer, scaler, "meta")
             own_optimizer_state(tracker, optimizer, owners)
             found.append(
