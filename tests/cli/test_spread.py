@@ -18,6 +18,7 @@ from planner.cli.wishes import WishOptions
 from planner.cluster import links
 from planner.errors import UsageError
 from planner.gpus import find_gpu
+from planner.plan import Plan
 from planner.setup import PARALLELS as FIELD_VALUES
 from planner.setup import TrainSetup
 from probes.topology import Topology
@@ -386,3 +387,20 @@ def test_commands_that_plan_share_their_options() -> None:
         at = names.index(shared[0])
         assert names[at : at + len(shared)] == shared
         assert "wish" not in names
+
+
+def test_plan_on_this_machines_gpus_climbs_to_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    climbed: list[Plan] = []
+
+    def climb(plan: Plan) -> Plan:
+        climbed.append(plan)
+        return plan
+
+    monkeypatch.setattr("planner.cli.make.resolve_gpu", lambda name: find_gpu("rtx-4090"))
+    monkeypatch.setattr("planner.cli.probing.local_link", lambda num: "pcie")
+    monkeypatch.setattr("planner.cli.rungs.climb_probe", climb)
+    words = ["Qwen/Qwen2.5-1.5B", "--gpu", "local", "--gpus", "2", "--method", "lora", *FAST]
+    assert run(words) == 0
+    assert [plan.workload.num_gpus for plan in climbed] == [2]
+    assert run([*words, "--no-probe"]) == 0
+    assert len(climbed) == 1
