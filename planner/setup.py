@@ -325,4 +325,4 @@ def _count(name: str, value: object, *, at_least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise SetupError(f"{name} must be a whole number, got {value!r}")
     if not at_least <= value <= _MAX_COUNT:
-        raise SetupError(f"{name} must be at least {at_least}, got {value}")
+        raise SetupError(f"{name} must be at least {at_least} and at most {_MAX_COUNT}, got {value}")

@@ -173,6 +173,7 @@ def _candidate(
     from planner.predict import predict
 
     memory, reserve = memory_and_headroom(card, memory_gib, headroom)
+    spread.check_vendor(card, setup.num_gpus)
     refused = why_not_run(spec, setup)
     if refused:
         raise UsageError(f"no engine runs this setup: {refused}", hint="change what the sentence names")

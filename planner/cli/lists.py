@@ -3,6 +3,7 @@
 import typer
 
 from planner.cli.output import console, print_json
+from planner.errors import UsageError
 
 
 def gpus(as_json: bool = typer.Option(False, "--json", help="JSON on stdout.")) -> None:
@@ -46,4 +47,9 @@ def models(
 
         print_json([to_jsonable(row) for row in rows])
         return
+    if not rows:
+        raise UsageError(
+            f"no model of the catalogue has {match!r} in its name",
+            hint="`plan models` lists all; other hub ids are looked up on the hub",
+        )
     render_models(rows, console())

@@ -53,6 +53,8 @@ def test_nothing_fits_exits_with_one(capsys: pytest.CaptureFixture[str]) -> None
         (["gpt2", "--gpu", "t4", "--headroom", "99"], "smaller than the card"),
         (["gpt2", "--gpu", "t4", "--nonsense"], "--help"),
         (["gpt2"], "--help"),
+        (["models", "no-such-name"], "plan models"),
+        (["estimate", "gpt2", "--gpu", "apple-m3-max", "--gpus", "2"], "leave --gpus out"),
         (["estimate"], "plan estimate MODEL"),
         (["gpt2", "--gpu", "t4", "--no-checkpointing", "--checkpoint-every", "2"], "one of the two"),
     ],
@@ -184,3 +186,15 @@ def test_500_random_command_lines_never_crash(
         code = run([*words, "--no-dry-run"])
         capsys.readouterr()
         assert code in (0, 1, 2), words
+
+
+def test_a_line_of_setups_is_refused_where_the_flags_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "setups.jsonl"
+    file.write_text('{"model": "gpt2", "gpu": "apple-m3-max", "num_gpus": 2, "parallel": "ddp"}\n')
+    assert run(["estimate", "--setups", str(file), "--json", *FAST]) == 0
+    assert "no engine spreads" in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_a_group_without_a_word_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["store"]) == 0
+    assert "export" in capsys.readouterr().out
