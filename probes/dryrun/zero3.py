@@ -50,7 +50,7 @@ from probes.dryrun.zero_events import (
     cast_to_half,
     optimizer_steps,
 )
-from probes.dryrun.zero_gather import Coordinator, Limits, Weight
+from probes.dryrun.zero_gather import Coordinator, Limits, Store, Weight
 from probes.stack.spread import Spread
 
 GATHERED, GATHERING, SCATTERING = "gathered weights", "all-gather buffer", "reduce-scatter buffer"
@@ -73,12 +73,30 @@ class _Parameter:
         return Weight(num=self.num, persistent=self.num <= ZERO3_PERSISTENT_ELEMENTS, trained=self.trained)
 
 
+LEAVES = frozenset(
+    {
+        "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+        "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+    }
+)
+"""Modules that DeepSpeed gathers as one. Source: DeepSpeed 0.19.8 runtime/zero/leaf_module_config.py."""
+
+
 @dataclass(kw_only=True)
 class _Modules:
-    """What a model is made of, by name: every parameter in order, and which of them every module has itself."""
+    """What a model is made of, by name.
+
+    Attributes:
+        parameters: every one, in order.
+        modules: which of them every hooked module has itself; of a leaf, with all below it.
+        within: which of them every hooked module has with all below it.
+    """
 
     parameters: dict[str, _Parameter] = field(default_factory=dict)
     modules: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    within: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    leaves: dict[str, None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: Any) -> "_Modules":
@@ -87,22 +105,60 @@ class _Modules:
             name: _Parameter(num=one.numel(), shape=one.shape, dtype=one.dtype, trained=one.requires_grad)
             for one, name in names.items()
         }
-        modules = {
-            path: tuple(dict.fromkeys(names[one] for one in module.parameters(recurse=False)))
-            for path, module in model.named_modules()
-        }
-        return cls(parameters=parameters, modules=modules)
+        found = cls(parameters=parameters)
+        for path, module in model.named_modules():
+            if any(path.startswith(f"{leaf}.") for leaf in found.leaves):
+                continue
+            if f"{type(module).__module__}.{type(module).__qualname__}" in LEAVES:
+                found.leaves[path] = None
+            own = module.parameters(recurse=path in found.leaves)
+            found.modules[path] = tuple(dict.fromkeys(names[one] for one in own))
+            found.within[path] = tuple(dict.fromkeys(names[one] for one in module.parameters()))
+        return found
+
+    def coordinator(self, store: Store, limits: Limits | None) -> Coordinator:
+        """Of these modules."""
+        return Coordinator(
+            weights={name: one.weight() for name, one in self.parameters.items()},
+            modules=dict(self.modules),
+            store=store,
+            limits=limits,
+            leaves=frozenset(self.leaves),
+            within=self.within if self.leaves else {},
+        )
 
     def repeated(self, trace: Trace, block: Block | None) -> "_Modules":
         """The full model's: what belongs to the block's layers once per copy."""
         if block is None:
             return self
+
+        def deeper(own: tuple[str, ...], shift: int) -> tuple[str, ...]:
+            return tuple(_deeper(trace, name, shift) for name in own)
+
         return _Modules(
             parameters=_repeated(self.parameters, trace, block, lambda one, shift: one),
-            modules=_repeated(
-                self.modules, trace, block, lambda own, shift: tuple(_deeper(trace, name, shift) for name in own)
-            ),
+            modules=_repeated(self.modules, trace, block, deeper),
+            within=self._within(trace, block),
+            leaves=_repeated(self.leaves, trace, block, lambda one, shift: one),
         )
+
+    def _within(self, trace: Trace, block: Block) -> dict[str, tuple[str, ...]]:
+        """Of the full model: what lies above the layers has all of their copies."""
+        if not self.leaves:
+            return {}
+        full: dict[str, tuple[str, ...]] = {}
+        for path, names in self.within.items():
+            layer = _layer(trace, path)
+            if layer is not None:
+                for shift in block.shifts(layer):
+                    full[_deeper(trace, path, shift)] = tuple(_deeper(trace, name, shift) for name in names)
+                continue
+            full[path] = tuple(
+                _deeper(trace, name, shift)
+                for name in names
+                for shift in ((0,) if _layer(trace, name) is None else block.shifts(_layer(trace, name)))
+            )
+        return full
 
 
 def _repeated(found: dict[str, T], trace: Trace, block: Block, moved: Callable[[T, int], T]) -> dict[str, T]:
@@ -275,12 +331,7 @@ class _Run:
         self.stack: list[str] = []
         self.in_forward = self.in_backward = False
         self.tensors = dict(model.named_parameters())
-        self.coordinator = Coordinator(
-            weights={name: one.weight() for name, one in found.parameters.items()},
-            modules=dict(found.modules),
-            store=_Storages(self),
-            limits=None,
-        )
+        self.coordinator = found.coordinator(_Storages(self), None)
 
     def note(self, kind: str, name: str = "", other: str = "") -> None:
         self.tracker.release(self.tracker.allocate(0, self._label(kind, name, other)))
@@ -391,14 +442,25 @@ class Zero3World:
                     owners[number] = ("gradients", name)
                 parameter.grad = None
 
+        def arrived_together(names: list[str], *_: Any) -> None:
+            """A leaf's gradients wait for all of them."""
+            for name in names:
+                arrived(name, run.tensors[name])
+
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(torch.nn.functional, "linear", _linear))
             stack.enter_context(_watched(run))
             hooks = [model.register_forward_pre_hook(run.begins)]
-            for path, module in model.named_modules():
+            together: set[str] = set()
+            for path in found.modules:
+                module = model.get_submodule(path)
                 hooks += _Hooked(run, path).attach(module)
+                if path in found.leaves:
+                    own = [name for name in found.modules[path] if found.parameters[name].trained]
+                    together.update(own)
+                    hooks.append(module.register_full_backward_hook(partial(arrived_together, own)))
             for name, tensor in run.tensors.items():
-                if tensor.requires_grad:
+                if tensor.requires_grad and name not in together:
                     hooks.append(tensor.register_post_accumulate_grad_hook(partial(arrived, name)))
             for hook in hooks:
                 stack.callback(hook.remove)
@@ -453,12 +515,7 @@ class _Engine(EventWriter):
         self.bucket_elements = zero_bucket_elements(sum(one.num for one in self.trained))
         self.offloaded = setup.offload != "none"
         self.micro = MicroBatches(trace.events)
-        self.coordinator = Coordinator(
-            weights={name: one.weight() for name, one in full.parameters.items()},
-            modules=dict(full.modules),
-            store=self,
-            limits=LIMITS,
-        )
+        self.coordinator = full.coordinator(self, LIMITS)
         self.gathered: dict[str, int] = {}  # the storage that a weight is whole in
         self.leaving: set[int] = set()  # released, but a view of it is still kept
         self.views: Counter[int] = Counter()

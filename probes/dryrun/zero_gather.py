@@ -66,7 +66,10 @@ class Coordinator:
 
     Attributes:
         weights: every parameter by name, in the model's order.
-        modules: the parameters of every module itself, by the module's path; `external` ones are added by `adopt`.
+        modules: the parameters of every module itself, by the module's path (of a leaf: with all below it); others' are
+            added by `adopt`.
+        leaves: modules whose weights are fetched as one, with nothing below them asking.
+        within: the parameters of every module with all below it; needed where there are leaves.
         limits: None where every module releases its weights at once and nothing is gathered ahead.
     """
 
@@ -74,6 +77,8 @@ class Coordinator:
     modules: dict[str, tuple[str, ...]]
     store: Store
     limits: Limits | None
+    leaves: frozenset[str] = frozenset()
+    within: dict[str, tuple[str, ...]] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)
     _flying: dict[str, _Gather] = field(default_factory=dict)
     _users: dict[str, set[str]] = field(default_factory=dict)
@@ -143,7 +148,7 @@ class Coordinator:
     def release(self, module: str, *, forward: bool) -> None:
         """A module's forward or backward is done."""
         names = set(self._of(module))
-        leaving = self._leaving(names) if self._mode == "complete" else set(names)
+        leaving = self._leaving(module, names) if self._mode == "complete" else set(names)
         if not forward:
             again = self._recomputed.pop(module, set())
             names |= again
@@ -226,18 +231,35 @@ class Coordinator:
                 num += self.weights[name].num
         self._gather(ahead)
 
-    def _leaving(self, names: set[str]) -> set[str]:
+    def _leaving(self, module: str, names: set[str]) -> set[str]:
         """Which weights go when their module is done: not those that stay gathered, that a look ahead has passed over
         because they were still there, or that are used again soon."""
         assert self.limits is not None
+        candidates = {
+            name
+            for name in names
+            if not self.weights[name].persistent and self._fetched_for.get(name, -1) <= self._step
+        }
+        if module in self.leaves:
+            return self._leaving_leaf(candidates)
         leaving = set()
         start = self._before[self._step] if self._step < len(self._before) else None
-        for name in names:
-            if self.weights[name].persistent or self._fetched_for.get(name, -1) > self._step:
-                continue
+        for name in candidates:
             uses = self._uses.get(name, [])
             index = bisect_left(uses, self._step)
             if start is not None and index < len(uses) and self._before[uses[index]] - start < self.limits.reuse:
                 continue
             leaving.add(name)
+        return leaving
+
+    def _leaving_leaf(self, leaving: set[str]) -> set[str]:
+        """A leaf looks for its next use in whole subtrees, so that the whole model's turn counts as one."""
+        assert self.limits is not None
+        traversed = 0
+        for module in self._order[self._step :]:
+            if traversed >= self.limits.reuse or not leaving:
+                break
+            below = self.within[module]
+            leaving = leaving.difference(below)
+            traversed += sum(self.weights[name].num for name in below)
         return leaving
