@@ -1,5 +1,6 @@
 """`plan MODEL --gpu GPU`: the main job."""
 
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,7 @@ def make(
     as_json: options.Json = False,
 ) -> None:
     """Plan MODEL on a GPU, or on several: the fastest setup that fits, why, and what stands beside it."""
+    from planner.cli.writing import check_launch_words
     from planner.models.resolve import resolve_model
     from planner.plan import NoPlan, Plan
     from planner.planning import plan_workload
@@ -43,6 +45,7 @@ def make(
     spec = resolve_model(model, revision=revision, ask_hub=hub)
     card = resolve_gpu(gpu)
     wish = wish.on_links_of(gpu, card)
+    check_launch_words(target, dataset, out)
     lengths = _lengths(dataset, spec) if dataset is not None else None
     if lengths is not None:
         wish = replace(
@@ -114,4 +117,5 @@ def _next(plan: Any, out: Path) -> str:
 
     targets = ["trl"] if plan.workload.num_gpus == 1 else None
     commands = [launch.command for launch in launch_files(plan, targets, None, out) if launch.command]
-    return f"cd {out} && {commands[0]}" if commands else f"open {out}/report.html"
+    folder = shlex.quote(str(out))
+    return f"cd {folder} && {commands[0]}" if commands else f"open {folder}/report.html"

@@ -45,6 +45,11 @@ def write_out(
     for launch in launches:
         for file in launch.files:
             write_text(folder / "launch" / file.path, file.text)
+    written = {Path(file.path).parts[0] for launch in launches for file in launch.files}
+    earlier = sorted(one.name for one in (folder / "launch").glob("*") if one.is_dir() and one.name not in written)
+    if earlier:
+        where = ", ".join(f"launch/{name}" for name in earlier)
+        print(f"not of this plan, and left as it was: {where} in {folder}", file=sys.stderr)
     extras = _extras(plan, launches, command, timeline)
     try:
         texts = plan_files(plan, extras)
@@ -53,6 +58,39 @@ def write_out(
         texts = plan_files(plan, extras, html=False)
     for name, text in texts.items():
         write_text(folder / name, text)
+
+
+def check_launch_words(targets: Sequence[str] | None, dataset: str | None, folder: Path | None) -> None:
+    """Refuses, before anything is planned, what `write_out` would refuse after it, and targets that nobody writes.
+
+    Raises:
+        UsageError: an unknown launch target, or one without a directory to write it to.
+        ConfigError: a data set's path that is not there.
+    """
+    if targets and folder is None:
+        raise UsageError("--target says which launch files --out writes", hint="add --out DIR")
+    if targets:
+        known_targets(targets)
+    if dataset is not None:
+        dataset_choice(dataset, folder or Path())
+
+
+def known_targets(targets: Sequence[str] | None) -> tuple[str, ...]:
+    """The targets asked for, each once; all where none is.
+
+    Raises:
+        UsageError: an unknown one.
+    """
+    from planner.exporters import EXPORTERS
+
+    names = tuple(dict.fromkeys(targets or EXPORTERS))
+    for name in names:
+        if name not in EXPORTERS:
+            known = ", ".join(EXPORTERS)
+            raise UsageError(
+                f"--target must be one of {known}; got {name!r}", hint=f"for example --target {next(iter(EXPORTERS))}"
+            )
+    return names
 
 
 def launch_files(plan: Plan, targets: Sequence[str] | None, dataset: str | None, folder: Path) -> "tuple[Launch, ...]":
@@ -64,13 +102,7 @@ def launch_files(plan: Plan, targets: Sequence[str] | None, dataset: str | None,
     from planner.hyperparameters import choose
     from reports.text import gpus_words
 
-    names = tuple(dict.fromkeys(targets or EXPORTERS))
-    for name in names:
-        if name not in EXPORTERS:
-            known = ", ".join(EXPORTERS)
-            raise UsageError(
-                f"--target must be one of {known}; got {name!r}", hint=f"for example --target {next(iter(EXPORTERS))}"
-            )
+    names = known_targets(targets)
     workload, chosen = plan.workload, plan.chosen
     evidence = chosen.memory_evidence
     request = ExportRequest(

@@ -198,3 +198,38 @@ def test_a_line_of_setups_is_refused_where_the_flags_are(tmp_path: Path, capsys:
 def test_a_group_without_a_word_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["store"]) == 0
     assert "export" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--target", "trl"], "--out writes"),
+        (["--target", "nosuch", "--out", "p"], "--target must be one of"),
+        (["--dataset", "missing.jsonl"], "no data set at"),
+        (["--dataset", "./missing"], "no data set at"),
+    ],
+    ids=str,
+)
+def test_what_the_launch_files_cannot_have_is_said_before_planning(
+    more: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("planner.planning.plan_workload", lambda *_: pytest.fail("planned"))
+    assert run(["gpt2", "--gpu", "t4", *FAST, *more]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_launch_files_of_an_earlier_plan_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    out = Path("my plan")
+    plan = ["gpt2", "--gpu", "t4", *FAST, "--out", str(out)]
+    assert run([*plan, "--target", "hf"]) == 0
+    shown = capsys.readouterr()
+    assert "cd 'my plan' && " in " ".join(shown.out.split())
+    assert "not of this plan" not in shown.err
+    assert run([*plan, "--target", "trl"]) == 0
+    assert "launch/hf" in capsys.readouterr().err
+    assert (out / "launch" / "hf" / "train_hf.py").exists()
