@@ -75,8 +75,9 @@ PAIR_SPEED_SD, PAIR_MEMORY_SD = 0.03, 0.02
 """Which kernel runs depends on both: SDPA falls back to its math kernel for some data types (FINDINGS, torch 2.13).
 Small, because a fallback is no smooth error but a surprise, which `blame` explains."""
 
-RECIPE = ("method", "quantization", "checkpointing", "parallel")
-"""Fields that decide which kernels run at all: the effect of another field may differ between two recipes."""
+RECIPE = ("method", "quantization", "checkpointing")
+"""Fields that decide which kernels run at all: the effect of another field may differ between two recipes. How a job is
+spread decides what is sent, not what is computed."""
 
 
 def value_of(setup: TrainSetup, name: str) -> Any:
