@@ -5,10 +5,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 
@@ -185,20 +186,30 @@ def smollm2() -> Path:
     gguf = next(Path(str(file.locate())) for file in shipped if file.name.endswith(".gguf"))
     folder = user_cache_path("finetune-planner") / "test-models" / f"{gguf.stem}-fp32"
     if not (folder / "done").exists():
-        _convert(gguf, folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as beside:
+            _convert(gguf, Path(beside) / "model")
+            with suppress(OSError):  # somebody else was quicker
+                (Path(beside) / "model").rename(folder)
+    assert (folder / "done").exists(), f"remove {folder}: an older version of this test left it unfinished"
     return folder
 
 
 def _convert(gguf: Path, folder: Path) -> None:
+    import gguf as reading
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "GGUFReader", cache(reading.GGUFReader))  # transformers would read the file five times
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     # a model loaded from GGUF refuses to be saved; the same weights in a fresh module do not
     del model.config.quantization_config
-    clean = type(model)(model.config)
-    clean.load_state_dict(model.state_dict())
+    with torch.device("meta"):
+        clean = type(model)(model.config)
+    clean.load_state_dict(model.state_dict(), assign=True)
+    clean.tie_weights()
     clean.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "done").touch()
