@@ -268,6 +268,11 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
     if file.suffix == ".parquet":
         yield from _parquet_rows(file)
         return
+    if file.suffix not in (".jsonl", ".json"):
+        raise ConfigError(
+            f"{file.name}: only .jsonl, .json and .parquet files are read",
+            hint="convert it, for example with load_dataset('csv', data_files=...).to_json('data.jsonl') of `datasets`",
+        )
     with file.open("rb") as handle:
         first = handle.read(1)
         handle.seek(0)
