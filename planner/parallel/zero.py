@@ -22,6 +22,9 @@ ZERO3_LIVE_ELEMENTS = 1_000_000_000
 ZERO3_SUB_GROUP_ELEMENTS = 1_000_000_000
 """`sub_group_size`: elements whose optimizer step runs at once. Source: as above."""
 
+ZERO3_LEAVES = frozenset({"mixtral", "qwen2_moe", "qwen3_moe"})
+"""Model types whose expert blocks are gathered, and whose gradients wait, as one. Source: DeepSpeed 0.19
+`runtime/zero/leaf_module_config.py`."""
 NORM_CHUNK_ELEMENTS = 250_000_000
 """Elements of which ZeRO-3 takes a norm at once. Source: DeepSpeed 0.19 `stage3.py` `_constant_buffered_norm2`."""
 
@@ -75,7 +78,8 @@ def zero12(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Traine
         held.append(Held(category="gradients", name=f"gradients / {shards}", size_bytes=late, moments=("end",)))
     else:
         held.append(Held(category="gradients", name="ZeRO's reduce bucket", size_bytes=bucket, moments=BACKWARD))
-        held += _gradients_and_copy(part.model, inner, trained, bucket, "flattened bucket on its way")
+        matrix = _stacks(part.model)[2]
+        held += _gradients_and_copy(part.model, inner, trained, bucket, matrix, "flattened bucket on its way")
         kept = 0 if offloaded else late
         held.append(Held(category="gradients", name=f"gradients / {shards}", size_bytes=kept, moments=("last", "end")))
         if accumulated and not offloaded:
@@ -164,7 +168,9 @@ def zero3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trained
         )
     bucket = size * zero_bucket_elements(trained.num)
     held.append(Held(category="gradients", name="ZeRO's reduce bucket", size_bytes=bucket))
-    held += _gradients_and_copy(model, inner, trained, bucket, "reduce-scatter's copy of the bucket")
+    _, block_stacks, largest = _stacks(model)
+    waiting = max(largest, block_stacks) if model.model_type in ZERO3_LEAVES else largest
+    held += _gradients_and_copy(model, inner, trained, bucket, waiting, "reduce-scatter's copy of the bucket")
     layer = gathered_groups(model, inner, 1).layer
     held += _gathered(model, inner, max(layer, layer * (model.num_layers - _blocks_per_bucket(model, trained))))
     held.append(Held(category="weights", name="weights that stay gathered", size_bytes=persistent_bytes(model, inner)))
@@ -217,25 +223,25 @@ def _gathered(model: ModelSpec, inner: TrainSetup, late: int) -> list[Held]:
     these closed forms are fitted to (docs/accuracy/spread-formula-vs-dry-run.md).
     """
     groups = gathered_groups(model, inner, 1)
-    size = 1 if inner.quantized else SIZE_BYTES[inner.weight_dtype]
     half = SIZE_BYTES[inner.weight_dtype]
     everything = groups.layers + groups.embedding + groups.tail
     stacks, block_stacks, largest = _stacks(model)
+    size = 1 if inner.quantized and not stacks else half  # of most elements: packed ones are bytes, stacks stay 16-bit
     over = size * largest // 2  # the tensor that crosses the limit, on average
     live = size * ZERO3_LIVE_ELEMENTS
     ahead = min(size * ZERO3_PREFETCH_ELEMENTS, everything)
-    kept = 0  # by views
-    if inner.quantized:
-        kept = groups.layers
-    elif stacks and not inner.checkpointing and not _adapts_stacks(model, inner):
-        kept = half * stacks
+    kept = groups.layers - half * stacks if inner.quantized else 0  # by views
+    if stacks and not inner.checkpointing and not _adapts_stacks(model, inner):
+        kept += half * stacks
     # the head is asked for last, when what is live is just below the limit; a fused loss has read it from the beginning
     head = groups.tail if inner.checkpointing and inner.loss == "full" else over
     forward = max(min(everything, live + head) + ahead, min(everything, kept + groups.tail), 2 * half * block_stacks)
     loss = max(min(everything, max(live + over, groups.tail)), min(everything, kept + groups.tail))
     # the backward gathers ahead again, in quantized layers beside the views
     again = kept + groups.tail + live if inner.quantized and inner.checkpointing and groups.layers > live else 0
-    first = max(min(everything, loss + ahead), again)
+    # experts' stacks come in one buffer and are copied out of it; a recomputed block finds its own still there
+    stacked = 0 if inner.checkpointing else 2 * half * block_stacks
+    first = max(min(everything, loss + ahead), again, stacked)
     last = min(everything, max(groups.layer, min(live + over, late + groups.embedding)))
     end = groups.embedding or groups.tail
     if inner.loss != "full" and not model.tied:
@@ -281,7 +287,9 @@ def _blocks_per_bucket(model: ModelSpec, trained: Trained) -> int:
     return min(model.num_layers, -(-bucket * model.num_layers // max(1, blocks)))
 
 
-def _gradients_and_copy(model: ModelSpec, inner: TrainSetup, trained: Trained, bucket: int, name: str) -> list[Held]:
+def _gradients_and_copy(
+    model: ModelSpec, inner: TrainSetup, trained: Trained, bucket: int, matrix: int, name: str
+) -> list[Held]:
     """Gradients before the engine moves them into its bucket, and the copy in which a bucket crosses the link.
 
     The head's gradient comes first, then the matrices of the last layer, the embedding's last. A tied head's half waits
@@ -294,9 +302,10 @@ def _gradients_and_copy(model: ModelSpec, inner: TrainSetup, trained: Trained, b
     single = bucket >= size * trained.num
     waiting = trained.embeddings if model.tied else 0
     halves = 1 + int(model.tied) + int(halves_stay_apart(model, inner))
-    matrix = min(_stacks(model)[2], trained.largest)
+    matrix = min(matrix, trained.num)
     blocks = _blocks_per_bucket(model, trained)
-    copy = 0 if single else bucket
+    # a gradient larger than the bucket is reduced where it lies, and what stood in the bucket before it is little
+    copy = 0 if single or size * matrix > bucket else bucket
     end = size * halves * trained.embeddings
     if not single:
         end = max(end, size * trained.embeddings + bucket)
