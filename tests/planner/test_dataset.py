@@ -140,6 +140,6 @@ def test_columns_come_from_the_first_row_alone(tmp_path: Path) -> None:
 def test_other_kinds_of_file_are_refused_by_their_name(tmp_path: Path) -> None:
     file = tmp_path / "samples.csv"
     file.write_text("text,label\nhello,1\n")
-    with pytest.raises(ConfigError, match="only .jsonl") as caught:
+    with pytest.raises(ConfigError, match=r"only \.jsonl") as caught:
         measure(file)
     assert "to_json" in caught.value.hint
