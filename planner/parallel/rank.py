@@ -55,8 +55,7 @@ def rank_parts(model: ModelSpec, setup: TrainSetup) -> tuple[RankPart, ...]:
         return (RankPart(name="every rank", num_ranks=setup.num_gpus, model=tensor_shard(model, setup.tensor_degree)),)
     parts = []
     start = 0
-    for stage in range(stages):
-        size = model.num_layers // stages + (1 if stage < model.num_layers % stages else 0)
+    for stage, size in enumerate(stage_sizes(model.num_layers, stages)):
         piece = tensor_shard(_stage(model, start, size, stage == 0, stage == stages - 1), setup.tensor_degree)
         device_map = setup.parallel == "device-map"
         parts.append(
@@ -72,6 +71,12 @@ def rank_parts(model: ModelSpec, setup: TrainSetup) -> tuple[RankPart, ...]:
         )
         start += size
     return tuple(parts)
+
+
+def stage_sizes(num_layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage, as even as they go; earlier stages take the remainder."""
+    least, more = divmod(num_layers, stages)
+    return tuple(least + (stage < more) for stage in range(stages))
 
 
 def followers(model: ModelSpec, setup: TrainSetup) -> tuple[RankPart, ...]:

@@ -56,6 +56,7 @@ SPREAD_GROUPS: dict[str, Group] = {
     "gathered weights": ("workspace", "gathered weights"),
     "all-gather buffer": ("workspace", "all-gather buffer"),
     "reduce-scatter buffer": ("workspace", "reduce-scatter buffer"),
+    "stage boundary buffers": ("activations", "stage boundary buffers"),
     "ZeRO reduce bucket": ("gradients", "ZeRO reduce bucket"),
     "ZeRO bucket copy": ("gradients", "copy of the ZeRO bucket"),
     "ZeRO gradient partition": ("gradients", "gradient partition"),

@@ -59,6 +59,11 @@ def plan_depth(config: Any, *, checkpointing: int, full_depth: bool) -> DepthPla
 _PATTERNS: OrderedDict[str, tuple[int, int, tuple[int, ...]]] = OrderedDict()
 
 
+def layer_kinds(config: Any) -> tuple[int, ...]:
+    """One number per layer of a decoder, equal ones for layers that behave alike."""
+    return _pattern(config)[2]
+
+
 def _pattern(config: Any) -> tuple[int, int, tuple[int, ...]]:
     """(prefix, period, signatures) of the full model, built once on meta per configuration."""
     key = config.to_json_string(use_diff=False)

@@ -55,6 +55,14 @@ class _Handle:
         """meta has no indices."""
 
     @staticmethod
+    def get_rng_state(device: Any = None) -> None:
+        """Nothing draws random numbers on meta."""
+
+    @staticmethod
+    def set_rng_state(state: None, device: Any = None) -> None:
+        """See `get_rng_state`."""
+
+    @staticmethod
     def device_count() -> int:
         """Of one process."""
         return 1

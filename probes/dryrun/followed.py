@@ -8,7 +8,9 @@ MODELLED = {"zero1": "DeepSpeed's ZeRO-1", "zero2": "DeepSpeed's ZeRO-2", "zero3
 
 def why_not_traced(setup: TrainSetup) -> str:
     """Why no dry run follows this way to spread a job, "" where one does."""
-    if setup.pipeline_degree > 1 or setup.parallel == "device-map":
+    if setup.pipeline_degree > 1:
+        return _why_no_pipeline(setup)
+    if setup.parallel == "device-map":
         return "it does not follow a model cut into stages"
     if setup.tensor_degree > 1 and setup.parallel not in ("none", "fsdp2"):
         return f"no engine of the launch files runs tensor parallelism beside {setup.parallel}"
@@ -17,9 +19,30 @@ def why_not_traced(setup: TrainSetup) -> str:
     return ""
 
 
+def _why_no_pipeline(setup: TrainSetup) -> str:
+    """As `why_not_traced`, of a pipeline: what torchtitan runs."""
+    if setup.tensor_degree > 1:
+        return "it does not follow tensor parallelism in pipeline stages (torchtitan's layers are not installed)"
+    if setup.parallel not in ("none", "fsdp2"):
+        return f"torchtitan, the launch files' engine for pipelines, does not combine them with {setup.parallel}"
+    if setup.offload != "none":
+        return "it does not follow states in the host's memory under a pipeline"
+    if setup.parallel == "none" and setup.autocast_dtype is not None:
+        return "torchtitan mixes precision in a pipeline only inside FSDP2; bf16-pure is followed"
+    if setup.pipeline_schedule == "1f1b" and setup.accumulation_steps < setup.pipeline_degree:
+        return "PyTorch's 1F1B schedule needs at least as many micro-batches as stages"
+    return ""
+
+
 def rank_note(setup: TrainSetup) -> str:
     """What ran as one rank and what was only modelled, one sentence."""
     rank = f"rank 0 of {setup.num_gpus}"
+    if setup.pipeline_degree > 1:
+        inside = " inside FSDP2 as torchtitan wraps it" if setup.parallel == "fsdp2" else ""
+        return (
+            f"a rank of {setup.num_gpus}: PyTorch's own {setup.pipeline_schedule} schedule ran transformers' layers as "
+            f"a stage{inside}, in a fake process group"
+        )
     if setup.tensor_degree > 1:
         inside = " inside its FSDP2" if setup.parallel == "fsdp2" else ""
         return f"{rank}: transformers' own tensor parallelism{inside} ran in a fake process group"

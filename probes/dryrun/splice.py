@@ -123,7 +123,7 @@ class _Splicer:
         self.origins: dict[int, Origin] = {}
         self.owners: dict[int, tuple[str, str]] = {}
         self.alive: dict[tuple[int, int], int] = {}
-        self._graph_ends: dict[tuple[int, str, int | None], bool] = {}
+        self._graph_ends: dict[int, bool] = {}
         self.gradients: list[dict[str, int]] = _gradients_by_step(trace, self.segments)
 
     def run(self) -> Trace:
@@ -223,10 +223,10 @@ class _Splicer:
         means every copy, while others mean the neighbour at the same distance."""
         if segment.layer is None or segment.layer >= self.block.start or segment.phase != "backward":
             return False
-        if segment.key not in self._graph_ends:
+        if id(segment) not in self._graph_ends:
             homes = [self.home[event.id][0] for event in segment.events if isinstance(event, Free)]
-            self._graph_ends[segment.key] = any((home.layer or 0) >= self.block.end for home in homes)
-        return self._graph_ends[segment.key]
+            self._graph_ends[id(segment)] = any((home.layer or 0) >= self.block.end for home in homes)
+        return self._graph_ends[id(segment)]
 
     def _check_all_released(self) -> None:
         released = {event.id for event in self.trace.events if isinstance(event, Free)}

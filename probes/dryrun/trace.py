@@ -16,6 +16,7 @@ from probes.dryrun.workspaces import cublas_workspace_bytes, is_matmul, temporar
 from probes.stack import build_from_config, inner_model, layers_of, make_batch, make_optimizer, make_trainer, train_step
 from probes.stack.autocast import emulation_installed
 from probes.stack.quantize import quantized_tensors
+from probes.stack.step import optimizer_phase
 
 STEPS = 2
 """The optimizer's state appears in the first step; the second shows the peak of every later one."""
@@ -27,7 +28,7 @@ class Trainable:
 
     `shape` is the whole parameter's, `local_shape` that of this rank's part, `mesh` the device mesh over which it is
     distributed (None: it is not); `gradient` is the local shape and the placements of a gradient that is laid out
-    otherwise than its parameter (None: alike), `gradient_of` the name of the parameter under which its storage is known.
+    otherwise than its parameter (None: alike), `gradient_of` the name of the parameter that its storage is known by.
     """
 
     name: str
@@ -159,7 +160,13 @@ def trace_run(
             shared: dict[str, str] = {}
             otherwise: dict[str, tuple[torch.Size, Any]] = {}
             for _ in range(steps):
-                train_step(trainer, batches, _marker(tracker, model, owners, shared, otherwise))
+                mark = _marker(tracker, model, owners, shared, otherwise)
+                if spread is not None and spread.run is not None:
+                    spread.run(batches, mark)
+                    mark("step", None)
+                    optimizer_phase(model, optimizer, trainer.scaler, device)
+                else:
+                    train_step(trainer, batches, mark)
                 own_optimizer_state(tracker, optimizer, owners)
             del batches
         tracker.close()
@@ -206,8 +213,9 @@ def _layer_prefix(model: Any) -> str:
 
 
 def _batches(setup: TrainSetup) -> int:
-    """More than two micro-batches change nothing: gradients are alive from the second on."""
-    return min(setup.accumulation_steps, 2)
+    """More than two micro-batches change nothing: gradients are alive from the second on. A pipeline has several in
+    flight."""
+    return setup.accumulation_steps if setup.pipeline_degree > 1 else min(setup.accumulation_steps, 2)
 
 
 def _unique(parameters: Any) -> list[torch.Tensor]:

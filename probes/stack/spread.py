@@ -17,8 +17,9 @@ import torch
 
 from planner.exporters.spread import distributed_config, tensor_refusal
 from planner.setup import TrainSetup
+from probes.stack.batch import Batch
 from probes.stack.configs import layers_of
-from probes.stack.step import inner_model
+from probes.stack.step import Mark, inner_model
 
 WRAPPED = ("ddp", "fsdp2")
 """What `spread_model` can do."""
@@ -37,12 +38,15 @@ class Spread:
         no_sync: entered around every micro-batch before the last, as `transformers.Trainer` does under DDP
             (`Accelerator.no_sync`). FSDP2 reduces every micro-batch (`sync_each_batch`).
         before_step: called after the last backward.
+        run: takes the place of a step's micro-batches (a pipeline's schedule): called with the batches and what tells
+            the phases.
     """
 
     module: Any
     autocast: bool = True
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
     before_step: Callable[[], None] | None = None
+    run: Callable[[list[Batch], Mark], None] | None = None
 
 
 def spread_model(model: Any, setup: TrainSetup, *, device: torch.device) -> Spread:

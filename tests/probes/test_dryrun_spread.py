@@ -149,7 +149,7 @@ def test_rank_says_what_ran_and_what_is_modelled(parallel: str, word: str) -> No
         {"parallel": "dp"},
         {"parallel": "device-map"},
         {"parallel": "ddp", "tensor_degree": 2},
-        {"parallel": "none", "pipeline_degree": 4},
+        {"parallel": "ddp", "pipeline_degree": 2},
     ],
     ids=str,
 )

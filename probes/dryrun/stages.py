@@ -1,0 +1,146 @@
+"""Jobs whose ranks hold different layers: every distinct stage is traced as the rank that holds it.
+
+Pipelines run PyTorch's own schedules (`probes.stack.pipeline`) in the fake process group: what is sent and received are
+tensors that nobody fills. Stages between the second and the last hold no more than the second does and are not traced.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from planner.parallel.rank import stage_sizes
+from planner.setup import TrainSetup
+from probes.dryrun.depths import DepthPlan, layer_kinds, plan_depth
+from probes.dryrun.fakeworld import fake_world
+from probes.dryrun.report import DryRunReport
+from probes.dryrun.splice import Block, splice
+from probes.dryrun.spread import SpreadTracker, untracked_trials
+from probes.dryrun.trace import Trace, load
+from probes.stack import load_config
+from probes.stack.configs import num_layers, truncated_config
+from probes.stack.pipeline import pipeline_spread
+from probes.stack.spread import Spread
+
+BOUNDARY = "stage boundary buffers"
+Report = Callable[[DepthPlan, "PipelineWorld"], DryRunReport]
+
+
+def stages_of(num_stages: int) -> tuple[int, ...]:
+    """The stages that differ: the first, the second (the most in flight and layers of those between), the last."""
+    return tuple(sorted({0, min(1, num_stages - 1), num_stages - 1}))
+
+
+def run_stages(raw_config: Mapping[str, Any], setup: TrainSetup, report: Report, *, full_depth: bool) -> DryRunReport:
+    """The report of the stage with the highest allocated peak; the others' peaks in its notes.
+
+    Args:
+        report: traces one stage's model and reports on it.
+    """
+    degree = setup.pipeline_degree
+    config = load_config(raw_config)
+    found: dict[int, DryRunReport] = {}
+    for stage in stages_of(degree):
+        part = stage_config(config, degree, stage)
+        # FSDP2 reduces all layers' gradients behind the last micro-batch, which repeats no layer's events
+        plan = plan_depth(part, checkpointing=setup.checkpointing, full_depth=full_depth or setup.data_degree > 1)
+        with fake_world(setup.num_gpus, rank=stage * setup.data_degree):
+            found[stage] = report(plan, PipelineWorld(setup, stage))
+    worst = max(found, key=lambda stage: found[stage].prediction.peak_allocated_bytes)
+    chosen = found[worst]
+    peaks = ", ".join(f"{stage + 1}: {one.prediction.peak_allocated_bytes:,} bytes" for stage, one in found.items())
+    note = f"stage {worst + 1} of {degree} holds the most; allocated peaks by stage: {peaks}"
+    return replace(chosen, prediction=replace(chosen.prediction, notes=(*chosen.prediction.notes, note)))
+
+
+def stage_config(config: Any, num_stages: int, stage: int) -> Any:
+    """The configuration of a model of the layers of one stage alone.
+
+    Raises:
+        ValueError: layers that no configuration of their own gives (they differ by their place in the model).
+    """
+    sizes = stage_sizes(num_layers(config), num_stages)
+    start, size = sum(sizes[:stage]), sizes[stage]
+    part = truncated_config(config, size)
+    types = getattr(config.get_text_config(), "layer_types", None)
+    if start and types:
+        part.get_text_config().layer_types = list(types[start : start + size])
+    if layer_kinds(part) != layer_kinds(config)[start : start + size]:
+        raise ValueError(f"layers {start} to {start + size - 1} cannot be built without those before them")
+    return part
+
+
+class PipelineWorld:
+    """A rank of a pipeline that holds one stage. The default process group must exist."""
+
+    tracker = SpreadTracker
+
+    def __init__(self, setup: TrainSetup, stage: int) -> None:
+        self._setup, self._stage = setup, stage
+
+    @contextmanager
+    def prepared(
+        self, tracker: SpreadTracker, model: Any, setup: TrainSetup
+    ) -> Iterator[tuple[Spread, dict[int, tuple[str, str]]]]:
+        """See `probes.dryrun.trace.World`."""
+        device = next(model.parameters()).device
+        with ExitStack() as stack:
+            stack.enter_context(_static_shapes(tracker))
+            if setup.data_degree > 1:
+                for one in (tracker.resizing(), tracker.following_fsdp(), untracked_trials()):
+                    stack.enter_context(one)
+            spread = pipeline_spread(model, setup, self._stage, device=device)
+            yield spread, load(tracker, model)
+
+    def splice(self, trace: Trace, block: Block, setup: TrainSetup) -> Trace:
+        """See `probes.dryrun.trace.World`."""
+        return splice(trace, block, setup)
+
+    def finish(self, trace: Trace, block: Block | None) -> Trace:
+        """See `probes.dryrun.trace.World`."""
+        return trace
+
+
+class _Sent:
+    """A message between stages, which holds its tensor as long as the schedule holds the message.
+
+    Source: PyTorch 2.13 ProcessGroupNCCL.cpp `pointToPoint`: the work keeps a reference to what is sent (`outputs_`).
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def wait(self) -> None:
+        """It has arrived."""
+
+
+@contextmanager
+def _static_shapes(tracker: SpreadTracker) -> Iterator[None]:
+    """Within it, stages take the shapes that they were given without asking their neighbours, and their receive buffers
+    carry their name."""
+    from torch.distributed.pipelining import schedules
+    from torch.distributed.pipelining.stage import InferenceMode, PipelineStage
+
+    plain = schedules.PipelineScheduleSingle._initialize_stage
+
+    def agreed(self: Any, stages: Any, has_backward: bool, p2p_done: bool) -> None:
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
+
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        with tracker.labelled(BOUNDARY):
+            plain(self, *args, **kwargs)
+
+    def under_way(ops: list[Any], desc: str | None = None) -> list[Any]:
+        return [_Sent(op.tensor) for op in ops]
+
+    with ExitStack() as stack:
+        if tracker.device_type == "meta":
+            stack.enter_context(mock.patch.object(schedules, "_batch_p2p", under_way))
+        stack.enter_context(mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", agreed))
+        stack.enter_context(mock.patch.object(schedules.PipelineScheduleSingle, "_initialize_stage", initialize))
+        stack.enter_context(mock.patch.object(PipelineStage, "_post_metadata_inference_cleanup", return_value=None))
+        yield
