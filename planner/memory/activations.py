@@ -196,7 +196,8 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
         return linear_attention_saved(attention, context.flow, tokens), 0
     scores = tokens * context.row_tokens
     if context.kernel in ("flash", "efficient"):
-        wide = attention.num_kv_heads != attention.num_heads and (
+        # a single head of keys is repeated by a view
+        wide = attention.num_kv_heads not in (1, attention.num_heads) and (
             context.kernel == "efficient" or context.traits.expands_kv
         )
         kept = query_width + value_width + (query_width + value_width if wide else kv_width)
@@ -355,13 +356,14 @@ def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:
 def _pinned_by_values(layer: LayerSpec, context: LayerContext, qkv_dtype: str) -> int:
     """Queries and keys before their rotation, where values are a view into one fused projection: it is kept whole.
 
-    Not where the values are copied on the way to the kernel: cast by autocast, or repeated to all heads.
+    Not where the values are copied on the way to the kernel: cast by autocast, or repeated to all heads (a single head
+    is repeated by a view).
     """
     spec = layer.attention
     fused = [one for one in layer.linears if one.role == "qkv"]
     if spec is None or not fused or not spec.rotary or SIZE_BYTES[context.flow.autocast or qkv_dtype] == 4:
         return 0
-    repeated = spec.num_kv_heads != spec.num_heads and (context.kernel != "flash" or context.traits.expands_kv)
+    repeated = spec.num_kv_heads not in (1, spec.num_heads) and (context.kernel != "flash" or context.traits.expands_kv)
     if SIZE_BYTES[qkv_dtype] == 4 or repeated or context.kernel in ("math", "linear"):
         return 0
     return SIZE_BYTES[qkv_dtype] * context.tokens * (fused[0].out_features - spec.num_kv_heads * spec.value_head_dim)

@@ -29,6 +29,7 @@ def loss_chain(
     head_trained: bool,
     softcap: bool,
     head_cast: bool = False,
+    upcast: bool = True,
 ) -> LossChain:
     """Memory of the loss for one micro-batch of `tokens`.
 
@@ -38,7 +39,7 @@ def loss_chain(
     "chunked" (TRL's fused head): one tile of 4096 x 32768 logits, and fp32 gradients of the hidden states (and of the
     head's weight where it is trained). "liger": a chunk of tokens so that its logits are about tokens x hidden, plus
     the hidden gradient (and the head's, where trained) held from the forward on. `head_cast`: autocast copies an fp32
-    head to 16 bit.
+    head to 16 bit. `upcast`: the full loss is computed in fp32; T5's own, where no autocast widens it, is not.
 
     Source: transformers 5.23 `loss/loss_utils.py`; TRL 1.16 `kernels/chunked_logprob.py`; Hsu et al. 2024, Liger
     Kernel, section 3.2, https://arxiv.org/abs/2410.10989.
@@ -49,10 +50,11 @@ def loss_chain(
     if loss == "full":
         elements = tokens * vocab_size
         kept = logit * elements if softcap else 0
+        wide = 4 if upcast else logit
         # without a 16-bit type the fp32 "copy" is the logits themselves
-        upcast = 4 * elements if logits_dtype != "fp32" else 0
-        forward = logit * elements + upcast + 4 * elements + kept
-        return LossChain(loss_bytes=forward + cast, backward_bytes=12 * elements + kept + cast)
+        copy = wide * elements if wide != logit else 0
+        forward = logit * elements + copy + wide * elements + kept
+        return LossChain(loss_bytes=forward + cast, backward_bytes=3 * wide * elements + kept + cast)
     head_elements = vocab_size * hidden_size
     hidden_elements = tokens * hidden_size
     if loss == "chunked":

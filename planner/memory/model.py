@@ -318,6 +318,7 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
         head_trained=setup.method == "full",
         softcap=model.logit_softcap,
         head_cast=flow.autocast is not None and flow.table == "fp32",
+        upcast=not model.is_encoder_decoder or flow.autocast is not None,
     )
 
 
@@ -370,12 +371,13 @@ def backward_moments(
     """
     size = SIZE_BYTES[trained.dtype]
     head = 0 if accumulated else trained.head * size
-    embedding = trained.embeddings * size
+    largest = trained.embeddings * size
+    half = trained.head * size if model.tied else 0  # the head's, which waits for the embedding's
     stored = parts.stored_total + parts.weight_casts[1]
     if accumulated:
-        gradients = embedding if model.tied else 0  # the head's half waits for the embedding's
+        gradients = half
     else:
-        others = trained.size_bytes - (0 if model.tied else embedding)
+        others = trained.size_bytes - (0 if half >= largest else largest)
         gradients = max(0, others - (others - head) // max(1, model.num_layers))
     found = []
     for moment in parts.layer_moments:
@@ -389,15 +391,18 @@ def backward_moments(
             first = _first_decoder_layer(model, parts, trained, first, accumulated=accumulated)
         left = stored // max(1, model.num_layers)
         found += [first, BackwardPeak(where="last layer", stored=left, gradients=gradients, **of_layer)]
-    # beside the gradients kept: the other half of a tied one, their sum, and the new one about to be accumulated
-    more = int(model.tied) + int(apart) + int(accumulated)
+    # beside the gradients kept: the other half of a tied one, their sum, and a new one about to be accumulated, of the
+    # tied table or, while the head's half still waits, of a larger one (Gemma 4's inputs of each layer)
+    more = half * (1 + int(apart))
+    if accumulated:
+        more = max(more + half, half + largest)
     end = BackwardPeak(
         where="embedding",
         stored=0,
         recomputed=0,
         transient=0,
         dequantized=0,
-        gradients=(0 if accumulated else trained.size_bytes) + more * embedding,
+        gradients=(0 if accumulated else trained.size_bytes) + more,
     )
     return *found, end
 

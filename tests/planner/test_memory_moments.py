@@ -104,7 +104,7 @@ def test_the_embeddings_gradient_comes_last_and_alone(name: str, copies: int, ac
     embedding = 2 * trained.embeddings
     assert end.total == (0 if accumulated else trained.size_bytes) + (copies + int(accumulated)) * embedding
     more = backward_moments(model, parts, trained, accumulated=accumulated, apart=True)[-1]
-    assert more.total == end.total + embedding
+    assert more.total == end.total + copies * embedding  # only a tied one has halves
 
 
 def test_a_dequantized_matrix_and_the_mlps_gradients_are_two_moments() -> None:
@@ -157,3 +157,36 @@ def test_blooms_stream_is_fp32_under_autocast() -> None:
     assert step_flow(model, TrainSetup(method="lora")).residual == "fp32"
     assert step_flow(model, TrainSetup(method="lora", precision="bf16-pure")).residual == "bf16"
     assert step_flow(load("openai-community/gpt2"), TrainSetup(method="lora")).residual == "bf16"
+
+
+def test_the_waiting_half_is_the_tied_tables_not_the_largest_ones() -> None:
+    model = load("google/gemma-4-e2b-it")  # its inputs of each layer are a larger table than the tied one
+    setup = TrainSetup(**FULL, precision="bf16-pure", seq_len_tokens=512, loss="chunked")  # type: ignore[arg-type]
+    trained = trained_parameters(model, setup)
+    assert trained.embeddings > trained.head
+    parts = activation_parts(model, A100, setup)
+    whole = backward_moments(model, parts, trained, accumulated=False)[-1]
+    assert whole.gradients == trained.size_bytes + 2 * trained.head
+    added = backward_moments(model, parts, trained, accumulated=True)
+    assert added[-1].gradients == 2 * (trained.head + trained.embeddings)
+    assert {one.gradients for one in added if one.where == "last layer"} == {2 * trained.head}
+
+
+def test_a_single_head_of_keys_is_repeated_by_a_view() -> None:
+    model = load("google/gemma-3-270m")
+    setup = TrainSetup(checkpointing=0, seq_len_tokens=1000)
+    attention = model.layer_kinds[0].attention
+    assert attention is not None
+    assert attention.num_kv_heads == 1
+    flash = activation_parts(model, A100, setup.with_(attention="flash-attention-2"))
+    masked = activation_parts(model, A100, setup)
+    assert masked.stored["scores"] > 0  # the window's mask: the memory-efficient kernel
+    assert masked.stored["attention"] == flash.stored["attention"]
+
+
+def test_t5s_own_loss_stays_in_16_bit_without_autocast() -> None:
+    model = load("google-t5/t5-base")
+    elements = 1024 * model.vocab_size
+    pure = TrainSetup(**FULL, precision="bf16-pure", seq_len_tokens=1024)  # type: ignore[arg-type]
+    assert loss_parts(model, pure).backward_bytes == 6 * elements
+    assert loss_parts(model, pure.with_(precision="bf16-mixed")).backward_bytes >= 12 * elements
