@@ -51,8 +51,8 @@ def plan_workload(workload: Workload, corrections: Mapping[CorrectionKey, float]
     walked = sum(known.walked for known in facts.values())
     if not walked:
         raise UsageError(
-            f"no setup can satisfy all the options given: {contradiction(values)}",
-            hint="leave one of the options that contradict each other out",
+            f"no setup can satisfy all the options given{contradiction(values)}",
+            hint="options contradict each other: leave one out",
         )
     space = SpaceCount(
         walked=walked,
@@ -81,7 +81,7 @@ def plan_workload(workload: Workload, corrections: Mapping[CorrectionKey, float]
 
 
 def contradiction(values: Mapping[str, tuple[Any, ...]]) -> str:
-    """Why most combinations cannot exist, in a sentence."""
+    """Why most combinations cannot exist, as the end of a sentence; "" where one can (then it is something else)."""
     names = ("method", "quantization", "precision", "attention")
     reasons: Counter[str] = Counter()
     for combination in product(*(values[name] for name in names)):
@@ -90,7 +90,9 @@ def contradiction(values: Mapping[str, tuple[Any, ...]]) -> str:
             TrainSetup(**setup, lora_rank=0 if setup["method"] == "full" else values["lora_rank"][0])
         except SetupError as error:
             reasons[error.message] += 1
-    return max(reasons, key=lambda reason: reasons[reason], default="they leave no combination")
+        else:
+            return ""
+    return ": " + max(reasons, key=lambda reason: reasons[reason]) if reasons else ""
 
 
 def num_combinations(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> int:
@@ -290,8 +292,8 @@ def _smaller_models(workload: Workload, setup: TrainSetup, budget: int, before: 
             continue
         peak = device_peak_bytes(model, workload.gpu, setup)
         if peak <= budget:
-            smaller.append((model.num_params, name))
+            smaller.append((model.num_params, model.model_id))
     if not smaller:
         return ()
-    name = max(smaller)[1]
+    name = max(smaller, key=lambda one: (one[0], one[1].lower()))[1]
     return (Remedy(action=f"a smaller model: {name}", saves_bytes=before - budget, fits=True),)

@@ -22,6 +22,7 @@ from planner.planning import (
     NUM_RANKED,
     alternatives,
     candidate,
+    contradiction,
     needed_gain,
     num_combinations,
     plan_notes,
@@ -172,15 +173,17 @@ def _nothing_to_walk(workload: Workload, facts: SpreadFacts) -> UsageError:
     if facts.refused:
         reasons = [*dict.fromkeys(reason for reason in facts.refused.values()), *reasons]
     num = workload.num_gpus
-    if not reasons:
+    contradicted = contradiction(dimension_values(workload))
+    if contradicted or not reasons:
         return UsageError(
-            f"no setup on {num} GPUs satisfies all the options given",
+            f"no setup on {num} GPUs satisfies all the options given{contradicted}",
             hint="options contradict each other (for example --parallel ddp with --offload optimizer); leave one out",
         )
     hint = f"give --global-batch {num * -(-workload.global_batch_seqs // num)}, or fewer GPUs"
     if not any("global batch" in reason for reason in reasons):
         hint = "leave --parallel and the degrees out: the plan then chooses among all of them"
-    return UsageError(f"no way to spread this over {num} GPUs: {reasons[0]}", hint=hint)
+    mendable = [reason for reason in reasons if "global batch" in reason] or reasons
+    return UsageError(f"no way to spread this over {num} GPUs: {mendable[0]}", hint=hint)
 
 
 def one_gpu(workload: Workload) -> OneGpu:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from planner.cluster import make_cluster
 from planner.errors import UsageError
 from planner.gpus import find_gpu
 from planner.models import catalogue
@@ -135,7 +136,8 @@ def test_nothing_fits_names_bytes_and_remedies_smallest_first() -> None:
     assert no_plan.nearest.formula.peak_device_bytes - no_plan.workload.budget_bytes == no_plan.missing_bytes
     actions = [remedy.action for remedy in no_plan.remedies]
     assert any(action.startswith("--gpu") for action in actions)
-    assert any("smaller model" in action for action in actions)
+    smaller = next(action.partition(": ")[2] for action in actions if "smaller model" in action)
+    assert smaller in {entry.model_id for entry in catalogue.entries()}
 
 
 def test_nothing_fits_offers_a_sequence_length_that_does() -> None:
@@ -219,3 +221,13 @@ def test_what_a_person_would_trip_over_is_noted() -> None:
     full = planned(model="meta-llama/Llama-3.1-8B", gpu="a100-80gb", fixed={"method": ("full",)})
     assert full.chosen.setup.weight_dtype == "bf16"
     assert any("bf16 weights take the updates" in note for note in full.notes)
+
+
+def test_contradictions_on_several_gpus_are_named_too() -> None:
+    model, card = "Qwen/Qwen2.5-0.5B", "a100-80gb"
+    cluster = make_cluster(find_gpu(card), 4)
+    with pytest.raises(UsageError, match="unquantized"):
+        plan_workload(wish(model, card, cluster=cluster, fixed={"method": ("lora",), "quantization": ("nf4",)}))
+    with pytest.raises(UsageError, match="global batch") as caught:
+        plan_workload(wish(model, card, cluster=cluster, global_batch=3))
+    assert "--global-batch 4" in caught.value.hint
