@@ -7,8 +7,9 @@ from planner.calibration_bands import memory_band, spread_memory_band
 from planner.gpu import GpuSpec
 from planner.kernels import Kernel, attention_kernel, missing_kernels
 from planner.memory.dtypes import flow_of
-from planner.memory.model import predict_memory, trained_parameters
+from planner.memory.model import predict_memory
 from planner.memory.optimizer import paged_bytes
+from planner.memory.trained import trained_parameters
 from planner.memory.types import MemoryBreakdown
 from planner.memory.weights import linear_bytes
 from planner.models.spec import ModelSpec

@@ -13,16 +13,10 @@ from planner.gpu import GpuSpec
 from planner.kernels import attention_kernel, missing_kernels, supported_attentions
 from planner.memory.allocator import allocator_gap_bytes
 from planner.memory.dtypes import flow_of
-from planner.memory.model import (
-    activation_parts,
-    backward_moments,
-    halves_stay_apart,
-    loss_parts,
-    loss_parts_logits,
-    loss_peak,
-    trained_parameters,
-)
+from planner.memory.micro_batch import activation_parts
+from planner.memory.moments import backward_moments, halves_stay_apart, loss_parts, loss_parts_logits, loss_peak
 from planner.memory.optimizer import state_bytes, step_bytes
+from planner.memory.trained import trained_parameters
 from planner.memory.weights import weight_bytes
 from planner.memory.workspace import context_bytes, cublas_workspace_bytes
 from planner.models.spec import ModelSpec

@@ -1,7 +1,8 @@
 """FSDP2 as Accelerate sets it up: what a rank holds."""
 
 from planner.memory.dtypes import SIZE_BYTES
-from planner.memory.model import Trained, halves_stay_apart
+from planner.memory.moments import halves_stay_apart
+from planner.memory.trained import Trained
 from planner.memory.weights import weight_bytes
 from planner.models.spec import ModelSpec
 from planner.parallel.gather import Groups, gathered_groups

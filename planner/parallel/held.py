@@ -4,16 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from planner.errors import SetupError
-from planner.memory.model import (
-    ActivationParts,
-    BackwardPeak,
-    LayerMoment,
-    Trained,
-    backward_moments,
-    halves_stay_apart,
-    trained_parameters,
-)
+from planner.memory.micro_batch import ActivationParts, LayerMoment
+from planner.memory.moments import BackwardPeak, backward_moments, halves_stay_apart
 from planner.memory.optimizer import state_bytes, step_bytes
+from planner.memory.trained import Trained, trained_parameters
 from planner.memory.weights import nf4_bytes, weight_bytes
 from planner.models.spec import LayerSpec, LinearSpec, ModelSpec
 from planner.models.targets import lora_linears
@@ -112,7 +106,7 @@ def weights(model: ModelSpec, setup: TrainSetup) -> Iterator[Held]:
 
 
 def whole_gradients(model: ModelSpec, inner: TrainSetup, trained: Trained, accumulated: bool) -> list[Held]:
-    """Gradients that stay whole until the step, as on one GPU (`planner.memory.model.backward_moments`)."""
+    """Gradients that stay whole until the step, as on one GPU (`planner.memory.moments.backward_moments`)."""
     nothing = ActivationParts(
         stored={"bias": 0},
         recomputed=0,

@@ -6,17 +6,10 @@ from planner.gpu import GpuSpec
 from planner.memory.allocator import allocator_gap_bytes
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.loss import LossChain
-from planner.memory.model import (
-    ActivationParts,
-    BackwardPeak,
-    Trained,
-    activation_parts,
-    backward_moments,
-    loss_parts,
-    loss_parts_logits,
-    predict_memory,
-    step_flow,
-)
+from planner.memory.micro_batch import ActivationParts, activation_parts, step_flow
+from planner.memory.model import predict_memory
+from planner.memory.moments import BackwardPeak, backward_moments, loss_parts, loss_parts_logits
+from planner.memory.trained import Trained
 from planner.memory.types import PHASES, MemoryBreakdown, MemoryTerm, Phase
 from planner.memory.workspace import context_bytes, cublas_workspace_bytes
 from planner.models.spec import ModelSpec
@@ -56,9 +49,9 @@ class Lines:
 
 
 def activation_lines(part: RankPart, parts: ActivationParts) -> Lines:
-    """The activations of a rank at every moment: those of `planner.memory.model`, on the rank's own part.
+    """The activations of a rank at every moment: those of `planner.memory.micro_batch`, on the rank's own part.
 
-    Source: `planner.memory.model.predict_memory`, `backward_moments`.
+    Source: `planner.memory.model.predict_memory`, `planner.memory.moments.backward_moments`.
     """
     stored, casts = parts.stored_total, parts.weight_casts
     peaks = backward_moments(part.model, parts, _NOTHING_TRAINED, accumulated=False)
@@ -79,7 +72,7 @@ def activation_lines(part: RankPart, parts: ActivationParts) -> Lines:
 def in_loss_bytes(
     share: Share, chain: LossChain, parts: ActivationParts, logits_bytes: int, outputs_bytes: int = 0
 ) -> int:
-    """The loss chain's largest moment, with what is alive beside it (`planner.memory.model.loss_peak`)."""
+    """The loss chain's largest moment, with what is alive beside it (`planner.memory.moments.loss_peak`)."""
     if not share.part.last:
         return 0
     cache = parts.weight_casts[0] - parts.weight_casts[1] + parts.adapter_casts

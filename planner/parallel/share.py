@@ -5,7 +5,7 @@ Activations and the loss chain come from the one-GPU terms on the rank's own par
 
 from dataclasses import replace
 
-from planner.memory.model import Trained
+from planner.memory.trained import Trained
 from planner.parallel.fsdp import fsdp2
 from planner.parallel.held import MOMENTS, Held, Share, part_trained, weights, whole_gradients
 from planner.parallel.rank import RankPart

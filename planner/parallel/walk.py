@@ -12,7 +12,8 @@ from planner.errors import SetupError
 from planner.gpu import GpuSpec
 from planner.memory.allocator import allocator_gap_bytes
 from planner.memory.loss import LossChain
-from planner.memory.model import ActivationParts, activation_parts, loss_parts, loss_parts_logits
+from planner.memory.micro_batch import ActivationParts, activation_parts
+from planner.memory.moments import loss_parts, loss_parts_logits
 from planner.memory.workspace import context_bytes, cublas_workspace_bytes
 from planner.models.spec import ModelSpec
 from planner.parallel.memory import (

@@ -5,16 +5,11 @@ import pytest
 from planner.gpus import find_gpu
 from planner.kernels import attention_kernel
 from planner.memory.dtypes import Flow, flow_of
-from planner.memory.model import (
-    activation_parts,
-    backward_moments,
-    halves_stay_apart,
-    loss_parts,
-    predict_memory,
-    step_flow,
-    trained_parameters,
-)
+from planner.memory.micro_batch import activation_parts, step_flow
+from planner.memory.model import predict_memory
+from planner.memory.moments import backward_moments, halves_stay_apart, loss_parts
 from planner.memory.scores import eager_scores, math_scores
+from planner.memory.trained import trained_parameters
 from planner.memory.traits import traits_of
 from planner.memory.weights import weight_bytes
 from planner.models import catalogue

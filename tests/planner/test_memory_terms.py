@@ -7,7 +7,10 @@ from hypothesis import strategies as st
 from planner.gpus import find_gpu
 from planner.memory.allocator import allocator_gap_bytes
 from planner.memory.loss import loss_chain
-from planner.memory.model import activation_parts, loss_parts, predict_memory, step_flow, trained_parameters
+from planner.memory.micro_batch import activation_parts, step_flow
+from planner.memory.model import predict_memory
+from planner.memory.moments import loss_parts
+from planner.memory.trained import trained_parameters
 from planner.memory.traits import traits_of
 from planner.memory.workspace import cublas_workspace_bytes
 from planner.models import catalogue

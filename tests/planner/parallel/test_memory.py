@@ -7,7 +7,8 @@ import pytest
 
 from planner.gpus import find_gpu
 from planner.memory import textbook
-from planner.memory.model import predict_memory, trained_parameters
+from planner.memory.model import predict_memory
+from planner.memory.trained import trained_parameters
 from planner.memory.types import MemoryBreakdown
 from planner.models import catalogue
 from planner.models.spec import ModelSpec

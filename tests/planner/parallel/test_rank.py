@@ -4,7 +4,7 @@ import pytest
 
 from planner.gpus import find_gpu
 from planner.memory import textbook
-from planner.memory.model import activation_parts
+from planner.memory.micro_batch import activation_parts
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.parallel.rank import in_flight, rank_parts, tensor_shard

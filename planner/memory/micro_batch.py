@@ -1,0 +1,225 @@
+"""Activations of one micro-batch over all layers: what is kept, what is recomputed, what is there for a moment.
+
+Independent of loss, optimizer and accumulation, and affine in the micro-batch, so that a walk over the whole space
+computes it once for each precision, adapter, kernel and checkpointing.
+"""
+
+from dataclasses import dataclass, replace
+
+from planner.gpu import GpuSpec
+from planner.kernels import Kernel, attention_kernel, masked
+from planner.memory.activations import LayerContext, layer_saved, norm_saved
+from planner.memory.dtypes import SIZE_BYTES, Flow, flow_of
+from planner.memory.position_bias import position_bias
+from planner.memory.scores import mask_bytes
+from planner.memory.trained import adapted_names, trained_parameters
+from planner.memory.traits import traits_of
+from planner.memory.transient import (
+    backward_transient,
+    constant_transients,
+    forward_transient,
+    merged_stacks,
+)
+from planner.memory.workspace import dequantized_bytes
+from planner.models.spec import LayerSpec, ModelSpec
+from planner.models.targets import adapts_expert_stacks
+from planner.setup import TrainSetup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerMoment:
+    """One moment of a layer's backward: bytes recomputed, gradients of activations, a dequantized matrix."""
+
+    recomputed: int
+    transient: int
+    dequantized: int
+
+    @property
+    def total(self) -> int:
+        """All parts."""
+        return self.recomputed + self.transient + self.dequantized
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationParts:
+    """Activations of one micro-batch, all in bytes.
+
+    `stored` is kept over the layers (by part), `recomputed` is the largest checkpointed layer during its backward,
+    `transient` one layer's gradients of activations, `forward_temp` one layer's forward temporaries, `dequantized` one
+    16-bit copy of a quantized matrix, `weight_casts` autocast's copies of weights alive in (forward, loss; backward).
+    """
+
+    stored: dict[str, int]
+    recomputed: int
+    transient: int
+    forward_temp: int
+    dequantized: int
+    final_norm: int
+    weight_casts: tuple[int, int]
+    adapter_casts: int
+    layer_moments: tuple[LayerMoment, ...] = ()
+    """What can be the largest moment of one layer's backward; `recomputed` and `transient` are those of the largest."""
+    at_first_decoder_layer: int = 0
+    """Beyond what is stored: position biases at the backward of an encoder-decoder's first decoder layer."""
+
+    @property
+    def stored_total(self) -> int:
+        """All stored parts."""
+        return sum(self.stored.values())
+
+
+def step_flow(model: ModelSpec, setup: TrainSetup) -> Flow:
+    """The data types of a setup on one model: `flow_of`, and the residual stream that autocast's LayerNorm widens.
+
+    nn.LayerNorm returns fp32 under autocast and bitsandbytes' layers return their input's type, so the stream of a
+    quantized model with LayerNorm is fp32 from its first layer on; so is that of a model with a LayerNorm behind its
+    embeddings (BLOOM).
+    """
+    flow = flow_of(setup)
+    widens = flow.quantized or traits_of(model).embedding_norm
+    if widens and flow.autocast and traits_of(model).norm == "layer":
+        return replace(flow, residual="fp32")
+    return flow
+
+
+def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ActivationParts:
+    """The activations of a setup; independent of its loss, optimizer and accumulation."""
+    flow, tokens, traits = step_flow(model, setup), setup.tokens_per_micro_batch, traits_of(model)
+    targets = None if setup.method == "full" else setup.lora_targets
+    adapted = adapted_names(model, targets)
+    stacks = targets is not None and adapts_expert_stacks(model, targets)
+    counts, kept = _checkpointed(model, setup.checkpointing)
+    stored = {
+        "norm": 0,
+        "attention": 0,
+        "scores": 0,
+        "mlp": 0,
+        "adapters": 0,
+        "pinned": 0,
+        "inputs": 0,
+        "bias": 0,
+        "masks": 0,
+    }
+    dequantized = 0
+    in_again, in_kept = [0], [0]
+    moments: list[list[LayerMoment]] = []  # of each kind of layer, always in the same order
+    kept_bytes = []
+    masks: dict[int | None, int] = {}  # by the window, as layers of one window share theirs
+    for index, layer in enumerate(model.layer_kinds):
+        kernel = _kernel(model, layer, gpu, setup, flow)
+        context = LayerContext(
+            setup=setup,
+            flow=flow,
+            adapted=adapted[index],
+            kernel=kernel,
+            tokens=tokens,
+            hidden=model.hidden_size,
+            traits=traits,
+            stacks=stacks,
+        )
+        saved = layer_saved(layer, context)
+        if layer.attention is not None:
+            each = mask_bytes(kernel, flow, masked=masked(setup, layer.attention))
+            masks[layer.attention.window_tokens] = each * tokens * context.row_tokens
+        if kept[index]:
+            kept_bytes.append(saved.total)
+            for part in ("norm", "attention", "scores", "mlp", "adapters"):
+                stored[part] += kept[index] * getattr(saved, part)
+            stored["pinned"] += kept[index] * (saved.pinned - saved.pinned_again)
+        if counts[index] > kept[index]:
+            again = counts[index] - kept[index]
+            if not (traits.post_norm and saved.pinned):  # int8 keeps that very input
+                stored["inputs"] += again * SIZE_BYTES[flow.residual] * model.hidden_size * tokens
+            stored["pinned"] += again * saved.pinned
+        here = ((backward_transient(layer, context, saved), 0), *constant_transients(layer, context, saved))
+        if counts[index] > kept[index]:
+            in_again.append(forward_transient(layer, context) + merged_stacks(layer, context))
+            moments.append([LayerMoment(recomputed=saved.total, transient=a, dequantized=b) for a, b in here])
+        if kept[index]:
+            in_kept.append(forward_transient(layer, context) - saved.total)
+            moments.append([LayerMoment(recomputed=0, transient=a, dequantized=b) for a, b in here])
+        if setup.quantized:
+            dequantized = max(dequantized, *(dequantized_bytes(one, setup, flow.residual) for one in layer.linears))
+    biases = position_bias(model, setup, flow, kernel, row_tokens=context.row_tokens, num_kept=sum(kept))
+    stored["bias"], stored["masks"] = biases.stored, sum(masks.values())
+    # with every n-th layer checkpointed, the kept layers behind the last checkpointed one are gone by its turn
+    gone = (model.num_layers - 1) % setup.checkpointing if setup.checkpointing else 0
+    behind = gone * min(kept_bytes, default=0)
+    layer_moments = tuple(
+        max(
+            (replace(one, recomputed=max(0, one.recomputed - behind)) for one in of_all_kinds),
+            key=lambda moment: moment.total,
+        )
+        for of_all_kinds in zip(*moments, strict=True)
+    )
+    largest = max(layer_moments, key=lambda moment: moment.total)
+    tail = LayerContext(
+        setup=setup,
+        flow=flow,
+        adapted=frozenset(),
+        kernel="flash",
+        tokens=tokens,
+        hidden=model.hidden_size,
+        traits=traits,
+    )
+    adapter_casts = 0
+    if setup.method != "full" and flow.autocast and flow.adapter == "fp32":
+        # the graph keeps those of layers that are not recomputed, autocast's cache the others until the forward ends
+        trained, share = trained_parameters(model, setup), sum(kept) / max(1, sum(counts))
+        stored["adapters"] += int(2 * trained.num * share)
+        adapter_casts = int(2 * (trained.num - trained.stacked) * (1 - share))
+    return ActivationParts(
+        stored=stored,
+        recomputed=largest.recomputed,
+        transient=largest.transient,
+        layer_moments=layer_moments,
+        # what the kept layers behind the last checkpointed one hold is not there yet in its forward
+        forward_temp=max(0, max(in_again) - behind, *in_kept),
+        dequantized=dequantized,
+        final_norm=sum(norm_saved(norm, tail, flow.residual) for norm in model.outer_norms[-1:]),
+        weight_casts=_weight_casts(model, setup, flow),
+        adapter_casts=adapter_casts,
+        at_first_decoder_layer=biases.at_first_decoder_layer,
+    )
+
+
+def _checkpointed(model: ModelSpec, every: int) -> tuple[list[int], list[int]]:
+    """For each kind of layer: how many there are, and how many keep their activations (layer i is checkpointed when
+    i % every == 0; transformers 5.23 `activation_checkpointing_kwargs`)."""
+    counts = [0] * len(model.layer_kinds)
+    kept = [0] * len(model.layer_kinds)
+    for position, kind in enumerate(model.layer_order):
+        counts[kind] += 1
+        if not every or position % every:
+            kept[kind] += 1
+    return counts, kept
+
+
+def _kernel(model: ModelSpec, layer: LayerSpec, gpu: GpuSpec, setup: TrainSetup, flow: Flow) -> Kernel:
+    if layer.attention is None:
+        return "linear"
+    dtype = flow.attention_input
+    return attention_kernel(model, setup, gpu, layer.attention, dtype)
+
+
+def _weight_casts(model: ModelSpec, setup: TrainSetup, flow: Flow) -> tuple[int, int]:
+    """16-bit copies that autocast makes of fp32 matrices: alive in (forward and loss, backward).
+
+    Trained ones are cached until the forward ends and kept by the graph where nothing is recomputed; frozen ones are
+    not cached, but the graph keeps each of them. The head's copy belongs to the loss chain. Grouped multiplication of
+    stacked experts is not on autocast's list; Llama 4's batched one is.
+
+    Source: PyTorch `aten/src/ATen/autocast_mode.cpp`, cached_cast.
+    """
+    fp32_down, batched = traits_of(model).fp32_down and flow.table == "fp16", traits_of(model).dense_experts
+    if flow.autocast is None or setup.quantized or not (flow.table == "fp32" or fp32_down):
+        return 0, 0
+    copies = 2 * sum(
+        num * one.num_weights
+        for layer, num in model.layer_counts
+        for one in layer.linears
+        if (one.module != "parameter" or batched) and (flow.table == "fp32" or one.role == "down")
+    )
+    counts, kept = _checkpointed(model, setup.checkpointing)
+    kept_copies = copies * sum(kept) // max(1, sum(counts))
+    return (copies if setup.method == "full" else kept_copies), kept_copies
