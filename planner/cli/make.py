@@ -12,7 +12,7 @@ from planner.cli import options
 from planner.cli.output import console, print_json
 from planner.cli.wish import resolve_gpu
 from planner.cli.wishes import WishOptions, takes_wish
-from planner.errors import EXIT_NOTHING_FITS
+from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem
 
 if TYPE_CHECKING:
     from planner.dataset import LengthChoice
@@ -65,18 +65,22 @@ def make(
         from planner.cli.rungs import climb_probe
 
         plan = climb_probe(plan)
+    unwritten: EnvironmentProblem | None = None
     if out is not None:
         from planner.cli.rungs import chosen_timeline
         from planner.cli.writing import write_out
 
-        write_out(
-            plan,
-            out,
-            targets=target,
-            dataset=dataset,
-            command=_command(model, gpu),
-            timeline=chosen_timeline(plan),
-        )
+        try:
+            write_out(
+                plan,
+                out,
+                targets=target,
+                dataset=dataset,
+                command=_command(model, gpu),
+                timeline=chosen_timeline(plan),
+            )
+        except EnvironmentProblem as problem:  # a full disk must not cost the answer
+            unwritten = problem
     if as_json:
         from reports.plan_json import plan_to_dict
 
@@ -88,6 +92,8 @@ def make(
             render_no_plan(plan, console())
         else:
             render_plan(plan, console(), next_command=_next(plan, out) if out else "")
+    if unwritten is not None:
+        raise unwritten
     if isinstance(plan, NoPlan):
         raise typer.Exit(EXIT_NOTHING_FITS)
 

@@ -39,8 +39,6 @@ def write_out(
     """
     from reports.write import plan_files
 
-    if folder.exists() and not folder.is_dir():
-        raise EnvironmentProblem(f"{folder} is a file, not a directory", hint="choose another --out directory")
     launches = launch_files(plan, targets, dataset, folder) if isinstance(plan, Plan) else ()
     for launch in launches:
         for file in launch.files:
@@ -66,7 +64,10 @@ def check_launch_words(targets: Sequence[str] | None, dataset: str | None, folde
     Raises:
         UsageError: an unknown launch target, or one without a directory to write it to.
         ConfigError: a data set's path that is not there.
+        EnvironmentProblem: a file where the directory should be.
     """
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise EnvironmentProblem(f"{folder} is a file, not a directory", hint="choose another --out directory")
     if targets and folder is None:
         raise UsageError("--target says which launch files --out writes", hint="add --out DIR")
     if targets:

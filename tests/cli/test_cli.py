@@ -233,3 +233,13 @@ def test_launch_files_of_an_earlier_plan_are_named(
     assert run([*plan, "--target", "trl"]) == 0
     assert "launch/hf" in capsys.readouterr().err
     assert (out / "launch" / "hf" / "train_hf.py").exists()
+
+
+def test_a_directory_that_cannot_be_written_does_not_cost_the_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert run(["gpt2", "--gpu", "t4", *FAST, "--out", str(tmp_path / "file" / "below")]) == 3
+    shown = capsys.readouterr()
+    assert "Train with" in shown.out
+    assert "cannot write" in shown.err
