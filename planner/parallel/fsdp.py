@@ -6,7 +6,7 @@ from planner.memory.trained import Trained
 from planner.memory.weights import weight_bytes
 from planner.models.spec import ModelSpec
 from planner.parallel.gather import Groups, gathered_groups
-from planner.parallel.held import COMPUTE, Held, Share, scales_bytes
+from planner.parallel.held import COMPUTE, Held, Share, gathered_head, scales_bytes
 from planner.parallel.rank import RankPart
 from planner.setup import TrainSetup
 
@@ -34,8 +34,14 @@ def fsdp2(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trained
     halves = 2 + int(halves_stay_apart(model, inner))  # of a tied table's gradient, before they are one
     keep = not setup.reshard_after_forward
     held += _gathered(model, groups, keep=keep, adapters=setup.method != "full")
+    held += gathered_head(model, setup, inner.weight_dtype)
+    if model.tied and setup.tensor_degree > 1:  # transformers wraps both ends of the tie
+        again = Held(category="weights", name="tied table, gathered twice", size_bytes=groups.tail, moments=COMPUTE)
+        held.append(again)
     held += _reducing(model, groups, trained, local, setup, halves=halves, keep=keep, accumulated=accumulated)
-    if not on_host:
+    if accumulated and setup.tensor_degree > 1:
+        held.append(_waiting_gradients(model, setup, trained))
+    elif not on_host:
         held += _sharded_gradients(groups, local, shards, accumulated)
     ahead = 0 if keep else groups.layer
     # under peft the head's group is the head alone, whose forward TRL does not call: it gathers the weight itself, and
@@ -101,6 +107,22 @@ def _gathered(model: ModelSpec, groups: Groups, *, keep: bool, adapters: bool) -
     ]
 
 
+def _waiting_gradients(model: ModelSpec, setup: TrainSetup, trained: Trained) -> Held:
+    """Whole gradients that wait for the last micro-batch, in the type of their reduction: beside tensor parallelism the
+    Trainer defers FSDP2's reduction and the launch files ask for nothing else. A vocabulary-split table's gradient is
+    whole; a tied head's is another, as each has a group of its own.
+
+    Source: transformers 5.23 `Trainer._defer_fsdp_gradient_reduction`, `_get_fsdp_policy_kwargs` (reduced in fp32);
+    PyTorch 2.13 `FSDPParam.to_accumulated_grad_if_needed`.
+    """
+    size = SIZE_BYTES["fp32" if setup.autocast_dtype is not None else trained.dtype]
+    alive = (*COMPUTE, "end", "step")
+    whole = (setup.tensor_degree - (not model.tied)) * model.num_embedding_params
+    return Held(
+        category="gradients", name="unsharded gradients", size_bytes=size * (trained.num + whole), moments=alive
+    )
+
+
 def _sharded_gradients(groups: Groups, local: Trained, shards: int, accumulated: bool) -> list[Held]:
     """This rank's gradients: those of earlier micro-batches all along, or growing with the backward (at the last
     layer's all but its own and the table's)."""
@@ -139,11 +161,13 @@ def _reducing(
     """
     shards = setup.shards
     size = SIZE_BYTES[trained.dtype]
-    cast = SIZE_BYTES[local.dtype] if local.dtype != trained.dtype else 0
+    in_fp32 = setup.tensor_degree > 1 and setup.autocast_dtype is not None  # transformers' policy reduces in fp32
+    wide = SIZE_BYTES["fp32"] if in_fp32 else size
+    cast = SIZE_BYTES[local.dtype] if SIZE_BYTES[local.dtype] != wide else 0
 
     def reducing(elements: int, *, new: bool) -> int:
         """Gradients, the reduce-scatter's input, its output, and where it is not counted as a gradient yet its cast."""
-        return 2 * size * elements + (size + (cast if new else 0)) * elements // shards
+        return (size + wide) * elements + (wide + (cast if new else 0)) * elements // shards
 
     full = groups.layer_gradients * size  # all of a block's gradients, its weights still gathered
 
@@ -161,8 +185,9 @@ def _reducing(
         head = max(head, reducing(groups.tail_trained, new=True))
         end = max(end, groups.embedding + size * table + before - coming)
     end = max(end, reducing(table, new=accumulated))
-    reduced = size * trained.num // shards if cast and setup.shards < setup.data_degree else 0
-    unreduced = size * (groups.layer_trained + table) // shards
+    apart = cast or setup.offload == "parameters"  # from the gradients that are counted, or not on the device
+    reduced = wide * trained.num // shards if apart and setup.shards < setup.data_degree else 0
+    unreduced = wide * (groups.layer_trained + table) // shards
     missing = 0 if accumulated else SIZE_BYTES[local.dtype] * (groups.layer_trained + table) // shards
     other = groups.embedding if keep else max(groups.layer, groups.embedding)
     missing += unreduced if reduced else 0
@@ -211,6 +236,8 @@ def sharded_dtype(setup: TrainSetup) -> str:
     are present.
     """
     own = setup.weight_dtype if setup.method == "full" else setup.resolved_adapter_dtype
+    if setup.tensor_degree > 1:  # transformers' own FSDP2: as loaded
+        return own
     if setup.autocast_dtype is None or setup.quantization in ("nf4", "nf4-double"):
         return own
     return "fp32"

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from planner.errors import SetupError
+from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.micro_batch import ActivationParts, LayerMoment
 from planner.memory.moments import BackwardPeak, backward_moments, halves_stay_apart
 from planner.memory.optimizer import state_bytes, step_bytes
@@ -133,6 +134,18 @@ def whole_gradients(model: ModelSpec, inner: TrainSetup, trained: Trained, accum
             Held(category="gradients", name="accumulated gradients", size_bytes=trained.size_bytes, moments=kept)
         )
     return found
+
+
+def gathered_head(model: ModelSpec, setup: TrainSetup, weight_dtype: str) -> list[Held]:
+    """The whole head that TRL's chunked loss gathers from a head split by tensor parallelism.
+
+    Source: trl 1.16 trainer/utils.py (`full_tensor`).
+    """
+    if setup.tensor_degree == 1 or setup.loss != "chunked" or model.head is None:
+        return []
+    own = model.num_embedding_params if model.tied else model.num_head_params
+    size = setup.tensor_degree * own * SIZE_BYTES[weight_dtype]
+    return [Held(category="weights", name="gathered head", size_bytes=size, moments=("loss",))]
 
 
 def backward_moment(peak: BackwardPeak) -> str:

@@ -117,7 +117,8 @@ def _breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup) -> MemoryBreakdo
     boundary = boundary_bytes(part, setup, micro_batches=setup.accumulation_steps, held=part.in_flight)
     flight = (part.in_flight - 1) * lines.more
     totals = [share.moment_bytes[moment] + size + flight for moment, size in lines.moments]
-    totals[2] += in_loss
+    losses = in_flight_losses_bytes(part, setup, logits, setup.tokens_per_micro_batch, part.in_flight)
+    totals[2] += in_loss + losses
     # of the forward's and the backward's moments only the largest is shown
     computing = totals[1] >= totals[0]
     peak = max(zip(totals[3:], lines.peaks, strict=True), key=lambda one: one[0])[1]
@@ -156,6 +157,7 @@ def _breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup) -> MemoryBreakdo
     if part.last:
         add("activations", "final norm", parts.final_norm, ("loss",))
         add("loss", f"loss chain ({setup.loss})", in_loss, ("loss",))
+    add("loss", "logits and losses of more micro-batches in flight", losses, ("loss",))
     left = "stored activations in the backward" if shown["backward"] == "first" else "what is left of the activations"
     add("activations", left, peak.stored, ("backward",))
     add("activations", "one recomputed layer", peak.recomputed, ("backward",))
@@ -211,6 +213,24 @@ def boundary_bytes(part: RankPart, setup: TrainSetup, *, micro_batches: int, hel
     if not part.first and setup.checkpointing:
         total -= held * one
     return total
+
+
+def in_flight_losses_bytes(part: RankPart, setup: TrainSetup, logits: int, tokens: int, flight: int) -> int:
+    """What a last pipeline stage holds beside one micro-batch's loss chain: this micro-batch's logits, which the stage
+    keeps to its backward's end, and under GPipe those and the fp32 log-probabilities of the micro-batches in flight.
+
+    The largest moment is the second backward, when gradients are there and one micro-batch is done.
+
+    Args:
+        logits: bytes of one micro-batch's logits; `tokens`: its tokens.
+
+    Source: PyTorch 2.13 `distributed/pipelining/stage.py` (backward_one_chunk's stage_output), `schedules.py`
+    ScheduleGPipe. Measured: docs/accuracy/spread-stages.md.
+    """
+    if setup.pipeline_degree == 1 or not part.last:
+        return 0
+    wide = SIZE_BYTES["fp32"] * tokens * part.model.vocab_size
+    return logits + max(0, flight - 2) * (logits + wide)
 
 
 def output_bytes(part: RankPart, setup: TrainSetup, inner: TrainSetup) -> int:

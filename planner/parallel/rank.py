@@ -124,13 +124,14 @@ def _stage(model: ModelSpec, start: int, size: int, first: bool, last: bool) -> 
 
 def tensor_shard(model: ModelSpec, degree: int) -> ModelSpec:
     """One rank's share of a model under tensor parallelism: column-split q, k, v, gate, up and head, row-split o and
-    down; embeddings and norms whole.
+    down, the table split by vocabulary; norms whole.
 
-    The head is split by vocabulary, its output gathered: every rank holds all logits. Fewer key-value heads than ranks
-    are repeated, one per rank.
+    The head's output is gathered: every rank holds all logits. Fewer key-value heads than ranks are repeated, one per
+    rank. A split table's gradient is whole all the same (`planner.parallel.share`).
 
     Source: Shoeybi et al. 2019, Megatron-LM, section 3, https://arxiv.org/abs/1909.08053; transformers 5.23
-    `base_model_tp_plan` ("colwise", "rowwise") and `_tp_plan` of the head ("colwise_gather_output").
+    `base_model_tp_plan` ("colwise", "rowwise"), `_tp_plan` of the head ("colwise_gather_output") and of every
+    `embed_tokens` ("embedding_rowwise", distributed/mixin.py).
     Not counted: sequence parallelism, which those plans do not use.
     """
     return model if degree == 1 else _tensor_shard(model, degree)
@@ -142,14 +143,19 @@ def _tensor_shard(model: ModelSpec, degree: int) -> ModelSpec:
     head = model.head
     if head is not None and not model.tied:
         head = replace(head, out_features=-(-head.out_features // degree))
+    tables = tuple(
+        replace(one, num_rows=-(-one.num_rows // degree)) if one.num_rows == model.vocab_size else one
+        for one in model.embeddings
+    )
     kinds = tuple(_layer_shard(layer, degree) for layer in model.layer_kinds)
-    return replace(model, layer_kinds=kinds, head=head)
+    return replace(model, layer_kinds=kinds, head=head, embeddings=tables)
 
 
 def _layer_shard(layer: LayerSpec, degree: int) -> LayerSpec:
     return replace(
         layer,
         linears=tuple(_linear_shard(one, layer, degree) for one in layer.linears),
+        norms=tuple(replace(one, rows_per_token=-(-one.rows_per_token // degree)) for one in layer.norms),
         attention=_attention_shard(layer.attention, degree),
         cross_attention=_attention_shard(layer.cross_attention, degree),
         mlp=_mlp_shard(layer.mlp, degree),

@@ -5,9 +5,19 @@ Activations and the loss chain come from the one-GPU terms on the rank's own par
 
 from dataclasses import replace
 
+from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.trained import Trained
 from planner.parallel.fsdp import fsdp2
-from planner.parallel.held import MOMENTS, Held, Share, part_trained, weights, whole_gradients
+from planner.parallel.held import (
+    COMPUTE,
+    MOMENTS,
+    Held,
+    Share,
+    gathered_head,
+    part_trained,
+    weights,
+    whole_gradients,
+)
 from planner.parallel.rank import RankPart
 from planner.parallel.zero import (
     ZERO3_PERSISTENT_ELEMENTS,
@@ -56,6 +66,8 @@ def engine_setup(setup: TrainSetup) -> TrainSetup:
     if not casts_to_half(setup):
         return setup.trusted_with(**plain)
     half = setup.compute_dtype
+    if setup.tensor_degree > 1:  # transformers' FSDP2: weights gathered in 16 bit, and the Trainer's autocast on top
+        return setup.trusted_with(**plain, precision=f"{half}-autocast")
     adapter = {} if setup.method == "full" else {"adapter_dtype": half}
     return setup.trusted_with(**plain, **adapter, precision=f"{half}-pure", kbit_fp32_cast=False)
 
@@ -98,6 +110,8 @@ def _replicated(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: T
     if setup.method != "full":
         held.append(Held(category="adapters", name="LoRA matrices", size_bytes=trained.size_bytes))
     held += whole_gradients(part.model, inner, trained, accumulated and not part.follower)
+    held += _split_tables(part, setup, trained, accumulated)
+    held += gathered_head(part.model, setup, inner.weight_dtype)
     if setup.parallel == "ddp":
         held.append(Held(category="gradients", name="DDP's buckets", size_bytes=trained.size_bytes))
     if setup.parallel == "dp" and not part.follower:
@@ -116,3 +130,23 @@ def _replicated(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: T
         ]
     local = trained if not part.follower else replace(trained, num=0, edge_sum=0, largest=0)
     return Share(part=part, setup=inner, trained=trained, local=local, optimizer_on_device=True, held=tuple(held))
+
+
+def _split_tables(part: RankPart, setup: TrainSetup, trained: Trained, accumulated: bool) -> list[Held]:
+    """What the gradient of a vocabulary-split table holds beyond a share: it is whole on every rank (its rows come from
+    all tokens), and the optimizer takes a copy of its own rows.
+
+    Measured: dry runs of transformers' own plan (docs/accuracy/spread-stages.md).
+    """
+    if setup.tensor_degree == 1 or setup.method != "full":
+        return []
+    model = part.model
+    own = sum(table.num_params for table in model.embeddings) * SIZE_BYTES[trained.dtype]
+    name = "a split table's whole gradient"
+    if model.tied:  # added to the head's, which is split
+        return [Held(category="gradients", name=name, size_bytes=(setup.tensor_degree - 1) * own, moments=("end",))]
+    alive = (*COMPUTE, "end", "step") if accumulated else ("end", "step")
+    return [
+        Held(category="gradients", name=name, size_bytes=(setup.tensor_degree - 1) * own, moments=alive),
+        Held(category="workspace", name="the optimizer's rows of it", size_bytes=own, moments=("step",)),
+    ]

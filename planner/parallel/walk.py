@@ -21,6 +21,7 @@ from planner.parallel.memory import (
     activation_lines,
     boundary_bytes,
     communicator_bytes,
+    in_flight_losses_bytes,
     in_loss_bytes,
     output_bytes,
 )
@@ -181,6 +182,7 @@ class _SpreadFamily:
                 if part.last:
                     chain, logits, outputs = self._ranks.loss(index, setup, micro)
                     in_loss = in_loss_bytes(share, chain, activations.parts, logits, outputs)
+                    in_loss += in_flight_losses_bytes(part, setup, logits, micro * setup.seq_len_tokens, flight)
                 largest = 0
                 for moment, size in activations.at(micro, flight):
                     total = held[moment] + size + (in_loss if moment == "loss" else 0)
