@@ -9,6 +9,7 @@ import pytest
 
 from planner.gpus import find_gpu
 from planner.memory.workspace import cublas_workspace_bytes
+from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.parallel import zero
@@ -90,3 +91,38 @@ def test_several_buckets(parallel: str, backward_mib: float, monkeypatch: pytest
     monkeypatch.setattr(zero, "ZERO_BUCKET_ELEMENTS", SMALL_BUCKET)
     found = _phases(parallel)["backward"]
     assert backward_mib - NEAR_MIB <= found <= backward_mib + COPY_MIB
+
+
+def _catalogue_rank(model_id: str, **fields: object) -> dict[str, int]:
+    """Bytes of the rank's terms that are alive in the loss, by name."""
+    model = catalogue.load(model_id)
+    assert model is not None
+    setup = TrainSetup(**{"parallel": "zero3", "num_gpus": 8, "seq_len_tokens": 512, **fields})  # type: ignore[arg-type]
+    (rank,) = rank_memories(model, GPU, setup)
+    return {term.name: term.size_bytes for term in rank.breakdown.terms if "loss" in term.phases}
+
+
+def test_zero3_gathers_up_to_the_live_limit_whatever_the_model() -> None:
+    """2 GB and the tensor that crosses the limit, of models of 8 and of 32 billion parameters."""
+    for model_id in ("meta-llama/llama-3.1-8b", "qwen/qwen3-32b"):
+        gathered = _catalogue_rank(model_id, method="full", lora_rank=0)["gathered weights"]
+        assert 2e9 < gathered < 2.2e9
+
+
+def test_4_bit_weights_stay_gathered_on_any_number_of_gpus() -> None:
+    """Half a byte for each of 68 billion elements in the blocks, and the head (docs/multi-gpu.md)."""
+    fields: dict[str, object] = {"method": "qlora", "quantization": "nf4-double"}
+    few = _catalogue_rank("meta-llama/llama-3.1-70b", **fields)
+    many = _catalogue_rank("meta-llama/llama-3.1-70b", **{**fields, "num_gpus": 64})
+    assert few["gathered weights"] == many["gathered weights"] == pytest.approx(36e9, rel=0.05)
+
+
+def test_foreach_temporaries_take_the_place_of_the_16_bit_gradients() -> None:
+    """ZeRO-1: as many bytes are gone (two 16-bit copies) as the temporaries take (one in fp32)."""
+    model = _llama()
+    peaks = []
+    for optimizer in ("adamw", "adamw-fused"):
+        setup = TrainSetup(method="full", lora_rank=0, num_gpus=2, parallel="zero1", optimizer=optimizer)
+        (rank,) = rank_memories(model, GPU, setup)
+        peaks.append(rank.breakdown.phase_bytes["step"])
+    assert peaks[0] == peaks[1]
