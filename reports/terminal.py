@@ -143,13 +143,15 @@ def render_estimate(
 
 
 def render_gpus(rows: Iterable[GpuSpec], console: Console) -> None:
-    """The GPU table: what `--gpu` takes, smallest memory first."""
+    """The GPU table: what `--gpu` takes, smallest memory first; without marketing names where they would cut keys."""
     page = Page(console)
-    table = page.table("--gpu", "name", "memory", "bf16 TFLOP/s", "GB/s", right=("memory", "bf16 TFLOP/s", "GB/s"))
+    names, rate = (("name",), "bf16 TFLOP/s") if console.width >= 70 else ((), "TFLOP/s")
+    table = page.table("--gpu", *names, "memory", rate, "GB/s", right=("memory", rate, "GB/s"))
     for gpu in sorted(rows, key=lambda row: (row.memory_bytes, row.key)):
-        flops = f"{gpu.bf16_flops_per_s / TERA:.0f}" if gpu.bf16_flops_per_s else "no bf16"
+        flops = f"{gpu.bf16_flops_per_s / TERA:.0f}" if gpu.bf16_flops_per_s else "no bf16" if names else "-"
         bandwidth = f"{gpu.memory_bandwidth_bytes_per_s / 1e9:,.0f}"
-        page.row(table, gpu.key, clean(gpu.name), gib(gpu.memory_bytes), flops, bandwidth)
+        name = [clean(gpu.name)] if names else []
+        page.row(table, gpu.key, *name, gib(gpu.memory_bytes), flops, bandwidth)
     console.print(table)
     page.line("Memory is what torch reports as usable; TFLOP/s dense with fp32 accumulation.", style="dim")
 

@@ -234,3 +234,11 @@ def test_terminal_import_is_light() -> None:
     ).stdout.split()
     heavy = {"numpy", "jinja2", "matplotlib", "torch", "scipy", "optuna", "asyncio", "email", "http", "yaml"}
     assert not heavy & set(shown)
+
+
+def test_a_narrow_table_of_gpus_cuts_no_key() -> None:
+    keys = ("rtx-pro-6000-blackwell", "t4")
+    shown = page(lambda console: render_gpus([make_gpu(key, key.upper(), 14.56) for key in keys], console), width=50)
+    for key in keys:
+        assert key in shown
+    assert max(map(len, shown.splitlines())) <= 50
