@@ -81,11 +81,11 @@ CASES: dict[str, dict[str, Any]] = {
         "limits": WIDE,
     },
     "ZeRO-3, full, small bucket": {**FULL, "parallel": "zero3", "limits": {**NEAR, "bucket": 25_000}},
-    "ZeRO-3, full, untied head": {
+    "ZeRO-3, full, tied head": {
         **FULL,
         "parallel": "zero3",
         "limits": NEAR,
-        "config": {"tie_word_embeddings": False},
+        "config": {"tie_word_embeddings": True},
     },
     "ZeRO-3, full, 21 M parameters": {
         **FULL,
