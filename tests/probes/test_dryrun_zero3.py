@@ -132,7 +132,10 @@ def test_another_order_than_the_first_breaks_the_trace() -> None:
 
 
 def _limits(limits: Limits, **more: Any) -> AbstractContextManager[Any]:
-    return mock.patch.multiple(zero3, LIMITS=limits, **{"ZERO3_PERSISTENT_ELEMENTS": 500, **more})
+    found: AbstractContextManager[Any] = mock.patch.multiple(
+        zero3, LIMITS=limits, **{"ZERO3_PERSISTENT_ELEMENTS": 500, **more}
+    )
+    return found
 
 
 def _setup(**fields: Any) -> TrainSetup:
