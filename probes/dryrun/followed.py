@@ -10,8 +10,8 @@ def why_not_traced(setup: TrainSetup) -> str:
     """Why no dry run follows this way to spread a job, "" where one does."""
     if setup.pipeline_degree > 1:
         return _why_no_pipeline(setup)
-    if setup.parallel == "device-map":
-        return "it does not follow a model cut into stages"
+    if setup.parallel in ("device-map", "dp"):
+        return "it does not follow one process that drives several GPUs (device_map, nn.DataParallel)"
     if setup.tensor_degree > 1 and setup.parallel not in ("none", "fsdp2"):
         return f"no engine of the launch files runs tensor parallelism beside {setup.parallel}"
     if setup.tensor_degree == 1 and setup.parallel not in OWN_CODE and setup.parallel not in MODELLED:
@@ -54,4 +54,5 @@ def rank_note(setup: TrainSetup) -> str:
     return (
         f"{rank}: the model's step and the optimizer on the rank's partition ran; {MODELLED[setup.parallel]} buckets, "
         "copies and partitions are modelled after its source (0.19), as its engine runs on no meta tensors"
+        + ("; what lies in the host's memory is not counted" if setup.offload != "none" else "")
     )
