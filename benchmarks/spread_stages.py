@@ -60,11 +60,11 @@ WORLD_SIZES = (2, 8, 16)
 MICRO_BATCHES = {"pipeline": (4, 8), "pipeline in fsdp2": (4, 8)}
 
 
-def points(kind: str, seed: int) -> Iterator[tuple[str, TrainSetup]]:
+def points(kind: str, seed: int, models: tuple[str, ...]) -> Iterator[tuple[str, TrainSetup]]:
     """Endless (model id, setup) of one kind, its variants and the models in rotation."""
     draw = random.Random(f"{seed} {kind}")
     while True:
-        for model in MODELS:
+        for model in models:
             spec = catalogue.load(model)
             assert spec is not None
             fields: dict[str, Any] = {name: draw.choice(values) for name, values in OTHER.items()}
@@ -132,6 +132,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default=",".join(KINDS), help="kinds, separated by commas")
+    parser.add_argument("--models", default=",".join(MODELS), help="models, separated by commas")
     parser.add_argument("--each", type=int, default=20, help="points of each kind in the file when done")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--worst", type=int, default=3, help="points to list of each kind")
@@ -145,7 +146,7 @@ def main() -> int:
     with args.out.open("a") as file:
         for kind in args.only.split(","):
             seen: set[str] = set()
-            for model, setup in points(kind, args.seed):
+            for model, setup in points(kind, args.seed, tuple(args.models.split(","))):
                 key = json.dumps([model, setup_to_dict(setup)], sort_keys=True)
                 seen.add(key)
                 if len(seen) > args.each:

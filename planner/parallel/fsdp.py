@@ -33,6 +33,17 @@ def fsdp2(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trained
     held.append(Held(category="weights", name="quantization states", size_bytes=scales_bytes(model, setup)))
     halves = 2 + int(halves_stay_apart(model, inner))  # of a tied table's gradient, before they are one
     keep = not setup.reshard_after_forward
+    if setup.pipeline_degree > 1:
+        held += _in_schedule(groups, setup, trained, local)
+        return Share(
+            part=part,
+            setup=inner,
+            trained=trained,
+            local=local,
+            optimizer_on_device=not on_host,
+            held=tuple(one for one in held if one.size_bytes),
+            host_bytes=sum(one.size_bytes for one in weights) + local.size_bytes if on_host else 0,
+        )
     held += _gathered(model, groups, keep=keep, adapters=setup.method != "full")
     held += gathered_head(model, setup, inner.weight_dtype)
     if model.tied and setup.tensor_degree > 1:  # transformers wraps both ends of the tie
@@ -62,6 +73,24 @@ def fsdp2(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trained
         loss_backward_bytes=loss_backward,
         host_bytes=sum(one.size_bytes for one in weights) + local.size_bytes if on_host else 0,
     )
+
+
+def _in_schedule(groups: Groups, setup: TrainSetup, trained: Trained, local: Trained) -> list[Held]:
+    """A pipeline stage's gathered weights and whole gradients: from its first backward to the step's end PyTorch's
+    schedules keep every group gathered and reduce no gradient, which add up in fp32, the type of their reduction.
+
+    Source: PyTorch 2.13 `distributed/pipelining/stage.py` (backward_maybe_with_nosync, perform_reduce_grad), FSDPParam.
+    to_accumulated_grad_if_needed; torchtitan 0.2.2 `apply_fsdp` (reduce_dtype fp32).
+    """
+    whole = groups.layers + groups.embedding + groups.tail + groups.root
+    reduced = SIZE_BYTES["fp32"] * trained.num
+    alive = (*COMPUTE, "end")
+    name = f"gradients / {setup.shards}"
+    return [
+        Held(category="weights", name="gathered weights", size_bytes=whole, moments=alive),
+        Held(category="gradients", name="unsharded gradients", size_bytes=reduced, moments=alive),
+        Held(category="gradients", name=name, size_bytes=local.size_bytes, moments=("step",)),
+    ]
 
 
 def _gathered(model: ModelSpec, groups: Groups, *, keep: bool, adapters: bool) -> list[Held]:

@@ -116,6 +116,7 @@ def _breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup) -> MemoryBreakdo
     in_loss = in_loss_bytes(share, chain, parts, logits, output_bytes(part, setup, inner))
     boundary = boundary_bytes(part, setup, micro_batches=setup.accumulation_steps, held=part.in_flight)
     flight = (part.in_flight - 1) * lines.more
+    flight -= never_together_bytes(share, setup, lines.more, part.in_flight, setup.accumulation_steps)
     totals = [share.moment_bytes[moment] + size + flight for moment, size in lines.moments]
     losses = in_flight_losses_bytes(part, setup, logits, setup.tokens_per_micro_batch, part.in_flight)
     totals[2] += in_loss + losses
@@ -213,6 +214,27 @@ def boundary_bytes(part: RankPart, setup: TrainSetup, *, micro_batches: int, hel
     if not part.first and setup.checkpointing:
         total -= held * one
     return total
+
+
+def never_together_bytes(share: Share, setup: TrainSetup, more: int, flight: int, micro_batches: int) -> int:
+    """What a pipeline stage's activations in flight never meet.
+
+    Where every forward comes before the first backward (GPipe; 1F1B with no more micro-batches than in flight), whole
+    gradients are there when one micro-batch's activations are gone. FSDP2's weights are all gathered at a backward's
+    end, when its activations are gone, and freed by the next forward.
+
+    Args:
+        more: activation bytes of one micro-batch in flight.
+    """
+    if flight < 2:
+        return 0
+    apart = 0
+    for one in share.held:
+        if "gather" in one.moments and len(one.moments) < len(MOMENTS):
+            gradients = one.category == "gradients" and micro_batches <= flight
+            weights = one.category == "weights" and setup.reshard_after_forward
+            apart += one.size_bytes * (gradients or weights)
+    return min(more, apart)
 
 
 def in_flight_losses_bytes(part: RankPart, setup: TrainSetup, logits: int, tokens: int, flight: int) -> int:

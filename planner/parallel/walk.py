@@ -23,6 +23,7 @@ from planner.parallel.memory import (
     communicator_bytes,
     in_flight_losses_bytes,
     in_loss_bytes,
+    never_together_bytes,
     output_bytes,
 )
 from planner.parallel.rank import RankPart, in_flight, rank_parts
@@ -43,9 +44,13 @@ class _Activations(NamedTuple):
     one: Lines
     two: Lines
 
+    def more(self, micro: int) -> int:
+        """Bytes that each further micro-batch in flight adds."""
+        return self.one.more + (micro - 1) * (self.two.more - self.one.more)
+
     def at(self, micro: int, flight: int) -> Iterator[tuple[str, int]]:
         """(moment, bytes) at one micro-batch with so many in flight."""
-        more = (flight - 1) * (self.one.more + (micro - 1) * (self.two.more - self.one.more))
+        more = (flight - 1) * self.more(micro)
         for (moment, one), (_, two) in zip(self.one.moments, self.two.moments, strict=True):
             yield moment, one + (micro - 1) * (two - one) + more
 
@@ -184,8 +189,9 @@ class _SpreadFamily:
                     in_loss = in_loss_bytes(share, chain, activations.parts, logits, outputs)
                     in_loss += in_flight_losses_bytes(part, setup, logits, micro * setup.seq_len_tokens, flight)
                 largest = 0
+                apart = never_together_bytes(share, setup, activations.more(micro), flight, steps)
                 for moment, size in activations.at(micro, flight):
-                    total = held[moment] + size + (in_loss if moment == "loss" else 0)
+                    total = held[moment] + size - apart + (in_loss if moment == "loss" else 0)
                     if total > largest:
                         largest = total
                 resident = held["resident"] + self._workspace

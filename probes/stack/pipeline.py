@@ -120,6 +120,9 @@ def _sharded(module: StageModule, setup: TrainSetup, device: torch.device) -> An
     copies = (setup.data_degree // setup.shards, setup.shards) if hybrid else (setup.shards,)
     mesh = init_device_mesh(device.type, (setup.pipeline_degree, *copies), mesh_dim_names=names)
     half = _HALF.get(setup.compute_dtype, torch.float32)
+    if setup.autocast_dtype is not None:  # training.dtype of the launch files: fp32 under mixed precision
+        for parameter in module.parameters():
+            parameter.data = parameter.data.float()
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
     shard: Callable[..., Any] = partial(fully_shard, mesh=mesh[names[1:]], mp_policy=policy)
     again = setup.reshard_after_forward
