@@ -14,6 +14,8 @@ class ScoreBytes:
     kept: int
     forward: int
     backward: int
+    handed_on: int = 0
+    """Of the last layer's, where it was not kept: alive in the forward too."""
 
 
 def eager_scores(
@@ -51,10 +53,13 @@ def eager_scores(
     if traits.alibi_sum:
         moments.append(forward + score)  # recomputed
         forward += score + value
+    elif traits.hands_on_weights:
+        forward += score  # the sum with the mask
     return ScoreBytes(
         kept=kept + (score if softcap else 0),
         forward=forward,
         backward=max(moments) - kept,
+        handed_on=softmax if traits.hands_on_weights else 0,
     )
 
 

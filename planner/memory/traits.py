@@ -21,6 +21,9 @@ LAYER_COMPOSED = frozenset({"cohere", "cohere2"})
 """A layer norm of single operations in fp32, cast back: two fp32 tensors are kept."""
 EXPANDS_KV = frozenset({"falcon"})
 """Types that hand the kernel keys and values already repeated to all heads."""
+HANDS_ON_WEIGHTS = frozenset({"falcon"})
+"""Types whose eager layers return their attention weights, which are then alive while the next layer runs; the sum with
+the mask is a tensor beside the scores."""
 POST_NORM = frozenset({"olmo2", "olmo3"})
 """Types whose norms follow attention and MLP: the projections' input is the residual itself."""
 FP32_SCORES = frozenset({"gptj", "gpt_neo"})
@@ -66,6 +69,7 @@ class Traits:
     attention_dropout: bool
     residual_dropout: bool
     expands_kv: bool
+    hands_on_weights: bool
     dense_experts: bool
     extra_expert_copies: int
     post_norm: bool
@@ -104,6 +108,7 @@ def traits_of(model: ModelSpec) -> Traits:
         attention_dropout=_rate(model, ATTENTION_DROPOUTS, attention) > 0,
         residual_dropout=_rate(model, RESIDUAL_DROPOUTS, residual) > 0,
         expands_kv=model.model_type in EXPANDS_KV,
+        hands_on_weights=model.model_type in HANDS_ON_WEIGHTS,
         dense_experts=model.model_type in DENSE_EXPERTS,
         extra_expert_copies=EXTRA_EXPERT_COPIES.get(model.model_type, 0),
         post_norm=model.model_type in POST_NORM,

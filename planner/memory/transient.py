@@ -145,7 +145,8 @@ def forward_transient(layer: LayerSpec, context: LayerContext) -> int:
     mlp = 3 * size * _mlp_width(layer)
     scores = 0
     if layer.attention is not None:
-        parts = score_bytes(layer.attention, context, flow.linear_out(flow.residual)).forward
+        held = score_bytes(layer.attention, context, flow.linear_out(flow.residual))
+        parts = held.forward + (held.handed_on if context.setup.checkpointing else 0)
         scores = parts * layer.attention.num_heads * context.row_tokens
     return context.tokens * max(mlp, scores)
 

@@ -185,3 +185,20 @@ def test_t5s_own_loss_stays_in_16_bit_without_autocast() -> None:
     pure = TrainSetup(**FULL, precision="bf16-pure", seq_len_tokens=1024)  # type: ignore[arg-type]
     assert loss_parts(model, pure).backward_bytes == 6 * elements
     assert loss_parts(model, pure.with_(precision="bf16-mixed")).backward_bytes >= 12 * elements
+
+
+def test_falcons_last_weights_are_alive_in_a_recomputed_forward() -> None:
+    model = load("tiiuae/falcon-7b")
+    pure = TrainSetup(attention="eager", precision="bf16-pure", seq_len_tokens=2048)
+    attention = model.layer_kinds[0].attention
+    assert attention is not None
+    scores = attention.num_heads * 2048 * 2048
+    # the product, its sum with the mask and the softmax in 16 bit, and the softmax of the layer before
+    assert activation_parts(model, A100, pure).forward_temp == (6 + 2) * scores
+
+
+def test_a_gelu_of_products_keeps_every_factor() -> None:
+    model = load("eleutherai/gpt-neox-20b")
+    setup = TrainSetup(precision="fp32", checkpointing=0, lora_targets="attention", seq_len_tokens=1000)
+    kept = activation_parts(model, A100, setup).stored["mlp"] / model.num_layers / 1000
+    assert kept == 7 * 4 * 4 * model.hidden_size
