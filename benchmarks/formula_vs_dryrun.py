@@ -58,6 +58,7 @@ OTHER: dict[str, tuple[Any, ...]] = {
 }
 RANKS = (8, 16, 64)
 EXPLAINED = 0.05
+NAMED = 10
 """Points with a larger error are listed by name."""
 TRACE_ERRORS = (ValueError, TypeError, RuntimeError, NotImplementedError, AttributeError, KeyError, ImportError)
 """What the libraries raise where a point cannot be traced, as in `probes.dryrun.api`."""
@@ -255,18 +256,17 @@ def kind_of(model_id: str, setup: TrainSetup, kernels: dict[str, int]) -> str:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """Errors of today's formula against the stored dry runs by kind of point, phase and model type, as tables, and
-    every point beyond `EXPLAINED` by name."""
+    the worst ten by name, or every point beyond `EXPLAINED` where those are more."""
     errors: dict[tuple[str, str], list[float]] = {}
-    beyond: list[tuple[float, str]] = []
+    named: list[tuple[float, str]] = []
     for row in rows:
         if "dry_run_allocated" not in row:
             continue
         setup, found = setup_from_dict(row["setup"]), predicted(row)
         error = found.peak_allocated_bytes / row["dry_run_allocated"] - 1.0
-        if abs(error) > EXPLAINED:
-            phases = f"{row['dry_run_phase']} | {found.peak_phase}"
-            size = f"{row['dry_run_allocated'] / GIB:.2f} GiB"
-            beyond.append((error, f"| {row['model']} | {row['gpu']} | {words(setup)} | {phases} | {size} |"))
+        phases = f"{row['dry_run_phase']} | {found.peak_phase}"
+        size = f"{row['dry_run_allocated'] / GIB:.2f} GiB"
+        named.append((error, f"| {row['model']} | {row['gpu']} | {words(setup)} | {phases} | {size} |"))
         keys = [("all", "all points"), ("type", row["model_type"])]
         keys += [("kind", kind_of(row["model"], setup, row["kernels"]))]
         keys += [("method", f"{setup.method} {setup.precision}"), ("loss", setup.loss)]
@@ -288,7 +288,8 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "| error | model | card | setup | peak in the dry run | in the formula | dry run |",
         "|--:" + "|---" * 6 + "|",
     ]
-    for error, text in sorted(beyond, key=lambda one: -abs(one[0])):
+    many = max(NAMED, sum(abs(error) > EXPLAINED for error, _ in named))
+    for error, text in sorted(named, key=lambda one: -abs(one[0]))[:many]:
         lines.append(f"| {100 * error:+.1f} % {text}")
     return "\n".join(lines)
 
