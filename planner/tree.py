@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from planner.calibration_bands import USUAL_BAND
 from planner.plan import Answer, Cut
 from planner.predict import attention_kernels
 from planner.setup import TrainSetup
@@ -31,6 +32,8 @@ QUANTIZE_GAIN_FRACTION = 0.05
 
 TIE_FRACTION = 0.01
 """Speeds closer than this are a tie, far below the speed model's error: the simpler setup wins."""
+SURE_SPEED_FRACTION = 0.03
+"""So much speed, less than the speed model errs, is given for memory to spare by more than the formula errs."""
 SIMPLE_FIRST = {
     "optimizer": ("adamw-fused", "adamw", "adamw-8bit", "paged-adamw-8bit"),
     "loss": ("chunked", "full", "liger"),
@@ -65,22 +68,33 @@ class NodeFacts:
 
     walked: int = 0
     infeasible: int = 0
+    budget_bytes: int = 0
     smallest: Point | None = None
     smallest_unchecked: Point | None = None
     smallest_cast: Point | None = None
     fastest: list[tuple[float, int, Point]] = field(default_factory=list)
 
     def best(self) -> Point | None:
-        """The fastest point that fits; among those within one percent the simplest, then the smallest."""
-        if not self.fastest:
+        """The fastest point that fits, or one nearly as fast whose fitting is sure; among those within one percent the
+        simplest, then the smallest."""
+        fitting = [entry[2] for entry in self.fastest]
+        if not fitting:
             return None
-        top = max(entry[0] for entry in self.fastest)
-        close = [entry[2] for entry in self.fastest if entry[0] >= top * (1 - TIE_FRACTION)]
+        sure_bytes = self.budget_bytes / (1 + USUAL_BAND)
+        near = _within(fitting, SURE_SPEED_FRACTION)
+        sure = [point for point in near if point.peak_device_bytes <= sure_bytes]
+        close = _within(sure or fitting, TIE_FRACTION)
         return min(close, key=lambda point: (simplicity(point.family), point.peak_device_bytes))
 
     def ranked(self) -> list[Point]:
         """Kept points that fit, fastest first."""
         return [entry[2] for entry in sorted(self.fastest, key=lambda entry: (-entry[0], entry[1]))]
+
+
+def _within(points: list[Point], fraction: float) -> list[Point]:
+    """The points no slower than the fastest by this share."""
+    floor = max(point.tokens_per_s for point in points) * (1 - fraction)
+    return [point for point in points if point.tokens_per_s >= floor]
 
 
 def collect(points: Iterable[Point], budget_bytes: int) -> dict[str, NodeFacts]:
@@ -100,6 +114,7 @@ def collect_into(points: Iterable[Point], budget_bytes: int, facts_of: Callable[
         if point.shared is not shared or node is None:  # points come in runs that share their branch
             shared = point.shared
             node = facts_of(shared)
+            node.budget_bytes = budget_bytes
         node.walked += 1
         peak = point.peak_device_bytes
         if point.micro_batch_seqs == 1:
@@ -160,7 +175,8 @@ def method_answers(facts: dict[str, NodeFacts], chosen: str | None, workload: Wo
         elif node == chosen:
             choice = "yes, taken"
             reason = f"one sequence needs {gib(need)} at least, {gib(budget - need)} are left for activations"
-            if node.startswith("qlora") and facts["lora"].best() is not None:
+            rival, mine = facts["lora"].best(), known.best()
+            if node.startswith("qlora") and rival and mine and mine.tokens_per_s > rival.tokens_per_s:
                 reason += "; the whole is faster than 16-bit LoRA"
             passed = True
         else:
@@ -185,7 +201,8 @@ def _not_taken(node: str, facts: dict[str, NodeFacts], chosen: str | None, passe
         return "fits, but another branch was taken"
     ratio = best.tokens_per_s / taken.tokens_per_s
     if not passed:
-        return f"fits, but {NODE_NAMES[chosen or '']} is predicted {1 / ratio:.2f} times as fast"
+        spare = ", with a quarter of its base in the host's memory" if taken.shared.offload != "none" else ""
+        return f"fits, but {NODE_NAMES[chosen or '']} is predicted {1 / ratio:.2f} times as fast{spare}"
     if node.startswith("qlora") and chosen == "lora":
         return (
             f"16-bit LoRA fits; quantizing would run at {ratio:.2f} times its speed: no gain beyond the model's error"

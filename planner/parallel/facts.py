@@ -61,6 +61,7 @@ def merged(parts: Iterable[NodeFacts]) -> NodeFacts:
     whole = NodeFacts()
     entries = []
     for part in parts:
+        whole.budget_bytes = part.budget_bytes
         whole.walked += part.walked
         whole.infeasible += part.infeasible
         entries += part.fastest

@@ -194,6 +194,13 @@ def test_offloading_only_where_nothing_else_fits() -> None:
     assert planned("Qwen/Qwen2.5-7B", "rtx-4090", 4).chosen.setup.offload == "none"
 
 
+def test_offloaded_a_quantized_base_stays_unless_clearly_slower() -> None:
+    """70B on two cards of 24 GB: a quarter of the host's memory at the same speed."""
+    plan = planned("meta-llama/Llama-3.1-70B", "rtx-4090", 2)
+    assert (plan.chosen.setup.method, plan.chosen.setup.offload) == ("qlora", "parameters")
+    assert "quarter of its base in the host's memory" in answer(plan, "LoRA (16-bit base)").reason
+
+
 def test_offloading_beyond_a_usual_host_is_refused_with_its_bytes() -> None:
     """70B with 12 bytes and more per parameter do not fit beside two consumer cards; who asks for it is believed."""
     fixed = {"method": ("full",)}
