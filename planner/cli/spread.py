@@ -133,7 +133,8 @@ _FLAGS = {
 def one_setup(num_gpus: int, spread: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
     """The spread's fields of one setup: what was not said is plain DDP over the copies that are left.
 
-    FSDP2 where a flag belongs to it alone, and under tensor parallelism (Accelerate knows no other beside it).
+    FSDP2 where a flag belongs to it alone, and beside tensor parallelism and pipelines, where Accelerate and torchtitan
+    know no other.
     """
     if num_gpus == 1:
         return {}
@@ -141,7 +142,7 @@ def one_setup(num_gpus: int, spread: Mapping[str, tuple[Any, ...]]) -> dict[str,
     if "parallel" not in values:
         split = values.get("tensor_degree", 1) * values.get("pipeline_degree", 1)
         only_fsdp2 = "shard_degree" in values or "reshard_after_forward" in values
-        fsdp2 = only_fsdp2 or values.get("offload") == "parameters" or values.get("tensor_degree", 1) > 1
+        fsdp2 = only_fsdp2 or values.get("offload") == "parameters" or split > 1
         offloaded = values.get("offload") == "optimizer"
         values["parallel"] = "none" if split == num_gpus else "fsdp2" if fsdp2 else "zero2" if offloaded else "ddp"
     return {"num_gpus": num_gpus, **values}

@@ -170,6 +170,10 @@ def _pipeline(model: ModelSpec, setup: TrainSetup) -> str:
         return "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism (DeepSpeed 0.19 pipe/engine.py)"
     if setup.parallel == "zero1":
         return "DeepSpeed's pipeline needs the model rewritten as a PipelineModule (DeepSpeed 0.19 pipe/engine.py)"
+    if setup.parallel == "ddp":
+        return "torchtitan's DDP does not combine with a pipeline: use fsdp2"
+    if setup.parallel == "none" and setup.autocast_dtype is not None:
+        return "torchtitan mixes precision in a pipeline only inside FSDP2; --precision bf16-pure runs without"
     if setup.optimizer not in DTENSOR_OPTIMIZERS:
         return f"torchtitan's pipelines know AdamW, not {setup.optimizer}"
     return ""

@@ -37,6 +37,8 @@ def _model(name: str = "meta-llama/llama-3.1-8b") -> ModelSpec:
         ({"pipeline_degree": 8}, "peft"),
         ({**FULL, "pipeline_degree": 4, "parallel": "zero2"}, "pipe/engine.py"),
         ({**FULL, "pipeline_degree": 8, "loss": "liger"}, "liger"),
+        ({**FULL, "pipeline_degree": 8}, "only inside FSDP2"),
+        ({**FULL, "pipeline_degree": 4, "parallel": "ddp"}, "DDP does not combine"),
     ],
 )
 def test_refusals_name_their_source(fields: dict[str, object], word: str) -> None:
@@ -59,7 +61,7 @@ def test_refusals_name_their_source(fields: dict[str, object], word: str) -> Non
         {**FULL, "parallel": "zero1", "optimizer": "adamw-8bit"},
         {**FULL, "parallel": "fsdp2", "tensor_degree": 2},
         {**FULL, "tensor_degree": 8},
-        {**FULL, "pipeline_degree": 8},
+        {**FULL, "pipeline_degree": 8, "precision": "bf16-pure"},
         {**FULL, "pipeline_degree": 2, "parallel": "fsdp2"},
         {**NF4, "parallel": "device-map"},
     ],
