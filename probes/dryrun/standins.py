@@ -5,6 +5,8 @@ kernels ask the symbolic shapes (and with them sympy) about plain numbers. Loadi
 cold dry run. Within `standing_in` those modules are stood in for: a name taken from one is a `Late` object, of which
 nothing is an instance, and which loads the real module when it is called, subclassed or asked for anything.
 
+Only with the versions it was checked with (`CHECKED_WITH`): another one may ask for names that nobody thought of.
+
 Nothing stays different for the rest of the process: when one of the real modules is loaded, by a `Late` or by anybody
 later, every module that holds a stand-in of it gets the real object, and what was marked for the compiler is marked.
 """
@@ -18,8 +20,12 @@ import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
+from importlib.metadata import version
 from types import ModuleType
 from typing import Any
+
+CHECKED_WITH = {"torch": "2.13.", "transformers": "5.23."}
+"""Distribution -> how its version begins."""
 
 COMPILER = "torch._dynamo"
 SHAPES = "torch.fx.experimental.symbolic_shapes"
@@ -159,8 +165,7 @@ class _Finder(MetaPathFinder, Loader):
     def load(self, name: str) -> ModuleType:
         """The real module. Where a stand-in does not do, none is given any more: the real ones need each other."""
         if not self.is_loaded(name) and self.active:
-            self.given_up = True
-            self.withdraw()
+            give_up()
         return importlib.import_module(name)
 
     def withdraw(self) -> None:
@@ -193,6 +198,8 @@ _FINDER = _Finder()
 @contextmanager
 def standing_in() -> Iterator[None]:
     """Within it the modules of `NAMES` are stood in for, as far as they are not loaded yet."""
+    if not _checked():
+        give_up()
     if _FINDER.active or _FINDER.given_up:
         yield
         return
@@ -205,8 +212,19 @@ def standing_in() -> Iterator[None]:
         _FINDER.withdraw()
 
 
+@functools.cache
+def _checked() -> bool:
+    return all(version(name).startswith(beginning) for name, beginning in CHECKED_WITH.items())
+
+
+def give_up() -> None:
+    """From now on this process uses the real modules only."""
+    _FINDER.given_up = True
+    _FINDER.withdraw()
+
+
 def given_up() -> bool:
-    """Whether a stand-in did not do, so that the real modules are used from then on."""
+    """Whether the real modules are used from now on."""
     return _FINDER.given_up
 
 

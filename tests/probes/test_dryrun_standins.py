@@ -1,9 +1,13 @@
 """Stand-ins for unused parts of PyTorch: a cold run loads none of them, its figures are the same, and nothing stays
-different when the real ones come. In a process of its own, as other tests have loaded everything already."""
+different when the real ones come. In a process of its own: in the tests' own everything is real."""
 
 import json
 import subprocess
 import sys
+
+import pytest
+
+from probes.dryrun import standins
 
 _SCRIPT = """
 import json, sys
@@ -13,16 +17,25 @@ from planner.setup import TrainSetup
 from probes.dryrun import dry_run_report
 from probes.dryrun.standins import NAMES, given_up, load_real, standing_in
 
-spec, gpu = catalogue.load("qwen/qwen2.5-0.5b"), find_gpu("a100-80gb")
-setup = TrainSetup(seq_len_tokens=512, lora_dropout=0.05)
+gpu = find_gpu("a100-80gb")
+POINTS = [
+    ("qwen/qwen2.5-0.5b", TrainSetup(seq_len_tokens=512, lora_dropout=0.05)),
+    ("meta-llama/Llama-3.1-8B", TrainSetup(method="qlora", quantization="nf4-double", optimizer="paged-adamw-8bit")),
+    ("google/gemma-3-1b-it", TrainSetup(method="full", lora_rank=0, attention="eager", checkpointing=0)),
+    ("mistralai/Mixtral-8x7B-v0.1", TrainSetup(seq_len_tokens=256)),
+    ("gpt2", TrainSetup(method="full", lora_rank=0, precision="fp16-mixed", loss="full", accumulation_steps=2)),
+    ("google-t5/t5-small", TrainSetup(seq_len_tokens=256, loss="full")),
+]
 
 def figures():
-    report = dry_run_report(spec, gpu, setup, use_cache=False)
-    return [report.prediction.peak_allocated_bytes, report.prediction.peak_reserved_bytes, report.num_events]
+    found = []
+    for name, setup in POINTS:
+        report = dry_run_report(catalogue.load(name), gpu, setup, use_cache=False)
+        found.append([report.prediction.peak_allocated_bytes, report.prediction.peak_reserved_bytes, report.num_events])
+    return found
 
 found = {"cold": figures(), "given_up": given_up()}
 found["loaded"] = [name for name in NAMES if name in sys.modules]
-found["again"] = figures()
 import torch
 import transformers.distributed.sharding_utils as sharding
 
@@ -55,9 +68,24 @@ def test_a_cold_run_loads_none_of_them_and_the_real_ones_take_their_place() -> N
     found = json.loads(done.stdout.splitlines()[-1])
     assert not found["given_up"]
     assert found["loaded"] == []
-    assert found["cold"] == found["again"] == found["real"]
+    assert found["cold"] == found["real"]
     assert not found["no_instance"]
     assert found["not_loaded_by_asking"]
     assert found["bound_to_the_real_one"]
     assert found["marked"]
     assert found["called"] == 2
+
+
+@pytest.mark.parametrize(("torch", "given"), [("2.13.0+cpu", True), ("2.11.0", False), ("2.130.0", False)])
+def test_only_versions_that_were_checked_are_stood_in_for(
+    torch: str, given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finder = standins._Finder()
+    monkeypatch.setattr(standins, "_FINDER", finder)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(standins, "version", {"torch": torch, "transformers": "5.23.0"}.__getitem__)
+    standins._checked.cache_clear()
+    with standins.standing_in():
+        assert finder.active == given
+    standins._checked.cache_clear()
+    assert standins.given_up() != given
