@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from planner.errors import ConfigError, EnvironmentProblem
+
+T = TypeVar("T")
 
 BYTES_PER_TOKEN = 4.0
 """UTF-8 bytes per token assumed without a tokenizer: about right for English text and vocabularies from 100k."""
@@ -232,16 +234,22 @@ def columns_of(row: dict[str, Any], text_field: str, name: str) -> str:
 def _length(row: dict[str, Any], columns: str, text_field: str, count: CountTokens, name: str) -> int:
     try:
         if columns == "messages":
-            messages = row["messages"]
-            return sum(count(_content(one)) + TOKENS_PER_MESSAGE for one in messages)
+            return sum(count(_content(one)) + TOKENS_PER_MESSAGE for one in _of(list, row["messages"]))
         if columns == "prompt-completion":
             return count(_content(row["prompt"])) + count(_content(row["completion"])) + 1
         if columns == "alpaca":
-            question = count(str(row["instruction"])) + count(str(row.get("input") or ""))
-            return question + count(str(row["output"])) + 2 * TOKENS_PER_MESSAGE
-        return count(str(row[text_field])) + 1
+            question = count(_of(str, row["instruction"])) + count(_of(str, row.get("input") or ""))
+            return question + count(_of(str, row["output"])) + 2 * TOKENS_PER_MESSAGE
+        return count(_of(str, row[text_field])) + 1
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{name}: a sample has no {columns} like the first one: {str(row)[:80]}") from error
+
+
+def _of(kind: type[T], value: Any) -> T:
+    """The value, which trainers take only as this kind: null or a number is no text."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{type(value).__name__} instead of {kind.__name__}")
+    return value
 
 
 def _content(value: Any) -> str:

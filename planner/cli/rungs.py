@@ -61,11 +61,9 @@ def dry_run_setup(
 ) -> Prediction | ProbeFailure:
     """One dry run; a plan's setups run with expandable segments, which every launch file sets."""
     missing = dry_run_possible()
-    refusal = f"{missing} not installed (pip install 'finetune-planner[torch]')" if missing else ""
-    if gpu.vendor == "Apple":
-        refusal = "the dry run follows CUDA's kernels and allocator, an Apple GPU has others"
-    if refusal:
-        return ProbeFailure(rung=Rung.DRY_RUN, kind=FailureKind.UNSUPPORTED, message=refusal)
+    if missing:
+        message = f"{missing} not installed (pip install 'finetune-planner[torch]')"
+        return ProbeFailure(rung=Rung.DRY_RUN, kind=FailureKind.UNSUPPORTED, message=message)
     import logging
     import warnings
 

@@ -57,6 +57,13 @@ def test_dry_run_device_peak_follows_the_gpu() -> None:
     assert prediction.peak_device_bytes == prediction.peak_reserved_bytes + context_bytes(gpu)
 
 
+def test_what_is_no_cuda_card_is_refused() -> None:
+    found = dry_run(_model(), find_gpu("m3-max"), SETUP)
+    assert isinstance(found, ProbeFailure)
+    assert found.kind is FailureKind.UNSUPPORTED
+    assert "Apple" in found.message
+
+
 def test_dry_run_at_the_cards_limit_counts_the_retry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Full fine-tuning here: 326 MiB reserved for 290 allocated; two thirds of the gap are enough when cached blocks
     are given back, one byte of it is not. A card with room sees no limit, from the same cache."""
