@@ -266,21 +266,24 @@ def moe_saved(mlp: MlpSpec, layer: LayerSpec, context: LayerContext, input_dtype
     """What routed experts keep: for each of the top-k experts of a token both projections, the activated gate and the
     down projection's output (for its weighting); where experts are trained also the gathered input and the product.
 
-    peft's `ParamWrapper` keeps the merged stack of expert weights of the layer.
+    peft's `ParamWrapper` keeps the merged stack of expert weights of the layer. Grouped multiplication follows the
+    weights' type; Llama 4's batched one is on autocast's list, so its results are 16-bit, and the graph keeps 16-bit
+    copies of a frozen fp32 stack (the k-bit cast makes bare parameters fp32) or of a merged one.
 
-    Source: transformers 5.23 `integrations/moe.py` (grouped matrices) and `MixtralSparseMoeBlock`; peft 0.21
-    `tuners/lora/layer.py` ParamWrapper.
+    Source: transformers 5.23 `integrations/moe.py` (grouped matrices), `MixtralSparseMoeBlock` and `Llama4TextExperts`;
+    peft 0.21 `tuners/lora/layer.py` ParamWrapper; PyTorch `autocast_mode.cpp` (`bmm`).
     """
     flow, traits = context.flow, context.traits
     hidden = next(linear.in_features for linear in layer.linears if linear.role in ("gate_up", "up", "gate"))
-    size = SIZE_BYTES[flow.table]  # grouped multiplication follows the weights' type, autocast or not
+    size = SIZE_BYTES[flow.table]
     routed = context.tokens * (mlp.num_experts if traits.dense_experts else mlp.num_active_experts)
     copies = 1 + (2 if mlp.gated_experts else 0) + traits.extra_expert_copies
-    kept = routed * (copies * mlp.intermediate_size + hidden) * size
+    multiplied = SIZE_BYTES[flow.autocast] if traits.dense_experts and flow.autocast else size
+    kept = routed * (copies * mlp.intermediate_size * multiplied + hidden * size)
     if context.trained or context.stacks:
-        kept += routed * (mlp.intermediate_size + hidden) * size
-    if context.stacks:
-        kept += size * sum(linear.num_weights for linear in layer.linears if linear.module == "parameter")
+        kept += routed * (mlp.intermediate_size + hidden) * multiplied
+    if context.stacks or (multiplied != size and not context.trained):
+        kept += multiplied * sum(linear.num_weights for linear in layer.linears if linear.module == "parameter")
     tokens = context.tokens
     return kept + 40 * routed + 4 * tokens * mlp.num_experts
 

@@ -207,11 +207,13 @@ def _weight_casts(model: ModelSpec, setup: TrainSetup, flow: Flow) -> tuple[int,
 
     Trained ones are cached until the forward ends and kept by the graph where nothing is recomputed; frozen ones are
     not cached, but the graph keeps each of them. The head's copy belongs to the loss chain. Grouped multiplication of
-    stacked experts is not on autocast's list; Llama 4's batched one is.
+    stacked experts is not on autocast's list; Llama 4's batched one is: its frozen copies are in `moe_saved`, as a
+    recomputed layer holds them too.
 
     Source: PyTorch `aten/src/ATen/autocast_mode.cpp`, cached_cast.
     """
-    fp32_down, batched = traits_of(model).fp32_down and flow.table == "fp16", traits_of(model).dense_experts
+    fp32_down = traits_of(model).fp32_down and flow.table == "fp16"
+    batched = traits_of(model).dense_experts and setup.method == "full"
     if flow.autocast is None or setup.quantized or not (flow.table == "fp32" or fp32_down):
         return 0, 0
     copies = 2 * sum(

@@ -26,18 +26,21 @@ def eager_scores(
     The softmax is fp32 where the class asks for it or autocast does, and kept; so is what meets the values: a cast copy
     of it, or with dropout the dropped copy beside a mask of one byte. A soft cap keeps its tanh. The backward's largest
     moment is the gradient of the values' product beside all that, the dropout's, the cast's, or the softmax's with its
-    output, gradient and result.
+    output, gradient and result. BLOOM casts its probabilities back to the queries' type and hands them on in it: fp32
+    where the base is quantized.
 
-    Source: transformers 5.23 `eager_attention_forward` of each class, `GPTJAttention._attn`, `T5Attention`; PyTorch
-    autocast's fp32 list.
+    Source: transformers 5.23 `eager_attention_forward` of each class, `GPTJAttention._attn`, `BloomAttention`,
+    `T5Attention`; PyTorch autocast's fp32 list.
     """
     value = SIZE_BYTES[flow.autocast or qkv_dtype]
-    if (
-        sinks
-    ):  # softmax in the type of scores and mask, over one column more: their sum, with the column, less its maximum
+    if sinks:
+        # over one column more, in the type of scores and mask (autocast leaves a softmax that names its type alone):
+        # their sum, the same less its maximum, the softmax, and that cast to the values' type; in the backward the
+        # softmax's output, gradient and result weigh no more
         wide = max(value, SIZE_BYTES[flow.table])
         kept = value if wide == value else wide + value
-        return ScoreBytes(kept=kept, forward=max(3 * wide, 4 + value + wide), backward=max(6, 3 * wide - kept))
+        cast = SIZE_BYTES[qkv_dtype] if SIZE_BYTES[qkv_dtype] < wide else 0
+        return ScoreBytes(kept=kept, forward=3 * wide + cast, backward=3 * wide + cast - kept)
     score = 4 if traits.fp32_scores and not flow.autocast else value
     softmax = score if traits.plain_softmax and not flow.autocast else 4
     dropout = traits.attention_dropout
@@ -50,16 +53,14 @@ def eager_scores(
         moments.append(2 * softmax + value)
     # the scores, their fp32 copy and the softmax; without a cast the scores and the masked or normalised ones
     forward = score + softmax + (softmax if softmax != score else 0)
-    if traits.alibi_sum:
-        moments.append(forward + score)  # recomputed
-        forward += score + value
-    elif traits.hands_on_weights:
-        forward += score  # the sum with the mask
+    if traits.alibi_sum or traits.hands_on_weights:
+        # the sum with the mask; where an fp32 mask makes that fp32, the fp32 copy falls away and the bytes are the same
+        forward += score
     return ScoreBytes(
         kept=kept + (score if softcap else 0),
         forward=forward,
         backward=max(moments) - kept,
-        handed_on=softmax if traits.hands_on_weights else 0,
+        handed_on=SIZE_BYTES[qkv_dtype] if traits.alibi_sum else softmax if traits.hands_on_weights else 0,
     )
 
 

@@ -202,3 +202,71 @@ def test_a_gelu_of_products_keeps_every_factor() -> None:
     setup = TrainSetup(precision="fp32", checkpointing=0, lora_targets="attention", seq_len_tokens=1000)
     kept = activation_parts(model, A100, setup).stored["mlp"] / model.num_layers / 1000
     assert kept == 7 * 4 * 4 * model.hidden_size
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept", "forward"),
+    [
+        # 16 bit throughout, the softmax too: the sum with the mask, the same less its maximum, and the softmax
+        ({"method": "qlora", "quantization": "nf4-double"}, 2, 3 * 2),
+        ({"precision": "bf16-pure"}, 2, 3 * 2),
+        ({"precision": "fp32"}, 4, 3 * 4),
+        # an fp32 mask widens all three; values are fp32 in a quantized model, so the 16-bit copy comes later
+        ({"method": "qlora", "quantization": "nf4", "kbit_fp32_cast": True}, 4 + 2, 3 * 4),
+        ({**FULL, "precision": "bf16-mixed"}, 4 + 2, 3 * 4 + 2),
+    ],
+)
+def test_attention_sinks_softmax_names_its_own_type(fields: dict[str, object], kept: int, forward: int) -> None:
+    types, model = flow(**fields), load("openai/gpt-oss-20b")
+    attention = model.layer_kinds[0].attention
+    assert attention is not None
+    assert attention.sinks
+    found = eager_scores(types, traits_of(model), types.linear_out(types.residual), sinks=True)
+    assert (found.kept, found.forward, found.kept + found.backward) == (kept, forward, forward)
+
+
+def test_batched_experts_multiply_in_16_bit_whatever_the_k_bit_cast_made_of_them() -> None:
+    """Llama 4 Scout, 48 layers, 16 experts of 5120 x 8192 and a shared one: fp32 stacks leave bf16 copies."""
+    model = load("meta-llama/llama-4-scout-17b-16e")
+    cast = TrainSetup(
+        method="qlora", quantization="nf4", kbit_fp32_cast=True, lora_targets="attention", checkpointing=0
+    )
+
+    def kept(setup: TrainSetup) -> tuple[int, int]:
+        """(bytes per layer and token, bytes per layer that do not grow with the tokens) of the MLPs."""
+        short, long = (
+            activation_parts(model, A100, setup.with_(seq_len_tokens=tokens)).stored["mlp"] // 48
+            for tokens in (1000, 2000)
+        )
+        return (long - short) // 1000, 2 * short - long
+
+    copies = 2 * 16 * 3 * 5120 * 8192
+    # every token in each expert: fp32 repeat, gate, up and activated gate in bf16; the router's; the shared one in fp32
+    routed = 16 * (4 * 5120 + 3 * 2 * 8192 + 40) + 4 * 16
+    assert kept(cast) == (routed + 3 * 4 * 8192, copies)
+    assert kept(cast.with_(kbit_fp32_cast=False))[1] == 0
+    again = activation_parts(model, A100, cast.with_(checkpointing=1, seq_len_tokens=1000))
+    assert again.recomputed > copies  # a recomputed layer makes them anew
+    # adapted experts: the copy of the merged stack, as large
+    assert kept(cast.with_(lora_targets="all-linear"))[1] == copies
+
+
+@pytest.mark.parametrize(
+    ("fields", "handed_on"),
+    [
+        ({"precision": "bf16-autocast"}, 2),
+        ({**FULL, "precision": "bf16-mixed"}, 2),
+        # LayerNorm widens what a quantized layer takes and so returns, and probabilities are cast to the queries' type
+        ({"method": "qlora", "quantization": "nf4-double"}, 4),
+        ({"method": "qlora", "quantization": "nf4", "kbit_fp32_cast": True}, 4),
+    ],
+)
+def test_bloom_hands_its_probabilities_on_in_its_queries_type(fields: dict[str, object], handed_on: int) -> None:
+    model = load("bigscience/bloom-560m")
+    setup = TrainSetup(attention="eager", seq_len_tokens=4096, **fields)  # type: ignore[arg-type]
+    scores = 16 * 4096 * 4096
+    # bf16 scores, their sum with the mask in bf16, an fp32 copy of it and the softmax; the layer before's probabilities
+    again = activation_parts(model, A100, setup)
+    assert again.forward_temp == (2 + 2 + 4 + 4 + handed_on) * scores
+    kept = activation_parts(model, A100, setup.with_(checkpointing=0))  # those of a kept layer are counted with it
+    assert kept.forward_temp == 12 * scores - again.recomputed
