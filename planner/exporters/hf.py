@@ -307,4 +307,6 @@ if trainer.is_world_process_zero():
     print("RUN " + json.dumps(counts))
 trainer.train()
 trainer.save_model()
+# A rank that ends inside the process group can abort at exit (pytorch issue 190489).
+trainer.accelerator.end_training()
 """
