@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -41,9 +42,33 @@ def load_libraries() -> None:
 
         with mock.patch.object(torch, "compile", _compile_later(torch.compile)):
             importlib.import_module("bitsandbytes")
+    if "transformers.models" not in sys.modules:
+        _import_models()
     if "transformers.loss.loss_utils" not in sys.modules and importlib.util.find_spec("scipy") is not None:
         with _scipy_later():
             importlib.import_module("transformers.loss.loss_utils")
+
+
+def _import_models() -> None:
+    """Imports `transformers.models`, which asks for the names in all of its three thousand files just after the package
+    itself has asked (0.25 s each time): the first answer is given again."""
+    import transformers
+    from transformers.utils import import_utils
+
+    ask = import_utils.define_import_structure
+    folder = Path(transformers.__file__).parent / "models"
+
+    def answer(module_path: str, prefix: str | None = None) -> Any:
+        if prefix is not None or Path(module_path) != folder / "__init__.py":
+            return ask(module_path, prefix)
+        asked = ask(folder, prefix="models")  # kept by transformers, which has put other modules' names beside them
+        return {
+            needs: {name.removeprefix("models."): found for name, found in part.items() if name.startswith("models.")}
+            for needs, part in asked.items()
+        }
+
+    with mock.patch.object(import_utils, "define_import_structure", answer):
+        importlib.import_module("transformers.models")
 
 
 def _compile_later(compile_now: Callable[..., Any]) -> Callable[..., Any]:

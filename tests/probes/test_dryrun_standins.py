@@ -35,6 +35,15 @@ def figures():
     return found
 
 found = {"cold": figures(), "given_up": given_up()}
+
+from transformers import models
+from transformers.utils.import_utils import _LazyModule, define_import_structure
+
+plain = _LazyModule("plain", models.__file__, define_import_structure(models.__file__))
+found["same_models"] = [
+    getattr(models, name) == getattr(plain, name)
+    for name in ("_class_to_module", "_modules", "_object_missing_backend", "_import_structure")
+]
 found["loaded"] = [name for name in NAMES if name in sys.modules]
 import torch
 import transformers.distributed.sharding_utils as sharding
@@ -68,6 +77,7 @@ def test_a_cold_run_loads_none_of_them_and_the_real_ones_take_their_place() -> N
     found = json.loads(done.stdout.splitlines()[-1])
     assert not found["given_up"]
     assert found["loaded"] == []
+    assert all(found["same_models"]), found["same_models"]
     assert found["cold"] == found["real"]
     assert not found["no_instance"]
     assert found["not_loaded_by_asking"]
