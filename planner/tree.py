@@ -81,9 +81,9 @@ class NodeFacts:
         if not fitting:
             return None
         sure_bytes = self.budget_bytes / (1 + USUAL_BAND)
-        near = _within(fitting, SURE_SPEED_FRACTION)
+        near = near_fastest(fitting, SURE_SPEED_FRACTION)
         sure = [point for point in near if point.peak_device_bytes <= sure_bytes]
-        close = _within(sure or fitting, TIE_FRACTION)
+        close = near_fastest(sure or fitting, TIE_FRACTION)
         return min(close, key=lambda point: (simplicity(point.family), point.peak_device_bytes))
 
     def ranked(self) -> list[Point]:
@@ -91,7 +91,7 @@ class NodeFacts:
         return [entry[2] for entry in sorted(self.fastest, key=lambda entry: (-entry[0], entry[1]))]
 
 
-def _within(points: list[Point], fraction: float) -> list[Point]:
+def near_fastest(points: list[Point], fraction: float) -> list[Point]:
     """The points no slower than the fastest by this share."""
     floor = max(point.tokens_per_s for point in points) * (1 - fraction)
     return [point for point in points if point.tokens_per_s >= floor]

@@ -16,7 +16,7 @@ from planner.planning import corrected
 from planner.refine import CorrectionKey
 from planner.setup import TrainSetup
 from planner.space import Point, branches
-from planner.tree import KEEP, NODES, TIE_FRACTION, NodeFacts, collect_into, node_of_setup
+from planner.tree import KEEP, NODES, TIE_FRACTION, NodeFacts, collect_into, near_fastest, node_of_setup
 from planner.units import gib
 from planner.workload import Workload
 
@@ -95,8 +95,7 @@ def best_spread(known: Mapping[SpreadKey, NodeFacts]) -> Point | None:
 
 def _fastest(points: list[Point]) -> Point:
     """The simplest spread of those within one percent of the fastest."""
-    top = max(point.tokens_per_s for point in points)
-    close = [point for point in points if point.tokens_per_s >= top * (1 - TIE_FRACTION)]
+    close = near_fastest(points, TIE_FRACTION)
     return min(close, key=lambda point: (spread_rank(point.shared), -point.tokens_per_s))
 
 

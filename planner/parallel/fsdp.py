@@ -31,37 +31,12 @@ def fsdp2(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trained
     on_host = setup.offload == "parameters"
     held = [] if on_host else list(weights)
     held.append(Held(category="weights", name="quantization states", size_bytes=scales_bytes(model, setup)))
-    halves = 2 + int(halves_stay_apart(model, inner))  # of a tied table's gradient, before they are one
-    keep = not setup.reshard_after_forward
+    loss_forward = loss_backward = 0
     if setup.pipeline_degree > 1:
         held += _in_schedule(groups, setup, trained, local)
-        return Share(
-            part=part,
-            setup=inner,
-            trained=trained,
-            local=local,
-            optimizer_on_device=not on_host,
-            held=tuple(one for one in held if one.size_bytes),
-            host_bytes=sum(one.size_bytes for one in weights) + local.size_bytes if on_host else 0,
-        )
-    held += _gathered(model, groups, keep=keep, adapters=setup.method != "full")
-    held += gathered_head(model, setup, inner.weight_dtype)
-    if model.tied and setup.tensor_degree > 1:  # transformers wraps both ends of the tie
-        again = Held(category="weights", name="tied table, gathered twice", size_bytes=groups.tail, moments=COMPUTE)
-        held.append(again)
-    held += _reducing(model, groups, trained, local, setup, halves=halves, keep=keep, accumulated=accumulated)
-    if accumulated and setup.tensor_degree > 1:
-        held.append(_waiting_gradients(model, setup, trained))
-    elif not on_host:
-        held += _sharded_gradients(groups, local, shards, accumulated)
-    ahead = 0 if keep else groups.layer
-    # under peft the head's group is the head alone, whose forward TRL does not call: it gathers the weight itself, and
-    # the last layer's buffer stays
-    own_gather = setup.loss == "chunked" and setup.method != "full"
-    loss_forward = groups.layer if model.tied or own_gather else groups.tail
-    loss_backward = 0
-    if setup.loss != "full":
-        loss_backward = ahead
+    else:
+        held += _block_by_block(model, setup, inner, groups, trained, local, accumulated)
+        loss_forward, loss_backward = _at_the_loss(model, setup, groups)
     return Share(
         part=part,
         setup=inner,
@@ -73,6 +48,41 @@ def fsdp2(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trained
         loss_backward_bytes=loss_backward,
         host_bytes=sum(one.size_bytes for one in weights) + local.size_bytes if on_host else 0,
     )
+
+
+def _block_by_block(
+    model: ModelSpec,
+    setup: TrainSetup,
+    inner: TrainSetup,
+    groups: Groups,
+    trained: Trained,
+    local: Trained,
+    accumulated: bool,
+) -> list[Held]:
+    """What a step without pipeline stages gathers and reduces."""
+    halves = 2 + int(halves_stay_apart(model, inner))  # of a tied table's gradient, before they are one
+    keep = not setup.reshard_after_forward
+    held = _gathered(model, groups, keep=keep, adapters=setup.method != "full")
+    held += gathered_head(model, setup, inner.weight_dtype)
+    if model.tied and setup.tensor_degree > 1:  # transformers wraps both ends of the tie
+        again = Held(category="weights", name="tied table, gathered twice", size_bytes=groups.tail, moments=COMPUTE)
+        held.append(again)
+    held += _reducing(model, groups, trained, local, setup, halves=halves, keep=keep, accumulated=accumulated)
+    if accumulated and setup.tensor_degree > 1:
+        held.append(_waiting_gradients(model, setup, trained))
+    elif setup.offload != "parameters":
+        held += _sharded_gradients(groups, local, setup.shards, accumulated)
+    return held
+
+
+def _at_the_loss(model: ModelSpec, setup: TrainSetup, groups: Groups) -> tuple[int, int]:
+    """(bytes of gathered weights and buffers beside the loss's forward, beside its backward)."""
+    # under peft the head's group is the head alone, whose forward TRL does not call: it gathers the weight itself, and
+    # the last layer's buffer stays
+    own_gather = setup.loss == "chunked" and setup.method != "full"
+    forward = groups.layer if model.tied or own_gather else groups.tail
+    backward = groups.layer if setup.loss != "full" and setup.reshard_after_forward else 0
+    return forward, backward
 
 
 def _in_schedule(groups: Groups, setup: TrainSetup, trained: Trained, local: Trained) -> list[Held]:
