@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,15 @@ WIDER = {
     "head_dim": 64,
     "vocab_size": 2048,
     "tie_word_embeddings": False,
+}
+LARGE: dict[str, Any] = {
+    **FULL,
+    "parallel": "zero3",
+    "checkpointing": 0,
+    "optimizer": "adamw-fused",
+    "seq_len_tokens": 8,
+    "micro_batch_seqs": 1,
+    "config": WIDER,
 }
 CASES: dict[str, dict[str, Any]] = {
     "ZeRO-2, full": {**FULL, "parallel": "zero2"},
@@ -87,23 +96,9 @@ CASES: dict[str, dict[str, Any]] = {
         "limits": NEAR,
         "config": {"tie_word_embeddings": True},
     },
-    "ZeRO-3, full, 21 M parameters": {
-        **FULL,
-        "parallel": "zero3",
-        "checkpointing": 0,
-        "optimizer": "adamw-fused",
-        "seq_len_tokens": 8,
-        "micro_batch_seqs": 1,
-        "config": WIDER,
-    },
+    "ZeRO-3, full, 21 M parameters": LARGE,
     "ZeRO-3, full, 21 M parameters, small bucket": {
-        **FULL,
-        "parallel": "zero3",
-        "checkpointing": 0,
-        "optimizer": "adamw-fused",
-        "seq_len_tokens": 8,
-        "micro_batch_seqs": 1,
-        "config": WIDER,
+        **LARGE,
         "limits": {**DEEPSPEEDS, "bucket": 4_000_000},
     },
     "ZeRO-3, QLoRA": {
@@ -266,7 +261,7 @@ def dry_peaks(case: str) -> dict[str, int]:
     """Peaks by phase of the dry run's rank."""
     from unittest import mock
 
-    from probes.dryrun import zero3
+    from probes.dryrun import zero3_engine, zero3_modules
     from probes.dryrun.spread import fake_job
     from probes.dryrun.trace import trace_run
     from probes.dryrun.zero_gather import Limits
@@ -274,16 +269,16 @@ def dry_peaks(case: str) -> dict[str, int]:
     from tests.probes.spread_rank import NO_FLASH
 
     setup, config, limits, _ = of_case(case)
-    replaced: dict[str, Any] = {}
-    if limits:
-        replaced = {
-            "LIMITS": Limits(prefetch=limits["prefetch"], reuse=limits["reuse"], live=limits["live"]),
-            "ZERO3_PERSISTENT_ELEMENTS": limits["persistent"],
-            "ZERO3_SUB_GROUP_ELEMENTS": limits["sub_group"],
-        }
-    if "bucket" in limits:
-        replaced["zero_bucket_elements"] = lambda num: limits["bucket"]
-    with mock.patch.multiple(zero3, **replaced) if replaced else nullcontext(), fake_job(setup) as world:
+    with ExitStack() as stack:
+        if limits:
+            near = Limits(prefetch=limits["prefetch"], reuse=limits["reuse"], live=limits["live"])
+            patched = {"LIMITS": near, "ZERO3_SUB_GROUP_ELEMENTS": limits["sub_group"]}
+            stack.enter_context(mock.patch.multiple(zero3_engine, **patched))
+            stack.enter_context(mock.patch.object(zero3_modules, "ZERO3_PERSISTENT_ELEMENTS", limits["persistent"]))
+        if "bucket" in limits:
+            bucket = mock.patch.object(zero3_engine, "zero_bucket_elements", return_value=limits["bucket"])
+            stack.enter_context(bucket)
+        world = stack.enter_context(fake_job(setup))
         trace = trace_run(config, setup, capability=NO_FLASH, workspaces=False, num_layers=NUM_LAYERS, world=world)
         return peaks(world.finish(trace, None).events)
 

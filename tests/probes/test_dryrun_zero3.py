@@ -1,7 +1,7 @@
 """The dry run's ZeRO-3 and offloading: gathers by DeepSpeed's rules, full depth from few layers, engine's figures."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -10,8 +10,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from benchmarks.zero_dry_run_check import WIDER
 from planner.setup import TrainSetup
-from probes.dryrun import DryRunReport, report_for_config, zero3
+from probes.dryrun import DryRunReport, report_for_config, zero3_engine, zero3_modules
 from probes.dryrun.spread import fake_job
 from probes.dryrun.trace import trace_run
 from probes.dryrun.zero_gather import Coordinator, Limits, Weight
@@ -131,11 +132,13 @@ def test_another_order_than_the_first_breaks_the_trace() -> None:
 # The whole step
 
 
-def _limits(limits: Limits, **more: Any) -> AbstractContextManager[Any]:
-    found: AbstractContextManager[Any] = mock.patch.multiple(
-        zero3, LIMITS=limits, **{"ZERO3_PERSISTENT_ELEMENTS": 500, **more}
-    )
-    return found
+@contextmanager
+def _limits(limits: Limits, **more: Any) -> Iterator[None]:
+    with (
+        mock.patch.multiple(zero3_engine, LIMITS=limits, **more),
+        mock.patch.object(zero3_modules, "ZERO3_PERSISTENT_ELEMENTS", 500),
+    ):
+        yield
 
 
 def _setup(**fields: Any) -> TrainSetup:
@@ -221,16 +224,6 @@ def test_offloaded_parameters_come_when_they_are_needed() -> None:
 
 # Against the engine: benchmarks/zero_dry_run_check.py (DeepSpeed 0.19.8, two CPU ranks), its figures of rank 0
 
-WIDER: dict[str, Any] = {
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "vocab_size": 2048,
-    "tie_word_embeddings": False,
-}
 MEASURED = {
     "forward": 264_465_920,
     "forward/0": 264_675_840,
@@ -266,7 +259,7 @@ def test_every_segment_is_deepspeeds() -> None:
     )
     bucket: Callable[[int], int] = lambda num: 4_000_000  # noqa: E731
     config = load_config(small_config("llama", **WIDER))
-    with mock.patch.object(zero3, "zero_bucket_elements", bucket), fake_job(setup) as world:
+    with mock.patch.object(zero3_engine, "zero_bucket_elements", bucket), fake_job(setup) as world:
         trace = trace_run(config, setup, capability=NO_FLASH, workspaces=False, num_layers=6, world=world)
         found = peaks(world.finish(trace, None).events)
     found.pop("load")
