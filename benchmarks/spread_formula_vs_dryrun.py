@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from planner.errors import SetupError
 from planner.gpus import find_gpu
@@ -177,7 +177,7 @@ def markdown(rows: list[dict[str, Any]], worst: int = 15) -> str:
         )
         for key in keys:
             errors.setdefault(key, []).append(error)
-        by_error.append((error, _describe(row, setup, found)))
+        by_error.append((error, describe(row, setup, found, f"{strategy_of(setup)} x {setup.num_gpus}")))
     lines = []
     for group in dict.fromkeys(key[0] for key in errors):
         lines += [f"| {group} | points | median | 90th | 95th | worst | bias |", "|---|--:|--:|--:|--:|--:|--:|"]
@@ -188,16 +188,37 @@ def markdown(rows: list[dict[str, Any]], worst: int = 15) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _describe(row: dict[str, Any], setup: TrainSetup, found: Any) -> str:
+def describe(row: dict[str, Any], setup: TrainSetup, found: Any, spread: str) -> str:
+    """One point as a row of a table: error, both peaks, the setup with its spread in words."""
     error = found.peak_allocated_bytes / row["allocated"] - 1.0
     point = (
-        f"{row['model']}, {strategy_of(setup)} x {setup.num_gpus}, {setup.method} {setup.precision}, "
+        f"{row['model']}, {spread}, {setup.method} {setup.precision}, "
         f"{setup.micro_batch_seqs} x {setup.seq_len_tokens} tokens, accumulation {setup.accumulation_steps}, "
         f"checkpointing {setup.checkpointing}, {setup.optimizer}, loss {setup.loss}"
     )
     gib = 1 << 30
     sizes = f"{row['allocated'] / gib:.2f} GiB ({row['phase']}), {found.peak_allocated_bytes / gib:.2f} GiB"
     return f"| {100 * error:+.1f} % | {sizes} ({found.peak_phase}) | {point} |"
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The points measured so far."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def key_of(model_id: str, setup: dict[str, Any]) -> str:
+    """What tells points apart; `setup` as JSON values."""
+    return json.dumps([model_id, setup], sort_keys=True)
+
+
+def append_point(file: TextIO, model_id: str, setup: TrainSetup, label: str) -> None:
+    """Dry-runs one point, writes it to the file and says so on stderr."""
+    started = time.perf_counter()
+    row = measure(model_id, setup)
+    file.write(json.dumps(row) + "\n")
+    file.flush()
+    outcome = row.get("failure", "")[:150] or row["phase"]
+    print(f"{time.perf_counter() - started:5.1f} s {model_id:28} {label} {outcome}", file=sys.stderr)
 
 
 def main() -> int:
@@ -211,30 +232,22 @@ def main() -> int:
     parser.add_argument("--worst", type=int, default=15, help="points to list")
     parser.add_argument("--markdown", action="store_true", help="print tables of today's formula and stop")
     args = parser.parse_args()
-    rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    rows = rows_of(args.out)
     if args.markdown:
         print(markdown(rows, args.worst))
         return 0
-    done = {json.dumps([row["model"], row["setup"]], sort_keys=True) for row in rows}
+    done = {key_of(row["model"], row["setup"]) for row in rows}
     with args.out.open("a") as file:
         for model, setup in points(
             args.seed, set(args.parallel.split(",")), OFFLOADED if args.offloaded else STRATEGIES
         ):
             if len(done) >= args.limit:
                 break
-            key = json.dumps([model, setup_to_dict(setup)], sort_keys=True)
+            key = key_of(model, setup_to_dict(setup))
             if key in done:
                 continue
             done.add(key)
-            started = time.perf_counter()
-            row = measure(model, setup)
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            outcome = row.get("failure", "")[:150] or row["phase"]
-            print(
-                f"{len(done):5} {time.perf_counter() - started:5.1f} s {model:28} {strategy_of(setup)} {outcome}",
-                file=sys.stderr,
-            )
+            append_point(file, model, setup, f"{strategy_of(setup)} ({len(done)})")
     return 0
 
 

@@ -9,18 +9,26 @@ run with one seed. Measured and compared as in `benchmarks/spread_formula_vs_dry
 """
 
 import argparse
-import json
 import random
 import statistics
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.spread_formula_vs_dryrun import METHODS, MODELS, OTHER, SEQ_LENS, formula, measure
+from benchmarks.spread_formula_vs_dryrun import (
+    METHODS,
+    MODELS,
+    OTHER,
+    SEQ_LENS,
+    append_point,
+    describe,
+    formula,
+    key_of,
+    rows_of,
+)
 from planner.errors import SetupError
 from planner.interchange import setup_from_dict, setup_to_dict
 from planner.models import catalogue
@@ -101,7 +109,7 @@ def markdown(rows: list[dict[str, Any]], worst: int) -> str:
         setup = setup_from_dict(row["setup"])
         found = formula(row["model"], setup)
         error = found.peak_allocated_bytes / row["allocated"] - 1.0
-        errors.setdefault(kind_of(setup), []).append((error, _describe(row, setup, found)))
+        errors.setdefault(kind_of(setup), []).append((error, describe(row, setup, found, _spread_of(setup))))
     lines = ["| kind | points | median | 95th | worst | bias |", "|---|--:|--:|--:|--:|--:|"]
     for kind, pairs in errors.items():
         sizes = sorted(abs(error) for error, _ in pairs)
@@ -115,16 +123,9 @@ def markdown(rows: list[dict[str, Any]], worst: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _describe(row: dict[str, Any], setup: TrainSetup, found: Any) -> str:
+def _spread_of(setup: TrainSetup) -> str:
     spread = ", ".join(f"{name} {value}" for name, value in setup.spread.items())
-    gib = 1 << 30
-    sizes = f"{row['allocated'] / gib:.2f} GiB ({row['phase']}), {found.peak_allocated_bytes / gib:.2f} GiB"
-    return (
-        f"| {100 * (found.peak_allocated_bytes / row['allocated'] - 1):+.1f} % | {sizes} ({found.peak_phase}) | "
-        f"{row['model']}, {setup.parallel} x {setup.num_gpus}, {spread}; {setup.method} {setup.precision}, "
-        f"{setup.micro_batch_seqs} x {setup.seq_len_tokens} tokens, accumulation {setup.accumulation_steps}, "
-        f"checkpointing {setup.checkpointing}, {setup.optimizer}, loss {setup.loss} |"
-    )
+    return f"{setup.parallel} x {setup.num_gpus}, {spread}"
 
 
 def main() -> int:
@@ -138,28 +139,23 @@ def main() -> int:
     parser.add_argument("--worst", type=int, default=3, help="points to list of each kind")
     parser.add_argument("--markdown", action="store_true", help="print tables of today's formula and stop")
     args = parser.parse_args()
-    rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    rows = rows_of(args.out)
     if args.markdown:
         print(markdown(rows, args.worst))
         return 0
-    done = {json.dumps([row["model"], row["setup"]], sort_keys=True) for row in rows}
+    done = {key_of(row["model"], row["setup"]) for row in rows}
     with args.out.open("a") as file:
         for kind in args.only.split(","):
             seen: set[str] = set()
             for model, setup in points(kind, args.seed, tuple(args.models.split(","))):
-                key = json.dumps([model, setup_to_dict(setup)], sort_keys=True)
+                key = key_of(model, setup_to_dict(setup))
                 seen.add(key)
                 if len(seen) > args.each:
                     break
                 if key in done:
                     continue
                 done.add(key)
-                started = time.perf_counter()
-                row = measure(model, setup)
-                file.write(json.dumps(row) + "\n")
-                file.flush()
-                outcome = row.get("failure", "")[:150] or row["phase"]
-                print(f"{time.perf_counter() - started:5.1f} s {kind:18} {model:28} {outcome}", file=sys.stderr)
+                append_point(file, model, setup, kind)
     return 0
 
 
