@@ -4,6 +4,7 @@ from typing import Any
 
 from planner.models import catalogue
 from probes.allocator.events import Alloc, Event, Free, Phase
+from probes.dryrun.report import DryRunReport
 
 _SIZES = {
     "hidden_size": 64,
@@ -57,3 +58,16 @@ def peaks(events: list[Event]) -> dict[str, int]:
         elif isinstance(event, Phase):
             phase = event.name
     return found
+
+
+def assert_same_figures(short: DryRunReport, full: DryRunReport) -> None:
+    """A run at little depth, its block repeated, says of the full model what a run of every layer says."""
+    assert short.depth < full.depth == full.num_layers, (short.depth, full.depth, full.num_layers)
+    repeated, whole = short.prediction, full.prediction
+    assert repeated.phase_peaks_bytes == whole.phase_peaks_bytes, (repeated.phase_peaks_bytes, whole.phase_peaks_bytes)
+    assert repeated.peak_reserved_bytes == whole.peak_reserved_bytes, (
+        repeated.peak_reserved_bytes,
+        whole.peak_reserved_bytes,
+    )
+    assert repeated.terms == whole.terms, set(repeated.terms) ^ set(whole.terms)
+    assert short.parameter_bytes == full.parameter_bytes, (short.parameter_bytes, full.parameter_bytes)

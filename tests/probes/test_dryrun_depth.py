@@ -11,7 +11,7 @@ from planner.setup import TrainSetup
 from probes.dryrun import DryRunReport, report_for_config
 from probes.dryrun.depths import plan_depth
 from probes.stack import load_config, period_of
-from tests.probes.dryrun_small import catalogue_config, small_config
+from tests.probes.dryrun_small import assert_same_figures, catalogue_config, small_config
 
 AMPERE = (8, 0)
 DEEP = 13
@@ -66,11 +66,7 @@ def test_dry_run_repeated_depth_equals_full_depth(
     full = report_for_config(config, AMPERE, setup, full_depth=True)
     assert isinstance(short, DryRunReport), short
     assert isinstance(full, DryRunReport), full
-    assert short.depth < full.depth == full.num_layers
-    assert short.prediction.phase_peaks_bytes == full.prediction.phase_peaks_bytes
-    assert short.prediction.peak_reserved_bytes == full.prediction.peak_reserved_bytes
-    assert short.prediction.terms == full.prediction.terms
-    assert short.parameter_bytes == full.parameter_bytes
+    assert_same_figures(short, full)
 
 
 def test_period_of_patterns() -> None:

@@ -12,7 +12,7 @@ from planner.setup import TrainSetup
 from probes.dryrun import DryRunReport, report_for_config
 from probes.dryrun.fakeworld import fake_world
 from probes.dryrun.followed import MODELLED, OWN_CODE, why_not_traced
-from tests.probes.dryrun_small import small_config
+from tests.probes.dryrun_small import assert_same_figures, small_config
 
 AMPERE = (8, 0)
 DEEP = 9
@@ -86,11 +86,7 @@ def _report(model_type: str, setup: TrainSetup, **options: Any) -> DryRunReport:
 def test_rank_repeated_depth_equals_full_depth(model_type: str, fields: dict[str, Any]) -> None:
     setup = _setup(**fields)
     short, full = _report(model_type, setup), _report(model_type, setup, full_depth=True)
-    assert short.depth < full.depth == full.num_layers
-    assert short.prediction.phase_peaks_bytes == full.prediction.phase_peaks_bytes
-    assert short.prediction.peak_reserved_bytes == full.prediction.peak_reserved_bytes
-    assert short.prediction.terms == full.prediction.terms
-    assert short.parameter_bytes == full.parameter_bytes
+    assert_same_figures(short, full)
 
 
 def test_rank_of_any_world_size_holds_its_share() -> None:

@@ -17,7 +17,7 @@ from probes.dryrun.spread import fake_job
 from probes.dryrun.trace import trace_run
 from probes.dryrun.zero_gather import Coordinator, Limits, Weight
 from probes.stack import load_config
-from tests.probes.dryrun_small import peaks, small_config
+from tests.probes.dryrun_small import assert_same_figures, peaks, small_config
 from tests.probes.spread_rank import NO_FLASH
 
 AMPERE = (8, 0)
@@ -171,11 +171,7 @@ def test_repeated_depth_equals_full_depth(model_type: str, fields: dict[str, Any
     setup = _setup(**fields)
     with _limits(NEAR, ZERO3_SUB_GROUP_ELEMENTS=30_000):
         short, full = _report(model_type, setup), _report(model_type, setup, full_depth=True)
-    assert short.depth < full.depth == full.num_layers
-    assert short.prediction.phase_peaks_bytes == full.prediction.phase_peaks_bytes
-    assert short.prediction.peak_reserved_bytes == full.prediction.peak_reserved_bytes
-    assert short.prediction.terms == full.prediction.terms
-    assert short.parameter_bytes == full.parameter_bytes
+    assert_same_figures(short, full)
 
 
 def _bytes_of(report: DryRunReport, phase: str, category: str, name: str) -> int:
