@@ -1,0 +1,103 @@
+"""The chosen setup of every catalogue model on some cards, one JSON line per plan; what changed between two such files.
+
+    python benchmarks/catalogue_plans.py --out after.jsonl [--gpus t4,rtx-4090] [--models llama] [--workers 2]
+    python benchmarks/catalogue_plans.py --compare before.jsonl after.jsonl
+
+Formula rung only: a reshaping must leave every line as it was, a change of a formula or a rule
+shows which plans it moves.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from planner.cli.wish import workload
+from planner.errors import PlannerError
+from planner.gpus import find_gpu
+from planner.interchange import setup_to_dict
+from planner.models import catalogue
+from planner.models.resolve import resolve_model
+from planner.plan import NoPlan
+from planner.planning import plan_workload
+
+GPUS = ("t4", "rtx-3060", "rtx-4090", "a100-80gb", "h100-sxm")
+
+
+def one_plan(pair: tuple[str, str]) -> dict[str, Any]:
+    """The plan of one (model, gpu) with no other wish, as plain data."""
+    name, key = pair
+    line: dict[str, Any] = {"model": name, "gpu": key}
+    try:
+        plan = plan_workload(workload(resolve_model(name), find_gpu(key), fixed={}))
+    except PlannerError as error:
+        return line | {"error": str(error)}
+    chosen = plan.nearest if isinstance(plan, NoPlan) else plan.chosen
+    return line | {
+        "fits": not isinstance(plan, NoPlan),
+        "setup": setup_to_dict(chosen.setup),
+        "peak_device_bytes": chosen.formula.peak_device_bytes,
+        "tokens_per_s": chosen.formula.tokens_per_s,
+        "walked": plan.space.walked,
+        "infeasible": plan.space.infeasible,
+        "alternatives": [] if isinstance(plan, NoPlan) else [each.label for each in plan.alternatives],
+    }
+
+
+def _plans_by_pair(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    lines = map(json.loads, path.read_text().splitlines())
+    return {(line["model"], line["gpu"]): line for line in lines}
+
+
+def compare(before: Path, after: Path) -> int:
+    """Prints every plan that differs, with what differs; the number of them."""
+    old, new = _plans_by_pair(before), _plans_by_pair(after)
+    moved: Counter[str] = Counter()
+    differing = 0
+    for pair in sorted(old.keys() | new.keys()):
+        was, now = old.get(pair, {}), new.get(pair, {})
+        changes = []
+        for field in sorted(was.keys() | now.keys()):
+            if was.get(field) == now.get(field):
+                continue
+            if field == "setup":
+                mine, other = was.get(field, {}), now.get(field, {})
+                keys = [key for key in sorted(mine.keys() | other.keys()) if mine.get(key) != other.get(key)]
+                changes += [f"{key} {mine.get(key)} -> {other.get(key)}" for key in keys]
+                moved.update(keys)
+            else:
+                changes.append(f"{field} {was.get(field)} -> {now.get(field)}")
+                moved[field] += 1
+        if changes:
+            differing += 1
+            print(*pair, "|", "; ".join(changes))
+    print(
+        f"{differing} of {len(old.keys() | new.keys())} plans differ; by field: {dict(moved.most_common())}",
+        file=sys.stderr,
+    )
+    return differing
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--gpus", default=",".join(GPUS))
+    parser.add_argument("--models", default="", help="only names that contain this")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
+    args = parser.parse_args()
+    if args.compare:
+        sys.exit(1 if compare(*args.compare) else 0)
+    names = [name for name in catalogue.names() if args.models.lower() in name.lower()]
+    pairs = [(name, gpu) for name in names for gpu in args.gpus.split(",")]
+    out = args.out.open("w") if args.out else sys.stdout
+    with ProcessPoolExecutor(args.workers) as pool:
+        for line in pool.map(one_plan, pairs, chunksize=8):
+            print(json.dumps(line), file=out)
+
+
+if __name__ == "__main__":
+    main()
