@@ -17,7 +17,9 @@ SMALL_PARAMS = 1_000_000_000
 SPREAD_BAND = 0.10
 """Added with several GPUs. Against the dry run of a rank the formula errs no more than on one GPU (DDP and FSDP2: 90th
 percentile 2 %), but no card has confirmed it here: with one GPU's band it makes 14 %, the 90th percentile against 106
-published configurations, nearly all of them FSDP 1 (docs/accuracy/multi-gpu.md, November 2026)."""
+published configurations, nearly all of them FSDP 1 (docs/accuracy/multi-gpu.md, November 2026). ZeRO has the same band
+and less behind it: -7 % of two published ZeRO-2 runs, the phases of a small model under DeepSpeed 0.19.8 on two CPU
+ranks, and 253 setups in a model of its engine (worst 11 %; docs/accuracy/spread-formula-vs-dry-run.md)."""
 
 
 def memory_band(model: ModelSpec, setup: TrainSetup) -> float:

@@ -57,11 +57,6 @@ SPREAD_GROUPS: dict[str, Group] = {
     "all-gather buffer": ("workspace", "all-gather buffer"),
     "reduce-scatter buffer": ("workspace", "reduce-scatter buffer"),
     "stage boundary buffers": ("activations", "stage boundary buffers"),
-    "ZeRO reduce bucket": ("gradients", "ZeRO reduce bucket"),
-    "ZeRO bucket copy": ("gradients", "copy of the ZeRO bucket"),
-    "ZeRO gradient partition": ("gradients", "gradient partition"),
-    "ZeRO gradients of the step": ("gradients", "gradients of the step"),
-    "ZeRO large gradient": ("gradients", "gradient larger than the bucket"),
 }
 """What only several GPUs have, by the names that `probes.dryrun.spread` gives it."""
 

@@ -99,11 +99,7 @@ def full_trace(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup, 
         except SpliceError as error:
             log.debug("full depth instead: %s", error)
             trace = trace_run(whole, setup, capability=capability, num_layers=plan.full, world=world)
-            block = None
-    if world is None:
-        return trace
-    trace = world.finish(trace, block)
-    return replace(trace, notes=(*trace.notes, rank_note(setup)))
+    return trace if world is None else replace(trace, notes=(*trace.notes, rank_note(setup)))
 
 
 def _report(plan: DepthPlan, trace: Trace, expandable_segments: bool, limit_bytes: int | None) -> DryRunReport:

@@ -1,6 +1,6 @@
 """One rank's step of a multi-GPU job, traced: PyTorch's own DDP and FSDP2 around the same model and step as on one GPU.
 
-Rank 0 is traced: it holds the largest shards (FSDP2 and ZeRO pad the last ranks). What collectives write to are tensors
+Rank 0 is traced: it holds the largest shards (FSDP2 pads the last ranks). What collectives write to are tensors
 and counted; NCCL's own buffers are outside PyTorch's allocator.
 """
 
@@ -23,7 +23,6 @@ from probes.dryrun.followed import why_not_traced
 from probes.dryrun.splice import Block, Shards, splice
 from probes.dryrun.trace import Trace, Trainable, World, load
 from probes.dryrun.tracker import Origin, Tracker, local
-from probes.dryrun.zero import ZeroWorld
 from probes.stack.spread import Spread, data_mesh, spread_model
 
 BUCKETS = "DDP buckets"
@@ -254,12 +253,6 @@ def world_of(setup: TrainSetup) -> World:
         from probes.dryrun.tensor import TensorWorld
 
         return TensorWorld(setup)
-    if setup.parallel in ("zero1", "zero2"):
-        return ZeroWorld(setup)
-    if setup.parallel == "zero3":
-        from probes.dryrun.zero3 import Zero3World
-
-        return Zero3World(setup)
     return FsdpWorld(setup) if setup.parallel == "fsdp2" else DdpWorld()
 
 
@@ -293,10 +286,6 @@ class FsdpWorld:
     def splice(self, trace: Trace, block: Block, setup: TrainSetup) -> Trace:
         """See `probes.dryrun.trace.World`."""
         return splice(trace, block, setup, OnHost(self) if setup.offload == "parameters" else self)
-
-    def finish(self, trace: Trace, block: Block | None) -> Trace:
-        """See `probes.dryrun.trace.World`."""
-        return trace
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -385,10 +374,6 @@ class DdpWorld:
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def finish(self, trace: Trace, block: Block | None) -> Trace:
-        """See `probes.dryrun.trace.World`."""
-        return trace
 
     def _ready(self, name: str, parameter: torch.Tensor) -> None:
         if name not in self._order:

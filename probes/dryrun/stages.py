@@ -99,10 +99,6 @@ class PipelineWorld:
         """See `probes.dryrun.trace.World`."""
         return splice(trace, block, setup)
 
-    def finish(self, trace: Trace, block: Block | None) -> Trace:
-        """See `probes.dryrun.trace.World`."""
-        return trace
-
 
 class _Sent:
     """A message between stages, which holds its tensor as long as the schedule holds the message.

@@ -58,10 +58,6 @@ class TensorWorld:
         """See `probes.dryrun.trace.World`."""
         return splice(trace, block, setup, OnHost(_Steps()) if setup.offload == "parameters" else _Steps())
 
-    def finish(self, trace: Trace, block: Block | None) -> Trace:
-        """See `probes.dryrun.trace.World`."""
-        return trace
-
 
 @contextmanager
 def _strides_without_tensors() -> Iterator[None]:

@@ -85,10 +85,6 @@ class World(Protocol):
     def splice(self, trace: "Trace", block: Any, setup: TrainSetup) -> "Trace":
         """As `probes.dryrun.splice.splice`, with what grows otherwise than by layers."""
 
-    def finish(self, trace: "Trace", block: Any) -> "Trace":
-        """The full model's trace (`block`: what was repeated in it, None where nothing) with a modelled engine's
-        allocations."""
-
 
 def resolve_attention(config: Any, setup: TrainSetup) -> tuple[str, tuple[str, ...]]:
     """transformers' implementation name for a model class, with a note where the one asked for does not exist.

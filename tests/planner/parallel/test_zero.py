@@ -1,8 +1,8 @@
 """ZeRO's terms against DeepSpeed 0.19.8 itself: two CPU ranks over gloo (DS_ACCELERATOR=cpu), every tensor storage of
 rank 0 followed by a dispatch mode, second and third step. A Llama of 21.37 M parameters, 6 layers, hidden 512, 1 x 8
-tokens, bf16, fused AdamW, so that states and buffers are all there is. ZeRO-3's figures are those of
-benchmarks/zero_dry_run_check.py, whose group forgets a collective's buffers when it is over (gloo's own thread may keep
-them a little, which earlier figures had in them).
+tokens, bf16, fused AdamW, so that states and buffers are all there is. Measured in November 2026;
+ZeRO-3's figures in a group that forgets a collective's buffers when it is over (gloo's own thread may keep them a
+little, which earlier figures had in them).
 """
 
 import pytest
