@@ -1,6 +1,12 @@
-"""One-way imports: who may import whom, and which libraries never load on the formula path."""
+"""One-way imports: who may import whom, which libraries never load on the formula path, and that each is declared."""
 
 import ast
+import re
+import sys
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -45,3 +51,64 @@ def test_siblings_never_import_each_other(package: str) -> None:
 def test_only_probes_imports_torch(package: str) -> None:
     for path in modules(package):
         assert not imported_packages(path) & set(HEAVY), path
+
+
+OWN = ("planner", *SIBLINGS, "tests", "tools", "benchmarks")
+OPTIONAL = {"deepspeed", "liger_kernel", "triton"}
+"""Used where a user's machine has them, and planned for or said to be missing where it has not."""
+NAMED_OTHERWISE = {"sklearn": ["scikit-learn"]}
+"""What is not installed for the tests cannot be asked for its distribution."""
+
+
+def foreign_packages(path: Path) -> Iterator[str]:
+    """Packages of other projects that a file imports, `importorskip` and `import_module` of a name included."""
+    own = {*OWN, *sys.stdlib_module_names, *(one.stem for one in path.parent.glob("*.py"))}
+    own |= {one.stem for one in (ROOT / "tests" / "planner").glob("*.py")}  # the validators read the sweep from there
+    named = imported_packages(path)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            function = ast.unparse(node.func).rpartition(".")[2]
+            if function in ("importorskip", "import_module"):
+                named.add(str(node.args[0].value).split(".")[0])
+    yield from named - own - OPTIONAL
+
+
+def normal(requirement: str) -> str:
+    """The distribution that a requirement names, as package indexes compare names."""
+    found = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert found is not None, requirement
+    return re.sub(r"[-_.]+", "-", found.group()).lower()
+
+
+def declared(*extras: str) -> set[str]:
+    """Distributions that `pip install .[extras]` names."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in extras)]
+    return {normal(requirement) for requirements in asked for requirement in requirements}
+
+
+@pytest.mark.parametrize("room", OWN)
+def test_every_import_is_declared(room: str) -> None:
+    """What happens to be on a machine, or is there because another library needs it, is not relied on.
+
+    The packages and tests may use what test.sh installs; benchmarks an extra more; the validators of other tools what
+    the script beside them installs in a venv of its own.
+    """
+    installed = re.search(r"setup\.sh (\S+)", (ROOT / "test.sh").read_text())
+    assert installed is not None
+    available = declared(*installed[1].split(","), *(["bench"] if room == "benchmarks" else []))
+    providers = {**NAMED_OTHERWISE, **packages_distributions()}
+    undeclared: dict[str, set[str]] = defaultdict(set)
+    for path in modules(room):
+        scripts = "".join(one.read_text() for one in path.parent.glob("*.sh"))
+        for package in foreign_packages(path):
+            names = {normal(name) for name in providers.get(package, [package])}
+            if not names & available and f"{package}==" not in scripts:
+                undeclared[package].add(str(path.relative_to(ROOT)))
+    assert not undeclared
+
+
+def test_every_declared_distribution_has_a_tested_version() -> None:
+    pinned = {normal(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"}
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert not declared(*extras) - pinned
