@@ -1,20 +1,52 @@
 """What every test may rely on, whatever the machine and the shell that started it.
 
-Nothing of the caller's terminal, configuration or network reaches a test, and generated examples are the same in every
-run: a failure can be repeated, and there is none by chance. `HYPOTHESIS_PROFILE=explore` looks for new examples.
+Nothing of the caller's terminal, configuration, caches or network reaches a test, and generated examples are the same
+in every run: a failure can be repeated, and there is none by chance. `HYPOTHESIS_PROFILE=explore` looks for new ones.
 """
 
 import os
+import shutil
+import tempfile
+from itertools import count
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from probes.dryrun.standins import give_up
-
 for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "PYTHONWARNINGS"):
     os.environ.pop(_name, None)
 os.environ["TERM"] = "xterm-256color"
-os.environ["HF_HUB_OFFLINE"] = "1"
+
+HOME_VARIABLE = "FINETUNE_PLANNER_TESTS_HOME"
+"""The home of the whole run: made by the process that was started, found by its workers and every child."""
+MADE_HERE = HOME_VARIABLE not in os.environ
+LEFT_BY_USERS = ("XDG_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TORCH", "TRITON_", "FINETUNE_PLANNER_", "MPLCONFIG")
+
+
+def _move_into_own_home() -> None:
+    """Homes, caches and temporary files of this process and its children lie in a directory of this run's own.
+
+    Every worker of the run shares it: a dry run that one test made may answer another. What the user measured,
+    cached, calibrated or logged in to is nowhere in sight. Before anything is imported: libraries read these once.
+    """
+    if MADE_HERE:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # tmp_path stays, to be looked at
+        os.environ[HOME_VARIABLE] = tempfile.mkdtemp(prefix="planner-tests-")
+    for name in tuple(os.environ):
+        if name.startswith(LEFT_BY_USERS) and name != HOME_VARIABLE:
+            del os.environ[name]
+    home = Path(os.environ[HOME_VARIABLE])
+    places = {"HOME": "", "XDG_CACHE_HOME": ".cache", "XDG_CONFIG_HOME": ".config", "TMPDIR": "tmp"}
+    for name, below in places.items():
+        (home / below).mkdir(exist_ok=True)
+        os.environ[name] = str(home / below)
+    tempfile.tempdir = None
+    os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+_move_into_own_home()
+
+from probes.dryrun.standins import give_up  # noqa: E402
 
 give_up()  # whether a module is the real one must not depend on which files a worker was given before
 
@@ -24,11 +56,20 @@ settings.register_profile("repeatable", _ANY_SPEED, derandomize=True)
 settings.register_profile("explore", _ANY_SPEED, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
+_numbers = count()
 
-@pytest.fixture(scope="session", autouse=True)
-def _own_data_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """No measurement that the user made is in a test's answer; for the whole process and its children."""
-    os.environ["XDG_DATA_HOME"] = str(tmp_path_factory.mktemp("data"))
+
+@pytest.fixture(autouse=True)
+def _own_data_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No measurement or correction that the user or another test made is in a test's answer."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+    monkeypatch.setenv("XDG_DATA_HOME", f"{os.environ[HOME_VARIABLE]}/data/{worker}-{next(_numbers)}")
+
+
+def pytest_unconfigure() -> None:
+    """The run's home goes with the process that made it."""
+    if MADE_HERE:
+        shutil.rmtree(os.environ[HOME_VARIABLE], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

