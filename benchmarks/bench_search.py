@@ -12,19 +12,22 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.synthetic_gpu import SCENARIOS, SyntheticGpu
 from planner.outcome import Evidence
 from planner.setup import TrainSetup
 from search.problem import Problem
 from search.run import search
 from search.sampler import Belief
 from search.stopping import Budget
-from search.synthetic import SCENARIOS, SyntheticGpu
 
 LIMIT_MS = 50.0
 

@@ -2,10 +2,10 @@
 
     python benchmarks/search_strategies.py --seeds 102 --out benchmarks/data/search_strategies.json
 
-Machines: the synthetic GPU of `search.synthetic` (six scenarios, the seed moves its constants), two to eight of them
-("spread": six scenarios, where the way of spreading the job is searched as well), and replay of recorded
-grids (`search.replay`, IBM fms_acceleration on A100-80GB), at the card's memory and at smaller ones; there the seed
-decides which of the recorded repeats, under different software versions, each setup answers with.
+Machines: the synthetic GPU of `benchmarks.synthetic_gpu` (six scenarios, the seed moves its constants), two to eight
+of them ("spread": six scenarios, where the way of spreading the job is searched as well), and replay of recorded
+grids (`benchmarks.recorded_grids`, IBM fms_acceleration on A100-80GB), at the card's memory and at smaller ones; there
+the seed decides which of the recorded repeats, under different software versions, each setup answers with.
 
 A strategy's probes are counted until its best measured setup that fits reaches 98 % of the best of all setups (in
 truth, also of those that the formula excludes). `MAX_PROBES` without reaching it counts as not reached. What each
@@ -23,6 +23,7 @@ strategy knows:
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
@@ -34,6 +35,11 @@ from typing import Any
 
 import optuna
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.recorded_grids import recorded_grids
+from benchmarks.rival_strategies import DeepSpeedSampler, DoublingSampler, RankedSampler
+from benchmarks.synthetic_gpu import SCENARIOS, SPREAD_SCENARIOS, Scenario, SyntheticGpu
 from planner.gpus import find_gpu
 from planner.measured import load_rows
 from planner.models import catalogue
@@ -43,11 +49,8 @@ from planner.setup import TrainSetup
 from planner.units import GIB
 from search.optuna_samplers import make_sampler
 from search.problem import Problem, Result
-from search.replay import recorded_grids
 from search.sampler import Belief, Sampler
 from search.stopping import converged
-from search.strategies import DeepSpeedSampler, DoublingSampler, RankedSampler
-from search.synthetic import SCENARIOS, SPREAD_SCENARIOS, Scenario, SyntheticGpu
 
 MAX_PROBES = 24
 GOAL = 0.98

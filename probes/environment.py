@@ -157,13 +157,6 @@ class NvmlReader:
             return set()
         return {name for bit, name in _THROTTLE_BITS.items() if bits & bit}
 
-    def sm_clock_mhz(self) -> int | None:
-        """The multiprocessors' clock now."""
-        try:
-            return int(self.module.nvmlDeviceGetClockInfo(self.handle, self.module.NVML_CLOCK_SM))
-        except self.module.NVMLError:
-            return None
-
 
 def read_environment(device: str, gpu_key: str | None, *, cuda: str = "") -> Environment:
     """Everything about this machine that a measurement depends on.

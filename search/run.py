@@ -199,7 +199,7 @@ class _Worker:
         limit = self._budget.max_probes
         if limit is not None and len(finished) + len(running) >= limit:
             return None  # the last probes are running elsewhere: their results belong to the answer
-        reason = self._stop(len(running))
+        reason = self._stop()
         if reason:
             return None if running else reason
         indices = [i for r in running if (i := self._problem.index.get(key_of(r.setup))) is not None]
@@ -209,7 +209,7 @@ class _Worker:
         study.enqueue(self._problem.candidates[proposal], self._sampler.name)
         return study.claim(self._budget.max_probes)
 
-    def _stop(self, num_running: int) -> str:
+    def _stop(self) -> str:
         """The stop rule, computed once per state of knowledge."""
         state = len(self._told)
         if self._converged[0] != state:
@@ -255,11 +255,3 @@ class _Worker:
             reason=reason,
             num_probes=sum(record.probed for record in trials),
         )
-
-
-def dashboard_hint(storage: str | Path) -> str:
-    """The command that opens Optuna's dashboard on a study."""
-    from search.storage import JOURNAL_NAME
-
-    target = str(storage)
-    return f"optuna-dashboard {target if '://' in target else Path(target) / JOURNAL_NAME}"

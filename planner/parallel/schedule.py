@@ -8,11 +8,6 @@ al. 2021, arXiv:2104.04473, section 2.2.
 from collections.abc import Sequence
 
 
-def bubble_fraction(stages: int, micro_batches: int) -> float:
-    """Share of the step that a stage idles, all stages equal: (p - 1) / (m + p - 1), for GPipe and for 1F1B."""
-    return (stages - 1) / (micro_batches + stages - 1)
-
-
 def pipeline_s(schedule: str, forward_s: Sequence[float], backward_s: Sequence[float], micro_batches: int) -> float:
     """Seconds of one step over stages of unequal length: fill, then the slowest stage sets the pace, then drain.
 

@@ -26,7 +26,6 @@ COARSE: Mapping[str, tuple[Any, ...]] = {
 }
 """What the coarse walk keeps of each dimension that the user left open."""
 COARSE_SPREADS = ("ddp", "fsdp2")
-MAX_NODE_GPUS = 8
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,6 @@ ZERO3_PREFETCH_ELEMENTS = 50_000_000
 """`stage3_prefetch_bucket_size`. Source: as above."""
 ZERO3_PERSISTENT_ELEMENTS = 100_000
 """`stage3_param_persistence_threshold`: smaller parameters stay gathered. Source: as above."""
-ZERO3_REUSE_ELEMENTS = 1_000_000_000
-"""`stage3_max_reuse_distance`: a parameter used again within so many elements is not released. Source: as above."""
 ZERO3_LIVE_ELEMENTS = 1_000_000_000
 """`stage3_max_live_parameters`: nothing is gathered ahead beyond so many whole elements. Source: as above."""
 ZERO3_SUB_GROUP_ELEMENTS = 1_000_000_000

@@ -3,7 +3,7 @@
 from typing import Any
 
 from planner.errors import ConfigError, SetupError
-from planner.exporters.common import ATTENTION_ROLES, USUAL_ATTENTION_MODULES, USUAL_LINEAR_MODULES, attention_modules
+from planner.exporters.common import USUAL_ATTENTION_MODULES, USUAL_LINEAR_MODULES, attention_modules
 from planner.models.spec import ModelSpec
 from planner.readers.values import Settings
 from planner.setup import TrainSetup
@@ -141,11 +141,6 @@ def _linear_modules(model: ModelSpec | None) -> set[str]:
     if model is None:
         return set(USUAL_LINEAR_MODULES)
     return {one.leaf for kind in model.layer_kinds for one in kind.linears if one.module != "parameter"}
-
-
-def has_attention_roles(model: ModelSpec) -> bool:
-    """Whether any layer has attention projections by role."""
-    return any(one.role in ATTENTION_ROLES for kind in model.layer_kinds for one in kind.linears)
 
 
 def build(settings: Settings, fields: dict[str, Any]) -> TrainSetup:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import exp, log, sqrt
-from statistics import median
 
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
@@ -66,12 +65,6 @@ class FitPoint:
     conditions: Conditions = CURRENT
     repeats: tuple[float, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
-
-
-def predict_point(point: FitPoint, calibration: Calibration) -> float:
-    """Predicted tokens/s of one GPU for one point."""
-    speed = SpeedModel(point.model, point.gpu, calibration, point.conditions)
-    return ThroughputProfile(speed, point.setup).at(point.setup.micro_batch_seqs, point.setup.accumulation_steps)[1]
 
 
 def log_errors(points: Sequence[FitPoint], calibration: Calibration) -> list[float]:
@@ -178,16 +171,6 @@ def _soft(error: float) -> float:
     if size <= SOFT_CLIP:
         return error
     return (SOFT_CLIP * sqrt(2.0 * size / SOFT_CLIP - 1.0)) * (1.0 if error > 0 else -1.0)
-
-
-def fit_gpu_shift(
-    points: Sequence[FitPoint], calibration: Calibration, key: Callable[[FitPoint], str]
-) -> dict[str, float]:
-    """Median log error by some key: what is left for a card or an architecture after the general fit."""
-    grouped: dict[str, list[float]] = {}
-    for point, error in zip(points, log_errors(points, calibration), strict=True):
-        grouped.setdefault(key(point), []).append(error)
-    return {name: median(errors) for name, errors in grouped.items()}
 
 
 def band_from(errors: Sequence[float], *, coverage: float = 0.9) -> float:

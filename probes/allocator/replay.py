@@ -59,11 +59,6 @@ class ReplayResult:
         """Reserved above allocated, peak against peak: what caching and fragmentation cost."""
         return self.peak_reserved_bytes - self.peak_allocated_bytes
 
-    @property
-    def fragmentation_fraction(self) -> float:
-        """The gap's share of the reserved peak, 0 to 1."""
-        return self.gap_bytes / self.peak_reserved_bytes if self.peak_reserved_bytes else 0.0
-
 
 def replay(
     events: Events,

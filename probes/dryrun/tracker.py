@@ -213,20 +213,3 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of `tensor`: a DTensor's part, any other tensor itself."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
-
-
-def peak_of(events: Iterable[Event]) -> tuple[int, int]:
-    """(peak in bytes with 512-byte rounding, index of the event that reached it)."""
-    total = highest = 0
-    at = -1
-    sizes: dict[int, int] = {}
-    for index, event in enumerate(events):
-        if isinstance(event, Alloc):
-            size = -(-event.size_bytes // ROUND_BYTES) * ROUND_BYTES
-            sizes[event.id] = size
-            total += size
-            if total > highest:
-                highest, at = total, index
-        elif isinstance(event, Free):
-            total -= sizes.pop(event.id)
-    return highest, at

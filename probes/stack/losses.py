@@ -15,7 +15,6 @@ TOKENS_PER_TILE = 4096
 """Source: trl 1.16 kernels/chunked_logprob.py `TOKEN_CHUNK_SIZE`."""
 VOCAB_PER_TILE = 32768
 """Source: trl 1.16 trainer/utils.py `_CHUNKED_LOGPROB_CHUNK_SIZE`."""
-LIGER_MAX_FUSED = 65536 // 2
 
 
 def _unseen(kernel: Callable[..., None]) -> Callable[..., None]:

@@ -21,8 +21,6 @@ from probes.stack.batch import Batch
 from probes.stack.configs import layers_of
 from probes.stack.step import Mark, inner_model
 
-WRAPPED = ("ddp", "fsdp2")
-"""What `spread_model` can do."""
 SHARD_DIM, REPLICATE_DIM = "dp_shard", "dp_replicate"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from math import exp
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.throughput import Calibration, Constants, load_calibration
 from planner.throughput.calibration import calibration_from_dict
-from planner.throughput.fit import FitPoint, band_from, fit_constants, log_errors, predict_point
+from planner.throughput.fit import FitPoint, band_from, fit_constants, log_errors
 from planner.throughput.holdout import calibrate
 from planner.throughput.points import read_points
 
@@ -48,7 +49,7 @@ def made_by(truth: Calibration, *, models: Sequence[str] = MODELS, group: str = 
     for name in models:
         for setup in SETUPS:
             blank = FitPoint(model=spec(name), gpu=A100, setup=setup, tokens_per_s=1.0, group=group or name)
-            speed = predict_point(blank, truth)
+            speed = exp(log_errors([blank], truth)[0])
             points.append(replace(blank, tokens_per_s=speed, labels={"model": name}))
     return points
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 from functools import cache
 from math import exp
 
+from benchmarks.synthetic_gpu import SCENARIOS, Scenario
 from planner.outcome import Candidate, Environment, Evidence, FailureKind, Measurement, ProbeFailure, Rung
 from planner.setup import TrainSetup
 from planner.units import GIB
 from search.problem import Problem
-from search.synthetic import SCENARIOS, Scenario
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 ENVIRONMENT = Environment(

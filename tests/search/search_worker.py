@@ -15,12 +15,12 @@ from pathlib import Path
 
 from search_cases import problem, scenario
 
+from benchmarks.synthetic_gpu import SyntheticGpu
 from planner.outcome import Evidence
 from planner.setup import TrainSetup
 from search.dimensions import key_of
 from search.run import search
 from search.stopping import Budget
-from search.synthetic import SyntheticGpu
 
 HEARTBEAT_S, GRACE_S = 1, 3600
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from search_cases import BY_NAME, exact, problem, scenario, small_candidates
 
+from benchmarks.synthetic_gpu import SyntheticGpu
 from planner.cluster import make_cluster
 from planner.errors import ConfigError
 from planner.gpus import find_gpu
@@ -24,7 +25,6 @@ from search.corrections import (
 from search.problem import with_evidence
 from search.run import search
 from search.stopping import Budget
-from search.synthetic import SyntheticGpu
 
 
 def observed(num: int, *, speed_error: float, model: str = "other", name: str = "8b-24g") -> tuple:  # type: ignore[type-arg]

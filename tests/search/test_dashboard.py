@@ -8,10 +8,10 @@ from wsgiref.util import setup_testing_defaults
 import pytest
 from search_cases import problem, scenario
 
+from benchmarks.synthetic_gpu import SyntheticGpu
 from search.run import search
 from search.stopping import Budget
 from search.storage import JOURNAL_NAME
-from search.synthetic import SyntheticGpu
 
 
 def get(app: Any, path: str) -> Any:

@@ -23,6 +23,7 @@ from sqlalchemy import Engine, event
 from workers import ENDLESS
 
 import search.run
+from benchmarks.synthetic_gpu import SyntheticGpu
 from planner.outcome import Evidence, Prediction, ProbeFailure, Rung
 from planner.setup import TrainSetup
 from planner.units import GIB
@@ -32,7 +33,6 @@ from search.run import SearchResult
 from search.run import search as run_search
 from search.stopping import Budget
 from search.storage import JOURNAL_NAME, LockLiveness, close_storage, open_storage
-from search.synthetic import SyntheticGpu
 
 NUM_RANKED = 2
 NUM_EXCLUSIONS = 2

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from search_cases import all_candidates, problem, scenario, small_candidates
 
+from benchmarks.recorded_grids import recorded_grids
+from benchmarks.rival_strategies import DEFAULTS, DeepSpeedSampler, DoublingSampler, RankedSampler
+from benchmarks.synthetic_gpu import SCENARIOS, SPREAD_SCENARIOS, Scenario, SyntheticGpu, perturbed
 from planner.measured import load_rows
 from planner.outcome import FailureKind, Measurement, Prediction, ProbeFailure
 from planner.setup import TrainSetup
 from search.problem import Problem, Result
-from search.replay import recorded_grids
 from search.run import search
 from search.sampler import Belief, Sampler
 from search.stopping import Budget
-from search.strategies import DEFAULTS, DeepSpeedSampler, DoublingSampler, RankedSampler
-from search.synthetic import SCENARIOS, SPREAD_SCENARIOS, Scenario, SyntheticGpu, perturbed
 
 
 @pytest.mark.parametrize("one", SCENARIOS, ids=lambda one: one.name)

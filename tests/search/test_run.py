@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from search_cases import exact, out_of_memory, problem, scenario, small_candidates, with_budget
 
+from benchmarks.synthetic_gpu import SyntheticGpu
 from planner.errors import UsageError
 from planner.outcome import Candidate, Evidence, Measurement, Prediction, ProbeFailure, Rung
 from planner.setup import TrainSetup
@@ -18,10 +19,9 @@ from planner.units import GIB
 from search.dimensions import key_of
 from search.optuna_samplers import SAMPLERS
 from search.problem import Problem
-from search.run import MAX_RECORDED_EXCLUSIONS, dashboard_hint, search
+from search.run import MAX_RECORDED_EXCLUSIONS, search
 from search.stopping import Budget
 from search.study import TrialRecord
-from search.synthetic import SyntheticGpu
 
 FEW = Budget(max_probes=6)
 
@@ -215,11 +215,6 @@ def test_contradictory_problems_are_refused() -> None:
         Problem(candidates=(candidates[0], replace(candidates[1], setup=longer)))
     with pytest.raises(UsageError, match="sampler"):
         search(problem(), gpu(), sampler="magic")
-
-
-def test_dashboard_hint_names_journal_or_url(tmp_path: Path) -> None:
-    assert dashboard_hint(tmp_path) == f"optuna-dashboard {tmp_path}/study.journal"
-    assert dashboard_hint("sqlite:///x.db") == "optuna-dashboard sqlite:///x.db"
 
 
 # Properties

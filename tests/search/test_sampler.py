@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from search_cases import all_candidates, exact, measurement, out_of_memory, problem, scenario, small_candidates
 
+from benchmarks.synthetic_gpu import SyntheticGpu
 from planner.outcome import FailureKind, ProbeFailure, Rung
 from search.optuna_samplers import SAMPLERS, make_sampler
 from search.problem import Problem, Result
 from search.sampler import Belief, ResidualSampler, acquisition, expected_improvement
 from search.stopping import probability_of_better
-from search.synthetic import SyntheticGpu
 
 
 def best_fitting(belief: Belief) -> int:
