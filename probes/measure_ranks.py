@@ -3,7 +3,7 @@
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from probes.dryrun.spread import SpreadTracker
+from probes.dryrun.spread_tracker import SpreadTracker
 
 
 class RankTracker(SpreadTracker):

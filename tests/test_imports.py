@@ -13,6 +13,16 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SIBLINGS = ("probes", "search", "reports")
+PACKAGES = ("planner", *SIBLINGS)
+BEING_MENDED = {
+    frozenset(
+        f"planner.{name}"
+        for name in ("parallel.facts", "parallel.planning", "parallel.tree", "parallel.which", "planning")
+    ),
+    frozenset({"planner.parallel.walk", "planner.space"}),
+    frozenset({"probes.measure", "probes.worker"}),
+}
+"""Circles that are on their way out: whoever breaks one takes it out of here; none may come."""
 HEAVY = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "trl", "datasets")
 
 
@@ -112,3 +122,67 @@ def test_every_declared_distribution_has_a_tested_version() -> None:
     pinned = {normal(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"}
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert not declared(*extras) - pinned
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(path: Path, known: set[str]) -> set[str]:
+    """Modules of ours that the file imports, at its top or late. A name taken from a package is that package's own
+    unless it is a module; what only a type checker reads is no import."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = []
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (names & known) | ({node.module} if names - known else set())
+    return found & known
+
+
+def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
+    """The sets of modules that reach one another (Tarjan's strongly connected components of more than one)."""
+    found: set[frozenset[str]] = set()
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    open_: list[str] = []
+
+    def visit(one: str) -> None:
+        order[one] = low[one] = len(order)
+        open_.append(one)
+        for other in sorted(graph[one]):
+            if other not in order:
+                visit(other)
+                low[one] = min(low[one], low[other])
+            elif other in open_:
+                low[one] = min(low[one], order[other])
+        if low[one] == order[one]:
+            at = open_.index(one)
+            members = frozenset(open_[at:])
+            del open_[at:]
+            if len(members) > 1:
+                found.add(members)
+
+    for one in sorted(graph):
+        if one not in order:
+            visit(one)
+    return found
+
+
+def test_circles_are_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a", "e"}, "e": set()}
+    assert circles(graph) == {frozenset("abc")}
+
+
+def test_no_file_imports_itself_round_a_circle() -> None:
+    """Late imports count: a circle that only a function closes is one all the same."""
+    paths = [path for package in PACKAGES for path in modules(package)]
+    known = {module_name(path) for path in paths}
+    graph = {module_name(path): imported_modules(path, known) - {module_name(path)} for path in paths}
+    assert circles(graph) == BEING_MENDED

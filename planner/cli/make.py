@@ -62,7 +62,7 @@ def make(
 
         plan = climb_dry_run(asked)
     if isinstance(plan, Plan) and gpu.lower() == "local" and not no_probe:
-        from planner.cli.rungs import climb_probe
+        from planner.cli.tune import climb_probe
 
         plan = climb_probe(plan)
     unwritten: EnvironmentProblem | None = None

@@ -112,23 +112,6 @@ def climb_dry_run(workload: Workload) -> Plan | NoPlan:
         _say("")
 
 
-def climb_probe(plan: Plan) -> Plan:
-    """The plan after GPU probes of its finalists (search over measured tokens/s); as it is where this machine has fewer
-    GPUs than were asked for, and why on stderr."""
-    from planner.cli import probing
-    from planner.cli.tune import on_this_machine, tune_plan
-    from planner.errors import EnvironmentProblem, UsageError
-
-    if plan.workload.num_gpus > 1:
-        try:
-            on_this_machine(plan.workload)
-            probing.job_devices(None, plan.workload.num_gpus)
-        except (EnvironmentProblem, UsageError) as error:
-            print(f"no probes: {error.message}", file=sys.stderr)
-            return plan
-    return tune_plan(plan)
-
-
 def _say(text: str) -> None:
     """One status line on stderr, only where a person watches."""
     if sys.stderr.isatty():

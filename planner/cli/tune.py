@@ -1,5 +1,6 @@
 """`plan tune`: search with GPU probes for the fastest setup that fits; `tune_plan` does the same to a finished plan."""
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ import typer
 from planner.cli import options, probing
 from planner.cli.wish import positive, resolve_gpu
 from planner.cli.wishes import WishOptions, takes_wish
-from planner.errors import EXIT_NOTHING_FITS, UsageError
+from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UsageError
 from planner.outcome import Candidate, FailureKind, Measurement, Prediction, ProbeFailure
 from planner.plan import NoPlan, Plan
 from planner.setup import TrainSetup
@@ -131,6 +132,19 @@ def on_this_machine(wish: Workload) -> None:
             f"a search measures on one machine, got {wish.num_gpus} GPUs in {wish.cluster.num_nodes} nodes",
             hint="tune on the GPUs of one node (--nodes 1); without a search, plan MODEL --gpu GPU plans for all",
         )
+
+
+def climb_probe(plan: Plan) -> Plan:
+    """The plan after GPU probes of its finalists (search over measured tokens/s); as it is where this machine has fewer
+    GPUs than were asked for, and why on stderr."""
+    if plan.workload.num_gpus > 1:
+        try:
+            on_this_machine(plan.workload)
+            probing.job_devices(None, plan.workload.num_gpus)
+        except (EnvironmentProblem, UsageError) as error:
+            print(f"no probes: {error.message}", file=sys.stderr)
+            return plan
+    return tune_plan(plan)
 
 
 def tune_plan(

@@ -18,7 +18,7 @@ from probes.dryrun.depths import DepthPlan, layer_kinds, plan_depth
 from probes.dryrun.fakeworld import fake_world
 from probes.dryrun.report import DryRunReport
 from probes.dryrun.splice import Block, splice
-from probes.dryrun.spread import SpreadTracker, untracked_trials
+from probes.dryrun.spread_tracker import SpreadTracker, untracked_trials
 from probes.dryrun.trace import Trace, load
 from probes.stack import load_config
 from probes.stack.configs import num_layers, truncated_config

@@ -12,8 +12,9 @@ from unittest import mock
 import torch
 
 from planner.setup import TrainSetup
+from probes.dryrun.fsdp import OnHost
 from probes.dryrun.splice import Block, splice
-from probes.dryrun.spread import OnHost, SpreadTracker, untracked_trials
+from probes.dryrun.spread_tracker import SpreadTracker, untracked_trials
 from probes.dryrun.trace import Trace, Trainable, load
 from probes.dryrun.tracker import local
 from probes.stack import step

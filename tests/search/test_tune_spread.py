@@ -13,7 +13,7 @@ from optuna.trial import TrialState
 from search_cases import measurement
 
 from planner.cli import rungs
-from planner.cli.tune import on_this_machine, search_candidates, study_name, trial_line, tune_plan
+from planner.cli.tune import climb_probe, on_this_machine, search_candidates, study_name, trial_line, tune_plan
 from planner.cli.wish import workload
 from planner.cluster import make_cluster
 from planner.errors import UsageError
@@ -181,7 +181,7 @@ def test_a_search_on_several_nodes_is_refused_and_a_plan_goes_on_without(capsys:
     wish = replace(plan.workload, cluster=make_cluster(GPU, NUM_GPUS, num_nodes=2))
     with pytest.raises(UsageError, match="one machine"):
         on_this_machine(wish)
-    assert rungs.climb_probe(replace(plan, workload=wish)).chosen == plan.chosen
+    assert climb_probe(replace(plan, workload=wish)).chosen == plan.chosen
     assert "no probes" in capsys.readouterr().err
 
 
@@ -189,7 +189,7 @@ def test_a_plan_for_more_gpus_than_here_goes_on_without_probes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("probes.executors.local_devices", lambda: ("cuda:0",))
-    assert rungs.climb_probe(made_plan()) == made_plan()
+    assert climb_probe(made_plan()) == made_plan()
     assert "no probes: --gpus 4: this machine has 1 GPU" in capsys.readouterr().err
 
 

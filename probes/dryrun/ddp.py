@@ -1,0 +1,170 @@
+"""A rank of a DDP job, traced: PyTorch's own `DistributedDataParallel`, its buckets those of the full model."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from planner.setup import TrainSetup
+from probes.allocator.events import Alloc, Event, Free, Phase
+from probes.dryrun.splice import Block, splice
+from probes.dryrun.spread_tracker import SpreadTracker
+from probes.dryrun.trace import Trace, load
+from probes.dryrun.tracker import Origin
+from probes.stack.spread import Spread, spread_model
+
+BUCKETS = "DDP buckets"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _State:
+    """A parameter or buffer of the module that DDP wraps."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    trained: bool
+
+
+class DdpWorld:
+    """A job of DDP ranks. The default process group must exist: fake for a dry run, gloo for its check."""
+
+    tracker = SpreadTracker
+
+    def __init__(self) -> None:
+        self._states: list[_State] = []
+        self._order: list[str] = []
+
+    @contextmanager
+    def prepared(
+        self, tracker: SpreadTracker, model: Any, setup: TrainSetup
+    ) -> Iterator[tuple[Spread, dict[int, tuple[str, str]]]]:
+        """See `probes.dryrun.trace.World`."""
+        self._states = [
+            _State(name=name, shape=one.shape, dtype=one.dtype, trained=one.requires_grad)
+            for name, one in (*model.named_parameters(), *model.named_buffers())
+        ]
+        self._order = []
+        hooks = [
+            one.register_post_accumulate_grad_hook(partial(self._ready, name))
+            for name, one in model.named_parameters()
+            if one.requires_grad
+        ]
+        owners = load(tracker, model)
+        with tracker, tracker.labelled(BUCKETS):
+            spread = spread_model(model, setup, device=next(model.parameters()).device)
+        plain = spread.module._pre_forward
+
+        def pre_forward(*args: Any, **kwargs: Any) -> Any:
+            with tracker.labelled(BUCKETS):  # the buckets are made anew once, in the order of the gradients
+                return plain(*args, **kwargs)
+
+        spread.module._pre_forward = pre_forward
+        try:
+            yield spread, owners
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _ready(self, name: str, parameter: torch.Tensor) -> None:
+        if name not in self._order:
+            self._order.append(name)
+
+    def splice(self, trace: Trace, block: Block, setup: TrainSetup) -> Trace:
+        """See `probes.dryrun.trace.World`: the buckets are those of the full model's parameters."""
+        full = splice(_without(trace, BUCKETS), block, setup)
+        states = _repeated(self._states, trace, block)
+        holder = torch.nn.Module()
+        holder.parts = torch.nn.ParameterList(
+            torch.nn.Parameter(torch.empty(one.shape, dtype=one.dtype, device="meta"), requires_grad=one.trained)
+            for one in states
+        )
+        made = SpreadTracker("meta")
+        for part in holder.parts:
+            made.seen(part)
+        made.events.clear()
+        with made, made.labelled(BUCKETS):
+            wrapped = spread_model(holder, setup, device=torch.device("meta")).module
+        by_name = {one.name: one for one in self._states}
+        order = _repeated([by_name[name] for name in self._order], trace, block)
+        first = list(made.events)
+        made.events.clear()
+        del wrapped
+        freed = list(made.events)
+        made.close()
+        return _with_buckets(full, first, [*freed, *_rebuilt(order, len(made.origins))])
+
+
+def _without(trace: Trace, label: str) -> Trace:
+    """`trace` without the allocations of one label."""
+    dropped = {number for number, origin in trace.origins.items() if origin.op == label}
+    events = [one for one in trace.events if isinstance(one, Phase) or getattr(one, "id", None) not in dropped]
+    return replace(trace, events=events)
+
+
+def _repeated(states: list[_State], trace: Trace, block: Block) -> list[_State]:
+    """The full model's states in order: those of the block's layers once per copy."""
+    found: list[_State] = []
+    pending: list[_State] = []
+    for one in (*states, None):
+        layer = None if one is None else trace.layer_of(one.name)
+        if one is not None and layer is not None and block.start <= layer < block.end:
+            pending.append(one)
+            continue
+        found += pending * (block.copies + 1)
+        pending = []
+        if one is not None:
+            found.append(one)
+    return found
+
+
+def _rebuilt(order: list[_State], number: int) -> list[Event]:
+    """The buckets that DDP makes after its first backward, in the order in which the gradients came; numbers from
+    `number` on.
+
+    Source: PyTorch 2.13 torch/csrc/distributed/c10d/reducer.cpp `rebuild_buckets`.
+    """
+    import torch.distributed as dist
+
+    tensors = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in order]
+    limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, _BUCKET_BYTES]
+    buckets, _ = dist._compute_bucket_assignment_by_size(tensors, limits)
+    sizes = [sum(tensors[index].numel() * tensors[index].element_size() for index in one) for one in buckets]
+    return [Alloc(number + index, size) for index, size in enumerate(sizes)]
+
+
+_BUCKET_BYTES = 25 * 1024**2
+
+
+def _with_buckets(trace: Trace, first: list[Event], again: list[Event]) -> Trace:
+    """`trace` with the buckets' events `first` after the weights are loaded and `again` as the second step begins."""
+    origins = dict(trace.origins)
+    events: list[Event] = []
+    numbers: dict[int, int] = {}
+    phase = "load"
+
+    def insert(bucket_events: list[Event]) -> None:
+        for event in bucket_events:
+            if isinstance(event, Alloc):
+                numbers[event.id] = len(origins)
+                origins[len(origins)] = Origin(phase, None, BUCKETS, event.size_bytes, len(events))
+                events.append(Alloc(numbers[event.id], event.size_bytes))
+            elif isinstance(event, Free):
+                events.append(Free(numbers.pop(event.id)))
+
+    for event in trace.events:
+        if isinstance(event, Phase):
+            before, phase = phase, event.name.partition("/")[0]
+            events.append(event)
+            if phase == "forward" and before == "step":
+                insert(again)
+                again = []
+        else:
+            if phase == "load" and isinstance(event, Alloc) and event.id not in trace.owners:
+                insert(first)  # after the weights, before the batches
+                first = []
+            events.append(event)
+    return replace(trace, events=events, origins=origins)

@@ -1,0 +1,84 @@
+"""A rank of an FSDP2 job, traced: PyTorch's own `fully_shard` as Accelerate wraps the model."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+
+from planner.setup import TrainSetup
+from probes.dryrun.splice import Block, Shards, splice
+from probes.dryrun.spread_tracker import SpreadTracker, untracked_trials
+from probes.dryrun.trace import Trace, Trainable, load
+from probes.dryrun.tracker import Tracker, local
+from probes.stack.spread import Spread, data_mesh, spread_model
+
+
+class FsdpWorld:
+    """A job of FSDP2 ranks. The default process group must exist: fake for a dry run, gloo for its check."""
+
+    tracker = SpreadTracker
+
+    def __init__(self, setup: TrainSetup) -> None:
+        self._setup = setup
+        self._mesh: Any = None
+
+    @contextmanager
+    def prepared(
+        self, tracker: SpreadTracker, model: Any, setup: TrainSetup
+    ) -> Iterator[tuple[Spread, dict[int, tuple[str, str]]]]:
+        """See `probes.dryrun.trace.World`. Loading is the shards, and then once more the largest weight, which ranks
+        receive whole before they keep their part (accelerate 1.15 `fsdp2_load_full_state_dict`)."""
+        device = next(model.parameters()).device
+        largest = max(one.numel() * one.element_size() for one in model.parameters())
+        with tracker.resizing(), tracker.following_fsdp(), untracked_trials():
+            spread = spread_model(model, setup, device=device)
+            if setup.offload == "parameters" and device.type == "meta":
+                tracker.host_phases = frozenset({"step"})  # CPUOffloadPolicy: the optimizer steps on the host
+                for one in model.parameters():
+                    tracker.keep_on_host(local(one))
+            owners = load(tracker, model)
+            tracker.release(tracker.allocate(largest, "load"))
+            yield spread, owners
+
+    def splice(self, trace: Trace, block: Block, setup: TrainSetup) -> Trace:
+        """See `probes.dryrun.trace.World`."""
+        return splice(trace, block, setup, OnHost(self) if setup.offload == "parameters" else self)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """See `probes.dryrun.splice.Shards`: the norm of all gradients is summed up over the ranks as DTensor does it,
+        from one stack of the parts' norms."""
+        from torch.distributed.tensor import DTensor, Replicate
+        from torch.distributed.tensor._ops._math_ops import _NormPartial
+        from torch.nn.utils import clip_grad
+
+        if self._mesh is None:
+            self._mesh = data_mesh(self._setup, torch.device("meta"))
+        placements = [Replicate()] * (self._mesh.ndim - 1) + [_NormPartial(2.0)]
+
+        def total_norm(tensors: Any, norm_type: float = 2.0, *_: Any) -> Any:
+            norms = torch._foreach_norm(list(tensors), norm_type)
+            stacked = DTensor.from_local(torch.stack(norms), self._mesh, placements, run_check=False)
+            return torch.linalg.vector_norm(stacked, norm_type)
+
+        with mock.patch.object(clip_grad, "_get_total_norm", total_norm), untracked_trials():
+            yield
+
+    def parameter(self, one: Trainable) -> torch.nn.Parameter:
+        """See `probes.dryrun.splice.Shards`: rank 0's rows of the parameter. A plain tensor, as the step's kernels see
+        it: DTensor's own rules take seconds for the lists of a deep model."""
+        rows = -(-one.shape[0] // self._setup.shards)
+        return torch.nn.Parameter(torch.empty((rows, *one.shape[1:]), dtype=one.dtype, device="meta"))
+
+
+class OnHost:
+    """See `probes.dryrun.splice.Shards`: the step happens in the host's memory, its trained parameters have no gradient
+    on the device."""
+
+    tracker = Tracker
+    stepping = staticmethod(nullcontext)
+
+    def __init__(self, world: Shards) -> None:
+        self.parameter = world.parameter
