@@ -23,7 +23,7 @@ from typing import Any
 from planner.outcome import Measurement
 from planner.setup import TrainSetup
 from probes.request import Limits, ProbeRequest
-from probes.runner import child_environment, run_probe
+from probes.runner import probe_environment, run_probe
 
 MAX_COST_RATIO = 3.0
 MAX_MEMORY_MISS = 0.01
@@ -99,7 +99,7 @@ def cost(repeats: int) -> dict[str, Any]:
         subprocess.run(
             [sys.executable, "-c", BARE_LOOP, json.dumps(config), json.dumps(setup), str(steps)],
             check=True,
-            env=child_environment(),
+            env=probe_environment(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from planner.units import GIB, gib
+from probes.children import child_environment, python_argv
 from probes.environment import device_status, library_versions, nvml, nvml_handle
 from probes.executors import local_devices
 from probes.topology import topology
@@ -237,7 +238,8 @@ def ask_torch(run: Callable[..., Any] = subprocess.run) -> dict[str, Any]:
     """What torch, bitsandbytes and flash-attn really do here, tried in a child: a broken kernel may crash it."""
     try:
         done = run(
-            [sys.executable, "-c", _TORCH_SCRIPT],
+            python_argv("-c", _TORCH_SCRIPT),
+            env=child_environment(),
             capture_output=True,
             text=True,
             timeout=TORCH_CHECK_S,

@@ -6,6 +6,7 @@ as here.
 
 import json
 import os
+import shlex
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from typing import Any
 from planner.errors import EnvironmentProblem
 from planner.interchange import to_jsonable
 from planner.outcome import Environment, FailureKind, ProbeFailure
+from probes.children import SAFE_PATH, python_argv
 from probes.environment import read_environment
 from probes.failures import UnsupportedProbe
 from probes.outcomes import Outcome, environment_from_dict, outcome_from_dict, outcome_to_dict
@@ -199,7 +201,11 @@ class SubmititExecutor(Executor):
             ) from error
         self.num_parallel = num_parallel
         self._argv = tuple(argv) if argv is not None else None
-        self._executor = submitit.AutoExecutor(folder=str(folder), cluster=cluster)
+        os.environ.update(SAFE_PATH)  # submitit's controller and sbatch take this process's environment
+        python = shlex.join(python_argv())
+        self._executor = submitit.AutoExecutor(
+            folder=str(folder), cluster=cluster, slurm_python=python, local_python=python
+        )
         self._parameters = {"gpus_per_node": 1, "tasks_per_node": 1, "cpus_per_task": 4, **(parameters or {})}
         if self._executor.cluster == "local":
             self._parameters.pop("gpus_per_node")

@@ -14,7 +14,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -25,13 +24,14 @@ from pathlib import Path
 from planner.errors import EnvironmentProblem
 from planner.outcome import FailureKind, Measurement, ProbeFailure
 from planner.units import MIB
+from probes.children import child_environment, python_argv
 from probes.failures import classify_exit, oom_kill_count
 from probes.outcomes import BadOutcome, Outcome, outcome_from_dict
 from probes.ranks import RankReport, why_not_probed
 from probes.request import ProbePaths, ProbeRequest, write_json_whole
 
-WORKER_ARGV = (sys.executable, "-m", "probes.worker")
-AGENT_ARGV = (sys.executable, "-m", "probes.agent")
+WORKER_ARGV = python_argv("-m", "probes.worker")
+AGENT_ARGV = python_argv("-m", "probes.agent")
 JOB_VARIABLE = "FINETUNE_PLANNER_PROBE"
 """Set for every process of a probe: torchrun's ranks have sessions of their own and are found by it."""
 RANK_GRACE_S = 10.0
@@ -137,7 +137,7 @@ def _run_child(
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 pass_fds=(write_end,),
-                env={**child_environment(), JOB_VARIABLE: str(paths.directory)},
+                env={**probe_environment(), JOB_VARIABLE: str(paths.directory)},
             )
         except OSError as error:
             raise EnvironmentProblem(
@@ -196,13 +196,10 @@ def _open_log(paths: ProbePaths) -> int:
         return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
-def child_environment() -> dict[str, str]:
-    """The child's environment: this package importable, no download, devices numbered as the driver does."""
-    root = str(Path(__file__).resolve().parent.parent)
-    inherited = os.environ.get("PYTHONPATH", "")
+def probe_environment() -> dict[str, str]:
+    """The environment of a probe: no download, devices numbered as the driver does."""
     return {
-        **os.environ,
-        "PYTHONPATH": f"{root}{os.pathsep}{inherited}" if inherited else root,
+        **child_environment(),
         "PYTHONUNBUFFERED": "1",
         "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
         "HF_HUB_OFFLINE": "1",

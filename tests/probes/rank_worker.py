@@ -3,8 +3,11 @@ under the real torchrun agent. No torch but where ranks truly meet ("meets-...")
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # a probe's Python looks neither here nor in the working directory
 
 from fault_worker import measured
 

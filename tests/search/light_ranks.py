@@ -35,6 +35,7 @@ def tune(model: str, folder: str) -> int:
 
 def rank() -> int:
     """One rank of a job."""
+    sys.path.insert(0, str(Path(__file__).parent))  # a probe's Python looks neither here nor in the working directory
     from search_cases import measurement
 
     from probes import worker

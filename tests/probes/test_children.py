@@ -1,0 +1,111 @@
+"""No command runs what lies in the current folder: people `cd` into model folders that they downloaded."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from probes import children
+from probes.doctor import ask_torch
+
+ROOT = Path(__file__).parents[2]
+PLANTED = ("torch", "json", "sitecustomize", "usercustomize", "transformers", "probes", "planner", "typing_extensions")
+PLAN = [sys.executable, "-P", "-c", "from planner.cli import main; main()"]
+"""As the console script: the import path begins with no folder of the user's."""
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+    "architectures": ["LlamaForCausalLM"],
+}
+PROBE = ["probe", ".", "--device", "cpu", "--method", "full", "--precision", "fp32", "--attention", "eager"]
+PROBE += ["--seq-len", "16", "--micro-batch", "1", "--measure-seconds", "0.1", "--full-depth", "--json", "--again"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model's folder that plants modules; each leaves a mark when it is imported."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    for name in PLANTED:
+        (model / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r} + ' ')\n")
+    return model
+
+
+def ran(folder: Path) -> str:
+    mark = folder.parent / "ran"
+    return mark.read_text() if mark.exists() else ""
+
+
+def plan(folder: Path, *words: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    known = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_DATA_HOME": str(folder.parent / "data"), **environment}
+    return subprocess.run(
+        [*PLAN, *words], cwd=folder, env=known, capture_output=True, text=True, timeout=600, check=False
+    )
+
+
+def test_planted_modules_would_run_without_safe_path(folder: Path) -> None:
+    """The trap works."""
+    subprocess.run([sys.executable, "-c", "import json, torch"], cwd=folder, capture_output=True, check=False)
+    assert "torch" in ran(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--gpus", "2", "--parallel", "ddp"]], ids=["one", "ranks"])
+def test_probe_runs_nothing_of_the_current_folder(folder: Path, more: list[str]) -> None:
+    done = plan(folder, *PROBE, *more)
+    assert ran(folder) == ""
+    assert json.loads(done.stdout)["outcome"].get("step_times_s"), done.stdout + done.stderr
+
+
+def test_doctor_runs_nothing_of_the_current_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child that tries torch, here with a torch of ours that the user put on PYTHONPATH."""
+    own = folder.parent / "own"
+    own.mkdir()
+    (own / "torch.py").write_text("__version__ = 'own'\nraise ImportError('mine')\n")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", f":{own}:")
+    facts = ask_torch()
+    assert ran(folder) == ""
+    assert facts["problems"]["gpus"] == "ImportError: mine"
+
+
+def test_children_of_children_keep_the_current_folder_out(folder: Path) -> None:
+    """torchrun, submitit and the inductor start `python -m` of their own."""
+    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import json, torch'], check=False)"
+    known = {**children.child_environment(), "PYTHONPATH": str(ROOT)}
+    subprocess.run([*children.python_argv("-c", script)], cwd=folder, env=known, capture_output=True, check=True)
+    assert ran(folder) == ""
+
+
+def test_submitted_job_runs_nothing_of_the_current_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("submitit")
+    from probes.executors import SubmititExecutor
+
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(folder)
+    with SubmititExecutor(folder.parent / "jobs", cluster="local") as executor:
+        assert executor.environment("cpu", None).device == "cpu"
+    assert ran(folder) == ""
+
+
+def test_nothing_else_starts_a_python() -> None:
+    """`sys.executable` is used in one place, and shown in another."""
+    users = {
+        path.relative_to(ROOT).as_posix()
+        for room in ("planner", "probes", "search", "reports")
+        for path in (ROOT / room).rglob("*.py")
+        if "sys.executable" in path.read_text(encoding="utf-8")
+    }
+    assert users == {"probes/children.py", "probes/doctor.py"}
+    assert (ROOT / "probes/doctor.py").read_text(encoding="utf-8").count("sys.executable") == 1
