@@ -3,7 +3,6 @@
 Counting uses the model's own tokenizer where its `tokenizer.json` is at hand, else a stated bytes-per-token ratio.
 """
 
-import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from planner.errors import ConfigError, EnvironmentProblem
+from planner.inputs import open_regular, parse_json, read_lines
 
 T = TypeVar("T")
 
@@ -22,6 +22,8 @@ TOKENS_PER_MESSAGE = 5
 """What a chat template adds to each message. ChatML: start, role, line break, end, line break."""
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
+MAX_ARRAY_BYTES = 64 * 1024 * 1024
+"""Python's values take several times the bytes of the text."""
 MAX_SAMPLES = 20_000
 """Samples that are tokenized; of a larger file a fixed random choice."""
 
@@ -160,20 +162,23 @@ def measure(path: Path, *, tokenizer: Path | None = None, text_field: str = "tex
     file = _file_of(path)
     count, counted_with = token_counter(tokenizer)
     dice = random.Random(0)
-    chosen: list[dict[str, Any]] = []
-    total = 0
+    lengths: list[int] = []
+    columns, total = "", 0
     for row in _rows(file):
+        columns = columns or columns_of(row, text_field, str(path))
         total += 1
-        if len(chosen) < MAX_SAMPLES:
-            chosen.append(row)
-        elif (index := dice.randrange(total)) < MAX_SAMPLES:  # reservoir: every row with the same chance
-            chosen[index] = row
-    if not chosen:
+        # Reservoir: every row with the same chance. Its length is kept, not the row: those may have megabytes.
+        index = total - 1 if total <= MAX_SAMPLES else dice.randrange(total)
+        if index < MAX_SAMPLES:
+            lengths[index : index + 1] = [_length(row, columns, text_field, count, str(path))]
+    if not lengths:
         raise ConfigError(f"{path} holds no samples", hint="one JSON object per line")
-    columns = columns_of(chosen[0], text_field, str(path))
-    lengths = sorted(_length(row, columns, text_field, count, str(path)) for row in chosen)
     return DatasetStats(
-        path=str(path), columns=columns, num_samples=total, lengths_tokens=tuple(lengths), counted_with=counted_with
+        path=str(path),
+        columns=columns,
+        num_samples=total,
+        lengths_tokens=tuple(sorted(lengths)),
+        counted_with=counted_with,
     )
 
 
@@ -257,6 +262,8 @@ def _content(value: Any) -> str:
         return value
     if isinstance(value, list):
         return " ".join(_content(one) for one in value)
+    if not isinstance(value, dict):
+        raise TypeError(f"{type(value).__name__} instead of a message")
     content = value["content"] if "content" in value else value.get("text", value.get("value"))
     return "" if content is None else content if isinstance(content, str) else _content(content)
 
@@ -281,37 +288,31 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
             f"{file.name}: only .jsonl, .json and .parquet files are read",
             hint="convert it, for example with load_dataset('csv', data_files=...).to_json('data.jsonl') of `datasets`",
         )
-    with file.open("rb") as handle:
+    with open_regular(file) as handle:
         first = handle.read(1)
-        handle.seek(0)
         if file.suffix == ".json" and first == b"[":
-            yield from _json_rows(handle.read(64 * MAX_LINE_BYTES), file.name)
+            rest = handle.read(MAX_ARRAY_BYTES + 1)
+            if len(rest) > MAX_ARRAY_BYTES:
+                raise ConfigError(
+                    f"{file.name} is one JSON array of more than {MAX_ARRAY_BYTES:,} bytes",
+                    hint="write it as JSON lines (.jsonl), which is read line by line",
+                )
+            yield from _json_rows(first + rest, file.name)
             return
-        number = 0
-        while line := handle.readline(MAX_LINE_BYTES):
-            number += 1
-            if len(line) == MAX_LINE_BYTES:
-                raise ConfigError(f"{file.name} line {number} is longer than {MAX_LINE_BYTES:,} bytes")
-            if line.strip():
-                yield _row(line, f"{file.name} line {number}")
+        handle.seek(0)
+        for number, line in read_lines(handle, file.name, max_line_bytes=MAX_LINE_BYTES):
+            yield _row(line, f"{file.name} line {number}")
 
 
 def _json_rows(raw: bytes, name: str) -> Iterator[dict[str, Any]]:
-    try:
-        values = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{name} is not valid JSON: {str(error)[:120]}") from error
-    for number, value in enumerate(values, 1):
+    for number, value in enumerate(parse_json(raw, name), 1):
         if not isinstance(value, dict):
             raise ConfigError(f"{name}: sample {number} is no object")
         yield value
 
 
 def _row(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is not valid JSON: {str(error)[:120]}", hint="one JSON object per line") from error
+    value = parse_json(line, where, hint="one JSON object per line")
     if not isinstance(value, dict):
         raise ConfigError(f"{where} is no JSON object", hint="one sample per line, as an object with columns")
     return value
@@ -326,7 +327,7 @@ def _parquet_rows(file: Path) -> Iterator[dict[str, Any]]:
             "Parquet needs pyarrow", hint="pip install pyarrow, or give the data set as .jsonl"
         ) from error
     try:
-        for batch in ParquetFile(file).iter_batches(batch_size=1024):
+        for batch in ParquetFile(file).iter_batches(batch_size=64):
             yield from batch.to_pylist()
     except (ArrowException, OSError) as error:
         raise ConfigError(f"{file.name} is not a Parquet file that can be read: {str(error)[:120]}") from error

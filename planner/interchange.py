@@ -14,6 +14,7 @@ from planner.setup import SPREAD_FIELDS, TrainSetup
 SCHEMA_VERSION = 1
 
 SETUP_FIELDS = tuple(field.name for field in fields(TrainSetup))
+_DEFAULTS = {field.name: field.default for field in fields(TrainSetup)}
 
 
 def setup_to_dict(setup: TrainSetup) -> dict[str, Any]:
@@ -37,9 +38,11 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
     Raises:
         SetupError: an unknown key, a wrong type, or a combination that cannot exist.
     """
-    unknown = sorted(set(values) - set(SETUP_FIELDS))
+    if not isinstance(values, Mapping):
+        raise SetupError(f"a setup must be an object, got {type(values).__name__}")
+    unknown = sorted(set(map(str, values)) - set(SETUP_FIELDS))
     if unknown:
-        raise SetupError(f"unknown setup key {unknown[0]!r}", hint=f"known keys: {', '.join(SETUP_FIELDS)}")
+        raise SetupError(f"unknown setup key {unknown[0]!r:.80}", hint=f"known keys: {', '.join(SETUP_FIELDS)}")
     clean = dict(values)
     method = clean.get("method", "lora")
     if method == "full":
@@ -56,8 +59,12 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
         if name in clean and not isinstance(clean[name], bool):
             raise SetupError(f"{name} must be true or false, got {clean[name]!r}")
     for name, value in clean.items():
-        if isinstance(value, (dict, list)) or value is None:
-            raise SetupError(f"{name} must be a plain value, got {value!r}")
+        if name == "lora_targets" and isinstance(value, (tuple, str)):
+            continue  # TrainSetup looks at the names
+        if isinstance(_DEFAULTS[name], str) and not isinstance(value, str):
+            raise SetupError(f"{name} must be text, got {value!r:.80}")
+        if not isinstance(value, (str, int, float)):
+            raise SetupError(f"{name} must be a plain value, got {value!r:.80}")
     dropout = clean.get("lora_dropout", 0.0)
     if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):
         raise SetupError(f"lora_dropout must be a number, got {dropout!r}")

@@ -6,14 +6,16 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from planner.errors import ConfigError, SetupError
 from planner.interchange import setup_from_dict
+from planner.measurement_json import number, whole
+from planner.readers.loading import parse_yaml, read_bounded
 from planner.setup import TrainSetup
 from probes.request import Limits
 
 MAX_MICRO_BATCH = 1024
+MAX_COMBINATIONS = 100_000
+"""Of one block's grid: a probe takes seconds, nobody waits for more."""
 _BLOCK_KEYS = {
     "name",
     "models",
@@ -72,17 +74,7 @@ def read_spec(path: Path) -> CampaignSpec:
     Raises:
         ConfigError: not YAML, an unknown key, or a value that makes no sense.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the campaign {path}: {error}", hint="give the path of a YAML file") from error
-    try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(
-            f"{path} is not YAML: {_first_line(error)}", hint="see docs/probes.md for the form"
-        ) from error
-    return parse_spec(values, str(path))
+    return parse_spec(parse_yaml(read_bounded(path), str(path))[0], str(path))
 
 
 def parse_spec(values: Any, source: str) -> CampaignSpec:
@@ -115,7 +107,10 @@ def _chains(block: Mapping[str, Any], limits: Limits, where: str) -> tuple[list[
         raise ConfigError(f"{where} names no models", hint="models: [Qwen/Qwen2.5-0.5B]")
     depths = _depths(block.get("depths", "truncated"), where)
     if block.get("memory_fraction") is not None:
-        limits = replace(limits, memory_fraction=float(block["memory_fraction"]))
+        try:
+            limits = replace(limits, memory_fraction=number(block["memory_fraction"], "memory_fraction"))
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from error
     chains, impossible = [], 0
     # Setups outside, models inside: when the budget ends early, every model has been seen.
     for values in _combinations(block, where):
@@ -123,13 +118,15 @@ def _chains(block: Mapping[str, Any], limits: Limits, where: str) -> tuple[list[
         try:
             setup = setup_from_dict({**values, "micro_batch_seqs": micro_batches[0]})
         except SetupError as error:
-            if error.message.startswith("unknown setup key"):
+            if error.message.startswith("unknown setup key"):  # the others are combinations that cannot exist
                 raise ConfigError(f"{where}: {error.message}", hint=error.hint) from error
             impossible += 1
             continue
         for model in models:
-            config = model if isinstance(model, Mapping) else None
-            name = str(model.get("name", model.get("model_type", "config"))) if config is not None else str(model)
+            if not isinstance(model, (str, Mapping)):
+                raise ConfigError(f"{where}: a model is a name or a configuration, got {model!r:.80}")
+            config: Mapping[str, Any] | None = model if isinstance(model, Mapping) else None
+            name = str(model if config is None else config.get("name", config.get("model_type", "config")))
             if config is not None:
                 config = {key: value for key, value in config.items() if key != "name"}
             chains.append(
@@ -153,11 +150,16 @@ def _combinations(block: Mapping[str, Any], where: str) -> Iterator[dict[str, An
     variants = block.get("variants") or [{}]
     if not isinstance(base, Mapping) or not isinstance(grid, Mapping) or not isinstance(variants, list):
         raise ConfigError(f"{where}: base and grid are mappings, variants is a list of mappings")
-    axes = []
+    if not all(isinstance(variant, Mapping) for variant in variants):
+        raise ConfigError(f"{where}: variants is a list of mappings")
+    axes, num = [], len(variants)
     for name, options in grid.items():
         if not isinstance(options, list) or not options:
             raise ConfigError(f"{where}: grid.{name} must be a list of values, got {options!r}")
         axes.append([(name, option) for option in options])
+        num *= len(options)
+    if num > MAX_COMBINATIONS:
+        raise ConfigError(f"{where} has {num:,} combinations, at most {MAX_COMBINATIONS:,} are read")
     for point in itertools.product(*axes):
         for variant in variants:
             yield {**base, **variant, **dict(point)}
@@ -172,7 +174,7 @@ def _micro_batches(value: Any, where: str) -> tuple[int, ...]:
         return tuple(sizes)
     if isinstance(value, int) and not isinstance(value, bool):
         value = [value]
-    if isinstance(value, list) and value and all(isinstance(one, int) and one >= 1 for one in value):
+    if isinstance(value, list) and value and all(type(one) is int and 1 <= one <= MAX_MICRO_BATCH**2 for one in value):
         return tuple(sorted(set(value)))
     raise ConfigError(f"{where}: micro_batch must be 'doubling', a number or a list of numbers, got {value!r}")
 
@@ -182,17 +184,25 @@ def _depths(value: Any, where: str) -> tuple[int, ...]:
         return ()
     if value == "full":
         return (0,)
-    if isinstance(value, list) and len(value) >= 2 and all(isinstance(one, int) and one >= 1 for one in value):
+    if isinstance(value, list) and len(value) >= 2 and all(type(one) is int and 1 <= one <= 10_000 for one in value):
         return tuple(value)
     raise ConfigError(f"{where}: depths must be 'truncated', 'full' or two depths, got {value!r}")
 
 
 def _limits(values: Mapping[str, Any], source: str) -> Limits:
-    _known(values, {one.name for one in fields(Limits)}, f"{source}: limits")
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{source}: limits must be a mapping, got {type(values).__name__}")
+    kinds = {one.name: one.type for one in fields(Limits)}
+    _known(values, set(kinds), f"{source}: limits")
     try:
+        for name, value in values.items():
+            if value is None and "None" in str(kinds[name]):
+                continue
+            if name != "cpu_clock":
+                (whole if "int" in str(kinds[name]) else number)(value, f"limits.{name}")
         return Limits(**values)
-    except TypeError as error:
-        raise ConfigError(f"{source}: limits make no sense: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{source}: {error}") from error
 
 
 def _known(values: Mapping[str, Any], allowed: set[str], where: str) -> None:
@@ -209,7 +219,3 @@ def _unique(chains: list[Chain]) -> Iterator[Chain]:
         if key not in seen:
             seen.add(key)
             yield chain
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -18,11 +18,12 @@ from typing import Any
 
 from planner.errors import EnvironmentProblem
 from planner.interchange import to_jsonable
+from planner.measurement_json import environment_from_dict
 from planner.outcome import Environment, FailureKind, ProbeFailure
 from probes.children import SAFE_PATH, python_argv
 from probes.environment import read_environment
 from probes.failures import UnsupportedProbe
-from probes.outcomes import Outcome, environment_from_dict, outcome_from_dict, outcome_to_dict
+from probes.outcomes import Outcome, outcome_from_dict, outcome_to_dict
 from probes.request import ProbeRequest
 from probes.runner import WORKER_ARGV, OnProgress, ProbeStopped, run_probe
 

@@ -1,18 +1,17 @@
 """Measurements and failures as JSON and back: the form a probe's child writes, the store keeps and Slurm carries."""
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from planner.interchange import to_jsonable
-from planner.outcome import Environment, FailureKind, Measurement, ProbeFailure, Rung
+from planner.measurement_json import measurement_from_dict
+from planner.outcome import FailureKind, Measurement, ProbeFailure, Rung
 
 Outcome = Measurement | ProbeFailure
 OUTCOME_SCHEMA = 1
 
 _MEASUREMENT = "measurement"
 _FAILURE = "failure"
-_MEASUREMENT_FIELDS = tuple(field.name for field in fields(Measurement))
 
 
 class BadOutcome(ValueError):
@@ -41,34 +40,10 @@ def outcome_from_dict(values: Mapping[str, Any]) -> Outcome:
                 rung=Rung(values["rung"]),
                 kind=FailureKind(values["kind"]),
                 message=str(values["message"]),
-                log_path=values.get("log_path"),
+                log_path=None if values.get("log_path") is None else str(values["log_path"]),
             )
         if values["outcome"] == _MEASUREMENT:
-            return _measurement(values)
+            return measurement_from_dict(values)
     except (KeyError, TypeError, ValueError) as error:
         raise BadOutcome(f"outcome cannot be read: {type(error).__name__}: {error}") from error
     raise BadOutcome(f"outcome must be {_MEASUREMENT!r} or {_FAILURE!r}, got {values['outcome']!r}")
-
-
-def _measurement(values: Mapping[str, Any]) -> Measurement:
-    known = {name: values[name] for name in _MEASUREMENT_FIELDS if name in values}
-    times = tuple(float(time_s) for time_s in values["step_times_s"])
-    if not times:
-        raise BadOutcome("step_times_s must hold at least one step, got none")
-    known["rung"] = Rung(values["rung"])
-    known["step_times_s"] = times
-    known["environment"] = environment_from_dict(values["environment"])
-    known["phase_peaks_bytes"] = {str(k): int(v) for k, v in values["phase_peaks_bytes"].items()}
-    known["layers_measured"] = tuple(int(depth) for depth in values["layers_measured"])
-    known["rank_peaks"] = tuple((str(name), int(num), int(size)) for name, num, size in values.get("rank_peaks", ()))
-    for name in ("flags", "notes"):
-        known[name] = tuple(str(item) for item in values.get(name, ()))
-    for name in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "tokens_per_step"):
-        known[name] = int(values[name])
-    return Measurement(**known)
-
-
-def environment_from_dict(values: Mapping[str, Any]) -> Environment:
-    """An `Environment` from its JSON form; unknown keys are ignored (a newer writer)."""
-    known = {field.name for field in fields(Environment)}
-    return Environment(**{name: value for name, value in values.items() if name in known})

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from planner.errors import ConfigError
+from planner.inputs import parse_json
+from planner.measurement_json import number
 from probes.outcomes import BadOutcome, Outcome, outcome_from_dict, outcome_to_dict
 
 RECORD_SCHEMA = 1
@@ -49,9 +52,13 @@ def record_from_dict(values: Mapping[str, Any]) -> Record:
     Raises:
         BadOutcome: another schema, or a field that is missing or of the wrong type.
     """
+    if not isinstance(values, Mapping):
+        raise BadOutcome(f"a record must be an object, got {type(values).__name__}")
     if values.get("schema") != RECORD_SCHEMA:
         raise BadOutcome(f"record schema must be {RECORD_SCHEMA}, got {values.get('schema')!r}")
     try:
+        limits = values["request"].get("limits", {})
+        number(limits.get("time_s", 0.0), "request.limits.time_s")
         return Record(
             key=str(values["key"]),
             model_id=str(values["model_id"]),
@@ -61,7 +68,7 @@ def record_from_dict(values: Mapping[str, Any]) -> Record:
             outcome=outcome_from_dict(values["outcome"]),
             recorded_at=str(values["recorded_at"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BadOutcome(f"record cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -78,10 +85,10 @@ def decode_line(line: bytes) -> Record:
         BadOutcome: not JSON, a wrong checksum, another schema.
     """
     try:
-        values = json.loads(line)
+        values = parse_json(line, "line")
         body = json.dumps(values["record"], sort_keys=True, separators=(",", ":"))
         expected = values["sha256"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ConfigError, ValueError, KeyError, TypeError) as error:
         raise BadOutcome(f"line is not a stored record: {error}") from error
     if _checksum(body) != expected:
         raise BadOutcome("checksum does not match")

@@ -4,7 +4,6 @@ The same JSON runs in a child process of this machine or, through `probes.execut
 """
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, Self
 from planner.errors import ConfigError, UsageError
 from planner.interchange import setup_from_dict, setup_to_dict
 from planner.outcome import Rung
+from planner.outputs import write_whole
 from planner.setup import TrainSetup
 from probes.ranks import num_processes
 
@@ -181,14 +181,4 @@ def write_json_whole(path: Path, value: object) -> None:
     Raises:
         OSError: no space, no permission; nothing is left behind under `path`.
     """
-    text = json.dumps(value, separators=(",", ":"))
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(beside, "w", encoding="utf-8") as handle:
-            handle.write(text)
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.replace(beside, path)
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise
+    write_whole(path, json.dumps(value, separators=(",", ":")).encode(), sync=True)

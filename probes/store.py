@@ -18,11 +18,14 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from planner.errors import EnvironmentProblem
+from planner.errors import ConfigError, EnvironmentProblem
 from planner.outcome import FailureKind, Measurement
+from planner.outputs import private_directory, write_whole
 from probes.outcomes import BadOutcome
 from probes.records import Record, decode_line, encode_line
 
+MAX_STORE_BYTES = 256 * 1024 * 1024
+"""Read at a time: some 80,000 outcomes; a larger file is something else."""
 MAX_CRASHES_BEFORE_FINAL = 2
 """A crash or a timeout may be bad luck: it is tried again until it happened this often under the same key."""
 
@@ -59,7 +62,7 @@ class Store:
     def fallback_path(self) -> Path:
         """Where a measurement goes when the store itself cannot be written."""
         name = hashlib.sha256(str(self.path.absolute()).encode()).hexdigest()[:12]
-        return Path(tempfile.gettempdir()) / f"finetune-planner-{os.getuid()}" / f"{name}.jsonl"
+        return private_directory() / f"{name}.jsonl"
 
     def records(self) -> tuple[Record, ...]:
         """Every readable record, in the order they were written (other writers' new lines included)."""
@@ -95,7 +98,7 @@ class Store:
             return last
         if last.outcome.kind is FailureKind.TIMEOUT:
             limits = last.request.get("limits", {})
-            return last if float(limits.get("time_s", 0.0)) >= time_s else None
+            return last if limits.get("time_s", 0.0) >= time_s else None
         crashes = [one for one in records if getattr(one.outcome, "kind", None) is FailureKind.CRASHED]
         return last if len(crashes) >= MAX_CRASHES_BEFORE_FINAL else None
 
@@ -132,9 +135,13 @@ class Store:
             EnvironmentProblem: `source` cannot be read.
         """
         self._refresh()
-        other = Store(source)
+        other = _Source(source)
+        hint = "name a file that `plan store export` wrote"
         if not source.exists():
-            raise EnvironmentProblem(f"no such file: {source}", hint="name a file that `plan store export` wrote")
+            raise EnvironmentProblem(f"no such file: {source}", hint=hint)
+        other._refresh()
+        if not other._records and other.num_damaged:
+            raise ConfigError(f"{source} holds no line that a store wrote", hint=hint)
         fresh, known = [], 0
         for record in other.records():
             if encode_line(record) in self._seen_lines:
@@ -151,13 +158,9 @@ class Store:
             EnvironmentProblem: the target cannot be written.
         """
         records = [record for record in self.latest() if keep(record)]
-        beside = target.with_name(f"{target.name}.{os.getpid()}.tmp")
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_bytes(b"".join(encode_line(record) for record in records))
-            os.replace(beside, target)
+            write_whole(target, b"".join(encode_line(record) for record in records))
         except OSError as error:
-            beside.unlink(missing_ok=True)
             raise EnvironmentProblem(
                 f"cannot write {target}: {error.strerror}", hint="choose a directory with free space that you may write"
             ) from error
@@ -167,7 +170,8 @@ class Store:
 
     def _refresh(self) -> None:
         try:
-            with open(self.path, "rb") as handle:
+            # O_NONBLOCK: opening a named pipe that nobody writes to would wait for ever.
+            with open(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as handle:
                 _refuse_special(handle.fileno(), self.path)
                 size = os.fstat(handle.fileno()).st_size
                 if size < self._offset:  # replaced or cut by a person: read it anew
@@ -176,7 +180,9 @@ class Store:
                     return
                 handle.seek(self._offset)
                 with _locked(handle.fileno(), fcntl.LOCK_SH):
-                    data = handle.read()
+                    data = handle.read(MAX_STORE_BYTES + 1)
+                if len(data) > MAX_STORE_BYTES:
+                    raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
@@ -218,7 +224,7 @@ class Store:
     def _keep_damaged(self, damaged: list[tuple[bytes, str]]) -> None:
         where = f"kept in {self.damaged_path}"
         try:
-            known = set(self.damaged_path.read_bytes().split(b"\n")) if self.damaged_path.exists() else set()
+            known = set(_content(self.damaged_path).split(b"\n"))
             fresh = [line for line, _ in damaged if line not in known]
             if fresh:
                 _append_bytes(self.damaged_path, b"".join(line + b"\n" for line in fresh))
@@ -232,13 +238,13 @@ class Store:
         )
 
     def _to_fallback(self, lines: bytes, error: OSError) -> Path:
-        fallback = self.fallback_path
         try:
+            fallback = self.fallback_path
             _append_bytes(fallback, lines)
         except OSError as second:
             raise EnvironmentProblem(
                 f"the measurement could be written neither to {self.path} ({error.strerror}) "
-                f"nor to {fallback} ({second.strerror})",
+                f"nor to {second.filename or tempfile.gettempdir()} ({second.strerror})",
                 hint="free some disk space or give another file with --store; it is kept in memory until this run ends",
             ) from error
         warnings.warn(
@@ -250,6 +256,20 @@ class Store:
         return fallback
 
 
+class _Source(Store):
+    """A file to import from: somebody else's, so nothing is written beside it."""
+
+    num_damaged = 0
+
+    def _keep_damaged(self, damaged: list[tuple[bytes, str]]) -> None:
+        self.num_damaged += len(damaged)
+        warnings.warn(
+            f"{len(damaged)} line(s) of {self.path} are not imported; first reason: {damaged[0][1]}",
+            StoreWarning,
+            stacklevel=5,
+        )
+
+
 def _append_bytes(path: Path, lines: bytes) -> None:
     """Appends whole lines or nothing. A torn last line of a dead writer is closed first.
 
@@ -257,7 +277,9 @@ def _append_bytes(path: Path, lines: bytes) -> None:
         OSError: no space, no permission, a special file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    # A link of that name is not followed: somebody else may have placed it, to a file that a shell runs.
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(path, flags, 0o666)
     try:
         _refuse_special(descriptor, path)
         with _locked(descriptor, fcntl.LOCK_EX):
@@ -274,6 +296,16 @@ def _append_bytes(path: Path, lines: bytes) -> None:
                 raise
     finally:
         os.close(descriptor)
+
+
+def _content(path: Path) -> bytes:
+    """What is in a regular file; nothing where there is none."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as handle:
+            _refuse_special(handle.fileno(), path)
+            return handle.read(MAX_STORE_BYTES)
+    except FileNotFoundError:
+        return b""
 
 
 def _refuse_special(descriptor: int, path: Path) -> None:

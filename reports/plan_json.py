@@ -3,7 +3,7 @@
 Each candidate has the interchange form with the same keys on every rung; `fits` and the figures are base units.
 """
 
-import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 from planner.cluster import Cluster
 from planner.errors import ConfigError
 from planner.gpu import GpuSpec
+from planner.inputs import parse_object, read_bytes
 from planner.interchange import SCHEMA_VERSION, setup_from_dict, setup_to_dict, to_jsonable
 from planner.memory.types import PHASES
 from planner.models.spec import ModelSpec
@@ -166,21 +167,10 @@ def read_plan_json(path: Path) -> dict[str, Any]:
         ConfigError: missing, too large, or not JSON.
     """
     path = path / "plan.json" if path.is_dir() else path
-    try:
-        if path.stat().st_size > MAX_PLAN_JSON_BYTES:
-            raise ConfigError(
-                f"{path} is too large for a plan.json", hint="give a directory written by `plan ... --out`"
-            )
-        document = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise ConfigError(f"no plan.json at {path}", hint="write one with: plan MODEL --gpu GPU --out DIR") from error
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="check the path and its permissions") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}", hint="write the plan anew") from error
-    if not isinstance(document, dict):
-        raise ConfigError(f"{path} is not a plan.json", hint="give a directory that `plan ... --out DIR` wrote")
-    return document
+    if not os.path.lexists(path):
+        raise ConfigError(f"no plan.json at {path}", hint="write one with: plan MODEL --gpu GPU --out DIR")
+    hint = "give a directory that `plan ... --out DIR` wrote, or write the plan anew"
+    return parse_object(read_bytes(path, max_bytes=MAX_PLAN_JSON_BYTES, hint=hint), str(path), hint=hint)
 
 
 def _plan(document: Mapping[str, Any]) -> Plan | NoPlan:

@@ -11,8 +11,6 @@ shrunk by how few they are, and probes of the model at hand overrule them.
 
 import contextlib
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import exp, isfinite, log, sqrt
@@ -21,15 +19,19 @@ from typing import Any
 
 from planner.cluster import Cluster
 from planner.errors import ConfigError
+from planner.inputs import parse_object, read_text
 from planner.interchange import setup_from_dict, setup_to_dict
+from planner.measurement_json import number, whole
 from planner.memory.types import MemoryTerm
 from planner.outcome import Candidate, Measurement, Prediction, Rung
+from planner.outputs import write_whole
 from planner.setup import TrainSetup
 from search.dimensions import key_of
 from search.problem import Elsewhere, Problem
 from search.sampler import Belief
 
 SCHEMA_VERSION = 1
+MAX_BYTES = 64 * 1024 * 1024
 MAX_PER_GPU = 200
 """The latest this many observations of one GPU are kept and used."""
 
@@ -148,30 +150,22 @@ class CorrectionStore:
             self._write(kept[::-1])
 
     def _read(self) -> list[Observation]:
-        try:
-            text = self._path.read_text(encoding="utf-8")
-        except FileNotFoundError:
+        if not self._path.exists():
             return []
+        hint = "move the file away: it is made anew from the next probes"
+        data = parse_object(read_text(self._path, max_bytes=MAX_BYTES, hint=hint), str(self._path), hint=hint)
         try:
-            data = json.loads(text)
             if data["schema"] != SCHEMA_VERSION:
                 raise ValueError(f"schema {data['schema']!r}, expected {SCHEMA_VERSION}")
             return [_observation(item) for item in data["observations"]]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"cannot read the learned corrections in {self._path}: {error}",
-                hint="move the file away: it is made anew from the next probes",
+                f"cannot read the learned corrections in {self._path}: {type(error).__name__}: {error}", hint=hint
             ) from error
 
     def _write(self, observations: Sequence[Observation]) -> None:
         data = {"schema": SCHEMA_VERSION, "observations": [_to_dict(item) for item in observations]}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=self._path.name)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(data, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, self._path)
+        write_whole(self._path, json.dumps(data, indent=1).encode(), sync=True)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -274,10 +268,14 @@ def _to_dict(item: Observation) -> dict[str, Any]:
 
 
 def _observation(data: dict[str, Any]) -> Observation:
-    peak = int(data["predicted_peak_device_bytes"])
-    measured = int(data["measured_peak_device_bytes"])
-    if peak <= 0 or measured <= 0:
-        raise ValueError(f"peaks must be positive, got {peak} and {measured}")
+    peak = whole(data["predicted_peak_device_bytes"], "predicted_peak_device_bytes", least=1)
+    measured = whole(data["measured_peak_device_bytes"], "measured_peak_device_bytes", least=1)
+    for name in ("predicted_tokens_per_s", "predicted_step_time_s", "measured_tokens_per_s"):
+        if data[name] is not None:
+            number(data[name], name, above=0.0)
+    for name in ("gpu", "model", "formula_version"):
+        if not isinstance(data[name], str):
+            raise ValueError(f"{name} must be text, got {data[name]!r:.80}")
     formula = Prediction(
         rung=Rung.FORMULA,
         peak_allocated_bytes=peak,

@@ -10,6 +10,9 @@ import typer
 from planner.cli import options
 from planner.cli.output import console, print_json, write_text
 from planner.errors import ConfigError, EnvironmentProblem, UsageError
+from planner.inputs import parse_object, read_text
+
+MAX_JSON_BYTES, MAX_POINTS_BYTES = 1_000_000, 64_000_000
 
 if TYPE_CHECKING:
     from planner.throughput.calibration import Calibration
@@ -96,11 +99,9 @@ def _measure(device: str) -> dict[str, Any]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {file}: {error}", hint="give a file that --measure --json wrote") from error
-    inner = values.get("microbench", values) if isinstance(values, dict) else None
+    hint = "give a file that --measure --json wrote"
+    values = parse_object(read_text(file, max_bytes=MAX_JSON_BYTES, hint=hint), str(file), hint=hint)
+    inner = values.get("microbench", values)
     if not isinstance(inner, dict):
         raise ConfigError(f"{file}: expected a JSON object")
     return inner
@@ -113,10 +114,7 @@ def _fit(file: Path, start: "Calibration") -> tuple["FitReport", dict[str, int]]
     from planner.throughput.holdout import calibrate as fit
     from planner.throughput.points import read_points
 
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {file}: {error}", hint="give a file of JSON lines") from error
+    text = read_text(file, max_bytes=MAX_POINTS_BYTES, hint="give a file of JSON lines")
 
     def find_model(name: str) -> ModelSpec:
         spec = load(name)

@@ -1,6 +1,5 @@
 """`plan estimate`: one setup from flags, or many as JSON lines."""
 
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -16,6 +15,7 @@ from planner.cli.wish import memory_and_headroom, positive, resolve_gpu
 from planner.cluster import Cluster
 from planner.errors import ConfigError, PlannerError, UsageError
 from planner.gpu import GpuSpec
+from planner.inputs import open_regular, parse_object, read_lines
 from planner.interchange import setup_from_dict
 from planner.models.spec import ModelSpec
 from planner.outcome import Candidate
@@ -218,15 +218,13 @@ def _many(path: Path, memory_gib: float | None, headroom: float | None, *, dry: 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     if str(path) == "-":
-        yield from ((number, line) for number, line in enumerate(sys.stdin, 1) if line.strip())
+        lines = iter(lambda: sys.stdin.readline(MAX_LINE_CHARS + 1), "")
+        yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
         return
-    try:
-        with path.open(encoding="utf-8", errors="replace") as handle:
-            yield from ((number, line) for number, line in enumerate(handle, 1) if line.strip())
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read {path}: {error.strerror or error}", hint="give a file of JSON lines, one setup each"
-        ) from error
+    hint = "give a file of JSON lines, one setup each"
+    with open_regular(path, hint=hint) as file:
+        for number, line in read_lines(file, str(path), max_line_bytes=4 * MAX_LINE_CHARS, hint=hint):
+            yield number, line.decode("utf-8", "replace")
 
 
 def parse_line(line: str) -> tuple[str, str, TrainSetup]:
@@ -238,12 +236,7 @@ def parse_line(line: str) -> tuple[str, str, TrainSetup]:
     """
     if len(line) > MAX_LINE_CHARS:
         raise ConfigError(f"line is longer than {MAX_LINE_CHARS} characters", hint="one small JSON object per line")
-    try:
-        values = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"line is not JSON: {error}", hint="one JSON object per line") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"expected a JSON object, got {type(values).__name__}", hint="one JSON object per line")
+    values = parse_object(line, "the line", hint="one JSON object per line")
     model, gpu = values.pop("model", None), values.pop("gpu", None)
     if not isinstance(model, str) or not isinstance(gpu, str):
         raise ConfigError(

@@ -47,31 +47,19 @@ def json_text(document: Any, *, indent: int | None = None) -> str:
     return text
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, *, inside: Path | None = None) -> None:
     """Write a file beside and rename it, so that a crash or a full disk leaves the old one.
 
-    What is there and no regular file (a link, a device, a pipe) is written to: renaming would put a file in its place.
+    Args:
+        inside: the folder that the person named: nothing below it leads elsewhere (`outputs.write_whole`).
 
     Raises:
         EnvironmentProblem: the directory cannot be written.
     """
-    import os
-    import tempfile
+    from planner.outputs import write_whole
 
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
-            path.write_text(text, encoding="utf-8", errors=_UNDECODABLE)
-            return
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8", errors=_UNDECODABLE) as handle:
-                handle.write(text)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except OSError:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        write_whole(path, text.encode("utf-8", _UNDECODABLE), inside=inside)
     except OSError as error:
         raise EnvironmentProblem(
             f"cannot write {path}: {error.strerror or error}", hint="choose another --out directory, or free some space"

@@ -36,12 +36,17 @@ def default_store_path() -> Path:
     """The user's store: $FINETUNE_PLANNER_STORE, or a file in the user's data directory."""
     given = os.environ.get(STORE_VARIABLE)
     if given:
-        return Path(given)
+        return _linked(Path(given))
     try:
         from platformdirs import user_data_path
     except ImportError:  # a bare GPU machine
-        return Path.home() / ".local" / "share" / "finetune-planner" / "measurements.jsonl"
-    return user_data_path("finetune-planner") / "measurements.jsonl"
+        return _linked(Path.home() / ".local" / "share" / "finetune-planner" / "measurements.jsonl")
+    return _linked(user_data_path("finetune-planner") / "measurements.jsonl")
+
+
+def _linked(path: Path) -> Path:
+    """Where a link that the user made leads; a store that is named on the command line may not be one."""
+    return path.resolve() if path.is_symlink() else path
 
 
 def open_store(path: Path | None) -> "Store":

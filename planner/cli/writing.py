@@ -42,7 +42,7 @@ def write_out(
     launches = launch_files(plan, targets, dataset, folder) if isinstance(plan, Plan) else ()
     for launch in launches:
         for file in launch.files:
-            write_text(folder / "launch" / file.path, file.text)
+            write_text(folder / "launch" / file.path, file.text, inside=folder)
     written = {Path(file.path).parts[0] for launch in launches for file in launch.files}
     earlier = sorted(one.name for one in (folder / "launch").glob("*") if one.is_dir() and one.name not in written)
     if earlier:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import ConfigError
+from planner.inputs import open_regular
 from planner.models.config_file import CONFIG_NAME, MAX_CONFIG_BYTES, parse_config, read_config
 
 HUB_LIMIT_S = 3.0
@@ -73,7 +74,12 @@ def from_cache(name: str, revision: str | None) -> HubAnswer:
         snapshot = _snapshot(snapshots, revision)
         if snapshot is None or not (snapshot / CONFIG_NAME).exists():
             return HubAnswer(reason="not in the local Hugging Face cache")
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no home directory to expand "~" with
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+        ConfigError,
+    ) as error:  # RuntimeError: no home directory to expand "~" with
         return HubAnswer(reason=f"the local Hugging Face cache cannot be read: {error}")
     config = read_config(snapshot / CONFIG_NAME)
     return HubAnswer(config=config, source=f"local Hugging Face cache, commit {snapshot.name[:12]}")
@@ -85,7 +91,8 @@ def _snapshot(snapshots: Path, revision: str | None) -> Path | None:
         return None
     reference = snapshots.parent / "refs" / (revision or "main")
     if reference.is_file():
-        commit = reference.read_text(encoding="ascii", errors="replace").strip()
+        with open_regular(reference) as file:
+            commit = file.read(100).decode("ascii", "replace").strip()
         return snapshots / commit if re.fullmatch(r"[0-9a-f]{7,64}", commit) else None
     if revision is not None:
         return snapshots / revision if re.fullmatch(r"[0-9a-f]{40}", revision) else None
@@ -166,7 +173,10 @@ def _token() -> str | None:
         return None
     try:
         path = Path(os.environ.get("HF_TOKEN_PATH") or _home() / "token").expanduser()
-        value = path.read_text(encoding="utf-8")[:1000].strip() if path.is_file() else ""
-    except (OSError, ValueError, RuntimeError):
+        value = ""
+        if path.is_file():
+            with open_regular(path) as file:
+                value = file.read(1000).decode("utf-8").strip()
+    except (OSError, ValueError, RuntimeError, ConfigError):
         return None
     return value if value and value.isascii() and value.isprintable() else None

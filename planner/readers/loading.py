@@ -1,14 +1,13 @@
 """Files from strangers into plain values: bounded in size, depth and expansion; no tags, no links, no execution."""
 
-import json
-import os
-import stat
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from planner import inputs
 from planner.errors import ConfigError
+from planner.inputs import check_values, read_text, reason
 
 MAX_FILE_BYTES = 128 * 1024
 """Published launch configs are below 10 KiB; PyYAML reads about 100 KiB/s, so a hostile file costs a second at most."""
@@ -43,25 +42,7 @@ def read_bounded(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> str:
     Raises:
         ConfigError: missing, a link, a directory or device, too large, or not text.
     """
-    try:
-        status = os.lstat(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {_reason(error)}", hint="give the path of a config file") from error
-    if stat.S_ISLNK(status.st_mode):
-        raise ConfigError(f"{path} is a symbolic link", hint="give the file that it points to")
-    if not stat.S_ISREG(status.st_mode):
-        kind = "a directory" if stat.S_ISDIR(status.st_mode) else "not a regular file"
-        raise ConfigError(f"{path} is {kind}", hint="give the path of a config file")
-    if status.st_size > max_bytes:
-        raise ConfigError(
-            f"{path} has {status.st_size:,} bytes; a launch config has at most {max_bytes:,}",
-            hint="is this a data file?",
-        )
-    try:
-        raw = path.read_bytes()[: max_bytes + 1]
-        return raw.decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path} as UTF-8 text: {_reason(error)}", hint="save it as UTF-8") from error
+    return read_text(path, max_bytes=max_bytes, follow=False, hint="give the path of a config file, saved as UTF-8")
 
 
 def parse_yaml(text: str, name: str) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -70,15 +51,14 @@ def parse_yaml(text: str, name: str) -> tuple[dict[str, Any], tuple[str, ...]]:
     Raises:
         ConfigError: not YAML, a tag that would build an object, a bomb, or not a mapping.
     """
-    depth = 0
-    for character in text:
-        depth += (character in "[{") - (character in "]}")
-        if depth > MAX_BRACKETS:  # PyYAML would take seconds to find out
-            raise ConfigError(f"{name} is nested too deep", hint=FLAT)
+    _count_brackets(text, name)
     try:
         loader = _Loader(text)
         try:
-            value = loader.get_single_data()
+            node = loader.get_single_node()
+            if node is not None:
+                _count_nodes(node, name)  # before anything is built: merge keys copy what they merge
+            value = loader.construct_document(node) if node is not None else None
         finally:
             loader.dispose()
     except yaml.YAMLError as error:
@@ -86,8 +66,8 @@ def parse_yaml(text: str, name: str) -> tuple[dict[str, Any], tuple[str, ...]]:
         where = f" line {mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigError(f"{name}{where} is not valid YAML: {problem}", hint="correct that line") from error
-    except (RecursionError, ValueError, TypeError, OverflowError, AttributeError) as error:
-        raise ConfigError(f"{name} is not a YAML file that can be read: {_reason(error)}", hint=FLAT) from error
+    except (RecursionError, ValueError, TypeError, OverflowError, AttributeError, LookupError) as error:
+        raise ConfigError(f"{name} is not a YAML file that can be read: {reason(error)}", hint=FLAT) from error
     return _mapping(value, name), tuple(dict.fromkeys(loader.duplicates))
 
 
@@ -97,11 +77,7 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
     Raises:
         ConfigError: not JSON, too deep, or not an object.
     """
-    try:
-        value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{name} is not valid JSON: {_reason(error)}", hint="correct it at that place") from error
-    return _mapping(value, name)
+    return _mapping(inputs.parse_json(text, name, hint="correct it at that place"), name)
 
 
 def parse_toml(text: str, name: str) -> dict[str, Any]:
@@ -112,16 +88,21 @@ def parse_toml(text: str, name: str) -> dict[str, Any]:
     """
     import tomllib
 
+    _count_brackets(text, name)
+    try:
+        value = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{name} is not valid TOML: {reason(error)}", hint="correct it at that place") from error
+    return _mapping(value, name)
+
+
+def _count_brackets(text: str, name: str) -> None:
+    """Refuses nesting that the parsers would take seconds to find out."""
     depth = 0
     for character in text:
         depth += (character in "[{") - (character in "]}")
         if depth > MAX_BRACKETS:
             raise ConfigError(f"{name} is nested too deep", hint=FLAT)
-    try:
-        value = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{name} is not valid TOML: {_reason(error)}", hint="correct it at that place") from error
-    return _mapping(value, name)
 
 
 def _mapping(value: Any, name: str) -> dict[str, Any]:
@@ -129,20 +110,20 @@ def _mapping(value: Any, name: str) -> dict[str, Any]:
         raise ConfigError(
             f"{name} must hold a mapping of settings, got {type(value).__name__}", hint="one `key: value` per line"
         )
-    _count_nodes(value, name)
+    check_values(value, name, max_values=MAX_NODES, max_depth=MAX_DEPTH, hint=FLAT)
     bad = [key for key in value if not isinstance(key, str)]
     if bad:
-        raise ConfigError(f"{name}: a setting's name must be text, got {bad[0]!r}", hint="write it in quotes")
+        raise ConfigError(f"{name}: a setting's name must be text, got {bad[0]!r:.80}", hint="write it in quotes")
     return value
 
 
-def _count_nodes(value: Any, name: str) -> None:
-    """Refuses what would be huge when written out (aliases of aliases), too deep, or refers to itself."""
+def _count_nodes(root: yaml.Node, name: str) -> None:
+    """Refuses what would be huge when written out (aliases of aliases, merged or not), too deep or its own part."""
     sizes: dict[int, int] = {}
     open_nodes: set[int] = set()
 
-    def size(node: Any, depth: int) -> int:
-        if not isinstance(node, (dict, list, tuple, set)):
+    def size(node: yaml.Node, depth: int) -> int:
+        if isinstance(node, yaml.ScalarNode):
             return 1
         if id(node) in open_nodes:
             raise ConfigError(f"{name} refers to itself", hint="an alias must not stand inside its own anchor")
@@ -150,19 +131,13 @@ def _count_nodes(value: Any, name: str) -> None:
             raise ConfigError(f"{name} is nested more than {MAX_DEPTH} deep", hint=FLAT)
         if id(node) not in sizes:
             open_nodes.add(id(node))
-            children = node.values() if isinstance(node, dict) else node
+            children = (
+                node.value if isinstance(node, yaml.SequenceNode) else [one for pair in node.value for one in pair]
+            )
             sizes[id(node)] = 1 + sum(size(child, depth + 1) for child in children)
             open_nodes.discard(id(node))
         if sizes[id(node)] > MAX_NODES:
             raise ConfigError(f"{name} expands to more than {MAX_NODES:,} values", hint="aliases of aliases?")
         return sizes[id(node)]
 
-    size(value, 0)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "nested too deep"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror.lower()
-    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+    size(root, 0)

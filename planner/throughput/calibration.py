@@ -5,7 +5,6 @@ architecture), `matmul_share` (measured share of the nominal matmul rate by GPU)
 held-out points). `plan calibrate` writes a file of the same form.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -15,10 +14,13 @@ from typing import Any
 
 from planner.errors import ConfigError
 from planner.gpu import GpuSpec
+from planner.inputs import parse_object, read_text
 
 DATA_FILE = Path(__file__).resolve().parent.parent / "data" / "calibration.json"
 FORM = 1
+MAX_BYTES = 1_000_000
 VARIABLE = "FINETUNE_PLANNER_CALIBRATION"
+_LARGEST = 1e18
 
 
 def family(gpu: GpuSpec) -> str:
@@ -198,17 +200,41 @@ def calibration_from_dict(values: Mapping[str, Any], *, source: str = "calibrati
     """
     if values.get("form") != FORM:
         raise ConfigError(f"{source}: expected calibration form {FORM}, got {values.get('form')!r}")
+    hint = "fit it again with `plan calibrate`"
     known, spread = set(Constants.names()), set(SpreadConstants.names())
-    tables = [(values.get("constants", {}), known), (values.get("spread", {}), spread)]
-    tables += [(table, known) for table in values.get("architectures", {}).values()]
-    for table, known in tables:
+    tables: list[tuple[str, Any, set[str] | None]] = [
+        ("constants", values.get("constants", {}), known),
+        ("spread", values.get("spread", {}), spread),
+    ]
+    tables += [(name, values.get(name, {}), None) for name in ("matmul_share", "fp32_share", "bands")]
+    for name in ("architectures", "rates_flops_per_s"):
+        allowed = known if name == "architectures" else None
+        tables += [(f"{name}.{key}", table, allowed) for key, table in _table(values, name, source).items()]
+    for where, table, names in tables:
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"{source}: {where} must be an object, got {table!r:.80}", hint=hint)
         for name, value in table.items():
-            if name not in known:
-                raise ConfigError(f"{source}: unknown constant {name!r}", hint="fit it again with `plan calibrate`")
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-                raise ConfigError(f"{source}: {name} must be a number of at least 0, got {value!r}")
+            if names is not None and name not in names:
+                raise ConfigError(f"{source}: unknown constant {name!r:.80}", hint=hint)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _LARGEST:
+                raise ConfigError(f"{source}: {where}.{name} must be a number of at least 0, got {value!r:.80}")
+    points = _table(values, "points", source)
+    for name in ("gpus", "families"):
+        if not isinstance(points.get(name, []), (list, Mapping)) or not all(
+            isinstance(one, str) for one in points.get(name, [])
+        ):
+            raise ConfigError(f"{source}: points.{name} must be a list of names", hint=hint)
+    if not isinstance(values.get("date", ""), str):
+        raise ConfigError(f"{source}: date must be text, got {values['date']!r:.80}", hint=hint)
     wanted = {one.name for one in fields(Calibration)}
     return Calibration(**{name: value for name, value in values.items() if name in wanted})
+
+
+def _table(values: Mapping[str, Any], name: str, source: str) -> Mapping[str, Any]:
+    table = values.get(name, {})
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{source}: {name} must be an object, got {table!r:.80}")
+    return table
 
 
 def calibration_to_dict(calibration: Calibration) -> dict[str, Any]:
@@ -237,12 +263,6 @@ def _load(path: str | None) -> Calibration:
         ConfigError: the file cannot be read or makes no sense.
     """
     file = DATA_FILE if path is None else Path(path)
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"cannot read the calibration {file}: {error}", hint="give a file that `plan calibrate` wrote"
-        ) from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file}: expected a JSON object")
+    hint = "give a file that `plan calibrate` wrote"
+    values = parse_object(read_text(file, max_bytes=MAX_BYTES, hint=hint), str(file), hint=hint)
     return calibration_from_dict(values, source=str(file))

@@ -4,7 +4,6 @@ Two forms of line: a stored probe (`{"sha256": ..., "record": {...}}`, what the 
 interchange form, one object with model, gpu, tokens_per_s (of one GPU) and the setup's keys, or those under "setup".
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,8 +11,9 @@ from math import isfinite
 from statistics import median
 from typing import Any
 
-from planner.errors import PlannerError
+from planner.errors import ConfigError, PlannerError
 from planner.gpu import GpuSpec
+from planner.inputs import parse_json
 from planner.interchange import setup_from_dict
 from planner.models.spec import ModelSpec
 from planner.throughput.conditions import Conditions
@@ -76,8 +76,8 @@ def read_points(lines: Iterable[str], *, find_model: FindModel, find_gpu: FindGp
 
 def _fields(line: str) -> tuple[str, str, Mapping[str, Any], float, str, Conditions]:
     try:
-        values = json.loads(line)
-    except ValueError:
+        values = parse_json(line, "line")
+    except ConfigError:
         raise _Unusable("not a line of JSON") from None
     if not isinstance(values, dict):
         raise _Unusable("not a JSON object")
@@ -111,6 +111,8 @@ def _stored(record: Mapping[str, Any]) -> tuple[str, str, Mapping[str, Any], flo
     if not isinstance(outcome, dict) or outcome.get("outcome") != "measurement":
         raise _Unusable("a stored failure")
     environment = outcome.get("environment") or {}
+    if not isinstance(environment, dict):
+        raise _Unusable("a stored measurement without GPU, step times or tokens")
     if str(environment.get("device", "cuda")).startswith("cpu"):
         raise _Unusable("measured on a CPU")
     card = environment.get("gpu_key") or environment.get("gpu_name")

@@ -7,8 +7,6 @@ figure is never served; a damaged or foreign file is ignored and written anew.
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +16,7 @@ from typing import Any
 from planner.interchange import setup_to_dict, to_jsonable
 from planner.memory.types import MemoryTerm
 from planner.outcome import Prediction, Rung
+from planner.outputs import write_whole
 from planner.setup import TrainSetup
 from probes.dryrun.report import DryRunReport
 
@@ -80,10 +79,7 @@ def save(directory: Path, key: str, report: DryRunReport) -> None:
         for phase, groups in report.phase_groups.items()
     }
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=directory, suffix=".tmp", delete=False) as file:
-            json.dump(values, file)
-        os.replace(file.name, directory / f"{key}.json")
+        write_whole(directory / f"{key}.json", json.dumps(values).encode())
     except OSError:
         return
 

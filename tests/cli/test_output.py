@@ -4,12 +4,15 @@ import errno
 import io
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from planner.cli.app import run
 from planner.cli.output import write_text
+from planner.errors import EnvironmentProblem
+from planner.outputs import private_directory
 
 
 class Gone(io.StringIO):
@@ -28,16 +31,79 @@ def test_a_reader_that_went_away_is_no_error(arguments: list[str], monkeypatch: 
     assert run(arguments) == 0
 
 
-def test_a_link_is_written_through_and_stays(tmp_path: Path) -> None:
-    real, link, device = tmp_path / "real", tmp_path / "link", tmp_path / "device"
+def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    """A folder from a stranger holds `report.md -> ~/.bashrc`."""
+    real, link = tmp_path / "real", tmp_path / "link"
     real.write_text("old")
     link.symlink_to(real)
-    device.symlink_to(os.devnull)
-    for path in (link, device):
-        write_text(path, "new")
-        assert path.is_symlink()
-    assert real.read_text() == "new"
+    write_text(link, "new")
+    assert real.read_text() == "old"
+    assert not link.is_symlink()
+    assert link.read_text() == "new"
+
+
+def test_a_link_to_nothing_makes_no_file_elsewhere(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "elsewhere")
+    write_text(link, "new")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_nothing_below_a_named_folder_leads_out_of_it(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "plan", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    folder.mkdir()
+    (folder / "launch").symlink_to(elsewhere)
+    with pytest.raises(EnvironmentProblem, match="cannot write"):
+        write_text(folder / "launch" / "trl" / "train.py", "new", inside=folder)
+    assert list(elsewhere.iterdir()) == []
+    (tmp_path / "named").symlink_to(folder)  # the folder itself may be a link: a person named it
+    write_text(tmp_path / "named" / "plan.json", "new", inside=tmp_path / "named")
+    assert (folder / "plan.json").read_text() == "new"
+
+
+def test_devices_and_pipes_are_written_to(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_text(Path(os.devnull), "new")
     assert Path(os.devnull).is_char_device()
+    write_text(Path("/dev/stdout"), "to stdout")
+    assert capfd.readouterr().out == "to stdout"
+    assert Path("/dev/stdout").is_symlink()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(EnvironmentProblem, match="cannot write"):
+        write_text(pipe, "nobody reads")  # and it does not wait for ever
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_text(pipe, "somebody reads")
+        assert os.read(reader, 100) == b"somebody reads"
+    finally:
+        os.close(reader)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_the_users_umask_holds(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_text(tmp_path / "plan.json", "{}")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "plan.json").stat().st_mode & 0o777 == mode
+
+
+def test_a_private_directory_of_somebody_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = private_directory()
+    assert own == private_directory() == tmp_path / f"finetune-planner-{os.getuid()}"
+    assert own.stat().st_mode & 0o777 == 0o700
+    own.rmdir()
+    own.symlink_to(tmp_path)  # placed there by another user
+    other = private_directory()
+    assert other != own
+    assert other.stat().st_mode & 0o777 == 0o700
+    own.unlink()
+    own.mkdir()
+    own.chmod(0o777)
+    assert private_directory() != own
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_large_files_are_sampled_and_scaled(tmp_path: Path, monkeypatch: pytest.
         ('{"text": null}\n', "has no text"),
         ('{"instruction": "a", "output": 7}\n', "has no alpaca"),
         ('{"text": "a"}\n{"other": 1}\n', "has no text"),
-        ("[" * 100_000, "not valid JSON"),
+        ("[" * 100_000, "not JSON"),
     ],
 )
 def test_broken_files_are_named_with_their_line(tmp_path: Path, text: str, words: str) -> None:

@@ -148,7 +148,7 @@ def test_an_unknown_type_names_close_ones_and_refuses_llama_shaped_configs() -> 
         (b"\xef\xbb\xbf{}", "byte order mark"),
         (b"[]", "JSON object"),
         (b"null", "JSON object"),
-        (b"NaN", "JSON object"),
+        (b"NaN", "not JSON"),
         (b'{"a":' * 100_000, "nested too deeply"),
         (b"[" * 1_000_000, "nested too deeply"),
         (b'{"vocab_size": ' + b"9" * 10_000 + b"}", "not JSON"),

@@ -153,14 +153,14 @@ def test_an_unreadable_config_is_a_config_error(tmp_path: Path, monkeypatch: pyt
     def denied(*_: object) -> int:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("planner.models.config_file.os.open", denied)
-    with pytest.raises(ConfigError, match="Permission denied"):
+    monkeypatch.setattr("planner.inputs.os.open", denied)
+    with pytest.raises(ConfigError, match="permission denied"):
         resolve_model("./m")
 
 
 def test_a_huge_config_is_refused(tmp_path: Path) -> None:
     write_model(tmp_path / "m", filler="x" * 5_000_000)
-    with pytest.raises(ConfigError, match="more than 5 MB"):
+    with pytest.raises(ConfigError, match="more than the 5,000,000 bytes"):
         resolve_model("./m")
 
 

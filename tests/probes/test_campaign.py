@@ -285,7 +285,7 @@ def test_campaign_that_makes_no_sense_is_refused(values: Any, words: str) -> Non
 def test_campaign_file_that_is_no_yaml_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("blocks: [!!python/object/apply:os.system ['true']]")
-    with pytest.raises(ConfigError, match="not YAML"):
+    with pytest.raises(ConfigError, match="not valid YAML"):
         read_spec(path)
     with pytest.raises(ConfigError, match="cannot read"):
         read_spec(tmp_path / "none.yaml")

@@ -1,0 +1,95 @@
+"""Whatever is written to a person's disk: whole or not at all, never through a link that somebody placed there.
+
+A file is written beside (new, exclusive, with the user's umask) and renamed over its name: a crash or a full disk
+leaves the old one, and a link of that name is replaced, not followed. A folder from a stranger may hold
+`report.md -> ~/.bashrc`. Devices and pipes that a person names (/dev/stdout, /dev/null) are written to.
+"""
+
+import errno
+import os
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+
+_STANDARD = ("/dev", "/dev/fd", "/proc/self/fd")
+"""Folders of the kernel's: their links (/dev/stdout) are what a person means."""
+
+
+def write_whole(path: Path, content: bytes, *, inside: Path | None = None, sync: bool = False) -> None:
+    """Writes a file as a whole; missing folders are made.
+
+    Args:
+        inside: the folder that the person named: below it no folder on the way may be a link.
+        sync: it has reached the disk on return.
+
+    Raises:
+        OSError: no space, no permission, a folder of that name, or a link below `inside`.
+    """
+    if inside is not None:
+        _refuse_links(path.parent, inside)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if _is_stream(path):
+        _write_stream(path, content)
+        return
+    beside = path.parent / f".{path.name[:100]}.{secrets.token_hex(6)}"
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _CLOEXEC, 0o666)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def private_directory() -> Path:
+    """A folder in the temporary directory that is this user's alone: `finetune-planner-UID`, or a new one where
+    somebody else has made that.
+
+    Raises:
+        OSError: none can be made.
+    """
+    path = Path(tempfile.gettempdir()) / f"finetune-planner-{os.getuid()}"
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        status = os.lstat(path)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            return Path(tempfile.mkdtemp(prefix=f"{path.name}-"))
+    return path
+
+
+def _refuse_links(folder: Path, inside: Path) -> None:
+    """Raises OSError where a folder between `inside` and `folder` is a link."""
+    place = inside
+    for part in folder.relative_to(inside).parts:
+        place = place / part
+        if part == ".." or place.is_symlink():
+            raise OSError(errno.ELOOP, "a link that leads out of the folder", str(place))
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether a device or a pipe has that name, or the kernel's link to whatever stdout is: none is to be replaced."""
+    if str(path.parent) in _STANDARD:
+        return path.exists()
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    return not (stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode) or stat.S_ISDIR(status.st_mode))
+
+
+def _write_stream(path: Path, content: bytes) -> None:
+    # O_NONBLOCK: a pipe that nobody reads is an error, not a wait for ever.
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_NONBLOCK", 0) | _CLOEXEC)
+    os.set_blocking(descriptor, True)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+
+
+_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_CLOEXEC = getattr(os, "O_CLOEXEC", 0)

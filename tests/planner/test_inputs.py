@@ -1,0 +1,138 @@
+"""What is read from a person's disk: bounded, regular, and every error names the field."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.errors import ConfigError
+from planner.inputs import MAX_VALUES, check_values, open_regular, parse_json, parse_object, read_lines, read_text
+from planner.readers.loading import parse_yaml
+
+QUICK_S = 5.0
+"""CPU seconds; a bomb takes minutes."""
+
+
+def test_a_pipe_a_device_and_a_directory_are_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+        with pytest.raises(ConfigError, match="it is"):
+            read_text(path, max_bytes=100)
+    with pytest.raises(ConfigError, match="no such file"):
+        open_regular(tmp_path / "missing")
+
+
+def test_size_and_encoding_are_bounded(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 11)
+    assert read_text(tmp_path / "a", max_bytes=11) == "x" * 11
+    with pytest.raises(ConfigError, match="more than the 10 bytes"):
+        read_text(tmp_path / "a", max_bytes=10)
+    (tmp_path / "a").write_bytes(b"ab\xff")
+    with pytest.raises(ConfigError, match="byte 2"):
+        read_text(tmp_path / "a", max_bytes=10)
+
+
+def test_a_link_is_followed_only_where_it_may_be(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("x")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    assert read_text(tmp_path / "b", max_bytes=9) == "x"
+    with pytest.raises(ConfigError, match="symbolic link"):
+        read_text(tmp_path / "b", max_bytes=9, follow=False)
+
+
+def test_lines_are_numbered_and_bounded(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"one\n\nthree")
+    with open_regular(tmp_path / "a") as file:
+        assert list(read_lines(file, "a", max_line_bytes=5)) == [(1, b"one\n"), (3, b"three")]
+    with open_regular(tmp_path / "a") as file, pytest.raises(ConfigError, match="a line 3 is longer"):
+        list(read_lines(file, "a", max_line_bytes=4))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("NaN", "NaN is no JSON number"),
+        ('{"a": [1, {"b": Infinity}]}', "Infinity"),
+        ('{"a": [1, {"b": 1e999}]}', "x: a.1.b is no number of a reasonable size"),
+        ('{"a": 99999999999999999999}', "x: a is no number of a reasonable size"),
+        ('{"a": ' + "9" * 5000 + "}", "not JSON"),
+        ('{"a": {"b c": "\\ud800"}}', "x: a.b c is no text"),
+        ('{"\\udfff": 1}', "a name in the value is no text"),
+        ("[" * 70 + "]" * 70, "nested too deeply"),
+        ("[" * 100_000, "nested too deeply"),
+        ("", "not JSON"),
+        ("[" + "0," * (MAX_VALUES * 2) + "0]", "more than"),
+    ],
+    ids=str,
+)
+def test_json_that_cannot_be_meant_names_its_field(text: str, words: str) -> None:
+    for content in (text, text.encode()):
+        with pytest.raises(ConfigError) as caught:
+            parse_json(content, "x")
+        assert words in caught.value.message
+
+
+def test_an_object_is_an_object() -> None:
+    assert parse_object('{"a": "\U0001f600"}', "x") == {"a": "\U0001f600"}
+    with pytest.raises(ConfigError, match="expected a JSON object, got list"):
+        parse_object("[]", "x")
+
+
+def test_values_are_counted_before_they_are_looked_at() -> None:
+    with pytest.raises(ConfigError, match="more than 10 values"):
+        check_values(list(range(11)), "x", max_values=10)
+    check_values(list(range(9)), "x", max_values=10)
+
+
+def merge_bomb(levels: int, width: int = 9) -> str:
+    """Each level merges the one before several times: width ** levels keys."""
+    lines = ["a0: &a0 {x0: 1, y0: 2}"]
+    for level in range(1, levels):
+        before = ", ".join([f"*a{level - 1}"] * width)
+        lines.append(f"a{level}: &a{level} {{<<: [{before}], x{level}: 1}}")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        merge_bomb(9),
+        "a: &a [x, x, x, x, x, x, x, x, x]\n"
+        + "\n".join(f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join(['*' + chr(97 + i)] * 9)}]" for i in range(8)),
+        "a: &a {b: *a}",
+        "a: &a [*a]",
+        "a: !!bool x",
+        "a: !!int x",
+        "a: !!float x",
+        "a: !!timestamp x",
+        "a: !!python/object/apply:os.system [ls]",
+        "a: 2024-13-01",
+        "a: 0x" + "f" * 5000,
+        "a: " + "9" * 5000,
+        "a: .inf",
+        "- " * 2000,
+        "? [a, b]\n: 1",
+        "a: {? {b: c} : d}",
+        "a: !!set {[b]}",
+        "a: !!omap [b]",
+        "a: !!pairs x",
+        "a: \ud800",
+        "[" * 150,
+        "&a a: 1\n<<: *a",
+        "<<: [1, 2]",
+    ],
+    ids=lambda text: text[:30],
+)
+def test_yaml_from_strangers_is_an_error_and_a_quick_one(text: str) -> None:
+    start = time.process_time()
+    with pytest.raises(ConfigError):
+        parse_yaml(text, "x")
+    assert time.process_time() - start < QUICK_S
+
+
+def test_ordinary_merges_and_aliases_are_read() -> None:
+    values: dict[str, Any] = parse_yaml("base: &b {x: 1, y: 2}\nmine: {<<: *b, y: 3}\nlist: [*b, *b]", "x")[0]
+    assert values["mine"] == {"x": 1, "y": 3}
+    assert values["list"] == [{"x": 1, "y": 2}] * 2
