@@ -38,6 +38,7 @@ class SearchResult:
         pareto: those of them that nothing beats in tokens/s, peak memory and rank.
         reason: why the search stopped.
         num_probes: how many probes the study has cost so far, earlier calls included.
+        given_up: without an answer, because every planner that measured them was killed; the next call tries again.
     """
 
     best: Candidate | None
@@ -46,6 +47,7 @@ class SearchResult:
     pareto: tuple[Candidate, ...]
     reason: str
     num_probes: int
+    given_up: tuple[TrainSetup, ...] = ()
 
 
 def search(
@@ -97,7 +99,7 @@ def search(
     opened, liveness = open_storage(storage, heartbeat_s=heartbeat_s, grace_s=grace_s)
     try:
         study = Study(problem, opened, liveness, study_name)
-        study.rescue()  # before anything is enqueued: what a dead worker left waits in its own place
+        study.rescue(first=True)  # before anything is enqueued: what a dead worker left waits in its own place
         worker.begin(study, plan, num_ranked)
         while True:
             study.rescue()
@@ -202,7 +204,8 @@ class _Worker:
         reason = self._stop()
         if reason:
             return None if running else reason
-        indices = [i for r in running if (i := self._problem.index.get(key_of(r.setup))) is not None]
+        taken = [*(r.setup for r in running), *study.given_up()]
+        indices = [i for setup in taken if (i := self._problem.index.get(key_of(setup))) is not None]
         proposal = self._sampler.propose(self.belief, indices, self._seed)
         if proposal is None:
             return None if running else f"all {self.belief.num} candidates are answered or excluded"
@@ -254,4 +257,5 @@ class _Worker:
             pareto=pareto_set(usable),
             reason=reason,
             num_probes=sum(record.probed for record in trials),
+            given_up=tuple(study.given_up()),
         )

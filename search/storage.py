@@ -10,13 +10,16 @@
 """
 
 import contextlib
+import json
 import os
 import random
+import re
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,9 +27,11 @@ from typing import Any, Protocol
 import optuna
 from optuna.storages import BaseStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+from optuna.storages.journal._storage import JournalOperation
 from optuna.trial import FrozenTrial
 
 from planner.errors import EnvironmentProblem, UsageError
+from search.outage import at_once, first_line, is_outage, make_patient
 
 JOURNAL_NAME = "study.journal"
 HEARTBEAT_S = 20
@@ -35,6 +40,8 @@ OPEN_ATTEMPTS = 6
 PROXY_WAIT_S = 30.0
 SQLITE_WAIT_S = 60.0
 """How long a worker waits for another's transaction; a commit takes milliseconds, a disk under load a second."""
+BEATS_TO_COME = 1.5
+"""A trial that looks stale is lost when it still does after so many intervals of its heartbeat."""
 UNNAMED_GRACE_S = 5.0
 """A running trial without signature and without any trace of who took it is lost after this long (foreign programs)."""
 
@@ -167,9 +174,22 @@ class _BeatLiveness:
     def __init__(self) -> None:
         self.worker = worker_name()
         self._study_id = -1
+        self._stale_since: dict[int, float] = {}
 
     def join(self, study_id: int) -> None:
         self._study_id = study_id
+
+    def is_lost(self, trial: FrozenTrial) -> bool:
+        """Stale at two looks, more than a beat apart: after an outage of the storage all beats are old, and those who
+        live have to get a turn to beat again."""
+        if not self._is_stale(trial):
+            self._stale_since.pop(trial._trial_id, None)
+            return False
+        since = self._stale_since.setdefault(trial._trial_id, time.monotonic())
+        return time.monotonic() - since > BEATS_TO_COME * self.interval_s
+
+    def _is_stale(self, trial: FrozenTrial) -> bool:
+        raise NotImplementedError
 
     def announce(self, trial_id: int) -> None:
         # Before the trial is taken, so that no running trial is ever without a beat.
@@ -184,9 +204,12 @@ class _BeatLiveness:
 
         def beats() -> None:
             while not stop.wait(self.interval_s):
-                # A beat that fails is made up by the next; a trial that is over needs none.
-                with contextlib.suppress(optuna.exceptions.StorageInternalError, optuna.exceptions.OptunaError):
-                    self._beat(trial_id)
+                try:
+                    with at_once():
+                        self._beat(trial_id)
+                except Exception as error:  # a beat that fails is made up by the next; a trial that is over needs none
+                    if not (is_outage(error) or isinstance(error, optuna.exceptions.OptunaError)):
+                        raise
 
         self._beat(trial_id)
         thread = threading.Thread(target=beats, name="heartbeat", daemon=True)
@@ -212,7 +235,7 @@ class DatabaseLiveness(_BeatLiveness):
     def _beat(self, trial_id: int) -> None:
         self._storage.record_heartbeat(trial_id)
 
-    def is_lost(self, trial: FrozenTrial) -> bool:
+    def _is_stale(self, trial: FrozenTrial) -> bool:
         return trial._trial_id in self._storage._get_stale_trial_ids(self._study_id)
 
 
@@ -228,7 +251,7 @@ class AttributeLiveness(_BeatLiveness):
     def _beat(self, trial_id: int) -> None:
         self._storage.set_trial_user_attr(trial_id, ALIVE_ATTR, time.time())
 
-    def is_lost(self, trial: FrozenTrial) -> bool:
+    def _is_stale(self, trial: FrozenTrial) -> bool:
         alive_at = trial.user_attrs.get(ALIVE_ATTR)
         if alive_at is None:
             return _unsigned_and_old(trial)
@@ -236,7 +259,7 @@ class AttributeLiveness(_BeatLiveness):
 
 
 class FlockLock(JournalFileOpenLock):
-    """A lock that dies with its holder: a worker killed while writing delays nobody.
+    """A lock that dies with its holder: a worker killed while writing delays nobody. Its holder may take it again.
 
     (Optuna's own lock files outlive their holder and are broken only after 30 s.)
     """
@@ -245,16 +268,101 @@ class FlockLock(JournalFileOpenLock):
         super().__init__(str(path))
         self._path = path
         self._file: Any = None
+        self._depth = 0
 
     def acquire(self) -> bool:
         import fcntl
 
-        self._file = open(self._path, "w")  # noqa: SIM115
-        fcntl.flock(self._file, fcntl.LOCK_EX)
+        if self._depth == 0:
+            self._file = open(self._path, "w")  # noqa: SIM115
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._depth += 1
         return True
 
     def release(self) -> None:
-        self._file.close()
+        self._depth -= 1
+        if self._depth == 0:
+            self._file.close()
+
+
+class StudyWarning(UserWarning):
+    """Something about a study's files a person should know."""
+
+
+class Journal(JournalFileBackend):
+    """Optuna's journal file, whole after every append and readable past lines that are none.
+
+    A full disk, a kill or a power cut leaves half a line. Optuna appends behind it, and from then on nobody can read
+    the file. Here a torn end is cut off under the lock before anything is added, and a line that is no operation is
+    passed over by every reader alike.
+    """
+
+    def __init__(self, path: Path, lock: FlockLock) -> None:
+        super().__init__(str(path), lock_obj=lock)
+        self._told = False
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        """Adds the operations, or nothing.
+
+        Raises:
+            OSError: no space, no permission; the file is as it was.
+        """
+        path = Path(self._file_path)
+        self._lock.acquire()
+        try:
+            repair_journal(path)
+            try:
+                super().append_logs(logs)
+            except OSError:
+                repair_journal(path)
+                raise
+        finally:
+            self._lock.release()
+
+    def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
+        """The operations from that number on; what a writer is still writing comes next time."""
+        number = log_number_from if log_number_from in self._log_number_offset else 0
+        with open(self._file_path, "rb") as file:
+            offset = self._log_number_offset[number]
+            file.seek(offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                offset += len(line)
+                operation = _operation(line)
+                if operation is None:
+                    self._log_number_offset[number] = offset
+                    self._tell(line)
+                    continue
+                number += 1
+                self._log_number_offset[number] = offset
+                if number > log_number_from:
+                    yield operation
+
+    def _tell(self, line: bytes) -> None:
+        if not self._told and line.strip():
+            self._told = True
+            warnings.warn(
+                f"{self._file_path} holds a damaged line, which is passed over: {line[:60]!r}",
+                StudyWarning,
+                stacklevel=2,
+            )
+
+
+def _operation(line: bytes) -> dict[str, Any] | None:
+    """The operation of a line; of one that begins with the torn half of another, the whole one at its end."""
+    for text in (line, line[max(line.rfind(_OPERATION), 0) :]):
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict) and value.get("op_code") in _OPERATIONS:
+            return value
+    return None
+
+
+_OPERATION = b'{"op_code":'
+_OPERATIONS = frozenset(int(code) for code in JournalOperation)
 
 
 def open_storage(
@@ -275,6 +383,10 @@ def open_storage(
     kind = scheme.partition("+")[0]
     if kind == "grpc":
         host, _, port = rest.partition(":")
+        if port and not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+            raise UsageError(
+                f"{shown(text)}: expected a port between 1 and 65535", hint="for example --storage grpc://host:13000"
+            )
         try:
             proxy = optuna.storages.GrpcStorageProxy(host=host or "localhost", port=int(port or 13000))
             proxy.wait_server_ready(timeout=PROXY_WAIT_S)
@@ -284,13 +396,19 @@ def open_storage(
             raise EnvironmentProblem(
                 f"the gRPC proxy at {rest} does not answer", hint="start optuna.storages.run_grpc_proxy_server there"
             ) from error
+        make_patient(proxy)
         return proxy, AttributeLiveness(proxy, interval_s=heartbeat_s, grace_s=grace_s)
     if kind not in ("sqlite", "postgresql", "postgres", "mysql"):
         raise UsageError(
-            f"storage must be a directory or a URL of sqlite, postgresql, mysql or grpc; got {text!r}",
+            f"storage must be a directory or a URL of sqlite, postgresql, mysql or grpc; got {shown(text)!r}",
             hint="for example --storage postgresql://user@host/database",
         )
     return _database(kind, scheme, rest, heartbeat_s=heartbeat_s, grace_s=grace_s)
+
+
+def shown(url: str) -> str:
+    """A storage's URL without its password."""
+    return re.sub(r"(password=)[^&]*", r"\1...", re.sub(r"(://[^/@:]*):.*@", r"\1:...@", url))
 
 
 def close_storage(storage: BaseStorage) -> None:
@@ -319,7 +437,15 @@ def _journal(directory: Path) -> tuple[BaseStorage, Liveness]:
         repair_journal(path)
     finally:
         lock.release()
-    storage: BaseStorage = optuna.storages.JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
+    backend = Journal(path, lock) if isinstance(lock, FlockLock) else JournalFileBackend(str(path), lock_obj=lock)
+    try:
+        storage: BaseStorage = optuna.storages.JournalStorage(backend)
+    except (LookupError, TypeError, ValueError, AttributeError, AssertionError, RecursionError) as error:
+        liveness.close()
+        raise EnvironmentProblem(
+            f"the study in {path} cannot be read: {type(error).__name__}: {error}",
+            hint="move the file away: what was measured is in the store of measurements and is not measured again",
+        ) from error
     if isinstance(liveness, NoLiveness):
         liveness = AttributeLiveness(storage)
     return storage, liveness
@@ -342,13 +468,22 @@ def repair_journal(path: Path) -> int:
 
 
 def _database(kind: str, scheme: str, rest: str, *, heartbeat_s: int, grace_s: int) -> tuple[BaseStorage, Liveness]:
+    import sqlalchemy.engine
     import sqlalchemy.exc
 
     problem: Exception = RuntimeError("not tried")
     if kind in ("postgresql", "postgres") and "+" not in scheme:
         scheme = "postgresql+psycopg"
     url = f"{scheme}://{rest}"
-    locks = _lock_directory(url) if kind == "sqlite" else None
+    try:
+        name = sqlalchemy.engine.make_url(url).database
+    except (sqlalchemy.exc.ArgumentError, ValueError) as error:
+        raise UsageError(
+            f"{shown(url)} is no URL of a database", hint="for example --storage postgresql://user@host:5432/database"
+        ) from error
+    if kind == "sqlite" and (not name or name == ":memory:"):
+        raise UsageError(f"{shown(url)} names no file", hint="for example --storage sqlite:///study.db")
+    locks = _lock_directory(Path(str(name))) if kind == "sqlite" else None
     engine = {"connect_args": {"timeout": SQLITE_WAIT_S}} if kind == "sqlite" else {"pool_pre_ping": True}
     for attempt in range(OPEN_ATTEMPTS):
         try:
@@ -371,19 +506,16 @@ def _database(kind: str, scheme: str, rest: str, *, heartbeat_s: int, grace_s: i
             continue
         if kind == "sqlite":
             _lock_whole_transactions(database.engine)
+        make_patient(database)
         return database, LockLiveness(locks) if locks is not None else DatabaseLiveness(database)
-    reason = str(problem.__cause__ or problem).strip().splitlines()[0]
-    raise EnvironmentProblem(f"the {kind} storage does not answer: {reason}", hint="check the URL") from problem
+    raise EnvironmentProblem(
+        f"the {kind} storage does not answer: {first_line(problem)}", hint="check the URL"
+    ) from problem
 
 
-def _lock_directory(url: str) -> Path | None:
-    """Where the workers of an SQLite file keep their locks; None in memory and where there are no such locks."""
-    import sqlalchemy.engine
-
-    name = sqlalchemy.engine.make_url(url).database
-    if not name or name == ":memory:" or find_spec("fcntl") is None:
-        return None
-    return Path(name).with_name(f"{Path(name).name}.workers")
+def _lock_directory(file: Path) -> Path | None:
+    """Where the workers of an SQLite file keep their locks; None where there are no such locks."""
+    return None if find_spec("fcntl") is None else file.with_name(f"{file.name}.workers")
 
 
 def _lock_whole_transactions(engine: Any) -> None:

@@ -16,7 +16,7 @@ that a worker may die before any of its writes (tests/search/test_death.py tries
 import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import optuna
@@ -27,7 +27,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from planner.errors import UsageError
 from planner.interchange import setup_from_dict, setup_to_dict
-from planner.outcome import Candidate, Evidence, FailureKind, Prediction, ProbeFailure, Rung
+from planner.outcome import Candidate, Evidence, FailureKind, Prediction, ProbeFailure
 from planner.setup import (
     ADAPTER_DTYPES,
     ATTENTIONS,
@@ -54,8 +54,10 @@ RETRY_OF_ATTR = "retry_of"
 ORDER_ATTR = "order"
 """Of a retry: the place in the order of claims, that of the first attempt. Else a trial's number is its place."""
 
+GIVEN_UP_ATTR = "given_up"
 MAX_RETRIES = 2
-"""A candidate whose worker died this often, and once more, is recorded as crashing."""
+"""A candidate whose worker died this often within one call, and once more, is left to the next call. A planner that is
+killed says nothing about the setup: its probe is a process of its own, whose end would have been told."""
 
 _MAX = 1 << 40
 _OTHER_TARGETS = "listed"
@@ -158,11 +160,11 @@ class Study:
         result = []
         seen: set[str] = set()
         for trial in self.study.get_trials(deepcopy=False):
-            record = self._records.get(trial.number)
+            record = self._records.get(trial.number) or _record_or_none(trial)
             if record is None:
-                record = _record(trial)
-                if trial.state.is_finished():
-                    self._records[trial.number] = record
+                continue
+            if trial.number not in self._records and trial.state.is_finished():
+                self._records[trial.number] = record
             if record.state is TrialState.FAIL:
                 continue
             if record.origin == EXCLUDED:
@@ -246,17 +248,27 @@ class Study:
         for trial in sorted(waiting, key=_place):
             if not self._take(trial):
                 continue
-            records, key = self.records(), trial.user_attrs["key"]
+            known = _record_or_none(trial)
+            if known is None:  # of a foreign program
+                self._fail(trial)
+                continue
+            records, key = self.records(), key_of(known.setup)
             before = [r for r in records if _costs_probe(r) and (r.order, r.number) < _place(trial)]
             over = max_probes is not None and len(before) >= max_probes
             # By number, not by place: of two with one candidate the same one must lose for everybody.
             same = [r for r in records if r.number < trial.number and key_of(r.setup) == key]
             if over or any(_costs_probe(r) or still_excluded(self._problem, r) for r in same):
-                with contextlib.suppress(UpdateFinishedTrialError):
-                    self._storage.set_trial_state_values(trial._trial_id, state=TrialState.FAIL)
+                self._fail(trial)
                 continue
-            return trial.number, setup_from_dict(trial.user_attrs["setup"])
+            return trial.number, known.setup
         return None
+
+    def _fail(self, trial: FrozenTrial) -> bool:
+        """Takes a trial out of the search; False when somebody else had finished it."""
+        try:
+            return self._storage.set_trial_state_values(trial._trial_id, state=TrialState.FAIL)
+        except UpdateFinishedTrialError:
+            return False
 
     def _take(self, trial: FrozenTrial) -> bool:
         """WAITING -> RUNNING by this worker and no other; its death between any two of the writes is noticed."""
@@ -309,37 +321,48 @@ class Study:
         except UpdateFinishedTrialError:
             return False
 
-    def rescue(self) -> int:
-        """Gives trials of dead workers to the living; returns how many."""
+    def rescue(self, *, first: bool = False) -> int:
+        """Gives trials of dead workers to the living; returns how many.
+
+        Args:
+            first: this is a new call's first look: a person (or a scheduler) asks again, so that what killed planners
+                before is tried anew.
+        """
         rescued = 0
         for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             if not self._liveness.is_lost(trial):
                 continue
-            record = _record(trial)
-            if record.evidence is not None:  # it had finished the probe, only not said so
+            record = _record_or_none(trial)
+            if record is not None and record.evidence is not None:  # the probe was finished, only not said so
                 rescued += self._finish(trial.number, record.evidence)
                 continue
-            if record.retries >= MAX_RETRIES:
-                message = f"the worker died {record.retries + 1} times with this setup"
-                failure = ProbeFailure(rung=Rung.PROBE, kind=FailureKind.CRASHED, message=message)
-                rescued += self.tell(trial.number, failure)
-                continue
             with contextlib.suppress(UpdateFinishedTrialError):
-                self._storage.set_trial_user_attr(trial._trial_id, LOST_ATTR, True)
-                rescued += self._storage.set_trial_state_values(trial._trial_id, state=TrialState.FAIL)
-        self._retry_lost()
+                if record is not None:
+                    again = first or record.retries < MAX_RETRIES
+                    self._storage.set_trial_user_attr(trial._trial_id, LOST_ATTR if again else GIVEN_UP_ATTR, True)
+                rescued += self._fail(trial)
+        self._retry_lost(first=first)
         return rescued
 
-    def _retry_lost(self) -> None:
+    def _retry_lost(self, *, first: bool) -> None:
         """Adds every lost trial again for which nobody has done so: who gave it up may have died right after."""
         trials = self.study.get_trials(deepcopy=False)
-        lost = [trial for trial in trials if trial.state is TrialState.FAIL and trial.user_attrs.get(LOST_ATTR)]
+        marks = (LOST_ATTR, GIVEN_UP_ATTR) if first else (LOST_ATTR,)
+        lost = [t for t in trials if t.state is TrialState.FAIL and any(t.user_attrs.get(mark) for mark in marks)]
         retried = {trial.user_attrs.get(RETRY_OF_ATTR) for trial in trials} if lost else set()
         for trial in lost:
-            record = _record(trial)
-            position = self._problem.index.get(key_of(record.setup))
-            if trial.number not in retried and position is not None:
-                self.enqueue(self._problem.candidates[position], "retry", retry_of=record)
+            record = _record_or_none(trial)
+            position = self._problem.index.get(key_of(record.setup)) if record is not None else None
+            if record is not None and trial.number not in retried and position is not None:
+                retry_of = replace(record, retries=-1) if first else record
+                self.enqueue(self._problem.candidates[position], "retry", retry_of=retry_of)
+
+    def given_up(self) -> list[TrainSetup]:
+        """Setups without an answer because every planner that measured them was killed."""
+        trials = self.study.get_trials(deepcopy=False)
+        retried = {trial.user_attrs.get(RETRY_OF_ATTR) for trial in trials}
+        lost = [t for t in trials if t.user_attrs.get(GIVEN_UP_ATTR) and t.number not in retried]
+        return [record.setup for trial in lost if (record := _record_or_none(trial)) is not None]
 
     def describe(self, values: Mapping[str, Any]) -> None:
         """Facts about the search, for the dashboard and for a resumed run; unchanged ones are not written again."""
@@ -374,6 +397,14 @@ def _place(trial: FrozenTrial) -> tuple[int, int]:
 
 def _costs_probe(record: TrialRecord) -> bool:
     return record.state in (TrialState.RUNNING, TrialState.WAITING) or record.probed
+
+
+def _record_or_none(trial: FrozenTrial) -> TrialRecord | None:
+    """The trial in our terms; None where it is none of ours (a foreign program's, a damaged attribute)."""
+    try:
+        return _record(trial)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None
 
 
 def _record(trial: FrozenTrial) -> TrialRecord:

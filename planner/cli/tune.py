@@ -14,7 +14,7 @@ import typer
 from planner.cli import options, probing
 from planner.cli.wish import positive, resolve_gpu
 from planner.cli.wishes import WishOptions, takes_wish
-from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UsageError
+from planner.errors import EXIT_NOTHING_FITS, ConfigError, EnvironmentProblem, UsageError
 from planner.outcome import Candidate, FailureKind, Measurement, Prediction, ProbeFailure
 from planner.plan import NoPlan, Plan
 from planner.setup import TrainSetup
@@ -207,7 +207,10 @@ def tune_plan(
             on_trial=show,
         )
     line.close()
-    kept.add(observations_of(result.candidates, gpu=place, model=model, formula_version=__version__))
+    try:
+        kept.add(observations_of(result.candidates, gpu=place, model=model, formula_version=__version__))
+    except (OSError, ConfigError) as error:  # what was measured is in the store and in the answer
+        line.note(f"what was learned for later plans could not be kept: {error}")
     return tuned(plan, result, unprobed)
 
 
@@ -354,6 +357,10 @@ def tuned(plan: Plan, result: "SearchResult", unprobed: "Unprobed" = lambda setu
         told = _predicted_only(plan, result, unprobed)
         values = {**values, "not_probed": told}
         plan = replace(plan, notes=(*plan.notes, *_unprobed_notes(told)))
+    if result.given_up:
+        words = "; ".join(setup_words(setup) for setup in result.given_up)
+        note = f"not measured, the planner was killed each time: {words}; call plan tune again to try it anew"
+        plan = replace(plan, notes=(*plan.notes, note))
     if result.best is None:
         note = f"no probe showed a setup that fits ({result.reason}): the plan stands on prediction alone"
         return replace(plan, search=values, notes=(*plan.notes, note))
