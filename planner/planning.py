@@ -2,11 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import Any
 
 from planner.errors import PlannerError, SetupError, UsageError
+from planner.expressed import check_something_expressed, target_notes
 from planner.gpus import all_gpus
 from planner.models import catalogue
 from planner.outcome import Candidate
@@ -14,7 +16,7 @@ from planner.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount, 
 from planner.predict import device_peak_bytes, predict
 from planner.refine import ANY_SETUP, CorrectionKey, correction_key, spread_correction_key
 from planner.setup import SPREAD_FIELDS, TrainSetup
-from planner.space import BRANCH_FIELDS, Point, dimension_values, micro_batches, walk
+from planner.space import BRANCH_FIELDS, Point, dimension_values, kinds, micro_batches, walk
 from planner.tree import (
     NODE_NAMES,
     NODES,
@@ -50,6 +52,7 @@ def plan_workload(workload: Workload, corrections: Mapping[CorrectionKey, float]
     facts = collect(corrected(walk(workload, values), corrections or {}), workload.budget_bytes)
     walked = sum(known.walked for known in facts.values())
     if not walked:
+        check_something_expressed(workload, kinds(workload, values))
         raise UsageError(
             f"no setup can satisfy all the options given{contradiction(values)}",
             hint="options contradict each other: leave one out",
@@ -129,7 +132,7 @@ def _scaled(point: Point, ratio: float | None) -> Point:
 
 def plan_notes(workload: Workload, chosen: Candidate) -> tuple[str, ...]:
     """The stated assumptions of a plan, one sentence each."""
-    notes = []
+    notes = [*target_notes(workload)]
     if not chosen.setup.packing:
         notes.append(
             f"every sequence is taken to be {workload.seq_len_tokens} tokens long (the worst batch); "
@@ -238,6 +241,12 @@ def _remedies(workload: Workload, nearest: Candidate) -> tuple[Remedy, ...]:
 
 def _relaxed(workload: Workload) -> Remedy | None:
     """Whether dropping the user's own restrictions on method, optimizer or checkpointing lets something fit."""
+    if workload.targets:
+        fits = [(node, point) for node, point in _best_of(replace(workload, targets=())).items() if point is not None]
+        if fits:
+            node, point = fits[0]
+            saved = workload.budget_bytes - point.peak_device_bytes
+            return Remedy(action=f"leave --target out ({NODE_NAMES[node]} fits)", saves_bytes=saved, fits=True)
     spread = ("parallel", *SPREAD_FIELDS) if workload.num_gpus > 1 else ()
     for name in (*spread, "method", "precision", "quantization", "optimizer", "checkpointing", "attention", "loss"):
         if name not in workload.fixed:
@@ -245,7 +254,7 @@ def _relaxed(workload: Workload) -> Remedy | None:
         freer = {key: value for key, value in workload.fixed.items() if key != name}
         if name in ("method", "quantization"):
             freer = {key: value for key, value in freer.items() if key not in ("method", "quantization", "precision")}
-        other = Workload(**{**{f: getattr(workload, f) for f in workload.__dataclass_fields__}, "fixed": freer})
+        other = replace(workload, fixed=freer)
         fits = [(node, point) for node, point in _best_of(other).items() if point is not None]
         if fits:
             node, point = fits[0]

@@ -5,10 +5,13 @@ decide activations; loss and optimizer add their own. The walk evaluates the sam
 (a test compares them), each part once, and every micro-batch by the parts' affine form.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from planner.errors import SetupError, UsageError
+from planner.expressed import branches_as_run, variants_as_run
 from planner.gpu import GpuSpec
 from planner.kernels import attention_kernel, missing_kernels, supported_attentions
 from planner.memory.allocator import allocator_gap_bytes
@@ -127,7 +130,7 @@ def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Itera
                     for rank in ranks[:1] if cast else ranks:  # the cast is there to be compared
                         for targets in values["lora_targets"] if method != "full" else ("all-linear",):
                             try:
-                                yield TrainSetup(
+                                branch = TrainSetup(
                                     method=method,
                                     precision=precision,
                                     quantization=quantization,
@@ -140,6 +143,7 @@ def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Itera
                                 )
                             except SetupError:
                                 continue
+                            yield from branches_as_run(branch, workload) if workload.targets else (branch,)
 
 
 def walk(
@@ -148,17 +152,61 @@ def walk(
     spreads: "Sequence[Spread]" = (),
 ) -> Iterator[Point]:
     """Every setup of the space with its device peak and tokens/s, branch by branch; under every spread where some are
-    given (the peak is then the worst rank's, tokens/s those of all GPUs).
-
-    Attention implementations that run the same kernels in every layer share their figures.
+    given (the peak is then the worst rank's, tokens/s those of all GPUs). Where launch targets were named, only what
+    they express.
     """
-    model, gpu = workload.model, workload.gpu
     values = values if values is not None else dimension_values(workload)
     if spreads:
         from planner.parallel.walk import walk_spreads  # one GPU never needs it, and starts faster without
 
-        yield from walk_spreads(workload, values, spreads)
-        return
+        points = walk_spreads(workload, values, spreads)
+    else:
+        points = _walk_one_gpu(workload, values)
+    return _expressed(points, workload) if workload.targets else points
+
+
+def _expressed(points: Iterable[Point], workload: Workload) -> Iterator[Point]:
+    """The points that the first target runs as they are, and the others at all.
+
+    A point that another target runs otherwise has the larger of both peaks: each file has to fit.
+    """
+    from planner.predict import device_peak_bytes  # late: it needs what the walk needs
+
+    shared: TrainSetup | None = None
+    variants: dict[tuple[str, ...], list[TrainSetup] | None] = {}
+    for point in points:
+        if point.shared is not shared:  # points come in runs that share their branch
+            shared, variants = point.shared, {}
+        key = (point.attention, point.loss, point.optimizer)
+        if key not in variants:
+            variants[key] = variants_as_run(point.family, workload)
+        others = variants[key]
+        if others is None:
+            continue
+        peak = point.peak_device_bytes
+        for other in others:
+            if peak <= workload.budget_bytes:
+                steps = {"micro_batch_seqs": point.micro_batch_seqs, "accumulation_steps": point.accumulation_steps}
+                peak = max(peak, device_peak_bytes(workload.model, workload.gpu, other.with_(**steps)))
+        yield point if peak == point.peak_device_bytes else point._replace(peak_device_bytes=peak)
+
+
+def kinds(
+    workload: Workload, values: Mapping[str, tuple[Any, ...]], spreads: "Sequence[Spread]" = ()
+) -> Iterator[TrainSetup]:
+    """A setup for every branch, spread, loss and attention that the options allow, whatever runs it."""
+    fields = [dict(spread.fields) for spread in spreads] or [{}]
+    for branch in branches(replace(workload, targets=()), values):
+        for spread, loss, attention in product(fields, values["loss"], values["attention"]):
+            try:
+                yield branch.with_(**spread, loss=loss, attention=attention, optimizer=values["optimizer"][0])
+            except SetupError:
+                continue
+
+
+def _walk_one_gpu(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Iterator[Point]:
+    """Attention implementations that run the same kernels in every layer share their figures."""
+    model, gpu = workload.model, workload.gpu
     batches = values.get("micro_batch_seqs") or micro_batches(workload.global_batch_seqs)
     pairs = [(m, workload.global_batch_seqs // m) for m in batches if workload.global_batch_seqs % m == 0]
     calibration = load_calibration()

@@ -36,7 +36,7 @@ def make(
     as_json: options.Json = False,
 ) -> None:
     """Plan MODEL on a GPU, or on several: the fastest setup that fits, why, and what stands beside it."""
-    from planner.cli.writing import check_launch_words
+    from planner.cli.writing import check_launch_words, known_targets
     from planner.models.resolve import resolve_model
     from planner.plan import NoPlan, Plan
     from planner.planning import plan_workload
@@ -54,7 +54,7 @@ def make(
             dataset_tokens=wish.dataset_tokens or lengths.epoch_tokens,
             packing=lengths.packing if wish.packing is None else wish.packing,
         )
-    asked = wish.workload(spec, card)
+    asked = wish.workload(spec, card, targets=known_targets(target) if target else ())
     if no_dry_run:
         plan = plan_workload(asked)
     else:

@@ -300,11 +300,10 @@ def _walked(plan: Plan) -> "Iterable[Point]":
     if wish.num_gpus == 1:
         return walk(wish)
     from planner.parallel.strategies import STAGES, spreads
-    from planner.parallel.walk import walk_spreads
 
     hosted = plan.chosen.setup.offload != "none" or "offload" in wish.fixed
     found = spreads(wish, [stage for stage in STAGES if hosted or stage != "offload"])
-    return walk_spreads(wish, dimension_values(wish), found) if found else ()
+    return walk(wish, dimension_values(wish), found) if found else ()
 
 
 def _probed_and_told(

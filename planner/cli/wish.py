@@ -113,6 +113,7 @@ def workload(
     price: float | None = None,
     cluster: "Cluster | None" = None,
     objective: str = "tokens",
+    targets: Sequence[str] = (),
 ) -> Workload:
     """A workload from resolved names and checked flags; what is not given is planned or takes a stated default."""
     memory, headroom = memory_and_headroom(gpu, memory_gib, headroom_gib)
@@ -120,14 +121,14 @@ def workload(
         DEFAULT_SEQ_LEN, model.max_position_embeddings or DEFAULT_SEQ_LEN
     )
     dataset_tokens = positive("dataset-tokens", dataset_tokens, maximum=1 << 60)
-    targets = fixed.get("lora_targets", ("all-linear",))[0]
+    modules = fixed.get("lora_targets", ("all-linear",))[0]
     ranks = fixed.get("lora_rank")
     if ranks:
         floor, reason = ranks[0], "given with --rank"
     elif min_rank is not None:
         floor, reason = positive("min-rank", min_rank, maximum=4096) or 1, MIN_RANK_GIVEN
     else:
-        floor, reason = rank_floor(model, targets, dataset_tokens)
+        floor, reason = rank_floor(model, modules, dataset_tokens)
     usd, source = _price(gpu, price)
     return Workload(
         model=model,
@@ -141,6 +142,7 @@ def workload(
         min_rank_reason=reason,
         cluster=cluster,
         objective=objective,
+        targets=tuple(targets),
         dataset_tokens=dataset_tokens,
         price_per_hour=usd,
         price_source=source,

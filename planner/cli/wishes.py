@@ -5,7 +5,7 @@ command names one parameter and gets them all.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
@@ -108,8 +108,10 @@ class WishOptions:
         """
         return spread.cluster_of(gpu, self.gpus, self.nodes, self.interconnect)
 
-    def workload(self, model: "ModelSpec", gpu: GpuSpec, *, objective: str = "tokens") -> Workload:
-        """The wish for this model on these GPUs.
+    def workload(
+        self, model: "ModelSpec", gpu: GpuSpec, *, objective: str = "tokens", targets: Sequence[str] = ()
+    ) -> Workload:
+        """The wish for this model on these GPUs, and for these launch targets.
 
         Raises:
             UsageError: an option that makes no sense.
@@ -127,6 +129,7 @@ class WishOptions:
             price=self.price,
             cluster=self.cluster(gpu),
             objective=objective,
+            targets=targets,
         )
 
 

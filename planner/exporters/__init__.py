@@ -11,27 +11,27 @@ from planner.exporters.types import (
     ExportRequest,
     Launch,
     LaunchFile,
+    Target,
 )
 
-EXPORTERS: Mapping[str, Exporter] = {
-    trl.TARGET: trl.export,
-    hf.TARGET: hf.export,
-    axolotl.TARGET: axolotl.export,
-    llamafactory.TARGET: llamafactory.export,
-    unsloth.TARGET: unsloth.export,
-    accelerate.TARGET: accelerate.export,
-    deepspeed.TARGET: deepspeed.export,
-    torchtitan.TARGET: torchtitan.export,
+TARGETS: Mapping[str, Target] = {
+    room.TARGET: Target(refusal=room.refusal, differences=room.differences, export=room.export)
+    for room in (trl, hf, axolotl, llamafactory, unsloth, accelerate, deepspeed, torchtitan)
 }
+"""Target name -> what it makes of a setup, and its files."""
+
+EXPORTERS: Mapping[str, Exporter] = {name: target.export for name, target in TARGETS.items()}
 """Target name -> exporter."""
 
 __all__ = [
     "EXPORTERS",
     "PLACEHOLDER_DATASET",
+    "TARGETS",
     "DatasetChoice",
     "Difference",
     "ExportRequest",
     "Exporter",
     "Launch",
     "LaunchFile",
+    "Target",
 ]

@@ -3,7 +3,8 @@
 from planner.exporters import deepspeed
 from planner.exporters.spread import PER_NODE, accelerate_flags, processes, sharding_refusal, split_refusal
 from planner.exporters.text import Line, Section, header, launch_file, section, yaml_text
-from planner.exporters.types import ExportRequest, Launch, LaunchFile
+from planner.exporters.types import Difference, ExportRequest, Launch, LaunchFile
+from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 
 TARGET = "accelerate"
@@ -40,10 +41,19 @@ def command(request: ExportRequest, script: str, folder: str, *, rendezvous: boo
     return f"accelerate launch --config_file launch/{folder}/{NAME}{flags} {script}"
 
 
+def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
+    """Why Accelerate's config alone cannot spread this setup, "" when it can."""
+    return split_refusal(setup, "Accelerate's config alone") or sharding_refusal(setup, model)
+
+
+def differences(setup: TrainSetup) -> tuple[Difference, ...]:
+    """Settings that run otherwise than the setup says: DeepSpeed's."""
+    return deepspeed.differences(setup)
+
+
 def export(request: ExportRequest) -> Launch:
     """The config alone, as a target of its own."""
-    setup = request.setup
-    if reason := split_refusal(setup, "Accelerate's config alone") or sharding_refusal(request):
+    if reason := refusal(request.setup, request.model):
         return Launch(target=TARGET, refused=reason)
     notes = ["holds processes, precision and sharding only: use it with the hf or trl target"]
     if request.num_nodes > 1:
@@ -52,7 +62,7 @@ def export(request: ExportRequest) -> Launch:
         target=TARGET,
         files=tuple(config_files(request)),
         command=command(request, "SCRIPT", TARGET),
-        differences=deepspeed.differences(setup),
+        differences=differences(request.setup),
         notes=tuple(notes),
         validated_with=VALIDATED_WITH,
     )

@@ -5,6 +5,7 @@ from planner.exporters.common import HF_ATTENTIONS, HF_OPTIMIZERS, environment, 
 from planner.exporters.spread import PER_NODE, processes, sharding_refusal, sync_lines, tensor_refusal, torchrun_flags
 from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
+from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 
 TARGET = "axolotl"
@@ -55,7 +56,7 @@ def _adapter_dtype(setup: TrainSetup) -> str:
     return "fp32"
 
 
-def refusal(setup: TrainSetup) -> str:
+def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     """Why Axolotl cannot run this setup, "" when it can."""
     if reason := tensor_refusal(setup, "Axolotl"):
         return reason
@@ -67,13 +68,13 @@ def refusal(setup: TrainSetup) -> str:
         return "Axolotl's fp16 loads fp16 weights, whose gradients the loss scaler cannot unscale in full fine-tuning"
     if setup.quantization == "int8" and setup.precision == "fp32":
         return "Axolotl loads an int8 base in fp16 when neither bf16 nor fp16 is on"
-    return ""
+    return sharding_refusal(setup, model)
 
 
 def export(request: ExportRequest) -> Launch:
     """`axolotl.yaml`, with a DeepSpeed JSON beside it for ZeRO."""
     setup = request.setup
-    if reason := refusal(setup) or sharding_refusal(request):
+    if reason := refusal(setup, request.model):
         return Launch(target=TARGET, refused=reason)
     found = differences(setup)
     command = f"axolotl train launch/{FILE}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from planner.exporters.spread import deepspeed_precision, sharding_refusal, split_refusal
 from planner.exporters.types import Difference, ExportRequest, Launch, LaunchFile
+from planner.models.spec import ModelSpec
 from planner.parallel.share import (
     ZERO3_PERSISTENT_ELEMENTS,
     ZERO3_PREFETCH_ELEMENTS,
@@ -29,6 +30,13 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """Settings that DeepSpeed runs otherwise than the setup says."""
     found = deepspeed_precision(setup)
     return (found,) if found is not None else ()
+
+
+def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
+    """Why DeepSpeed cannot shard this setup, "" when it can."""
+    if reason := split_refusal(setup, "DeepSpeed's JSON") or sharding_refusal(setup, model):
+        return reason
+    return "" if setup.parallel in STAGES else "DeepSpeed shards with ZeRO 1 to 3 on several GPUs; this setup does not"
 
 
 def config(request: ExportRequest) -> dict[str, object]:
@@ -77,10 +85,8 @@ def config_file(request: ExportRequest, folder: str = TARGET) -> LaunchFile:
 def export(request: ExportRequest) -> Launch:
     """The JSON alone, as a target of its own."""
     setup = request.setup
-    if reason := split_refusal(setup, "DeepSpeed's JSON") or sharding_refusal(request):
+    if reason := refusal(setup, request.model):
         return Launch(target=TARGET, refused=reason)
-    if setup.parallel not in STAGES:
-        return Launch(target=TARGET, refused="DeepSpeed shards with ZeRO 1 to 3 on several GPUs; this setup does not")
     nodes = f" --num_nodes {request.num_nodes}" if request.num_nodes > 1 else ""
     return Launch(
         target=TARGET,

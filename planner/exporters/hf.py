@@ -22,6 +22,7 @@ from planner.exporters.spread import (
 )
 from planner.exporters.text import Line, comments, header, launch_file, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
+from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 
 TARGET = "hf"
@@ -44,7 +45,7 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     return tuple(found)
 
 
-def refusal(setup: TrainSetup) -> str:
+def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     """Why the script cannot run this setup, "" when it can."""
     if reason := tensor_refusal(setup, "the Trainer"):
         return reason
@@ -52,13 +53,13 @@ def refusal(setup: TrainSetup) -> str:
         return "a fused loss multiplies with the whole head, which tensor parallelism cuts"
     if setup.resolved_adapter_dtype == "fp16" and setup.autocast_dtype == "fp16" and setup.method != "full":
         return "fp16 adapters have fp16 gradients, which the loss scaler cannot unscale"
-    return ""
+    return sharding_refusal(setup, model)
 
 
 def export(request: ExportRequest) -> Launch:
     """`train_hf.py`, with an Accelerate config beside it for more than one GPU."""
     setup = request.setup
-    if reason := refusal(setup) or sharding_refusal(request):
+    if reason := refusal(setup, request.model):
         return Launch(target=TARGET, refused=reason)
     found = differences(setup)
     command = f"python launch/{FILE}"

@@ -7,6 +7,7 @@ from planner.exporters.common import HF_OPTIMIZERS, environment, model_line, pea
 from planner.exporters.spread import PER_NODE, sharding_refusal, split_refusal
 from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch, LaunchFile
+from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 
 TARGET = "llamafactory"
@@ -49,7 +50,7 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     return tuple(found)
 
 
-def refusal(setup: TrainSetup) -> str:
+def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     """Why LLaMA-Factory cannot run this setup, "" when it can."""
     if reason := split_refusal(setup, "LLaMA-Factory"):
         return reason
@@ -59,13 +60,13 @@ def refusal(setup: TrainSetup) -> str:
         return "LLaMA-Factory trains fp32 weights under bf16 autocast: twice the memory (bf16-pure or bf16-mixed work)"
     if setup.parallel == "zero3" and setup.quantized:
         return "LLaMA-Factory cannot shard a quantized base under ZeRO-3"
-    return ""
+    return sharding_refusal(setup, model)
 
 
 def export(request: ExportRequest) -> Launch:
     """`llamafactory.yaml` with its `dataset_info.json`, and a DeepSpeed JSON for ZeRO."""
     setup = request.setup
-    if reason := refusal(setup) or sharding_refusal(request):
+    if reason := refusal(setup, request.model):
         return Launch(target=TARGET, refused=reason)
     found = differences(setup)
     env = environment(request.gpu)

@@ -2,6 +2,7 @@
 
 from planner.exporters.text import Line
 from planner.exporters.types import Difference, ExportRequest
+from planner.models.spec import ModelSpec
 from planner.parallel.support import ADAMW, DTENSOR_OPTIMIZERS, why_not
 from planner.setup import TrainSetup
 
@@ -9,9 +10,9 @@ TORCHRUN_ID = "finetune"
 PER_NODE = "On every node, with NODE_RANK (0, 1, ...), MASTER_ADDR and MASTER_PORT (of node 0) set."
 
 
-def engine_refusal(request: ExportRequest) -> str:
+def engine_refusal(setup: TrainSetup, model: ModelSpec | None) -> str:
     """Why no engine at all runs this setup under its spread, "" when one does or the model is not known."""
-    return why_not(request.model, request.setup) if request.model is not None else ""
+    return why_not(model, setup) if model is not None else ""
 
 
 def processes(setup: TrainSetup) -> int:
@@ -124,10 +125,9 @@ def accelerate_flags(request: ExportRequest, *, rendezvous: bool = False) -> str
     )
 
 
-def sharding_refusal(request: ExportRequest) -> str:
+def sharding_refusal(setup: TrainSetup, model: ModelSpec | None) -> str:
     """Why no engine shards or offloads this setup, "" when one does. The model's own reasons where it is known."""
-    setup = request.setup
-    if reason := engine_refusal(request):
+    if reason := engine_refusal(setup, model):
         return reason
     if setup.quantization == "int8" and setup.parallel in ("zero3", "fsdp2"):
         return f"{setup.parallel} cannot shard bitsandbytes' int8 weights"

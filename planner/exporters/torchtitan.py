@@ -66,10 +66,12 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     return tuple(found)
 
 
-def refusal(setup: TrainSetup) -> str:
+def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     """Why torchtitan cannot run this setup, "" when it can."""
     if setup.num_gpus == 1:
         return "the torchtitan config is written for several GPUs"
+    if not flavor(model):
+        return "torchtitan 0.2.2 has Llama 3.1 and dense Qwen 3, not this model"
     if setup.method != "full":
         return "torchtitan 0.2.2 trains whole models: no peft adapters"
     if setup.parallel not in ("none", "ddp", "fsdp2"):
@@ -82,17 +84,13 @@ def refusal(setup: TrainSetup) -> str:
         return "torchtitan mixes precision only under FSDP or DDP: bf16-pure works with tensor or pipeline parallelism"
     if setup.optimizer not in ("adamw", "adamw-fused"):
         return f"torchtitan steps with Adam or AdamW, not {setup.optimizer}"
-    return ""
+    return sharding_refusal(setup, model)
 
 
 def export(request: ExportRequest) -> Launch:
     """`torchtitan.toml` and a Slurm job."""
     setup = request.setup
-    if reason := refusal(setup):
-        return Launch(target=TARGET, refused=reason)
-    if not flavor(request.model):
-        return Launch(target=TARGET, refused="torchtitan 0.2.2 has Llama 3.1 and dense Qwen 3, not this model")
-    if reason := sharding_refusal(request):
+    if reason := refusal(setup, request.model):
         return Launch(target=TARGET, refused=reason)
     found = differences(setup)
     command = torchrun(request, MODULE)

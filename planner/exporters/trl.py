@@ -21,6 +21,7 @@ from planner.exporters.spread import (
 )
 from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
+from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 
 TARGET = "trl"
@@ -76,7 +77,7 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     return tuple(one for one in found if one is not None)
 
 
-def refusal(setup: TrainSetup) -> str:
+def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     """Why `trl sft` cannot run this setup, "" when it can."""
     if reason := tensor_refusal(setup, "trl sft"):
         return reason
@@ -87,13 +88,13 @@ def refusal(setup: TrainSetup) -> str:
             "TRL casts the adapters of a quantized base to bf16, which the fp16 loss scaler cannot unscale; "
             "use LoRA without quantization, or the hf target"
         )
-    return ""
+    return sharding_refusal(setup, model)
 
 
 def export(request: ExportRequest) -> Launch:
     """`trl-sft.yaml`, with an Accelerate config beside it for more than one GPU."""
     setup = request.setup
-    if reason := refusal(setup) or sharding_refusal(request):
+    if reason := refusal(setup, request.model):
         return Launch(target=TARGET, refused=reason)
     found = differences(setup)
     command = f"trl sft --config launch/{FILE}"

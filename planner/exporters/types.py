@@ -1,6 +1,6 @@
 """What an exporter takes and gives: a request in, files and declared differences out. Pure and deterministic."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -126,12 +126,46 @@ class Launch:
         return setup.with_(**{one.field: one.runs_as for one in self.differences})
 
 
+class Refusal(Protocol):
+    """Why a target cannot run a setup of a model, "" when it can; None: the model is not known."""
+
+    def __call__(self, setup: TrainSetup, model: ModelSpec | None = None) -> str: ...
+
+
 class Exporter(Protocol):
     """One launch target."""
 
     def __call__(self, request: ExportRequest) -> Launch:
         """The target's files for one request: the same text for the same request, always."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One launch target: what it makes of a setup, and its files.
+
+    Attributes:
+        refusal: why it cannot run a setup.
+        differences: what it runs otherwise than a setup says; nothing for the setup that it makes of another.
+        export: its files for one request.
+    """
+
+    refusal: Refusal
+    differences: Callable[[TrainSetup], tuple[Difference, ...]]
+    export: Exporter
+
+    def as_run(self, setup: TrainSetup, model: ModelSpec | None = None) -> TrainSetup | str:
+        """The setup that the target really runs, or why it runs none.
+
+        What it makes of a setup must be one that it can run as well.
+        """
+        if reason := self.refusal(setup, model):
+            return reason
+        found = self.differences(setup)
+        if not found:
+            return setup
+        runs = setup.with_(**{one.field: one.runs_as for one in found})
+        return self.refusal(runs, model) or runs
 
 
 def _plain(value: object) -> str:

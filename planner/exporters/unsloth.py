@@ -4,6 +4,7 @@ from planner.exporters.common import HF_OPTIMIZERS, USUAL_LINEAR_MODULES, enviro
 from planner.exporters.python_text import Code, call, constant
 from planner.exporters.text import Line, comments, header, launch_file, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
+from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 
 TARGET = "unsloth"
@@ -46,7 +47,7 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     return tuple(found)
 
 
-def refusal(setup: TrainSetup) -> str:
+def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     """Why the Unsloth script cannot run this setup, "" when it can."""
     if setup.num_gpus > 1:
         return "the Unsloth script is written for one GPU"
@@ -62,7 +63,7 @@ def refusal(setup: TrainSetup) -> str:
 def export(request: ExportRequest) -> Launch:
     """`train_unsloth.py`."""
     setup = request.setup
-    if reason := refusal(setup):
+    if reason := refusal(setup, request.model):
         return Launch(target=TARGET, refused=reason)
     found = differences(setup)
     notes = [

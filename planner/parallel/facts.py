@@ -11,11 +11,10 @@ from planner.errors import SetupError
 from planner.parallel.host import assumed_host_bytes, host_bytes_per_node
 from planner.parallel.strategies import Spread, SpreadKey, spread_key, spread_rank, spreads
 from planner.parallel.support import why_not
-from planner.parallel.walk import walk_spreads
 from planner.planning import corrected
 from planner.refine import CorrectionKey
 from planner.setup import TrainSetup
-from planner.space import Point, branches
+from planner.space import Point, branches, walk
 from planner.tree import KEEP, NODES, TIE_FRACTION, NodeFacts, collect_into, near_fastest, node_of_setup
 from planner.units import gib
 from planner.workload import Workload
@@ -147,7 +146,7 @@ def _points(workload: Workload, values: Mapping[str, tuple[Any, ...]], chosen: t
     for known_workload, known_values, known_spreads, points in _RECENT:
         if known_workload is workload and known_values == values and known_spreads == chosen:
             return points
-    points = tuple(walk_spreads(workload, values, chosen))
+    points = tuple(walk(workload, values, chosen))
     _RECENT.append((workload, dict(values), chosen, points))
     return points
 

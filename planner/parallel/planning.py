@@ -13,6 +13,7 @@ from typing import Any
 
 from planner.cluster import Cluster, make_cluster
 from planner.errors import UsageError
+from planner.expressed import check_something_expressed
 from planner.outcome import Candidate
 from planner.parallel.facts import SpreadFacts, best_spread, merged, walk_stages
 from planner.parallel.strategies import FIELDS, all_spreads, spread_key, spread_name
@@ -30,7 +31,7 @@ from planner.planning import (
     refusal,
 )
 from planner.refine import CorrectionKey
-from planner.space import dimension_values
+from planner.space import dimension_values, kinds
 from planner.tree import NODES, choose_node
 from planner.workload import Workload
 
@@ -52,6 +53,7 @@ def plan_spread(workload: Workload, corrections: Mapping[CorrectionKey, float]) 
     nodes = facts.nodes()
     walked = sum(known.walked for known in nodes.values())
     if not walked:
+        check_something_expressed(workload, kinds(workload, values, facts.walked))
         raise _nothing_to_walk(workload, facts)
     num_spreads = len({one.name for one in facts.walked})
     space = SpaceCount(

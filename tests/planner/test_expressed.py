@@ -1,0 +1,151 @@
+"""A named launch target constrains the plan: what is planned is what that target runs, and it fits."""
+
+from dataclasses import replace
+
+import pytest
+
+from planner.cluster import make_cluster
+from planner.errors import UsageError
+from planner.exporters import EXPORTERS, TARGETS
+from planner.expressed import as_run
+from planner.gpus import find_gpu
+from planner.interchange import to_jsonable
+from planner.models import catalogue
+from planner.models.spec import ModelSpec
+from planner.plan import NoPlan, Plan
+from planner.planning import plan_workload
+from planner.predict import device_peak_bytes
+from planner.setup import TrainSetup
+from planner.space import walk
+from planner.workload import Workload, default_headroom_bytes
+from tests.planner.launch_sweep import request, setups
+
+ONE_GPU_TARGETS = ("trl", "hf", "axolotl", "llamafactory", "unsloth")
+LLAMA = "meta-llama/Llama-3.1-8B"
+
+
+def model_of(name: str) -> ModelSpec:
+    model = catalogue.load(name)
+    assert model is not None
+    return model
+
+
+def wish(name: str, gpu: str, *targets: str, num_gpus: int = 1, **fixed: tuple[object, ...]) -> Workload:
+    card = find_gpu(gpu)
+    return Workload(
+        model=model_of(name),
+        gpu=card,
+        memory_bytes=card.memory_bytes,
+        headroom_bytes=default_headroom_bytes(card.memory_bytes),
+        seq_len_tokens=2048,
+        global_batch_seqs=32,
+        fixed=fixed,
+        targets=targets,
+        cluster=make_cluster(card, num_gpus) if num_gpus > 1 else None,
+    )
+
+
+@pytest.mark.parametrize("target", sorted(TARGETS))
+def test_what_a_target_makes_of_a_setup_it_runs_as_it_is(target: str) -> None:
+    made = 0
+    for setup in setups():
+        runs = TARGETS[target].as_run(setup)
+        if isinstance(runs, TrainSetup):
+            assert TARGETS[target].as_run(runs) == runs
+            made += 1
+    assert made >= (0 if target == "torchtitan" else 60)  # torchtitan knows its models by name
+
+
+@pytest.mark.parametrize("target", sorted(EXPORTERS))
+def test_a_target_refuses_and_differs_as_its_files_say(target: str) -> None:
+    model = model_of("Qwen/Qwen3-8B")
+    for setup in setups()[::7]:
+        launch, runs = EXPORTERS[target](request(setup, model=model)), TARGETS[target].as_run(setup, model)
+        assert runs == (launch.refused or launch.runs_as(setup))
+
+
+@pytest.mark.parametrize("target", ONE_GPU_TARGETS)
+@pytest.mark.parametrize(
+    ("name", "gpu"), [(LLAMA, "rtx-4090"), ("Qwen/Qwen3-14B", "rtx-4090"), ("Qwen/Qwen2.5-1.5B", "t4")]
+)
+def test_the_plan_for_a_target_is_what_its_file_runs_and_it_fits(target: str, name: str, gpu: str) -> None:
+    plan = plan_workload(wish(name, gpu, target))
+    if isinstance(plan, NoPlan):  # TRL cannot train a quantized base in fp16
+        assert (target, gpu) == ("trl", "t4")
+        return
+    setup, workload = plan.chosen.setup, plan.workload
+    launch = EXPORTERS[target](request(setup, model=workload.model, gpu=workload.gpu))
+    assert launch.files
+    assert not launch.differences
+    assert device_peak_bytes(workload.model, workload.gpu, setup) <= workload.budget_bytes
+    for other in plan.alternatives:
+        assert as_run(target, other.candidate.setup, workload.model) == other.candidate.setup, other.label
+    assert any(f"planned as {target} runs it" in note for note in plan.notes)
+
+
+def test_the_walk_for_a_target_holds_all_that_it_makes_of_the_whole_space() -> None:
+    """Every setup of the unconstrained space, as Axolotl runs it, is walked with the peak of what really runs.
+
+    Adapters only: full fine-tuning of 16-bit weights, which Axolotl makes of mixed precision, is planned when asked.
+    """
+    free = wish(LLAMA, "rtx-4090", method=("lora", "qlora"))
+    images = {as_run("axolotl", point.family, free.model) for point in walk(free)}
+    points = list(walk(replace(free, targets=("axolotl",))))
+    assert {point.family for point in points} == {one for one in images if isinstance(one, TrainSetup)}
+    for point in points[::97]:
+        assert point.peak_device_bytes == device_peak_bytes(free.model, free.gpu, point.setup)
+
+
+@pytest.mark.parametrize("target", ["axolotl", "llamafactory", "deepspeed", "torchtitan"])
+def test_several_gpus_are_spread_only_as_the_target_can(target: str) -> None:
+    plan = plan_workload(wish(LLAMA, "a100-80gb", target, num_gpus=4, method=("full",), loss=("full", "liger")))
+    assert isinstance(plan, Plan)
+    assert as_run(target, plan.chosen.setup, plan.workload.model) == plan.chosen.setup
+
+
+def test_the_second_target_has_to_fit_as_well() -> None:
+    """Axolotl's fp32 adapters: a card on which the bf16 ones just fit is not enough for both."""
+    both = wish(LLAMA, "rtx-4090", "trl", "axolotl", method=("qlora",), micro_batch_seqs=(1,), lora_rank=(256,))
+    alone = plan_workload(replace(both, targets=("trl",)))
+    assert isinstance(alone, Plan)
+    model, gpu = both.model, both.gpu
+    runs = as_run("axolotl", alone.chosen.setup, model)
+    assert isinstance(runs, TrainSetup)
+    peaks = device_peak_bytes(model, gpu, alone.chosen.setup), device_peak_bytes(model, gpu, runs)
+    tight = replace(both, headroom_bytes=both.memory_bytes - sum(peaks) // 2)
+    taken = plan_workload(tight)
+    assert isinstance(taken, Plan)
+    assert taken.chosen.setup != alone.chosen.setup
+    runs = as_run("axolotl", taken.chosen.setup, model)
+    assert isinstance(runs, TrainSetup)
+    assert device_peak_bytes(model, gpu, runs) <= tight.budget_bytes
+
+
+@pytest.mark.parametrize(
+    ("workload", "reason"),
+    [
+        (wish(LLAMA, "rtx-4090", "torchtitan"), "written for several GPUs"),
+        (wish(LLAMA, "rtx-4090", "deepspeed"), "on several GPUs"),
+        (wish(LLAMA, "a100-80gb", "unsloth", num_gpus=2, parallel=("ddp",)), "written for one GPU"),
+        (wish(LLAMA, "a100-80gb", "trl", "unsloth", num_gpus=2, parallel=("ddp",)), "written for one GPU"),
+        (wish(LLAMA, "t4", "trl", method=("qlora",)), "loss scaler cannot unscale"),
+        (wish(LLAMA, "rtx-4090", "trl", loss=("full",)), "TRL 1.16 always computes the loss in chunks"),
+        (wish("openai-community/gpt2", "a100-80gb", "torchtitan", num_gpus=2, parallel=("ddp",)), "not this model"),
+    ],
+    ids=lambda value: value.targets[-1] if isinstance(value, Workload) else "",
+)
+def test_a_target_that_can_express_nothing_says_why(workload: Workload, reason: str) -> None:
+    with pytest.raises(UsageError, match=reason) as caught:
+        plan_workload(workload)
+    assert "--target" in caught.value.message
+    assert "--target" in caught.value.hint
+
+
+def test_where_only_the_target_stands_in_the_way_the_remedy_is_to_leave_it_out() -> None:
+    answer = plan_workload(wish(LLAMA, "t4", "trl"))
+    assert isinstance(answer, NoPlan)
+    assert answer.remedies[0].action.startswith("leave --target out")
+
+
+def test_targets_are_plain_data_of_the_wish() -> None:
+    assert to_jsonable(wish(LLAMA, "rtx-4090", "trl", "hf"))["targets"] == ["trl", "hf"]
