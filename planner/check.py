@@ -180,7 +180,7 @@ def single_changes(setup: TrainSetup, gpu: GpuSpec, model: ModelSpec) -> list[tu
             changed = setup.with_(**values)
         except SetupError:
             continue
-        if not missing_kernels(gpu, changed) and not _refused(model, changed):
+        if not missing_kernels(model, gpu, changed) and not _refused(model, changed):
             found.append((label, changed, changes_training))
     return found
 

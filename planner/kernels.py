@@ -1,5 +1,7 @@
 """Which kernels the target GPU has and would run: decided once, for formula, speed model, space and notes."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from planner.gpu import GpuSpec
@@ -13,26 +15,104 @@ ALWAYS_MASKED = frozenset({"falcon", "t5"})
 than one."""
 
 MAX_FUSED_HEAD_DIM = 256
+"""Widest head of SDPA's flash kernel, and of transformers' grouped-query form."""
 TRITON_FROM = (7, 0)
 _ADA = ((8, 6), (8, 9), (12, 0), (12, 1))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlashKernels:
+    """What one generation of the flash-attention kernels trains: forward and backward.
+
+    Attributes:
+        needs: what has to be installed for it.
+        max_head_dim: widest head of queries and keys (values are padded to it).
+        sinks: whether attention sinks get a gradient.
+        planned: whether a setup can ask for it.
+    """
+
+    needs: str
+    max_head_dim: int
+    sinks: bool
+    planned: bool = False
+
+
+FLASH: Mapping[str, FlashKernels] = {
+    "flash_attention_2": FlashKernels(needs="flash-attn", max_head_dim=256, sinks=False, planned=True),
+    "flash_attention_3": FlashKernels(needs="flash-attn-3, compute capability 9.0", max_head_dim=256, sinks=False),
+    "kernels-community/vllm-flash-attn3": FlashKernels(
+        needs="the package kernels and the hub, compute capability 9.0", max_head_dim=256, sinks=False
+    ),
+    "flash_attention_4": FlashKernels(needs="flash-attn-4, compute capability 9.0", max_head_dim=256, sinks=True),
+}
+"""By the name that transformers takes as `attn_implementation`.
+
+Source: flash-attention (commit 0251105a, August 2026) `csrc/flash_attn/flash_api.cpp` mha_fwd, mha_bwd ("head dimension
+at most 256"; no sinks), `hopper/flash_attn_interface.py` (no sinks), `flash_attn/cute/interface.py` _validate_head_dims
+(up to 256 on 9.x; on 10.x to 128, and 256 with 256) and _flash_attn_bwd (a sink's gradient on 9.x, 10.x and 11.x);
+vllm-flash-attn3 has sinks forward only (github.com/nvidia-cosmos/cosmos-rl/issues/219). transformers 5.23
+`modeling_flash_attention_utils.py` FLASH_ATTENTION_COMPATIBILITY_MATRIX, FLASH_ATTN_KERNEL_FALLBACK. A model class with
+`_compatible_flash_implementations` (gpt_oss) gets the first of that list whatever flash name was asked for.
+"""
+
+
+def flash_refusal(model: ModelSpec, name: str = "flash_attention_2") -> str:
+    """Why a flash-attention implementation cannot train this model, "" where it can.
+
+    One layer that its kernels do not take is enough: transformers gives one implementation to all layers of a model
+    and checks neither head sizes nor whether a backward exists.
+
+    Args:
+        name: as in transformers' `attn_implementation`, one of FLASH.
+    """
+    kernels, title = FLASH[name], name.removeprefix("kernels-community/").replace("_", "-")
+    if "flash-attention-2" not in model.attentions:
+        return f"transformers has no flash attention for {model.model_type}"
+    softmax = [one for one in _attentions(model) if one.kind == "softmax"]
+    if not kernels.sinks and any(one.sinks for one in softmax):
+        return f"{title} has no attention sinks, which {model.model_id} trains with"
+    widest = max((one.head_dim for one in softmax), default=0)
+    if widest > kernels.max_head_dim:
+        return f"{title} stops at head size {kernels.max_head_dim}; {model.model_id} has layers with {widest}"
+    return ""
+
+
+def _attentions(model: ModelSpec) -> tuple[AttentionSpec, ...]:
+    """Attention of every kind of layer, those of idle towers too (they are built with the same implementation)."""
+    layers = (*model.layer_kinds, *(layer for layer, _ in model.idle_layers))
+    return tuple(one for layer in layers for one in (layer.attention, layer.cross_attention) if one is not None)
+
+
 def supported_attentions(model: ModelSpec, gpu: GpuSpec) -> tuple[str, ...]:
-    """Attention implementations that transformers has for this model and that run on this GPU, best first."""
-    names = []
-    if "sdpa" in model.attentions:
-        names.append("sdpa")
-    if "flash-attention-2" in model.attentions and gpu.flash_attention_2:
+    """Attention implementations that transformers has for this model and that train it on this GPU, best first."""
+    names = ["sdpa"] if "sdpa" in model.attentions else []
+    if gpu.flash_attention_2 and not flash_refusal(model):
         names.append("flash-attention-2")
     return (*names, "eager")
 
 
-def missing_kernels(gpu: GpuSpec, setup: TrainSetup) -> str:
-    """What of a setup has no kernel on this GPU, "" where everything runs.
+def default_attention(model: ModelSpec | None) -> str:
+    """What transformers runs where no implementation is named: SDPA, or eager for a class without it."""
+    return "sdpa" if model is None or "sdpa" in model.attentions else "eager"
+
+
+def attention_refusal(model: ModelSpec, attention: str) -> str:
+    """Why an attention implementation of a setup cannot train this model on any card, "" where it can."""
+    if attention == "flash-attention-2":
+        return flash_refusal(model)
+    if attention not in model.attentions:
+        return f"transformers has no {attention} attention for {model.model_type}"
+    return ""
+
+
+def missing_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
+    """What of a setup has no kernel for this model on this GPU, "" where everything runs.
 
     Source: the GPU table (flash-attention 2); bitsandbytes 0.50 (`backends/mps` has no optimizer, `get_paged` needs
     CUDA's managed memory); Triton compiles for NVIDIA cards from compute capability 7.0 on, and for AMD.
     """
+    if reason := attention_refusal(model, setup.attention):
+        return reason
     if gpu.vendor == "Apple" and ("8bit" in setup.optimizer or "paged" in setup.optimizer):
         return f"bitsandbytes has no optimizer ({setup.optimizer}) for Apple GPUs"
     if setup.loss == "liger" and (gpu.vendor == "Apple" or (gpu.compute_capability or TRITON_FROM) < TRITON_FROM):
@@ -71,7 +151,9 @@ def attention_kernel(
     if attention.kind == "linear":
         return "linear"
     if setup.attention == "flash-attention-2":
-        return "flash"
+        package = FLASH["flash_attention_2"]
+        taken = attention.head_dim <= package.max_head_dim and (package.sinks or not attention.sinks)
+        return "flash" if taken else "eager"  # such a model is refused; counted as what a person would have to run
     if setup.attention == "eager" or "sdpa" not in model.attentions:
         return "eager"
     if gpu.vendor == "Apple":

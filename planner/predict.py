@@ -119,7 +119,7 @@ def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str
         )
     if gpu.bf16_flops_per_s is None and setup.compute_dtype == "bf16":
         notes.append(f"{gpu.name} has no bf16 units: torch emulates bf16 slowly, fp16 is the better choice")
-    missing = missing_kernels(gpu, setup)
+    missing = missing_kernels(model, gpu, setup)
     if missing:
         notes.append(f"this cannot run: {missing}")
     if gpu.vendor == "Apple":

@@ -90,12 +90,16 @@ def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
     }
     for name, allowed in fixed.items():
         values[name] = tuple(allowed)
+    best_attention = supported_attentions(workload.model, gpu)[0]
     for name in ("optimizer", "loss", "attention"):
-        missing = {value: missing_kernels(gpu, TrainSetup(**{name: value})) for value in values[name]}
+        tried = {value: TrainSetup(**{"attention": best_attention, name: value}) for value in values[name]}
+        missing = {value: missing_kernels(workload.model, gpu, setup) for value, setup in tried.items()}
         values[name] = tuple(value for value in values[name] if not missing[value])
         if not values[name]:
             reason = next(iter(missing.values()))
-            raise UsageError(f"--{name} cannot be kept: {reason}", hint=f"leave --{name} out, or name another GPU")
+            raise UsageError(
+                f"--{name} cannot be kept: {reason}", hint=f"leave --{name} out, or name another GPU or model"
+            )
     return values
 
 

@@ -4,11 +4,14 @@ from typing import Any
 
 import pytest
 
+from planner.cli.wish import workload
+from planner.errors import UsageError
 from planner.gpus import find_gpu
-from planner.kernels import attention_kernel, masked, missing_kernels, supported_attentions
+from planner.kernels import FLASH, attention_kernel, flash_refusal, masked, missing_kernels, supported_attentions
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
+from planner.space import dimension_values
 
 
 def load(name: str) -> ModelSpec:
@@ -39,12 +42,55 @@ def kernel(name: str, gpu: str, dtype: str, **setup: object) -> str:
         ("tiiuae/falcon-7b", "a100-80gb", "bf16", {}, "math"),  # always masked, one key head
         ("tiiuae/falcon-40b", "a100-80gb", "bf16", {}, "efficient"),  # always masked, keys repeated
         ("deepseek-ai/deepseek-v3", "a100-80gb", "bf16", {}, "efficient"),  # head sizes 192 and 128 differ
+        ("openai/gpt-oss-20b", "h100-sxm", "bf16", {"attention": "flash-attention-2"}, "eager"),  # sinks
     ],
 )
 def test_attention_kernel_follows_sdpa(
     model: str, gpu: str, dtype: str, setup: dict[str, object], expected: str
 ) -> None:
     assert kernel(model, gpu, dtype, **setup) == expected
+
+
+FLASH_2: dict[str, Any] = {"attention": "flash-attention-2"}
+
+
+def test_flash_attention_checks_the_width_of_every_layer() -> None:
+    """Gemma 4: local layers have heads of 256, global ones of 512; flash_api.cpp refuses above 256."""
+    gemma, gpu = load("google/gemma-4-E2B-it"), find_gpu("h100-sxm")
+    specs = {layer.attention for layer in gemma.layer_kinds if layer.attention is not None}
+    found = {one.head_dim: attention_kernel(gemma, TrainSetup(**FLASH_2), gpu, one, "bf16") for one in specs}
+    assert found == {256: "flash", 512: "eager"}
+    assert "head size 256; google/gemma-4-E2B-it has layers with 512" in flash_refusal(gemma)
+    assert supported_attentions(gemma, gpu) == ("sdpa", "eager")
+
+
+def test_attention_sinks_need_a_kernel_with_their_gradient() -> None:
+    """FA2 has none, vLLM's FA3 forward only; FA4 has it (flash_attn/cute/interface.py _flash_attn_bwd)."""
+    oss = load("openai/gpt-oss-20b")
+    assert [name for name in FLASH if not flash_refusal(oss, name)] == ["flash_attention_4"]
+    assert supported_attentions(oss, find_gpu("h100-sxm")) == ("eager",)
+    assert "sinks" in missing_kernels(oss, find_gpu("h100-sxm"), TrainSetup(**FLASH_2))
+
+
+@pytest.mark.parametrize(("model", "attention"), [("google/gemma-4-31B-it", "flash-attention-2"),
+                                                  ("openai/gpt-oss-20b", "flash-attention-2"),
+                                                  ("google/gemma-2-2b", "sdpa")])  # fmt: skip
+def test_an_attention_that_cannot_train_the_model_cannot_be_asked_for(model: str, attention: str) -> None:
+    spec, gpu = load(model), find_gpu("a100-80gb")
+    with pytest.raises(UsageError, match="--attention cannot be kept"):
+        dimension_values(workload(spec, gpu, fixed={"attention": [attention]}))
+
+
+def test_no_plan_of_the_catalogue_has_an_attention_that_cannot_train_it() -> None:
+    for entry in catalogue.entries():
+        model = load(entry.model_id)
+        for gpu in ("t4", "rtx-4090", "h100-sxm"):
+            for attention in supported_attentions(model, find_gpu(gpu)):
+                assert not missing_kernels(model, find_gpu(gpu), TrainSetup(attention=attention))
+        widest = max(one.head_dim for layer in model.layer_kinds if (one := layer.attention))
+        assert ("flash-attention-2" in supported_attentions(model, find_gpu("h100-sxm"))) == (
+            "flash-attention-2" in model.attentions and widest <= 256 and model.model_type != "gpt_oss"
+        )
 
 
 def test_masked_when_packed_or_the_window_is_no_longer_than_the_sequence() -> None:
@@ -90,6 +136,6 @@ def test_apple_gpus_train_with_the_math_kernel() -> None:
     ],
 )
 def test_what_has_no_kernel_on_a_card_is_named(gpu: str, setup: dict[str, Any], word: str) -> None:
-    reason = missing_kernels(find_gpu(gpu), TrainSetup(**setup))
+    reason = missing_kernels(load("meta-llama/llama-3.1-8b"), find_gpu(gpu), TrainSetup(**setup))
     assert word in reason
     assert bool(reason) == bool(word)
