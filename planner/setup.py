@@ -56,7 +56,7 @@ class TrainSetup:
         lora_targets: "attention", "all-linear" or a tuple of module names.
         lora_dropout: above 0 each adapted matrix keeps a dropped copy of its input.
         adapter_dtype: "auto" follows the trainer: bf16 for quantized bases without the fp32 cast (TRL), else fp32
-            (peft's `autocast_adapter_dtype`).
+            (peft's `autocast_adapter_dtype`); always fp32 under fp16 autocast.
         optimizer: one of OPTIMIZERS ("adamw" is PyTorch's default foreach form).
         attention: the implementation asked of transformers; which kernel SDPA then picks depends on the GPU.
         checkpointing: 0 off, 1 every layer, n every n-th layer (layer i is checkpointed when i % n == 0).
@@ -238,12 +238,21 @@ class TrainSetup:
 
         Source: peft 0.21 `get_peft_model(autocast_adapter_dtype=True)` casts 16-bit adapters to fp32; TRL 1.16
         `SFTTrainer` casts adapters of a quantized base to bf16 (and does not call `prepare_model_for_kbit_training`).
+        Under fp16 autocast only fp32 adapters train: PyTorch's GradScaler refuses fp16 gradients and has no bf16 kernel
+        (`torch/amp/grad_scaler.py` _unscale_grads_, `AmpKernels.cu`).
         """
         if self.adapter_dtype != "auto":
             return self.adapter_dtype
-        if self.method == "qlora" and not self.kbit_fp32_cast:
+        if self.method == "qlora" and not self.kbit_fp32_cast and self.autocast_dtype != "fp16":
             return "bf16"
         return "fp32"
+
+    @property
+    def scaler_refusal(self) -> str:
+        """Why the loss scaler of fp16 autocast cannot step this setup's adapters, "" where it can."""
+        if self.method == "full" or self.autocast_dtype != "fp16" or self.resolved_adapter_dtype == "fp32":
+            return ""
+        return f"the fp16 loss scaler cannot unscale {self.resolved_adapter_dtype} adapters' gradients"
 
     @property
     def quantized(self) -> bool:

@@ -51,9 +51,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return reason
     if setup.tensor_degree > 1 and setup.loss != "full":
         return "a fused loss multiplies with the whole head, which tensor parallelism cuts"
-    if setup.resolved_adapter_dtype == "fp16" and setup.autocast_dtype == "fp16" and setup.method != "full":
-        return "fp16 adapters have fp16 gradients, which the loss scaler cannot unscale"
-    return sharding_refusal(setup, model)
+    return setup.scaler_refusal or sharding_refusal(setup, model)
 
 
 def export(request: ExportRequest) -> Launch:

@@ -83,12 +83,13 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return reason
     if setup.parallel == "dp":
         return "one process for all GPUs (nn.DataParallel) is not trl sft's way; ddp holds less and is faster"
-    if setup.method == "qlora" and setup.compute_dtype == "fp16" and setup.autocast_dtype == "fp16":
+    if setup.method == "qlora" and setup.autocast_dtype == "fp16":
+        # whatever type was planned: the cast follows after every setting that TRL has
         return (
             "TRL casts the adapters of a quantized base to bf16, which the fp16 loss scaler cannot unscale; "
-            "use LoRA without quantization, or the hf target"
+            "use the hf target, which keeps them in fp32"
         )
-    return sharding_refusal(setup, model)
+    return setup.scaler_refusal or sharding_refusal(setup, model)
 
 
 def export(request: ExportRequest) -> Launch:

@@ -8,6 +8,9 @@ from transformers.distributed import DistributedConfig
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
 from planner.exporters import EXPORTERS, Launch, trl
+from planner.memory.dtypes import flow_of
+from planner.readers import read_text
+from planner.setup import TrainSetup
 from tests.planner.launch_sweep import request, setups
 
 SETUPS = setups()
@@ -83,3 +86,31 @@ def test_machine_paths_and_line_breaks_stay_out() -> None:
     assert "/home" not in text
     assert "/root" not in text
     assert yaml.safe_load(text)["model_name_or_path"] == "./model"
+
+
+@pytest.mark.parametrize("quantization", ["nf4-double", "int8"])
+@pytest.mark.parametrize("precision", ["fp16-autocast", "fp16-mixed"])
+def test_a_card_without_bf16_gets_adapters_that_its_loss_scaler_can_unscale(quantization: str, precision: str) -> None:
+    """PyTorch's GradScaler refuses fp16 gradients and has no bf16 kernel: one rule for memory and every file."""
+    setup = TrainSetup(method="qlora", quantization=quantization, precision=precision, loss="full")
+    assert setup.resolved_adapter_dtype == "fp32"
+    assert flow_of(setup).adapter == "fp32"
+    script = EXPORTERS["hf"](request(setup))
+    assert "ADAPTER_DTYPE = torch.float32" in script.files[0].text
+    assert "fp16=True" in script.files[0].text
+    for target in ("hf", "axolotl", "llamafactory"):
+        launch = EXPORTERS[target](request(setup))
+        assert not launch.refused
+        assert launch.runs_as(setup).scaler_refusal == ""
+    refused = EXPORTERS["trl"](request(setup)).refused
+    assert "cannot unscale" in refused
+    assert "hf target" in refused
+    for dtype in ("bf16", "fp16"):  # asked for by hand
+        assert "cannot unscale" in EXPORTERS["hf"](request(setup.with_(adapter_dtype=dtype))).refused
+
+
+def test_a_trl_file_that_the_loss_scaler_stops_is_said_to_stop() -> None:
+    text = EXPORTERS["trl"](request(TrainSetup(method="qlora", quantization="nf4", loss="chunked"))).files[0].text
+    text = text.replace("bf16: true", "bf16: false").replace("fp16: false", "fp16: true")
+    found = read_text(text.replace("dtype: bfloat16", "dtype: float16"), "trl.yaml")
+    assert any("cannot unscale" in one for one in found.approximations)
