@@ -6,6 +6,7 @@ from planner.exporters.text import Line, was_absolute
 from planner.exporters.types import Difference, ExportRequest
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
+from planner.models.targets import peft_target_modules
 from planner.predict import predict
 from planner.setup import TrainSetup
 from planner.units import gib
@@ -28,35 +29,15 @@ HF_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 USUAL_ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 USUAL_LINEAR_MODULES = (*USUAL_ATTENTION_MODULES, "gate_proj", "up_proj", "down_proj")
-ATTENTION_ROLES = ("q", "k", "v", "qkv", "o")
-
-
-def attention_modules(model: ModelSpec | None) -> tuple[str, ...]:
-    """Names that PEFT matches for the target set "attention", in the order of the layers.
-
-    A leaf name that also names another matrix (GPT-2's `c_proj`) is written dotted ("attn.c_proj"), which PEFT
-    matches by its ending.
-    """
-    if model is None:
-        return USUAL_ATTENTION_MODULES
-    linears = [linear for kind in model.layer_kinds for linear in kind.linears if linear.module != "parameter"]
-    other_leaves = {linear.leaf for linear in linears if linear.role not in ATTENTION_ROLES}
-    names: list[str] = []
-    for linear in linears:
-        if linear.role in ATTENTION_ROLES:
-            name = linear.name if linear.leaf in other_leaves else linear.leaf
-            if name not in names:
-                names.append(name)
-    return tuple(names) or USUAL_ATTENTION_MODULES
 
 
 def target_modules(setup: TrainSetup, model: ModelSpec | None) -> str | list[str]:
-    """PEFT's `target_modules`: "all-linear" or a list of names."""
-    if setup.lora_targets == "all-linear":
-        return "all-linear"
+    """PEFT's `target_modules`: "all-linear", a list of names, or a pattern (`planner.models.targets`)."""
+    if model is not None:
+        return peft_target_modules(model, setup.lora_targets)
     if setup.lora_targets == "attention":
-        return list(attention_modules(model))
-    return list(setup.lora_targets)
+        return list(USUAL_ATTENTION_MODULES)
+    return setup.lora_targets if isinstance(setup.lora_targets, str) else list(setup.lora_targets)
 
 
 def environment(gpu: GpuSpec | None) -> dict[str, str]:

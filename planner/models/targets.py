@@ -13,11 +13,14 @@ from collections.abc import Iterable, Iterator
 
 from planner.errors import SetupError
 from planner.models.spec import LayerSpec, LinearSpec, ModelSpec
+from planner.setup import TARGET_SETS
 
 Targets = str | tuple[str, ...]
 Adapted = tuple[tuple[LayerSpec, int, tuple[LinearSpec, ...]], ...]
 
 ATTENTION_ROLES = frozenset({"q", "k", "v", "qkv", "o", "mixer"})
+_NO_LIST = ("outer", "idle-part")
+"""Kinds of layers that stand once, outside any list."""
 CLIPPED = ".linear"
 """Gemma 4's towers wrap each nn.Linear in a module that PEFT refuses; the inner one is called `linear`."""
 
@@ -56,6 +59,8 @@ def lora_linears(model: ModelSpec, targets: Targets) -> Adapted:
             f"LoRA targets must be attention, all-linear or a list of names; got {targets!r}",
             hint=f"names of {model.model_id}: {', '.join(available_names(model))}",
         )
+    elif _is_pattern(targets):
+        groups = _patterned(model, targets[0])
     else:
         groups = _named(model, targets)
     found = tuple((layer, num, linears) for layer, num, linears in groups if linears)
@@ -124,7 +129,7 @@ def peft_target_modules(model: ModelSpec, targets: Targets) -> str | list[str]:
     module names (TRL takes it as a list of one).
     """
     if isinstance(targets, tuple):
-        return list(targets)
+        return targets[0] if _is_pattern(targets) else list(targets)
     if targets != "attention":
         return targets
     names = attention_target_names(model)
@@ -137,6 +142,20 @@ def peft_target_modules(model: ModelSpec, targets: Targets) -> str | list[str]:
     return f"({'|'.join(map(re.escape, paths))})\\.\\d+\\.({'|'.join(map(re.escape, wanted))})"
 
 
+def same_targets(model: ModelSpec, names: tuple[str, ...]) -> str:
+    """The target set that adapts just what these names (or this one pattern) adapt, "" where none does, or where some
+    name matches nothing."""
+    if unmatched_targets(model, names):
+        return ""
+    for word in TARGET_SETS:
+        try:
+            if lora_linears(model, names) == lora_linears(model, word):
+                return word
+        except SetupError:
+            continue
+    return ""
+
+
 def available_names(model: ModelSpec) -> tuple[str, ...]:
     """The names that explicit targets can use, shortest form, each once."""
     linears = [one for _, _, group in _modules(model, with_head=True) for one in group]
@@ -146,7 +165,7 @@ def available_names(model: ModelSpec) -> tuple[str, ...]:
 
 def unmatched_targets(model: ModelSpec, targets: Targets) -> tuple[str, ...]:
     """The explicit names that match nothing. PEFT skips them silently as long as another name matches."""
-    if isinstance(targets, str):
+    if isinstance(targets, str) or _is_pattern(targets):
         return ()
     converted = _CONVERTED.get(model.model_type, {})
     linears = [one for _, _, group in _modules(model, with_head=True) for one in group]
@@ -204,6 +223,40 @@ def _named(model: ModelSpec, names: tuple[str, ...]) -> list[tuple[LayerSpec, in
             f"LoRA targets {_listed(names)} name an embedding, which is not supported",
             hint=f"choose from: {', '.join(available_names(model))}",
         )
+    return groups
+
+
+def _is_pattern(targets: tuple[str, ...]) -> bool:
+    """Whether the targets are one regular expression (PEFT: a string instead of a list) and not a name."""
+    return len(targets) == 1 and re.search(r"[^\w.-]", targets[0]) is not None
+
+
+def _patterned(model: ModelSpec, pattern: str) -> list[tuple[LayerSpec, int, tuple[LinearSpec, ...]]]:
+    """Matches by PEFT's rule for a string: the whole module name, every layer alike."""
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise SetupError(f"LoRA targets {_listed((pattern,))} are no valid pattern: {error}") from error
+    groups = []
+    for layer, num, linears in _modules(model, with_head=True):
+        places = [f"{layer.path}.{index}." for index in (0, 1)] if layer.kind not in _NO_LIST else [f"{layer.path}."]
+        hits = [
+            [one for one in linears if compiled.fullmatch((place + _module_name(one)).lstrip("."))] for place in places
+        ]
+        inner = [[one for one in linears if compiled.fullmatch((place + one.name).lstrip("."))] for place in places]
+        if hits[0] != hits[-1] or inner[0] != inner[-1]:
+            raise SetupError(
+                f"LoRA targets {_listed((pattern,))} pick single layers, which is not supported",
+                hint="match every layer: \\d+ where the layer's number stands",
+            )
+        if refused := [one for one in hits[0] if one not in inner[0]]:
+            raise SetupError(
+                f"LoRA targets {_listed((pattern,))} reach {_module_name(refused[0])} of {model.model_id}, which PEFT "
+                "cannot adapt",
+                hint="use attention or all-linear",
+            )
+        chosen = tuple(inner[0])
+        groups.append((layer if layer.path else _outer(chosen), num, chosen))
     return groups
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from planner.errors import ConfigError
+from planner.kernels import default_attention
 from planner.models.spec import ModelSpec
 from planner.readers import common, schema
 from planner.readers.sharding import Sharding, Spread, fsdp, hybrid, parallel_of, zero_stage
@@ -67,7 +68,7 @@ def read(
         "packing": settings.flag("sample_packing", False),
         "optimizer": common.optimizer(settings, "optimizer", "adamw_torch_fused"),
         "compile": settings.raw("torch_compile") is True,
-        "attention": _attention(settings),
+        "attention": _attention(settings, model),
         "loss": _loss(settings),
     }
     for key, default in (("micro_batch_size", 1), ("sequence_len", 512)):
@@ -147,9 +148,6 @@ def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:
     names = settings.names("lora_target_modules")
     if isinstance(settings.raw("lora_target_modules"), str):
         names = (settings.text("lora_target_modules", ""),)
-        if names[0] not in ("all-linear",):
-            settings.approximate("lora_target_modules is a pattern: counted as all linear layers")
-            names = ("all-linear",)
     if settings.flag("lora_target_linear", False):
         if names and names != ("all-linear",):
             settings.assume("lora_target_linear adds all linear layers to lora_target_modules")
@@ -202,15 +200,16 @@ def _checkpointing(settings: Settings) -> int:
     return kwargs.integer("every_n_layers", 1, at_least=1)
 
 
-def _attention(settings: Settings) -> str:
+def _attention(settings: Settings, model: ModelSpec | None) -> str:
     if settings.has("attn_implementation"):
-        return common.attention(settings, "attn_implementation")
+        return common.attention(settings, "attn_implementation", model)
     for key, kind in OLD_ATTENTION_SWITCHES.items():
         if settings.raw(key) is True:
             settings.assume(f"{key} is read as attn_implementation {kind}")
             return kind
-    settings.assume("no attention named: sdpa, transformers' default")
-    return "sdpa"
+    default = default_attention(model)
+    settings.assume(f"no attention named: {default}, transformers' default")
+    return default
 
 
 def _loss(settings: Settings) -> str:

@@ -3,8 +3,10 @@
 from typing import Any
 
 from planner.errors import ConfigError, SetupError
-from planner.exporters.common import USUAL_ATTENTION_MODULES, USUAL_LINEAR_MODULES, attention_modules
+from planner.exporters.common import USUAL_ATTENTION_MODULES, USUAL_LINEAR_MODULES
+from planner.kernels import default_attention
 from planner.models.spec import ModelSpec
+from planner.models.targets import same_targets
 from planner.readers.values import Settings
 from planner.setup import TrainSetup
 
@@ -85,9 +87,9 @@ def optimizer(settings: Settings, key: str, default: str) -> str:
     return stand_in
 
 
-def attention(settings: Settings, key: str, default: str = "sdpa") -> str:
-    """A setup's attention from transformers' name."""
-    name = settings.text(key, default).removeprefix("paged|").split("@")[0].split(":")[0]
+def attention(settings: Settings, key: str, model: ModelSpec | None) -> str:
+    """A setup's attention from transformers' name; where none is given, what transformers takes for the model."""
+    name = settings.text(key, default_attention(model)).removeprefix("paged|").split("@")[0].split(":")[0]
     if name not in ATTENTIONS:
         settings.approximate(f"attention {name!r} has no memory model of its own: counted as sdpa")
         return "sdpa"
@@ -122,7 +124,7 @@ def precision(settings: Settings, weights: str, autocast: str | None, method: st
 
 
 def targets(names: tuple[str, ...], model: ModelSpec | None, settings: Settings) -> str | tuple[str, ...]:
-    """A setup's target set from module names: "all-linear" and "attention" where the names mean just that."""
+    """A setup's targets from module names, or one pattern: "all-linear" and "attention" where they mean just that."""
     if not names:
         model_type = model.model_type if model is not None else ""
         default = PEFT_DEFAULT_TARGETS.get(model_type, ("q_proj", "v_proj"))
@@ -130,17 +132,11 @@ def targets(names: tuple[str, ...], model: ModelSpec | None, settings: Settings)
         return default
     if {name.lower() for name in names} & {"all-linear", "all"}:
         return "all-linear"
-    if set(names) == set(attention_modules(model)) or set(names) == set(USUAL_ATTENTION_MODULES):
-        return "attention"
-    if set(names) == _linear_modules(model):
-        return "all-linear"
-    return tuple(dict.fromkeys(names))
-
-
-def _linear_modules(model: ModelSpec | None) -> set[str]:
+    names = tuple(dict.fromkeys(names))
     if model is None:
-        return set(USUAL_LINEAR_MODULES)
-    return {one.leaf for kind in model.layer_kinds for one in kind.linears if one.module != "parameter"}
+        usual = {"attention": USUAL_ATTENTION_MODULES, "all-linear": USUAL_LINEAR_MODULES}
+        return next((word for word, known in usual.items() if set(names) == set(known)), names)
+    return same_targets(model, names) or names
 
 
 def build(settings: Settings, fields: dict[str, Any]) -> TrainSetup:

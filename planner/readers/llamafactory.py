@@ -3,6 +3,7 @@
 from typing import Any
 
 from planner.errors import ConfigError
+from planner.kernels import default_attention
 from planner.models.spec import ModelSpec
 from planner.readers import common, hf, schema
 from planner.readers.sharding import Sharding, Spread, fsdp, parallel_of, zero_stage
@@ -79,7 +80,7 @@ def read(
         "packing": packing,
         # under packing samples fill one token less, and padding brings the row back to cutoff_len
         "seq_len_tokens": cutoff,
-        "attention": ATTENTIONS[word],
+        "attention": default_attention(model) if word == "auto" else ATTENTIONS[word],
         "checkpointing": 0 if off else 1,
         "loss": "liger" if settings.flag("enable_liger_kernel", False) else "full",
         "optimizer": common.optimizer(settings, "optim", "adamw_torch_fused"),

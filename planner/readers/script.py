@@ -158,7 +158,7 @@ def _setup(
     fields["seq_len_tokens"] = _length(arguments, loader, constants, calls)
     fields["packing"] = arguments.flag("packing", constants.get("PACKING") is True)
     fields["optimizer"] = common.optimizer(arguments, "optim", "adamw_torch_fused")
-    fields["attention"] = "sdpa" if unsloth else common.attention(loader, "attn_implementation")
+    fields["attention"] = "sdpa" if unsloth else common.attention(loader, "attn_implementation", model)
     fields["compile"] = arguments.flag("torch_compile", False)
     liger = arguments.flag("use_liger_kernel", False)
     fields["loss"] = "chunked" if trl else "liger" if liger else "full"

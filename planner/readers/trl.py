@@ -41,6 +41,11 @@ def read(
     weights = hf.weight_dtype(settings, dtype_key, "float32", model)
     autocast = hf.autocast(settings, bf16_default=True)
     fields["precision"] = common.precision(settings, weights, autocast, fields["method"])
+    if fields["method"] == "qlora" and autocast == "fp16":
+        settings.approximate(
+            "TRL casts a quantized base's adapters to bf16, which the fp16 loss scaler cannot unscale: the run stops "
+            "at its first optimizer step"
+        )
     if compute is None and weights == "fp32" and autocast and quantization.startswith("nf4"):
         settings.approximate("4-bit weights compute in float32 here (TRL takes the compute type from dtype)")
     if peft:
@@ -62,9 +67,9 @@ def read(
 
     attention_key = settings.first("attn_implementation")
     if not settings.has(attention_key) and kwargs.has("attn_implementation"):
-        fields["attention"] = common.attention(kwargs, "attn_implementation")
+        fields["attention"] = common.attention(kwargs, "attn_implementation", model)
     else:
-        fields["attention"] = common.attention(settings, attention_key)
+        fields["attention"] = common.attention(settings, attention_key, model)
     keys["attention"] = attention_key
     fields["optimizer"] = common.optimizer(settings, "optim", "adamw_torch_fused")
     fields["checkpointing"] = hf.checkpointing(settings, True, keys)
