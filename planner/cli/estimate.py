@@ -17,6 +17,7 @@ from planner.errors import ConfigError, PlannerError, UsageError
 from planner.gpu import GpuSpec
 from planner.inputs import open_regular, parse_object, read_lines
 from planner.interchange import setup_from_dict
+from planner.kernels import default_attention
 from planner.models.spec import ModelSpec
 from planner.outcome import Candidate
 from planner.setup import TrainSetup
@@ -122,6 +123,8 @@ def estimate(
     )
     setup = setup_from_dict({**values, **spread.one_setup(num_gpus, wanted)})
     spec, card = _resolve(model, gpu, revision, hub)
+    if attention is None:
+        setup = setup.with_(attention=default_attention(spec))
     cluster = spread.cluster_of(card, num_gpus, nodes, interconnect)
     result = _candidate(spec, card, setup, memory_gib, headroom, dry=False, cluster=cluster)
     if not no_dry_run:
