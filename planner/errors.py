@@ -8,6 +8,7 @@
     |-- ConfigError       (2)    a config.json, YAML or JSON that cannot be read or makes no sense
     `-- EnvironmentProblem (3)   no GPU, no network, full disk, a missing extra
 
+Every other exception is a fault of this program: exit code 70 and a report file (`planner.cli.faults`).
 Expected outcomes (out of memory, a timeout, nothing fits) are data, never exceptions.
 """
 
@@ -15,6 +16,8 @@ EXIT_OK = 0
 EXIT_NOTHING_FITS = 1
 EXIT_BAD_INPUT = 2
 EXIT_ENVIRONMENT = 3
+EXIT_INTERNAL = 70
+"""A fault of this program (sysexits.h: EX_SOFTWARE); none of the codes that say something about a plan."""
 
 
 class PlannerError(Exception):

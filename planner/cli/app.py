@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from io import TextIOWrapper
@@ -11,7 +12,7 @@ import typer
 
 from planner import __version__
 from planner.cli import completion
-from planner.cli.output import fail, fail_environment
+from planner.cli.output import fail, fail_environment, show_warning
 from planner.errors import PlannerError
 
 MAIN_COMMAND = "make"
@@ -98,7 +99,8 @@ def _version(version: bool = typer.Option(False, "--version", help="Print the ve
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 done, 1 nothing fits, 2 bad input, 3 the machine lacks something.
+    """Run the command line and exit: 0 done, 1 nothing fits, 2 bad input, 3 the machine lacks something, 70 a
+    fault of this program.
 
     Errors go to stderr with a `hint:`; stdout is data.
     """
@@ -107,6 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     gc.set_threshold(200_000)
     if isinstance(sys.stdout, TextIOWrapper):  # an encoding that lacks a character of a name is no reason to fail
         sys.stdout.reconfigure(errors="backslashreplace")
+    warnings.showwarning = show_warning
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -133,6 +136,10 @@ def run(arguments: Sequence[str]) -> int:
         raise
     except OSError as error:
         return fail_environment(error)
+    except Exception as error:  # whatever is left is a fault of ours, and says nothing about a plan
+        from planner.cli.faults import fail_internal
+
+        return fail_internal(error, words)
     if code == INTERRUPTED:  # typer turns Ctrl-C into this code itself
         return _interrupted()
     return code if isinstance(code, int) else 0

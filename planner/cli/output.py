@@ -11,15 +11,30 @@ _UNDECODABLE = "surrogateescape"
 """File names that Python could not decode are written as the bytes they were."""
 
 
+def printable(text: str) -> str:
+    """Text for a terminal: what would move its cursor, change its title or hide what follows is shown as an escape.
+
+    Names of files, columns and settings come from strangers.
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in text)
+
+
+def show_warning(message: Warning | str, category: type[Warning], *place: object, **named: object) -> None:
+    """A warning as one line on stderr, without the place in the code that gave it."""
+    print(f"warning: {printable(str(message))}", file=sys.stderr)
+
+
 def fail(error: Exception) -> int:
     """Print an error with its hint on stderr; returns the exit code."""
     if isinstance(error, PlannerError):
-        print(f"error: {error.message}", file=sys.stderr)
+        print(f"error: {printable(error.message)}", file=sys.stderr)
         if error.hint:
-            print(f"hint: {error.hint}", file=sys.stderr)
+            print(f"hint: {printable(error.hint)}", file=sys.stderr)
         return error.exit_code
     message = getattr(error, "format_message", lambda: str(error))()
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {printable(message)}", file=sys.stderr)
     print("hint: plan --help lists the commands, plan COMMAND --help their options", file=sys.stderr)
     return EXIT_BAD_INPUT
 
@@ -27,7 +42,7 @@ def fail(error: Exception) -> int:
 def fail_environment(error: OSError) -> int:
     """An operating-system error (full disk, no permission) as a message; returns the exit code."""
     where = f" ({error.filename})" if error.filename else ""
-    print(f"error: {error.strerror or error}{where}", file=sys.stderr)
+    print(f"error: {printable(f'{error.strerror or error}{where}')}", file=sys.stderr)
     print("hint: check permissions and free space, or choose another --out directory", file=sys.stderr)
     return EXIT_ENVIRONMENT
 
@@ -76,5 +91,8 @@ def console(*, stderr: bool = False) -> Any:
     class PlainConsole(Console):
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError
+
+        def render_str(self, text: str, **options: Any) -> Any:
+            return super().render_str(printable(text), **options)
 
     return PlainConsole(stderr=stderr, highlight=False, soft_wrap=False)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from planner.cli.output import printable
 from planner.errors import EnvironmentProblem, UsageError
 from planner.gpu import GpuSpec
 from planner.units import seconds
@@ -185,7 +186,7 @@ class ProgressLine:
             self._tell(f"{self._head()}still {shown}")
 
     def _tell(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        print(printable(line), file=sys.stderr, flush=True)
         self._told_at = time.monotonic()
 
     def advance(self, line: str = "") -> None:
@@ -199,7 +200,7 @@ class ProgressLine:
     def note(self, line: str) -> None:
         """A line that stays on the screen."""
         self._clear()
-        print(line, file=sys.stderr, flush=True)
+        print(printable(line), file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Leaves a clean line."""
@@ -215,7 +216,7 @@ class ProgressLine:
         return f"[{self._done} of {self._total}] " if self._total is not None else ""
 
     def _show(self, text: str) -> None:
-        sys.stderr.write(f"\r\033[K{text[:150]}")
+        sys.stderr.write(f"\r\033[K{printable(text[:150])}")
         sys.stderr.flush()
 
     def _clear(self) -> None:

@@ -1,0 +1,52 @@
+"""A fault of this program: a report in a private file, one line that says where it lies, an exit code of its own."""
+
+import os
+import platform
+import re
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+
+from planner import __version__
+from planner.cli.output import printable
+from planner.errors import EXIT_INTERNAL
+
+_SECRETS = ((r"(://[^/@:\s]*):[^@\s]*@", r"\1:...@"), (r"((?:token|password|secret|key)\w*[=:]\s*)\S+", r"\1..."))
+"""What a command line or a message may hold that is nobody else's business."""
+
+
+def fail_internal(error: BaseException, arguments: Sequence[str]) -> int:
+    """Writes the report and tells where; returns the exit code."""
+    text = report(error, arguments)
+    kind = printable(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")[:300]
+    print(f"internal error: {without_secrets(kind)}", file=sys.stderr)
+    try:
+        descriptor, path = tempfile.mkstemp(prefix="finetune-planner-fault-", suffix=".txt")  # this user's alone
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+    except OSError:
+        print(text, file=sys.stderr)
+        path = "the text above"
+    print(
+        f"hint: this is a fault of finetune-planner, not of your input; please send {path} to its issue tracker "
+        "(SECURITY.md says how to do so in private)",
+        file=sys.stderr,
+    )
+    return EXIT_INTERNAL
+
+
+def report(error: BaseException, arguments: Sequence[str]) -> str:
+    """Version, machine, command and traceback; no environment variables, no passwords."""
+    trace = "".join(traceback.format_exception(error))
+    return without_secrets(
+        f"finetune-planner {__version__}, Python {platform.python_version()}, {platform.platform()}\n"
+        f"command: plan {' '.join(map(ascii, arguments))}\n\n{trace}"
+    )
+
+
+def without_secrets(text: str) -> str:
+    """The text with passwords and tokens left out."""
+    for pattern, instead in _SECRETS:
+        text = re.sub(pattern, instead, text, flags=re.IGNORECASE)
+    return text
