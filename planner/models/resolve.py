@@ -10,6 +10,7 @@ from planner.models.adapters import spec_from_config
 from planner.models.adapters.fields import shown
 from planner.models.config_file import CONFIG_NAME, read_config
 from planner.models.spec import ModelSpec
+from planner.models.weights_index import check_against_weights
 
 _HUB_PAGE = re.compile(
     r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]{1,96}(?:/[\w.-]{1,96})?)(?:[/?#].*)?"
@@ -134,4 +135,6 @@ def _from_directory(name: str, path: Path) -> ModelSpec:
         source += f" (a directory of this name wins over the hub model {name}; --hub asks the hub)"
     # A trainer loads the directory, so that is the model's name even when its config.json was pointed at.
     model_id = str(path.parent) if path.name == CONFIG_NAME and not os.path.isdir(name) else name
-    return spec_from_config(read_config(path), model_id=model_id, source=source)
+    spec = spec_from_config(read_config(path), model_id=model_id, source=source)
+    check_against_weights(spec, path.parent)
+    return spec

@@ -162,15 +162,15 @@ def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:
 
 
 def _precision(settings: Settings, method: str) -> str:
-    if settings.raw("bfloat16") is True:
+    if settings.flag("bfloat16", False):
         return "bf16-pure"
-    word = settings.raw("bf16", "auto" if not settings.raw("fp16") and not settings.raw("float16") else False)
+    fp16 = settings.raw("fp16") == "auto" or settings.flag("fp16", False) or settings.flag("float16", False)
+    word = settings.raw("bf16", "auto" if not fp16 else False)
     if word == "auto":
         settings.assume("bf16 auto: on, as on every card since Ampere")
-    if word in (True, "auto", "full"):
+    if word in ("auto", "full") or settings.flag("bf16", False):
         return "bf16-autocast"
-    fp16 = settings.raw("fp16")
-    if fp16 in (True, "auto") or settings.raw("float16") is True:
+    if fp16:
         if method == "full":
             settings.approximate("fp16 full fine-tuning: counted with fp32 weights (fp16 ones cannot be unscaled)")
             return "fp16-mixed"
@@ -183,7 +183,7 @@ def _precision(settings: Settings, method: str) -> str:
 
 def _checkpointing(settings: Settings) -> int:
     value = settings.raw("gradient_checkpointing", False)
-    if isinstance(value, str) and value not in ("true", "false"):
+    if value in ("offload", "offload_disk", "unsloth"):
         settings.approximate(f"gradient_checkpointing {value}: counted as if the checkpoints stayed on the GPU")
         return 1
     fsdp = Settings(settings.mapping("fsdp_config"), f"{settings.name}: fsdp_config")

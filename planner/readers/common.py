@@ -1,5 +1,6 @@
 """Names back into setup values: the inverse of `planner.exporters.common`, wider where tools have aliases."""
 
+from difflib import get_close_matches
 from typing import Any
 
 from planner.errors import ConfigError, SetupError
@@ -35,7 +36,20 @@ STAND_INS = {
     "paged_lion_8bit": "lion-8bit",
     "lion_pytorch": "lion-8bit",
 }
-"""Optimizers that the memory model does not know, and the one whose states are nearest; anything else: adamw."""
+"""Optimizers that the memory model does not know, and the one whose states are nearest; the others here: adamw."""
+# fmt: off
+OTHER_OPTIMIZERS = frozenset({
+    # transformers 5.23, OptimizerNames
+    "adagrad", "adalomo", "adamw_anyprecision", "adamw_torch_npu_fused", "adamw_torch_xla", "ademamix", "apollo_adamw",
+    "apollo_adamw_layerwise", "galore_adafactor", "galore_adafactor_layerwise", "galore_adamw", "galore_adamw_8bit",
+    "galore_adamw_8bit_layerwise", "galore_adamw_layerwise", "grokadamw", "lion_32bit", "lomo", "paged_ademamix_32bit",
+    "paged_ademamix_8bit", "paged_lion_32bit", "rmsprop", "rmsprop_bnb", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit",
+    "schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd", "stable_adamw",
+    # Axolotl's own, and names of earlier versions
+    "adam", "adopt_adamw", "ao_adamw", "came_pytorch", "dion", "flash_adam", "flash_adamw", "flash_lion", "flash_sgd",
+    "flash_sgdw", "lion", "muon", "optimi_adamw", "paged_lion", "q_galore_adamw_8bit", "shampoo", "sophia",
+})
+# fmt: on
 
 ATTENTIONS = {
     "eager": "eager",
@@ -82,6 +96,13 @@ def optimizer(settings: Settings, key: str, default: str) -> str:
     name = settings.text(key, default).lower().removeprefix("optimizernames.")
     if name in OPTIMIZERS:
         return OPTIMIZERS[name]
+    known = {*OPTIMIZERS, *STAND_INS, *OTHER_OPTIMIZERS}
+    if name not in known:
+        close = get_close_matches(name, sorted(known), n=1, cutoff=0.6)
+        raise ConfigError(
+            f"{settings.name}: {key} names no optimizer: {name!r:.80}",
+            hint=f"did you mean {close[0]}?" if close else "adamw_torch_fused is the usual one",
+        )
     stand_in = STAND_INS.get(name, "adamw")
     settings.approximate(f"optimizer {name} has no memory model of its own: counted as {stand_in}")
     return stand_in

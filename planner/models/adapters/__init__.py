@@ -93,7 +93,27 @@ def spec_from_config(config: Mapping[str, Any], *, model_id: str, source: str) -
         spec = build(fields, model_id, source)
     else:
         raise _unknown(fields, model_type)
-    return replace(spec, config=config)
+    return replace(spec, config=config, config_source=spec.config_source + _taken_from_defaults(config, spec))
+
+
+def _taken_from_defaults(config: Mapping[str, Any], spec: ModelSpec) -> str:
+    """What a nested configuration leaves to transformers' defaults although it decides the model's size.
+
+    Published ones leave out head sizes and vocabularies that equal the defaults, never width and depth: without those
+    it is another model that is planned.
+    """
+    nested = config.get("text_config")
+    if not isinstance(nested, Mapping):
+        return ""
+    sizes = {
+        "hidden_size": f" {spec.hidden_size:,}",
+        "intermediate_size": "",
+        "num_hidden_layers": f" {spec.num_layers}",
+    }
+    if isinstance(nested.get("num_experts"), int) or nested.get("moe_intermediate_size"):
+        del sizes["intermediate_size"]
+    missing = [f"{name}{value}" for name, value in sizes.items() if nested.get(name) is None]
+    return f"; text_config lacks sizes, transformers' defaults stand: {', '.join(missing)}" if missing else ""
 
 
 def _unknown(fields: Fields, model_type: str) -> UnknownModelError:
