@@ -99,7 +99,9 @@ def _efficient_refusal(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
     return ""
 
 
-def _sdpa(log: KernelLog) -> Any:
+def sdpa_of(log: KernelLog) -> Any:
+    """`scaled_dot_product_attention` as the GPU of `log.capability` runs it."""
+
     def scaled_dot_product_attention(
         query: torch.Tensor,
         key: torch.Tensor,
@@ -263,7 +265,7 @@ def kernels_of(log: KernelLog, config: Any) -> Iterator[None]:
     ALL_ATTENTION_FUNCTIONS.register(FLASH_NAME, flash_attention_2(log))
     ALL_MASK_ATTENTION_FUNCTIONS.register(FLASH_NAME, _no_mask)
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _sdpa(log)))
+        stack.enter_context(mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", sdpa_of(log)))
         name = type(config).__module__.replace(".configuration_", ".modeling_")
         modeling = importlib.import_module(name) if importlib.util.find_spec(name) else None
         for attribute, classes in list(vars(modeling).items()) if modeling is not None else []:

@@ -36,7 +36,8 @@ class _GroupedMm(torch.autograd.Function):  # type: ignore[misc]
         )
 
 
-def _grouped_mm(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+def grouped_mm(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """transformers' grouped product by its buffers."""
     return _GroupedMm.apply(input.to(weight.dtype), weight, offs)
 
 
@@ -70,7 +71,8 @@ class _Int8Linear(torch.autograd.Function):  # type: ignore[misc]
         return torch.matmul(grad.to(flat.dtype), weight).view(ctx.shape), None, None, None
 
 
-def _int8_matmul(a: torch.Tensor, b: Any, out: Any = None, state: Any = None, threshold: float = 0.0, bias: Any = None):  # type: ignore[no-untyped-def]
+def int8_matmul(a: torch.Tensor, b: Any, out: Any = None, state: Any = None, threshold: float = 0.0, bias: Any = None):  # type: ignore[no-untyped-def]
+    """bitsandbytes' `matmul` of LLM.int8() by its buffers."""
     return _Int8Linear.apply(a, state.CB, state.SCB, bias)
 
 
@@ -121,7 +123,7 @@ def meta_operators() -> Iterator[None]:
         try:
             import transformers.integrations.moe as moe
 
-            stack.enter_context(mock.patch.object(moe, "_grouped_mm", _grouped_mm))
+            stack.enter_context(mock.patch.object(moe, "_grouped_mm", grouped_mm))
         except (ImportError, AttributeError):  # an older transformers without grouped experts
             pass
         import bitsandbytes as bnb
@@ -131,5 +133,5 @@ def meta_operators() -> Iterator[None]:
             torch.ops.bitsandbytes.optimizer_update_32bit.default,
         )
         stack.enter_context(quick_checks())
-        stack.enter_context(mock.patch.object(bnb, "matmul", _int8_matmul))
+        stack.enter_context(mock.patch.object(bnb, "matmul", int8_matmul))
         yield

@@ -133,7 +133,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         if self._is_meta and func is _ITEM:
             return self._item(args[0])
-        if func is _ADD and _adds_in_place(args, kwargs):
+        if func is _ADD and adds_in_place(args, kwargs):
             # below autograd a mode makes the engine add out of place; without one it reuses the first gradient
             return _ADD_IN_PLACE(*args)
         shortcut = SHORTCUTS.get(func) if self._is_meta else None
@@ -185,7 +185,7 @@ _WRAPPERS = ("eval_frame.py", "_compile.py", "standins.py")
 _ENGINE = "_engine_run_backward"
 
 
-def _adds_in_place(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def adds_in_place(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether this addition is the autograd engine's sum of two gradients that it would do in place on a GPU.
 
     The engine adds into the first gradient where nothing else holds it or its storage and no dispatch mode is active;

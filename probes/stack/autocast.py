@@ -10,7 +10,7 @@ Source: PyTorch 2.13, aten/src/ATen/autocast_mode.h (AT_FORALL_*) and autocast_m
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 from unittest import mock
 
@@ -228,6 +228,17 @@ class _Autocast:
 
     def __exit__(self, *exc: Any) -> None:
         self._context.__exit__(*exc)
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """As a decorator, which is how Accelerate wraps a model's forward."""
+        dtype, enabled, cache_enabled = self._args
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with emulated_autocast(dtype, enabled=enabled, cache_enabled=cache_enabled):
+                return function(*args, **kwargs)
+
+        return call
 
 
 @contextmanager

@@ -116,8 +116,10 @@ def meta_params4bit(
     dtype: torch.dtype,
     module: Any = None,
     packed_dtype: torch.dtype = torch.uint8,
+    device: str | torch.device = "meta",
+    quant_type: str = "nf4",
 ) -> Any:
-    """A packed NF4 weight [rows, cols] on meta with the statistics that `quantize_4bit` would have made.
+    """A packed 4-bit weight [rows, cols] on `device` (meta, or a phantom GPU) with the statistics that `quantize_4bit` would have made.
 
     Source: bitsandbytes 0.50 `functional.quantize_4bit`: half a byte per element, one fp32 absmax per 64 elements, or
     (nested) one byte per 64 with one fp32 per 256 of those, a 256-entry table and a scalar offset.
@@ -127,7 +129,7 @@ def meta_params4bit(
 
     elements = rows * cols
     blocks = -(-elements // _BLOCK)
-    with torch.device("meta"):
+    with torch.device(device):
         packed = torch.empty(((elements + 1) // 2 // packed_dtype.itemsize, 1), dtype=packed_dtype)
         code = torch.empty(16, dtype=torch.float32)
         if nested:
@@ -142,7 +144,7 @@ def meta_params4bit(
                 shape=torch.Size((rows, cols)),
                 code=code,
                 blocksize=_BLOCK,
-                quant_type="nf4",
+                quant_type=quant_type,
                 dtype=dtype,
                 offset=torch.empty((), dtype=torch.float32),
                 state2=second,
@@ -153,7 +155,7 @@ def meta_params4bit(
                 shape=torch.Size((rows, cols)),
                 code=code,
                 blocksize=_BLOCK,
-                quant_type="nf4",
+                quant_type=quant_type,
                 dtype=dtype,
             )
     weight = bnb.nn.Params4bit(
@@ -162,7 +164,7 @@ def meta_params4bit(
         quant_state=state,
         blocksize=_BLOCK,
         compress_statistics=nested,
-        quant_type="nf4",
+        quant_type=quant_type,
         quant_storage=packed_dtype,
         module=module,
         bnb_quantized=True,

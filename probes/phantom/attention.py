@@ -1,0 +1,30 @@
+"""Attention as the card runs it: SDPA's kernel is chosen for the card, flash attention stands in by its shapes."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from probes.dryrun.kernels import sdpa_of
+from probes.phantom.mode import Phantom
+
+
+@contextmanager
+def chosen(phantom: Phantom) -> Iterator[None]:
+    """Within it SDPA on the phantom GPU runs the kernel that the card would choose."""
+    functional = torch.nn.functional
+    true = functional.scaled_dot_product_attention
+    on_card = sdpa_of(phantom.log)
+
+    def scaled_dot_product_attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if query.device.type != "cuda":
+            return true(query, *args, **kwargs)
+        return on_card(query, *args, **kwargs)
+
+    with ExitStack() as stack:
+        stack.enter_context(
+            mock.patch.object(functional, "scaled_dot_product_attention", scaled_dot_product_attention)
+        )
+        yield

@@ -1,0 +1,58 @@
+"""What the phantom GPU pretends to be: plain data that passes from the command line to the traced process."""
+
+import json
+from dataclasses import asdict, dataclass
+
+from planner.gpu import GpuSpec
+from planner.memory.workspace import context_bytes
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """One GPU as PyTorch would describe it.
+
+    Attributes:
+        memory_bytes: what `torch.cuda.get_device_properties(0).total_memory` says.
+        context_bytes: what the driver takes of it before PyTorch's first segment.
+    """
+
+    key: str
+    name: str
+    capability: tuple[int, int]
+    memory_bytes: int
+    context_bytes: int
+    num_sms: int
+    l2_bytes: int
+
+    @property
+    def limit_bytes(self) -> int:
+        """What is left for PyTorch's segments."""
+        return self.memory_bytes - self.context_bytes
+
+    def to_text(self) -> str:
+        """As one line, for the traced process's environment."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> "Card":
+        """The inverse of `to_text`."""
+        raw = json.loads(text)
+        return cls(**{**raw, "capability": tuple(raw["capability"])})
+
+
+def card_of(gpu: GpuSpec, memory_bytes: int | None = None) -> Card:
+    """The card of a row of the GPU table; `memory_bytes` where the user knows better.
+
+    Raises:
+        ValueError: a GPU that runs no CUDA.
+    """
+    if gpu.compute_capability is None:
+        raise ValueError(f"{gpu.name} runs no CUDA")
+    return Card(
+        key=gpu.key,
+        name=gpu.driver_name or gpu.name,
+        capability=gpu.compute_capability,
+        memory_bytes=gpu.memory_bytes if memory_bytes is None else memory_bytes,
+        context_bytes=context_bytes(gpu),
+        num_sms=gpu.sm_count or 0,
+        l2_bytes=gpu.l2_bytes or 0,
+    )

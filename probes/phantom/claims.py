@@ -1,0 +1,89 @@
+"""Which device a meta tensor claims to be on.
+
+A claim belongs to a storage. Outside a dispatch `tensor.device` and its relatives answer the claim, so that programs
+take their CUDA branches; inside one (meta kernels and decompositions are Python too and read `.device`) the truth. A
+storage without a claim is a meta tensor that the program itself made.
+
+Host claims stand for large CPU tensors of weights, which nobody needs to fill; small ones and integers are real.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+CUDA = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+META = torch.device("meta")
+
+_device = torch._C.TensorBase.device.__get__
+_is_meta = torch._C.TensorBase.is_meta.__get__
+
+
+class Claims:
+    """The claims of one process, by storage.
+
+    Attributes:
+        devices: storage -> claimed device.
+        depth: above zero while an operator is dispatched: the truth is told.
+    """
+
+    def __init__(self) -> None:
+        self.devices: dict[int, torch.device] = {}
+        self.depth = 0
+        self._watched: dict[int, Any] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.device:
+        """The device that `tensor` claims, the true one where it claims none."""
+        if not _is_meta(tensor):
+            true: torch.device = _device(tensor)
+            return true
+        try:
+            return self.devices.get(tensor.untyped_storage()._cdata, META)
+        except (NotImplementedError, RuntimeError):  # a wrapper without a storage of its own
+            return META
+
+    def claim(self, storage: Any, device: torch.device) -> None:
+        """From now on `storage` claims `device`, until it dies."""
+        key = storage._cdata
+        devices, watched = self.devices, self._watched
+        devices[key] = device
+
+        def released(_: Any) -> None:
+            devices.pop(key, None)
+            watched.pop(key, None)
+
+        watched[key] = weakref.ref(storage, released)
+
+
+@contextmanager
+def lying(claims: Claims) -> Iterator[None]:
+    """Within it tensors answer their claims wherever Python asks for a device."""
+
+    def told(true: Any, answer: Any) -> property:
+        def get(tensor: torch.Tensor) -> Any:
+            if claims.depth or not _is_meta(tensor):
+                return true(tensor)
+            return answer(claims.of(tensor))
+
+        return property(get)
+
+    def get_device(tensor: torch.Tensor) -> int:
+        device = tensor.device
+        return -1 if device.type == "cpu" else device.index or 0
+
+    base = torch._C.TensorBase
+    with ExitStack() as stack:
+        for name, answer in (
+            ("device", lambda device: device),
+            ("is_cuda", lambda device: device.type == "cuda"),
+            ("is_meta", lambda device: device.type == "meta"),
+            ("is_cpu", lambda device: device.type == "cpu"),
+        ):
+            true = getattr(base, name).__get__
+            stack.enter_context(mock.patch.object(torch.Tensor, name, told(true, answer)))
+        stack.enter_context(mock.patch.object(torch.Tensor, "get_device", get_device))
+        yield

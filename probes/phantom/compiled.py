@@ -1,0 +1,42 @@
+"""`torch.compile` on the phantom GPU: the program runs eagerly, and it is said."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from probes.phantom.mode import Phantom
+from probes.phantom.origins import from_library
+
+EAGER = (
+    "torch.compile was asked for and the program ran eagerly: compiled code usually keeps less for the backward, so "
+    "the figures are an upper bound there"
+)
+
+
+@contextmanager
+def eager(phantom: Phantom) -> Iterator[None]:
+    """Within it nothing is compiled."""
+
+    def compile_nothing(model: Any = None, **options: Any) -> Any:
+        if model is None:
+            return lambda one: compile_nothing(one, **options)
+        if not _of_a_library(model):
+            phantom.note(EAGER)
+        return model
+
+    def compile_module(self: Any, *args: Any, **kwargs: Any) -> None:
+        phantom.note(EAGER)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch, "compile", compile_nothing))
+        stack.enter_context(mock.patch.object(torch.nn.Module, "compile", compile_module))
+        yield
+
+
+def _of_a_library(model: Any) -> bool:
+    """Whether a decorator of an installed library asks; those are small functions."""
+    code = getattr(model, "__code__", None)
+    return code is not None and from_library(code.co_filename)

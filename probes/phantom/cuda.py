@@ -1,0 +1,343 @@
+"""`torch.cuda` and `torch.accelerator` as a program on the card finds them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from probes.phantom.card import Card
+from probes.phantom.claims import CPU, CUDA
+from probes.phantom.mode import Phantom
+
+CUDA_VERSION = "13.0"
+CUDNN_VERSION = 91300
+
+
+class Refused(NotImplementedError):
+    """The program asks for something that the phantom GPU cannot follow."""
+
+
+def properties(card: Card) -> SimpleNamespace:
+    """`torch.cuda.get_device_properties` of the card."""
+    major, minor = card.capability
+    return SimpleNamespace(
+        name=card.name,
+        major=major,
+        minor=minor,
+        total_memory=card.memory_bytes,
+        multi_processor_count=card.num_sms,
+        max_threads_per_multi_processor=1536 if card.capability in ((8, 6), (8, 9), (12, 0)) else 2048,
+        max_threads_per_block=1024,
+        warp_size=32,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=232448 if major in (9, 10) else 101376,
+        shared_memory_per_multiprocessor=233472 if major in (9, 10) else 102400,
+        L2_cache_size=card.l2_bytes,
+        is_integrated=0,
+        is_multi_gpu_board=0,
+        gcnArchName="",
+        uuid="00000000-0000-0000-0000-000000000000",
+        pci_bus_id=1,
+        pci_device_id=0,
+        pci_domain_id=0,
+    )
+
+
+class Stream:
+    """A stream on which everything has happened."""
+
+    cuda_stream = 0
+    stream_id = 0
+    device_index = 0
+    device_type = 1
+    priority = 0
+
+    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
+        self.device = CUDA
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> Any:
+        """An event that has happened."""
+        return event or Event()
+
+    def query(self) -> bool:
+        """Whether all work is done."""
+        return True
+
+    def is_capturing(self) -> bool:
+        """No graph is recorded."""
+        return False
+
+    def synchronize(self) -> None:
+        """There is nothing to wait for."""
+
+    def wait_event(self, event: Any) -> None:
+        """There is nothing to wait for."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """There is nothing to wait for."""
+
+
+class Event:
+    """An event that has happened; between two of them no time passes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = CUDA
+
+    def record(self, stream: Any = None) -> None:
+        """It has happened."""
+
+    def wait(self, stream: Any = None) -> None:
+        """There is nothing to wait for."""
+
+    def query(self) -> bool:
+        """It has happened."""
+        return True
+
+    def synchronize(self) -> None:
+        """There is nothing to wait for."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """A millisecond, as divisions by it are common."""
+        return 1.0
+
+
+class _Device:
+    """`torch.cuda.device`."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.idx = 0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: Any) -> bool:
+        return False
+
+
+_current = Stream()
+
+
+def _refuse(what: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise Refused(f"{what} cannot be followed without a GPU")
+
+    return refuse
+
+
+def _refused_class(what: str) -> type:
+    """A class, as annotations name it, that cannot be made."""
+    return type("Refused", (), {"__init__": _refuse(what)})
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function object of its own: PyTorch's compiler keeps rules by object and refuses one with two names."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _zero(*args: Any, **kwargs: Any) -> int:
+    return 0
+
+
+def _functions(phantom: Phantom) -> dict[str, Any]:
+    card, allocator = phantom.card, phantom.allocator
+    described = properties(card)
+
+    def memory_stats(device: Any = None) -> dict[str, int]:
+        stats: dict[str, int] = {
+            "num_alloc_retries": allocator.num_retries,
+            "num_ooms": 0,
+            "num_sync_all_streams": 0,
+            "num_device_alloc": allocator.num_driver_calls,
+            "num_device_free": 0,
+        }
+        for name, now, peak in (
+            ("allocated_bytes", allocator.allocated_bytes, allocator.peak_allocated_bytes),
+            ("active_bytes", allocator.allocated_bytes, allocator.peak_allocated_bytes),
+            ("requested_bytes", allocator.allocated_bytes, allocator.peak_allocated_bytes),
+            ("reserved_bytes", allocator.reserved_bytes, allocator.peak_reserved_bytes),
+            ("inactive_split_bytes", 0, 0),
+            ("allocation", 0, 0),
+            ("segment", 0, 0),
+        ):
+            for pool in ("all", "small_pool", "large_pool"):
+                for kind, value in (("current", now), ("peak", peak), ("allocated", peak), ("freed", peak - now)):
+                    stats[f"{name}.{pool}.{kind}"] = value
+        return stats
+
+    def reset_peaks(device: Any = None) -> None:
+        phantom.note(
+            "the program reset PyTorch's peak statistics: what it prints itself is the peak since then, the trace's "
+            "figures are of the whole run"
+        )
+        phantom.keep_peaks()
+        allocator.reset_peaks()
+
+    return {
+        "is_available": lambda: True,
+        "_is_compiled": lambda: True,
+        "_lazy_init": _nothing,
+        "init": _nothing,
+        "is_initialized": lambda: True,
+        "_is_in_bad_fork": lambda: False,
+        "device_count": lambda: 1,
+        "current_device": _zero,
+        "set_device": _nothing,
+        "_exchange_device": _zero,
+        "_maybe_exchange_device": _zero,
+        "device": _Device,
+        "device_of": _Device,
+        "get_device_name": lambda device=None: card.name,
+        "get_device_capability": lambda device=None: card.capability,
+        "get_device_properties": lambda device=None: described,
+        "get_arch_list": lambda: [f"sm_{card.capability[0]}{card.capability[1]}"],
+        "get_gencode_flags": lambda: "",
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or card.capability >= (8, 0),
+        "is_tf32_supported": lambda: card.capability >= (8, 0),
+        "mem_get_info": lambda device=None: (card.limit_bytes - allocator.reserved_bytes, card.memory_bytes),
+        "memory_allocated": lambda device=None: allocator.allocated_bytes,
+        "memory_reserved": lambda device=None: allocator.reserved_bytes,
+        "memory_cached": lambda device=None: allocator.reserved_bytes,
+        "max_memory_allocated": lambda device=None: allocator.peak_allocated_bytes,
+        "max_memory_reserved": lambda device=None: allocator.peak_reserved_bytes,
+        "max_memory_cached": lambda device=None: allocator.peak_reserved_bytes,
+        "memory_stats": memory_stats,
+        "memory_summary": lambda device=None, abbreviated=False: "(phantom GPU)",
+        "memory_snapshot": lambda *args, **kwargs: [],
+        "reset_peak_memory_stats": reset_peaks,
+        "reset_max_memory_allocated": reset_peaks,
+        "reset_max_memory_cached": reset_peaks,
+        "reset_accumulated_memory_stats": _nothing,
+        "set_per_process_memory_fraction": _refuse("torch.cuda.set_per_process_memory_fraction"),
+        "empty_cache": phantom.empty_cache,
+        "ipc_collect": _nothing,
+        "synchronize": _nothing,
+        "current_stream": lambda device=None: _current,
+        "default_stream": lambda device=None: _current,
+        "set_stream": _nothing,
+        "stream": lambda stream=None: stream or _current,
+        "StreamContext": Stream,
+        "Stream": Stream,
+        "Event": Event,
+        "is_current_stream_capturing": lambda: False,
+        "manual_seed": _nothing,
+        "manual_seed_all": _nothing,
+        "seed": _nothing,
+        "seed_all": _nothing,
+        "initial_seed": _zero,
+        "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
+        "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)],
+        "set_rng_state": _nothing,
+        "set_rng_state_all": _nothing,
+        "utilization": _zero,
+        "can_device_access_peer": lambda *args: False,
+        "_sleep": _nothing,
+        "cudart": lambda: SimpleNamespace(
+            cudaMemGetInfo=lambda device=0: (card.limit_bytes - allocator.reserved_bytes, card.memory_bytes),
+            cudaProfilerStart=_nothing,
+            cudaProfilerStop=_nothing,
+        ),
+        "CUDAGraph": _refused_class("a CUDA graph"),
+        "graph": _refused_class("a CUDA graph"),
+        "make_graphed_callables": _refuse("a CUDA graph"),
+        "MemPool": _refused_class("a private memory pool"),
+        "use_mem_pool": _refuse("a private memory pool"),
+    }
+
+
+class Generator(torch._C.Generator):  # type: ignore[misc]
+    """A generator that may say it is on the GPU."""
+
+    def __new__(cls, device: Any = "cpu") -> "Generator":
+        """As `torch.Generator`."""
+        made: Generator = super().__new__(cls, device=CPU)
+        made.claimed = torch.device(device)
+        return made
+
+    def __init__(self, device: Any = "cpu") -> None:
+        super().__init__()
+
+    @property
+    def device(self) -> torch.device:
+        """The device that was asked for."""
+        return self.claimed
+
+
+@contextmanager
+def answered(phantom: Phantom) -> Iterator[None]:
+    """Within it `torch.cuda` answers for the card."""
+    functions = _functions(phantom)
+    with ExitStack() as stack:
+
+        def put(owner: Any, name: str, value: Any) -> None:
+            if callable(value) and not isinstance(value, type):
+                value = _own(value)
+            stack.enter_context(mock.patch.object(owner, name, value, create=True))
+
+        for name, value in functions.items():
+            put(torch.cuda, name, value)
+            for module in (torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.cuda.graphs):
+                if hasattr(module, name):
+                    put(module, name, value)
+        put(torch.cuda, "default_generators", (torch.default_generator,))
+        put(torch.cuda.memory, "_record_memory_history", _nothing)
+        put(torch.cuda.memory, "_dump_snapshot", _nothing)
+        put(torch.version, "cuda", CUDA_VERSION)
+        put(torch.backends.cuda, "is_built", lambda: True)
+        put(torch.backends.cudnn, "is_available", lambda: True)
+        put(torch.backends.cudnn, "version", lambda: CUDNN_VERSION)
+        put(torch, "Generator", Generator)
+        accelerator = torch.accelerator
+        for name, value in {
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "current_accelerator": lambda check_available=False: torch.device("cuda"),
+            "current_device_index": _zero,
+            "current_device_idx": _zero,
+            "set_device_index": _nothing,
+            "set_device_idx": _nothing,
+            "synchronize": _nothing,
+            "current_stream": lambda device=None: _current,
+            "set_stream": _nothing,
+            "empty_cache": phantom.empty_cache,
+            "memory_stats": functions["memory_stats"],
+            "memory_allocated": functions["memory_allocated"],
+            "memory_reserved": functions["memory_reserved"],
+            "max_memory_allocated": functions["max_memory_allocated"],
+            "max_memory_reserved": functions["max_memory_reserved"],
+            "reset_peak_memory_stats": functions["reset_peak_memory_stats"],
+            "get_memory_info": functions["mem_get_info"],
+            "device_index": _Device,
+        }.items():
+            if hasattr(accelerator, name):
+                put(accelerator, name, value)
+        for name in (
+            "_cuda_isCurrentStreamCapturing",
+            "_cuda_getDevice",
+            "_cuda_setDevice",
+            "_cuda_emptyCache",
+            "_cuda_synchronize",
+            "_cuda_clearCublasWorkspaces",
+        ):
+            put(torch._C, name, _zero)
+        put(torch._C, "_cuda_getDeviceCount", lambda: 1)
+        put(torch._C, "_cuda_getCurrentRawStream", _zero)
+        put(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
+        yield

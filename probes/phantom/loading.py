@@ -1,0 +1,160 @@
+"""Models without weights: transformers' own `from_pretrained` runs, and what it would have read is on the phantom GPU.
+
+Only reading the files is replaced. Configuration, dtype, quantizer, device map, the allocator's warm-up, tying and
+initialisation are transformers' own.
+
+Source: transformers 5.23 modeling_utils.py `from_pretrained`, `_load_pretrained_model`.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from planner.models import catalogue
+from probes.phantom.mode import Phantom
+from probes.stack.quantize import meta_params4bit
+
+Patch = Callable[[Any, str, Any], None]
+
+
+def load_without_weights(phantom: Phantom, modeling: Any, patch: Patch) -> None:
+    """Makes `from_pretrained` of every model class build on the phantom GPU."""
+
+    def no_files(*args: Any, pretrained_model_name_or_path: Any = None, **kwargs: Any) -> tuple[None, None]:
+        return None, None
+
+    true_dtype = modeling._get_dtype
+
+    def get_dtype(dtype: Any, files: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        if dtype == "auto" and files is None and getattr(config, "dtype", None) is None:
+            phantom.note(f"{config.model_type}: config.json names no dtype; fp32 weights were assumed")
+            dtype = torch.float32
+        return true_dtype(dtype, files, config, *args, **kwargs)
+
+    def load(
+        model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
+    ) -> tuple[Any, Any]:
+        keys = list(model.state_dict().keys()) if expected_keys is None else expected_keys
+        device_map = load_config.device_map
+        quantizer = load_config.hf_quantizer
+        if device_map is not None:
+            modeling.caching_allocator_warmup(model, modeling.expand_device_map(device_map, keys), quantizer)
+        tied = set(getattr(model, "all_tied_weights_keys", {}))
+        for key in keys:
+            if key not in tied:
+                device = torch.device(modeling.get_device(device_map, key, valid_torch_device=True) or "cpu")
+                _fill(model, key, device, load_config)
+        info = modeling.LoadStateDictInfo(
+            missing_keys=set(tied),
+            unexpected_keys=set(),
+            mismatched_keys=set(),
+            error_msgs=[],
+            conversion_errors={},
+            skipped_pp_keys=set(),
+        )
+        phantom.note(f"{type(model).__name__}: built from its configuration; no weights were read")
+        return info, None
+
+    patch(modeling, "_get_resolved_checkpoint_files", no_files)
+    patch(modeling, "_get_dtype", get_dtype)
+    patch(modeling.PreTrainedModel, "_load_pretrained_model", staticmethod(load))
+
+
+def _fill(model: Any, key: str, device: torch.device, load_config: Any) -> None:
+    """The parameter or buffer `key` as it is after loading."""
+    parent_name, _, name = key.rpartition(".")
+    parent = model.get_submodule(parent_name) if parent_name else model
+    value = getattr(parent, name, None)
+    if not isinstance(value, torch.Tensor):
+        return
+    quantizer = load_config.hf_quantizer
+    if quantizer is not None and quantizer.param_needs_quantization(model, key):
+        _fill_quantized(parent, value, device, load_config)
+        parent._is_hf_initialized = True
+        return
+    dtype = _dtype(key, value, load_config)
+    made = torch.empty_like(value, dtype=dtype, device=device)
+    if isinstance(value, torch.nn.Parameter):
+        made = torch.nn.Parameter(made, requires_grad=value.requires_grad)
+        parent._parameters[name] = made
+    else:
+        parent._buffers[name] = made
+    made._is_hf_initialized = True
+
+
+def _dtype(key: str, value: torch.Tensor, load_config: Any) -> torch.dtype:
+    import re
+
+    if not value.dtype.is_floating_point:
+        return value.dtype
+    for pattern, dtype in (load_config.dtype_plan or {}).items():
+        if re.search(pattern, key):
+            found: torch.dtype = dtype
+            return found
+    return load_config.dtype if load_config.dtype is not None else value.dtype
+
+
+def _fill_quantized(module: Any, value: torch.Tensor, device: torch.device, load_config: Any) -> None:
+    """A bitsandbytes weight: its 16-bit form lies on the device while it is quantized."""
+    import bitsandbytes as bnb
+
+    dtype = load_config.dtype or torch.float16
+    whole = torch.empty((module.out_features, module.in_features), dtype=dtype, device=device)
+    if isinstance(module, bnb.nn.Linear4bit):
+        weight = module.weight
+        module.weight = meta_params4bit(
+            module.out_features,
+            module.in_features,
+            nested=weight.compress_statistics,
+            dtype=dtype,
+            module=module,
+            packed_dtype=module.quant_storage,
+            device=device,
+            quant_type=weight.quant_type,
+        )
+    elif isinstance(module, bnb.nn.Linear8bitLt):
+        codes = torch.empty(whole.shape, dtype=torch.int8, device=device)
+        scales = torch.empty(whole.shape[0], dtype=torch.float32, device=device)
+        module.weight = bnb.nn.Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)
+    module.weight._is_hf_initialized = True
+
+
+def generation_without_files(generation: Any, patch: Patch) -> None:
+    """Makes a model whose `generation_config.json` cannot be read keep the defaults that it was built with."""
+    cls = generation.GenerationMixin
+    true = cls.adjust_generation_fn
+
+    def adjust(self: Any, *args: Any, **kwargs: Any) -> None:
+        with contextlib.suppress(OSError):
+            true(self, *args, **kwargs)
+
+    patch(cls, "adjust_generation_fn", adjust)
+
+
+_DOWNLOAD = (
+    "cache_dir", "force_download", "proxies", "token", "local_files_only", "revision", "trust_remote_code",
+    "subfolder", "_from_pipeline", "_from_auto", "_commit_hash", "gguf_file",
+)  # fmt: skip
+"""What transformers' own reader takes from the arguments."""
+
+
+def config_of_catalogue(phantom: Phantom, configuration: Any, patch: Patch) -> None:
+    """Makes configurations of catalogue models readable without a network."""
+    cls = configuration.PreTrainedConfig
+    true = cls._get_config_dict.__func__
+
+    def get(owner: Any, name: Any, **kwargs: Any) -> Any:
+        try:
+            return true(owner, name, **kwargs)
+        except OSError:
+            entry = catalogue.find(str(name))
+            if entry is None:
+                raise
+            phantom.note(f"{name}: configuration of the built-in catalogue ({entry.config_source})")
+            for one in _DOWNLOAD:
+                kwargs.pop(one, None)
+            return {"architectures": [entry.built_class], **entry.config, "_name_or_path": str(name)}, kwargs
+
+    patch(cls, "_get_config_dict", classmethod(get))

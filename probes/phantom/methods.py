@@ -1,0 +1,160 @@
+"""Tensor methods whose C++ looks at the true device: moves, host views, addresses, copies."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from probes.phantom.claims import CPU, CUDA, META
+from probes.phantom.mode import Phantom
+
+_is_meta = torch._C.TensorBase.is_meta.__get__
+_base = torch._C.TensorBase
+
+
+def _parse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.device | None, torch.dtype | None, bool, Any]:
+    """Device, dtype, copy and memory format of a call of `Tensor.to`."""
+    kwargs = dict(kwargs)
+    copy = bool(kwargs.pop("copy", False))
+    other = args[0] if args else kwargs.pop("other", None)
+    if isinstance(other, torch.Tensor):
+        return other.device, other.dtype, copy or (len(args) > 2 and bool(args[2])), kwargs.get("memory_format")
+    if args and isinstance(args[0], torch.dtype):
+        copy, args = copy or (len(args) > 2 and bool(args[2])), args[:2]
+    elif len(args) > 3:
+        copy, args = copy or bool(args[3]), args[:3]
+    device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    return device, dtype, copy, memory_format
+
+
+@contextmanager
+def answering(phantom: Phantom) -> Iterator[None]:
+    """Within it the methods answer as those of CUDA tensors do."""
+    claims = phantom.claims
+    true_to = _base.to
+
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if claims.depth:
+            return true_to(self, *args, **kwargs)
+        if args and isinstance(args[0], torch.dtype) and "device" not in kwargs:
+            return true_to(self, *args, **kwargs)
+        device, dtype, copy, memory_format = _parse(args, kwargs)
+        options: dict[str, Any] = {"copy": copy}
+        if memory_format is not None:
+            options["memory_format"] = memory_format
+        if device is None or device.type == self.device.type:
+            return true_to(self, dtype or self.dtype, **options)
+        if device.type == "meta" and _is_meta(self):
+            claims.depth += 1  # the program makes a meta tensor of its own
+            try:
+                made = torch.empty_like(self, dtype=dtype or self.dtype, device=META)
+            finally:
+                claims.depth -= 1
+            return made.as_subclass(type(self)) if type(self) is torch.Tensor else made
+        if device.type == "cuda":
+            device = CUDA  # without an index C++ asks the driver for it
+        return true_to(self, device=device, dtype=dtype or self.dtype, **options)
+
+    def cuda(self: torch.Tensor, device: Any = None, non_blocking: bool = False, memory_format: Any = None) -> Any:
+        return to(self, CUDA, non_blocking=non_blocking)
+
+    def cpu(self: torch.Tensor, memory_format: Any = None) -> Any:
+        return to(self, CPU)
+
+    def real(self: torch.Tensor) -> torch.Tensor:
+        """A real tensor with what is known of `self`, without taking memory for what is not."""
+        import numpy
+
+        found = phantom.values.known(self)
+        if found is not None:
+            return found
+        if self.dtype is torch.bfloat16:
+            return torch.from_numpy(numpy.zeros(tuple(self.shape), dtype="int16")).view(torch.bfloat16)
+        dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
+        return torch.from_numpy(numpy.zeros(tuple(self.shape), dtype=dtype))
+
+    def numpy_of(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not _is_meta(self):
+            return _base.numpy(self, *args, **kwargs)
+        if self.device.type == "cuda" and not kwargs.get("force"):
+            raise TypeError(
+                f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
+                "memory first."
+            )
+        return real(self.detach()).numpy()
+
+    def tolist(self: torch.Tensor) -> Any:
+        if not _is_meta(self):
+            return _base.tolist(self)
+        host = cpu(self.detach())
+        return _base.tolist(real(host) if _is_meta(host) else host)
+
+    def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
+        return self
+
+    def data_ptr(self: torch.Tensor) -> int:
+        if not _is_meta(self) or claims.depth:
+            return int(_base.data_ptr(self))
+        return int(self.untyped_storage()._cdata) * 4096 + self.storage_offset() * self.element_size()
+
+    def new_tensor(self: torch.Tensor, data: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
+        return torch.tensor(data, dtype=dtype or self.dtype, device=device or self.device, **kwargs)
+
+    true_deepcopy = torch.Tensor.__deepcopy__
+
+    def deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> Any:
+        if not _is_meta(self) or type(self) not in (torch.Tensor, torch.nn.Parameter):
+            return true_deepcopy(self, memo)
+        if id(self) in memo:
+            return memo[id(self)]
+        with torch.no_grad():
+            made = self.detach().clone()
+        if isinstance(self, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, requires_grad=self.requires_grad)
+        else:
+            made.requires_grad_(self.requires_grad)
+        if self.grad is not None:
+            made.grad = deepcopy(self.grad, memo)
+        made.__dict__.update(self.__dict__)
+        memo[id(self)] = made
+        return made
+
+    true_repr = torch.Tensor.__repr__
+
+    def shown(self: torch.Tensor, *, tensor_contents: Any = None) -> str:
+        if not _is_meta(self) or self.device.type == "meta":
+            return str(true_repr(self, tensor_contents=tensor_contents))
+        return f"tensor(..., device='{self.device}', size={tuple(self.shape)}, dtype={self.dtype})"
+
+    methods: dict[str, Callable[..., Any]] = {
+        "to": to,
+        "cuda": cuda,
+        "cpu": cpu,
+        "numpy": numpy_of,
+        "tolist": tolist,
+        "pin_memory": pin_memory,
+        "data_ptr": data_ptr,
+        "new_tensor": new_tensor,
+        "__deepcopy__": deepcopy,
+        "__repr__": shown,
+    }
+    with ExitStack() as stack:
+        for name, method in methods.items():
+            stack.enter_context(mock.patch.object(torch.Tensor, name, method))
+        stack.enter_context(mock.patch.object(torch.Tensor, "is_pinned", lambda self, *a, **k: False))
+        grouped = torch._C._group_tensors_by_device_and_dtype
+
+        def group(lists: Any, with_indices: bool = False) -> Any:
+            found = grouped(lists, with_indices)
+            return {
+                (_device_of(tensors[0]) if device.type == "meta" else device, dtype): (tensors, indices)
+                for (device, dtype), (tensors, indices) in found.items()
+            }
+
+        def _device_of(tensors: Any) -> torch.device:
+            return next((one.device for one in tensors if one is not None), CUDA)
+
+        stack.enter_context(mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", group))
+        yield

@@ -1,0 +1,465 @@
+"""The phantom GPU itself: a dispatch mode that turns CUDA tensors into followed meta tensors.
+
+Below autograd every operator passes here. One that makes or takes tensors of the GPU runs in its meta form; its new
+storages are allocated in a model of PyTorch's caching allocator on the spot, so that memory queries and running out of
+memory happen where they would.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from planner.units import gib
+from probes.allocator import Alloc, CachingAllocator, EmptyCache, Event, Free, OutOfDeviceMemory
+from probes.dryrun.fastmeta import DONE, SHORTCUTS
+from probes.dryrun.kernels import KernelLog
+from probes.dryrun.tracker import Temporaries, adds_in_place
+from probes.dryrun.workspaces import is_matmul
+from probes.phantom.card import Card
+from probes.phantom.claims import CPU, CUDA, META, Claims
+from probes.phantom.origins import Origin, Origins
+from probes.phantom.values import (
+    FINITE,
+    KEEPS_UNIFORM,
+    Values,
+    aliases,
+    answer,
+    changed_tensors,
+    worth_keeping,
+)
+
+HOST_BYTES = 1 << 18
+"""A floating-point tensor of at least so many bytes that the program makes on the CPU is not filled."""
+
+_aten = torch.ops.aten
+_is_meta = torch._C.TensorBase.is_meta.__get__
+
+_MAKERS = frozenset(
+    {
+        _aten.empty.memory_format,
+        _aten.empty_strided.default,
+        _aten.zeros.default,
+        _aten.ones.default,
+        _aten.full.default,
+        _aten.rand.default,
+        _aten.randn.default,
+        _aten.rand.generator,
+        _aten.randn.generator,
+    }
+)
+_LIKE = frozenset(
+    {
+        _aten.empty_like.default,
+        _aten.zeros_like.default,
+        _aten.ones_like.default,
+        _aten.full_like.default,
+        _aten.rand_like.default,
+        _aten.randn_like.default,
+        _aten.new_empty.default,
+        _aten.new_empty_strided.default,
+        _aten.new_zeros.default,
+        _aten.new_ones.default,
+        _aten.new_full.default,
+    }
+)
+_RANDOM_FLOATS = frozenset({"normal_", "uniform_", "exponential_", "log_normal_", "cauchy_", "randn", "rand", "normal"})
+
+
+class Phantom(TorchDispatchMode):  # type: ignore[misc]
+    """The mode.
+
+    Attributes:
+        events: allocations and releases in order; `origins.found` says of each allocation whose it was.
+        allocator: the card's memory as it is now.
+        notes: what the program's user must know, in order, each once.
+        handlers: operators that have no meta form, or another one than on a GPU.
+    """
+
+    def __init__(self, card: Card, *, limited: bool = True, expandable_segments: bool = False) -> None:
+        super().__init__()
+        self.card = card
+        self.claims = Claims()
+        self.values = Values()
+        self.origins = Origins()
+        self.events: list[Event] = []
+        self.allocator = CachingAllocator(
+            expandable_segments=expandable_segments, limit_bytes=card.limit_bytes if limited else None
+        )
+        self.peak_allocated_bytes = 0
+        self.peak_reserved_bytes = 0
+        self.notes: dict[str, None] = {}
+        self.handlers: dict[Any, Callable[..., Any]] = {}
+        self.log = KernelLog(capability=card.capability)
+        self.num_tokens = 8192
+        self.kernels: Counter[str] = Counter()
+        self.num_steps: dict[int, int] = {}
+        self.temporaries: Mapping[Any, Temporaries] = {}
+        self.workspace_bytes = 0
+        self._workspaces: set[str] = set()
+        self._next = 0
+        self._alive: dict[int, Any] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No wrapping of the dispatch for the compiler, which would be imported for it."""
+        return False
+
+    def note(self, text: str) -> None:
+        """Remembers something that the program's user must know."""
+        self.notes.setdefault(text)
+
+    # Memory
+
+    def allocate(self, size_bytes: int, op: str) -> Callable[[Any], None]:
+        """Takes device memory; what is returned gives it back.
+
+        Raises:
+            torch.OutOfMemoryError: the card has no room.
+        """
+        number = self._next
+        self._next += 1
+        block = None
+        if size_bytes > 0:
+            try:
+                block = self.allocator.malloc(size_bytes)
+            except OutOfDeviceMemory:
+                self.origins.out_of_memory(size_bytes, op, len(self.events), self.allocator.allocated_bytes)
+                raise self._error(size_bytes) from None
+        self.origins.found[number] = Origin(self.origins, op, size_bytes, len(self.events))
+        self.events.append(Alloc(number, size_bytes))
+        events, free = self.events, self.allocator.free
+
+        def release(_: Any = None) -> None:
+            events.append(Free(number))
+            if block is not None:
+                free(block, size_bytes)
+
+        release.number = number  # type: ignore[attr-defined]
+        return release
+
+    def _error(self, size_bytes: int) -> torch.OutOfMemoryError:
+        allocator = self.allocator
+        free = self.card.limit_bytes - allocator.reserved_bytes
+        return torch.OutOfMemoryError(
+            f"CUDA out of memory. Tried to allocate {gib(size_bytes)}. GPU 0 has a total capacity of "
+            f"{gib(self.card.memory_bytes)} of which {gib(free)} is free. Of the allocated memory "
+            f"{gib(allocator.allocated_bytes)} is allocated by PyTorch, and "
+            f"{gib(allocator.reserved_bytes - allocator.allocated_bytes)} is reserved by PyTorch but unallocated."
+        )
+
+    def made(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        """A new tensor of the GPU whose values are unknown; for handlers."""
+        tensor = torch.empty(shape, dtype=dtype, device=META)
+        self.adopt(tensor.untyped_storage(), CUDA, "handler")
+        return tensor
+
+    def empty_cache(self) -> None:
+        """`torch.cuda.empty_cache`."""
+        self.allocator.empty_cache()
+        self.events.append(EmptyCache())
+
+    def keep_peaks(self) -> None:
+        """Remembers the highest figures before somebody resets them."""
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocator.peak_allocated_bytes)
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.allocator.peak_reserved_bytes)
+
+    def number_of(self, tensor: torch.Tensor) -> int | None:
+        """The allocation that holds `tensor`, None where it is not on the phantom GPU."""
+        found = self._alive.get(tensor.untyped_storage()._cdata)
+        return None if found is None else found[0]
+
+    def adopt(self, storage: Any, device: torch.device, op: str) -> None:
+        """A new storage comes to life on `device`."""
+        key = storage._cdata
+        if device.type == "cpu":
+            self.claims.claim(storage, CPU)
+            return
+        release = self.allocate(storage.nbytes(), op)
+        devices, alive, drop = self.claims.devices, self._alive, self.values.drop
+
+        def released(_: Any) -> None:
+            devices.pop(key, None)
+            alive.pop(key, None)
+            drop(key)
+            release()
+
+        devices[key] = CUDA
+        alive[key] = (release.number, weakref.ref(storage, released))  # type: ignore[attr-defined]
+
+    # Dispatch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and any(one.__torch_dispatch__ is not _PLAIN for one in types):
+            return NotImplemented
+        if func is _ADD and len(args) == 2 and adds_in_place(args, kwargs or {}):
+            return _ADD_IN_PLACE(*args)
+        claims = self.claims
+        claims.depth += 1
+        try:
+            return self._run(func, args, kwargs or {})
+        finally:
+            claims.depth -= 1
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        device = kwargs.get("device")
+        metas: list[torch.Tensor] = []
+        real = False
+        for one in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(one, torch.Tensor):
+                if _is_meta(one):
+                    metas.append(one)
+                else:
+                    real = True
+            elif isinstance(one, (list, tuple)):
+                for inner in one:
+                    if isinstance(inner, torch.Tensor):
+                        if _is_meta(inner):
+                            metas.append(inner)
+                        else:
+                            real = True
+        kind = device.type if device is not None else ""
+        if not metas and kind in ("", "cpu"):
+            return self._on_host(func, args, kwargs)
+        handler = self.handlers.get(func)
+        if handler is not None:
+            out = handler(self, func, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        if func is _ITEM:
+            return self._item(args[0])
+        if func is _COPY:
+            return self._copy(func, args, kwargs)
+        if func is _TO_COPY and kind == "cpu":
+            return self._to_host(args[0], kwargs)
+        target = self._target(kind, metas, func)
+        done, out = self._by_values(func, args, kwargs, metas, target)
+        if not done:
+            if kind and kind != "meta":
+                kwargs = {**kwargs, "device": META}
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+            if real:
+                args, kwargs = _on_meta(args), {name: _on_meta(one) for name, one in kwargs.items()}
+            shortcut = SHORTCUTS.get(func)
+            out = shortcut(args, kwargs) if shortcut is not None else None
+            if out is None:
+                out = func(*args, **kwargs)
+            elif out is DONE:
+                out = None
+            if target is CUDA and len(self._workspaces) < 2 and is_matmul(func):
+                self._cublas()
+            self._after(func, args, kwargs, out, metas)
+        self._outputs(func, args, kwargs, out, target)
+        return out
+
+    def _target(self, kind: str, metas: list[torch.Tensor], func: Any) -> torch.device | None:
+        """Where an operator's new storages lie; None: on meta, as the program asked for."""
+        if kind == "cuda":
+            return CUDA
+        if kind == "cpu":
+            return CPU
+        devices = self.claims.devices
+        found = None
+        for one in metas:
+            claim = devices.get(one.untyped_storage()._cdata)
+            if claim is CUDA:
+                return CUDA
+            found = found or claim
+        if not metas and kind == "meta" and torch._C._current_graph_task_id() != -1:
+            return CUDA  # the engine fills in a gradient that nobody gave
+        return found
+
+    def _outputs(self, func: Any, args: Any, kwargs: Any, out: Any, target: torch.device | None) -> None:
+        if target is None:
+            return
+        if target is CUDA and func in self.temporaries:
+            outputs = tuple(one for one in _flat(out))
+            held = [
+                self.allocate(size, f"{func} workspace")
+                for size in self.temporaries[func](args, kwargs, outputs)
+                if size > 0
+            ]
+            self._follow(out, target, func)
+            for release in held:
+                release(None)
+            return
+        self._follow(out, target, func)
+
+    def _follow(self, out: Any, target: torch.device, func: Any) -> None:
+        if isinstance(out, torch.Tensor):
+            if _is_meta(out):
+                storage = out.untyped_storage()
+                if storage._cdata not in self.claims.devices:
+                    self.adopt(storage, target, str(func))
+        elif isinstance(out, (tuple, list)):
+            for one in out:
+                self._follow(one, target, func)
+
+    def _cublas(self) -> None:
+        thread = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+        if thread not in self._workspaces and self.workspace_bytes:
+            self._workspaces.add(thread)
+            self.allocate(self.workspace_bytes, f"cuBLAS workspace ({thread})")
+
+    # The host's side
+
+    def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An operator on real tensors; large new floating-point tensors are not filled but claim the CPU."""
+        if func in _MAKERS or func in _LIKE:
+            dtype = kwargs.get("dtype") or (args[0].dtype if func in _LIKE else torch.get_default_dtype())
+            if dtype.is_floating_point:
+                shape = args[0].shape if func in _LIKE and not str(func).startswith("aten.new_") else args[func in _LIKE]
+                size = dtype.itemsize
+                for one in shape:
+                    size *= one
+                if size >= HOST_BYTES:
+                    made = func(*_on_meta(args), **{**kwargs, "device": META, "pin_memory": False})
+                    self.adopt(made.untyped_storage(), CPU, str(func))
+                    return made
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        return func(*args, **kwargs)
+
+    def _to_host(self, tensor: torch.Tensor, kwargs: dict[str, Any]) -> Any:
+        """A copy on the CPU: real where the values are known or few."""
+        dtype = kwargs.get("dtype") or tensor.dtype
+        known = self.values.known(tensor)
+        if known is not None:
+            return known.to(dtype, copy=True)
+        size = tensor.numel() * dtype.itemsize
+        if size >= HOST_BYTES and dtype.is_floating_point:
+            out = _TO_COPY(tensor, **{**kwargs, "device": META, "pin_memory": False})
+            self.adopt(out.untyped_storage(), CPU, "to cpu")
+            return out
+        self.origins.asked(self, "values of a GPU tensor on the host")
+        uniform = self.values.uniform(tensor)
+        return torch.full(tensor.shape, answer(tensor.dtype, uniform), dtype=dtype)
+
+    def _copy(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """`destination.copy_(source)` between any two kinds of tensors."""
+        destination, source = args[0], args[1]
+        values = self.values.known(source) if _is_meta(source) else source
+        if not _is_meta(destination):
+            if values is not None:
+                destination.copy_(values)
+            return destination
+        key = destination.untyped_storage()._cdata
+        if values is not None and worth_keeping(destination.dtype, destination.numel()):
+            mine = self.values.known(destination)
+            if mine is not None:
+                mine.copy_(values)
+            elif destination.numel() * destination.element_size() == destination.untyped_storage().nbytes():
+                self.values.keep(destination, torch.empty(destination.shape, dtype=destination.dtype).copy_(values))
+        else:
+            self.values.drop(key)
+        return destination
+
+    def _item(self, tensor: torch.Tensor) -> Any:
+        known = self.values.known(tensor)
+        if known is not None:
+            return known.item()
+        uniform = self.values.uniform(tensor)
+        if uniform is None:
+            self.origins.asked(self, f"a {str(tensor.dtype).removeprefix('torch.')} value")
+        return answer(tensor.dtype, uniform)
+
+    # Values
+
+    def _by_values(
+        self, func: Any, args: Any, kwargs: dict[str, Any], metas: list[torch.Tensor], target: torch.device | None
+    ) -> tuple[bool, Any]:
+        """(whether the output is made already, the output): the operator on known values."""
+        if target is not CUDA:
+            return False, None
+        if metas:
+            copies = self.values._copies
+            for one in metas:
+                if one.untyped_storage()._cdata not in copies:
+                    return False, None
+        elif func in _MAKERS:
+            dtype = kwargs.get("dtype") or torch.get_default_dtype()
+            numel = 1
+            for one in args[0]:
+                numel *= one
+            if not worth_keeping(dtype, numel):
+                return False, None
+        elif func is _TO_COPY:
+            if not worth_keeping(kwargs.get("dtype") or args[0].dtype, args[0].numel()):
+                return False, None
+        changes = next(iter(changed_tensors(func, args, kwargs)), None) is not None
+        if not changes and aliases(func):
+            return False, None
+        host = {name: self._real(one) for name, one in kwargs.items()}
+        if "device" in host and host["device"] is not None:
+            host["device"] = CPU
+        host.pop("pin_memory", None) if host.get("pin_memory") else None
+        found = func(*[self._real(one) for one in args], **host)
+        if func is _EMPTY and isinstance(found, torch.Tensor):
+            found.zero_()
+        if changes:
+            return False, None
+        return True, self._phantoms(found)
+
+    def _real(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.values.known(value) if _is_meta(value) else value
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._real(one) for one in value) if type(value) in (list, tuple) else value
+        return value
+
+    def _phantoms(self, found: Any) -> Any:
+        if isinstance(found, torch.Tensor):
+            made = torch.empty_strided(found.size(), found.stride(), dtype=found.dtype, device=META)
+            if worth_keeping(found.dtype, found.numel()):
+                self.values.keep(made, found)
+            return made
+        if isinstance(found, (list, tuple)):
+            return type(found)(self._phantoms(one) for one in found)
+        return found
+
+    def _after(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, metas: list[torch.Tensor]) -> None:
+        """What an operator on unknown values leaves of what was known."""
+        values = self.values
+        if values._copies:
+            known = all(one.untyped_storage()._cdata in values._copies for one in metas)
+            if not known:
+                for one in changed_tensors(func, args, kwargs):
+                    values.drop(one.untyped_storage()._cdata)
+        keeps = KEEPS_UNIFORM.get(func)
+        uniform = keeps([values.uniform(one) for one in metas]) if keeps is not None else None
+        if uniform is None:
+            uniform = FINITE.get(func)
+        if uniform is not None and isinstance(out, torch.Tensor):
+            values.assume(out, uniform)
+
+
+_PLAIN = torch._C._disabled_torch_dispatch_impl
+_ITEM = _aten._local_scalar_dense.default
+_ADD = _aten.add.Tensor
+_ADD_IN_PLACE = _aten.add_.Tensor
+_COPY = _aten.copy_.default
+_TO_COPY = _aten._to_copy.default
+_EMPTY = _aten.empty.memory_format
+
+
+def _on_meta(value: Any) -> Any:
+    """`value` with real tensors replaced by meta tensors of their form."""
+    if isinstance(value, torch.Tensor):
+        if _is_meta(value):
+            return value
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=META)
+    if type(value) in (list, tuple):
+        return type(value)(_on_meta(one) for one in value)
+    return value
+
+
+def _flat(out: Any) -> list[torch.Tensor]:
+    if isinstance(out, torch.Tensor):
+        return [out]
+    if isinstance(out, (tuple, list)):
+        return [one for part in out for one in _flat(part)]
+    return []

@@ -1,0 +1,104 @@
+"""Operators that have no meta form, or answer another way without values."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from probes.phantom.cuda import Refused
+from probes.phantom.mode import Phantom
+
+_aten = torch.ops.aten
+Handler = Callable[[Phantom, Any, Any, dict[str, Any]], Any]
+
+
+def _finite(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Gradient scaling finds no infinity."""
+    return None
+
+
+def _equal(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    known = [phantom.values.known(one) if one.is_meta else one for one in args[:2]]
+    if all(one is not None for one in known):
+        return func(*known)
+    phantom.origins.asked(phantom, "whether two tensors are equal")
+    return bool(args[0].shape == args[1].shape)
+
+
+def _nothing(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return None
+
+
+def _unknown_size(what: str) -> Handler:
+    """Notes that the largest possible size was taken, where the values are unknown."""
+
+    def handler(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if phantom.values.known(args[0]) is None:
+            phantom.origins.asked(phantom, f"how many elements {what} (all were assumed)")
+        return NotImplemented
+
+    return handler
+
+
+def _unique(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    if phantom.values.known(tensor) is not None:
+        return NotImplemented
+    phantom.origins.asked(phantom, "how many elements differ (all were assumed)")
+    return tuple(
+        phantom.made(shape, dtype)
+        for shape, dtype in (
+            ((tensor.numel(),), tensor.dtype),
+            (tensor.shape, torch.int64),
+            ((tensor.numel(),), torch.int64),
+        )
+    )
+
+
+def _repeated(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    size = kwargs.get("output_size")
+    if phantom.values.known(args[0]) is not None:
+        return NotImplemented
+    if size is None:
+        raise Refused("repeat_interleave by a number of times that only the GPU knows cannot be followed")
+    return phantom.made((size,), args[0].dtype)
+
+
+def _bincount(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if phantom.values.known(args[0]) is not None:
+        return NotImplemented
+    length = kwargs.get("minlength") or (args[2] if len(args) > 2 else 0)
+    if not length:
+        raise Refused("bincount of values that only the GPU knows cannot be followed without minlength")
+    weighted = len(args) > 1 and args[1] is not None
+    return phantom.made((length,), torch.float64 if weighted else torch.int64)
+
+
+def _histc(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if phantom.values.known(args[0]) is not None:
+        return NotImplemented
+    bins = args[1] if len(args) > 1 else kwargs.get("bins", 100)
+    return phantom.made((bins,), args[0].dtype)
+
+
+HANDLERS: dict[Any, Handler] = {
+    _aten._amp_foreach_non_finite_check_and_unscale_.default: _finite,
+    _aten.equal.default: _equal,
+    _aten.record_stream.default: _nothing,
+    _aten.nonzero.default: _unknown_size("are not zero"),
+    _aten.masked_select.default: _unknown_size("a mask selects"),
+    _aten._unique2.default: _unique,
+    _aten.repeat_interleave.Tensor: _repeated,
+    _aten.bincount.default: _bincount,
+    _aten.histc.default: _histc,
+}
+
+
+@contextmanager
+def handled(phantom: Phantom) -> Iterator[None]:
+    """Within it the phantom GPU has these operators."""
+    phantom.handlers.update(HANDLERS)
+    yield
+
+

@@ -1,0 +1,189 @@
+"""Whose bytes they are: the phase, the module and the line of the user's program behind every allocation."""
+
+import os
+import sys
+import sysconfig
+import weakref
+from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+_HERE = str(Path(__file__).parent.parent.parent)
+_LIBRARIES = tuple(
+    {
+        sysconfig.get_paths()["stdlib"],
+        sysconfig.get_paths()["purelib"],
+        sysconfig.get_paths()["platlib"],
+        os.path.join(_HERE, "probes"),
+        os.path.join(_HERE, "planner"),
+    }
+)
+_MARKS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", "<frozen", "<string>", "<attrs", "<eval")
+
+
+class Line(NamedTuple):
+    """A line of the user's program."""
+
+    file: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number}"
+
+
+class Origin:
+    """Where an allocation came from.
+
+    Attributes:
+        module: path of the module that was running, "" outside all.
+        event_index: of its `Alloc`.
+    """
+
+    __slots__ = ("event_index", "line", "module", "op", "phase", "size_bytes")
+
+    def __init__(self, origins: "Origins", op: str, size_bytes: int, event_index: int) -> None:
+        self.phase = origins.phase
+        self.module = origins.module
+        self.line = user_line()
+        self.op = op
+        self.size_bytes = size_bytes
+        self.event_index = event_index
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutOfMemory:
+    """The first request that the card refused."""
+
+    requested_bytes: int
+    allocated_bytes: int
+    line: Line | None
+    module: str
+    phase: str
+    op: str
+
+
+class Origins:
+    """What is running now, and where every allocation came from.
+
+    Attributes:
+        found: allocation -> origin.
+        owners: allocation -> (category, name) of parameters, gradients and optimizer states.
+        refused: the first request that the card refused.
+        questions: what the program asked that only a GPU could answer -> how often.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[int, Origin] = {}
+        self.owners: dict[int, tuple[str, str]] = {}
+        self.refused: OutOfMemory | None = None
+        self.questions: dict[tuple[str, Line | None], int] = {}
+        self._modules: list[tuple[str, int]] = []
+        self._names: dict[int, tuple[Any, str]] = {}
+        self._parameters: dict[int, str] = {}
+        self.stepping = 0
+        self.num_forwards = 0
+
+    @property
+    def phase(self) -> str:
+        """load, forward, backward or step."""
+        if self.stepping:
+            return "step"
+        if torch._C._current_graph_task_id() != -1:
+            return "backward"
+        if self._modules or self.num_forwards:
+            return "forward"
+        return "load"
+
+    @property
+    def module(self) -> str:
+        """Path of the module that is running."""
+        return self._modules[-1][0] if self._modules else ""
+
+    def asked(self, phantom: Any, what: str) -> None:
+        """The program asked for a value that only a GPU could know."""
+        key = (what, user_line())
+        self.questions[key] = self.questions.get(key, 0) + 1
+
+    def out_of_memory(self, size_bytes: int, op: str, event_index: int, allocated_bytes: int) -> None:
+        """The card refused a request."""
+        if self.refused is None:
+            self.refused = OutOfMemory(
+                requested_bytes=size_bytes,
+                allocated_bytes=allocated_bytes,
+                line=user_line(),
+                module=self.module,
+                phase=self.phase,
+                op=op,
+            )
+
+    def own(self, number: int | None, category: str, name: str) -> None:
+        """Allocation `number` is known by name."""
+        if number is not None:
+            self.owners.setdefault(number, (category, name))
+
+    def parameter_name(self, parameter: Any) -> str:
+        """The name of a parameter in the module that was called first, "" where it is not part of one."""
+        found = self._parameters.get(id(parameter))
+        return found if found is not None else ""
+
+    # Modules
+
+    def _name(self, module: Any) -> str:
+        found = self._names.get(id(module))
+        if found is not None and found[0]() is module:
+            return found[1]
+        prefix = self.module
+        for name, one in module.named_modules():
+            path = f"{prefix}.{name}".strip(".")
+            self._names.setdefault(id(one), (weakref.ref(one), path or type(one).__name__))
+            if self._names[id(one)][0]() is not one:
+                self._names[id(one)] = (weakref.ref(one), path)
+        return self._names[id(module)][1]
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Within it the running module and the optimizer's step are known."""
+        call = torch.nn.Module._call_impl
+        stack = self._modules
+
+        def _call_impl(module: Any, *args: Any, **kwargs: Any) -> Any:
+            depth = len(stack)
+            stack.append((self._name(module), id(module)))
+            if not depth and module.training:
+                self.num_forwards += 1
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                del stack[depth:]
+
+        with ExitStack() as patches:
+            patches.enter_context(mock.patch.object(torch.nn.Module, "_call_impl", _call_impl))
+            yield
+
+
+_is_library: dict[str, bool] = {}
+
+
+def from_library(file: str) -> bool:
+    """Whether a file belongs to Python, an installed library or this project."""
+    found = _is_library.get(file)
+    if found is None:
+        found = file.startswith(("<", *_LIBRARIES)) or any(mark in file for mark in _MARKS)
+        _is_library[file] = found
+    return found
+
+
+def user_line() -> Line | None:
+    """The innermost running line that belongs to no library, None where only libraries run."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not from_library(file):
+            return Line(file, frame.f_lineno)
+        frame = frame.f_back
+    return None

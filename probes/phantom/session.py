@@ -1,0 +1,74 @@
+"""The whole phantom GPU in one context: mode, lies, answers and hooks, entered once per process."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from probes.dryrun.metaops import fused_dropout, quick_checks
+from probes.dryrun.workspaces import cublas_workspace_bytes, temporaries
+from probes.phantom import attention, compiled, cuda, libraries, methods, operators, steps, tritons
+from probes.phantom.card import Card
+from probes.phantom.claims import lying
+from probes.phantom.imports import Hook, after_import
+from probes.phantom.mode import Phantom
+from probes.stack.autocast import emulation_installed
+
+
+@contextmanager
+def phantom_gpu(
+    card: Card,
+    *,
+    limited: bool = True,
+    expandable_segments: bool = False,
+    num_steps: int | None = None,
+    finished: Callable[[Phantom], None] = lambda phantom: None,
+) -> Iterator[Phantom]:
+    """Within it this process has `card`, on which nothing is computed.
+
+    Args:
+        limited: whether the card runs out of memory.
+        num_steps: after so many optimizer steps `finished` is called and `steps.Done` raised; None: never.
+    """
+    torch._C._ensureCUDADeviceGuardSet()  # what C++ asks before it moves a tensor to CUDA; this one does nothing
+    phantom = Phantom(card, limited=limited, expandable_segments=expandable_segments)
+    phantom.temporaries = temporaries()
+    phantom.workspace_bytes = cublas_workspace_bytes(card.capability)
+    with ExitStack() as stack:
+        for one in (
+            emulation_installed(),
+            fused_dropout("meta"),
+            quick_checks(),
+            cuda.answered(phantom),
+            operators.handled(phantom),
+            attention.chosen(phantom),
+            compiled.eager(phantom),
+            methods.answering(phantom),
+            lying(phantom.claims),
+            phantom.origins.following(),
+            steps.counted(phantom, num_steps, finished),
+            mock.patch.object(torch.fx.experimental._config, "meta_nonzero_assume_all_nonzero", True),
+            _lifting(),
+        ):
+            stack.enter_context(one)
+        hooks: dict[str, list[Hook]] = {}
+        for found in (libraries.hooks(phantom, stack), tritons.hooks(phantom, stack)):
+            for name, hook in found.items():
+                hooks.setdefault(name, []).append(hook)
+        stack.enter_context(after_import(hooks, libraries.AROUND))
+        stack.enter_context(phantom)
+        yield phantom
+        phantom.keep_peaks()
+
+
+@contextmanager
+def _lifting() -> Iterator[None]:
+    """Within it `torch.tensor(data, device="cuda")` makes a CPU tensor first and moves it by an operator."""
+    before: Any = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)

@@ -1,0 +1,47 @@
+"""Optimizer steps: they are counted, and the program ends after as many as were asked for."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from probes.phantom.mode import Phantom
+
+
+class Done(BaseException):
+    """Enough steps ran. No `Exception`, so that programs do not swallow it."""
+
+
+@contextmanager
+def counted(phantom: Phantom, num_steps: int | None, finished: Callable[[Phantom], None]) -> Iterator[None]:
+    """Within it every optimizer's step is a phase of its own, and `Done` is raised after the last one wanted."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    origins = phantom.origins
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    origins.own(phantom.number_of(one.grad), "gradients", origins.parameter_name(one))
+                origins.own(phantom.number_of(one), "trained weights", origins.parameter_name(one))
+        origins.stepping += 1
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        origins.stepping = 0
+        for state in optimizer.state.values():
+            for name, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor):
+                    origins.own(phantom.number_of(value), "optimizer states", str(name))
+        phantom.num_steps[id(optimizer)] = phantom.num_steps.get(id(optimizer), 0) + 1
+        if num_steps is not None and phantom.num_steps[id(optimizer)] >= num_steps:
+            finished(phantom)
+            raise Done
+
+    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+    try:
+        yield
+    finally:
+        for one in handles:
+            one.remove()

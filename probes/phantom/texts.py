@@ -1,0 +1,172 @@
+"""Tokenizers and data sets that this machine lacks: stand-ins that give the longest sequences, said aloud.
+
+A stand-in tokenizer makes a token of every byte and has as many entries as the model's embedding. A stand-in data set
+has the columns of the data set that was asked for, where its name is known, and long texts: the program's own maximum
+length cuts them.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from probes.phantom.mode import Phantom
+
+Patch = Callable[[Any, str, Any], None]
+NUM_ROWS = 64
+DEFAULT_TOKENS = 8192
+"""Tokens of a stand-in text; programs cut it to their own maximum."""
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json", "spiece.model")
+_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] if message['content'] is string else '' }}{% endgeneration %}{% else %}"
+    "{{ message['content'] if message['content'] is string else '' }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def tokenizer_stands_in(phantom: Phantom, auto: Any, patch: Patch) -> None:
+    """Makes `AutoTokenizer.from_pretrained` answer where there are no files to read."""
+    cls = auto.AutoTokenizer
+    true = cls.from_pretrained.__func__
+
+    def from_pretrained(owner: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return true(owner, name, *args, **kwargs)
+        except (OSError, ValueError, TypeError, AttributeError, KeyError, ImportError):
+            if os.path.isdir(name) and any(Path(name, one).exists() for one in _FILES):
+                raise
+            made = stand_in_tokenizer(str(name))
+            phantom.note(
+                f"{name}: its tokenizer is not on this machine; a stand-in makes a token of every byte, so sequences "
+                "are as long as the program's maximum allows"
+            )
+            return made
+
+    patch(cls, "from_pretrained", classmethod(from_pretrained))
+
+
+def processor_stands_in(phantom: Phantom, auto: Any, patch: Patch) -> None:
+    """Makes `AutoProcessor.from_pretrained` answer for models of text alone where there are no files to read."""
+    cls = auto.AutoProcessor
+    true = cls.from_pretrained.__func__
+
+    def from_pretrained(owner: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return true(owner, name, *args, **kwargs)
+        except (OSError, ValueError, TypeError, AttributeError, KeyError):
+            from transformers import AutoConfig, AutoTokenizer
+
+            if hasattr(AutoConfig.from_pretrained(name), "vision_config"):
+                raise
+            return AutoTokenizer.from_pretrained(name, **{k: v for k, v in kwargs.items() if k == "trust_remote_code"})
+
+    patch(cls, "from_pretrained", classmethod(from_pretrained))
+
+
+def stand_in_tokenizer(name: str) -> Any:
+    """A tokenizer of bytes with as many entries as the vocabulary of the model `name`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoConfig, PreTrainedTokenizerFast
+
+    config = AutoConfig.from_pretrained(name)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size = int(getattr(text, "vocab_size", 0) or 512)
+    specials = {_first(getattr(text, f"{kind}_token_id", None)): f"<|{kind}|>" for kind in ("bos", "eos", "pad")}
+    specials.pop(None, None)
+    names: list[str] = []
+    byte_names = sorted(pre_tokenizers.ByteLevel.alphabet())
+    for index in range(size):
+        if index in specials:
+            names.append(specials[index])
+        elif byte_names:
+            names.append(byte_names.pop(0))
+        else:
+            names.append(f"<|unused_{index}|>")
+    tokenizer = Tokenizer(models.BPE(vocab={one: index for index, one in enumerate(names)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    known = set(specials.values())
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|bos|>" if "<|bos|>" in known else None,
+        eos_token="<|eos|>" if "<|eos|>" in known else names[-1],
+        pad_token="<|pad|>" if "<|pad|>" in known else None,
+        unk_token=names[0],
+        model_max_length=int(getattr(text, "max_position_embeddings", 0) or 1 << 20),
+    )
+    made.chat_template = _TEMPLATE
+    made.name_or_path = name
+    return made
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and value else value
+
+
+# Data sets
+
+_CHAT = ("capybara", "ultrachat", "openassistant", "oasst", "guanaco-chat", "chat", "tulu", "hermes", "no_robots")
+_PREFERENCE = ("ultrafeedback", "preference", "dpo", "hh-rlhf", "rlhf", "orpo", "stack-exchange-paired", "math-preference")
+_UNPAIRED = ("kto",)
+_PROMPT = ("tldr", "deepmath", "gsm8k", "rlaif", "prompt")
+_ALPACA = ("alpaca", "dolly", "code_instructions", "instruct")
+
+
+def columns_of(name: str, num_tokens: int) -> dict[str, Any]:
+    """One row of a data set that looks like `name`'s."""
+    long = "a " * num_tokens
+    half = "a " * (num_tokens // 2)
+    talk = [{"role": "user", "content": half}, {"role": "assistant", "content": half}]
+    low = name.lower()
+    if any(word in low for word in _UNPAIRED):
+        return {"prompt": talk[:1], "completion": talk[1:], "label": True}
+    if any(word in low for word in _PREFERENCE):
+        return {"chosen": talk, "rejected": talk, "score_chosen": 1.0, "score_rejected": 0.0}
+    if any(word in low for word in _ALPACA):
+        return {"instruction": half, "input": "", "output": half, "response": half, "text": long}
+    if any(word in low for word in _PROMPT):
+        return {"prompt": half, "completion": half, "question": half, "answer": half, "solution": "1"}
+    if any(word in low for word in _CHAT):
+        return {"messages": talk}
+    if "stsb" in low or "all-nli" in low or "pair" in low:
+        return {"sentence1": half, "sentence2": half, "score": 0.5}
+    if "glue" in low or "mrpc" in low:
+        return {"sentence1": half, "sentence2": half, "label": 1, "idx": 0}
+    if "imdb" in low or "sentiment" in low or "emotion" in low or "review" in low:
+        return {"text": long, "label": 1}
+    return {"text": long}
+
+
+def data_sets_stand_in(phantom: Phantom, datasets: Any, patch: Patch, num_tokens: int) -> None:
+    """Makes `datasets.load_dataset` answer where the data set cannot be read."""
+    true = datasets.load_dataset
+
+    def load_dataset(path: Any, name: Any = None, *args: Any, split: Any = None, **kwargs: Any) -> Any:
+        try:
+            return true(path, name, *args, split=split, **kwargs)
+        except (ConnectionError, FileNotFoundError, OSError) as error:
+            if os.path.exists(str(path)) or kwargs.get("data_files"):
+                raise
+            row = columns_of(f"{path} {name or ''}", num_tokens)
+            phantom.note(
+                f"{path}: this data set is not on this machine ({type(error).__name__}); {NUM_ROWS} stand-in rows with "
+                f"{', '.join(row)} of {num_tokens:,} tokens and more were used, which the program cuts to its own "
+                "maximum length"
+            )
+            made = datasets.Dataset.from_dict({key: [value] * NUM_ROWS for key, value in row.items()})
+            if kwargs.get("streaming"):
+                made = made.to_iterable_dataset()
+            if split is not None:
+                return made
+            parts = {"train": made, "test": made, "validation": made}
+            return datasets.IterableDatasetDict(parts) if kwargs.get("streaming") else datasets.DatasetDict(parts)
+
+    select = datasets.Dataset.select
+
+    def select_present(self: Any, indices: Any, *args: Any, **kwargs: Any) -> Any:
+        return select(self, [one for one in indices if one < len(self)], *args, **kwargs)
+
+    patch(datasets, "load_dataset", load_dataset)
+    patch(datasets.load, "load_dataset", load_dataset)
+    patch(datasets.Dataset, "select", select_present)

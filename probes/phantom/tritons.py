@@ -1,0 +1,91 @@
+"""Triton kernels: a launch does nothing, the libraries' own Python around it allocates what it would."""
+
+from contextlib import ExitStack
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from probes.phantom.card import Card
+from probes.phantom.cuda import properties
+from probes.phantom.imports import Hook
+from probes.phantom.mode import Phantom
+
+
+class _Driver:
+    """What Triton's runtime asks of the driver."""
+
+    def __init__(self, card: Card) -> None:
+        described = properties(card)
+        self._card = card
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {
+                "multiprocessor_count": described.multi_processor_count,
+                "max_shared_mem": described.shared_memory_per_block_optin,
+                "max_num_regs": described.regs_per_multiprocessor,
+                "warpSize": 32,
+                "sm_clock_rate": 1_500_000,
+                "mem_clock_rate": 10_000_000,
+                "mem_bus_width": 384,
+            }
+        )
+
+    def get_current_device(self) -> int:
+        """The only one."""
+        return 0
+
+    def get_current_stream(self, device: Any = None) -> int:
+        """The only one."""
+        return 0
+
+    def get_current_target(self) -> Any:
+        """Backend, architecture and warp size."""
+        major, minor = self._card.capability
+        return SimpleNamespace(backend="cuda", arch=10 * major + minor, warp_size=32)
+
+    def get_active_torch_device(self) -> Any:
+        """The phantom GPU."""
+        import torch
+
+        return torch.device("cuda", 0)
+
+    def get_device_interface(self) -> Any:
+        """`torch.cuda`."""
+        import torch
+
+        return torch.cuda
+
+    def is_active(self) -> bool:
+        """It is."""
+        return True
+
+
+def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
+    """What is done to Triton once it is imported."""
+
+    def launch_nothing(name: str) -> Hook:
+        def hook(module: ModuleType) -> None:
+            def run(self: Any, *args: Any, **kwargs: Any) -> None:
+                phantom.kernels[getattr(self, "__name__", None) or _name(self)] += 1
+
+            cls = getattr(module, name)
+            stack.enter_context(mock.patch.object(cls, "run", run))
+
+        return hook
+
+    def jit(module: ModuleType) -> None:
+        launch_nothing("JITFunction")(module)
+
+    def autotuner(module: ModuleType) -> None:
+        launch_nothing("Autotuner")(module)
+        launch_nothing("Heuristics")(module)
+
+    def driver(module: Any) -> None:
+        active = _Driver(phantom.card)
+        stack.enter_context(mock.patch.object(module, "driver", SimpleNamespace(active=active, default=active)))
+
+    return {"triton.runtime.jit": jit, "triton.runtime.autotuner": autotuner, "triton.runtime.driver": driver}
+
+
+def _name(kernel: Any) -> str:
+    inner = getattr(kernel, "fn", None)
+    return getattr(inner, "__name__", None) or (_name(inner) if inner is not None else "kernel")

@@ -1,0 +1,144 @@
+"""What is known of values on a GPU that computes nothing.
+
+Integers, booleans and small floating-point tensors that come from the host keep a real copy beside their storage, and
+operators on such tensors alone run on the copies: masks, positions, image grids and packed lengths have the values
+that they would have, so that what depends on them (a mask that is all ones, a boolean index) is decided truly. What
+comes from weights or activations is unknown. A copy belongs to a storage, so that views and in-place changes follow.
+
+An unknown value that the program asks for is answered harmlessly and noted: `all` holds, `any` does not, no element is
+infinite or NaN, a number is one.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+MAX_INTEGERS = 1 << 22
+MAX_FLOATS = 1 << 10
+_aten = torch.ops.aten
+
+
+def worth_keeping(dtype: torch.dtype, numel: int) -> bool:
+    """Whether values of this type and number are followed."""
+    return numel <= (MAX_FLOATS if dtype.is_floating_point or dtype.is_complex else MAX_INTEGERS)
+
+
+class Values:
+    """The known values of one process, by storage."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, torch.UntypedStorage] = {}
+        self._uniform: dict[int, bool] = {}
+
+    def drop(self, key: int) -> None:
+        """Nothing is known of this storage any more."""
+        self._copies.pop(key, None)
+        self._uniform.pop(key, None)
+
+    def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A real tensor with `tensor`'s values that shares its memory with those of its storage's other views."""
+        copy = self._copies.get(tensor.untyped_storage()._cdata)
+        if copy is None:
+            return None
+        return torch.empty(0, dtype=tensor.dtype).set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def uniform(self, tensor: torch.Tensor) -> bool | None:
+        """The one value that all elements of a boolean tensor are assumed to have."""
+        return self._uniform.get(tensor.untyped_storage()._cdata)
+
+    def assume(self, tensor: torch.Tensor, value: bool) -> None:
+        """Every element of `tensor` is `value`."""
+        self._uniform[tensor.untyped_storage()._cdata] = value
+
+    def keep(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """`tensor` (on meta) has `values`, which have its shape and become its own."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if values.stride() == tensor.stride() and not tensor.storage_offset() and not values.storage_offset():
+            source = values.untyped_storage()
+            if source.nbytes() >= storage.nbytes():
+                self._copies[key] = source
+                return
+        copy = torch.UntypedStorage(storage.nbytes())
+        self._copies[key] = copy
+        mine = self.known(tensor)
+        assert mine is not None
+        mine.copy_(values)
+
+
+def written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Positions and names of the arguments that an operator changes."""
+    found = _written.get(func)
+    if found is None:
+        found = tuple(
+            (index, one.name)
+            for index, one in enumerate(func._schema.arguments)
+            if one.alias_info is not None and one.alias_info.is_write
+        )
+        _written[func] = found
+    return found
+
+
+def aliases(func: Any) -> bool:
+    """Whether an output of an operator may share memory with an argument."""
+    found = _aliases.get(func)
+    if found is None:
+        found = any(one.alias_info is not None for one in func._schema.returns)
+        _aliases[func] = found
+    return found
+
+
+_written: dict[Any, tuple[tuple[int, str], ...]] = {}
+_aliases: dict[Any, bool] = {}
+
+
+def changed_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterable[torch.Tensor]:
+    """The tensors that this call changes."""
+    for index, name in written(func):
+        value = args[index] if index < len(args) else kwargs.get(name)
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (one for one in value if isinstance(one, torch.Tensor))
+
+
+def _same(values: Sequence[bool | None]) -> bool | None:
+    return values[0] if values and all(one is values[0] for one in values) else None
+
+
+FINITE: dict[Any, bool] = {
+    _aten.isnan.default: False,
+    _aten.isinf.default: False,
+    _aten.isfinite.default: True,
+    _aten.any.default: False,
+    _aten.any.dim: False,
+    _aten.any.dims: False,
+    _aten.all.default: True,
+    _aten.all.dim: True,
+    _aten.all.dims: True,
+}
+"""What operators on unknown values are assumed to give."""
+
+KEEPS_UNIFORM: dict[Any, Callable[[Sequence[bool | None]], bool | None]] = {
+    _aten.any.default: _same,
+    _aten.any.dim: _same,
+    _aten.any.dims: _same,
+    _aten.all.default: _same,
+    _aten.all.dim: _same,
+    _aten.all.dims: _same,
+    _aten.bitwise_or.Tensor: _same,
+    _aten.logical_or.default: _same,
+    _aten.bitwise_and.Tensor: _same,
+    _aten.logical_and.default: _same,
+    _aten.logical_not.default: lambda values: None if values[0] is None else not values[0],
+    _aten.bitwise_not.default: lambda values: None if values[0] is None else not values[0],
+}
+"""Operators whose result is uniform where their arguments are."""
+
+
+def answer(dtype: torch.dtype, uniform: bool | None) -> Any:
+    """What a program gets for an element that is unknown."""
+    if dtype is torch.bool:
+        return bool(uniform)
+    return 1.0 if dtype.is_floating_point else 1
