@@ -40,6 +40,7 @@ COMMANDS = {
     "confirm": Command("probe", "confirm", "Run a plan's setup at full depth and compare with its promise."),
     "tune": Command("tune", "tune", "Search with GPU probes for the fastest setup that fits."),
     "check": Command("check", "check", "Does an existing training config fit, and what would make it faster?"),
+    "trace": Command("trace", "trace", "Run any training program on a GPU that computes nothing."),
     "report": Command("report", "report", "Write a plan's reports anew from its plan.json."),
     "compare": Command("report", "compare", "Several plans side by side."),
     "which-gpu": Command("report", "which_gpu", "Rank the GPU table for a model."),

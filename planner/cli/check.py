@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from planner.cli import options, spread
-from planner.cli.output import console, print_json, write_text
+from planner.cli.output import console, print_json, print_lines, write_text
 from planner.cli.wish import memory_and_headroom, positive, resolve_gpu
 from planner.errors import UsageError
 
@@ -77,18 +77,8 @@ def check(
     if as_json:
         print_json(as_document(result, fixed))
     else:
-        _print_lines(text_lines(result, fixed))
+        print_lines(text_lines(result, fixed))
     return result.exit_code
-
-
-def _print_lines(lines: "Sequence[str]") -> None:
-    """Lines for people, whatever a config puts into them and whatever the output can hold."""
-    from reports.text import clean, to_ascii
-
-    out = console()
-    for line in lines:
-        shown = clean(line)
-        out.print(to_ascii(shown) if out.options.ascii_only else shown, markup=False, soft_wrap=True)
 
 
 def compare_configs(

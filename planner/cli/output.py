@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +97,13 @@ def console(*, stderr: bool = False) -> Any:
             return super().render_str(printable(text), **options)
 
     return PlainConsole(stderr=stderr, highlight=False, soft_wrap=False)
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Lines for people on stdout, whatever a config puts into them and whatever the output can hold."""
+    from reports.text import clean, to_ascii
+
+    out = console()
+    for line in lines:
+        shown = clean(line)
+        out.print(to_ascii(shown) if out.options.ascii_only else shown, markup=False, soft_wrap=True)

@@ -24,7 +24,5 @@ def chosen(phantom: Phantom) -> Iterator[None]:
         return on_card(query, *args, **kwargs)
 
     with ExitStack() as stack:
-        stack.enter_context(
-            mock.patch.object(functional, "scaled_dot_product_attention", scaled_dot_product_attention)
-        )
+        stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", scaled_dot_product_attention))
         yield

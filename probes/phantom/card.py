@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from planner.gpu import GpuSpec
 from planner.memory.workspace import context_bytes
 
+
 @dataclass(frozen=True, kw_only=True)
 class Card:
     """One GPU as PyTorch would describe it.

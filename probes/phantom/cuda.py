@@ -120,8 +120,8 @@ class _Device:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, *exc: Any) -> bool:
-        return False
+    def __exit__(self, *exc: Any) -> None:
+        pass
 
 
 _current = Stream()

@@ -46,7 +46,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         self._busy.add(name)
         try:
-            spec = importlib.util.find_spec(name) if path is None else _found(name, path)
+            spec = _found(name, path)
         finally:
             self._busy.discard(name)
         if spec is None or spec.loader is None:

@@ -73,7 +73,7 @@ def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
 
 def _without_cuda() -> Any:
     """bitsandbytes looks for its CUDA library, which cannot be loaded without a driver, while it is imported."""
-    return mock.patch.object(torch.cuda, "is_available", lambda: False)
+    return mock.patch.object(torch.cuda, "is_available", return_value=False)
 
 
 AROUND = {"bitsandbytes": _without_cuda}

@@ -145,7 +145,7 @@ def config_of_catalogue(phantom: Phantom, configuration: Any, patch: Patch) -> N
     cls = configuration.PreTrainedConfig
     true = cls._get_config_dict.__func__
 
-    def get(owner: Any, name: Any, **kwargs: Any) -> Any:
+    def get(owner: Any, name: Any, /, **kwargs: Any) -> Any:
         try:
             return true(owner, name, **kwargs)
         except OSError:

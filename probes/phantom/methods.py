@@ -94,10 +94,14 @@ def answering(phantom: Phantom) -> Iterator[None]:
     def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
         return self
 
+    def is_pinned(self: torch.Tensor, device: Any = None) -> bool:
+        return False
+
     def data_ptr(self: torch.Tensor) -> int:
         if not _is_meta(self) or claims.depth:
             return int(_base.data_ptr(self))
-        return int(self.untyped_storage()._cdata) * 4096 + self.storage_offset() * self.element_size()
+        address: int = self.untyped_storage()._cdata * 4096 + self.storage_offset() * self.element_size()
+        return address
 
     def new_tensor(self: torch.Tensor, data: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
         return torch.tensor(data, dtype=dtype or self.dtype, device=device or self.device, **kwargs)
@@ -128,6 +132,24 @@ def answering(phantom: Phantom) -> Iterator[None]:
             return str(true_repr(self, tensor_contents=tensor_contents))
         return f"tensor(..., device='{self.device}', size={tuple(self.shape)}, dtype={self.dtype})"
 
+    def moved(true: Callable[..., Any]) -> Callable[..., Any]:
+        """A maker of tensors from data: made on the host, then moved, as C++ would ask the driver for the device."""
+
+        def make(data: Any, *args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> Any:
+            if isinstance(data, torch.Tensor) and device is None and _is_meta(data):
+                device = data.device
+            if device is None or torch.device(device).type != "cuda":
+                options = {"requires_grad": True} if requires_grad else {}
+                return true(data, *args, device=device, **options, **kwargs)
+            made = data if isinstance(data, torch.Tensor) else true(data, *args, **kwargs)
+            made = to(made.detach() if true is true_tensor else made, CUDA)
+            if isinstance(data, torch.Tensor) and (args or kwargs.get("dtype")):
+                made = true_to(made, args[0] if args else kwargs["dtype"])
+            return made.requires_grad_() if requires_grad else made
+
+        return make
+
+    true_tensor = torch.tensor
     methods: dict[str, Callable[..., Any]] = {
         "to": to,
         "cuda": cuda,
@@ -135,6 +157,7 @@ def answering(phantom: Phantom) -> Iterator[None]:
         "numpy": numpy_of,
         "tolist": tolist,
         "pin_memory": pin_memory,
+        "is_pinned": is_pinned,
         "data_ptr": data_ptr,
         "new_tensor": new_tensor,
         "__deepcopy__": deepcopy,
@@ -143,7 +166,8 @@ def answering(phantom: Phantom) -> Iterator[None]:
     with ExitStack() as stack:
         for name, method in methods.items():
             stack.enter_context(mock.patch.object(torch.Tensor, name, method))
-        stack.enter_context(mock.patch.object(torch.Tensor, "is_pinned", lambda self, *a, **k: False))
+        for name in ("tensor", "as_tensor", "asarray"):
+            stack.enter_context(mock.patch.object(torch, name, moved(getattr(torch, name))))
         grouped = torch._C._group_tensors_by_device_and_dtype
 
         def group(lists: Any, with_indices: bool = False) -> Any:

@@ -114,8 +114,8 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
 
     # Memory
 
-    def allocate(self, size_bytes: int, op: str) -> Callable[[Any], None]:
-        """Takes device memory; what is returned gives it back.
+    def allocate(self, size_bytes: int, op: str) -> tuple[int, Callable[[], None]]:
+        """Takes device memory: the allocation's number, and what gives it back.
 
         Raises:
             torch.OutOfMemoryError: the card has no room.
@@ -133,13 +133,12 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         self.events.append(Alloc(number, size_bytes))
         events, free = self.events, self.allocator.free
 
-        def release(_: Any = None) -> None:
+        def release() -> None:
             events.append(Free(number))
             if block is not None:
                 free(block, size_bytes)
 
-        release.number = number  # type: ignore[attr-defined]
-        return release
+        return number, release
 
     def _error(self, size_bytes: int) -> torch.OutOfMemoryError:
         allocator = self.allocator
@@ -178,7 +177,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         if device.type == "cpu":
             self.claims.claim(storage, CPU)
             return
-        release = self.allocate(storage.nbytes(), op)
+        number, release = self.allocate(storage.nbytes(), op)
         devices, alive, drop = self.claims.devices, self._alive, self.values.drop
 
         def released(_: Any) -> None:
@@ -188,7 +187,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
             release()
 
         devices[key] = CUDA
-        alive[key] = (release.number, weakref.ref(storage, released))  # type: ignore[attr-defined]
+        alive[key] = (number, weakref.ref(storage, released))
 
     # Dispatch
 
@@ -224,6 +223,8 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         kind = device.type if device is not None else ""
         if not metas and kind in ("", "cpu"):
             return self._on_host(func, args, kwargs)
+        if func is _SCALAR and kind == "meta":
+            return func(*args, **{**kwargs, "device": CPU})  # C++ wraps a number for a tensor it takes to be on meta
         handler = self.handlers.get(func)
         if handler is not None:
             out = handler(self, func, args, kwargs)
@@ -279,13 +280,13 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         if target is CUDA and func in self.temporaries:
             outputs = tuple(one for one in _flat(out))
             held = [
-                self.allocate(size, f"{func} workspace")
+                self.allocate(size, f"{func} workspace")[1]
                 for size in self.temporaries[func](args, kwargs, outputs)
                 if size > 0
             ]
             self._follow(out, target, func)
             for release in held:
-                release(None)
+                release()
             return
         self._follow(out, target, func)
 
@@ -312,7 +313,9 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         if func in _MAKERS or func in _LIKE:
             dtype = kwargs.get("dtype") or (args[0].dtype if func in _LIKE else torch.get_default_dtype())
             if dtype.is_floating_point:
-                shape = args[0].shape if func in _LIKE and not str(func).startswith("aten.new_") else args[func in _LIKE]
+                shape = (
+                    args[0].shape if func in _LIKE and not str(func).startswith("aten.new_") else args[func in _LIKE]
+                )
                 size = dtype.itemsize
                 for one in shape:
                     size *= one
@@ -387,9 +390,8 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
                 numel *= one
             if not worth_keeping(dtype, numel):
                 return False, None
-        elif func is _TO_COPY:
-            if not worth_keeping(kwargs.get("dtype") or args[0].dtype, args[0].numel()):
-                return False, None
+        elif func is _TO_COPY and not worth_keeping(kwargs.get("dtype") or args[0].dtype, args[0].numel()):
+            return False, None
         changes = next(iter(changed_tensors(func, args, kwargs)), None) is not None
         if not changes and aliases(func):
             return False, None
@@ -443,6 +445,7 @@ _ADD = _aten.add.Tensor
 _ADD_IN_PLACE = _aten.add_.Tensor
 _COPY = _aten.copy_.default
 _TO_COPY = _aten._to_copy.default
+_SCALAR = _aten.scalar_tensor.default
 _EMPTY = _aten.empty.memory_format
 
 

@@ -100,5 +100,3 @@ def handled(phantom: Phantom) -> Iterator[None]:
     """Within it the phantom GPU has these operators."""
     phantom.handlers.update(HANDLERS)
     yield
-
-

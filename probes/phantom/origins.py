@@ -4,8 +4,8 @@ import os
 import sys
 import sysconfig
 import weakref
-from contextlib import ExitStack, contextmanager
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,6 +74,8 @@ class Origins:
         found: allocation -> origin.
         owners: allocation -> (category, name) of parameters, gradients and optimizer states.
         refused: the first request that the card refused.
+        num_forwards: calls of outermost modules in training mode.
+        stepping: above zero while an optimizer steps.
         questions: what the program asked that only a GPU could answer -> how often.
     """
 
@@ -129,7 +131,7 @@ class Origins:
     def parameter_name(self, parameter: Any) -> str:
         """The name of a parameter in the module that was called first, "" where it is not part of one."""
         found = self._parameters.get(id(parameter))
-        return found if found is not None else ""
+        return found or ""
 
     # Modules
 
@@ -138,11 +140,13 @@ class Origins:
         if found is not None and found[0]() is module:
             return found[1]
         prefix = self.module
-        for name, one in module.named_modules():
-            path = f"{prefix}.{name}".strip(".")
-            self._names.setdefault(id(one), (weakref.ref(one), path or type(one).__name__))
-            if self._names[id(one)][0]() is not one:
-                self._names[id(one)] = (weakref.ref(one), path)
+        for path, one in module.named_modules():
+            known = self._names.get(id(one))
+            if known is None or known[0]() is not one:
+                full = ".".join(filter(None, (prefix, path))) or type(one).__name__
+                self._names[id(one)] = (weakref.ref(one), full)
+        for path, parameter in module.named_parameters():
+            self._parameters.setdefault(id(parameter), ".".join(filter(None, (prefix, path))))
         return self._names[id(module)][1]
 
     @contextmanager

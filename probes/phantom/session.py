@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 from unittest import mock
 
 import torch
@@ -24,16 +23,19 @@ def phantom_gpu(
     limited: bool = True,
     expandable_segments: bool = False,
     num_steps: int | None = None,
+    num_tokens: int = 8192,
     finished: Callable[[Phantom], None] = lambda phantom: None,
 ) -> Iterator[Phantom]:
     """Within it this process has `card`, on which nothing is computed.
 
     Args:
         limited: whether the card runs out of memory.
+        num_tokens: length of stand-in texts.
         num_steps: after so many optimizer steps `finished` is called and `steps.Done` raised; None: never.
     """
     torch._C._ensureCUDADeviceGuardSet()  # what C++ asks before it moves a tensor to CUDA; this one does nothing
     phantom = Phantom(card, limited=limited, expandable_segments=expandable_segments)
+    phantom.num_tokens = num_tokens
     phantom.temporaries = temporaries()
     phantom.workspace_bytes = cublas_workspace_bytes(card.capability)
     with ExitStack() as stack:
@@ -50,7 +52,6 @@ def phantom_gpu(
             phantom.origins.following(),
             steps.counted(phantom, num_steps, finished),
             mock.patch.object(torch.fx.experimental._config, "meta_nonzero_assume_all_nonzero", True),
-            _lifting(),
         ):
             stack.enter_context(one)
         hooks: dict[str, list[Hook]] = {}
@@ -61,14 +62,3 @@ def phantom_gpu(
         stack.enter_context(phantom)
         yield phantom
         phantom.keep_peaks()
-
-
-@contextmanager
-def _lifting() -> Iterator[None]:
-    """Within it `torch.tensor(data, device="cuda")` makes a CPU tensor first and moves it by an operator."""
-    before: Any = torch._C._only_lift_cpu_tensors()
-    torch._C._set_only_lift_cpu_tensors(True)
-    try:
-        yield
-    finally:
-        torch._C._set_only_lift_cpu_tensors(before)

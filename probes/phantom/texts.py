@@ -107,7 +107,16 @@ def _first(value: Any) -> Any:
 # Data sets
 
 _CHAT = ("capybara", "ultrachat", "openassistant", "oasst", "guanaco-chat", "chat", "tulu", "hermes", "no_robots")
-_PREFERENCE = ("ultrafeedback", "preference", "dpo", "hh-rlhf", "rlhf", "orpo", "stack-exchange-paired", "math-preference")
+_PREFERENCE = (
+    "ultrafeedback",
+    "preference",
+    "dpo",
+    "hh-rlhf",
+    "rlhf",
+    "orpo",
+    "stack-exchange-paired",
+    "math-preference",
+)
 _UNPAIRED = ("kto",)
 _PROMPT = ("tldr", "deepmath", "gsm8k", "rlaif", "prompt")
 _ALPACA = ("alpaca", "dolly", "code_instructions", "instruct")

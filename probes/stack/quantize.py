@@ -119,7 +119,8 @@ def meta_params4bit(
     device: str | torch.device = "meta",
     quant_type: str = "nf4",
 ) -> Any:
-    """A packed 4-bit weight [rows, cols] on `device` (meta, or a phantom GPU) with the statistics that `quantize_4bit` would have made.
+    """A packed 4-bit weight [rows, cols] on `device` (meta, or a phantom GPU) with the statistics that `quantize_4bit`
+    would have made.
 
     Source: bitsandbytes 0.50 `functional.quantize_4bit`: half a byte per element, one fp32 absmax per 64 elements, or
     (nested) one byte per 64 with one fp32 per 256 of those, a 256-entry table and a scalar offset.

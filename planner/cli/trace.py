@@ -1,0 +1,148 @@
+"""`plan trace -- python train.py`: anyone's training program on a GPU that computes nothing."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from planner.cli import options
+from planner.cli.output import print_json, print_lines, write_text
+from planner.cli.wish import memory_and_headroom, positive, resolve_gpu
+from planner.errors import EXIT_NOTHING_FITS, EXIT_OK, EnvironmentProblem, UsageError
+
+if TYPE_CHECKING:
+    from planner.trace_result import TraceResult
+    from probes.phantom.runner import TraceOrder
+
+
+def trace(
+    command: Annotated[list[str], typer.Argument(help="After --: the command as you run it.", metavar="COMMAND")],
+    gpu: options.Gpu,
+    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps to run.")] = 2,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Run the program without asking.")] = False,
+    network: Annotated[bool, typer.Option("--network", help="Let the program use the network.")] = False,
+    seq_len: Annotated[
+        int | None, typer.Option("--seq-len", help="Tokens of stand-in texts, where a data set is not at hand.")
+    ] = None,
+    time_limit: Annotated[int, typer.Option("--time-limit", help="Seconds after which the program is stopped.")] = 1800,
+    memory_gib: options.MemoryGib = None,
+    headroom: options.Headroom = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Directory for trace.json and timeline.svg.")] = None,
+    as_json: options.Json = False,
+) -> int:
+    """Run a training program on a phantom GPU: what it needs, where, and whether it fits. Nothing is computed.
+
+    It executes the program, on the CPU alone and without weights, and stops it after --steps optimizer steps.
+
+    Exit codes: 0 fits, 1 does not fit, 2 bad input or the program's own error, 3 cannot be followed.
+    """
+    from probes.phantom.card import card_of
+    from probes.phantom.runner import TraceOrder, program
+    from reports.trace import document, svg, text_lines
+
+    card = resolve_gpu(gpu)
+    memory, reserve = memory_and_headroom(card, memory_gib, headroom)
+    if card.compute_capability is None:
+        raise UsageError(f"plan trace follows CUDA programs; {card.name} runs none", hint="name an NVIDIA GPU")
+    order = TraceOrder(
+        command=tuple(command),
+        card=card_of(card, memory),
+        num_steps=positive("steps", steps) or 2,
+        num_tokens=positive("seq-len", seq_len) or 8192,
+        network=network,
+        time_limit_s=float(positive("time-limit", time_limit) or 1800),
+    )
+    _ask(order, program(command), yes)
+    found, needs = _run(order)
+    answer = document(
+        found,
+        needs,
+        command=list(command),
+        gpu_key=card.key,
+        gpu_name=card.name,
+        memory_bytes=memory,
+        budget_bytes=memory - reserve,
+        num_steps=order.num_steps,
+    )
+    if out is not None:
+        import json
+
+        write_text(out / "trace.json", json.dumps(answer, indent=2) + "\n")
+        write_text(out / "timeline.svg", svg(answer))
+    if as_json:
+        print_json(answer)
+    else:
+        print_lines(text_lines(answer))
+    return EXIT_NOTHING_FITS if answer["verdict"] == "does not fit" else EXIT_OK
+
+
+def _ask(order: "TraceOrder", executable: str, yes: bool) -> None:
+    """Says what will be executed and asks once.
+
+    Raises:
+        UsageError: nobody can be asked.
+        typer.Abort: the answer is no.
+    """
+    print(
+        f"plan trace executes this program: {shlex.join(order.command)}\n"
+        f"  ({executable}; CPU only, {'with' if order.network else 'no'} network, stopped after {order.num_steps} "
+        "optimizer steps; it can write files as when you run it)",
+        file=sys.stderr,
+    )
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise UsageError("plan trace executes your program and nobody can be asked here", hint="add --yes")
+    if not typer.confirm("Run it?", err=True):
+        raise typer.Abort
+
+
+def _run(order: "TraceOrder") -> "tuple[TraceResult, TraceResult | None]":
+    """The trace, and where the card ran out of memory the trace of the same on a card without limit.
+
+    Raises:
+        EnvironmentProblem: the program cannot be followed.
+        UsageError: the program's own error.
+    """
+    from dataclasses import replace
+
+    found = _one(order)
+    if found.refusal is None:
+        return found, None
+    if found.status in ("done", "ended") and found.num_steps:
+        return found, None  # the program caught it and went on
+    print("plan trace: out of memory; once more without a limit, to see what it needs", file=sys.stderr)
+    try:
+        return found, _one(replace(order, limited=False))
+    except (EnvironmentProblem, UsageError) as error:
+        print(f"plan trace: {error.message}", file=sys.stderr)
+        return found, None
+
+
+def _one(order: "TraceOrder") -> "TraceResult":
+    from probes.phantom.runner import run_traced
+
+    ended = run_traced(order)
+    if ended.error:
+        last = ended.error.strip().splitlines()[-1]
+        raise EnvironmentProblem(
+            f"the phantom GPU could not be set up: {last}",
+            hint="plan trace supports torch 2.13 and transformers 5.23; the traceback is above",
+        )
+    if not ended.results:
+        raise EnvironmentProblem(
+            f"the program ended (exit code {ended.exit_code}) without PyTorch on the phantom GPU",
+            hint="is it a Python program that imports torch, in an environment that has it?",
+        )
+    found = ended.results[0]
+    if found.status == "refused":
+        raise EnvironmentProblem(f"this program cannot be followed: {found.error}", hint="docs/trace.md lists what can")
+    if found.status == "failed":
+        raise UsageError(f"the program failed: {found.error}", hint="its traceback is above; does it run elsewhere?")
+    if found.status == "ended" and not found.num_events:
+        raise EnvironmentProblem(
+            "the program ended without putting anything on the GPU", hint="does it train, and on CUDA?"
+        )
+    return found

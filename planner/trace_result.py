@@ -1,0 +1,104 @@
+"""What a trace found, as plain data that passes from the traced process to whoever asked. No torch here."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """The first request that the card refused.
+
+    Attributes:
+        line: "file:number" of the user's program, "" where only libraries ran.
+    """
+
+    requested_bytes: int
+    allocated_bytes: int
+    line: str
+    module: str
+    phase: str
+    op: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """Bytes that are alive at the peak and belong together."""
+
+    name: str
+    size_bytes: int
+    num_allocations: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceResult:
+    """One traced process.
+
+    Attributes:
+        status: "done" (as many steps as asked), "ended" (by itself), "out of memory", "refused" (cannot be followed)
+            or "failed" (the program's own error).
+        error: what ended it, "" where nothing did.
+        num_steps: optimizer steps that ran.
+        phase_peaks_bytes: allocated peak of load, forward, backward and step.
+        by_category, by_module, by_line, by_op: what is alive at the peak, largest first.
+        questions: values that only a GPU knows and the program asked for: (what, line, how often).
+        timeline: (fraction of the run, allocated bytes), thinned.
+        kernels: launches of Triton kernels and attention kernels, by name.
+    """
+
+    status: str
+    error: str = ""
+    num_steps: int
+    num_events: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    context_bytes: int
+    peak_phase: str
+    phase_peaks_bytes: Mapping[str, int]
+    by_category: tuple[Holding, ...]
+    by_module: tuple[Holding, ...]
+    by_line: tuple[Holding, ...]
+    by_op: tuple[Holding, ...]
+    refusal: Refusal | None
+    notes: tuple[str, ...]
+    questions: tuple[tuple[str, str, int], ...]
+    kernels: Mapping[str, int]
+    timeline: tuple[tuple[float, int, str], ...]
+    libraries: Mapping[str, str] = field(default_factory=dict)
+    elapsed_s: float = 0.0
+
+    @property
+    def peak_device_bytes(self) -> int:
+        """What the driver would show."""
+        return self.peak_reserved_bytes + self.context_bytes
+
+    def write(self, path: Path) -> None:
+        """As JSON, whole or not at all."""
+        beside = path.with_suffix(".part")
+        beside.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        beside.rename(path)
+
+    @classmethod
+    def read(cls, path: Path) -> "TraceResult":
+        """The inverse of `write`."""
+        return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> "TraceResult":
+        """From the JSON of `write`."""
+
+        def holdings(name: str) -> tuple[Holding, ...]:
+            return tuple(Holding(**one) for one in raw[name])
+
+        return cls(
+            **{
+                **raw,
+                **{name: holdings(name) for name in ("by_category", "by_module", "by_line", "by_op")},
+                "refusal": None if raw["refusal"] is None else Refusal(**raw["refusal"]),
+                "notes": tuple(raw["notes"]),
+                "questions": tuple((what, line, times) for what, line, times in raw["questions"]),
+                "timeline": tuple((at, size, phase) for at, size, phase in raw["timeline"]),
+            }
+        )

@@ -1,0 +1,135 @@
+"""Puts the phantom GPU into a Python process before the user's program starts. Imported by `sitecustomize`; no torch
+is imported before the program does it.
+
+If anything goes wrong here the process ends at once: the program must never run for real.
+"""
+
+import atexit
+import ipaddress
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from probes.phantom.imports import after_import
+
+VARIABLE = "FINETUNE_PLANNER_TRACE"
+FAILED_EXIT = 97
+_keep = ExitStack()
+
+
+def begin() -> None:
+    """Reads the order from the environment and waits for the program to import torch."""
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return
+    try:
+        order = json.loads(text)
+        if not order["network"]:
+            _cut_network()
+        _keep.enter_context(after_import({"torch": [lambda module: _guarded(order)]}, {}))
+    except BaseException:
+        _give_up(text)
+
+
+def _guarded(order: dict[str, Any]) -> None:
+    try:
+        _start(order)
+    except BaseException:
+        _give_up(json.dumps(order))
+
+
+def _give_up(text: str) -> None:
+    traceback.print_exc()
+    try:
+        Path(json.loads(text)["results"], f"{os.getpid()}.error").write_text(traceback.format_exc())
+    finally:
+        os._exit(FAILED_EXIT)
+
+
+def _start(order: dict[str, Any]) -> None:
+    from probes.phantom.card import Card
+    from probes.phantom.cuda import Refused
+    from probes.phantom.session import phantom_gpu
+    from probes.phantom.steps import Done
+    from probes.phantom.summary import summary
+
+    began = time.monotonic()
+    path = Path(order["results"], f"{os.getpid()}.json")
+    state: dict[str, Any] = {"status": "ended", "error": "", "written": False}
+    owner = os.getpid()
+
+    def write(phantom: Any) -> None:
+        if os.getpid() != owner or state["written"]:
+            return
+        state["written"] = True
+        summary(phantom, state["status"], state["error"], time.monotonic() - began).write(path)
+
+    def finished(phantom: Any) -> None:
+        state["status"] = "done"
+        write(phantom)
+
+    phantom = _keep.enter_context(
+        phantom_gpu(
+            Card.from_text(json.dumps(order["card"])),
+            limited=order["limited"],
+            expandable_segments="expandable_segments:True" in _allocator_settings(),
+            num_steps=order["steps"],
+            num_tokens=order["tokens"],
+            finished=finished,
+        )
+    )
+    hook = sys.excepthook
+
+    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, Done):
+            return
+        import torch
+
+        if isinstance(error, torch.OutOfMemoryError):
+            state["status"] = "out of memory"
+        elif isinstance(error, Refused):
+            state["status"] = "refused"
+        else:
+            state["status"] = "failed"
+        if not issubclass(kind, SystemExit):
+            state["error"] = f"{kind.__name__}: {error}"
+        hook(kind, error, trace)
+
+    sys.excepthook = excepthook
+    atexit.register(lambda: write(phantom))
+
+
+def _allocator_settings() -> str:
+    return os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+
+
+def _cut_network() -> None:
+    """Connections to other machines are refused."""
+    true = socket.socket.connect
+    true_ex = socket.socket.connect_ex
+
+    def outside(own: socket.socket, address: Any) -> bool:
+        if own.family not in (socket.AF_INET, socket.AF_INET6):
+            return False
+        try:
+            return not ipaddress.ip_address(address[0]).is_loopback
+        except ValueError:
+            return bool(address[0] != "localhost")
+
+    def connect(own: socket.socket, address: Any) -> None:
+        if outside(own, address):
+            raise ConnectionRefusedError("plan trace: no network (allow it with --network)")
+        true(own, address)
+
+    def connect_ex(own: socket.socket, address: Any) -> int:
+        return 111 if outside(own, address) else true_ex(own, address)
+
+    socket.socket.connect = connect  # type: ignore[method-assign, assignment]
+    socket.socket.connect_ex = connect_ex  # type: ignore[method-assign, assignment]

@@ -1,0 +1,161 @@
+"""Runs a user's command with a phantom GPU in every Python process that it starts, and reads what they found.
+
+The processes find a `sitecustomize` of ours on `PYTHONPATH`, so that the command stays the user's own, whatever starts
+the training program: python, accelerate, torchrun, a shell script. No real GPU is visible to it.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from planner.errors import EnvironmentProblem, UsageError
+from planner.trace_result import TraceResult
+from probes.phantom.boot import VARIABLE
+from probes.phantom.card import Card
+
+_ROOT = Path(__file__).parent.parent.parent
+_SITE = """import sys
+sys.path.append({root!r})
+from probes.phantom import boot
+boot.begin()
+"""
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "WANDB_MODE": "disabled",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceOrder:
+    """What shall be traced.
+
+    Attributes:
+        command: the user's command, program first.
+        limited: whether the card runs out of memory.
+        num_steps: optimizer steps after which the program is stopped.
+        num_tokens: length of the texts of stand-in data sets.
+        time_limit_s: after which the program is stopped without a result.
+    """
+
+    command: tuple[str, ...]
+    card: Card
+    limited: bool = True
+    num_steps: int = 2
+    num_tokens: int = 8192
+    network: bool = False
+    time_limit_s: float = 1800.0
+    environment: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How the command ended. `results`: of every process in which PyTorch was imported, the training one first."""
+
+    exit_code: int
+    results: tuple[TraceResult, ...]
+    error: str = ""
+
+
+def program(command: Sequence[str]) -> str:
+    """The path of the command's program, as the user's shell would find it; a `python` outside any activated
+    environment is the one that runs this.
+
+    Raises:
+        UsageError: there is none.
+    """
+    path = os.environ.get("PATH", os.defpath)
+    if "VIRTUAL_ENV" not in os.environ and "CONDA_PREFIX" not in os.environ:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{path}"
+    found = shutil.which(command[0], path=path)
+    if found is None:
+        raise UsageError(
+            f"no program {command[0]!r}", hint="give the command as you would run it: plan trace -- python train.py"
+        )
+    return found
+
+
+def run_traced(order: TraceOrder) -> Ended:
+    """Runs the command; its output goes to stderr.
+
+    Raises:
+        UsageError: no such program.
+        EnvironmentProblem: it cannot be started, or ran longer than the limit.
+    """
+    executable = program(order.command)
+    with tempfile.TemporaryDirectory(prefix="plan-trace-") as folder:
+        site = Path(folder, "site")
+        site.mkdir()
+        (site / "sitecustomize.py").write_text(_SITE.format(root=str(_ROOT)))
+        results = Path(folder, "results")
+        results.mkdir()
+        environment = {
+            **os.environ,
+            **(order.environment or {}),
+            **({} if order.network else OFFLINE),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH", "")))),
+            "CUDA_VISIBLE_DEVICES": "",
+            VARIABLE: json.dumps(
+                {
+                    "card": asdict(order.card),
+                    "limited": order.limited,
+                    "steps": order.num_steps,
+                    "tokens": order.num_tokens,
+                    "network": order.network,
+                    "results": str(results),
+                }
+            ),
+        }
+        try:
+            child = subprocess.Popen(
+                [executable, *order.command[1:]],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise EnvironmentProblem(
+                f"{executable} cannot be started: {error.strerror or error}", hint="check the program's permissions"
+            ) from error
+        try:
+            code = child.wait(timeout=order.time_limit_s)
+        except subprocess.TimeoutExpired:
+            _kill(child)
+            raise EnvironmentProblem(
+                f"the program ran longer than {order.time_limit_s:.0f} s without {order.num_steps} optimizer steps",
+                hint="give it less data, or fewer accumulation steps; --time-limit allows more",
+            ) from None
+        except BaseException:
+            _kill(child)
+            raise
+        errors = [one.read_text() for one in sorted(results.glob("*.error"))]
+        found = sorted(
+            (TraceResult.read(one) for one in results.glob("*.json")),
+            key=lambda one: (-one.num_steps, -one.peak_allocated_bytes),
+        )
+    return Ended(exit_code=code, results=tuple(found), error=errors[0] if errors else "")
+
+
+def _has_descriptor(stream: object) -> bool:
+    try:
+        stream.fileno()  # type: ignore[attr-defined]
+    except (AttributeError, OSError, ValueError):
+        return False
+    return True
+
+
+def _kill(child: "subprocess.Popen[bytes]") -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()

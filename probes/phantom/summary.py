@@ -1,0 +1,151 @@
+"""From what a phantom GPU recorded to a `TraceResult`."""
+
+import importlib.metadata
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from planner.trace_result import Holding, Refusal, TraceResult
+from probes.allocator import Alloc, Free
+from probes.dryrun.tracker import ROUND_BYTES
+from probes.phantom.mode import Phantom
+from probes.phantom.origins import Origin
+
+LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "liger-kernel", "datasets")
+_POINTS = 400
+_SHOWN = 40
+
+
+def summary(phantom: Phantom, status: str, error: str = "", elapsed_s: float = 0.0) -> TraceResult:
+    """The result of the run so far."""
+    phantom.keep_peaks()
+    totals, alive, peaks = _walk(phantom)
+    peak_phase = max(peaks, key=lambda phase: peaks[phase]) if peaks else "load"
+    refused = phantom.origins.refused
+    return TraceResult(
+        status=status,
+        error=error,
+        num_steps=max(phantom.num_steps.values(), default=0),
+        num_events=len(phantom.events),
+        peak_allocated_bytes=phantom.peak_allocated_bytes,
+        peak_reserved_bytes=phantom.peak_reserved_bytes,
+        context_bytes=phantom.card.context_bytes,
+        peak_phase=peak_phase,
+        phase_peaks_bytes=peaks,
+        by_category=_grouped(phantom, alive, lambda number, origin: category_of(phantom, number, origin)),
+        by_module=_grouped(phantom, alive, lambda number, origin: _module(phantom, number, origin)),
+        by_line=_grouped(phantom, alive, lambda number, origin: str(origin.line or "(libraries)")),
+        by_op=_grouped(phantom, alive, lambda number, origin: _op(origin)),
+        refusal=None
+        if refused is None
+        else Refusal(
+            requested_bytes=refused.requested_bytes,
+            allocated_bytes=refused.allocated_bytes,
+            line=str(refused.line or ""),
+            module=refused.module,
+            phase=refused.phase,
+            op=refused.op,
+        ),
+        notes=tuple(phantom.notes),
+        questions=tuple((what, str(line or ""), times) for (what, line), times in phantom.origins.questions.items()),
+        kernels={**phantom.log.chosen, **phantom.kernels},
+        timeline=_timeline(phantom, totals),
+        libraries=_versions(),
+        elapsed_s=elapsed_s,
+    )
+
+
+def _walk(phantom: Phantom) -> tuple[list[int], set[int], dict[str, int]]:
+    """Allocated bytes after every event, what is alive at the highest, and the peak of each phase."""
+    sizes: dict[int, int] = {}
+    totals: list[int] = []
+    peaks: dict[str, int] = {}
+    total, highest, at = 0, -1, -1
+    for index, event in enumerate(phantom.events):
+        if isinstance(event, Alloc):
+            sizes[event.id] = -(-event.size_bytes // ROUND_BYTES) * ROUND_BYTES
+            total += sizes[event.id]
+            phase = phantom.origins.found[event.id].phase
+            peaks[phase] = max(peaks.get(phase, 0), total)
+            if total > highest:
+                highest, at = total, index
+        elif isinstance(event, Free):
+            total -= sizes.get(event.id, 0)
+        totals.append(total)
+    alive: set[int] = set()
+    for event in phantom.events[: at + 1]:
+        if isinstance(event, Alloc):
+            alive.add(event.id)
+        elif isinstance(event, Free):
+            alive.discard(event.id)
+    return totals, alive, peaks
+
+
+def _grouped(phantom: Phantom, alive: set[int], key: Callable[[int, Origin], str]) -> tuple[Holding, ...]:
+    sizes: dict[str, int] = defaultdict(int)
+    numbers: Counter[str] = Counter()
+    for number in alive:
+        origin = phantom.origins.found[number]
+        name = key(number, origin)
+        sizes[name] += -(-origin.size_bytes // ROUND_BYTES) * ROUND_BYTES
+        numbers[name] += 1
+    ordered = sorted(sizes, key=lambda name: -sizes[name])[:_SHOWN]
+    return tuple(Holding(name=name, size_bytes=sizes[name], num_allocations=numbers[name]) for name in ordered)
+
+
+def category_of(phantom: Phantom, number: int, origin: Origin) -> str:
+    """The kind of memory: weights, gradients, optimizer states, loss, activations, ..."""
+    owned = phantom.origins.owners.get(number)
+    if owned is not None:
+        return owned[0]
+    if "workspace" in origin.op:
+        return "workspaces"
+    if origin.phase == "load":
+        return "weights and buffers"
+    if origin.phase == "step":
+        return "optimizer temporaries"
+    if _of_the_loss(origin.op):
+        return "loss"
+    return "activations kept for the backward" if origin.phase == "forward" else "gradients of activations, recomputed"
+
+
+_LOSS = ("log_softmax", "nll_loss", "cross_entropy", "logsumexp")
+
+
+def _of_the_loss(op: str) -> bool:
+    return any(word in op for word in _LOSS)
+
+
+def _module(phantom: Phantom, number: int, origin: Origin) -> str:
+    owned = phantom.origins.owners.get(number)
+    name = owned[1].rpartition(".")[0] if owned is not None and owned[1] else origin.module
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name) or f"({origin.phase})"
+
+
+def _op(origin: Origin) -> str:
+    return origin.op.removeprefix("aten.").removesuffix(".default")
+
+
+def _timeline(phantom: Phantom, totals: list[int]) -> tuple[tuple[float, int, str], ...]:
+    """In each of some hundred stretches of the run its highest moment."""
+    width = max(1, len(totals) // _POINTS)
+    points: list[tuple[float, int, str]] = []
+    phase = "load"
+    for start in range(0, len(totals), width):
+        stretch = totals[start : start + width]
+        for event in phantom.events[start : start + width]:
+            if isinstance(event, Alloc):
+                phase = phantom.origins.found[event.id].phase
+        points.append((start / len(totals), max(stretch), phase))
+    return tuple(points)
+
+
+def _versions() -> dict[str, str]:
+    found: dict[str, Any] = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,146 @@
+"""A trace for people and machines: the document, its text and its timeline picture."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from html import escape
+from typing import Any
+
+from planner.trace_result import TraceResult
+from planner.units import gib
+from reports.text import clean
+
+SCHEMA = 1
+RESERVED_WORDS = {"load": "load", "forward": "forward", "backward": "backward", "step": "optimizer step"}
+SHRINKERS = {
+    "loss": "a chunked or fused cross-entropy (TRL: loss_type 'chunked_nll'; use_liger_kernel) or fewer tokens per "
+    "micro-batch",
+    "activations kept for the backward": "activation checkpointing, a smaller micro-batch or shorter sequences",
+    "gradients of activations, recomputed": "a smaller micro-batch or shorter sequences",
+    "optimizer states": "an 8-bit or paged optimizer, or LoRA",
+    "optimizer temporaries": "the fused form of the optimizer (adamw_torch_fused)",
+    "gradients": "LoRA, or fewer trained parameters",
+    "trained weights": "16-bit weights, or LoRA",
+    "weights and buffers": "4-bit weights (QLoRA), or 16-bit where they are fp32",
+}
+"""What makes each category smaller."""
+_ROWS = 8
+
+
+def document(
+    found: TraceResult,
+    needs: TraceResult | None,
+    *,
+    command: Sequence[str],
+    gpu_key: str,
+    gpu_name: str,
+    memory_bytes: int,
+    budget_bytes: int,
+    num_steps: int,
+) -> dict[str, Any]:
+    """The whole answer as plain data.
+
+    Args:
+        needs: the same program on a card without limit, where the card ran out of memory.
+    """
+    shown = needs or found
+    refused = found.refusal is not None and found.status == "out of memory"
+    verdict = "does not fit" if refused or shown.peak_device_bytes > memory_bytes else "fits"
+    if verdict == "fits" and shown.peak_device_bytes > budget_bytes:
+        verdict = "tight"
+    largest = shown.by_category[0].name if shown.by_category else ""
+    return {
+        "schema": SCHEMA,
+        "rung": "trace",
+        "command": list(command),
+        "gpu": gpu_key,
+        "gpu_name": gpu_name,
+        "memory_bytes": memory_bytes,
+        "budget_bytes": budget_bytes,
+        "steps_wanted": num_steps,
+        "verdict": verdict,
+        "peak_device_bytes": shown.peak_device_bytes,
+        "largest": largest,
+        "shrinks_by": SHRINKERS.get(largest, ""),
+        "out_of_memory": None if found.refusal is None else asdict(found.refusal),
+        **asdict(shown),
+    }
+
+
+def text_lines(answer: Mapping[str, Any]) -> list[str]:
+    """The answer for a terminal."""
+    words = {"fits": "It fits", "tight": "It fits, but not within the headroom", "does not fit": "It does not fit"}
+    lines = [
+        f"{shlex.join(answer['command'])} on {answer['gpu_name']}",
+        "",
+        f"{words[answer['verdict']]}: {gib(answer['peak_device_bytes'])} on the device of the "
+        f"{gib(answer['budget_bytes'])} budget ({gib(answer['memory_bytes'])} card)  [trace]",
+        f"PyTorch would report {gib(answer['peak_allocated_bytes'])} allocated, "
+        f"{gib(answer['peak_reserved_bytes'])} reserved.",
+        f"{answer['num_steps']} optimizer step{'s' * (answer['num_steps'] != 1)} ran in {answer['elapsed_s']:.0f} s "
+        f"({answer['num_events']:,} allocations and releases).",
+    ]
+    refusal = answer["out_of_memory"]
+    if refusal is not None:
+        where = refusal["line"] or refusal["module"] or refusal["op"]
+        lines.append(
+            f"The card ran out of memory at {clean(where)} ({RESERVED_WORDS[refusal['phase']]}): asked for "
+            f"{gib(refusal['requested_bytes'])} with {gib(refusal['allocated_bytes'])} allocated."
+        )
+    lines += ["", "Allocated peak by phase"]
+    for phase, size in answer["phase_peaks_bytes"].items():
+        mark = "  <- the peak" if phase == answer["peak_phase"] else ""
+        lines.append(f"  {gib(size):>10}  {RESERVED_WORDS.get(phase, phase)}{mark}")
+    for title, key in (
+        ("What is alive at the peak", "by_category"),
+        ("By module", "by_module"),
+        ("By line of the program", "by_line"),
+    ):
+        lines += ["", title]
+        for one in answer[key][:_ROWS]:
+            lines.append(f"  {gib(one['size_bytes']):>10}  {clean(one['name'])}")
+        rest = sum(one["size_bytes"] for one in answer[key][_ROWS:])
+        if rest:
+            lines.append(f"  {gib(rest):>10}  {len(answer[key]) - _ROWS} smaller")
+    if answer["shrinks_by"]:
+        lines += ["", f"Largest: {answer['largest']}. Shrunk by: {answer['shrinks_by']}."]
+    if answer["notes"] or answer["questions"]:
+        lines += ["", "Notes"]
+        lines += [f"  {clean(note)}" for note in answer["notes"]]
+    for what, line, times in answer["questions"]:
+        where = f" at {clean(line)}" if line else ""
+        lines.append(f"  the program asked for {what}{where} ({times} times), which only a GPU knows")
+    return lines
+
+
+_COLOURS = {"load": "#8c8c8c", "forward": "#4c78a8", "backward": "#f58518", "step": "#54a24b"}
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 900, 320, 60, 30
+
+
+def svg(answer: Mapping[str, Any]) -> str:
+    """Allocated memory along the run as a picture, phases by colour, the budget as a line."""
+    points = answer["timeline"]
+    top = max([size for _, size, _ in points] + [answer["budget_bytes"]]) or 1
+    step = (_WIDTH - _LEFT) / max(1, len(points))
+    bars = []
+    for index, (_, size, phase) in enumerate(points):
+        height = (_HEIGHT - _BOTTOM - 20) * size / top
+        bars.append(
+            f'<rect x="{_LEFT + index * step:.1f}" y="{_HEIGHT - _BOTTOM - height:.1f}" width="{step + 0.3:.1f}" '
+            f'height="{height:.1f}" fill="{_COLOURS.get(phase, "#bbb")}"/>'
+        )
+    budget = _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - 20) * answer["budget_bytes"] / top
+    legend = "".join(
+        f'<rect x="{_LEFT + 10 + index * 130}" y="{_HEIGHT - 16}" width="10" height="10" fill="{colour}"/>'
+        f'<text x="{_LEFT + 25 + index * 130}" y="{_HEIGHT - 7}">{RESERVED_WORDS[phase]}</text>'
+        for index, (phase, colour) in enumerate(_COLOURS.items())
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
+        f'font-size="11">\n<title>{escape(clean(shlex.join(answer["command"])))}: allocated memory</title>\n'
+        + "\n".join(bars)
+        + f'\n<line x1="{_LEFT}" x2="{_WIDTH}" y1="{budget:.1f}" y2="{budget:.1f}" stroke="#c00" '
+        f'stroke-dasharray="4 3"/>\n<text x="{_LEFT + 4}" y="{budget - 4:.1f}" fill="#c00">budget '
+        f"{gib(answer['budget_bytes'])}</text>\n"
+        f'<text x="2" y="14">{gib(top)}</text>\n<text x="2" y="{_HEIGHT - _BOTTOM}">0</text>\n{legend}\n</svg>\n'
+    )

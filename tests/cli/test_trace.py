@@ -1,0 +1,85 @@
+"""`plan trace`: the child process, its exit codes and its answer."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from planner.cli.app import run
+
+LOOP = """
+import torch
+from torch import nn
+model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)).to("cuda")
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(50):
+    out = model(torch.randn({rows}, 1024, device="cuda"))
+    out.pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+raise SystemExit("trained to the end")
+"""
+
+
+def trace(tmp_path: Path, program: str, *options: str) -> int:
+    script = tmp_path / "train.py"
+    script.write_text(program)
+    return run(["trace", "--gpu", "rtx-4090", *options, "--", sys.executable, str(script)])
+
+
+def test_a_loop_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = trace(tmp_path, LOOP.format(rows=1024), "--yes", "--json", "--out", str(tmp_path / "out"))
+    answer = json.loads(capsys.readouterr().out)
+    assert (code, answer["verdict"], answer["status"], answer["num_steps"]) == (0, "fits", "done", 2)
+    weights = 2 * 1024 * 4096 * 4 + (4096 + 1024) * 4
+    assert answer["peak_allocated_bytes"] > 4 * weights
+    assert answer["peak_device_bytes"] == answer["peak_reserved_bytes"] + answer["context_bytes"]
+    assert sum(one["size_bytes"] for one in answer["by_category"]) == pytest.approx(
+        answer["peak_allocated_bytes"], rel=0.01
+    )
+    lines = {Path(one["name"]).name for one in answer["by_line"]}
+    assert {"train.py:4", "train.py:7", "train.py:8"} <= lines
+    assert json.loads((tmp_path / "out" / "trace.json").read_text()) == answer
+    assert (tmp_path / "out" / "timeline.svg").read_text().startswith("<svg")
+
+
+def test_a_loop_that_does_not_fit_names_the_line_and_what_it_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = trace(tmp_path, LOOP.format(rows=1 << 20), "--yes")
+    out = " ".join(capsys.readouterr().out.split())
+    assert code == 1
+    assert "It does not fit: " in out
+    assert "train.py:7 (forward): asked for 16.00 GiB" in out
+
+
+def test_it_never_runs_a_program_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mark = tmp_path / "ran"
+    assert trace(tmp_path, f"open({str(mark)!r}, 'w')") == 2
+    assert "--yes" in capsys.readouterr().err
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "said"),
+    [
+        ("print('no torch')", 3, "without PyTorch"),
+        ("import torch", 3, "without putting anything on the GPU"),
+        ("import torch; torch.zeros(1).cuda(); raise ValueError('mine')", 2, "ValueError: mine"),
+        ("import torch; torch.zeros(1).cuda(); torch.cuda.CUDAGraph()", 3, "CUDA graph"),
+        ("import socket; socket.create_connection(('192.0.2.1', 80), 1)", 3, "without PyTorch"),
+    ],
+)
+def test_what_cannot_be_traced_is_no_number(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], program: str, code: int, said: str
+) -> None:
+    assert trace(tmp_path, program, "--yes") == code
+    output = capfd.readouterr()
+    assert output.out == ""
+    assert said in output.err
+
+
+def test_an_unknown_program_is_the_users_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["trace", "--gpu", "rtx-4090", "--yes", "--", "no-such-program"]) == 2
+    assert "no program 'no-such-program'" in capsys.readouterr().err

@@ -1,0 +1,156 @@
+"""The phantom GPU: devices, memory, values and refusals, in this process."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from planner.gpus import find_gpu
+from planner.units import GIB, MIB
+from probes.phantom.card import card_of
+from probes.phantom.mode import Phantom
+from probes.phantom.session import phantom_gpu
+from probes.phantom.steps import Done
+from probes.phantom.summary import summary
+
+CARD = card_of(find_gpu("rtx-4090"))
+WORKSPACE = 8320 * 1024  # of cuBLAS, one for the forward's thread and one for the backward's
+
+
+@pytest.fixture
+def phantom() -> Iterator[Phantom]:
+    with phantom_gpu(CARD) as found:
+        yield found
+
+
+def test_tensors_say_that_they_are_on_the_card(phantom: Phantom) -> None:
+    tensor = torch.ones(4, device="cuda")
+    linear = nn.Linear(4, 4).cuda()
+    for one in (tensor, tensor.cpu().cuda(), linear.weight, torch.tensor([1.0], device="cuda"), tensor[1:] * 2):
+        assert (one.device, one.is_cuda, one.is_meta, one.get_device()) == (torch.device("cuda", 0), True, False, 0)
+    assert torch.ones(4).device.type == "cpu"
+    assert torch.empty(4, device="meta").is_meta
+    assert tensor.to("cuda") is tensor
+    assert torch.cuda.get_device_name() == "NVIDIA GeForce RTX 4090"
+    assert torch.cuda.get_device_capability() == (8, 9)
+
+
+def test_nothing_is_left_behind() -> None:
+    before = torch.Tensor.to, torch.cuda.is_available(), torch.compile
+    with phantom_gpu(CARD):
+        assert torch.cuda.is_available()
+    assert (torch.Tensor.to, torch.cuda.is_available(), torch.compile) == before
+    assert torch.empty(1, device="meta").is_meta
+
+
+def test_memory_of_a_linear_layer_is_what_a_gpu_holds(phantom: Phantom) -> None:
+    """By hand: input, weight, output, both gradients of 4 MiB each, cuBLAS's workspaces."""
+    layer = nn.Linear(1024, 1024, bias=False, device="cuda")
+    rows = torch.randn(1024, 1024, device="cuda", requires_grad=True)
+    assert torch.cuda.memory_allocated() == 8 * MIB
+    out = layer(rows)
+    assert torch.cuda.memory_allocated() == 12 * MIB + WORKSPACE
+    out.backward(torch.ones_like(out))
+    assert torch.cuda.memory_allocated() == 20 * MIB + 2 * WORKSPACE
+    assert torch.cuda.max_memory_allocated() == 24 * MIB + 2 * WORKSPACE  # the gradient of the output
+    del out, rows
+    layer.zero_grad()
+    assert torch.cuda.memory_allocated() == 4 * MIB + 2 * WORKSPACE
+
+
+def test_a_module_moved_from_the_host_takes_memory_only_there(phantom: Phantom) -> None:
+    layer = nn.Linear(8192, 8192, bias=False)
+    assert layer.weight.device.type == "cpu"
+    assert torch.cuda.memory_allocated() == 0
+    layer.to("cuda", torch.bfloat16)
+    assert torch.cuda.memory_allocated() == 128 * MIB
+    layer.to("cpu")
+    assert (layer.weight.device.type, torch.cuda.memory_allocated()) == ("cpu", 0)
+
+
+def test_running_out_of_memory_happens_at_the_request_and_can_be_caught(phantom: Phantom) -> None:
+    held = torch.empty(20 * GIB, dtype=torch.uint8, device="cuda")
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 4\.00 GiB"):
+        torch.empty(4 * GIB, dtype=torch.uint8, device="cuda")
+    del held
+    assert torch.empty(4 * GIB, dtype=torch.uint8, device="cuda").numel() == 4 * GIB
+    refused = phantom.origins.refused
+    assert refused is not None
+    assert (refused.requested_bytes, refused.allocated_bytes) == (4 * GIB, 20 * GIB)
+    assert refused.line is not None
+    assert refused.line.file == __file__
+
+
+def test_masks_and_positions_have_their_values(phantom: Phantom) -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]]).cuda()
+    assert not bool(mask.all())
+    assert (mask.sum(-1).tolist(), mask.bool().sum().item()) == ([2, 1], 3)
+    assert torch.arange(6, device="cuda").view(2, 3)[mask.bool()].tolist() == [0, 1, 3]
+    mask[0, 2] = 1
+    assert mask[0].all()
+    assert mask.cpu().tolist() == [[1, 1, 1], [1, 0, 0]]
+    hidden = torch.randn(2, 3, 8, device="cuda")
+    assert hidden[mask.bool()].shape == (4, 8)
+    assert not phantom.origins.questions
+
+
+def test_unknown_values_are_answered_harmlessly_and_noted(phantom: Phantom) -> None:
+    hidden = torch.randn(4, 64, 64, device="cuda") @ torch.randn(64, 64, device="cuda")
+    assert not torch.isnan(hidden).any()
+    assert not phantom.origins.questions
+    assert hidden.mean().item() == 1.0
+    ((what, line),) = phantom.origins.questions
+    assert (what, line is not None and line.file) == ("a float32 value", __file__)
+
+
+def test_what_weights_touch_is_unknown(phantom: Phantom) -> None:
+    count = torch.zeros(1, dtype=torch.long, device="cuda")
+    assert count.item() == 0
+    count += torch.randn(300, 300, device="cuda").sum().long()
+    count.item()
+    assert phantom.origins.questions
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_loop_is_stopped_after_its_steps(scaled: bool) -> None:
+    done: list[int] = []
+    with phantom_gpu(CARD, num_steps=2, finished=lambda phantom: done.append(len(phantom.events))) as phantom:
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        scaler = torch.amp.GradScaler("cuda", enabled=scaled)
+
+        def step() -> None:
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = model(torch.randn(8, 64, device="cuda")).float().pow(2).mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+        step()
+        with pytest.raises(Done):
+            step()
+        result = summary(phantom, "done")
+    assert len(done) == 1
+    assert (result.num_steps, set(result.phase_peaks_bytes)) == (2, {"load", "forward", "backward", "step"})
+    assert {"trained weights", "optimizer states"} <= {one.name for one in result.by_category}
+    parameters = sum(one.numel() for one in model.parameters())
+    states = next(one for one in result.by_category if one.name == "optimizer states")
+    assert states.size_bytes >= 8 * parameters
+
+
+def test_the_peak_survives_a_reset_by_the_program(phantom: Phantom) -> None:
+    torch.empty(GIB, dtype=torch.uint8, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    assert torch.cuda.max_memory_allocated() == 0
+    assert summary(phantom, "ended").peak_allocated_bytes == GIB
+
+
+def test_a_cuda_graph_is_refused(phantom: Phantom) -> None:
+    from probes.phantom.cuda import Refused
+
+    with pytest.raises(Refused, match="CUDA graph"):
+        torch.cuda.CUDAGraph()
