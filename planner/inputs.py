@@ -9,7 +9,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -199,3 +199,29 @@ def reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower()
     return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+
+
+def number(value: Any, name: str, *, least: float = -inf, above: float = -inf) -> float:
+    """A finite number.
+
+    Raises:
+        ValueError: anything else, with the field's name.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > LARGEST or value != value:
+        raise ValueError(f"{name} must be a finite number, got {value!r:.80}")
+    if value < least or value <= above:
+        bound = f"at least {least:g}" if value < least else f"above {above:g}"
+        raise ValueError(f"{name} must be {bound}, got {value!r:.80}")
+    return float(value)
+
+
+def whole(value: Any, name: str, *, least: int = 0) -> int:
+    """A whole number of at least `least`: bytes, tokens, counts.
+
+    Raises:
+        ValueError: anything else, with the field's name.
+    """
+    found = number(value, name, least=least)
+    if found != int(found):
+        raise ValueError(f"{name} must be a whole number, got {value!r:.80}")
+    return int(value)

@@ -11,6 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from planner.codec import Outcome
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.outcome import FailureKind, Measurement, ProbeFailure
@@ -18,7 +19,6 @@ from planner.setup import TrainSetup
 from probes.campaign_spec import CampaignSpec, Chain
 from probes.evaluate import Prober, out_of_memory
 from probes.executors import Executor
-from probes.outcomes import Outcome
 from probes.store import Store
 
 ResolveModel = Callable[[Chain], ModelSpec]

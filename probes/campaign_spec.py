@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import ConfigError, SetupError
+from planner.inputs import number, whole
 from planner.interchange import setup_from_dict
-from planner.measurement_json import number, whole
 from planner.readers.loading import parse_yaml, read_bounded
 from planner.setup import TrainSetup
 from probes.request import Limits

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, replace
 
+from planner.codec import Outcome
 from planner.outcome import Measurement, Prediction, ProbeFailure, Rung
 from planner.setup import TrainSetup
 from probes.evaluate import Prober
-from probes.outcomes import Outcome
 
 DEFAULT_MEMORY_BAND = 0.05
 DEFAULT_TIME_BAND = 0.05

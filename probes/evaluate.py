@@ -5,6 +5,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
+from planner.codec import Outcome
 from planner.gpu import GpuSpec
 from planner.interchange import setup_from_dict, setup_to_dict
 from planner.models.spec import ModelSpec
@@ -12,7 +13,6 @@ from planner.outcome import Environment, FailureKind, Measurement, ProbeFailure,
 from planner.setup import SPREAD_FIELDS, TrainSetup
 from probes.executors import Executor
 from probes.fingerprint import config_digest, fingerprint
-from probes.outcomes import Outcome
 from probes.records import Record
 from probes.request import Limits, ProbeRequest
 from probes.store import Store, now_text

@@ -16,14 +16,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from planner.codec import Outcome, decode, evidence_to_dict, outcome_from_dict
 from planner.errors import EnvironmentProblem
 from planner.interchange import to_jsonable
-from planner.measurement_json import environment_from_dict
 from planner.outcome import Environment, FailureKind, ProbeFailure
 from probes.children import SAFE_PATH, python_argv
 from probes.environment import read_environment
 from probes.failures import UnsupportedProbe
-from probes.outcomes import Outcome, outcome_from_dict, outcome_to_dict
 from probes.request import ProbeRequest
 from probes.runner import WORKER_ARGV, OnProgress, ProbeStopped, run_probe
 
@@ -168,7 +167,7 @@ def run_request_text(text: str, argv: Sequence[str] | None = None) -> str:
         outcome = run_probe(request, argv=tuple(argv) if argv is not None else WORKER_ARGV)
     except EnvironmentProblem as error:
         outcome = ProbeFailure(rung=request.rung, kind=FailureKind.CRASHED, message=f"on the node: {error.message}")
-    return json.dumps(outcome_to_dict(outcome))
+    return json.dumps(evidence_to_dict(outcome))
 
 
 def environment_text(device: str, gpu_key: str | None) -> str:
@@ -229,7 +228,7 @@ class SubmititExecutor(Executor):
         job = self._executor.submit(environment_text, device, gpu_key)
         self._jobs.append(job)
         try:
-            return environment_from_dict(json.loads(job.result()))
+            return decode(Environment, json.loads(job.result()), newer=True)
         except Exception as error:  # submitit raises what the scheduler and the job made of it
             raise EnvironmentProblem(
                 f"the cluster could not run a first job: {_first_line(error)}",

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from planner.codec import BadOutcome, Outcome, evidence_to_dict, outcome_from_dict
 from planner.errors import ConfigError
-from planner.inputs import parse_json
-from planner.measurement_json import number
-from probes.outcomes import BadOutcome, Outcome, outcome_from_dict, outcome_to_dict
+from planner.inputs import number, parse_json
 
 RECORD_SCHEMA = 1
 
@@ -41,7 +40,7 @@ class Record:
             "config_digest": self.config_digest,
             "setup": dict(self.setup),
             "request": dict(self.request),
-            "outcome": outcome_to_dict(self.outcome),
+            "outcome": evidence_to_dict(self.outcome),
             "recorded_at": self.recorded_at,
         }
 

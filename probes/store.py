@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
+from planner.codec import BadOutcome
 from planner.errors import ConfigError, EnvironmentProblem
 from planner.outcome import FailureKind, Measurement
 from planner.outputs import private_directory, write_whole
-from probes.outcomes import BadOutcome
 from probes.records import Record, decode_line, encode_line
 
 MAX_STORE_BYTES = 256 * 1024 * 1024

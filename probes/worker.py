@@ -23,9 +23,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from planner.codec import Outcome, evidence_to_dict
 from planner.outcome import ProbeFailure
 from probes.failures import classify_exception
-from probes.outcomes import Outcome, outcome_to_dict
 from probes.ranks import rank_failure_event, seat_of
 from probes.request import ProbeRequest, write_json_whole
 
@@ -126,7 +126,7 @@ def run(request: ProbeRequest, measure: Measure, status: StatusPipe) -> Outcome:
 
 def deliver(outcome: Outcome, result: Path, status: StatusPipe) -> bool:
     """Writes the result file, or sends it through the pipe where the disk will not take it."""
-    values = outcome_to_dict(outcome)
+    values = evidence_to_dict(outcome)
     try:
         write_json_whole(result, values)
     except OSError as error:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from planner.codec import decode
 from planner.interchange import to_jsonable
-from reports.decode import decode
 
 
 @dataclass(frozen=True, kw_only=True)

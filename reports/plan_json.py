@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from planner.cluster import Cluster
+from planner.codec import decode
 from planner.errors import ConfigError
 from planner.gpu import GpuSpec
 from planner.inputs import parse_object, read_bytes
@@ -18,7 +19,6 @@ from planner.models.spec import ModelSpec
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount
 from planner.workload import Workload
-from reports.decode import decode
 
 MAX_PLAN_JSON_BYTES = 256 * 1024**2
 """A larger file is not one that this program wrote."""
@@ -58,17 +58,7 @@ def rung_to_dict(evidence: Prediction | Measurement | ProbeFailure, *, detail: b
     values["mfu_fraction"] = evidence.mfu_fraction
     values["notes"] = list(evidence.notes)
     if isinstance(evidence, Measurement):
-        values["measured"] = {
-            "step_times_s": list(evidence.step_times_s),
-            "tokens_per_step": evidence.tokens_per_step,
-            "layers_measured": list(evidence.layers_measured),
-            "extrapolation_error_fraction": evidence.extrapolation_error_fraction,
-            "flags": list(evidence.flags),
-            "device_peak_is_nvml": evidence.device_peak_is_nvml,
-            "copy_bandwidth_bytes_per_s": evidence.copy_bandwidth_bytes_per_s,
-            "rank_peaks": [list(one) for one in evidence.rank_peaks],
-            "environment": to_jsonable(evidence.environment),
-        }
+        values["measured"] = {name: one for name, one in to_jsonable(evidence).items() if name not in RUNG_KEYS}
         return values
     for term in evidence.terms:
         values["terms"][term.category] = values["terms"].get(term.category, 0) + term.size_bytes

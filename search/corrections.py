@@ -19,9 +19,8 @@ from typing import Any
 
 from planner.cluster import Cluster
 from planner.errors import ConfigError
-from planner.inputs import parse_object, read_text
+from planner.inputs import number, parse_object, read_text, whole
 from planner.interchange import setup_from_dict, setup_to_dict
-from planner.measurement_json import number, whole
 from planner.memory.types import MemoryTerm
 from planner.outcome import Candidate, Measurement, Prediction, Rung
 from planner.outputs import write_whole

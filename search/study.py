@@ -25,6 +25,7 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from planner.codec import evidence_from_text, evidence_to_dict
 from planner.errors import UsageError
 from planner.interchange import setup_from_dict, setup_to_dict
 from planner.outcome import Candidate, Evidence, FailureKind, Prediction, ProbeFailure
@@ -42,7 +43,6 @@ from planner.setup import (
     TARGET_SETS,
     TrainSetup,
 )
-from search.codec import evidence_from_json, evidence_to_json
 from search.dimensions import NAMES, key_of, value_of
 from search.problem import Problem, memory_excess, with_evidence
 from search.storage import INTENT_ATTR, WORKER_ATTR, Liveness
@@ -297,7 +297,7 @@ class Study:
             if duration_s:
                 self._storage.set_trial_user_attr(trial_id, "duration_s", round(duration_s, 3))
             # Written before the state: whoever finds this trial unfinished finishes it without another probe.
-            self._storage.set_trial_user_attr(trial_id, "evidence", evidence_to_json(evidence))
+            self._storage.set_trial_user_attr(trial_id, "evidence", json.dumps(evidence_to_dict(evidence)))
         except UpdateFinishedTrialError:
             return False
         return self._finish(number, evidence)
@@ -410,7 +410,7 @@ def _record_or_none(trial: FrozenTrial) -> TrialRecord | None:
 def _record(trial: FrozenTrial) -> TrialRecord:
     attrs = trial.user_attrs
     text = attrs.get("evidence")
-    evidence = evidence_from_json(text) if text else None
+    evidence = evidence_from_text(text) if text else None
     excluded = attrs.get("excluded", "")
     completed = trial.datetime_complete
     return TrialRecord(

@@ -8,14 +8,15 @@ figure is never served; a damaged or foreign file is ignored and written anew.
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from planner.codec import decode
+from planner.errors import ConfigError
 from planner.interchange import setup_to_dict, to_jsonable
-from planner.memory.types import MemoryTerm
-from planner.outcome import Prediction, Rung
 from planner.outputs import write_whole
 from planner.setup import TrainSetup
 from probes.dryrun.report import DryRunReport
@@ -67,7 +68,7 @@ def load(directory: Path, key: str) -> DryRunReport | None:
     try:
         raw = json.loads((directory / f"{key}.json").read_text())
         return _report(raw)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, ConfigError):
         return None
 
 
@@ -85,19 +86,7 @@ def save(directory: Path, key: str, report: DryRunReport) -> None:
 
 
 def _report(raw: dict[str, Any]) -> DryRunReport:
-    prediction = dict(raw["prediction"])
-    prediction["rung"] = Rung(prediction["rung"])
-    prediction["terms"] = tuple(MemoryTerm(**{**term, "phases": tuple(term["phases"])}) for term in prediction["terms"])
-    prediction["notes"] = tuple(prediction["notes"])
-    prediction["rank_peaks"] = tuple((name, num, size) for name, num, size in prediction.get("rank_peaks", ()))
-    return DryRunReport(
-        **{
-            **raw,
-            "prediction": Prediction(**prediction),
-            "phase_groups": {
-                phase: {(category, name): size for category, name, size in groups}
-                for phase, groups in raw["phase_groups"].items()
-            },
-            "timeline": tuple((index, size) for index, size in raw["timeline"]),
-        }
-    )
+    groups = {
+        phase: {(category, name): size for category, name, size in rows} for phase, rows in raw["phase_groups"].items()
+    }
+    return replace(decode(DryRunReport, {**raw, "phase_groups": {}}), phase_groups=groups)

@@ -10,9 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+from planner.codec import Outcome
 from planner.outcome import Environment, Measurement
 from probes import worker
-from probes.outcomes import Outcome
 from probes.request import ProbeRequest
 from probes.worker import StatusPipe
 

@@ -11,8 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # a probe's Python looks neither
 
 from fault_worker import measured
 
+from planner.codec import Outcome
 from probes import worker
-from probes.outcomes import Outcome
 from probes.ranks import seat_of
 from probes.request import ProbeRequest
 from probes.worker import StatusPipe

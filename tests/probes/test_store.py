@@ -1,6 +1,5 @@
 """The store: append-only, safe under several writers and crashes, nothing lost silently."""
 
-import json
 import os
 import random
 import signal
@@ -13,9 +12,8 @@ from pathlib import Path
 
 import pytest
 from fault_worker import measured
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from planner.codec import BadOutcome
 from planner.errors import EnvironmentProblem
 from planner.interchange import setup_to_dict
 from planner.outcome import FailureKind, ProbeFailure, Rung
@@ -24,7 +22,6 @@ from probes import store as store_module
 from probes.environment import read_environment
 from probes.evaluate import record_of
 from probes.fingerprint import fingerprint
-from probes.outcomes import BadOutcome, outcome_from_dict, outcome_to_dict
 from probes.records import Record, decode_line, encode_line
 from probes.request import Limits, ProbeRequest
 from probes.store import Store, StoreWarning
@@ -343,24 +340,3 @@ def test_record_of_a_request_is_stored_under_its_fingerprint() -> None:
     made = record_of(request(), environment, measured(request()))
     assert made.key == fingerprint(request(), environment)
     assert made.request["limits"] == {**made.request["limits"], "time_s": Limits().time_s}  # type: ignore[dict-item]
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    times=st.lists(st.floats(min_value=1e-6, max_value=1e4), min_size=1, max_size=5),
-    flags=st.lists(st.text(max_size=8), max_size=3),
-    peak=st.integers(min_value=0, max_value=1 << 50),
-)
-def test_outcome_survives_json(times: list[float], flags: list[str], peak: int) -> None:
-    one = replace(
-        measured(request()), step_times_s=tuple(times), flags=tuple(flags), peak_device_bytes=peak, mfu_fraction=0.25
-    )
-    assert outcome_from_dict(json.loads(json.dumps(outcome_to_dict(one)))) == one
-
-
-@pytest.mark.parametrize(
-    "values", [{}, {"schema": 1, "outcome": "x"}, {"schema": 1, "outcome": "failure", "rung": "probe", "kind": "?"}]
-)
-def test_outcome_of_another_form_is_refused(values: dict[str, object]) -> None:
-    with pytest.raises(BadOutcome):
-        outcome_from_dict(values)

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from planner.cli.app import run
+from planner.codec import evidence_to_dict, outcome_from_dict
 from planner.outcome import Environment, FailureKind, Measurement, ProbeFailure, Rung
 from planner.setup import TrainSetup
 from probes import runner
 from probes.crew import collective_timeout_s, merge
 from probes.failures import UnsupportedProbe
 from probes.measure import measure
-from probes.outcomes import outcome_from_dict, outcome_to_dict
 from probes.request import Limits, ProbeRequest
 from probes.stack.zero import num_trained, zero_config
 from probes.worker import StatusPipe
@@ -219,8 +219,8 @@ def test_merge_keeps_the_worst_rank_and_every_flag() -> None:
     assert found.copy_bandwidth_bytes_per_s == 7.0
     assert not found.device_peak_is_nvml
     assert found.step_times_s == (0.5, 0.6)
-    assert outcome_from_dict(outcome_to_dict(found)) == found
-    old = {name: value for name, value in outcome_to_dict(found).items() if name != "rank_peaks"}
+    assert outcome_from_dict(evidence_to_dict(found)) == found
+    old = {name: value for name, value in evidence_to_dict(found).items() if name != "rank_peaks"}
     assert outcome_from_dict(old) == replace(found, rank_peaks=())  # a record of before there were ranks
 
 

@@ -38,8 +38,8 @@ def rank() -> int:
     sys.path.insert(0, str(Path(__file__).parent))  # a probe's Python looks neither here nor in the working directory
     from search_cases import measurement
 
+    from planner.codec import Outcome
     from probes import worker
-    from probes.outcomes import Outcome
     from probes.ranks import seat_of
     from probes.request import ProbeRequest
     from search.dimensions import key_of

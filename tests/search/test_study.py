@@ -12,10 +12,10 @@ from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 from search_cases import exact, measurement, out_of_memory, problem
 
+from planner.codec import evidence_to_dict
 from planner.errors import EnvironmentProblem, UsageError
 from planner.interchange import setup_from_dict
-from planner.outcome import FailureKind, Measurement, Prediction, ProbeFailure, Rung
-from search.codec import evidence_from_json, evidence_to_json
+from planner.outcome import FailureKind, Measurement, ProbeFailure, Rung
 from search.dimensions import key_of
 from search.storage import (
     ALIVE_ATTR,
@@ -209,7 +209,7 @@ def test_a_probe_that_finished_before_its_worker_died_is_not_repeated() -> None:
     claimed = worker.claim()
     assert claimed is not None
     evidence = exact(candidate)
-    storage.set_trial_user_attr(worker.trial_id(claimed[0]), "evidence", evidence_to_json(evidence))
+    storage.set_trial_user_attr(worker.trial_id(claimed[0]), "evidence", json.dumps(evidence_to_dict(evidence)))
     other = Study(problem(), storage, Lost(), "plan")
     assert other.rescue() == 1
     (record,) = other.records()
@@ -420,19 +420,3 @@ def test_unknown_storage_is_an_error_with_a_hint(url: str) -> None:
 def test_unreachable_database_is_an_environment_problem() -> None:
     with pytest.raises(EnvironmentProblem, match="postgresql"):
         open_storage("postgresql://nobody@127.0.0.1:1/nothing")
-
-
-def test_evidence_survives_json() -> None:
-    candidate = problem().candidates[0]
-    failure = ProbeFailure(rung=Rung.PROBE, kind=FailureKind.TIMEOUT, message="120 s", log_path="x.log")
-    for evidence in (exact(candidate), candidate.formula, failure):
-        back = evidence_from_json(evidence_to_json(evidence))
-        assert back == evidence
-        assert type(back) is type(evidence)
-    assert isinstance(evidence_from_json(evidence_to_json(candidate.formula)), Prediction)
-
-
-@pytest.mark.parametrize("text", ["[]", "{}", '{"evidence": "measurement"}', "not json"])
-def test_text_that_is_no_evidence_is_refused(text: str) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011  json's own message differs between Python versions
-        evidence_from_json(text)
