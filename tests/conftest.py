@@ -6,6 +6,7 @@ in every run: a failure can be repeated, and there is none by chance. `HYPOTHESI
 
 import os
 import shutil
+import sys
 import tempfile
 from itertools import count
 from pathlib import Path
@@ -42,6 +43,10 @@ def _move_into_own_home() -> None:
         os.environ[name] = str(home / below)
     tempfile.tempdir = None
     os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # no test compiles; bitsandbytes would load the compiler in every process
+    # Children find this project's bytecode, which the caller may have forbidden to write.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
 
 
 _move_into_own_home()
