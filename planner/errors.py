@@ -6,6 +6,7 @@
     |   |-- UnknownModelError
     |   `-- SetupError           a combination of settings that cannot exist
     |-- ConfigError       (2)    a config.json, YAML or JSON that cannot be read or makes no sense
+    |   `-- Undetermined  (3)    one that leaves open what decides the answer
     `-- EnvironmentProblem (3)   no GPU, no network, full disk, a missing extra
 
 Every other exception is a fault of this program: exit code 70 and a report file (`planner.cli.faults`).
@@ -54,6 +55,13 @@ class ConfigError(PlannerError):
     """A configuration file that cannot be read or makes no sense."""
 
     usual_hint = "correct the file where the message says"
+
+
+class Undetermined(ConfigError):
+    """A file that leaves open what decides the answer; the hint names the options that supply it."""
+
+    exit_code = EXIT_ENVIRONMENT
+    usual_hint = "say what the message asks for with --set, --model or --args"
 
 
 class EnvironmentProblem(PlannerError):

@@ -1,5 +1,7 @@
 """`plan check`: an existing training config against a GPU."""
 
+import shlex
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +13,7 @@ from planner.cli.wish import memory_and_headroom, positive, resolve_gpu
 from planner.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from planner.check import CheckResult
     from planner.cluster import Cluster
@@ -25,7 +27,7 @@ SHOWN_CHANGES = 8
 
 
 def check(
-    file: Annotated[Path, typer.Argument(help="TRL, Axolotl, LLaMA-Factory, Unsloth, Accelerate or DeepSpeed config.")],
+    file: Annotated[Path, typer.Argument(help="Training config, script, notebook or launch script.")],
     gpu: options.Gpu,
     model: Annotated[str | None, typer.Option("--model", help="Model, where the config does not name it.")] = None,
     gpus: spread.Gpus = None,
@@ -34,6 +36,18 @@ def check(
     accelerate: Annotated[
         Path | None, typer.Option("--accelerate", help="Accelerate config that the run is launched with.")
     ] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="A setting that the file leaves open; repeatable."),
+    ] = None,
+    arguments: Annotated[
+        str | None, typer.Option("--args", help="The words behind the script on its command line, as one text.")
+    ] = None,
+    assume: Annotated[
+        list[str] | None,
+        typer.Option("--assume", metavar="PACKAGE==VERSION", help="Version whose defaults hold; repeatable."),
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Settings that the tool does not know are errors.")] = False,
     fix: Annotated[bool, typer.Option("--fix", help="Write an improved file; comments and order stay.")] = False,
     out: Annotated[
         Path | None, typer.Option("--out", help="Where --fix writes. Default: NAME.fixed.EXT beside the file.")
@@ -45,14 +59,18 @@ def check(
 ) -> int:
     """Does an existing config fit, how fast should it run, and which single changes help?
 
-    Exit codes: 0 fits, 1 does not fit, 2 cannot be read, 3 uncertain (the error band straddles the limit).
+    Exit codes: 0 fits, 1 does not fit, 2 cannot be read, 3 uncertain (the error band straddles the limit) or not
+    determined by the file.
     """
     from planner.check import check as run
     from planner.check import improve, judge
 
     if out is not None and not fix:
         raise UsageError("--out says where --fix writes", hint="add --fix")
-    config, spec, card = load(file, gpu, model=model, num_gpus=positive("gpus", gpus) or 1, accelerate=accelerate)
+    asked = Asked.of(sets, arguments, assume, strict=strict)
+    config, spec, card = load(
+        file, gpu, model=model, num_gpus=positive("gpus", gpus) or 1, accelerate=accelerate, asked=asked
+    )
     cluster = spread.cluster_of(card, config.setup.num_gpus, nodes, interconnect)
     memory, reserve = memory_and_headroom(card, memory_gib, headroom)
     predict = _predictor(spec, card, cluster)
@@ -66,7 +84,7 @@ def check(
         verdict = judge(after, memory - reserve, max(result.band_fraction, after.memory_band_fraction))
         target = out or file.with_name(f"{file.stem}.fixed{file.suffix}")
         if labels:
-            write_text(target, fixed_text(file, config, setup, spec, accelerate))
+            write_text(target, fixed_text(file, config, setup, spec, accelerate, card=card, asked=asked))
         fixed = {
             "changes": list(labels),
             "path": str(target) if labels else None,
@@ -139,8 +157,44 @@ def comparison_table(results: "Sequence[CheckResult]") -> Any:
     return table
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the command line says about a file.
+
+    Attributes:
+        sets: fields of the setup; arguments: words of the program's command line; versions: package -> version.
+        strict: whether unknown settings are errors.
+    """
+
+    sets: "Mapping[str, Any]" = field(default_factory=dict)
+    arguments: tuple[str, ...] | None = None
+    versions: "Mapping[str, str]" = field(default_factory=dict)
+    strict: bool = False
+
+    @classmethod
+    def of(cls, sets: list[str] | None, arguments: str | None, assume: list[str] | None, *, strict: bool) -> "Asked":
+        """From the options.
+
+        Raises:
+            UsageError: one that makes no sense.
+        """
+        from planner.readers.supply import parse_sets, parse_versions
+
+        try:
+            words = tuple(shlex.split(arguments)) if arguments is not None else None
+        except ValueError as error:
+            raise UsageError(f"--args cannot be taken apart: {error}", hint="close every quote") from error
+        return cls(sets=parse_sets(sets or ()), arguments=words, versions=parse_versions(assume or ()), strict=strict)
+
+
 def load(
-    file: Path, gpu: str, *, model: str | None = None, num_gpus: int = 1, accelerate: Path | None = None
+    file: Path,
+    gpu: str,
+    *,
+    model: str | None = None,
+    num_gpus: int = 1,
+    accelerate: Path | None = None,
+    asked: Asked | None = None,
 ) -> "tuple[ReadConfig, ModelSpec, GpuSpec]":
     """A config with its model and GPU resolved.
 
@@ -151,16 +205,42 @@ def load(
     """
     from dataclasses import replace
 
-    from planner.errors import UnknownModelError
+    from planner.errors import ConfigError, UnknownModelError
     from planner.models import catalogue
     from planner.models.resolve import resolve_model
     from planner.readers import read_config
+    from planner.readers.supply import determined, supply
+    from planner.readers.types import Missing
 
+    asked = asked or Asked()
     card = resolve_gpu(gpu)
-    first = read_config(file, num_gpus=num_gpus, launcher=accelerate)
+
+    def read(spec: "ModelSpec | None") -> "ReadConfig":
+        found = read_config(
+            file,
+            model=spec,
+            num_gpus=num_gpus,
+            launcher=accelerate,
+            gpu=card,
+            arguments=asked.arguments,
+            versions=asked.versions,
+        )
+        found = supply(found, asked.sets)
+        named = model or found.model_id
+        return replace(found, missing=tuple(one for one in found.missing if one.field != "model" or not named))
+
+    first = read(None)
     name = model or first.model_id
-    if name is None:
-        raise UsageError(f"{file.name} ({first.format}) names no model", hint="add --model MODEL")
+    if name is None and not any(one.field == "model" for one in first.missing):
+        unnamed = Missing(field="model", reason=f"{file.name} names none")
+        first = replace(first, missing=(unnamed, *first.missing))
+    determined(first)
+    assert name is not None
+    if asked.strict and first.unknown_keys:
+        raise ConfigError(
+            f"{file.name}: {first.format} has no setting {', '.join(first.unknown_keys)}",
+            hint="remove them, or leave --strict out",
+        )
     copy_of = ""
     try:
         spec = resolve_model(name)
@@ -169,7 +249,7 @@ def load(
         if found is None:
             raise
         spec, copy_of = found, f"{name} is not at hand: taken to be a copy of {found.model_id}"
-    config = read_config(file, model=spec, num_gpus=num_gpus, launcher=accelerate)
+    config = determined(read(spec))
     other_gpus = other_model = ""
     if num_gpus not in (1, config.setup.num_gpus):
         other_gpus = f"the launch config starts {config.setup.num_gpus} processes: --gpus {num_gpus} is not followed"
@@ -181,7 +261,14 @@ def load(
 
 
 def fixed_text(
-    file: Path, config: "ReadConfig", setup: "TrainSetup", spec: "ModelSpec", accelerate: Path | None = None
+    file: Path,
+    config: "ReadConfig",
+    setup: "TrainSetup",
+    spec: "ModelSpec",
+    accelerate: Path | None = None,
+    *,
+    card: "GpuSpec | None" = None,
+    asked: Asked | None = None,
 ) -> str:
     """The file's text with the setup's changes written in, proven by reading it back.
 
@@ -192,13 +279,22 @@ def fixed_text(
     from planner.readers import Sharding, canonical, read_text
     from planner.readers.edits import settings_for
     from planner.readers.loading import read_bounded
+    from planner.readers.read import pinned
     from planner.readers.rewrite import rewrite
+    from planner.readers.supply import supply
 
-    text = rewrite(read_bounded(file), file.name, settings_for(config, setup))
+    text = rewrite(read_bounded(file), file.name, settings_for(config, setup), call_line=config.call_line)
     roots = (file.parent, file.parent.parent, Path())
-    sharding = Sharding(num_gpus=setup.num_gpus, roots=roots)
+    asked = asked or Asked()
+    sharding = Sharding(
+        num_gpus=setup.num_gpus,
+        roots=roots,
+        gpu=card,
+        arguments=asked.arguments,
+        versions={**pinned(file), **asked.versions},
+    )
     launcher = read_bounded(accelerate) if accelerate is not None else None
-    back = read_text(text, file.name, model=spec, base=setup, sharding=sharding, launcher=launcher)
+    back = supply(read_text(text, file.name, model=spec, base=setup, sharding=sharding, launcher=launcher), asked.sets)
     if canonical(back.setup) != canonical(setup):
         raise ConfigError(
             f"{file.name} is written in a form that --fix cannot change safely",
@@ -264,6 +360,8 @@ def as_document(result: "CheckResult", fixed: dict[str, Any] | None) -> dict[str
         "margin_bytes": result.margin_bytes,
         "memory_band_fraction": result.band_fraction,
         "prediction": to_jsonable(prediction),
+        "origins": dict(result.config.origins),
+        "unknown_keys": list(result.config.unknown_keys),
         "assumptions": list(result.config.assumptions),
         "approximations": list(result.config.approximations),
         "changes": [
@@ -282,6 +380,17 @@ def as_document(result: "CheckResult", fixed: dict[str, Any] | None) -> dict[str
         ],
         "fix": fixed,
     }
+
+
+def _origin_lines(config: "ReadConfig") -> list[str]:
+    """Where the values were read, by place; what is not named stands in "assumed"."""
+    words = {"micro_batch_seqs": "micro-batch", "accumulation_steps": "accumulation", "seq_len_tokens": "length"}
+    by_place: dict[str, list[str]] = {}
+    for name, place in config.origins.items():
+        by_place.setdefault(place, []).append(words.get(name, name.removeprefix("lora_").replace("_", " ")))
+    if not by_place:
+        return []
+    return ["  read: " + "; ".join(f"{', '.join(names)} ({place})" for place, names in by_place.items())]
 
 
 def _term_words(term: "MemoryTerm") -> str:
@@ -304,6 +413,7 @@ def text_lines(result: "CheckResult", fixed: dict[str, Any] | None) -> list[str]
         + f", {setup.optimizer}, {setup.attention}, checkpointing {setup.checkpointing or 'off'}, loss {setup.loss}",
         f"  {setup.micro_batch_seqs} x {setup.accumulation_steps} x {setup.num_gpus} GPU = {setup.global_batch_seqs} "
         f"sequences of {setup.seq_len_tokens} tokens",
+        *_origin_lines(config),
         "",
         f"{summary(result)} [{rung}]",
     ]

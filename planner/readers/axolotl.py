@@ -46,7 +46,7 @@ def read(
         ConfigError: an unknown key, a wrong value, another kind of training than supervised fine-tuning.
     """
     settings = Settings(values, name)
-    settings.refuse_unknown(schema.known(FORMAT), FORMAT)
+    settings.note_unknown(schema.known(FORMAT), FORMAT)
     _refuse_other_training(settings)
     sharding = sharding or Sharding()
     keys = {
@@ -94,6 +94,7 @@ def read(
     return ReadConfig(
         format=FORMAT,
         path=name,
+        unknown_keys=settings.unknown_keys,
         model_id=settings.optional_text("base_model"),
         setup=common.build(settings, fields),
         assumptions=tuple(settings.assumptions),

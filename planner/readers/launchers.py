@@ -5,7 +5,7 @@ from typing import Any
 from planner.errors import ConfigError
 from planner.readers import common, schema
 from planner.readers.sharding import Sharding, Spread, fsdp, hybrid, parallel_of, stage_of, zero_spread, zero_stage
-from planner.readers.types import ReadConfig
+from planner.readers.types import Missing, ReadConfig
 from planner.readers.values import Settings
 from planner.setup import SPREAD_FIELDS, TrainSetup
 
@@ -28,15 +28,17 @@ OTHER_TYPES = ("MULTI_CPU", "CPU", "MEGATRON_LM", "XPU", "TPU", "MULTI_NPU")
 
 
 def read_accelerate(
-    values: dict[str, Any], name: str, base: TrainSetup, *, sharding: Sharding | None = None
+    values: dict[str, Any], name: str, base: TrainSetup | None, *, sharding: Sharding | None = None
 ) -> ReadConfig:
     """A base setup under an Accelerate config.
 
     Raises:
         ConfigError: an unknown key, or a kind of launch that is not planned.
     """
+    missing = _not_in_the_file(name) if base is None else {}
+    base = base or TrainSetup()
     settings = Settings(values, name)
-    settings.refuse_unknown({*schema.known("accelerate"), *OLD_ACCELERATE}, "accelerate")
+    settings.note_unknown({*schema.known("accelerate"), *OLD_ACCELERATE}, "accelerate")
     kind = settings.text("distributed_type", "NO").upper()
     if kind not in (*PLANNED_TYPES, *OTHER_TYPES):
         raise settings.error("distributed_type", f"one of {', '.join(PLANNED_TYPES)}", kind)
@@ -83,8 +85,10 @@ def read_accelerate(
     return ReadConfig(
         format="accelerate",
         path=name,
+        unknown_keys=settings.unknown_keys,
         setup=common.build(settings, fields),
-        assumptions=(*settings.assumptions, "method, model and batch are not in this file: taken from the options"),
+        missing=_without(missing, changes),
+        assumptions=tuple(settings.assumptions),
         approximations=tuple(settings.approximations),
         values=values,
     )
@@ -109,14 +113,26 @@ def _mesh(settings: Settings, processes: int) -> Spread:
     return hybrid(settings, processes, shard=sizes["dp_shard"], copies=sizes["dp_replicate"], tensor=sizes["tp"])
 
 
-def read_deepspeed(values: dict[str, Any], name: str, base: TrainSetup, num_gpus: int = 1) -> ReadConfig:
+def _not_in_the_file(name: str) -> dict[str, str]:
+    """What a file that only spreads a job leaves open."""
+    names = ("model", "method", "lora_rank", "precision", "micro_batch_seqs", "accumulation_steps", "seq_len_tokens")
+    return dict.fromkeys((*names, "checkpointing"), f"{name} says only how the job is spread")
+
+
+def _without(missing: dict[str, str], changes: dict[str, Any]) -> tuple[Missing, ...]:
+    return tuple(Missing(field=field, reason=reason) for field, reason in missing.items() if field not in changes)
+
+
+def read_deepspeed(values: dict[str, Any], name: str, base: TrainSetup | None, num_gpus: int = 1) -> ReadConfig:
     """A base setup under a DeepSpeed JSON.
 
     Raises:
         ConfigError: an unknown key or a wrong value.
     """
+    missing = _not_in_the_file(name) if base is None else {}
+    base = base or TrainSetup()
     settings = Settings(values, name)
-    settings.refuse_unknown(DEEPSPEED_KEYS, "deepspeed")
+    settings.note_unknown(DEEPSPEED_KEYS, "deepspeed")
     changes: dict[str, Any] = {}
     for key, field in (
         ("train_micro_batch_size_per_gpu", "micro_batch_seqs"),
@@ -125,7 +141,7 @@ def read_deepspeed(values: dict[str, Any], name: str, base: TrainSetup, num_gpus
         if settings.has(key) and settings.raw(key) != "auto":
             changes[field] = settings.integer(key, 1, at_least=1)
         else:
-            settings.assume(f"{key} is left to the trainer: taken from the options")
+            settings.assume(f"{key} is left to the trainer")
     for kind in ("bf16", "fp16"):
         block = Settings(settings.mapping(kind), f"{name}: {kind}")
         if block.raw("enabled") is True and base.compute_dtype != kind:
@@ -135,8 +151,10 @@ def read_deepspeed(values: dict[str, Any], name: str, base: TrainSetup, num_gpus
     return ReadConfig(
         format="deepspeed",
         path=name,
+        unknown_keys=settings.unknown_keys,
         setup=common.build(settings, fields),
-        assumptions=(*settings.assumptions, "method and model are not in this file: taken from the options"),
+        missing=_without(missing, changes),
+        assumptions=tuple(settings.assumptions),
         approximations=tuple(settings.approximations),
         keys={"micro_batch_seqs": "train_micro_batch_size_per_gpu"},
         values=values,

@@ -46,7 +46,7 @@ def read(
         ConfigError: an unknown key, a wrong value, not a training config, another stage than sft or pt.
     """
     settings = Settings(values, name)
-    settings.refuse_unknown({*schema.known(FORMAT), *schema.LEGACY_HF}, FORMAT)
+    settings.note_unknown({*schema.known(FORMAT), *schema.LEGACY_HF}, FORMAT)
     sharding = sharding or Sharding()
     stage = settings.text("stage", "sft")
     if not settings.flag("do_train", False):
@@ -99,6 +99,7 @@ def read(
     return ReadConfig(
         format=FORMAT,
         path=name,
+        unknown_keys=settings.unknown_keys,
         model_id=settings.optional_text("model_name_or_path"),
         setup=common.build(settings, fields),
         assumptions=tuple(settings.assumptions),

@@ -29,7 +29,7 @@ def read(
         ConfigError: an unknown key, a wrong value, not a training.
     """
     settings = Settings(values, name)
-    settings.refuse_unknown(KNOWN, FORMAT)
+    settings.note_unknown(KNOWN, FORMAT)
     sharding = sharding or Sharding()
     peft = Settings(settings.mapping("peft_config"), f"{name}: peft_config")
     quant = Settings(settings.mapping("quant_config"), f"{name}: quant_config")
@@ -81,6 +81,7 @@ def read(
     return ReadConfig(
         format=FORMAT,
         path=name,
+        unknown_keys=settings.unknown_keys,
         model_id=settings.optional_text("model"),
         setup=common.build(settings, fields),
         assumptions=(*settings.assumptions, *dist.assumptions, *peft.assumptions),

@@ -6,27 +6,68 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import ConfigError
+from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
-from planner.readers import axolotl, launchers, llamafactory, llamafactory_v1, script, torchtitan, trl, unsloth
+from planner.readers import (
+    axolotl,
+    firefly,
+    launchers,
+    litgpt,
+    llamafactory,
+    llamafactory_v1,
+    script,
+    shell,
+    swift,
+    torchtitan,
+    torchtune,
+    trl,
+    unsloth,
+)
 from planner.readers.loading import parse_json, parse_toml, parse_yaml, read_bounded
+from planner.readers.program.source import of_notebook, of_requirements
 from planner.readers.sharding import Sharding
 from planner.readers.types import ReadConfig
 from planner.setup import TrainSetup
 
-FORMATS = ("trl", "axolotl", "llamafactory", "unsloth", "accelerate", "deepspeed", "torchtitan", "hf-script")
+FORMATS = (
+    "trl", "axolotl", "llamafactory", "unsloth", "accelerate", "deepspeed", "torchtitan", "ms-swift", "torchtune",
+    "litgpt", "firefly", "hf-script", "notebook", "shell script",
+)  # fmt: skip
+SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".py", ".ipynb", *shell.SUFFIXES)
+MAKEFILES = ("Makefile", "makefile", "justfile")
+MAX_NOTEBOOK_BYTES = 8 << 20
 READERS = {
     trl.FORMAT: trl.read,
     axolotl.FORMAT: axolotl.read,
     llamafactory.FORMAT: llamafactory.read,
     llamafactory_v1.FORMAT: llamafactory_v1.read,
     unsloth.FORMAT: unsloth.read,
+    swift.FORMAT: swift.read,
+    litgpt.FORMAT: litgpt.read,
+    torchtune.FORMAT: torchtune.read,
+    firefly.FORMAT: firefly.read,
 }
-LLAMAFACTORY_KEYS = {"finetuning_type", "stage", "cutoff_len", "lora_rank", "lora_target", "do_train", "template"}
+LLAMAFACTORY_KEYS = {"finetuning_type", "stage", "cutoff_len", "lora_rank", "lora_target", "template", "dataset_dir"}
+OTHER_OBJECTIVES = {
+    "GRPO": {"num_generations", "reward_funcs", "num_iterations", "max_completion_length"},
+    "preference training": {"max_prompt_length", "precompute_ref_log_probs", "ref_model", "desirable_weight"},
+    "reward modelling": {"center_rewards_coefficient"},
+    "distillation": {"teacher_model_name_or_path", "lmbda"},
+}
+"""Objective -> settings that only TRL's configs of it have."""
 
 
 def detect(values: dict[str, Any]) -> str:
     """The format of a mapping, by keys that only one tool has; "" when none is there."""
     keys = set(values)
+    if isinstance(values.get("model"), dict) and "_component_" in values["model"]:
+        return torchtune.FORMAT
+    if "checkpoint_dir" in keys and keys & {"lora_r", "train", "precision", "quantize"}:
+        return litgpt.FORMAT
+    if {"train_file", "model_name_or_path", "max_seq_length"} <= keys and keys & {"train_mode", "template_name"}:
+        return firefly.FORMAT
+    if "model" in keys and keys & swift.MARKS:
+        return swift.FORMAT
     if keys & {"base_model", "micro_batch_size", "sequence_len"} and "model" not in keys:
         return axolotl.FORMAT
     if keys & {"zero_optimization", "train_micro_batch_size_per_gpu"}:
@@ -49,6 +90,21 @@ def detect(values: dict[str, Any]) -> str:
     return ""
 
 
+def refuse_other_objectives(values: Mapping[str, Any], name: str) -> None:
+    """Raises for a TRL config that trains something else than a language model on text.
+
+    Raises:
+        ConfigError: naming the objective and the settings that give it away.
+    """
+    for objective, marks in OTHER_OBJECTIVES.items():
+        found = sorted(marks & set(values))
+        if found or (objective == "preference training" and {"beta", "max_length"} <= set(values)):
+            raise ConfigError(
+                f"{name}: {objective} ({', '.join(found) or 'beta'}) is not planned, its memory is not modelled",
+                hint="supervised fine-tuning is; plan trace runs other programs on a phantom GPU",
+            )
+
+
 def read_text(
     text: str,
     name: str,
@@ -60,8 +116,8 @@ def read_text(
 ) -> ReadConfig:
     """The setup of a config given as text; `name` says which kind of file it is by its ending.
 
-    `base` stands for what Accelerate and DeepSpeed files do not say; `launcher` is the text of an Accelerate config
-    that the run is launched with.
+    `base` stands for what Accelerate and DeepSpeed files do not say (None: it is `missing`); `launcher` is the text of
+    an Accelerate config that the run is launched with.
 
     Raises:
         ConfigError: not a config of a known tool, or a wrong one.
@@ -110,7 +166,7 @@ def _read(
     if launcher is not None:
         values, _ = parse_yaml(launcher, "accelerate config")
         processes = launchers.num_processes(values, "accelerate config")
-        inside = Sharding(num_gpus=processes, roots=sharding.roots)
+        inside = replace(sharding, num_gpus=processes)
         inner = _read(text, name, model=model, base=base, sharding=inside)
         spread = launchers.read_accelerate(values, "accelerate config", inner.setup, sharding=inside)
         setup = spread.setup
@@ -119,11 +175,15 @@ def _read(
         return replace(
             inner,
             setup=setup,
-            assumptions=(*inner.assumptions, *spread.assumptions[:-1]),
+            assumptions=(*inner.assumptions, *spread.assumptions),
             approximations=(*inner.approximations, *spread.approximations),
         )
     if name.endswith(".py"):
         return script.read(text, name, model, sharding=sharding)
+    if name.endswith(".ipynb"):
+        return script.read("", name, model, sharding=sharding, source=of_notebook(text, name))
+    if name.endswith(shell.SUFFIXES) or name in MAKEFILES:
+        return _of_commands(text, name, model=model, base=base, sharding=sharding)
     if name.endswith(".toml"):
         return torchtitan.read(parse_toml(text, name), name, model, sharding=sharding)
     duplicates: tuple[str, ...] = ()
@@ -133,19 +193,96 @@ def _read(
         values, duplicates = parse_yaml(text, name)
     kind = detect(values)
     if kind == "deepspeed":
-        return launchers.read_deepspeed(values, name, base or TrainSetup(), sharding.num_gpus)
+        return launchers.read_deepspeed(values, name, base, sharding.num_gpus)
     if kind == "accelerate":
-        return launchers.read_accelerate(values, name, base or TrainSetup(), sharding=sharding)
+        return launchers.read_accelerate(values, name, base, sharding=sharding)
+    return _of_mapping(values, duplicates, kind, name, model, sharding)
+
+
+def _of_mapping(
+    values: dict[str, Any],
+    duplicates: tuple[str, ...],
+    kind: str,
+    name: str,
+    model: ModelSpec | None,
+    sharding: Sharding,
+) -> ReadConfig:
+    """The setup of settings that stand as a mapping, in a file or on a command line."""
     if kind not in READERS:
         raise ConfigError(
             f"{name} is no config of a known tool (its settings: {', '.join(list(values)[:6]) or 'none'})",
             hint=f"known: {', '.join(FORMATS)}",
         )
+    if kind == trl.FORMAT:
+        refuse_other_objectives(values, name)
     found = READERS[kind](values, name, model, sharding=sharding)
     if not duplicates:
         return found
     warned = tuple(f"{key} is written twice: the last one counts" for key in duplicates)
     return replace(found, assumptions=(*warned, *found.assumptions))
+
+
+def _of_commands(
+    text: str, name: str, *, model: ModelSpec | None, base: TrainSetup | None, sharding: Sharding
+) -> ReadConfig:
+    """The setup of the first launch of a shell script whose program or config can be read.
+
+    Raises:
+        ConfigError: no launch, or what the first one says where none can be read.
+    """
+    problems: list[ConfigError] = []
+    launches = shell.commands(text, name)
+    for command in launches:
+        try:
+            found = _of_command(command, name, model=model, base=base, sharding=sharding)
+        except ConfigError as error:
+            problems.append(error)
+            continue
+        said = (f"read from the launch in {name}",)
+        if len(launches) > 1:
+            said = (f"{name} launches {len(launches)} runs: the first that can be read is taken",)
+        return replace(found, path=name, assumptions=(*said, *found.assumptions))
+    raise problems[0]
+
+
+def _of_command(
+    command: shell.Command, name: str, *, model: ModelSpec | None, base: TrainSetup | None, sharding: Sharding
+) -> ReadConfig:
+    inside = replace(sharding, num_gpus=command.num_gpus or sharding.num_gpus, arguments=command.arguments)
+    launcher = inside.beside(command.launcher) if command.launcher else None
+    if command.tool == "swift":
+        values: dict[str, Any] = dict(shell.flags(command.arguments))
+        if "rlhf" in command.arguments[:1]:
+            values.setdefault("rlhf_type", "rlhf")
+        return swift.read(values, name, model, sharding=inside)
+    if command.tool in ("trl", "litgpt") and not command.target:
+        reader = READERS[command.tool]
+        return reader(dict(shell.flags(command.arguments)), name, model, sharding=inside)
+    if not command.target:
+        raise ConfigError(f"{name}: {command.tool} names no config", hint="give the config itself")
+    text = inside.beside(command.target)
+    if text is None:
+        if command.tool == "python":
+            return _of_words(command, name, model, inside)
+        raise ConfigError(
+            f"{name}: {command.target} is not beside it", hint="give the program or config that it starts"
+        )
+    target = command.target.rpartition("/")[2]
+    return _read(text, target, model=model, base=base, sharding=inside, launcher=launcher)
+
+
+def _of_words(command: shell.Command, name: str, model: ModelSpec | None, sharding: Sharding) -> ReadConfig:
+    """A program that is not at hand, from words of its command line that are transformers' own settings."""
+    values: dict[str, Any] = dict(shell.flags(command.arguments))
+    if not {"model_name_or_path", "per_device_train_batch_size"} <= set(values):
+        raise ConfigError(
+            f"{name}: {command.target} is not beside it, and its words do not say the model and the batch",
+            hint="give the program itself, with its words in --args",
+        )
+    raise ConfigError(
+        f"{name}: {command.target} is not beside it: what it does with {', '.join(list(values)[:3])} is not known",
+        hint="give the program itself, with its words in --args",
+    )
 
 
 def read_config(
@@ -155,6 +292,9 @@ def read_config(
     base: TrainSetup | None = None,
     num_gpus: int = 1,
     launcher: Path | None = None,
+    gpu: GpuSpec | None = None,
+    arguments: tuple[str, ...] | None = None,
+    versions: Mapping[str, str] | None = None,
 ) -> ReadConfig:
     """The setup of a config file.
 
@@ -163,15 +303,27 @@ def read_config(
     """
     if path.is_dir():
         raise ConfigError(f"{path} is a directory", hint="give the config file in it")
-    if path.suffix not in (".yaml", ".yml", ".json", ".toml", ".py"):
-        raise ConfigError(f"{path.name}: a config ends in .yaml, .yml, .json, .toml or .py", hint="rename it")
-    text = read_bounded(path)
+    if path.suffix not in SUFFIXES and path.name not in MAKEFILES:
+        raise ConfigError(
+            f"{path.name}: a training ends in {', '.join(SUFFIXES)}", hint="rename it, or give the file that trains"
+        )
+    text = read_bounded(path, max_bytes=MAX_NOTEBOOK_BYTES) if path.suffix == ".ipynb" else read_bounded(path)
     roots = (path.parent, path.parent.parent, Path())
     return read_text(
         text,
         path.name,
         model=model,
         base=base,
-        sharding=Sharding(num_gpus=num_gpus, roots=roots),
+        sharding=Sharding(
+            num_gpus=num_gpus, roots=roots, gpu=gpu, arguments=arguments, versions={**pinned(path), **(versions or {})}
+        ),
         launcher=read_bounded(launcher) if launcher is not None else None,
     )
+
+
+def pinned(path: Path) -> dict[str, str]:
+    """package -> version that a requirements file beside a config pins."""
+    try:
+        return dict(of_requirements(read_bounded(path.parent / "requirements.txt")))
+    except ConfigError:
+        return {}

@@ -17,14 +17,16 @@ from planner.readers.script import ARGUMENTS
 ADDED = "added by plan check --fix"
 
 
-def rewrite(text: str, name: str, edits: dict[str, Any]) -> str:
-    """The text with `edits` (dotted key -> value) written in.
+def rewrite(text: str, name: str, edits: dict[str, Any], *, call_line: int = 0) -> str:
+    """The text with `edits` (dotted key -> value) written in; of a program, into the call on `call_line` (0: the last).
 
     Raises:
         ConfigError: a key stands where it cannot be changed in place.
     """
     if name.endswith(".py"):
-        return _rewrite_python(text, name, edits)
+        return _rewrite_python(text, name, edits, call_line)
+    if not name.endswith((".yaml", ".yml", ".json")):
+        raise ConfigError(f"{name}: this kind of file cannot be changed in place", hint="make the changes by hand")
     return _rewrite_mapping(text, name, edits, as_json=name.endswith(".json"))
 
 
@@ -106,7 +108,7 @@ def _insert_nested(text: str, name: str, key: str, value: Any, break_: str) -> s
     return text[: first.index] + f"{inner}: {scalar(value)}  # {ADDED}{break_}{indent}" + text[first.index :]
 
 
-def _rewrite_python(text: str, name: str, edits: dict[str, Any]) -> str:
+def _rewrite_python(text: str, name: str, edits: dict[str, Any], call_line: int = 0) -> str:
     lines = text.splitlines(keepends=True)
     starts = [0]
     for line in lines:
@@ -116,7 +118,7 @@ def _rewrite_python(text: str, name: str, edits: dict[str, Any]) -> str:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call):
             function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if function in ARGUMENTS:
+            if function in ARGUMENTS and call_line in (0, node.lineno):
                 call = node
     if call is None or not call.keywords:
         raise ConfigError(

@@ -1,245 +1,368 @@
-"""Python training scripts as setups: the keyword arguments of the calls that everybody writes. Nothing is executed.
+"""Python training programs as setups: scripts and notebooks, read up to the trainer that trains. Nothing is executed.
 
-Reads `from_pretrained`, `BitsAndBytesConfig`, `LoraConfig`, `get_peft_model` (Unsloth), `TrainingArguments` and
-`SFTConfig` with literal values or names assigned to literals; anything computed is noted as not followed.
+The program is followed by `planner.readers.program`; what it hands to the trainer is read here, with the libraries' own
+defaults for what it leaves out. A setting that only running it would tell is `Missing`, never a default.
 """
 
-import ast
+from collections.abc import Mapping
 from typing import Any
 
 from planner.errors import ConfigError
 from planner.models.spec import ModelSpec
-from planner.readers import common, hf
+from planner.readers import common, hf, training, versions
+from planner.readers.program import Known, Made, Program, Unknown, plain, run
+from planner.readers.program.source import Source, of_script
 from planner.readers.sharding import Sharding, loaded, parallel_of
+from planner.readers.training import Training
 from planner.readers.trl import sharded
-from planner.readers.types import ReadConfig
+from planner.readers.types import Missing, ReadConfig
 from planner.readers.values import Settings
 
 FORMAT = "hf-script"
 UNSLOTH = "unsloth-script"
 ARGUMENTS = ("TrainingArguments", "SFTConfig", "Seq2SeqTrainingArguments", "UnslothTrainingArguments")
-LENGTH_NAMES = ("MAX_LENGTH", "MAX_SEQ_LENGTH", "max_seq_length", "max_length", "SEQ_LEN", "seq_length", "cutoff_len")
-BF16_QUESTIONS = ("is_bfloat16_supported", "is_bf16_supported")
+LENGTH_NAMES = (
+    "MAX_LENGTH", "MAX_SEQ_LENGTH", "MAX_LEN", "max_seq_length", "max_seq_len", "max_length", "SEQ_LEN", "seq_length",
+    "cutoff_len", "CUTOFF_LEN", "block_size", "BLOCK_SIZE", "context_length",
+)  # fmt: skip
+FIELDS = {
+    "per_device_train_batch_size": "micro_batch_seqs",
+    "gradient_accumulation_steps": "accumulation_steps",
+    "max_length": "seq_len_tokens",
+    "max_seq_length": "seq_len_tokens",
+    "packing": "packing",
+    "r": "lora_rank",
+    "target_modules": "lora_targets",
+    "load_in_4bit": "quantization",
+    "load_in_8bit": "quantization",
+    "full_finetuning": "method",
+    "gradient_checkpointing": "checkpointing",
+    "activation_checkpointing": "checkpointing",
+    "use_gradient_checkpointing": "checkpointing",
+    "bf16": "precision",
+    "fp16": "precision",
+    "dtype": "precision",
+    "torch_dtype": "precision",
+    "optim": "optimizer",
+    "attn_implementation": "attention",
+}
+"""Settings of the libraries -> the setup's field that they decide."""
 
 
-class _Unknown:
-    """A value that only running the script would give."""
-
-
-UNKNOWN = _Unknown()
-
-
-def read(text: str, name: str, model: ModelSpec | None = None, *, sharding: Sharding | None = None) -> ReadConfig:
-    """The setup of a training script.
+def read(
+    text: str,
+    name: str,
+    model: ModelSpec | None = None,
+    *,
+    sharding: Sharding | None = None,
+    source: Source | None = None,
+) -> ReadConfig:
+    """The setup of a training program; `source` is its text where it does not stand in a .py file.
 
     Raises:
-        ConfigError: not Python, or no call in it that names training arguments.
+        ConfigError: not Python, or nothing in it that trains as is planned.
     """
+    outside = sharding or Sharding()
+    source = source or of_script(text)
     try:
-        tree = ast.parse(text)
+        program = run(source.text, name, outside.of_program(), source.label)
     except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
         raise ConfigError(
             f"{name} is not Python that can be read: {str(error).splitlines()[0][:120]}",
             hint="give a script that Python itself accepts",
         ) from error
-    try:
-        calls, constants = _collect(tree)
-    except RecursionError as error:
-        raise ConfigError(
-            f"{name} is nested too deep", hint="give the script that trains, not a generated one"
-        ) from error
-    arguments = next((calls[kind] for kind in ARGUMENTS if kind in calls), None)
-    if arguments is None:
-        raise ConfigError(
-            f"{name} has no call of TrainingArguments or SFTConfig with its settings",
-            hint="scripts that take their settings from the command line have them elsewhere",
+    return _Script(program, training.find(program, name), source, name, model, outside).config()
+
+
+class _Script:
+    """One program's training on its way to a setup."""
+
+    def __init__(
+        self,
+        program: Program,
+        found: Training,
+        source: Source,
+        name: str,
+        model: ModelSpec | None,
+        sharding: Sharding,
+    ) -> None:
+        self.program, self.found, self.source, self.name = program, found, source, name
+        self.model, self.sharding = model, sharding
+        self.missing: dict[str, str] = {}
+        owner = found.loader.owner if found.loader is not None else ""
+        self.unsloth = owner.startswith("Fast")
+        kind = found.trainer.name if found.trainer is not None else ""
+        self.trl = self.unsloth or kind == "SFTTrainer" or self._made("SFTConfig")
+        self.arguments = training.settings(found.arguments, name)
+        self._trainer_extras()
+        self.loader = training.settings(found.loader, name)
+        self.bnb = training.settings(found.quantization, name)
+        self.lora = training.settings(found.adapter, name)
+        self.keys: dict[str, str] = {}
+        named = {**dict(source.pins), **sharding.versions}
+        self.defaults = versions.trl(named.get("trl"))
+        if self.trl and not self.unsloth and self.defaults.assumed:
+            self.arguments.assume(
+                f"no TRL version named: the defaults of {self.defaults.said} (--assume trl==VERSION for another)"
+            )
+
+    def _made(self, name: str) -> bool:
+        return any(one.name == name for one in self.program.made)
+
+    def _trainer_extras(self) -> None:
+        """Old TRL took some settings on the trainer itself."""
+        outer = training.settings(self.found.trainer, self.name)
+        for key in ("max_seq_length", "packing"):
+            if outer.values.get(key) is not None:
+                self.arguments.values = {**self.arguments.values, key: outer.values[key]}
+                self.arguments.where[key] = outer.where.get(key, "")
+            elif key in outer.unknown:
+                self.arguments.unknown[key] = outer.unknown[key]
+
+    def config(self) -> ReadConfig:
+        """The answer."""
+        name, arguments = self.name, self.arguments
+        fields: dict[str, Any] = hf.batch(arguments, self.keys)
+        adapted = self._adapted()
+        quantization = self._quantization()
+        fields["method"] = "full" if not adapted else "lora" if quantization == "none" else "qlora"
+        fields["quantization"] = quantization if adapted else "none"
+        if not adapted and self._frozen():
+            self.missing.setdefault("method", f"{name}:{self._frozen()}: some parameters are frozen one by one")
+        fields["kbit_fp32_cast"] = fields["method"] == "qlora" and self._prepared()
+        fields["precision"] = self._precision(fields["method"])
+        if adapted:
+            fields |= self._lora(fields["method"])
+        else:
+            fields["lora_rank"] = 0
+        fields["checkpointing"] = self._checkpointing()
+        fields["seq_len_tokens"] = self._length()
+        constants = self.program.module.names
+        fields["packing"] = arguments.flag("packing", plain(constants.get("PACKING")) is True)
+        fields["optimizer"] = common.optimizer(arguments, "optim", "adamw_torch_fused")
+        fields["attention"] = (
+            "sdpa" if self.unsloth else common.attention(self.loader, "attn_implementation", self.model)
         )
-    return _setup(calls, constants, arguments, name, model, sharding or Sharding())
+        fields["compile"] = arguments.flag("torch_compile", False)
+        liger = arguments.flag("use_liger_kernel", False)
+        if self.unsloth:
+            fields["loss"] = "chunked"
+        elif self.trl:
+            fields["loss"] = self.defaults.loss(arguments.optional_text("loss_type"), liger=liger)
+        else:
+            fields["loss"] = "liger" if liger else "full"
+        fields |= self._spread(constants)
+        self.keys |= {"optimizer": "optim", "loss": "use_liger_kernel"}
+        self._note_what_is_unusual()
+        parts = (arguments, self.loader, self.bnb, self.lora)
+        for part in parts:
+            for key, reason in part.undetermined.items():
+                if key in FIELDS:
+                    self.missing.setdefault(FIELDS[key], reason)
+        model_id = self._model_id()
+        dataset = plain(constants.get("DATASET"))
+        return ReadConfig(
+            format=UNSLOTH if self.unsloth else FORMAT,
+            path=name,
+            model_id=model_id,
+            setup=common.build(arguments, fields),
+            missing=tuple(Missing(field=field, reason=reason) for field, reason in self.missing.items()),
+            origins=self._origins(parts),
+            assumptions=tuple(dict.fromkeys(one for part in parts for one in part.assumptions)),
+            approximations=tuple(dict.fromkeys(one for part in parts for one in part.approximations)),
+            dataset=dataset if isinstance(dataset, str) else None,
+            keys=self.keys,
+            values=arguments.values,
+            call_line=_line(self.found.arguments),
+        )
 
+    def _origins(self, parts: tuple[Settings, ...]) -> Mapping[str, str]:
+        found: dict[str, str] = {}
+        for part in parts:
+            for key, where in part.where.items():
+                if key in FIELDS and where:
+                    found.setdefault(FIELDS[key], where)
+        return found
 
-def _collect(tree: ast.Module) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """function name -> its keyword arguments (the last call of that name), and module-level constants."""
-    constants: dict[str, Any] = {}
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            value = _value(node.value, constants)
-            if value is not UNKNOWN:
-                constants[node.targets[0].id] = value
-    calls: dict[str, dict[str, Any]] = {}
-    for call in ast.walk(tree):
-        if isinstance(call, ast.Call):
-            function = _function(call.func)
-            found = {one.arg: _value(one.value, constants) for one in call.keywords if one.arg}
-            if function == "from_pretrained":
-                owner = _function(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-                if "Model" not in owner:
-                    continue
-                function = "FastModel" if owner.startswith("Fast") else "AutoModel"
-                if call.args:
-                    found.setdefault("model_name", _value(call.args[0], constants))
-            calls[function] = {**calls.get(function, {}), **found}
-    return calls, constants
+    def _model_id(self) -> str | None:
+        named = self.found.model
+        if named is None and self.found.loader is not None:
+            named = training.named_model(self.found.loader)
+        if isinstance(named, Known) and isinstance(named.data, str) and named.data:
+            return named.data
+        reason = named.reason if isinstance(named, Unknown) else self.found.unknown_model
+        self.missing["model"] = reason or f"{self.name}: no call that loads a model was found"
+        return None
 
+    def _adapted(self) -> bool:
+        adapter = self.found.adapter
+        if isinstance(adapter, Unknown):
+            self.missing["method"] = adapter.reason
+            return True
+        if self.found.continued is not None and adapter is None:
+            self.missing["lora_rank"] = f"{self.found.continued.where}: adapters that stand in another file are trained"
+            return True
+        if isinstance(adapter, Made) and not adapter.owner.startswith("Fast"):
+            if adapter.name == "get_peft_config":
+                self.missing["method"] = f"{adapter.where}: the adapter's settings come from the command line"
+            elif adapter.name.endswith("Config") and adapter.name not in ("LoraConfig", "PeftConfig"):
+                raise ConfigError(
+                    f"{self.name}: adapters of {adapter.name} are not planned, only LoRA's",
+                    hint="plan trace -- python FILE runs it on a phantom GPU and says what it needs",
+                )
+            elif adapter.name != "LoraConfig":
+                self.missing["method"] = f"{adapter.where}: what {adapter.name}() returns"
+        return adapter is not None
 
-def _function(node: ast.expr) -> str:
-    if isinstance(node, ast.Name):
-        return node.id
-    return node.attr if isinstance(node, ast.Attribute) else ""
+    def _frozen(self) -> int:
+        return training.freezes_parameters(self.source.text)
 
+    def _prepared(self) -> bool:
+        return self.found.prepared is not None
 
-def _value(node: ast.expr, constants: dict[str, Any]) -> Any:
-    if isinstance(node, ast.Name):
-        return constants.get(node.id, UNKNOWN)
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
-        return node.attr
-    if isinstance(node, ast.Call) and _function(node.func) in BF16_QUESTIONS:
-        return True
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        inner = _value(node.operand, constants)
-        return UNKNOWN if inner is UNKNOWN else not inner
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return UNKNOWN
+    def _quantization(self) -> str:
+        given = self.found.quantization
+        if isinstance(given, Unknown):
+            self.missing["quantization"] = given.reason
+            return "none"
+        if isinstance(given, Made) and given.name not in training.BASE_QUANTIZATIONS:
+            if given.name.endswith("Config") and "Mxfp4" not in given.name:
+                self.loader.approximate(f"{given.name} is counted as 4-bit NF4")
+                return "nf4"
+            if not given.name.endswith("Config"):
+                self.missing["quantization"] = f"{given.where}: what {given.name}() returns"
+            return "none"
+        source = self.bnb if given is not None else self.loader
+        if source.flag("load_in_8bit", False):
+            return "int8"
+        if not source.flag("load_in_4bit", self.unsloth):
+            return "none"
+        if (
+            given is None
+            and self.unsloth
+            and (self.loader.flag("full_finetuning", False) or self.loader.flag("load_in_16bit", False))
+        ):
+            return "none"
+        double = True if self.unsloth else source.flag("bnb_4bit_use_double_quant", False)
+        return "nf4-double" if double else "nf4"
 
+    def _precision(self, method: str) -> str:
+        own_default = self.unsloth or (self._own_arguments() and self.defaults.bf16)
+        autocast = hf.autocast(self.arguments, bf16_default=self.trl and own_default)
+        loader = self.loader
+        key = loader.first("dtype", "torch_dtype")
+        if self.unsloth:
+            if method == "full":
+                if loader.flag("float32_mixed_precision", False):
+                    return "bf16-mixed"
+                return "fp32" if loader.raw(key) == "float32" else "bf16-pure"
+            return f"{autocast or 'bf16'}-autocast"
+        cast = next((word for word in ("half", "bfloat16", "float") if self._called(word)), "")
+        if cast:
+            weights = {"half": "fp16", "bfloat16": "bf16", "float": "fp32"}[cast]
+            return common.precision(self.arguments, weights, autocast, method)
+        if not loader.has(key):
+            loader.assume("no dtype on from_pretrained: the checkpoint's own, taken to be bf16")
+        weights = hf.weight_dtype(loader, key, "auto", self.model)
+        return common.precision(self.arguments, weights, autocast, method)
 
-def _known(found: dict[str, Any], name: str) -> Settings:
-    settings = Settings({key: value for key, value in found.items() if value is not UNKNOWN}, name)
-    for key, value in found.items():
-        if value is UNKNOWN and key in _MATTERS:
-            settings.assume(f"{key} is computed in the script: the default is taken")
-    return settings
-
-
-_MATTERS = (
-    "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "max_seq_length", "r", "load_in_4bit",
-    "gradient_checkpointing", "activation_checkpointing", "optim", "packing", "bf16", "fp16", "target_modules",
-)  # fmt: skip
-
-
-def _setup(
-    calls: dict[str, dict[str, Any]],
-    constants: dict[str, Any],
-    found: dict[str, Any],
-    name: str,
-    model: ModelSpec | None,
-    sharding: Sharding,
-) -> ReadConfig:
-    unsloth = "FastModel" in calls
-    trl = unsloth or "SFTConfig" in calls or "SFTTrainer" in calls
-    arguments = _known({**_trainer_extras(calls), **found}, name)
-    loader = _known(calls.get("FastModel" if unsloth else "AutoModel", {}), name)
-    bnb = _known(calls.get("BitsAndBytesConfig", {}), name)
-    adapter = calls.get("get_peft_model", {}) if unsloth else calls.get("LoraConfig", {})
-    lora = _known(adapter, name)
-    keys: dict[str, str] = {}
-    fields: dict[str, Any] = hf.batch(arguments, keys)
-    quantization = _quantization(bnb, loader, unsloth)
-    adapted = ("get_peft_model" if unsloth else "LoraConfig") in calls
-    fields["method"] = "full" if not adapted else "lora" if quantization == "none" else "qlora"
-    fields["quantization"] = quantization if adapted else "none"
-    fields["kbit_fp32_cast"] = fields["method"] == "qlora" and "prepare_model_for_kbit_training" in calls
-    fields["precision"] = _precision(arguments, loader, fields["method"], model, trl=trl, unsloth=unsloth)
-    if adapted:
-        names = lora.names("target_modules")
-        fields |= {
+    def _lora(self, method: str) -> dict[str, Any]:
+        lora, unsloth = self.lora, self.unsloth
+        names = lora.text_or_names("target_modules")
+        fields: dict[str, Any] = {
             "lora_rank": lora.integer("r", 16 if unsloth else 8, at_least=1),
             "lora_dropout": lora.real("lora_dropout", 0.0),
-            "lora_targets": common.targets(names or (("all-linear",) if unsloth else ()), model, lora),
+            "lora_targets": common.targets(names or (("all-linear",) if unsloth else ()), self.model, lora),
         }
-        stated = constants.get("ADAPTER_DTYPE")
+        stated = plain(self.program.module.names.get("ADAPTER_DTYPE"))
         if stated in common.DTYPES:
             fields["adapter_dtype"] = common.DTYPES[stated]
-        elif unsloth or (fields["method"] == "qlora" and not trl):
+        elif unsloth or (method == "qlora" and not self.trl):
             fields["adapter_dtype"] = "fp32"
-    else:
-        fields["lora_rank"] = 0
-    fields["checkpointing"] = _checkpointing(arguments, loader, lora, keys, trl=trl, unsloth=unsloth)
-    fields["seq_len_tokens"] = _length(arguments, loader, constants, calls)
-    fields["packing"] = arguments.flag("packing", constants.get("PACKING") is True)
-    fields["optimizer"] = common.optimizer(arguments, "optim", "adamw_torch_fused")
-    fields["attention"] = "sdpa" if unsloth else common.attention(loader, "attn_implementation", model)
-    fields["compile"] = arguments.flag("torch_compile", False)
-    liger = arguments.flag("use_liger_kernel", False)
-    fields["loss"] = "chunked" if trl else "liger" if liger else "full"
-    if loader.raw("device_map") == "auto" and sharding.num_gpus > 1:
-        fields |= {"num_gpus": sharding.num_gpus, "parallel": "device-map"}
-    elif constants.get("PARALLEL") == "dp" and sharding.num_gpus > 1:
-        fields |= {"num_gpus": sharding.num_gpus, "parallel": "dp"}
-    else:
-        if "DistributedConfig" in calls:
-            loader.values = {**loader.values, "distributed_config": _known(calls["DistributedConfig"], name).values}
-        spread = loaded(arguments, loader, sharding.num_gpus) or sharded(arguments, sharding)
-        fields |= parallel_of(arguments, spread, sharding.num_gpus)
-    parts = (arguments, loader, bnb, lora)
-    named = loader.raw("model_name", loader.raw("pretrained_model_name_or_path"))
-    return ReadConfig(
-        format=UNSLOTH if unsloth else FORMAT,
-        path=name,
-        model_id=named if isinstance(named, str) else None,
-        setup=common.build(arguments, fields),
-        assumptions=tuple(dict.fromkeys(one for part in parts for one in part.assumptions)),
-        approximations=tuple(dict.fromkeys(one for part in parts for one in part.approximations)),
-        dataset=constants.get("DATASET") if isinstance(constants.get("DATASET"), str) else None,
-        keys=keys,
-        values=arguments.values,
-    )
+        return fields
+
+    def _own_arguments(self) -> bool:
+        """Whether SFTConfig's own defaults hold: TrainingArguments handed to SFTTrainer become an SFTConfig with every
+        value written out, what is off there included.
+
+        Source: TRL 1.16 `SFTTrainer.__init__`, `args.to_dict()`.
+        """
+        return self.found.arguments is None or self.found.arguments.name == "SFTConfig"
+
+    def _called(self, word: str) -> bool:
+        return any(word in model.called for model in self.found.touched)
+
+    def _checkpointing(self) -> int:
+        arguments, prepared = self.arguments, self.found.prepared
+        if self.unsloth:
+            key = "use_gradient_checkpointing"
+            settings = self.lora if self.lora.has(key) else self.loader
+            value = settings.raw(key, "unsloth")
+            if value == "unsloth":
+                arguments.assume("checkpoints kept in host memory (unsloth) are counted as if they stayed on the GPU")
+            return int(bool(value) and value not in ("none", "false"))
+        own_default = self._own_arguments() and self.defaults.checkpointing
+        on = hf.checkpointing(arguments, self.trl and own_default, self.keys)
+        if on:
+            return on
+        inner = training.settings(prepared, self.name)
+        if prepared is not None and inner.flag("use_gradient_checkpointing", True):
+            arguments.assume("prepare_model_for_kbit_training switches gradient checkpointing on")
+            return 1
+        return int(self._called("gradient_checkpointing_enable") and not self._called("gradient_checkpointing_disable"))
+
+    def _length(self) -> int:
+        for settings in (self.arguments, self.loader):
+            key = settings.first("max_length", "max_seq_length")
+            if settings.has(key):
+                return settings.integer(key, 1024, at_least=1)
+        cut = list(training.lengths(self.program))
+        if cut and not self.trl:
+            longest = max(cut, key=lambda value: int(value.data))
+            self.arguments.where.setdefault("max_length", longest.where)
+            return int(longest.data)
+        for key in LENGTH_NAMES:
+            value = self.program.module.names.get(key)
+            if isinstance(value, Known) and isinstance(value.data, int) and not isinstance(value.data, bool):
+                self.arguments.where.setdefault("max_length", value.where)
+                return int(value.data)
+        if self.trl and not self.unsloth and not self.arguments.more:
+            self.arguments.assume("max_length absent: 1024 tokens, TRL's default")
+            return 1024
+        self.missing["seq_len_tokens"] = self.arguments.more or (
+            f"{self.name}: the length of the sequences is decided while the data is prepared"
+        )
+        return 1024
+
+    def _spread(self, constants: Mapping[str, Any]) -> dict[str, Any]:
+        num_gpus, loader = self.sharding.num_gpus, self.loader
+        if loader.raw("device_map") == "auto" and num_gpus > 1:
+            return {"num_gpus": num_gpus, "parallel": "device-map"}
+        if plain(constants.get("PARALLEL")) == "dp" and num_gpus > 1:
+            return {"num_gpus": num_gpus, "parallel": "dp"}
+        block = self.found.loader.argument("distributed_config") if self.found.loader is not None else None
+        if isinstance(block, Made):
+            inner = training.settings(block, self.name)
+            loader.values = {**loader.values, "distributed_config": inner.values}
+        spread = loaded(self.arguments, loader, num_gpus) or sharded(self.arguments, self.sharding)
+        return parallel_of(self.arguments, spread, num_gpus)
+
+    def _note_what_is_unusual(self) -> None:
+        lora, arguments = self.lora, self.arguments
+        if lora.has("modules_to_save") and lora.raw("modules_to_save"):
+            arguments.approximate("modules_to_save are trained in full; they are not counted")
+        if lora.flag("use_dora", False):
+            arguments.approximate("DoRA's magnitude vectors and norms are not counted")
+        if lora.has("target_parameters") and lora.raw("target_parameters"):
+            arguments.approximate("adapters on stacked expert parameters are not counted")
+        if arguments.flag("activation_offloading", False):
+            arguments.approximate("activations offloaded to host memory are counted as if they stayed on the GPU")
+        if training.trained_times(self.program) > 1:
+            arguments.assume("the program trains more than once: the first training is read")
+        for source in dict.fromkeys(self.program.sources):
+            arguments.assume(f"{source} beside it was read as well")
 
 
-def _trainer_extras(calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Old TRL took some settings on the trainer itself."""
-    trainer = calls.get("SFTTrainer", {})
-    return {key: trainer[key] for key in ("max_seq_length", "packing") if key in trainer}
-
-
-def _quantization(bnb: Settings, loader: Settings, unsloth: bool) -> str:
-    source = bnb if bnb.values else loader
-    if source.flag("load_in_8bit", False):
-        return "int8"
-    if source.flag("load_in_4bit", unsloth):
-        full = loader.flag("full_finetuning", False) or loader.flag("load_in_16bit", False)
-        if full and not bnb.values:
-            return "none"
-        double = True if unsloth else source.flag("bnb_4bit_use_double_quant", False)
-        return "nf4-double" if double else "nf4"
-    return "none"
-
-
-def _precision(
-    arguments: Settings, loader: Settings, method: str, model: ModelSpec | None, *, trl: bool, unsloth: bool
-) -> str:
-    autocast = hf.autocast(arguments, bf16_default=trl)
-    key = loader.first("dtype", "torch_dtype")
-    if unsloth:
-        if method == "full":
-            if loader.flag("float32_mixed_precision", False):
-                return "bf16-mixed"
-            return "fp32" if loader.raw(key) == "float32" else "bf16-pure"
-        return f"{autocast or 'bf16'}-autocast"
-    if not loader.has(key):
-        loader.assume("no dtype on from_pretrained: the checkpoint's own, taken to be bf16")
-    weights = hf.weight_dtype(loader, key, "auto", model)
-    return common.precision(arguments, weights, autocast, method)
-
-
-def _checkpointing(
-    arguments: Settings, loader: Settings, lora: Settings, keys: dict[str, str], *, trl: bool, unsloth: bool
-) -> int:
-    if unsloth:
-        value = lora.raw("use_gradient_checkpointing", loader.raw("use_gradient_checkpointing", "unsloth"))
-        if value == "unsloth":
-            arguments.assume("checkpoints kept in host memory (unsloth) are counted as if they stayed on the GPU")
-        return int(bool(value) and value not in ("none", "false"))
-    return hf.checkpointing(arguments, trl, keys)
-
-
-def _length(arguments: Settings, loader: Settings, constants: dict[str, Any], calls: dict[str, dict[str, Any]]) -> int:
-    for settings in (arguments, loader, _known(calls.get("tokenizer", {}), arguments.name)):
-        key = settings.first("max_length", "max_seq_length")
-        if settings.has(key):
-            return settings.integer(key, 1024, at_least=1)
-    for key in LENGTH_NAMES:
-        if isinstance(constants.get(key), int) and not isinstance(constants.get(key), bool):
-            return int(constants[key])
-    arguments.assume("no sequence length named: 1024 tokens taken")
-    return 1024
+def _line(made: Made | None) -> int:
+    tail = made.where.rpartition(":")[2] if made is not None else ""
+    return int(tail) if tail.isdigit() else 0

@@ -1,21 +1,55 @@
 """How a config spreads over GPUs: DeepSpeed files named inside it, FSDP blocks, and how many GPUs there are."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from planner.errors import ConfigError
+from planner.gpu import GpuSpec
 from planner.readers.loading import parse_json, parse_yaml, read_bounded
+from planner.readers.program import Outside
 from planner.readers.values import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """What is known from outside the file: the number of GPUs, and where files that it names may lie."""
+    """What is known from outside the file.
+
+    Attributes:
+        num_gpus: processes of the run; roots: where files that it names may lie.
+        gpu: the card, for programs that ask it; None: one that computes in bf16.
+        arguments: the words behind a program's name on its command line; None: nobody said.
+        versions: package -> version that the run is said or pinned to use.
+    """
 
     num_gpus: int = 1
     roots: tuple[Path, ...] = field(default=())
+    gpu: GpuSpec | None = None
+    arguments: tuple[str, ...] | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def of_program(self) -> Outside:
+        """What a program that is read may learn from outside."""
+        gpu = self.gpu
+        return Outside(
+            arguments=self.arguments,
+            environment={"WORLD_SIZE": str(self.num_gpus), "LOCAL_RANK": "0", "RANK": "0"},
+            bf16=gpu.bf16 if gpu is not None else True,
+            capability=(gpu.compute_capability if gpu is not None else None) or (8, 0),
+            read=self.beside,
+        )
+
+    def beside(self, path: str) -> str | None:
+        """The text of a file that lies beside the config by a relative path, None where there is none."""
+        found = _find(path, self)
+        if found is None:
+            return None
+        try:
+            return read_bounded(found)
+        except ConfigError:
+            return None
 
 
 Spread = dict[str, Any]
@@ -83,11 +117,39 @@ def loaded(settings: Settings, kwargs: Settings, num_gpus: int) -> Spread | None
     return distributed(settings, block, num_gpus) if isinstance(block, dict) and num_gpus > 1 else None
 
 
+_STRATEGIES = {
+    "1": "FULL_SHARD",
+    "2": "SHARD_GRAD_OP",
+    "3": "NO_SHARD",
+    "4": "HYBRID_SHARD",
+    "5": "HYBRID_SHARD_ZERO2",
+}
+"""Accelerate's numbers for FSDP1's strategies."""
+
+
+def fsdp_words(settings: Settings, words: str, block: dict[str, Any]) -> Spread:
+    """The spread of TrainingArguments' `fsdp`: words such as "full_shard auto_wrap offload"."""
+    said = words.replace(",", " ").lower().split()
+    strategy = next((word.upper() for word in said if word.endswith(("_shard", "grad_op", "zero2"))), "FULL_SHARD")
+    wraps = "auto_wrap" in said or any("wrap" in key for key in block)
+    values = {"sharding_strategy": strategy, "auto_wrap_policy": "auto" if wraps else "NO_WRAP", **block}
+    return fsdp(settings, values | ({"offload_params": True} if "offload" in said else {}))
+
+
 def fsdp(settings: Settings, block: dict[str, Any]) -> Spread:
     """The spread of an FSDP block, whose keys stand with or without the prefix "fsdp_" (Accelerate's and Axolotl's)."""
     values = {str(key).removeprefix("fsdp_"): value for key, value in block.items()}
     inner = Settings(values, f"{settings.name}: fsdp_config")
-    reshard = inner.raw("reshard_after_forward", True)
+    strategy = str(inner.raw("sharding_strategy", "")).upper()
+    strategy = _STRATEGIES.get(strategy, strategy)
+    if strategy == "NO_SHARD":
+        return {"parallel": "ddp"}
+    if str(inner.raw("auto_wrap_policy", "")).upper() == "NO_WRAP":
+        raise ConfigError(
+            f"{settings.name}: FSDP without wrapping (NO_WRAP) gathers the whole model at once: not planned",
+            hint="TRANSFORMER_BASED_WRAP gathers one layer at a time",
+        )
+    reshard = inner.raw("reshard_after_forward", strategy or True)
     if isinstance(reshard, str) and reshard.upper() in ("FULL_SHARD", "HYBRID_SHARD"):
         reshard = True
     elif isinstance(reshard, str) and reshard.upper() in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):

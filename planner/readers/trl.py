@@ -1,10 +1,10 @@
-"""TRL configs (`trl sft --config FILE`) as setups. Defaults of TRL 1.16."""
+"""TRL configs (`trl sft --config FILE`) as setups. Defaults of the TRL version that is named, else of 1.16."""
 
 from typing import Any
 
 from planner.models.spec import ModelSpec
-from planner.readers import common, hf, schema
-from planner.readers.sharding import Sharding, Spread, fsdp, loaded, parallel_of, zero_stage
+from planner.readers import common, hf, schema, versions
+from planner.readers.sharding import Sharding, Spread, fsdp, fsdp_words, loaded, parallel_of, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 
@@ -25,9 +25,15 @@ def read(
         ConfigError: an unknown key, a wrong value, an impossible combination.
     """
     settings = Settings(values, name)
-    settings.refuse_unknown({*schema.known(FORMAT), *EXTRA_KEYS, *schema.LEGACY_HF}, FORMAT)
+    settings.note_unknown({*schema.known(FORMAT), *EXTRA_KEYS, *schema.LEGACY_HF}, FORMAT)
     keys: dict[str, str] = {}
-    fields: dict[str, Any] = {"loss": "chunked", **hf.batch(settings, keys)}
+    sharding = sharding or Sharding()
+    defaults = versions.trl(sharding.versions.get("trl"))
+    if defaults.assumed:
+        settings.assume(f"no TRL version named: the defaults of {defaults.said} (--assume trl==VERSION for another)")
+    liger = settings.flag(settings.first("use_liger_kernel", "use_liger"), False)
+    loss = defaults.loss(settings.optional_text("loss_type"), liger=liger)
+    fields: dict[str, Any] = {"loss": loss, **hf.batch(settings, keys)}
 
     kwargs = Settings(settings.mapping("model_init_kwargs"), f"{name}: model_init_kwargs")
     quantization, compute = _quantization(settings, kwargs)
@@ -39,7 +45,7 @@ def read(
     if not settings.has(dtype_key):
         settings.assume("dtype absent: float32 weights, TRL's default")
     weights = hf.weight_dtype(settings, dtype_key, "float32", model)
-    autocast = hf.autocast(settings, bf16_default=True)
+    autocast = hf.autocast(settings, bf16_default=defaults.bf16)
     fields["precision"] = common.precision(settings, weights, autocast, fields["method"])
     if fields["method"] == "qlora" and autocast == "fp16":
         settings.approximate(
@@ -72,7 +78,7 @@ def read(
         fields["attention"] = common.attention(settings, attention_key, model)
     keys["attention"] = attention_key
     fields["optimizer"] = common.optimizer(settings, "optim", "adamw_torch_fused")
-    fields["checkpointing"] = hf.checkpointing(settings, True, keys)
+    fields["checkpointing"] = hf.checkpointing(settings, defaults.checkpointing, keys)
     length_key = settings.first("max_length", "max_seq_length")
     if not settings.has(length_key):
         settings.assume("max_length absent: 1024 tokens, TRL's default")
@@ -81,7 +87,6 @@ def read(
     fields["compile"] = settings.flag("torch_compile", False)
     if settings.flag("activation_offloading", False):
         settings.approximate("activations offloaded to host memory are counted as if they stayed on the GPU")
-    sharding = sharding or Sharding()
     if kwargs.raw("device_map") == "auto" and sharding.num_gpus > 1:
         fields |= {"num_gpus": sharding.num_gpus, "parallel": "device-map"}
     else:
@@ -91,6 +96,7 @@ def read(
     return ReadConfig(
         format=FORMAT,
         path=name,
+        unknown_keys=settings.unknown_keys,
         model_id=settings.optional_text("model_name_or_path"),
         setup=common.build(settings, fields),
         assumptions=(*settings.assumptions, *kwargs.assumptions),
@@ -107,7 +113,11 @@ def sharded(settings: Settings, sharding: Sharding) -> Spread:
         return zero_stage(settings, settings.raw("deepspeed"), sharding)
     if settings.raw("fsdp") or settings.has("fsdp_config"):
         inner = settings.raw("fsdp_config", {})
-        return fsdp(settings, inner if isinstance(inner, dict) else {})
+        block = inner if isinstance(inner, dict) else {}
+        words = settings.raw("fsdp", True)
+        if isinstance(words, list):
+            words = " ".join(map(str, words))
+        return fsdp_words(settings, words, block) if isinstance(words, str) else fsdp(settings, block)
     word = settings.raw("accelerate_config", "none")
     if isinstance(word, str) and word in ("zero1", "zero2", "zero3", "fsdp1", "fsdp2"):
         return {"parallel": "fsdp2" if word.startswith("fsdp") else word}

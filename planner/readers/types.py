@@ -8,6 +8,53 @@ from planner.setup import TrainSetup
 
 
 @dataclass(frozen=True, kw_only=True)
+class Missing:
+    """A setting that decides the answer and that the file does not determine.
+
+    Attributes:
+        field: of `TrainSetup`, or "model".
+        reason: why, with the place in the file.
+    """
+
+    field: str
+    reason: str
+
+    @property
+    def option(self) -> str:
+        """What a person adds to the command to supply it."""
+        return OPTIONS.get(self.field, f"--set {self.field}=VALUE")
+
+
+OPTIONS = {
+    "model": "--model MODEL",
+    "method": "--set method=full|lora|qlora",
+    "quantization": "--set quantization=none|int8|nf4|nf4-double",
+    "micro_batch_seqs": "--set micro_batch=N",
+    "accumulation_steps": "--set accumulation=N",
+    "seq_len_tokens": "--set seq_len=N",
+    "lora_rank": "--set rank=N",
+    "lora_targets": "--set targets=all-linear",
+    "checkpointing": "--set checkpointing=true|false",
+    "precision": "--set precision=bf16-autocast",
+    "packing": "--set packing=true|false",
+    "num_gpus": "--gpus N",
+}
+SHORT_NAMES = {
+    "micro_batch": "micro_batch_seqs",
+    "batch_size": "micro_batch_seqs",
+    "accumulation": "accumulation_steps",
+    "gradient_accumulation_steps": "accumulation_steps",
+    "per_device_train_batch_size": "micro_batch_seqs",
+    "seq_len": "seq_len_tokens",
+    "max_length": "seq_len_tokens",
+    "rank": "lora_rank",
+    "targets": "lora_targets",
+    "optim": "optimizer",
+}
+"""Words of `--set` for fields of a setup, beside their own names."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReadConfig:
     """One existing config, understood.
 
@@ -15,22 +62,30 @@ class ReadConfig:
         format: "trl", "axolotl", "llamafactory", "unsloth", "hf-script", "accelerate", "deepspeed" or "torchtitan".
         path: the file.
         model_id: None where the format does not say (Accelerate, DeepSpeed).
-        setup: with the tool's own defaults for what is absent.
+        setup: with the tool's own defaults for what is absent; what `missing` names stands there for nothing.
+        missing: settings that the file does not determine: no verdict without them.
+        origins: TrainSetup field -> where its value was read, "file:line" or the words for a default.
         assumptions: defaults and readings a person should know, one sentence each.
         approximations: features the memory model does not follow exactly; they widen the error band.
         dataset: hub id or path, None where none is named.
         keys: TrainSetup field -> (key in the file, value in the file), for `--fix`; nested keys dotted.
+        unknown_keys: settings of the file that its tool does not have.
+        call_line: of a program, the line of the call that holds the training arguments.
     """
 
     format: str
     path: str
     setup: TrainSetup
     model_id: str | None = None
+    missing: tuple[Missing, ...] = ()
+    origins: Mapping[str, str] = field(default_factory=dict)
     assumptions: tuple[str, ...] = ()
     approximations: tuple[str, ...] = ()
     dataset: str | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    unknown_keys: tuple[str, ...] = ()
+    call_line: int = 0
 
 
 def canonical(setup: TrainSetup) -> TrainSetup:

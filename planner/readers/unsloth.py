@@ -75,6 +75,7 @@ def read(
     return ReadConfig(
         format=FORMAT,
         path=name,
+        unknown_keys=(*top.unknown_keys, *training.unknown_keys, *lora.unknown_keys),
         model_id=top.optional_text("model"),
         setup=common.build(top, fields),
         assumptions=(*top.assumptions, *training.assumptions, *lora.assumptions),

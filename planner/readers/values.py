@@ -6,6 +6,19 @@ from typing import Any
 
 from planner.errors import ConfigError
 
+DECIDING = frozenset({
+    "model_name_or_path", "base_model", "per_device_train_batch_size", "gradient_accumulation_steps",
+    "micro_batch_size", "batch_size", "sequence_len", "max_length", "max_seq_length", "cutoff_len", "lora_r",
+    "lora_rank", "lora_target_modules", "lora_target", "lora_target_linear", "target_modules", "use_peft", "adapter",
+    "finetuning_type", "training_type", "load_in_4bit", "load_in_8bit", "quantization_bit", "bnb_4bit_quant_type",
+    "use_bnb_nested_quant", "double_quantization", "gradient_checkpointing", "activation_checkpointing",
+    "disable_gradient_checkpointing", "optim", "optimizer", "bf16", "fp16", "bfloat16", "pure_bf16", "dtype",
+    "torch_dtype", "attn_implementation", "flash_attn", "flash_attention", "packing", "neat_packing",
+    "sample_packing", "deepspeed", "fsdp", "fsdp_config", "zero_optimization", "train_micro_batch_size_per_gpu",
+    "use_liger_kernel", "enable_liger_kernel", "distributed_type", "num_processes", "context_parallel_size",
+})  # fmt: skip
+"""Settings on which memory hangs: a slip of the pen in one of these changes the answer."""
+
 _TRUE = {"true", "yes", "on", "1"}
 _FALSE = {"false", "no", "off", "0"}
 
@@ -13,21 +26,40 @@ _FALSE = {"false", "no", "off", "0"}
 class Settings:
     """The keys of one config. A getter coerces as the tools do ("2e-4" is a number) and notes defaults taken."""
 
-    def __init__(self, values: Mapping[str, Any], name: str) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        name: str,
+        *,
+        unknown: Mapping[str, str] | None = None,
+        more: str = "",
+        where: Mapping[str, str] | None = None,
+    ) -> None:
         self.values = values
         self.name = name
         self.assumptions: list[str] = []
         self.approximations: list[str] = []
-        self._read: set[str] = set()
+        self.unknown = dict(unknown or {})
+        """key -> why its value is not known, though the file sets it."""
+        self.more = more
+        """Why there may be keys beside those known; "" where there are none."""
+        self.where = dict(where or {})
+        """key -> where its value was written."""
+        self.unknown_keys: tuple[str, ...] = ()
+        self.undetermined: dict[str, str] = {}
+        """key -> why, of those that were asked for and are not known."""
 
     def has(self, key: str) -> bool:
         """Whether a key is there and not null."""
-        return self.values.get(key) is not None
+        return self.values.get(key) is not None or key in self.unknown
 
     def raw(self, key: str, default: Any = None) -> Any:
-        """The value as it is, the default where absent or null."""
-        self._read.add(key)
+        """The value as it is, the default where absent or null. What is not known is noted in `undetermined`."""
         value = self.values.get(key)
+        if value is None and key in self.unknown:
+            self.undetermined[key] = self.unknown[key]
+        elif value is None and self.more and key not in self.values:
+            self.undetermined[key] = self.more
         return default if value is None else value
 
     def first(self, *keys: str) -> str:
@@ -80,6 +112,11 @@ class Settings:
             raise self.error(key, "a list of names", value)
         return tuple(item for item in value if item)
 
+    def text_or_names(self, key: str) -> tuple[str, ...]:
+        """A list of names, or one text that is a name or a pattern as a whole ("all-linear", a regular expression)."""
+        value = self.raw(key, [])
+        return (value,) if isinstance(value, str) else self.names(key)
+
     def mapping(self, key: str) -> dict[str, Any]:
         """A block of settings; {} where absent."""
         value = self.raw(key, {})
@@ -104,7 +141,7 @@ class Settings:
         )
 
     def refuse_unknown(self, known: Iterable[str], tool: str) -> None:
-        """Raises for keys that the tool does not know.
+        """For tools that refuse to start with a key they do not know.
 
         Raises:
             ConfigError: with the closest known name as a hint.
@@ -115,6 +152,23 @@ class Settings:
                 close = get_close_matches(key, sorted(names), n=1, cutoff=0.75)
                 hint = f"did you mean {close[0]}?" if close else f"remove it, or check which {tool} version it is for"
                 raise ConfigError(f"{self.name}: {tool} has no setting {_short(key)}", hint=hint)
+
+    def note_unknown(self, known: Iterable[str], tool: str) -> None:
+        """Notes keys that the tool does not know: other tools' and wrappers' keys stand in many files that run.
+
+        Raises:
+            ConfigError: one that is nearly a key on which memory hangs: the tool would take a default for that.
+        """
+        names = set(known)
+        strangers = [key for key in self.values if key not in names]
+        for key in strangers:
+            close = get_close_matches(key, sorted(names & DECIDING - set(self.values)), n=1, cutoff=0.84)
+            if close:
+                raise ConfigError(f"{self.name}: {tool} has no setting {_short(key)}", hint=f"did you mean {close[0]}?")
+        if strangers:
+            shown = ", ".join(_short(key) for key in strangers)
+            self.assume(f"no setting{'s' if len(strangers) > 1 else ''} of {tool}, left out here: {shown}")
+            self.unknown_keys += tuple(strangers)
 
     def _number(self, key: str, value: Any, expected: str) -> float:
         if isinstance(value, str):

@@ -1,0 +1,64 @@
+"""Firefly's training arguments (`train.py --train_args_file FILE`) as setups."""
+
+from typing import Any
+
+from planner.errors import ConfigError
+from planner.models.spec import ModelSpec
+from planner.readers import common, hf
+from planner.readers.sharding import Sharding, parallel_of, zero_stage
+from planner.readers.types import ReadConfig
+from planner.readers.values import Settings
+
+FORMAT = "firefly"
+MODES = {"full": "full", "lora": "lora", "qlora": "qlora"}
+
+
+def read(
+    values: dict[str, Any], name: str, model: ModelSpec | None = None, *, sharding: Sharding | None = None
+) -> ReadConfig:
+    """The setup of a Firefly run.
+
+    Source: yangjianxin1/Firefly `train.py` (`load_model`, `find_all_linear_names`), `component/argument.py`.
+
+    Raises:
+        ConfigError: another task than pretraining or supervised fine-tuning, or another mode.
+    """
+    settings = Settings(values, name)
+    sharding = sharding or Sharding()
+    task = settings.text("task_type", "sft")
+    if task not in ("sft", "pretrain"):
+        raise ConfigError(f"{name}: task_type {task} is not planned", hint="sft and pretrain are")
+    mode = settings.text("train_mode", "qlora")
+    if mode not in MODES:
+        raise settings.error("train_mode", f"one of {', '.join(MODES)}", mode)
+    keys: dict[str, str] = {}
+    autocast = hf.autocast(settings, bf16_default=False)
+    weights = "fp16" if autocast == "fp16" else "bf16"
+    fields: dict[str, Any] = {
+        **hf.batch(settings, keys),
+        "method": mode,
+        "quantization": "nf4-double" if mode == "qlora" else "none",
+        "kbit_fp32_cast": mode == "qlora",
+        "precision": common.precision(settings, weights if mode != "full" else "fp32", autocast, mode),
+        "lora_rank": settings.integer("lora_rank", 64, at_least=1) if mode != "full" else 0,
+        "lora_dropout": settings.real("lora_dropout", 0.05) if mode != "full" else 0.0,
+        "adapter_dtype": "fp32" if mode == "qlora" else "auto",
+        "optimizer": common.optimizer(settings, "optim", "adamw_torch_fused"),
+        "attention": "sdpa",
+        "checkpointing": hf.checkpointing(settings, False, keys),
+        "loss": "full",
+        "seq_len_tokens": settings.integer("max_seq_length", 512, at_least=1),
+        "packing": task == "pretrain",
+    }
+    spread = zero_stage(settings, settings.raw("deepspeed"), sharding) if settings.has("deepspeed") else {}
+    fields |= parallel_of(settings, spread, sharding.num_gpus)
+    return ReadConfig(
+        format=FORMAT,
+        path=name,
+        model_id=settings.optional_text("model_name_or_path"),
+        setup=common.build(settings, fields),
+        assumptions=tuple(settings.assumptions),
+        approximations=tuple(settings.approximations),
+        keys=keys,
+        values=values,
+    )

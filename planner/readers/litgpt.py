@@ -1,0 +1,83 @@
+"""litgpt configs (`litgpt finetune_lora --config FILE`) as setups. Defaults of litgpt 0.5.13."""
+
+from typing import Any
+
+from planner.errors import ConfigError
+from planner.models.spec import ModelSpec
+from planner.readers import common
+from planner.readers.sharding import Sharding, parallel_of
+from planner.readers.types import Missing, ReadConfig
+from planner.readers.values import Settings
+
+FORMAT = "litgpt"
+PRECISIONS = {"bf16-true": "bf16-pure", "16-true": "bf16-pure", "bf16-mixed": "bf16-mixed", "16-mixed": "fp16-mixed",
+              "32-true": "fp32"}  # fmt: skip
+QUANTIZATIONS = {"bnb.nf4": "nf4", "bnb.nf4-dq": "nf4-double", "bnb.fp4": "nf4", "bnb.fp4-dq": "nf4-double",
+                 "bnb.int8-training": "int8"}  # fmt: skip
+PARTS = {
+    "lora_query": ("q_proj", True),
+    "lora_key": ("k_proj", False),
+    "lora_value": ("v_proj", True),
+    "lora_projection": ("o_proj", False),
+}
+
+
+def read(
+    values: dict[str, Any], name: str, model: ModelSpec | None = None, *, sharding: Sharding | None = None
+) -> ReadConfig:
+    """The setup of a litgpt fine-tuning.
+
+    Source: Lightning-AI/litgpt `finetune/lora.py`, `finetune/full.py`, `args.py`.
+
+    Raises:
+        ConfigError: a precision or quantization that litgpt does not have.
+    """
+    settings = Settings(values, name)
+    train = Settings(settings.mapping("train"), f"{name}: train")
+    adapted = any(key.startswith("lora_") for key in values)
+    quantization = settings.text("quantize", "none")
+    if quantization != "none" and quantization not in QUANTIZATIONS:
+        raise settings.error("quantize", f"one of {', '.join(QUANTIZATIONS)}", quantization)
+    word = settings.text("precision", "bf16-true")
+    if word not in PRECISIONS:
+        raise ConfigError(f"{name}: precision {word} is not planned", hint=f"{', '.join(PRECISIONS)} are")
+    devices = settings.integer("devices", sharding.num_gpus if sharding is not None else 1, at_least=1)
+    micro = train.integer("micro_batch_size", 1, at_least=1)
+    per_step = train.integer("global_batch_size", 16, at_least=1)
+    missing = []
+    if not train.has("max_seq_length"):
+        missing.append(
+            Missing(field="seq_len_tokens", reason=f"{name}: no train.max_seq_length: litgpt takes the longest sample")
+        )
+    settings.approximate("litgpt's own model code is counted as transformers'")
+    fields: dict[str, Any] = {
+        "method": "full" if not adapted else "lora" if quantization == "none" else "qlora",
+        "quantization": QUANTIZATIONS[quantization] if quantization != "none" and adapted else "none",
+        "precision": PRECISIONS[word],
+        "lora_rank": settings.integer("lora_r", 8, at_least=1) if adapted else 0,
+        "micro_batch_seqs": micro,
+        "accumulation_steps": max(1, per_step // (devices * micro)),
+        "seq_len_tokens": train.integer("max_seq_length", 2048, at_least=1),
+        "optimizer": "adamw",
+        "attention": "sdpa",
+        "checkpointing": int(not adapted and devices > 1),
+        "loss": "full",
+    }
+    if adapted:
+        targets = [target for key, (target, on) in PARTS.items() if settings.flag(key, on)]
+        if settings.flag("lora_mlp", False):
+            targets += ["gate_proj", "up_proj", "down_proj"]
+        fields["lora_targets"] = common.targets(tuple(targets), model, settings)
+        fields["lora_dropout"] = settings.real("lora_dropout", 0.05)
+    fields |= parallel_of(settings, {"parallel": "fsdp2"} if devices > 1 else {}, devices)
+    folder = settings.optional_text("checkpoint_dir")
+    return ReadConfig(
+        format=FORMAT,
+        path=name,
+        model_id="/".join(folder.strip("/").split("/")[-2:]) if folder else None,
+        setup=common.build(settings, fields),
+        missing=tuple(missing),
+        assumptions=(*settings.assumptions, *train.assumptions),
+        approximations=tuple(settings.approximations),
+        values=values,
+    )

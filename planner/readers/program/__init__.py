@@ -1,0 +1,10 @@
+"""Training programs read without running them: a small abstract interpreter over Python's own syntax tree.
+
+`run` follows what training scripts do with their settings (constants, dictionaries, functions, command-line defaults,
+simple branches) up to the call that trains. What only running the program would tell is `Unknown`, with the reason.
+"""
+
+from planner.readers.program.interpret import Outside, Program, run
+from planner.readers.program.values import Known, Made, Unknown, plain
+
+__all__ = ["Known", "Made", "Outside", "Program", "Unknown", "plain", "run"]

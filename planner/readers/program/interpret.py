@@ -1,0 +1,620 @@
+"""The interpreter: statements and expressions of a program, in the order in which it would run them.
+
+Both sides of a branch whose condition is not known are read; a name that they leave different is `Unknown` afterwards.
+A loop of unknown length is read once. Nothing is imported or executed; modules beside the program are read likewise.
+"""
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from planner.readers.program import library
+from planner.readers.program.operators import binary, compare, unary
+from planner.readers.program.values import (
+    Class,
+    Dotted,
+    Function,
+    Instance,
+    Items,
+    Known,
+    Made,
+    Scope,
+    Table,
+    Unknown,
+    Value,
+    plain,
+    same,
+)
+
+MAX_STEPS = 200_000
+MAX_DEPTH = 24
+MAX_LOOP = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outside:
+    """What is known from outside the program.
+
+    Attributes:
+        arguments: the words after the program's name on its command line; None: nobody said.
+        environment: variables that the launcher sets.
+        bf16: whether the card computes in bf16; capability: its compute capability.
+        read: the text of a file named by the program (relative to it), None where it may not or cannot be read.
+    """
+
+    arguments: Sequence[str] | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    bf16: bool = True
+    capability: tuple[int, int] = (8, 0)
+    read: Callable[[str], str | None] = field(default=lambda _: None)
+
+
+@dataclass(slots=True)
+class Program:
+    """What was found while reading.
+
+    Attributes:
+        trained: objects whose `train` was called, in order, and whether only under an unknown condition.
+        made: every call of foreign code, in order.
+        module: the names of the main module at the end.
+        sources: files read beside the program.
+    """
+
+    trained: list[tuple[Made, bool]] = field(default_factory=list)
+    made: list[Made] = field(default_factory=list)
+    module: Scope = field(default_factory=Scope)
+    sources: list[str] = field(default_factory=list)
+
+
+class _Leave(Exception):
+    """A return, break or continue on the way that is certainly taken."""
+
+    def __init__(self, value: Value | None = None) -> None:
+        self.value = value
+
+
+class _Return(_Leave):
+    """Leaves the function."""
+
+
+class _Loop(_Leave):
+    """Leaves this turn of the loop."""
+
+
+class _TooLong(Exception):
+    """The budget of steps is spent."""
+
+
+def run(text: str, name: str, outside: Outside, label: Callable[[int], str] | None = None) -> Program:
+    """Reads a program; `label` names a line of it ("cell 3, line 5") where line numbers are not the reader's.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError, MemoryError: as `ast.parse`.
+    """
+    tree = ast.parse(text)
+    reader = Reader(name, outside, label)
+    scope = reader.program.module
+    scope.file = name
+    scope.names["__name__"] = Known("__main__")
+    try:
+        reader.block(tree.body, scope)
+        reader.uncalled(scope)
+    except _TooLong:
+        pass
+    except _Leave:
+        pass
+    return reader.program
+
+
+class Reader:
+    """One reading of one program."""
+
+    def __init__(self, name: str, outside: Outside, label: Callable[[int], str] | None = None) -> None:
+        self.outside = outside
+        self.name, self.label = name, label
+        self.program = Program()
+        self.modules: dict[str, Scope | None] = {}
+        self.steps = 0
+        self.depth = 0
+        self.uncertain = 0
+        self.running: list[Any] = []
+        self.entered: set[int] = set()
+        self.maybe_returned: list[list[Value]] = []
+
+    # statements
+
+    def block(self, body: Sequence[ast.stmt], scope: Scope) -> None:
+        """Statements in order."""
+        for statement in body:
+            self.steps += 1
+            if self.steps > MAX_STEPS:
+                raise _TooLong
+            self.statement(statement, scope)
+
+    def statement(self, node: ast.stmt, scope: Scope) -> None:
+        match node:
+            case ast.Expr():
+                self.value(node.value, scope)
+            case ast.Assign():
+                value = self.value(node.value, scope)
+                for target in node.targets:
+                    self.assign(target, value, scope)
+            case ast.AnnAssign(value=ast.expr()):
+                assert node.value is not None
+                self.assign(node.target, self.value(node.value, scope), scope)
+            case ast.AugAssign():
+                left = self.value(node.target, scope)
+                value = binary(node.op, left, self.value(node.value, scope), self.place(node, scope))
+                self.assign(node.target, value, scope)
+            case ast.If():
+                self.branch(node, scope)
+            case ast.For() | ast.AsyncFor():
+                self.loop(node, scope)
+            case ast.While():
+                self.once(node.body, scope)
+            case ast.With() | ast.AsyncWith():
+                for item in node.items:
+                    value = self.value(item.context_expr, scope)
+                    if item.optional_vars is not None:
+                        self.assign(item.optional_vars, value, scope)
+                self.block(node.body, scope)
+            case ast.Try():
+                self.block([*node.body, *node.orelse, *node.finalbody], scope)
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                scope.names[node.name] = self.decorated(node, scope)
+            case ast.ClassDef():
+                scope.names[node.name] = self.class_of(node, scope)
+            case ast.Import() | ast.ImportFrom():
+                self.imported(node, scope)
+            case ast.Return():
+                value = self.value(node.value, scope) if node.value is not None else Known(None)
+                if self.uncertain and self.maybe_returned:
+                    self.maybe_returned[-1].append(value)
+                raise _Return(value)
+            case ast.Break() | ast.Continue():
+                raise _Loop
+            case ast.Raise():
+                raise _Return(Known(None))
+            case ast.Match():
+                for case in node.cases:
+                    self.once(case.body, scope)
+            case ast.Delete():
+                for target in node.targets:
+                    if isinstance(target, ast.Name):
+                        scope.names.pop(target.id, None)
+
+    def branch(self, node: ast.If, scope: Scope) -> None:
+        truth = library.truth(self.value(node.test, scope))
+        if truth is not None:
+            self.block(node.body if truth else node.orelse, scope)
+            return
+        place = f"{self.place(node, scope)}: depends on a condition"
+        before = dict(scope.names)
+        left_by: list[_Leave] = []
+        ends: list[dict[str, Value]] = []
+        for body in (node.body, node.orelse):
+            scope.names = dict(before)
+            self.uncertain += 1
+            try:
+                self.block(body, scope)
+                ends.append(scope.names)
+            except _Leave as leave:
+                left_by.append(leave)
+            finally:
+                self.uncertain -= 1
+        if not ends:  # both sides leave
+            scope.names = before
+            raise left_by[0]
+        scope.names = ends[0] if len(ends) == 1 else _joined(ends[0], ends[1], place)
+
+    def once(self, body: Sequence[ast.stmt], scope: Scope) -> None:
+        """A body that may run any number of times."""
+        before = dict(scope.names)
+        self.uncertain += 1
+        try:
+            self.block(body, scope)
+        except _Leave:
+            pass
+        finally:
+            self.uncertain -= 1
+        for name, value in scope.names.items():
+            if name in before and isinstance(value, Known) and not same(before[name], value):
+                scope.names[name] = Unknown(f"{scope.file}: {name} changes in a loop")
+
+    def loop(self, node: ast.For | ast.AsyncFor, scope: Scope) -> None:
+        over = self.value(node.iter, scope)
+        items = library.items_of(over)
+        if items is None or len(items) > MAX_LOOP:
+            self.assign(node.target, Unknown(f"{self.place(node, scope)}: a loop over what is not known"), scope)
+            self.once(node.body, scope)
+            return
+        for item in items:
+            self.assign(node.target, item, scope)
+            try:
+                self.block(node.body, scope)
+            except _Loop:
+                continue
+
+    def assign(self, target: ast.expr, value: Value, scope: Scope) -> None:
+        match target:
+            case ast.Name():
+                scope.names[target.id] = value
+            case ast.Tuple() | ast.List():
+                parts = library.unpacked(value, len(target.elts))
+                for one, part in zip(target.elts, parts, strict=True):
+                    self.assign(one.value if isinstance(one, ast.Starred) else one, part, scope)
+            case ast.Attribute():
+                owner = self.value(target.value, scope)
+                if isinstance(owner, (Made, Instance)):
+                    self.store(owner.attributes, target.attr, value, self.place(target, scope))
+            case ast.Subscript():
+                owner, key = self.value(target.value, scope), plain(self.value(target.slice, scope))
+                if isinstance(owner, Table) and isinstance(key, str):
+                    self.store(owner.entries, key, value, self.place(target, scope))
+
+    def store(self, entries: dict[str, Value], key: str, value: Value, place: str) -> None:
+        """Sets an entry; under an unknown condition a different value makes it unknown."""
+        if self.uncertain and not (key in entries and same(entries[key], value)):
+            value = Unknown(f"{place}: {key} is set under a condition that is not known")
+        entries[key] = value
+
+    def imported(self, node: ast.Import | ast.ImportFrom, scope: Scope) -> None:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.partition(".")[0]
+                found = self.module(alias.name)
+                name = alias.asname or top
+                path = alias.name if alias.asname else top
+                scope.names[name] = Dotted(path) if found is None else Instance(found.names)
+            return
+        module = node.module or ""
+        found = self.module(module) if module else None
+        for alias in node.names:
+            if alias.name == "*":
+                scope.names |= found.names if found is not None else {}
+                continue
+            value = found.names.get(alias.name) if found is not None else None
+            if value is None:
+                inner = self.module(f"{module}.{alias.name}".strip(".")) if node.level or found is None else None
+                value = Instance(inner.names) if inner is not None else Dotted(f"{module}.{alias.name}")
+            scope.names[alias.asname or alias.name] = value
+
+    def module(self, name: str) -> Scope | None:
+        """A module beside the program, read once; None where there is none."""
+        if name not in self.modules:
+            self.modules[name] = None
+            path = name.replace(".", "/") + ".py"
+            text = self.outside.read(path)
+            if text is not None:
+                scope = Scope(file=path)
+                try:
+                    self.block(ast.parse(text).body, scope)
+                except _Leave:
+                    pass  # it ends itself: what it set until then counts
+                except (SyntaxError, ValueError, RecursionError, MemoryError):
+                    return None
+                self.program.sources.append(path)
+                self.modules[name] = scope
+        return self.modules[name]
+
+    # functions and classes
+
+    def decorated(self, node: ast.FunctionDef | ast.AsyncFunctionDef, scope: Scope) -> Function:
+        function = Function(node, scope)
+        for decorator in node.decorator_list:
+            if isinstance(decorator, ast.Call):
+                made = self.value(decorator, scope)
+                if isinstance(made, Made) and made.name in ("option", "argument"):
+                    option = library.Option.of(made)
+                    function.options[option.name] = option.value(self.outside.arguments)
+        return function
+
+    def class_of(self, node: ast.ClassDef, scope: Scope) -> Class:
+        inner = Scope(parent=scope, file=scope.file)
+        made = Class(node.name, inner.names, where=self.place(node, scope))
+        fields: list[str] = []
+        for base in node.bases:
+            parent = self.value(base, scope)
+            if isinstance(parent, Class):
+                inner.names |= parent.attributes
+                fields += parent.fields
+                made.base = made.base or parent.base
+            elif isinstance(parent, Dotted):
+                made.base = made.base or parent.path
+        for statement in node.body:
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                fields.append(statement.target.id)
+                if statement.value is None:
+                    inner.names[statement.target.id] = Unknown(
+                        f"{self.place(statement, scope)}: {statement.target.id} has no default"
+                    )
+            self.statement(statement, inner)
+        made.fields = tuple(dict.fromkeys(fields))
+        for name, value in inner.names.items():
+            inner.names[name] = library.field_default(self, value)
+        return made
+
+    def instance(self, made_by: Class, call: Made) -> Value:
+        """An object of a class of the program; one that extends foreign code is a call of that with its defaults."""
+        if made_by.base and library.is_followed(made_by.base):
+            defaults = {name: made_by.attributes[name] for name in made_by.fields if name in made_by.attributes}
+            call.name = made_by.base.rpartition(".")[2]
+            call.keywords = {**defaults, **call.keywords}
+            self.program.made.append(call)
+            return call
+        found = Instance(dict(made_by.attributes), made_by)
+        for name, value in zip(made_by.fields, call.positional, strict=False):
+            found.attributes[name] = value
+        init = made_by.attributes.get("__init__")
+        if isinstance(init, Function):
+            self.called(Function(init.node, init.scope, found), call)
+        else:
+            found.attributes |= call.keywords
+            found.more = call.more
+        return found
+
+    def called(self, function: Function, call: Made) -> Value:
+        """What a function of the program returns for these arguments."""
+        node = function.node
+        if self.depth >= MAX_DEPTH or node in self.running:
+            return Unknown(f"{call.where}: calls nested too deep")
+        self.entered.add(id(node))
+        scope = Scope(parent=function.scope, file=_file(function.scope))
+        self.bind(function, call, scope)
+        if isinstance(node, ast.Lambda):
+            return self.value(node.body, scope)
+        self.depth += 1
+        self.running.append(node)
+        self.maybe_returned.append([])
+        result: Value = Known(None)
+        outer = self.uncertain
+        try:
+            self.block(node.body, scope)
+        except _Return as leave:
+            result = leave.value if leave.value is not None else Known(None)
+        except _Loop:
+            pass
+        finally:
+            self.uncertain = outer
+            self.depth -= 1
+            self.running.pop()
+        others = self.maybe_returned.pop()
+        if any(not same(result, other) for other in others):
+            made = next((one for one in (result, *others) if isinstance(one, (Made, Instance, Items))), None)
+            return made if made is not None else Unknown(f"{call.where}: depends on a condition inside the function")
+        return result
+
+    def bind(self, function: Function, call: Made, scope: Scope) -> None:
+        arguments = function.node.args
+        positional = [*arguments.posonlyargs, *arguments.args]
+        given = list(call.positional)
+        if function.bound is not None:
+            given.insert(0, function.bound)
+        defaults = [None] * (len(positional) - len(arguments.defaults)) + list(arguments.defaults)
+        pairs = [
+            *zip(positional, defaults, strict=True),
+            *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
+        ]
+        keywords = dict(call.keywords)
+        for index, (argument, default) in enumerate(pairs):
+            name = argument.arg
+            if index < len(given) and index < len(positional):
+                value = given[index]
+            elif name in keywords:
+                value = keywords.pop(name)
+            elif name in function.options:
+                value = function.options[name]
+            elif default is not None:
+                value = library.option_default(self, name, self.value(default, function.scope))
+            else:
+                value = Unknown(f"{call.where or _file(function.scope)}: the argument {name} is not known")
+            scope.names[name] = value
+        if arguments.vararg is not None:
+            scope.names[arguments.vararg.arg] = Items(given[len(positional) :])
+        if arguments.kwarg is not None:
+            scope.names[arguments.kwarg.arg] = Table(keywords, more=call.more)
+
+    def uncalled(self, scope: Scope) -> None:
+        """Functions that nothing calls, where the program trains nothing otherwise: a script may be all functions."""
+        if any(library.is_trainer(made) for made in self.program.made):
+            return
+        for value in list(scope.names.values()):
+            methods = value.attributes.values() if isinstance(value, Class) else ()
+            for one in (value, *methods):
+                if isinstance(one, Function) and id(one.node) not in self.entered:
+                    bound = Instance(dict(value.attributes), value) if isinstance(value, Class) else None
+                    self.called(Function(one.node, one.scope, bound, one.options), Made("", where=scope.file))
+
+    # expressions
+
+    def place(self, node: ast.AST, scope: Scope) -> str:
+        """ "file:line" of a node."""
+        file, line = _file(scope), getattr(node, "lineno", 0)
+        return f"{file}:{line}" if self.label is None or file != self.name else f"{file}:{self.label(line)}"
+
+    def value(self, node: ast.expr, scope: Scope) -> Value:
+        """The value of an expression."""
+        self.steps += 1
+        if self.steps > MAX_STEPS:
+            raise _TooLong
+        match node:
+            case ast.Constant():
+                return Known(node.value, self.place(node, scope))
+            case ast.Name():
+                return scope.find(node.id) or Dotted(node.id)
+            case ast.Attribute():
+                return library.attribute(self, self.value(node.value, scope), node.attr, self.place(node, scope))
+            case ast.Call():
+                return self.call(node, scope)
+            case ast.Dict():
+                return self.table(node, scope)
+            case ast.List() | ast.Tuple() | ast.Set():
+                return self.items(node.elts, scope, self.place(node, scope))
+            case ast.JoinedStr():
+                return library.formatted([self.value(part, scope) for part in node.values], self.place(node, scope))
+            case ast.FormattedValue():
+                spec = self.value(node.format_spec, scope) if node.format_spec is not None else Known("")
+                return library.in_format(self.value(node.value, scope), spec, self.place(node, scope))
+            case ast.BinOp():
+                left, right = self.value(node.left, scope), self.value(node.right, scope)
+                return binary(node.op, left, right, self.place(node, scope))
+            case ast.UnaryOp():
+                return unary(node.op, self.value(node.operand, scope), self.place(node, scope))
+            case ast.BoolOp():
+                return self.boolean(node, scope)
+            case ast.Compare():
+                return self.comparison(node, scope)
+            case ast.IfExp():
+                truth = library.truth(self.value(node.test, scope))
+                if truth is not None:
+                    return self.value(node.body if truth else node.orelse, scope)
+                one, other = self.value(node.body, scope), self.value(node.orelse, scope)
+                if same(one, other):
+                    return one
+                return Unknown(f"{self.place(node, scope)}: depends on a condition")
+            case ast.Subscript():
+                key = self.value(node.slice, scope) if not isinstance(node.slice, ast.Slice) else Unknown("a slice")
+                return library.element(self.value(node.value, scope), key, self.place(node, scope))
+            case ast.Lambda():
+                return Function(node, scope)
+            case ast.NamedExpr():
+                value = self.value(node.value, scope)
+                self.assign(node.target, value, scope)
+                return value
+            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp():
+                return self.comprehension(node, scope)
+            case ast.Await() | ast.Starred():
+                return self.value(node.value, scope)
+        return Unknown(f"{self.place(node, scope)}: computed while the program runs")
+
+    def table(self, node: ast.Dict, scope: Scope) -> Table:
+        found = Table({}, self.place(node, scope))
+        for key, value in zip(node.keys, node.values, strict=True):
+            if key is None:
+                inner = library.as_table(self.value(value, scope))
+                if inner is None:
+                    found.more = f"{self.place(value, scope)}: ** of what is not known"
+                else:
+                    found.entries |= inner.entries
+                    found.more = found.more or inner.more
+                continue
+            name = plain(self.value(key, scope))
+            if isinstance(name, str):
+                found.entries[name] = self.value(value, scope)
+            else:
+                self.value(value, scope)
+        return found
+
+    def items(self, nodes: Sequence[ast.expr], scope: Scope, place: str) -> Value:
+        found: list[Value] = []
+        for node in nodes:
+            value = self.value(node, scope)
+            if isinstance(node, ast.Starred):
+                inner = library.items_of(value)
+                if inner is None:
+                    return Unknown(f"{place}: * of what is not known")
+                found += inner
+            else:
+                found.append(value)
+        return Items(found, place)
+
+    def boolean(self, node: ast.BoolOp, scope: Scope) -> Value:
+        stops_at = isinstance(node.op, ast.Or)
+        value: Value = Known(None)
+        unknown: Value | None = None
+        for part in node.values:
+            value = self.value(part, scope)
+            truth = library.truth(value)
+            if truth is None:
+                unknown = unknown or Unknown(f"{self.place(node, scope)}: depends on a condition")
+            elif truth == stops_at:
+                return (
+                    value if unknown is None or (isinstance(value, Known) and isinstance(value.data, bool)) else unknown
+                )
+        return unknown if unknown is not None else value
+
+    def comparison(self, node: ast.Compare, scope: Scope) -> Value:
+        left = self.value(node.left, scope)
+        result: Value = Known(True)
+        for op, right_node in zip(node.ops, node.comparators, strict=True):
+            right = self.value(right_node, scope)
+            result = compare(op, left, right, self.place(node, scope))
+            if library.truth(result) is not True:
+                return result
+            left = right
+        return result
+
+    def comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp, scope: Scope) -> Value:
+        generator = node.generators[0]
+        over = library.items_of(self.value(generator.iter, scope))
+        if over is None or len(node.generators) > 1 or len(over) > MAX_LOOP:
+            return Unknown(f"{self.place(node, scope)}: a list over what is not known")
+        inner = Scope(parent=scope, file=_file(scope))
+        found: list[Value] = []
+        for item in over:
+            self.assign(generator.target, item, inner)
+            tests = [library.truth(self.value(test, inner)) for test in generator.ifs]
+            if None in tests:
+                return Unknown(f"{self.place(node, scope)}: a list with conditions that are not known")
+            if all(tests):
+                found.append(self.value(node.elt, inner))
+        return Items(found, self.place(node, scope))
+
+    def call(self, node: ast.Call, scope: Scope) -> Value:
+        callee = self.value(node.func, scope)
+        call = Made(_last(node.func), where=self.place(node, scope))
+        for one in node.args:
+            value = self.value(one, scope)
+            if isinstance(one, ast.Starred):
+                call.positional += library.items_of(value) or [Unknown(f"{call.where}: * of what is not known")]
+            else:
+                call.positional.append(value)
+        for keyword in node.keywords:
+            value = self.value(keyword.value, scope)
+            if keyword.arg is not None:
+                call.keywords[keyword.arg] = value
+                continue
+            inner = library.as_table(value)
+            if inner is None:
+                call.more = f"{call.where}: ** of what is not known"
+            else:
+                call.keywords |= inner.entries
+                call.more = call.more or inner.more
+        if isinstance(callee, Function):
+            return self.called(callee, call)
+        if isinstance(callee, Class):
+            return self.instance(callee, call)
+        return library.call(self, callee, call)
+
+
+def _joined(one: dict[str, Value], other: dict[str, Value], place: str) -> dict[str, Value]:
+    found: dict[str, Value] = {}
+    for name in {**one, **other}:
+        if name in one and name in other and not same(one[name], other[name]):
+            keep = next((end[name] for end in (one, other) if isinstance(end[name], (Made, Function, Class))), None)
+            different = Unknown(f"{place} ({name})")
+            # one object or another of the same kind: what was made last stands for both, its settings are compared
+            found[name] = different if keep is None or _kinds(one[name], other[name]) else keep
+        else:
+            found[name] = one[name] if name in one else other[name]
+    return found
+
+
+def _kinds(one: Value, other: Value) -> bool:
+    """Whether two objects were made by different calls of one name: which of them is used is not known."""
+    return isinstance(one, Made) and isinstance(other, Made) and one.name == other.name
+
+
+def _file(scope: Scope | None) -> str:
+    while scope is not None:
+        if scope.file:
+            return scope.file
+        scope = scope.parent
+    return ""
+
+
+def _last(node: ast.expr) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    return node.attr if isinstance(node, ast.Attribute) else ""

@@ -1,0 +1,151 @@
+"""The Python text of a program: of a notebook's cells, and of f-strings that only a newer Python parses."""
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from planner.errors import ConfigError
+
+_SHELL = re.compile(r"^(\s*)[!%?].*$")
+_PIN = re.compile(r"([A-Za-z][A-Za-z0-9_.-]*)\s*==\s*([0-9][0-9A-Za-z.+-]*)")
+_INSTALL = re.compile(r"pip3?['\"]?,?\s+install\b(.*)")
+MAX_REPAIRS = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A program's text.
+
+    Attributes:
+        label: the name of a line for people; None: its number.
+        pins: package -> version, from `pip install` lines in it.
+    """
+
+    text: str
+    label: Callable[[int], str] | None = None
+    pins: tuple[tuple[str, str], ...] = ()
+
+
+def of_script(text: str) -> Source:
+    """A .py file."""
+    return Source(text=parsable(_without_magics(text)), pins=pins(text))
+
+
+def of_notebook(text: str, name: str) -> Source:
+    """The code cells of a notebook, one after the other.
+
+    Raises:
+        ConfigError: not a notebook.
+    """
+    try:
+        cells = json.loads(text)["cells"]
+        codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{name} is not a notebook that can be read", hint="save it as .ipynb, format 4") from error
+    lines: list[str] = []
+    origin: list[tuple[int, int]] = []
+    for number, code in enumerate(codes, start=1):
+        if re.match(r"\s*%%(bash|sh|html|javascript|writefile|script|file)\b", code):
+            continue
+        kept = _parses(_without_magics(code))
+        for line, one in enumerate(kept.splitlines(), start=1):
+            lines.append(one)
+            origin.append((number, line))
+
+    def label(line: int) -> str:
+        cell, inner = origin[line - 1] if 0 < line <= len(origin) else (0, line)
+        return f"cell {cell}, line {inner}"
+
+    return Source(text="\n".join(lines) + "\n", label=label, pins=pins("\n".join(codes)))
+
+
+def pins(text: str) -> tuple[tuple[str, str], ...]:
+    """package -> version of the `pip install` lines (the last of each)."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        install = _INSTALL.search(line)
+        if install:
+            found.update({name.lower(): version for name, version in _PIN.findall(install[1])})
+    return tuple(found.items())
+
+
+def of_requirements(text: str) -> tuple[tuple[str, str], ...]:
+    """package -> version of a requirements file."""
+    return tuple((name.lower(), version) for name, version in _PIN.findall(text))
+
+
+def _without_magics(text: str) -> str:
+    """Lines for the shell or the notebook as `pass`, so that blocks stay whole."""
+    if not re.search(r"^\s*[!%?]", text, re.MULTILINE):
+        return text
+    lines = []
+    continued = False
+    for line in text.splitlines():
+        magic = None if continued else _SHELL.match(line)
+        if magic or continued:
+            indent = magic[1] if magic else ""
+            lines.append("" if continued else f"{indent}pass")
+            continued = line.rstrip().endswith("\\")
+        else:
+            lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _parses(code: str) -> str:
+    """A cell that Python can read, empty lines instead of one that it cannot (other languages, broken examples)."""
+    try:
+        ast.parse(parsable(code))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return "\n" * code.count("\n")
+    return parsable(code)
+
+
+def parsable(text: str) -> str:
+    """The text with the quotes inside f-strings changed where this Python (before 3.12) cannot read them nested."""
+    for _ in range(MAX_REPAIRS):
+        try:
+            ast.parse(text)
+        except SyntaxError as error:
+            lines = text.splitlines(keepends=True)
+            if error.lineno is None or not 0 < error.lineno <= len(lines) or "f-string" not in str(error):
+                return text
+            repaired = _requoted(lines[error.lineno - 1])
+            if repaired == lines[error.lineno - 1]:
+                return text
+            lines[error.lineno - 1] = repaired
+            text = "".join(lines)
+        except (ValueError, RecursionError, MemoryError):
+            return text
+        else:
+            return text
+    return text
+
+
+def _requoted(line: str) -> str:
+    """One line with the other kind of quote inside the braces of its f-strings."""
+    found: list[str] = []
+    quote, depth, index = "", 0, 0
+    while index < len(line):
+        character = line[index]
+        if not quote:
+            start = re.match(r"[rRbB]?[fF][rR]?(\"|')", line[index:])
+            if start and (index == 0 or not (line[index - 1].isalnum() or line[index - 1] == "_")):
+                quote, depth = start[1], 0
+                found.append(start[0])
+                index += len(start[0])
+                continue
+        elif line[index : index + 2] in ("{{", "}}"):
+            found.append(character)
+            index += 1
+        elif character in "{}":
+            depth += 1 if character == "{" else -1
+        elif character == quote:
+            if depth > 0:
+                character = "'" if quote == '"' else '"'
+            else:
+                quote = ""
+        found.append(character)
+        index += 1
+    return "".join(found)

@@ -1,0 +1,175 @@
+"""What a name in a program may stand for. Every value knows where it was written."""
+
+import ast
+from dataclasses import dataclass, field
+from typing import Any, Union
+
+NAMING = ("torch", "transformers", "trl", "peft", "TaskType", "IntervalStrategy", "SchedulerType", "OptimizerNames")
+"""Libraries whose constants are named by their last word ("torch.bfloat16")."""
+
+Value = Union["Known", "Unknown", "Items", "Table", "Dotted", "Made", "Function", "Class", "Instance"]
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A number, text, truth value or None; `where` is "file:line" or the words for a default."""
+
+    data: Any
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """What only running the program would tell; `reason` says why, with the place."""
+
+    reason: str
+
+
+@dataclass(slots=True)
+class Items:
+    """A list, tuple or set."""
+
+    items: list[Value]
+    where: str = ""
+
+
+@dataclass(slots=True)
+class Table:
+    """A dictionary with text as keys; `more` says why there may be entries that are not known."""
+
+    entries: dict[str, Value]
+    where: str = ""
+    more: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Dotted:
+    """Something imported or built in, by its full name ("torch.bfloat16")."""
+
+    path: str
+
+    @property
+    def name(self) -> str:
+        """The last part of the name."""
+        return self.path.rpartition(".")[2]
+
+
+@dataclass(eq=False, slots=True)
+class Made:
+    """What a call of foreign code returned: the call itself.
+
+    Attributes:
+        name: the function's last name ("from_pretrained"); owner: what it was called on ("AutoModelForCausalLM").
+        receiver: the value it was called on, where that was made by the program.
+        more: why there may be keywords that are not known; "" where all are.
+        attributes: what the program set on it afterwards.
+        called: methods called on it without their result being a new object (name -> where).
+    """
+
+    name: str
+    owner: str = ""
+    receiver: Value | None = None
+    positional: list[Value] = field(default_factory=list)
+    keywords: dict[str, Value] = field(default_factory=dict)
+    where: str = ""
+    more: str = ""
+    attributes: dict[str, Value] = field(default_factory=dict)
+    called: dict[str, str] = field(default_factory=dict)
+
+    def argument(self, keyword: str, position: int = -1) -> Value | None:
+        """An argument by name or position."""
+        if keyword in self.attributes:
+            return self.attributes[keyword]
+        if keyword in self.keywords:
+            return self.keywords[keyword]
+        return self.positional[position] if 0 <= position < len(self.positional) else None
+
+
+@dataclass(eq=False, slots=True)
+class Scope:
+    """Names of a module or a function, and where names that are not in it are looked up."""
+
+    names: dict[str, Value] = field(default_factory=dict)
+    parent: "Scope | None" = None
+    file: str = ""
+
+    def find(self, name: str) -> Value | None:
+        """The value of a name, None where no scope has it."""
+        scope: Scope | None = self
+        while scope is not None:
+            if name in scope.names:
+                return scope.names[name]
+            scope = scope.parent
+        return None
+
+
+@dataclass(eq=False, slots=True)
+class Function:
+    """A function of the program, with the object it is bound to and the options its decorators declare."""
+
+    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+    scope: Scope
+    bound: Value | None = None
+    options: dict[str, Value] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
+class Class:
+    """A class of the program; `base` is the foreign class it extends, "" where there is none."""
+
+    name: str
+    attributes: dict[str, Value]
+    base: str = ""
+    fields: tuple[str, ...] = ()
+    where: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class Instance:
+    """An object of a class of the program, or a namespace of parsed options."""
+
+    attributes: dict[str, Value]
+    made_by: Class | None = None
+    more: str = ""
+
+
+def plain(value: Value | None) -> Any:
+    """A value as plain data; an `Unknown` stays one, inside lists and dictionaries too (then the whole is unknown)."""
+    match value:
+        case None:
+            return None
+        case Known():
+            return value.data
+        case Items():
+            return _all([plain(item) for item in value.items])
+        case Table():
+            return Unknown(value.more) if value.more else _all({key: plain(one) for key, one in value.entries.items()})
+        case Dotted():
+            if value.path.partition(".")[0] in NAMING:
+                return value.name
+            return Unknown(f"{value.path} is defined elsewhere")
+        case Unknown():
+            return value
+        case Made():
+            return Unknown(f"{value.where}: what {value.name}() returns")
+    return Unknown("a function or an object of the program")
+
+
+def _all(data: Any) -> Any:
+    parts = data.values() if isinstance(data, dict) else data
+    return next((part for part in parts if isinstance(part, Unknown)), data)
+
+
+def where_of(value: Value | None) -> str:
+    """Where a value was written, "" where that is not known."""
+    return getattr(value, "where", "")
+
+
+def same(one: Value | None, other: Value | None) -> bool:
+    """Whether two values are certainly the same."""
+    if one is other:
+        return True
+    if isinstance(one, (Known, Items, Table, Dotted)) and isinstance(other, (Known, Items, Table, Dotted)):
+        left, right = plain(one), plain(other)
+        return not isinstance(left, Unknown) and type(left) is type(right) and bool(left == right)
+    return False

@@ -1,0 +1,115 @@
+"""What a person says about a file that leaves settings open: `--set micro_batch=4`, `--assume trl==0.22`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from planner.errors import SetupError, Undetermined, UsageError
+from planner.readers.types import SHORT_NAMES, ReadConfig
+from planner.setup import TrainSetup
+
+SETTABLE = tuple(TrainSetup.__dataclass_fields__)
+_WORDS = {"true": True, "false": False, "on": True, "off": False}
+
+
+def parse_sets(pairs: Sequence[str]) -> dict[str, Any]:
+    """--set NAME=VALUE pairs as fields of a setup.
+
+    Raises:
+        UsageError: no "=", or a name that no setup has.
+    """
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        field = SHORT_NAMES.get(name.strip(), name.strip())
+        if not equals or field not in SETTABLE:
+            raise UsageError(
+                f"--set must be NAME=VALUE with a setting's name; got {pair!r}",
+                hint=f"for example --set micro_batch=4; names: {', '.join((*SHORT_NAMES, *SETTABLE))}",
+            )
+        found[field] = _value(field, text.strip())
+    return found
+
+
+def _value(field: str, text: str) -> Any:
+    default = getattr(TrainSetup(), field)
+    if field == "checkpointing":
+        return int(_WORDS[text.lower()]) if text.lower() in _WORDS else _number(field, text, int)
+    if field == "lora_targets":
+        return tuple(text.split(",")) if "," in text else text
+    if isinstance(default, bool):
+        if text.lower() not in _WORDS:
+            raise UsageError(f"--set {field} must be true or false, got {text!r}", hint=f"--set {field}=true")
+        return _WORDS[text.lower()]
+    if isinstance(default, (int, float)):
+        return _number(field, text, type(default))
+    return text
+
+
+def _number(field: str, text: str, kind: type) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise UsageError(f"--set {field} must be a number, got {text!r}", hint=f"--set {field}=1") from None
+
+
+def parse_versions(pairs: Sequence[str]) -> dict[str, str]:
+    """--assume PACKAGE==VERSION pairs.
+
+    Raises:
+        UsageError: not of that form.
+    """
+    found = {}
+    for pair in pairs:
+        name, equals, version = pair.partition("==")
+        if not equals or not name.strip() or not version.strip()[:1].isdigit():
+            raise UsageError(f"--assume must be PACKAGE==VERSION, got {pair!r}", hint="for example trl==0.22.2")
+        found[name.strip().lower()] = version.strip()
+    return found
+
+
+def supply(config: ReadConfig, given: Mapping[str, Any]) -> ReadConfig:
+    """The config with what a person said about it; `missing` loses what was supplied.
+
+    Raises:
+        UsageError: a combination that cannot exist.
+    """
+    if not given:
+        return config
+    values = dict(given)
+    method = values.get("method", config.setup.method)
+    if method == "full":
+        values = {"lora_rank": 0, "quantization": "none", "kbit_fp32_cast": False, "adapter_dtype": "auto", **values}
+    elif method == "lora":
+        values = {"quantization": "none", "kbit_fp32_cast": False, **values}
+    elif config.setup.quantization == "none":
+        values = {"quantization": "nf4-double", **values}
+    if method != "full" and not config.setup.lora_rank:
+        values.setdefault("lora_rank", TrainSetup().lora_rank)
+    try:
+        setup = config.setup.with_(**values)
+    except SetupError as error:
+        raise UsageError(f"--set: {error.message}", hint=error.hint) from error
+    answered = set(given)
+    if method == "full":
+        answered |= {"lora_rank", "lora_targets"}
+    missing = tuple(one for one in config.missing if one.field not in answered)
+    origins = {**config.origins, **dict.fromkeys(given, "--set")}
+    return replace(config, setup=setup, missing=missing, origins=origins)
+
+
+def determined(config: ReadConfig) -> ReadConfig:
+    """The config itself, where nothing that decides the answer is open.
+
+    Raises:
+        Undetermined: naming each open setting, why, and the option that supplies it.
+    """
+    if not config.missing:
+        return config
+    lines = [f"{one.field} ({one.reason})" for one in config.missing]
+    options = " ".join(dict.fromkeys(one.option for one in config.missing))
+    words = "; words of its command line go into --args" if config.format.endswith("script") else ""
+    raise Undetermined(
+        f"{config.path} ({config.format}) does not determine {'; '.join(lines)}",
+        hint=f"add {options}{words}",
+    )

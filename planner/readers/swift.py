@@ -1,0 +1,106 @@
+"""ms-swift (`swift sft --model ... --tuner_type lora`, or the same keys as YAML) as setups. Defaults of ms-swift 4."""
+
+import math
+from typing import Any
+
+from planner.errors import ConfigError
+from planner.models.spec import ModelSpec
+from planner.readers import common, hf
+from planner.readers.sharding import Sharding, parallel_of, zero_stage
+from planner.readers.types import Missing, ReadConfig
+from planner.readers.values import Settings
+
+FORMAT = "ms-swift"
+MARKS = {"tuner_type", "train_type", "sft_type", "quant_bits", "rlhf_type", "vit_gradient_checkpointing"}
+"""Settings that only ms-swift has."""
+GLOBAL_BATCH = 16
+"""Sequences per step where no accumulation is given.
+
+Source: ms-swift@3602360a swift/trainers/arguments.py `__post_init__`; other defaults: swift/arguments/*.py there.
+"""
+
+
+def read(
+    values: dict[str, Any], name: str, model: ModelSpec | None = None, *, sharding: Sharding | None = None
+) -> ReadConfig:
+    """The setup of an ms-swift run.
+
+    Raises:
+        ConfigError: another objective than supervised training, another tuner than LoRA or full.
+    """
+    settings = Settings(values, name)
+    sharding = sharding or Sharding()
+    if settings.has("rlhf_type"):
+        raise ConfigError(
+            f"{name}: {settings.raw('rlhf_type')} (rlhf_type) is not planned", hint="supervised fine-tuning is"
+        )
+    task = settings.text("task_type", "causal_lm")
+    if task != "causal_lm":
+        raise ConfigError(f"{name}: task_type {task} is not planned", hint="supervised fine-tuning is")
+    tuner = settings.text(settings.first("tuner_type", "train_type", "sft_type"), "lora")
+    if tuner not in ("lora", "full"):
+        raise ConfigError(f"{name}: tuner {tuner} is not planned", hint="lora and full are")
+    missing: list[Missing] = []
+    keys: dict[str, str] = {}
+    micro = settings.integer("per_device_train_batch_size", 1, at_least=1)
+    steps = max(1, math.ceil(GLOBAL_BATCH / micro / sharding.num_gpus))
+    if not settings.has("gradient_accumulation_steps"):
+        settings.assume(f"gradient_accumulation_steps absent: {steps}, for {GLOBAL_BATCH} sequences a step")
+    bits = settings.integer("quant_bits", 0) if settings.has("quant_bits") else 0
+    method = "full" if tuner == "full" else "qlora" if bits else "lora"
+    if bits not in (0, 4, 8) or settings.text("quant_method", "bnb") != "bnb":
+        settings.approximate(f"{settings.raw('quant_method', 'bnb')} with {bits} bits is counted as bitsandbytes'")
+    double = settings.flag("bnb_4bit_use_double_quant", True)
+    weights = hf.weight_dtype(settings, "torch_dtype", "auto", model)
+    fp16 = settings.flag("fp16", weights == "fp16")
+    autocast = "fp16" if fp16 else "bf16" if settings.flag("bf16", weights == "bf16") else None
+    if not settings.has("max_length"):
+        missing.append(
+            Missing(field="seq_len_tokens", reason=f"{name}: max_length absent: ms-swift cuts at the model's own limit")
+        )
+    fields: dict[str, Any] = {
+        "method": method,
+        "quantization": "none" if method != "qlora" else "int8" if bits == 8 else "nf4-double" if double else "nf4",
+        "precision": common.precision(settings, weights, autocast, method),
+        "lora_rank": settings.integer("lora_rank", 8, at_least=1) if method != "full" else 0,
+        "micro_batch_seqs": micro,
+        "accumulation_steps": settings.integer("gradient_accumulation_steps", steps, at_least=1),
+        "seq_len_tokens": settings.integer("max_length", 2048, at_least=1),
+        "packing": settings.flag("packing", False) or settings.flag("padding_free", False),
+        "optimizer": common.optimizer(settings, "optim", "adamw_torch_fused"),
+        "attention": _attention(settings, model),
+        "checkpointing": hf.checkpointing(settings, True, keys),
+        "loss": "liger" if settings.flag("use_liger_kernel", False) else "full",
+    }
+    if method != "full":
+        names = settings.names("target_modules") or ("all-linear",)
+        fields["lora_targets"] = common.targets(names, model, settings)
+        fields["lora_dropout"] = settings.real("lora_dropout", 0.05)
+    for key, sentence in (
+        ("use_dora", "DoRA's magnitude vectors and norms are not counted"),
+        ("modules_to_save", "modules_to_save are trained in full; they are not counted"),
+        ("use_galore", "GaLore's projected optimizer states are counted as AdamW's"),
+        ("freeze_parameters_ratio", "frozen parts of the model are counted as trained"),
+    ):
+        if settings.raw(key) not in (None, False, "false", "0", 0, []):
+            settings.approximate(sentence)
+    spread = zero_stage(settings, settings.raw("deepspeed"), sharding) if settings.has("deepspeed") else {}
+    fields |= parallel_of(settings, spread, sharding.num_gpus)
+    return ReadConfig(
+        format=FORMAT,
+        path=name,
+        model_id=settings.optional_text("model"),
+        setup=common.build(settings, fields),
+        missing=tuple(missing),
+        assumptions=tuple(settings.assumptions),
+        approximations=tuple(settings.approximations),
+        keys=keys,
+        values=values,
+    )
+
+
+def _attention(settings: Settings, model: ModelSpec | None) -> str:
+    word = {"flash_attn": "flash_attention_2", "flash_attention": "flash_attention_2"}
+    value = settings.optional_text("attn_impl")
+    named = {"attn": word.get(value, value)} if value else {}
+    return common.attention(Settings(named, settings.name), "attn", model)

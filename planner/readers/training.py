@@ -1,0 +1,261 @@
+"""From a program that was read to the one training in it: trainer, its arguments, model, quantization, adapters."""
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from planner.errors import ConfigError
+from planner.readers.program import Known, Made, Program, Unknown, plain
+from planner.readers.program.library import trainer_of
+from planner.readers.program.values import Table, Value
+from planner.readers.values import Settings
+
+PLANNED_TRAINERS = ("SFTTrainer", "Trainer", "Seq2SeqTrainer", "UnslothTrainer")
+OBJECTIVES = {
+    "DPOTrainer": "DPO", "OnlineDPOTrainer": "online DPO", "XPOTrainer": "XPO", "NashMDTrainer": "Nash-MD",
+    "KTOTrainer": "KTO", "BCOTrainer": "BCO", "ORPOTrainer": "ORPO", "CPOTrainer": "CPO", "GRPOTrainer": "GRPO",
+    "AsyncGRPOTrainer": "GRPO", "RLOOTrainer": "RLOO", "PPOTrainer": "PPO", "GKDTrainer": "distillation (GKD)",
+    "GOLDTrainer": "distillation (GOLD)", "MiniLLMTrainer": "distillation (MiniLLM)",
+    "DistillationTrainer": "distillation", "RewardTrainer": "reward modelling", "PRMTrainer": "reward modelling",
+    "SentenceTransformerTrainer": "embedding", "CrossEncoderTrainer": "reranking", "SetFitTrainer": "embedding",
+}  # fmt: skip
+"""Trainers of other objectives, by name: what they hold beside a supervised step is not modelled."""
+OTHER_MODELS = {
+    "SequenceClassification": "classification", "TokenClassification": "token classification",
+    "QuestionAnswering": "extractive question answering", "MultipleChoice": "multiple choice", "MaskedLM": "masked LM",
+    "Vision2Seq": "vision", "ImageTextToText": "vision", "ImageClassification": "vision", "VisionModel": "vision",
+    "MultimodalLM": "vision", "CTC": "speech", "SpeechSeq2Seq": "speech", "Whisper": "speech",
+    "AudioClassification": "speech", "TextToWaveform": "speech", "UNet2D": "diffusion", "Transformer2D": "diffusion",
+    "DiffusionPipeline": "diffusion", "StableDiffusion": "diffusion", "SemanticSegmentation": "vision",
+    "ObjectDetection": "vision", "SentenceTransformer": "embedding", "ValueHead": "reinforcement learning",
+    "VLForConditional": "vision", "VLMoeForConditional": "vision", "Idefics": "vision", "Llava": "vision",
+    "PaliGemma": "vision", "Mllama": "vision", "SmolVLM": "vision", "InternVL": "vision", "AudioFlamingo": "speech",
+    "Csm": "speech", "Seq2SeqSpeech": "speech",
+}  # fmt: skip
+"""Parts of model classes' names -> what is trained with them."""
+BASE_QUANTIZATIONS = ("BitsAndBytesConfig",)
+
+
+@dataclass(slots=True)
+class Training:
+    """The calls that make one training, each None where the program has none.
+
+    Attributes:
+        loader: the call that loads the model; model: the model where it is named without one.
+        unknown_model: why the model is not known, "" where it is.
+        adapter: the LoRA settings; continued: adapters loaded to be trained on.
+        prepared: `prepare_model_for_kbit_training`.
+        touched: every model object on the way, for what was called on it.
+    """
+
+    trainer: Made | None = None
+    arguments: Made | None = None
+    loader: Made | None = None
+    model: Value | None = None
+    unknown_model: str = ""
+    quantization: Value | None = None
+    adapter: Value | None = None
+    continued: Made | None = None
+    prepared: Made | None = None
+    touched: list[Made] = field(default_factory=list)
+
+
+def find(program: Program, name: str) -> Training:
+    """The training of a program: the first that certainly runs, else the first.
+
+    Raises:
+        ConfigError: it trains nothing that is planned; the hint says what to do.
+    """
+    found = Training()
+    found.trainer = _trainer(program)
+    if found.trainer is not None:
+        kind = found.trainer.name
+        if kind in OBJECTIVES:
+            raise _other_objective(name, OBJECTIVES[kind], kind)
+        given = found.trainer.argument("args", 1)
+        if isinstance(given, Made):
+            found.arguments = given
+        elif isinstance(given, Unknown):
+            found.arguments = Made("TrainingArguments", where=found.trainer.where, more=given.reason)
+    if found.arguments is None:
+        found.arguments = _last(program, lambda one: one.name.endswith(("TrainingArguments", "SFTConfig")))
+    if found.arguments is None and found.trainer is None:
+        _refuse(program, name)
+    model = found.trainer.argument("model", 0) if found.trainer is not None else None
+    _follow_model(found, model)
+    if found.loader is None and found.model is None:
+        _only_loader(found, program)
+    if found.loader is not None:
+        _check_model_class(found.loader, program, name)
+        found.quantization = found.loader.argument("quantization_config")
+    peft = found.trainer.argument("peft_config") if found.trainer is not None else None
+    if found.adapter is None and peft is not None and not (isinstance(peft, Known) and peft.data is None):
+        found.adapter = peft
+    if found.adapter is None:
+        added = _last(program, lambda one: one.name == "add_adapter")
+        found.adapter = added.argument("adapter_config", 0) if added is not None else None
+    if found.adapter is None and found.trainer is None:
+        found.adapter = _last(program, lambda one: one.name == "LoraConfig")
+    return found
+
+
+def _trainer(program: Program) -> Made | None:
+    certain = [trainer for trainer, maybe in program.trained if not maybe]
+    maybe = [trainer for trainer, _ in program.trained]
+    others = [trainer for trainer in certain if trainer.name in OBJECTIVES]
+    if others:  # a verdict on the supervised warm-up would be none on the program
+        return others[0]
+    if certain or maybe:
+        return (certain or maybe)[0]
+    return _last(program, lambda one: one.name.endswith("Trainer"))
+
+
+def _last(program: Program, wanted: Callable[[Made], bool]) -> Made | None:
+    return next((one for one in reversed(program.made) if wanted(one)), None)
+
+
+def _refuse(program: Program, name: str) -> None:
+    """Says why there is nothing to read."""
+    loads = any(one.name == "from_pretrained" for one in program.made)
+    steps = any(one.name in ("backward", "step") for one in program.made)
+    if loads and steps:
+        raise ConfigError(
+            f"{name} trains in a loop of its own, which cannot be read without running it",
+            hint="plan trace -- python FILE runs it on a phantom GPU; plan estimate answers for a setup that you name",
+        )
+    raise ConfigError(
+        f"{name} has no call of TrainingArguments or SFTConfig with its settings, and no trainer",
+        hint="give the script that trains; settings of a command line go into --args",
+    )
+
+
+def _other_objective(name: str, objective: str, kind: str) -> ConfigError:
+    return ConfigError(
+        f"{name} trains with {kind} ({objective}): not planned, its memory is not modelled",
+        hint="plan trace -- python FILE runs it on a phantom GPU and says what it needs",
+    )
+
+
+def _check_model_class(loader: Made, program: Program, name: str) -> None:
+    classes = [loader.owner, *(str(plain(loader.keywords.get(key))) for key in ("auto_model", "model_class"))]
+    for part, objective in OTHER_MODELS.items():
+        for owner in classes:
+            if part in owner:
+                raise _other_objective(name, objective, owner)
+    for made in program.made:
+        if made.name.endswith("VisionDataCollator"):
+            raise _other_objective(name, "vision", made.name)
+        for part in ("vision", "audio"):
+            if plain(made.keywords.get(f"finetune_{part}_layers")) is True:
+                raise _other_objective(name, part, f"finetune_{part}_layers")
+
+
+def _follow_model(found: Training, model: Value | None) -> None:
+    """From what the trainer got back to what loaded the model."""
+    for _ in range(16):
+        if isinstance(model, Known) and isinstance(model.data, str) and model.data:
+            found.model = model
+            return
+        if isinstance(model, Unknown):
+            found.unknown_model = model.reason
+            return
+        if not isinstance(model, Made):
+            return
+        found.touched.append(model)
+        if model.name == "from_pretrained" and not model.owner.startswith(("Peft", "AutoPeft")):
+            found.loader = model
+            return
+        if model.name == "from_pretrained":
+            found.continued = model
+            if model.owner.startswith("AutoPeft"):
+                found.unknown_model = f"{model.where}: {model.owner} takes the model from the adapter's own config"
+                return
+        elif model.name == "get_peft_model" and found.adapter is None:
+            found.adapter = model if model.owner.startswith("Fast") else model.argument("peft_config", 1)
+        elif model.name in ("prepare_model_for_kbit_training", "prepare_model_for_int8_training"):
+            found.prepared = found.prepared or model
+        elif model.name == "from_config":
+            found.unknown_model = f"{model.where}: the model is built from a configuration"
+            return
+        model = model.argument("model", 0) or model.receiver
+
+
+def _only_loader(found: Training, program: Program) -> None:
+    """The only model that the program loads, where the way to the trainer is not known."""
+    loaders = [one for one in program.made if one.name == "from_pretrained" and _loads_model(one.owner)]
+    names = {str(plain(named_model(one))) for one in loaders}
+    if len(names) == 1:
+        found.loader, found.unknown_model = loaders[0], ""
+        wrapped = [one for one in program.made if one.name == "get_peft_model"]
+        if found.adapter is None and wrapped:
+            last = wrapped[-1]
+            found.adapter = last if last.owner.startswith("Fast") else last.argument("peft_config", 1)
+        prepared = [one for one in program.made if one.name == "prepare_model_for_kbit_training"]
+        found.prepared = found.prepared or (prepared[-1] if prepared else None)
+    elif len(names) > 1:
+        found.unknown_model = f"{loaders[-1].where}: several models are loaded ({', '.join(sorted(names)[:3])})"
+
+
+def _loads_model(owner: str) -> bool:
+    return ("Model" in owner or owner.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel"))) and (
+        not owner.startswith(("Peft", "AutoPeft"))
+    )
+
+
+def named_model(loader: Made) -> Value | None:
+    """The model's name in the call that loads it."""
+    for key in ("model_name", "pretrained_model_name_or_path"):
+        if key in loader.keywords:
+            return loader.keywords[key]
+    return loader.positional[0] if loader.positional else None
+
+
+def settings(made: Value | None, name: str) -> Settings:
+    """The keyword arguments of a call as settings, with what is not known and why."""
+    values: dict[str, object] = {}
+    unknown: dict[str, str] = {}
+    where: dict[str, str] = {}
+    more = ""
+    entries: dict[str, Value] = {}
+    if isinstance(made, Made):
+        entries, more = {**made.keywords, **made.attributes}, made.more
+    elif isinstance(made, Table):
+        entries, more = made.entries, made.more
+    for key, value in entries.items():
+        data = plain(value)
+        if isinstance(data, Unknown):
+            unknown[key] = data.reason
+        else:
+            values[key] = data
+            where[key] = getattr(value, "where", "")
+    return Settings(values, name, unknown=unknown, more=more, where=where)
+
+
+def lengths(program: Program) -> Iterator[Known]:
+    """The lengths to which a tokenizer was told to cut, in order."""
+    for made in program.made:
+        value = made.keywords.get("max_length")
+        if value is None or made.name in ("generate", "pipeline"):
+            continue
+        truncates = "truncation" in made.keywords or "padding" in made.keywords
+        if truncates and isinstance(value, Known) and isinstance(value.data, int):
+            yield value
+    for made in program.made:
+        value = made.keywords.get("model_max_length")
+        if made.name == "from_pretrained" and isinstance(value, Known) and isinstance(value.data, int):
+            yield value
+
+
+def freezes_parameters(text: str) -> int:
+    """The line on which a program switches `requires_grad` off, 0 where it does not: what trains then is not known."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is False:
+            for target in node.targets:
+                if isinstance(target, ast.Attribute) and target.attr == "requires_grad":
+                    return node.lineno
+    return 0
+
+
+def trained_times(program: Program) -> int:
+    """How many trainings the program runs."""
+    return len({id(trainer_of(trainer)) for trainer, _ in program.trained})

@@ -1,0 +1,351 @@
+"""Training programs are read by following their values; what only running them would tell is asked for."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from planner.errors import ConfigError, Undetermined, UsageError
+from planner.gpus import find_gpu
+from planner.readers import Sharding, read_config, read_text
+from planner.readers.supply import determined, parse_sets, parse_versions, supply
+from planner.readers.types import ReadConfig
+
+HEAD = """
+import torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+"""
+TRAIN = """
+model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B", dtype=torch.bfloat16)
+trainer = SFTTrainer(model, args=SFTConfig(per_device_train_batch_size={batch}, max_length=512))
+trainer.train()
+"""
+
+
+def read(body: str, *, name: str = "train.py", arguments: tuple[str, ...] | None = None, gpu: str = "") -> ReadConfig:
+    outside = Sharding(arguments=arguments, gpu=find_gpu(gpu) if gpu else None)
+    return read_text(HEAD + body, name, sharding=outside)
+
+
+def open_fields(found: ReadConfig) -> set[str]:
+    return {one.field for one in found.missing}
+
+
+BATCHES = {
+    "a literal": ("", "4"),
+    "a constant": ("BATCH = 4\n", "BATCH"),
+    "arithmetic": ("TOTAL, STEPS = 32, 8\n", "TOTAL // STEPS"),
+    "a dictionary": ("config = {'train': {'batch': 4}}\n", "config['train']['batch']"),
+    "a default of get": ("config = {}\n", "config.get('batch', 4)"),
+    "a function's default": ("def batch(n=4):\n    return n\n", "batch()"),
+    "a class of settings": ("class Config:\n    batch = 4\nconfig = Config()\n", "config.batch"),
+    "a dataclass": (
+        "from dataclasses import dataclass, field\n@dataclass\nclass C:\n    batch: int = field(default=4)\nc = C()\n",
+        "c.batch",
+    ),
+    "an environment default": ("import os\n", "int(os.environ.get('BATCH', '4'))"),
+    "a known condition": ("import torch\n", "4 if torch.cuda.is_available() else 1"),
+    "a branch never taken": ("BATCH = 4\nif False:\n    BATCH = 64\n", "BATCH"),
+    "argparse": (
+        "import argparse\np = argparse.ArgumentParser()\n"
+        "p.add_argument('--batch-size', type=int, default=4)\na = p.parse_args()\n",
+        "a.batch_size",
+    ),
+    "argparse in main": (
+        "import argparse\ndef args():\n    p = argparse.ArgumentParser()\n    g = p.add_argument_group('x')\n"
+        "    g.add_argument('--batch', default=4)\n    return p.parse_args()\na = args()\n",
+        "a.batch",
+    ),
+    "a loop over known names": ("for one in (1, 2, 4):\n    BATCH = one\n", "BATCH"),
+    "a comprehension": ("sizes = [n for n in (2, 4, 8) if n > 2]\n", "sizes[0]"),
+    "text as a number": ("BATCH = '4'\n", "int(BATCH)"),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_is_followed_to_where_it_is_written(name: str) -> None:
+    before, expression = BATCHES[name]
+    found = read(before + TRAIN.format(batch=expression))
+    assert found.setup.micro_batch_seqs == 4
+    assert not found.missing
+
+
+UNKNOWN = {
+    "no default": "import argparse\np = argparse.ArgumentParser()\np.add_argument('--b', required=True)\n"
+    "X = p.parse_args().b\n",
+    "the environment": "import os\nX = int(os.environ['BATCH'])\n",
+    "a condition": "import os\nX = 1\nif os.path.exists('big'):\n    X = 8\n",
+    "another module": "from settings import X\n",
+    "a computation": "X = max(len(open('data').read()), 1)\n",
+    "a while loop": "X = 1\nwhile fits(X):\n    X = X * 2\n",
+    "foreign code": "X = find_batch_size()\n",
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_only_running_would_tell_is_asked_for(name: str) -> None:
+    found = read(UNKNOWN[name] + TRAIN.format(batch="X"))
+    assert open_fields(found) == {"micro_batch_seqs"}
+    with pytest.raises(Undetermined, match="micro_batch_seqs") as caught:
+        determined(found)
+    assert caught.value.exit_code == 3
+    assert "--set micro_batch=N" in caught.value.hint
+    answered = determined(supply(found, parse_sets(["micro_batch=2"])))
+    assert answered.setup.micro_batch_seqs == 2
+    assert answered.origins["micro_batch_seqs"] == "--set"
+
+
+def test_words_of_the_command_line_replace_defaults() -> None:
+    script = (
+        "import argparse\np = argparse.ArgumentParser()\np.add_argument('--batch', type=int, default=4)\n"
+        "p.add_argument('--lora', action='store_true')\na = p.parse_args()\n"
+        "peft = LoraConfig(r=32) if a.lora else None\n"
+        'model = AutoModelForCausalLM.from_pretrained("gpt2", dtype="float32")\n'
+        "SFTTrainer(model, args=SFTConfig(per_device_train_batch_size=a.batch, bf16=False), peft_config=peft).train()\n"
+    )
+    plain, given = read(script), read(script, arguments=("--batch=2", "--lora"))
+    assert (plain.setup.method, plain.setup.micro_batch_seqs) == ("full", 4)
+    assert (given.setup.method, given.setup.micro_batch_seqs, given.setup.lora_rank) == ("lora", 2, 32)
+
+
+def test_settings_of_a_parser_of_dataclasses_come_from_the_command_line() -> None:
+    script = (
+        "from transformers import HfArgumentParser\n"
+        "parser = HfArgumentParser((TrainingArguments,))\n(args,) = parser.parse_args_into_dataclasses()\n"
+        'model = AutoModelForCausalLM.from_pretrained("gpt2", dtype="bfloat16")\ntok = AutoTokenizer()\n'
+        "tok(['x'], truncation=True, max_length=256)\nTrainer(model, args).train()\n"
+    )
+    assert {"micro_batch_seqs", "accumulation_steps", "checkpointing", "precision"} <= open_fields(read(script))
+    given = read(
+        script, arguments=("--per_device_train_batch_size", "3", "--bf16", "--gradient_checkpointing", "False")
+    )
+    assert not given.missing
+    setup = given.setup
+    assert (setup.micro_batch_seqs, setup.precision, setup.checkpointing) == (3, "bf16-autocast", 0)
+    assert setup.seq_len_tokens == 256  # the longest that the tokenizer is told to cut to
+
+
+def test_training_arguments_given_to_trl_switch_checkpointing_off() -> None:
+    body = 'SFTTrainer("gpt2", args={kind}(per_device_train_batch_size=1, bf16=True)).train()\n'
+    assert read(body.format(kind="TrainingArguments")).setup.checkpointing == 0
+    assert read(body.format(kind="SFTConfig")).setup.checkpointing == 1
+
+
+def test_preparing_for_kbit_training_switches_checkpointing_on() -> None:
+    body = (
+        'model = AutoModelForCausalLM.from_pretrained("gpt2", quantization_config=BitsAndBytesConfig('
+        "load_in_4bit=True))\nmodel = prepare_model_for_kbit_training(model{more})\n"
+        "model = get_peft_model(model, LoraConfig(r=8))\n"
+        "tok = AutoTokenizer()\ntok(1, truncation=True, max_length=64)\n"
+        "Trainer(model=model, args=TrainingArguments(per_device_train_batch_size=1, bf16=True)).train()\n"
+    )
+    assert read(body.format(more="")).setup.checkpointing == 1
+    assert read(body.format(more=", use_gradient_checkpointing=False")).setup.checkpointing == 0
+
+
+def test_a_dictionary_of_quantization_settings_is_4_bit() -> None:
+    body = (
+        "BNB = dict(load_in_4bit=True, bnb_4bit_use_double_quant=True)\n"
+        'model = AutoModelForCausalLM.from_pretrained("gpt2", quantization_config=BitsAndBytesConfig(**BNB))\n'
+        "SFTTrainer(model, args=SFTConfig(), peft_config=LoraConfig(r=8)).train()\n"
+    )
+    setup = read(body).setup
+    assert (setup.method, setup.quantization) == ("qlora", "nf4-double")
+
+
+def test_the_inference_cell_that_is_switched_off_does_not_override_the_training() -> None:
+    body = (
+        "from unsloth import FastLanguageModel\n"
+        'model, tokenizer = FastLanguageModel.from_pretrained(model_name="unsloth/Llama-3.2-1B", max_seq_length=4096,'
+        " load_in_4bit=False)\nmodel = FastLanguageModel.get_peft_model(model, r=64)\n"
+        "trainer = SFTTrainer(model=model, args=SFTConfig(per_device_train_batch_size=2))\ntrainer.train()\n"
+        "if False:\n    model, tokenizer = FastLanguageModel.from_pretrained(model_name='lora', load_in_4bit=True)\n"
+    )
+    found = read(body)
+    assert found.model_id == "unsloth/Llama-3.2-1B"
+    assert (found.setup.method, found.setup.lora_rank, found.setup.seq_len_tokens) == ("lora", 64, 4096)
+
+
+REFUSED = {
+    "DPO": "from trl import DPOTrainer\nDPOTrainer(model='gpt2', args=None).train()\n",
+    "GRPO": "from trl import GRPOTrainer\nSFTTrainer('gpt2').train()\nGRPOTrainer(model='gpt2').train()\n",
+    "classification": "from transformers import AutoModelForSequenceClassification as A\n"
+    "Trainer(A.from_pretrained('gpt2'), TrainingArguments()).train()\n",
+    "vision": "from unsloth import FastVisionModel\nm, t = FastVisionModel.from_pretrained('x')\n"
+    "SFTTrainer(m, args=SFTConfig()).train()\n",
+    "IA3Config": "from peft import IA3Config\nSFTTrainer('gpt2', args=SFTConfig(), peft_config=IA3Config()).train()\n",
+    "loop of its own": "m = AutoModelForCausalLM.from_pretrained('gpt2')\nfor b in data():\n    m(b).loss.backward()\n",
+}
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_other_objectives_and_adapters_are_refused_by_name(word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        read(REFUSED[word])
+
+
+def test_adapters_of_peft_loaded_for_training_ask_for_their_rank() -> None:
+    body = (
+        "from peft import PeftModel\nbase = AutoModelForCausalLM.from_pretrained('gpt2', dtype='bfloat16')\n"
+        "model = PeftModel.from_pretrained(base, 'there', is_trainable=True)\n"
+        "SFTTrainer(model, args=SFTConfig()).train()\n"
+    )
+    found = read(body)
+    assert found.model_id == "gpt2"
+    assert "lora_rank" in open_fields(found)
+
+
+def test_a_card_answers_what_a_program_asks_it() -> None:
+    body = (
+        "half = torch.bfloat16 if torch.cuda.get_device_capability()[0] >= 8 else torch.float16\n"
+        'model = AutoModelForCausalLM.from_pretrained("gpt2", dtype=half)\n'
+        "bf16 = torch.cuda.is_bf16_supported()\n"
+        "SFTTrainer(model, args=SFTConfig(bf16=bf16, fp16=not bf16), peft_config=LoraConfig(r=8)).train()\n"
+    )
+    assert read(body, gpu="a100-80gb").setup.precision == "bf16-autocast"
+    assert read(body, gpu="t4").setup.precision == "fp16-autocast"
+
+
+def test_modules_and_settings_beside_a_script_are_read(tmp_path: Path) -> None:
+    (tmp_path / "settings.py").write_text("BATCH = 3\nraise SystemExit\n")
+    (tmp_path / "run.yaml").write_text("rank: 12\n")
+    script = tmp_path / "train.py"
+    script.write_text(
+        HEAD + "import yaml\nfrom settings import BATCH\nwith open('run.yaml') as f:\n    cfg = yaml.safe_load(f)\n"
+        "SFTTrainer('gpt2', args=SFTConfig(per_device_train_batch_size=BATCH), "
+        "peft_config=LoraConfig(r=cfg['rank'])).train()\n"
+    )
+    found = read_config(script)
+    assert (found.setup.micro_batch_seqs, found.setup.lora_rank) == (3, 12)
+    assert found.origins["lora_rank"] == "run.yaml"
+
+
+def test_notebooks_are_read_cell_by_cell_with_their_pins(tmp_path: Path) -> None:
+    cells = [
+        "!pip install -q trl==0.15.2 transformers",
+        "%%bash\nrm -rf /tmp/nothing",
+        HEAD + "if True:\n    !nvidia-smi\nBATCH = 2",
+        'trainer = SFTTrainer("gpt2", args=SFTConfig(per_device_train_batch_size=BATCH, bf16=True))\ntrainer.train()',
+    ]
+    notebook = {"cells": [{"cell_type": "code", "source": cell.splitlines(keepends=True)} for cell in cells]}
+    file = tmp_path / "train.ipynb"
+    file.write_text(json.dumps(notebook))
+    found = read_config(file)
+    assert found.setup.micro_batch_seqs == 2
+    assert found.origins["micro_batch_seqs"] == "train.ipynb:cell 3, line 8"
+    # TRL 0.15: no checkpointing and full logits by default, unlike the newest
+    assert (found.setup.checkpointing, found.setup.loss) == (0, "full")
+
+
+def test_a_version_that_is_said_decides_the_defaults() -> None:
+    body = "SFTTrainer('gpt2', args=SFTConfig(per_device_train_batch_size=1)).train()\n"
+    old = read_text(HEAD + body, "train.py", sharding=Sharding(versions=parse_versions(["trl==0.18.2"])))
+    new = read_text(HEAD + body, "train.py")
+    assert (old.setup.checkpointing, old.setup.loss) == (0, "full")
+    assert (new.setup.checkpointing, new.setup.loss) == (1, "chunked")
+    assert any("no TRL version named" in one for one in new.assumptions)
+    assert not any("no TRL version named" in one for one in old.assumptions)
+
+
+def test_nested_quotes_in_f_strings_are_read_by_any_python() -> None:
+    found = read("cfg = {'a': 'b'}\nname = f\"run-{cfg[\"a\"]}\"\n" + TRAIN.format(batch=4))
+    assert found.setup.micro_batch_seqs == 4
+
+
+SHELL = {
+    "torchrun": ("torchrun --nproc_per_node 4 train.py --batch 2\n", 4),
+    "accelerate": ("export N=2\naccelerate launch --num_processes $N \\\n  train.py \\\n --batch 2\n", 2),
+    "python": ("#!/bin/sh\nset -e\nCUDA_VISIBLE_DEVICES=0 python3 -u train.py --batch $((1 + 1))\n", 1),
+}
+
+
+@pytest.mark.parametrize("name", SHELL)
+def test_launches_in_shell_scripts_are_followed(name: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        HEAD
+        + "import argparse\np = argparse.ArgumentParser()\np.add_argument('--batch', type=int)\na = p.parse_args()\n"
+        + TRAIN.format(batch="a.batch")
+    )
+    text, num_gpus = SHELL[name]
+    script = tmp_path / "run.sh"
+    script.write_text(text)
+    found = read_config(script)
+    assert (found.setup.micro_batch_seqs, found.setup.num_gpus) == (2, num_gpus)
+
+
+def test_other_tools_files_are_read() -> None:
+    swift = read_text("swift sft --model Qwen/Qwen2.5-7B --tuner_type lora --max_length 2048 --lora_rank 8", "a.sh")
+    assert (swift.format, swift.setup.accumulation_steps, swift.setup.loss) == ("ms-swift", 16, "full")
+    litgpt = read_text("checkpoint_dir: checkpoints/a/b\nlora_r: 4\ntrain: {max_seq_length: 512}\n", "a.yaml")
+    assert (litgpt.model_id, litgpt.setup.lora_targets) == ("a/b", ("q_proj", "v_proj"))
+    tune = read_text(
+        "model: {_component_: torchtune.models.llama3.qlora_llama3_8b, lora_rank: 8, lora_attn_modules: [q_proj]}\n"
+        "tokenizer: {max_seq_len: null}\nbatch_size: 2\n",
+        "a.yaml",
+    )
+    assert (tune.setup.method, open_fields(tune)) == ("qlora", {"seq_len_tokens"})
+    firefly = read_text(
+        '{"model_name_or_path": "gpt2", "train_file": "x", "max_seq_length": 64, "train_mode": "lora", "fp16": true}',
+        "a.json",
+    )
+    assert (firefly.format, firefly.setup.method, firefly.setup.precision) == ("firefly", "lora", "fp16-autocast")
+
+
+def test_files_that_only_spread_a_job_ask_for_the_job() -> None:
+    found = read_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n", "a.yaml")
+    assert {"model", "method", "micro_batch_seqs", "seq_len_tokens"} <= open_fields(found)
+    sets = ["method=qlora", "rank=16", "micro_batch=1", "accumulation=4", "seq_len=512", "checkpointing=true"]
+    answered = supply(found, parse_sets([*sets, "precision=bf16-autocast"]))
+    assert open_fields(answered) == {"model"}
+    assert (answered.setup.parallel, answered.setup.quantization) == ("fsdp2", "nf4-double")
+
+
+def test_forms_of_fsdp_are_what_they_are() -> None:
+    text = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {{{0}}}\n"
+    kept = read_text(text.format("fsdp_sharding_strategy: SHARD_GRAD_OP"), "a.yaml").setup
+    assert (kept.parallel, kept.reshard_after_forward) == ("fsdp2", False)
+    assert read_text(text.format("fsdp_sharding_strategy: 3"), "a.yaml").setup.parallel == "ddp"
+    with pytest.raises(ConfigError, match="NO_WRAP"):
+        read_text(text.format("fsdp_auto_wrap_policy: NO_WRAP"), "a.yaml")
+
+
+def test_keys_of_wrappers_are_noted_and_slips_of_the_pen_are_errors() -> None:
+    found = read_text("model_name_or_path: gpt2\nchat_template: x\ndo_train: true\nuse_peft: false\n", "a.yaml")
+    assert found.unknown_keys == ("chat_template",)
+    with pytest.raises(ConfigError) as caught:
+        read_text("model_name_or_path: gpt2\nuse_peft: true\nper_device_train_batchsize: 4\n", "a.yaml")
+    assert "per_device_train_batch_size" in caught.value.hint
+
+
+def test_an_unknown_setting_given_with_set_is_an_error() -> None:
+    for pair in ("nonsense=1", "micro_batch", "micro_batch=many", "packing=perhaps"):
+        with pytest.raises(UsageError):
+            parse_sets([pair])
+    with pytest.raises(UsageError):
+        parse_versions(["trl=0.22"])
+
+
+HOSTILE = (
+    "__import__('os').system('touch hacked')\n",
+    "open('hacked', 'w').write('x')\n",
+    "exec('import os; os.mkdir(\"hacked\")')\n",
+    "class A:\n    def __init__(self):\n        open('hacked', 'w')\nA()\n",
+    "def f(n):\n    return f(n + 1) + f(n + 2)\nf(0)\n",
+    "while True:\n    pass\n",
+    "x = 'a'\nfor i in range(64):\n    x = x + x\n",
+    "x = 2 ** 2 ** 2 ** 2 ** 2 ** 2 ** 2\n",
+    "x = [0] * 10**12\n",
+    "import train\n",
+)
+
+
+@pytest.mark.parametrize("body", HOSTILE)
+def test_a_program_is_never_run(body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "train.py"
+    file.write_text(HEAD + body + TRAIN.format(batch=4))
+    found = read_config(file)
+    assert found.setup.micro_batch_seqs == 4
+    assert [one.name for one in tmp_path.iterdir()] == ["train.py"]
