@@ -1,6 +1,5 @@
 """The formula rung: one setup in, one `Prediction` out. Memory terms and step time from their own packages."""
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from planner.calibration_bands import memory_band, spread_memory_band
@@ -13,6 +12,7 @@ from planner.memory.trained import trained_parameters
 from planner.memory.types import MemoryBreakdown
 from planner.memory.weights import linear_bytes
 from planner.models.spec import ModelSpec
+from planner.models.stored import dequantizing_class, stored_method, stored_refusal
 from planner.models.targets import unmatched_targets
 from planner.outcome import Prediction, Rung
 from planner.setup import TrainSetup
@@ -127,9 +127,14 @@ def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str
     unmatched = () if setup.method == "full" else unmatched_targets(model, setup.lora_targets)
     if unmatched:
         notes.append(f"LoRA targets {', '.join(unmatched)[:200]} match no module: PEFT leaves them out without a word")
-    stored = model.config.get("quantization_config")
-    if isinstance(stored, Mapping):
-        method = str(stored.get("quant_method", "method unknown"))[:40]
+    if dequantizing_class(model):
+        refused = stored_refusal(setup, model)
+        notes.append(
+            f"this cannot run: {refused}"
+            if refused
+            else f"the checkpoint is stored in {stored_method(model)}: its weights are loaded dequantized"
+        )
+    elif method := stored_method(model):
         notes.append(
             f"the checkpoint is stored quantized ({method}): planned as if its weights were the original ones; name "
             "the original model, or load it dequantized"

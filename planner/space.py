@@ -23,6 +23,7 @@ from planner.memory.trained import trained_parameters
 from planner.memory.weights import weight_bytes
 from planner.memory.workspace import context_bytes, cublas_workspace_bytes
 from planner.models.spec import ModelSpec
+from planner.models.stored import stored_refusal
 from planner.setup import METHODS, TrainSetup
 from planner.throughput import Calibration, load_calibration, throughput_profile
 from planner.workload import Workload
@@ -90,6 +91,12 @@ def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
     }
     for name, allowed in fixed.items():
         values[name] = tuple(allowed)
+    quantized = TrainSetup(method="qlora", quantization="nf4")
+    if refused := stored_refusal(quantized, workload.model):
+        values["method"] = tuple(one for one in values["method"] if one != "qlora")
+        values["quantization"] = tuple(one for one in values["quantization"] if one == "none")
+        if not values["method"] or not values["quantization"]:
+            raise UsageError(f"a quantized base cannot be kept: {refused}", hint="use --method lora or full")
     best_attention = supported_attentions(workload.model, gpu)[0]
     for name in ("optimizer", "loss", "attention"):
         tried = {value: TrainSetup(**{"attention": best_attention, name: value}) for value in values[name]}

@@ -1,11 +1,20 @@
 """Axolotl YAML: `axolotl train FILE`. Field names of Axolotl 0.21 (transformers 5.20)."""
 
 from planner.exporters import deepspeed, slurm
-from planner.exporters.common import HF_ATTENTIONS, HF_OPTIMIZERS, environment, model_line, peak_notes, target_modules
+from planner.exporters.common import (
+    HF_ATTENTIONS,
+    HF_OPTIMIZERS,
+    environment,
+    model_line,
+    model_refusal,
+    peak_notes,
+    target_modules,
+)
 from planner.exporters.spread import PER_NODE, processes, sharding_refusal, sync_lines, tensor_refusal, torchrun_flags
 from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
 from planner.models.spec import ModelSpec
+from planner.models.stored import dequantizing_class
 from planner.setup import TrainSetup
 
 TARGET = "axolotl"
@@ -68,7 +77,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return "Axolotl's fp16 loads fp16 weights, whose gradients the loss scaler cannot unscale in full fine-tuning"
     if setup.quantization == "int8" and setup.precision == "fp32":
         return "Axolotl loads an int8 base in fp16 when neither bf16 nor fp16 is on"
-    return sharding_refusal(setup, model)
+    return model_refusal(setup, model) or sharding_refusal(setup, model)
 
 
 def export(request: ExportRequest) -> Launch:
@@ -122,6 +131,7 @@ def _sections(request: ExportRequest) -> list[Section]:
     setup, hyper = request.setup, request.hyper
     runs = setup.with_(**{one.field: one.runs_as for one in deepspeed.differences(setup)})
     reasons = hyper.reasons
+    dequantizing = dequantizing_class(request.model)
     return [
         section(
             "model",
@@ -129,6 +139,10 @@ def _sections(request: ExportRequest) -> list[Section]:
             Line("load_in_8bit", setup.quantization == "int8"),
             Line("load_in_4bit", setup.quantization.startswith("nf4")),
             Line("bnb_config_kwargs", {"bnb_4bit_use_double_quant": False}) if setup.quantization == "nf4" else None,
+            Line("model_quantization_config", dequantizing) if dequantizing else None,
+            Line("model_quantization_config_kwargs", {"dequantize": True}, "16-bit weights, which train")
+            if dequantizing
+            else None,
             Line("attn_implementation", HF_ATTENTIONS[setup.attention]),
             Line("device_map", "auto", "layers spread over the GPUs") if setup.parallel == "device-map" else None,
         ),

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from planner.exporters.text import Line, was_absolute
 from planner.exporters.types import Difference, ExportRequest
 from planner.gpu import GpuSpec
+from planner.kernels import attention_refusal
 from planner.models.spec import ModelSpec
+from planner.models.stored import stored_refusal
 from planner.models.targets import peft_target_modules
 from planner.predict import predict
 from planner.setup import TrainSetup
@@ -38,6 +40,13 @@ def target_modules(setup: TrainSetup, model: ModelSpec | None) -> str | list[str
     if setup.lora_targets == "attention":
         return list(USUAL_ATTENTION_MODULES)
     return setup.lora_targets if isinstance(setup.lora_targets, str) else list(setup.lora_targets)
+
+
+def model_refusal(setup: TrainSetup, model: ModelSpec | None) -> str:
+    """Why no trainer on transformers runs this setup on this model, "" when one does or the model is not known."""
+    if model is None:
+        return ""
+    return attention_refusal(model, setup.attention) or stored_refusal(setup, model)
 
 
 def environment(gpu: GpuSpec | None) -> dict[str, str]:

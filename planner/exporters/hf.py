@@ -6,6 +6,7 @@ from planner.exporters.common import (
     HF_DTYPES,
     HF_OPTIMIZERS,
     environment,
+    model_refusal,
     peak_notes,
     target_modules,
 )
@@ -23,6 +24,7 @@ from planner.exporters.spread import (
 from planner.exporters.text import Line, comments, header, launch_file, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
 from planner.models.spec import ModelSpec
+from planner.models.stored import dequantizing_class
 from planner.setup import TrainSetup
 
 TARGET = "hf"
@@ -51,7 +53,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return reason
     if setup.tensor_degree > 1 and setup.loss != "full":
         return "a fused loss multiplies with the whole head, which tensor parallelism cuts"
-    return setup.scaler_refusal or sharding_refusal(setup, model)
+    return setup.scaler_refusal or model_refusal(setup, model) or sharding_refusal(setup, model)
 
 
 def export(request: ExportRequest) -> Launch:
@@ -132,10 +134,11 @@ def _script(request: ExportRequest, head: list[str], found: tuple[Difference, ..
         parts.append(f"from peft import LoraConfig, get_peft_model{prepare}\n")
     names = ["AutoModelForCausalLM", "AutoTokenizer", "Trainer", "TrainingArguments"]
     names += ["BitsAndBytesConfig"] * setup.quantized + ["set_seed"] * (setup.method != "full")
+    names += [dequantizing_class(request.model)] * bool(dequantizing_class(request.model))
     parts.append(f"from transformers import {', '.join(sorted(names))}\n")
     parts.append("\n" + _constants(request))
     parts.append("\ntokenizer = AutoTokenizer.from_pretrained(MODEL)\nif tokenizer.pad_token is None:\n")
-    parts.append("    tokenizer.pad_token = tokenizer.eos_token\n\n" + _model(setup))
+    parts.append("    tokenizer.pad_token = tokenizer.eos_token\n\n" + _model(setup, dequantizing_class(request.model)))
     if setup.method != "full":
         parts.append("\n" + _adapters(request))
     if setup.parallel == "dp":
@@ -163,8 +166,10 @@ def _constants(request: ExportRequest) -> str:
     )
 
 
-def _model(setup: TrainSetup) -> str:
+def _model(setup: TrainSetup, dequantizing: str) -> str:
     parts = []
+    if dequantizing:
+        parts.append(call("quantization", dequantizing, [Line("dequantize", True, "16-bit weights, which train")]))
     if setup.quantization == "int8":
         parts.append(call("quantization", "BitsAndBytesConfig", [Line("load_in_8bit", True)]))
     elif setup.quantized:
@@ -191,7 +196,7 @@ def _model(setup: TrainSetup) -> str:
             [
                 Line("dtype", Code(f"torch.{HF_DTYPES[setup.weight_dtype]}"), "of the weights that are not quantized"),
                 Line("attn_implementation", HF_ATTENTIONS[setup.attention]),
-                Line("quantization_config", Code("quantization")) if setup.quantized else None,
+                Line("quantization_config", Code("quantization")) if setup.quantized or dequantizing else None,
                 Line("distributed_config", distributed_config(setup)) if setup.tensor_degree > 1 else None,
                 device_map,
             ],

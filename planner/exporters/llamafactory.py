@@ -3,10 +3,11 @@
 import json
 
 from planner.exporters import deepspeed, slurm
-from planner.exporters.common import HF_OPTIMIZERS, environment, model_line, peak_notes, target_modules
+from planner.exporters.common import HF_OPTIMIZERS, environment, model_line, model_refusal, peak_notes, target_modules
 from planner.exporters.spread import PER_NODE, sharding_refusal, split_refusal
 from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch, LaunchFile
+from planner.kernels import flash_refusal
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 
@@ -15,6 +16,7 @@ FILE = "llamafactory/llamafactory.yaml"
 DATASET_INFO = "llamafactory/dataset_info.json"
 DATASET_KEY = "planned"
 VALIDATED_WITH = {"llamafactory": "0.9.5", "transformers": "5.6.0", "peft": "0.18.1", "trl": "0.24.0"}
+VLLM_FA3 = "kernels-community/vllm-flash-attn3"
 ATTENTIONS = {"eager": "disabled", "sdpa": "sdpa", "flash-attention-2": "fa2"}
 
 
@@ -58,9 +60,11 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return f"{setup.parallel} is not written for LLaMA-Factory (use ddp or ZeRO)"
     if setup.method == "full" and setup.precision == "bf16-autocast" and setup.parallel not in deepspeed.STAGES:
         return "LLaMA-Factory trains fp32 weights under bf16 autocast: twice the memory (bf16-pure or bf16-mixed work)"
+    if model is not None and model.model_type == "gpt_oss":
+        return f"LLaMA-Factory runs gpt_oss with vllm-flash-attn3 whatever was asked: {flash_refusal(model, VLLM_FA3)}"
     if setup.parallel == "zero3" and setup.quantized:
         return "LLaMA-Factory cannot shard a quantized base under ZeRO-3"
-    return sharding_refusal(setup, model)
+    return model_refusal(setup, model) or sharding_refusal(setup, model)
 
 
 def export(request: ExportRequest) -> Launch:

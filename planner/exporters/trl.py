@@ -8,6 +8,7 @@ from planner.exporters.common import (
     adapter_dtype_difference,
     environment,
     model_line,
+    model_refusal,
     peak_notes,
     target_modules,
 )
@@ -22,6 +23,7 @@ from planner.exporters.spread import (
 from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
 from planner.models.spec import ModelSpec
+from planner.models.stored import dequantizing_class, stored_method
 from planner.setup import TrainSetup
 
 TARGET = "trl"
@@ -83,13 +85,18 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return reason
     if setup.parallel == "dp":
         return "one process for all GPUs (nn.DataParallel) is not trl sft's way; ddp holds less and is faster"
+    if dequantizing_class(model):
+        return (
+            f"trl sft can hand transformers no {dequantizing_class(model)}, without which the published "
+            f"{stored_method(model)} weights do not train in 16 bits; use the hf target"
+        )
     if setup.method == "qlora" and setup.autocast_dtype == "fp16":
         # whatever type was planned: the cast follows after every setting that TRL has
         return (
             "TRL casts the adapters of a quantized base to bf16, which the fp16 loss scaler cannot unscale; "
             "use the hf target, which keeps them in fp32"
         )
-    return setup.scaler_refusal or sharding_refusal(setup, model)
+    return setup.scaler_refusal or model_refusal(setup, model) or sharding_refusal(setup, model)
 
 
 def export(request: ExportRequest) -> Launch:

@@ -5,6 +5,7 @@ from planner.exporters.python_text import Code, call, constant
 from planner.exporters.text import Line, comments, header, launch_file, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
 from planner.models.spec import ModelSpec
+from planner.models.stored import dequantizing_class, stored_method
 from planner.setup import TrainSetup
 
 TARGET = "unsloth"
@@ -57,6 +58,8 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return f"Unsloth has no {setup.precision} full fine-tuning (bf16-pure, bf16-mixed and fp32 work)"
     if setup.precision == "fp32" and setup.method != "full":
         return "Unsloth loads a frozen base in 16 bits"
+    if dequantizing_class(model):
+        return f"Unsloth loads conversions of its own in place of weights published in {stored_method(model)}"
     return ""
 
 

@@ -6,12 +6,14 @@ import pytest
 
 from planner.cli.wish import workload
 from planner.errors import UsageError
+from planner.exporters import EXPORTERS
 from planner.gpus import find_gpu
 from planner.kernels import FLASH, attention_kernel, flash_refusal, masked, missing_kernels, supported_attentions
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.space import dimension_values
+from tests.planner.launch_sweep import request
 
 
 def load(name: str) -> ModelSpec:
@@ -139,3 +141,16 @@ def test_what_has_no_kernel_on_a_card_is_named(gpu: str, setup: dict[str, Any], 
     reason = missing_kernels(load("meta-llama/llama-3.1-8b"), find_gpu(gpu), TrainSetup(**setup))
     assert word in reason
     assert bool(reason) == bool(word)
+
+
+@pytest.mark.parametrize("target", ["trl", "hf", "axolotl", "llamafactory"])
+def test_no_launch_file_names_an_attention_that_cannot_train_the_model(target: str) -> None:
+    for entry in catalogue.entries():
+        model = load(entry.model_id)
+        for attention in ("eager", "sdpa", "flash-attention-2"):
+            setup = TrainSetup(attention=attention, loss="chunked")
+            refused = EXPORTERS[target](request(setup, model=model)).refused
+            assert refused or attention in supported_attentions(model, find_gpu("h100-sxm")), (
+                entry.model_id,
+                attention,
+            )
