@@ -12,8 +12,9 @@ if ! command -v chromium >/dev/null && command -v apt-get >/dev/null && [ "$(id 
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
 if [ -n "${VALIDATE:-${CI:-}}" ] && [ $# = 0 ]; then
+    logs=$(mktemp -d)
     for tool in deepspeed torchtitan unsloth llamafactory axolotl; do
-        log="${TMPDIR:-/tmp}/planner-validator-$tool.log"
+        log="$logs/$tool"
         if bash "tools/validators/$tool.sh" >"$log" 2>&1; then
             tail -1 "$log"
         elif grep -q "accepted, .* refused by the tool" "$log"; then
