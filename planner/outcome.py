@@ -155,6 +155,13 @@ class Candidate:
         return self.formula
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What every rung that answered says, the highest first; what a lower one knows stays true."""
+        rungs = (self.probe, self.dry_run, self.formula)
+        found = (note for rung in rungs if isinstance(rung, (Prediction, Measurement)) for note in rung.notes)
+        return tuple(dict.fromkeys(found))
+
+    @property
     def speed_evidence(self) -> Prediction | Measurement:
         """The highest rung that gave a step time."""
         for evidence in (self.probe, self.dry_run):

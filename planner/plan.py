@@ -1,10 +1,11 @@
 """`Plan` and `NoPlan`: the answer to a workload, with the walk that led to it. Plain data, rendered in `reports`."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from planner.outcome import Candidate
+from planner.outcome import Candidate, Measurement, Prediction
 from planner.units import gib, percent
 from planner.workload import Workload
 
@@ -50,23 +51,42 @@ class Alternative:
     trade: str
 
 
-def trade(chosen: Candidate, other: Candidate) -> str:
-    """What `other` costs or buys against `chosen`, in words: speed, memory, whether it fits.
+def on_one_rung(candidates: Sequence[Candidate]) -> list[tuple[Prediction | Measurement, Prediction | Measurement]]:
+    """(memory, speed) evidence of each candidate, a whole column from one rung: the formula where they stand on
+    different ones, because the difference of two rungs would be mostly the error between them."""
+    peaks = [one.memory_evidence for one in candidates]
+    speeds = [one.speed_evidence for one in candidates]
+    formulas: list[Prediction | Measurement] = [one.formula for one in candidates]
+    columns = [column if len({one.rung for one in column}) == 1 else formulas for column in (peaks, speeds)]
+    return list(zip(*columns, strict=True))
 
-    Each figure is compared on one rung, the formula where they stand on different ones: the difference of two rungs
-    would be mostly the error between them.
-    """
-    peaks, speeds = (chosen.memory_evidence, other.memory_evidence), (chosen.speed_evidence, other.speed_evidence)
-    if peaks[0].rung is not peaks[1].rung:
-        peaks = (chosen.formula, other.formula)
-    if speeds[0].rung is not speeds[1].rung:
-        speeds = (chosen.formula, other.formula)
-    mine, theirs = (one.tokens_per_s or 0.0 for one in speeds)
-    ratio = theirs / mine if mine else 0.0
-    delta = peaks[1].peak_device_bytes - peaks[0].peak_device_bytes
-    speed = f"{percent(abs(ratio - 1))} {'faster' if ratio >= 1 else 'slower'}"
-    memory = f"{'+' if delta >= 0 else '-'}{gib(abs(delta))}"
-    return f"{speed}, {memory}" + ("" if other.fits else ", does not fit")
+
+def trade(chosen: Candidate, other: Candidate) -> str:
+    """What `other` costs or buys against `chosen`, in words: speed, memory, whether it fits."""
+    return _trade(*on_one_rung((chosen, other)), fits=other.fits)
+
+
+def with_trades(chosen: Candidate, others: Sequence[Alternative]) -> tuple[Alternative, ...]:
+    """The alternatives with what each costs or buys against `chosen`, in the figures of one rung for all of them."""
+    mine, *theirs = on_one_rung((chosen, *(one.candidate for one in others)))
+    return tuple(
+        replace(one, trade=_trade(mine, other, fits=one.candidate.fits))
+        for one, other in zip(others, theirs, strict=True)
+    )
+
+
+def _trade(
+    mine: tuple[Prediction | Measurement, Prediction | Measurement],
+    theirs: tuple[Prediction | Measurement, Prediction | Measurement],
+    *,
+    fits: bool,
+) -> str:
+    ratio = (theirs[1].tokens_per_s or 0.0) / (mine[1].tokens_per_s or math.inf)
+    delta = theirs[0].peak_device_bytes - mine[0].peak_device_bytes
+    change = percent(abs(ratio - 1))
+    speed = "as fast" if change == percent(0) else f"{change} {'faster' if ratio >= 1 else 'slower'}"
+    memory = f"{'+' if delta >= 0 else '-'}{gib(abs(delta))}" if delta else "as much memory"
+    return f"{speed}, {memory}" + ("" if fits else ", does not fit")
 
 
 @dataclass(frozen=True, kw_only=True)

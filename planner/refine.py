@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from planner.outcome import Candidate, Prediction, ProbeFailure
-from planner.plan import Alternative, Answer, NoPlan, Plan, trade
+from planner.plan import Answer, NoPlan, Plan, with_trades
 from planner.setup import TrainSetup
 from planner.units import gib, percent
 
@@ -71,13 +71,13 @@ def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS
     if plan.chosen.setup not in runs:  # out of runs: the fastest that a dry run has confirmed, if any
         plan = _confirmed(plan, runs)
     chosen = _with_run(plan.chosen, runs)
+    others = [replace(each, candidate=_with_run(each.candidate, runs)) for each in plan.alternatives]
+    others = [each for each in others if each.candidate.setup != chosen.setup]
     return replace(
         plan,
         chosen=chosen,
         ranked=(chosen, *(_with_run(each, runs) for each in plan.ranked if each.setup != chosen.setup)),
-        alternatives=tuple(
-            _retraded(each, chosen, runs) for each in plan.alternatives if each.candidate.setup != chosen.setup
-        ),
+        alternatives=with_trades(chosen, others),
         walk=(*plan.walk, *_answers(first, chosen, runs)),
     )
 
@@ -85,11 +85,6 @@ def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS
 def _with_run(candidate: Candidate, runs: Mapping[TrainSetup, Prediction]) -> Candidate:
     found = runs.get(candidate.setup)
     return candidate if found is None else replace(candidate, dry_run=found)
-
-
-def _retraded(alternative: Alternative, chosen: Candidate, runs: Mapping[TrainSetup, Prediction]) -> Alternative:
-    other = _with_run(alternative.candidate, runs)
-    return replace(alternative, candidate=other, trade=trade(chosen, other))
 
 
 def _fits(plan: Plan, found: Prediction) -> bool:

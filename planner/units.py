@@ -25,7 +25,7 @@ def percent(fraction: float, decimals: int = 0) -> str:
 def count(number: float) -> str:
     """A large count as text: 1.54 B, 7.3 M, 12.1 k."""
     for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= size:
+        if abs(number) >= 0.9995 * size:  # 999.6 M would round to 1e+03 M
             return f"{number / size:.3g} {suffix}"
     return f"{number:.0f}"
 

@@ -23,7 +23,7 @@ from reports.charts import (
 )
 from reports.costs import cost_words
 from reports.extras import Extras
-from reports.rows import beside, breakdown, evidence_columns
+from reports.rows import beside, breakdown, compared, evidence_columns
 from reports.text import (
     clean,
     cut_words,
@@ -91,7 +91,7 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
         "terms_note": f"Peak: {memory_mark(parts.peak_evidence)}. Terms: {named}.",
         "tree": _tree(plan.walk),
         "space": space_sentence(plan),
-        "notes": [clean(note) for note in dict.fromkeys((*plan.notes, *chosen.memory_evidence.notes))],
+        "notes": [clean(note) for note in dict.fromkeys((*plan.notes, *chosen.notes))],
         "environment": _environment(plan, extras, chosen),
         "tiles": _tiles(plan, chosen),
         "search_note": "",
@@ -238,15 +238,15 @@ def _beside(plan: Plan) -> list[dict[str, str]]:
         {
             "label": clean(label),
             "difference": setup_difference(plan.chosen.setup, candidate.setup),
-            "speed": rate(candidate.tokens_per_s),
-            "speed_mark": speed_mark(candidate.speed_evidence),
-            "peak": gib(candidate.memory_evidence.peak_device_bytes),
-            "memory_mark": memory_mark(candidate.memory_evidence),
+            "speed": rate(speed.tokens_per_s or 0.0),
+            "speed_mark": speed_mark(speed),
+            "peak": gib(peak.peak_device_bytes),
+            "memory_mark": memory_mark(peak),
             "rank": str(candidate.setup.lora_rank or "-"),
             "fits": fit_word(candidate),
             "trade": clean(trade),
         }
-        for label, candidate, trade in beside(plan)
+        for label, candidate, peak, speed, trade in compared(plan)
     ]
 
 

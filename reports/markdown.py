@@ -7,7 +7,7 @@ from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import Answer, NoPlan, Plan
 from planner.units import gib, percent, seconds
 from reports.extras import Extras
-from reports.rows import breakdown, evidence_columns
+from reports.rows import breakdown, compared, evidence_columns
 from reports.text import (
     clean,
     cut_words,
@@ -57,7 +57,7 @@ def plan_markdown(plan: Plan | NoPlan, extras: Extras | None = None) -> str:
         blocks += _sensitivity(extras)
     blocks += [escape(space_sentence(plan))]
     blocks += _rungs(chosen)
-    notes = dict.fromkeys((*plan.notes, *chosen.memory_evidence.notes))
+    notes = dict.fromkeys((*plan.notes, *chosen.notes))
     if notes:
         blocks += ["## Notes", bullets(notes)]
     blocks += _environment(plan, extras)
@@ -165,18 +165,15 @@ def _alternatives(plan: Plan) -> list[str]:
         return []
     rows = []
     chosen = plan.chosen
-    for label, candidate, trade in (
-        ("chosen", chosen, ""),
-        *((a.label, a.candidate, a.trade) for a in plan.alternatives),
-    ):
+    for label, candidate, peak, speed, trade in compared(plan):
         rows.append(
             (
                 escape(label),
                 escape(setup_difference(chosen.setup, candidate.setup)),
-                f"{candidate.tokens_per_s:,.0f}" if candidate.tokens_per_s else "-",
-                speed_mark(candidate.speed_evidence),
-                gib(candidate.memory_evidence.peak_device_bytes),
-                memory_mark(candidate.memory_evidence),
+                f"{speed.tokens_per_s:,.0f}" if speed.tokens_per_s else "-",
+                speed_mark(speed),
+                gib(peak.peak_device_bytes),
+                memory_mark(peak),
                 str(candidate.setup.lora_rank or "-"),
                 fit_word(candidate),
                 escape(trade),

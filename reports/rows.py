@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from planner.memory.types import MemoryTerm
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
-from planner.plan import Plan
+from planner.plan import Plan, on_one_rung
 from reports.text import clean
 
 CATEGORY_WORDS = {
@@ -137,6 +138,23 @@ def breakdown(candidate: Candidate, memory_bytes: int, *, max_terms: int | None 
 def evidence_columns(candidate: Candidate) -> tuple[tuple[str, Prediction | Measurement | ProbeFailure | None], ...]:
     """The rungs side by side, lowest first."""
     return (("formula", candidate.formula), ("dry run", candidate.dry_run), ("probe", candidate.probe))
+
+
+class Row(NamedTuple):
+    """One line of the alternatives: a candidate with the figures that it is compared by."""
+
+    label: str
+    candidate: Candidate
+    peak: Prediction | Measurement
+    speed: Prediction | Measurement
+    trade: str
+
+
+def compared(plan: Plan) -> list[Row]:
+    """The chosen setup and its alternatives, each figure of all of them from one rung."""
+    rows = list(beside(plan))
+    figures = on_one_rung([candidate for _, candidate, _ in rows])
+    return [Row(label, one, *found, trade) for (label, one, trade), found in zip(rows, figures, strict=True)]
 
 
 def beside(plan: Plan) -> Iterator[tuple[str, Candidate, str]]:

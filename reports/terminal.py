@@ -18,7 +18,7 @@ from planner.plan import Answer, NoPlan, Plan
 from planner.units import GIB, TERA, count, gib, percent, seconds
 from planner.workload import MIN_RANK_GIVEN, PRICE_GIVEN, Workload, default_headroom_bytes
 from reports.page import Page
-from reports.rows import MemoryRow, beside, best_terms, breakdown, evidence_columns
+from reports.rows import MemoryRow, best_terms, breakdown, compared, evidence_columns
 from reports.text import (
     clean,
     cut_words,
@@ -78,7 +78,7 @@ def render_plan(plan: Plan, console: Console, *, next_command: str = "") -> None
     _alternatives(page, plan)
     page.line()
     page.line(space_sentence(plan))
-    _notes(page, (*plan.notes, *plan.chosen.memory_evidence.notes))
+    _notes(page, (*plan.notes, *plan.chosen.notes))
     page.head("Next")
     if plan.chosen.fits:
         page.command(next_command or default_next_command(plan))
@@ -107,7 +107,7 @@ def render_no_plan(no_plan: NoPlan, console: Console) -> None:
     _walk(page, no_plan.walk)
     page.line()
     page.line(space_sentence(no_plan))
-    _notes(page, (*no_plan.notes, *no_plan.nearest.memory_evidence.notes))
+    _notes(page, (*no_plan.notes, *no_plan.nearest.notes))
 
 
 def render_estimate(
@@ -139,7 +139,7 @@ def render_estimate(
         if isinstance(evidence, ProbeFailure):
             page.line(failure_words(evidence), indent=2)
     _memory(page, candidate, memory_bytes or gpu.memory_bytes)
-    _notes(page, (*notes, *candidate.memory_evidence.notes))
+    _notes(page, (*notes, *candidate.notes))
 
 
 def render_gpus(rows: Iterable[GpuSpec], console: Console) -> None:
@@ -342,16 +342,16 @@ def _alternatives(page: Page, plan: Plan) -> None:
         "what it costs or buys",
     )
     table = page.table(*columns, right=("tokens/s", "peak", "rank"))
-    for label, candidate, trade in beside(plan):
-        evidence = candidate.memory_evidence
+    rows = compared(plan)
+    for label, candidate, peak, speed, trade in rows:
         setup = candidate.setup
         words = setup_difference(plan.chosen.setup, setup)
-        extra = (speed_mark(candidate.speed_evidence), words) if wide else ()
+        extra = (speed_mark(speed), words) if wide else ()
         page.row(
             table,
             clean(label),
-            f"{candidate.tokens_per_s:,.0f}" if candidate.tokens_per_s else "-",
-            gib(evidence.peak_device_bytes),
+            f"{speed.tokens_per_s:,.0f}" if speed.tokens_per_s else "-",
+            gib(peak.peak_device_bytes),
             str(setup.lora_rank) if setup.lora_rank else "-",
             fit_word(candidate),
             *extra,
@@ -359,10 +359,14 @@ def _alternatives(page: Page, plan: Plan) -> None:
             style="bold" if candidate is plan.chosen else "",
         )
     page.console.print(table)
-    candidates = [candidate for _, candidate, _ in beside(plan)]
-    peaks = _marks([memory_mark(one.memory_evidence) for one in candidates])
-    speeds = _marks([speed_mark(one.speed_evidence) for one in candidates])
-    page.line(f"Peaks: {peaks}. Speeds: {speeds}.", style="dim", indent=2)
+    peaks = _marks([memory_mark(row.peak) for row in rows])
+    speeds = _marks([speed_mark(row.speed) for row in rows])
+    words = f"Peaks: {peaks}. Speeds: {speeds}."
+    mine = plan.chosen.memory_evidence
+    if mine is not rows[0].peak:
+        words += f" One rung for all rows; the chosen setup's own peak is {gib(mine.peak_device_bytes)} "
+        words += f"({memory_mark(mine)})."
+    page.line(words, style="dim", indent=2)
 
 
 def _marks(marks: Sequence[str]) -> str:

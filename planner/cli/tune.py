@@ -16,7 +16,7 @@ from planner.cli.wish import positive, resolve_gpu
 from planner.cli.wishes import WishOptions, takes_wish
 from planner.errors import EXIT_NOTHING_FITS, ConfigError, EnvironmentProblem, UsageError
 from planner.outcome import Candidate, FailureKind, Measurement, Prediction, ProbeFailure
-from planner.plan import NoPlan, Plan
+from planner.plan import NoPlan, Plan, with_trades
 from planner.setup import TrainSetup
 from planner.workload import Workload
 
@@ -374,7 +374,7 @@ def tuned(plan: Plan, result: "SearchResult", unprobed: "Unprobed" = lambda setu
         chosen=chosen,
         ranked=ranked,
         search=values,
-        alternatives=tuple(each for each in plan.alternatives if each.candidate.setup != chosen.setup),
+        alternatives=with_trades(chosen, [one for one in plan.alternatives if one.candidate.setup != chosen.setup]),
     )
 
 
