@@ -16,11 +16,14 @@ _STANDARD = ("/dev", "/dev/fd", "/proc/self/fd")
 """Folders of the kernel's: their links (/dev/stdout) are what a person means."""
 
 
-def write_whole(path: Path, content: bytes, *, inside: Path | None = None, sync: bool = False) -> None:
+def write_whole(
+    path: Path, content: bytes, *, inside: Path | None = None, sync: bool = False, executable: bool = False
+) -> None:
     """Writes a file as a whole; missing folders are made.
 
     Args:
         inside: the folder that the person named: below it no folder on the way may be a link.
+        executable: it may be run, by whoever may read it.
         sync: it has reached the disk on return.
 
     Raises:
@@ -33,7 +36,8 @@ def write_whole(path: Path, content: bytes, *, inside: Path | None = None, sync:
         _write_stream(path, content)
         return
     beside = path.parent / f".{path.name[:100]}.{secrets.token_hex(6)}"
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _CLOEXEC, 0o666)
+    mode = 0o777 if executable else 0o666
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _CLOEXEC, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)

@@ -25,13 +25,16 @@ class LaunchTarget:
 
     Attributes:
         command: what starts the run; empty where the tool cannot run this setup.
-        notes: what the tool runs otherwise than planned, or why it cannot run it.
+        notes: what is predicted of it, what the tool runs otherwise than planned, or why it cannot run it.
+        peak_device_bytes, rung: the predicted peak of what it really runs; 0 and "" where it has no files.
     """
 
     target: str
     command: str = ""
     files: tuple[LaunchFile, ...] = ()
     notes: tuple[str, ...] = ()
+    peak_device_bytes: int = 0
+    rung: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

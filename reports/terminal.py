@@ -58,7 +58,7 @@ class ModelRow:
     max_position_embeddings: int | None = None
 
 
-def render_plan(plan: Plan, console: Console, *, next_command: str = "") -> None:
+def render_plan(plan: Plan, console: Console, *, next_command: str = "", launches: Sequence[str] = ()) -> None:
     """The plan as a story: verdict, memory, the walk of the decision tree, alternatives, notes, what to type next."""
     page = Page(console)
     page.line(workload_words(plan.workload), style="bold")
@@ -73,6 +73,7 @@ def render_plan(plan: Plan, console: Console, *, next_command: str = "") -> None
     ):
         if sentence:
             page.line(sentence)
+    _launches(page, launches)
     _memory(page, plan.chosen, plan.workload.memory_bytes)
     _walk(page, plan.walk)
     _alternatives(page, plan)
@@ -87,7 +88,7 @@ def render_plan(plan: Plan, console: Console, *, next_command: str = "") -> None
         page.command(default_next_command(plan))
 
 
-def render_no_plan(no_plan: NoPlan, console: Console) -> None:
+def render_no_plan(no_plan: NoPlan, console: Console, *, launches: Sequence[str] = ()) -> None:
     """Why nothing fits, how many bytes are missing, and what would make it fit, smallest change first."""
     page = Page(console)
     page.line(workload_words(no_plan.workload), style="bold")
@@ -95,6 +96,7 @@ def render_no_plan(no_plan: NoPlan, console: Console) -> None:
     page.line(f"Nothing fits: {gib(no_plan.missing_bytes)} missing.", style="bold red")
     page.line(f"The nearest setup is {setup_words(no_plan.nearest.setup)}.")
     page.line(memory_sentence(no_plan.nearest))
+    _launches(page, launches)
     page.head("What would make it fit, smallest change first")
     if no_plan.remedies:
         table = page.table("change", "saves", "enough?", right=("saves",))
@@ -108,6 +110,12 @@ def render_no_plan(no_plan: NoPlan, console: Console) -> None:
     page.line()
     page.line(space_sentence(no_plan))
     _notes(page, (*no_plan.notes, *no_plan.nearest.notes))
+
+
+def _launches(page: Page, sentences: Sequence[str]) -> None:
+    """What to know of the launch files, a part of the verdict."""
+    for sentence in sentences:
+        page.line(clean(sentence), style="bold red" if "PREDICTED" in sentence else "")
 
 
 def render_estimate(

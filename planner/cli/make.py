@@ -1,10 +1,9 @@
 """`plan MODEL --gpu GPU`: the main job."""
 
-import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +15,7 @@ from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem
 
 if TYPE_CHECKING:
     from planner.dataset import LengthChoice
+    from planner.exporters import Launch
     from planner.models.spec import ModelSpec
 
 
@@ -26,8 +26,12 @@ def make(
     wish: WishOptions,
     out: Annotated[Path | None, typer.Option("--out", help="Directory for plan.json, report.md, launch files.")] = None,
     target: Annotated[
-        list[str] | None, typer.Option("--target", help="Launch targets to write; repeatable. Default: all.")
+        list[str] | None,
+        typer.Option("--target", help="Plan what this target can run; repeatable. Default: files for all."),
     ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write launch files that are predicted to run out of memory too.")
+    ] = False,
     dataset: Annotated[str | None, typer.Option("--dataset", help="Hub id or local file for the launch files.")] = None,
     no_dry_run: options.NoDryRun = False,
     no_probe: Annotated[bool, typer.Option("--no-probe", help="No GPU probes, even with --gpu local.")] = False,
@@ -66,19 +70,24 @@ def make(
 
         plan = climb_probe(plan)
     unwritten: EnvironmentProblem | None = None
+    launches: tuple[Launch, ...] = ()
+    said: tuple[str, ...] = ()
+    following = ""
     if out is not None:
         from planner.cli.rungs import chosen_timeline
-        from planner.cli.writing import write_out
+        from planner.cli.writing import launch_sentences, next_command, write_out
 
         try:
-            write_out(
+            launches = write_out(
                 plan,
                 out,
                 targets=target,
                 dataset=dataset,
                 command=_command(model, gpu),
                 timeline=chosen_timeline(plan),
+                force=force,
             )
+            said, following = launch_sentences(launches, named=bool(target)), next_command(launches, out)
         except EnvironmentProblem as problem:  # a full disk must not cost the answer
             unwritten = problem
     if as_json:
@@ -89,12 +98,15 @@ def make(
         from reports.terminal import render_no_plan, render_plan
 
         if isinstance(plan, NoPlan):
-            render_no_plan(plan, console())
+            render_no_plan(plan, console(), launches=said)
         else:
-            render_plan(plan, console(), next_command=_next(plan, out) if out else "")
+            render_plan(plan, console(), next_command=following, launches=said)
+    if as_json:
+        print("\n".join(said), end="\n" * bool(said), file=sys.stderr)
     if unwritten is not None:
         raise unwritten
-    if isinstance(plan, NoPlan):
+    missing = [launch.target for launch in launches if launch.refused]
+    if isinstance(plan, NoPlan) or (missing and (target or len(missing) == len(launches))):
         raise typer.Exit(EXIT_NOTHING_FITS)
 
 
@@ -115,13 +127,3 @@ def _command(model: str, gpu: str) -> list[str]:
     """The command for the report: the words after `plan`, secrets never (there are none among the options)."""
     words = sys.argv[1:]
     return words if model in words else [model, "--gpu", gpu]
-
-
-def _next(plan: Any, out: Path) -> str:
-    """The command that starts the first launch target that can run the plan."""
-    from planner.cli.writing import launch_files
-
-    targets = ["trl"] if plan.workload.num_gpus == 1 else None
-    commands = [launch.command for launch in launch_files(plan, targets, None, out) if launch.command]
-    folder = shlex.quote(str(out))
-    return f"cd {folder} && {commands[0]}" if commands else f"open {folder}/report.html"

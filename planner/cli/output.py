@@ -63,7 +63,7 @@ def json_text(document: Any, *, indent: int | None = None) -> str:
     return text
 
 
-def write_text(path: Path, text: str, *, inside: Path | None = None) -> None:
+def write_text(path: Path, text: str, *, inside: Path | None = None, executable: bool = False) -> None:
     """Write a file beside and rename it, so that a crash or a full disk leaves the old one.
 
     Args:
@@ -75,7 +75,7 @@ def write_text(path: Path, text: str, *, inside: Path | None = None) -> None:
     from planner.outputs import write_whole
 
     try:
-        write_whole(path, text.encode("utf-8", _UNDECODABLE), inside=inside)
+        write_whole(path, text.encode("utf-8", _UNDECODABLE), inside=inside, executable=executable)
     except OSError as error:
         raise EnvironmentProblem(
             f"cannot write {path}: {error.strerror or error}", hint="choose another --out directory, or free some space"

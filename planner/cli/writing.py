@@ -4,6 +4,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -12,13 +13,18 @@ from typing import TYPE_CHECKING
 from planner import __version__
 from planner.cli.output import write_text
 from planner.errors import ConfigError, EnvironmentProblem, UsageError
+from planner.outcome import Candidate, Prediction
 from planner.plan import NoPlan, Plan
+from planner.setup import TrainSetup
 from planner.units import gib
+from planner.workload import Workload
 
 if TYPE_CHECKING:
     from planner.exporters import DatasetChoice, Launch
     from reports.extras import Extras, Timeline
 
+FOLDER = "launch"
+"""What stands for the files beside all targets', README.md and run.sh."""
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "trl", "accelerate", "optuna")
 
 
@@ -30,8 +36,10 @@ def write_out(
     dataset: str | None,
     command: Sequence[str],
     timeline: "Timeline | None" = None,
-) -> None:
-    """Write the directory of a plan; each file is written beside and renamed.
+    force: bool = False,
+) -> "tuple[Launch, ...]":
+    """Write the directory of a plan; each file is written beside and renamed. Returns the targets asked for, written
+    or not; nothing is launched without a plan, but by `force`.
 
     Raises:
         EnvironmentProblem: the directory cannot be written.
@@ -39,10 +47,12 @@ def write_out(
     """
     from reports.write import plan_files
 
-    launches = launch_files(plan, targets, dataset, folder) if isinstance(plan, Plan) else ()
+    launches: tuple[Launch, ...] = ()
+    if isinstance(plan, Plan) or force:
+        launches = launch_files(plan, targets, dataset, folder, force=force)
     for launch in launches:
         for file in launch.files:
-            write_text(folder / "launch" / file.path, file.text, inside=folder)
+            write_text(folder / "launch" / file.path, file.text, inside=folder, executable=file.executable)
     written = {Path(file.path).parts[0] for launch in launches for file in launch.files}
     earlier = sorted(one.name for one in (folder / "launch").glob("*") if one.is_dir() and one.name not in written)
     if earlier:
@@ -56,6 +66,27 @@ def write_out(
         texts = plan_files(plan, extras, html=False)
     for name, text in texts.items():
         write_text(folder / name, text)
+    return tuple(launch for launch in launches if launch.target != FOLDER)
+
+
+def launch_sentences(launches: "Sequence[Launch]", *, named: bool) -> tuple[str, ...]:
+    """Files that are predicted to run out of memory, written or not; where targets were named also why one has none."""
+    forced = [
+        f"launch/{launch.target}, written with --force: {'; '.join(launch.about)}."
+        for launch in launches
+        if launch.files and len(launch.about) > 1
+    ]
+    refused = [launch for launch in launches if launch.refused and (named or launch.about)]
+    return (*forced, *(f"Not written for {launch.target}: {launch.refused}." for launch in refused))
+
+
+def next_command(launches: "Sequence[Launch]", folder: Path) -> str:
+    """The command that starts the first target whose files were written and that can run."""
+    place = shlex.quote(str(folder))
+    for launch in launches:
+        if launch.files and launch.complete and len(launch.about) == 1:
+            return f"cd {place} && bash launch/run.sh {launch.target}"
+    return f"open {place}/report.html"
 
 
 def check_launch_words(targets: Sequence[str] | None, dataset: str | None, folder: Path | None) -> None:
@@ -94,18 +125,22 @@ def known_targets(targets: Sequence[str] | None) -> tuple[str, ...]:
     return names
 
 
-def launch_files(plan: Plan, targets: Sequence[str] | None, dataset: str | None, folder: Path) -> "tuple[Launch, ...]":
-    """The launch of every wanted target (all by default), refused ones included with their reason.
+def launch_files(
+    plan: Plan | NoPlan, targets: Sequence[str] | None, dataset: str | None, folder: Path, *, force: bool = False
+) -> "tuple[Launch, ...]":
+    """The launch of every wanted target (all by default); one without files says why.
 
-    Local paths are written relative to `folder`, from where the launch commands run: no machine path is written.
+    A target that runs the setup otherwise than planned is predicted as it runs, on the plan's rung. Files that would
+    run out of memory are left out, or say so in their first lines (`force`). Local paths are written relative to
+    `folder`, from where the launch commands run: no machine path is written.
     """
-    from planner.exporters import EXPORTERS, ExportRequest
+    from planner.exporters import EXPORTERS, ExportRequest, Launch
+    from planner.exporters.folder import folder_files
+    from planner.expressed import as_run
     from planner.hyperparameters import choose
-    from reports.text import gpus_words
 
-    names = known_targets(targets)
-    workload, chosen = plan.workload, plan.chosen
-    evidence = chosen.memory_evidence
+    workload = plan.workload
+    chosen = plan.chosen if isinstance(plan, Plan) else plan.nearest
     request = ExportRequest(
         model_id=_from_folder(workload.model.model_id, folder),
         model=workload.model,
@@ -114,12 +149,62 @@ def launch_files(plan: Plan, targets: Sequence[str] | None, dataset: str | None,
         hyper=choose(chosen.setup, num_params=workload.model.num_params, dataset_tokens=workload.dataset_tokens),
         dataset=dataset_choice(dataset, folder),
         num_nodes=workload.cluster.num_nodes if workload.cluster is not None else 1,
-        about=(
-            f"planned for {gpus_words(workload)}: peak {gib(evidence.peak_device_bytes)} "
-            f"of {gib(workload.memory_bytes)} ({evidence.rung.value.replace('_', ' ')})",
-        ),
     )
-    return tuple(EXPORTERS[name](request) for name in names)
+    launches = []
+    evaluated = {chosen.setup: chosen}
+    for name in known_targets(targets):
+        runs = as_run(name, chosen.setup, workload.model)
+        if isinstance(runs, str):
+            launches.append(Launch(target=name, refused=runs))
+            continue
+        if runs not in evaluated:
+            evaluated[runs] = _evaluate(plan, chosen, runs)
+        really = evaluated[runs]
+        about = _about(workload, chosen, really, name)
+        if really.fits or force:
+            evidence = really.memory_evidence
+            launch = EXPORTERS[name](replace(request, about=about))
+            peak = evidence.peak_device_bytes
+            launches.append(replace(launch, about=about, peak_device_bytes=peak, rung=evidence.rung.value))
+        else:
+            hint = f"plan for it with --target {name}" if really is not chosen else "plan with a larger --headroom"
+            reason = f"{'; '.join(about)}: {hint}, or write it all the same (--force)"
+            launches.append(Launch(target=name, about=about, refused=reason))
+    beside = folder_files(launches, request)
+    if beside:
+        launches.append(Launch(target=FOLDER, files=beside, complete=False))
+    return tuple(launches)
+
+
+def _evaluate(plan: Plan | NoPlan, chosen: Candidate, setup: TrainSetup) -> Candidate:
+    """What a target makes of the chosen setup, on the rung of the plan."""
+    from planner.cli.rungs import dry_run_setup
+    from planner.planning import candidate
+
+    workload = plan.workload
+    found = candidate(workload, setup)
+    if not isinstance(chosen.dry_run, Prediction):
+        return found
+    return replace(
+        found, dry_run=dry_run_setup(workload.model, workload.gpu, setup, memory_bytes=workload.memory_bytes)
+    )
+
+
+def _about(workload: Workload, chosen: Candidate, really: Candidate, target: str) -> tuple[str, ...]:
+    """What is predicted of the run that a target makes of the plan: one number, with its rung."""
+    from reports.text import gpus_words
+
+    evidence = really.memory_evidence
+    rung = evidence.rung.value.replace("_", " ")
+    words = f"peak {gib(evidence.peak_device_bytes)} of {gib(workload.memory_bytes)} ({rung})"
+    where = f"planned for {gpus_words(workload)}: "
+    if really is not chosen:
+        own = gib(chosen.memory_evidence.peak_device_bytes)
+        where = f"planned for {gpus_words(workload)} with a peak of {own}; as {target} runs it: "
+    if really.fits:
+        return (where + words,)
+    over = gib(evidence.peak_device_bytes - really.budget_bytes)
+    return (f"PREDICTED OUT OF MEMORY, {over} over the budget of {gib(really.budget_bytes)}", where + words)
 
 
 def _from_folder(name: str, folder: Path) -> str:
@@ -168,9 +253,12 @@ def _extras(
                 target=launch.target,
                 command=launch.command,
                 files=tuple(LaunchFile(path=f"launch/{file.path}", text=file.text) for file in launch.files),
-                notes=(*launch.unsupported, *launch.notes),
+                notes=(*launch.about, *launch.unsupported, *launch.notes),
+                peak_device_bytes=launch.peak_device_bytes,
+                rung=launch.rung,
             )
             for launch in launches
+            if launch.target != FOLDER
         ),
         timeline=timeline,
         sensitivity=moved,

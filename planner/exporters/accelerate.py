@@ -62,6 +62,7 @@ def export(request: ExportRequest) -> Launch:
         target=TARGET,
         files=tuple(config_files(request)),
         command=command(request, "SCRIPT", TARGET),
+        complete=False,
         differences=differences(request.setup),
         notes=tuple(notes),
         validated_with=VALIDATED_WITH,

@@ -7,7 +7,6 @@ from planner.exporters.common import (
     environment,
     model_line,
     model_refusal,
-    peak_notes,
     target_modules,
 )
 from planner.exporters.spread import PER_NODE, processes, sharding_refusal, sync_lines, tensor_refusal, torchrun_flags
@@ -103,7 +102,6 @@ def export(request: ExportRequest) -> Launch:
     prefix = " ".join(f"{name}={value}" for name, value in env.items())
     if request.num_nodes > 1:
         notes.append(PER_NODE)
-    notes += peak_notes(request, found)
     head = header(
         request,
         title="Axolotl",

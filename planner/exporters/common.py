@@ -1,7 +1,5 @@
 """What several targets share: names of optimizers, data types, attention; target modules; environment variables."""
 
-from collections.abc import Sequence
-
 from planner.exporters.text import Line, was_absolute
 from planner.exporters.types import Difference, ExportRequest
 from planner.gpu import GpuSpec
@@ -9,9 +7,7 @@ from planner.kernels import attention_refusal
 from planner.models.spec import ModelSpec
 from planner.models.stored import stored_refusal
 from planner.models.targets import peft_target_modules
-from planner.predict import predict
 from planner.setup import TrainSetup
-from planner.units import gib
 
 HF_OPTIMIZERS = {
     "adamw": "adamw_torch",
@@ -72,19 +68,3 @@ def adapter_dtype_difference(setup: TrainSetup, runs_as: str, reason: str) -> Di
     if setup.method == "full" or setup.resolved_adapter_dtype == runs_as:
         return None
     return Difference(field="adapter_dtype", planned=setup.resolved_adapter_dtype, runs_as=runs_as, reason=reason)
-
-
-def peak_notes(request: ExportRequest, found: Sequence[Difference]) -> list[str]:
-    """What the differences do to the device peak by the formula, so that a plan that fits is not one that does not.
-
-    Empty without differences, or where model or GPU are not known.
-    """
-    if not found or request.model is None or request.gpu is None:
-        return []
-    planned = predict(request.model, request.gpu, request.setup).peak_device_bytes
-    runs = request.setup.with_(**{one.field: one.runs_as for one in found})
-    really = predict(request.model, request.gpu, runs).peak_device_bytes
-    note = f"as it runs here the formula predicts a peak of {gib(really)}, for the plan {gib(planned)}"
-    if really > request.gpu.memory_bytes:
-        note += f": MORE than the {gib(request.gpu.memory_bytes)} of {request.gpu.name}, use another target"
-    return [note]

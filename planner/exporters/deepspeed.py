@@ -91,6 +91,7 @@ def export(request: ExportRequest) -> Launch:
     return Launch(
         target=TARGET,
         files=(config_file(request),),
+        complete=False,
         command=f"deepspeed{nodes} --num_gpus {request.gpus_per_node} SCRIPT  # with deepspeed= this file",
         differences=differences(setup),
         notes=("holds batch, precision and sharding only: method and model stand in the hf target's script",),

@@ -7,7 +7,6 @@ from planner.exporters.common import (
     HF_OPTIMIZERS,
     environment,
     model_refusal,
-    peak_notes,
     target_modules,
 )
 from planner.exporters.python_text import Code, call, constant
@@ -76,7 +75,6 @@ def export(request: ExportRequest) -> Launch:
         notes.append("Packed samples see their neighbours in the same block; use the trl target to keep them apart.")
     if "liger" in (setup.loss, *(one.runs_as for one in found)):
         notes.append("Needs liger-kernel on a GPU with Triton.")
-    notes += peak_notes(request, found)
     head = header(
         request,
         title="Plain transformers + peft",

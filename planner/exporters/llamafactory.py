@@ -3,7 +3,7 @@
 import json
 
 from planner.exporters import deepspeed, slurm
-from planner.exporters.common import HF_OPTIMIZERS, environment, model_line, model_refusal, peak_notes, target_modules
+from planner.exporters.common import HF_OPTIMIZERS, environment, model_line, model_refusal, target_modules
 from planner.exporters.spread import PER_NODE, sharding_refusal, split_refusal
 from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch, LaunchFile
@@ -85,7 +85,6 @@ def export(request: ExportRequest) -> Launch:
         notes.append("Needs liger-kernel.")
     if request.num_nodes > 1:
         notes.append(PER_NODE)
-    notes += peak_notes(request, found)
     head = header(
         request,
         title="LLaMA-Factory",

@@ -16,6 +16,8 @@ from planner.setup import TrainSetup
 from planner.units import gib
 
 _WIDTH = 100
+LAUNCH = "Launch:    "
+"""What a header's command stands behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +54,12 @@ def one_line(text: object) -> str:
 
 
 def comments(texts: Iterable[str]) -> str:
-    """Each text as comment lines, wrapped."""
+    """Each text as comment lines, wrapped; a command stays on one line, where it can be copied."""
     lines: list[str] = []
     for text in texts:
+        if text.startswith(LAUNCH):
+            lines.append(f"# {one_line(text)}")
+            continue
         words, current = one_line(text).split(" "), "#"
         for word in words:
             if len(current) + 1 + len(word) > _WIDTH and current != "#":
@@ -111,7 +116,7 @@ def header(
         f"{setup.accumulation_steps} x {setup.data_degree} {_copies(setup)} = "
         f"{setup.global_batch_seqs} sequences of {setup.seq_len_tokens} tokens.",
         *request.about,
-        f"Launch:    {command}",
+        f"{LAUNCH}{command}",
         f"Validated: {versions}",
     ]
     if request.gpu is not None:

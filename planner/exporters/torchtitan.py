@@ -7,7 +7,6 @@ architectures, loaded from and saved to transformers' format.
 import json
 
 from planner.exporters import slurm
-from planner.exporters.common import peak_notes
 from planner.exporters.spread import PER_NODE, sharding_refusal, torchrun, torchrun_flags
 from planner.exporters.text import Line, Section, comments, header, launch_file, one_line, section, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
@@ -102,7 +101,6 @@ def export(request: ExportRequest) -> Launch:
     ]
     if request.num_nodes > 1:
         notes.append(PER_NODE)
-    notes += peak_notes(request, found)
     head = header(
         request,
         title="torchtitan",

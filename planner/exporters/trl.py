@@ -9,7 +9,6 @@ from planner.exporters.common import (
     environment,
     model_line,
     model_refusal,
-    peak_notes,
     target_modules,
 )
 from planner.exporters.spread import (
@@ -125,7 +124,6 @@ def export(request: ExportRequest) -> Launch:
             "packing without flash attention: transformers keeps packed samples apart through position_ids where the "
             "attention mask allows it; flash_attention_2 is the form TRL recommends."
         )
-    notes += peak_notes(request, found)
     head = header(
         request,
         title="TRL supervised fine-tuning",

@@ -79,6 +79,7 @@ class LaunchFile:
 
     path: str
     text: str
+    executable: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +105,11 @@ class Launch:
         command: the one command that starts the run, from the directory that holds `launch/`.
         differences: settings that run otherwise than planned. Reading the files back gives the setup with exactly
             these changed.
-        refused: why the target cannot run this setup at all; "" when it can.
+        refused: why the target has no files for this setup; "" when it has.
         validated_with: distribution -> version that accepted such files.
+        complete: False for a part that other files need, which its command alone does not start.
+        about: what is predicted of the run, as in the files' headers.
+        peak_device_bytes, rung: the prediction of what really runs and its rung; 0 and "" where nobody predicted.
     """
 
     target: str
@@ -115,6 +119,10 @@ class Launch:
     notes: tuple[str, ...] = ()
     refused: str = ""
     validated_with: Mapping[str, str] = field(default_factory=dict)
+    complete: bool = True
+    about: tuple[str, ...] = ()
+    peak_device_bytes: int = 0
+    rung: str = ""
 
     @property
     def unsupported(self) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """An Unsloth script: `python FILE`. Unsloth 2026.10 with trl <= 1.15 and transformers <= 5.17 (old names)."""
 
-from planner.exporters.common import HF_OPTIMIZERS, USUAL_LINEAR_MODULES, environment, peak_notes, target_modules
+from planner.exporters.common import HF_OPTIMIZERS, USUAL_LINEAR_MODULES, environment, target_modules
 from planner.exporters.python_text import Code, call, constant
 from planner.exporters.text import Line, comments, header, launch_file, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
@@ -75,7 +75,6 @@ def export(request: ExportRequest) -> Launch:
         "Checked against the signatures and config classes in Unsloth's source; it was not run here (no GPU).",
     ]
     command = f"python launch/{FILE}"
-    notes += peak_notes(request, found)
     head = header(
         request,
         title="Unsloth",

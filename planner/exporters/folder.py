@@ -1,0 +1,176 @@
+"""What stands beside the targets' files in `launch/`: README.md, and run.sh, which starts any of them.
+
+Both say the same: what to install, whether to log in, the one command, what to change.
+"""
+
+import shlex
+from collections.abc import Sequence
+
+from planner.exporters import gated
+from planner.exporters.text import one_line, shown_path
+from planner.exporters.types import PLACEHOLDER_DATASET, ExportRequest, Launch, LaunchFile
+
+README, RUN = "README.md", "run.sh"
+LOGIN = "hf auth login"
+_BY_HAND = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def folder_files(launches: Sequence[Launch], request: ExportRequest) -> tuple[LaunchFile, ...]:
+    """README.md and run.sh of a launch folder; nothing where no target has files."""
+    written = [launch for launch in launches if launch.files]
+    if not written:
+        return ()
+    started = [launch for launch in written if launch.complete]
+    files = [LaunchFile(path=README, text=_readme(launches, started, request))]
+    if started:
+        files.append(LaunchFile(path=RUN, text=_run(started, request), executable=True))
+    return tuple(files)
+
+
+def requirements(launch: Launch, request: ExportRequest) -> list[list[str]]:
+    """Arguments of `pip install`, one list per call: versions that accepted such files, then what builds on torch."""
+    runs = launch.runs_as(request.setup)
+    packages = [f"{name}=={version}" for name, version in launch.validated_with.items()]
+    extra = {
+        "bitsandbytes": runs.quantized or "8bit" in runs.optimizer or runs.optimizer.startswith("paged"),
+        "liger-kernel": runs.loss == "liger",
+        "deepspeed": runs.parallel.startswith("zero"),
+    }
+    packages += [name for name, needed in extra.items() if needed and name not in launch.validated_with]
+    calls = [packages]
+    if runs.attention == "flash-attention-2":
+        calls.append(["flash-attn", "--no-build-isolation"])
+    return calls
+
+
+def login_words(request: ExportRequest) -> str:
+    """Whether the hub wants a login for the model; "" for a directory."""
+    name = shown_path(request.model_id)
+    if not gated.on_hub(request.model_id):
+        return ""
+    if asked := gated.terms(request.model_id):
+        return f"{name} is gated ({asked}): accept them on its page on the hub, then `{LOGIN}`, or set HF_TOKEN."
+    return (
+        f"Whether {name} is gated is not known here: where its download is refused (401 or 403), accept its terms on "
+        f"its page on the hub, then `{LOGIN}`, or set HF_TOKEN."
+    )
+
+
+def _readme(launches: Sequence[Launch], started: Sequence[Launch], request: ExportRequest) -> str:
+    lines = [f"# {_plain(shown_path(request.model_id))}", ""]
+    if started:
+        first = started[0].target
+        lines += [
+            "Run all commands from the directory that holds `launch/`.",
+            "",
+            "```bash",
+            f"bash launch/{RUN} install {first}   # a virtual environment .venv-{first} with the tested versions",
+            f"bash launch/{RUN} {first}           # the run",
+            "```",
+            "",
+        ]
+    if words := login_words(request):
+        lines += [_plain(words, code=True), ""]
+    for launch in launches:
+        if not launch.files:
+            continue
+        pip = [f"pip install {shlex.join(call)}" for call in requirements(launch, request)]
+        lines += [f"## {launch.target}", "", *(f"{_plain(words)}." for words in launch.about), ""]
+        if launch.complete:
+            lines += ["```bash", *pip, launch.command, "```", ""]
+        else:
+            lines += ["A part, for use with another target's files.", ""]
+        lines += [f"- {_plain(words)}" for words in (*launch.unsupported, *launch.notes)]
+        lines += [""] * bool(launch.unsupported or launch.notes)
+    left_out = [launch for launch in launches if launch.refused]
+    if left_out:
+        lines += ["## Not written", "", *(f"- {one.target}: {_plain(one.refused)}" for one in left_out), ""]
+    lines += ["## What to change", ""]
+    if request.dataset is None:
+        lines.append(f"- the dataset: `{PLACEHOLDER_DATASET}` stands where yours belongs (or plan with --dataset)")
+    lines += [
+        f"- where the run writes: `{_plain(shown_path(request.output_dir))}`",
+        "- learning rate, epochs, logging and saving: as you like; they change no memory",
+        "- batch, lengths, precision, rank, checkpointing, optimizer: what was planned; change them and plan again",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _plain(text: str, *, code: bool = False) -> str:
+    """Text on one line that is no Markdown of its own."""
+    found = one_line(text).replace("<", "&lt;")
+    return found if code else found.replace("`", "'")
+
+
+def _run(started: Sequence[Launch], request: ExportRequest) -> str:
+    first = started[0].target
+    names = " ".join(launch.target for launch in started)
+    lines = [
+        "#!/usr/bin/env bash",
+        f"# bash launch/{RUN} [TARGET]: the run; bash launch/{RUN} install [TARGET]: what it needs, in .venv-TARGET.",
+        f"# TARGET: {names}",
+        "set -euo pipefail",
+        'cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."',
+        "",
+        "action=run",
+        'if [ "${1:-}" = install ]; then action=install; shift; fi',
+        f"target=${{1:-{first}}}",
+        'case "$target" in',
+    ]
+    for launch in started:
+        lines += _case(launch, request)
+    lines += [
+        "  *)",
+        f'    echo "error: no target $target here; one of: {names}" >&2',
+        "    exit 2",
+        "    ;;",
+        "esac",
+        "",
+        'venv=".venv-$target"',
+        'if [ "$action" = install ]; then',
+        '  python3 -m venv "$venv"',
+        '  export PATH="$PWD/$venv/bin:$PATH"',
+        "  install",
+        f'  echo "installed in $venv; next: bash launch/{RUN} $target"',
+        "  exit 0",
+        "fi",
+        'if [ -d "$venv" ]; then export PATH="$PWD/$venv/bin:$PATH"; fi',
+        'if ! command -v "$tool" >/dev/null; then',
+        '  echo "error: no $tool here" >&2',
+        f'  echo "hint: bash launch/{RUN} install $target" >&2',
+        "  exit 3",
+        "fi",
+        f'if grep -n {PLACEHOLDER_DATASET} -- "${{files[@]}}" >&2; then',
+        f'  echo "error: put your data set where {PLACEHOLDER_DATASET} stands" >&2',
+        "  exit 2",
+        "fi",
+    ]
+    if gated.on_hub(request.model_id) and gated.terms(request.model_id):
+        ask = "from huggingface_hub import get_token; raise SystemExit(get_token() is None)"
+        lines += [
+            f"if ! python3 -c {shlex.quote(ask)} 2>/dev/null; then",
+            f"  printf '%s\\n' {shlex.quote('error: ' + login_words(request))} >&2",
+            "  exit 3",
+            "fi",
+        ]
+    return "\n".join([*lines, "run", ""])
+
+
+def _case(launch: Launch, request: ExportRequest) -> list[str]:
+    words = shlex.split(launch.command)
+    tool = next(word for word in words if "=" not in word)
+    placed = [file.path for file in launch.files]
+    needed = [name for name in _BY_HAND if f"${name}" in launch.command]
+    return [
+        f"  {launch.target})",
+        f"    tool={shlex.quote(tool)}",
+        f"    files=({shlex.join(f'launch/{path}' for path in placed)})",
+        "    install() {",
+        *(f"      pip install {shlex.join(call)}" for call in requirements(launch, request)),
+        "    }",
+        "    run() {",
+        *(f'      : "${{{name}:?set it on every node}}"' for name in needed),
+        f"      {launch.command}",
+        "    }",
+        "    ;;",
+    ]

@@ -1,0 +1,209 @@
+"""What `--out` hands out: targets that fit, README.md and run.sh that work, and one number for each run everywhere."""
+
+import json
+import os
+import re
+import stat
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from planner.cli.app import run
+from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest
+from planner.exporters.folder import folder_files
+from planner.setup import TrainSetup
+from planner.units import gib
+from tests.planner.launch_sweep import request, setups
+
+LLAMA = ["meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090", "--no-dry-run"]
+HOSTILE = "evil'; touch pwned; `touch pwned` $(touch pwned) \"x"
+
+
+def planned(tmp_path: Path, arguments: Sequence[str], code: int = 0) -> Path:
+    out = tmp_path / "plan"
+    assert run([*arguments, "--out", str(out)]) == code
+    return out
+
+
+def predicted(out: Path) -> dict[str, int]:
+    """Target -> peak by plan.json, of the targets with files."""
+    launch = json.loads((out / "plan.json").read_text())["launch"]
+    return {one["target"]: one["peak_device_bytes"] for one in launch if one.get("files")}
+
+
+@pytest.mark.parametrize("target", ["trl", "hf", "axolotl", "llamafactory", "unsloth"])
+def test_a_named_target_is_planned_written_and_agrees_everywhere(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = planned(tmp_path, [*LLAMA, "--target", target])
+    shown = " ".join(capsys.readouterr().out.split())
+    document = json.loads((out / "plan.json").read_text())
+    chosen = document["chosen"]
+    peak = chosen["formula"]["peak_device_bytes"]
+    assert peak <= chosen["budget_bytes"]
+    assert predicted(out) == {target: peak}
+    file = next(one for one in (out / "launch" / target).iterdir() if one.name != "dataset_info.json")
+    head = " ".join(file.read_text().replace("\n#", " ").split())
+    words = f"peak {gib(peak)} of {gib(document['workload']['memory_bytes'])} (formula)"
+    assert words in head
+    assert words in (out / "launch" / "README.md").read_text()
+    assert "Differs from the plan" not in head
+    assert f"{gib(peak)} of the {gib(chosen['budget_bytes'])} budget" in shown
+    assert f"bash launch/run.sh {target}" in shown
+    for report in ("report.md", "report.html"):
+        assert gib(peak) in (out / report).read_text()
+
+
+def test_without_a_target_only_what_fits_is_written_and_the_rest_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = planned(tmp_path, LLAMA)
+    shown = " ".join(capsys.readouterr().out.split())
+    budget = json.loads((out / "plan.json").read_text())["chosen"]["budget_bytes"]
+    assert set(predicted(out)) == {"trl", "hf", "accelerate"}
+    assert all(peak <= budget for peak in predicted(out).values())
+    assert "Not written for axolotl: PREDICTED OUT OF MEMORY" in shown
+    assert "--target axolotl" in shown
+    assert not (out / "launch" / "axolotl").exists()
+    assert "axolotl: PREDICTED" in (out / "launch" / "README.md").read_text()
+
+
+def test_forced_files_say_in_file_and_verdict_that_they_run_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = planned(tmp_path, [*LLAMA, "--force"])
+    shown = " ".join(capsys.readouterr().out.split())
+    peak = predicted(out)["axolotl"]
+    text = (out / "launch" / "axolotl" / "axolotl.yaml").read_text()
+    assert peak > json.loads((out / "plan.json").read_text())["workload"]["memory_bytes"]
+    assert "PREDICTED OUT OF MEMORY" in text
+    assert gib(peak) in text
+    assert "launch/axolotl, written with --force: PREDICTED OUT OF MEMORY" in shown
+    assert "bash launch/run.sh trl" in shown
+
+
+def test_a_target_without_any_setup_is_no_silent_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned(tmp_path, [*LLAMA, "--target", "torchtitan"], code=2)
+    error = capsys.readouterr().err
+    assert "several GPUs" in error
+    assert "hint:" in error
+    assert not (tmp_path / "plan").exists()
+
+
+def test_nothing_that_fits_is_forced_as_the_nearest_setup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wish = ["meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090", "--no-dry-run", "--method", "full"]
+    out = planned(tmp_path, wish, code=1)
+    assert not (out / "launch").exists()
+    capsys.readouterr()
+    out = planned(tmp_path, [*wish, "--force"], code=1)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Nothing fits" in shown
+    assert "launch/trl, written with --force: PREDICTED OUT OF MEMORY" in shown
+    assert "PREDICTED OUT OF MEMORY" in (out / "launch" / "trl" / "trl-sft.yaml").read_text()
+
+
+def test_a_headers_command_is_one_line_that_a_shell_takes() -> None:
+    seen = set()
+    for target, export in EXPORTERS.items():
+        for setup in setups()[::5]:
+            launch = export(request(setup))
+            for file in launch.files:
+                for line in file.text.splitlines():
+                    if line.startswith("# Launch:") and target == file.path.split("/")[0]:
+                        command = line.removeprefix("# Launch:").strip()
+                        assert not file.path.startswith(f"{target}/{target}") or command == launch.command
+                        assert subprocess.run(["bash", "-n", "-c", command], check=False).returncode == 0
+                        seen.add(target)
+    assert seen == set(EXPORTERS) - {"deepspeed", "torchtitan"}  # JSON has no comments; Qwen2.5 is not torchtitan's
+
+
+def launched(tmp_path: Path, asked: ExportRequest, targets: Sequence[str] = ("trl", "hf")) -> Path:
+    """A launch folder of a request, as `--out` writes it."""
+    launches = [EXPORTERS[target](asked) for target in targets]
+    files = [file for launch in launches for file in launch.files] + list(folder_files(launches, asked))
+    for file in files:
+        path = tmp_path / "launch" / file.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(file.text)
+        path.chmod(0o755 if file.executable else 0o644)
+    return tmp_path / "launch"
+
+
+def started(folder: Path, *words: str, stubs: Sequence[str] = ("trl", "python"), token: bool = True) -> tuple[int, str]:
+    """Exit code and output of run.sh where only these tools exist; each says how it was called."""
+    tools = folder.parent / "tools"
+    tools.mkdir(exist_ok=True)
+    for name in {*stubs, "pip", "python3"}:
+        answer = f'case "$*" in *get_token*) exit {0 if token else 1};; *) echo CALLED {name} "$@";; esac'
+        (tools / name).write_text(f"#!/bin/sh\n{answer}\n")
+        (tools / name).chmod(0o755)
+    for name in ("bash", "sh", "grep", "dirname", "env"):
+        if not (tools / name).exists():
+            (tools / name).symlink_to(f"/usr/bin/{name}" if Path(f"/usr/bin/{name}").exists() else f"/bin/{name}")
+    done = subprocess.run(
+        ["bash", str(folder / "run.sh"), *words], env={"PATH": str(tools)}, capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+SETUP = TrainSetup(loss="chunked", method="qlora", quantization="nf4-double")
+
+
+def test_run_sh_starts_the_one_command_of_each_target(tmp_path: Path) -> None:
+    folder = launched(tmp_path, request(SETUP))
+    assert os.stat(folder / "run.sh").st_mode & stat.S_IXUSR
+    assert started(folder) == (0, "CALLED trl sft --config launch/trl/trl-sft.yaml --num_processes 1\n")
+    assert started(folder, "hf") == (0, "CALLED python launch/hf/train_hf.py\n")
+    code, said = started(folder, "axolotl")
+    assert (code, "one of: trl hf" in said) == (2, True)
+
+
+def test_run_sh_installs_the_tested_versions_and_names_the_step_where_they_are_missing(tmp_path: Path) -> None:
+    folder = launched(tmp_path, request(SETUP))
+    code, said = started(folder, stubs=())
+    assert (code, "bash launch/run.sh install trl" in said) == (3, True)
+    code, said = started(folder, "install", stubs=())
+    assert code == 0
+    assert "CALLED python3 -m venv .venv-trl" in said
+    called = re.search(r"CALLED pip install (.+)", said)
+    assert called is not None
+    assert {"trl==1.16.0", "transformers==5.23.0", "bitsandbytes==0.50.2"} <= set(called[1].split())
+    assert called[1] in (folder / "README.md").read_text()
+
+
+def test_run_sh_stops_before_a_placeholder_and_before_a_gated_model_without_login(tmp_path: Path) -> None:
+    folder = launched(tmp_path / "a", request(SETUP, dataset=None))
+    code, said = started(folder)
+    assert (code, "YOUR_DATASET" in said, "CALLED" in said) == (2, True, False)
+    folder = launched(tmp_path / "b", request(SETUP, model_id="meta-llama/Llama-3.2-1B"))
+    code, said = started(folder, token=False)
+    assert (code, "hf auth login" in said, "CALLED" in said) == (3, True, False)
+    assert started(folder, token=True)[0] == 0
+    assert "hf auth login" in (folder / "README.md").read_text()
+    unknown = launched(tmp_path / "c", request(SETUP))
+    assert "is not known here" in (unknown / "README.md").read_text()
+    assert "get_token" not in (unknown / "run.sh").read_text()
+
+
+@pytest.mark.parametrize("name", [f"meta-llama/{HOSTILE}", f"./{HOSTILE}", "-rf", "a\nb"])
+def test_hostile_names_run_nothing(tmp_path: Path, name: str) -> None:
+    asked = request(SETUP, model_id=name, dataset=DatasetChoice(path=f"./{HOSTILE}.jsonl", local=True))
+    folder = launched(tmp_path, asked, ("trl", "hf", "axolotl", "llamafactory", "unsloth"))
+    assert subprocess.run(["bash", "-n", str(folder / "run.sh")], check=False).returncode == 0
+    for token in (True, False):
+        started(folder, token=token)
+    assert not list(tmp_path.rglob("pwned"))
+
+
+def test_every_spread_gets_a_run_sh_that_a_shell_can_read(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    for setup in setups()[::11]:
+        asked = request(setup, num_nodes=2 if setup.num_gpus % 2 == 0 else 1)
+        files = folder_files([export(asked) for export in EXPORTERS.values()], asked)
+        for file in files:
+            if file.executable:
+                script.write_text(file.text)
+                assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+                assert "NODE_RANK:?" in file.text or asked.num_nodes == 1
