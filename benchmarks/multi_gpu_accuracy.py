@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.multi_gpu_fit import fit_spread, log_error  # noqa: E402
 from benchmarks.multi_gpu_points import SpreadPoint, load_points  # noqa: E402
 from benchmarks.speed_accuracy import percentile  # noqa: E402
-from planner.parallel.memory import rank_memories  # noqa: E402
+from planner.memory.model import rank_memories  # noqa: E402
 from planner.throughput.calibration import (  # noqa: E402
     DATA_FILE,
     Calibration,

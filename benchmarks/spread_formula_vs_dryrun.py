@@ -5,7 +5,7 @@
 
 Points already in the file are skipped, so a run can be stopped and taken up again. Setups are drawn at random (seeded)
 from the space below, the same list for every run with one seed, models and strategies in rotation. The formula is
-`planner.parallel.memory.rank_memories`, its worst rank by allocated bytes.
+`planner.memory.model.rank_memories`, its worst rank by allocated bytes.
 """
 
 import argparse
@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from planner.engines import why_not
 from planner.errors import SetupError
 from planner.gpus import find_gpu
 from planner.interchange import setup_from_dict, setup_to_dict
+from planner.memory.model import rank_memories
 from planner.models import catalogue
-from planner.parallel.memory import rank_memories
-from planner.parallel.support import why_not
 from planner.setup import TrainSetup
 
 GPU = "a100-80gb"

@@ -29,10 +29,10 @@ from benchmarks.spread_formula_vs_dryrun import (
     key_of,
     rows_of,
 )
+from planner.engines import why_not
 from planner.errors import SetupError
 from planner.interchange import setup_from_dict, setup_to_dict
 from planner.models import catalogue
-from planner.parallel.support import why_not
 from planner.setup import TrainSetup
 
 FULL: dict[str, Any] = {"method": "full", "lora_rank": 0}

@@ -23,10 +23,14 @@ ranks, and 253 setups in a model of its engine (worst 11 %; docs/accuracy/spread
 
 
 def memory_band(model: ModelSpec, setup: TrainSetup) -> float:
-    """Half-width of the formula's memory band for one setup, as a fraction.
+    """Half-width of the formula's memory band for one setup, as a fraction: one GPU's, and SPREAD_BAND with several.
 
     Source: docs/accuracy/formula-vs-dry-run.md, 90th percentiles by kind of setup (November 2026).
     """
+    return _one_gpu_band(model, setup) + (SPREAD_BAND if setup.num_gpus > 1 else 0.0)
+
+
+def _one_gpu_band(model: ModelSpec, setup: TrainSetup) -> float:
     if model.is_encoder_decoder:
         return ENCODER_DECODER_BAND
     traits = traits_of(model)
@@ -35,8 +39,3 @@ def memory_band(model: ModelSpec, setup: TrainSetup) -> float:
     if setup.attention == "sdpa" and setup.precision in ("fp32", "fp16-mixed", "fp16-autocast"):
         return WIDE_BAND  # older cards and fp32 may fall back to the math kernel
     return SMALL_MODEL_BAND if model.num_params < SMALL_PARAMS else USUAL_BAND
-
-
-def spread_memory_band(model: ModelSpec, setup: TrainSetup) -> float:
-    """Half-width of the formula's memory band for a setup on several GPUs: one GPU's, and SPREAD_BAND for the rest."""
-    return memory_band(model, setup) + SPREAD_BAND

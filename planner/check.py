@@ -207,7 +207,7 @@ def _refused(model: ModelSpec, setup: TrainSetup) -> bool:
     """Whether no engine runs a setup on several GPUs."""
     if setup.num_gpus == 1:
         return False
-    from planner.parallel.support import why_not  # one GPU never needs it
+    from planner.engines import why_not  # one GPU never needs it
 
     return bool(why_not(model, setup))
 

@@ -2,21 +2,21 @@
 
 from typing import TYPE_CHECKING
 
-from planner.calibration_bands import memory_band, spread_memory_band
+from planner.calibration_bands import memory_band
 from planner.gpu import GpuSpec
 from planner.kernels import Kernel, attention_kernel, missing_kernels
 from planner.memory.dtypes import flow_of
-from planner.memory.model import predict_memory
+from planner.memory.model import predict_memory, rank_memories
 from planner.memory.optimizer import paged_bytes
 from planner.memory.trained import trained_parameters
-from planner.memory.types import MemoryBreakdown
+from planner.memory.types import RankMemory
 from planner.memory.weights import linear_bytes
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, stored_method, stored_refusal
 from planner.models.targets import unmatched_targets
 from planner.outcome import Prediction, Rung
 from planner.setup import TrainSetup
-from planner.throughput import StepTime, step_time
+from planner.speed import cluster_of, speed_profile
 from planner.units import gib
 
 if TYPE_CHECKING:
@@ -33,29 +33,9 @@ def predict(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster
     Source: `planner.memory`, `planner.throughput` and `planner.parallel`, each term with its own source.
     Measured: docs/accuracy/formula.md, per source and per case.
     """
-    if setup.num_gpus > 1:
-        return _spread_prediction(model, gpu, setup, cluster)
-    memory = predict_memory(model, gpu, setup)
-    speed = step_time(model, gpu, setup)
-    return _prediction(memory, speed, memory_band(model, setup), memory_notes(model, gpu, setup))
-
-
-def device_peak_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> int:
-    """The device peak of `predict` alone: the worst rank's."""
-    if setup.num_gpus > 1:
-        from planner.parallel.memory import rank_memories
-
-        return max(rank.breakdown.peak_device_bytes for rank in rank_memories(model, gpu, setup))
-    return predict_memory(model, gpu, setup).peak_device_bytes
-
-
-def _prediction(
-    memory: MemoryBreakdown,
-    speed: StepTime,
-    band_fraction: float,
-    notes: tuple[str, ...],
-    rank_peaks: tuple[tuple[str, int, int], ...] = (),
-) -> Prediction:
+    ranks = rank_memories(model, gpu, setup)
+    memory = ranks[0].breakdown
+    speed = speed_profile(model, gpu, setup, cluster).step_time(setup)
     return Prediction(
         rung=Rung.FORMULA,
         peak_allocated_bytes=memory.peak_allocated_bytes,
@@ -64,42 +44,38 @@ def _prediction(
         peak_phase=memory.peak_phase,
         phase_peaks_bytes=memory.phase_bytes,
         terms=memory.at_peak(),
-        memory_band_fraction=band_fraction,
+        memory_band_fraction=memory_band(model, setup),
         step_time_s=speed.step_time_s,
         tokens_per_s=speed.tokens_per_s,
         time_band_fraction=speed.band_fraction,
         mfu_fraction=speed.mfu_fraction,
         time_parts_s=speed.parts_s,
-        notes=(*notes, *speed.notes),
-        rank_peaks=rank_peaks,
+        notes=(*memory_notes(model, gpu, setup), *_rank_notes(model, gpu, setup, ranks, cluster), *speed.notes),
+        rank_peaks=tuple((rank.name, rank.num_ranks, rank.breakdown.peak_device_bytes) for rank in ranks)
+        if setup.num_gpus > 1
+        else (),
     )
 
 
-def _spread_prediction(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster | None") -> Prediction:
-    # one GPU never needs these modules
-    from planner.cluster import make_cluster
-    from planner.parallel.host import host_bytes_per_node
-    from planner.parallel.memory import rank_memories
-    from planner.parallel.speed import spread_step_time
+def device_peak_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> int:
+    """The device peak of `predict` alone: the fullest GPU's."""
+    return predict_memory(model, gpu, setup).peak_device_bytes
 
-    ranks = rank_memories(model, gpu, setup)
-    worst = max(ranks, key=lambda rank: rank.breakdown.peak_device_bytes)
-    if cluster is None or cluster.num_gpus != setup.num_gpus:
-        cluster = make_cluster(gpu, setup.num_gpus)
-    speed = spread_step_time(model, gpu, setup, cluster)
-    notes = memory_notes(model, gpu, setup)
+
+def _rank_notes(
+    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, ranks: tuple[RankMemory, ...], cluster: "Cluster | None"
+) -> list[str]:
+    """What several GPUs make necessary to say."""
+    notes = []
     if len(ranks) > 1:
-        notes = (*notes, f"the memory is that of the fullest GPUs ({worst.name}, {worst.num_ranks} of them)")
+        worst = ranks[0]
+        notes.append(f"the memory is that of the fullest GPUs ({worst.name}, {worst.num_ranks} of them)")
     if setup.offload != "none":
-        host = host_bytes_per_node(model, setup, cluster.num_nodes)
-        notes = (*notes, f"{gib(host)} of states lie in the host's memory of every node, and must find room there")
-    return _prediction(
-        worst.breakdown,
-        speed,
-        spread_memory_band(model, setup),
-        notes,
-        tuple((rank.name, rank.num_ranks, rank.breakdown.peak_device_bytes) for rank in ranks),
-    )
+        from planner.engines.host import host_bytes_per_node  # one GPU never needs it
+
+        host = host_bytes_per_node(model, setup, cluster_of(gpu, setup, cluster).num_nodes)
+        notes.append(f"{gib(host)} of states lie in the host's memory of every node, and must find room there")
+    return notes
 
 
 def attention_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> frozenset[Kernel]:

@@ -224,7 +224,7 @@ class TrainSetup:
     def weight_dtype(self) -> str:
         """Data type of weights that are not quantized, before any k-bit cast: "fp32", "bf16" or "fp16"."""
         kinds = {"fp32": "fp32", "bf16-mixed": "fp32", "fp16-mixed": "fp32", "fp16-autocast": "fp16"}
-        kinds["fp16-pure"] = "fp16"  # no setup of a user's: how FSDP2 and DeepSpeed compute (planner.parallel.share)
+        kinds["fp16-pure"] = "fp16"  # no setup of a user's: how FSDP2 and DeepSpeed compute (planner.engines.base)
         return kinds.get(self.precision, "bf16")
 
     @property

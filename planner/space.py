@@ -1,8 +1,8 @@
 """The space: every combination of the dimensions, walked completely, with shared parts computed once.
 
 A branch (method, precision, quantization, rank) decides what is resident; attention, checkpointing and the micro-batch
-decide activations; loss and optimizer add their own. The walk evaluates the same functions as `predict_memory`
-(a test compares them), each part once, and every micro-batch by the parts' affine form.
+decide activations; loss and optimizer add their own. The walk evaluates the composition of `planner.memory.step` (a
+test compares it with `predict_memory`), each part once, and every micro-batch by the moments' straight lines.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,22 +10,33 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from planner.engines import engine_of, why_not
 from planner.errors import SetupError, UsageError
 from planner.expressed import branches_as_run, variants_as_run
 from planner.gpu import GpuSpec
 from planner.kernels import attention_kernel, missing_kernels, supported_attentions
-from planner.memory.allocator import allocator_gap_bytes
 from planner.memory.dtypes import flow_of
-from planner.memory.micro_batch import activation_parts
-from planner.memory.moments import backward_moments, halves_stay_apart, loss_parts, loss_parts_logits, loss_peak
-from planner.memory.optimizer import state_bytes, step_bytes
-from planner.memory.trained import trained_parameters
-from planner.memory.weights import weight_bytes
-from planner.memory.workspace import context_bytes, cublas_workspace_bytes
+from planner.memory.loss import LossChain
+from planner.memory.micro_batch import ActivationParts, activation_parts
+from planner.memory.model import predict_memory
+from planner.memory.rank_part import RankPart, rank_parts
+from planner.memory.rank_part import in_flight as micro_batches_in_flight
+from planner.memory.state import RankState
+from planner.memory.step import (
+    Lines,
+    boundary_bytes,
+    computing,
+    in_flight_bytes,
+    loss_beside,
+    loss_terms,
+    peak_bytes,
+    total_bytes,
+)
+from planner.memory.workspace import communicator_bytes, context_bytes, cublas_workspace_bytes
 from planner.models.spec import ModelSpec
 from planner.models.stored import stored_refusal
 from planner.setup import METHODS, TrainSetup
-from planner.throughput import Calibration, load_calibration, throughput_profile
+from planner.speed import speed_profile
 from planner.workload import Workload
 
 if TYPE_CHECKING:
@@ -162,17 +173,12 @@ def walk(
     values: Mapping[str, tuple[Any, ...]] | None = None,
     spreads: "Sequence[Spread]" = (),
 ) -> Iterator[Point]:
-    """Every setup of the space with its device peak and tokens/s, branch by branch; under every spread where some are
-    given (the peak is then the worst rank's, tokens/s those of all GPUs). Where launch targets were named, only what
-    they express.
+    """Every setup of the space under every spread that the engines run (none given: on one GPU), with its fullest GPU's
+    device peak and the tokens/s of all of them, branch by branch. Where launch targets were named, only what they
+    express.
     """
     values = values if values is not None else dimension_values(workload)
-    if spreads:
-        from planner.parallel.walk import walk_spreads  # one GPU never needs it, and starts faster without
-
-        points = walk_spreads(workload, values, spreads)
-    else:
-        points = _walk_one_gpu(workload, values)
+    points = _walk(workload, values, spreads)
     return _expressed(points, workload) if workload.targets else points
 
 
@@ -181,8 +187,6 @@ def _expressed(points: Iterable[Point], workload: Workload) -> Iterator[Point]:
 
     A point that another target runs otherwise has the larger of both peaks: each file has to fit.
     """
-    from planner.predict import device_peak_bytes  # late: it needs what the walk needs
-
     shared: TrainSetup | None = None
     variants: dict[tuple[str, ...], list[TrainSetup] | None] = {}
     for point in points:
@@ -198,7 +202,7 @@ def _expressed(points: Iterable[Point], workload: Workload) -> Iterator[Point]:
         for other in others:
             if peak <= workload.budget_bytes:
                 steps = {"micro_batch_seqs": point.micro_batch_seqs, "accumulation_steps": point.accumulation_steps}
-                peak = max(peak, device_peak_bytes(workload.model, workload.gpu, other.with_(**steps)))
+                peak = max(peak, predict_memory(workload.model, workload.gpu, other.with_(**steps)).peak_device_bytes)
         yield point if peak == point.peak_device_bytes else point._replace(peak_device_bytes=peak)
 
 
@@ -215,24 +219,53 @@ def kinds(
                 continue
 
 
-def _walk_one_gpu(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Iterator[Point]:
+def _walk(workload: Workload, values: Mapping[str, tuple[Any, ...]], spreads: "Sequence[Spread]") -> Iterator[Point]:
     """Attention implementations that run the same kernels in every layer share their figures."""
     model, gpu = workload.model, workload.gpu
-    batches = values.get("micro_batch_seqs") or micro_batches(workload.global_batch_seqs)
-    pairs = [(m, workload.global_batch_seqs // m) for m in batches if workload.global_batch_seqs % m == 0]
-    calibration = load_calibration()
+    known: _Known = {}
     for branch in branches(workload, values):
-        weights = sum(weight_bytes(model, branch).values()) + cublas_workspace_bytes(gpu) + context_bytes(gpu)
-        chains = [_Chain(model, branch.trusted_with(loss=loss)) for loss in values["loss"]]
-        for attentions in same_kernels(model, gpu, branch, values["attention"]):
-            for checkpointing in values["checkpointing"]:
-                shared = branch.trusted_with(attention=attentions[0], checkpointing=checkpointing)
-                family = _Family(model, gpu, shared, calibration, weights)
-                for chain in chains:
-                    for optimizer, figures in family.figures(chain, values["optimizer"], pairs):
-                        for attention in attentions:
-                            for micro, steps, peak, speed in figures:
-                                yield Point(shared, attention, chain.loss, optimizer, micro, steps, peak, speed)
+        kernels = same_kernels(model, gpu, branch, values["attention"])
+        for fields in [one.fields for one in spreads] or [{}]:
+            try:
+                setup = branch.with_(**fields)
+            except SetupError:
+                continue
+            choices = _choices(model, setup, values)
+            own_batch, rest = divmod(workload.global_batch_seqs, setup.data_degree)
+            if rest or not choices:
+                continue
+            batches = values.get("micro_batch_seqs") or micro_batches(own_batch)
+            pairs = [(m, own_batch // m) for m in batches if own_batch % m == 0]
+            ranks = [_Rank(part, gpu, setup, known) for part in _distinct(model, setup)]
+            for attentions in kernels:
+                for checkpointing in values["checkpointing"]:
+                    shared = setup.trusted_with(attention=attentions[0], checkpointing=checkpointing)
+                    families = [_Family(rank, shared) for rank in ranks]
+                    for loss, optimizers in choices.items():
+                        every = _worst_peaks(families, loss, optimizers, pairs)
+                        for optimizer, peaks in zip(optimizers, every, strict=True):
+                            whole = shared.trusted_with(loss=loss, optimizer=optimizer)
+                            at = speed_profile(model, gpu, whole, workload.cluster).at
+                            speeds = [at(micro, steps)[1] for micro, steps in pairs]
+                            for attention in attentions:
+                                for (micro, steps), peak, speed in zip(pairs, peaks, speeds, strict=True):
+                                    yield Point(shared, attention, loss, optimizer, micro, steps, peak, speed)
+
+
+def _choices(model: ModelSpec, setup: TrainSetup, values: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[str, ...]]:
+    """The optimizers that the engines run with each loss; losses without any are left out."""
+    if setup.num_gpus == 1:
+        return dict.fromkeys(values["loss"], tuple(values["optimizer"]))
+    found = {}
+    for loss in values["loss"]:
+        fitting = tuple(
+            optimizer
+            for optimizer in values["optimizer"]
+            if not why_not(model, setup.trusted_with(loss=loss, optimizer=optimizer))
+        )
+        if fitting:
+            found[loss] = fitting
+    return found
 
 
 def same_kernels(model: ModelSpec, gpu: GpuSpec, branch: TrainSetup, attentions: tuple[str, ...]) -> list[list[str]]:
@@ -253,82 +286,131 @@ def same_kernels(model: ModelSpec, gpu: GpuSpec, branch: TrainSetup, attentions:
     return list(groups.values())
 
 
-class _Chain:
-    """The loss chain of one branch and loss."""
+def _distinct(model: ModelSpec, setup: TrainSetup) -> list[RankPart]:
+    """The parts of a job that differ; of alike stages the first, which holds the most in flight."""
+    alike: dict[tuple[ModelSpec, bool, bool], RankPart] = {}
+    for part in rank_parts(model, setup):
+        alike.setdefault((part.model, part.first, part.last), part)
+    return list(alike.values())
 
-    def __init__(self, model: ModelSpec, setup: TrainSetup) -> None:
-        self.loss = setup.loss
-        self.logits = loss_parts_logits(model, setup)
-        self.apart = halves_stay_apart(model, setup)
-        self._model, self._setup = model, setup
-        self._at: dict[int, Any] = {}
 
-    def at(self, micro_batch_seqs: int) -> Any:
-        """The chain at one micro-batch: tiles and chunks make it no straight line."""
-        found = self._at.get(micro_batch_seqs)
+def _worst_peaks(
+    families: "Sequence[_Family]", loss: str, optimizers: Sequence[str], pairs: Sequence[tuple[int, int]]
+) -> list[list[int]]:
+    """Per optimizer, the device peak of the fullest rank at every (micro-batch, accumulation)."""
+    every = [family.peaks(loss, optimizers, pairs) for family in families]
+    if len(every) == 1:
+        return every[0]
+    return [[max(ranks) for ranks in zip(*peaks, strict=True)] for peaks in zip(*every, strict=True)]
+
+
+class _Activations(NamedTuple):
+    """A part's activations at micro-batch 1, and what its moments hold there and at 2."""
+
+    parts: ActivationParts
+    one: tuple[tuple[str, int], ...]
+    two: tuple[tuple[str, int], ...]
+
+
+_Known = dict[tuple[ModelSpec, bool, TrainSetup], _Activations]
+"""The activations of parts: shared by all spreads that compute in the same types."""
+
+
+class _Rank:
+    """One part of the job under one branch and spread: its states and its loss chains, each found once."""
+
+    def __init__(self, part: RankPart, gpu: GpuSpec, setup: TrainSetup, known: _Known) -> None:
+        self.part, self._gpu, self._known = part, gpu, known
+        self.engine = engine_of(setup)
+        self.workspace = cublas_workspace_bytes(gpu)
+        self.outside = context_bytes(gpu) + communicator_bytes(gpu, setup)
+        self._states: dict[tuple[bool, str, bool], tuple[RankState, dict[str, tuple[int, int]]]] = {}
+        self._losses: dict[tuple[str, int, int], tuple[LossChain, int, int]] = {}
+        self._in_loss: dict[tuple[str, int, int, int, bool], int] = {}
+
+    def activations(self, inner: TrainSetup) -> _Activations:
+        """The part's activations; `inner` has micro-batch 1."""
+        part = self.part
+        key = (part.model, part.last, inner)
+        found = self._known.get(key)
         if found is None:
-            found = loss_parts(self._model, self._setup.trusted_with(micro_batch_seqs=micro_batch_seqs))
-            self._at[micro_batch_seqs] = found
+            one = activation_parts(part.model, self._gpu, inner)
+            two = activation_parts(part.model, self._gpu, inner.trusted_with(micro_batch_seqs=2))
+            at_one, at_two = (
+                tuple([(moment.name, moment.size_bytes) for moment in computing(part.model, parts, last=part.last)])
+                for parts in (one, two)
+            )
+            found = self._known[key] = _Activations(one, at_one, at_two)
+        return found
+
+    def state(self, setup: TrainSetup, loss: str, *, accumulated: bool) -> tuple[RankState, dict[str, tuple[int, int]]]:
+        """What the rank holds, which knows checkpointing from none; and by optimizer its states and the step's
+        moment."""
+        key = (setup.checkpointing > 0, loss, accumulated)
+        found = self._states.get(key)
+        if found is None:
+            state = self.engine.state(self.part, setup.trusted_with(loss=loss), accumulated=accumulated)
+            found = self._states[key] = (state, {})
+        return found
+
+    def in_loss(
+        self, setup: TrainSetup, loss: str, micro: int, flight: int, state: RankState, parts: ActivationParts
+    ) -> int:
+        """Bytes of the loss at its largest moment, that of other micro-batches in flight included."""
+        key = (loss, micro, flight, parts.cast_cache, setup.checkpointing > 0)
+        found = self._in_loss.get(key)
+        if found is None:
+            chain = self._losses.get(key[:3])
+            if chain is None:
+                inner = state.setup.trusted_with(micro_batch_seqs=micro)
+                chain = self._losses[key[:3]] = loss_beside(self.part, setup, inner, flight)
+            found = total_bytes(loss_terms(state, chain[0], parts, chain[1], loss)) + chain[2]
+            self._in_loss[key] = found
         return found
 
 
 class _Family:
-    """What all losses, optimizers and micro-batches of one branch, kernel and checkpointing share."""
+    """What all losses, optimizers and micro-batches of one rank, kernel and checkpointing share."""
 
-    def __init__(
-        self, model: ModelSpec, gpu: GpuSpec, shared: TrainSetup, calibration: Calibration, weights: int
-    ) -> None:
-        self.model, self.gpu, self.shared, self.calibration = model, gpu, shared, calibration
-        self.one = activation_parts(model, gpu, shared)
-        self.trained = trained_parameters(model, shared)
-        self.weights = weights if shared.method == "full" else weights + self.trained.size_bytes
-        two = activation_parts(model, gpu, shared.trusted_with(micro_batch_seqs=2))
-        self.lines = {
-            (accumulated, apart): [
-                (a, b - a)
-                for a, b in zip(
-                    _moments(model, self.one, self.trained, accumulated=accumulated, apart=apart),
-                    _moments(model, two, self.trained, accumulated=accumulated, apart=apart),
-                    strict=True,
-                )
-            ]
-            for accumulated in (False, True)
-            for apart in (False, True)
-        }
+    def __init__(self, rank: _Rank, setup: TrainSetup) -> None:
+        self._rank, self._setup = rank, setup
+        self._inner = rank.engine.computes(setup)
+        self._activations = rank.activations(self._inner)
+        self._lines: dict[tuple[int, ...], Lines] = {}  # losses whose states weigh alike share them
 
-    def figures(
-        self, chain: _Chain, optimizers: tuple[str, ...], pairs: list[tuple[int, int]]
-    ) -> Iterator[tuple[str, list[tuple[int, int, int, float]]]]:
-        """Per optimizer: (micro-batch, accumulation, device peak in bytes, tokens/s) at every micro-batch."""
-        trained, model = self.trained, self.model
-        phases = []
+    def peaks(self, loss: str, optimizers: Sequence[str], pairs: Sequence[tuple[int, int]]) -> list[list[int]]:
+        """Per optimizer, the device peak at every (micro-batch, accumulation)."""
+        rank, setup, part, parts = self._rank, self._setup, self._rank.part, self._activations.parts
+        found: list[list[int]] = [[] for _ in optimizers]
+        variants = [self._variant(loss, optimizers, accumulated=accumulated) for accumulated in (False, True)]
         for micro, steps in pairs:
-            (l0, l1), *others = self.lines[steps > 1, chain.apart]
-            more = micro - 1
-            in_loss = sum(loss_peak(chain.at(micro), self.one, trained, micro * chain.logits))
-            phases.append(max(l0 + more * l1 + in_loss, *(one + more * slope for one, slope in others)))
+            state, lines, stepping = variants[steps > 1]
+            resident = state.moment_bytes["resident"] + rank.workspace
+            flight = in_flight = in_loss = 0
+            if setup.pipeline_degree > 1:
+                flight = micro_batches_in_flight(setup, part.stage, steps)
+                kept = lines.kept[0] + (micro - 1) * lines.kept[1]
+                in_flight = in_flight_bytes(state, setup, kept, flight, steps)
+                batched = self._inner.trusted_with(micro_batch_seqs=micro)
+                resident += boundary_bytes(part, setup, batched, micro_batches=steps, flight=flight)
+            if part.last:
+                in_loss = rank.in_loss(setup, loss, micro, flight, state, parts)
+            largest = lines.largest(micro, in_flight=in_flight, in_loss=in_loss)
+            for peaks, (states, step) in zip(found, stepping, strict=True):
+                peaks.append(peak_bytes(resident, largest, states, step, rank.outside))
+        return found
+
+    def _variant(
+        self, loss: str, optimizers: Sequence[str], *, accumulated: bool
+    ) -> tuple[RankState, Lines, list[tuple[int, int]]]:
+        """(state, lines, per optimizer its states and the step's moment) with accumulation or without."""
+        state, stepping = self._rank.state(self._setup, loss, accumulated=accumulated)
         for optimizer in optimizers:
-            states = state_bytes(trained.num, trained.dtype, optimizer, matrix_edge_sum=trained.edge_sum)
-            temporary = step_bytes(trained.num, trained.dtype, optimizer, largest_tensor=trained.largest)
-            resident, step = self.weights + states, trained.size_bytes + temporary
-            setup = self.shared.trusted_with(loss=chain.loss, optimizer=optimizer)
-            at = throughput_profile(model, self.gpu, setup, calibration=self.calibration).at
-            found = []
-            for (micro, steps), largest in zip(pairs, phases, strict=True):
-                dynamic = max(step, largest)
-                peak = resident + dynamic + allocator_gap_bytes(resident, dynamic)
-                found.append((micro, steps, peak, at(micro, steps)[1]))
-            yield optimizer, found
-
-
-def _moments(model: ModelSpec, parts: Any, trained: Any, *, accumulated: bool, apart: bool) -> tuple[int, ...]:
-    """Dynamic bytes of what the loss chain stands on, of the forward, and of the backward's moments: each of them
-    affine in the micro-batch."""
-    grads = trained.size_bytes if accumulated else 0
-    stored = parts.stored_total + grads
-    cached = parts.weight_casts[0] + parts.adapter_casts
-    return (
-        stored + parts.weight_casts[1] + parts.final_norm,
-        stored + cached + parts.forward_temp + parts.dequantized,
-        *(grads + peak.total for peak in backward_moments(model, parts, trained, accumulated=accumulated, apart=apart)),
-    )
+            if optimizer not in stepping:
+                states, temporaries = state.optimizer_bytes(optimizer)
+                stepping[optimizer] = (states, state.moment_bytes["step"] + temporaries)
+        key = tuple(state.moment_bytes.values())
+        lines = self._lines.get(key)
+        if lines is None:
+            lines = self._lines[key] = Lines.through(state, self._activations.one, self._activations.two)
+        return state, lines, [stepping[optimizer] for optimizer in optimizers]

@@ -71,7 +71,7 @@ class Prober:
         """Why no engine runs this setup on several GPUs, as an outcome; None where one does."""
         if setup.num_gpus == 1:
             return None
-        from planner.parallel.support import why_not
+        from planner.engines import why_not
 
         reason = why_not(self.model, setup)
         return ProbeFailure(rung=self.rung, kind=FailureKind.UNSUPPORTED, message=reason) if reason else None

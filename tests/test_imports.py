@@ -19,7 +19,6 @@ BEING_MENDED = {
         f"planner.{name}"
         for name in ("parallel.facts", "parallel.planning", "parallel.tree", "parallel.which", "planning")
     ),
-    frozenset({"planner.parallel.walk", "planner.space"}),
     frozenset({"probes.measure", "probes.worker"}),
 }
 """Circles that are on their way out: whoever breaks one takes it out of here; none may come."""

@@ -198,7 +198,7 @@ def why_not_run(model: ModelSpec, setup: TrainSetup) -> str:
     """Why no engine runs a setup on several GPUs, "" where one does, and on one GPU."""
     if setup.num_gpus == 1:
         return ""
-    from planner.parallel.support import why_not
+    from planner.engines import why_not
 
     return why_not(model, setup)
 

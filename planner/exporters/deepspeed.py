@@ -1,21 +1,21 @@
 """DeepSpeed's own JSON, for the tools that take a path to one. DeepSpeed 0.19.
 
-Bucket sizes are written out because the memory plan counts them (`planner.parallel.share`).
+Bucket sizes are written out because the memory plan counts them (`planner.engines.zero`).
 """
 
 import json
 from typing import Any
 
-from planner.exporters.spread import deepspeed_precision, sharding_refusal, split_refusal
-from planner.exporters.types import Difference, ExportRequest, Launch, LaunchFile
-from planner.models.spec import ModelSpec
-from planner.parallel.share import (
+from planner.engines.zero import (
     ZERO3_PERSISTENT_ELEMENTS,
     ZERO3_PREFETCH_ELEMENTS,
     ZERO_BUCKET_ELEMENTS,
-    part_trained,
     zero_bucket_elements,
 )
+from planner.exporters.spread import deepspeed_precision, sharding_refusal, split_refusal
+from planner.exporters.types import Difference, ExportRequest, Launch, LaunchFile
+from planner.memory.state import part_trained
+from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 
 TARGET = "deepspeed"

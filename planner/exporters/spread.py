@@ -1,9 +1,10 @@
 """How a job spreads over GPUs and machines, where several targets say it alike: refusals, settings, launch commands."""
 
+from planner.engines import why_not
+from planner.engines.optimizers import ADAMW, DTENSOR_OPTIMIZERS
 from planner.exporters.text import Line
 from planner.exporters.types import Difference, ExportRequest
 from planner.models.spec import ModelSpec
-from planner.parallel.support import ADAMW, DTENSOR_OPTIMIZERS, why_not
 from planner.setup import TrainSetup
 
 TORCHRUN_ID = "finetune"
@@ -58,7 +59,7 @@ def tensor_refusal(setup: TrainSetup, tool: str) -> str:
 def sync_lines(setup: TrainSetup) -> list[Line]:
     """The Trainer's setting that makes FSDP2 cut gradients after every micro-batch, where there are several.
 
-    Without it the whole model's gradients stay on every GPU until the last one: `planner.parallel.fsdp` counts on it.
+    Without it the whole model's gradients stay on every GPU until the last one: `planner.engines.fsdp2` counts on it.
 
     Source: transformers 5.23 `Trainer._inner_training_loop`; accelerate 1.15 `Accelerator.no_sync`.
     """

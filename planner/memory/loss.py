@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 
 from planner.memory.dtypes import SIZE_BYTES
+from planner.memory.micro_batch import step_flow
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
 
 TRL_TOKEN_CHUNK = 4096
 """Tokens per tile of TRL's fused head. Source: TRL 1.16 `trl/kernels/chunked_logprob.py` TOKEN_CHUNK_SIZE."""
@@ -12,10 +15,14 @@ TRL_VOCAB_CHUNK = 32768
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossChain:
-    """Bytes of the loss chain at its peak in the forward ("loss") and at the start of the backward ("backward")."""
+    """Bytes of the loss chain at its peak in the forward ("loss") and at the start of the backward ("backward").
+
+    `logits_bytes`: the logits' gradient in the head's type, alive beside the head's own gradient (full loss only).
+    """
 
     loss_bytes: int
     backward_bytes: int
+    logits_bytes: int = 0
 
 
 def loss_chain(
@@ -54,7 +61,11 @@ def loss_chain(
         # without a 16-bit type the fp32 "copy" is the logits themselves
         copy = wide * elements if wide != logit else 0
         forward = logit * elements + copy + wide * elements + kept
-        return LossChain(loss_bytes=forward + cast, backward_bytes=3 * wide * elements + kept + cast)
+        return LossChain(
+            loss_bytes=forward + cast,
+            backward_bytes=3 * wide * elements + kept + cast,
+            logits_bytes=logit * elements,
+        )
     head_elements = vocab_size * hidden_size
     hidden_elements = tokens * hidden_size
     if loss == "chunked":
@@ -70,6 +81,23 @@ def loss_chain(
     chunk_bytes = chunk * vocab_size * (2 * logit + 4)
     held = cast + SIZE_BYTES[hidden_dtype] * hidden_elements + (4 * head_elements if head_trained else 0)
     return LossChain(loss_bytes=chunk_bytes + held, backward_bytes=held + SIZE_BYTES[hidden_dtype] * hidden_elements)
+
+
+def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
+    """The loss chain of one micro-batch."""
+    flow = step_flow(model, setup)
+    return loss_chain(
+        loss=setup.loss,
+        tokens=setup.tokens_per_micro_batch,
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        logits_dtype=flow.autocast or flow.table,
+        hidden_dtype=flow.residual,
+        head_trained=setup.method == "full",
+        softcap=model.logit_softcap,
+        head_cast=flow.autocast is not None and flow.table == "fp32",
+        upcast=not model.is_encoder_decoder or flow.autocast is not None,
+    )
 
 
 def _power_of_two(number: int) -> int:

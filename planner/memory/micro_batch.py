@@ -63,9 +63,9 @@ class ActivationParts:
     """Beyond what is stored: position biases at the backward of an encoder-decoder's first decoder layer."""
 
     @property
-    def stored_total(self) -> int:
-        """All stored parts."""
-        return sum(self.stored.values())
+    def cast_cache(self) -> int:
+        """What autocast keeps until the forward ends, beyond what lives on into the backward."""
+        return self.weight_casts[0] - self.weight_casts[1] + self.adapter_casts
 
 
 def step_flow(model: ModelSpec, setup: TrainSetup) -> Flow:

@@ -73,3 +73,17 @@ class MemoryBreakdown:
         """The terms alive in the peak's phase, largest first."""
         alive = [term for term in self.terms if self.peak_phase in term.phases and term.size_bytes]
         return tuple(sorted(alive, key=lambda term: -term.size_bytes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """The memory of the GPUs that hold the same part of the job.
+
+    Attributes:
+        name: for people ("every rank", "stage 1 of 4", "GPU 0").
+        num_ranks: how many GPUs of the job are alike.
+    """
+
+    name: str
+    num_ranks: int
+    breakdown: MemoryBreakdown

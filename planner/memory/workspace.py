@@ -39,3 +39,33 @@ by driver, card and loaded libraries); a probe measures it. Source: ../shared/FI
 def context_bytes(gpu: GpuSpec) -> int:
     """Device memory that the driver holds for a training process besides PyTorch's segments."""
     return CONTEXT_BYTES if gpu.vendor != "Apple" else 0
+
+
+NCCL_NVLINK_BYTES = 688 * MIB
+NCCL_NVLINK_PAIR_BYTES = 544 * MIB
+"""Device memory of one NCCL communicator over NVLink, of more than two GPUs and of a pair, outside PyTorch's count.
+Source: measured by a user on 4 A100 after one all-reduce, NVIDIA/nccl issue 964."""
+NCCL_PCIE_BYTES = 128 * MIB
+"""The same without NVLink, where a ring has few channels: an assumption (buffers grow with the channels, NVIDIA/nccl
+issue 986; 110 MB reported in issue 34)."""
+
+
+def communicator_bytes(gpu: GpuSpec, setup: TrainSetup) -> int:
+    """Device memory that the communication library holds for one rank: one communicator for every group it talks to.
+
+    Nothing within one process by device map. A hybrid shard has two groups (its shard and its replicas).
+
+    Source: NCCL_NVLINK_BYTES, NCCL_PCIE_BYTES.
+    """
+    if setup.num_gpus == 1 or setup.parallel == "device-map" or gpu.vendor == "Apple":
+        return 0
+    data = [setup.data_degree]
+    if setup.shard_degree:
+        data = [setup.shard_degree, setup.data_degree // setup.shard_degree]
+    total = 0
+    for ranks in (*data, setup.tensor_degree, setup.pipeline_degree):
+        if ranks > 1 and gpu.nvlink_bytes_per_s:
+            total += NCCL_NVLINK_BYTES if ranks > 2 else NCCL_NVLINK_PAIR_BYTES
+        elif ranks > 1:
+            total += NCCL_PCIE_BYTES
+    return total

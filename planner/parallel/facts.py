@@ -7,10 +7,10 @@ from heapq import nlargest
 from types import MappingProxyType
 from typing import Any
 
+from planner.engines import why_not
+from planner.engines.host import assumed_host_bytes, host_bytes_per_node
 from planner.errors import SetupError
-from planner.parallel.host import assumed_host_bytes, host_bytes_per_node
 from planner.parallel.strategies import Spread, SpreadKey, spread_key, spread_rank, spreads
-from planner.parallel.support import why_not
 from planner.planning import corrected
 from planner.refine import CorrectionKey
 from planner.setup import TrainSetup

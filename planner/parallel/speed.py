@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from planner.cluster import Cluster
 from planner.gpu import GpuSpec
+from planner.memory.rank_part import rank_parts
 from planner.models.spec import ModelSpec
 from planner.parallel import offload
 from planner.parallel.collectives import Collectives
 from planner.parallel.compute import Rank
 from planner.parallel.exchange import DataParallel, hand_over_s, tensor_s
-from planner.parallel.rank import rank_parts
 from planner.parallel.schedule import pipeline_s
 from planner.setup import TrainSetup
 from planner.throughput import CURRENT, PARTS, Calibration, Conditions, StepTime

@@ -8,12 +8,12 @@ the host's memory last. Every spread not taken is a cut with the bytes or the sp
 from collections.abc import Iterator
 from dataclasses import replace
 
+from planner.engines import why_not
 from planner.errors import SetupError
+from planner.memory.model import rank_memories
 from planner.outcome import Candidate
 from planner.parallel.facts import SpreadFacts
-from planner.parallel.memory import rank_memories
 from planner.parallel.strategies import Spread, all_spreads, fields_name, spread_key, spread_name
-from planner.parallel.support import why_not
 from planner.plan import Answer, Cut, NoPlan, Plan
 from planner.planning import candidate
 from planner.setup import SHARDED, SPREAD_FIELDS, TrainSetup

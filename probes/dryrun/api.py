@@ -89,7 +89,7 @@ def outside_bytes(gpu: GpuSpec, setup: TrainSetup) -> int:
     """Device memory outside PyTorch's count: the CUDA context, with several GPUs the communicators too."""
     if setup.num_gpus == 1:
         return context_bytes(gpu)
-    from planner.parallel.memory import communicator_bytes  # one GPU never needs it
+    from planner.memory.workspace import communicator_bytes  # one GPU never needs it
 
     return context_bytes(gpu) + communicator_bytes(gpu, setup)
 

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from planner.parallel.rank import stage_sizes
+from planner.memory.rank_part import stage_sizes
 from planner.setup import TrainSetup
 from probes.dryrun.depths import DepthPlan, layer_kinds, plan_depth
 from probes.dryrun.fakeworld import fake_world

@@ -13,8 +13,8 @@ from unittest import mock
 
 import torch
 
+from planner.engines.zero import zero_bucket_elements
 from planner.exporters.deepspeed import engine_config
-from planner.parallel.zero import zero_bucket_elements
 from planner.setup import TrainSetup
 from probes.stack.batch import Batch
 from probes.stack.build import build_model, compute_buffers, fill_random

@@ -2,10 +2,11 @@
 
 import pytest
 
+from planner.engines import ENGINES, engine_named, why_not
+from planner.engines.optimizers import DTENSOR_OPTIMIZERS
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
-from planner.parallel.support import DTENSOR_OPTIMIZERS, why_not
-from planner.setup import OPTIMIZERS, TrainSetup
+from planner.setup import OPTIMIZERS, PARALLELS, SHARDED, TrainSetup
 
 FULL = {"method": "full", "precision": "bf16-mixed", "lora_rank": 0}
 INT8 = {"method": "qlora", "quantization": "int8"}
@@ -126,3 +127,12 @@ def test_dtensor_optimizers_step_and_the_others_raise() -> None:
             optimizer.zero_grad()
     finally:
         dist.destroy_process_group()
+
+
+def test_every_way_of_working_together_has_an_engine() -> None:
+    """And its words; what is cut says so."""
+    assert tuple(ENGINES) == tuple(sorted(PARALLELS, key=list(ENGINES).index))
+    engines = {name: engine_named(name) for name in PARALLELS}
+    assert len({engine.simplicity for engine in engines.values()}) == len({type(one) for one in engines.values()}) == 8
+    assert {name for name, engine in engines.items() if engine.shares} == set(SHARDED)
+    assert all(engine.name for name, engine in engines.items() if name != "none")

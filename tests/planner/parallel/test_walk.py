@@ -8,8 +8,8 @@ import pytest
 
 from planner.cluster import make_cluster
 from planner.gpus import find_gpu
+from planner.memory.model import rank_memories
 from planner.models import catalogue
-from planner.parallel.memory import rank_memories
 from planner.parallel.speed import spread_step_time
 from planner.parallel.strategies import STAGES, all_spreads
 from planner.space import dimension_values, walk
@@ -88,10 +88,11 @@ def test_walk_leaves_out_what_no_engine_runs() -> None:
     assert not [one for one in points if one.shared.quantization == "int8" or one.optimizer != "adamw-fused"]
 
 
-def test_one_gpu_never_imports_the_parallel_package() -> None:
+def test_one_gpu_loads_no_engine_of_several() -> None:
+    rooms = "('planner.parallel', 'planner.engines.')"
     code = (
         "import sys; from tests.planner.helpers import wish; from planner.space import walk;"
-        "assert list(walk(wish())); print(sorted(n for n in sys.modules if n.startswith('planner.parallel')))"
+        f"assert list(walk(wish())); print(*sorted(n for n in sys.modules if n.startswith({rooms})))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.split() == ["planner.engines.base", "planner.engines.whole"]

@@ -7,13 +7,13 @@ little, which earlier figures had in them).
 
 import pytest
 
+from planner.engines import zero
 from planner.gpus import find_gpu
+from planner.memory.model import rank_memories
 from planner.memory.workspace import cublas_workspace_bytes
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
-from planner.parallel import zero
-from planner.parallel.memory import rank_memories
 from planner.setup import TrainSetup
 from planner.units import MIB
 

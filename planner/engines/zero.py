@@ -1,13 +1,25 @@
 """DeepSpeed's ZeRO: what a rank holds under stages 1 to 3, with and without offloading."""
 
+from typing import final
+
+from planner.engines.base import Engine
+from planner.engines.gather import adapted, gathered_groups, scales_bytes
+from planner.engines.optimizers import ADAMW
 from planner.memory.dtypes import SIZE_BYTES
-from planner.memory.moments import halves_stay_apart
+from planner.memory.rank_part import RankPart
+from planner.memory.state import (
+    BACKWARD,
+    COMPUTE,
+    Held,
+    RankState,
+    halves_stay_apart,
+    part_trained,
+    whole_gradients,
+    whole_weights,
+)
 from planner.memory.trained import Trained
 from planner.memory.weights import weight_bytes
 from planner.models.spec import ModelSpec
-from planner.parallel.gather import gathered_groups
-from planner.parallel.held import BACKWARD, COMPUTE, Held, Share, adapted, scales_bytes, weights, whole_gradients
-from planner.parallel.rank import RankPart
 from planner.setup import TrainSetup
 
 ZERO_BUCKET_ELEMENTS = 500_000_000
@@ -38,7 +50,76 @@ def zero_bucket_elements(num_trained: int) -> int:
     return max(1, min(ZERO_BUCKET_ELEMENTS, num_trained))
 
 
-def zero12(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trained, accumulated: bool) -> Share:
+class _Zero(Engine):
+    """What DeepSpeed's stages share."""
+
+    shares = "optimizer states"
+    sends = "gradients are sent, and the updated weights come back"
+
+    def casts_to_half(self, setup: TrainSetup) -> bool:
+        return setup.compute_dtype != "fp32"
+
+    def refuses(self, model: ModelSpec, setup: TrainSetup) -> str:
+        if setup.kbit_fp32_cast and self.casts_to_half(setup):
+            return (
+                "peft's k-bit cast to fp32 has no effect under DeepSpeed, which casts every floating parameter to 16 "
+                "bit (DeepSpeed 0.19 engine.py, _cast_module_mixed_precision)"
+            )
+        if setup.offload != "none" and setup.optimizer not in ADAMW:
+            return (
+                f"ZeRO-Offload steps on the CPU with DeepSpeedCPUAdam, not {setup.optimizer} (DeepSpeed 0.19 "
+                "engine.py, zero_force_ds_cpu_optimizer)"
+            )
+        return ""
+
+    def state(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:
+        inner = self.computes(setup)
+        return _stages_1_and_2(part, setup, inner, part_trained(part.model, inner), accumulated)
+
+
+@final
+class Zero1(_Zero):
+    """Optimizer states cut."""
+
+    name = "ZeRO-1"
+    simplicity = 3
+
+
+@final
+class Zero2(_Zero):
+    """Gradients cut too."""
+
+    name = "ZeRO-2"
+    simplicity = 4
+    shares = "optimizer states and gradients"
+    sends = "gradients are sent to the GPU that keeps them, and the updated weights come back"
+
+
+@final
+class Zero3(_Zero):
+    """Weights cut too."""
+
+    name = "ZeRO-3"
+    simplicity = 5
+    shares = "weights, gradients and optimizer states"
+    sends = "weights are gathered before every forward and every backward"
+
+    def state(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:
+        inner = self.computes(setup)
+        return _stage_3(part, setup, inner, part_trained(part.model, inner), accumulated)
+
+    def refuses(self, model: ModelSpec, setup: TrainSetup) -> str:
+        if setup.quantization == "int8":
+            return (
+                "ZeRO-3 cannot partition bitsandbytes' int8 weights: Int8Params keeps the whole matrix beside the "
+                "parameter (bitsandbytes 0.50 Int8Params.CB)"
+            )
+        return super().refuses(model, setup)
+
+
+def _stages_1_and_2(
+    part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trained, accumulated: bool
+) -> RankState:
     """ZeRO-1 and ZeRO-2: weights whole, fp32 masters and optimizer states cut; ZeRO-2 also cuts gradients.
 
     ZeRO-1 keeps whole 16-bit gradients until the last micro-batch and then reduces them through one bucket. ZeRO-2
@@ -53,9 +134,7 @@ def zero12(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Traine
     Measured: DeepSpeed 0.19.8 on two CPU ranks, phase by phase within 1.5 % (tests/planner/parallel/test_zero.py).
     """
     shards, size = setup.shards, SIZE_BYTES[trained.dtype]
-    held = [*weights(part.model, inner)]
-    if setup.method != "full":
-        held.append(Held(category="adapters", name="LoRA matrices", size_bytes=trained.size_bytes))
+    held = [*whole_weights(part.model, inner, trained)]
     local = _flat(trained, shards)
     offloaded = setup.offload != "none"
     masters = 4 * local.num
@@ -106,7 +185,7 @@ def zero12(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Traine
             )
         )
         gone = 2 * size * local.num
-    return Share(
+    return RankState(
         part=part,
         setup=inner,
         trained=trained,
@@ -118,7 +197,7 @@ def zero12(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Traine
     )
 
 
-def zero3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trained, accumulated: bool) -> Share:
+def _stage_3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trained, accumulated: bool) -> RankState:
     """ZeRO-3: 16-bit weights, fp32 masters, states and gradients cut; weights gathered module by module.
 
     Gathered at once: every call of a module asks for `stage3_prefetch_bucket_size` more elements, so that what is
@@ -173,7 +252,7 @@ def zero3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trained
     layer = gathered_groups(model, inner, 1).layer
     held += _gathered(model, inner, max(layer, layer * (model.num_layers - _blocks_per_bucket(model, trained))))
     held.append(Held(category="weights", name="weights that stay gathered", size_bytes=persistent_bytes(model, inner)))
-    return Share(
+    return RankState(
         part=part,
         setup=inner,
         trained=trained,

@@ -2,9 +2,9 @@
 
 from functools import lru_cache
 
+from planner.engines import engine_of
+from planner.memory.rank_part import rank_parts
 from planner.models.spec import ModelSpec
-from planner.parallel.rank import rank_parts
-from planner.parallel.share import share_of
 from planner.setup import TrainSetup
 from planner.workload import Workload
 
@@ -20,8 +20,8 @@ def host_bytes_per_node(model: ModelSpec, setup: TrainSetup, num_nodes: int) -> 
         return 0
     total = 0
     for part in rank_parts(model, setup):
-        share = share_of(part, setup, accumulated=setup.accumulation_steps > 1)
-        total += part.num_ranks * (share.host_bytes + share.host_state_bytes(setup.optimizer))
+        state = engine_of(setup).state(part, setup, accumulated=setup.accumulation_steps > 1)
+        total += part.num_ranks * (state.host_bytes + state.host_state_bytes(setup.optimizer))
     return -(-total // num_nodes)
 
 
@@ -29,3 +29,12 @@ def assumed_host_bytes(workload: Workload) -> int:
     """Host memory that a node of this workload is taken to have."""
     per_node = workload.cluster.gpus_per_node if workload.cluster is not None else 1
     return HOST_MEMORY_RATIO * per_node * workload.gpu.memory_bytes
+
+
+def host_bytes(model: ModelSpec, setup: TrainSetup) -> int:
+    """Host memory of one rank's offloaded weights, masters, gradients and states, the largest rank's; 0 without."""
+    if setup.offload == "none":
+        return 0
+    engine = engine_of(setup)
+    states = [engine.state(part, setup, accumulated=False) for part in rank_parts(model, setup)]
+    return max(one.host_bytes + one.host_state_bytes(setup.optimizer) for one in states)

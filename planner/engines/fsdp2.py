@@ -1,17 +1,22 @@
 """FSDP2 as Accelerate sets it up: what a rank holds."""
 
+from typing import final
+
+from planner.engines.base import Engine
+from planner.engines.gather import Groups, gathered_groups, scales_bytes
+from planner.engines.optimizers import DTENSOR_OPTIMIZERS
+from planner.engines.splits import gathered_head
 from planner.memory.dtypes import SIZE_BYTES
-from planner.memory.moments import halves_stay_apart
+from planner.memory.rank_part import RankPart
+from planner.memory.state import COMPUTE, Held, RankState, halves_stay_apart, part_trained
 from planner.memory.trained import Trained
 from planner.memory.weights import weight_bytes
 from planner.models.spec import ModelSpec
-from planner.parallel.gather import Groups, gathered_groups
-from planner.parallel.held import COMPUTE, Held, Share, gathered_head, scales_bytes
-from planner.parallel.rank import RankPart
 from planner.setup import TrainSetup
 
 
-def fsdp2(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trained, accumulated: bool) -> Share:
+@final
+class Fsdp2(Engine):
     """FSDP2 as Accelerate sets it up: everything cut along the first dimension, gathered block by block.
 
     With mixed precision the trained parameters are cut in fp32 (not where 4-bit parameters are present) and gathered in
@@ -24,30 +29,65 @@ def fsdp2(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trained
     Measured: against 50 dry runs of Accelerate's own preparation (benchmarks/spread_formula_vs_dryrun.py, seed 7,
     21 November 2026): median error 0.1 %, worst 2.4 %.
     """
-    shards, model = setup.shards, part.model
-    groups = gathered_groups(model, inner, shards)
-    local = _shard(trained, groups, shards, sharded_dtype(setup))
-    weights = _weights(model, setup, groups, local)
-    on_host = setup.offload == "parameters"
-    held = [] if on_host else list(weights)
-    held.append(Held(category="weights", name="quantization states", size_bytes=scales_bytes(model, setup)))
-    loss_forward = loss_backward = 0
-    if setup.pipeline_degree > 1:
-        held += _in_schedule(groups, setup, trained, local)
-    else:
-        held += _block_by_block(model, setup, inner, groups, trained, local, accumulated)
-        loss_forward, loss_backward = _at_the_loss(model, setup, groups)
-    return Share(
-        part=part,
-        setup=inner,
-        trained=trained,
-        local=local,
-        optimizer_on_device=not on_host,
-        held=tuple(one for one in held if one.size_bytes),
-        loss_forward_bytes=loss_forward,
-        loss_backward_bytes=loss_backward,
-        host_bytes=sum(one.size_bytes for one in weights) + local.size_bytes if on_host else 0,
-    )
+
+    name = "FSDP2"
+    simplicity = 2
+    shares = "weights, gradients and optimizer states"
+    sends = "weights are gathered before every forward and every backward"
+
+    def state(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:
+        inner = self.computes(setup)
+        trained = part_trained(part.model, inner)
+        shards, model = setup.shards, part.model
+        groups = gathered_groups(model, inner, shards)
+        local = _shard(trained, groups, shards, sharded_dtype(setup))
+        weights = _weights(model, setup, groups, local)
+        on_host = setup.offload == "parameters"
+        held = [] if on_host else list(weights)
+        held.append(Held(category="weights", name="quantization states", size_bytes=scales_bytes(model, setup)))
+        loss_forward = loss_backward = 0
+        if setup.pipeline_degree > 1:
+            held += _in_schedule(groups, setup, trained, local)
+        else:
+            held += _block_by_block(model, setup, inner, groups, trained, local, accumulated)
+            loss_forward, loss_backward = _at_the_loss(model, setup, groups)
+        return RankState(
+            part=part,
+            setup=inner,
+            trained=trained,
+            local=local,
+            optimizer_on_device=not on_host,
+            held=tuple(one for one in held if one.size_bytes),
+            loss_forward_bytes=loss_forward,
+            loss_backward_bytes=loss_backward,
+            host_bytes=sum(one.size_bytes for one in weights) + local.size_bytes if on_host else 0,
+        )
+
+    def casts_to_half(self, setup: TrainSetup) -> bool:
+        return setup.autocast_dtype is not None  # without mixed precision there is no policy
+
+    def refuses(self, model: ModelSpec, setup: TrainSetup) -> str:
+        if setup.quantization == "int8":
+            return (
+                "FSDP cannot shard bitsandbytes' int8 weights, whose matrices and scales live outside the parameter "
+                "(bitsandbytes 0.50 Int8Params; huggingface/peft issue 2833)"
+            )
+        if setup.kbit_fp32_cast and self.casts_to_half(setup):
+            return (
+                "peft's k-bit cast to fp32 has no effect under FSDP2, whose mixed-precision policy computes in 16 bit "
+                "(accelerate 1.15 FullyShardedDataParallelPlugin.set_mixed_precision)"
+            )
+        if setup.optimizer == "adafactor":
+            return (
+                "transformers' Adafactor mixes plain tensors with FSDP2's DTensors and raises (transformers 5.23 "
+                "optimization.py: zeros of the gradient's shape)"
+            )
+        if setup.optimizer not in DTENSOR_OPTIMIZERS:
+            return (
+                f"bitsandbytes' {setup.optimizer} has no step for FSDP2's DTensors (bitsandbytes-foundation/"
+                "bitsandbytes issue 1633)"
+            )
+        return ""
 
 
 def _block_by_block(

@@ -1,18 +1,16 @@
-"""`Held` and `Share`: what one rank holds beyond its activations, by moment of the step; what all engines share."""
+"""`RankState`: what one rank holds beside its activations, moment by moment of a step; an engine builds it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from planner.errors import SetupError
 from planner.memory.dtypes import SIZE_BYTES
-from planner.memory.micro_batch import ActivationParts, LayerMoment
-from planner.memory.moments import BackwardPeak, backward_moments, halves_stay_apart
 from planner.memory.optimizer import state_bytes, step_bytes
+from planner.memory.rank_part import RankPart
 from planner.memory.trained import Trained, trained_parameters
-from planner.memory.weights import nf4_bytes, weight_bytes
-from planner.models.spec import LayerSpec, LinearSpec, ModelSpec
-from planner.models.targets import lora_linears
-from planner.parallel.rank import RankPart
+from planner.memory.types import Category
+from planner.memory.weights import weight_bytes
+from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 
 MOMENTS = ("gather", "forward", "loss", "head", "first", "last", "end", "step")
@@ -27,14 +25,19 @@ BACKWARD = ("head", "first", "last", "end")
 class Held:
     """Bytes of one kind that a rank holds at some moments (all of MOMENTS: resident)."""
 
-    category: str
+    category: Category
     name: str
     size_bytes: int
     moments: tuple[str, ...] = MOMENTS
 
+    @property
+    def resident(self) -> bool:
+        """Held all along."""
+        return len(self.moments) == len(MOMENTS)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class RankState:
     """One rank's states and buffers.
 
     Attributes:
@@ -47,14 +50,15 @@ class Share:
         loss_forward_bytes: alive in the loss's forward only (not in its backward).
         loss_backward_bytes: alive in its backward only.
         host_bytes: states in this rank's host memory, optimizer states not counted (`host_state_bytes`).
+        moment_bytes: what `held` adds up to at each moment beyond what is "resident".
     """
 
     part: RankPart
     setup: TrainSetup
     trained: Trained
     local: Trained
-    optimizer_on_device: bool
     held: tuple[Held, ...]
+    optimizer_on_device: bool = True
     stepped: int | None = None
     gone_in_step_bytes: int = 0
     loss_forward_bytes: int = 0
@@ -63,15 +67,10 @@ class Share:
     moment_bytes: dict[str, int] = field(init=False, default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        totals = dict.fromkeys(MOMENTS, 0)
-        resident = 0
+        totals = dict.fromkeys((*MOMENTS, "resident"), 0)
         for one in self.held:
-            if len(one.moments) == len(MOMENTS):
-                resident += one.size_bytes
-            else:
-                for moment in one.moments:
-                    totals[moment] += one.size_bytes
-        totals["resident"] = resident
+            for moment in ("resident",) if one.resident else one.moments:
+                totals[moment] += one.size_bytes
         self.moment_bytes.update(totals)
 
     def optimizer_bytes(self, optimizer: str) -> tuple[int, int]:
@@ -100,32 +99,68 @@ def part_trained(model: ModelSpec, setup: TrainSetup) -> Trained:
         return Trained(num=0, dtype=setup.resolved_adapter_dtype, edge_sum=0, largest=0, head=0, embeddings=0)
 
 
-def weights(model: ModelSpec, setup: TrainSetup) -> Iterator[Held]:
+def whole_weights(model: ModelSpec, setup: TrainSetup, trained: Trained) -> Iterator[Held]:
+    """The weights, and what LoRA adds to them, as they are on one GPU."""
     for name, size in weight_bytes(model, setup).items():
         if size:
             yield Held(category="weights", name=f"weights: {name}", size_bytes=size)
+    if setup.method != "full":
+        yield Held(category="adapters", name="LoRA matrices", size_bytes=trained.size_bytes)
 
 
-def whole_gradients(model: ModelSpec, inner: TrainSetup, trained: Trained, accumulated: bool) -> list[Held]:
-    """Gradients that stay whole until the step, as on one GPU (`planner.memory.moments.backward_moments`)."""
-    nothing = ActivationParts(
-        stored={"bias": 0},
-        recomputed=0,
-        transient=0,
-        forward_temp=0,
-        dequantized=0,
-        final_norm=0,
-        weight_casts=(0, 0),
-        adapter_casts=0,
-        layer_moments=(LayerMoment(recomputed=0, transient=0, dequantized=0),),
-        at_first_decoder_layer=int(model.is_encoder_decoder and inner.checkpointing > 0),
-    )
-    apart = halves_stay_apart(model, inner)
-    moments = backward_moments(model, nothing, trained, accumulated=accumulated, apart=apart)
-    name = "gradients in the backward"
+def halves_stay_apart(model: ModelSpec, setup: TrainSetup) -> bool:
+    """Whether the two halves of a tied embedding's gradient make a third tensor instead of being added in place.
+
+    The engine adds into the first one where nothing else holds its storage; the head's own matrix multiplication gives
+    it transposed, which does. A cast (autocast) or a fused loss gives a fresh tensor.
+
+    Source: PyTorch `input_buffer.cpp` `can_accumulate_inplace`; tests/probes/test_dryrun_gradient_sums.py.
+    """
+    return model.tied and setup.method == "full" and setup.loss == "full" and setup.autocast_dtype is None
+
+
+def backward_gradients(model: ModelSpec, setup: TrainSetup, trained: Trained, *, accumulated: bool) -> dict[str, int]:
+    """Bytes of the gradients that are kept whole, at the backward's "first" layer, its "last" one (all there but the
+    embedding's and this layer's) and its "end" (the embedding's own, when all activations are gone).
+
+    In between, activations fall and gradients rise linearly with the layers, so the maximum is at an end. With
+    accumulation the gradients of earlier micro-batches are alive all along (not counted here), and a new one only until
+    it is added. With checkpointing an encoder-decoder is at its first decoder layer when its position biases meet their
+    gradients: the decoder's gradients are there.
+    """
+    size = SIZE_BYTES[trained.dtype]
+    head = 0 if accumulated else trained.head * size
+    largest = trained.embeddings * size
+    half = trained.head * size if model.tied else 0  # the head's, which waits for the embedding's
+    first = head
+    if accumulated:
+        last = half
+    else:
+        if model.is_encoder_decoder and setup.checkpointing:
+            first += int(decoder_share(model) * max(0, trained.size_bytes - head))
+        others = trained.size_bytes - (0 if half >= largest else largest)
+        last = max(0, others - (others - head) // max(1, model.num_layers))
+    # beside the gradients kept: the other half of a tied one, their sum, and a new one about to be accumulated, of the
+    # tied table or, while the head's half still waits, of a larger one (Gemma 4's inputs of each layer)
+    more = half * (1 + int(halves_stay_apart(model, setup)))
+    if accumulated:
+        more = max(more + half, half + largest)
+    return {"first": first, "last": last, "end": (0 if accumulated else trained.size_bytes) + more}
+
+
+def decoder_share(model: ModelSpec) -> float:
+    """Share of an encoder-decoder's layer parameters that is the decoder's."""
+    layers = [model.layer_kinds[kind] for kind in model.layer_order]
+    decoder = sum(layer.num_params for layer in layers if layer.cross_attention is not None)
+    return decoder / max(1, sum(layer.num_params for layer in layers))
+
+
+def whole_gradients(model: ModelSpec, setup: TrainSetup, trained: Trained, accumulated: bool) -> list[Held]:
+    """Gradients that stay whole until the step, as on one GPU."""
+    at = backward_gradients(model, setup, trained, accumulated=accumulated)
     found = [
-        Held(category="gradients", name=name, size_bytes=one.gradients, moments=(backward_moment(one),))
-        for one in moments
+        Held(category="gradients", name="gradients in the backward", size_bytes=size, moments=(moment,))
+        for moment, size in at.items()
     ]
     found.append(Held(category="gradients", name="gradients", size_bytes=trained.size_bytes, moments=("step",)))
     if accumulated:
@@ -134,41 +169,3 @@ def whole_gradients(model: ModelSpec, inner: TrainSetup, trained: Trained, accum
             Held(category="gradients", name="accumulated gradients", size_bytes=trained.size_bytes, moments=kept)
         )
     return found
-
-
-def gathered_head(model: ModelSpec, setup: TrainSetup, weight_dtype: str) -> list[Held]:
-    """The whole head that TRL's chunked loss gathers from a head split by tensor parallelism.
-
-    Source: trl 1.16 trainer/utils.py (`full_tensor`).
-    """
-    if setup.tensor_degree == 1 or setup.loss != "chunked" or model.head is None:
-        return []
-    own = model.num_embedding_params if model.tied else model.num_head_params
-    size = setup.tensor_degree * own * SIZE_BYTES[weight_dtype]
-    return [Held(category="weights", name="gathered head", size_bytes=size, moments=("loss",))]
-
-
-def backward_moment(peak: BackwardPeak) -> str:
-    """Which of MOMENTS one of the one-GPU backward's moments is."""
-    return {"head": "head", "last layer": "last", "embedding": "end"}.get(peak.where, "first")
-
-
-def adapted(model: ModelSpec, setup: TrainSetup) -> tuple[tuple[LayerSpec, int, tuple[LinearSpec, ...]], ...]:
-    try:
-        return lora_linears(model, setup.lora_targets)
-    except SetupError:
-        return ()
-
-
-def scales_bytes(model: ModelSpec, setup: TrainSetup) -> int:
-    """Bytes of NF4's quantization states, which no engine cuts: everything but the packed codes."""
-    if setup.quantization not in ("nf4", "nf4-double"):
-        return 0
-    double = setup.quantization == "nf4-double"
-    total = 0
-    for layer, num in (*model.layer_counts, *model.idle_layers):
-        for one in layer.linears:
-            if one.module != "parameter":
-                elements = one.in_features * one.out_features
-                total += num * one.num * (nf4_bytes(elements, double=double) - -(-elements // 2))
-    return total

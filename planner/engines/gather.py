@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
+from planner.errors import SetupError
 from planner.memory.dtypes import SIZE_BYTES
-from planner.models.spec import LayerSpec, ModelSpec
-from planner.models.targets import lora_params, lora_rank
-from planner.parallel.held import adapted
+from planner.memory.weights import nf4_bytes
+from planner.models.spec import LayerSpec, LinearSpec, ModelSpec
+from planner.models.targets import lora_linears, lora_params, lora_rank
 from planner.setup import TrainSetup
 
 
@@ -119,4 +120,26 @@ def _layer_bytes(layer: LayerSpec, inner: TrainSetup, plain: int) -> int:
         else:
             packed = one.num_weights if inner.quantization == "int8" else -(-one.num_weights // 2)
             total += packed + one.num_bias * plain
+    return total
+
+
+def adapted(model: ModelSpec, setup: TrainSetup) -> tuple[tuple[LayerSpec, int, tuple[LinearSpec, ...]], ...]:
+    """The adapted matrices of a part's layers; none where explicit targets match no module of it."""
+    try:
+        return lora_linears(model, setup.lora_targets)
+    except SetupError:
+        return ()
+
+
+def scales_bytes(model: ModelSpec, setup: TrainSetup) -> int:
+    """Bytes of NF4's quantization states, which no engine cuts: everything but the packed codes."""
+    if setup.quantization not in ("nf4", "nf4-double"):
+        return 0
+    double = setup.quantization == "nf4-double"
+    total = 0
+    for layer, num in (*model.layer_counts, *model.idle_layers):
+        for one in layer.linears:
+            if one.module != "parameter":
+                elements = one.in_features * one.out_features
+                total += num * one.num * (nf4_bytes(elements, double=double) - -(-elements // 2))
     return total

@@ -1,0 +1,73 @@
+"""`Engine`: what one way of working together must say about itself."""
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+from planner.memory.rank_part import RankPart
+from planner.memory.state import RankState
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
+
+_ONE_GPU: dict[str, Any] = {
+    "num_gpus": 1,
+    "parallel": "none",
+    "tensor_degree": 1,
+    "pipeline_degree": 1,
+    "pipeline_schedule": "1f1b",
+    "shard_degree": 0,
+    "reshard_after_forward": True,
+    "offload": "none",
+}
+
+
+class Engine(ABC):
+    """One value of `TrainSetup.parallel`.
+
+    Attributes:
+        name: for people ("FSDP2").
+        simplicity: breaks ties in speed, smaller is simpler: what needs no gathering, then what needs no package beside
+            PyTorch, then DeepSpeed's stages.
+        shares: what of the states each GPU keeps only a part of, "" where nothing is cut.
+        sends: what crosses the links, for people.
+    """
+
+    name: ClassVar[str]
+    simplicity: ClassVar[int]
+    shares: ClassVar[str] = ""
+    sends: ClassVar[str] = ""
+
+    @abstractmethod
+    def state(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:
+        """What one rank that holds `part` holds beside its activations.
+
+        Args:
+            accumulated: whether gradients of earlier micro-batches are alive while the next one runs.
+        """
+
+    def refuses(self, model: ModelSpec, setup: TrainSetup) -> str:
+        """One sentence why the engine does not run the setup, with the source; "" where it does."""
+        return ""
+
+    def casts_to_half(self, setup: TrainSetup) -> bool:
+        """Whether it computes in 16 bit without autocast, whatever type the weights are kept in."""
+        return False
+
+    def computes(self, setup: TrainSetup) -> TrainSetup:
+        """The one-GPU setup whose data types a rank really computes in; activations and the loss chain are its.
+
+        DDP wraps the same autocast model. FSDP2 under Accelerate never gets autocast: a mixed-precision policy gathers
+        weights in 16 bit and computes there. DeepSpeed casts every floating parameter to 16 bit, adapters too, and
+        keeps its own fp32 masters. Both therefore flow as pure 16 bit.
+
+        Source: accelerate 1.15 `Accelerator._prepare_fsdp2` (no `prepare_model`), `FullyShardedDataParallelPlugin.
+        set_mixed_precision`; native_amp is off for DeepSpeed; DeepSpeed 0.19 `engine.py` _configure_distributed_model.
+        """
+        if not self.casts_to_half(setup):
+            return setup.trusted_with(**_ONE_GPU)
+        half = setup.compute_dtype
+        if (
+            setup.tensor_degree > 1
+        ):  # transformers' FSDP2: weights gathered in 16 bit, and the Trainer's autocast on top
+            return setup.trusted_with(**_ONE_GPU, precision=f"{half}-autocast")
+        adapter = {} if setup.method == "full" else {"adapter_dtype": half}
+        return setup.trusted_with(**_ONE_GPU, **adapter, precision=f"{half}-pure", kbit_fp32_cast=False)

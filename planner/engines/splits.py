@@ -1,0 +1,127 @@
+"""Splits of the model itself, whatever the engine: what tensor parallelism holds more, and what no engine splits.
+
+The parts are cut by `planner.memory.rank_part`.
+"""
+
+from planner.engines.optimizers import DTENSOR_OPTIMIZERS
+from planner.memory.dtypes import SIZE_BYTES
+from planner.memory.rank_part import RankPart
+from planner.memory.state import COMPUTE, Held
+from planner.memory.trained import Trained
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
+
+_TENSOR_ROLES = frozenset({"q", "k", "v", "o", "gate", "up", "gate_up", "down", "router"})
+
+
+def split_tables(part: RankPart, setup: TrainSetup, trained: Trained, accumulated: bool) -> list[Held]:
+    """What the gradient of a vocabulary-split table holds beyond a share: it is whole on every rank (its rows come from
+    all tokens), and the optimizer takes a copy of its own rows.
+
+    Measured: dry runs of transformers' own plan (docs/accuracy/spread-stages.md).
+    """
+    if setup.tensor_degree == 1 or setup.method != "full":
+        return []
+    model = part.model
+    own = sum(table.num_params for table in model.embeddings) * SIZE_BYTES[trained.dtype]
+    name = "a split table's whole gradient"
+    if model.tied:  # added to the head's, which is split
+        return [Held(category="gradients", name=name, size_bytes=(setup.tensor_degree - 1) * own, moments=("end",))]
+    alive = (*COMPUTE, "end", "step") if accumulated else ("end", "step")
+    return [
+        Held(category="gradients", name=name, size_bytes=(setup.tensor_degree - 1) * own, moments=alive),
+        Held(category="workspace", name="the optimizer's rows of it", size_bytes=own, moments=("step",)),
+    ]
+
+
+def gathered_head(model: ModelSpec, setup: TrainSetup, weight_dtype: str) -> list[Held]:
+    """The whole head that TRL's chunked loss gathers from a head split by tensor parallelism.
+
+    Source: trl 1.16 trainer/utils.py (`full_tensor`).
+    """
+    if setup.tensor_degree == 1 or setup.loss != "chunked" or model.head is None:
+        return []
+    own = model.num_embedding_params if model.tied else model.num_head_params
+    size = setup.tensor_degree * own * SIZE_BYTES[weight_dtype]
+    return [Held(category="weights", name="gathered head", size_bytes=size, moments=("loss",))]
+
+
+def tensor_refuses(model: ModelSpec, setup: TrainSetup) -> str:
+    """Why no engine splits this model's matrices so; "" where one does, or nothing is split."""
+    degree = setup.tensor_degree
+    if degree == 1:
+        return ""
+    if setup.quantized:
+        return (
+            "tensor parallelism shards plain weights as DTensors; bitsandbytes' packed weights and their scales have "
+            "no plan (transformers 5.23 distributed/tensor_parallel.py)"
+        )
+    if setup.parallel == "ddp":
+        return (
+            "tensor parallelism beside plain DDP is refused: the copies must be FSDP2 shards (accelerate 1.15 "
+            "ParallelismConfig)"
+        )
+    if setup.parallel.startswith("zero"):
+        return (
+            "tensor parallelism here comes from transformers' and Accelerate's DTensor plans, which go with FSDP2, "
+            "not with DeepSpeed (accelerate 1.15 ParallelismConfig)"
+        )
+    if setup.method != "full":
+        return (
+            "LoRA fails under tensor parallelism: adapters of matrices that are split by rows raise in their first "
+            "forward (peft 0.21 with transformers 5.23, tried on two CPU processes)"
+        )
+    if setup.optimizer not in DTENSOR_OPTIMIZERS:
+        return f"{setup.optimizer} has no step for tensor parallelism's DTensors (bitsandbytes issue 1633)"
+    if model.is_encoder_decoder:
+        return f"transformers has no tensor-parallel plan for {model.model_type} (base_model_tp_plan)"
+    for layer in model.layer_kinds:
+        for one in layer.linears:
+            if one.role not in _TENSOR_ROLES:
+                return (
+                    f"{model.model_type}'s {one.leaf} is not split by transformers' tensor-parallel plans, which know "
+                    "separate q, k, v, o and MLP matrices (base_model_tp_plan)"
+                )
+        attention = layer.attention
+        if attention is not None and (attention.num_heads % degree or attention.num_kv_heads % degree):
+            return (
+                f"{attention.num_heads} heads and {attention.num_kv_heads} key-value heads cannot be split over "
+                f"{degree} GPUs (transformers 5.23 get_kv_heads_per_rank)"
+            )
+        if layer.mlp is not None and layer.mlp.intermediate_size % degree:
+            return f"an intermediate size of {layer.mlp.intermediate_size} cannot be split over {degree} GPUs"
+    return ""
+
+
+def pipeline_refuses(model: ModelSpec, setup: TrainSetup) -> str:
+    """Why no engine cuts this model into these stages; "" where one does, or nothing is cut."""
+    degree = setup.pipeline_degree
+    if degree == 1:
+        return ""
+    if setup.method != "full":
+        return (
+            "the pipeline engines (torchtitan, torch.distributed.pipelining, Megatron-LM) cut plain models; none of "
+            "them takes peft's adapters"
+        )
+    if degree > model.num_layers:
+        return f"{model.num_layers} layers cannot be cut into {degree} stages"
+    if model.tied:
+        return (
+            f"{model.model_id} ties its head to the embeddings, which would live on two stages (torchtitan: weight "
+            "tying is not supported with pipeline parallel)"
+        )
+    if model.is_encoder_decoder:
+        return "encoder-decoders have no pipeline in torchtitan or Megatron-LM that takes transformers' weights"
+    if setup.loss != "full":
+        return f"the {setup.loss} loss patches a whole model's forward (TRL, Liger); a last stage computes full logits"
+    if setup.parallel in ("zero2", "zero3"):
+        return "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism (DeepSpeed 0.19 pipe/engine.py)"
+    if setup.parallel == "zero1":
+        return "DeepSpeed's pipeline needs the model rewritten as a PipelineModule (DeepSpeed 0.19 pipe/engine.py)"
+    if setup.parallel == "ddp":
+        return "torchtitan's DDP does not combine with a pipeline: use fsdp2"
+    if setup.parallel == "none" and setup.autocast_dtype is not None:
+        return "torchtitan mixes precision in a pipeline only inside FSDP2; --precision bf16-pure runs without"
+    if setup.optimizer not in DTENSOR_OPTIMIZERS:
+        return f"torchtitan's pipelines know AdamW, not {setup.optimizer}"
+    return ""

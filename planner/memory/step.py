@@ -1,0 +1,351 @@
+"""The one composition of a training step, on any number of GPUs: from terms to moments to the peak.
+
+    device peak = resident + the largest moment + the allocator's gap + what lies outside PyTorch's count
+
+A moment (`planner.memory.state.MOMENTS`) adds up what the rank's engine holds then (`RankState`) and what computing
+holds then (`computing`). `breakdown` lists the terms of one setup. A walk of the space takes the same moments at
+micro-batches 1 and 2 and goes on in straight lines (`Lines`), since each moment by itself is affine in the micro-batch.
+What is not affine, the loss chain with its tiles and what a pipeline has in flight, both add with the same functions.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from planner.gpu import GpuSpec
+from planner.memory.allocator import allocator_gap_bytes
+from planner.memory.dtypes import SIZE_BYTES
+from planner.memory.loss import LossChain, loss_parts
+from planner.memory.micro_batch import ActivationParts, activation_parts, step_flow
+from planner.memory.rank_part import RankPart
+from planner.memory.state import BACKWARD, RankState
+from planner.memory.types import PHASES, Category, MemoryBreakdown, MemoryTerm, Phase
+from planner.memory.workspace import communicator_bytes, context_bytes, cublas_workspace_bytes
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
+
+AFTER_LOAD: tuple[Phase, ...] = ("forward", "loss", "backward", "step")
+_MOMENTS_OF: dict[Phase, tuple[str, ...]] = {
+    "forward": ("forward", "gather"),
+    "loss": ("loss",),
+    "backward": BACKWARD,
+    "step": ("step",),
+}
+_PART_NAMES = {
+    "norm": "norm inputs",
+    "attention": "attention inputs and outputs",
+    "scores": "attention scores (tokens x tokens)",
+    "mlp": "MLP activations",
+    "adapters": "adapter input copies",
+    "pinned": "inputs that int8 matrices keep",
+    "inputs": "checkpointed layer inputs",
+    "bias": "position biases (tokens x tokens)",
+    "masks": "attention masks (tokens x tokens)",
+}
+
+Term = tuple[Category, str, int]
+"""(category, name, bytes) of one part of memory at one moment."""
+
+
+class Moment(NamedTuple):
+    """What computing holds at one of `planner.memory.state.MOMENTS`, beside what the engine holds then."""
+
+    name: str
+    terms: tuple[Term, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """All terms."""
+        return total_bytes(self.terms)
+
+
+def total_bytes(terms: Iterable[Term]) -> int:
+    """The bytes of all terms."""
+    return sum([term[2] for term in terms])
+
+
+def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) -> tuple[Moment, ...]:
+    """What one micro-batch's activations are at every moment; each by itself is affine in the micro-batch.
+
+    The backward is largest at its first layer, at its last (activations fall and gradients rise linearly in between),
+    each at every moment of a layer, or when all activations are gone and the embedding's gradient comes.
+
+    Args:
+        last: whether the part has the loss.
+    """
+    stored = _stored(parts)
+    norm: Term = ("activations", "final norm", parts.final_norm)
+    kept = (*stored, ("activations", "autocast's cache", parts.cast_cache))
+    temporaries: tuple[Term, ...] = (
+        ("activations", "one layer's forward temporaries", parts.forward_temp),
+        ("dequantization", "one dequantized matrix in the forward", parts.dequantized),
+    )
+    found = [
+        Moment("gather", kept),
+        Moment("forward", (*kept, *temporaries)),
+        Moment("loss", (*stored, norm) if last else ()),
+        Moment("head", stored),
+    ]
+    left = "what is left of the activations"
+    at_last: Term = ("activations", left, total_bytes(stored) // max(1, model.num_layers))
+    at_first: tuple[Term, ...] = (*stored, norm)
+    if parts.at_first_decoder_layer:
+        at_first = (("activations", left, _at_first_decoder_layer(parts, total_bytes(at_first))),)
+    for moment in parts.layer_moments:
+        of_layer: tuple[Term, ...] = (
+            ("activations", "one recomputed layer", moment.recomputed),
+            ("workspace", "one layer's gradients of activations", moment.transient),
+            ("dequantization", "one dequantized matrix in the backward", moment.dequantized),
+        )
+        found += [Moment("first", (*at_first, *of_layer)), Moment("last", (at_last, *of_layer))]
+    return (*found, Moment("end", ()))
+
+
+def _stored(parts: ActivationParts) -> tuple[Term, ...]:
+    """What a micro-batch keeps from its forward to its backward."""
+    kept: list[Term] = [("activations", _PART_NAMES[part], size) for part, size in parts.stored.items()]
+    return (*kept, ("activations", "autocast copies of the weights", parts.weight_casts[1]))
+
+
+def _at_first_decoder_layer(parts: ActivationParts, stored: int) -> int:
+    """Of what is stored, what is left where an encoder-decoder's position biases meet their gradients: the decoder's
+    activations are gone."""
+    biases = parts.stored["bias"]
+    return (stored - biases) // 2 + biases + parts.at_first_decoder_layer
+
+
+def loss_terms(
+    state: RankState, chain: LossChain, parts: ActivationParts, outputs_bytes: int, loss: str
+) -> tuple[Term, ...]:
+    """The loss chain's largest moment: its forward (autocast's cache still alive), its own backward, or the head's
+    gradient beside 16-bit logits (with accumulation too: it is made, then added).
+
+    Args:
+        outputs_bytes: logits of other GPUs that are gathered here before the backward.
+    """
+    name, beside = f"loss chain ({loss})", "weights and buffers beside the loss"
+    forward = chain.loss_bytes + outputs_bytes
+    backward = chain.backward_bytes + state.loss_backward_bytes
+    head = state.trained.head * SIZE_BYTES[state.trained.dtype] + chain.logits_bytes
+    if forward + parts.cast_cache + state.loss_forward_bytes > max(backward, head):
+        return (
+            ("loss", name, forward),
+            ("activations", "autocast's cache in the loss", parts.cast_cache),
+            ("loss", beside, state.loss_forward_bytes),
+        )
+    if head > backward:
+        return (("loss", name, head),)
+    return ("loss", name, chain.backward_bytes), ("loss", beside, state.loss_backward_bytes)
+
+
+def loss_beside(part: RankPart, setup: TrainSetup, inner: TrainSetup, flight: int) -> tuple[LossChain, int, int]:
+    """(loss chain, bytes of gathered outputs, bytes of logits and losses of other micro-batches) of a last part."""
+    chain = loss_parts(part.model, inner)
+    outputs = setup.num_gpus * chain.logits_bytes if setup.parallel == "dp" and not part.follower else 0
+    return chain, outputs, in_flight_losses_bytes(part, setup, chain.logits_bytes, inner.tokens_per_micro_batch, flight)
+
+
+def in_flight_losses_bytes(part: RankPart, setup: TrainSetup, logits: int, tokens: int, flight: int) -> int:
+    """What a last pipeline stage holds beside one micro-batch's loss chain: this micro-batch's logits, which the stage
+    keeps to its backward's end, and under GPipe those and the fp32 log-probabilities of the micro-batches in flight.
+
+    The largest moment is the second backward, when gradients are there and one micro-batch is done.
+
+    Args:
+        logits: bytes of one micro-batch's logits; `tokens`: its tokens.
+
+    Source: PyTorch 2.13 `distributed/pipelining/stage.py` (backward_one_chunk's stage_output), `schedules.py`
+    ScheduleGPipe. Measured: docs/accuracy/spread-stages.md.
+    """
+    if setup.pipeline_degree == 1:
+        return 0
+    wide = SIZE_BYTES["fp32"] * tokens * part.model.vocab_size
+    return logits + max(0, flight - 2) * (logits + wide)
+
+
+def in_flight_bytes(state: RankState, setup: TrainSetup, kept: int, flight: int, micro_batches: int) -> int:
+    """Activations of further micro-batches in flight, less what they never meet.
+
+    Where every forward comes before the first backward (GPipe; 1F1B with no more micro-batches than in flight), whole
+    gradients are there when one micro-batch's activations are gone. FSDP2's weights are all gathered at a backward's
+    end, when its activations are gone, and freed by the next forward.
+
+    Args:
+        kept: activation bytes of one micro-batch in flight.
+    """
+    if flight < 2:
+        return 0
+    apart = 0
+    for one in state.held:
+        if "gather" in one.moments and not one.resident:
+            gradients = one.category == "gradients" and micro_batches <= flight
+            weights = one.category == "weights" and setup.reshard_after_forward
+            apart += one.size_bytes * (gradients or weights)
+    return (flight - 1) * kept - min(kept, apart)
+
+
+def boundary_bytes(part: RankPart, setup: TrainSetup, inner: TrainSetup, *, micro_batches: int, flight: int) -> int:
+    """What a pipeline stage holds at its boundaries all along: a receive buffer for every micro-batch's input
+    and for every micro-batch's gradient, and the sent outputs of those in flight.
+
+    A checkpointed first layer keeps its input, which is that very buffer: it is not counted twice.
+
+    Source: PyTorch 2.13 `distributed/pipelining/stage.py` (_setup_forward_recv_info and _setup_backward_recv_info make
+    one buffer per chunk, fwd_cache keeps outputs until their backward).
+    Shapes: [seqs, tokens, hidden] in the residual's type.
+    Not counted: the last stage's output chunks (`save_forward_output` off).
+    """
+    if setup.pipeline_degree == 1:
+        return 0
+    one = SIZE_BYTES[step_flow(part.model, inner).residual] * part.model.hidden_size * inner.tokens_per_micro_batch
+    total = micro_batches * one * (int(not part.first) + int(not part.last))
+    total += 0 if part.last else flight * one
+    if not part.first and setup.checkpointing:
+        total -= flight * one
+    return total
+
+
+def dynamic_bytes(state: RankState, moments: Iterable[tuple[str, int]], *, in_flight: int, in_loss: int) -> list[int]:
+    """What changes within a step at every moment: the engine's, computing's, the loss and what a pipeline has in
+    flight."""
+    held = state.moment_bytes
+    return [held[name] + size + in_flight + (in_loss if name == "loss" else 0) for name, size in moments]
+
+
+def peak_bytes(resident: int, largest_moment: int, states: int, step: int, outside: int) -> int:
+    """The device peak of a rank.
+
+    Args:
+        resident: without the optimizer's `states`; `largest_moment`: before the step; `step`: at the optimizer's step;
+            `outside`: beyond PyTorch's count.
+    """
+    whole, dynamic = resident + states, max(largest_moment, step)
+    return whole + dynamic + allocator_gap_bytes(whole, dynamic) + outside
+
+
+class Lines(NamedTuple):
+    """The moments of one rank as straight lines in the micro-batch: (bytes at 1, bytes of each further sequence).
+
+    `beside` are those without the loss that no other is always above; `kept` is what each micro-batch in flight adds.
+    """
+
+    beside: tuple[tuple[int, int], ...]
+    loss: tuple[int, int]
+    kept: tuple[int, int]
+
+    @classmethod
+    def through(cls, state: RankState, one: Sequence[tuple[str, int]], two: Sequence[tuple[str, int]]) -> "Lines":
+        """The lines through what computing holds, as (moment, bytes), at micro-batch 1 and at 2."""
+        at_one, at_two = (dynamic_bytes(state, sizes, in_flight=0, in_loss=0) for sizes in (one, two))
+        lines = [(first, second - first) for first, second in zip(at_one, at_two, strict=True)]
+        names = [name for name, _ in one]
+        kept = one[names.index("head")][1]  # nothing else is there then
+        slope = two[names.index("head")][1] - kept
+        loss = lines.pop(names.index("loss"))
+        return cls(_highest(lines), loss, (kept, slope))
+
+    def largest(self, micro_batch_seqs: int, *, in_flight: int, in_loss: int) -> int:
+        """The largest moment before the step at one micro-batch."""
+        more = micro_batch_seqs - 1
+        highest = self.loss[0] + more * self.loss[1] + in_loss
+        for one, slope in self.beside:
+            here = one + more * slope
+            if here > highest:
+                highest = here
+        return highest + in_flight
+
+
+def _highest(lines: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The lines that are above all others at some micro-batch from 1 on, or may be."""
+    found: list[tuple[int, int]] = []
+    for line in sorted(lines, reverse=True):
+        if not found or line[1] > found[-1][1]:
+            found.append(line)
+    return tuple(found)
+
+
+def breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState) -> MemoryBreakdown:
+    """One rank's terms, each with the phases in which it is alive; of a phase's moments only the largest is shown.
+
+    Source: the terms' own functions; docs/memory-model.md shows how the phases were found (the dry run's event order).
+    Not counted: paged optimizer states (managed memory, evictable), the data loader.
+    """
+    inner, steps, flight = state.setup, setup.accumulation_steps, part.in_flight
+    parts = activation_parts(part.model, gpu, inner)
+    moments = computing(part.model, parts, last=part.last)
+    states, temporaries = state.optimizer_bytes(setup.optimizer)
+    in_flight: Term = (
+        "activations",
+        f"activations of {flight - 1} more micro-batches in flight",
+        in_flight_bytes(state, setup, total_bytes(_stored(parts)), flight, steps),
+    )
+    in_loss: tuple[Term, ...] = ()
+    if part.last:
+        chain, outputs, others = loss_beside(part, setup, inner, flight)
+        more: Term = ("loss", "logits and losses of more micro-batches in flight", others)
+        in_loss = (*loss_terms(state, chain, parts, outputs, setup.loss), more)
+    totals = dynamic_bytes(
+        state,
+        ((moment.name, moment.size_bytes) for moment in moments),
+        in_flight=in_flight[2],
+        in_loss=total_bytes(in_loss),
+    )
+    resident: list[Term] = [(one.category, one.name, one.size_bytes) for one in state.held if one.resident]
+    resident += [
+        ("workspace", "cuBLAS workspaces", cublas_workspace_bytes(gpu)),
+        (
+            "activations",
+            "the stage's boundary buffers",
+            boundary_bytes(part, setup, inner, micro_batches=steps, flight=flight),
+        ),
+    ]
+    shown = _Shown(resident)
+    shown.add(AFTER_LOAD, [("optimizer", f"states of {setup.optimizer}", states)])
+    for phase in AFTER_LOAD[:-1]:
+        best = max(
+            (place for place, moment in enumerate(moments) if moment.name in _MOMENTS_OF[phase]),
+            key=lambda place: (totals[place], moments[place].name == "forward"),
+        )
+        shown.add((phase,), moments[best].terms)
+        if moments[best].terms or phase != "loss":
+            shown.add((phase,), [in_flight])
+        shown.add((phase,), in_loss if phase == "loss" else ())
+        shown.add((phase,), _held_at(state, moments[best].name))
+    shown.add(("step",), [*_held_at(state, "step"), ("optimizer", f"temporaries of {setup.optimizer}", temporaries)])
+    whole = total_bytes(resident) + states
+    return MemoryBreakdown(
+        terms=shown.terms(),
+        allocator_gap_bytes=allocator_gap_bytes(whole, max(*totals, state.moment_bytes["step"] + temporaries)),
+        context_bytes=context_bytes(gpu) + communicator_bytes(gpu, setup),
+    )
+
+
+def _held_at(state: RankState, moment: str) -> list[Term]:
+    return [
+        (one.category, one.name, one.size_bytes) for one in state.held if moment in one.moments and not one.resident
+    ]
+
+
+class _Shown:
+    """Terms and the phases in which they were seen; one that is alive in several phases becomes one term."""
+
+    def __init__(self, resident: Iterable[Term]) -> None:
+        self._phases: dict[tuple[Term, int], list[Phase]] = {}
+        for phase in PHASES:
+            self.add((phase,), resident)
+
+    def add(self, phases: Iterable[Phase], terms: Iterable[Term]) -> None:
+        """Adds what is alive in these phases."""
+        for phase in phases:
+            for term in terms:
+                same = 0
+                while phase in self._phases.get((term, same), ()):  # another of the same name and size
+                    same += 1
+                if term[2] > 0:
+                    self._phases.setdefault((term, same), []).append(phase)
+
+    def terms(self) -> tuple[MemoryTerm, ...]:
+        """In the order in which they were first seen."""
+        return tuple(
+            MemoryTerm(category=category, name=name, size_bytes=size, phases=tuple(phases))
+            for ((category, name, size), _), phases in self._phases.items()
+        )

@@ -1,0 +1,43 @@
+"""The speed of a setup on any number of GPUs: the one-GPU model's, or that of a spread with its communication."""
+
+from typing import TYPE_CHECKING, Protocol
+
+from planner.gpu import GpuSpec
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
+from planner.throughput import StepTime, throughput_profile
+
+if TYPE_CHECKING:
+    from planner.cluster import Cluster  # late: one GPU needs none of it
+
+
+class SpeedProfile(Protocol):
+    """Step times of all setups that differ only in micro-batch and accumulation."""
+
+    def at(self, micro_batch_seqs: int, accumulation_steps: int) -> tuple[float, float]:
+        """Step time in seconds, and tokens/s of all GPUs together."""
+
+    def step_time(self, setup: TrainSetup) -> StepTime:
+        """The full answer for one setup of this profile."""
+
+
+def speed_profile(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster | None" = None) -> SpeedProfile:
+    """The profile of a setup.
+
+    Args:
+        cluster: None: one GPU, or the cluster that the setup's number of GPUs suggests.
+    """
+    if setup.num_gpus == 1:
+        return throughput_profile(model, gpu, setup)
+    from planner.parallel.speed import spread_profile  # one GPU never needs it
+
+    return spread_profile(model, gpu, setup, cluster_of(gpu, setup, cluster))
+
+
+def cluster_of(gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster | None") -> "Cluster":
+    """The cluster that is given, or, where it does not hold the setup's GPUs, the one that their number suggests."""
+    if cluster is not None and cluster.num_gpus == setup.num_gpus:
+        return cluster
+    from planner.cluster import make_cluster  # one GPU never needs it
+
+    return make_cluster(gpu, setup.num_gpus)
