@@ -6,6 +6,8 @@
     |   |-- UnknownModelError
     |   `-- SetupError           a combination of settings that cannot exist
     |-- ConfigError       (2)    a config.json, YAML or JSON that cannot be read or makes no sense
+    |   |-- NotATraining         one in which nothing trains
+    |   |-- NotPlanned           one that trains something whose memory is not modelled
     |   `-- Undetermined  (3)    one that leaves open what decides the answer
     `-- EnvironmentProblem (3)   no GPU, no network, full disk, a missing extra
 
@@ -55,6 +57,14 @@ class ConfigError(PlannerError):
     """A configuration file that cannot be read or makes no sense."""
 
     usual_hint = "correct the file where the message says"
+
+
+class NotATraining(ConfigError):
+    """A file in which nothing trains: of another tool, a helper, inference."""
+
+
+class NotPlanned(ConfigError):
+    """A training whose memory is not modelled: another objective, another adapter, a loop of its own."""
 
 
 class Undetermined(ConfigError):

@@ -27,7 +27,7 @@ SHOWN_CHANGES = 8
 
 
 def check(
-    file: Annotated[Path, typer.Argument(help="Training config, script, notebook or launch script.")],
+    file: Annotated[Path, typer.Argument(help="Training config, script, notebook or launch script; or a folder.")],
     gpu: options.Gpu,
     model: Annotated[str | None, typer.Option("--model", help="Model, where the config does not name it.")] = None,
     gpus: spread.Gpus = None,
@@ -56,6 +56,9 @@ def check(
     headroom: options.Headroom = None,
     no_dry_run: options.NoDryRun = False,
     as_json: options.Json = False,
+    annotations: Annotated[
+        str | None, typer.Option("--annotations", help="For CI: github or sarif, formula rung.", show_default=False)
+    ] = None,
 ) -> int:
     """Does an existing config fit, how fast should it run, and which single changes help?
 
@@ -68,12 +71,21 @@ def check(
     if out is not None and not fix:
         raise UsageError("--out says where --fix writes", hint="add --fix")
     asked = Asked.of(sets, arguments, assume, strict=strict)
+    if annotations not in (None, "github", "sarif"):
+        raise UsageError(f"--annotations must be github or sarif, got {annotations!r}", hint="--annotations github")
+    if file.is_dir() or annotations is not None:
+        if fix:
+            raise UsageError("--fix changes one file at a time", hint="give the file")
+        return _many(
+            file, gpu, annotations, as_json=as_json, model=model, num_gpus=positive("gpus", gpus) or 1,
+            accelerate=accelerate, asked=asked, memory_gib=memory_gib, headroom=headroom,
+        )  # fmt: skip
     config, spec, card = load(
         file, gpu, model=model, num_gpus=positive("gpus", gpus) or 1, accelerate=accelerate, asked=asked
     )
     cluster = spread.cluster_of(card, config.setup.num_gpus, nodes, interconnect)
     memory, reserve = memory_and_headroom(card, memory_gib, headroom)
-    predict = _predictor(spec, card, cluster)
+    predict = predictor(spec, card, cluster)
     if not no_dry_run:
         predict = _corrected(predict, config.setup, spec, card, memory)
     result = run(config, spec, card, memory - reserve, predict)
@@ -83,10 +95,14 @@ def check(
         after = predict(setup)
         verdict = judge(after, memory - reserve, max(result.band_fraction, after.memory_band_fraction))
         target = out or file.with_name(f"{file.stem}.fixed{file.suffix}")
+        difference: list[str] = []
         if labels:
-            write_text(target, fixed_text(file, config, setup, spec, accelerate, card=card, asked=asked))
+            text = fixed_text(file, config, setup, spec, accelerate, card=card, asked=asked)
+            difference = _difference(file, target, text)
+            write_text(target, text)
         fixed = {
             "changes": list(labels),
+            "diff": difference,
             "path": str(target) if labels else None,
             "verdict": verdict.value,
             "peak_device_bytes": after.peak_device_bytes,
@@ -97,6 +113,36 @@ def check(
     else:
         print_lines(text_lines(result, fixed))
     return result.exit_code
+
+
+def _difference(file: Path, target: Path, text: str) -> list[str]:
+    """The lines that --fix changes, as a unified diff."""
+    from difflib import unified_diff
+
+    from planner.readers.loading import read_bounded
+
+    before = read_bounded(file).splitlines()
+    return [line.rstrip("\n") for line in unified_diff(before, text.splitlines(), file.name, target.name, n=1)]
+
+
+def _many(place: Path, gpu: str, annotations: str | None, *, as_json: bool, **wishes: Any) -> int:
+    """A folder's trainings, or one file, as lines, JSON or annotations; the worst file's exit code."""
+    from planner.cli import check_folder
+
+    resolve_gpu(gpu)  # an unknown card is said once
+    if place.is_dir():
+        found = check_folder.findings(place, gpu, **wishes)
+    else:
+        found = [one for one in (check_folder.finding(place, gpu, **wishes),) if one is not None]
+    if annotations == "sarif":
+        print_json(check_folder.sarif(found))
+    elif as_json:
+        print_json(
+            [one.document or {"file": str(one.path), "verdict": one.outcome, "message": one.message} for one in found]
+        )
+    else:
+        print_lines(check_folder.github_lines(found) if annotations else check_folder.text_lines(found, place))
+    return check_folder.exit_code(found)
 
 
 def compare_configs(
@@ -116,7 +162,7 @@ def compare_configs(
     for file in files:
         config, spec, card = load(file, gpu, model=model, num_gpus=num_gpus)
         memory, reserve = memory_and_headroom(card, memory_gib, headroom)
-        results.append(run(config, spec, card, memory - reserve, _predictor(spec, card)))
+        results.append(run(config, spec, card, memory - reserve, predictor(spec, card)))
     if as_json:
         print_json([as_document(result, None) for result in results])
     else:
@@ -303,7 +349,8 @@ def fixed_text(
     return text
 
 
-def _predictor(spec: "ModelSpec", card: "GpuSpec", cluster: "Cluster | None" = None) -> Any:
+def predictor(spec: "ModelSpec", card: "GpuSpec", cluster: "Cluster | None" = None) -> Any:
+    """The formula for setups of one model on one card."""
     from planner.predict import predict
 
     return lambda setup: predict(spec, card, setup, cluster)
@@ -441,6 +488,11 @@ def text_lines(result: "CheckResult", fixed: dict[str, Any] | None) -> list[str]
         lines.append("")
         if fixed["path"]:
             lines.append(f"wrote {fixed['path']} ({fixed['verdict'].replace('_', ' ')}): {'; '.join(fixed['changes'])}")
+            lines += [f"  {line}" for line in fixed["diff"]]
+            if fixed["verdict"] != "fits":
+                lines.append("no combination of changes that one setting each can say makes it fit")
+        elif result.verdict.value == "fits":
+            lines.append("it fits, and no change is predicted to be faster: nothing written")
         else:
-            lines.append("no change found that helps: nothing written")
+            lines.append("no change that one setting can say makes it fit: nothing written")
     return lines

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from planner.errors import ConfigError
+from planner.errors import ConfigError, NotPlanned
 from planner.kernels import default_attention
 from planner.models.spec import ModelSpec
 from planner.readers import common, schema
@@ -107,15 +107,15 @@ def read(
 
 def _refuse_other_training(settings: Settings) -> None:
     if settings.raw("rl"):
-        raise ConfigError(
+        raise NotPlanned(
             f"{settings.name}: preference or reinforcement training (rl: {settings.raw('rl')}) is not planned",
             hint="supervised fine-tuning and continued pretraining are",
         )
     if settings.raw("reward_model") or settings.raw("process_reward_model"):
-        raise ConfigError(f"{settings.name}: reward models are not planned", hint="supervised fine-tuning is")
+        raise NotPlanned(f"{settings.name}: reward models are not planned", hint="supervised fine-tuning is")
     adapter = settings.raw("adapter")
     if adapter and adapter not in ADAPTERS:
-        raise ConfigError(f"{settings.name}: adapter {adapter!r} is not planned", hint="lora and qlora are")
+        raise NotPlanned(f"{settings.name}: adapter {adapter!r} is not planned", hint="lora and qlora are")
 
 
 def _accumulation(settings: Settings, micro: int) -> int:

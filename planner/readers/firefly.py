@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from planner.errors import ConfigError
+from planner.errors import NotPlanned
 from planner.models.spec import ModelSpec
 from planner.readers import common, hf
 from planner.readers.sharding import Sharding, parallel_of, zero_stage
@@ -27,7 +27,7 @@ def read(
     sharding = sharding or Sharding()
     task = settings.text("task_type", "sft")
     if task not in ("sft", "pretrain"):
-        raise ConfigError(f"{name}: task_type {task} is not planned", hint="sft and pretrain are")
+        raise NotPlanned(f"{name}: task_type {task} is not planned", hint="sft and pretrain are")
     mode = settings.text("train_mode", "qlora")
     if mode not in MODES:
         raise settings.error("train_mode", f"one of {', '.join(MODES)}", mode)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from planner.errors import ConfigError
+from planner.errors import NotPlanned
 from planner.readers import common, schema
 from planner.readers.sharding import Sharding, Spread, fsdp, hybrid, parallel_of, stage_of, zero_spread, zero_stage
 from planner.readers.types import Missing, ReadConfig
@@ -43,7 +43,7 @@ def read_accelerate(
     if kind not in (*PLANNED_TYPES, *OTHER_TYPES):
         raise settings.error("distributed_type", f"one of {', '.join(PLANNED_TYPES)}", kind)
     if kind in OTHER_TYPES:
-        raise ConfigError(f"{name}: distributed_type {kind} is not planned", hint="NO, MULTI_GPU, DEEPSPEED, FSDP are")
+        raise NotPlanned(f"{name}: distributed_type {kind} is not planned", hint="NO, MULTI_GPU, DEEPSPEED, FSDP are")
     processes = num_processes(values, name)
     changes: dict[str, Any] = {}
     spread: Spread = {"parallel": "none"}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from planner.errors import ConfigError
+from planner.errors import NotPlanned
 from planner.models.spec import ModelSpec
 from planner.readers import common
 from planner.readers.sharding import Sharding, parallel_of
@@ -40,7 +40,7 @@ def read(
         raise settings.error("quantize", f"one of {', '.join(QUANTIZATIONS)}", quantization)
     word = settings.text("precision", "bf16-true")
     if word not in PRECISIONS:
-        raise ConfigError(f"{name}: precision {word} is not planned", hint=f"{', '.join(PRECISIONS)} are")
+        raise NotPlanned(f"{name}: precision {word} is not planned", hint=f"{', '.join(PRECISIONS)} are")
     devices = settings.integer("devices", sharding.num_gpus if sharding is not None else 1, at_least=1)
     micro = train.integer("micro_batch_size", 1, at_least=1)
     per_step = train.integer("global_batch_size", 16, at_least=1)

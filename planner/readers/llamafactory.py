@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from planner.errors import ConfigError
+from planner.errors import NotATraining, NotPlanned
 from planner.kernels import default_attention
 from planner.models.spec import ModelSpec
 from planner.readers import common, hf, schema
@@ -50,9 +50,9 @@ def read(
     sharding = sharding or Sharding()
     stage = settings.text("stage", "sft")
     if not settings.flag("do_train", False):
-        raise ConfigError(f"{name}: do_train is not true: not a training config", hint="give the config of a training")
+        raise NotATraining(f"{name}: do_train is not true: not a training config", hint="give the config of a training")
     if stage not in STAGES:
-        raise ConfigError(
+        raise NotPlanned(
             f"{name}: stage {stage} (preference or reward training) is not planned", hint="stages sft and pt are"
         )
     keys = {

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from planner.errors import ConfigError
+from planner.errors import ConfigError, NotATraining, NotPlanned
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.readers import (
@@ -99,7 +99,7 @@ def refuse_other_objectives(values: Mapping[str, Any], name: str) -> None:
     for objective, marks in OTHER_OBJECTIVES.items():
         found = sorted(marks & set(values))
         if found or (objective == "preference training" and {"beta", "max_length"} <= set(values)):
-            raise ConfigError(
+            raise NotPlanned(
                 f"{name}: {objective} ({', '.join(found) or 'beta'}) is not planned, its memory is not modelled",
                 hint="supervised fine-tuning is; plan trace runs other programs on a phantom GPU",
             )
@@ -209,7 +209,7 @@ def _of_mapping(
 ) -> ReadConfig:
     """The setup of settings that stand as a mapping, in a file or on a command line."""
     if kind not in READERS:
-        raise ConfigError(
+        raise NotATraining(
             f"{name} is no config of a known tool (its settings: {', '.join(list(values)[:6]) or 'none'})",
             hint=f"known: {', '.join(FORMATS)}",
         )

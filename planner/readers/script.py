@@ -7,7 +7,7 @@ defaults for what it leaves out. A setting that only running it would tell is `M
 from collections.abc import Mapping
 from typing import Any
 
-from planner.errors import ConfigError
+from planner.errors import ConfigError, NotPlanned
 from planner.models.spec import ModelSpec
 from planner.readers import common, hf, training, versions
 from planner.readers.program import Known, Made, Program, Unknown, plain, run
@@ -206,7 +206,7 @@ class _Script:
             if adapter.name == "get_peft_config":
                 self.missing["method"] = f"{adapter.where}: the adapter's settings come from the command line"
             elif adapter.name.endswith("Config") and adapter.name not in ("LoraConfig", "PeftConfig"):
-                raise ConfigError(
+                raise NotPlanned(
                     f"{self.name}: adapters of {adapter.name} are not planned, only LoRA's",
                     hint="plan trace -- python FILE runs it on a phantom GPU and says what it needs",
                 )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from planner.errors import ConfigError
+from planner.errors import ConfigError, NotPlanned
 from planner.gpu import GpuSpec
 from planner.readers.loading import parse_json, parse_yaml, read_bounded
 from planner.readers.program import Outside
@@ -145,7 +145,7 @@ def fsdp(settings: Settings, block: dict[str, Any]) -> Spread:
     if strategy == "NO_SHARD":
         return {"parallel": "ddp"}
     if str(inner.raw("auto_wrap_policy", "")).upper() == "NO_WRAP":
-        raise ConfigError(
+        raise NotPlanned(
             f"{settings.name}: FSDP without wrapping (NO_WRAP) gathers the whole model at once: not planned",
             hint="TRANSFORMER_BASED_WRAP gathers one layer at a time",
         )

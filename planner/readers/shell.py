@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from planner.errors import ConfigError
+from planner.errors import NotATraining
 
 SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
 _SET = re.compile(r"^\s*(?:export\s+|declare\s+\S*\s*)?([A-Za-z_]\w*)\s*[:?]?=\s*(.*)$")
@@ -52,7 +52,7 @@ def commands(text: str, name: str) -> tuple[Command, ...]:
     """
     found = tuple(_commands(text))
     if not found:
-        raise ConfigError(
+        raise NotATraining(
             f"{name} starts no training that is known (accelerate, torchrun, deepspeed, python, {', '.join(TOOLS)})",
             hint="give the program or the config that it starts",
         )

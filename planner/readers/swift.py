@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from planner.errors import ConfigError
+from planner.errors import NotPlanned
 from planner.models.spec import ModelSpec
 from planner.readers import common, hf
 from planner.readers.sharding import Sharding, parallel_of, zero_stage
@@ -31,15 +31,15 @@ def read(
     settings = Settings(values, name)
     sharding = sharding or Sharding()
     if settings.has("rlhf_type"):
-        raise ConfigError(
+        raise NotPlanned(
             f"{name}: {settings.raw('rlhf_type')} (rlhf_type) is not planned", hint="supervised fine-tuning is"
         )
     task = settings.text("task_type", "causal_lm")
     if task != "causal_lm":
-        raise ConfigError(f"{name}: task_type {task} is not planned", hint="supervised fine-tuning is")
+        raise NotPlanned(f"{name}: task_type {task} is not planned", hint="supervised fine-tuning is")
     tuner = settings.text(settings.first("tuner_type", "train_type", "sft_type"), "lora")
     if tuner not in ("lora", "full"):
-        raise ConfigError(f"{name}: tuner {tuner} is not planned", hint="lora and full are")
+        raise NotPlanned(f"{name}: tuner {tuner} is not planned", hint="lora and full are")
     missing: list[Missing] = []
     keys: dict[str, str] = {}
     micro = settings.integer("per_device_train_batch_size", 1, at_least=1)

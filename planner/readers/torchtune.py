@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from planner.errors import ConfigError
+from planner.errors import NotPlanned
 from planner.models.spec import ModelSpec
 from planner.readers import common
 from planner.readers.sharding import Sharding, parallel_of
@@ -36,7 +36,7 @@ def read(
     loss = Settings(settings.mapping("loss"), f"{name}: loss")
     kinds = (name.lower(), loss.text("_component_", "").lower())
     if any(word in kind for kind in kinds for word in OTHER_RECIPES) or "teacher_model" in values:
-        raise ConfigError(f"{name}: no recipe of supervised fine-tuning: not planned", hint="full and LoRA recipes are")
+        raise NotPlanned(f"{name}: no recipe of supervised fine-tuning: not planned", hint="full and LoRA recipes are")
     inner = Settings(settings.mapping("model"), f"{name}: model")
     tokenizer = Settings(settings.mapping("tokenizer"), f"{name}: tokenizer")
     optimizer = Settings(settings.mapping("optimizer"), f"{name}: optimizer")
@@ -45,7 +45,7 @@ def read(
     adapted = builder.startswith(("lora_", "qlora_"))
     method = "qlora" if builder.startswith("qlora_") else "lora" if adapted else "full"
     if "vision" in component:
-        raise ConfigError(f"{name}: {builder} reads images: not planned", hint="text models are")
+        raise NotPlanned(f"{name}: {builder} reads images: not planned", hint="text models are")
     missing = []
     if not tokenizer.has("max_seq_len"):
         missing.append(Missing(field="seq_len_tokens", reason=f"{name}: tokenizer.max_seq_len is null: nothing is cut"))

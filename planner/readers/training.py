@@ -4,7 +4,7 @@ import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from planner.errors import ConfigError
+from planner.errors import NotATraining, NotPlanned
 from planner.readers.program import Known, Made, Program, Unknown, plain
 from planner.readers.program.library import trainer_of
 from planner.readers.program.values import Table, Value
@@ -119,18 +119,18 @@ def _refuse(program: Program, name: str) -> None:
     loads = any(one.name == "from_pretrained" for one in program.made)
     steps = any(one.name in ("backward", "step") for one in program.made)
     if loads and steps:
-        raise ConfigError(
+        raise NotPlanned(
             f"{name} trains in a loop of its own, which cannot be read without running it",
             hint="plan trace -- python FILE runs it on a phantom GPU; plan estimate answers for a setup that you name",
         )
-    raise ConfigError(
+    raise NotATraining(
         f"{name} has no call of TrainingArguments or SFTConfig with its settings, and no trainer",
         hint="give the script that trains; settings of a command line go into --args",
     )
 
 
-def _other_objective(name: str, objective: str, kind: str) -> ConfigError:
-    return ConfigError(
+def _other_objective(name: str, objective: str, kind: str) -> NotPlanned:
+    return NotPlanned(
         f"{name} trains with {kind} ({objective}): not planned, its memory is not modelled",
         hint="plan trace -- python FILE runs it on a phantom GPU and says what it needs",
     )

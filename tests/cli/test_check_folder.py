@@ -1,0 +1,86 @@
+"""`plan check` on a folder and for CI: every training found, the worst file decides, nothing else is in the way."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from planner.cli.app import run as plan
+from planner.cli.check_folder import candidates
+
+Run = Callable[..., tuple[int, str]]
+FITS = "model_name_or_path: HuggingFaceTB/SmolLM2-135M\ndtype: bfloat16\nmax_length: 256\n"
+TOO_LARGE = "model_name_or_path: meta-llama/Llama-3.1-70B\ndtype: bfloat16\nper_device_train_batch_size: 1\n"
+OPEN = "from trl import SFTConfig, SFTTrainer\nSFTTrainer('gpt2', args=SFTConfig(max_length=find())).train()\n"
+GRPO = "from trl import GRPOTrainer\nGRPOTrainer(model='gpt2').train()\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / "fits.yaml").write_text(FITS)
+    (tmp_path / "sub" / "large.yaml").write_text(TOO_LARGE)
+    (tmp_path / "open.py").write_text(OPEN)
+    (tmp_path / "grpo.py").write_text(GRPO)
+    (tmp_path / "helper.py").write_text("def f():\n    return 1\n")
+    (tmp_path / "docker-compose.yml").write_text("services: {db: {image: postgres}}\n")
+    (tmp_path / ".venv" / "fits.yaml").write_text(FITS)
+    return tmp_path
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """`plan check WORDS`: its exit code and stdout."""
+
+    def called(*words: str) -> tuple[int, str]:
+        code = plan(["check", *words])
+        return code, capsys.readouterr().out
+
+    return called
+
+
+def test_a_folder_is_searched_and_the_worst_file_decides(folder: Path, run: Run) -> None:
+    code, text = run(str(folder), "--gpu", "rtx-3060", "--json")
+    answers = {Path(one["file"]).name: one["verdict"] for one in json.loads(text)}
+    assert answers == {
+        "large.yaml": "does_not_fit",
+        "open.py": "undetermined",
+        "fits.yaml": "fits",
+        "grpo.py": "not_planned",
+    }
+    assert code == 1
+    (folder / "sub" / "large.yaml").unlink()
+    assert run(str(folder), "--gpu", "rtx-3060")[0] == 3
+    (folder / "open.py").unlink()
+    assert run(str(folder), "--gpu", "rtx-3060")[0] == 0
+
+
+def test_github_annotations_name_file_line_and_level(folder: Path, run: Run) -> None:
+    code, text = run(str(folder), "--gpu", "rtx-3060", "--annotations", "github")
+    lines = text.splitlines()
+    assert code == 1
+    assert [line.split(" ")[0] for line in lines] == ["::error", "::warning", "::notice", "::notice"]
+    assert "sub/large.yaml,line=1,title=plan check::" in lines[0]
+    assert "--set seq_len=N" in lines[1]
+
+
+def test_sarif_holds_one_result_a_training(folder: Path, run: Run) -> None:
+    _, text = run(str(folder), "--gpu", "rtx-3060", "--annotations", "sarif")
+    log = json.loads(text)
+    assert log["version"] == "2.1.0"
+    results = log["runs"][0]["results"]
+    assert [one["level"] for one in results] == ["error", "warning", "note", "note"]
+    rules = {one["id"] for one in log["runs"][0]["tool"]["driver"]["rules"]}
+    assert {one["ruleId"] for one in results} == rules
+
+
+def test_one_file_can_be_annotated_too(folder: Path, run: Run) -> None:
+    code, text = run(str(folder / "fits.yaml"), "--gpu", "rtx-3060", "--annotations", "github")
+    assert (code, text[:8]) == (0, "::notice")
+
+
+def test_hidden_folders_and_other_files_are_no_candidates(folder: Path) -> None:
+    assert [one.name for one in candidates(folder)] == ["docker-compose.yml", "fits.yaml", "grpo.py", "helper.py",
+                                                        "open.py", "large.yaml"]  # fmt: skip
