@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from planner.cli.check import load
+from planner.cli.checking import load
 from planner.errors import PlannerError, Undetermined, UnknownModelError
 from planner.predict import predict
 from planner.readers.read import MAKEFILES, SUFFIXES

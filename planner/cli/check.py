@@ -1,27 +1,22 @@
 """`plan check`: an existing training config against a GPU."""
 
-import shlex
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from planner.cli import options, spread
+from planner.cli.checking import Asked, as_document, corrected, fixed_text, load, predictor
 from planner.cli.output import console, print_json, print_lines, write_text
 from planner.cli.wish import memory_and_headroom, positive, resolve_gpu
 from planner.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from planner.check import CheckResult
-    from planner.cluster import Cluster
-    from planner.gpu import GpuSpec
     from planner.memory.types import MemoryTerm
-    from planner.models.spec import ModelSpec
     from planner.readers import ReadConfig
-    from planner.setup import TrainSetup
 
 SHOWN_CHANGES = 8
 
@@ -87,7 +82,7 @@ def check(
     memory, reserve = memory_and_headroom(card, memory_gib, headroom)
     predict = predictor(spec, card, cluster)
     if not no_dry_run:
-        predict = _corrected(predict, config.setup, spec, card, memory)
+        predict = corrected(predict, config.setup, spec, card, memory)
     result = run(config, spec, card, memory - reserve, predict)
     fixed: dict[str, Any] | None = None
     if fix:
@@ -201,232 +196,6 @@ def comparison_table(results: "Sequence[CheckResult]") -> Any:
             ", ".join(saving) or "-",
         )
     return table
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What the command line says about a file.
-
-    Attributes:
-        sets: fields of the setup; arguments: words of the program's command line; versions: package -> version.
-        strict: whether unknown settings are errors.
-    """
-
-    sets: "Mapping[str, Any]" = field(default_factory=dict)
-    arguments: tuple[str, ...] | None = None
-    versions: "Mapping[str, str]" = field(default_factory=dict)
-    strict: bool = False
-
-    @classmethod
-    def of(cls, sets: list[str] | None, arguments: str | None, assume: list[str] | None, *, strict: bool) -> "Asked":
-        """From the options.
-
-        Raises:
-            UsageError: one that makes no sense.
-        """
-        from planner.readers.supply import parse_sets, parse_versions
-
-        try:
-            words = tuple(shlex.split(arguments)) if arguments is not None else None
-        except ValueError as error:
-            raise UsageError(f"--args cannot be taken apart: {error}", hint="close every quote") from error
-        return cls(sets=parse_sets(sets or ()), arguments=words, versions=parse_versions(assume or ()), strict=strict)
-
-
-def load(
-    file: Path,
-    gpu: str,
-    *,
-    model: str | None = None,
-    num_gpus: int = 1,
-    accelerate: Path | None = None,
-    asked: Asked | None = None,
-) -> "tuple[ReadConfig, ModelSpec, GpuSpec]":
-    """A config with its model and GPU resolved.
-
-    The file is read twice: once for the model's name, then with the model's modules and data types at hand.
-
-    Raises:
-        ConfigError, UnknownModelError, UnknownGpuError: each with a hint.
-    """
-    from dataclasses import replace
-
-    from planner.errors import ConfigError, UnknownModelError
-    from planner.models import catalogue
-    from planner.models.resolve import resolve_model
-    from planner.readers import read_config
-    from planner.readers.supply import determined, supply
-    from planner.readers.types import Missing
-
-    asked = asked or Asked()
-    card = resolve_gpu(gpu)
-
-    def read(spec: "ModelSpec | None") -> "ReadConfig":
-        found = read_config(
-            file,
-            model=spec,
-            num_gpus=num_gpus,
-            launcher=accelerate,
-            gpu=card,
-            arguments=asked.arguments,
-            versions=asked.versions,
-        )
-        found = supply(found, asked.sets)
-        named = model or found.model_id
-        return replace(found, missing=tuple(one for one in found.missing if one.field != "model" or not named))
-
-    first = read(None)
-    name = model or first.model_id
-    if name is None and not any(one.field == "model" for one in first.missing):
-        unnamed = Missing(field="model", reason=f"{file.name} names none")
-        first = replace(first, missing=(unnamed, *first.missing))
-    determined(first)
-    assert name is not None
-    if asked.strict and first.unknown_keys:
-        raise ConfigError(
-            f"{file.name}: {first.format} has no setting {', '.join(first.unknown_keys)}",
-            hint="remove them, or leave --strict out",
-        )
-    copy_of = ""
-    try:
-        spec = resolve_model(name)
-    except UnknownModelError:
-        found = catalogue.load(name.rpartition("/")[2]) if "/" in name else None
-        if found is None:
-            raise
-        spec, copy_of = found, f"{name} is not at hand: taken to be a copy of {found.model_id}"
-    config = determined(read(spec))
-    other_gpus = other_model = ""
-    if num_gpus not in (1, config.setup.num_gpus):
-        other_gpus = f"the launch config starts {config.setup.num_gpus} processes: --gpus {num_gpus} is not followed"
-    if model is not None and first.model_id not in (None, model):
-        other_model = f"planned for {model} (--model); the file names {first.model_id}"
-    said = tuple(sentence for sentence in (copy_of, other_model, other_gpus) if sentence)
-    model_id = config.model_id if model is None else spec.model_id
-    return replace(config, model_id=model_id, assumptions=(*said, *config.assumptions)), spec, card
-
-
-def fixed_text(
-    file: Path,
-    config: "ReadConfig",
-    setup: "TrainSetup",
-    spec: "ModelSpec",
-    accelerate: Path | None = None,
-    *,
-    card: "GpuSpec | None" = None,
-    asked: Asked | None = None,
-) -> str:
-    """The file's text with the setup's changes written in, proven by reading it back.
-
-    Raises:
-        ConfigError: the file's form does not allow it.
-    """
-    from planner.errors import ConfigError
-    from planner.readers import Sharding, canonical, read_text
-    from planner.readers.edits import settings_for
-    from planner.readers.loading import read_bounded
-    from planner.readers.read import pinned
-    from planner.readers.rewrite import rewrite
-    from planner.readers.supply import supply
-
-    text = rewrite(read_bounded(file), file.name, settings_for(config, setup), call_line=config.call_line)
-    roots = (file.parent, file.parent.parent, Path())
-    asked = asked or Asked()
-    sharding = Sharding(
-        num_gpus=setup.num_gpus,
-        roots=roots,
-        gpu=card,
-        arguments=asked.arguments,
-        versions={**pinned(file), **asked.versions},
-    )
-    launcher = read_bounded(accelerate) if accelerate is not None else None
-    back = supply(read_text(text, file.name, model=spec, base=setup, sharding=sharding, launcher=launcher), asked.sets)
-    if canonical(back.setup) != canonical(setup):
-        raise ConfigError(
-            f"{file.name} is written in a form that --fix cannot change safely",
-            hint="make the changes that plan check lists by hand",
-        )
-    return text
-
-
-def predictor(spec: "ModelSpec", card: "GpuSpec", cluster: "Cluster | None" = None) -> Any:
-    """The formula for setups of one model on one card."""
-    from planner.predict import predict
-
-    return lambda setup: predict(spec, card, setup, cluster)
-
-
-def _corrected(predict: Any, setup: "TrainSetup", spec: "ModelSpec", card: "GpuSpec", memory_bytes: int) -> Any:
-    """The formula corrected by a dry run of the config: its own figures for the config itself, and for changed setups
-    the formula's peak times what the dry run found over it. The formula alone where no dry run is possible."""
-    from dataclasses import replace
-
-    from planner.cli.rungs import dry_run_possible, with_dry_run
-    from planner.outcome import Candidate, Prediction
-
-    formula = predict(setup)
-    if dry_run_possible():
-        return predict
-    candidate = Candidate(setup=setup, budget_bytes=0, formula=formula)
-    dry = with_dry_run(candidate, spec, card, memory_bytes=memory_bytes).dry_run
-    if not isinstance(dry, Prediction):
-        return predict
-    own = replace(
-        dry,
-        step_time_s=dry.step_time_s or formula.step_time_s,
-        tokens_per_s=dry.tokens_per_s or formula.tokens_per_s,
-    )
-    ratio = dry.peak_device_bytes / formula.peak_device_bytes
-
-    def corrected(changed: "TrainSetup") -> Prediction:
-        if changed == setup:
-            return own
-        plain: Prediction = predict(changed)
-        return replace(plain, peak_device_bytes=round(plain.peak_device_bytes * ratio))
-
-    return corrected
-
-
-def as_document(result: "CheckResult", fixed: dict[str, Any] | None) -> dict[str, Any]:
-    """The JSON form of a check."""
-    from planner.interchange import SCHEMA_VERSION, setup_to_dict, to_jsonable
-
-    prediction = result.prediction
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "kind": "check",
-        "file": result.config.path,
-        "format": result.config.format,
-        "model": result.config.model_id,
-        "gpu": result.gpu.key,
-        "setup": setup_to_dict(result.config.setup),
-        "verdict": result.verdict.value,
-        "exit_code": result.exit_code,
-        "rung": prediction.rung.value,
-        "budget_bytes": result.budget_bytes,
-        "margin_bytes": result.margin_bytes,
-        "memory_band_fraction": result.band_fraction,
-        "prediction": to_jsonable(prediction),
-        "origins": dict(result.config.origins),
-        "unknown_keys": list(result.config.unknown_keys),
-        "assumptions": list(result.config.assumptions),
-        "approximations": list(result.config.approximations),
-        "changes": [
-            {
-                "label": one.label,
-                "fields": {name: to_jsonable(getattr(one.setup, name)) for name in one.fields},
-                "verdict": one.verdict.value,
-                "saves_bytes": one.saves_bytes,
-                "speedup": one.speedup,
-                "changes_training": one.changes_training,
-                "in_place": one.in_place,
-                "peak_device_bytes": one.prediction.peak_device_bytes,
-                "tokens_per_s": one.prediction.tokens_per_s,
-            }
-            for one in result.changes
-        ],
-        "fix": fixed,
-    }
 
 
 def _origin_lines(config: "ReadConfig") -> list[str]:
