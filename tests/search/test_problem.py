@@ -1,0 +1,55 @@
+"""What fits and what is out before any probe: the budget decides, not the card, and two bands of doubt."""
+
+from dataclasses import replace
+
+import pytest
+from search_cases import measurement, problem
+
+from planner.outcome import Candidate, Prediction
+from search.problem import Problem
+
+GIB = 1024**3
+
+
+def changed(**formula: object) -> tuple[Problem, Candidate]:
+    """A problem on a card that has far more memory than the budget, and a candidate with a prediction changed."""
+    base = problem()
+    candidate = base.candidates[0]
+    return replace(base, memory_bytes=4 * base.budget_bytes), replace(
+        candidate, formula=replace(candidate.formula, **formula), dry_run=None
+    )
+
+
+@pytest.mark.parametrize(("beyond_bytes", "feasible"), [(-1, True), (0, True), (1, False), (GIB, False)])
+def test_feasible_is_within_the_budget_not_within_the_card(beyond_bytes: int, feasible: bool) -> None:
+    one, candidate = changed()
+    evidence = measurement(candidate.setup, 1000.0, one.budget_bytes + beyond_bytes)
+    assert one.feasible(candidate.setup, evidence) is feasible
+
+
+def test_feasible_is_as_fast_as_wished() -> None:
+    one, candidate = changed()
+    wished = replace(one, min_tokens_per_s=1000.0)
+    for tokens_per_s, feasible in ((999.0, False), (1000.0, True)):
+        evidence = measurement(candidate.setup, tokens_per_s, 1.0 * GIB)
+        assert wished.feasible(candidate.setup, evidence) is feasible
+
+
+@pytest.mark.parametrize(("share", "band", "out"), [(1.15, 0.1, False), (1.24, 0.1, False), (1.26, 0.1, True)])
+def test_excluded_is_what_two_bands_below_its_prediction_still_does_not_fit(
+    share: float, band: float, out: bool
+) -> None:
+    """Two bands of 10 %: 1.25 x 0.8 = 1."""
+    one, _ = changed()
+    peak = int(share * one.budget_bytes)
+    one, candidate = changed(peak_device_bytes=peak, memory_band_fraction=band)
+    assert bool(one.too_large(candidate)) is out
+    assert bool(one.exclusion(candidate)) is out
+
+
+def test_a_dry_runs_band_counts_where_there_is_one() -> None:
+    one, candidate = changed(peak_device_bytes=problem().budget_bytes * 2, memory_band_fraction=0.0)
+    assert one.too_large(candidate)
+    fits = replace(candidate.formula, peak_device_bytes=one.budget_bytes)
+    assert isinstance(fits, Prediction)
+    assert not one.too_large(replace(candidate, dry_run=fits))
