@@ -1,6 +1,6 @@
 PY = .venv/bin/python
 
-.PHONY: check test bench
+.PHONY: check test bench fuzz mutants faults audit
 check:
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check planner probes search reports tests benchmarks
@@ -10,3 +10,11 @@ test:
 	$(PY) -m pytest
 bench:
 	$(PY) benchmarks/run_all.py
+fuzz: # 7,500 hostile inputs to every command that reads something (docs/faults.md)
+	$(PY) tools/fuzz.py
+mutants: # 200 planted faults, each against its room's tests (docs/faults.md)
+	$(PY) tools/mutation.py
+faults: # kills, full disks, read-only homes and restarted databases under real searches (docs/faults.md)
+	$(PY) tools/faults.py
+audit: # known vulnerabilities of the tested set
+	$(PY) -m pip install --quiet --disable-pip-version-check pip-audit && $(PY) -m pip_audit -r constraints.txt --no-deps --disable-pip

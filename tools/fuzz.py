@@ -1,0 +1,703 @@
+"""Hostile inputs to every command that reads something: no traceback, no hang, no gigabyte.
+
+    python tools/fuzz.py                    the whole corpus (7,500 inputs, seeds 0 to 7,499)
+    python tools/fuzz.py --first 200        a part (the default tests run one: tests/cli/test_fuzz.py)
+    python tools/fuzz.py --seed 4711        one input, its files kept, everything shown
+
+Input number n is made by `random.Random(n)` alone: a failure is repeated by its number. Each runs in a forked child of
+its own with a wall limit of 10 s and an address space of 4 GB; a report counts tracebacks (exit code 70, or a signal),
+hangs and peaks above 1 GB.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+NUM_INPUTS = 7_500
+LIMIT_S = 10
+MAX_BYTES = 1 << 30
+ADDRESS_SPACE_BYTES = 4 << 30
+MODEL = "HuggingFaceTB/SmolLM2-135M"
+GPU = "rtx-4090"
+
+NASTY: tuple[Any, ...] = (
+    None, True, False, 0, -1, 1, 2, 4, 64, "yes", "bf16", "4", 2**31, 2**63, 10**30, -(10**30), 0.5, -0.0, 1e308,
+    float("nan"), float("inf"), "", " ", "no", "auto", "\ud800", "\x00", "\x1b]0;x\x07\x1b[2J", "\u202e",
+    "'; rm -rf ~ #", "$(id)", "../../etc/passwd",
+    "x" * 10_000, "9" * 5_000, [], {}, [[]], {"a": 1}, [None], [{"a": []}], ["\ud800"], {"\ud800": 1}, {"": ""},
+    list(range(50)), "2024-13-45", "0x" + "f" * 3000, "!!python/name:os.system", "1e999", "https://u:p@h/",
+)  # fmt: skip
+RAW = (
+    b"NaN",
+    b"1e999",
+    b"9" * 5000,
+    b'"\\ud800"',
+    b"\xff\xfe",
+    b"\x00",
+    b"[" * 3000,
+    b"{" * 3000,
+    b"\xef\xbb\xbf",
+    b"]",
+)
+
+
+def mutate(value: Any, dice: random.Random) -> Any:
+    """The value with one to three places changed: replaced, removed, renamed, doubled or nested."""
+    value = json.loads(json.dumps(value))
+    for _ in range(dice.choice((1, 1, 1, 2, 3))):
+        places = list(_places(value))
+        if not places:
+            return dice.choice(NASTY)
+        parent, key = dice.choice(places)
+        what = dice.random()
+        if what < 0.6:
+            parent[key] = dice.choice(NASTY)
+        elif what < 0.75 and isinstance(parent, dict):
+            del parent[key]
+        elif what < 0.85 and isinstance(parent, dict):
+            parent[str(dice.choice(NASTY))[:200]] = parent.pop(key)
+        elif what < 0.93:
+            parent[key] = [parent[key]] * dice.choice((0, 1, 2, 300))
+        else:
+            nested: Any = parent[key]
+            for _ in range(dice.choice((1, 50, 300))):
+                nested = {"x": nested} if dice.random() < 0.5 else [nested]
+            parent[key] = nested
+    return value
+
+
+def _places(value: Any) -> Any:
+    if isinstance(value, dict):
+        for key in list(value):
+            yield value, key
+            yield from _places(value[key])
+    elif isinstance(value, list):
+        for index in range(len(value)):
+            yield value, index
+            yield from _places(value[index])
+
+
+def damage(content: bytes, dice: random.Random) -> bytes:
+    """The bytes cut, doubled, swapped, or with something raw in them."""
+    at = dice.randrange(len(content) + 1)
+    what = dice.randrange(6)
+    if what == 0:
+        return content[:at]
+    if what == 1:
+        return content[:at] + dice.choice(RAW) + content[at:]
+    if what == 2:
+        return content[:at] + bytes(dice.randrange(256) for _ in range(dice.randint(1, 30))) + content[at:]
+    if what == 3:
+        return content[:at] + content[at + dice.randint(1, 40) :]
+    if what == 4:
+        return content + content[:at]
+    return content.decode("utf-8", "replace").encode(dice.choice(("utf-16", "utf-32", "latin-1", "cp037")), "replace")
+
+
+def put(path: Path, content: bytes, dice: random.Random) -> Path:
+    """Writes the file; one in twenty is something else of that name: a pipe, a device, a folder, a link, a hole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    odd = dice.randrange(160)
+    if odd == 0:
+        os.mkfifo(path)
+    elif odd == 1:
+        path.symlink_to("/dev/zero")
+    elif odd == 2:
+        path.mkdir()
+    elif odd == 3:
+        path.symlink_to(path.name)
+    elif odd == 4:
+        with open(path, "wb") as file:
+            file.truncate(3 << 30)
+    elif odd == 5:
+        path.symlink_to("/dev/tty")
+    elif odd == 6:
+        path.symlink_to("/proc/self/mem")
+    else:
+        path.write_bytes(content)
+    return path
+
+
+def as_json(value: Any, dice: random.Random) -> bytes:
+    """JSON text, sometimes damaged."""
+    text = json.dumps(value, indent=dice.choice((None, 1))).encode()
+    return damage(text, dice) if dice.random() < 0.3 else text
+
+
+def as_yaml(value: Any, dice: random.Random) -> bytes:
+    """YAML text with tags, anchors and bombs here and there, sometimes damaged."""
+    import yaml
+
+    with contextlib.suppress(Exception):
+        text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True).encode("utf-8", "backslashreplace")
+        extra = dice.random()
+        if extra < 0.12:
+            levels = [b"b0: &b0 {x: 1}"]
+            levels += [
+                f"b{n}: &b{n} {{<<: [{', '.join([f'*b{n - 1}'] * 9)}], k{n}: 1}}".encode()
+                for n in range(1, dice.randint(2, 12))
+            ]
+            text += b"\n".join(levels) + b"\n"
+        elif extra < 0.3:
+            tag = dice.choice(
+                ("!!bool x", "!!int x", "!!float x", "!!timestamp x", "!!binary x", "!!set {a}", "!!omap [a]",
+                 "!!null x",
+                 "!!python/object/apply:os.system [id]", "&a [*a]", "*missing", "!foo bar", "0b12", "1:60:60",
+                 "2024-13-01",
+                 "0x" + "f" * 4000, "? [a]", "|\n  x", ".inf", "-.nan", "<<: 3", "\t- x")
+            )  # fmt: skip
+            text += f"extra: {tag}\n".encode()
+        return damage(text, dice) if dice.random() < 0.25 else text
+    return as_json(value, dice)
+
+
+@dataclass
+class Case:
+    """One input: the words of a command, or a function to call; what the environment adds."""
+
+    kind: str
+    words: list[str]
+    call: Callable[[], object] | None = None
+    environment: dict[str, str] | None = None
+    stdin: bytes = b""
+
+
+Maker = Callable[[Path, random.Random], Case]
+
+
+class Seeds:
+    """Ordinary inputs, made once; everything hostile is made of these."""
+
+    def __init__(self) -> None:
+        from planner.models import catalogue
+
+        names = ["HuggingFaceTB/SmolLM2-135M", "google/gemma-3-4b-it", "Qwen/Qwen3-30B-A3B", "openai-community/gpt2"]
+        names += ["google-t5/t5-small", "bigscience/bloom-560m", "openai/gpt-oss-20b", "deepseek-ai/DeepSeek-V3"]
+        names += ["tiiuae/falcon-7b", "meta-llama/Llama-4-Scout-17B-16E", "Qwen/Qwen3-Next-80B-A3B-Instruct"]
+        self.configs = [dict(spec.config) for name in names if (spec := catalogue.load(name)) is not None]
+        self.setup: dict[str, Any] = {
+            "model": MODEL, "gpu": GPU, "method": "lora", "lora_rank": 8, "lora_targets": ["q_proj", "v_proj"],
+            "optimizer": "adamw-8bit", "attention": "sdpa", "checkpointing": True, "seq_len_tokens": 512,
+            "micro_batch_seqs": 2, "lora_dropout": 0.1, "packing": False, "precision": "bf16-autocast",
+        }  # fmt: skip
+        self.trl = {
+            "model_name_or_path": MODEL, "use_peft": True, "lora_r": 16, "lora_target_modules": ["q_proj"],
+            "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_length": 1024, "bf16": True,
+            "optim": "adamw_torch_fused", "gradient_checkpointing": True, "dtype": "bfloat16", "packing": False,
+            "model_init_kwargs": {"attn_implementation": "sdpa", "quantization_config": {"load_in_4bit": True}},
+            "fsdp": "full_shard", "fsdp_config": {"version": 2}, "deepspeed": "ds.json", "dataset_name": "x/y",
+        }  # fmt: skip
+        self.axolotl = {
+            "base_model": MODEL, "adapter": "qlora", "load_in_4bit": True, "lora_r": 16, "lora_target_linear": True,
+            "datasets": [{"path": "x/y", "type": "alpaca"}], "sequence_len": 2048, "micro_batch_size": 1,
+            "gradient_accumulation_steps": 8, "optimizer": "adamw_bnb_8bit", "bf16": "auto", "tf32": True,
+            "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False},
+            "plugins": ["axolotl.integrations.liger.LigerPlugin"], "fsdp_config": {"fsdp_version": 2},
+            "learning_rate": 2e-4,
+        }  # fmt: skip
+        self.llamafactory = {
+            "model_name_or_path": MODEL, "stage": "sft", "finetuning_type": "lora", "lora_rank": 8,
+            "lora_target": "all",
+            "dataset": "alpaca", "template": "qwen", "cutoff_len": 1024, "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": 8, "bf16": True, "quantization_bit": 4, "optim": "adamw_torch",
+        }  # fmt: skip
+        self.accelerate = {
+            "compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "mixed_precision": "bf16",
+            "num_processes": 4, "num_machines": 1, "fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": False},
+        }  # fmt: skip
+        self.deepspeed = {
+            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}, "bf16": {"enabled": True},
+            "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "optimizer": {"type": "AdamW"},
+        }  # fmt: skip
+        self.campaign = {
+            "name": "c", "gpu": "local", "limits": {"time_s": 60, "measure_s": 5},
+            "blocks": [{
+                "name": "b", "models": [MODEL, {"model_type": "llama", "hidden_size": 64}], "micro_batch": [1, 2],
+                "base": {"method": "lora", "lora_rank": 8},
+                "grid": {"attention": ["sdpa", "eager"], "seq_len_tokens": [512]},
+                "variants": [{"optimizer": "adamw"}], "depths": "truncated", "why": "x", "memory_fraction": 0.5,
+            }],
+        }  # fmt: skip
+        self.script = (
+            "from trl import SFTConfig, SFTTrainer\nargs = SFTConfig(per_device_train_batch_size=2, bf16=True,\n"
+            f"    optim='adamw_torch', max_length=512)\ntrainer = SFTTrainer(model={MODEL!r}, args=args)\n"
+            "trainer.train()\n"
+        )
+        self.toml = (
+            '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nlocal_batch_size = 2\nseq_len = 2048\nsteps = 10\n'
+            '[parallelism]\ndata_parallel_shard_degree = -1\ntensor_parallel_degree = 2\n[optimizer]\nname = "AdamW"\n'
+        )
+        self.record = self._record()
+        self.plan = self._plan()
+
+    def _record(self) -> dict[str, Any]:
+        from planner.interchange import setup_from_dict, setup_to_dict
+        from planner.outcome import Environment, Measurement, Rung
+        from probes.records import Record
+
+        environment = Environment(
+            gpu_name="NVIDIA GeForce RTX 4090", gpu_key=GPU, driver="570", cuda="12.8", python="3.11", platform="Linux",
+            libraries={"torch": "2.13.0"}, power_limit_w=450.0,
+        )  # fmt: skip
+        outcome = Measurement(
+            rung=Rung.PROBE, peak_allocated_bytes=10**9, peak_reserved_bytes=2 * 10**9, peak_device_bytes=3 * 10**9,
+            phase_peaks_bytes={"forward": 10**8}, step_times_s=(0.5, 0.51), tokens_per_step=1024,
+            layers_measured=(2, 4), environment=environment,
+        )  # fmt: skip
+        setup = setup_to_dict(setup_from_dict({"method": "lora"}))
+        request = {"rung": "probe", "depths": [], "limits": {"time_s": 60.0}, "gpu_key": GPU, "gpu_name": "x"}
+        return Record(
+            key="k", model_id=MODEL, config_digest="d", setup=setup, request=request, outcome=outcome, recorded_at="now"
+        ).to_dict()
+
+    def _plan(self) -> dict[str, Any]:
+        from planner.cli.app import run
+
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+            run([MODEL, "--gpu", GPU, "--no-dry-run", "--json"])
+        document: dict[str, Any] = json.loads(out.getvalue())
+        return document
+
+
+_seeds: Seeds | None = None
+
+
+def seeds() -> Seeds:
+    """The ordinary inputs."""
+    global _seeds
+    if _seeds is None:
+        _seeds = Seeds()
+    return _seeds
+
+
+def store_line(record: Any) -> bytes:
+    """A line whose checksum is right, whatever the record says."""
+    from probes.records import _checksum
+
+    body = json.dumps(record, sort_keys=True, separators=(",", ":"))
+    return f'{{"sha256":"{_checksum(body)}","record":{body}}}\n'.encode()
+
+
+def config_case(folder: Path, dice: random.Random) -> Case:
+    config = mutate(dice.choice(seeds().configs), dice)
+    put(folder / "m" / "config.json", as_json(config, dice), dice)
+    if dice.random() < 0.2:
+        index = {"metadata": {"total_size": 2 * 10**9}, "weight_map": {}}
+        put(folder / "m" / "model.safetensors.index.json", as_json(mutate(index, dice), dice), dice)
+    options = dice.choice(([], ["--method", "qlora"], ["--method", "full"], ["--attention", "eager"]))
+    return Case("config.json", ["estimate", str(folder / "m"), "--gpu", GPU, "--json", "--no-dry-run", *options])
+
+
+def check_case(folder: Path, dice: random.Random) -> Case:
+    one = seeds()
+    kind = dice.randrange(8)
+    more = ["--gpus", dice.choice(("1", "2", "8"))] if dice.random() < 0.3 else []
+    if kind < 3:
+        content = as_yaml(mutate((one.trl, one.axolotl, one.llamafactory)[kind], dice), dice)
+        file = put(folder / "config.yaml", content, dice)
+    elif kind == 3:
+        file = put(folder / "ds.json", as_json(mutate(one.deepspeed, dice), dice), dice)
+    elif kind == 4:
+        file = put(folder / "accelerate.yaml", as_yaml(mutate(one.accelerate, dice), dice), dice)
+    elif kind == 5:
+        file = put(folder / "train.py", damage(one.script.encode(), dice), dice)
+    elif kind == 6:
+        file = put(folder / "job.toml", damage(one.toml.encode(), dice), dice)
+    else:
+        file = put(folder / "config.yaml", as_yaml(one.trl, dice), dice)
+        accelerate = put(folder / "acc.yaml", as_yaml(mutate(one.accelerate, dice), dice), dice)
+        more += ["--accelerate", str(accelerate)]
+    if dice.random() < 0.1:
+        (folder / "config.fixed.yaml").symlink_to(folder / "victim")
+        more += ["--fix"]
+    return Case("check", ["check", str(file), "--gpu", GPU, "--model", MODEL, "--no-dry-run", "--json", *more])
+
+
+def setups_case(folder: Path, dice: random.Random) -> Case:
+    lines = b"\n".join(as_json(mutate(seeds().setup, dice), dice).replace(b"\n", b" ") for _ in range(3))
+    if dice.random() < 0.3:
+        return Case("setups", ["estimate", "--setups", "-", "--no-dry-run"], stdin=lines)
+    file = put(folder / "setups.jsonl", lines, dice)
+    return Case("setups", ["estimate", "--setups", str(file), "--no-dry-run"])
+
+
+def store_case(folder: Path, dice: random.Random) -> Case:
+    good = store_line(seeds().record)
+    bad = b"".join(store_line(mutate(seeds().record, dice)) for _ in range(dice.randint(1, 3)))
+    content = good + (damage(bad, dice) if dice.random() < 0.4 else bad)
+    if dice.random() < 0.5:
+        source = put(folder / "other.jsonl", content, dice)
+        return Case("store", ["store", "import", str(source), "--store", str(folder / "store.jsonl")])
+    store = put(folder / "store.jsonl", content, dice)
+    if dice.random() < 0.5:
+        return Case("store", ["store", "show", "--store", str(store)])
+    return Case("store", ["store", "export", str(folder / "out" / "x.jsonl"), "--store", str(store)])
+
+
+def campaign_case(folder: Path, dice: random.Random) -> Case:
+    file = put(folder / "campaign.yaml", as_yaml(mutate(seeds().campaign, dice), dice), dice)
+    return Case("campaign", ["campaign", str(file), "--list", *dice.choice(([], ["--json"]))])
+
+
+def report_case(folder: Path, dice: random.Random) -> Case:
+    file = put(folder / "p" / "plan.json", as_json(mutate(seeds().plan, dice), dice), dice)
+    if dice.random() < 0.5:
+        return Case("report", ["compare", str(file), str(file)])
+    if dice.random() < 0.2:
+        (folder / "p" / "report.md").symlink_to(folder / "victim")
+    return Case("report", ["report", str(folder / "p")])
+
+
+def calibration_case(folder: Path, dice: random.Random) -> Case:
+    from planner.throughput.calibration import calibration_to_dict, load_calibration
+
+    values = calibration_to_dict(load_calibration())
+    file = put(folder / "calibration.json", as_json(mutate(values, dice), dice), dice)
+    if dice.random() < 0.6:
+        return Case(
+            "calibration", ["estimate", MODEL, "--gpu", GPU, "--json", "--no-dry-run"],
+            environment={"FINETUNE_PLANNER_CALIBRATION": str(file)},
+        )  # fmt: skip
+    points = b"\n".join(as_json(mutate(seeds().record, dice), dice).replace(b"\n", b" ") for _ in range(4))
+    lines = put(folder / "points.jsonl", points, dice)
+    return Case("calibration", ["calibrate", str(lines), *dice.choice(([], ["--json"]))])
+
+
+def dataset_case(folder: Path, dice: random.Random) -> Case:
+    rows: list[Any] = [
+        {"messages": [{"role": "user", "content": "hello " * 20}, {"role": "assistant", "content": "x"}]},
+        {"prompt": "a", "completion": "b"}, {"instruction": "a", "input": "", "output": "c"}, {"text": "word " * 50},
+    ]  # fmt: skip
+    row = dice.choice(rows)
+    good = json.dumps(row).encode()
+    bad = [as_json(mutate(row, dice), dice).replace(b"\n", b" ") for _ in range(3)]
+    suffix = dice.choice((".jsonl", ".json", ".parquet", ".csv"))
+    content = b"\n".join([good, *bad]) if dice.random() < 0.7 else b"[" + b",".join([good, *bad]) + b"]"
+    file = put(folder / f"train{suffix}", content, dice)
+
+    def call() -> object:
+        from planner.dataset import choose_length, measure
+
+        return choose_length(measure(file))
+
+    return Case("data set", ["measure", str(file)], call=call)
+
+
+def cache_case(folder: Path, dice: random.Random) -> Case:
+    hub = folder / "hub"
+    place = hub / "models--a--b"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    put(place / "refs" / "main", damage(commit.encode(), dice) if dice.random() < 0.4 else commit.encode(), dice)
+    config = mutate(dice.choice(seeds().configs), dice)
+    put(place / "snapshots" / commit / "config.json", as_json(config, dice), dice)
+    return Case(
+        "hub cache", ["estimate", "a/b", "--gpu", GPU, "--json", "--no-dry-run"], environment={"HF_HUB_CACHE": str(hub)}
+    )
+
+
+def journal_case(folder: Path, dice: random.Random) -> Case:
+    import optuna
+
+    from search.storage import JOURNAL_NAME, close_storage, open_storage
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    storage, liveness = open_storage(folder / "study")
+    study = optuna.create_study(storage=storage, study_name="plan", direction="maximize")
+    for number in range(3):
+        study.add_trial(optuna.trial.create_trial(state=optuna.trial.TrialState.WAITING, user_attrs={"n": number}))
+    liveness.close()
+    close_storage(storage)
+    path = folder / "study" / JOURNAL_NAME
+    lines = path.read_bytes().splitlines(keepends=True)
+    index = dice.randrange(len(lines))
+    if dice.random() < 0.5:
+        lines[index] = damage(lines[index], dice)
+    else:
+        lines[index] = json.dumps(mutate(json.loads(lines[index]), dice)).encode() + b"\n"
+    path.unlink()
+    put(path, b"".join(lines), random.Random(7) if dice.random() < 0.9 else dice)
+
+    def call() -> object:
+        storage, liveness = open_storage(folder / "study")
+        try:
+            found = optuna.create_study(storage=storage, study_name="plan", load_if_exists=True)
+            return [trial.user_attrs for trial in found.trials]
+        finally:
+            liveness.close()
+            close_storage(storage)
+
+    return Case("journal", ["open", str(folder / "study")], call=call)
+
+
+def corrections_case(folder: Path, dice: random.Random) -> Case:
+    item = {
+        "gpu": GPU, "model": MODEL, "setup": {"method": "lora"}, "predicted_tokens_per_s": 10.0,
+        "predicted_step_time_s": 1.0, "predicted_peak_device_bytes": 10**9, "time_parts_s": {"matmul": 0.5},
+        "memory_parts_bytes": [["weights", 10**9]], "measured_tokens_per_s": 11.0, "formula_version": "0.1.0",
+        "measured_peak_device_bytes": 10**9, "measured_at": "",
+    }  # fmt: skip
+    file = put(
+        folder / "corrections.json", as_json(mutate({"schema": 1, "observations": [item, item]}, dice), dice), dice
+    )
+
+    def call() -> object:
+        from search.corrections import CorrectionStore
+
+        return CorrectionStore(file).load(GPU)
+
+    return Case("corrections", ["load", str(file)], call=call)
+
+
+def storage_url_case(folder: Path, dice: random.Random) -> Case:
+    kinds = ("sqlite", "postgresql", "mysql", "grpc", "redis", "foo", "", "sqlite+x", "file")
+    rests = (
+        "",
+        "/",
+        f"/{folder}/s.db",
+        "u:p@h:x/d",
+        "h:abc",
+        ":memory:",
+        "h:99999",
+        "//",
+        "u:p@/d?x=y",
+        "[::1",
+        "\x00",
+    )
+    url = f"{dice.choice(kinds)}://{dice.choice(rests)}"
+    if "grpc://h" in url or url == "grpc://" or url.startswith(("grpc:///", "grpc:////")):
+        url = "grpc://h:abc"  # anything else would wait for a server
+
+    def call() -> object:
+        from search.storage import close_storage, open_storage
+
+        storage, liveness = open_storage(url)
+        liveness.close()
+        close_storage(storage)
+        return storage
+
+    return Case("storage URL", ["open", url], call=call)
+
+
+def words_case(folder: Path, dice: random.Random) -> Case:
+    from planner.cli.app import COMMANDS
+
+    command = dice.choice(
+        [name for name in COMMANDS if name not in ("doctor", "accuracy", "tune", "probe", "campaign")]
+    )
+    options = ["--gpu", "--rank", "--seq-len", "--global-batch", "--micro-batch", "--json", "--method", "--precision"]
+    options += [
+        "--memory-gib",
+        "--headroom",
+        "--targets",
+        "--gpus",
+        "--nodes",
+        "--price",
+        "--budget",
+        "--deadline",
+        "-x",
+    ]
+    words = [command]
+    for _ in range(dice.randint(0, 5)):
+        words.append(dice.choice(options))
+        if dice.random() < 0.8:
+            words.append(str(dice.choice(NASTY))[:300].replace("\x00", "").encode("utf-8", "replace").decode())
+    if dice.random() < 0.5:
+        words.insert(1, str(dice.choice(NASTY))[:300].replace("\x00", "").encode("utf-8", "replace").decode())
+    return Case("words", words)
+
+
+MAKERS: tuple[tuple[Maker, int], ...] = (
+    (config_case, 20), (check_case, 24), (setups_case, 8), (store_case, 12), (campaign_case, 8), (report_case, 8),
+    (calibration_case, 8), (dataset_case, 8), (cache_case, 3), (journal_case, 6), (corrections_case, 4),
+    (storage_url_case, 2), (words_case, 8),
+)  # fmt: skip
+
+
+def case_of(number: int, folder: Path) -> Case:
+    """Input `number`; its files lie in `folder`."""
+    dice = random.Random(number)
+    (maker,) = dice.choices([maker for maker, _ in MAKERS], [weight for _, weight in MAKERS])
+    return maker(folder, dice)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one input."""
+
+    number: int
+    kind: str
+    words: tuple[str, ...]
+    status: int
+    text: str
+    seconds: float
+    cpu_s: float
+    peak_bytes: int
+    hung: bool
+    wrote_victim: bool
+
+    @property
+    def fault(self) -> str:
+        """ "" where all is well."""
+        if self.hung:
+            return "hang"
+        if self.wrote_victim:
+            return "wrote through a link"
+        if self.peak_bytes > MAX_BYTES:
+            return "memory"
+        if self.status == 70 or self.status < 0 or "Traceback (most recent call last)" in self.text:
+            return "traceback"
+        return ""
+
+
+def run_one(number: int, *, keep: bool = False) -> Outcome:
+    """Makes the input and runs it in a child of this process."""
+    folder = Path(tempfile.mkdtemp(prefix=f"fuzz-{number}-"))
+    seeds()
+    start = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        _child(number, folder)
+    hung = False
+    while True:
+        done, status, usage = os.wait4(child, os.WNOHANG)
+        if done:
+            break
+        if time.monotonic() - start > LIMIT_S:
+            hung = True
+            os.kill(child, signal.SIGKILL)
+            _, status, usage = os.wait4(child, 0)
+            break
+        time.sleep(0.001)
+    told = folder / "told"
+    lines = told.read_text("utf-8", "replace") if told.exists() else ""
+    kind, _, rest = lines.partition("\n")
+    words, _, text = rest.partition("\n")
+    outcome = Outcome(
+        number=number,
+        kind=kind,
+        words=tuple(json.loads(words)) if words else (),
+        status=os.waitstatus_to_exitcode(status),
+        text=text[-4000:],
+        seconds=time.monotonic() - start,
+        cpu_s=usage.ru_utime + usage.ru_stime,
+        peak_bytes=usage.ru_maxrss * 1024,
+        hung=hung,
+        wrote_victim=(folder / "victim").exists(),
+    )
+    if not keep:
+        shutil.rmtree(folder, ignore_errors=True)
+    return outcome
+
+
+def _child(number: int, folder: Path) -> None:
+    """Never returns."""
+    code = 70
+    with open(folder / "told", "w", encoding="utf-8", errors="backslashreplace") as told:
+        try:
+            resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
+            os.environ["XDG_DATA_HOME"] = str(folder / "home")
+            os.chdir(folder)
+            warnings.simplefilter("default")  # pytest makes errors of them
+            case = case_of(number, folder)
+            os.environ.update(case.environment or {})
+            told.write(f"{case.kind}\n{json.dumps(case.words)}\n")
+            told.flush()
+            os.dup2(told.fileno(), 2)
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, 1)
+            sys.stdin = io.TextIOWrapper(io.BytesIO(case.stdin), encoding="utf-8", errors="replace")
+            code = _run(case)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            told.flush()
+            os._exit(code)
+
+
+def _run(case: Case) -> int:
+    from planner.cli import faults
+    from planner.cli.app import run
+    from planner.errors import PlannerError
+
+    faults.tempfile.tempdir = os.getcwd()
+    if case.call is None:
+        try:
+            code = run(case.words)
+        except SystemExit as ended:
+            return ended.code if isinstance(ended.code, int) else 2
+        for file in Path.cwd().glob("finetune-planner-fault-*.txt"):
+            sys.stderr.write(file.read_text("utf-8", "replace"))
+        return code
+    try:
+        case.call()
+    except PlannerError as error:
+        return error.exit_code
+    except OSError:
+        return 3
+    return 0
+
+
+def main() -> int:
+    """0 when nothing was found."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--first", type=int, default=NUM_INPUTS, help="how many inputs")
+    parser.add_argument("--from", dest="start", type=int, default=0, help="the first input's number")
+    parser.add_argument("--seed", type=int, default=None, help="one input: show everything, keep its files")
+    parser.add_argument("--seconds", type=float, default=None, help="stop after so many seconds")
+    options = parser.parse_args()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    if options.seed is not None:
+        outcome = run_one(options.seed, keep=True)
+        print(outcome.kind, outcome.words, f"status {outcome.status}, {outcome.seconds:.2f} s", sep="\n")
+        print(outcome.text)
+        print(outcome.fault or "nothing found")
+        return 1 if outcome.fault else 0
+    faults: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
+    slowest, largest = 0.0, 0
+    cpu_s, started, number = 0.0, time.monotonic(), options.start
+    for number in range(options.start, options.start + options.first):
+        if options.seconds is not None and time.monotonic() - started > options.seconds:
+            print(f"stopped before input {number}: go on with --from {number}")
+            break
+        outcome = run_one(number)
+        kinds[outcome.kind] += 1
+        slowest, largest = max(slowest, outcome.cpu_s), max(largest, outcome.peak_bytes)
+        cpu_s += outcome.cpu_s
+        if outcome.fault:
+            faults[outcome.fault] += 1
+            last = outcome.text.strip().splitlines()[-1:] or [""]
+            where = [line.strip() for line in outcome.text.splitlines() if line.strip().startswith('File "')][-1:]
+            print(f"{outcome.fault}: --seed {number} ({outcome.kind}) {last[0][:160]} {''.join(where)}", flush=True)
+    for kind, num in sorted(kinds.items()):
+        print(f"{kind:<14}{num:>6}")
+    found = ", ".join(f"{num} {name}" for name, num in faults.items()) or "0 tracebacks, 0 hangs, 0 above 1 GB"
+    print(
+        f"{sum(kinds.values())} inputs: {found}; {cpu_s:.0f} CPU seconds, slowest {slowest:.1f} s, "
+        f"largest {largest / 2**20:.0f} MiB"
+    )
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,284 @@
+"""Planted faults: does a test notice when a number or a comparison of the formulas changes?
+
+    python tools/mutation.py                      all of tools/planted_faults.jsonl, each against its room's tests
+    python tools/mutation.py --room search -n 20  some of them
+    python tools/mutation.py --collect            draws the list anew (fixed seed); the named ones stay
+
+A fault is one line changed in a copy of the tree. It is killed when a test of its room fails; the tests are run in
+order of cost and stop at the first failure. Who survives must be explained in docs/mutation.md.
+"""
+
+import argparse
+import ast
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+LIST = ROOT / "tools" / "planted_faults.jsonl"
+SEED = 20261122
+LIMIT_S = 900.0
+"""CPU seconds of one fault's tests are far below; an endless loop is a death too."""
+COPIED = ("planner", "probes", "search", "reports", "tests", "tools", "benchmarks", "docs", "pyproject.toml")
+
+ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
+    # room: (files, tests in order of cost, how many faults)
+    "memory": (
+        ("planner/memory/*.py",),
+        (
+            "tests/planner/test_by_hand.py",
+            "tests/planner/test_memory_terms.py",
+            "tests/planner/test_memory_textbook.py",
+            "tests/planner/test_memory_moments.py",
+            "tests/planner/test_space_memory.py",
+            "tests/planner/test_formula_grid.py",
+        ),
+        70,
+    ),
+    "throughput": (
+        (
+            "planner/throughput/counts.py",
+            "planner/throughput/family.py",
+            "planner/throughput/model.py",
+            "planner/throughput/profile.py",
+            "planner/throughput/rates.py",
+            "planner/throughput/inventory.py",
+            "planner/throughput/lora.py",
+        ),
+        (
+            "tests/planner/test_by_hand.py",
+            "tests/planner/test_throughput.py",
+            "tests/planner/test_throughput_effective.py",
+            "tests/planner/test_throughput_accuracy.py",
+        ),
+        50,
+    ),
+    "search": (
+        (
+            "search/problem.py",
+            "search/sampler.py",
+            "search/residual.py",
+            "search/kernel.py",
+            "search/stopping.py",
+            "search/blame.py",
+            "search/study.py",
+            "search/pareto.py",
+            "search/corrections.py",
+        ),
+        (
+            "tests/search/test_problem.py",
+            "tests/search/test_residual.py",
+            "tests/search/test_sampler.py",
+            "tests/search/test_pareto.py",
+            "tests/search/test_corrections.py",
+            "tests/search/test_study.py",
+            "tests/search/test_run.py",
+            "tests/search/test_death.py",
+        ),
+        40,
+    ),
+    "allocator": (
+        ("probes/allocator/*.py",),
+        ("tests/probes/test_allocator.py", "tests/probes/test_allocator_properties.py"),
+        20,
+    ),
+    "dry run": (
+        ("probes/dryrun/splice.py", "probes/dryrun/tracker.py", "probes/dryrun/workspaces.py"),
+        (
+            "tests/probes/test_dryrun_depth.py",
+            "tests/probes/test_dryrun_api.py",
+            "tests/probes/test_dryrun_kernels.py",
+        ),
+        20,
+    ),
+}
+_SWAPS: dict[type[ast.AST], str] = {
+    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
+    ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.FloorDiv: "*", ast.Div: "*", ast.And: "or", ast.Or: "and",
+}  # fmt: skip
+_SYMBOLS: dict[type[ast.AST], str] = {
+    ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=",
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//", ast.Div: "/", ast.And: "and", ast.Or: "or",
+}  # fmt: skip
+_NO_FIGURES = ("lru_cache", "slots", "raise ", 'f"', "assert ", "maxsize", "encoding", "indent=", "__", "hint=")
+"""Lines that say something to people or to Python, not to a plan."""
+
+
+def candidates(path: Path, room: str) -> Iterator[dict[str, Any]]:
+    """Every fault of one line that this file could have: an operator swapped, a number or a truth value changed."""
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        found: tuple[int, int, int, str] | None = None
+        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _SWAPS:
+            found = _between(lines, node.left, node.comparators[0], node.ops[0])
+        elif isinstance(node, ast.BinOp) and type(node.op) in _SWAPS:
+            found = _between(lines, node.left, node.right, node.op)
+        elif isinstance(node, ast.BoolOp):
+            found = _between(lines, node.values[0], node.values[1], node.op)
+        elif isinstance(node, ast.Constant) and node.lineno == node.end_lineno:
+            value, new = node.value, ""
+            if isinstance(value, bool):
+                new = str(not value)
+            elif isinstance(value, int):
+                new = str(value + 1 if value < 2 else value // 2)
+            elif isinstance(value, float):
+                new = repr(value / 2 if value else 1.0)
+            if new:
+                found = (node.lineno, node.col_offset, node.end_col_offset or 0, new)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("max", "min"):
+            other = "min" if node.func.id == "max" else "max"
+            found = (node.func.lineno, node.func.col_offset, node.func.end_col_offset or 0, other)
+        if found is None:
+            continue
+        number, start, end, new = found
+        old = lines[number - 1]
+        if any(mark in old for mark in _NO_FIGURES) or not old.isascii():
+            continue
+        yield {
+            "room": room,
+            "file": path.relative_to(ROOT).as_posix(),
+            "old": old,
+            "new": old[:start] + new + old[end:],
+            "nth": lines[: number - 1].count(old),
+        }
+
+
+def _between(lines: list[str], left: ast.expr, right: ast.expr, op: ast.AST) -> tuple[int, int, int, str] | None:
+    if left.end_lineno != right.lineno or left.end_col_offset is None:
+        return None
+    between = lines[right.lineno - 1][left.end_col_offset : right.col_offset]
+    at = between.find(_SYMBOLS[type(op)])
+    if at < 0:
+        return None
+    start = left.end_col_offset + at
+    return right.lineno, start, start + len(_SYMBOLS[type(op)]), _SWAPS[type(op)]
+
+
+def collect() -> list[dict[str, Any]]:
+    """The named faults of the list, and the rest of each room's number drawn from all that its files could have."""
+    kept = [one for one in read() if one.get("name")] if LIST.exists() else []
+    dice = random.Random(SEED)
+    result = list(kept)
+    for room, (patterns, _, num) in ROOMS.items():
+        every = [one for pattern in patterns for path in sorted(ROOT.glob(pattern)) for one in candidates(path, room)]
+        known = {(one["file"], one["old"], one["new"]) for one in kept}
+        dice.shuffle(every)
+        fresh = [one for one in every if (one["file"], one["old"], one["new"]) not in known]
+        result += fresh[: num - sum(one["room"] == room for one in kept)]
+    return result
+
+
+def read() -> list[dict[str, Any]]:
+    """The list as it is kept."""
+    return [json.loads(line) for line in LIST.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+class Copy:
+    """A copy of the tree in which one fault at a time is planted."""
+
+    def __init__(self) -> None:
+        self.root = Path(tempfile.mkdtemp(prefix="planted-"))
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, self.root / name, ignore=shutil.ignore_patterns("__pycache__"))
+            elif source.exists():
+                shutil.copy(source, self.root / name)
+        self._times = 0
+
+    def survives(self, fault: dict[str, Any]) -> str:
+        """ "" when a test noticed; "stale" when the line is gone; else "survived" with the seconds it took."""
+        path = self.root / fault["file"]
+        text = path.read_text(encoding="utf-8")
+        lines = text.splitlines(keepends=True)
+        places = [index for index, line in enumerate(lines) if line.rstrip("\n") == fault["old"]]
+        if len(places) <= fault.get("nth", 0):
+            return "stale"
+        lines[places[fault.get("nth", 0)]] = fault["new"] + "\n"
+        start = time.monotonic()
+        try:
+            self._write(path, "".join(lines))
+            for tests in ROOMS[fault["room"]][1]:
+                if not (self.root / tests).exists():
+                    continue
+                if not self._passes(tests):
+                    return ""
+            return f"survived ({time.monotonic() - start:.0f} s)"
+        finally:
+            self._write(path, text)
+
+    def _write(self, path: Path, text: str) -> None:
+        path.write_text(text, encoding="utf-8")
+        self._times += 1  # byte code is kept by time and size: two faults of one second would be taken for one
+        os.utime(path, (1_700_000_000 + self._times, 1_700_000_000 + self._times))
+
+    def _passes(self, tests: str) -> bool:
+        command = [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", tests]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(self.root),
+            "OMP_NUM_THREADS": "1",
+            "XDG_CACHE_HOME": str(self.root / "cache"),  # a dry run kept from before the fault would hide it
+        }
+        try:
+            done = subprocess.run(command, cwd=self.root, env=environment, capture_output=True, timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return False
+        return done.returncode in (0, 5)
+
+    def close(self) -> None:
+        """Removes the copy."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+def main() -> int:
+    """0 when at least nine in ten were noticed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--collect", action="store_true", help="draw the list anew")
+    parser.add_argument("--room", choices=list(ROOMS), help="only this room")
+    parser.add_argument("--named", action="store_true", help="only faults with a name (survivors of the audit)")
+    parser.add_argument("-n", type=int, default=None, help="only the first N")
+    parser.add_argument("--from", dest="skip", type=int, default=0, help="leave out the first so many")
+    parser.add_argument("--seconds", type=float, default=None, help="stop after so many seconds")
+    options = parser.parse_args()
+    if options.collect:
+        faults = collect()
+        LIST.write_text("".join(json.dumps(one) + "\n" for one in faults), encoding="utf-8")
+        print(f"{len(faults)} faults in {LIST.relative_to(ROOT)}")
+        return 0
+    faults = [one for one in read() if options.room in (None, one["room"]) and (one.get("name") or not options.named)]
+    faults = faults[options.skip :][: options.n]
+    copy, started = Copy(), time.monotonic()
+    counts = {room: [0, 0, 0] for room in ROOMS}  # killed, survived, stale
+    try:
+        for number, fault in enumerate(faults):
+            if options.seconds is not None and time.monotonic() - started > options.seconds:
+                print(f"stopped after {number} of {len(faults)}: go on with --from {options.skip + number}")
+                break
+            answer = copy.survives(fault)
+            counts[fault["room"]][1 if answer.startswith("survived") else 2 if answer else 0] += 1
+            if answer:
+                print(f"{answer}: {fault['file']}: {fault['old'].strip()}  ->  {fault['new'].strip()}", flush=True)
+    finally:
+        copy.close()
+    print(f"{'room':<12}{'killed':>8}{'survived':>10}{'stale':>7}")
+    for room, (killed, survived, stale) in counts.items():
+        if killed + survived + stale:
+            print(f"{room:<12}{killed:>8}{survived:>10}{stale:>7}")
+    killed, survived = (sum(row[place] for row in counts.values()) for place in (0, 1))
+    total = killed + survived
+    print(f"{killed} of {total} killed ({killed / total:.0%})" if total else "nothing was run")
+    return 0 if killed >= 0.9 * total else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
