@@ -1,0 +1,546 @@
+"""Faults under real searches: what is lost, measured twice or answered wrongly when planners, disks and databases fail.
+
+    python tools/faults.py                     everything: 200 kills, full disks, a read-only home, restarted servers
+    python tools/faults.py --kills 20 --only journal --only "full disk"
+
+Every run is the command `plan tune` in a process of its own on a model of two layers; its probes are real children
+(`probes.worker`) that answer from a table instead of training, so that the undisturbed answer is known. Killed with
+SIGKILL at start-up, in the middle of a probe and while a result is told, and called again until it ends.
+
+A measurement is lost when the undisturbed search has it and the resumed one does not; it is measured twice when the
+store holds it twice. A probe that was under way when its planner was killed has no result, and is no loss.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+SEED = 22
+NUM_KILLS = 200
+MAX_PROBES = 5
+PATIENCE_S = 300.0
+PROBE_S = 0.2
+HEARTBEAT_S, GRACE_S = 1, 3
+"""Instead of 20 and 60 s: a killed worker on a database is found out by its silence."""
+LOG, FAULT_AT = "FAULTS_LOG", "FAULTS_FAIL_WRITE"
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 512,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+WORDS = ["--gpu", "rtx-4090", "--device", "cpu", "--method", "full", "--precision", "fp32", "--no-checkpointing"]
+WORDS += ["--optimizer", "adamw", "--optimizer", "adamw-fused", "--attention", "sdpa", "--attention", "eager"]
+WORDS += ["--loss", "full", "--loss", "chunked", "--seq-len", "64", "--global-batch", "4", "--no-dry-run", "--json"]
+WORDS += ["--max-probes", str(MAX_PROBES), "--budget", "10h"]
+
+
+# The two programs: the command, and a probe's child
+
+
+def tune(words: list[str]) -> int:
+    """`plan tune` with probes that answer from a table, and with a disk that is full at one write."""
+    from functools import partial
+
+    from planner.cli.app import run
+    from probes import executors
+    from search import run as search_run
+
+    argv = (sys.executable, "-P", __file__, "--probe")
+    executors.LocalExecutor = partial(executors.LocalExecutor, argv=argv)  # type: ignore[assignment, misc]
+    search_run.search = partial(search_run.search, heartbeat_s=HEARTBEAT_S, grace_s=GRACE_S)
+    if FAULT_AT in os.environ:
+        fail_at(int(os.environ[FAULT_AT]))
+    return run(["tune", *words])
+
+
+def fail_at(number: int) -> None:
+    """From write `number` on, three writes find the disk full; a journal's line gets half on the disk."""
+    import errno
+
+    from optuna.storages.journal import JournalFileBackend
+
+    import planner.outputs
+    import probes.request
+    import probes.store
+    import search.corrections
+
+    count = [0]
+
+    def full() -> bool:
+        count[0] += 1
+        return number <= count[0] < number + 3
+
+    def guarded(write: Callable[..., Any]) -> Callable[..., Any]:
+        def guard(*arguments: Any, **named: Any) -> Any:
+            if full():
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return write(*arguments, **named)
+
+        return guard
+
+    append = JournalFileBackend.append_logs
+
+    def torn(self: Any, logs: list[dict[str, Any]]) -> None:
+        if full():
+            with open(self._file_path, "ab") as file:
+                text = json.dumps(logs[0]).encode()
+                file.write(text[: len(text) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append(self, logs)
+
+    JournalFileBackend.append_logs = torn  # type: ignore[method-assign]
+    probes.store._append_bytes = guarded(probes.store._append_bytes)
+    whole = guarded(planner.outputs.write_whole)
+    for module in (planner.outputs, probes.request, probes.store, search.corrections):
+        module.write_whole = whole  # type: ignore[attr-defined]
+
+
+def probe() -> int:
+    """A probe's child: says that it began, takes a while, says that it ended, answers."""
+
+    from planner.codec import Outcome
+    from planner.interchange import setup_to_dict
+    from planner.outcome import Measurement
+    from probes import worker
+    from probes.environment import read_environment
+    from probes.request import ProbeRequest
+
+    def answer(request: ProbeRequest, status: worker.StatusPipe) -> Outcome:
+        setup = request.setup
+        text = json.dumps(setup_to_dict(setup), sort_keys=True)
+        note("start", text)
+        time.sleep(PROBE_S)
+        tokens_per_s = 1000.0 + int(hashlib.sha256(text.encode()).hexdigest()[:6], 16) % 1000
+        note("end", text)
+        return Measurement(
+            rung=request.rung, peak_allocated_bytes=10**9, peak_reserved_bytes=10**9, peak_device_bytes=10**9,
+            phase_peaks_bytes={"backward": 10**9}, step_times_s=(setup.tokens_per_step / tokens_per_s,) * 3,
+            tokens_per_step=setup.tokens_per_step, layers_measured=(2,), environment=read_environment("cpu", None),
+        )  # fmt: skip
+
+    return worker.main(measure=answer)
+
+
+def note(word: str, text: str) -> None:
+    """One line of the log, in one write."""
+    handle = os.open(os.environ[LOG], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.write(handle, f"{word} {hashlib.sha256(text.encode()).hexdigest()[:12]}\n".encode())
+    os.close(handle)
+
+
+# The driver
+
+
+@dataclass
+class Row:
+    """One line of the table."""
+
+    name: str
+    kills: int = 0
+    resumes: int = 0
+    lost: int = 0
+    twice: int = 0
+    wrong: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a search that ended said: the chosen setup, its figures, the setups it measured."""
+
+    chosen: str
+    tokens_per_s: float
+    measured: frozenset[str]
+
+
+class Search:
+    """One study with its store and the log of its probes."""
+
+    def __init__(self, folder: Path, storage: str | None = None) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True)
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text(json.dumps(LLAMA))
+        self.storage = storage or str(folder / "study")
+        self.store, self.log = folder / "store.jsonl", folder / "log"
+        self.running: list[subprocess.Popen[str]] = []
+
+    def start(self, **environment: str) -> "subprocess.Popen[str]":
+        """One more `plan tune` on this study."""
+        words = [str(self.folder / "model"), *WORDS, "--storage", self.storage, "--store", str(self.store)]
+        known = {
+            **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
+            LOG: str(self.log),
+            "XDG_DATA_HOME": str(self.folder / "home"), "TMPDIR": str(self.folder), **environment,
+        }  # fmt: skip
+        process = subprocess.Popen(
+            [sys.executable, "-P", __file__, "--tune", *words],
+            env=known, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=self.folder,
+        )  # fmt: skip
+        self.running.append(process)
+        return process
+
+    def lines(self, word: str) -> int:
+        """How many probes have begun ("start") or ended ("end")."""
+        return self.log.read_text().count(f"{word} ") if self.log.exists() else 0
+
+    def wait_for(self, word: str, num: int, process: "subprocess.Popen[str]") -> bool:
+        """Until so many have; False when the command ended first."""
+        deadline = time.monotonic() + PATIENCE_S
+        while self.lines(word) < num and process.poll() is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"nothing happened for {PATIENCE_S:g} s in {self.folder}")
+            time.sleep(0.005)
+        return process.poll() is None
+
+    def end(self, process: "subprocess.Popen[str]") -> tuple[int, str, str]:
+        """(exit code, stdout, stderr) when it has ended."""
+        out, errors = process.communicate(timeout=PATIENCE_S)
+        self.running.remove(process)
+        return process.returncode, out, errors
+
+    def kill(self, process: "subprocess.Popen[str]") -> None:
+        """SIGKILL, nothing else."""
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        self.running.remove(process)
+
+    def repeated(self) -> int:
+        """Measurements that the store holds more than once."""
+        from probes.store import Store
+
+        return sum(num - 1 for num in Counter(record.key for record in Store(self.store).records()).values())
+
+    def close(self) -> None:
+        """Nothing of it is left."""
+        for process in list(self.running):
+            self.kill(process)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def answer_of(out: str) -> Answer:
+    """The answer in a plan's JSON."""
+    plan = json.loads(out)
+    trials = plan["search"]["trials"]
+    measured = {json.dumps(one["setup"], sort_keys=True) for one in trials if one.get("tokens_per_s")}
+    chosen = {name: value for name, value in plan["chosen"]["setup"].items() if name not in ("model", "gpu")}
+    return Answer(json.dumps(chosen, sort_keys=True), plan["chosen"]["probe"]["tokens_per_s"], frozenset(measured))
+
+
+def judge(row: Row, one: Search, out: str, calm: Answer) -> None:
+    """Compares a search that ended with the undisturbed one."""
+    found = answer_of(out)
+    lost = len(calm.measured - found.measured)
+    wrong = (found.chosen, found.tokens_per_s) != (calm.chosen, calm.tokens_per_s)
+    row.lost += lost
+    row.wrong += wrong
+    twice = one.repeated()
+    row.twice += twice
+    if lost or wrong or twice:
+        row.notes.append(f"{row.name}: lost {lost}, twice {twice}, wrong {wrong} in {one.folder.name}")
+
+
+def undisturbed(base: Path) -> tuple[Answer, float]:
+    """The answer that nothing disturbed, and the seconds until its first probe."""
+    one = Search(base / "calm")
+    start = time.monotonic()
+    process = one.start()
+    one.wait_for("start", 1, process)
+    until_probe_s = time.monotonic() - start
+    code, out, errors = one.end(process)
+    if code != 0:
+        raise SystemExit(f"the undisturbed search ended with {code}:\n{errors}")
+    calm = answer_of(out)
+    one.close()
+    return calm, until_probe_s
+
+
+def killed(
+    row: Row, make: Callable[[int], Search], num: int, calm: Answer, start_s: float, dice: random.Random
+) -> None:
+    """So many kills, in as many studies as it takes."""
+    number = 0
+    while row.kills < num:
+        one = make(number)
+        number += 1
+        resumed = False
+        while True:
+            process = one.start()
+            row.resumes += resumed
+            resumed = True
+            phase = dice.choice(("start-up", "probing", "telling")) if row.kills < num else ""
+            if phase == "start-up":
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(dice.uniform(0.0, 1.1 * start_s))
+            elif phase:
+                word = "start" if phase == "probing" else "end"
+                one.wait_for(word, one.lines(word) + 1, process)
+                time.sleep(dice.uniform(0.0, PROBE_S if phase == "probing" else 0.3))
+            if phase and process.poll() is None:
+                one.kill(process)
+                row.kills += 1
+                continue
+            code, out, errors = one.end(process)
+            if code != 0:
+                row.wrong += 1
+                row.notes.append(f"{row.name}: exit code {code}: {errors.strip().splitlines()[-1:]}")
+            else:
+                judge(row, one, out, calm)
+            break
+        one.close()
+
+
+def full_disk(row: Row, base: Path, num: int, calm: Answer) -> None:
+    """The disk is full at every write in turn; what is called again has to give the undisturbed answer."""
+    for number in range(1, num + 1):
+        one = Search(base / f"full-{number}")
+        code, out, errors = one.end(one.start(**{FAULT_AT: str(number)}))
+        row.kills += 1
+        if code not in (0, 3):
+            row.wrong += 1
+            row.notes.append(f"full disk at write {number}: exit code {code}: {errors.strip().splitlines()[-2:]}")
+        if code != 0:
+            row.resumes += 1
+            code, out, errors = one.end(one.start())
+        if code == 0:
+            judge(row, one, out, calm)
+        else:
+            row.wrong += 1
+            row.notes.append(f"after a full disk at write {number}: {code}: {errors.strip().splitlines()[-2:]}")
+        one.close()
+
+
+def read_only_home(row: Row, base: Path, calm: Answer) -> None:
+    """Home, data and cache cannot be written; study and store lie elsewhere."""
+    one = Search(base / "read-only")
+    nowhere = dict.fromkeys(("HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"), "/dev/null/x")
+    code, out, errors = one.end(one.start(**nowhere))
+    row.kills += 1
+    if code == 0:
+        judge(row, one, out, calm)
+    else:
+        row.wrong += 1
+        row.notes.append(f"read-only home: exit code {code}: {errors.strip().splitlines()[-2:]}")
+    one.close()
+
+
+class Postgres:
+    """A server of its own, stopped and started at will."""
+
+    def __init__(self) -> None:
+        from tests.search.test_postgres import server_programs
+
+        programs = server_programs()
+        if programs is None:
+            raise FileNotFoundError("no PostgreSQL server here")
+        self.programs = programs
+        self.user = "nobody" if os.geteuid() == 0 else None
+        self.folder = Path(tempfile.mkdtemp(prefix="pg-", dir="/tmp"))
+        if self.user:
+            shutil.chown(self.folder, self.user)
+        owner = self.user or os.environ.get("USER", "me")
+        self.common: dict[str, Any] = {"user": self.user, "cwd": "/"}
+        self.common["env"] = {"PATH": os.environ["PATH"], "LC_ALL": "C", "HOME": str(self.folder)}
+        subprocess.run(
+            [programs / "initdb", "-D", self.folder / "data", "-U", owner, "-A", "trust", "-E", "UTF8", "--no-sync"],
+            check=True, capture_output=True, **self.common,
+        )  # fmt: skip
+        self.owner = owner
+        self.number = 0
+        self.start()
+
+    def start(self) -> None:
+        import psycopg
+
+        options = ["-c", f"unix_socket_directories={self.folder}", "-c", "fsync=off", "-h", ""]
+        self.server = subprocess.Popen(
+            [self.programs / "postgres", "-D", self.folder / "data", *options],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **self.common,
+        )  # fmt: skip
+        while True:
+            with contextlib.suppress(psycopg.OperationalError):
+                psycopg.connect(self.url("postgres")).close()
+                return
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        self.server.send_signal(signal.SIGQUIT)  # at once: open transactions are lost
+        self.server.wait(PATIENCE_S)
+
+    def url(self, database: str) -> str:
+        return f"postgresql://{self.owner}@/{database}?host={self.folder}"
+
+    def fresh(self) -> str:
+        """The URL of a new, empty database."""
+        import psycopg
+
+        self.number += 1
+        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
+            connection.execute(f"CREATE DATABASE study{self.number}")  # type: ignore[call-overload]
+        return self.url(f"study{self.number}")
+
+    def close(self) -> None:
+        self.stop()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Proxy:
+    """Optuna's gRPC proxy before an SQLite file."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.file = folder / "proxy.db"
+        self.start()
+
+    def start(self) -> None:
+        script = (
+            "import sys, optuna\nfrom concurrent.futures import ThreadPoolExecutor\n"
+            "optuna.storages.run_grpc_proxy_server(optuna.storages.RDBStorage(sys.argv[1]), host='127.0.0.1', "
+            "port=int(sys.argv[2]), thread_pool=ThreadPoolExecutor(max_workers=1))"
+        )
+        self.server = subprocess.Popen(
+            [sys.executable, "-P", "-W", "ignore", "-c", script, f"sqlite:///{self.file}", str(self.port)],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def stop(self) -> None:
+        self.server.kill()
+        self.server.wait()
+
+    def fresh(self) -> str:
+        """The URL, before an empty file."""
+        self.stop()
+        self.file.unlink(missing_ok=True)
+        self.start()
+        return f"grpc://127.0.0.1:{self.port}"
+
+    close = stop
+
+
+def restarted(row: Row, server: "Postgres | Proxy", base: Path, num: int, calm: Answer, dice: random.Random) -> None:
+    """Two planners on one study; their server is killed in the middle and comes back after three seconds."""
+    for number in range(num):
+        one = Search(base / f"{row.name.replace(' ', '-')}-{number}", server.fresh())
+        processes = [one.start(), one.start()]
+        one.wait_for(dice.choice(("start", "end")), dice.randint(1, 3), processes[0])
+        time.sleep(dice.uniform(0.0, PROBE_S))
+        server.stop()
+        row.kills += 1
+        time.sleep(3.0)
+        server.start()
+        ended = [one.end(process) for process in processes]
+        for code, _, errors in ended:
+            if code != 0:
+                row.wrong += 1
+                row.notes.append(f"{row.name}: exit code {code}: {errors.strip().splitlines()[-2:]}")
+        if ended[0][0] == 0:
+            judge(row, one, ended[0][1], calm)
+        one.close()
+
+
+def rows(options: argparse.Namespace, base: Path) -> Iterator[Row]:
+    """The table, line by line."""
+    dice = random.Random(SEED)
+    calm, start_s = undisturbed(base)
+    wanted = set(options.only)
+    each = -(-options.kills // 4)
+
+    def asked(name: str) -> bool:
+        return not wanted or name in wanted
+
+    if asked("journal"):
+        row = Row("journal")
+        killed(row, lambda n: Search(base / f"journal-{n}"), each, calm, start_s, dice)
+        yield row
+    if asked("sqlite"):
+        row = Row("sqlite")
+        killed(row, lambda n: Search(base / f"q{n}", f"sqlite:///{base}/q{n}.db"), each, calm, start_s, dice)
+        yield row
+    if asked("postgresql") or asked("database restarted"):
+        postgres = Postgres()
+        try:
+            if asked("postgresql"):
+                row = Row("postgresql")
+                killed(row, lambda n: Search(base / f"pg{n}", postgres.fresh()), each, calm, start_s, dice)
+                yield row
+            if asked("database restarted"):
+                row = Row("database restarted")
+                restarted(row, postgres, base, options.restarts, calm, dice)
+                yield row
+        finally:
+            postgres.close()
+    if asked("grpc") or asked("proxy restarted"):
+        proxy = Proxy(base)
+        try:
+            if asked("grpc"):
+                row = Row("grpc")
+                killed(row, lambda n: Search(base / f"g{n}", proxy.fresh()), each, calm, start_s, dice)
+                yield row
+            if asked("proxy restarted"):
+                row = Row("proxy restarted")
+                restarted(row, proxy, base, options.restarts, calm, dice)
+                yield row
+        finally:
+            proxy.close()
+    if asked("full disk"):
+        row = Row("full disk")
+        full_disk(row, base, options.writes, calm)
+        yield row
+    if asked("read-only home"):
+        row = Row("read-only home")
+        read_only_home(row, base, calm)
+        yield row
+
+
+def main() -> int:
+    """0 when the last three columns are 0."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kills", type=int, default=NUM_KILLS, help="over journal, SQLite, PostgreSQL and gRPC")
+    parser.add_argument("--writes", type=int, default=90, help="writes of one search that find the disk full, in turn")
+    parser.add_argument("--restarts", type=int, default=5, help="of the database, and of the proxy")
+    parser.add_argument("--only", action="append", default=[], help="a line of the table; repeat for several")
+    options = parser.parse_args()
+    base = Path(tempfile.mkdtemp(prefix="faults-"))
+    total = 0
+    print(f"{'':<20}{'faults':>7}{'resumes':>9}{'lost':>6}{'measured twice':>16}{'wrong answers':>15}", flush=True)
+    try:
+        for row in rows(options, base):
+            print(f"{row.name:<20}{row.kills:>7}{row.resumes:>9}{row.lost:>6}{row.twice:>16}{row.wrong:>15}")
+            for text in row.notes:
+                print(f"  {text}")
+            sys.stdout.flush()
+            total += row.lost + row.twice + row.wrong
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+    return 1 if total else 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--tune"]:
+        sys.exit(tune(sys.argv[2:]))
+    if sys.argv[1:2] and (sys.argv[1] == "--probe"):
+        del sys.argv[1]
+        from probes.worker import leave
+
+        leave(probe())
+    sys.exit(main())
