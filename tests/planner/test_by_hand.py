@@ -1,7 +1,7 @@
 """Numbers worked out by hand from the sources that the docstrings name: what no wider test noticed when it changed.
 
-Each stands for a planted fault that the rest of the suite let live (tools/planted_faults.jsonl): states and temporaries of
-rarer optimizers, the fused losses, allocator gap, and the bytes and kernels of the speed model's rarer paths.
+Each stands for a planted fault that the rest of the suite let live (tools/planted_faults.jsonl): states and temporaries
+of rarer optimizers, the fused losses, allocator gap, and the bytes and kernels of the speed model's rarer paths.
 
 SmolLM2-135M: 30 layers, hidden 576, MLP 1,536, 9 query and 3 key heads of 64, vocabulary 49,152 (tied).
 """
