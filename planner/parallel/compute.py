@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
-from planner.parallel.traffic import Traffic, traffic_of, wire_setup
+from planner.parallel.traffic import Traffic, computed, traffic_of
 from planner.setup import TrainSetup
 from planner.throughput import Calibration, Conditions, speed_model, throughput_profile
 from planner.throughput.profile import GRADIENT_ADD_PASSES, ThroughputProfile
@@ -49,7 +49,7 @@ class Rank:
         self._setup, self.part = setup, part
         self._speed = speed_model(part, gpu, calibration=calibration, conditions=conditions)
         self.profile: ThroughputProfile = throughput_profile(
-            part, gpu, wire_setup(setup), calibration=calibration, conditions=conditions
+            part, gpu, computed(setup, conditions), calibration=calibration, conditions=conditions
         )
         self.traffic: Traffic = traffic_of(part, setup, conditions)
         host = self.profile.family.host_s

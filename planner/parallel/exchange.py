@@ -6,7 +6,7 @@ from planner.memory.dtypes import SIZE_BYTES, flow_of
 from planner.models.spec import ModelSpec
 from planner.parallel.collectives import Collectives, Group, group_of
 from planner.parallel.compute import Micro
-from planner.parallel.traffic import Traffic, wire_setup
+from planner.parallel.traffic import Traffic, computed
 from planner.setup import TrainSetup
 from planner.throughput.calibration import SpreadConstants
 
@@ -161,7 +161,7 @@ def tensor_s(part: ModelSpec, setup: TrainSetup, collectives: Collectives, seqs:
         return 0.0, 0.0
     group = group_of(collectives.cluster, setup.tensor_degree)
     tokens = seqs * setup.seq_len_tokens
-    size = SIZE_BYTES[flow_of(wire_setup(setup)).compute]
+    size = SIZE_BYTES[flow_of(computed(setup)).compute]
     one = collectives.all_reduce_s(tokens * part.hidden_size * size, group)
     again = -(-part.num_layers // setup.checkpointing) if setup.checkpointing else 0
     forward = _TENSOR_SUMS * part.num_layers * one
@@ -183,5 +183,5 @@ def hand_over_s(setup: TrainSetup, hidden_size: int, collectives: Collectives, s
     stride = 1 if setup.parallel == "device-map" else setup.num_gpus // setup.pipeline_degree
     nodes = 2 if cluster.num_nodes > 1 else 1
     pair = Group(size=2, per_node=2 // nodes, sharing=min(stride, cluster.gpus_per_node))
-    size = SIZE_BYTES[flow_of(wire_setup(setup)).residual]
+    size = SIZE_BYTES[flow_of(computed(setup)).residual]
     return collectives.send_s(seqs * setup.seq_len_tokens * hidden_size * size, pair)

@@ -5,6 +5,7 @@ Engines shard by unit: one per transformer layer, and a root unit with embedding
 
 from dataclasses import dataclass
 
+from planner.engines import engine_of
 from planner.memory.dtypes import SIZE_BYTES, flow_of
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
@@ -50,23 +51,14 @@ class Traffic:
         return self.layers * self.layer_gradient_bytes + self.root_gradient_bytes
 
 
-def wire_setup(setup: TrainSetup) -> TrainSetup:
-    """The setup that a rank really computes with.
+def computed(setup: TrainSetup, conditions: Conditions = CURRENT) -> TrainSetup:
+    """The one-GPU setup whose data types a rank computes in and puts on the wire: what its engine says of memory too.
 
-    Sharding engines hand 16-bit weights to the forward whatever is stored. FSDP2 as Accelerate sets it up gathers in
-    the autocast type and casts a module's inputs to it; DeepSpeed's bf16 engine casts the whole module (adapters too)
-    and keeps fp32 masters in its optimizer, without autocast. fp16 full fine-tuning keeps autocast in the form here,
-    since a setup cannot say fp16 weights that are trained.
-
-    Source: accelerate 1.15 `utils/dataclasses.py` set_mixed_precision; deepspeed 0.19 `runtime/engine.py`
-    _configure_distributed_model (module.bfloat16()).
+    FSDP 1, which some measured runs used, is wrapped after Accelerate's `prepare_model` and keeps its autocast.
     """
-    if setup.parallel == "fsdp2" and setup.precision == "bf16-mixed":
-        return setup.with_(precision="bf16-autocast")
-    if setup.parallel in ("zero1", "zero2", "zero3") and setup.precision in ("bf16-mixed", "bf16-autocast"):
-        adapter = setup.adapter_dtype if setup.method == "full" else "bf16"
-        return setup.with_(precision="bf16-pure", adapter_dtype=adapter)
-    return setup
+    if conditions.fsdp_1 and setup.parallel == "fsdp2" and setup.autocast_dtype is not None:
+        return setup.trusted_with(precision=f"{setup.autocast_dtype}-autocast")
+    return engine_of(setup).computes(setup)
 
 
 _CACHE: dict[tuple[object, ...], tuple[ModelSpec, Traffic]] = {}
@@ -88,7 +80,7 @@ def traffic_of(part: ModelSpec, setup: TrainSetup, conditions: Conditions = CURR
 
 
 def _count(part: ModelSpec, setup: TrainSetup, conditions: Conditions) -> Traffic:
-    flow = flow_of(wire_setup(setup))
+    flow = flow_of(computed(setup, conditions))
     sharded = setup.parallel in ("zero1", "zero2", "zero3", "fsdp2")
     held = SIZE_BYTES[flow.autocast or flow.table] if setup.parallel == "fsdp2" else SIZE_BYTES[flow.table]
     layers = part.num_layers
