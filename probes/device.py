@@ -102,7 +102,7 @@ def lock_path(name: str) -> Path:
 
 def _open_lock(name: str) -> int | None:
     try:
-        return os.open(lock_path(name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        return os.open(lock_path(name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError:  # no place for a lock: measure without
         return None
 

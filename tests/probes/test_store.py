@@ -1,20 +1,24 @@
 """The store: append-only, safe under several writers and crashes, nothing lost silently."""
 
+import hashlib
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fault_worker import measured
 
 from planner.codec import BadOutcome
-from planner.errors import EnvironmentProblem
+from planner.errors import ConfigError, EnvironmentProblem
 from planner.interchange import setup_to_dict
 from planner.outcome import FailureKind, ProbeFailure, Rung
 from planner.setup import TrainSetup
@@ -340,3 +344,104 @@ def test_record_of_a_request_is_stored_under_its_fingerprint() -> None:
     made = record_of(request(), environment, measured(request()))
     assert made.key == fingerprint(request(), environment)
     assert made.request["limits"] == {**made.request["limits"], "time_s": Limits().time_s}  # type: ignore[dict-item]
+
+
+def line_of(body: dict[str, Any]) -> bytes:
+    """A line whose checksum is right, whatever it says."""
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    checksum = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return f'{{"sha256":"{checksum}","record":{text}}}\n'.encode()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("environment", []),
+        ("step_times_s", [-0.5]),
+        ("step_times_s", [0.0]),
+        ("step_times_s", []),
+        ("peak_device_bytes", -1),
+        ("peak_allocated_bytes", 1.5),
+        ("tokens_per_step", 0),
+        ("phase_peaks_bytes", {"forward": -3}),
+        ("outcome", "guess"),
+        ("schema", 99),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::probes.store.StoreWarning")
+def test_an_outcome_that_nothing_can_measure_costs_itself_only(field: str, value: object, tmp_path: Path) -> None:
+    bad = json.loads(encode_line(record("bad")))["record"]
+    bad["outcome"][field] = value
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(encode_line(record("a")) + line_of(bad) + encode_line(record("b")))
+    assert [one.key for one in Store(path).records()] == ["a", "b"]
+
+
+def test_a_request_whose_limit_is_no_number_costs_itself_only(tmp_path: Path) -> None:
+    for limits in ([], {"time_s": "long"}):
+        bad = json.loads(encode_line(record("bad")))["record"]
+        bad["request"]["limits"] = limits
+        path = tmp_path / "s.jsonl"
+        path.write_bytes(line_of(bad) + encode_line(record("a")))
+        with pytest.warns(StoreWarning):
+            assert [one.key for one in Store(path).records()] == ["a"]
+        (tmp_path / "s.jsonl.damaged").unlink()
+
+
+def test_importing_a_file_that_no_store_wrote_is_an_error_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("# Read me\n\nNot a store.\n")
+    with (
+        pytest.warns(StoreWarning, match="not imported"),
+        pytest.raises(ConfigError, match="no line that a store wrote"),
+    ):
+        Store(tmp_path / "s.jsonl").merge(readme)
+    assert [one.name for one in tmp_path.iterdir()] == ["README.md"]
+
+
+def test_a_store_is_not_written_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder from a stranger holds `measurements.jsonl -> ~/.bashrc`."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    victim = tmp_path / "bashrc"
+    victim.write_text("alias ll='ls -l'\n")
+    (tmp_path / "s.jsonl").symlink_to(victim)
+    with pytest.warns(StoreWarning, match="cannot be written"):
+        where = Store(tmp_path / "s.jsonl").append(record())
+    assert victim.read_text() == "alias ll='ls -l'\n"
+    assert Store(where).get("k") is not None
+
+
+@pytest.mark.parametrize("trap", ["link", "open"])
+def test_the_fallback_lies_in_a_folder_of_this_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trap: str
+) -> None:
+    """Another user made `finetune-planner-UID` first, with a link in the fallback's name."""
+    tmp, victim = tmp_path / "tmp", tmp_path / "victim"
+    tmp.mkdir()
+    victim.write_text("mine")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp))
+    folder = tmp / f"finetune-planner-{os.getuid()}"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    store = Store(Path("/dev/null/no/s.jsonl"))
+    name = store.fallback_path.name
+    folder.rmdir()
+    (elsewhere / name).symlink_to(victim)
+    if trap == "link":
+        folder.symlink_to(elsewhere)
+    else:
+        folder.mkdir()
+        folder.chmod(0o777)
+        (folder / name).symlink_to(victim)
+    with pytest.warns(StoreWarning):
+        where = store.append(record())
+    assert victim.read_text() == "mine"
+    assert where.parent.stat().st_mode & 0o777 == 0o700
+    assert where.parent != folder
+
+
+def test_reading_a_pipe_as_a_store_ends_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "s.jsonl")
+    with pytest.raises(EnvironmentProblem, match="cannot read the store"):
+        Store(tmp_path / "s.jsonl").records()

@@ -59,6 +59,19 @@ def test_candidates_keep_the_plans_kind_and_contain_it() -> None:
     assert 100 < len(candidates) <= 1501
 
 
+def test_a_home_that_cannot_be_written_costs_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """What was learned for later plans is not kept; what was measured is the answer all the same."""
+    tuned = tune_plan(
+        made_plan(),
+        evaluate=stand_in,
+        dry_run=False,
+        corrections=Path("/dev/null/home/corrections.json"),
+        budget=Budget(max_probes=1),
+    )
+    assert isinstance(tuned.chosen.probe, Measurement)
+    assert "could not be kept" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_tuned_plan_is_measured_fits_and_is_at_least_as_fast(tmp_path: Path) -> None:
     plan = made_plan()
