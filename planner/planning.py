@@ -1,89 +1,176 @@
-"""From a workload to a `Plan` or `NoPlan` on the formula rung: walk the space, ask the tree, name the alternatives."""
+"""From a workload to a `Plan` or `NoPlan` on the formula rung: walk the spreads stage by stage, ask the tree, explain.
+
+One GPU is a spread of one. With several, in stages: replicated and sharded data parallelism always; tensor and pipeline
+parallelism where those leave out a method that the tree prefers, or spend too much of the step on communication;
+offloading to the host only where nothing else fits, because its speed hangs on a slow link and its room on memory that
+the planner does not know. The method is preferred (full, LoRA, 8-bit, 4-bit) among what fits without offloading.
+"""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from planner.errors import PlannerError, SetupError, UsageError
+from planner.decision.alternatives import alternatives
+from planner.decision.candidates import candidate, communication_share
+from planner.decision.facts import NODES, Facts, Walks, add_spreads, best_spread, merged, walk_stages
+from planner.decision.spreads import FIELDS, ONE_GPU, all_spreads
+from planner.decision.tree import OneGpu, answers, choose_node, needed_gain
+from planner.engines import engine_of
+from planner.errors import SetupError, UsageError
 from planner.expressed import check_something_expressed, target_notes
-from planner.gpus import all_gpus
-from planner.models import catalogue
 from planner.outcome import Candidate
-from planner.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount, trade
-from planner.predict import device_peak_bytes, predict
-from planner.refine import ANY_SETUP, CorrectionKey, correction_key, spread_correction_key
-from planner.setup import SPREAD_FIELDS, TrainSetup
-from planner.space import BRANCH_FIELDS, Point, dimension_values, kinds, micro_batches, walk
-from planner.tree import (
-    NODE_NAMES,
-    NODES,
-    QUANTIZE_GAIN_FRACTION,
-    NodeFacts,
-    activation_answers,
-    choose_node,
-    collect,
-    method_answers,
-)
+from planner.plan import NoPlan, Plan, SpaceCount
+from planner.refine import CorrectionKey
+from planner.setup import TrainSetup
+from planner.space import BRANCH_FIELDS, dimension_values, kinds, micro_batches
 from planner.workload import Workload
 
+if TYPE_CHECKING:
+    from planner.cluster import Cluster  # late: one GPU needs none of it
+
 NUM_RANKED = 24
+COMMUNICATION_LIMIT = 0.25
+"""Above this share of the step for communication, tensor and pipeline parallelism are compared as well."""
+_FIRST = ("replicate", "shard", "other")
 
 
-def candidate(workload: Workload, setup: TrainSetup) -> Candidate:
-    """A setup with its formula prediction against the workload's budget."""
-    prediction = predict(workload.model, workload.gpu, setup, workload.cluster)
-    return Candidate(setup=setup, budget_bytes=workload.budget_bytes, formula=prediction)
+def plan_workload(
+    workload: Workload, corrections: Mapping[CorrectionKey, float] | None = None, walks: Walks | None = None
+) -> Plan | NoPlan:
+    """The formula rung's whole answer.
 
-
-def plan_workload(workload: Workload, corrections: Mapping[CorrectionKey, float] | None = None) -> Plan | NoPlan:
-    """The formula rung's whole answer; `corrections` multiply the formula's peaks (see `refine`).
+    Args:
+        corrections: multiply the formula's peaks (see `refine`).
+        walks: kept by whoever plans the same workload again.
 
     Raises:
-        UsageError: the user's wishes contradict each other so that no setup can exist at all.
+        UsageError: the user's wishes contradict each other so that no setup can exist at all, or no way of spreading
+            the job suits the number of GPUs, the global batch and the options given.
     """
-    if workload.num_gpus > 1:
-        from planner.parallel.planning import plan_spread  # one GPU never needs it
-
-        return plan_spread(workload, corrections or {})
     values = dimension_values(workload)
-    facts = collect(corrected(walk(workload, values), corrections or {}), workload.budget_bytes)
-    walked = sum(known.walked for known in facts.values())
-    if not walked:
-        check_something_expressed(workload, kinds(workload, values))
-        raise UsageError(
-            f"no setup can satisfy all the options given{contradiction(values)}",
-            hint="options contradict each other: leave one out",
-        )
-    space = SpaceCount(
-        walked=walked,
-        infeasible=sum(known.infeasible for known in facts.values()),
-        impossible=num_combinations(workload, values) - walked,
-    )
-    chosen_node = choose_node(facts, needed_gain(workload, facts))
-    answers = method_answers(facts, chosen_node, workload)
-    if chosen_node is None:
-        return refusal(workload, facts, tuple(answers), space)
-    known = facts[chosen_node]
-    best = known.best()
-    assert best is not None  # choose_node returned it
-    answers += activation_answers(known, best, workload, known.ranked())
-    chosen = candidate(workload, best.setup)
-    ranked = [best, *(point for point in known.ranked() if point is not best)][:NUM_RANKED]
+    facts = Facts(walks=walks if walks is not None else Walks())
+    node = _walk(workload, values, facts, corrections or {})
+    space = _space_count(workload, values, facts)
+    if not space.walked:
+        spreads = facts.walked if workload.num_gpus > 1 else ()
+        check_something_expressed(workload, kinds(workload, values, spreads))
+        raise _nothing_to_walk(workload, facts)
+    alone = _one_gpu(workload) if workload.num_gpus > 1 else None
+    best = best_spread(facts.of_node(node)) if node is not None else None
+    chosen = candidate(workload, best.setup) if best is not None else None
+    walked = tuple(answers(workload, facts, node, chosen, alone))
+    if node is None or best is None or chosen is None:
+        from planner.decision.remedies import refusal  # a plan needs none
+
+        return refusal(workload, facts, walked, space, cluster_notes(workload.cluster))
+    fastest = merged(facts.of_node(node).values()).ranked()
+    ranked = [best, *(point for point in fastest if point is not best)][:NUM_RANKED]
     return Plan(
         workload=workload,
         chosen=chosen,
-        alternatives=alternatives(workload, chosen, chosen_node, facts),
+        alternatives=alternatives(workload, chosen, node, facts, alone),
         ranked=(chosen, *(candidate(workload, point.setup) for point in ranked[1:])),
-        walk=tuple(answers),
+        walk=walked,
         space=space,
-        notes=plan_notes(workload, chosen),
+        notes=_notes(workload, chosen),
     )
 
 
-def contradiction(values: Mapping[str, tuple[Any, ...]]) -> str:
+def _space_count(workload: Workload, values: Mapping[str, tuple[Any, ...]], facts: Facts) -> SpaceCount:
+    nodes = facts.nodes().values()
+    walked = sum(known.walked for known in nodes)
+    num_spreads = len({one.name for one in facts.walked})
+    return SpaceCount(
+        walked=walked,
+        infeasible=sum(known.infeasible for known in nodes),
+        impossible=max(0, _num_combinations(workload, values) * num_spreads - walked),
+    )
+
+
+def _walk(
+    workload: Workload,
+    values: Mapping[str, tuple[Any, ...]],
+    facts: Facts,
+    corrections: Mapping[CorrectionKey, float],
+) -> str | None:
+    """Walks as many stages as it takes; the node of the tree that is taken, None where nothing fits."""
+    if workload.num_gpus == 1:
+        add_spreads(workload, values, facts, [ONE_GPU], corrections)
+        nodes = facts.nodes()
+        return choose_node(nodes, needed_gain(workload, nodes))
+    walk_stages(workload, values, facts, _FIRST, corrections)
+    nodes = facts.nodes()
+    node = choose_node(nodes, needed_gain(workload, nodes))
+    slow = node is not None and _communication_share(workload, facts, node) > COMMUNICATION_LIMIT
+    left_out = _better_left_out(facts, node)
+    if node is None or slow:
+        walk_stages(workload, values, facts, ("split",), corrections)
+    elif left_out:
+        walk_stages(workload, _only(workload, values, left_out), facts, ("split",), corrections)
+    nodes = facts.nodes()
+    node = choose_node(nodes, needed_gain(workload, nodes))
+    if node is None:
+        walk_stages(workload, values, facts, ("offload",), corrections)
+        nodes = facts.nodes()
+        # a quantized base takes a quarter of the host's memory and of the traffic: it stays unless clearly slower
+        node = choose_node(nodes, -needed_gain(workload, nodes))
+    return node
+
+
+def _only(
+    workload: Workload, values: Mapping[str, tuple[Any, ...]], methods: tuple[str, ...]
+) -> dict[str, tuple[Any, ...]]:
+    """The values with fewer methods. Full fine-tuning alone would also be walked with 16-bit master weights, which is
+    meant for who asks for it."""
+    narrowed = {**values, "method": methods}
+    if methods == ("full",) and "precision" not in workload.fixed and "method" not in workload.fixed:
+        narrowed["precision"] = tuple(one for one in values["precision"] if one.endswith("-mixed"))
+    return narrowed
+
+
+def _better_left_out(facts: Facts, node: str | None) -> tuple[str, ...]:
+    """Methods that the tree prefers to `node` and that do not fit so far."""
+    if node is None:
+        return ()
+    better = NODES[: NODES.index(node)]
+    nodes = facts.nodes()
+    missing = [one for one in better if nodes[one].smallest is not None and nodes[one].best() is None]
+    return tuple(dict.fromkeys(one.partition("-")[0] for one in missing))
+
+
+def _communication_share(workload: Workload, facts: Facts, node: str) -> float:
+    best = facts.nodes()[node].best()
+    return communication_share(candidate(workload, best.setup)) if best is not None else 0.0
+
+
+def _nothing_to_walk(workload: Workload, facts: Facts) -> UsageError:
+    """The error with the reasons of the spreads that were left out."""
+    contradicted = _contradiction(dimension_values(workload))
+    if workload.num_gpus == 1:
+        return UsageError(
+            f"no setup can satisfy all the options given{contradicted}",
+            hint="options contradict each other: leave one out",
+        )
+    reasons = list(dict.fromkeys(one.reason for one in all_spreads(workload) if one.reason))
+    if facts.refused:
+        reasons = [*dict.fromkeys(reason for reason in facts.refused.values()), *reasons]
+    num = workload.num_gpus
+    if contradicted or not reasons:
+        return UsageError(
+            f"no setup on {num} GPUs satisfies all the options given{contradicted}",
+            hint="options contradict each other (for example --parallel ddp with --offload optimizer); leave one out",
+        )
+    hint = f"give --global-batch {num * -(-workload.global_batch_seqs // num)}, or fewer GPUs"
+    if not any("global batch" in reason for reason in reasons):
+        hint = "leave --parallel and the degrees out: the plan then chooses among all of them"
+    mendable = [reason for reason in reasons if "global batch" in reason] or reasons
+    return UsageError(f"no way to spread this over {num} GPUs: {mendable[0]}", hint=hint)
+
+
+def _contradiction(values: Mapping[str, tuple[Any, ...]]) -> str:
     """Why most combinations cannot exist, as the end of a sentence; "" where one can (then it is something else)."""
     names = ("method", "quantization", "precision", "attention")
     reasons: Counter[str] = Counter()
@@ -98,39 +185,24 @@ def contradiction(values: Mapping[str, tuple[Any, ...]]) -> str:
     return ": " + max(reasons, key=lambda reason: reasons[reason]) if reasons else ""
 
 
-def num_combinations(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> int:
+def _num_combinations(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> int:
     """Size of the plain product of all dimensions, impossible combinations included."""
     batches = len(values.get("micro_batch_seqs") or micro_batches(workload.global_batch_seqs))
     dimensions = (*BRANCH_FIELDS, "attention", "checkpointing", "loss", "optimizer")
     return batches * prod(len(values[name]) for name in dimensions)
 
 
-def needed_gain(workload: Workload, facts: dict[str, NodeFacts]) -> float:
-    """How much faster a quantized setup must be to replace a LoRA that fits: more than the speed model errs."""
-    best = facts["lora"].best()
-    if best is None:
-        return 0.0
-    return max(QUANTIZE_GAIN_FRACTION, candidate(workload, best.setup).formula.time_band_fraction or 0.0)
+def _one_gpu(workload: Workload) -> OneGpu:
+    """The plan of the same work on one GPU of the cluster; None where its options leave nothing."""
+    fixed = {name: values for name, values in workload.fixed.items() if name not in FIELDS}
+    wish = replace(workload, cluster=None, fixed=fixed)
+    try:
+        return plan_workload(wish)
+    except UsageError:
+        return None
 
 
-def corrected(points: Iterable[Point], corrections: Mapping[CorrectionKey, float]) -> Iterable[Point]:
-    """The points with the peaks of corrected families multiplied by their ratio."""
-    if not corrections:
-        return points
-    other = corrections.get(ANY_SETUP)
-
-    def ratio(setup: TrainSetup) -> float | None:
-        rest = corrections.get(spread_correction_key(setup), other) if setup.num_gpus > 1 else other
-        return corrections.get(correction_key(setup), rest)
-
-    return (_scaled(point, ratio(point.shared)) for point in points)
-
-
-def _scaled(point: Point, ratio: float | None) -> Point:
-    return point if ratio is None else point._replace(peak_device_bytes=int(point.peak_device_bytes * ratio))
-
-
-def plan_notes(workload: Workload, chosen: Candidate) -> tuple[str, ...]:
+def _notes(workload: Workload, chosen: Candidate) -> tuple[str, ...]:
     """The stated assumptions of a plan, one sentence each."""
     notes = [*target_notes(workload)]
     if not chosen.setup.packing:
@@ -139,170 +211,26 @@ def plan_notes(workload: Workload, chosen: Candidate) -> tuple[str, ...]:
             "shorter ones need less memory"
         )
     notes.append("evaluation and saving are not counted; keep their batch at the micro-batch or below")
-    masters = chosen.setup.parallel.startswith("zero")  # DeepSpeed keeps fp32 copies of bf16 weights
+    masters = engine_of(chosen.setup).keeps_fp32_masters
     if chosen.setup.method == "full" and chosen.setup.weight_dtype == "bf16" and not masters:
         notes.append(
             "bf16 weights take the updates without an fp32 copy: small ones round to nothing; --precision bf16-mixed "
             "keeps one"
         )
-    return tuple(notes)
+    return (*notes, *cluster_notes(workload.cluster))
 
 
-def alternatives(
-    workload: Workload, chosen: Candidate, node: str, facts: dict[str, NodeFacts]
-) -> tuple[Alternative, ...]:
-    found: list[Alternative] = []
-    seen = {chosen.setup}
-
-    def offer(label: str, setup: TrainSetup | None) -> None:
-        if setup is None or setup in seen:
-            return
-        seen.add(setup)
-        other = candidate(workload, setup)
-        found.append(Alternative(label=label, candidate=other, trade=trade(chosen, other)))
-
-    for other in NODES:
-        best = facts[other].best()
-        if other != node and best is not None:
-            offer(NODE_NAMES[other], best.setup)
-    setup = chosen.setup
-    if setup.method != "full":
-        for rank in (2 * setup.lora_rank, max(1, setup.lora_rank // 2)):
-            offer(f"rank {rank}", setup.with_(lora_rank=rank))
-        if setup.lora_targets == "all-linear":
-            offer("adapters on attention only", setup.with_(lora_targets="attention"))
-    offer("smallest memory", _smallest(facts[node]))
-    if not setup.checkpointing:
-        offer("with checkpointing", setup.with_(checkpointing=1))
-    for point in facts[node].ranked():
-        if point.shared.checkpointing != setup.checkpointing:
-            offer("checkpointing " + ("off" if not point.shared.checkpointing else "on"), point.setup)
-            break
-    larger = [
-        point
-        for point in facts[node].ranked()
-        if point.micro_batch_seqs > setup.micro_batch_seqs and point.loss == setup.loss
-    ]
-    if larger:
-        offer("larger micro-batch", max(larger, key=lambda point: point.micro_batch_seqs).setup)
-    return tuple(found)
-
-
-def _smallest(known: NodeFacts) -> TrainSetup | None:
-    return known.smallest.setup if known.smallest is not None else None
-
-
-def refusal(
-    workload: Workload,
-    facts: dict[str, NodeFacts],
-    answers: tuple[Answer, ...],
-    space: SpaceCount,
-) -> NoPlan:
-    smallest = [known.smallest for known in facts.values() if known.smallest is not None]
-    nearest = candidate(workload, min(smallest, key=lambda point: point.peak_device_bytes).setup)
-    missing = max(1, nearest.formula.peak_device_bytes - workload.budget_bytes)
-    return NoPlan(
-        workload=workload,
-        nearest=nearest,
-        missing_bytes=missing,
-        remedies=_remedies(workload, nearest),
-        walk=answers,
-        space=space,
-    )
-
-
-def _remedies(workload: Workload, nearest: Candidate) -> tuple[Remedy, ...]:
-    """Single changes that would make the nearest setup fit, smallest change first: options the user fixed, a shorter
-    sequence, another GPU of the table, a smaller model."""
-    budget = workload.budget_bytes
-    before = nearest.formula.peak_device_bytes
-    found: list[Remedy] = []
-    relaxed = _relaxed(workload)
-    if relaxed is not None:
-        found.append(relaxed)
-    seq_len = _longest_that_fits(workload, nearest.setup)
-    if seq_len:
-        after = device_peak_bytes(workload.model, workload.gpu, nearest.setup.with_(seq_len_tokens=seq_len))
-        found.append(Remedy(action=f"--seq-len {seq_len}", saves_bytes=before - after, fits=True))
-    roomier = sorted(
-        (gpu for gpu in all_gpus() if gpu.memory_bytes > workload.gpu.memory_bytes), key=lambda g: g.memory_bytes
-    )
-    for gpu in roomier:
-        setup = nearest.setup
-        share = workload.headroom_bytes / workload.memory_bytes
-        if gpu.vendor == "NVIDIA" and device_peak_bytes(workload.model, gpu, setup) <= gpu.memory_bytes * (1 - share):
-            found.append(
-                Remedy(action=f"--gpu {gpu.key}", saves_bytes=gpu.memory_bytes - workload.memory_bytes, fits=True)
-            )
-            break
-    found += _smaller_models(workload, nearest.setup, budget, before)
-    return tuple(found)
-
-
-def _relaxed(workload: Workload) -> Remedy | None:
-    """Whether dropping the user's own restrictions on method, optimizer or checkpointing lets something fit."""
-    if workload.targets:
-        fits = [(node, point) for node, point in _best_of(replace(workload, targets=())).items() if point is not None]
-        if fits:
-            node, point = fits[0]
-            saved = workload.budget_bytes - point.peak_device_bytes
-            return Remedy(action=f"leave --target out ({NODE_NAMES[node]} fits)", saves_bytes=saved, fits=True)
-    spread = ("parallel", *SPREAD_FIELDS) if workload.num_gpus > 1 else ()
-    for name in (*spread, "method", "precision", "quantization", "optimizer", "checkpointing", "attention", "loss"):
-        if name not in workload.fixed:
-            continue
-        freer = {key: value for key, value in workload.fixed.items() if key != name}
-        if name in ("method", "quantization"):
-            freer = {key: value for key, value in freer.items() if key not in ("method", "quantization", "precision")}
-        other = replace(workload, fixed=freer)
-        fits = [(node, point) for node, point in _best_of(other).items() if point is not None]
-        if fits:
-            node, point = fits[0]
-            flag = {"pipeline_schedule": "schedule", "reshard_after_forward": "no-reshard"}.get(name, name)
-            return Remedy(
-                action=f"leave --{flag.replace('_', '-')} out ({NODE_NAMES[node]} fits)",
-                saves_bytes=workload.budget_bytes - point.peak_device_bytes,
-                fits=True,
-            )
-    return None
-
-
-def _best_of(workload: Workload) -> dict[str, Point | None]:
-    """The best point of every node; on several GPUs over a coarse walk."""
-    if workload.num_gpus > 1:
-        from planner.parallel.which import best_of  # one GPU never needs it
-
-        return best_of(workload)
-    return {node: known.best() for node, known in collect(walk(workload), workload.budget_bytes).items()}
-
-
-def _longest_that_fits(workload: Workload, setup: TrainSetup) -> int:
-    """The longest sequence length (a multiple of 64) at which the setup fits, 0 if none does."""
-    low, high = 0, workload.seq_len_tokens // 64
-    while low < high:
-        middle = (low + high + 1) // 2
-        peak = device_peak_bytes(workload.model, workload.gpu, setup.with_(seq_len_tokens=middle * 64))
-        if peak <= workload.budget_bytes:
-            low = middle
-        else:
-            high = middle - 1
-    return low * 64
-
-
-def _smaller_models(workload: Workload, setup: TrainSetup, budget: int, before: int) -> Sequence[Remedy]:
-    """The largest catalogue model of the same type that fits with this setup."""
-    smaller: list[tuple[int, str]] = []
-    for name in catalogue.names(model_type=workload.model.model_type):
-        try:
-            model = catalogue.load(name)
-        except PlannerError:
-            continue
-        if model is None or model.num_params >= workload.model.num_params:
-            continue
-        peak = device_peak_bytes(model, workload.gpu, setup)
-        if peak <= budget:
-            smaller.append((model.num_params, model.model_id))
-    if not smaller:
+def cluster_notes(cluster: "Cluster | None") -> tuple[str, ...]:
+    """What is assumed about the cluster, one sentence each; nothing on one GPU."""
+    if cluster is None:
         return ()
-    name = max(smaller, key=lambda one: (one[0], one[1].lower()))[1]
-    return (Remedy(action=f"a smaller model: {name}", saves_bytes=before - budget, fits=True),)
+    within = f"{cluster.within.name}, {cluster.within.bytes_per_s / 1e9:,.0f} GB/s each way for one GPU"
+    notes = [f"{cluster.gpus_per_node} GPUs in a node talk over {within} (nominal; --interconnect changes it)"]
+    if cluster.gpus_per_node == 1:
+        notes = []
+    if cluster.between is not None:
+        notes.append(
+            f"{cluster.num_nodes} nodes talk over {cluster.between.name}, "
+            f"{cluster.between.bytes_per_s / 1e9:,.0f} GB/s each way for one node (nominal; --interconnect changes it)"
+        )
+    return tuple(notes)

@@ -40,7 +40,7 @@ from planner.speed import speed_profile
 from planner.workload import Workload
 
 if TYPE_CHECKING:
-    from planner.parallel.strategies import Spread
+    from planner.decision.spreads import Spread
 
 BRANCH_FIELDS = ("method", "precision", "quantization", "kbit_fp32_cast", "lora_rank", "lora_targets")
 LOSSES = ("chunked", "liger", "full")

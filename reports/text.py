@@ -78,7 +78,7 @@ def spread_words(setup: TrainSetup) -> str:
     """How the job is spread over its GPUs: "FSDP2", "tensor 4 × pipeline 2 under DDP"; "one GPU"."""
     if setup.num_gpus == 1:
         return "one GPU"
-    from planner.parallel.strategies import spread_name  # one GPU never needs it
+    from planner.decision.spreads import spread_name  # one GPU never needs it
 
     return spread_name(setup)
 

@@ -5,10 +5,10 @@ from typing import Any
 
 from rich.console import Console
 
+from planner.decision.clusters import ClusterOption, cheapest, fastest, nearest, smallest
+from planner.decision.facts import NODE_NAMES, NODES
 from planner.interchange import SCHEMA_VERSION, setup_to_dict
 from planner.models.spec import ModelSpec
-from planner.parallel.which import ClusterOption, cheapest, fastest, nearest, smallest
-from planner.tree import NODE_NAMES, NODES
 from planner.units import count, gib, seconds
 from reports.page import Page
 from reports.text import clean, dollars, plural, speed_mark, spread_words

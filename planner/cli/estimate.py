@@ -149,7 +149,7 @@ def estimate(
         memory, _ = memory_and_headroom(card, memory_gib, headroom)
         notes: tuple[str, ...] = ()
         if cluster is not None:
-            from planner.parallel.planning import cluster_notes
+            from planner.planning import cluster_notes
 
             notes = cluster_notes(cluster)
         render_estimate(result, spec, card, console(), memory_bytes=memory, notes=notes)

@@ -128,7 +128,7 @@ def which_gpu(
     spec = resolve_model(model, revision=revision, ask_hub=hub)
     num_gpus = positive("gpus", gpus, maximum=spread.MAX_GPUS) or 1
     if num_gpus > 1:
-        from planner.parallel.which import COARSE, COARSE_SPREADS
+        from planner.decision.clusters import COARSE, COARSE_SPREADS
 
         coarse = {name: COARSE[name] for name in ("optimizer", "loss", "checkpointing", "kbit_fp32_cast")}
         fixed = {**coarse, "parallel": COARSE_SPREADS, **fixed}

@@ -93,6 +93,7 @@ def chosen_timeline(plan: Plan | NoPlan) -> "Timeline | None":
 
 def climb_dry_run(workload: Workload) -> Plan | NoPlan:
     """The plan on which formula and dry run agree (see `planner.refine`)."""
+    from planner.decision.facts import Walks
     from planner.planning import plan_workload
     from planner.refine import refine
 
@@ -106,8 +107,9 @@ def climb_dry_run(workload: Workload) -> Plan | NoPlan:
         _say(f"dry run of the real step{where}: {setup.method}, micro-batch {setup.micro_batch_seqs} ...")
         return dry_run_setup(workload.model, workload.gpu, setup, memory_bytes=workload.memory_bytes)
 
+    walks = Walks()
     try:
-        return refine(lambda corrections: plan_workload(workload, corrections), run)
+        return refine(lambda corrections: plan_workload(workload, corrections, walks), run)
     finally:
         _say("")
 

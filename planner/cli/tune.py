@@ -264,7 +264,7 @@ def search_candidates(plan: Plan, unprobed: "Unprobed" = lambda setup: "") -> tu
     adapters among adapters (quantized or not). With several GPUs every way of spreading the job keeps its best, however
     fast the others are; of a way that no probe can run only the fastest that fits stays, told with its prediction.
     """
-    from planner.planning import candidate
+    from planner.decision.candidates import candidate
 
     wish = plan.workload
     full = plan.chosen.setup.method == "full"
@@ -299,7 +299,7 @@ def _walked(plan: Plan) -> "Iterable[Point]":
     wish = plan.workload
     if wish.num_gpus == 1:
         return walk(wish)
-    from planner.parallel.strategies import STAGES, spreads
+    from planner.decision.spreads import STAGES, spreads
 
     hosted = plan.chosen.setup.offload != "none" or "offload" in wish.fixed
     found = spreads(wish, [stage for stage in STAGES if hosted or stage != "offload"])
@@ -310,7 +310,7 @@ def _probed_and_told(
     points: "Sequence[Point]", unprobed: "Unprobed", budget_bytes: int
 ) -> "tuple[list[Point], list[Point]]":
     """(what a probe can run, of every spread that none can the first that fits)."""
-    from planner.parallel.strategies import spread_key
+    from planner.decision.spreads import spread_key
 
     probed: list[Point] = []
     told: dict[Any, Point] = {}
@@ -328,7 +328,7 @@ def _probed_and_told(
 
 def _best_of_each(points: "Sequence[Point]", num: int) -> "Iterator[Point]":
     """The first points of every spread."""
-    from planner.parallel.strategies import spread_key
+    from planner.decision.spreads import spread_key
 
     counts: Counter[Any] = Counter()
     for point in points:
@@ -343,7 +343,7 @@ def tuned(plan: Plan, result: "SearchResult", unprobed: "Unprobed" = lambda setu
 
     What no probe can run stands beside it with its prediction and the reason, never among what was measured.
     """
-    from planner.tree import QUANTIZE_GAIN_FRACTION
+    from planner.decision.tree import QUANTIZE_GAIN_FRACTION
     from reports.evidence import search_values
 
     trials = [(record.setup, record.origin, record.evidence, record.excluded) for record in result.trials]
@@ -380,9 +380,9 @@ def tuned(plan: Plan, result: "SearchResult", unprobed: "Unprobed" = lambda setu
 
 def _predicted_only(plan: Plan, result: "SearchResult", unprobed: "Unprobed") -> list[dict[str, Any]]:
     """Of every spread that no probe here can run: its setup in the study, why, and what the formula says of it."""
+    from planner.decision.candidates import candidate
+    from planner.decision.spreads import spread_name
     from planner.interchange import setup_to_dict
-    from planner.parallel.strategies import spread_name
-    from planner.planning import candidate
 
     rows = []
     for setup in dict.fromkeys(record.setup for record in result.trials if unprobed(record.setup)):
@@ -453,7 +453,7 @@ def setup_words(setup: TrainSetup) -> str:
         words.insert(1, setup.quantization)
     batch = f"{setup.micro_batch_seqs} x {setup.accumulation_steps}"
     if setup.num_gpus > 1:
-        from planner.parallel.strategies import spread_name
+        from planner.decision.spreads import spread_name
 
         words.insert(0, spread_name(setup))
         batch += f" x {setup.data_degree} copies"

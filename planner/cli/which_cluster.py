@@ -14,9 +14,9 @@ from planner.cli.wish import DEFAULT_GLOBAL_BATCH, positive, resolve_gpu, worklo
 from planner.errors import EXIT_NOTHING_FITS, UsageError
 
 if TYPE_CHECKING:
+    from planner.decision.clusters import ClusterOption
     from planner.gpu import GpuSpec
     from planner.models.spec import ModelSpec
-    from planner.parallel.which import ClusterOption
 
 DEFAULT_MAX_GPUS = 64
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
@@ -64,8 +64,8 @@ def which_cluster(
 
     Formula rung: plan MODEL --gpu GPU --gpus N then looks closer at one of them.
     """
+    from planner.decision.clusters import counts
     from planner.models.resolve import resolve_model
-    from planner.parallel.which import counts
 
     if dataset_tokens is None:
         raise UsageError("how much work is it?", hint="give --dataset-tokens, for example --dataset-tokens 100000000")
@@ -161,7 +161,7 @@ def _options(
         UsageError: on every card.
     """
     from planner.cluster import GPUS_PER_NODE, make_cluster
-    from planner.parallel.which import options_of
+    from planner.decision.clusters import options_of
     from reports.progress import steps
 
     found: list[ClusterOption] = []

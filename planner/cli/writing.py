@@ -179,7 +179,7 @@ def launch_files(
 def _evaluate(plan: Plan | NoPlan, chosen: Candidate, setup: TrainSetup) -> Candidate:
     """What a target makes of the chosen setup, on the rung of the plan."""
     from planner.cli.rungs import dry_run_setup
-    from planner.planning import candidate
+    from planner.decision.candidates import candidate
 
     workload = plan.workload
     found = candidate(workload, setup)
@@ -240,7 +240,7 @@ def _extras(
 
     moved: tuple[SensitivityPoint, ...] = ()
     if isinstance(plan, Plan):
-        from planner.planning import candidate
+        from planner.decision.candidates import candidate
 
         moved = sensitivity(plan.chosen, lambda setup: candidate(plan.workload, setup))
     return Extras(

@@ -29,12 +29,14 @@ class Engine(ABC):
             PyTorch, then DeepSpeed's stages.
         shares: what of the states each GPU keeps only a part of, "" where nothing is cut.
         sends: what crosses the links, for people.
+        keeps_fp32_masters: whether it keeps fp32 copies of 16-bit weights by itself.
     """
 
     name: ClassVar[str]
     simplicity: ClassVar[int]
     shares: ClassVar[str] = ""
     sends: ClassVar[str] = ""
+    keeps_fp32_masters: ClassVar[bool] = False
 
     @abstractmethod
     def state(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:

@@ -55,6 +55,7 @@ class _Zero(Engine):
 
     shares = "optimizer states"
     sends = "gradients are sent, and the updated weights come back"
+    keeps_fp32_masters = True
 
     def casts_to_half(self, setup: TrainSetup) -> bool:
         return setup.compute_dtype != "fp32"

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from planner.cluster import make_cluster
+from planner.decision.facts import SURE_SPEED_FRACTION, TIE_FRACTION, NodeFacts, collect_into
 from planner.errors import UsageError
 from planner.gpus import find_gpu
 from planner.models import catalogue
@@ -14,7 +15,6 @@ from planner.planning import plan_workload
 from planner.predict import predict
 from planner.setup import TrainSetup
 from planner.space import Point, dimension_values, walk
-from planner.tree import SURE_SPEED_FRACTION, TIE_FRACTION, NodeFacts, collect_into
 from planner.units import GIB
 from tests.planner.helpers import wish
 

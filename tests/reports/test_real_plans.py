@@ -8,10 +8,11 @@ import pytest
 from rich.console import Console
 
 from planner.cli.wish import workload
+from planner.decision.candidates import candidate
 from planner.gpus import find_gpu
 from planner.models import catalogue
 from planner.plan import Plan
-from planner.planning import candidate, plan_workload
+from planner.planning import plan_workload
 from reports.extras import Extras
 from reports.plan_json import plan_from_dict
 from reports.sensitivity import sensitivity

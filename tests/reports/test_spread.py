@@ -10,10 +10,11 @@ import pytest
 from rich.console import Console
 
 from planner.cluster import make_cluster
+from planner.decision.candidates import candidate
 from planner.gpus import find_gpu
 from planner.outcome import Candidate
 from planner.plan import NoPlan, Plan
-from planner.planning import candidate, plan_workload
+from planner.planning import plan_workload
 from planner.setup import TrainSetup
 from planner.workload import Workload
 from reports.compare import plan_labels

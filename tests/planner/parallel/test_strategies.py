@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from planner.cluster import make_cluster
+from planner.decision.spreads import FIELDS, STAGES, all_spreads, spread_key, spread_name, spread_rank, spreads
 from planner.gpus import find_gpu
-from planner.parallel.strategies import FIELDS, STAGES, all_spreads, spread_key, spread_name, spread_rank, spreads
 from planner.setup import TrainSetup
 from planner.workload import Workload
 from tests.planner.helpers import wish

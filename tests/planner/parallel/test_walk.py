@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from planner.cluster import make_cluster
+from planner.decision.spreads import STAGES, all_spreads
 from planner.gpus import find_gpu
 from planner.memory.model import rank_memories
 from planner.models import catalogue
 from planner.parallel.speed import spread_step_time
-from planner.parallel.strategies import STAGES, all_spreads
 from planner.space import dimension_values, walk
 from planner.workload import Workload
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from planner.cluster import make_cluster
+from planner.decision.clusters import ClusterOption, best_of, cheapest, counts, fastest, nearest, options_of, smallest
+from planner.decision.facts import SPREAD_GAIN_FRACTION
 from planner.engines.host import HOST_MEMORY_RATIO, assumed_host_bytes, host_bytes_per_node
 from planner.gpus import find_gpu
-from planner.parallel.facts import SPREAD_GAIN_FRACTION
-from planner.parallel.which import ClusterOption, best_of, cheapest, counts, fastest, nearest, options_of, smallest
 from planner.plan import Plan
 from planner.planning import plan_workload
 from planner.setup import TrainSetup

@@ -8,58 +8,37 @@ the host's memory last. Every spread not taken is a cut with the bytes or the sp
 from collections.abc import Iterator
 from dataclasses import replace
 
-from planner.engines import why_not
+from planner.decision.candidates import candidate, communication_share
+from planner.decision.facts import NODE_NAMES, NODES, TIE_FRACTION, Facts, NodeFacts, node_of_setup
+from planner.decision.spreads import Spread, all_spreads, fields_name, spread_key, spread_name
+from planner.engines import engine_named, engine_of, why_not
 from planner.errors import SetupError
 from planner.memory.model import rank_memories
 from planner.outcome import Candidate
-from planner.parallel.facts import SpreadFacts
-from planner.parallel.strategies import Spread, all_spreads, fields_name, spread_key, spread_name
 from planner.plan import Answer, Cut, NoPlan, Plan
-from planner.planning import candidate
-from planner.setup import SHARDED, SPREAD_FIELDS, TrainSetup
-from planner.tree import (
-    NODE_NAMES,
-    NODES,
-    TIE_FRACTION,
-    NodeFacts,
-    activation_answers,
-    method_answers,
-    node_of_setup,
-)
+from planner.setup import SPREAD_FIELDS, TrainSetup
 from planner.units import gib, percent
 from planner.workload import Workload
 
-OneGpu = Plan | NoPlan | None
-"""The answer for the same work on one GPU; None where the options leave nothing to plan there."""
-
 QUANTIZATION_RARELY_FROM = 4
 """GPUs from which sharding makes room so cheaply that quantization rarely pays."""
-SENDS = {
-    "ddp": "only gradients are sent, once per step",
-    "zero1": "gradients are sent, and the updated weights come back",
-    "zero2": "gradients are sent to the GPU that keeps them, and the updated weights come back",
-    "zero3": "weights are gathered before every forward and every backward",
-    "fsdp2": "weights are gathered before every forward and every backward",
-}
-SHARED = {
-    "zero1": "optimizer states",
-    "zero2": "optimizer states and gradients",
-    "zero3": "weights, gradients and optimizer states",
-    "fsdp2": "weights, gradients and optimizer states",
-}
 
 
 def spread_answers(
-    workload: Workload, facts: SpreadFacts, node: str | None, chosen: Candidate | None, alone: OneGpu
+    workload: Workload,
+    facts: Facts,
+    node: str | None,
+    chosen: Candidate | None,
+    alone: Plan | NoPlan | None,
+    methods: list[Answer],
 ) -> Iterator[Answer]:
-    """The whole walk on several GPUs, in the order in which the questions are asked."""
+    """What is asked on several GPUs, around the question of the method (`methods`)."""
     if alone is not None:
         yield one_gpu_answer(workload, chosen, alone)
-    yield from _methods(workload, facts, node)
+    yield from _methods(facts, methods)
     if node is None or chosen is None:
         yield from _given_up(workload, facts)
         return
-    known = facts.of_node(node)
     yield _replicated(workload, facts, node, chosen)
     yield _sharded(workload, facts, node, chosen)
     yield _split(workload, facts, node, chosen)
@@ -73,10 +52,6 @@ def spread_answers(
         )
     if workload.num_gpus >= QUANTIZATION_RARELY_FROM:
         yield _quantization(workload, facts, node, chosen)
-    mine = known[spread_key(chosen.setup)]
-    ranked = mine.ranked()
-    best = next(point for point in ranked if point.setup == chosen.setup)
-    yield from activation_answers(mine, best, workload, ranked)
 
 
 def one_gpu_answer(workload: Workload, chosen: Candidate | None, alone: Plan | NoPlan) -> Answer:
@@ -109,11 +84,11 @@ def one_gpu_answer(workload: Workload, chosen: Candidate | None, alone: Plan | N
     )
 
 
-def _methods(workload: Workload, facts: SpreadFacts, node: str | None) -> Iterator[Answer]:
+def _methods(facts: Facts, methods: list[Answer]) -> Iterator[Answer]:
     """Step 1 over all spreads: the smallest setup of each method says under which spread it is."""
     nodes = facts.nodes()
     walked = [name for name in NODES if nodes[name].smallest is not None]
-    for name, answer in zip(walked, method_answers(nodes, node, workload), strict=True):
+    for name, answer in zip(walked, methods, strict=True):
         smallest = nodes[name].smallest
         assert smallest is not None
         where = f"; smallest as {spread_name(smallest.shared)}"
@@ -125,7 +100,7 @@ def _methods(workload: Workload, facts: SpreadFacts, node: str | None) -> Iterat
         )
 
 
-def _replicated(workload: Workload, facts: SpreadFacts, node: str, chosen: Candidate) -> Answer:
+def _replicated(workload: Workload, facts: Facts, node: str, chosen: Candidate) -> Answer:
     question = "Do the states fit when every GPU holds them all (DDP)?"
     for spread, key, known in _walked(facts, node, ("replicate",)):
         if known is None:
@@ -136,7 +111,7 @@ def _replicated(workload: Workload, facts: SpreadFacts, node: str, chosen: Candi
         if not fits:
             choice, reason = "no", f"the smallest {NODE_NAMES[node]} setup needs {gib(need)} on every GPU"
         elif taken:
-            choice, reason = "yes, taken", f"{SENDS['ddp']}; nothing has to be gathered"
+            choice, reason = "yes, taken", f"{engine_named('ddp').sends}; nothing has to be gathered"
         else:
             choice, reason = "yes, not taken", _slower(workload, known, chosen, spread.name)
         return Answer(
@@ -145,17 +120,17 @@ def _replicated(workload: Workload, facts: SpreadFacts, node: str, chosen: Candi
     return Answer(question=question, choice="not asked", reason=_left_out(workload, ("replicate",)))
 
 
-def _sharded(workload: Workload, facts: SpreadFacts, node: str, chosen: Candidate) -> Answer:
+def _sharded(workload: Workload, facts: Facts, node: str, chosen: Candidate) -> Answer:
     """ZeRO and FSDP2 side by side; the least sharding that fits is usually fastest."""
     setup = chosen.setup
     cuts = tuple(_cuts(workload, facts, node, chosen, ("shard",)))
     needed = None
     plain = setup.tensor_degree == setup.pipeline_degree == 1 and setup.offload == "none"
-    if setup.parallel in SHARDED and plain:
+    if engine_of(setup).shares and plain:
         choice, known = spread_name(setup), facts.of_node(node)[spread_key(setup)]
         needed = _need(known)
-        sends = SENDS[setup.parallel] if setup.reshard_after_forward else "weights are gathered once per micro-batch"
-        reason = f"each of {setup.shards} GPUs keeps its part of the {SHARED[setup.parallel]}; {sends}"
+        sends = engine_of(setup).sends if setup.reshard_after_forward else "weights are gathered once per micro-batch"
+        reason = f"each of {setup.shards} GPUs keeps its part of the {engine_of(setup).shares}; {sends}"
     elif not (needs := [cut.needed_bytes for cut in cuts if cut.needed_bytes is not None]):
         choice, reason = "not asked", cuts[0].reason if cuts else _left_out(workload, ("shard",))
     elif min(needs) > workload.budget_bytes:
@@ -173,11 +148,11 @@ def _sharded(workload: Workload, facts: SpreadFacts, node: str, chosen: Candidat
     )
 
 
-def _split(workload: Workload, facts: SpreadFacts, node: str, chosen: Candidate) -> Answer:
+def _split(workload: Workload, facts: Facts, node: str, chosen: Candidate) -> Answer:
     setup = chosen.setup
     question = "Tensor or pipeline parallelism?"
     cuts = tuple(_cuts(workload, facts, node, chosen, ("split",)))
-    share = _communication(chosen)
+    share = communication_share(chosen)
     if setup.tensor_degree > 1 or setup.pipeline_degree > 1:
         reason = f"{spread_name(setup)} is the fastest that fits; communication takes {percent(share)} of its step"
         choice = "yes"
@@ -203,7 +178,7 @@ def _split(workload: Workload, facts: SpreadFacts, node: str, chosen: Candidate)
     return Answer(question=question, choice=choice, reason=reason, cuts=cuts)
 
 
-def _offload(workload: Workload, facts: SpreadFacts, node: str, chosen: Candidate) -> Answer:
+def _offload(workload: Workload, facts: Facts, node: str, chosen: Candidate) -> Answer:
     cuts = tuple(_cuts(workload, facts, node, chosen, ("offload",)))
     if chosen.setup.offload == "none":
         choice, reason = "no", "something fits on the GPUs alone, and the host's link is far slower than they are"
@@ -256,7 +231,7 @@ _ONE_GPU_FIELDS = tuple(
 )
 
 
-def _quantization(workload: Workload, facts: SpreadFacts, node: str, chosen: Candidate) -> Answer:
+def _quantization(workload: Workload, facts: Facts, node: str, chosen: Candidate) -> Answer:
     """Sharding already makes the base small on every GPU: quantizing it buys little from four GPUs on."""
     num = workload.num_gpus
     question = f"Would a quantized base help on {num} GPUs?"
@@ -286,7 +261,7 @@ def _quantization(workload: Workload, facts: SpreadFacts, node: str, chosen: Can
     return Answer(question=question, choice="no", reason=reason)
 
 
-def _given_up(workload: Workload, facts: SpreadFacts) -> Iterator[Answer]:
+def _given_up(workload: Workload, facts: Facts) -> Iterator[Answer]:
     """Nothing fits: what every kind of spread would need at least."""
     for question, stages in (
         ("Does it fit when sharded over the GPUs?", ("replicate", "shard")),
@@ -317,7 +292,7 @@ def _given_up(workload: Workload, facts: SpreadFacts) -> Iterator[Answer]:
 
 
 def _walked(
-    facts: SpreadFacts, node: str, stages: tuple[str, ...]
+    facts: Facts, node: str, stages: tuple[str, ...]
 ) -> Iterator[tuple[Spread, tuple[object, ...], NodeFacts | None]]:
     """(spread, key, its facts of this node or None where no engine runs it) of the walked spreads of these stages."""
     known = facts.of_node(node)
@@ -328,9 +303,7 @@ def _walked(
                 yield spread, key, known.get(key)
 
 
-def _cuts(
-    workload: Workload, facts: SpreadFacts, node: str, chosen: Candidate, stages: tuple[str, ...]
-) -> Iterator[Cut]:
+def _cuts(workload: Workload, facts: Facts, node: str, chosen: Candidate, stages: tuple[str, ...]) -> Iterator[Cut]:
     """Every spread of these stages that was not taken: refused, too large, or slower."""
     for spread, key, known in _walked(facts, node, stages):
         if key == spread_key(chosen.setup):
@@ -364,14 +337,10 @@ def _slower(workload: Workload, known: NodeFacts, chosen: Candidate, name: str) 
     assert best is not None
     other = candidate(workload, best.setup)
     ratio = other.tokens_per_s / chosen.tokens_per_s if chosen.tokens_per_s else 0.0
-    words = f"fits at {ratio:.2f} times the speed, {percent(_communication(other))} of its step communication"
+    words = f"fits at {ratio:.2f} times the speed, {percent(communication_share(other))} of its step communication"
     if ratio > 1 - TIE_FRACTION:
         words = f"fits at {ratio:.2f} times the speed: not clearly faster, and {spread_name(chosen.setup)} is simpler"
     return f"{name} {words}".strip()
-
-
-def _communication(one: Candidate) -> float:
-    return one.formula.time_parts_s.get("communication", 0.0) / (one.formula.step_time_s or 1.0)
 
 
 def _need(known: NodeFacts) -> int:

@@ -1,6 +1,6 @@
 """The spreads a plan chooses from: every way of putting the job on its GPUs, in the order in which they are tried.
 
-Stages, each tried only where the ones before leave something open (see `planner.parallel.planning`):
+Stages, each tried only where the ones before leave something open (see `planner.planning`):
 
     replicate   DDP: every GPU holds everything
     shard       ZeRO-1, ZeRO-2, FSDP2 (reshard off, on, hybrid over nodes), ZeRO-3: the more sharded, the more sent
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from planner.engines import engine_named, engine_of
 from planner.errors import SetupError
 from planner.models.spec import ModelSpec
 from planner.setup import SPREAD_FIELDS, TrainSetup
@@ -29,17 +30,6 @@ SpreadKey = tuple[Any, ...]
 
 _TENSOR_DEGREES = (2, 4, 8)
 _PIPELINE_DEGREES = (2, 4, 8, 16)
-_NAMES = {
-    "dp": "DP",
-    "ddp": "DDP",
-    "zero1": "ZeRO-1",
-    "zero2": "ZeRO-2",
-    "zero3": "ZeRO-3",
-    "fsdp2": "FSDP2",
-    "device-map": "device map",
-}
-_SIMPLE_FIRST = ("none", "ddp", "fsdp2", "zero1", "zero2", "zero3", "device-map", "dp")
-"""What needs no gathering, then what needs no package beside PyTorch, then DeepSpeed's stages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +54,10 @@ class Spread:
         return fields_name(self.fields)
 
 
+ONE_GPU = Spread(stage="replicate", fields={}, data_degree=1)
+"""The spread of one: nothing to set."""
+
+
 def spread_key(setup: TrainSetup) -> SpreadKey:
     """What two setups share when they are spread alike."""
     return tuple(getattr(setup, name) for name in FIELDS)
@@ -76,13 +70,14 @@ def spread_name(setup: TrainSetup) -> str:
 
 def fields_name(fields: Mapping[str, Any]) -> str:
     """The words of `spread_name` from setup fields; absent fields have their defaults."""
-    parallel, tensor, stages = (fields.get(name, 1) for name in ("parallel", "tensor_degree", "pipeline_degree"))
+    tensor, stages = (fields.get(name, 1) for name in ("tensor_degree", "pipeline_degree"))
     split = [f"tensor {tensor}"] * (tensor > 1)
     if stages > 1:
         split.append(("GPipe " if fields.get("pipeline_schedule") == "gpipe" else "") + f"pipeline {stages}")
     words = " × ".join(split)
-    if parallel in _NAMES:
-        words = f"{words} under {_NAMES[parallel]}" if words else _NAMES[parallel]
+    engine = engine_named(fields.get("parallel", "none")).name
+    if engine:
+        words = f"{words} under {engine}" if words else engine
     if fields.get("shard_degree"):
         words += f" in groups of {fields['shard_degree']}"
     if not fields.get("reshard_after_forward", True):
@@ -97,7 +92,7 @@ def spread_rank(setup: TrainSetup) -> int:
     """How far a spread is from the simplest; 0 on one GPU. Breaks ties in speed."""
     if setup.num_gpus == 1:
         return 0
-    rank = _SIMPLE_FIRST.index(setup.parallel)
+    rank = engine_of(setup).simplicity
     rank += 4 * (setup.tensor_degree > 1) + 4 * (setup.pipeline_degree > 1) + 8 * (setup.offload != "none")
     return rank + (setup.shard_degree > 0) + (not setup.reshard_after_forward)
 
@@ -105,7 +100,7 @@ def spread_rank(setup: TrainSetup) -> int:
 def spreads(workload: Workload, stages: Sequence[str] = FIRST_STAGES) -> tuple[Spread, ...]:
     """The spreads of these stages that this workload can walk; () on one GPU.
 
-    Which of them the engines run with which method is `support.why_not`'s to say, setup by setup.
+    Which of them the engines run with which method is `planner.engines.why_not`'s to say, setup by setup.
     """
     return tuple(one for one in all_spreads(workload) if one.stage in stages and not one.reason)
 

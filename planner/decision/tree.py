@@ -1,144 +1,56 @@
 """The decision tree: which questions are asked in which order, answered from the walked space with the deciding bytes.
 
 Step 1 gets one sequence in: full fine-tuning, then LoRA, then 8-bit and 4-bit QLoRA; the first that fits is taken, and
-a quantized one instead of LoRA only where the whole is faster. Step 2 spends what is left: attention kernel,
-checkpointing, micro-batch, accumulation. The tree is not monotone (QLoRA with the fp32 cast can need more than LoRA),
-so every branch is compared, none assumed.
+a quantized one instead of LoRA only where the whole is faster. With several GPUs `spread_tree` then asks how the job is
+put on them. The last step spends what is left: attention kernel, checkpointing, micro-batch, accumulation. The tree is
+not monotone (QLoRA with the fp32 cast can need more than LoRA), so every branch is compared, none assumed.
 """
 
-import heapq
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 
-from planner.calibration_bands import USUAL_BAND
-from planner.plan import Answer, Cut
+from planner.decision.candidates import candidate
+from planner.decision.facts import NODE_NAMES, NODES, Facts, NodeFacts
+from planner.decision.spreads import spread_key
+from planner.outcome import Candidate
+from planner.plan import Answer, Cut, NoPlan, Plan
 from planner.predict import attention_kernels
 from planner.setup import TrainSetup
 from planner.space import Point
 from planner.units import gib
 from planner.workload import Workload
 
-NODES = ("full", "lora", "qlora-8bit", "qlora-4bit")
-NODE_NAMES = {
-    "full": "full fine-tuning",
-    "lora": "LoRA (16-bit base)",
-    "qlora-8bit": "8-bit QLoRA",
-    "qlora-4bit": "4-bit QLoRA",
-}
-KEEP = 96
-"""How many of the fastest points of a node are kept as candidates."""
 QUANTIZE_GAIN_FRACTION = 0.05
 """QLoRA replaces a LoRA that fits only when predicted this much faster (and by more than the speed model errs)."""
 
-TIE_FRACTION = 0.01
-"""Speeds closer than this are a tie, far below the speed model's error: the simpler setup wins."""
-SURE_SPEED_FRACTION = 0.03
-"""So much speed, less than the speed model errs, is given for memory to spare by more than the formula errs."""
-SIMPLE_FIRST = {
-    "optimizer": ("adamw-fused", "adamw", "adamw-8bit", "paged-adamw-8bit"),
-    "loss": ("chunked", "full", "liger"),
-    "attention": ("sdpa", "flash-attention-2", "eager"),
-    "quantization": ("none", "nf4-double", "nf4", "int8"),
-}
-"""Values in the order of what needs fewer extra packages and loses less; values not listed come last."""
+OneGpu = Plan | NoPlan | None
+"""The answer for the same work on one GPU; None where the options leave nothing to plan there."""
 
 
-def simplicity(setup: TrainSetup) -> int:
-    """How far a setup is from the simplest, summed over the dimensions; smaller is simpler."""
-    if setup.num_gpus > 1:
-        from planner.parallel.strategies import spread_rank  # one GPU never needs it
+def answers(
+    workload: Workload, facts: Facts, node: str | None, chosen: Candidate | None, alone: OneGpu
+) -> Iterator[Answer]:
+    """All answers, in the order in which the questions are asked; `node` and `chosen` are what was taken, if anything
+    fits."""
+    methods = method_answers(facts.nodes(), node, workload)
+    if workload.num_gpus == 1:
+        yield from methods
+    else:
+        from planner.decision.spread_tree import spread_answers  # one GPU never needs it
 
-        return spread_rank(setup) + simplicity(setup.trusted_with(num_gpus=1))
-    return sum(
-        values.index(getattr(setup, name)) if getattr(setup, name) in values else len(values)
-        for name, values in SIMPLE_FIRST.items()
-    )
-
-
-def node_of_setup(setup: TrainSetup) -> str:
-    """The node of the tree that a setup belongs to."""
-    if setup.method != "qlora":
-        return setup.method
-    return "qlora-8bit" if setup.quantization == "int8" else "qlora-4bit"
-
-
-@dataclass(slots=True)
-class NodeFacts:
-    """What the walk learned about one node."""
-
-    walked: int = 0
-    infeasible: int = 0
-    budget_bytes: int = 0
-    smallest: Point | None = None
-    smallest_unchecked: Point | None = None
-    smallest_cast: Point | None = None
-    fastest: list[tuple[float, int, Point]] = field(default_factory=list)
-
-    def best(self) -> Point | None:
-        """The fastest point that fits, or one nearly as fast whose fitting is sure; among those within one percent the
-        simplest, then the smallest."""
-        fitting = [entry[2] for entry in self.fastest]
-        if not fitting:
-            return None
-        sure_bytes = self.budget_bytes / (1 + USUAL_BAND)
-        near = near_fastest(fitting, SURE_SPEED_FRACTION)
-        sure = [point for point in near if point.peak_device_bytes <= sure_bytes]
-        close = near_fastest(sure or fitting, TIE_FRACTION)
-        return min(close, key=lambda point: (simplicity(point.family), point.peak_device_bytes))
-
-    def ranked(self) -> list[Point]:
-        """Kept points that fit, fastest first."""
-        return [entry[2] for entry in sorted(self.fastest, key=lambda entry: (-entry[0], entry[1]))]
+        yield from spread_answers(workload, facts, node, chosen, alone, methods)
+    if node is not None and chosen is not None:
+        mine = facts.of_node(node)[spread_key(chosen.setup)]
+        ranked = mine.ranked()
+        best = next(point for point in ranked if point.setup == chosen.setup)
+        yield from activation_answers(mine, best, workload, ranked)
 
 
-def near_fastest(points: list[Point], fraction: float) -> list[Point]:
-    """The points no slower than the fastest by this share."""
-    floor = max(point.tokens_per_s for point in points) * (1 - fraction)
-    return [point for point in points if point.tokens_per_s >= floor]
-
-
-def collect(points: Iterable[Point], budget_bytes: int) -> dict[str, NodeFacts]:
-    """Facts of every node from one pass over the walked points."""
-    facts = {node: NodeFacts() for node in NODES}
-    collect_into(points, budget_bytes, lambda shared: facts[node_of_setup(shared)])
-    for node in facts.values():
-        if node.smallest is None:
-            node.smallest = node.smallest_cast
-    return facts
-
-
-def collect_into(points: Iterable[Point], budget_bytes: int, facts_of: Callable[[TrainSetup], NodeFacts]) -> None:
-    """Adds the walked points to the facts that `facts_of` gives for what they share."""
-    shared = node = None
-    for index, point in enumerate(points):
-        if point.shared is not shared or node is None:  # points come in runs that share their branch
-            shared = point.shared
-            node = facts_of(shared)
-            node.budget_bytes = budget_bytes
-        node.walked += 1
-        peak = point.peak_device_bytes
-        if point.micro_batch_seqs == 1:
-            if point.shared.kbit_fp32_cast:
-                if node.smallest_cast is None or peak < node.smallest_cast.peak_device_bytes:
-                    node.smallest_cast = point
-            elif node.smallest is None or peak < node.smallest.peak_device_bytes:
-                node.smallest = point
-            if not point.shared.checkpointing and (
-                node.smallest_unchecked is None or peak < node.smallest_unchecked.peak_device_bytes
-            ):
-                node.smallest_unchecked = point
-        if peak > budget_bytes:
-            node.infeasible += 1
-        else:
-            _keep(node.fastest, point, index)
-
-
-def _keep(heap: list[tuple[float, int, Point]], point: Point, index: int) -> None:
-    entry = (point.tokens_per_s, -index, point)
-    if len(heap) < KEEP:
-        heapq.heappush(heap, entry)
-    elif entry[0] > heap[0][0]:
-        heapq.heapreplace(heap, entry)
+def needed_gain(workload: Workload, facts: Mapping[str, NodeFacts]) -> float:
+    """How much faster a quantized setup must be to replace a LoRA that fits: more than the speed model errs."""
+    best = facts["lora"].best()
+    if best is None:
+        return 0.0
+    return max(QUANTIZE_GAIN_FRACTION, candidate(workload, best.setup).formula.time_band_fraction or 0.0)
 
 
 def choose_node(facts: dict[str, NodeFacts], needed_gain_fraction: float) -> str | None:

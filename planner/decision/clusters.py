@@ -3,17 +3,16 @@
 The walk is a coarse one (DDP and FSDP2; few optimizers and losses): `plan MODEL --gpu GPU --gpus N` looks closer.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from planner.cluster import Cluster
+from planner.decision.candidates import candidate
+from planner.decision.facts import NODES, Facts, add_spreads, best_spread
+from planner.decision.spreads import FIRST_STAGES, ONE_GPU, Spread, spreads
 from planner.outcome import Candidate
-from planner.parallel.facts import SpreadFacts, add_spreads, best_spread
-from planner.parallel.strategies import FIRST_STAGES, spreads
-from planner.planning import candidate
-from planner.space import Point, dimension_values, walk
-from planner.tree import NODES, collect
+from planner.space import Point, dimension_values
 from planner.workload import Workload
 
 COARSE: Mapping[str, tuple[Any, ...]] = {
@@ -68,16 +67,25 @@ def coarse_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
 
 def best_of(workload: Workload) -> dict[str, Point | None]:
     """The best point of every node over the coarse walk."""
-    values = coarse_values(workload)
-    if workload.num_gpus == 1:
-        known = collect(walk(workload, values), workload.budget_bytes)
-        return {node: facts.best() for node, facts in known.items()}
     chosen = [
         one
         for one in spreads(workload, FIRST_STAGES)
         if one.fields["parallel"] in COARSE_SPREADS and one.fields.get("reshard_after_forward", True)
     ]
-    facts = SpreadFacts()
+    return _best(workload, coarse_values(workload), chosen if workload.num_gpus > 1 else [ONE_GPU])
+
+
+def best_points(workload: Workload) -> dict[str, Point | None]:
+    """The best point of every node: of the whole space on one GPU, of the coarse walk on several."""
+    if workload.num_gpus > 1:
+        return best_of(workload)
+    return _best(workload, dimension_values(workload), [ONE_GPU])
+
+
+def _best(
+    workload: Workload, values: Mapping[str, tuple[Any, ...]], chosen: Sequence[Spread]
+) -> dict[str, Point | None]:
+    facts = Facts()
     add_spreads(workload, values, facts, chosen)
     return {node: best_spread(facts.of_node(node)) for node in NODES}
 

@@ -1,0 +1,74 @@
+"""What stands beside the chosen setup of a plan."""
+
+from collections.abc import Mapping
+
+from planner.decision.candidates import candidate
+from planner.decision.facts import NODE_NAMES, NODES, Facts, NodeFacts
+from planner.decision.spreads import spread_key, spread_name
+from planner.decision.tree import OneGpu
+from planner.outcome import Candidate
+from planner.plan import Alternative, Plan, trade
+from planner.setup import TrainSetup
+from planner.workload import Workload
+
+NUM_SPREADS_SHOWN = 3
+
+
+def alternatives(
+    workload: Workload, chosen: Candidate, node: str, facts: Facts, alone: OneGpu
+) -> tuple[Alternative, ...]:
+    """The best of the other spreads, the same on one GPU, and what one GPU's plan offers as well."""
+    found: list[Alternative] = []
+    mine = spread_key(chosen.setup)
+    others = [(key, known.best()) for key, known in facts.of_node(node).items() if key != mine]
+    points = sorted((p for _, p in others if p is not None), key=lambda point: -point.tokens_per_s)
+    for point in points[:NUM_SPREADS_SHOWN]:
+        other = candidate(workload, point.setup)
+        found.append(Alternative(label=spread_name(other.setup), candidate=other, trade=trade(chosen, other)))
+    if isinstance(alone, Plan):
+        found.append(Alternative(label="one GPU", candidate=alone.chosen, trade=trade(chosen, alone.chosen)))
+    known = {each.candidate.setup for each in found}
+    rest = _of_one_spread(workload, chosen, node, facts.nodes())
+    return (*found, *(each for each in rest if each.candidate.setup not in known))
+
+
+def _of_one_spread(
+    workload: Workload, chosen: Candidate, node: str, facts: Mapping[str, NodeFacts]
+) -> tuple[Alternative, ...]:
+    """Other methods, ranks, checkpointing and micro-batches."""
+    found: list[Alternative] = []
+    seen = {chosen.setup}
+    smallest = facts[node].smallest
+
+    def offer(label: str, setup: TrainSetup | None) -> None:
+        if setup is None or setup in seen:
+            return
+        seen.add(setup)
+        other = candidate(workload, setup)
+        found.append(Alternative(label=label, candidate=other, trade=trade(chosen, other)))
+
+    for other in NODES:
+        best = facts[other].best()
+        if other != node and best is not None:
+            offer(NODE_NAMES[other], best.setup)
+    setup = chosen.setup
+    if setup.method != "full":
+        for rank in (2 * setup.lora_rank, max(1, setup.lora_rank // 2)):
+            offer(f"rank {rank}", setup.with_(lora_rank=rank))
+        if setup.lora_targets == "all-linear":
+            offer("adapters on attention only", setup.with_(lora_targets="attention"))
+    offer("smallest memory", smallest.setup if smallest is not None else None)
+    if not setup.checkpointing:
+        offer("with checkpointing", setup.with_(checkpointing=1))
+    for point in facts[node].ranked():
+        if point.shared.checkpointing != setup.checkpointing:
+            offer("checkpointing " + ("off" if not point.shared.checkpointing else "on"), point.setup)
+            break
+    larger = [
+        point
+        for point in facts[node].ranked()
+        if point.micro_batch_seqs > setup.micro_batch_seqs and point.loss == setup.loss
+    ]
+    if larger:
+        offer("larger micro-batch", max(larger, key=lambda point: point.micro_batch_seqs).setup)
+    return tuple(found)

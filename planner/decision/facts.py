@@ -1,0 +1,326 @@
+"""What the walk learned, by spread and by node of the decision tree, and which point is the best of it."""
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import nlargest
+from types import MappingProxyType
+from typing import Any
+
+from planner.calibration_bands import USUAL_BAND
+from planner.decision.spreads import Spread, SpreadKey, spread_key, spread_rank, spreads
+from planner.engines import why_not
+from planner.errors import SetupError
+from planner.refine import ANY_SETUP, CorrectionKey, correction_key, spread_correction_key
+from planner.setup import TrainSetup
+from planner.space import Point, branches, walk
+from planner.units import gib
+from planner.workload import Workload
+
+NODES = ("full", "lora", "qlora-8bit", "qlora-4bit")
+NODE_NAMES = {
+    "full": "full fine-tuning",
+    "lora": "LoRA (16-bit base)",
+    "qlora-8bit": "8-bit QLoRA",
+    "qlora-4bit": "4-bit QLoRA",
+}
+KEEP = 96
+"""How many of the fastest points of a node are kept as candidates."""
+TIE_FRACTION = 0.01
+"""Speeds closer than this are a tie, far below the speed model's error: the simpler setup wins."""
+SURE_SPEED_FRACTION = 0.03
+"""So much speed, less than the speed model errs, is given for memory to spare by more than the formula errs."""
+SIMPLE_FIRST = {
+    "optimizer": ("adamw-fused", "adamw", "adamw-8bit", "paged-adamw-8bit"),
+    "loss": ("chunked", "full", "liger"),
+    "attention": ("sdpa", "flash-attention-2", "eager"),
+    "quantization": ("none", "nf4-double", "nf4", "int8"),
+}
+"""Values in the order of what needs fewer extra packages and loses less; values not listed come last."""
+
+
+def simplicity(setup: TrainSetup) -> int:
+    """How far a setup is from the simplest, summed over the dimensions; smaller is simpler."""
+    return spread_rank(setup) + sum(
+        values.index(getattr(setup, name)) if getattr(setup, name) in values else len(values)
+        for name, values in SIMPLE_FIRST.items()
+    )
+
+
+def node_of_setup(setup: TrainSetup) -> str:
+    """The node of the tree that a setup belongs to."""
+    if setup.method != "qlora":
+        return setup.method
+    return "qlora-8bit" if setup.quantization == "int8" else "qlora-4bit"
+
+
+@dataclass(slots=True)
+class NodeFacts:
+    """What the walk learned about one node."""
+
+    walked: int = 0
+    infeasible: int = 0
+    budget_bytes: int = 0
+    smallest: Point | None = None
+    smallest_unchecked: Point | None = None
+    smallest_cast: Point | None = None
+    fastest: list[tuple[float, int, Point]] = field(default_factory=list)
+
+    def best(self) -> Point | None:
+        """The fastest point that fits, or one nearly as fast whose fitting is sure; among those within one percent the
+        simplest, then the smallest."""
+        fitting = [entry[2] for entry in self.fastest]
+        if not fitting:
+            return None
+        sure_bytes = self.budget_bytes / (1 + USUAL_BAND)
+        near = near_fastest(fitting, SURE_SPEED_FRACTION)
+        sure = [point for point in near if point.peak_device_bytes <= sure_bytes]
+        close = near_fastest(sure or fitting, TIE_FRACTION)
+        return min(close, key=lambda point: (simplicity(point.family), point.peak_device_bytes))
+
+    def ranked(self) -> list[Point]:
+        """Kept points that fit, fastest first."""
+        return [entry[2] for entry in sorted(self.fastest, key=lambda entry: (-entry[0], entry[1]))]
+
+
+def near_fastest(points: list[Point], fraction: float) -> list[Point]:
+    """The points no slower than the fastest by this share."""
+    floor = max(point.tokens_per_s for point in points) * (1 - fraction)
+    return [point for point in points if point.tokens_per_s >= floor]
+
+
+def collect_into(points: Iterable[Point], budget_bytes: int, facts_of: Callable[[TrainSetup], NodeFacts]) -> None:
+    """Adds the walked points to the facts that `facts_of` gives for what they share."""
+    shared = node = None
+    for index, point in enumerate(points):
+        if point.shared is not shared or node is None:  # points come in runs that share their branch
+            shared = point.shared
+            node = facts_of(shared)
+            node.budget_bytes = budget_bytes
+        node.walked += 1
+        peak = point.peak_device_bytes
+        if point.micro_batch_seqs == 1:
+            if point.shared.kbit_fp32_cast:
+                if node.smallest_cast is None or peak < node.smallest_cast.peak_device_bytes:
+                    node.smallest_cast = point
+            elif node.smallest is None or peak < node.smallest.peak_device_bytes:
+                node.smallest = point
+            if not point.shared.checkpointing and (
+                node.smallest_unchecked is None or peak < node.smallest_unchecked.peak_device_bytes
+            ):
+                node.smallest_unchecked = point
+        if peak > budget_bytes:
+            node.infeasible += 1
+        else:
+            _keep(node.fastest, point, index)
+
+
+def _keep(heap: list[tuple[float, int, Point]], point: Point, index: int) -> None:
+    entry = (point.tokens_per_s, -index, point)
+    if len(heap) < KEEP:
+        heapq.heappush(heap, entry)
+    elif entry[0] > heap[0][0]:
+        heapq.heapreplace(heap, entry)
+
+
+SPREAD_GAIN_FRACTION = 0.10
+"""A less simple spread replaces one that fits only where it is predicted so much faster: the model errs by more."""
+
+
+class Walks:
+    """Walked points of one workload: a plan that dry runs correct asks for the same ones again."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[Workload, Mapping[str, tuple[Any, ...]], tuple[Spread, ...], tuple[Point, ...]]] = []
+
+    def points(
+        self, workload: Workload, values: Mapping[str, tuple[Any, ...]], chosen: tuple[Spread, ...]
+    ) -> tuple[Point, ...]:
+        """The points of these spreads, walked where they are not known yet."""
+        for known_workload, known_values, known_spreads, points in self._known:
+            if known_workload is workload and known_values == values and known_spreads == chosen:
+                return points
+        points = tuple(walk(workload, values, chosen))
+        self._known.append((workload, dict(values), chosen, points))
+        return points
+
+
+@dataclass(slots=True)
+class Facts:
+    """Facts of every (spread, node) walked so far.
+
+    Attributes:
+        walks: the points, kept for the next plan of the same workload.
+        walked: the spreads, in the order they were walked.
+        refused: (spread, node) -> why no engine runs it, where none of the node's branches can run.
+        too_large_for_hosts: spread -> bytes that would lie in every node's host, beyond what it is taken to hold.
+    """
+
+    walks: Walks = field(default_factory=lambda: Walks())
+    facts: dict[tuple[SpreadKey, str], NodeFacts] = field(default_factory=dict)
+    walked: list[Spread] = field(default_factory=list)
+    refused: dict[tuple[SpreadKey, str], str] = field(default_factory=dict)
+    too_large_for_hosts: dict[SpreadKey, int] = field(default_factory=dict)
+
+    def of(self, shared: TrainSetup) -> NodeFacts:
+        """The facts that a point with this shared setup adds to."""
+        return self.facts.setdefault((spread_key(shared), node_of_setup(shared)), NodeFacts())
+
+    def of_node(self, node: str) -> dict[SpreadKey, NodeFacts]:
+        """The facts of one node by spread."""
+        return {key: known for (key, name), known in self.facts.items() if name == node}
+
+    def nodes(self) -> dict[str, NodeFacts]:
+        """Facts of every node over all spreads; of the points that fit those of its best spread (`best_spread`)."""
+        found = {}
+        for node in NODES:
+            known = self.of_node(node)
+            whole = found[node] = merged(known.values())
+            best = best_spread(known)
+            whole.fastest = known[spread_key(best.shared)].fastest if best is not None else []
+        return found
+
+
+def merged(parts: Iterable[NodeFacts]) -> NodeFacts:
+    """The facts of several spreads as those of one node."""
+    whole = NodeFacts()
+    entries = []
+    for part in parts:
+        whole.budget_bytes = part.budget_bytes
+        whole.walked += part.walked
+        whole.infeasible += part.infeasible
+        entries += part.fastest
+        for name in ("smallest", "smallest_unchecked", "smallest_cast"):
+            mine, other = getattr(whole, name), getattr(part, name)
+            if other is not None and (mine is None or other.peak_device_bytes < mine.peak_device_bytes):
+                setattr(whole, name, other)
+    whole.fastest = nlargest(KEEP, entries, key=lambda entry: entry[:2])
+    return whole
+
+
+def best_spread(known: Mapping[SpreadKey, NodeFacts]) -> Point | None:
+    """The best point over all spreads, None where nothing fits.
+
+    DDP needs no gathering and no tuning, FSDP2 no package beside PyTorch, DeepSpeed no other training loop: each gives
+    way to the next only where that is clearly faster. Within a family the fastest counts; within one percent the
+    simplest.
+    """
+    families: dict[int, list[Point]] = {}
+    for facts in known.values():
+        point = facts.best()
+        if point is not None:
+            families.setdefault(_family(point.shared), []).append(point)
+    taken: Point | None = None
+    for number in sorted(families):
+        best = _fastest(families[number])
+        if taken is None or best.tokens_per_s > taken.tokens_per_s * (1 + SPREAD_GAIN_FRACTION):
+            taken = best
+    return taken
+
+
+def _fastest(points: list[Point]) -> Point:
+    """The simplest spread of those within one percent of the fastest."""
+    close = near_fastest(points, TIE_FRACTION)
+    return min(close, key=lambda point: (spread_rank(point.shared), -point.tokens_per_s))
+
+
+def _family(setup: TrainSetup) -> int:
+    """0 DDP, 1 FSDP2, 2 DeepSpeed's ZeRO, 3 anything split, offloaded or in one process."""
+    if setup.tensor_degree > 1 or setup.pipeline_degree > 1 or setup.offload != "none":
+        return 3
+    return {"ddp": 0, "fsdp2": 1, "zero1": 2, "zero2": 2, "zero3": 2}.get(setup.parallel, 3)
+
+
+def walk_stages(
+    workload: Workload,
+    values: Mapping[str, tuple[Any, ...]],
+    facts: Facts,
+    stages: tuple[str, ...],
+    corrections: Mapping[CorrectionKey, float],
+) -> None:
+    """Adds the points of these stages' spreads to the facts."""
+    add_spreads(workload, values, facts, spreads(workload, stages), corrections)
+
+
+def add_spreads(
+    workload: Workload,
+    values: Mapping[str, tuple[Any, ...]],
+    facts: Facts,
+    chosen: Sequence[Spread],
+    corrections: Mapping[CorrectionKey, float] = MappingProxyType({}),
+) -> None:
+    """Adds the points of these spreads to the facts."""
+    if not chosen:
+        return
+    facts.walked += [one for one in chosen if one not in facts.walked]
+    points: Iterable[Point] = facts.walks.points(workload, values, tuple(chosen))
+    if any(one.stage == "offload" for one in chosen) and "offload" not in workload.fixed:
+        points = _that_hosts_hold(workload, facts, points)
+    collect_into(corrected(points, corrections), workload.budget_bytes, facts.of)
+    for known in facts.facts.values():
+        if known.smallest is None:
+            known.smallest = known.smallest_cast
+    _note_refusals(workload, values, facts, chosen)
+
+
+def _that_hosts_hold(workload: Workload, facts: Facts, points: Iterable[Point]) -> Iterator[Point]:
+    """The points whose offloaded states a usual host can hold; the others are refused with their bytes.
+
+    Who asks for offloading (--offload) knows the machine: nothing is left out then.
+    """
+    from planner.engines.host import assumed_host_bytes, host_bytes_per_node  # one GPU never needs it
+
+    limit = assumed_host_bytes(workload)
+    num_nodes = workload.cluster.num_nodes if workload.cluster is not None else 1
+    for point in points:
+        plain = point.shared.trusted_with(optimizer=point.optimizer, checkpointing=1, attention="sdpa")
+        need = host_bytes_per_node(workload.model, plain, num_nodes)
+        if need <= limit:
+            yield point
+            continue
+        facts.too_large_for_hosts.setdefault(spread_key(point.shared), need)
+        reason = (
+            f"{gib(need)} would lie in every node's host memory, which is taken to hold {gib(limit)} "
+            "(--offload says that yours holds more)"
+        )
+        facts.refused.setdefault((spread_key(point.shared), node_of_setup(point.shared)), reason)
+
+
+def _note_refusals(
+    workload: Workload, values: Mapping[str, tuple[Any, ...]], facts: Facts, chosen: Iterable[Spread]
+) -> None:
+    """Why a spread has no point of a node: the engines' reason for the first of its branches."""
+    if workload.num_gpus == 1:
+        return
+    one_per_node: dict[str, TrainSetup] = {}
+    for branch in branches(workload, values):
+        one_per_node.setdefault(node_of_setup(branch), branch)
+    for spread in chosen:
+        for node, branch in one_per_node.items():
+            try:
+                setup = branch.with_(**spread.fields, optimizer=values["optimizer"][0])
+            except SetupError:
+                continue
+            key = (spread_key(setup), node)
+            if key in facts.facts or key in facts.refused:
+                continue
+            reason = why_not(workload.model, setup)
+            if reason:
+                facts.refused[key] = reason
+
+
+def corrected(points: Iterable[Point], corrections: Mapping[CorrectionKey, float]) -> Iterable[Point]:
+    """The points with the peaks of corrected families multiplied by their ratio."""
+    if not corrections:
+        return points
+    other = corrections.get(ANY_SETUP)
+
+    def ratio(setup: TrainSetup) -> float | None:
+        rest = corrections.get(spread_correction_key(setup), other) if setup.num_gpus > 1 else other
+        return corrections.get(correction_key(setup), rest)
+
+    return (_scaled(point, ratio(point.shared)) for point in points)
+
+
+def _scaled(point: Point, ratio: float | None) -> Point:
+    return point if ratio is None else point._replace(peak_device_bytes=int(point.peak_device_bytes * ratio))

@@ -1,0 +1,136 @@
+"""Where nothing fits: the nearest setup, and single changes that would make something fit."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from planner.cluster import make_cluster
+from planner.decision.candidates import candidate
+from planner.decision.clusters import best_points
+from planner.decision.facts import NODE_NAMES, Facts
+from planner.decision.spreads import FIELDS
+from planner.errors import PlannerError
+from planner.gpus import all_gpus
+from planner.models import catalogue
+from planner.outcome import Candidate
+from planner.plan import Answer, NoPlan, Remedy, SpaceCount
+from planner.predict import device_peak_bytes
+from planner.setup import SPREAD_FIELDS
+from planner.units import gib
+from planner.workload import Workload
+
+
+def refusal(
+    workload: Workload, facts: Facts, answers: tuple[Answer, ...], space: SpaceCount, notes: tuple[str, ...]
+) -> NoPlan:
+    """The answer where nothing fits."""
+    smallest = [known.smallest for known in facts.nodes().values() if known.smallest is not None]
+    nearest = candidate(workload, min(smallest, key=lambda point: point.peak_device_bytes).setup)
+    return NoPlan(
+        workload=workload,
+        nearest=nearest,
+        missing_bytes=max(1, nearest.formula.peak_device_bytes - workload.budget_bytes),
+        remedies=tuple(_remedies(workload, facts, nearest)),
+        walk=answers,
+        space=space,
+        notes=notes,
+    )
+
+
+def _remedies(workload: Workload, facts: Facts, nearest: Candidate) -> Iterator[Remedy]:
+    """Smallest change first: options the user fixed, a shorter sequence, more GPUs or a larger host where there are
+    several, another GPU of the table, a smaller model."""
+    yield from _relaxed(workload)
+    yield from _shorter(workload, nearest)
+    if workload.num_gpus > 1:
+        yield from _more_gpus(workload, nearest)
+        yield from _larger_host(facts)
+    yield from _roomier_gpu(workload, nearest)
+    yield from _smaller_model(workload, nearest)
+
+
+def _relaxed(workload: Workload) -> Iterator[Remedy]:
+    """The first of the user's own restrictions (target, spread, method, ...) without which something fits."""
+    wishes = [("target", replace(workload, targets=()))] if workload.targets else []
+    spread = ("parallel", *SPREAD_FIELDS) if workload.num_gpus > 1 else ()
+    for name in (*spread, "method", "precision", "quantization", "optimizer", "checkpointing", "attention", "loss"):
+        if name in workload.fixed:
+            left_out = {name, "method", "quantization", "precision"} if name in ("method", "quantization") else {name}
+            freer = {key: value for key, value in workload.fixed.items() if key not in left_out}
+            flag = {"pipeline_schedule": "schedule", "reshard_after_forward": "no-reshard"}.get(name, name)
+            wishes.append((flag.replace("_", "-"), replace(workload, fixed=freer)))
+    for flag, wish in wishes:
+        for node, point in best_points(wish).items():
+            if point is not None:
+                saved = workload.budget_bytes - point.peak_device_bytes
+                yield Remedy(action=f"leave --{flag} out ({NODE_NAMES[node]} fits)", saves_bytes=saved, fits=True)
+                return
+
+
+def _shorter(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
+    """The longest sequence length (a multiple of 64) at which the setup fits."""
+
+    def peak(seq_len_tokens: int) -> int:
+        return device_peak_bytes(workload.model, workload.gpu, nearest.setup.with_(seq_len_tokens=seq_len_tokens))
+
+    low, high = 0, workload.seq_len_tokens // 64
+    while low < high:
+        middle = (low + high + 1) // 2
+        if peak(middle * 64) <= workload.budget_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    if low:
+        saved = nearest.formula.peak_device_bytes - peak(low * 64)
+        yield Remedy(action=f"--seq-len {low * 64}", saves_bytes=saved, fits=True)
+
+
+def _more_gpus(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
+    """The next doubling of the number of GPUs that fits, over the coarse walk."""
+    for factor in (2, 4, 8, 16):
+        num = workload.num_gpus * factor
+        batch = num * -(-workload.global_batch_seqs // num)
+        wish = replace(workload, cluster=make_cluster(workload.gpu, num), global_batch_seqs=batch)
+        points = [point for point in best_points(wish).values() if point is not None]
+        if points:
+            saved = nearest.formula.peak_device_bytes - min(point.peak_device_bytes for point in points)
+            action = f"--gpus {num}" + (f" --global-batch {batch}" if batch != workload.global_batch_seqs else "")
+            yield Remedy(action=action, saves_bytes=saved, fits=True)
+            return
+
+
+def _larger_host(facts: Facts) -> Iterator[Remedy]:
+    """Offloading that only the assumed size of the host's memory rules out."""
+    for key, need in facts.too_large_for_hosts.items():
+        where = f"{gib(need)} would lie in every node's host memory"
+        yield Remedy(action=f"--offload {key[FIELDS.index('offload')]} ({where})", saves_bytes=0, fits=True)
+        return
+
+
+def _roomier_gpu(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
+    """The smallest GPU of the table on which the setup fits."""
+    share = workload.headroom_bytes / workload.memory_bytes
+    for gpu in sorted(all_gpus(), key=lambda gpu: gpu.memory_bytes):
+        if gpu.memory_bytes <= workload.gpu.memory_bytes or gpu.vendor != "NVIDIA":
+            continue
+        if device_peak_bytes(workload.model, gpu, nearest.setup) <= gpu.memory_bytes * (1 - share):
+            saved = gpu.memory_bytes - workload.memory_bytes
+            yield Remedy(action=f"--gpu {gpu.key}", saves_bytes=saved, fits=True)
+            return
+
+
+def _smaller_model(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
+    """The largest catalogue model of the same type that fits with this setup."""
+    smaller: list[tuple[int, str]] = []
+    for name in catalogue.names(model_type=workload.model.model_type):
+        try:
+            model = catalogue.load(name)
+        except PlannerError:
+            continue
+        if model is None or model.num_params >= workload.model.num_params:
+            continue
+        if device_peak_bytes(model, workload.gpu, nearest.setup) <= workload.budget_bytes:
+            smaller.append((model.num_params, model.model_id))
+    if smaller:
+        name = max(smaller, key=lambda one: (one[0], one[1].lower()))[1]
+        saved = nearest.formula.peak_device_bytes - workload.budget_bytes
+        yield Remedy(action=f"a smaller model: {name}", saves_bytes=saved, fits=True)
