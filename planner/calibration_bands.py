@@ -13,6 +13,8 @@ WIDE_BAND = 0.10
 """Dropouts, int8 with checkpointing, the math kernel's scores: formula and dry run differ most there."""
 ENCODER_DECODER_BAND = 0.12
 """T5's position biases, dropouts and fp16 clamps: up to 9 % seen, at the first decoder layer on the math kernel."""
+TREE_BAND = 0.25
+"""Architectures without an adapter: their matrices are exact, what their layers keep is assumed to be as in others."""
 SMALL_PARAMS = 1_000_000_000
 SPREAD_BAND = 0.10
 """Added with several GPUs. Against the dry run of a rank the formula errs no more than on one GPU (DDP and FSDP2: 90th
@@ -33,6 +35,8 @@ def memory_band(model: ModelSpec, setup: TrainSetup) -> float:
 def _one_gpu_band(model: ModelSpec, setup: TrainSetup) -> float:
     if model.is_encoder_decoder:
         return ENCODER_DECODER_BAND
+    if model.from_tree:
+        return TREE_BAND
     traits = traits_of(model)
     if setup.lora_dropout > 0 or traits.attention_dropout or traits.residual_dropout or setup.quantization == "int8":
         return WIDE_BAND

@@ -88,6 +88,11 @@ def attention_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> froz
 def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str, ...]:
     """What a person must know about this setup's memory, one sentence each."""
     notes = []
+    if model.from_tree:
+        notes.append(
+            f"no adapter knows {model.model_type}: the formula stands on the module tree that transformers builds, and "
+            "assumes that its layers keep what others' do"
+        )
     if "math" in attention_kernels(model, gpu, setup):
         notes.append(
             "SDPA falls back to its math kernel here (no fused kernel takes this dtype, card and head layout): "

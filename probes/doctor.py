@@ -13,8 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from planner.children import child_environment, python_argv
 from planner.units import GIB, gib
-from probes.children import child_environment, python_argv
 from probes.environment import device_status, library_versions, nvml, nvml_handle
 from probes.executors import local_devices
 from probes.topology import topology

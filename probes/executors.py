@@ -16,11 +16,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from planner.children import SAFE_PATH, python_argv
 from planner.codec import Outcome, decode, evidence_to_dict, outcome_from_dict
 from planner.errors import EnvironmentProblem
 from planner.interchange import to_jsonable
 from planner.outcome import Environment, FailureKind, ProbeFailure
-from probes.children import SAFE_PATH, python_argv
 from probes.environment import read_environment
 from probes.failures import UnsupportedProbe
 from probes.request import ProbeRequest

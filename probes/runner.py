@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from planner.children import child_environment, python_argv
 from planner.codec import BadOutcome, Outcome, outcome_from_dict
 from planner.errors import EnvironmentProblem
 from planner.outcome import FailureKind, Measurement, ProbeFailure
 from planner.units import MIB
-from probes.children import child_environment, python_argv
 from probes.failures import classify_exit, oom_kill_count
 from probes.ranks import RankReport, why_not_probed
 from probes.request import ProbePaths, ProbeRequest, write_json_whole

@@ -183,6 +183,7 @@ class ModelSpec:
         logit_softcap: whether the final logits are soft-capped (two more copies of the logits).
         attentions: the attention implementations that transformers' class supports.
         is_encoder_decoder: T5 family.
+        from_tree: whether it was read off the module tree that transformers builds, for lack of an adapter.
         config: the raw configuration, for the dry run and the probe.
         config_source: where it came from, one line.
     """
@@ -206,6 +207,7 @@ class ModelSpec:
     logit_softcap: bool = False
     is_encoder_decoder: bool = False
     attentions: tuple[str, ...] = ("eager", "sdpa", "flash-attention-2")
+    from_tree: bool = False
     config: Mapping[str, Any] = field(repr=False, compare=False, hash=False, default_factory=dict)
     config_source: str = field(compare=False, default="")
 

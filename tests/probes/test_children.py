@@ -107,5 +107,5 @@ def test_nothing_else_starts_a_python() -> None:
         for path in (ROOT / room).rglob("*.py")
         if "sys.executable" in path.read_text(encoding="utf-8")
     }
-    assert users == {"probes/children.py", "probes/doctor.py"}
+    assert users == {"planner/children.py", "probes/doctor.py"}
     assert (ROOT / "probes/doctor.py").read_text(encoding="utf-8").count("sys.executable") == 1

@@ -79,7 +79,7 @@ def spec_from_config(config: Mapping[str, Any], *, model_id: str, source: str) -
         source: where the configuration came from, one line.
 
     Raises:
-        UnknownModelError: no adapter knows its `model_type`; the hint names close ones.
+        UnknownModelError: no adapter knows its `model_type` and no module tree can be read; the hint names close ones.
         ConfigError: a field is missing, of the wrong type or out of bounds.
     """
     fields = Fields(config, "config.json")
@@ -92,8 +92,20 @@ def spec_from_config(config: Mapping[str, Any], *, model_id: str, source: str) -
         build: Callable[..., ModelSpec] = getattr(import_module(f"planner.models.adapters.{module}"), function)
         spec = build(fields, model_id, source)
     else:
-        raise _unknown(fields, model_type)
+        spec = _from_tree(fields, model_type, model_id, source)
     return replace(spec, config=config, config_source=spec.config_source + _taken_from_defaults(config, spec))
+
+
+def _from_tree(fields: Fields, model_type: str, model_id: str, source: str) -> ModelSpec:
+    """The spec read off the module tree, where transformers can build one."""
+    from planner.models.module_tree import NoTree, spec_from_tree  # late: most models have an adapter
+
+    for name, kind in (("hidden_size", "width"), ("num_hidden_layers", "layers"), ("vocab_size", "vocab")):
+        fields.optional_count(name, kind=kind)  # absurd sizes are refused before anything is built
+    try:
+        return spec_from_tree(fields.raw, model_type, model_id=model_id, source=source)
+    except NoTree as error:
+        raise _unknown(fields, model_type, str(error), error.hint) from error
 
 
 def _taken_from_defaults(config: Mapping[str, Any], spec: ModelSpec) -> str:
@@ -116,12 +128,12 @@ def _taken_from_defaults(config: Mapping[str, Any], spec: ModelSpec) -> str:
     return f"; text_config lacks sizes, transformers' defaults stand: {', '.join(missing)}" if missing else ""
 
 
-def _unknown(fields: Fields, model_type: str) -> UnknownModelError:
+def _unknown(fields: Fields, model_type: str, why: str, remedy: str) -> UnknownModelError:
     close = get_close_matches(model_type.lower(), MODEL_TYPES, n=3, cutoff=0.6)
     hint = f"close types: {', '.join(close)}" if close else f"known types: {', '.join(MODEL_TYPES)}"
     if all(fields.has(name) for name in _CORE):
         hint += "; it looks like a Llama-shaped decoder: if its maths is Llama's, set model_type to llama in a copy"
-    message = f"model_type {shown(model_type)} is not known to the formula rung"
+    message = f"model_type {shown(model_type)} is not known to the formula rung; {why}"
     if fields.has("auto_map"):
         message += "; the code that the model brings along (auto_map) is never run: there is no trust_remote_code"
-    return UnknownModelError(message, hint=hint)
+    return UnknownModelError(message, hint=f"{remedy}; {hint}" if remedy else hint)

@@ -1,0 +1,119 @@
+"""A `ModelSpec` for an architecture that no adapter knows: read off the module tree that transformers builds.
+
+torch is no part of this package, so a child process reads the tree (`probes.module_tree`) and answers in JSON, which is
+kept in the user's cache: the next plan of the same configuration starts none.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from planner.children import child_environment, python_argv
+from planner.codec import decode
+from planner.errors import ConfigError
+from planner.inputs import parse_object, read_bytes
+from planner.interchange import to_jsonable
+from planner.models.spec import ModelSpec
+from planner.outputs import write_whole
+
+NEEDED = ("torch", "transformers", "peft")
+LIMIT_S = 120.0
+MAX_BYTES = 16 * 1024**2
+VERSION = 1
+"""Part of the cache's key: raise it whenever the reading of a tree can change."""
+
+
+class NoTree(Exception):
+    """There is no module tree to read; the message says why, `hint` what to do about it."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+def spec_from_tree(config: Mapping[str, Any], model_type: str, *, model_id: str, source: str) -> ModelSpec:
+    """The inventory of a configuration of any decoder that the installed transformers builds; the first time some
+    five seconds, then from the cache.
+
+    Raises:
+        NoTree: libraries are missing, transformers does not know the type, or its tree is no decoder of a known form.
+    """
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise NoTree(
+            f"its module tree cannot be read: {', '.join(missing)} not installed",
+            hint="with pip install 'finetune-planner[torch]' any decoder of transformers is planned",
+        )
+    if not _named_by_transformers(model_type):
+        raise NoTree(f"nor to transformers {version('transformers')}")
+    path = _cached(config)
+    spec = _read(path)
+    if spec is None:
+        spec = decode(ModelSpec, _ask(config), "module tree")
+        with contextlib.suppress(OSError):  # a cache that cannot be written is no error
+            write_whole(path, json.dumps(to_jsonable(spec)).encode())
+    return replace(spec, model_id=model_id, config=config, config_source=source)
+
+
+def _named_by_transformers(model_type: str) -> bool:
+    """Whether the installed transformers' tables name the type, without importing it."""
+    found = find_spec("transformers")
+    assert found is not None
+    assert found.origin is not None
+    tables = (Path(found.origin).parent / "models" / "auto").glob("*.py")
+    return any(f'("{model_type}", ' in path.read_text(encoding="utf-8") for path in tables)
+
+
+def _cached(config: Mapping[str, Any]) -> Path:
+    from platformdirs import user_cache_path
+
+    parts = {
+        "config": {name: value for name, value in config.items() if not name.startswith("_")},
+        "versions": [version("torch"), version("transformers"), VERSION],
+    }
+    key = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+    return user_cache_path("finetune-planner") / "module-trees" / f"{key}.json"
+
+
+def _read(path: Path) -> ModelSpec | None:
+    """The spec kept in the cache, None where there is none that can be read."""
+    try:
+        return decode(ModelSpec, parse_object(read_bytes(path, max_bytes=MAX_BYTES), path.name))
+    except ConfigError:
+        return None
+
+
+def _ask(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The spec as JSON from a child process."""
+    environment = {**child_environment(), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            python_argv("-m", "probes.module_tree"),
+            input=json.dumps(config, default=str),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            env=environment,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise NoTree(f"its module tree took longer than {LIMIT_S:g} s to build") from error
+    except OSError as error:
+        raise NoTree(f"no process could be started to read its module tree: {os.strerror(error.errno or 0)}") from error
+    try:
+        answer = parse_object(done.stdout[-MAX_BYTES:], "module tree")
+        spec = answer.get("spec")
+    except ConfigError as error:
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise NoTree(f"its module tree could not be read: {last[:300]}") from error
+    if not isinstance(spec, dict):
+        raise NoTree(f"its module tree is of no form that the formula knows: {answer.get('failure', 'no answer')}")
+    return spec

@@ -1,0 +1,156 @@
+"""An architecture that no adapter knows: its spec is read off the module tree, and the formula stands on that."""
+
+import json
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from planner.errors import ConfigError, UnknownModelError
+from planner.gpus import find_gpu
+from planner.models import catalogue, module_tree
+from planner.models.adapters import MODEL_TYPES, spec_from_config
+from planner.models.spec import ModelSpec
+from planner.outcome import Prediction
+from planner.predict import predict
+from planner.setup import TrainSetup
+from probes.dryrun import dry_run
+from probes.module_tree import spec_of_tree
+
+A100 = find_gpu("a100-80gb")
+SIZES = {"vocab_size": 8000, "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8}
+UNKNOWN: dict[str, dict[str, Any]] = {
+    "exaone4": {**SIZES, "intermediate_size": 1536, "num_key_value_heads": 2, "sliding_window": 128},
+    "gpt_bigcode": {"vocab_size": 8000, "n_embd": 512, "n_layer": 6, "n_head": 8, "n_positions": 1024},
+    "arcee": {**SIZES, "intermediate_size": 1536, "num_key_value_heads": 4},
+    "granitemoe": {**SIZES, "intermediate_size": 256, "num_local_experts": 8, "num_experts_per_tok": 2},
+}
+NO_TREE = {"t5", "deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
+"""Latent and linear attention, and an encoder-decoder: what their trees do not say, an adapter knows."""
+OTHERWISE = {"bloom", "gptj", "gpt_neo", "gemma3", "gemma4", "llama4"}
+"""What the tree does not say of them: activations, windows, position embeddings inside layers, what a tower is."""
+
+
+def in_one_order(spec: ModelSpec) -> ModelSpec:
+    """Matrices and norms by name: adapters list them as they are read, a tree as they were made."""
+    layers = tuple(
+        replace(
+            layer,
+            linears=tuple(sorted(layer.linears, key=lambda one: one.name)),
+            norms=tuple(sorted(layer.norms, key=lambda one: one.name)),
+        )
+        for layer in spec.layer_kinds
+    )
+    return replace(spec, layer_kinds=layers, from_tree=False)
+
+
+OF_EACH_TYPE = {entry.model_type: entry for entry in reversed(catalogue.entries())}
+
+
+@pytest.mark.parametrize("model_type", sorted(OF_EACH_TYPE.keys() - NO_TREE))
+def test_a_tree_says_what_the_adapter_says(model_type: str) -> None:
+    """Every catalogue type: where an adapter exists, reading the tree gives its spec, whole or at least its sizes."""
+    config = OF_EACH_TYPE[model_type].config
+    made = spec_from_config(config, model_id="m", source="s")
+    read = spec_of_tree(config, model_id="m", source="s")
+    assert read.num_params == made.num_params
+    assert read.num_layers == made.num_layers
+    if model_type not in OTHERWISE:
+        assert in_one_order(read) == in_one_order(made)
+
+
+@pytest.mark.parametrize("model_type", sorted(NO_TREE))
+def test_what_a_tree_does_not_say_is_refused(model_type: str) -> None:
+    with pytest.raises(ValueError, match="adapter"):
+        spec_of_tree(OF_EACH_TYPE[model_type].config, model_id="m", source="s")
+
+
+@pytest.fixture(scope="module")
+def specs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, ModelSpec]:
+    return {
+        name: spec_from_config({"model_type": name, **fields}, model_id=name, source="a test")
+        for name, fields in UNKNOWN.items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNKNOWN)
+@pytest.mark.parametrize(
+    "fields", [{}, {"method": "full", "lora_rank": 0, "checkpointing": 0}], ids=["lora", "full, no checkpointing"]
+)
+def test_an_unknown_architecture_is_planned(specs: Mapping[str, ModelSpec], name: str, fields: dict[str, Any]) -> None:
+    """Formula and dry run stand side by side, and the formula's band holds."""
+    assert name not in MODEL_TYPES
+    setup = TrainSetup(seq_len_tokens=512, micro_batch_seqs=2, **fields)
+    formula = predict(specs[name], A100, setup)
+    run = dry_run(specs[name], A100, setup)
+    assert isinstance(run, Prediction), run
+    error = formula.peak_allocated_bytes / run.peak_allocated_bytes - 1
+    assert abs(error) <= formula.memory_band_fraction
+    assert any("module tree" in note for note in formula.notes)
+
+
+@pytest.mark.slow
+def test_the_second_time_no_process_is_started(specs: Mapping[str, ModelSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "run", refuse)
+    again = spec_from_config({"model_type": "arcee", **UNKNOWN["arcee"]}, model_id="other", source="elsewhere")
+    assert again == replace(specs["arcee"], model_id="other")
+    assert (again.config_source, again.config["hidden_size"]) == ("elsewhere", 512)
+
+
+def test_without_torch_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_tree, "find_spec", lambda name: None)
+    with pytest.raises(UnknownModelError, match="torch, transformers, peft not installed") as error:
+        spec_from_config({"model_type": "exaone4"}, model_id="m", source="s")
+    assert "pip install 'finetune-planner[torch]'" in error.value.hint
+
+
+def test_what_transformers_does_not_know_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_tree, "_ask", lambda config: pytest.fail("a process was started"))
+    for name in ("llama9", "../x", '"), ("llama'):
+        with pytest.raises(UnknownModelError, match="nor to transformers"):
+            spec_from_config({"model_type": name}, model_id="m", source="s")
+    with pytest.raises(ConfigError, match="num_hidden_layers"):
+        spec_from_config({"model_type": "exaone4", "num_hidden_layers": 10**9}, model_id="m", source="s")
+
+
+@pytest.mark.parametrize(
+    ("stdout", "stderr", "words"),
+    [
+        ('{"failure": "ValueError: no heads"}', "", "no heads"),
+        ("", "Traceback\nMemoryError", "MemoryError"),
+        ("[]", "", "could not be read"),
+    ],
+)
+def test_a_child_that_brings_no_tree_is_an_error_with_its_reason(
+    stdout: str, stderr: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    done = subprocess.CompletedProcess(args=[], returncode=1, stdout=stdout, stderr=stderr)
+    monkeypatch.setattr(module_tree.subprocess, "run", lambda *_, **__: done)
+    monkeypatch.setattr(module_tree, "_cached", lambda config: tmp_path / "spec.json")
+    with pytest.raises(UnknownModelError, match=words):
+        spec_from_config({"model_type": "exaone4"}, model_id="m", source="s")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_cache_is_read_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spec = catalogue.load("gpt2")
+    assert spec is not None
+    from planner.interchange import to_jsonable
+
+    path = tmp_path / "spec.json"
+    path.write_text('{"model_id": 3')
+    monkeypatch.setattr(module_tree, "_cached", lambda config: path)
+    monkeypatch.setattr(module_tree, "_ask", lambda config: json.loads(json.dumps(to_jsonable(spec))))
+    found = module_tree.spec_from_tree({"model_type": "exaone4"}, "exaone4", model_id="m", source="s")
+    assert found == replace(spec, model_id="m")
+    assert json.loads(path.read_text())["vocab_size"] == spec.vocab_size
