@@ -67,6 +67,8 @@ def spec_of_tree(raw_config: Mapping[str, Any], *, model_id: str, source: str) -
     order = tuple(
         kinds.setdefault(_layer(layer, index, text, path, rotary), len(kinds)) for index, layer in enumerate(layers)
     )
+    if all(layer.attention is None for layer in kinds):
+        raise ValueError("no layer has attention: the formula needs an adapter for it")
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     if not isinstance(head, nn.Linear) or not isinstance(table, nn.Embedding):
         raise ValueError("no token embedding and linear head")
@@ -241,9 +243,9 @@ def _attention(
     roles = {one.role: one for one in linears}
     heads = _first(text, "num_attention_heads", "n_head")
     if not heads or not ({"q", "qkv"} & roles.keys()):
-        if "mixer" not in roles:
-            return None
-        raise ValueError("a mixer of tokens without queries, keys and values: the formula needs an adapter for it")
+        if any(_ATTENTION.search(one.name.rpartition(".")[0]) for one in linears):
+            raise ValueError("a mixer of tokens without queries, keys and values: the formula needs an adapter for it")
+        return None
     place = roles["q" if "q" in roles else "qkv"].name.rpartition(".")[0]
     module = modules[place]
     out = roles["o"].in_features if "o" in roles else int(text.hidden_size)

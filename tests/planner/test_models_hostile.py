@@ -135,7 +135,7 @@ def test_an_unknown_type_names_close_ones_and_refuses_llama_shaped_configs() -> 
         build({**ONE_PER_TYPE["llama"], "model_type": "lama"})
     assert "llama" in error.value.hint
     with pytest.raises(UnknownModelError) as error:
-        build({"model_type": "mamba2"})
+        build({"model_type": "mamba9"})
     assert "known types" in error.value.hint or "close types" in error.value.hint
 
 

@@ -71,8 +71,18 @@ def test_what_a_tree_does_not_say_is_refused(model_type: str) -> None:
         spec_of_tree(OF_EACH_TYPE[model_type].config, model_id="m", source="s")
 
 
+def test_a_model_without_attention_is_refused() -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100}
+    with pytest.raises(ValueError, match="adapter"):
+        spec_of_tree({"model_type": "mamba", **sizes}, model_id="m", source="s")
+    with pytest.raises(ValueError, match="adapter"):
+        spec_of_tree(
+            {"model_type": "mamba2", **sizes, "num_heads": 8, "head_dim": 16, "n_groups": 1}, model_id="m", source="s"
+        )
+
+
 @pytest.fixture(scope="module")
-def specs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, ModelSpec]:
+def specs() -> Mapping[str, ModelSpec]:
     return {
         name: spec_from_config({"model_type": name, **fields}, model_id=name, source="a test")
         for name, fields in UNKNOWN.items()
