@@ -34,12 +34,16 @@ def make(
     ] = False,
     dataset: Annotated[str | None, typer.Option("--dataset", help="Hub id or local file for the launch files.")] = None,
     no_dry_run: options.NoDryRun = False,
+    no_history: Annotated[
+        bool, typer.Option("--no-history", help="Leave out what was measured on this GPU before.")
+    ] = False,
     no_probe: Annotated[bool, typer.Option("--no-probe", help="No GPU probes, even with --gpu local.")] = False,
     revision: options.Revision = None,
     hub: options.AskHub = False,
     as_json: options.Json = False,
 ) -> None:
     """Plan MODEL on a GPU, or on several: the fastest setup that fits, why, and what stands beside it."""
+    from planner.cli.history import history_of, with_history
     from planner.cli.writing import check_launch_words, known_targets
     from planner.models.resolve import resolve_model
     from planner.plan import NoPlan, Plan
@@ -59,12 +63,13 @@ def make(
             packing=lengths.packing if wish.packing is None else wish.packing,
         )
     asked = wish.workload(spec, card, targets=known_targets(target) if target else ())
+    known = () if no_history else history_of(asked)
     if no_dry_run:
-        plan = plan_workload(asked)
+        plan = with_history(plan_workload(asked), known)
     else:
         from planner.cli.rungs import climb_dry_run
 
-        plan = climb_dry_run(asked)
+        plan = climb_dry_run(asked, known)
     if isinstance(plan, Plan) and gpu.lower() == "local" and not no_probe:
         from planner.cli.tune import climb_probe
 

@@ -14,7 +14,10 @@ from planner.setup import TrainSetup
 from planner.workload import Workload
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from reports.extras import Timeline
+    from search.corrections import Observation
 
 NEEDED = ("torch", "transformers", "peft")
 
@@ -91,8 +94,9 @@ def chosen_timeline(plan: Plan | NoPlan) -> "Timeline | None":
     return timeline_of(known.timeline, known.phase_groups.get(known.prediction.peak_phase, {}))
 
 
-def climb_dry_run(workload: Workload) -> Plan | NoPlan:
-    """The plan on which formula and dry run agree (see `planner.refine`)."""
+def climb_dry_run(workload: Workload, known: "Sequence[Observation]" = ()) -> Plan | NoPlan:
+    """The plan on which formula and dry run agree (see `planner.refine`); `known`: what was measured on this GPU."""
+    from planner.cli.history import with_history
     from planner.decision.facts import Walks
     from planner.planning import plan_workload
     from planner.refine import refine
@@ -100,7 +104,7 @@ def climb_dry_run(workload: Workload) -> Plan | NoPlan:
     missing = dry_run_possible()
     if missing:
         print(f"formula only: {missing} not installed (pip install 'finetune-planner[torch]')", file=sys.stderr)
-        return plan_workload(workload)
+        return with_history(plan_workload(workload), known)
 
     def run(setup: TrainSetup) -> Prediction | ProbeFailure:
         where = f" on one of {setup.num_gpus} GPUs ({setup.parallel})" if setup.num_gpus > 1 else ""
@@ -109,7 +113,7 @@ def climb_dry_run(workload: Workload) -> Plan | NoPlan:
 
     walks = Walks()
     try:
-        return refine(lambda corrections: plan_workload(workload, corrections, walks), run)
+        return refine(lambda learned: with_history(plan_workload(workload, learned, walks), known), run)
     finally:
         _say("")
 

@@ -1,0 +1,131 @@
+"""A plan for a GPU that has measurements uses them, and says so; the store is where they are."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from planner.cli.app import run
+from planner.cli.history import QUESTION, history_of, with_history
+from planner.outcome import Environment, Measurement, Rung
+from planner.plan import Plan
+from planner.planning import plan_workload
+from planner.predict import predict
+from planner.setup import TrainSetup
+from planner.workload import Workload
+from probes.evaluate import record_of
+from probes.request import ProbeRequest
+from probes.store import Store
+from tests.planner.helpers import wish
+
+MODEL = "meta-llama/Llama-3.2-1B"
+OTHER = "Qwen/Qwen2.5-0.5B"
+
+
+def here(gpu_key: str, device: str = "cuda:0") -> Environment:
+    return Environment(
+        gpu_name=gpu_key,
+        gpu_key=gpu_key,
+        driver="1",
+        cuda="12",
+        python="3.11",
+        platform="x",
+        libraries={},
+        device=device,
+    )
+
+
+def measured(store: Path, asked: Workload, setup: TrainSetup, *, speed: float, device: str = "cuda:0") -> None:
+    """A measurement `speed` times as fast as the formula says, with its memory."""
+    formula = predict(asked.model, asked.gpu, setup)
+    assert formula.step_time_s is not None
+    environment = here(asked.gpu.key, device)
+    outcome = Measurement(
+        rung=Rung.PROBE,
+        peak_allocated_bytes=formula.peak_allocated_bytes,
+        peak_reserved_bytes=formula.peak_reserved_bytes,
+        peak_device_bytes=formula.peak_device_bytes,
+        phase_peaks_bytes={},
+        step_times_s=(formula.step_time_s / speed,),
+        tokens_per_step=setup.tokens_per_step,
+        layers_measured=(2, 4),
+        environment=environment,
+    )
+    request = ProbeRequest(
+        model_id=asked.model.model_id, config=asked.model.config, setup=setup, gpu_key=asked.gpu.key, device=device
+    )
+    Store(store).append(record_of(request, environment, outcome))
+
+
+def planned(asked: Workload) -> Plan:
+    plan = plan_workload(asked)
+    assert isinstance(plan, Plan)
+    return plan
+
+
+def test_a_slower_card_than_predicted_lowers_the_plans_speed_and_says_so(tmp_path: Path) -> None:
+    asked, store = wish(MODEL), tmp_path / "store.jsonl"
+    before = planned(asked)
+    for one in before.ranked[:4]:
+        measured(store, asked, one.setup, speed=0.7)
+    known = history_of(asked, store)
+    assert [one.setup for one in known] == [one.setup for one in before.ranked[:4]]
+    after = with_history(before, known)
+    assert isinstance(after, Plan)
+    assert 0.65 < after.chosen.tokens_per_s / before.chosen.tokens_per_s < 0.95
+    (answer,) = [one for one in after.walk if one.question == QUESTION]
+    assert "4 measurements (4 of this model)" in answer.reason
+    assert "--no-history" in answer.reason
+    assert any("corrected by earlier probes" in note for note in after.chosen.formula.notes)
+    assert {one.setup for one in after.ranked} == {one.setup for one in before.ranked}
+
+
+def test_what_was_measured_slow_loses_to_a_rival(tmp_path: Path) -> None:
+    asked, store = wish(MODEL), tmp_path / "store.jsonl"
+    before = planned(asked)
+    measured(store, asked, before.chosen.setup, speed=0.3)
+    for one in before.ranked[1:6]:
+        measured(store, asked, one.setup, speed=1.0)
+    after = with_history(before, history_of(asked, store))
+    assert isinstance(after, Plan)
+    assert after.chosen.setup != before.chosen.setup
+    assert after.chosen.fits
+    assert after.ranked[0] == after.chosen
+
+
+def test_only_this_gpus_measurements_of_known_models_count(tmp_path: Path) -> None:
+    asked, store = wish(MODEL), tmp_path / "store.jsonl"
+    setup = TrainSetup()
+    measured(store, asked, setup, speed=0.5, device="cpu")
+    elsewhere = replace(asked, gpu=replace(asked.gpu, key="another"))
+    measured(store, elsewhere, setup, speed=0.5)
+    changed = replace(asked.model, config={**asked.model.config, "hidden_size": 64})
+    measured(store, replace(asked, model=changed), setup, speed=0.5)
+    assert history_of(asked, store) == ()
+    measured(store, wish(OTHER), setup, speed=0.5)
+    (one,) = history_of(asked, store)
+    assert one.model == OTHER
+    assert one.speed_error == pytest.approx(-0.693, abs=0.001)
+
+
+def test_without_measurements_nothing_changes(tmp_path: Path) -> None:
+    asked = wish(MODEL)
+    plan = planned(asked)
+    assert history_of(asked, tmp_path / "none.jsonl") == ()
+    assert with_history(plan, ()) is plan
+
+
+def test_the_plan_command_uses_the_store_and_can_leave_it_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked, store = wish(MODEL), tmp_path / "store.jsonl"
+    measured(store, asked, TrainSetup(), speed=0.5)
+    monkeypatch.setenv("FINETUNE_PLANNER_STORE", str(store))
+
+    def told(*more: str) -> str:
+        assert run([MODEL, "--gpu", asked.gpu.key, "--no-dry-run", *more]) == 0
+        return capsys.readouterr().out
+
+    assert QUESTION in told("--json")
+    assert QUESTION not in told("--json", "--no-history")
+    assert "earlier probes" in told()
