@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from planner.choices.optimizers import OPTIMIZERS, PLANNED_OPTIMIZERS
 from planner.errors import SetupError
 from planner.gpu import GpuSpec
 from planner.kernels import missing_kernels
@@ -152,8 +153,8 @@ def single_changes(setup: TrainSetup, gpu: GpuSpec, model: ModelSpec) -> list[tu
             tried.append((f"{loss} loss (no full logits)", {"loss": loss}, False))
     tried += [
         (f"{name} optimizer", {"optimizer": name}, False)
-        for name in ("adamw-fused", "adamw-8bit", "paged-adamw-8bit")
-        if setup.optimizer.startswith(("adamw", "paged-adamw")) and name != setup.optimizer
+        for name in PLANNED_OPTIMIZERS
+        if OPTIMIZERS[setup.optimizer].adamw and name != setup.optimizer
     ]
     tried += _batches(setup)
     if setup.precision == "bf16-mixed" and setup.method != "full":

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import sqrt
 
+from planner.choices.optimizers import OPTIMIZERS
 from planner.setup import TrainSetup
 
 BASE_LEARNING_RATE = 2e-5
@@ -106,10 +107,11 @@ def choose(
     if setup.method in LORA_METHODS:
         rate *= LORA_FACTOR
         why.append(f"x {LORA_FACTOR:g} for LoRA")
-    if setup.optimizer == "lion-8bit":
+    rule = OPTIMIZERS[setup.optimizer].rate_rule
+    if rule == "Lion":
         rate *= LION_FACTOR
         why.append(f"x {LION_FACTOR:g} for Lion")
-    elif setup.optimizer == "sgd":
+    elif rule == "SGD":
         rate *= SGD_FACTOR
         why.append(f"x {SGD_FACTOR:g} for SGD")
     if num_params is not None and num_params >= LARGE_MODEL_PARAMS:

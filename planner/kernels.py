@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from planner.choices.optimizers import OPTIMIZERS
 from planner.gpu import GpuSpec
 from planner.models.spec import AttentionSpec, ModelSpec
 from planner.setup import TrainSetup
@@ -113,7 +114,7 @@ def missing_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
     """
     if reason := attention_refusal(model, setup.attention):
         return reason
-    if gpu.vendor == "Apple" and ("8bit" in setup.optimizer or "paged" in setup.optimizer):
+    if gpu.vendor == "Apple" and OPTIMIZERS[setup.optimizer].bitsandbytes:
         return f"bitsandbytes has no optimizer ({setup.optimizer}) for Apple GPUs"
     if setup.loss == "liger" and (gpu.vendor == "Apple" or (gpu.compute_capability or TRITON_FROM) < TRITON_FROM):
         return f"Liger's kernels are Triton's, which does not compile for {gpu.name}"

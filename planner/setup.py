@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, Self
 
+from planner.choices.optimizers import OPTIMIZERS as _OPTIMIZERS
 from planner.errors import SetupError
 
 METHODS = ("full", "lora", "qlora")
@@ -17,16 +18,7 @@ PRECISIONS = ("fp32", "bf16-pure", "bf16-autocast", "bf16-mixed", "fp16-autocast
 under autocast; fp16-autocast: frozen fp16 weights under autocast with loss scaling (adapters only: a scaler cannot
 unscale fp16 gradients); fp16-mixed: fp32 weights under fp16 autocast with loss scaling."""
 QUANTIZATIONS = ("none", "int8", "nf4", "nf4-double")
-OPTIMIZERS = (
-    "adamw",
-    "adamw-fused",
-    "adamw-8bit",
-    "paged-adamw-8bit",
-    "paged-adamw-32bit",
-    "adafactor",
-    "lion-8bit",
-    "sgd",
-)
+OPTIMIZERS = tuple(_OPTIMIZERS)
 ATTENTIONS = ("eager", "sdpa", "flash-attention-2")
 LOSSES = ("full", "chunked", "liger")
 ADAPTER_DTYPES = ("auto", "fp32", "bf16", "fp16")

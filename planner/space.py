@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from planner.choices.optimizers import PLANNED_OPTIMIZERS
 from planner.engines import engine_of, why_not
 from planner.errors import SetupError, UsageError
 from planner.expressed import branches_as_run, variants_as_run
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
 
 BRANCH_FIELDS = ("method", "precision", "quantization", "kbit_fp32_cast", "lora_rank", "lora_targets")
 LOSSES = ("chunked", "liger", "full")
-PLANNED_OPTIMIZERS = ("adamw-fused", "adamw-8bit", "paged-adamw-8bit")
-"""Optimizers a plan chooses from: all are AdamW. Others change what is optimized and are taken only when asked for."""
 PLANNED_CHECKPOINTING = (0, 2, 1)
 
 

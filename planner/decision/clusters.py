@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from planner.choices.optimizers import OPTIMIZERS, PLANNED_OPTIMIZERS
 from planner.cluster import Cluster
 from planner.decision.candidates import candidate
 from planner.decision.facts import NODES, Facts, add_spreads, best_spread
@@ -19,7 +20,7 @@ COARSE: Mapping[str, tuple[Any, ...]] = {
     "precision": ("bf16-autocast", "bf16-mixed", "fp16-autocast", "fp16-mixed"),
     "quantization": ("none", "nf4-double"),
     "kbit_fp32_cast": (False,),
-    "optimizer": ("adamw-fused", "adamw-8bit"),
+    "optimizer": tuple(name for name in PLANNED_OPTIMIZERS if not OPTIMIZERS[name].paged),
     "checkpointing": (0, 1),
     "loss": ("chunked", "liger"),
 }

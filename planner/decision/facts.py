@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from planner.calibration_bands import USUAL_BAND
+from planner.choices.optimizers import OPTIMIZERS
 from planner.decision.spreads import Spread, SpreadKey, spread_key, spread_rank, spreads
 from planner.engines import why_not
 from planner.errors import SetupError
@@ -31,7 +32,6 @@ TIE_FRACTION = 0.01
 SURE_SPEED_FRACTION = 0.03
 """So much speed, less than the speed model errs, is given for memory to spare by more than the formula errs."""
 SIMPLE_FIRST = {
-    "optimizer": ("adamw-fused", "adamw", "adamw-8bit", "paged-adamw-8bit"),
     "loss": ("chunked", "full", "liger"),
     "attention": ("sdpa", "flash-attention-2", "eager"),
     "quantization": ("none", "nf4-double", "nf4", "int8"),
@@ -41,9 +41,13 @@ SIMPLE_FIRST = {
 
 def simplicity(setup: TrainSetup) -> int:
     """How far a setup is from the simplest, summed over the dimensions; smaller is simpler."""
-    return spread_rank(setup) + sum(
-        values.index(getattr(setup, name)) if getattr(setup, name) in values else len(values)
-        for name, values in SIMPLE_FIRST.items()
+    return (
+        spread_rank(setup)
+        + OPTIMIZERS[setup.optimizer].simplicity
+        + sum(
+            values.index(getattr(setup, name)) if getattr(setup, name) in values else len(values)
+            for name, values in SIMPLE_FIRST.items()
+        )
     )
 
 

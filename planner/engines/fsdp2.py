@@ -2,9 +2,9 @@
 
 from typing import final
 
+from planner.choices.optimizers import OPTIMIZERS
 from planner.engines.base import Engine
 from planner.engines.gather import Groups, gathered_groups, scales_bytes
-from planner.engines.optimizers import DTENSOR_OPTIMIZERS
 from planner.engines.splits import gathered_head
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.rank_part import RankPart
@@ -82,7 +82,7 @@ class Fsdp2(Engine):
                 "transformers' Adafactor mixes plain tensors with FSDP2's DTensors and raises (transformers 5.23 "
                 "optimization.py: zeros of the gradient's shape)"
             )
-        if setup.optimizer not in DTENSOR_OPTIMIZERS:
+        if not OPTIMIZERS[setup.optimizer].steps_dtensors:
             return (
                 f"bitsandbytes' {setup.optimizer} has no step for FSDP2's DTensors (bitsandbytes-foundation/"
                 "bitsandbytes issue 1633)"

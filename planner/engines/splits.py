@@ -3,7 +3,7 @@
 The parts are cut by `planner.memory.rank_part`.
 """
 
-from planner.engines.optimizers import DTENSOR_OPTIMIZERS
+from planner.choices.optimizers import OPTIMIZERS
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.rank_part import RankPart
 from planner.memory.state import COMPUTE, Held
@@ -71,7 +71,7 @@ def tensor_refuses(model: ModelSpec, setup: TrainSetup) -> str:
             "LoRA fails under tensor parallelism: adapters of matrices that are split by rows raise in their first "
             "forward (peft 0.21 with transformers 5.23, tried on two CPU processes)"
         )
-    if setup.optimizer not in DTENSOR_OPTIMIZERS:
+    if not OPTIMIZERS[setup.optimizer].steps_dtensors:
         return f"{setup.optimizer} has no step for tensor parallelism's DTensors (bitsandbytes issue 1633)"
     if model.is_encoder_decoder:
         return f"transformers has no tensor-parallel plan for {model.model_type} (base_model_tp_plan)"
@@ -122,6 +122,6 @@ def pipeline_refuses(model: ModelSpec, setup: TrainSetup) -> str:
         return "torchtitan's DDP does not combine with a pipeline: use fsdp2"
     if setup.parallel == "none" and setup.autocast_dtype is not None:
         return "torchtitan mixes precision in a pipeline only inside FSDP2; --precision bf16-pure runs without"
-    if setup.optimizer not in DTENSOR_OPTIMIZERS:
+    if not OPTIMIZERS[setup.optimizer].steps_dtensors:
         return f"torchtitan's pipelines know AdamW, not {setup.optimizer}"
     return ""

@@ -2,9 +2,9 @@
 
 from typing import final
 
+from planner.choices.optimizers import OPTIMIZERS
 from planner.engines.base import Engine
 from planner.engines.gather import adapted, gathered_groups, scales_bytes
-from planner.engines.optimizers import ADAMW
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.rank_part import RankPart
 from planner.memory.state import (
@@ -66,7 +66,7 @@ class _Zero(Engine):
                 "peft's k-bit cast to fp32 has no effect under DeepSpeed, which casts every floating parameter to 16 "
                 "bit (DeepSpeed 0.19 engine.py, _cast_module_mixed_precision)"
             )
-        if setup.offload != "none" and setup.optimizer not in ADAMW:
+        if setup.offload != "none" and not OPTIMIZERS[setup.optimizer].steps_on_cpu:
             return (
                 f"ZeRO-Offload steps on the CPU with DeepSpeedCPUAdam, not {setup.optimizer} (DeepSpeed 0.19 "
                 "engine.py, zero_force_ds_cpu_optimizer)"

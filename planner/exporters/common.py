@@ -1,5 +1,6 @@
 """What several targets share: names of optimizers, data types, attention; target modules; environment variables."""
 
+from planner.choices.optimizers import OPTIMIZERS
 from planner.exporters.text import Line, was_absolute
 from planner.exporters.types import Difference, ExportRequest
 from planner.gpu import GpuSpec
@@ -9,16 +10,7 @@ from planner.models.stored import stored_refusal
 from planner.models.targets import peft_target_modules
 from planner.setup import TrainSetup
 
-HF_OPTIMIZERS = {
-    "adamw": "adamw_torch",
-    "adamw-fused": "adamw_torch_fused",
-    "adamw-8bit": "adamw_bnb_8bit",
-    "paged-adamw-8bit": "paged_adamw_8bit",
-    "paged-adamw-32bit": "paged_adamw_32bit",
-    "adafactor": "adafactor",
-    "lion-8bit": "lion_8bit",
-    "sgd": "sgd",
-}
+HF_OPTIMIZERS = {name: row.transformers for name, row in OPTIMIZERS.items()}
 """transformers' `OptimizerNames` (5.23). "adamw_torch" is PyTorch's default, the foreach form."""
 
 HF_ATTENTIONS = {"eager": "eager", "sdpa": "sdpa", "flash-attention-2": "flash_attention_2"}

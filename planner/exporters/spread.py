@@ -1,7 +1,7 @@
 """How a job spreads over GPUs and machines, where several targets say it alike: refusals, settings, launch commands."""
 
+from planner.choices.optimizers import OPTIMIZERS
 from planner.engines import why_not
-from planner.engines.optimizers import ADAMW, DTENSOR_OPTIMIZERS
 from planner.exporters.text import Line
 from planner.exporters.types import Difference, ExportRequest
 from planner.models.spec import ModelSpec
@@ -132,8 +132,8 @@ def sharding_refusal(setup: TrainSetup, model: ModelSpec | None) -> str:
         return reason
     if setup.quantization == "int8" and setup.parallel in ("zero3", "fsdp2"):
         return f"{setup.parallel} cannot shard bitsandbytes' int8 weights"
-    if setup.parallel == "fsdp2" and setup.optimizer not in DTENSOR_OPTIMIZERS:
+    if setup.parallel == "fsdp2" and not OPTIMIZERS[setup.optimizer].steps_dtensors:
         return f"{setup.optimizer} has no step for FSDP2's DTensors"
-    if setup.parallel.startswith("zero") and setup.offload != "none" and setup.optimizer not in ADAMW:
+    if setup.parallel.startswith("zero") and setup.offload != "none" and not OPTIMIZERS[setup.optimizer].steps_on_cpu:
         return f"ZeRO-Offload steps on the CPU with DeepSpeedCPUAdam, not {setup.optimizer}"
     return ""

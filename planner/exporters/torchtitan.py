@@ -6,6 +6,7 @@ architectures, loaded from and saved to transformers' format.
 
 import json
 
+from planner.choices.optimizers import OPTIMIZERS
 from planner.exporters import slurm
 from planner.exporters.spread import PER_NODE, sharding_refusal, torchrun, torchrun_flags
 from planner.exporters.text import Line, Section, comments, header, launch_file, one_line, section, shown_path
@@ -81,7 +82,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return "torchtitan computes in bf16 or fp32, without loss scaling"
     if setup.parallel == "none" and setup.autocast_dtype is not None:
         return "torchtitan mixes precision only under FSDP or DDP: bf16-pure works with tensor or pipeline parallelism"
-    if setup.optimizer not in ("adamw", "adamw-fused"):
+    if not OPTIMIZERS[setup.optimizer].torchtitan:
         return f"torchtitan steps with Adam or AdamW, not {setup.optimizer}"
     return sharding_refusal(setup, model)
 
@@ -144,7 +145,7 @@ def _sections(request: ExportRequest) -> list[Section]:
         section(
             "optimizer",
             Line("name", "AdamW"),
-            Line("implementation", "fused" if setup.optimizer == "adamw-fused" else "foreach"),
+            Line("implementation", OPTIMIZERS[setup.optimizer].torchtitan[0]),
             Line("lr", float(hyper.learning_rate), reasons.get("learning_rate", "")),
             Line("beta2", 0.999),
             Line("weight_decay", float(hyper.weight_decay)),

@@ -4,6 +4,7 @@ Source: Ren et al. 2021, ZeRO-Offload, arXiv:2101.06840 (CPU-Adam: 10B parameter
 PyTorch's own CPU Adam 5.7 times slower). `cpu_adam_bytes_per_s` states that rate as bytes.
 """
 
+from planner.choices.optimizers import OPTIMIZERS
 from planner.cluster import Cluster, host_link
 from planner.setup import TrainSetup
 from planner.throughput.calibration import SpreadConstants
@@ -23,7 +24,7 @@ def optimizer_s(setup: TrainSetup, params: float, cluster: Cluster, constants: S
     DeepSpeed runs its vectorised CPU-Adam; FSDP2 runs PyTorch's optimizer on CPU tensors, fused or a loop.
     """
     seconds = params * cluster.gpus_per_node * CPU_ADAM_BYTES / constants.cpu_adam_bytes_per_s
-    looped = setup.parallel == "fsdp2" and setup.optimizer != "adamw-fused"
+    looped = setup.parallel == "fsdp2" and OPTIMIZERS[setup.optimizer].cpu_looped
     return seconds * (constants.cpu_adam_loop if looped else 1.0)
 
 

@@ -3,6 +3,7 @@
 from difflib import get_close_matches
 from typing import Any
 
+from planner.choices.optimizers import OPTIMIZERS as ROWS
 from planner.errors import ConfigError, SetupError
 from planner.exporters.common import USUAL_ATTENTION_MODULES, USUAL_LINEAR_MODULES
 from planner.kernels import default_attention
@@ -11,31 +12,8 @@ from planner.models.targets import same_targets
 from planner.readers.values import Settings
 from planner.setup import TrainSetup
 
-OPTIMIZERS = {
-    "adamw_torch": "adamw",
-    "adamw_hf": "adamw",
-    "adamw": "adamw",
-    "adamw_torch_fused": "adamw-fused",
-    "adamw_apex_fused": "adamw-fused",
-    "adamw_8bit": "adamw-8bit",
-    "adamw_bnb_8bit": "adamw-8bit",
-    "paged_adamw_8bit": "paged-adamw-8bit",
-    "paged_adamw_32bit": "paged-adamw-32bit",
-    "paged_adamw": "paged-adamw-32bit",
-    "adafactor": "adafactor",
-    "lion_8bit": "lion-8bit",
-    "sgd": "sgd",
-}
-STAND_INS = {
-    "adamw_torch_8bit": "adamw-8bit",
-    "ao_adamw_8bit": "adamw-8bit",
-    "adamw_torch_4bit": "adamw-8bit",
-    "ao_adamw_4bit": "adamw-8bit",
-    "ao_adamw_fp8": "adamw-8bit",
-    "ademamix_8bit": "adamw-8bit",
-    "paged_lion_8bit": "lion-8bit",
-    "lion_pytorch": "lion-8bit",
-}
+OPTIMIZERS = {alias: name for name, row in ROWS.items() for alias in (row.transformers, *row.aliases)}
+STAND_INS = {alias: name for name, row in ROWS.items() for alias in row.nearest_of}
 """Optimizers that the memory model does not know, and the one whose states are nearest; the others here: adamw."""
 # fmt: off
 OTHER_OPTIMIZERS = frozenset({

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from planner.choices.optimizers import OPTIMIZERS
 from planner.errors import ConfigError
 from planner.exporters.common import HF_ATTENTIONS, HF_OPTIMIZERS
 from planner.readers.types import ReadConfig
@@ -42,7 +43,7 @@ RUNNABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("torchtitan", "method"): (),
     ("torchtitan", "loss"): (),
     ("torchtitan", "attention"): (),
-    ("torchtitan", "optimizer"): ("adamw", "adamw-fused"),
+    ("torchtitan", "optimizer"): tuple(name for name, row in OPTIMIZERS.items() if row.torchtitan),
 }
 """(format, field) -> values that the tool can run at all; fields not named here: all."""
 

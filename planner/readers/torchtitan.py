@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from planner.choices.optimizers import OPTIMIZERS as ROWS
 from planner.errors import ConfigError
 from planner.models.spec import ModelSpec
 from planner.readers import common, schema
@@ -17,7 +18,7 @@ PRECISIONS = {
     ("bfloat16", "float32"): "bf16-pure",
 }
 """(training.dtype, training.mixed_precision_param) -> precision."""
-OPTIMIZERS = {"fused": "adamw-fused", "foreach": "adamw", "for-loop": "adamw"}
+OPTIMIZERS = {word: name for name, row in ROWS.items() for word in row.torchtitan}
 SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe"}
 
 

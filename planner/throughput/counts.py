@@ -200,21 +200,3 @@ def loss_bytes_per_logit(loss: str, logit: int, *, fused: bool, softcap: bool, d
         return 4.0 * logit
     chain = _blend(24, 49, drag) + (12.0 if logit == 2 else 0.0)
     return chain + (13.0 * logit if softcap else 0.0)
-
-
-OPTIMIZER_FORM = {
-    # name: (passes over parameter-sized tensors, extra bytes per parameter, kernels per tensor, per-tensor host loop)
-    "adamw": (20.0, 0.0, 0.3, False),
-    "adamw-fused": (7.0, 0.0, 0.05, False),
-    "adamw-8bit": (3.0, 4.2, 1.0, True),
-    "paged-adamw-8bit": (3.0, 4.2, 1.0, True),
-    "paged-adamw-32bit": (3.0, 16.0, 1.0, True),
-    "adafactor": (16.0, 16.0, 18.0, True),
-    "lion-8bit": (3.0, 2.1, 1.0, True),
-    "sgd": (3.0, 0.0, 0.05, False),
-}
-"""How an optimizer step moves memory. foreach AdamW makes about 20 passes, the fused kernel reads four tensors and
-writes three; bitsandbytes runs one kernel per tensor with 8-bit or paged 32-bit states; Adafactor is a Python loop.
-
-Source: PyTorch 2.13 `optim/adamw.py`; bitsandbytes 0.50 `optim/optimizer.py`; transformers 5.23 `optimization.py`.
-"""

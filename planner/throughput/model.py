@@ -6,6 +6,7 @@ per data flow, optimizer cost per trained set. A whole space is ranked through `
 
 from typing import NamedTuple
 
+from planner.choices.optimizers import OPTIMIZERS
 from planner.gpu import GpuSpec
 from planner.kernels import attention_kernel
 from planner.memory.dtypes import SIZE_BYTES, Flow
@@ -14,7 +15,6 @@ from planner.setup import TrainSetup
 from planner.throughput.calibration import Calibration, Constants
 from planner.throughput.conditions import Conditions
 from planner.throughput.counts import (
-    OPTIMIZER_FORM,
     Moved,
     adapter_traffic,
     drag_of,
@@ -234,13 +234,13 @@ class SpeedModel:
 
     def optimizer_s(self, optimizer: str, num: float, size: int, tensors: int) -> tuple[float, float]:
         """Seconds on the GPU and on the host of one optimizer step over `num` parameters in `tensors` tensors."""
-        passes, extra, kernels, looped = OPTIMIZER_FORM[optimizer]
+        row = OPTIMIZERS[optimizer]
         constants = self.constants
-        moved = num * (passes * size + extra)
+        moved = num * (row.passes * size + row.extra_bytes)
         clip = num * 3 * size if self.conditions.gradient_clipping else 0.0
         bandwidth = self.rates.bandwidth * constants.optimizer_share
-        gpu = moved / bandwidth + clip / bandwidth + tensors * kernels * constants.kernel_gap_s
-        host = tensors * (constants.host_optimizer_tensor_s if looped else 4.0e-6)
-        host += tensors * kernels * constants.host_forward_s
+        gpu = moved / bandwidth + clip / bandwidth + tensors * row.kernels_per_tensor * constants.kernel_gap_s
+        host = tensors * (constants.host_optimizer_tensor_s if row.looped else 4.0e-6)
+        host += tensors * row.kernels_per_tensor * constants.host_forward_s
         part = self.conditions.optimizer_part
         return gpu * part, host * constants.host_scale * part

@@ -6,10 +6,11 @@ of rarer optimizers, the fused losses, allocator gap, and the bytes and kernels 
 SmolLM2-135M: 30 layers, hidden 576, MLP 1,536, 9 query and 3 key heads of 64, vocabulary 49,152 (tied).
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
+from planner.choices.optimizers import OPTIMIZERS, Optimizer
 from planner.gpus import find_gpu
 from planner.memory.allocator import allocator_gap_bytes
 from planner.memory.loss import loss_chain
@@ -24,7 +25,7 @@ from planner.predict import predict
 from planner.setup import TrainSetup
 from planner.throughput.calibration import load_calibration
 from planner.throughput.conditions import CURRENT, Conditions
-from planner.throughput.counts import OPTIMIZER_FORM, loss_bytes_per_logit
+from planner.throughput.counts import loss_bytes_per_logit
 from planner.throughput.model import SpeedModel, int8_bytes
 from planner.throughput.rates import matmul_s
 from planner.units import MIB
@@ -280,7 +281,20 @@ def test_optimizer_steps_move_what_their_form_says(
     assert host == pytest.approx(expected * model.constants.host_scale)
 
 
-def test_every_optimizer_has_a_form() -> None:
-    from planner.setup import OPTIMIZERS
+def test_an_optimizers_row_leaves_nothing_out() -> None:
+    """A forgotten field is an error at import, an unknown name one where it is asked for, never 0 bytes."""
+    rows = [{one.name: getattr(row, one.name) for one in fields(row)} for row in OPTIMIZERS.values()]
+    for row in rows:
+        for name in row:
+            with pytest.raises(TypeError, match=name):
+                Optimizer(**{key: value for key, value in row.items() if key != name})
+    for asked in (state_bytes, lambda num, _, name: paged_bytes(num, name)):
+        with pytest.raises(KeyError):
+            asked(1000, "bf16", "adamw-4bit")
+    with pytest.raises(KeyError):
+        step_bytes(1000, "bf16", "adamw-4bit", largest_tensor=0)
 
-    assert set(OPTIMIZER_FORM) == set(OPTIMIZERS)
+
+def test_no_name_of_an_optimizer_means_two() -> None:
+    names = [name for row in OPTIMIZERS.values() for name in (row.transformers, *row.aliases, *row.nearest_of)]
+    assert len(names) == len(set(names))

@@ -2,8 +2,8 @@
 
 import pytest
 
+from planner.choices.optimizers import OPTIMIZERS as ROWS
 from planner.engines import ENGINES, engine_named, why_not
-from planner.engines.optimizers import DTENSOR_OPTIMIZERS
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.setup import OPTIMIZERS, PARALLELS, SHARDED, TrainSetup
@@ -95,7 +95,7 @@ def test_models_that_cannot_be_split(name: str, fields: dict[str, object], word:
 
 
 def test_dtensor_optimizers_step_and_the_others_raise() -> None:
-    """The claim of `DTENSOR_OPTIMIZERS`: plain AdamW and SGD step a DTensor, Adafactor and bitsandbytes do not."""
+    """The claim of `steps_dtensors`: plain AdamW and SGD step a DTensor, Adafactor and bitsandbytes do not."""
     torch = pytest.importorskip("torch")
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
@@ -119,7 +119,7 @@ def test_dtensor_optimizers_step_and_the_others_raise() -> None:
         for name, make in makers.items():
             optimizer = make(module.parameters())
             module(torch.randn(4, 64)).sum().backward()
-            if name in DTENSOR_OPTIMIZERS:
+            if ROWS[name].steps_dtensors:
                 optimizer.step()
             else:
                 with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
