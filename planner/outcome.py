@@ -52,7 +52,8 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Where something was measured. `libraries` maps a distribution name to its version."""
+    """Where something was measured. `libraries` maps a distribution name to its version, `settings` what else decides
+    a measurement (the allocator's settings) to its value."""
 
     gpu_name: str
     gpu_key: str | None
@@ -63,6 +64,12 @@ class Environment:
     libraries: Mapping[str, str]
     power_limit_w: float | None = None
     device: str = "cuda"
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+SPEED_SPOILING_FLAGS = frozenset({"unstable", "loss-emulated", "device-shared", "allocator-retries"})
+"""Step times that did not settle, a stand-in for the loss's own kernels, somebody else on the GPU, memory so short that
+the allocator waited for the driver: such step times are not the setup's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +80,7 @@ class Measurement:
         step_times_s: every optimizer step after warm-up, in order (extended to full depth where truncated).
         layers_measured: depths that were really run, (full,) for full depth.
         extrapolation_error_fraction: how far the linear extension missed a third depth or the known parameter bytes.
-        flags: "allocator-retries", "clock-throttled", "unstable", ...
+        flags: what disturbed the measurement (docs/probes.md); with one of SPEED_SPOILING_FLAGS there is no speed.
         device_peak_is_nvml: False where the driver could not be asked and reserved plus context stands in.
         copy_bandwidth_bytes_per_s: of a copy within the device's memory just before (read and written bytes both
             counted), None when not measured.
@@ -106,18 +113,25 @@ class Measurement:
         return median(self.step_times_s)
 
     @property
-    def tokens_per_s(self) -> float:
-        """Tokens (padding included) per second at the median step."""
-        return self.tokens_per_step / self.step_time_s
+    def tokens_per_s(self) -> float | None:
+        """Tokens (padding included) per second at the median step; None where a flag says that it is another's."""
+        return None if self.speed_spoiled_by else self.tokens_per_step / self.step_time_s
+
+    @property
+    def speed_spoiled_by(self) -> tuple[str, ...]:
+        """The flags under which the step times say nothing about the setup."""
+        return tuple(flag for flag in self.flags if flag in SPEED_SPOILING_FLAGS)
 
 
 class FailureKind(StrEnum):
-    """Why a dry run or a probe brought no figures back."""
+    """Why a dry run or a probe brought no figures back. MACHINE says nothing about the setup: no driver, a full disk, a
+    child that never came to its device. It is never kept, and ends whatever was measuring."""
 
     OUT_OF_MEMORY = "out_of_memory"
     TIMEOUT = "timeout"
     UNSUPPORTED = "unsupported"
     CRASHED = "crashed"
+    MACHINE = "machine"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,9 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from probes.child import StatusPipe
 from probes.device import take_turns
-from probes.worker import EXIT_RANK_FAILED, StatusPipe, begin, leave
+from probes.worker import EXIT_RANK_FAILED, begin, leave
 
 STATUS_FD = 0
 """torchrun passes no descriptor on but the standard three: the ranks find the status pipe in place of their input."""

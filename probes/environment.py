@@ -5,13 +5,16 @@ Nothing here imports torch: the runner asks NVML before and after the child, and
 
 import os
 import platform
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from planner.exporters.common import allocator_settings
 from planner.outcome import Environment
 
 LIBRARIES = (
@@ -27,10 +30,10 @@ LIBRARIES = (
     "deepspeed",
 )
 
-# What decides a measurement: a patch release of trl or of the driver does not, the framework that runs the step does.
-FINGERPRINT_LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "liger-kernel", "flash-attn")
-SPREAD_LIBRARIES = ("accelerate", "deepspeed")
-"""What wraps a model for several GPUs (NCCL comes with torch)."""
+FINGERPRINT_LIBRARIES = tuple(name for name in LIBRARIES if name != "deepspeed")
+"""What can run in a step of one GPU: without trl its chunked loss is this project's own, Triton compiles kernels."""
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""torch 2.9 and newer read the first, older ones the second; where both are set the first holds."""
 
 # Names that hide behind the bits of nvmlDeviceGetCurrentClocksEventReasons. A GPU that is idle, or held at clocks that
 # somebody set, is not throttled by heat or power; those bits are left out.
@@ -186,7 +189,22 @@ def read_environment(device: str, gpu_key: str | None, *, cuda: str = "") -> Env
         libraries=library_versions(),
         power_limit_w=power_w,
         device="cpu" if device == "cpu" else "cuda",
+        settings={} if device == "cpu" else device_settings(child_settings()),
     )
+
+
+def child_settings() -> dict[str, str]:
+    """Environment variables that a probe's child runs with because a launch file sets them; what the user has set
+    stays."""
+    given = next((os.environ[name] for name in ALLOCATOR_VARIABLES if os.environ.get(name)), "")
+    return dict.fromkeys(ALLOCATOR_VARIABLES, given) if given else allocator_settings()
+
+
+def device_settings(variables: Mapping[str, str]) -> dict[str, str]:
+    """What of the environment decides a measurement on a GPU: the allocator's settings, and whether there is a compiler
+    for what Triton builds."""
+    compiler = os.environ.get("CC") or next((name for name in ("gcc", "clang", "cc") if shutil.which(name)), "")
+    return {"allocator": variables[ALLOCATOR_VARIABLES[0]], "c_compiler": Path(compiler).name}
 
 
 def cpu_name() -> str:
@@ -203,9 +221,11 @@ def cpu_name() -> str:
 
 def fingerprint_environment(environment: Environment, *, spread: bool = False) -> Mapping[str, Any]:
     """The part of an environment under which a measurement is worth reusing; `spread`: a job of several ranks."""
-    names = (*FINGERPRINT_LIBRARIES, *SPREAD_LIBRARIES) if spread else FINGERPRINT_LIBRARIES
+    names = LIBRARIES if spread else FINGERPRINT_LIBRARIES
     return {
         "gpu_name": environment.gpu_name,
         "device": environment.device,
+        "driver": environment.driver,
+        "settings": dict(environment.settings),
         "libraries": {name: environment.libraries.get(name, "") for name in names},
     }

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
 from planner.codec import Outcome
+from planner.errors import EnvironmentProblem
 from planner.gpu import GpuSpec
 from planner.interchange import setup_from_dict, setup_to_dict
 from planner.models.spec import ModelSpec
@@ -105,8 +106,15 @@ class Prober:
         return self.executor.submit(self.request(setup))
 
     def finish(self, setup: TrainSetup, future: "Future[Outcome]") -> Outcome:
-        """The outcome of a finished future: completed, stored and told."""
+        """The outcome of a finished future: completed, stored and told.
+
+        Raises:
+            EnvironmentProblem: the machine, not the setup, kept it from being measured: nothing is stored.
+        """
         outcome = self._with_utilisation(setup, future.result())
+        if isinstance(outcome, ProbeFailure) and outcome.kind is FailureKind.MACHINE:
+            log = f" (log: {outcome.log_path})" if outcome.log_path else ""
+            raise EnvironmentProblem(f"this machine cannot measure: {outcome.message}{log}")
         self.remember(setup, outcome)
         self.on_event(ProbeEvent(setup=setup, outcome=outcome, from_store=False))
         return outcome
@@ -142,6 +150,8 @@ class Prober:
 
     def _with_utilisation(self, setup: TrainSetup, outcome: Outcome) -> Outcome:
         if isinstance(outcome, ProbeFailure) or self.gpu is None or outcome.environment.device == "cpu":
+            return outcome
+        if outcome.speed_spoiled_by:
             return outcome
         fraction = mfu_fraction(self.model, self.gpu, setup, outcome.step_time_s)
         return replace(outcome, mfu_fraction=fraction)

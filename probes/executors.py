@@ -166,7 +166,7 @@ def run_request_text(text: str, argv: Sequence[str] | None = None) -> str:
     try:
         outcome = run_probe(request, argv=tuple(argv) if argv is not None else WORKER_ARGV)
     except EnvironmentProblem as error:
-        outcome = ProbeFailure(rung=request.rung, kind=FailureKind.CRASHED, message=f"on the node: {error.message}")
+        outcome = ProbeFailure(rung=request.rung, kind=FailureKind.MACHINE, message=f"on the node: {error.message}")
     return json.dumps(evidence_to_dict(outcome))
 
 

@@ -31,7 +31,16 @@ _OOM_TEXT = re.compile(
 )
 _DEVICE_FAULT_TEXT = re.compile(
     r"illegal memory access|illegal address|misaligned address|device-side assert|unspecified launch failure"
-    r"|launch timed out|uncorrectable ECC|CUBLAS_STATUS_EXECUTION_FAILED|illegal instruction was encountered"
+    r"|launch timed out|CUBLAS_STATUS_EXECUTION_FAILED|illegal instruction was encountered"
+)
+# The machine's fault, whatever the setup: texts of cudart's and NVML's error strings, of c10/cuda/CUDAFunctions.cpp and
+# torch/cuda/__init__.py (PyTorch 2.13).
+_MACHINE_TEXT = re.compile(
+    r"no CUDA-capable device is detected|CUDA-capable device(?:s|\(s\)) (?:is/)?are busy or unavailable"
+    r"|CUDA driver version is insufficient|Found no NVIDIA driver|NVIDIA driver on your system is too old"
+    r"|CUDA driver initialization failed|initialization error|system not yet initialized|CUDA unknown error"
+    r"|Unexpected error from cudaGetDeviceCount|forward compatibility was attempted|[Dd]river/library version mismatch"
+    r"|[Uu]ncorrectable ECC|fallen off the bus|GPU is lost|No CUDA GPUs are available|invalid device ordinal"
 )
 _UNSUPPORTED_TEXT = re.compile(
     r"not implemented for '|no kernel image is available|No available kernel|does not support|is not supported"
@@ -52,6 +61,10 @@ _PEER_GONE_TEXT = re.compile(
 
 class UnsupportedProbe(Exception):
     """A setup or a model that cannot be run here, with the reason for a person."""
+
+
+class MachineFault(Exception):
+    """No setup can be measured here until the machine is mended; the reason for a person."""
 
 
 @contextlib.contextmanager
@@ -86,6 +99,8 @@ def exception_chain(error: BaseException) -> Iterator[BaseException]:
 def classify_exception(error: BaseException) -> tuple[FailureKind, str]:
     """(kind, one line for a person) of an exception that ended a probe's child."""
     message = one_line(error)
+    if any(_is_machine_fault(one) for one in exception_chain(error)):
+        return FailureKind.MACHINE, message
     if any(_DEVICE_FAULT_TEXT.search(str(one)) for one in exception_chain(error)):
         return FailureKind.CRASHED, message
     if any(_is_out_of_memory(one) for one in exception_chain(error)):
@@ -102,6 +117,14 @@ def classify_exception(error: BaseException) -> tuple[FailureKind, str]:
 def is_peer_trouble(message: str) -> bool:
     """Whether a rank's failure speaks of another rank: one that is late, or gone."""
     return bool(_COLLECTIVE_TIMEOUT_TEXT.search(message) or _PEER_GONE_TEXT.search(message))
+
+
+def _is_machine_fault(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+    return isinstance(error, MachineFault) or (
+        isinstance(error, (RuntimeError, AssertionError)) and bool(_MACHINE_TEXT.search(str(error)))
+    )
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -145,6 +168,8 @@ def classify_exit(returncode: int, log_tail: str, *, oom_killed: bool) -> tuple[
         if -returncode == signal.SIGABRT and _COLLECTIVE_TIMEOUT_TEXT.search(log_tail):  # NCCL's watchdog aborts
             return FailureKind.TIMEOUT, f"ended by {name} because a collective timed out: {last}"
         return FailureKind.CRASHED, f"killed by {name}" + (f"; last output: {last}" if last else "")
+    if _MACHINE_TEXT.search(log_tail):
+        return FailureKind.MACHINE, f"exit status {returncode}; last output: {last}"
     if _OOM_TEXT.search(log_tail) and not _DEVICE_FAULT_TEXT.search(log_tail):
         return FailureKind.OUT_OF_MEMORY, f"exit status {returncode} on a refused allocation: {last}"
     if returncode == 0:

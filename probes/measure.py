@@ -8,6 +8,7 @@ On several GPUs this runs in every rank of the job, on the rank's own device; th
 """
 
 import gc
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -20,10 +21,11 @@ import torch
 from planner.exporters.deepspeed import STAGES as ZERO_STAGES
 from planner.outcome import Measurement
 from planner.units import MIB, gib
+from probes.child import StatusPipe, limit_cpu_memory
 from probes.crew import Crew, crew_of
 from probes.device import Turn, clean_turn, take_turn
 from probes.environment import read_environment
-from probes.failures import UnsupportedProbe, building
+from probes.failures import MachineFault, UnsupportedProbe, building
 from probes.measure_depth import Depths, choose_depths
 from probes.measure_meters import CpuMeter, CudaMeter, Meter, copy_bandwidth
 from probes.measure_timing import DepthRun, extend, miss_fraction, timed_until_settled
@@ -37,7 +39,6 @@ from probes.stack.shards import fill_shards, shards_first, spread_on_meta, whole
 from probes.stack.spread import spread_model
 from probes.stack.zero import fill_partitions, make_zero_trainer, num_trained, partitions_first, zero_step
 from probes.topology import topology
-from probes.worker import StatusPipe, limit_cpu_memory
 
 ACCUMULATION_TIMED = (1, 3)
 LEFTOVER_BYTES = 16 * MIB
@@ -68,6 +69,7 @@ def measure(request: ProbeRequest, status: StatusPipe) -> Measurement:
         crew = resources.enter_context(crew_of(seat, request.device, request.limits.time_s))
         if request.device == "cpu" and request.limits.cpu_memory_bytes is not None:
             limit_cpu_memory(request.limits.cpu_memory_bytes)
+        status.starting(False)
         bandwidth = copy_bandwidth(request.device) if request.limits.cpu_memory_bytes is None else 0.0
         gc.collect()
         gc.freeze()  # the libraries' million objects are not looked through again after every depth
@@ -101,18 +103,28 @@ def _claim_device(request: ProbeRequest, seat: Seat, status: StatusPipe) -> Turn
     turn = take_turn(request.device, status.waiting) if seat.size == 1 else clean_turn(request.device)
     if request.device == "cpu":
         return turn
-    if not torch.cuda.is_available():
-        raise UnsupportedProbe(
-            f"no CUDA device: torch {torch.__version__} "
-            + ("finds no usable driver" if torch.version.cuda else "is a build without CUDA")
-        )
+    problem = cuda_problem()
+    if problem:
+        raise MachineFault(problem)
     index = torch.device(request.device).index or 0
     if index >= torch.cuda.device_count():
-        raise UnsupportedProbe(f"{request.device} does not exist: this machine has {torch.cuda.device_count()} GPU(s)")
+        raise MachineFault(f"{request.device} does not exist: this machine has {torch.cuda.device_count()} GPU(s)")
     torch.cuda.set_device(index)
     if request.limits.memory_fraction is not None:
         torch.cuda.set_per_process_memory_fraction(request.limits.memory_fraction, index)
     return turn
+
+
+def cuda_problem() -> str:
+    """Why torch has no GPU here, with what torch itself says about the driver; empty where it has one."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if torch.cuda.is_available():
+            return ""
+    if not (torch.version.cuda or torch.version.hip):
+        return f"torch {torch.__version__} is a build without CUDA"
+    words = "; ".join(str(one.message).strip() for one in said)
+    return f"torch {torch.__version__} finds no usable driver" + (f": {words}" if words else "")
 
 
 def _depths(request: ProbeRequest) -> Depths:

@@ -28,7 +28,8 @@ class Limits:
     reached (then the measurement is flagged "unstable").
 
     Attributes:
-        time_s: wall time of the whole child process, imports and building included; past it the child is killed.
+        time_s: wall time of the child process from when it holds its device, building included; past it it is killed.
+            Imports and the wait for the device have limits of their own (`probes.runner.START_LIMIT_S`).
         measure_s: cap in seconds on the measured steps of one depth.
         warmup_steps: at least 2 (the optimizer makes its state in the first).
         max_accumulation: with more micro-batches per step than this, one and three are timed and the rest is added at

@@ -26,6 +26,7 @@ from planner.codec import BadOutcome, Outcome, outcome_from_dict
 from planner.errors import EnvironmentProblem
 from planner.outcome import FailureKind, Measurement, ProbeFailure
 from planner.units import MIB
+from probes.environment import child_settings
 from probes.failures import classify_exit, oom_kill_count
 from probes.ranks import RankReport, why_not_probed
 from probes.request import ProbePaths, ProbeRequest, write_json_whole
@@ -40,6 +41,8 @@ MAX_LOG_BYTES = 256 * MIB
 LOG_TAIL_BYTES = 16 * 1024
 KILL_WAIT_S = 15.0
 POLL_S = 0.5
+START_LIMIT_S = 300.0
+"""A child has this long until it holds its device, and its own limit begins then: a cold disk reads torch slowly."""
 
 OnProgress = Callable[[str, float], None]
 """Called with what the child is doing and the seconds since it started."""
@@ -151,6 +154,7 @@ def _run_child(
             pipe=read_end,
             log=paths.log,
             limit_s=request.limits.time_s,
+            start_limit_s=START_LIMIT_S,
             on_progress=on_progress,
             stop=stop or threading.Event(),
             size=request.num_ranks,
@@ -176,10 +180,12 @@ def _run_child(
         return ProbeFailure(rung=request.rung, kind=verdict[0], message=verdict[1])
     if ending == "timeout":
         seen = watch.ranks.last_seen() if watch.ranks.progress else watch.last_progress or "starting"
-        message = f"no result within {request.limits.time_s:g} s; last seen {seen}"
+        limit_s = START_LIMIT_S if watch.is_starting else request.limits.time_s
+        message = f"no result within {limit_s:g} s; last seen {seen}"
         if not killed:
             message += f"; process {child.pid} does not die (stuck in the driver)"
-        return ProbeFailure(rung=request.rung, kind=FailureKind.TIMEOUT, message=message)
+        kind = FailureKind.MACHINE if watch.is_starting or not watch.last_progress else FailureKind.TIMEOUT
+        return ProbeFailure(rung=request.rung, kind=kind, message=message)
     if ending == "log":
         message = f"printed more than {MAX_LOG_BYTES // MIB} MiB and was stopped"
         return ProbeFailure(rung=request.rung, kind=FailureKind.CRASHED, message=message)
@@ -197,7 +203,8 @@ def _open_log(paths: ProbePaths) -> int:
 
 
 def probe_environment() -> dict[str, str]:
-    """The environment of a probe: no download, devices numbered as the driver does."""
+    """The environment of a probe: no download, devices numbered as the driver does, and the allocator as a launch file
+    sets it."""
     return {
         **child_environment(),
         "PYTHONUNBUFFERED": "1",
@@ -205,6 +212,7 @@ def probe_environment() -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        **child_settings(),
     }
 
 
@@ -216,10 +224,12 @@ class _Watch:
     pipe: int
     log: Path
     limit_s: float
+    start_limit_s: float
     on_progress: OnProgress | None
     stop: threading.Event
     size: int = 1
     last_progress: str = ""
+    is_starting: bool = False
     sent_result: object = None
     ranks: RankReport = field(default_factory=RankReport)
     _last_words_from: float | None = None
@@ -227,23 +237,24 @@ class _Watch:
     _pipe_open: bool = True
     _waiting_since: float | None = None
     _waited_s: float = 0.0
+    _launched: float = 0.0
+    _begun_s: float = 0.0
 
     def until_end(self) -> str:
         """ "exit", "timeout", "log", "stop", or "ranks" when a job is over although torchrun still runs."""
         os.set_blocking(self.pipe, False)
-        started = time.monotonic()
+        self._launched = time.monotonic()
         with _exit_descriptor(self.child) as exit_descriptor:
             while True:
-                elapsed = time.monotonic() - started
                 if self.child.poll() is not None:
                     self._drain()
                     return "exit"
                 if self.stop.is_set():
                     return "stop"
-                left_s = self.limit_s - elapsed + self._waited()
+                left_s = self._left_s()
                 if left_s <= 0:
                     self._drain()
-                    if self.limit_s - elapsed + self._waited() <= 0:
+                    if self._left_s() <= 0:
                         return "timeout"
                 if self._log_bytes() > MAX_LOG_BYTES:
                     return "log"
@@ -255,7 +266,12 @@ class _Watch:
                 if self.pipe in ready:
                     self._drain()
                 if self.on_progress is not None:
-                    self.on_progress(self.last_progress, time.monotonic() - started)
+                    self.on_progress(self.last_progress, time.monotonic() - self._launched)
+
+    def _left_s(self) -> float:
+        """Of the limit that holds now: waiting for others counts nowhere, starting against a limit of its own."""
+        spent_s = time.monotonic() - self._launched - self._waited()
+        return self.start_limit_s - spent_s if self.is_starting else self.limit_s - (spent_s - self._begun_s)
 
     def _drain(self) -> None:
         while self._pipe_open:
@@ -272,6 +288,8 @@ class _Watch:
             with contextlib.suppress(ValueError, AttributeError, TypeError, KeyError):
                 event = json.loads(line)
                 self.sent_result = event.get("result", self.sent_result)
+                if "starting" in event:
+                    self._start(bool(event["starting"]))
                 if "waiting" in event:
                     self._wait(bool(event["waiting"]))
                 self.ranks.hear(event)
@@ -279,6 +297,13 @@ class _Watch:
                     self.last_progress = self.ranks.doing(self.size) or str(event["progress"])
                 if self._last_words_from is None and (self.ranks.failed or "delivered" in event):
                     self._last_words_from = time.monotonic()
+
+    def _start(self, begins: bool) -> None:
+        """Of several ranks the first that is ready ends it: the others have the job's own time-out."""
+        if begins and not self._begun_s:
+            self.is_starting = True
+        elif not begins and self.is_starting:
+            self.is_starting, self._begun_s = False, time.monotonic() - self._launched - self._waited()
 
     def _wait(self, begins: bool) -> None:
         if begins:

@@ -25,7 +25,8 @@ from pathlib import Path
 
 from planner.codec import Outcome, evidence_to_dict
 from planner.outcome import ProbeFailure
-from probes.failures import classify_exception
+from probes.child import StatusPipe
+from probes.failures import MachineFault, classify_exception, one_line
 from probes.ranks import rank_failure_event, seat_of
 from probes.request import ProbeRequest, write_json_whole
 
@@ -65,51 +66,7 @@ class TolerantLog(io.TextIOBase):
         return True
 
 
-class StatusPipe:
-    """One JSON line per event to the runner; silent when nobody listens.
-
-    Args:
-        rank: of the job's process that speaks; None where there is but one.
-    """
-
-    def __init__(self, descriptor: int | None, rank: int | None = None) -> None:
-        self._descriptor = descriptor
-        self._rank = rank
-
-    def send(self, kind: str, value: object) -> bool:
-        """Whether the line was delivered."""
-        if self._descriptor is None:
-            return False
-        event = {kind: value} if self._rank is None else {kind: value, "rank": self._rank}
-        line = (json.dumps(event, separators=(",", ":")) + "\n").encode()
-        try:
-            while line:
-                line = line[os.write(self._descriptor, line) :]
-        except OSError:
-            return False
-        return True
-
-    def progress(self, text: str) -> None:
-        """What is being done now, for a person's progress bar."""
-        self.send("progress", text)
-
-    def waiting(self, begins: bool) -> None:
-        """Waiting for another probe's device begins or ends; the runner's clock stands still meanwhile."""
-        self.send("waiting", begins)
-
-
 Measure = Callable[[ProbeRequest, StatusPipe], Outcome]
-
-
-def limit_cpu_memory(extra_bytes: int) -> None:
-    """Lets this process map at most `extra_bytes` more than it has mapped now."""
-    with open("/proc/self/statm", encoding="utf-8") as handle:
-        mapped = int(handle.read().split()[0]) * resource.getpagesize()
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = mapped + extra_bytes
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
 
 
 def run(request: ProbeRequest, measure: Measure, status: StatusPipe) -> Outcome:
@@ -137,9 +94,12 @@ def deliver(outcome: Outcome, result: Path, status: StatusPipe) -> bool:
 
 def real_measure(request: ProbeRequest, status: StatusPipe) -> Outcome:
     """The real thing; imported late so that a broken torch is an outcome too."""
+    status.starting(True)
     status.progress("importing torch and transformers")
-    from probes.measure import measure
-
+    try:
+        from probes.measure import measure
+    except (ImportError, OSError) as error:
+        raise MachineFault(f"torch and transformers cannot be imported: {one_line(error)}") from error
     return measure(request, status)
 
 

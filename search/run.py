@@ -7,6 +7,7 @@ from pathlib import Path
 
 from optuna.trial import TrialState
 
+from planner.errors import EnvironmentProblem
 from planner.outcome import Candidate, FailureKind, Prediction, ProbeFailure
 from planner.setup import TrainSetup
 from search.dimensions import key_of
@@ -72,7 +73,8 @@ def search(
 
     Args:
         problem: candidates, objective and wishes.
-        evaluate: the probe (or the dry run where there is no GPU); must return, not raise, what went wrong.
+        evaluate: the probe (or the dry run where there is no GPU); must return, not raise, what went wrong with the
+            setup. An `EnvironmentProblem` ends the search; the setup waits for the next call.
         storage: None (memory), a directory (journal file) or a URL (`storage.open_storage`).
         sampler: a name of `optuna_samplers.SAMPLERS`, or an object.
         budget: limits; None: until nothing left is worth a probe.
@@ -233,7 +235,11 @@ class _Worker:
             elif prediction is not None and prediction.kind is FailureKind.UNSUPPORTED:
                 study.tell(number, prediction, duration_s=time.monotonic() - started, excluded=prediction.message)
                 return
-        evidence = evaluate(setup)
+        try:
+            evidence = evaluate(setup)
+        except EnvironmentProblem:
+            study.set_aside(number)
+            raise
         study.tell(number, evidence, duration_s=time.monotonic() - started)
 
     def result(self, study: Study, reason: str) -> SearchResult:

@@ -7,7 +7,7 @@ import typer
 
 from planner.cli import options, probing
 from planner.cli.output import console, print_json
-from planner.errors import EXIT_ENVIRONMENT, UsageError
+from planner.errors import EXIT_ENVIRONMENT, EnvironmentProblem, UsageError
 from planner.interchange import to_jsonable
 from planner.models.spec import ModelSpec
 from planner.outcome import Measurement
@@ -69,7 +69,7 @@ def campaign(
     def show(step: "Step", report: "CampaignReport") -> None:
         line.advance("" if step.from_store else step_line(step))
 
-    interrupted = False
+    stopped: BaseException | None = None
     with probing.executor_for(
         devices, slurm=slurm, partition=partition, ahead=0 if devices == ("cpu",) else ahead, on_progress=line.event
     ) as executor:
@@ -84,13 +84,13 @@ def campaign(
                 budget_s=budget_s,
                 on_step=show,
             )
-        except KeyboardInterrupt:
-            interrupted = True
+        except (KeyboardInterrupt, EnvironmentProblem) as error:
+            stopped = error
     line.close()
     if out is not None and (store is not None and store != out):
         export_for_commit(plan, kept, out)
-    if interrupted:
-        raise KeyboardInterrupt
+    if stopped is not None:
+        raise stopped
     summary = {
         "campaign": plan.name,
         "finished": report.finished,
@@ -146,7 +146,8 @@ def step_line(step: "Step") -> str:
     if not isinstance(outcome, Measurement):
         return f"{what}: {outcome.kind.value}: {outcome.message[:160]}"
     flags = f" [{', '.join(outcome.flags)}]" if outcome.flags else ""
-    return f"{what}: {gib(outcome.peak_allocated_bytes)}, {outcome.tokens_per_s:,.0f} tokens/s{flags}"
+    speed = f"{outcome.tokens_per_s:,.0f} tokens/s" if outcome.tokens_per_s is not None else "no speed"
+    return f"{what}: {gib(outcome.peak_allocated_bytes)}, {speed}{flags}"
 
 
 def _list(plan: "CampaignSpec", *, as_json: bool) -> int:

@@ -38,13 +38,16 @@ def model_refusal(setup: TrainSetup, model: ModelSpec | None) -> str:
 
 
 def environment(gpu: GpuSpec | None) -> dict[str, str]:
-    """Environment variables that matter.
+    """Environment variables that matter."""
+    return {} if gpu is not None and gpu.vendor != "NVIDIA" else allocator_settings()
+
+
+def allocator_settings() -> dict[str, str]:
+    """The allocator's settings that every launch file for NVIDIA sets, and every probe runs with.
 
     `expandable_segments` removes most of the gap between reserved and allocated memory (docs/memory.md). torch >= 2.9
     reads PYTORCH_ALLOC_CONF, older ones PYTORCH_CUDA_ALLOC_CONF; both are set to the same value.
     """
-    if gpu is not None and gpu.vendor != "NVIDIA":
-        return {}
     value = "expandable_segments:True"
     return {"PYTORCH_CUDA_ALLOC_CONF": value, "PYTORCH_ALLOC_CONF": value}
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from planner.codec import Outcome
 from planner.outcome import Environment, Measurement
-from probes import worker
+from probes import child, worker
+from probes.child import StatusPipe
+from probes.failures import MachineFault
 from probes.request import ProbeRequest
-from probes.worker import StatusPipe
 
 
 def measured(request: ProbeRequest, step_s: float = 0.5) -> Measurement:
@@ -78,7 +79,7 @@ def misbehave(request: ProbeRequest, status: StatusPipe) -> Outcome:
     elif fault == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "memory":
-        worker.limit_cpu_memory(64 << 20)
+        child.limit_cpu_memory(64 << 20)
         return measured(request, step_s=float(len(bytearray(512 << 20))))
     elif fault == "illegal":
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nout of memory may be reported later")
@@ -89,15 +90,23 @@ def misbehave(request: ProbeRequest, status: StatusPipe) -> Outcome:
         os._exit(3)
     elif fault == "silent":
         os._exit(0)
+    elif fault == "starting":
+        status.starting(True)
+        status.progress("importing")
+        while not Path(request.config["go"]).exists():
+            time.sleep(0.01)
+        status.starting(False)
+    elif fault == "no-driver":
+        raise MachineFault("torch 2.11 finds no usable driver")
     elif fault == "unsupported":
         raise NotImplementedError("no such kernel")
     elif fault == "bug":
         raise KeyError("a bug of ours")
     elif fault == "grandchild":
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        Path(request.config["pid_file"]).write_text(str(child.pid))
+        grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        Path(request.config["pid_file"]).write_text(str(grandchild.pid))
     elif fault == "crash-after-result":
-        worker.deliver(measured(request), Path(sys.argv[2]), worker.StatusPipe(None))
+        worker.deliver(measured(request), Path(sys.argv[2]), child.StatusPipe(None))
         os.abort()
     elif fault == "garbage":
         Path(sys.argv[2]).write_text("{half a resu")

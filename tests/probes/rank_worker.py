@@ -12,10 +12,10 @@ sys.path.insert(0, str(Path(__file__).parent))  # a probe's Python looks neither
 from fault_worker import measured
 
 from planner.codec import Outcome
-from probes import worker
+from probes import child, worker
+from probes.child import StatusPipe
 from probes.ranks import seat_of
 from probes.request import ProbeRequest
-from probes.worker import StatusPipe
 
 
 def misbehave(request: ProbeRequest, status: StatusPipe) -> Outcome:
@@ -38,7 +38,7 @@ def misbehave(request: ProbeRequest, status: StatusPipe) -> Outcome:
     elif fault == "abort":
         os.abort()
     elif fault == "memory":
-        worker.limit_cpu_memory(64 << 20)
+        child.limit_cpu_memory(64 << 20)
         return measured(request, step_s=float(len(bytearray(512 << 20))))
     elif fault == "unsupported":
         raise NotImplementedError("no such kernel")

@@ -224,6 +224,15 @@ def test_interrupted_campaign_keeps_what_was_measured(tmp_path: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("probe")]
 
 
+def test_a_fault_of_the_machine_ends_a_campaign_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Before: NVML answered, torch found no driver, and every setup was "unsupported" for good."""
+    spec = campaign(fault="no-driver", variants=[{"lora_rank": 8}, {"lora_rank": 64}])
+    with pytest.raises(EnvironmentProblem, match=r"cannot measure.*no usable driver") as found:
+        walk(tmp_path, spec)
+    assert found.value.exit_code == 3
+    assert Store(tmp_path / "s.jsonl").records() == ()
+
+
 def test_two_runners_share_one_store(tmp_path: Path) -> None:
     """Two campaigns at the same time, on the same file: every outcome of both is there, and a third finds them all."""
     first = campaign(variants=[{"lora_rank": 8}], micro_batch=[1, 2, 4])

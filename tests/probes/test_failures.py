@@ -1,9 +1,11 @@
 """What a child says of its end: where memory ran out is part of it."""
 
+import errno
+
 import pytest
 
 from planner.outcome import FailureKind
-from probes.failures import building, classify_exception
+from probes.failures import building, classify_exception, classify_exit
 
 
 @pytest.mark.parametrize(
@@ -16,6 +18,30 @@ def test_memory_that_runs_out_while_building_says_that_nothing_was_trained(error
     assert kind is FailureKind.OUT_OF_MEMORY
     assert "before any training step, building 80 layers" in message
     assert type(error).__name__ in message
+
+
+MACHINE_TEXTS = (
+    "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and installed a driver from https",
+    "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver",
+    "CUDA error: CUDA driver version is insufficient for CUDA runtime version",
+    "CUDA error: no CUDA-capable device is detected",
+    "CUDA error: all CUDA-capable devices are busy or unavailable",
+    "CUDA error: CUDA-capable device(s) is/are busy or unavailable",
+    "CUDA error: uncorrectable ECC error encountered",
+    "CUDA driver initialization failed, you might not have a CUDA gpu.",
+    "Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized",
+    "CUDA unknown error - this may be due to an incorrectly set up environment",
+)
+
+
+@pytest.mark.parametrize("text", MACHINE_TEXTS)
+def test_what_the_machine_is_to_blame_for_says_nothing_about_the_setup(text: str) -> None:
+    assert classify_exception(RuntimeError(text))[0] is FailureKind.MACHINE
+    assert classify_exit(1, f"Traceback\nRuntimeError: {text}\n", oom_killed=False)[0] is FailureKind.MACHINE
+
+
+def test_a_full_disk_is_the_machines_fault() -> None:
+    assert classify_exception(OSError(errno.ENOSPC, "No space left on device"))[0] is FailureKind.MACHINE
 
 
 def test_other_errors_while_building_are_left_alone() -> None:

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from planner.memory.types import PHASES
 from planner.outcome import FailureKind, Measurement, ProbeFailure
 from planner.setup import TrainSetup
+from probes.child import StatusPipe
 from probes.measure import measure
 from probes.measure_depth import choose_depths
 from probes.measure_meters import CpuMeter, copy_bandwidth
 from probes.measure_timing import DepthRun, extend, miss_fraction, settled, timed_until_settled
 from probes.request import Limits, ProbeRequest
 from probes.runner import run_probe
-from probes.worker import StatusPipe
 
 LLAMA = {
     "model_type": "llama",

@@ -17,6 +17,7 @@ import pytest
 from moved_clock import PATIENCE_S, Clock, clock
 
 from planner.errors import EnvironmentProblem, UsageError
+from planner.exporters.common import environment
 from planner.outcome import FailureKind, Measurement, ProbeFailure
 from planner.setup import TrainSetup
 from probes import device, runner
@@ -95,6 +96,7 @@ def test_run_probe_returns_measurement_and_leaves_no_file(tmp_path: Path) -> Non
         ("memory", FailureKind.OUT_OF_MEMORY, "MemoryError"),
         ("bitsandbytes-oom", FailureKind.OUT_OF_MEMORY, "out of memory"),
         ("unsupported", FailureKind.UNSUPPORTED, "no such kernel"),
+        ("no-driver", FailureKind.MACHINE, "no usable driver"),
     ],
 )
 def test_run_probe_names_every_ending(fault: str, kind: FailureKind, words: str, tmp_path: Path) -> None:
@@ -226,7 +228,7 @@ def test_timeouts_do_not_follow_the_wall_clock(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(time, "time", backwards)
     assert isinstance(runner.run_probe(request(), work_dir=tmp_path, argv=ARGV), Measurement)
-    assert failure("hang", tmp_path, time_s=0.5).kind is FailureKind.TIMEOUT
+    assert failure("hang", tmp_path, time_s=0.5).message.startswith("no result within 0.5 s")
 
 
 def test_full_disk_result_comes_through_the_pipe(tmp_path: Path) -> None:
@@ -343,6 +345,37 @@ def test_waiting_for_the_device_does_not_count_against_the_limit(tmp_path: Path,
     outcome = runner.run_probe(asked, work_dir=tmp_path / "w", argv=ARGV, on_progress=wait_long)
     assert isinstance(outcome, Measurement), outcome
     assert turn.exists()
+
+
+def test_child_runs_with_the_allocator_of_the_launch_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    written = environment(None)
+    assert {name: runner.child_environment()[name] for name in names} == written
+    monkeypatch.setenv(names[1], "backend:native")
+    assert {runner.child_environment()[name] for name in names} == {"backend:native"}
+
+
+def test_starting_has_a_limit_of_its_own_and_is_the_machines_fault(tmp_path: Path, clock: Clock) -> None:
+    """A cold disk: the imports alone take longer than the whole limit of the probe, then it measures. Where they never
+    end, no setup is to blame."""
+    go = tmp_path / "go"
+
+    def slow_imports(text: str, elapsed_s: float) -> None:
+        if text == "importing" and not go.exists():
+            clock.now_s += runner.START_LIMIT_S - 1
+            go.touch()
+
+    asked = request("starting", time_s=10.0, go=str(go))
+    assert isinstance(runner.run_probe(asked, work_dir=tmp_path, argv=ARGV, on_progress=slow_imports), Measurement)
+
+    def never(text: str, elapsed_s: float) -> None:
+        clock.now_s += runner.START_LIMIT_S if text == "importing" and elapsed_s < runner.START_LIMIT_S else 0.0
+
+    found = failure("starting", tmp_path, on_progress=never, time_s=10.0, go=str(tmp_path / "never"))
+    assert found.kind is FailureKind.MACHINE
+    assert f"no result within {runner.START_LIMIT_S:g} s; last seen importing" in found.message
 
 
 def test_stopped_probe_kills_its_child(tmp_path: Path) -> None:

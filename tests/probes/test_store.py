@@ -295,6 +295,9 @@ def test_reusable_follows_what_stays_true(tmp_path: Path) -> None:
     assert store.reusable("c") is not None
     store.append(record("c"))
     assert store.reusable("c") == record("c")
+    shared = replace(record("d"), outcome=replace(measured(request()), flags=("device-shared",)))
+    store.append(shared)
+    assert store.reusable("d") is None  # alone on the GPU it is another measurement
 
 
 def test_export_and_merge_round_trip(tmp_path: Path) -> None:
@@ -336,7 +339,26 @@ def test_fingerprint_names_what_matters_and_nothing_else() -> None:
         fingerprint(request(), replace(environment, libraries={**environment.libraries, "torch": "9.9"})),
     ]
     assert len({one, *others}) == len(others) + 1
-    assert fingerprint(request(), replace(environment, driver="other", python="3.99")) == one
+    assert fingerprint(request(), replace(environment, python="3.99")) == one
+
+
+def test_fingerprint_names_driver_libraries_and_the_allocators_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a probe's child runs with: what every launch file sets, or what the user has set in its place."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    environment = read_environment("cuda:0", None)
+    assert environment.settings["allocator"] == "expandable_segments:True"
+    one = fingerprint(request(), environment)
+    others = [
+        replace(environment, driver="other"),
+        *(replace(environment, libraries={**environment.libraries, name: "9.9"}) for name in ("trl", "triton")),
+        replace(environment, libraries={**environment.libraries, "accelerate": "9.9"}),
+        replace(environment, settings={**environment.settings, "c_compiler": "another"}),
+    ]
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    others.append(read_environment("cuda:0", None))
+    assert others[-1].settings["allocator"] == "max_split_size_mb:64"
+    assert len({one, *(fingerprint(request(), other) for other in others)}) == len(others) + 1
 
 
 def test_record_of_a_request_is_stored_under_its_fingerprint() -> None:

@@ -17,12 +17,12 @@ from planner.codec import evidence_to_dict, outcome_from_dict
 from planner.outcome import Environment, FailureKind, Measurement, ProbeFailure, Rung
 from planner.setup import TrainSetup
 from probes import runner
+from probes.child import StatusPipe
 from probes.crew import collective_timeout_s, merge
 from probes.failures import UnsupportedProbe
 from probes.measure import measure
 from probes.request import Limits, ProbeRequest
 from probes.stack.zero import num_trained, zero_config
-from probes.worker import StatusPipe
 
 LLAMA = {
     "model_type": "llama",

@@ -39,12 +39,12 @@ def rank() -> int:
     from search_cases import measurement
 
     from planner.codec import Outcome
-    from probes import worker
+    from probes import child, worker
     from probes.ranks import seat_of
     from probes.request import ProbeRequest
     from search.dimensions import key_of
 
-    def answer(request: ProbeRequest, status: worker.StatusPipe) -> Outcome:
+    def answer(request: ProbeRequest, status: child.StatusPipe) -> Outcome:
         folder, setup = Path(os.environ[FOLDER]), request.setup
         found = measurement(setup, 1000.0 * setup.micro_batch_seqs, 2**30)
         if seat_of().rank == 1:
