@@ -50,7 +50,7 @@ def rung_rows(records: Sequence[Record], gpu_key: str, *, dry: bool) -> list[dic
             "flags": list(truth.flags),
             "formula_allocated": formula.peak_allocated_bytes / truth.peak_allocated_bytes - 1.0,
             "formula_reserved": formula.peak_reserved_bytes / truth.peak_reserved_bytes - 1.0,
-            "formula_speed": (formula.tokens_per_s or 0.0) / truth.tokens_per_s - 1.0,
+            "formula_speed": _ratio(formula.tokens_per_s, truth.tokens_per_s),
         }
         if dry:
             from probes.dryrun import dry_run
@@ -66,6 +66,11 @@ def rung_rows(records: Sequence[Record], gpu_key: str, *, dry: bool) -> list[dic
                 }
         rows.append(row)
     return rows
+
+
+def _ratio(one: float | None, other: float | None) -> float | None:
+    """How far one speed is above the other; None where either could not be measured."""
+    return one / other - 1.0 if one and other else None
 
 
 def depth_pairs(records: Sequence[Record]) -> list[dict[str, Any]]:
@@ -88,7 +93,7 @@ def depth_pairs(records: Sequence[Record]) -> list[dict[str, Any]]:
                     "layers": full.layers_measured[0],
                     "memory": short.peak_allocated_bytes / full.peak_allocated_bytes - 1.0,
                     "reserved": short.peak_reserved_bytes / full.peak_reserved_bytes - 1.0,
-                    "speed": short.tokens_per_s / full.tokens_per_s - 1.0,
+                    "speed": _ratio(short.tokens_per_s, full.tokens_per_s),
                     "flags": sorted({*short.flags, *full.flags}),
                 }
             )
@@ -123,10 +128,10 @@ def main() -> int:
         ("dry run, allocated", "dry_allocated"),
         ("dry run, reserved", "dry_reserved"),
     ):
-        print(f"| {title} | {spread([row[key] for row in rows if key in row])} |")
+        print(f"| {title} | {spread([row[key] for row in rows if row.get(key) is not None])} |")
     print("\n| truncated against full depth | difference |\n|---|---|")
     for title, key in (("allocated", "memory"), ("reserved", "reserved"), ("tokens/s", "speed")):
-        print(f"| {title} | {spread([pair[key] for pair in pairs])} |")
+        print(f"| {title} | {spread([pair[key] for pair in pairs if pair[key] is not None])} |")
     print("\n| model | setup | layers | allocated | tokens/s | flags |\n|---|---|---|---|---|---|")
     for pair in pairs:
         one = pair["setup"]

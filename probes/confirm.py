@@ -90,9 +90,11 @@ def compare(setup: TrainSetup, promise: Promise, outcome: Outcome, *, budget_byt
         memory = promise.peak_allocated_bytes / outcome.peak_allocated_bytes - 1.0
     else:
         memory = promise.peak_device_bytes / outcome.peak_device_bytes - 1.0
-        if promise.tokens_per_s:
+        if promise.tokens_per_s and outcome.tokens_per_s:
             speed = promise.tokens_per_s / outcome.tokens_per_s - 1.0
     reasons = []
+    if promise.tokens_per_s and outcome.speed_spoiled_by and outcome.environment.device != "cpu":
+        reasons.append(f"the speed could not be measured ({', '.join(outcome.speed_spoiled_by)})")
     if outcome.peak_device_bytes > budget_bytes:
         reasons.append(f"needs {outcome.peak_device_bytes} bytes, the budget is {budget_bytes}")
     if abs(memory) > promise.memory_band_fraction:

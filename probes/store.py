@@ -83,18 +83,17 @@ class Store:
     def reusable(self, key: str, *, time_s: float = 0.0) -> Record | None:
         """The record that makes measuring `key` again pointless, or None.
 
-        A measurement, an out-of-memory and an unsupported setup stay true. A timeout says nothing about a longer limit
-        than its own (`time_s`), and a crash may not happen again.
+        A measurement, an out-of-memory and an unsupported setup stay true; a measurement on a shared GPU does not. A
+        timeout says nothing about a longer limit than its own (`time_s`), and a crash may not happen again.
         """
         self._refresh()
         records = self._by_key.get(key, [])
         if not records:
             return None
         last = records[-1]
-        if isinstance(last.outcome, Measurement) or last.outcome.kind in (
-            FailureKind.OUT_OF_MEMORY,
-            FailureKind.UNSUPPORTED,
-        ):
+        if isinstance(last.outcome, Measurement):
+            return None if "device-shared" in last.outcome.flags else last
+        if last.outcome.kind in (FailureKind.OUT_OF_MEMORY, FailureKind.UNSUPPORTED):
             return last
         if last.outcome.kind is FailureKind.TIMEOUT:
             limits = last.request.get("limits", {})

@@ -257,7 +257,7 @@ def _accuracy(label: str, prediction: Prediction, measured: Measurement) -> dict
         "memory_error_fraction": prediction.peak_allocated_bytes / measured.peak_allocated_bytes - 1,
         "predicted_tokens_per_s": speed,
         "measured_tokens_per_s": measured.tokens_per_s,
-        "speed_error_fraction": None if speed is None else speed / measured.tokens_per_s - 1,
+        "speed_error_fraction": speed / measured.tokens_per_s - 1 if speed and measured.tokens_per_s else None,
     }
 
 

@@ -112,12 +112,15 @@ class Problem:
         return f"{prediction.rung.value}: needs {needed}, budget {budget}"
 
     def feasible(self, setup: TrainSetup, evidence: Evidence | None) -> bool:
-        """Whether the evidence shows that the setup runs, fits the budget and meets every wish."""
+        """Whether the evidence shows that the setup runs, fits the budget and meets every wish, at a speed if that
+        counts."""
         if evidence is None or isinstance(evidence, ProbeFailure) or self.broken_wish(setup):
             return False
         if evidence.peak_device_bytes > self.budget_bytes:
             return False
         speed = evidence.tokens_per_s
+        if speed is None and isinstance(evidence, Measurement) and self.objective != "memory":
+            return False  # measured, but the speed is not the setup's: nothing to rank it by
         return not (self.min_tokens_per_s and speed is not None and speed < self.min_tokens_per_s)
 
     def score(self, candidate: Candidate, evidence: Measurement | Prediction) -> float:

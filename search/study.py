@@ -28,7 +28,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from planner.codec import evidence_from_text, evidence_to_dict
 from planner.errors import UsageError
 from planner.interchange import setup_from_dict, setup_to_dict
-from planner.outcome import Candidate, Evidence, FailureKind, Prediction, ProbeFailure
+from planner.outcome import Candidate, Evidence, FailureKind, Measurement, Prediction, ProbeFailure
 from planner.setup import (
     ADAPTER_DTYPES,
     ATTENTIONS,
@@ -344,6 +344,16 @@ class Study:
         self._retry_lost(first=first)
         return rescued
 
+    def set_aside(self, number: int) -> None:
+        """The machine failed, not the setup: it waits again, and no try is counted."""
+        trial_id = self.trial_id(number)
+        retries = _record(self._storage.get_trial(trial_id)).retries
+        with contextlib.suppress(UpdateFinishedTrialError):
+            self._storage.set_trial_user_attr(trial_id, LOST_ATTR, True)
+            self._storage.set_trial_user_attr(trial_id, "retries", retries - 1)
+            self._storage.set_trial_state_values(trial_id, state=TrialState.FAIL)
+        self._retry_lost(first=False)
+
     def _retry_lost(self, *, first: bool) -> None:
         """Adds every lost trial again for which nobody has done so: who gave it up may have died right after."""
         trials = self.study.get_trials(deepcopy=False)
@@ -451,6 +461,8 @@ def _objective(problem: Problem, candidate: Candidate | None, setup: TrainSetup,
         return None
     if problem.objective == "memory":
         return evidence.peak_device_bytes / 1024**3
+    if isinstance(evidence, Measurement) and evidence.tokens_per_s is None:
+        return None
     speed = evidence.tokens_per_s or (candidate.formula.tokens_per_s if candidate else None)
     if speed is None:
         return None

@@ -18,7 +18,7 @@ from planner.units import GIB, gib, percent, seconds
 if TYPE_CHECKING:
     from probes.confirm import Confirmation
 
-Limit = Annotated[float, typer.Option("--limit", help="Seconds one probe may take, imports included.")]
+Limit = Annotated[float, typer.Option("--limit", help="Seconds one probe may take once it holds its device.")]
 MeasureSeconds = Annotated[float, typer.Option("--measure-seconds", help="Cap on the timed steps of one depth.")]
 
 
@@ -164,7 +164,7 @@ def outcome_lines(outcome: Measurement | ProbeFailure, *, from_store: bool = Fal
         f"device {gib(outcome.peak_device_bytes)}",
         *_rank_line(outcome),
         "  phases " + ", ".join(f"{name} {gib(size)}" for name, size in outcome.phase_peaks_bytes.items()),
-        f"  {outcome.tokens_per_s:,.0f} tokens/s, step {seconds(outcome.step_time_s)} "
+        f"  {_speed(outcome)}, step {seconds(outcome.step_time_s)} "
         f"(median of {len(outcome.step_times_s)}, spread {seconds(spread)})"
         + (f", MFU {percent(outcome.mfu_fraction)}" if outcome.mfu_fraction is not None else ""),
     ]
@@ -173,6 +173,12 @@ def outcome_lines(outcome: Measurement | ProbeFailure, *, from_store: bool = Fal
     if outcome.flags:
         lines.append(f"  flags: {', '.join(outcome.flags)}")
     return [*lines, *(f"  {note}" for note in outcome.notes)]
+
+
+def _speed(outcome: Measurement) -> str:
+    if outcome.tokens_per_s is None:
+        return f"no speed ({', '.join(outcome.speed_spoiled_by)})"
+    return f"{outcome.tokens_per_s:,.0f} tokens/s"
 
 
 def _rank_line(outcome: Measurement) -> list[str]:

@@ -414,7 +414,8 @@ def _unquantized(best: Candidate, candidates: Sequence[Candidate], gain_fraction
     """A measured 16-bit LoRA nearly as fast goes before QLoRA: quantize to fit, or where the whole is faster."""
     for one in candidates:
         near = one.tokens_per_s * (1 + gain_fraction) >= best.tokens_per_s
-        if one.setup.method == "lora" and isinstance(one.probe, Measurement) and one.fits and near:
+        timed = isinstance(one.probe, Measurement) and one.probe.tokens_per_s is not None
+        if one.setup.method == "lora" and timed and one.fits and near:
             return one
     return best
 

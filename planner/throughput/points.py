@@ -16,6 +16,7 @@ from planner.gpu import GpuSpec
 from planner.inputs import parse_json
 from planner.interchange import setup_from_dict
 from planner.models.spec import ModelSpec
+from planner.outcome import SPEED_SPOILING_FLAGS
 from planner.throughput.conditions import Conditions
 from planner.throughput.fit import FitPoint
 
@@ -115,6 +116,9 @@ def _stored(record: Mapping[str, Any]) -> tuple[str, str, Mapping[str, Any], flo
         raise _Unusable("a stored measurement without GPU, step times or tokens")
     if str(environment.get("device", "cuda")).startswith("cpu"):
         raise _Unusable("measured on a CPU")
+    spoiled = sorted(SPEED_SPOILING_FLAGS.intersection(map(str, outcome.get("flags") or ())))
+    if spoiled:
+        raise _Unusable(f"a stored measurement without a speed of its own ({', '.join(spoiled)})")
     card = environment.get("gpu_key") or environment.get("gpu_name")
     times, tokens = outcome.get("step_times_s"), outcome.get("tokens_per_step")
     if not isinstance(card, str) or not isinstance(times, list) or not times or not isinstance(tokens, int):

@@ -132,12 +132,12 @@ def interchange_lines(points: Sequence[FitPoint]) -> list[str]:
     ]
 
 
-def stored_line(point: FitPoint, **environment: object) -> str:
+def stored_line(point: FitPoint, *flags: str, **environment: object) -> str:
     where = {"gpu_key": point.gpu.key, "gpu_name": point.gpu.driver_name, "device": "cuda", **environment}
     step_s = point.setup.tokens_per_step / point.tokens_per_s
     outcome = {
         "schema": 1, "outcome": "measurement", "step_times_s": [step_s] * 3, "environment": where,
-        "tokens_per_step": point.setup.tokens_per_step,
+        "tokens_per_step": point.setup.tokens_per_step, "flags": list(flags),
     }  # fmt: skip
     record = {"model_id": point.labels["model"], "setup": setup_to_dict(point.setup), "outcome": outcome}
     return json.dumps({"sha256": "-", "record": record})
@@ -150,6 +150,7 @@ def test_read_points_takes_both_forms_and_counts_the_rest() -> None:
         stored_line(points[0]),
         stored_line(points[0], gpu_key=None),
         stored_line(points[0], device="cpu"),
+        stored_line(points[0], "power-capped", "unstable"),  # before: an unstable time was fitted
         json.dumps({"record": {"outcome": {"outcome": "failure"}}}),
         "{torn",
         "[]",
@@ -162,7 +163,7 @@ def test_read_points_takes_both_forms_and_counts_the_rest() -> None:
     ]
     read = read_points(lines, find_model=spec, find_gpu=find_gpu)
     assert len(read.points) == len(points) + 2
-    assert sum(read.left_out.values()) == 9
+    assert sum(read.left_out.values()) == 10
     assert read.left_out["measured on a CPU"] == 1
     assert sum("several GPUs" in reason for reason in read.left_out) == 1
     assert read.points[0].tokens_per_s == pytest.approx(points[0].tokens_per_s)

@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 from search_cases import exact, out_of_memory, problem, scenario, small_candidates, with_budget
 
 from benchmarks.synthetic_gpu import SyntheticGpu
-from planner.errors import UsageError
-from planner.outcome import Candidate, Evidence, Measurement, Prediction, ProbeFailure, Rung
+from planner.errors import EnvironmentProblem, UsageError
+from planner.outcome import SPEED_SPOILING_FLAGS, Candidate, Evidence, Measurement, Prediction, ProbeFailure, Rung
 from planner.setup import TrainSetup
 from planner.units import GIB
+from search.corrections import observations_of
 from search.dimensions import key_of
 from search.optuna_samplers import SAMPLERS
 from search.problem import Problem
 from search.run import MAX_RECORDED_EXCLUSIONS, search
 from search.stopping import Budget
-from search.study import TrialRecord
+from search.study import MAX_RETRIES, TrialRecord
 
 FEW = Budget(max_probes=6)
 
@@ -56,6 +57,45 @@ def test_an_exact_formula_needs_few_probes_and_says_why_it_stops() -> None:
     assert result.best.tokens_per_s >= max(c.tokens_per_s for c in fitting) / 1.01
     assert result.num_probes <= 8
     assert "nothing left can plausibly beat the best by more than 1 %" in result.reason
+
+
+@pytest.mark.parametrize("flag", sorted(SPEED_SPOILING_FLAGS))
+def test_a_spoiled_speed_never_wins_and_teaches_nothing(flag: str) -> None:
+    """Before: a setup measured at four times its speed with a stand-in for its loss won, and fed the corrections."""
+    candidates = small_candidates()
+    plan = next(c.setup for c in candidates if c.fits)
+    by_setup = {candidate.setup: candidate for candidate in candidates}
+
+    def evaluate(setup: TrainSetup) -> Evidence:
+        found = exact(by_setup[setup])
+        faster = replace(found, step_times_s=tuple(time / 4 for time in found.step_times_s), flags=(flag,))
+        return faster if setup == plan else found
+
+    result = search(problem(), evaluate, plan=plan, budget=FEW)
+    assert result.best is not None
+    assert result.best.setup != plan
+    spoiled = next(one for one in result.candidates if one.setup == plan)
+    assert spoiled.tokens_per_s == spoiled.formula.tokens_per_s
+    assert spoiled.fits
+    (learned,) = observations_of([spoiled], gpu="h200", model="m", formula_version="1")
+    assert learned.speed_error is None
+    assert learned.memory_error == pytest.approx(0.0)
+
+
+def test_a_fault_of_the_machine_ends_the_search_and_blames_no_setup(tmp_path: Path) -> None:
+    candidates = small_candidates()
+    plan = next(c.setup for c in candidates if c.fits)
+
+    def broken(setup: TrainSetup) -> Evidence:
+        raise EnvironmentProblem("this machine cannot measure")
+
+    for _ in range(MAX_RETRIES + 2):
+        with pytest.raises(EnvironmentProblem):
+            search(problem(), broken, storage=tmp_path, plan=plan, budget=FEW)
+    counting = Counting(truth(candidates))
+    result = search(problem(), counting, storage=tmp_path, plan=plan, budget=FEW)
+    assert counting.calls[0] == plan
+    assert not [one for one in result.trials if isinstance(one.evidence, ProbeFailure)]
 
 
 def test_the_plan_is_tried_first_then_the_best_ranked() -> None:
