@@ -54,7 +54,7 @@ def test_probe_measures_stores_and_then_answers_at_once(
     assert second["outcome"] == first["outcome"]
     assert len(Store(store).records()) == 1
     assert run([word for word in command if word != "--json"]) == 0
-    assert "tokens/s" in capsys.readouterr().out
+    assert "median of" in capsys.readouterr().out
     assert run(["store", "show", "--store", str(store)]) == 0
     assert answer(capsys)["measurements"] == 1
     exported = tmp_path / "e.jsonl"
