@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from planner.driver import VISIBLE, SeenGpu, device_index, nvml, seen_gpu, visible_names
 from planner.errors import ConfigError, EnvironmentProblem, UnknownGpuError
 from planner.gpu import GpuSpec
 from planner.units import GIB, MIB
@@ -188,68 +189,118 @@ def _closest(wanted: str, num: int = 4) -> list[str]:
     return [spec.key for spec in sorted(all_gpus(), key=likeness, reverse=True)[:num] if likeness(spec) > LIKE_ENOUGH]
 
 
-def local_gpu() -> GpuSpec:
-    """The first GPU that CUDA would use on this machine, its memory as the driver reports it here.
+def local_gpu(device: str = "cuda:0") -> GpuSpec:
+    """The GPU that CUDA would use as `device` on this machine (a MIG slice where it is one), and of its memory what the
+    driver shows as free here.
 
-    Asks NVML where `pynvml` is installed, else `nvidia-smi`, for at most QUERY_LIMIT_S; `CUDA_VISIBLE_DEVICES` that
-    begins with a number chooses the device.
+    Asks NVML where `pynvml` is installed, else `nvidia-smi`, for at most QUERY_LIMIT_S.
 
     Raises:
-        EnvironmentProblem: no NVIDIA driver answers.
+        EnvironmentProblem: no NVIDIA driver answers, or CUDA_VISIBLE_DEVICES names no GPU of this machine.
         UnknownGpuError: the driver reports a device that the table lacks.
     """
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
-    index = int(first) if first.isdecimal() and len(first) < 4 else 0
-    seen = _ask_nvml(index) or _ask_nvidia_smi(index)
+    seen = _ask_nvml(device) or _ask_nvidia_smi(device)
     if seen is None:
         raise EnvironmentProblem(
             "no GPU found on this machine: neither NVML nor nvidia-smi answers",
             hint="name the GPU to plan for, for example --gpu rtx-4090; `plan gpus` lists all",
         )
-    name, total_mib = seen
-    spec = _table()[1].get(normalized(name))
+    total_mib, held_mib = seen.total_bytes // MIB, -(-seen.held_bytes // MIB)
+    spec = _table()[1].get(normalized(seen.name))
     if spec is None:
         raise UnknownGpuError(
-            f"this machine's GPU {name!r} ({total_mib} MiB) is not in the table",
-            hint=f"plan for a close one, for example --gpu {(*_closest(normalized(name)), 'rtx-4090')[0]} with "
+            f"this machine's GPU {seen.name!r} ({total_mib} MiB) is not in the table",
+            hint=f"plan for a close one, for example --gpu {(*_closest(normalized(seen.name)), 'rtx-4090')[0]} with "
             "--memory-gib",
         )
     reserve = round(RESERVE_MIB + RESERVE_FRACTION * total_mib)
+    basis = f"this machine's driver: {total_mib} MiB less about {reserve} MiB that torch does not show"
+    if held_mib:
+        basis += f" and {held_mib} MiB that others hold now"
+    memory_bytes = max(0, total_mib - reserve - held_mib) * MIB
+    return replace(_slice(spec, seen), memory_bytes=memory_bytes, memory_basis=basis)
+
+
+def _slice(spec: GpuSpec, seen: SeenGpu) -> GpuSpec:
+    """The part of the GPU that a MIG slice is: arithmetic by its multiprocessors, bandwidth and cache by its memory."""
+    if seen.share == 1.0:
+        return spec
+    compute = seen.num_sms / spec.sm_count if seen.num_sms and spec.sm_count else seen.share
+
+    def part(rate: float | None) -> float | None:
+        return None if rate is None else rate * compute
+
     return replace(
         spec,
-        memory_bytes=(total_mib - reserve) * MIB,
-        memory_basis=f"this machine's driver: {total_mib} MiB less about {reserve} MiB that torch does not show",
+        name=f"{spec.name} (MIG slice)",
+        bf16_flops_per_s=part(spec.bf16_flops_per_s),
+        fp16_flops_per_s=part(spec.fp16_flops_per_s),
+        fp32_flops_per_s=part(spec.fp32_flops_per_s),
+        tf32_flops_per_s=part(spec.tf32_flops_per_s),
+        memory_bandwidth_bytes_per_s=spec.memory_bandwidth_bytes_per_s * seen.share,
+        nvlink_bytes_per_s=0.0,
+        sm_count=seen.num_sms,
+        l2_bytes=None if spec.l2_bytes is None else int(spec.l2_bytes * seen.share),
     )
 
 
-def _ask_nvml(index: int) -> tuple[str, int] | None:
-    """Name and total MiB from NVML, None where it is not installed or has no device."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
+def _ask_nvml(device: str) -> SeenGpu | None:
+    """The device as NVML shows it, None where NVML is not installed or does not tell.
+
+    Raises:
+        EnvironmentProblem: the driver answers, and this process sees no such device.
+    """
+    with nvml() as module:
+        if module is None:
+            return None
         try:
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            name = pynvml.nvmlDeviceGetName(handle)
-            total = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return None
-    return (name.decode() if isinstance(name, bytes) else str(name)), total // MIB
+            return seen_gpu(module, device)
+        except LookupError as error:
+            raise _not_visible(str(error.args[0])) from error
+        except module.NVMLError:
+            return None
 
 
-def _ask_nvidia_smi(index: int) -> tuple[str, int] | None:
-    """Name and total MiB from `nvidia-smi`, None where it is missing, fails or hangs."""
+def _not_visible(message: str) -> EnvironmentProblem:
+    given = os.environ.get(VISIBLE)
+    return EnvironmentProblem(
+        message + (f" ({VISIBLE}={given})" if given is not None else ""),
+        hint=f"`nvidia-smi -L` lists GPUs and UUIDs; correct or unset {VISIBLE}, or name the GPU to plan for",
+    )
+
+
+def _ask_nvidia_smi(device: str) -> SeenGpu | None:
+    """The device as `nvidia-smi` shows it, None where that is missing, fails or hangs, or the GPU is sliced.
+
+    Raises:
+        EnvironmentProblem: it answers, and CUDA_VISIBLE_DEVICES names no GPU of its.
+    """
     import subprocess  # late: the formula path does not need it
 
-    command = ["nvidia-smi", f"--id={index}", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_LIMIT_S, check=True)
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
-    lines = answer.stdout.strip().splitlines()
-    name, _, total = lines[0].rpartition(",") if lines else ("", "", "")
-    return (name.strip(), int(total)) if name and total.strip().isdigit() else None
+    rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.strip().splitlines()]
+    rows = [row for row in rows if len(row) == len(_SMI_FIELDS) and row[2].isdecimal() and row[1]]
+    if not rows:
+        return None
+    names = visible_names()
+    place = device_index(device)
+    if names is not None:
+        wanted = names[place] if place < len(names) else ""
+        known = [row[0] for row in rows if wanted and row[0].startswith(wanted)]
+        place = rows.index(next(row for row in rows if row[0] == known[0])) if len(known) == 1 else -1
+        place = int(wanted) if wanted.isdecimal() else place
+        if wanted.startswith("MIG-"):
+            return None
+    if not 0 <= place < len(rows):
+        raise _not_visible(f"{device} does not exist: nvidia-smi shows {len(rows)} GPU(s)")
+    _, name, total, held, sliced = rows[place]
+    if sliced == "Enabled":
+        return None
+    return SeenGpu(name=name, total_bytes=int(total) * MIB, held_bytes=int(held) * MIB if held.isdecimal() else 0)
+
+
+_SMI_FIELDS = ("uuid", "name", "memory.total", "memory.used", "mig.mode.current")

@@ -16,6 +16,8 @@ from typing import Any, Literal
 from planner.children import child_environment, python_argv
 from planner.units import GIB, gib
 from probes.environment import device_status, library_versions, nvml, nvml_handle
+from planner.driver import device_handle, nvml
+from probes.environment import device_status, library_versions
 from probes.executors import local_devices
 from probes.topology import topology
 
@@ -116,9 +118,10 @@ def _gpu(device: str) -> Finding:
     with nvml() as module:
         if module is not None:
             try:
-                facts["power_limit_w"] = module.nvmlDeviceGetPowerManagementLimit(nvml_handle(module, device)) / 1000.0
-                text += f", {facts['power_limit_w']:.0f} W limit"
-            except module.NVMLError:
+                limit_w = module.nvmlDeviceGetPowerManagementLimit(device_handle(module, device)) / 1000.0
+                facts["power_limit_w"] = limit_w
+                text += f", {limit_w:.0f} W limit"
+            except (module.NVMLError, LookupError):
                 pass  # hidden in some containers
     if used > GIB:
         return Finding(

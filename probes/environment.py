@@ -6,14 +6,14 @@ Nothing here imports torch: the runner asks NVML before and after the child, and
 import os
 import platform
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from planner.driver import device_handle, nvml, text
 from planner.exporters.common import allocator_settings
 from planner.outcome import Environment
 
@@ -68,47 +68,6 @@ class DeviceStatus:
     process_ids: tuple[int, ...]
 
 
-@contextmanager
-def nvml() -> Iterator[ModuleType | None]:
-    """The initialised NVML module, or None where there is no library or no driver."""
-    try:
-        import pynvml  # type: ignore[import-untyped,unused-ignore]
-    except ImportError:
-        yield None
-        return
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        yield None
-        return
-    try:
-        yield pynvml
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def device_index(device: str) -> int:
-    """The N of "cuda:N" (0 for "cuda")."""
-    return int(device.partition(":")[2] or 0)
-
-
-def nvml_handle(module: ModuleType, device: str) -> Any:
-    """NVML's handle of "cuda:N", as the process would number it.
-
-    CUDA_VISIBLE_DEVICES renumbers CUDA's devices and never NVML's. The runner also sets CUDA_DEVICE_ORDER=PCI_BUS_ID
-    for its children, so that the two orders agree.
-    """
-    index = device_index(device)
-    visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
-    if index < len(visible):
-        name = visible[index]
-        if name.isdecimal():
-            return module.nvmlDeviceGetHandleByIndex(int(name))
-        if name.startswith(("GPU-", "MIG-")):
-            return module.nvmlDeviceGetHandleByUUID(name)
-    return module.nvmlDeviceGetHandleByIndex(index)
-
-
 def device_status(device: str) -> DeviceStatus | None:
     """The driver's view of a GPU; None for the CPU, or where the driver cannot be asked."""
     if device == "cpu":
@@ -117,16 +76,16 @@ def device_status(device: str) -> DeviceStatus | None:
         if module is None:
             return None
         try:
-            handle = nvml_handle(module, device)
+            handle = device_handle(module, device)
             memory = module.nvmlDeviceGetMemoryInfo(handle)
             return DeviceStatus(
-                name=_text(module.nvmlDeviceGetName(handle)),
-                uuid=_text(module.nvmlDeviceGetUUID(handle)),
+                name=text(module.nvmlDeviceGetName(handle)),
+                uuid=text(module.nvmlDeviceGetUUID(handle)),
                 used_bytes=int(memory.used),
                 total_bytes=int(memory.total),
                 process_ids=_process_ids(module, handle),
             )
-        except module.NVMLError:
+        except (module.NVMLError, LookupError):
             return None
 
 
@@ -135,10 +94,6 @@ def _process_ids(module: ModuleType, handle: Any) -> tuple[int, ...]:
         return tuple(sorted(int(one.pid) for one in module.nvmlDeviceGetComputeRunningProcesses(handle)))
     except module.NVMLError:  # containers often hide other processes
         return ()
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +128,11 @@ def read_environment(device: str, gpu_key: str | None, *, cuda: str = "") -> Env
             name = "unknown GPU"
             if module is not None:
                 try:
-                    handle = nvml_handle(module, device)
-                    name = _text(module.nvmlDeviceGetName(handle))
-                    driver = _text(module.nvmlSystemGetDriverVersion())
+                    handle = device_handle(module, device)
+                    name = text(module.nvmlDeviceGetName(handle))
+                    driver = text(module.nvmlSystemGetDriverVersion())
                     power_w = module.nvmlDeviceGetPowerManagementLimit(handle) / 1000.0
-                except module.NVMLError:
+                except (module.NVMLError, LookupError):
                     pass  # a driver that hides the power limit still names the GPU
     return Environment(
         gpu_name=name,

@@ -18,6 +18,7 @@ from typing import Any
 
 from planner.children import SAFE_PATH, python_argv
 from planner.codec import Outcome, decode, evidence_to_dict, outcome_from_dict
+from planner.driver import nvml, visible_handles
 from planner.errors import EnvironmentProblem
 from planner.interchange import to_jsonable
 from planner.outcome import Environment, FailureKind, ProbeFailure
@@ -264,13 +265,7 @@ def _first_line(error: Exception) -> str:
 
 def local_devices() -> tuple[str, ...]:
     """ "cuda:N" for every GPU that the driver shows this process, without importing torch."""
-    from probes.environment import nvml
-
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     with nvml() as module:
         if module is None:
             return ()
-        num = int(module.nvmlDeviceGetCount())
-    if visible is not None:
-        num = min(num, len([part for part in visible.split(",") if part.strip() and part.strip() != "-1"]))
-    return tuple(f"cuda:{index}" for index in range(num))
+        return tuple(f"cuda:{index}" for index in range(len(visible_handles(module))))

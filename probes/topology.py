@@ -7,7 +7,7 @@ from itertools import combinations
 from types import ModuleType
 from typing import Any
 
-from probes.environment import nvml, nvml_handle
+from planner.driver import device_handle, nvml
 
 _ANCESTORS = {
     "NVML_TOPOLOGY_INTERNAL": "one board",
@@ -53,8 +53,8 @@ def topology(devices: Sequence[str]) -> Topology:
         if module is not None:
             for device in devices:
                 try:
-                    handles[device] = nvml_handle(module, device)
-                except module.NVMLError:
+                    handles[device] = device_handle(module, device)
+                except (module.NVMLError, LookupError):
                     continue
         pairs = {}
         for first, second in combinations(handles, 2):

@@ -123,7 +123,7 @@ def gpu_of(name: str | None, device: str) -> GpuSpec | None:
     if device == "cpu":
         return None
     try:
-        return local_gpu()
+        return local_gpu(device)
     except UnknownGpuError:  # measuring needs no row; only the utilisation is left out
         return None
 

@@ -3,7 +3,6 @@
 import csv
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from planner.errors import EnvironmentProblem, UnknownGpuError
 from planner.gpu import GpuSpec
 from planner.prices import all_prices, price_per_hour
 from planner.units import GIB, MIB
+from tests.fake_nvml import Card, nvml_module
 
 TABLE = list(csv.DictReader((Path(gpus.__file__).parent / "data" / "gpus.csv").read_text().splitlines()))
 
@@ -150,8 +150,7 @@ def test_local_gpu_takes_the_drivers_memory(monkeypatch: pytest.MonkeyPatch) -> 
     """A modified 48 GiB RTX 4090: the driver overrides the table."""
 
     def smi(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        assert "--id=0" in command
-        return subprocess.CompletedProcess(command, 0, stdout="NVIDIA GeForce RTX 4090, 49140\n", stderr="")
+        return subprocess.CompletedProcess(command, 0, stdout="GPU-1, NVIDIA GeForce RTX 4090, 49140, 0, [N/A]\n")
 
     monkeypatch.setattr(subprocess, "run", smi)
     spec = gpus.find_gpu("LOCAL")
@@ -184,7 +183,9 @@ def test_local_gpu_without_a_driver_is_an_environment_problem(
 
 
 @pytest.mark.usefixtures("no_nvml")
-@pytest.mark.parametrize("answer", ["", "\n", "No devices were found\n", "NVIDIA A100, [N/A]\n", "x,y,z"])
+@pytest.mark.parametrize(
+    "answer", ["", "\n", "No devices were found\n", "GPU-1, NVIDIA A100, [N/A], 0, Enabled\n", "v,x,y,z,w"]
+)
 def test_local_gpu_with_a_senseless_answer_is_an_environment_problem(
     monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
@@ -196,22 +197,95 @@ def test_local_gpu_with_a_senseless_answer_is_an_environment_problem(
 
 @pytest.mark.usefixtures("no_nvml")
 def test_local_gpu_that_the_table_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    completed = subprocess.CompletedProcess([], 0, stdout="NVIDIA GeForce GTX 1060, 6144\n", stderr="")
+    completed = subprocess.CompletedProcess([], 0, stdout="GPU-1, NVIDIA GeForce GTX 1060, 6144, 0, [N/A]\n", stderr="")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: completed)
     with pytest.raises(UnknownGpuError, match="GTX 1060"):
         gpus.local_gpu()
 
 
-def test_local_gpu_asks_nvml_first_and_the_visible_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = types.ModuleType("pynvml")
-    fake.NVMLError = RuntimeError  # type: ignore[attr-defined]
-    fake.nvmlInit = fake.nvmlShutdown = lambda: None  # type: ignore[attr-defined]
-    fake.nvmlDeviceGetHandleByIndex = lambda index: index  # type: ignore[attr-defined]
-    fake.nvmlDeviceGetName = lambda index: ["Tesla T4", b"NVIDIA H200"][index]  # type: ignore[attr-defined]
-    fake.nvmlDeviceGetMemoryInfo = lambda _: types.SimpleNamespace(total=143771 * MIB)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "pynvml", fake)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
-    assert gpus.local_gpu().key == "h200"
+T4 = Card("Tesla T4", "GPU-11110000-aaaa", 15360)
+H200 = Card("NVIDIA H200", "GPU-22220000-bbbb", 143771)
+
+
+def on_machine(monkeypatch: pytest.MonkeyPatch, *cards: Card, visible: str | None = None) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml_module(cards))
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+
+@pytest.mark.parametrize(
+    ("visible", "key"),
+    [
+        (None, "t4"),
+        ("1,0", "h200"),
+        ("GPU-22220000-bbbb", "h200"),
+        ("GPU-2222", "h200"),
+        ("GPU-1,1", "t4"),
+        ("1,-1,0", "h200"),
+    ],
+)
+def test_local_gpu_is_the_first_that_cuda_shows(monkeypatch: pytest.MonkeyPatch, visible: str | None, key: str) -> None:
+    """Before: a UUID chose the H200 and the T4 was planned; its beginning raised."""
+    on_machine(monkeypatch, T4, H200, visible=visible)
+    assert gpus.local_gpu().key == key
+
+
+def test_local_gpu_is_the_device_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_machine(monkeypatch, T4, H200)
+    assert gpus.local_gpu("cuda:1").key == "h200"
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "5", "GPU-3", "GPU-", "MIG-1"])
+def test_a_gpu_that_nothing_shows_is_never_replaced_by_another(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+    on_machine(monkeypatch, T4, H200, visible=visible)
+    with pytest.raises(EnvironmentProblem, match="does not exist") as error:
+        gpus.local_gpu()
+    assert f"CUDA_VISIBLE_DEVICES={visible}" in error.value.message
+
+
+@pytest.mark.parametrize("visible", [None, "0", "GPU-9", "MIG-small"])
+def test_local_gpu_plans_a_mig_slice_as_one(monkeypatch: pytest.MonkeyPatch, visible: str | None) -> None:
+    """Before: 1g.10gb was planned as 79 GiB. CUDA uses one slice, the first where none is named."""
+    whole = Card("NVIDIA H100 80GB HBM3", "GPU-9", 81559)
+    whole.sliced("1g.10gb", "MIG-small", 9984, sms=16).sliced("3g.40gb", "MIG-large", 40448, sms=60)
+    on_machine(monkeypatch, whole, visible=visible)
+    spec, full = gpus.local_gpu(), gpus.find_gpu("h100-sxm")
+    assert spec.key == "h100-sxm"
+    assert 9 * GIB < spec.memory_bytes < 9984 * MIB
+    assert spec.sm_count == 16
+    assert spec.bf16_flops_per_s == pytest.approx(full.bf16_flops_per_s * 16 / 132)
+    assert spec.memory_bandwidth_bytes_per_s == pytest.approx(full.memory_bandwidth_bytes_per_s * 9984 / 81559)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-large")
+    assert gpus.local_gpu().sm_count == 60
+
+
+def test_local_gpu_leaves_what_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A desktop holds 3 GiB: before, they were planned with. The driver's own reserve is no one's."""
+    card = Card("NVIDIA GeForce RTX 4090", "GPU-1", 24564)
+    on_machine(monkeypatch, card)
+    alone = gpus.local_gpu()
+    card.used = lambda: 3 * GIB
+    shared = gpus.local_gpu()
+    assert alone.memory_bytes - shared.memory_bytes == 3 * GIB
+    assert "3072 MiB that others hold" in shared.memory_basis
+    assert "others" not in alone.memory_basis
+
+
+@pytest.mark.usefixtures("no_nvml")
+@pytest.mark.parametrize(("visible", "key"), [(None, "t4"), ("1", "h200"), ("GPU-b", "h200"), ("GPU-a", "t4")])
+def test_nvidia_smi_answers_for_the_visible_gpu_too(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, key: str
+) -> None:
+    answer = "GPU-a1, Tesla T4, 15360, 4, [N/A]\nGPU-b2, NVIDIA H200, 143771, 3072, Disabled\n"
+    completed = subprocess.CompletedProcess([], 0, stdout=answer, stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: completed)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    spec = gpus.local_gpu()
+    assert spec.key == key
+    assert ("3072 MiB that others hold" in spec.memory_basis) == (key == "h200")
 
 
 def test_price_is_the_median_of_on_demand_prices() -> None:
