@@ -5,6 +5,7 @@ present one measures, also under runners of different programs. The lock ends wi
 that dies; what a killed process left on the device is waited for.
 """
 
+import contextlib
 import fcntl
 import os
 import tempfile
@@ -16,9 +17,14 @@ from pathlib import Path
 from planner.units import MIB
 from probes.environment import DeviceStatus, device_status
 
-QUIET_BYTES = 1024 * MIB
-"""A GPU with no process on it may still show this much in use (driver, persistence daemon, framebuffer)."""
+SHARED_BYTES = 1024 * MIB
+"""What somebody else may hold before speed and memory are no longer the machine's own: a desktop holds less."""
+RESTING_SLACK_BYTES = 16 * MIB
+"""Readings of an idle GPU differ by less than this; a process's context is thirty times as large."""
 STABLE_S = 1.0
+TEARDOWN_S = 5.0
+"""What is above the least ever seen at rest may be a predecessor's context, which the driver takes down last: only what
+stays this long is somebody else's."""
 CLEAN_WAIT_S = 15.0
 POLL_S = 0.05
 
@@ -90,9 +96,32 @@ def clean_turn(device: str, *, descriptor: int | None = None, read: ReadStatus =
     """The turn of a process whose lock is held already (`descriptor`, or its agent's), on a clean device."""
     if device == "cpu":
         return Turn(descriptor=descriptor, before=None)
-    before = wait_until_clean(device, read=read)
-    shared = before.used_bytes if before is not None and before.used_bytes > QUIET_BYTES else 0
+    resting = _read_resting(descriptor)
+    before = wait_until_clean(device, resting_bytes=resting, read=read)
+    if before is None:
+        return Turn(descriptor=descriptor, before=None)
+    if before.used_bytes != resting:
+        _write_resting(descriptor, before.used_bytes)
+    neighbours = bool(set(before.process_ids) - {os.getpid()})
+    shared = before.used_bytes if neighbours or before.used_bytes > SHARED_BYTES else 0
     return Turn(descriptor=descriptor, before=before, shared_bytes=shared)
+
+
+def _read_resting(descriptor: int | None) -> int | None:
+    """What the driver showed in use when the last probe of this device found it clean; the lock's file keeps it."""
+    if descriptor is None:
+        return None
+    try:
+        return int(os.pread(descriptor, 32, 0))
+    except (OSError, ValueError):
+        return None
+
+
+def _write_resting(descriptor: int | None, used_bytes: int) -> None:
+    if descriptor is not None:
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, str(used_bytes).encode(), 0)
 
 
 def lock_path(name: str) -> Path:
@@ -108,18 +137,26 @@ def _open_lock(name: str) -> int | None:
 
 
 def wait_until_clean(
-    device: str, *, limit_s: float = CLEAN_WAIT_S, stable_s: float = STABLE_S, read: ReadStatus = device_status
+    device: str, *, resting_bytes: int | None = None, limit_s: float = CLEAN_WAIT_S, read: ReadStatus = device_status
 ) -> DeviceStatus | None:
-    """The driver's view once nothing is on the device, or once what is there has stopped shrinking, at most `limit_s`.
+    """The driver's view once no more is in use than at rest, or once what is there has stopped shrinking, at most
+    `limit_s`.
 
-    The driver gives a killed process's memory back a little after the process is gone.
+    The driver gives a killed process's memory back a little after the process is gone, its context last. What stays is
+    waited for STABLE_S where nothing is known of this device, TEARDOWN_S where it was seen with less.
+
+    Args:
+        resting_bytes: what was in use when the device was last found clean.
     """
+    stable_s = STABLE_S if resting_bytes is None else TEARDOWN_S
     deadline = time.monotonic() + limit_s
     lowest, since = None, time.monotonic()
     while True:
         status = read(device)
         now = time.monotonic()
-        if status is None or status.used_bytes <= QUIET_BYTES or now >= deadline:
+        if status is None or now >= deadline:
+            return status
+        if resting_bytes is not None and status.used_bytes <= resting_bytes + RESTING_SLACK_BYTES:
             return status
         if lowest is None or status.used_bytes < lowest:
             lowest, since = status.used_bytes, now

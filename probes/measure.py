@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from planner.exporters.deepspeed import STAGES as ZERO_STAGES
+from planner.memory.optimizer import paged_bytes
 from planner.outcome import Measurement
 from planner.units import MIB, gib
 from probes.child import StatusPipe, limit_cpu_memory
@@ -37,6 +38,7 @@ from probes.stack.quantize import quantized_tensors
 from probes.stack.real_losses import loss_is_emulated
 from probes.stack.shards import fill_shards, shards_first, spread_on_meta, whole_quantized_bytes
 from probes.stack.spread import spread_model
+from probes.stack.step import Mark
 from probes.stack.zero import fill_partitions, make_zero_trainer, num_trained, partitions_first, zero_step
 from probes.topology import topology
 
@@ -165,7 +167,12 @@ class _DepthRunner:
             meter = CpuMeter(self.request.limits.cpu_clock, spread=self.crew.seat.size > 1)
         else:
             before = self.turn.before
-            meter = CudaMeter(self.request.device, self.resources, before.used_bytes if before is not None else None)
+            meter = CudaMeter(
+                self.request.device,
+                self.resources,
+                before.used_bytes if before is not None else None,
+                paged=self.request.setup.optimizer.startswith("paged-"),
+            )
         found = self._run(depth, meter, timed=timed)
         return replace(found, flags=(*found.flags, *self._clean()))  # after an exception the process ends anyway
 
@@ -217,10 +224,13 @@ class _DepthRunner:
                     meter.rebase()
             else:
                 step = partial(train_step, make_trainer(model, setup, optimizer, spread))
+            mark: Mark = meter.mark
+            if setup.optimizer.startswith("paged-") and device.type == "cuda":
+                mark = _only_what_is_free(meter.mark, optimizer, setup.optimizer, device)
             batches = [make_batch(setup, inner_model(model).config, device=device) for _ in range(_batches(request))]
             for number in range(1, request.limits.warmup_steps + 1):
                 self.status.progress(f"warming up {depth} layers, step {number} of {request.limits.warmup_steps}")
-                step(batches, meter.mark)
+                step(batches, mark)
         phase_peaks = meter.phase_peaks()
         times: tuple[float, ...] = ()
         is_settled = True
@@ -267,6 +277,27 @@ class _DepthRunner:
             lambda: crew.same(time.monotonic()),
             expected_step_s=first_s,
         )
+
+
+def _only_what_is_free(mark: Mark, optimizer: Any, name: str, device: torch.device) -> Mark:
+    """The marks, with a look before the first optimizer step: managed memory beyond what is free can hang a whole GPU,
+    so a paged optimizer whose states would begin to travel is not probed."""
+    trained = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+    wanted, looked = paged_bytes(trained, name), False
+
+    def careful(phase: str, layer: int | None = None) -> None:
+        nonlocal looked
+        if phase == "step" and not looked:
+            looked = True
+            free, _ = torch.cuda.mem_get_info(device)
+            if wanted > free:
+                raise UnsupportedProbe(
+                    f"{name} would keep {gib(wanted)} of states in managed memory where {gib(free)} are free: more "
+                    "than is free can hang the GPU, so paging itself is not probed"
+                )
+        mark(phase, layer)
+
+    return careful
 
 
 def _batches(request: ProbeRequest) -> int:

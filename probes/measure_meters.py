@@ -12,12 +12,17 @@ from typing import Any
 
 import torch
 
+from planner.driver import device_handle, nvml
 from planner.memory.types import PHASES
+from planner.memory.workspace import CONTEXT_BYTES
+from planner.units import MIB
 from probes.allocator.events import Alloc, Event, Free
 from probes.dryrun.tracker import ROUND_BYTES, Tracker, local
-from probes.environment import NvmlReader, nvml, nvml_handle
+from probes.environment import NvmlReader
 from probes.measure_timing import PHASE_OF_BUILDING
 
+MIN_CONTEXT_BYTES = 64 * MIB
+"""Less than any CUDA context with PyTorch's kernels takes: the reading before us held what is gone now."""
 BENCH_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 
 
@@ -154,15 +159,18 @@ class PhaseAccount:
 class CudaMeter(Meter):
     """PyTorch's statistics of one GPU, the driver's view through NVML, times from CUDA events."""
 
-    def __init__(self, device: str, resources: ExitStack, base_used_bytes: int | None) -> None:
+    def __init__(self, device: str, resources: ExitStack, base_used_bytes: int | None, *, paged: bool = False) -> None:
+        """With `paged` the optimizer's states are managed memory, which the driver counts and PyTorch does not."""
         self.device = device
+        self._paged = paged
+        self._context: int | None = None
         self._torch_device = torch.device(device)
         self._phase = PHASE_OF_BUILDING
         self._peaks = dict.fromkeys(PHASES, 0)
         self._flags: set[str] = set()
         self._base_used_bytes = base_used_bytes
         module = resources.enter_context(nvml())
-        self._nvml = NvmlReader(module, nvml_handle(module, device)) if module is not None else None
+        self._nvml = NvmlReader(module, device_handle(module, device)) if module is not None else None
         self.has_nvml = self._nvml is not None and base_used_bytes is not None
         torch.cuda.synchronize(self._torch_device)
         torch.cuda.empty_cache()
@@ -177,6 +185,8 @@ class CudaMeter(Meter):
         """Allocation happens on the host as operators are enqueued, so no synchronisation is needed here."""
         if phase == self._phase:
             return
+        if phase == "step" and self._paged and self._context is None:  # before the states exist
+            self._read_context()
         self._close_phase()
         self._phase = phase
 
@@ -197,11 +207,23 @@ class CudaMeter(Meter):
         return self._reserved
 
     def context_bytes(self) -> int:
+        """Where the driver does not tell, or tells less than any context has, the formula's figure stands in."""
+        if not self._paged:
+            self._read_context()
+        return CONTEXT_BYTES if self._context is None else self._context
+
+    def _read_context(self) -> None:
+        """What the driver shows beyond what was there before us and what PyTorch's allocator holds."""
         if self._nvml is None or self._base_used_bytes is None:
-            return 0
+            return
         torch.cuda.synchronize(self._torch_device)
         held = int(torch.cuda.memory_reserved(self._torch_device))
-        return max(0, self._nvml.used_bytes() - self._base_used_bytes - held)
+        found = self._nvml.used_bytes() - self._base_used_bytes - held
+        if found < MIN_CONTEXT_BYTES:
+            self._flags.add("context-unread")
+            self.has_nvml = False
+        else:
+            self._context = found
 
     def time_steps(self, step: Callable[[], object], num: int) -> list[float]:
         """Events between the steps, one synchronisation at the end: steps overlap with the host as in training."""

@@ -294,7 +294,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_wait_until_clean_waits_for_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     slept = looks(monkeypatch)
     readings = iter([status(9 << 30), status(5 << 30), status(2 << 30), status(0)])
-    assert device.wait_until_clean("cuda:0", read=lambda device: next(readings)) == status(0)
+    assert device.wait_until_clean("cuda:0", resting_bytes=0, read=lambda device: next(readings)) == status(0)
     assert len(slept) == 3
 
 
