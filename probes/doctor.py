@@ -172,91 +172,38 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-_TORCH_SCRIPT = """
-import json, sys
-facts = {"problems": {}}
-def attempt(name, work):
-    try:
-        facts[name] = work()
-    except Exception as error:
-        facts[name] = None
-        facts["problems"][name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-def cuda():
-    import torch
-    facts["torch"], facts["built_for"] = torch.__version__, torch.version.cuda or torch.version.hip or ""
-    if not torch.cuda.is_available():
-        return []
-    found = []
-    for index in range(torch.cuda.device_count()):
-        p = torch.cuda.get_device_properties(index)
-        (torch.ones(64, 64, device=f"cuda:{index}") @ torch.ones(64, 64, device=f"cuda:{index}")).sum().item()
-        found.append({"name": p.name, "capability": [p.major, p.minor], "memory_bytes": p.total_memory})
-    return found
-def device():
-    import torch
-    return "cuda" if torch.cuda.is_available() else "cpu"
-def bf16():
-    import torch
-    if not torch.cuda.is_available():
-        return None
-    return bool(torch.cuda.get_device_capability()[0] >= 8)
-def nf4():
-    import torch, bitsandbytes as bnb
-    where = device()
-    weight = torch.randn(256, 256, device=where, dtype=torch.bfloat16)
-    packed, state = bnb.functional.quantize_4bit(weight, quant_type="nf4")
-    back = bnb.functional.dequantize_4bit(packed, state)
-    return float((back - weight).abs().mean() / weight.abs().mean()) < 0.2
-def adam8bit():
-    import torch, bitsandbytes as bnb
-    parameter = torch.nn.Parameter(torch.randn(64, 128, device=device()))
-    optimizer = bnb.optim.AdamW8bit([parameter], lr=1e-3)
-    before = parameter.detach().clone()
-    parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    return bool((parameter.detach() != before).any())
-def flash():
-    import torch, flash_attn
-    if not torch.cuda.is_available():
-        return False
-    q = torch.randn(1, 64, 4, 64, device="cuda", dtype=torch.bfloat16)
-    return list(flash_attn.flash_attn_func(q, q, q, causal=True).shape) == [1, 64, 4, 64]
-def ranks():
-    import torch.distributed as dist
-    if not dist.is_available():
-        return {}
-    found = {"gloo": dist.is_gloo_available(), "nccl": ""}
-    if dist.is_nccl_available():
-        import torch.cuda.nccl
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
-checks = (("gpus", cuda), ("bf16", bf16), ("nf4", nf4), ("adam8bit", adam8bit), ("flash", flash), ("ranks", ranks))
-for name, work in checks:
-    attempt(name, work)
-print("DOCTOR" + json.dumps(facts))
-"""
-
-
 def ask_torch(run: Callable[..., Any] = subprocess.run) -> dict[str, Any]:
-    """What torch, bitsandbytes and flash-attn really do here, tried in a child: a broken kernel may crash it."""
+    """What torch, Triton, bitsandbytes and flash-attn really do here (`probes.doctor_torch`), tried in a child: a kernel
+    may crash it, a driver hang it. What it had found by then counts."""
+    facts: dict[str, Any] = {"problems": {}, "seconds": {}}
+    problem = ""
     try:
         done = run(
-            python_argv("-c", _TORCH_SCRIPT),
-            env=child_environment(),
+            python_argv("-m", "probes.doctor_torch"),
             capture_output=True,
             text=True,
             timeout=TORCH_CHECK_S,
             check=False,
             stdin=subprocess.DEVNULL,
+            env=child_environment(),
         )
-    except subprocess.TimeoutExpired:
-        return {"problems": {"gpus": f"no answer within {TORCH_CHECK_S:.0f} s: the driver hangs"}}
-    for line in done.stdout.splitlines():
+        output = done.stdout
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+            problem = f"the check ended with status {done.returncode}: {last[:300]}"
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
+        problem = f"no answer within {TORCH_CHECK_S:.0f} s: the driver hangs"
+    for line in output.splitlines():
         if line.startswith("DOCTOR"):
-            facts: dict[str, Any] = json.loads(line.removeprefix("DOCTOR"))
-            return facts
-    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-    return {"problems": {"gpus": f"the check ended with status {done.returncode}: {last[:300]}"}}
+            told = json.loads(line.removeprefix("DOCTOR"))
+            for name in ("problems", "seconds"):
+                facts[name].update(told.pop(name, {}))
+            facts.update(told)
+    if problem:
+        checks = ("gpus", "bf16", "triton", "nf4", "adam8bit", "flash", "ranks") if facts.get("gpus") else ("gpus",)
+        facts["problems"].update({name: problem for name in checks if name not in facts["seconds"]})
+    return facts
 
 
 def torch_findings(facts: dict[str, Any]) -> Iterator[Finding]:
@@ -271,13 +218,15 @@ def torch_findings(facts: dict[str, Any]) -> Iterator[Finding]:
         yield Finding(name="torch on the GPU", level="ok", text=text, facts={"gpus": gpus})
     else:
         built = facts.get("built_for", "")
+        said = facts.get("driver_says", "")
         if "gpus" in problems:
             text, mend = problems["gpus"], "update the driver, or install a torch built for the driver's CUDA version"
         elif facts.get("torch") and not built:
             text = f"torch {facts['torch']} is a build without CUDA"
             mend = "install a CUDA build: https://pytorch.org/get-started/locally/ (the dry run works without)"
         else:
-            text, mend = "torch finds no GPU", "check nvidia-smi and CUDA_VISIBLE_DEVICES"
+            text = "torch finds no GPU" + (f": {said}" if said else "")
+            mend = "check nvidia-smi and CUDA_VISIBLE_DEVICES; install a torch built for the driver's CUDA version"
         yield Finding(name="torch on the GPU", level="missing", text=text, mend=mend)
     if facts.get("bf16") is not None:
         yield Finding(
@@ -286,14 +235,24 @@ def torch_findings(facts: dict[str, Any]) -> Iterator[Finding]:
             text="runs on the hardware" if facts["bf16"] else "emulated: slow on this GPU",
             mend="" if facts["bf16"] else "use --precision fp16-mixed or fp16-autocast",
         )
-    where = "on the GPU" if gpus else "on the CPU"
-    for key, name, purpose in (("nf4", "bitsandbytes NF4", "QLoRA"), ("adam8bit", "bitsandbytes AdamW 8-bit", "8-bit")):
+    kernels = (
+        (
+            "triton",
+            "Triton",
+            "install a C compiler (gcc): liger-kernel and trl's chunked loss need Triton",
+        ),
+        ("nf4", "bitsandbytes NF4", "pip install -U bitsandbytes (only QLoRA setups need it)"),
+        ("adam8bit", "bitsandbytes AdamW 8-bit", "pip install -U bitsandbytes (only 8-bit setups need it)"),
+    )
+    for key, name, mend in kernels:
         works = bool(facts.get(key))
+        untried = problems.get(key, "wrong results" if gpus else "kernels are tried on a GPU only")
         yield Finding(
             name=name,
-            level="ok" if works else "warning",
-            text=f"kernels work {where}" if works else problems.get(key, "wrong results"),
-            mend="" if works else f"pip install -U bitsandbytes (only {purpose} setups need it)",
+            level="ok" if works or not gpus else "warning",
+            text=f"kernels work on the GPU ({facts.get('seconds', {}).get(key, 0):.1f} s)" if works else untried,
+            mend="" if works or not gpus else mend,
+            facts={"seconds": facts.get("seconds", {}).get(key)},
         )
     works = bool(facts.get("flash"))
     yield Finding(

@@ -18,13 +18,14 @@ from planner.outcome import FailureKind
 CUDA_ERROR_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
 
 _OOM_TEXT = re.compile(
-    r"CUDA out of memory"
-    r"|CUDA error: out of memory"
+    r"(?:CUDA|HIP) out of memory"
+    r"|(?:CUDA|HIP) (?:driver )?error: out of memory"  # "driver": expandable segments map pages through the driver
+    r"|Triton Error \[(?:CUDA|HIP)\]: out of memory"
+    r"|Cuda failure (?:\d+ )?'out of memory'|Failed to CUDA (?:calloc|malloc)"  # NCCL
     r"|cudaErrorMemoryAllocation"
     r"|DefaultCPUAllocator: (?:not enough memory|can't allocate memory)"
-    r"|CUBLAS_STATUS_ALLOC_FAILED"
-    r"|CUDNN_STATUS_ALLOC_FAILED"
-    r"|HIP out of memory"
+    r"|CU[A-Z]+_STATUS_ALLOC_FAILED|CUDNN_STATUS_INTERNAL_ERROR_(?:DEVICE|HOST)_ALLOCATION_FAILED"
+    r"|CUBLAS_STATUS_NOT_INITIALIZED"  # a handle's own memory; a driver that does not work fails long before
     r"|std::bad_alloc"
     r"|Error out of memory at line"  # bitsandbytes' own check, which ends the process
     r"|Cannot allocate memory"
@@ -44,6 +45,7 @@ _MACHINE_TEXT = re.compile(
 )
 _UNSUPPORTED_TEXT = re.compile(
     r"not implemented for '|no kernel image is available|No available kernel|does not support|is not supported"
+    r"|out of resource: |Failed to find C compiler"  # Triton: a kernel too large for the card, no compiler here
     r"|only supports|requires compute capability|FlashAttention2 has been toggled on, but it cannot be used"
 )
 # What a rank says when another one is late, and what it says when another one is gone. The texts of gloo
@@ -106,6 +108,8 @@ def classify_exception(error: BaseException) -> tuple[FailureKind, str]:
     if any(_is_out_of_memory(one) for one in exception_chain(error)):
         return FailureKind.OUT_OF_MEMORY, message
     if isinstance(error, (UnsupportedProbe, NotImplementedError, ImportError, PlannerError)):
+        return FailureKind.UNSUPPORTED, message
+    if type(error).__name__ == "OutOfResources":  # triton.runtime.errors, a plain Exception
         return FailureKind.UNSUPPORTED, message
     if isinstance(error, (RuntimeError, ValueError)) and _UNSUPPORTED_TEXT.search(str(error)):
         return FailureKind.UNSUPPORTED, message

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from planner.cli.app import run
-from probes import doctor
+from probes import doctor, doctor_torch
 
 
 @pytest.mark.slow
@@ -67,9 +67,55 @@ def test_torch_that_sees_a_gpu_is_reported_with_its_facts() -> None:
     by_name = {one.name: one for one in doctor.torch_findings(facts)}
     assert "capability 9.0, 150.00 GiB" in by_name["torch on the GPU"].text
     assert by_name["bf16"].level == "ok"
-    assert by_name["bitsandbytes NF4"].text == "kernels work on the GPU"
+    assert by_name["bitsandbytes NF4"].text.startswith("kernels work on the GPU")
     assert by_name["bitsandbytes AdamW 8-bit"].text == "RuntimeError: no kernel"
     assert by_name["flash-attn"].level == "warning"
+
+
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver"
+GPU = '"gpus": [{"name": "NVIDIA H200", "capability": [9, 0], "memory_bytes": 1}]'
+
+
+def test_what_torch_says_about_the_driver_is_shown() -> None:
+    """NVML answers, torch cannot use the driver: before, "torch finds no GPU" was all."""
+    answer = done(stdout=f'DOCTOR{{"torch": "2.11", "built_for": "13.0", "gpus": [], "driver_says": "{TOO_OLD}"}}')
+    found = next(doctor.torch_findings(doctor.ask_torch(answer)))
+    assert found.level == "missing"
+    assert TOO_OLD in found.text
+
+
+@pytest.mark.parametrize(
+    ("code", "stderr", "hung"), [(-11, "Segmentation fault", False), (0, "", True)], ids=["crash", "hang"]
+)
+def test_a_check_that_kills_or_hangs_the_child_loses_nothing_before_it(code: int, stderr: str, hung: bool) -> None:
+    lines = [
+        f'DOCTOR{{"torch": "2.11", "built_for": "13.0", {GPU}, "seconds": {{"gpus": 1}}}}',
+        'DOCTOR{"bf16": true, "seconds": {"bf16": 0.1}}',
+        'DOCTOR{"problems": {"triton": "RuntimeError: Failed to find C compiler"}, "seconds": {"triton": 0.2}}',
+    ]
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        if hung:
+            raise subprocess.TimeoutExpired("python", 1.0, output="\n".join(lines).encode())
+        return subprocess.CompletedProcess(args, code, "\n".join(lines), stderr)
+
+    by_name = {one.name: one for one in doctor.torch_findings(doctor.ask_torch(answer))}
+    assert by_name["torch on the GPU"].level == "ok"
+    assert by_name["bf16"].level == "ok"
+    assert by_name["Triton"].text == "RuntimeError: Failed to find C compiler"
+    assert "gcc" in by_name["Triton"].mend
+    words = "driver hangs" if hung else "Segmentation fault"
+    assert words in by_name["bitsandbytes NF4"].text
+
+
+def test_the_childs_checks_are_told_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """On this machine: no GPU, no kernel is tried, and bitsandbytes is not imported for nothing."""
+    doctor_torch.main()
+    lines = [json.loads(line.removeprefix("DOCTOR")) for line in capsys.readouterr().out.splitlines()]
+    assert [list(one["seconds"]) for one in lines] == [["gpus"], ["ranks"]]
+    assert lines[0]["torch"] == torch.__version__
+    broken = doctor_torch.tell(doctor_torch.triton)
+    assert "triton" in broken["problems"]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,45 @@ def test_memory_that_runs_out_while_building_says_that_nothing_was_trained(error
     assert type(error).__name__ in message
 
 
+OOM_TEXTS = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB",
+    "Triton Error [CUDA]: out of memory",
+    "CUDA driver error: out of memory",
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+    "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error\nncclUnhandledCudaError: Call to "
+    "CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
+    "Last error:\nFailed to CUDA calloc async 608 bytes",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+    "HIP out of memory. Tried to allocate 2.00 GiB",
+)
+
+
+@pytest.mark.parametrize("text", OOM_TEXTS)
+def test_every_librarys_word_for_a_refused_allocation(text: str) -> None:
+    assert classify_exception(RuntimeError(text))[0] is FailureKind.OUT_OF_MEMORY
+    assert classify_exit(1, f"Traceback\nRuntimeError: {text}\n", oom_killed=False)[0] is FailureKind.OUT_OF_MEMORY
+
+
+class OutOfResources(Exception):
+    """As triton.runtime.errors names it."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OutOfResources(
+            "out of resource: shared memory, Required: 262144, Hardware limit: 232448. Reducing block sizes"
+        ),
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable or set triton.knobs"),
+    ],
+)
+def test_a_kernel_that_cannot_be_built_here_is_unsupported(error: Exception) -> None:
+    assert classify_exception(error)[0] is FailureKind.UNSUPPORTED
+
+
 MACHINE_TEXTS = (
     "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and installed a driver from https",
     "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver",

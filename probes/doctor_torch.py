@@ -1,0 +1,130 @@
+"""What torch, Triton, bitsandbytes and flash-attn really do on this machine. Run as a child by `probes.doctor`.
+
+One line "DOCTOR {JSON}" for every check, as soon as it is done: a kernel that kills the process loses only what comes
+after it.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+
+def gpus() -> dict[str, Any]:
+    """torch's version and build, what it says about the driver, and every GPU on which a product runs."""
+    import torch
+
+    facts: dict[str, Any] = {"torch": torch.__version__, "built_for": torch.version.cuda or torch.version.hip or ""}
+    facts["rocm"] = bool(torch.version.hip)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        available = torch.cuda.is_available()
+    facts["driver_says"] = "; ".join(str(one.message).strip() for one in said)
+    facts["gpus"] = []
+    for index in range(torch.cuda.device_count() if available else 0):
+        one = torch.cuda.get_device_properties(index)
+        where = f"cuda:{index}"
+        (torch.ones(64, 64, device=where) @ torch.ones(64, 64, device=where)).sum().item()
+        found = {"name": one.name, "capability": [one.major, one.minor], "memory_bytes": one.total_memory}
+        facts["gpus"].append(found)
+    return facts
+
+
+def bf16() -> dict[str, Any]:
+    """Whether 16-bit products run on the hardware."""
+    import torch
+
+    return {"bf16": bool(torch.cuda.get_device_capability()[0] >= 8)}
+
+
+def triton() -> dict[str, Any]:
+    """Whether Triton compiles and runs a kernel: it needs a C compiler and a driver, and many libraries need it."""
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache  # compiled here and now, not found from last week
+        import torch
+
+        from probes.doctor_kernel import double
+
+        values = torch.arange(64, device="cuda", dtype=torch.float32)
+        out = torch.empty_like(values)
+        double[(1,)](values, out, size=64)
+        return {"triton": bool((out == 2 * values).all())}
+
+
+def nf4() -> dict[str, Any]:
+    """Whether 4-bit weights come back as they went, nearly."""
+    import bitsandbytes as bnb
+    import torch
+
+    weight = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
+    packed, state = bnb.functional.quantize_4bit(weight, quant_type="nf4")
+    back = bnb.functional.dequantize_4bit(packed, state)
+    return {"nf4": float((back - weight).abs().mean() / weight.abs().mean()) < 0.2}
+
+
+def adam8bit() -> dict[str, Any]:
+    """Whether an 8-bit optimizer moves a weight."""
+    import bitsandbytes as bnb
+    import torch
+
+    parameter = torch.nn.Parameter(torch.randn(64, 128, device="cuda"))
+    optimizer = bnb.optim.AdamW8bit([parameter], lr=1e-3)
+    before = parameter.detach().clone()
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return {"adam8bit": bool((parameter.detach() != before).any())}
+
+
+def flash() -> dict[str, Any]:
+    """Whether flash-attn's kernel runs."""
+    import flash_attn
+    import torch
+
+    q = torch.randn(1, 64, 4, 64, device="cuda", dtype=torch.bfloat16)
+    return {"flash": list(flash_attn.flash_attn_func(q, q, q, causal=True).shape) == [1, 64, 4, 64]}
+
+
+def ranks() -> dict[str, Any]:
+    """Through what the ranks of a job would speak."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return {"ranks": {}}
+    found = {"gloo": dist.is_gloo_available(), "nccl": ""}
+    if dist.is_nccl_available():
+        import torch.cuda.nccl
+
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return {"ranks": found}
+
+
+NEED_GPU: tuple[Callable[[], dict[str, Any]], ...] = (bf16, triton, nf4, adam8bit, flash)
+
+
+def tell(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """One check's line; an error is its answer."""
+    started = time.perf_counter()
+    try:
+        facts = check()
+    except Exception as error:  # whatever a library raises is what the doctor wants to know
+        facts = {"problems": {check.__name__: f"{type(error).__name__}: {error}".splitlines()[0][:300]}}
+    facts["seconds"] = {check.__name__: round(time.perf_counter() - started, 2)}
+    sys.stdout.write("DOCTOR" + json.dumps(facts) + "\n")
+    sys.stdout.flush()
+    return facts
+
+
+def main() -> None:
+    """Every check that this machine allows; bitsandbytes alone takes ten seconds to import, for nothing on a CPU."""
+    found = tell(gpus)
+    for check in NEED_GPU if found.get("gpus") else ():
+        tell(check)
+    tell(ranks)
+
+
+if __name__ == "__main__":
+    main()
