@@ -173,8 +173,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def ask_torch(run: Callable[..., Any] = subprocess.run) -> dict[str, Any]:
-    """What torch, Triton, bitsandbytes and flash-attn really do here (`probes.doctor_torch`), tried in a child: a kernel
-    may crash it, a driver hang it. What it had found by then counts."""
+    """What torch, Triton, bitsandbytes and flash-attn really do here (`probes.doctor_torch`), tried in a child: it may
+    crash or hang, and what it had found by then counts."""
     facts: dict[str, Any] = {"problems": {}, "seconds": {}}
     problem = ""
     try:

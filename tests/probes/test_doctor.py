@@ -108,6 +108,7 @@ def test_a_check_that_kills_or_hangs_the_child_loses_nothing_before_it(code: int
     assert words in by_name["bitsandbytes NF4"].text
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU all checks run")
 def test_the_childs_checks_are_told_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
     """On this machine: no GPU, no kernel is tried, and bitsandbytes is not imported for nothing."""
     doctor_torch.main()
