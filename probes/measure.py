@@ -29,7 +29,8 @@ from probes.environment import read_environment
 from probes.failures import MachineFault, UnsupportedProbe, building
 from probes.measure_depth import Depths, choose_depths
 from probes.measure_meters import CpuMeter, CudaMeter, Meter, copy_bandwidth
-from probes.measure_timing import DepthRun, extend, miss_fraction, timed_until_settled
+from probes.measure_reserved import reserved_gap
+from probes.measure_timing import DepthRun, Extended, extend, miss_fraction, timed_until_settled
 from probes.ranks import Seat, seat_of
 from probes.request import ProbeRequest
 from probes.stack import build_model, inner_model, load_config, make_batch, make_optimizer, make_trainer, train_step
@@ -43,6 +44,8 @@ from probes.stack.zero import fill_partitions, make_zero_trainer, num_trained, p
 from probes.topology import topology
 
 ACCUMULATION_TIMED = (1, 3)
+FITS_MARGIN = 1.2
+"""The full depth is run for its memory where even a fifth more than the line says would fit."""
 LEFTOVER_BYTES = 16 * MIB
 """More than this still allocated between two depths would be counted in the next one's peak."""
 PARAMETER_STEPS_NOTE = "accumulation timed at 1 and 3 micro-batches and extended"
@@ -175,6 +178,31 @@ class _DepthRunner:
             )
         found = self._run(depth, meter, timed=timed)
         return replace(found, flags=(*found.flags, *self._clean()))  # after an exception the process ends anyway
+
+    def whole(self, depth: int, extended: Extended) -> DepthRun | None:
+        """The memory of the full depth, run without timing where it will fit; None on the CPU (whose reserved memory is
+        what is allocated), for a job of several ranks, and where it may not fit."""
+        if self.request.device == "cpu" or self.crew.seat.size > 1:
+            return None
+        device = torch.device(self.request.device)
+        free, total = torch.cuda.mem_get_info(device)
+        available = free + torch.cuda.memory_reserved(device)
+        if self.request.limits.memory_fraction is not None:
+            available = min(available, int(total * self.request.limits.memory_fraction))
+        if extended.reserved_bytes * FITS_MARGIN > available:
+            return None
+        return self.run(depth, timed=False)
+
+    def reserved(self, extended: Extended, depth: int | None) -> tuple[int, str]:
+        """(reserved peak at `depth` layers (None: all), how it was found): live tensors by the line, what the allocator
+        holds beyond them by replaying the dry run there."""
+        if self.request.device == "cpu" or self.crew.seat.size > 1:
+            return extended.reserved_bytes, "memory extended linearly"
+        capability = torch.cuda.get_device_capability(torch.device(self.request.device))
+        gap = reserved_gap(self.request.config, self.request.setup, capability, depth)
+        if gap is None:
+            return extended.reserved_bytes, "memory extended linearly (the dry run cannot follow this setup)"
+        return extended.allocated_bytes + gap, "live memory extended linearly, reserved by replaying the dry run"
 
     def _clean(self) -> tuple[str, ...]:
         """Gives the depth's memory back, so that the next one is measured alone; flags what stays."""
@@ -340,15 +368,23 @@ def _assemble(request: ProbeRequest, depths: Depths, runner: _DepthRunner, bandw
         if full.layer_s <= 0:
             flags.add("unstable")
             notes.append("the longer model was not slower than the shorter one: step times are noise")
-        if depths.check is not None:
-            check = runner.run(depths.check, timed=False)
-            runs.append(check)
-            error = miss_fraction(extend(short, long, check.depth).allocated_bytes, check.allocated_bytes)
+        whole = runner.whole(depths.full, full) if request.check_depth else None
+        if whole is not None:
+            runs.append(whole)
+            error = miss_fraction(full.allocated_bytes, whole.allocated_bytes)
+            phases, reserved, context = whole.phase_peaks_bytes, whole.reserved_bytes, whole.context_bytes
+            memory = f"memory of all {depths.full} layers measured"
+        else:
+            phases, context = full.phase_peaks_bytes, full.context_bytes
+            if depths.check is not None:
+                check = runner.run(depths.check, timed=False)
+                runs.append(check)
+                error = _worst_miss(extend(short, long, check.depth), check, runner)
+            reserved, memory = runner.reserved(full, None)
         notes.append(
-            f"{depths.short} and {depths.long} of {depths.full} layers measured, "
-            f"{full.layer_s * 1000:.3f} ms per layer, extended linearly"
+            f"{depths.short} and {depths.long} of {depths.full} layers timed, "
+            f"{full.layer_s * 1000:.3f} ms per layer, extended linearly; {memory}"
         )
-        phases, reserved, context = full.phase_peaks_bytes, full.reserved_bytes, full.context_bytes
         times = full.step_times_s
     else:
         only = runner.run(depths.full, timed=True)
@@ -392,6 +428,16 @@ def _assemble(request: ProbeRequest, depths: Depths, runner: _DepthRunner, bandw
         device_peak_is_nvml=all(run.nvml for run in runs),
         copy_bandwidth_bytes_per_s=bandwidth or None,
     )
+
+
+def _worst_miss(extended: Extended, check: DepthRun, runner: _DepthRunner) -> float:
+    """How far the extension missed a third depth, in what is allocated or in what is reserved."""
+    reserved, _ = runner.reserved(extended, check.depth)
+    misses = (
+        miss_fraction(extended.allocated_bytes, check.allocated_bytes),
+        miss_fraction(reserved, check.reserved_bytes),
+    )
+    return max(misses, key=abs)
 
 
 def _device_notes(request: ProbeRequest, turn: Turn, device_bytes: int, flags: set[str], notes: list[str]) -> None:

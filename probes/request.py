@@ -71,7 +71,8 @@ class ProbeRequest:
         config: the raw `config.json` (weights are random; nothing is downloaded).
         depths: () for two truncated depths chosen by the layer pattern, (0,) for full depth, else the depths to run;
             with two or more the figures are extended linearly to the full depth.
-        check_depth: with truncation, run a third depth too and report how far the extension missed it.
+        check_depth: with truncation, take memory from the full depth where that fits, else run a third depth and report
+            how far the extension missed it.
         device: "cuda:0" or "cpu".
         gpu_key: row of the GPU table that the device is, recorded with the environment.
     """

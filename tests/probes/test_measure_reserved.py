@@ -1,0 +1,140 @@
+"""Reserved memory at full depth: measured where it fits, else replayed; a straight line is wrong for it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from planner.outcome import Prediction
+from planner.setup import TrainSetup
+from planner.units import GIB, MIB
+from probes import measure as measuring
+from probes.child import StatusPipe
+from probes.crew import crew_of
+from probes.device import Turn
+from probes.dryrun.api import report_for_config
+from probes.measure_depth import Depths
+from probes.measure_reserved import reserved_gap
+from probes.measure_timing import DepthRun, extend
+from probes.ranks import Seat
+from probes.request import ProbeRequest
+from probes.stack import load_config, truncated_config
+
+LAYERS = 16
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+FULL = TrainSetup(method="full", lora_rank=0, precision="bf16-pure", optimizer="adamw", seq_len_tokens=2048)
+HOPPER = (9, 0)
+CONTEXT = 500 * MIB
+
+
+def dry(depth: int) -> Prediction:
+    config = truncated_config(load_config(CONFIG), depth).to_dict()
+    found = report_for_config(config, HOPPER, FULL, expandable_segments=True)
+    assert hasattr(found, "prediction"), found
+    prediction: Prediction = found.prediction
+    return prediction
+
+
+def run_at(depth: int) -> DepthRun:
+    """What a GPU would show at this depth, by the allocator's model."""
+    found = dry(depth)
+    return DepthRun(
+        depth=depth,
+        phase_peaks_bytes=found.phase_peaks_bytes,
+        reserved_bytes=found.peak_reserved_bytes,
+        context_bytes=CONTEXT,
+        step_times_s=(0.01 * depth,),
+    )
+
+
+class Runs(measuring._DepthRunner):
+    """Depths that the allocator's model answers instead of a GPU."""
+
+    def run(self, depth: int, *, timed: bool) -> DepthRun:
+        self.asked.append((depth, timed))
+        found = run_at(depth)
+        return found if timed else replace(found, step_times_s=())
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> Callable[..., Any]:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free_bytes, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: HOPPER)
+    properties = type("P", (), {"total_memory": 80 * GIB})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
+    request = ProbeRequest(model_id="m", config=CONFIG, setup=FULL, device="cuda:0")
+
+    def assemble() -> Any:
+        with crew_of(Seat(), "cpu", 10.0) as crew:
+            runner = Runs(
+                request=request,
+                status=StatusPipe(None),
+                turn=Turn(descriptor=None, before=None),
+                crew=crew,
+                devices=("cuda:0",),
+                resources=None,  # type: ignore[arg-type]
+            )
+            runner.asked = []  # type: ignore[attr-defined]
+            return measuring._assemble(request, Depths(full=LAYERS, short=2, long=4, check=6), runner, 0.0), runner
+
+    return assemble
+
+
+def test_a_line_is_wrong_for_what_the_allocator_reserves() -> None:
+    """What the rest of this file is for."""
+    line = extend(run_at(2), run_at(4), LAYERS)
+    truth = dry(LAYERS)
+    assert line.allocated_bytes == pytest.approx(truth.peak_allocated_bytes, rel=1e-4)
+    assert abs(line.reserved_bytes / truth.peak_reserved_bytes - 1) > 0.005
+
+
+def test_memory_is_measured_at_full_depth_where_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, runner = on_a_gpu(monkeypatch, 79 * GIB)()
+    truth = dry(LAYERS)
+    assert runner.asked == [(2, True), (4, True), (LAYERS, False)]
+    assert found.peak_reserved_bytes == truth.peak_reserved_bytes
+    assert found.peak_device_bytes == truth.peak_reserved_bytes + CONTEXT
+    assert found.phase_peaks_bytes == dict(truth.phase_peaks_bytes)
+    assert found.step_time_s == pytest.approx(0.01 * LAYERS)
+    assert found.layers_measured == (2, 4, LAYERS)
+    assert "memory of all 16 layers measured" in found.notes[0]
+
+
+def test_where_full_depth_does_not_fit_reserved_is_replayed_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, runner = on_a_gpu(monkeypatch, 2 * GIB)()
+    truth = dry(LAYERS)
+    assert runner.asked == [(2, True), (4, True), (6, False)]
+    assert found.peak_reserved_bytes == pytest.approx(truth.peak_reserved_bytes, rel=1e-4)
+    assert found.extrapolation_error_fraction == pytest.approx(0.0, abs=1e-4)
+    assert "reserved by replaying" in found.notes[0]
+
+
+def test_a_third_depth_that_reserves_otherwise_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, only live tensors were compared at the third depth."""
+    assemble = on_a_gpu(monkeypatch, 2 * GIB)
+    real = run_at
+
+    def fragmented(depth: int) -> DepthRun:
+        found = real(depth)
+        return replace(found, reserved_bytes=round(found.reserved_bytes * 1.25)) if depth == 6 else found
+
+    monkeypatch.setitem(globals(), "run_at", fragmented)
+    found, _ = assemble()
+    assert found.extrapolation_error_fraction == pytest.approx(1 / 1.25 - 1, abs=0.01)
+
+
+def test_a_setup_that_the_dry_run_cannot_follow_has_no_gap() -> None:
+    assert reserved_gap({"model_type": "nobody"}, FULL, HOPPER) is None
