@@ -1,5 +1,6 @@
 """What the measuring commands share: the store's place, the device, executors, and a line of progress on stderr."""
 
+import importlib.util
 import os
 import sys
 import time
@@ -31,6 +32,16 @@ Slurm = Annotated[
     Path | None, typer.Option("--slurm", help="Run as cluster jobs through submitit; its folder (shared).")
 ]
 Partition = Annotated[str | None, typer.Option("--partition", help="Slurm partition (with --slurm).")]
+
+
+def needs_search() -> None:
+    """Refuses to begin a search that cannot run.
+
+    Raises:
+        EnvironmentProblem: a library of the search is missing (a bare GPU machine).
+    """
+    if importlib.util.find_spec("optuna") is None:
+        raise EnvironmentProblem("a search needs optuna, which is not installed", hint="pip install 'optuna>=5,<6'")
 
 
 def default_store_path() -> Path:

@@ -70,6 +70,7 @@ def tune(
 
     Call it again to go on where it stopped.
     """
+    probing.needs_search()
     from planner.cli.campaign import parse_budget
     from planner.cli.output import console, print_json
     from planner.models.resolve import resolve_model
@@ -135,15 +136,16 @@ def on_this_machine(wish: Workload) -> None:
 
 
 def climb_probe(plan: Plan) -> Plan:
-    """The plan after GPU probes of its finalists (search over measured tokens/s); as it is where this machine has fewer
-    GPUs than were asked for, and why on stderr."""
-    if plan.workload.num_gpus > 1:
-        try:
+    """The plan after GPU probes of its finalists (search over measured tokens/s); as it is where this machine lacks the
+    search's library or has fewer GPUs than were asked for, and why on stderr."""
+    try:
+        probing.needs_search()
+        if plan.workload.num_gpus > 1:
             on_this_machine(plan.workload)
             probing.job_devices(None, plan.workload.num_gpus)
-        except (EnvironmentProblem, UsageError) as error:
-            print(f"no probes: {error.message}", file=sys.stderr)
-            return plan
+    except (EnvironmentProblem, UsageError) as error:
+        print(f"no probes: {error.message} ({error.hint})", file=sys.stderr)
+        return plan
     return tune_plan(plan)
 
 

@@ -38,8 +38,10 @@ def library_versions() -> tuple[tuple[str, str], ...]:
 
 def default_directory() -> Path:
     """Where dry runs are kept: the user's cache directory."""
-    from platformdirs import user_cache_path
-
+    try:
+        from platformdirs import user_cache_path
+    except ImportError:  # a bare GPU machine
+        return Path.home() / ".cache" / "finetune-planner" / "dry-run"
     return user_cache_path("finetune-planner") / "dry-run"
 
 

@@ -1,8 +1,10 @@
 """Flags for several GPUs: what they mean, what contradicts, and that nothing typed ends in a traceback."""
 
+import importlib.util
 import inspect
 import json
 import random
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 
 from planner.cli.app import run
 from planner.cli.make import make
-from planner.cli.probing import local_link
+from planner.cli.probing import default_store_path, local_link
 from planner.cli.spread import PARALLELS, one_setup, spread_fields
 from planner.cli.tune import tune
 from planner.cli.which_cluster import parse_deadline
@@ -21,6 +23,7 @@ from planner.gpus import find_gpu
 from planner.plan import Plan
 from planner.setup import PARALLELS as FIELD_VALUES
 from planner.setup import TrainSetup
+from probes.dryrun.cache import default_directory
 from probes.topology import Topology
 
 FAST = ["--no-dry-run", "--attention", "sdpa", "--loss", "chunked", "--optimizer", "adamw-fused"]
@@ -404,3 +407,22 @@ def test_plan_on_this_machines_gpus_climbs_to_probes(monkeypatch: pytest.MonkeyP
     assert [plan.workload.num_gpus for plan in climbed] == [2]
     assert run([*words, "--no-probe"]) == 0
     assert len(climbed) == 1
+
+
+def test_a_machine_without_the_searchs_library_plans_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The bare machine with a GPU: before, both died with a traceback from an import."""
+    real = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "optuna" else real(name, *rest))
+    monkeypatch.setitem(sys.modules, "platformdirs", None)
+    monkeypatch.setattr("planner.cli.make.resolve_gpu", lambda name: find_gpu("rtx-4090"))
+    assert run(["Qwen/Qwen2.5-1.5B", "--gpu", "local", "--method", "lora", *FAST]) == 0
+    assert "no probes: a search needs optuna" in capsys.readouterr().err
+    assert run(["tune", "Qwen/Qwen2.5-1.5B", "--gpu", "rtx-4090"]) == 3
+    found = capsys.readouterr().err
+    assert "optuna" in found
+    assert "hint: pip install" in found
+    assert default_directory().name == "dry-run"
+    monkeypatch.delenv("FINETUNE_PLANNER_STORE", raising=False)
+    assert default_store_path().name == "measurements.jsonl"
