@@ -59,7 +59,7 @@ def test_only_probes_imports_torch(package: str) -> None:
 
 
 OWN = ("planner", *SIBLINGS, "tests", "tools", "benchmarks")
-OPTIONAL = {"deepspeed", "liger_kernel", "triton"}
+OPTIONAL = {"deepspeed", "flash_attn", "liger_kernel", "triton"}
 """Used where a user's machine has them, and planned for or said to be missing where it has not."""
 NAMED_OTHERWISE = {"sklearn": ["scikit-learn"]}
 """What is not installed for the tests cannot be asked for its distribution."""
