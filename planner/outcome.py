@@ -86,6 +86,8 @@ class Measurement:
             counted), None when not measured.
         rank_peaks: with several GPUs, (name, number of ranks, device peak in bytes) of every rank, worst first; the
             figures above are then those of the worst rank, the step times those of the slowest.
+        kernels: names of the kernels that one step of the shortest depth ran, those that took longest first; empty on
+            the CPU.
     """
 
     rung: Rung
@@ -104,6 +106,7 @@ class Measurement:
     device_peak_is_nvml: bool = True
     copy_bandwidth_bytes_per_s: float | None = None
     rank_peaks: tuple[tuple[str, int, int], ...] = ()
+    kernels: tuple[str, ...] = ()
 
     @property
     def step_time_s(self) -> float:
@@ -142,6 +145,7 @@ class ProbeFailure:
     kind: FailureKind
     message: str
     log_path: str | None = None
+    log_tail: str = ""
 
 
 Evidence = Prediction | Measurement | ProbeFailure

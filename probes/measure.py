@@ -28,6 +28,7 @@ from probes.device import Turn, clean_turn, take_turn
 from probes.environment import read_environment
 from probes.failures import MachineFault, UnsupportedProbe, building
 from probes.measure_depth import Depths, choose_depths
+from probes.measure_kernels import attention_backend, kernels_of_step
 from probes.measure_meters import CpuMeter, CudaMeter, Meter, copy_bandwidth
 from probes.measure_reserved import reserved_gap
 from probes.measure_timing import DepthRun, Extended, extend, miss_fraction, timed_until_settled
@@ -157,6 +158,7 @@ class _DepthRunner:
     crew: Crew
     devices: tuple[str, ...]
     resources: ExitStack
+    profiled: bool = False
 
     @cached_property
     def trained(self) -> int:
@@ -261,10 +263,14 @@ class _DepthRunner:
                 step(batches, mark)
         phase_peaks = meter.phase_peaks()
         times: tuple[float, ...] = ()
+        kernels: tuple[str, ...] = ()
         is_settled = True
         if timed:
             self.status.progress(f"timing {depth} layers")
             times, is_settled = self._time(meter, lambda num: lambda: step(batches[:num]))
+            if device.type == "cuda" and self.crew.seat.size == 1 and not self.profiled:
+                self.profiled = True
+                kernels = kernels_of_step(lambda: step(batches[:1]))
         found = DepthRun(
             depth=depth,
             phase_peaks_bytes=phase_peaks,
@@ -274,6 +280,7 @@ class _DepthRunner:
             settled=is_settled,
             flags=tuple(sorted(meter.flags())),
             nvml=meter.has_nvml,
+            kernels=kernels,
         )
         if job is not None:
             job.engine.destroy()  # it is held by its own hooks
@@ -402,6 +409,9 @@ def _assemble(request: ProbeRequest, depths: Depths, runner: _DepthRunner, bandw
             flags.add("unstable")
     if setup.accumulation_steps > request.limits.max_accumulation:
         notes.append(PARAMETER_STEPS_NOTE)
+    kernels = next((run.kernels for run in runs if run.kernels), ())
+    if kernels and setup.attention == "sdpa":
+        notes.append(f"attention ran on SDPA's {attention_backend(kernels)} backend")
     _device_notes(request, runner.turn, reserved + context, flags, notes)
     if shards_first(setup) and setup.quantized:
         model = build_model(request.config, setup, device="meta", attention=attention_name(request))
@@ -427,6 +437,7 @@ def _assemble(request: ProbeRequest, depths: Depths, runner: _DepthRunner, bandw
         notes=tuple(notes),
         device_peak_is_nvml=all(run.nvml for run in runs),
         copy_bandwidth_bytes_per_s=bandwidth or None,
+        kernels=kernels,
     )
 
 

@@ -27,24 +27,29 @@ def timed_until_settled(
 ) -> tuple[tuple[float, ...], bool]:
     """(seconds of every step, whether they settled), by the rule of `Limits`.
 
-    Steps run in windows; a window is cut short when the time left would not hold it, but one step always runs.
+    Steps run in windows; a window is cut short when the time left would not hold it, but one step always runs. Of steps
+    so long that two windows do not fit into the time, a window has fewer. Medians that agree count once the steps have
+    taken `min_measure_s` (half of the cap where that is less): few short steps may agree by chance.
 
     Args:
         expected_step_s: the last warm-up step's time, to size the first window.
     """
     started = clock()
     times: list[float] = []
+    enough_s = min(limits.min_measure_s, limits.measure_s / 2)
+    window = limits.window_steps
+    if expected_step_s > 0:
+        window = min(window, max(1, int(limits.measure_s / 2 / expected_step_s)))
     while True:
-        step_s = median(times[-limits.window_steps :]) if times else expected_step_s
+        step_s = median(times[-window:]) if times else expected_step_s
         left_s = limits.measure_s - (clock() - started)
-        room = min(limits.max_steps - len(times), int(left_s / step_s) if step_s > 0 else limits.window_steps)
+        room = min(limits.max_steps - len(times), int(left_s / step_s) if step_s > 0 else window)
+        agree = settled(times, window, limits.stable_fraction)
+        if agree and (sum(times) >= enough_s or room < 1):
+            return tuple(times), True
         if times and room < 1:
             return tuple(times), False
-        times.extend(run_steps(max(1, min(limits.window_steps, room))))
-        if settled(times, limits.window_steps, limits.stable_fraction):
-            return tuple(times), True
-        if len(times) >= limits.max_steps:
-            return tuple(times), False
+        times.extend(run_steps(max(1, min(window, room))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +71,7 @@ class DepthRun:
     settled: bool = True
     flags: tuple[str, ...] = ()
     nvml: bool = False
+    kernels: tuple[str, ...] = ()
 
     @property
     def allocated_bytes(self) -> int:

@@ -39,6 +39,7 @@ RANK_GRACE_S = 10.0
 """After the first rank failed (or the result was delivered) the others and torchrun may still say what they know."""
 MAX_LOG_BYTES = 256 * MIB
 LOG_TAIL_BYTES = 16 * 1024
+KEPT_TAIL_CHARS = 2000
 KILL_WAIT_S = 15.0
 POLL_S = 0.5
 START_LIMIT_S = 300.0
@@ -86,7 +87,8 @@ def run_probe(
         ) from error
     outcome = _run_child(request, paths, tuple(argv), on_progress, stop)
     if isinstance(outcome, ProbeFailure):
-        return replace(outcome, log_path=str(paths.log) if paths.log.exists() else None)
+        tail = read_tail(paths.log)[-KEPT_TAIL_CHARS:]  # the log itself stays behind on a lent machine
+        return replace(outcome, log_path=str(paths.log) if paths.log.exists() else None, log_tail=tail)
     _remove_directory(paths)
     return outcome
 

@@ -352,9 +352,9 @@ def test_child_runs_with_the_allocator_of_the_launch_files(monkeypatch: pytest.M
     for name in names:
         monkeypatch.delenv(name, raising=False)
     written = environment(None)
-    assert {name: runner.child_environment()[name] for name in names} == written
+    assert {name: runner.probe_environment()[name] for name in names} == written
     monkeypatch.setenv(names[1], "backend:native")
-    assert {runner.child_environment()[name] for name in names} == {"backend:native"}
+    assert {runner.probe_environment()[name] for name in names} == {"backend:native"}
 
 
 def test_starting_has_a_limit_of_its_own_and_is_the_machines_fault(tmp_path: Path, clock: Clock) -> None:
