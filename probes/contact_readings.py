@@ -1,0 +1,288 @@
+"""Raw readings of a GPU that was never seen: `python -m probes.contact_readings NAME`, one JSON line per reading.
+
+What the meters, the classifier and the device's turn assume, measured by itself: what the driver shows for allocations of
+known size, how long a killed process's memory stays, the words of every library for a refused allocation, which SDPA
+backend runs. Recorded once, they can be replayed for ever.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from planner.driver import device_handle, nvml
+from planner.units import GIB, MIB
+from probes.children import child_environment, python_argv
+from probes.environment import child_settings
+from probes.failures import classify_exception
+from probes.measure_kernels import attention_backend, kernels_of_step
+
+DEVICE = "cuda:0"
+TEARDOWN_S = 6.0
+SAMPLE_S = 0.01
+ATTENTION_SHAPES = ((4, 32, 2048, 64), (4, 32, 2048, 128), (1, 32, 8192, 128))
+"""[seqs, heads, tokens, head size]."""
+LEFT_FREE_BYTES = 2 * MIB
+
+Reading = dict[str, Any]
+
+
+def driver_view() -> Reading:
+    """Both of NVML's forms of memory in use, and the processes that it lists."""
+    with nvml() as module:
+        if module is None:
+            return {}
+        handle = device_handle(module, DEVICE)
+        first = module.nvmlDeviceGetMemoryInfo(handle)
+        found: Reading = {"used_bytes": int(first.used), "total_bytes": int(first.total)}
+        try:
+            second = module.nvmlDeviceGetMemoryInfo(handle, version=module.nvmlMemory_v2)
+            found |= {"v2_used_bytes": int(second.used), "v2_reserved_bytes": int(second.reserved)}
+            listed = module.nvmlDeviceGetComputeRunningProcesses(handle)
+            found["processes"] = [[int(one.pid), int(one.usedGpuMemory or 0)] for one in listed]
+        except (module.NVMLError, TypeError, AttributeError):
+            pass
+        return found
+
+
+def torch_view() -> Reading:
+    """What PyTorch says of the device."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "allocated_bytes": torch.cuda.memory_allocated(),
+        "reserved_bytes": torch.cuda.memory_reserved(),
+        "free_bytes": free,
+        "torch_total_bytes": total,
+    }
+
+
+def known() -> Iterator[Reading]:
+    """Allocations of known size against the driver's view: before CUDA, with a context, with libraries, and grown."""
+    yield {"step": "before torch", **driver_view()}
+    import torch
+
+    torch.cuda.init()
+    torch.zeros(1, device=DEVICE)
+    yield {"step": "context", **driver_view(), **torch_view()}
+    left = torch.ones(1024, 1024, device=DEVICE, dtype=torch.bfloat16)
+    (left @ left).sum().item()
+    yield {"step": "cublas", **driver_view(), **torch_view()}
+    held = []
+    for size in (64 * MIB, GIB, 5 * GIB):
+        held.append(torch.empty(size, dtype=torch.uint8, device=DEVICE))
+        torch.cuda.synchronize()
+        yield {"step": "allocated", "asked_bytes": size, **driver_view(), **torch_view()}
+    held.clear()
+    torch.cuda.empty_cache()
+    yield {"step": "given back", **driver_view(), **torch_view()}
+
+
+def hold() -> Iterator[Reading]:
+    """Takes 4 GiB, says so and waits to be killed."""
+    import torch
+
+    kept = torch.empty(4 * GIB, dtype=torch.uint8, device=DEVICE)
+    torch.cuda.synchronize()
+    yield {"step": "holding", "bytes": kept.numel()}
+    time.sleep(600)
+
+
+def teardown() -> Iterator[Reading]:
+    """The driver's view every 10 ms after a process that held 4 GiB was killed."""
+    rest = driver_view()
+    child = subprocess.Popen(
+        python_argv("-m", "probes.contact_readings", "hold"), stdout=subprocess.PIPE, env=environment(), text=True
+    )
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+        full = driver_view()
+    finally:
+        child.send_signal(signal.SIGKILL)
+    killed = time.perf_counter()
+    samples = []
+    while time.perf_counter() - killed < TEARDOWN_S:
+        samples.append([round(time.perf_counter() - killed, 4), driver_view().get("used_bytes")])
+        time.sleep(SAMPLE_S)
+    child.wait()
+    yield {"step": "teardown", "rest": rest, "full": full, "samples": changes(samples)}
+
+
+def changes(samples: list[list[Any]]) -> list[list[Any]]:
+    """The samples at which the value changed, and the last."""
+    kept = [one for index, one in enumerate(samples) if index == 0 or one[1] != samples[index - 1][1]]
+    return kept if not samples or kept[-1] is samples[-1] else [*kept, samples[-1]]
+
+
+def _fill() -> list[Any]:
+    """Takes nearly all that is free, in blocks that halve."""
+    import torch
+
+    held, size = [], 8 * GIB
+    while size >= LEFT_FREE_BYTES:
+        try:
+            held.append(torch.empty(size, dtype=torch.uint8, device=DEVICE))
+        except torch.OutOfMemoryError:
+            size //= 2
+    return held
+
+
+def _oom_torch() -> None:
+    import torch
+
+    torch.empty(1 << 46, dtype=torch.uint8, device=DEVICE)
+
+
+def _oom_cublas() -> None:
+    import torch
+
+    left = torch.ones(512, 512, device=DEVICE, dtype=torch.bfloat16)
+    held = _fill()
+    (left @ left).sum().item()
+    del held
+
+
+def _oom_attention() -> None:
+    import torch
+
+    q = torch.randn(1, 8, 512, 128, device=DEVICE, dtype=torch.bfloat16)
+    held = _fill()
+    torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().item()
+    del held
+
+
+def _oom_triton() -> None:
+    import torch
+
+    from probes.doctor_kernel import double
+
+    values = torch.ones(64, device=DEVICE)
+    held = _fill()
+    double[(1,)](values, torch.empty_like(values), size=64)
+    torch.cuda.synchronize()
+    del held
+
+
+def _oom_bitsandbytes() -> None:
+    import bitsandbytes as bnb
+    import torch
+
+    weight = torch.randn(4096, 4096, device=DEVICE, dtype=torch.bfloat16)
+    held = _fill()
+    bnb.functional.quantize_4bit(weight, quant_type="nf4")
+    torch.cuda.synchronize()
+    del held
+
+
+REFUSALS: dict[str, Callable[[], None]] = {
+    "torch": _oom_torch,
+    "cublas": _oom_cublas,
+    "attention": _oom_attention,
+    "triton": _oom_triton,
+    "bitsandbytes": _oom_bitsandbytes,
+}
+
+
+def refusal(name: str) -> Iterator[Reading]:
+    """What one library says where it gets no memory, and what the classifier makes of it."""
+    try:
+        REFUSALS[name]()
+    except Exception as error:  # the error is the reading
+        kind, _ = classify_exception(error)
+        text = str(error)[:1500]
+        yield {
+            "step": name,
+            "type": f"{type(error).__module__}.{type(error).__name__}",
+            "text": text,
+            "kind": kind.value,
+        }
+    else:
+        yield {"step": name, "type": "", "text": "it had enough", "kind": ""}
+
+
+def refusals() -> Iterator[Reading]:
+    """Every library's word for a refused allocation, each in a process of its own."""
+    for name in REFUSALS:
+        yield from _child(f"refusal:{name}", 40.0)
+
+
+def attention() -> Iterator[Reading]:
+    """Which SDPA backend runs forward and backward, and how long each takes."""
+    import torch
+
+    for shape in ATTENTION_SHAPES:
+        q, k, v = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+
+        def step(q: Any = q, k: Any = k, v: Any = v) -> None:
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+        step()
+        names = kernels_of_step(step)
+        started = time.perf_counter()
+        for _ in range(10):
+            step()
+        torch.cuda.synchronize()
+        seconds = (time.perf_counter() - started) / 10
+        yield {
+            "step": list(shape),
+            "backend": attention_backend(names),
+            "seconds": seconds,
+            "kernels": list(names[:12]),
+        }
+
+
+def rates() -> Iterator[Reading]:
+    """Matmul and copy rates and issue time."""
+    from probes.microbench import microbenchmark
+
+    yield microbenchmark(DEVICE)
+
+
+READINGS: dict[str, Callable[[], Iterator[Reading]]] = {
+    "known": known,
+    "teardown": teardown,
+    "refusals": refusals,
+    "attention": attention,
+    "rates": rates,
+    "hold": hold,
+}
+
+
+def environment() -> dict[str, str]:
+    """As a probe's child."""
+    return {**child_environment(), **child_settings(), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+def _child(name: str, limit_s: float) -> list[Reading]:
+    """The readings of another process of this module; how it ended where it brought none."""
+    command = python_argv("-m", "probes.contact_readings", name)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, env=environment())
+    except subprocess.TimeoutExpired:
+        return [{"reading": name, "problem": f"no answer within {limit_s:g} s"}]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode != 0:
+        found.append({"reading": name, "problem": f"status {done.returncode}", "log": done.stderr[-1500:]})
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    """Prints one reading's lines."""
+    name, _, part = arguments[0].partition(":")
+    found = refusal(part) if name == "refusal" else READINGS[name]()
+    for one in found:
+        sys.stdout.write(json.dumps({"reading": arguments[0], **one}) + "\n")
+        sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)  # as a probe's child: tearing a full device down may hang
