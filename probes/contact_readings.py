@@ -1,7 +1,7 @@
 """Raw readings of a GPU that was never seen: `python -m probes.contact_readings NAME`, one JSON line per reading.
 
-What the meters, the classifier and the device's turn assume, measured by itself: what the driver shows for allocations of
-known size, how long a killed process's memory stays, the words of every library for a refused allocation, which SDPA
+What the meters, the classifier and the device's turn assume, measured by itself: what the driver shows for allocations
+of known size, how long a killed process's memory stays, every library's words for a refused allocation, which SDPA
 backend runs. Recorded once, they can be replayed for ever.
 """
 
