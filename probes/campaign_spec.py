@@ -11,6 +11,7 @@ from planner.inputs import number, whole
 from planner.interchange import setup_from_dict
 from planner.readers.loading import parse_yaml, read_bounded
 from planner.setup import TrainSetup
+from planner.units import GIB
 from probes.request import Limits
 
 MAX_MICRO_BATCH = 1024
@@ -25,7 +26,7 @@ _BLOCK_KEYS = {
     "micro_batch",
     "depths",
     "why",
-    "memory_fraction",
+    "memory_gib",
     "check_depth",
 }
 _TOP_KEYS = {"name", "gpu", "limits", "blocks", "output"}
@@ -106,9 +107,9 @@ def _chains(block: Mapping[str, Any], limits: Limits, where: str) -> tuple[list[
     if not isinstance(models, list) or not models:
         raise ConfigError(f"{where} names no models", hint="models: [Qwen/Qwen2.5-0.5B]")
     depths = _depths(block.get("depths", "truncated"), where)
-    if block.get("memory_fraction") is not None:
+    if block.get("memory_gib") is not None:
         try:
-            limits = replace(limits, memory_fraction=number(block["memory_fraction"], "memory_fraction"))
+            limits = replace(limits, memory_bytes=int(number(block["memory_gib"], "memory_gib") * GIB))
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from error
     chains, impossible = [], 0

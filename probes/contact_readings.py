@@ -273,7 +273,9 @@ def _child(name: str, limit_s: float) -> list[Reading]:
 
 
 def main(arguments: list[str]) -> int:
-    """Prints one reading's lines."""
+    """Prints one reading's lines: NAME [DEVICE]."""
+    global DEVICE
+    DEVICE = arguments[1] if len(arguments) > 1 else DEVICE
     name, _, part = arguments[0].partition(":")
     found = refusal(part) if name == "refusal" else READINGS[name]()
     for one in found:

@@ -57,7 +57,7 @@ def fingerprint(request: ProbeRequest, environment: Environment) -> str:
             "environment": fingerprint_environment(environment, spread=request.num_ranks > 1),
             "rung": request.rung.value,
             "depths": list(request.depths),
-            "memory_fraction": request.limits.memory_fraction,
+            "memory_bytes": request.limits.memory_bytes,
             "cpu_memory_bytes": request.limits.cpu_memory_bytes,
             "cpu_clock": request.limits.cpu_clock,
         },

@@ -116,8 +116,10 @@ def _claim_device(request: ProbeRequest, seat: Seat, status: StatusPipe) -> Turn
     if index >= torch.cuda.device_count():
         raise MachineFault(f"{request.device} does not exist: this machine has {torch.cuda.device_count()} GPU(s)")
     torch.cuda.set_device(index)
-    if request.limits.memory_fraction is not None:
-        torch.cuda.set_per_process_memory_fraction(request.limits.memory_fraction, index)
+    allowed = request.limits.allocator_bytes
+    if allowed is not None:
+        total = torch.cuda.get_device_properties(index).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), index)
     return turn
 
 
@@ -187,10 +189,11 @@ class _DepthRunner:
         if self.request.device == "cpu" or self.crew.seat.size > 1:
             return None
         device = torch.device(self.request.device)
-        free, total = torch.cuda.mem_get_info(device)
+        free, _ = torch.cuda.mem_get_info(device)
         available = free + torch.cuda.memory_reserved(device)
-        if self.request.limits.memory_fraction is not None:
-            available = min(available, int(total * self.request.limits.memory_fraction))
+        allowed = self.request.limits.allocator_bytes
+        if allowed is not None:
+            available = min(available, allowed)
         if extended.reserved_bytes * FITS_MARGIN > available:
             return None
         return self.run(depth, timed=False)
@@ -467,7 +470,7 @@ def _device_notes(request: ProbeRequest, turn: Turn, device_bytes: int, flags: s
         flags.add("loss-emulated")
         notes.append(f"loss {setup.loss!r} ran as this project's own kernels: memory is right, speed is not")
     total = torch.cuda.get_device_properties(torch.device(request.device)).total_memory
-    total = int(total * (request.limits.memory_fraction or 1.0))
+    total = min(total, request.limits.memory_bytes or total)
     if device_bytes > total:
         flags.add("beyond-device")
         notes.append("at full depth this needs more memory than the device has")

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from planner.errors import ConfigError, UsageError
 from planner.interchange import setup_from_dict, setup_to_dict
+from planner.memory.workspace import CONTEXT_BYTES
 from planner.outcome import Rung
 from planner.outputs import write_whole
 from planner.setup import TrainSetup
@@ -36,7 +37,7 @@ class Limits:
         warmup_steps: at least 2 (the optimizer makes its state in the first).
         max_accumulation: with more micro-batches per step than this, one and three are timed and the rest is added at
             the difference (memory stops growing at two).
-        memory_fraction: `torch.cuda.set_per_process_memory_fraction`, lets a large card stand in for a small one.
+        memory_bytes: of a smaller card that this one stands in for; the allocator gets what the CUDA context leaves.
         cpu_memory_bytes: what a child on the CPU backend may map beyond its imports (RLIMIT_AS), its "card size".
         cpu_clock: "wall", or "process" to time the CPU backend in the process's own CPU seconds (a busy machine).
     """
@@ -49,7 +50,7 @@ class Limits:
     max_steps: int = 40
     stable_fraction: float = 0.01
     max_accumulation: int = 4
-    memory_fraction: float | None = None
+    memory_bytes: int | None = None
     cpu_memory_bytes: int | None = None
     cpu_clock: str = "wall"
 
@@ -62,8 +63,13 @@ class Limits:
             raise UsageError(f"max_steps must hold two windows of {self.window_steps} steps, got {self.max_steps}")
         if self.cpu_clock not in ("wall", "process"):
             raise UsageError(f"cpu_clock must be 'wall' or 'process', got {self.cpu_clock!r}")
-        if self.memory_fraction is not None and not 0.0 < self.memory_fraction <= 1.0:
-            raise UsageError(f"memory_fraction must be in (0, 1], got {self.memory_fraction}")
+        if self.memory_bytes is not None and self.memory_bytes <= CONTEXT_BYTES:
+            raise UsageError(f"memory_bytes must leave room beside a CUDA context, got {self.memory_bytes}")
+
+    @property
+    def allocator_bytes(self) -> int | None:
+        """What PyTorch may reserve on the stand-in; None: all there is."""
+        return None if self.memory_bytes is None else self.memory_bytes - CONTEXT_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -233,7 +233,7 @@ class Seeds:
                 "name": "b", "models": [MODEL, {"model_type": "llama", "hidden_size": 64}], "micro_batch": [1, 2],
                 "base": {"method": "lora", "lora_rank": 8},
                 "grid": {"attention": ["sdpa", "eager"], "seq_len_tokens": [512]},
-                "variants": [{"optimizer": "adamw"}], "depths": "truncated", "why": "x", "memory_fraction": 0.5,
+                "variants": [{"optimizer": "adamw"}], "depths": "truncated", "why": "x", "memory_gib": 24,
             }],
         }  # fmt: skip
         self.script = (

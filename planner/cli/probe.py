@@ -141,7 +141,7 @@ def _memory_limit(memory_gib: float | None, device: str, card: Any) -> dict[str,
         raise UsageError(
             f"--memory-gib {memory_gib:g} is more than this GPU has ({gib(total)})", hint="leave it out, or give less"
         )
-    return {"memory_fraction": memory_gib * GIB / total} if total else {}
+    return {"memory_bytes": int(memory_gib * GIB)}
 
 
 def exit_code(outcome: Measurement | ProbeFailure) -> int:

@@ -334,7 +334,7 @@ def test_fingerprint_names_what_matters_and_nothing_else() -> None:
         fingerprint(request(config={"model_type": "llama", "hidden_size": 3}), environment),
         fingerprint(request(depths=(0,)), environment),
         fingerprint(request(rung=Rung.CONFIRM), environment),
-        fingerprint(request(limits=Limits(memory_fraction=0.5)), environment),
+        fingerprint(request(limits=Limits(memory_bytes=24 << 30)), environment),
         fingerprint(request(), replace(environment, gpu_name="another")),
         fingerprint(request(), replace(environment, libraries={**environment.libraries, "torch": "9.9"})),
     ]
