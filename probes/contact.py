@@ -7,8 +7,8 @@ made again on another machine with the kept files, goes on where it stopped. Eve
 torch, driver, NF4 or Triton do not work, it ends at once with exit 3.
 
     python -m probes.contact 2 --out OUT --budget 540     results in OUT, at most eight files
-    python -m probes.contact plan --gpu h200               what each call would do and take, on any machine
     python -m probes.contact 2 --out OUT --rehearse        the same jobs on the CPU with a tiny model
+    python -m probes.contact_plan h200                     what each call would do and take
 """
 
 import argparse
@@ -271,21 +271,15 @@ def bring(kept: Kept, earlier: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """One call, or what the calls would take."""
+    """One call."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("call", choices=["1", "2", "3", "4", "plan"])
+    parser.add_argument("call", choices=["1", "2", "3", "4"])
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "out")) / "contact")
     parser.add_argument("--work", type=Path, default=Path("out") / "contact-work", help="kept on a warm machine")
     parser.add_argument("--earlier", type=Path, default=ROOT / "benchmarks" / "data" / "contact")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds of this call")
     parser.add_argument("--rehearse", action="store_true")
-    parser.add_argument("--gpu", default="h200", help="for plan: row of the GPU table")
     args = parser.parse_args(arguments)
-    if args.call == "plan":
-        from probes.contact_plan import planned_lines
-
-        print("\n".join(planned_lines(args.gpu)))
-        return 0
     if args.budget <= GIVE_UP_S:
         print(f"--budget must be above {GIVE_UP_S:g} s", file=sys.stderr)
         return EXIT_BAD_INPUT

@@ -1,5 +1,7 @@
 """What a first contact would take: a clock that plays GPU times, by the formula's steps and stated assumptions."""
 
+import sys
+
 from planner.gpu import GpuSpec
 from planner.gpus import find_gpu
 from planner.models.resolve import resolve_model
@@ -91,3 +93,7 @@ def planned_lines(gpu_name: str) -> list[str]:
                 minutes += job.limit_s / 60
         rows.append(f"| {call} | **all** | | **at most {minutes:.1f}** | | |")
     return rows
+
+
+if __name__ == "__main__":
+    print("\n".join(planned_lines(sys.argv[1] if len(sys.argv) > 1 else "h200")))
