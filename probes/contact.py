@@ -23,8 +23,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from planner.children import ROOT, child_environment, python_argv
 from planner.errors import EXIT_BAD_INPUT, EXIT_ENVIRONMENT
-from probes.children import ROOT, child_environment, python_argv
 from probes.environment import child_settings
 
 CAMPAIGNS = ROOT / "campaigns"

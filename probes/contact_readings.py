@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from planner.children import child_environment, python_argv
 from planner.driver import device_handle, nvml
 from planner.units import GIB, MIB
-from probes.children import child_environment, python_argv
 from probes.environment import child_settings
 from probes.failures import classify_exception
 from probes.measure_kernels import attention_backend, kernels_of_step

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from planner.children import child_environment, python_argv
-from planner.units import GIB, gib
-from probes.environment import device_status, library_versions, nvml, nvml_handle
 from planner.driver import device_handle, nvml
+from planner.units import GIB, gib
 from probes.environment import device_status, library_versions
 from probes.executors import local_devices
 from probes.topology import topology
