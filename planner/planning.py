@@ -13,6 +13,7 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from planner.choices.precisions import PRECISIONS
 from planner.decision.alternatives import alternatives
 from planner.decision.candidates import candidate, communication_share
 from planner.decision.facts import NODES, Facts, Walks, add_spreads, best_spread, merged, walk_stages
@@ -127,7 +128,7 @@ def _only(
     meant for who asks for it."""
     narrowed = {**values, "method": methods}
     if methods == ("full",) and "precision" not in workload.fixed and "method" not in workload.fixed:
-        narrowed["precision"] = tuple(one for one in values["precision"] if one.endswith("-mixed"))
+        narrowed["precision"] = tuple(one for one in values["precision"] if PRECISIONS[one].wide_weights)
     return narrowed
 
 

@@ -10,10 +10,11 @@ from operator import attrgetter
 from typing import Any, Self
 
 from planner.choices.optimizers import OPTIMIZERS as _OPTIMIZERS
+from planner.choices.precisions import PRECISIONS as _PRECISIONS
 from planner.errors import SetupError
 
 METHODS = ("full", "lora", "qlora")
-PRECISIONS = ("fp32", "bf16-pure", "bf16-autocast", "bf16-mixed", "fp16-autocast", "fp16-mixed")
+PRECISIONS = tuple(name for name, row in _PRECISIONS.items() if row.offered)
 """fp32; bf16-pure: bf16 weights, no autocast; bf16-autocast: bf16 weights under autocast; bf16-mixed: fp32 weights
 under autocast; fp16-autocast: frozen fp16 weights under autocast with loss scaling (adapters only: a scaler cannot
 unscale fp16 gradients); fp16-mixed: fp32 weights under fp16 autocast with loss scaling."""
@@ -176,7 +177,7 @@ class TrainSetup:
             )
         if self.lora_rank != 0:
             raise SetupError(f"method 'full' has no LoRA rank, got {self.lora_rank}", hint="leave --rank out")
-        if self.precision == "fp16-autocast":
+        if not _PRECISIONS[self.precision].trains_weights:
             raise SetupError(
                 "method 'full' cannot train fp16 weights: the loss scaler cannot unscale fp16 gradients",
                 hint="use --precision fp16-mixed (fp32 weights under fp16 autocast)",
@@ -205,24 +206,17 @@ class TrainSetup:
     @property
     def autocast_dtype(self) -> str | None:
         """ "bf16" or "fp16" under autocast, else None."""
-        return {
-            "bf16-autocast": "bf16",
-            "bf16-mixed": "bf16",
-            "fp16-autocast": "fp16",
-            "fp16-mixed": "fp16",
-        }.get(self.precision)
+        return _PRECISIONS[self.precision].autocast
 
     @property
     def weight_dtype(self) -> str:
         """Data type of weights that are not quantized, before any k-bit cast: "fp32", "bf16" or "fp16"."""
-        kinds = {"fp32": "fp32", "bf16-mixed": "fp32", "fp16-mixed": "fp32", "fp16-autocast": "fp16"}
-        kinds["fp16-pure"] = "fp16"  # no setup of a user's: how FSDP2 and DeepSpeed compute (planner.engines.base)
-        return kinds.get(self.precision, "bf16")
+        return _PRECISIONS[self.precision].weights
 
     @property
     def compute_dtype(self) -> str:
         """Data type of matrix multiplications: "fp32", "bf16" or "fp16"."""
-        return self.autocast_dtype or self.weight_dtype
+        return _PRECISIONS[self.precision].compute
 
     @property
     def resolved_adapter_dtype(self) -> str:

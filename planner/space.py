@@ -11,6 +11,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from planner.choices.optimizers import PLANNED_OPTIMIZERS
+from planner.choices.precisions import PRECISIONS, precision_of
 from planner.engines import engine_of, why_not
 from planner.errors import SetupError, UsageError
 from planner.expressed import branches_as_run, variants_as_run
@@ -86,10 +87,11 @@ def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
     """
     gpu, fixed = workload.gpu, workload.fixed
     half = "bf16" if gpu.bf16 else "fp16"
+    pairs = ((half, half), (half, None), ("fp32", half))
     floor = workload.min_rank
     values: dict[str, tuple[Any, ...]] = {
         "method": METHODS,
-        "precision": (f"{half}-autocast", *(("bf16-pure",) if half == "bf16" else ()), f"{half}-mixed"),
+        "precision": tuple(name for types in pairs if PRECISIONS[name := precision_of(*types)].offered),
         "quantization": ("none", "int8", "nf4", "nf4-double"),
         "kbit_fp32_cast": (False, True),
         "lora_rank": tuple(rank for rank in (floor, 2 * floor) if rank <= 4096) or (floor,),
@@ -136,14 +138,14 @@ def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Itera
             continue
         ranks = (0,) if method == "full" else values["lora_rank"]
         for precision in values["precision"]:
-            mixed = precision.endswith("-mixed")
-            if not asked_precision and method != "full" and mixed:
+            row = PRECISIONS[precision]
+            if not asked_precision and method != "full" and row.wide_weights:
                 continue
             if (
                 not asked_precision
                 and method == "full"
-                and not mixed
-                and not (only_full and precision != "fp16-autocast")
+                and not row.wide_weights
+                and not (only_full and row.trains_weights)
             ):
                 continue
             for quantization in quantizations:

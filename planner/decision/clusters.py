@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.choices.optimizers import OPTIMIZERS, PLANNED_OPTIMIZERS
+from planner.choices.precisions import PRECISIONS
 from planner.cluster import Cluster
 from planner.decision.candidates import candidate
 from planner.decision.facts import NODES, Facts, add_spreads, best_spread
@@ -17,7 +18,7 @@ from planner.space import Point, dimension_values
 from planner.workload import Workload
 
 COARSE: Mapping[str, tuple[Any, ...]] = {
-    "precision": ("bf16-autocast", "bf16-mixed", "fp16-autocast", "fp16-mixed"),
+    "precision": tuple(name for name, row in PRECISIONS.items() if row.autocast),
     "quantization": ("none", "nf4-double"),
     "kbit_fp32_cast": (False,),
     "optimizer": tuple(name for name in PLANNED_OPTIMIZERS if not OPTIMIZERS[name].paged),

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
+from planner.choices.precisions import precision_of
 from planner.memory.rank_part import RankPart
 from planner.memory.state import RankState
 from planner.models.spec import ModelSpec
@@ -70,6 +71,6 @@ class Engine(ABC):
         if (
             setup.tensor_degree > 1
         ):  # transformers' FSDP2: weights gathered in 16 bit, and the Trainer's autocast on top
-            return setup.trusted_with(**_ONE_GPU, precision=f"{half}-autocast")
+            return setup.trusted_with(**_ONE_GPU, precision=precision_of(half, half))
         adapter = {} if setup.method == "full" else {"adapter_dtype": half}
-        return setup.trusted_with(**_ONE_GPU, **adapter, precision=f"{half}-pure", kbit_fp32_cast=False)
+        return setup.trusted_with(**_ONE_GPU, **adapter, precision=precision_of(half, None), kbit_fp32_cast=False)

@@ -17,7 +17,7 @@ from planner.parallel.collectives import Collectives
 from planner.parallel.compute import Rank
 from planner.parallel.exchange import DataParallel, hand_over_s, tensor_s
 from planner.parallel.schedule import pipeline_s
-from planner.setup import TrainSetup
+from planner.setup import SPREAD_FIELDS, TrainSetup
 from planner.throughput import CURRENT, PARTS, Calibration, Conditions, StepTime
 from planner.throughput.calibration import load_calibration
 from planner.throughput.family import family_key
@@ -218,17 +218,8 @@ def spread_profile(
     """The family of `setup` on a cluster: the same answer object for every micro-batch and accumulation of it."""
     used = calibration if calibration is not None else load_calibration()
     parties = (id(model), id(gpu), id(cluster), id(used))
-    key: tuple[object, ...] = (
-        *parties,
-        conditions,
-        family_key(setup),
-        setup.loss,
-        setup.num_gpus,
-        setup.parallel,
-        setup.tensor_degree,
-    )
-    key += (setup.pipeline_degree, setup.pipeline_schedule, setup.shard_degree, setup.reshard_after_forward)
-    key += (setup.offload,)
+    key: tuple[object, ...] = (*parties, conditions, family_key(setup), setup.loss, setup.num_gpus, setup.parallel)
+    key += tuple(getattr(setup, name) for name in SPREAD_FIELDS)
     whole = (*key, setup.optimizer)
     found = _PROFILES.get(whole)
     if found is None:

@@ -4,6 +4,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from planner.choices.optimizers import OPTIMIZERS as ROWS
+from planner.choices.precisions import PRECISIONS as PRECISION_ROWS
 from planner.errors import ConfigError, SetupError
 from planner.exporters.common import USUAL_ATTENTION_MODULES, USUAL_LINEAR_MODULES
 from planner.kernels import default_attention
@@ -46,14 +47,7 @@ ATTENTIONS = {
 
 DTYPES = {"float32": "fp32", "fp32": "fp32", "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16"}
 
-PRECISIONS = {
-    ("fp32", None): "fp32",
-    ("bf16", None): "bf16-pure",
-    ("bf16", "bf16"): "bf16-autocast",
-    ("fp32", "bf16"): "bf16-mixed",
-    ("fp16", "fp16"): "fp16-autocast",
-    ("fp32", "fp16"): "fp16-mixed",
-}
+PRECISIONS = {(row.weights, row.autocast): name for name, row in PRECISION_ROWS.items() if row.offered}
 """(data type of the weights, of autocast) -> precision."""
 
 PEFT_DEFAULT_TARGETS = {

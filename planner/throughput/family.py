@@ -1,7 +1,10 @@
 """`Family`: the layers' work of all setups that differ only in loss, optimizer, micro-batch and accumulation."""
 
+from dataclasses import fields
+from operator import attrgetter
+
 from planner.memory.dtypes import SIZE_BYTES, flow_of
-from planner.setup import TrainSetup
+from planner.setup import SPREAD_FIELDS, TrainSetup
 from planner.throughput.counts import Moved
 from planner.throughput.model import SpeedModel
 
@@ -10,22 +13,17 @@ _LOSS_KERNELS = 14
 _EMBEDDING_KERNELS = 12
 
 
-def family_key(setup: TrainSetup) -> tuple[object, ...]:
-    """The fields of a setup that its family depends on."""
-    return (
-        setup.method,
-        setup.precision,
-        setup.quantization,
-        setup.kbit_fp32_cast,
-        setup.lora_rank,
-        setup.lora_targets,
-        setup.lora_dropout > 0,
-        setup.adapter_dtype,
-        setup.attention,
-        setup.checkpointing,
-        setup.seq_len_tokens,
-        setup.compile,
-    )
+_NOT_THE_FAMILYS = {
+    "optimizer",
+    "loss",
+    "micro_batch_seqs",
+    "accumulation_steps",
+    "num_gpus",
+    "parallel",
+    *SPREAD_FIELDS,
+}
+family_key = attrgetter(*(one.name for one in fields(TrainSetup) if one.name not in _NOT_THE_FAMILYS))
+"""What setups of one family share: every field that is not named here, so that a new one cannot be forgotten."""
 
 
 class Family:

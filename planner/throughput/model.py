@@ -181,7 +181,7 @@ class SpeedModel:
 
     def attention(self, setup: TrainSetup, flow: Flow) -> tuple[float, float, float]:
         """Seconds per sequence of attention forward and backward, and needed forward flops per sequence."""
-        key = (setup.attention, flow, setup.seq_len_tokens)
+        key = (setup.attention, flow, setup.seq_len_tokens, setup.packing)
         found = self._attention.get(key)
         if found is not None:
             return found

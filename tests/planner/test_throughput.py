@@ -251,3 +251,13 @@ def test_throughput_needs_no_numpy() -> None:
 def test_constants_are_all_positive() -> None:
     stated = Constants()
     assert all(getattr(stated, name) > 0 for name in Constants.names())
+
+
+def test_a_familys_key_has_every_field_but_those_it_does_not_know() -> None:
+    """Packed samples take another kernel than padded ones, whichever was asked for first."""
+    setup = TrainSetup(attention="sdpa", seq_len_tokens=4096)
+    llama = model("meta-llama/llama-3.1-8b")
+    padded = step_time(llama, A100, setup)
+    packed = step_time(llama, A100, setup.with_(packing=True))
+    assert packed.parts_s["attention"] != padded.parts_s["attention"]
+    assert step_time(llama, A100, setup.with_(loss="liger")).parts_s["attention"] == padded.parts_s["attention"]
