@@ -135,6 +135,7 @@ def launch_files(
     `folder`, from where the launch commands run: no machine path is written.
     """
     from planner.exporters import EXPORTERS, ExportRequest, Launch
+    from planner.exporters.chat import lacks_template
     from planner.exporters.folder import folder_files
     from planner.expressed import as_run
     from planner.hyperparameters import choose
@@ -148,6 +149,7 @@ def launch_files(
         gpu=workload.gpu,
         hyper=choose(chosen.setup, num_params=workload.model.num_params, dataset_tokens=workload.dataset_tokens),
         dataset=dataset_choice(dataset, folder),
+        lacks_template=lacks_template(workload.model.model_id),
         num_nodes=workload.cluster.num_nodes if workload.cluster is not None else 1,
     )
     launches = []

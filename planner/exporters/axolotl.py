@@ -214,7 +214,11 @@ def _datasets(request: ExportRequest) -> Section:
         entry["ds_type"] = "parquet" if dataset.path.endswith(".parquet") else "json"
     entry |= {"split": dataset.split if dataset else "train", **kinds[columns]}
     title = "dataset" if dataset else "dataset: PUT YOURS HERE"
-    template = Line("chat_template", "tokenizer_default") if columns == "messages" else None
+    template = (
+        Line("chat_template", "tokenizer_default_fallback_chatml", "a base model's tokenizer may have none")
+        if columns == "messages"
+        else None
+    )
     return section(title, Line("datasets", [entry]), template)
 
 

@@ -6,7 +6,7 @@ Both say the same: what to install, whether to log in, the one command, what to 
 import shlex
 from collections.abc import Sequence
 
-from planner.exporters import gated
+from planner.exporters import chat, gated
 from planner.exporters.text import one_line, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, ExportRequest, Launch, LaunchFile
 
@@ -160,6 +160,20 @@ def _case(launch: Launch, request: ExportRequest) -> list[str]:
     words = shlex.split(launch.command)
     tool = next(word for word in words if "=" not in word)
     placed = [file.path for file in launch.files]
+    command = launch.command
+    asks: list[str] = []
+    if any(path.endswith(chat.NAME) for path in placed) and request.lacks_template is None:
+        path = f"launch/{launch.target}/{chat.NAME}"
+        look = "import sys; from transformers import AutoTokenizer as T; " + (
+            "sys.exit(T.from_pretrained(sys.argv[1]).chat_template is not None)"
+        )
+        asks = [
+            "      local template=()",
+            f"      if python3 -c {shlex.quote(look)} {shlex.quote(shown_path(request.model_id))} 2>/dev/null; then",
+            f"        template=({chat.OPTION} {path})",
+            "      fi",
+        ]
+        command += ' ${template[@]+"${template[@]}"}'
     needed = [name for name in _BY_HAND if f"${name}" in launch.command]
     return [
         f"  {launch.target})",
@@ -170,7 +184,8 @@ def _case(launch: Launch, request: ExportRequest) -> list[str]:
         "    }",
         "    run() {",
         *(f'      : "${{{name}:?set it on every node}}"' for name in needed),
-        f"      {launch.command}",
+        *asks,
+        f"      {command}",
         "    }",
         "    ;;",
     ]

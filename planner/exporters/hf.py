@@ -1,6 +1,6 @@
 """A plain script on transformers and peft, for `python` or `accelerate launch`. transformers 5.23, peft 0.21."""
 
-from planner.exporters import accelerate, deepspeed, slurm
+from planner.exporters import accelerate, chat, deepspeed, slurm
 from planner.exporters.common import (
     HF_ATTENTIONS,
     HF_DTYPES,
@@ -136,7 +136,8 @@ def _script(request: ExportRequest, head: list[str], found: tuple[Difference, ..
     parts.append(f"from transformers import {', '.join(sorted(names))}\n")
     parts.append("\n" + _constants(request))
     parts.append("\ntokenizer = AutoTokenizer.from_pretrained(MODEL)\nif tokenizer.pad_token is None:\n")
-    parts.append("    tokenizer.pad_token = tokenizer.eos_token\n\n" + _model(setup, dequantizing_class(request.model)))
+    parts.append("    tokenizer.pad_token = tokenizer.eos_token\n" + chat.FALLBACK + "\n")
+    parts.append(_model(setup, dequantizing_class(request.model)))
     if setup.method != "full":
         parts.append("\n" + _adapters(request))
     if setup.parallel == "dp":

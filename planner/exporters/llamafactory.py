@@ -2,7 +2,7 @@
 
 import json
 
-from planner.exporters import deepspeed, slurm
+from planner.exporters import chat, deepspeed, slurm
 from planner.exporters.common import HF_OPTIMIZERS, environment, model_line, model_refusal, target_modules
 from planner.exporters.spread import PER_NODE, sharding_refusal, split_refusal
 from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
@@ -80,7 +80,9 @@ def export(request: ExportRequest) -> Launch:
     meeting |= {name: f"${name}" for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")}
     job = _command(env | meeting)
     command = job if request.num_nodes > 1 else _command(env)
-    notes = ["No template is named: LLaMA-Factory takes the tokenizer's own; name one if it has none."]
+    notes = []
+    if not chat.brought_along(request):
+        notes.append("No template is named: LLaMA-Factory takes the tokenizer's own; name one if it has none.")
     if "liger" in (setup.loss, *(one.runs_as for one in found)):
         notes.append("Needs liger-kernel.")
     if request.num_nodes > 1:
@@ -130,6 +132,7 @@ def _sections(request: ExportRequest) -> list[Section]:
         section(
             title,
             Line("dataset", DATASET_KEY),
+            Line("template", "default", "the tokenizer has none of its own") if chat.brought_along(request) else None,
             Line("dataset_dir", f"launch/{TARGET}", "holds dataset_info.json"),
             Line("cutoff_len", setup.seq_len_tokens, "tokens; longer samples are cut"),
             Line("packing", setup.packing),

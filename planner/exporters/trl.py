@@ -1,6 +1,6 @@
 """TRL's command line: `trl sft --config FILE`. Field names of TRL 1.16 on transformers 5.23."""
 
-from planner.exporters import accelerate, deepspeed, slurm
+from planner.exporters import accelerate, chat, deepspeed, slurm
 from planner.exporters.common import (
     HF_ATTENTIONS,
     HF_DTYPES,
@@ -115,6 +115,11 @@ def export(request: ExportRequest) -> Launch:
         command += accelerate_flags(request)
     else:
         command += " --num_processes 1"
+    if chat.chats(request) and request.lacks_template is None:
+        notes.append(
+            f"If the tokenizer has no chat template (a base model's often has none), add {chat.OPTION} "
+            f"launch/{TARGET}/{chat.NAME} to the command; run.sh looks and does."
+        )
     if request.num_nodes > 1:
         notes.append(PER_NODE)
     if setup.tensor_degree > 1:
@@ -134,6 +139,8 @@ def export(request: ExportRequest) -> Launch:
     )
     runs = setup.with_(**{one.field: one.runs_as for one in found})
     files.insert(0, launch_file(FILE, yaml_text(head, _sections(request, runs))))
+    if chat.chats(request) and request.lacks_template is not False:
+        files.append(launch_file(f"{TARGET}/{chat.NAME}", chat.TEMPLATE))
     return Launch(
         target=TARGET,
         files=tuple(files),
@@ -156,6 +163,9 @@ def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
             model_line("model_name_or_path", request, shown_path(request.model_id)),
             Line("dtype", dtype, "of the weights that are not quantized, and of 4-bit compute"),
             Line("attn_implementation", HF_ATTENTIONS[setup.attention]),
+            Line("chat_template_path", f"launch/{TARGET}/{chat.NAME}", "the tokenizer has none of its own")
+            if chat.brought_along(request)
+            else None,
             *_quantization(setup),
         ),
         section("method", *_method(request)),

@@ -45,6 +45,7 @@ class ExportRequest:
         output_dir: relative directory the run writes to.
         save: whether checkpoints are saved on the way (the final model always is).
         about: sentences for the header (predicted peak, rung).
+        lacks_template: whether the tokenizer has no chat template; None: not known.
         num_nodes: machines over which `setup.num_gpus` are spread evenly.
     """
 
@@ -58,6 +59,7 @@ class ExportRequest:
     save: bool = True
     logging_steps: int = 10
     about: tuple[str, ...] = ()
+    lacks_template: bool | None = None
     num_nodes: int = 1
 
     def __post_init__(self) -> None:

@@ -1,5 +1,6 @@
 """An Unsloth script: `python FILE`. Unsloth 2026.10 with trl <= 1.15 and transformers <= 5.17 (old names)."""
 
+from planner.exporters import chat
 from planner.exporters.common import HF_OPTIMIZERS, USUAL_LINEAR_MODULES, environment, target_modules
 from planner.exporters.python_text import Code, call, constant
 from planner.exporters.text import Line, comments, header, launch_file, shown_path
@@ -104,7 +105,7 @@ def _script(request: ExportRequest) -> str:
     comment = "" if dataset else "PUT YOURS HERE: hub id, directory, .jsonl or .parquet file"
     parts.append(constant("DATASET", shown_path(dataset.path) if dataset else PLACEHOLDER_DATASET, comment))
     parts.append(constant("SPLIT", dataset.split if dataset else "train"))
-    parts.append("\n" + _model(request))
+    parts.append("\n" + _model(request) + chat.FALLBACK)
     if setup.method != "full":
         parts.append(_adapters(request))
     parts.append(_DATA)

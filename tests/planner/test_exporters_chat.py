@@ -1,0 +1,83 @@
+"""Chat data for a model whose tokenizer has no chat template: every target is handed one, and only there."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from planner.exporters import EXPORTERS, DatasetChoice, chat
+from planner.setup import TrainSetup
+from tests.planner.launch_sweep import request
+
+SETUP = TrainSetup(loss="chunked")
+TURNS = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+
+
+def rendered(turns: list[dict[str, object]], **values: object) -> str:
+    return ImmutableSandboxedEnvironment().from_string(chat.TEMPLATE).render(messages=turns, **values)
+
+
+def test_the_template_renders_turns_ends_and_the_generation_prompt() -> None:
+    text = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\nSo.<|im_end|></s>\n"
+    assert rendered(TURNS, eos_token="</s>") == text
+    assert rendered(TURNS[:1], add_generation_prompt=True).endswith("<|im_end|>\n<|im_start|>assistant\n")
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Wh"}, {"type": "text", "text": "y?"}]}]
+    assert rendered(parts) == rendered(TURNS[:1])
+
+
+@pytest.mark.parametrize(
+    ("name", "lacks"),
+    [
+        ("meta-llama/Llama-3.1-8B", True),
+        ("meta-llama/Llama-3.1-8B-Instruct", False),
+        ("google/gemma-2-9b", True),
+        ("google/gemma-2-9b-it", False),
+        ("mistralai/Mistral-7B-v0.3", True),
+        ("Qwen/Qwen3-8B-Base", True),
+        ("Qwen/Qwen3-8B", None),
+        ("openai-community/gpt2", True),
+    ],
+)
+def test_without_files_the_name_says_whether_a_tokenizer_has_a_template(
+    name: str, lacks: bool | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("planner.dataset.tokenizer_file", lambda model_id: None)
+    assert chat.lacks_template(name) is lacks
+
+
+def test_the_files_of_a_tokenizer_count_more_than_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / "base-instruct"
+    folder.mkdir()
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    assert chat.lacks_template(str(folder)) is True
+    (folder / chat.NAME).write_text(chat.TEMPLATE)
+    assert chat.lacks_template(str(folder)) is False
+    (folder / chat.NAME).unlink()
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert chat.lacks_template(str(folder)) is False
+
+
+@pytest.mark.parametrize("lacks", [True, False, None])
+def test_what_each_target_does_about_a_missing_template(lacks: bool | None) -> None:
+    asked = request(SETUP, lacks_template=lacks)
+    trl = EXPORTERS["trl"](asked)
+    paths = {file.path for file in trl.files}
+    assert (f"trl/{chat.NAME}" in paths) == (lacks is not False)
+    assert yaml.safe_load(trl.files[0].text).get("chat_template_path") == (f"launch/trl/{chat.NAME}" if lacks else None)
+    assert any(chat.OPTION in note for note in trl.notes) == (lacks is None)
+    llamafactory = yaml.safe_load(EXPORTERS["llamafactory"](asked).files[0].text)
+    assert llamafactory.get("template") == ("default" if lacks else None)
+    axolotl = yaml.safe_load(EXPORTERS["axolotl"](asked).files[0].text)
+    assert axolotl["chat_template"] == "tokenizer_default_fallback_chatml"
+    for target in ("hf", "unsloth"):  # scripts ask the tokenizer
+        assert "if tokenizer.chat_template is None:" in EXPORTERS[target](asked).files[0].text
+
+
+def test_data_that_are_no_chats_need_no_template() -> None:
+    asked = request(SETUP, lacks_template=True, dataset=DatasetChoice(path="a/b", columns="text"))
+    trl = EXPORTERS["trl"](asked)
+    assert [file.path for file in trl.files] == ["trl/trl-sft.yaml"]
+    assert "chat_template_path" not in trl.files[0].text
