@@ -152,10 +152,14 @@ SETUP = TrainSetup(loss="chunked", method="qlora", quantization="nf4-double")
 
 
 def test_run_sh_starts_the_one_command_of_each_target(tmp_path: Path) -> None:
-    folder = launched(tmp_path, request(SETUP))
+    folder = launched(tmp_path, request(SETUP, lacks_template=False))
     assert os.stat(folder / "run.sh").st_mode & stat.S_IXUSR
     assert started(folder) == (0, "CALLED trl sft --config launch/trl/trl-sft.yaml --num_processes 1\n")
     assert started(folder, "hf") == (0, "CALLED python launch/hf/train_hf.py\n")
+    looking = launched(tmp_path / "unknown", request(SETUP))  # the stub of python3 says: no template
+    assert (
+        started(looking)[1].rstrip().endswith("--num_processes 1 --chat_template_path launch/trl/chat_template.jinja")
+    )
     code, said = started(folder, "axolotl")
     assert (code, "one of: trl hf" in said) == (2, True)
 

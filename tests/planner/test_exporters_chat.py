@@ -1,6 +1,7 @@
 """Chat data for a model whose tokenizer has no chat template: every target is handed one, and only there."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ SETUP = TrainSetup(loss="chunked")
 TURNS = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
 
 
-def rendered(turns: list[dict[str, object]], **values: object) -> str:
+def rendered(turns: Sequence[Mapping[str, object]], **values: object) -> str:
     return ImmutableSandboxedEnvironment().from_string(chat.TEMPLATE).render(messages=turns, **values)
 
 

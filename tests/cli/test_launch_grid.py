@@ -1,0 +1,87 @@
+"""Over the catalogue and five cards: no file is written that its own prediction calls out of memory, and every place
+that names the number names the same one.
+
+A fixed stride through the grid by default; all of it with `LAUNCH_GRID_STRIDE=1 pytest tests/cli/test_launch_grid.py`.
+"""
+
+import io
+import json
+import os
+from itertools import product
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from planner.cli.wish import workload
+from planner.cli.writing import launch_files, launch_sentences, write_out
+from planner.exporters import TARGETS
+from planner.gpus import find_gpu
+from planner.models import catalogue
+from planner.plan import Plan
+from planner.planning import plan_workload
+from planner.predict import device_peak_bytes
+from planner.units import gib
+from reports.plan_json import plan_to_dict
+from reports.terminal import render_plan
+
+CARDS = ("t4", "rtx-3060", "rtx-4090", "a100-80gb", "h100-sxm")
+STRIDE = int(os.environ.get("LAUNCH_GRID_STRIDE", "29"))
+MODELS = sorted({model.model_id for name in catalogue.names() if (model := catalogue.load(name)) is not None})
+GRID = list(product(MODELS, CARDS))[::STRIDE]
+
+
+@pytest.mark.parametrize(("name", "card"), GRID)
+def test_no_written_file_is_predicted_to_run_out(name: str, card: str, tmp_path: Path) -> None:
+    model, gpu = catalogue.load(name), find_gpu(card)
+    assert model is not None
+    plan = plan_workload(workload(model, gpu, fixed={}))
+    if not isinstance(plan, Plan):
+        return
+    written = 0
+    for launch in launch_files(plan, None, None, tmp_path):
+        if launch.target not in TARGETS or not launch.files:
+            assert launch.refused or launch.target == "launch"
+            continue
+        written += 1
+        runs = launch.runs_as(plan.chosen.setup)
+        assert launch.peak_device_bytes == device_peak_bytes(model, gpu, runs) <= plan.workload.budget_bytes
+        words = f"peak {gib(launch.peak_device_bytes)} of {gib(gpu.memory_bytes)} (formula)"
+        text = " ".join(launch.files[0].text.replace("\n#", " ").split())
+        assert words in text
+    refused = {one.target: one.refused for one in launch_files(plan, None, None, tmp_path) if one.refused}
+    assert written, refused
+
+
+@pytest.mark.parametrize(("name", "card"), [("meta-llama/Llama-3.1-8B", "rtx-4090"), ("Qwen/Qwen2.5-1.5B", "rtx-3060")])
+def test_every_place_names_the_same_numbers(name: str, card: str, tmp_path: Path) -> None:
+    model, gpu = catalogue.load(name), find_gpu(card)
+    assert model is not None
+    plan = plan_workload(workload(model, gpu, fixed={}))
+    assert isinstance(plan, Plan)
+    launches = write_out(plan, tmp_path, targets=None, dataset=None, command=["x"])
+    document = json.loads((tmp_path / "plan.json").read_text())
+    printed = json.loads(json.dumps(plan_to_dict(plan)))
+    assert {key: document[key] for key in printed} == printed  # `--json` is the plan.json without what is written
+    screen = io.StringIO()
+    render_plan(plan, Console(file=screen, width=100), launches=launch_sentences(launches, named=False))
+    pages = {name: (tmp_path / name).read_text() for name in ("report.md", "report.html")}
+    pages["terminal"] = " ".join(screen.getvalue().split())
+    chosen = document["chosen"]
+    peak, speed = chosen["formula"]["peak_device_bytes"], chosen["formula"]["tokens_per_s"]
+    for page, text in pages.items():
+        assert f"{gib(peak)} of the {gib(chosen['budget_bytes'])} budget" in text, page
+        assert f"{speed:,.0f} tokens/s" in text, page
+    readme = (tmp_path / "launch" / "README.md").read_text()
+    for one in document["launch"]:
+        if one.get("files"):
+            words = f"peak {gib(one['peak_device_bytes'])} of {gib(gpu.memory_bytes)} ({one['rung']})"
+            assert words in readme
+            assert any(words in note for note in one["notes"])
+            assert gib(one["peak_device_bytes"]) in pages["report.md"]
+            assert gib(one["peak_device_bytes"]) in pages["report.html"]
+            head = (tmp_path / one["files"][0]["path"]).read_text().replace("\n#", " ")
+            assert words in " ".join(head.split())
+    for alternative in document["alternatives"]:
+        delta = alternative["candidate"]["formula"]["peak_device_bytes"] - peak
+        assert alternative["trade"].count(gib(abs(delta))) == 1 or delta == 0

@@ -1,0 +1,195 @@
+"""Every command block of README and docs runs as printed.
+
+A fenced `bash` block is run line by line in a fresh directory; `$ plan ...` in a `text` block too, and what stands
+below is compared with what is printed, line by line, up to where the page cuts it. A block behind
+`<!-- parsed only: REASON -->` needs a GPU, network, minutes or files of one's own: its options are checked against the
+command's, its files must exist. `UPDATE_DOCS=1 pytest tests/test_docs.py` writes the printed lines anew; look at the
+difference before committing.
+
+MODEL stands for a model, FILE and config.yaml for a launch file."""
+
+import io
+import os
+import re
+import shlex
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from planner.cli.app import build_app, complete_arguments, run
+from planner.exporters import EXPORTERS
+from planner.setup import TrainSetup
+from tests.planner.launch_sweep import request
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MARK = re.compile(r"<!-- parsed only: (?P<reason>[^>]+) -->\n*$")
+FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+SHELLS = ("bash", "sh", "shell", "console")
+MODEL = "Qwen/Qwen2.5-1.5B"
+DRY_RUNNING = ("make", "estimate", "check", "compare", "probe", "tune")
+
+
+class Command(NamedTuple):
+    """One command of a page, whether it is run, and the lines printed below it."""
+
+    page: str
+    line: int
+    text: str
+    runs: bool
+    printed: tuple[str, ...]
+
+
+def commands(page: Path) -> list[Command]:
+    """The commands of a page: of shell blocks each line (a backslash joins two), of text blocks what follows `$ `."""
+    text, found = page.read_text(), []
+    for fence in FENCE.finditer(text):
+        start = text[: fence.start()].count("\n") + 2
+        runs = MARK.search(text[: fence.start()]) is None
+        body, name = fence["body"], page.relative_to(ROOT).as_posix()
+        if fence["language"] in SHELLS:
+            for number, line in enumerate(body.replace("\\\n", " ").splitlines()):
+                if line.strip() and not line.lstrip().startswith("#"):
+                    found.append(Command(name, start + number, line, runs, ()))
+        elif body.startswith("$ "):
+            first, *rest = body.splitlines()
+            found.append(Command(name, start, first[2:], runs, tuple(rest)))
+    return found
+
+
+ALL = [command for page in PAGES for command in commands(page)]
+
+
+def named(command: Command) -> str:
+    return f"{command.page}:{command.line}"
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory with a config of each kind that the pages name, made by our own exporters."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    setup = TrainSetup(loss="chunked")
+    asked = request(setup, model_id=MODEL)
+    for target, names in {"trl": ("trl.yaml", "config.yaml"), "axolotl": ("axolotl.yaml",)}.items():
+        for name in names:
+            Path(name).write_text(EXPORTERS[target](asked).files[0].text)
+    Path("train.py").write_text(EXPORTERS["hf"](asked).files[0].text)
+    sharded = request(TrainSetup(num_gpus=8, parallel="fsdp2", loss="chunked"), model_id=MODEL)
+    Path("fsdp.yaml").write_text(EXPORTERS["accelerate"](sharded).files[0].text)
+    zero = request(TrainSetup(num_gpus=8, parallel="zero3", method="full", lora_rank=0, precision="bf16-mixed"))
+    Path("ds_z3.json").write_text(EXPORTERS["deepspeed"](zero).files[0].text)
+    return tmp_path
+
+
+def split(text: str) -> list[list[str]]:
+    """The words of each simple command of a line; comments are gone."""
+    words = shlex.split(text, comments=True)
+    parts: list[list[str]] = [[]]
+    for word in words:
+        if word in ("&&", "|", ";"):
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return [part for part in parts if part]
+
+
+def parsed(words: list[str]) -> None:
+    """The command exists and takes these options."""
+    if words[0].endswith("plan") or words[0] == "plan":
+        complete = complete_arguments(words[1:])
+        import typer
+
+        command = typer_command(complete)
+        with pytest.raises((SystemExit, typer.Exit, Parsed)):
+            command.main(complete, standalone_mode=False)
+    elif words[0] in ("bash", "python"):
+        script = ROOT / words[1]
+        assert script.is_file(), words
+        options = [word for word in words[2:] if word.startswith("--")]
+        assert all(f'"{option}"' in script.read_text() for option in options), words
+
+
+class Parsed(Exception):
+    """Raised in place of a command that was parsed."""
+
+
+def typer_command(words: list[str]):  # type: ignore[no-untyped-def]
+    """The application whose commands say that they were parsed instead of running."""
+    import typer
+
+    root = typer.main.get_command(build_app(words))
+
+    def stop(*_: object, **__: object) -> None:
+        raise Parsed
+
+    def stopped(command: object) -> None:
+        for one in getattr(command, "commands", {}).values():
+            if hasattr(one, "commands"):
+                stopped(one)
+            else:
+                one.callback = stop
+
+    stopped(root)
+    return root
+
+
+@pytest.mark.parametrize("command", ALL, ids=named)
+def test_a_command_of_a_page_runs_as_printed(command: Command, place: Path) -> None:
+    line = re.sub(r"\bMODEL\b", MODEL, command.text)
+    for words in split(line):
+        if not command.runs or words[0] not in ("plan", ".venv/bin/plan"):
+            if words[0] not in ("export", "jq", "cd", "git", "make", "pip", "trl"):
+                parsed(words)
+            continue
+        arguments = complete_arguments(words[1:])
+        if arguments[0] in DRY_RUNNING and "--no-dry-run" not in arguments:
+            arguments.append("--no-dry-run")  # the same command, in milliseconds
+        output, errors = io.StringIO(), io.StringIO()
+        with redirect_stdout(output), redirect_stderr(errors):
+            code = run(arguments)
+        assert code in (0, 1, 3) if arguments[0] == "check" else code in (0, 1), errors.getvalue()
+        if command.printed:
+            compare(output.getvalue(), command)
+
+
+def compare(output: str, command: Command) -> None:
+    """The lines of the page are those of the output, up to a line of dots."""
+    told = [line.rstrip() for line in output.rstrip().splitlines()]
+    shown = [line.rstrip() for line in command.printed]
+    cut = next((number for number, line in enumerate(shown) if line.strip() in ("...", "…")), None)
+    if os.environ.get("UPDATE_DOCS"):
+        page, old = ROOT / command.page, "\n".join(command.printed[:cut])
+        new = "\n".join((f"$ {command.text}", *told[:cut], ""))
+        page.write_text(page.read_text().replace(f"$ {command.text}\n{old}\n", new))
+        return
+    assert told[:cut] == shown[:cut]
+
+
+def test_the_readmes_first_answer_is_what_is_printed(place: Path) -> None:
+    page = ROOT / "README.md"
+    block = next(one["body"] for one in FENCE.finditer(page.read_text()) if one["body"].startswith("meta-llama/"))
+    output = io.StringIO()
+    with redirect_stdout(output):
+        assert run(["meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090", "--no-dry-run"]) == 0
+    told = [line.rstrip() for line in output.getvalue().splitlines()]
+    end = told.index("", next(number for number, line in enumerate(told) if line.startswith("Looked at")))
+    if os.environ.get("UPDATE_DOCS"):
+        page.write_text(page.read_text().replace(block, "\n".join(told[:end]) + "\n"))
+        return
+    assert told[:end] == block.splitlines()
+
+
+def test_the_pages_have_commands_and_few_are_only_parsed() -> None:
+    assert len(ALL) >= 20
+    assert sum(not command.runs for command in ALL) <= 20
+
+
+def test_every_block_with_our_commands_is_one_that_is_tested() -> None:
+    """No command hides in a block without a language."""
+    for page in PAGES:
+        for fence in FENCE.finditer(page.read_text()):
+            if fence["language"] not in SHELLS and not fence["body"].startswith("$ "):
+                assert not re.search(r"^plan ", fence["body"], re.MULTILINE), (page, fence["body"][:80])
