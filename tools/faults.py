@@ -345,7 +345,8 @@ class Postgres:
     """A server of its own, stopped and started at will."""
 
     def __init__(self) -> None:
-        from tests.search.test_postgres import server_programs
+        sys.path.insert(0, str(ROOT / "tests" / "search"))
+        from test_postgres import server_programs
 
         programs = server_programs()
         if programs is None:
