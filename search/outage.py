@@ -22,8 +22,15 @@ from planner.errors import EnvironmentProblem
 OUTAGE_S = 120.0
 """A server restarts in seconds, a failover takes a minute; what is away for longer needs a person."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 5.0
-_MORE = ("record_heartbeat", "_get_stale_trial_ids", "check_trial_is_updatable")
-"""Calls of single storages beside those that every one has."""
+_MORE = (
+    "record_heartbeat",
+    "_get_stale_trial_ids",
+    "_create_new_trial",
+    "_get_best_trial_id",
+    "_get_trials",
+    "_set_trial_param",
+)
+"""Calls of single storages beside those that every one has: what Optuna's own cache before a database asks it for."""
 _FOR_GOOD = ("disk is full", "readonly database", "malformed", "not a database", "no space left")
 """What waiting does not mend."""
 
@@ -64,7 +71,8 @@ def make_patient(
     storage: BaseStorage, *, limit_s: float | None = None, say: Callable[[str], None] = say_on_stderr
 ) -> None:
     """From here on, every call to this storage outlasts an outage of `limit_s` (default OUTAGE_S)."""
-    for name in (*sorted(BaseStorage.__abstractmethods__), *_MORE):
+    everybody = [name for name in dir(BaseStorage) if not name.startswith("_") and name != "remove_session"]
+    for name in (*everybody, *_MORE):
         call = getattr(storage, name, None)
         if call is not None:
             setattr(storage, name, _patient(call, limit_s, say))

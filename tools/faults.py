@@ -168,6 +168,7 @@ class Answer:
     chosen: str
     tokens_per_s: float
     measured: frozenset[str]
+    fastest: float
 
 
 class Search:
@@ -222,6 +223,12 @@ class Search:
         process.communicate()
         self.running.remove(process)
 
+    def stored(self) -> frozenset[str]:
+        """The setups whose measurements the store holds."""
+        from probes.store import Store
+
+        return frozenset(json.dumps(dict(record.setup), sort_keys=True) for record in Store(self.store).records())
+
     def repeated(self) -> int:
         """Measurements that the store holds more than once."""
         from probes.store import Store
@@ -239,16 +246,30 @@ def answer_of(out: str) -> Answer:
     """The answer in a plan's JSON."""
     plan = json.loads(out)
     trials = plan["search"]["trials"]
-    measured = {json.dumps(one["setup"], sort_keys=True) for one in trials if one.get("tokens_per_s")}
+    done = [one for one in trials if one.get("tokens_per_s") and one["rung"] == "probe"]
+    measured = {json.dumps(one["setup"], sort_keys=True) for one in done}
+    fastest = max(one["tokens_per_s"] for one in done)
     chosen = {name: value for name, value in plan["chosen"]["setup"].items() if name not in ("model", "gpu")}
-    return Answer(json.dumps(chosen, sort_keys=True), plan["chosen"]["probe"]["tokens_per_s"], frozenset(measured))
+    return Answer(
+        json.dumps(chosen, sort_keys=True), plan["chosen"]["probe"]["tokens_per_s"], frozenset(measured), fastest
+    )
 
 
-def judge(row: Row, one: Search, out: str, calm: Answer) -> None:
-    """Compares a search that ended with the undisturbed one."""
+def judge(row: Row, one: Search, out: str, calm: Answer, *, same: bool = True) -> None:
+    """Counts what went wrong in a search that ended.
+
+    Args:
+        same: one planner at a time that sees at once who died: it must measure and choose what the undisturbed one did.
+            Where a death shows by silence, or two work together, others are measured meanwhile: then the choice must be
+            the fastest of what was measured.
+    """
     found = answer_of(out)
-    lost = len(calm.measured - found.measured)
-    wrong = (found.chosen, found.tokens_per_s) != (calm.chosen, calm.tokens_per_s)
+    lost = len(one.stored() - found.measured)
+    if same:
+        lost += len(calm.measured - found.measured - one.stored())
+        wrong = (found.chosen, found.tokens_per_s) != (calm.chosen, calm.tokens_per_s)
+    else:
+        wrong = found.tokens_per_s < found.fastest or len(found.measured) < MAX_PROBES
     row.lost += lost
     row.wrong += wrong
     twice = one.repeated()
@@ -273,7 +294,14 @@ def undisturbed(base: Path) -> tuple[Answer, float]:
 
 
 def killed(
-    row: Row, make: Callable[[int], Search], num: int, calm: Answer, start_s: float, dice: random.Random
+    row: Row,
+    make: Callable[[int], Search],
+    num: int,
+    calm: Answer,
+    start_s: float,
+    dice: random.Random,
+    *,
+    same: bool = True,
 ) -> None:
     """So many kills, in as many studies as it takes."""
     number = 0
@@ -302,7 +330,7 @@ def killed(
                 row.wrong += 1
                 row.notes.append(f"{row.name}: exit code {code}: {errors.strip().splitlines()[-1:]}")
             else:
-                judge(row, one, out, calm)
+                judge(row, one, out, calm, same=same)
             break
         one.close()
 
@@ -455,7 +483,7 @@ def restarted(row: Row, server: "Postgres | Proxy", base: Path, num: int, calm: 
                 row.wrong += 1
                 row.notes.append(f"{row.name}: exit code {code}: {errors.strip().splitlines()[-2:]}")
         if ended[0][0] == 0:
-            judge(row, one, ended[0][1], calm)
+            judge(row, one, ended[0][1], calm, same=False)
         one.close()
 
 
@@ -482,7 +510,7 @@ def rows(options: argparse.Namespace, base: Path) -> Iterator[Row]:
         try:
             if asked("postgresql"):
                 row = Row("postgresql")
-                killed(row, lambda n: Search(base / f"pg{n}", postgres.fresh()), each, calm, start_s, dice)
+                killed(row, lambda n: Search(base / f"pg{n}", postgres.fresh()), each, calm, start_s, dice, same=False)
                 yield row
             if asked("database restarted"):
                 row = Row("database restarted")
@@ -495,7 +523,7 @@ def rows(options: argparse.Namespace, base: Path) -> Iterator[Row]:
         try:
             if asked("grpc"):
                 row = Row("grpc")
-                killed(row, lambda n: Search(base / f"g{n}", proxy.fresh()), each, calm, start_s, dice)
+                killed(row, lambda n: Search(base / f"g{n}", proxy.fresh()), each, calm, start_s, dice, same=False)
                 yield row
             if asked("proxy restarted"):
                 row = Row("proxy restarted")

@@ -2,19 +2,22 @@
 
 import contextlib
 import errno
+import inspect
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
 from optuna.exceptions import StorageInternalError
+from optuna.storages._cached_storage import _CachedStorage
 from optuna.trial import TrialState, create_trial
 
 import search.outage
 from planner.errors import EnvironmentProblem, PlannerError, UsageError
 from search.outage import at_once, make_patient
-from search.storage import JOURNAL_NAME, open_storage, shown
+from search.storage import JOURNAL_NAME, close_storage, open_storage, shown
 
 
 def journal(tmp_path: Path) -> optuna.storages.BaseStorage:
@@ -161,6 +164,18 @@ def test_an_outage_is_waited_for_and_told_once(capsys: pytest.CaptureFixture[str
     assert len(said) == 2
     assert "does not answer (server closed the connection)" in said[0]
     assert "answers again" in said[1]
+
+
+def test_every_call_of_a_database_is_patient(tmp_path: Path) -> None:
+    """Also those that Optuna's cache makes behind the public ones: a restart of the server may meet any."""
+    storage, liveness = open_storage(f"sqlite:///{tmp_path}/s.db")
+    liveness.close()
+    public = {name for name in dir(optuna.storages.BaseStorage) if not name.startswith("_")} - {"remove_session"}
+    behind = set(re.findall(r"self\._backend\.(\w+)\(", inspect.getsource(_CachedStorage))) - {"remove_session"}
+    asks_nobody = {name for name in behind if "callback" in name or name == "get_heartbeat_interval"}
+    for name in public | behind - asks_nobody:
+        assert hasattr(getattr(storage, name), "__wrapped__"), name
+    close_storage(storage)
 
 
 def test_patience_is_bounded() -> None:
