@@ -27,6 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -374,9 +375,7 @@ class Postgres:
 
     def __init__(self) -> None:
         sys.path.insert(0, str(ROOT / "tests" / "search"))
-        from test_postgres import server_programs
-
-        programs = server_programs()
+        programs = import_module("test_postgres").server_programs()  # where the tests find theirs
         if programs is None:
             raise FileNotFoundError("no PostgreSQL server here")
         self.programs = programs
