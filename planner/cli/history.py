@@ -27,13 +27,13 @@ QUESTION = "What do earlier probes of this GPU say?"
 
 def history_of(workload: Workload, store: Path | None = None) -> tuple["Observation", ...]:
     """The store's measurements of this GPU, oldest first, each beside today's formula. Only of models whose
-    configuration is at hand (the wish's own, the catalogue's); several GPUs have none.
+    configuration is at hand (the wish's own, the catalogue's), and of jobs on one GPU.
 
     Args:
         store: default: the user's.
     """
     path = store if store is not None else probing.default_store_path()
-    if workload.num_gpus > 1 or not path.exists():
+    if not path.exists():
         return ()
     from search.corrections import MAX_PER_GPU
 
@@ -88,8 +88,8 @@ def _model_of(record: "Record", workload: Workload) -> ModelSpec | None:
 
 def with_history(plan: Plan | NoPlan, known: Sequence["Observation"]) -> Plan | NoPlan:
     """The plan with its predictions corrected by what was measured on this GPU, and the setup that is then the fastest;
-    an answer in the tree says so. A plan for the least memory keeps its choice."""
-    if isinstance(plan, NoPlan) or not known:
+    an answer in the tree says so. A plan for the least memory keeps its choice; one for several GPUs stays as it is."""
+    if isinstance(plan, NoPlan) or not known or plan.workload.num_gpus > 1:
         return plan
     from search.corrections import corrected, corrections
 

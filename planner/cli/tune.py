@@ -175,6 +175,7 @@ def tune_plan(
         EnvironmentProblem: this machine has fewer GPUs than the plan.
     """
     from planner import __version__
+    from planner.cli.history import history_of
     from planner.cli.rungs import dry_run_possible
     from search.corrections import CorrectionStore, as_elsewhere, observations_of, place_of
     from search.problem import Problem
@@ -185,6 +186,10 @@ def tune_plan(
     on_this_machine(wish)
     model, place = wish.model.model_id, place_of(wish.gpu.key, wish.cluster)
     kept = CorrectionStore(corrections if corrections is not None else default_corrections_path())
+    known = history_of(wish, store)
+    if wish.num_gpus > 1:  # the store does not say how GPUs were linked: what was learned on several has a file
+        several = kept.load(place, formula_version=__version__)
+        known = (*known, *(one for one in several if one.setup.num_gpus > 1))
     unprobed = unprobed or _unprobed(wish)
     problem = Problem.of(wish, search_candidates(plan, unprobed), unprobed=unprobed)
     line = probing.ProgressLine(budget_s=budget.seconds if budget is not None else DEFAULT_SECONDS)
@@ -205,14 +210,15 @@ def tune_plan(
             budget=budget or Budget(max_probes=DEFAULT_PROBES, seconds=DEFAULT_SECONDS),
             plan=plan.chosen.setup,
             check=partial(_dry_run, wish, line) if dry_run and not dry_run_possible() else None,
-            elsewhere=as_elsewhere(kept.load(place, formula_version=__version__), model, place),
+            elsewhere=as_elsewhere(known, model, place),
             on_trial=show,
         )
     line.close()
-    try:
-        kept.add(observations_of(result.candidates, gpu=place, model=model, formula_version=__version__))
-    except (OSError, ConfigError) as error:  # what was measured is in the store and in the answer
-        line.note(f"what was learned for later plans could not be kept: {error}")
+    if wish.num_gpus > 1:
+        try:
+            kept.add(observations_of(result.candidates, gpu=place, model=model, formula_version=__version__))
+        except (OSError, ConfigError) as error:  # what was measured is in the store and in the answer
+            line.note(f"what was learned for later plans could not be kept: {error}")
     return tuned(plan, result, unprobed)
 
 

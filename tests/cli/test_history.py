@@ -1,5 +1,6 @@
 """A plan for a GPU that has measurements uses them, and says so; the store is where they are."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import pytest
 
 from planner.cli.app import run
 from planner.cli.history import QUESTION, history_of, with_history
-from planner.outcome import Environment, Measurement, Rung
+from planner.cli.tune import tune_plan
+from planner.outcome import Environment, FailureKind, Measurement, ProbeFailure, Rung
 from planner.plan import Plan
 from planner.planning import plan_workload
 from planner.predict import predict
@@ -16,6 +18,9 @@ from planner.workload import Workload
 from probes.evaluate import record_of
 from probes.request import ProbeRequest
 from probes.store import Store
+from search.corrections import Observation, as_elsewhere
+from search.problem import Elsewhere
+from search.stopping import Budget
 from tests.planner.helpers import wish
 
 MODEL = "meta-llama/Llama-3.2-1B"
@@ -129,3 +134,18 @@ def test_the_plan_command_uses_the_store_and_can_leave_it_out(
     assert QUESTION in told("--json")
     assert QUESTION not in told("--json", "--no-history")
     assert "earlier probes" in told()
+
+
+def test_a_search_begins_with_what_the_store_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, store = wish(MODEL), tmp_path / "store.jsonl"
+    measured(store, asked, TrainSetup(), speed=0.5)
+    given: list[Observation] = []
+
+    def seen(known: Sequence[Observation], model: str, gpu: str | None = None) -> tuple[Elsewhere, ...]:
+        given.extend(known)
+        return as_elsewhere(known, model, gpu)
+
+    monkeypatch.setattr("search.corrections.as_elsewhere", seen)
+    failure = ProbeFailure(rung=Rung.PROBE, kind=FailureKind.CRASHED, message="no GPU here")
+    tune_plan(planned(asked), store=store, evaluate=lambda setup: failure, dry_run=False, budget=Budget(max_probes=1))
+    assert tuple(given) == history_of(asked, store) != ()

@@ -18,7 +18,6 @@ from planner.plan import Plan
 from planner.planning import plan_workload
 from planner.predict import predict
 from planner.setup import TrainSetup
-from search.corrections import CorrectionStore
 from search.dimensions import key_of
 from search.stopping import Budget
 from search.study import TrialRecord
@@ -59,29 +58,14 @@ def test_candidates_keep_the_plans_kind_and_contain_it() -> None:
     assert 100 < len(candidates) <= 1501
 
 
-def test_a_home_that_cannot_be_written_costs_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    """What was learned for later plans is not kept; what was measured is the answer all the same."""
-    tuned = tune_plan(
-        made_plan(),
-        evaluate=stand_in,
-        dry_run=False,
-        corrections=Path("/dev/null/home/corrections.json"),
-        budget=Budget(max_probes=1),
-    )
-    assert isinstance(tuned.chosen.probe, Measurement)
-    assert "could not be kept" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_tuned_plan_is_measured_fits_and_is_at_least_as_fast(tmp_path: Path) -> None:
     plan = made_plan()
-    kept = tmp_path / "corrections.json"
     tuned = tune_plan(
         plan,
         evaluate=stand_in,
         dry_run=False,
         storage=tmp_path,
-        corrections=kept,
         budget=Budget(max_probes=10),
     )
     assert isinstance(tuned.chosen.probe, Measurement)
@@ -94,8 +78,6 @@ def test_tuned_plan_is_measured_fits_and_is_at_least_as_fast(tmp_path: Path) -> 
     trials = tuned.search["trials"]
     assert isinstance(trials, list)
     assert sum(row["rung"] == "probe" for row in trials) <= 10
-    learned = CorrectionStore(kept).load("rtx-4090")
-    assert learned
     assert (tmp_path / "study.journal").exists()
 
 
@@ -106,7 +88,6 @@ def test_when_no_probe_fits_the_plan_stands_and_says_so(tmp_path: Path) -> None:
         plan,
         evaluate=lambda setup: failure,
         dry_run=False,
-        corrections=tmp_path / "corrections.json",
         budget=Budget(max_probes=2),
     )
     assert tuned.chosen == plan.chosen

@@ -160,6 +160,14 @@ def test_what_could_not_be_probed_is_open_again_once_it_can(tmp_path: Path) -> N
     assert len(probed) == len(set(probed)) <= 8
 
 
+def test_a_home_that_cannot_be_written_costs_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was learned for later plans is not kept; what was measured is the answer all the same."""
+    nowhere = Path("/dev/null/home/corrections.json")
+    tuned = tuned_plan(tmp_path, corrections=nowhere, budget=Budget(max_probes=1))
+    assert isinstance(tuned.chosen.probe, Measurement)
+    assert "could not be kept" in capsys.readouterr().err
+
+
 def test_one_gpus_study_and_corrections_know_nothing_of_several(tmp_path: Path) -> None:
     tuned_plan(tmp_path, budget=Budget(max_probes=3))
     kept = CorrectionStore(tmp_path / "corrections.json")
