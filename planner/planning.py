@@ -3,7 +3,7 @@
 One GPU is a spread of one. With several, in stages: replicated and sharded data parallelism always; tensor and pipeline
 parallelism where those leave out a method that the tree prefers, or spend too much of the step on communication;
 offloading to the host only where nothing else fits, because its speed hangs on a slow link and its room on memory that
-the planner does not know. The method is preferred (full, LoRA, 8-bit, 4-bit) among what fits without offloading.
+the planner does not know. The method is preferred (`decision.tree.preferred_nodes`) among what fits without offloading.
 """
 
 from collections import Counter
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from planner.choices.precisions import PRECISIONS
 from planner.decision.alternatives import alternatives
 from planner.decision.candidates import candidate, communication_share
-from planner.decision.facts import NODES, Facts, Walks, add_spreads, best_spread, merged, walk_stages
+from planner.decision.facts import Facts, Walks, add_spreads, best_spread, merged, walk_stages
 from planner.decision.spreads import FIELDS, ONE_GPU, all_spreads
-from planner.decision.tree import OneGpu, answers, choose_node, needed_gain
+from planner.decision.tree import OneGpu, answers, choose_node, preferred_nodes
 from planner.engines import engine_of
 from planner.errors import SetupError, UsageError
 from planner.expressed import check_something_expressed, target_notes
@@ -101,23 +101,23 @@ def _walk(
     if workload.num_gpus == 1:
         add_spreads(workload, values, facts, [ONE_GPU], corrections)
         nodes = facts.nodes()
-        return choose_node(nodes, needed_gain(workload, nodes))
+        return choose_node(nodes, workload)
     walk_stages(workload, values, facts, _FIRST, corrections)
     nodes = facts.nodes()
-    node = choose_node(nodes, needed_gain(workload, nodes))
+    node = choose_node(nodes, workload)
     slow = node is not None and _communication_share(workload, facts, node) > COMMUNICATION_LIMIT
-    left_out = _better_left_out(facts, node)
+    left_out = _better_left_out(workload, facts, node)
     if node is None or slow:
         walk_stages(workload, values, facts, ("split",), corrections)
     elif left_out:
         walk_stages(workload, _only(workload, values, left_out), facts, ("split",), corrections)
     nodes = facts.nodes()
-    node = choose_node(nodes, needed_gain(workload, nodes))
+    node = choose_node(nodes, workload)
     if node is None:
         walk_stages(workload, values, facts, ("offload",), corrections)
         nodes = facts.nodes()
         # a quantized base takes a quarter of the host's memory and of the traffic: it stays unless clearly slower
-        node = choose_node(nodes, -needed_gain(workload, nodes))
+        node = choose_node(nodes, workload, from_host=True)
     return node
 
 
@@ -132,11 +132,12 @@ def _only(
     return narrowed
 
 
-def _better_left_out(facts: Facts, node: str | None) -> tuple[str, ...]:
+def _better_left_out(workload: Workload, facts: Facts, node: str | None) -> tuple[str, ...]:
     """Methods that the tree prefers to `node` and that do not fit so far."""
     if node is None:
         return ()
-    better = NODES[: NODES.index(node)]
+    order = preferred_nodes(workload)
+    better = order[: order.index(node)]
     nodes = facts.nodes()
     missing = [one for one in better if nodes[one].smallest is not None and nodes[one].best() is None]
     return tuple(dict.fromkeys(one.partition("-")[0] for one in missing))

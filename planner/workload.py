@@ -35,6 +35,7 @@ class Workload:
         fixed: setup fields the user decided, name -> allowed values; fields not named are planned.
         min_rank: LoRA rank never falls below it; `min_rank_reason` says which rule gave it.
         dataset_tokens: tokens of one epoch, for time and cost; None when unknown.
+        prefer: "quality" (the least approximate class that fits) or "speed" (a quantized base where it is faster).
         targets: launch targets that the user named: the plan is what the first of them runs, and all of them can.
         price_per_hour: US dollars per GPU hour, None when unknown.
     """
@@ -54,6 +55,7 @@ class Workload:
     price_per_hour: float | None = None
     price_source: str = ""
     targets: tuple[str, ...] = ()
+    prefer: str = "quality"
 
     def __post_init__(self) -> None:
         for name in ("seq_len_tokens", "global_batch_seqs", "memory_bytes", "min_rank"):

@@ -114,6 +114,7 @@ def workload(
     cluster: "Cluster | None" = None,
     objective: str = "tokens",
     targets: Sequence[str] = (),
+    prefer: str = "quality",
 ) -> Workload:
     """A workload from resolved names and checked flags; what is not given is planned or takes a stated default."""
     memory, headroom = memory_and_headroom(gpu, memory_gib, headroom_gib)
@@ -143,6 +144,7 @@ def workload(
         cluster=cluster,
         objective=objective,
         targets=tuple(targets),
+        prefer=choices("prefer", (prefer,), ("quality", "speed"))[0],
         dataset_tokens=dataset_tokens,
         price_per_hour=usd,
         price_source=source,

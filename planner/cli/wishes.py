@@ -42,6 +42,9 @@ class WishOptions:
     reshard: spread.Reshard = None
     offload: spread.Offloads = None
     method: options.Methods = None
+    prefer: Annotated[
+        str | None, typer.Option("--prefer", help="quality (default) or speed: 4-bit where LoRA fits but is slower.")
+    ] = None
     rank: options.Rank = None
     min_rank: Annotated[int | None, typer.Option("--min-rank", help="LoRA rank never falls below this.")] = None
     targets: options.Targets = None
@@ -130,6 +133,7 @@ class WishOptions:
             cluster=self.cluster(gpu),
             objective=objective,
             targets=targets,
+            prefer=self.prefer or "quality",
         )
 
 

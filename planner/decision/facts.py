@@ -28,15 +28,18 @@ NODE_NAMES = {
 KEEP = 96
 """How many of the fastest points of a node are kept as candidates."""
 TIE_FRACTION = 0.01
-"""Speeds closer than this are a tie, far below the speed model's error: the simpler setup wins."""
-SURE_SPEED_FRACTION = 0.03
-"""So much speed, less than the speed model errs, is given for memory to spare by more than the formula errs."""
+"""Spreads closer than this in speed are a tie, far below the speed model's error: the simpler one wins."""
+PREFERENCE_FRACTION = 0.03
+"""So much speed, less than the speed model can tell apart, is given for what is preferred: memory to spare by more than
+the formula errs, then the order below, then the smaller peak."""
 SIMPLE_FIRST = {
+    "precision": ("bf16-autocast", "bf16-mixed", "fp16-autocast", "fp16-mixed", "fp32", "bf16-pure"),
     "loss": ("chunked", "full", "liger"),
     "attention": ("sdpa", "flash-attention-2", "eager"),
     "quantization": ("none", "nf4-double", "nf4", "int8"),
 }
-"""Values in the order of what needs fewer extra packages and loses less; values not listed come last."""
+"""Values in the order of what runs in more tools, needs fewer extra packages and loses less; values not listed come
+last."""
 
 
 def simplicity(setup: TrainSetup) -> int:
@@ -71,16 +74,20 @@ class NodeFacts:
     fastest: list[tuple[float, int, Point]] = field(default_factory=list)
 
     def best(self) -> Point | None:
-        """The fastest point that fits, or one nearly as fast whose fitting is sure; among those within one percent the
-        simplest, then the smallest."""
+        """Of the points that fit and are no slower than the fastest by more than PREFERENCE_FRACTION: one whose fitting
+        is sure, then the simplest, then the smallest."""
         fitting = [entry[2] for entry in self.fastest]
         if not fitting:
             return None
-        sure_bytes = self.budget_bytes / (1 + USUAL_BAND)
-        near = near_fastest(fitting, SURE_SPEED_FRACTION)
-        sure = [point for point in near if point.peak_device_bytes <= sure_bytes]
-        close = near_fastest(sure or fitting, TIE_FRACTION)
-        return min(close, key=lambda point: (simplicity(point.family), point.peak_device_bytes))
+
+        def preference(point: Point) -> tuple[bool, int, int]:
+            return not self.surely_fits(point), simplicity(point.family), point.peak_device_bytes
+
+        return min(near_fastest(fitting, PREFERENCE_FRACTION), key=preference)
+
+    def surely_fits(self, point: Point) -> bool:
+        """Whether a point's peak is below the budget by more than the formula errs."""
+        return point.peak_device_bytes * (1 + USUAL_BAND) <= self.budget_bytes
 
     def ranked(self) -> list[Point]:
         """Kept points that fit, fastest first."""

@@ -1,9 +1,9 @@
 """The decision tree: which questions are asked in which order, answered from the walked space with the deciding bytes.
 
-Step 1 gets one sequence in: full fine-tuning, then LoRA, then 8-bit and 4-bit QLoRA; the first that fits is taken, and
-a quantized one instead of LoRA only where the whole is faster. With several GPUs `spread_tree` then asks how the job is
-put on them. The last step spends what is left: attention kernel, checkpointing, micro-batch, accumulation. The tree is
-not monotone (QLoRA with the fp32 cast can need more than LoRA), so every branch is compared, none assumed.
+Step 1 gets one sequence in: full fine-tuning where it is asked for or needed, LoRA, then QLoRA; the first that fits is
+taken (`preferred_nodes` states the rule). With several GPUs `spread_tree` then asks how the job is put on them. The
+last step spends what is left: attention kernel, checkpointing, micro-batch, accumulation. The tree is not monotone
+(QLoRA with the fp32 cast can need more than LoRA), so every branch is compared, none assumed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,16 +11,19 @@ from collections.abc import Iterator, Mapping
 from planner.decision.candidates import candidate
 from planner.decision.facts import NODE_NAMES, NODES, Facts, NodeFacts
 from planner.decision.spreads import spread_key
+from planner.models.targets import num_lora_params
 from planner.outcome import Candidate
 from planner.plan import Answer, Cut, NoPlan, Plan
 from planner.predict import attention_kernels
+from planner.rank import BITS_PER_PARAMETER, BITS_PER_TOKEN, MAX_RANK
 from planner.setup import TrainSetup
 from planner.space import Point
 from planner.units import gib
 from planner.workload import Workload
 
 QUANTIZE_GAIN_FRACTION = 0.05
-"""QLoRA replaces a LoRA that fits only when predicted this much faster (and by more than the speed model errs)."""
+"""Where speed is preferred, QLoRA replaces a LoRA that fits only when predicted this much faster (and by more than the
+speed model errs)."""
 
 OneGpu = Plan | NoPlan | None
 """The answer for the same work on one GPU; None where the options leave nothing to plan there."""
@@ -45,34 +48,60 @@ def answers(
         yield from activation_answers(mine, best, workload, ranked)
 
 
-def needed_gain(workload: Workload, facts: Mapping[str, NodeFacts]) -> float:
-    """How much faster a quantized setup must be to replace a LoRA that fits: more than the speed model errs."""
+def speed_band(workload: Workload, facts: Mapping[str, NodeFacts]) -> float:
+    """How far the speed model errs for the best LoRA setup: differences below it decide nothing between methods."""
     best = facts["lora"].best()
-    if best is None:
-        return 0.0
-    return max(QUANTIZE_GAIN_FRACTION, candidate(workload, best.setup).formula.time_band_fraction or 0.0)
+    return 0.0 if best is None else candidate(workload, best.setup).formula.time_band_fraction or 0.0
 
 
-def choose_node(facts: dict[str, NodeFacts], needed_gain_fraction: float) -> str | None:
-    """The node taken: the least approximate that fits, or a quantized one faster than LoRA by the needed gain."""
-    for node in NODES:
-        best = facts[node].best()
-        if best is None:
-            continue
-        if node != "lora":
-            return node
-        rivals = [(facts[other].best(), other) for other in ("qlora-8bit", "qlora-4bit")]
-        faster = [(rival.tokens_per_s, other) for rival, other in rivals if rival is not None]
-        quickest = max(faster, default=(0.0, "lora"))
-        return quickest[1] if quickest[0] > best.tokens_per_s * (1 + needed_gain_fraction) else "lora"
-    return None
+def preferred_nodes(workload: Workload) -> tuple[str, ...]:
+    """The nodes in the order in which one that fits is taken.
+
+    Quality first, then speed: a 16-bit base before a quantized one, which is for what does not fit. 4 bits before 8:
+    smaller, and faster on every card that was measured; 8 bits only where nothing else was asked for. Full fine-tuning
+    first where it is asked for or where the data is more than an adapter of the largest rank can hold, else last.
+    """
+    adapters = ("lora", "qlora-4bit", "qlora-8bit")
+    return ("full", *adapters) if wants_full(workload) else (*adapters, "full")
+
+
+def wants_full(workload: Workload) -> bool:
+    """Whether full fine-tuning is asked for, or needed by the data (`planner.rank`'s capacity rule)."""
+    if workload.fixed.get("method") == ("full",):
+        return True
+    tokens = workload.dataset_tokens
+    return tokens is not None and BITS_PER_TOKEN * tokens > BITS_PER_PARAMETER * num_lora_params(
+        workload.model, workload.fixed.get("lora_targets", ("all-linear",))[0], MAX_RANK
+    )
+
+
+def choose_node(facts: Mapping[str, NodeFacts], workload: Workload, *, from_host: bool = False) -> str | None:
+    """The node taken: the first of `preferred_nodes` with a setup that fits.
+
+    Two exceptions. Full fine-tuning replaces a LoRA that fits where it fits for sure and is not slower by more than the
+    speed model errs (`speed_band`). A quantized base replaces it where speed is preferred (`workload.prefer`) and
+    predicted to gain more than that; with states in the host's memory (`from_host`) unless it loses more than that,
+    because a quarter of the base then crosses the link.
+    """
+    speeds = {node: best.tokens_per_s for node, known in facts.items() if (best := known.best()) is not None}
+    taken = next((node for node in preferred_nodes(workload) if node in speeds), None)
+    if taken != "lora":
+        return taken
+    band = speed_band(workload, facts)
+    full = facts["full"].best()
+    if full is not None and facts["full"].surely_fits(full) and full.tokens_per_s >= speeds["lora"] * (1 - band):
+        return "full"
+    if workload.prefer == "speed" or from_host:
+        gain = -band if from_host else max(QUANTIZE_GAIN_FRACTION, band)
+        if speeds.get("qlora-4bit", 0.0) > speeds["lora"] * (1 + gain):
+            return "qlora-4bit"
+    return taken
 
 
 def method_answers(facts: dict[str, NodeFacts], chosen: str | None, workload: Workload) -> list[Answer]:
     """Step 1 as answers: one per node, in order, with the bytes of its smallest setup."""
     budget = workload.budget_bytes
     answers = []
-    passed = False
     for node in NODES:
         known = facts[node]
         if known.smallest is None:
@@ -89,11 +118,10 @@ def method_answers(facts: dict[str, NodeFacts], chosen: str | None, workload: Wo
             reason = f"one sequence needs {gib(need)} at least, {gib(budget - need)} are left for activations"
             rival, mine = facts["lora"].best(), known.best()
             if node.startswith("qlora") and rival and mine and mine.tokens_per_s > rival.tokens_per_s:
-                reason += "; the whole is faster than 16-bit LoRA"
-            passed = True
+                reason += "; the whole is faster than 16-bit LoRA, and speed is preferred"
         else:
             choice = "fits, not taken"
-            reason = _not_taken(node, facts, chosen, passed)
+            reason = _not_taken(node, facts, chosen)
         answers.append(
             Answer(
                 question=f"Does {name} fit with one sequence?",
@@ -107,19 +135,24 @@ def method_answers(facts: dict[str, NodeFacts], chosen: str | None, workload: Wo
     return answers
 
 
-def _not_taken(node: str, facts: dict[str, NodeFacts], chosen: str | None, passed: bool) -> str:
+def _not_taken(node: str, facts: Mapping[str, NodeFacts], chosen: str | None) -> str:
+    """Why a node that fits was passed over, and what it would buy."""
     best, taken = facts[node].best(), facts[chosen].best() if chosen else None
-    if best is None or taken is None:
+    if best is None or taken is None or chosen is None:
         return "fits, but another branch was taken"
     ratio = best.tokens_per_s / taken.tokens_per_s
-    if not passed:
-        spare = ", with a quarter of its base in the host's memory" if taken.shared.offload != "none" else ""
-        return f"fits, but {NODE_NAMES[chosen or '']} is predicted {1 / ratio:.2f} times as fast{spare}"
-    if node.startswith("qlora") and chosen == "lora":
-        return (
-            f"16-bit LoRA fits; quantizing would run at {ratio:.2f} times its speed: no gain beyond the model's error"
-        )
-    return f"{NODE_NAMES[chosen or '']} fits and approximates less; this runs at {ratio:.2f} times its speed"
+    speed = f"it would run at {ratio:.2f} times the speed"
+    if node == "full":
+        return f"fits, but is taken only when asked for (--method full) or when the data needs it; {speed}"
+    if node == "qlora-8bit":
+        return f"fits, but 8 bits are taken only when asked for (--quantization int8); {speed}"
+    if taken.shared.offload != "none" and chosen.startswith("qlora"):
+        return f"fits, but {NODE_NAMES[chosen]} leaves a quarter of its base in the host's memory; {speed}"
+    if node == "lora":
+        return f"fits, but {NODE_NAMES[chosen]} is predicted {1 / ratio:.2f} times as fast, and speed is preferred"
+    if node == "qlora-4bit":
+        return f"{NODE_NAMES[chosen]} fits and loses less; {speed} (--prefer speed, or --method qlora)"
+    return f"{NODE_NAMES[chosen]} fits and is preferred; {speed}"
 
 
 def _cast_note(known: NodeFacts) -> str:
