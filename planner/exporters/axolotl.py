@@ -5,6 +5,7 @@ from planner.exporters.common import (
     HF_ATTENTIONS,
     HF_OPTIMIZERS,
     environment,
+    liger_loss_refusal,
     model_line,
     model_refusal,
     target_modules,
@@ -76,7 +77,9 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return "Axolotl's fp16 loads fp16 weights, whose gradients the loss scaler cannot unscale in full fine-tuning"
     if setup.quantization == "int8" and setup.precision == "fp32":
         return "Axolotl loads an int8 base in fp16 when neither bf16 nor fp16 is on"
-    return model_refusal(setup, model) or sharding_refusal(setup, model)
+    if reason := model_refusal(setup, model) or liger_loss_refusal(setup, model, ("liger",)):
+        return reason
+    return sharding_refusal(setup, model)
 
 
 def export(request: ExportRequest) -> Launch:
@@ -189,10 +192,9 @@ def _method(request: ExportRequest) -> list[Line]:
         Line("lora_dropout", setup.lora_dropout),
     ]
     targets = target_modules(setup, request.model)
-    if targets == "all-linear":
-        lines.append(Line("lora_target_linear", True, "all linear layers but the head"))
-    else:
-        lines.append(Line("lora_target_modules", targets))
+    # `lora_target_linear` would hand PEFT the leaf names instead: stacked experts are not among them
+    comment = "all linear layers but the head" if targets == "all-linear" else ""
+    lines.append(Line("lora_target_modules", targets, comment))
     if setup.method == "lora" and _adapter_dtype(setup) != "fp32":
         lines.append(Line("peft_autocast_adapter_dtype", False, "adapters in the base's type"))
     return lines

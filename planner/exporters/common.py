@@ -4,7 +4,7 @@ from planner.choices.optimizers import OPTIMIZERS
 from planner.exporters.text import Line, was_absolute
 from planner.exporters.types import Difference, ExportRequest
 from planner.gpu import GpuSpec
-from planner.kernels import attention_refusal
+from planner.kernels import LIGER_TYPES, attention_refusal
 from planner.models.spec import ModelSpec
 from planner.models.stored import stored_refusal
 from planner.models.targets import peft_target_modules
@@ -16,6 +16,9 @@ HF_OPTIMIZERS = {name: row.transformers for name, row in OPTIMIZERS.items()}
 HF_ATTENTIONS = {"eager": "eager", "sdpa": "sdpa", "flash-attention-2": "flash_attention_2"}
 
 HF_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+REMOTE_TYPES = frozenset({"internlm3"})
+"""Model types that only the code in their repository builds."""
 
 USUAL_ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 USUAL_LINEAR_MODULES = (*USUAL_ATTENTION_MODULES, "gate_proj", "up_proj", "down_proj")
@@ -30,10 +33,26 @@ def target_modules(setup: TrainSetup, model: ModelSpec | None) -> str | list[str
     return setup.lora_targets if isinstance(setup.lora_targets, str) else list(setup.lora_targets)
 
 
+def liger_loss_refusal(
+    setup: TrainSetup, model: ModelSpec | None, losses: tuple[str, ...], known: frozenset[str] = LIGER_TYPES
+) -> str:
+    """Why a tool that runs these losses with Liger, for these model types, cannot run this setup's, "" when it can."""
+    if model is None or setup.loss not in losses or model.model_type in known:
+        return ""
+    return f"Liger is not applied to {model.model_type}: the logits would be held in full; plan with --loss full"
+
+
 def model_refusal(setup: TrainSetup, model: ModelSpec | None) -> str:
     """Why no trainer on transformers runs this setup on this model, "" when one does or the model is not known."""
     if model is None:
         return ""
+    if model.is_encoder_decoder:
+        return f"launch files train causal language models; {model.model_type} is an encoder-decoder"
+    if model.model_type in REMOTE_TYPES:
+        return (
+            f"transformers has no {model.model_type}: the code that the model brings along would have to be trusted "
+            "(trust_remote_code), which no file here asks for"
+        )
     return attention_refusal(model, setup.attention) or stored_refusal(setup, model)
 
 

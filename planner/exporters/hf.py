@@ -6,6 +6,7 @@ from planner.exporters.common import (
     HF_DTYPES,
     HF_OPTIMIZERS,
     environment,
+    liger_loss_refusal,
     model_refusal,
     target_modules,
 )
@@ -52,7 +53,12 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return reason
     if setup.tensor_degree > 1 and setup.loss != "full":
         return "a fused loss multiplies with the whole head, which tensor parallelism cuts"
-    return setup.scaler_refusal or model_refusal(setup, model) or sharding_refusal(setup, model)
+    return (
+        setup.scaler_refusal
+        or model_refusal(setup, model)
+        or liger_loss_refusal(setup, model, ("chunked", "liger"))
+        or sharding_refusal(setup, model)
+    )
 
 
 def export(request: ExportRequest) -> Launch:

@@ -3,7 +3,14 @@
 import json
 
 from planner.exporters import chat, deepspeed, slurm
-from planner.exporters.common import HF_OPTIMIZERS, environment, model_line, model_refusal, target_modules
+from planner.exporters.common import (
+    HF_OPTIMIZERS,
+    environment,
+    liger_loss_refusal,
+    model_line,
+    model_refusal,
+    target_modules,
+)
 from planner.exporters.spread import PER_NODE, sharding_refusal, split_refusal
 from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch, LaunchFile
@@ -16,6 +23,11 @@ FILE = "llamafactory/llamafactory.yaml"
 DATASET_INFO = "llamafactory/dataset_info.json"
 DATASET_KEY = "planned"
 VALIDATED_WITH = {"llamafactory": "0.9.5", "transformers": "5.6.0", "peft": "0.18.1", "trl": "0.24.0"}
+LIGER_TYPES = frozenset({
+    "gemma", "gemma2", "gemma3", "gemma3_text", "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2",
+    "qwen3", "qwen3_5", "qwen3_moe", "qwen3_next",
+})  # fmt: skip
+"""Source: LLaMA-Factory 0.9.5 `model/model_utils/liger_kernel.py`, which only warns for any other type."""
 VLLM_FA3 = "kernels-community/vllm-flash-attn3"
 ATTENTIONS = {"eager": "disabled", "sdpa": "sdpa", "flash-attention-2": "fa2"}
 
@@ -64,7 +76,9 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return f"LLaMA-Factory runs gpt_oss with vllm-flash-attn3 whatever was asked: {flash_refusal(model, VLLM_FA3)}"
     if setup.parallel == "zero3" and setup.quantized:
         return "LLaMA-Factory cannot shard a quantized base under ZeRO-3"
-    return model_refusal(setup, model) or sharding_refusal(setup, model)
+    if reason := model_refusal(setup, model) or liger_loss_refusal(setup, model, ("chunked", "liger"), LIGER_TYPES):
+        return reason
+    return sharding_refusal(setup, model)
 
 
 def export(request: ExportRequest) -> Launch:

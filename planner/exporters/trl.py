@@ -84,6 +84,14 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return reason
     if setup.parallel == "dp":
         return "one process for all GPUs (nn.DataParallel) is not trl sft's way; ddp holds less and is faster"
+    published = (model.config.get("architectures") or [""])[0] if model is not None else ""
+    if model is not None and published != model.built_class and str(published).endswith("ForConditionalGeneration"):
+        return (
+            f"trl sft loads the class that the model names, {published} with its towers, not the {model.built_class} "
+            "planned here; use the hf target"
+        )
+    if model is not None and model.model_type == "phimoe":
+        return "TRL's forward asks for num_experts, which transformers' PhimoeConfig does not have; use the hf target"
     if dequantizing_class(model):
         return (
             f"trl sft can hand transformers no {dequantizing_class(model)}, without which the published "

@@ -1,7 +1,7 @@
 """An Unsloth script: `python FILE`. Unsloth 2026.10 with trl <= 1.15 and transformers <= 5.17 (old names)."""
 
 from planner.exporters import chat
-from planner.exporters.common import HF_OPTIMIZERS, USUAL_LINEAR_MODULES, environment, target_modules
+from planner.exporters.common import HF_OPTIMIZERS, USUAL_LINEAR_MODULES, environment, model_refusal, target_modules
 from planner.exporters.python_text import Code, call, constant
 from planner.exporters.text import Line, comments, header, launch_file, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
@@ -59,6 +59,8 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return f"Unsloth has no {setup.precision} full fine-tuning (bf16-pure, bf16-mixed and fp32 work)"
     if setup.precision == "fp32" and setup.method != "full":
         return "Unsloth loads a frozen base in 16 bits"
+    if reason := model_refusal(setup.with_(attention="eager"), model):  # it picks its attention itself
+        return reason
     if dequantizing_class(model):
         return f"Unsloth loads conversions of its own in place of weights published in {stored_method(model)}"
     return ""

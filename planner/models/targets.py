@@ -130,6 +130,9 @@ def peft_target_modules(model: ModelSpec, targets: Targets) -> str | list[str]:
     """
     if isinstance(targets, tuple):
         return targets[0] if _is_pattern(targets) else list(targets)
+    if targets == "all-linear" and any(chooses(one) for layer in model.layer_kinds for one in layer.linears):
+        linears = [one for _, _, group in _modules(model) for one in group]
+        return list(dict.fromkeys(one.leaf for one in linears if not chooses(one)))
     if targets != "attention":
         return targets
     names = attention_target_names(model)
@@ -194,10 +197,22 @@ def _idle_linears(model: ModelSpec) -> Iterator[LinearSpec]:
         yield from layer.linears
 
 
+def chooses(linear: LinearSpec) -> bool:
+    """Whether a matrix is a router class that returns the experts it chose beside its product (Llama 4, Phi-MoE).
+
+    PEFT's layer in its place stops at the first forward, so nothing here adapts it.
+
+    Measured: tests/launch/test_every_model.py.
+    """
+    return linear.role == "router" and linear.module == "linear" and linear.leaf == "router"
+
+
 def _all_linear(model: ModelSpec) -> list[tuple[LayerSpec, int, tuple[LinearSpec, ...]]]:
     converted = _CONVERTED.get(model.model_type)
     if converted is None:
-        return list(_modules(model))
+        return [
+            (layer, num, tuple(one for one in linears if not chooses(one))) for layer, num, linears in _modules(model)
+        ]
     # The shorthand becomes the set of leaf names plus every old name of the mapping.
     leaves = {one.leaf for _, _, group in _modules(model) for one in group}
     return _named(model, tuple(sorted(leaves | converted.keys())))
@@ -280,6 +295,12 @@ def _refuse(model: ModelSpec, names: tuple[str, ...], linears: Iterable[LinearSp
     """Modules that a name reaches and PEFT cannot adapt: wrapped linears, routers that hold a bare weight."""
     for one in linears:
         is_module = one.name.endswith(CLIPPED) or (one.module == "parameter" and one.role == "router")
+        if chooses(one) and any(_matches(one.name, name) for name in names):
+            raise SetupError(
+                f"LoRA targets {_listed(names)} reach the router {one.name} of {model.model_id}, which returns "
+                "more than a product: PEFT cannot stand in for it",
+                hint="use attention or all-linear",
+            )
         if is_module and any(_matches(_module_name(one), name) and not _matches(one.name, name) for name in names):
             raise SetupError(
                 f"LoRA targets {_listed(names)} reach {_module_name(one)} of {model.model_id}, which PEFT cannot adapt",

@@ -1,0 +1,216 @@
+"""Every model type of the catalogue x launch targets: what a file says is what runs.
+
+A tiny random model of the same class and head sizes is loaded by transformers and PEFT with the attention, the target
+modules and the quantization of the emitted file (flash attention's presence stubbed). TRL and the plain script train
+two steps of the file on the CPU, in this process, with only the attention changed. A setting that the tools replace,
+refuse or drop fails here; a target that cannot run a type has to be refused with a reason.
+"""
+
+import ast
+import io
+import math
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest, Launch  # noqa: E402
+from planner.gpus import find_gpu  # noqa: E402
+from planner.hyperparameters import choose  # noqa: E402
+from planner.kernels import supported_attentions  # noqa: E402
+from planner.models import catalogue  # noqa: E402
+from planner.models.targets import num_lora_params  # noqa: E402
+from planner.setup import TrainSetup  # noqa: E402
+from probes.stack.quantize import is_router  # noqa: E402
+from tests.launch.tiny_models import TYPES, built_config, save_tiny, tiny_config, tiny_spec, write_rows  # noqa: E402
+
+RANK = 4
+ATTENTIONS = {"eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash-attention-2"}
+NO_FILE = {"t5": "encoder-decoder", "internlm3": "trust_remote_code"}
+"""Types that no target trains, and a word of the reason."""
+REFUSED = {
+    ("trl", "llama4"): "loads the class",
+    ("trl", "qwen3_5"): "loads the class",
+    ("trl", "qwen3_5_moe"): "loads the class",
+    ("trl", "phimoe"): "num_experts",
+}
+"""What one target cannot run, and a word of the reason."""
+PROCESSORS = ("gemma3", "gemma4")
+"""TRL loads their image processors, which a tiny checkpoint does not have: the plain script alone trains them here."""
+
+
+def emit(target: str, model_type: str, **fields: Any) -> Launch:
+    """The file of a target for a tiny model."""
+    loss = "chunked" if target in ("trl", "unsloth") else "full"
+    base: dict[str, Any] = {
+        "loss": loss, "attention": "eager", "micro_batch_seqs": 2, "seq_len_tokens": 16, "lora_rank": RANK,
+    }  # fmt: skip
+    setup = TrainSetup(**{**base, **fields})
+    spec = catalogue.load(TYPES[model_type].model_id)
+    assert spec is not None
+    config = {**tiny_spec(model_type).config, **{k: v for k, v in spec.config.items() if k == "architectures"}}
+    model = replace(tiny_spec(model_type), model_type=model_type, config=config)
+    return EXPORTERS[target](
+        ExportRequest(
+            model_id=f"./{model_type}",
+            setup=setup,
+            hyper=replace(choose(setup, max_steps=2), learning_rate=0.01),
+            model=model,
+            dataset=DatasetChoice(path="./rows", columns="text", local=True),
+            logging_steps=1,
+            save=False,
+        )
+    )
+
+
+def settings(target: str, launch: Launch) -> tuple[str, Any]:
+    """(attn_implementation, target_modules as PEFT gets them) of an emitted file."""
+    text = launch.files[0].text
+    if target == "hf":
+        attention = re.search(r'attn_implementation="(\w+)"', text)
+        modules = re.search(r"target_modules=(.*),\n", text)
+        assert attention is not None
+        assert modules is not None
+        return attention[1], ast.literal_eval(modules[1])
+    values = yaml.safe_load(text)
+    modules = values["lora_target_modules"]
+    return values["attn_implementation"], modules[0] if target == "trl" and len(modules) == 1 else modules
+
+
+@contextmanager
+def flash_attention_present(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """transformers' own checks, with the package said to be installed."""
+    matrix = transformers.modeling_flash_attention_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX
+    with monkeypatch.context() as patch:
+        patch.setitem(matrix[2], "general_availability_check", lambda: True)
+        patch.setattr(transformers.PreTrainedModel, "_flash_attn_import_error", lambda *args, **kwargs: None)
+        patch.setattr("transformers.modeling_utils.lazy_import_flash_attention", lambda *args, **kwargs: None)
+        yield
+
+
+@pytest.mark.parametrize("model_type", sorted(TYPES))
+def test_every_file_is_taken_as_it_stands(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention and target modules of every attention that a plan may choose, for 3 targets on transformers."""
+    entry = TYPES[model_type]
+    full = catalogue.load(entry.model_id)
+    assert full is not None
+    taken: set[str] = set()  # the targets mostly say the same
+    for target in ("trl", "hf", "axolotl"):
+        for attention in supported_attentions(full, find_gpu("h100-sxm")):
+            for targets in ("all-linear", "attention"):
+                launch = emit(target, model_type, attention=attention, lora_targets=targets)
+                reason = NO_FILE.get(model_type) or REFUSED.get((target, model_type))
+                if reason:
+                    assert reason in launch.refused
+                    continue
+                assert not launch.refused, launch.refused
+                implementation, modules = settings(target, launch)
+                assert ATTENTIONS[implementation] == attention
+                if f"{implementation} {modules}" in taken:
+                    continue
+                taken.add(f"{implementation} {modules}")
+                config = built_config(tiny_config(entry))
+                with flash_attention_present(monkeypatch), torch.device("meta"), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # fan_in_fan_out of Conv1D, tied heads
+                    model = transformers.AutoModelForCausalLM.from_config(
+                        config, dtype=torch.bfloat16, attn_implementation=implementation
+                    )
+                    assert model.config._attn_implementation == implementation
+                    lora = peft.LoraConfig(r=RANK, target_modules=modules, task_type="CAUSAL_LM")
+                    adapted = peft.get_peft_model(model, lora)
+                for module in adapted.modules():
+                    assert not is_router(getattr(module, "base_layer", module)) or not hasattr(module, "lora_A")
+                trained = sum(one.numel() for one in adapted.parameters() if one.requires_grad)
+                assert trained == num_lora_params(tiny_spec(model_type), targets, RANK)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A working directory with the data; checkpoints are made when asked for."""
+    folder = tmp_path_factory.mktemp("every-model")
+    write_rows(folder / "rows" / "train.jsonl", 4)
+    before = Path.cwd()
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
+
+
+def run_trl(text: str, folder: Path) -> Any:
+    """`trl sft --config FILE` without a process of its own; the trainer."""
+    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser
+    from trl.scripts import sft
+
+    path = folder / "trl-sft.yaml"
+    path.write_text(text)
+    parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig))
+    parsed = parser.parse_args_and_config(["--config", str(path)], fail_with_unknown_args=True)
+    kept = []
+    train = SFTTrainer.train
+
+    def keep(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        kept.append(trainer)
+        return train(trainer, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SFTTrainer, "train", keep)
+        sft.main(*parsed[:4])
+    return kept[0]
+
+
+def run_script(text: str, folder: Path) -> Any:
+    """`python train_hf.py` without a process of its own; the trainer."""
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(text, "train_hf.py", "exec"), scope)
+    return scope["trainer"]
+
+
+RUNS: dict[str, tuple[Callable[[str, Path], Any], dict[str, Any]]] = {
+    "trl": (run_trl, {}),
+    "hf": (run_script, {"method": "qlora", "quantization": "nf4-double"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", RUNS)
+@pytest.mark.parametrize("model_type", sorted(TYPES.keys() - NO_FILE.keys()))
+def test_two_steps_of_every_file_train(
+    model_type: str, target: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL with LoRA, the plain script with 4-bit QLoRA: the class, the number of trained parameters, finite losses."""
+    if (target, model_type) in REFUSED:
+        pytest.skip("refused, see above")
+    if target == "trl" and model_type in PROCESSORS:
+        pytest.skip("TRL needs the model's image processor")
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    monkeypatch.setattr("transformers.utils.logging._tqdm_active", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = place / model_type
+    run, fields = RUNS[target]
+    launch = emit(target, model_type, **fields)
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        if not folder.exists():
+            save_tiny(model_type, folder)
+        trainer = run(launch.files[0].text, folder)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 2
+    assert all(math.isfinite(one) and one > 1 for one in losses)  # the Trainer logs a NaN as 0
+    base = trainer.model.get_base_model()
+    assert base.config._attn_implementation == "eager"
+    assert type(base).__name__ == TYPES[model_type].built_class
+    assert getattr(base, "is_loaded_in_4bit", False) == (target == "hf")
+    trained = {name: one for name, one in trainer.model.named_parameters() if one.requires_grad}
+    assert sum(one.numel() for one in trained.values()) == num_lora_params(tiny_spec(model_type), "all-linear", RANK)
+    wanted = TrainSetup(**fields).resolved_adapter_dtype
+    assert {str(one.dtype) for one in trained.values()} == {{"fp32": "torch.float32", "bf16": "torch.bfloat16"}[wanted]}

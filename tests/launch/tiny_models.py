@@ -1,0 +1,144 @@
+"""A tiny copy of every model type of the catalogue: the same class, head sizes, sinks, windows and routing; few and
+small layers, a tokenizer of bytes. Made on the spot in milliseconds."""
+
+import copy
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from planner.models import catalogue
+from planner.models.adapters import spec_from_config
+from planner.models.spec import ModelSpec
+
+TYPES = {entry.model_type: entry for entry in reversed(catalogue.entries())}
+VOCAB, PAD, EOS = 264, 0, 1
+HEADS = ("num_attention_heads", "n_head", "num_heads")
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads")
+HIDDEN = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim")
+DEPTH = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers")
+SMALL = {
+    "intermediate_size": 64, "moe_intermediate_size": 32, "intermediate_size_mlp": 64, "ffn_dim": 64, "n_inner": 64,
+    "d_ff": 64, "shared_expert_intermediate_size": 32, "num_local_experts": 4, "num_experts": 4,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "top_k_experts": 2, "experts_per_token": 2, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "hidden_size_per_layer_input": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "vocab_size": VOCAB,
+    "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 0, "mtp_num_hidden_layers": 0,
+}  # fmt: skip
+PUBLISHED = {
+    "llama4": "Llama4ForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+}
+"""Types whose hub checkpoints are of another class than `AutoModelForCausalLM` builds: with a vision tower."""
+TOWERS = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "depth": 1, "num_position_embeddings": 16}
+
+
+def tiny_config(entry: catalogue.CatalogueEntry) -> dict[str, Any]:
+    """The configuration, shrunk in everything but what decides which kernels and settings run it."""
+    config = copy.deepcopy(dict(entry.config))
+    config.pop("quantization_config", None)
+    text = config.get("text_config", config)
+    spec = catalogue.load(entry.model_id)
+    assert spec is not None
+    softmax = [one for layer in spec.layer_kinds if (one := layer.attention) and one.kind == "softmax"]
+    heads = 2 if entry.model_type != "falcon" else 4
+    grouped = softmax[0].num_kv_heads < softmax[0].num_heads
+    for names, value in ((HEADS, heads), (KV_HEADS, heads // 2 if grouped else heads)):
+        text.update({name: value for name in names if text.get(name)})
+    width = 64 if any(text.get(name) for name in ("head_dim", "d_kv", "qk_nope_head_dim")) else None
+    text.update({name: width or heads * softmax[0].head_dim for name in HIDDEN if text.get(name)})
+    text.update({name: value for name, value in SMALL.items() if text.get(name)})
+    _layers(text)
+    for tower in ("vision_config", "audio_config"):
+        if config.get(tower):
+            small = {name: value for name, value in TOWERS.items() if name in config[tower]}
+            config[tower] = {**config[tower], **small, "deepstack_visual_indexes": []}
+            for name in (*HEADS, *KV_HEADS):
+                if name in config[tower]:
+                    config[tower][name] = 2
+            for name in ("head_dim", "global_head_dim"):
+                if name in config[tower]:
+                    config[tower][name] = 16
+            if "out_hidden_size" in config[tower]:
+                config[tower]["out_hidden_size"] = text["hidden_size"]
+    for place in {id(text): text, id(config): config}.values():
+        place |= {"pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None, "decoder_start_token_id": PAD}
+        if entry.model_type != "t5":
+            del place["decoder_start_token_id"]
+    return config
+
+
+def _layers(text: dict[str, Any]) -> None:
+    """Two layers, or one of each type."""
+    kinds = list(dict.fromkeys(text["layer_types"])) if text.get("layer_types") else []
+    if "full_attention_interval" in text:
+        kinds, text["full_attention_interval"] = ["linear_attention", "full_attention"], 2
+    if text["model_type"] == "gemma4_text":
+        kinds = ["sliding_attention", "full_attention"]
+    depth = max(2, len(kinds))
+    text.update({name: depth for name in DEPTH if text.get(name)})
+    if kinds:
+        text["layer_types"] = (kinds * 2)[:depth]
+    if "no_rope_layers" in text:
+        text["no_rope_layers"] = text["no_rope_layers"][:depth]
+    if "attention_types" in text:
+        text["attention_types"] = [[["global", "local"], 1]]
+
+
+@cache
+def tiny_spec(model_type: str) -> ModelSpec:
+    """The planner's inventory of the tiny model."""
+    return spec_from_config(tiny_config(TYPES[model_type]), model_id=f"./{model_type}", source="test")
+
+
+def built_config(config: Mapping[str, Any]) -> Any:
+    """transformers' configuration object."""
+    from probes.stack import load_config
+
+    return load_config(config)
+
+
+@cache
+def tokenizer() -> Any:
+    """Bytes and a chat template, ids below VOCAB; every tokenizer class of transformers reads it alike."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from tests.launch.conftest import CHAT_TEMPLATE
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {word: index for index, word in enumerate(("<pad>", "<|end|>", "<unk>", *letters))}
+    made = Tokenizer(models.BPE(vocab=words, merges=[], unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", pad_token="<pad>", eos_token="<|end|>")
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def save_tiny(model_type: str, folder: Path) -> Path:
+    """A checkpoint folder as the hub has it: the class that transformers builds, random weights, the tokenizer."""
+    import torch
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    entry = TYPES[model_type]
+    config = built_config(tiny_config(entry))
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    torch.manual_seed(0)
+    if published := PUBLISHED.get(model_type):  # AutoModelForCausalLM takes its text part
+        model = getattr(transformers, published)._from_config(config, dtype=torch.bfloat16)
+    else:
+        model = auto.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_rows(path: Path, num: int) -> Path:
+    """Plain text."""
+    rows = [{"text": f"row {number} of plain text"} for number in range(num)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
