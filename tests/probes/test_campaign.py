@@ -143,12 +143,12 @@ def test_submitit_runs_the_same_request_as_a_job(tmp_path: Path) -> None:
     assert len(Store(tmp_path / "s.jsonl").records()) == 2
 
 
-def test_submitit_job_that_dies_is_a_crash_of_its_probe(tmp_path: Path) -> None:
+def test_a_node_that_cannot_start_a_probe_is_the_machines_fault(tmp_path: Path) -> None:
     with SubmititExecutor(tmp_path / "jobs", cluster="local", argv=("/does/not/exist",)) as executor:
-        outcome = Prober(model=model(), gpu=None, executor=executor, store=None, device="cpu")(TrainSetup())
-    assert isinstance(outcome, ProbeFailure)
-    assert outcome.kind is FailureKind.CRASHED
-    assert "cannot start" in outcome.message
+        ask = Prober(model=model(), gpu=None, executor=executor, store=Store(tmp_path / "s.jsonl"), device="cpu")
+        with pytest.raises(EnvironmentProblem, match="on the node: cannot start"):
+            ask(TrainSetup())
+    assert Store(tmp_path / "s.jsonl").records() == ()
 
 
 def test_missing_submitit_is_an_environment_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
