@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -111,13 +112,14 @@ class DatasetStats:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthChoice:
-    """A sequence length for a data set, with its reason and what it costs."""
+    """A sequence length for a data set, with its reason and what it costs; `epoch_seqs` are its rows once packed."""
 
     seq_len_tokens: int
     packing: bool
     real_fraction: float
     cut_fraction: float
     epoch_tokens: int
+    epoch_seqs: int
     reason: str
 
 
@@ -148,6 +150,7 @@ def choose_length(stats: DatasetStats, *, max_tokens: int | None = None, micro_b
         real_fraction=packed if packing else padded,
         cut_fraction=cut,
         epoch_tokens=stats.kept_tokens(length),
+        epoch_seqs=ceil(stats.kept_tokens(length) / (packed * length)) if packing else stats.num_samples,
         reason=reason,
     )
 

@@ -27,6 +27,7 @@ from planner.plan import NoPlan, Plan, SpaceCount
 from planner.refine import CorrectionKey
 from planner.setup import TrainSetup
 from planner.space import BRANCH_FIELDS, dimension_values, kinds, micro_batches
+from planner.steps import small_data_note
 from planner.workload import Workload
 
 if TYPE_CHECKING:
@@ -213,6 +214,8 @@ def _notes(workload: Workload, chosen: Candidate) -> tuple[str, ...]:
             "shorter ones need less memory"
         )
     notes.append("evaluation and saving are not counted; keep their batch at the micro-batch or below")
+    if note := small_data_note(workload.epoch_seqs, workload.global_batch_seqs):
+        notes.append(note)
     masters = engine_of(chosen.setup).keeps_fp32_masters
     if chosen.setup.method == "full" and chosen.setup.weight_dtype == "bf16" and not masters:
         notes.append(

@@ -36,6 +36,7 @@ class Workload:
         min_rank: LoRA rank never falls below it; `min_rank_reason` says which rule gave it.
         dataset_tokens: tokens of one epoch, for time and cost; None when unknown.
         prefer: "quality" (the least approximate class that fits) or "speed" (a quantized base where it is faster).
+        epoch_seqs: sequences of one epoch (packed rows or samples); None when unknown.
         targets: launch targets that the user named: the plan is what the first of them runs, and all of them can.
         price_per_hour: US dollars per GPU hour, None when unknown.
     """
@@ -56,6 +57,7 @@ class Workload:
     price_source: str = ""
     targets: tuple[str, ...] = ()
     prefer: str = "quality"
+    epoch_seqs: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("seq_len_tokens", "global_batch_seqs", "memory_bytes", "min_rank"):

@@ -62,7 +62,8 @@ def make(
             dataset_tokens=wish.dataset_tokens or lengths.epoch_tokens,
             packing=lengths.packing if wish.packing is None else wish.packing,
         )
-    asked = wish.workload(spec, card, targets=known_targets(target) if target else ())
+    epoch_seqs = lengths.epoch_seqs if lengths is not None else None
+    asked = wish.workload(spec, card, epoch_seqs=epoch_seqs, targets=known_targets(target) if target else ())
     known = () if no_history else history_of(asked)
     if no_dry_run:
         plan = with_history(plan_workload(asked), known)

@@ -10,8 +10,9 @@ import typer
 from planner.cli import options, spread
 from planner.cli.completion import complete_gpu
 from planner.cli.output import console, print_json
-from planner.cli.wish import DEFAULT_GLOBAL_BATCH, positive, resolve_gpu, workload
+from planner.cli.wish import positive, resolve_gpu, workload
 from planner.errors import EXIT_NOTHING_FITS, UsageError
+from planner.steps import DEFAULT_GLOBAL_BATCH
 
 if TYPE_CHECKING:
     from planner.decision.clusters import ClusterOption

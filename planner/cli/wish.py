@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from planner import setup as fields
+from planner import steps
 from planner.errors import UsageError
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from planner.cluster import Cluster  # late: one GPU needs none of it
 
 DEFAULT_SEQ_LEN = 2048
-DEFAULT_GLOBAL_BATCH = 32
 
 
 def choices(name: str, values: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:
@@ -115,6 +115,7 @@ def workload(
     objective: str = "tokens",
     targets: Sequence[str] = (),
     prefer: str = "quality",
+    epoch_seqs: int | None = None,
 ) -> Workload:
     """A workload from resolved names and checked flags; what is not given is planned or takes a stated default."""
     memory, headroom = memory_and_headroom(gpu, memory_gib, headroom_gib)
@@ -130,6 +131,8 @@ def workload(
         floor, reason = positive("min-rank", min_rank, maximum=4096) or 1, MIN_RANK_GIVEN
     else:
         floor, reason = rank_floor(model, modules, dataset_tokens)
+    if epoch_seqs is None and dataset_tokens is not None:
+        epoch_seqs = -(-dataset_tokens // seq_len_tokens)
     usd, source = _price(gpu, price)
     return Workload(
         model=model,
@@ -137,7 +140,8 @@ def workload(
         memory_bytes=memory,
         headroom_bytes=headroom,
         seq_len_tokens=seq_len_tokens,
-        global_batch_seqs=positive("global-batch", global_batch) or default_global_batch(cluster),
+        global_batch_seqs=positive("global-batch", global_batch)
+        or steps.global_batch(epoch_seqs, cluster.num_gpus if cluster is not None else 1),
         fixed=dict(fixed),
         min_rank=floor,
         min_rank_reason=reason,
@@ -146,16 +150,10 @@ def workload(
         targets=tuple(targets),
         prefer=choices("prefer", (prefer,), ("quality", "speed"))[0],
         dataset_tokens=dataset_tokens,
+        epoch_seqs=epoch_seqs,
         price_per_hour=usd,
         price_source=source,
     )
-
-
-def default_global_batch(cluster: "Cluster | None") -> int:
-    """DEFAULT_GLOBAL_BATCH, or the next number of sequences that all GPUs can share evenly."""
-    if cluster is None:
-        return DEFAULT_GLOBAL_BATCH
-    return cluster.num_gpus * -(-DEFAULT_GLOBAL_BATCH // cluster.num_gpus)
 
 
 def _price(gpu: GpuSpec, price: float | None) -> tuple[float | None, str]:

@@ -32,7 +32,10 @@ class WishOptions:
     interconnect: spread.Interconnect = None
     seq_len: options.SeqLen = None
     global_batch: Annotated[
-        int | None, typer.Option("--global-batch", help="Sequences per optimizer step, kept constant. Default 32.")
+        int | None,
+        typer.Option(
+            "--global-batch", help="Sequences per optimizer step, kept constant. Default 32, less for small data."
+        ),
     ] = None
     parallel: spread.Parallels = None
     tensor_degree: spread.TensorDegrees = None
@@ -112,7 +115,13 @@ class WishOptions:
         return spread.cluster_of(gpu, self.gpus, self.nodes, self.interconnect)
 
     def workload(
-        self, model: "ModelSpec", gpu: GpuSpec, *, objective: str = "tokens", targets: Sequence[str] = ()
+        self,
+        model: "ModelSpec",
+        gpu: GpuSpec,
+        *,
+        objective: str = "tokens",
+        targets: Sequence[str] = (),
+        epoch_seqs: int | None = None,
     ) -> Workload:
         """The wish for this model on these GPUs, and for these launch targets.
 
@@ -134,6 +143,7 @@ class WishOptions:
             objective=objective,
             targets=targets,
             prefer=self.prefer or "quality",
+            epoch_seqs=epoch_seqs,
         )
 
 

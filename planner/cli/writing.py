@@ -139,6 +139,7 @@ def launch_files(
     from planner.exporters.folder import folder_files
     from planner.expressed import as_run
     from planner.hyperparameters import choose
+    from planner.steps import num_epochs
 
     workload = plan.workload
     chosen = plan.chosen if isinstance(plan, Plan) else plan.nearest
@@ -147,7 +148,12 @@ def launch_files(
         model=workload.model,
         setup=chosen.setup,
         gpu=workload.gpu,
-        hyper=choose(chosen.setup, num_params=workload.model.num_params, dataset_tokens=workload.dataset_tokens),
+        hyper=choose(
+            chosen.setup,
+            num_params=workload.model.num_params,
+            dataset_tokens=workload.dataset_tokens,
+            num_epochs=num_epochs(workload.epoch_seqs, workload.global_batch_seqs),
+        ),
         dataset=dataset_choice(dataset, folder),
         lacks_template=lacks_template(workload.model.model_id),
         num_nodes=workload.cluster.num_nodes if workload.cluster is not None else 1,

@@ -1,0 +1,49 @@
+"""How many optimizer steps a data set gives: the global batch and the epochs of small data.
+
+A step more is worth more than a sequence more in the batch once batches are small: models of every kind trained best
+with 2 to 32 samples a step in Masters and Luschi 2018, https://arxiv.org/abs/1804.07612, and LoRA bears large batches
+less well than full fine-tuning (Schulman et al. 2025, LoRA Without Regret). How many steps are enough nobody has
+measured for all data: MIN_STEPS is a judgement (warmup over 3 % of 100 steps is 3 steps).
+"""
+
+from math import ceil
+
+DEFAULT_GLOBAL_BATCH = 32
+LEAST_GLOBAL_BATCH = 8
+"""Below this, gradients of different lengths average badly. A judgement."""
+MIN_STEPS = 100
+MAX_EPOCHS = 3
+"""Epochs that small data is given. Source: Taori et al. 2023, Stanford Alpaca: 3 epochs; repeated data is worth as much
+as new for about 4 (Muennighoff et al. 2023, https://arxiv.org/abs/2305.16264)."""
+
+
+def global_batch(epoch_seqs: int | None, num_gpus: int = 1) -> int:
+    """Sequences per step where nobody says: DEFAULT_GLOBAL_BATCH, halved while an epoch has fewer than MIN_STEPS steps,
+    down to LEAST_GLOBAL_BATCH; a multiple of the number of GPUs."""
+    batch = DEFAULT_GLOBAL_BATCH
+    while epoch_seqs is not None and batch > LEAST_GLOBAL_BATCH and epoch_seqs < MIN_STEPS * batch:
+        batch //= 2
+    return num_gpus * ceil(batch / num_gpus)
+
+
+def steps_per_epoch(epoch_seqs: int, global_batch_seqs: int) -> int:
+    """Optimizer steps of one pass over the data."""
+    return max(1, ceil(epoch_seqs / global_batch_seqs))
+
+
+def num_epochs(epoch_seqs: int | None, global_batch_seqs: int) -> int:
+    """Passes over the data that give MIN_STEPS steps, at most MAX_EPOCHS; 1 where the data's size is not known."""
+    if epoch_seqs is None:
+        return 1
+    return min(MAX_EPOCHS, ceil(MIN_STEPS / steps_per_epoch(epoch_seqs, global_batch_seqs)))
+
+
+def small_data_note(epoch_seqs: int | None, global_batch_seqs: int) -> str:
+    """What so little data means for the run, "" where an epoch has enough steps."""
+    if epoch_seqs is None or steps_per_epoch(epoch_seqs, global_batch_seqs) >= MIN_STEPS:
+        return ""
+    steps, epochs = steps_per_epoch(epoch_seqs, global_batch_seqs), num_epochs(epoch_seqs, global_batch_seqs)
+    note = f"{steps} optimizer steps an epoch at {global_batch_seqs} sequences: the launch files train {epochs} epochs"
+    if steps * epochs < MIN_STEPS:
+        note += f", {steps * epochs} steps, still fewer than {MIN_STEPS}: more data helps most"
+    return note
