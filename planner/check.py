@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS, PLANNED_OPTIMIZERS
 from planner.errors import SetupError
 from planner.gpu import GpuSpec
@@ -148,8 +149,8 @@ def single_changes(setup: TrainSetup, gpu: GpuSpec, model: ModelSpec) -> list[tu
         tried.append(("flash attention 2", {"attention": "flash-attention-2"}, False))
     if setup.attention == "eager":
         tried.append(("SDPA attention", {"attention": "sdpa"}, False))
-    for loss in ("chunked", "liger"):
-        if setup.loss == "full":
+    for loss, row in LOSSES.items():
+        if LOSSES[setup.loss].whole_logits and not row.whole_logits:
             tried.append((f"{loss} loss (no full logits)", {"loss": loss}, False))
     tried += [
         (f"{name} optimizer", {"optimizer": name}, False)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, Self
 
+from planner.choices.losses import LOSSES as _LOSSES
 from planner.choices.optimizers import OPTIMIZERS as _OPTIMIZERS
 from planner.choices.precisions import PRECISIONS as _PRECISIONS
 from planner.errors import SetupError
@@ -21,7 +22,7 @@ unscale fp16 gradients); fp16-mixed: fp32 weights under fp16 autocast with loss 
 QUANTIZATIONS = ("none", "int8", "nf4", "nf4-double")
 OPTIMIZERS = tuple(_OPTIMIZERS)
 ATTENTIONS = ("eager", "sdpa", "flash-attention-2")
-LOSSES = ("full", "chunked", "liger")
+LOSSES = tuple(_LOSSES)
 ADAPTER_DTYPES = ("auto", "fp32", "bf16", "fp16")
 TARGET_SETS = ("attention", "all-linear")
 PARALLELS = ("none", "dp", "ddp", "zero1", "zero2", "zero3", "fsdp2", "device-map")

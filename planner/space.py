@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from planner.choices.losses import PLANNED_LOSSES, LossChain
 from planner.choices.optimizers import PLANNED_OPTIMIZERS
 from planner.choices.precisions import PRECISIONS, precision_of
 from planner.engines import engine_of, why_not
@@ -18,7 +19,6 @@ from planner.expressed import branches_as_run, variants_as_run
 from planner.gpu import GpuSpec
 from planner.kernels import attention_kernel, missing_kernels, supported_attentions
 from planner.memory.dtypes import flow_of
-from planner.memory.loss import LossChain
 from planner.memory.micro_batch import ActivationParts, activation_parts
 from planner.memory.model import predict_memory
 from planner.memory.rank_part import RankPart, rank_parts
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from planner.decision.spreads import Spread
 
 BRANCH_FIELDS = ("method", "precision", "quantization", "kbit_fp32_cast", "lora_rank", "lora_targets")
-LOSSES = ("chunked", "liger", "full")
 PLANNED_CHECKPOINTING = (0, 2, 1)
 
 
@@ -99,7 +98,7 @@ def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
         "optimizer": PLANNED_OPTIMIZERS,
         "attention": supported_attentions(workload.model, gpu),
         "checkpointing": PLANNED_CHECKPOINTING,
-        "loss": LOSSES,
+        "loss": PLANNED_LOSSES,
     }
     for name, allowed in fixed.items():
         values[name] = tuple(allowed)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS, PLANNED_OPTIMIZERS
 from planner.choices.precisions import PRECISIONS
 from planner.cluster import Cluster
@@ -23,7 +24,7 @@ COARSE: Mapping[str, tuple[Any, ...]] = {
     "kbit_fp32_cast": (False,),
     "optimizer": tuple(name for name in PLANNED_OPTIMIZERS if not OPTIMIZERS[name].paged),
     "checkpointing": (0, 1),
-    "loss": ("chunked", "liger"),
+    "loss": tuple(name for name, loss in LOSSES.items() if loss.coarse),
 }
 """What the coarse walk keeps of each dimension that the user left open."""
 COARSE_SPREADS = ("ddp", "fsdp2")

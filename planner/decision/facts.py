@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from planner.calibration_bands import USUAL_BAND
+from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS
 from planner.decision.spreads import Spread, SpreadKey, spread_key, spread_rank, spreads
 from planner.engines import why_not
@@ -34,7 +35,6 @@ PREFERENCE_FRACTION = 0.03
 the formula errs, then the order below, then the smaller peak."""
 SIMPLE_FIRST = {
     "precision": ("bf16-autocast", "bf16-mixed", "fp16-autocast", "fp16-mixed", "fp32", "bf16-pure"),
-    "loss": ("chunked", "full", "liger"),
     "attention": ("sdpa", "flash-attention-2", "eager"),
     "quantization": ("none", "nf4-double", "nf4", "int8"),
 }
@@ -47,6 +47,7 @@ def simplicity(setup: TrainSetup) -> int:
     return (
         spread_rank(setup)
         + OPTIMIZERS[setup.optimizer].simplicity
+        + LOSSES[setup.loss].simplicity
         + sum(
             values.index(getattr(setup, name)) if getattr(setup, name) in values else len(values)
             for name, values in SIMPLE_FIRST.items()

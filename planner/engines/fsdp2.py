@@ -2,6 +2,7 @@
 
 from typing import final
 
+from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS
 from planner.engines.base import Engine
 from planner.engines.gather import Groups, gathered_groups, scales_bytes
@@ -121,7 +122,7 @@ def _at_the_loss(model: ModelSpec, setup: TrainSetup, groups: Groups) -> tuple[i
     # the last layer's buffer stays
     own_gather = setup.loss == "chunked" and setup.method != "full"
     forward = groups.layer if model.tied or own_gather else groups.tail
-    backward = groups.layer if setup.loss != "full" and setup.reshard_after_forward else 0
+    backward = groups.layer if not LOSSES[setup.loss].whole_logits and setup.reshard_after_forward else 0
     return forward, backward
 
 

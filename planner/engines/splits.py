@@ -3,6 +3,7 @@
 The parts are cut by `planner.memory.rank_part`.
 """
 
+from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.rank_part import RankPart
@@ -112,7 +113,7 @@ def pipeline_refuses(model: ModelSpec, setup: TrainSetup) -> str:
         )
     if model.is_encoder_decoder:
         return "encoder-decoders have no pipeline in torchtitan or Megatron-LM that takes transformers' weights"
-    if setup.loss != "full":
+    if not LOSSES[setup.loss].whole_logits:
         return f"the {setup.loss} loss patches a whole model's forward (TRL, Liger); a last stage computes full logits"
     if setup.parallel in ("zero2", "zero3"):
         return "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism (DeepSpeed 0.19 pipe/engine.py)"

@@ -11,10 +11,11 @@ What is not affine, the loss chain with its tiles and what a pipeline has in fli
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from planner.choices.losses import LossChain
 from planner.gpu import GpuSpec
 from planner.memory.allocator import allocator_gap_bytes
 from planner.memory.dtypes import SIZE_BYTES
-from planner.memory.loss import LossChain, loss_parts
+from planner.memory.loss import loss_parts
 from planner.memory.micro_batch import ActivationParts, activation_parts, step_flow
 from planner.memory.rank_part import RankPart
 from planner.memory.state import BACKWARD, RankState

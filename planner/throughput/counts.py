@@ -179,24 +179,3 @@ def adapter_traffic(
         forward_kernels=modules * per_forward,
         backward_kernels=modules * per_backward,
     )
-
-
-def loss_bytes_per_logit(loss: str, logit: int, *, fused: bool, softcap: bool, drag: float = 1.0) -> float:
-    """Bytes that the loss chain moves per logit, forward and backward, head matmuls not counted.
-
-    full, fp32 logits: log-softmax 8, gradient of the log-likelihood 4, of log-softmax 12: 24 counted; on an A100 it
-    takes as long as 49, since long rows are read three times forward and twice backward. 16-bit logits add the upcast
-    and the cast back, 12. A soft cap adds three operations each way. chunked: one pass to read, one to rewrite, tile by
-    tile. liger: three passes counted, as long as five.
-
-    Source: linkedin/Liger-Kernel benchmark/data/all_benchmark_data.csv, cross_entropy on an A100; transformers 5.23
-    `loss/loss_utils.py`; TRL 1.16 `kernels/chunked_logprob.py`; Liger `ops/cross_entropy.py`.
-    """
-    if loss == "liger":
-        return _blend(3, 5, drag) * logit
-    if loss == "chunked":
-        return 4.0 * logit
-    if fused:
-        return 4.0 * logit
-    chain = _blend(24, 49, drag) + (12.0 if logit == 2 else 0.0)
-    return chain + (13.0 * logit if softcap else 0.0)

@@ -6,6 +6,7 @@ per data flow, optimizer cost per trained set. A whole space is ranked through `
 
 from typing import NamedTuple
 
+from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS
 from planner.gpu import GpuSpec
 from planner.kernels import attention_kernel
@@ -19,7 +20,6 @@ from planner.throughput.counts import (
     adapter_traffic,
     drag_of,
     layer_traffic,
-    loss_bytes_per_logit,
 )
 from planner.throughput.inventory import Inventory, inventory
 from planner.throughput.lora import adapted_linears
@@ -28,7 +28,6 @@ from planner.throughput.rates import Rates, matmul_s, rates_of
 INT8_UNPACK_BYTES = 7.0  # bitsandbytes copies to 16 bit (read 1, write 2), then scales in place (read 2, write 2)
 NF4_READ_BYTES = 0.53  # packed code and block scale of one weight
 _FLASH_BACKWARD = 2.5  # five matmuls for the forward's two
-TRL_TOKEN_CHUNK = 4096
 _EAGER_PASSES = 1.7  # transformers' eager attention scales, masks, upcasts to fp32, normalises and casts back: 48 bytes
 
 
@@ -137,19 +136,15 @@ class SpeedModel:
         vocab, hidden = head.out_features, head.in_features
         size = SIZE_BYTES[dtype]
         rate = self.rates.matmul[dtype]
-        chunk, head_traffic, forwards = tokens, 0.0, 1
-        if loss == "liger":
-            chunk = min(tokens, 1 << max(0, -(-tokens // -(-vocab // hidden)) - 1).bit_length())
-            head_traffic = 6.0  # each chunk's weight gradient is added to the sum in the weight's type
-        elif loss == "chunked":
-            chunk, head_traffic, forwards = min(tokens, TRL_TOKEN_CHUNK), 8.0, 2
+        tiling = LOSSES[loss].tiling(tokens, vocab, hidden)
+        chunk = tiling.tokens
         chunks = -(-tokens // chunk)
-        seconds = forwards * matmul_s(chunk, vocab, hidden, rate, size, self.rates, self.constants)
+        seconds = tiling.forwards * matmul_s(chunk, vocab, hidden, rate, size, self.rates, self.constants)
         seconds += matmul_s(chunk, hidden, vocab, rate, size, self.rates, self.constants)
         if trained:
             seconds += matmul_s(vocab, hidden, chunk, rate, size, self.rates, self.constants)
             if chunks > 1:
-                seconds += head_traffic * vocab * hidden / self.bandwidth
+                seconds += tiling.head_traffic_bytes * vocab * hidden / self.bandwidth
         made = chunks * seconds + self.loss_chain_s(loss, dtype, tokens, vocab)
         self._losses[key] = made
         return made
@@ -157,7 +152,7 @@ class SpeedModel:
     def loss_chain_s(self, loss: str, dtype: str, tokens: int, vocab: int) -> float:
         """Seconds of the loss chain over so many logits, without the head's matmuls."""
         fused, softcap = self.conditions.fused_loss, self.inv.softcap
-        moved = loss_bytes_per_logit(loss, SIZE_BYTES[dtype], fused=fused, softcap=softcap, drag=self.drag)
+        moved = LOSSES[loss].moved_per_logit(SIZE_BYTES[dtype], fused=fused, softcap=softcap, drag=self.drag)
         return moved * tokens * vocab / (self.rates.bandwidth * self.constants.loss_bandwidth_share)
 
     def traffic(self, flow: Flow, trained: bool) -> Moved:

@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from planner.choices.losses import LOSSES, LossChain, LossShape
 from planner.cli.wish import workload
 from planner.gpus import find_gpu
+from planner.memory.dtypes import SIZE_BYTES
 from planner.models import catalogue
 from planner.workload import Workload
 
@@ -14,3 +16,17 @@ def wish(model: str = "Qwen/Qwen2.5-1.5B", gpu: str = "rtx-4090", **options: Any
     assert spec is not None
     fixed = options.pop("fixed", {})
     return workload(spec, find_gpu(gpu), fixed=fixed, **options)
+
+
+def loss_chain(
+    *, loss: str, logits_dtype: str, hidden_dtype: str, head_cast: bool = False, upcast: bool = True, **shape: Any
+) -> LossChain:
+    """The loss chain of one micro-batch, with data types by their names."""
+    whole = LossShape(
+        logit_bytes=SIZE_BYTES[logits_dtype],
+        hidden_bytes=SIZE_BYTES[hidden_dtype],
+        head_cast=head_cast,
+        upcast=upcast,
+        **shape,
+    )
+    return LOSSES[loss].memory(whole)

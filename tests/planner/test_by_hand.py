@@ -10,10 +10,10 @@ from dataclasses import fields, replace
 
 import pytest
 
+from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS, Optimizer
 from planner.gpus import find_gpu
 from planner.memory.allocator import allocator_gap_bytes
-from planner.memory.loss import loss_chain
 from planner.memory.model import predict_memory
 from planner.memory.optimizer import paged_bytes, state_bytes, step_bytes
 from planner.memory.trained import trained_parameters
@@ -25,10 +25,10 @@ from planner.predict import predict
 from planner.setup import TrainSetup
 from planner.throughput.calibration import load_calibration
 from planner.throughput.conditions import CURRENT, Conditions
-from planner.throughput.counts import loss_bytes_per_logit
 from planner.throughput.model import SpeedModel, int8_bytes
 from planner.throughput.rates import matmul_s
 from planner.units import MIB
+from tests.planner.helpers import loss_chain
 
 A100 = find_gpu("a100-80gb")
 LAYERS, HIDDEN, VOCAB = 30, 576, 49_152
@@ -214,7 +214,7 @@ def test_trained_head_of_a_chunked_loss_adds_its_gradients_up() -> None:
     ],
 )
 def test_bytes_per_logit(loss: str, logit: int, options: dict[str, float], expected: float) -> None:
-    assert loss_bytes_per_logit(loss, logit, **{"fused": False, "softcap": False, **options}) == expected  # type: ignore[arg-type]
+    assert LOSSES[loss].moved_per_logit(logit, **{"fused": False, "softcap": False, "drag": 1.0, **options}) == expected  # type: ignore[arg-type]
 
 
 def test_quantized_matrices_are_unpacked_by_bytes_and_kernels() -> None:

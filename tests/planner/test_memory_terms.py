@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from planner.gpus import find_gpu
 from planner.memory.allocator import allocator_gap_bytes
-from planner.memory.loss import loss_chain, loss_parts
+from planner.memory.loss import loss_parts
 from planner.memory.micro_batch import activation_parts, step_flow
 from planner.memory.model import predict_memory
 from planner.memory.step import computing
@@ -17,6 +17,7 @@ from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.units import MIB
+from tests.planner.helpers import loss_chain
 
 A100 = find_gpu("a100-80gb")
 TOKENS = 1000

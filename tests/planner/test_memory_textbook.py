@@ -2,10 +2,10 @@
 
 import pytest
 
-from planner.memory import textbook
 from planner.memory.optimizer import paged_bytes, state_bytes, step_bytes
 from planner.memory.weights import int8_bytes, nf4_bytes
 from planner.units import GB, GIB
+from tests.planner import textbook
 
 ROUNDED = 0.02  # the sources give two digits
 

@@ -9,7 +9,6 @@ from planner.engines import engine_of
 from planner.engines.host import host_bytes
 from planner.engines.zero import ZERO_BUCKET_ELEMENTS, zero_bucket_elements
 from planner.gpus import find_gpu
-from planner.memory import textbook
 from planner.memory.model import predict_memory, rank_memories
 from planner.memory.rank_part import rank_parts
 from planner.memory.state import MOMENTS, RankState
@@ -25,6 +24,7 @@ from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.setup import SHARDED, TrainSetup
 from planner.units import GB
+from tests.planner import textbook
 
 GPU = find_gpu("a100-80gb")
 FULL: dict[str, Any] = {"method": "full", "precision": "bf16-mixed", "lora_rank": 0}

@@ -3,12 +3,12 @@
 import pytest
 
 from planner.gpus import find_gpu
-from planner.memory import textbook
 from planner.memory.micro_batch import activation_parts
 from planner.memory.rank_part import in_flight, rank_parts, tensor_shard
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
+from tests.planner import textbook
 
 
 def _model(name: str) -> ModelSpec:

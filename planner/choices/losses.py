@@ -1,0 +1,210 @@
+"""The losses: what their chain holds and moves, how they cut it, what they need. To add one, add its class."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+TRL_TOKEN_CHUNK = 4096
+"""Tokens per tile of TRL's fused head. Source: TRL 1.16 `trl/kernels/chunked_logprob.py` TOKEN_CHUNK_SIZE."""
+TRL_VOCAB_CHUNK = 32768
+"""Vocabulary width of a tile. Source: TRL 1.16 `trl/trainer/utils.py` _CHUNKED_LOGPROB_CHUNK_SIZE."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossChain:
+    """Bytes of the loss chain at its peak in the forward ("loss") and at the start of the backward ("backward").
+
+    `logits_bytes`: the logits' gradient in the head's type, alive beside the head's own gradient (full loss only).
+    """
+
+    loss_bytes: int
+    backward_bytes: int
+    logits_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossShape:
+    """One micro-batch at the head.
+
+    Attributes:
+        logit_bytes, hidden_bytes: size of one logit, and of one element of the hidden states.
+        head_trained: whether the head's weight has a gradient.
+        softcap: logits are squashed by a scaled tanh.
+        head_cast: autocast copies an fp32 head to 16 bit.
+        upcast: the full loss is computed in fp32; T5's own, where no autocast widens it, is not.
+    """
+
+    tokens: int
+    vocab_size: int
+    hidden_size: int
+    logit_bytes: int
+    hidden_bytes: int
+    head_trained: bool
+    softcap: bool
+    head_cast: bool
+    upcast: bool
+
+    @property
+    def cast_bytes(self) -> int:
+        """The head's 16-bit copy, alive until the head's own backward is done."""
+        return self.logit_bytes * self.vocab_size * self.hidden_size if self.head_cast else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiling:
+    """How the head's multiplications are cut.
+
+    Attributes:
+        tokens: of one tile.
+        forwards: how often logits are computed.
+        head_traffic_bytes: moved per element of a trained head's weight and tile, where there are several.
+    """
+
+    tokens: int
+    forwards: int
+    head_traffic_bytes: float
+
+
+class Loss(ABC):
+    """One loss.
+
+    Attributes:
+        simplicity: breaks ties in speed: fewer packages, nothing lost; smaller is simpler.
+        coarse: whether a coarse walk tries it.
+        triton: whether its kernels are Triton's.
+        whole_logits: whether all logits are there at once; others patch a whole model's forward.
+    """
+
+    name: ClassVar[str]
+    simplicity: ClassVar[int]
+    coarse: ClassVar[bool]
+    triton: ClassVar[bool]
+    whole_logits: ClassVar[bool]
+
+    @abstractmethod
+    def memory(self, shape: LossShape) -> LossChain:
+        """Bytes of one micro-batch's chain."""
+
+    @abstractmethod
+    def tiling(self, tokens: int, vocab_size: int, hidden_size: int) -> Tiling:
+        """How the head's multiplications over so many tokens are cut."""
+
+    @abstractmethod
+    def moved_per_logit(self, logit_bytes: int, *, fused: bool, softcap: bool, drag: float) -> float:
+        """Bytes that the chain moves per logit, forward and backward, head multiplications not counted.
+
+        Args:
+            fused: the software stack fuses the full loss.
+            drag: from bytes as counted (0) to what they take on an A100 (1), see `planner.throughput.counts.drag_of`.
+
+        Source: linkedin/Liger-Kernel benchmark/data/all_benchmark_data.csv, cross_entropy on an A100.
+        """
+
+
+@final
+class FullLoss(Loss):
+    """transformers' ForCausalLMLoss: logits in the compute type, their fp32 copy, the fp32 log-softmax that autograd
+    keeps; at the start of the backward the log-softmax, the gradient of the log-probabilities and the gradient of the
+    logits, all fp32: 12 bytes per logit. A soft cap keeps its tanh and makes one more copy.
+
+    Moved with fp32 logits: log-softmax 8, gradient of the log-likelihood 4, of log-softmax 12: 24 counted; on an A100
+    it takes as long as 49, since long rows are read three times forward and twice backward. 16-bit logits add the
+    upcast and the cast back, 12. A soft cap adds three operations each way.
+
+    Source: transformers 5.23 `loss/loss_utils.py`.
+    """
+
+    name, simplicity, coarse, triton, whole_logits = "full", 1, False, False, True
+
+    def memory(self, shape: LossShape) -> LossChain:
+        elements, logit = shape.tokens * shape.vocab_size, shape.logit_bytes
+        kept = logit * elements if shape.softcap else 0
+        wide = 4 if shape.upcast else logit
+        # without a 16-bit type the fp32 "copy" is the logits themselves
+        copy = wide * elements if wide != logit else 0
+        return LossChain(
+            loss_bytes=logit * elements + copy + wide * elements + kept + shape.cast_bytes,
+            backward_bytes=3 * wide * elements + kept + shape.cast_bytes,
+            logits_bytes=logit * elements,
+        )
+
+    def tiling(self, tokens: int, vocab_size: int, hidden_size: int) -> Tiling:
+        return Tiling(tokens=tokens, forwards=1, head_traffic_bytes=0.0)
+
+    def moved_per_logit(self, logit_bytes: int, *, fused: bool, softcap: bool, drag: float) -> float:
+        if fused:
+            return 4.0 * logit_bytes
+        chain = 24 + (49 - 24) * drag + (12.0 if logit_bytes == 2 else 0.0)
+        return chain + (13.0 * logit_bytes if softcap else 0.0)
+
+
+@final
+class ChunkedLoss(Loss):
+    """TRL's fused head: one tile of 4096 x 32768 logits, and fp32 gradients of the hidden states (and of the head's
+    weight where it is trained). Moved: one pass to read, one to rewrite, tile by tile.
+
+    Source: TRL 1.16 `kernels/chunked_logprob.py`.
+    """
+
+    name, simplicity, coarse, triton, whole_logits = "chunked", 0, True, False, False
+
+    def memory(self, shape: LossShape) -> LossChain:
+        logit, hidden = shape.logit_bytes, shape.tokens * shape.hidden_size
+        head = shape.vocab_size * shape.hidden_size
+        tile = min(shape.tokens, TRL_TOKEN_CHUNK) * min(shape.vocab_size, TRL_VOCAB_CHUNK) * logit
+        if shape.head_cast:  # the casts of two neighbouring tiles of the head
+            tile += logit * shape.hidden_size * min(shape.vocab_size, 2 * TRL_VOCAB_CHUNK)
+        gradients = 4 * hidden + (4 * head if shape.head_trained else 0)
+        # the head's fp32 gradient is cast to the weight's type at the end, when no tile is alive any more
+        cast = shape.hidden_bytes * head if shape.head_trained and shape.hidden_bytes != 4 else 0
+        return LossChain(loss_bytes=tile, backward_bytes=max(tile, cast) + gradients + shape.hidden_bytes * hidden)
+
+    def tiling(self, tokens: int, vocab_size: int, hidden_size: int) -> Tiling:
+        return Tiling(tokens=min(tokens, TRL_TOKEN_CHUNK), forwards=2, head_traffic_bytes=8.0)
+
+    def moved_per_logit(self, logit_bytes: int, *, fused: bool, softcap: bool, drag: float) -> float:
+        return 4.0 * logit_bytes
+
+
+@final
+class LigerLoss(Loss):
+    """Liger's fused linear cross-entropy: a chunk of tokens so that its logits are about tokens x hidden, and the
+    hidden gradient (and the head's, where trained) held from the forward on. Moved: three passes counted, as long as
+    five; each chunk's gradient of the head is added to the sum in the weight's type.
+
+    Source: Hsu et al. 2024, Liger Kernel, section 3.2, https://arxiv.org/abs/2410.10989; `ops/cross_entropy.py`.
+    """
+
+    name, simplicity, coarse, triton, whole_logits = "liger", 2, True, True, False
+
+    def memory(self, shape: LossShape) -> LossChain:
+        hidden = shape.hidden_bytes * shape.tokens * shape.hidden_size
+        chunk = self._chunk(shape.tokens, shape.vocab_size, shape.hidden_size)
+        logits = chunk * shape.vocab_size * (2 * shape.logit_bytes + 4)
+        head = 4 * shape.vocab_size * shape.hidden_size if shape.head_trained else 0
+        held = shape.cast_bytes + hidden + head
+        return LossChain(loss_bytes=logits + held, backward_bytes=held + hidden)
+
+    def tiling(self, tokens: int, vocab_size: int, hidden_size: int) -> Tiling:
+        chunk = self._chunk(tokens, vocab_size, hidden_size)
+        return Tiling(tokens=min(tokens, chunk), forwards=1, head_traffic_bytes=6.0)
+
+    def moved_per_logit(self, logit_bytes: int, *, fused: bool, softcap: bool, drag: float) -> float:
+        return (3 + (5 - 3) * drag) * logit_bytes
+
+    @staticmethod
+    def _chunk(tokens: int, vocab_size: int, hidden_size: int) -> int:
+        """Tokens of a chunk: a power of two."""
+        return 1 << max(0, -(-tokens // -(-vocab_size // hidden_size)) - 1).bit_length()
+
+
+LOSSES: Mapping[str, Loss] = {loss.name: loss for loss in (FullLoss(), ChunkedLoss(), LigerLoss())}
+"""Every loss by its name."""
+PLANNED_LOSSES = ("chunked", "liger", "full")
+"""In the order in which a plan tries them."""
+
+if set(PLANNED_LOSSES) != set(LOSSES) or not all(
+    name in vars(type(loss)) for loss in LOSSES.values() for name in Loss.__annotations__
+):
+    raise AssertionError("a loss leaves something open")
