@@ -63,7 +63,7 @@ def plan_workload(
     alone = _one_gpu(workload) if workload.num_gpus > 1 else None
     best = best_spread(facts.of_node(node)) if node is not None else None
     chosen = candidate(workload, best.setup) if best is not None else None
-    walked = tuple(answers(workload, facts, node, chosen, alone))
+    walked = tuple(answers(workload, facts, node, best, chosen, alone))
     if node is None or best is None or chosen is None:
         from planner.decision.remedies import refusal  # a plan needs none
 

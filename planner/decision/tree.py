@@ -30,10 +30,15 @@ OneGpu = Plan | NoPlan | None
 
 
 def answers(
-    workload: Workload, facts: Facts, node: str | None, chosen: Candidate | None, alone: OneGpu
+    workload: Workload,
+    facts: Facts,
+    node: str | None,
+    best: Point | None,
+    chosen: Candidate | None,
+    alone: OneGpu,
 ) -> Iterator[Answer]:
-    """All answers, in the order in which the questions are asked; `node` and `chosen` are what was taken, if anything
-    fits."""
+    """All answers, in the order in which the questions are asked; `node`, its `best` point and `chosen` are what was
+    taken, if anything fits."""
     methods = method_answers(facts.nodes(), node, workload)
     if workload.num_gpus == 1:
         yield from methods
@@ -41,11 +46,9 @@ def answers(
         from planner.decision.spread_tree import spread_answers  # one GPU never needs it
 
         yield from spread_answers(workload, facts, node, chosen, alone, methods)
-    if node is not None and chosen is not None:
-        mine = facts.of_node(node)[spread_key(chosen.setup)]
-        ranked = mine.ranked()
-        best = next(point for point in ranked if point.setup == chosen.setup)
-        yield from activation_answers(mine, best, workload, ranked)
+    if node is not None and best is not None:
+        mine = facts.of_node(node)[spread_key(best.shared)]
+        yield from activation_answers(mine, best, workload, mine.ranked())
 
 
 def speed_band(workload: Workload, facts: Mapping[str, NodeFacts]) -> float:
