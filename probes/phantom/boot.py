@@ -5,6 +5,7 @@ If anything goes wrong here the process ends at once: the program must never run
 """
 
 import atexit
+import importlib
 import ipaddress
 import json
 import os
@@ -17,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from probes.phantom.imports import after_import
+from probes.phantom.imports import WATCHED, Watcher
 
 VARIABLE = "FINETUNE_PLANNER_TRACE"
 FAILED_EXIT = 97
@@ -33,14 +34,18 @@ def begin() -> None:
         order = json.loads(text)
         if not order["network"]:
             _cut_network()
-        _keep.enter_context(after_import({"torch": [lambda module: _guarded(order)]}, {}))
+        watcher = Watcher(WATCHED)
+        watcher.add({"torch": [lambda module: _guarded(order, watcher)]}, {})
+        # what a library is told must be there before the program binds the library's functions
+        watcher.first = lambda: importlib.import_module("torch")
+        watcher.watch()
     except BaseException:
         _give_up(text)
 
 
-def _guarded(order: dict[str, Any]) -> None:
+def _guarded(order: dict[str, Any], watcher: Watcher) -> None:
     try:
-        _start(order)
+        _start(order, watcher)
     except BaseException:
         _give_up(json.dumps(order))
 
@@ -53,7 +58,7 @@ def _give_up(text: str) -> None:
         os._exit(FAILED_EXIT)
 
 
-def _start(order: dict[str, Any]) -> None:
+def _start(order: dict[str, Any], watcher: Watcher) -> None:
     from probes.phantom.card import Card
     from probes.phantom.cuda import Refused
     from probes.phantom.session import phantom_gpu
@@ -83,6 +88,7 @@ def _start(order: dict[str, Any]) -> None:
             num_steps=order["steps"],
             num_tokens=order["tokens"],
             finished=finished,
+            watcher=watcher,
         )
     )
     hook = sys.excepthook

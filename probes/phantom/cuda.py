@@ -262,6 +262,34 @@ def _functions(phantom: Phantom) -> dict[str, Any]:
     }
 
 
+class _AnyDevice(type):
+    """Makes the class below the same as `torch.device` wherever a class is compared, looked up or asked about."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> torch.device:
+        if args and type(args[0]) is int or type(kwargs.get("device")) is int:
+            return _device("cuda", args[0] if args else kwargs["device"])
+        return _device(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, _device)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return subclass is cls or issubclass(subclass, _device)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is _device
+
+    def __hash__(cls) -> int:
+        return hash(_device)
+
+
+_device = torch.device
+
+
+class device(metaclass=_AnyDevice):  # noqa: N801 - it is called what it stands for
+    """`torch.device`, which knows that a number means a GPU although this build has none."""
+
+
 class Generator(torch._C.Generator):  # type: ignore[misc]
     """A generator that may say it is on the GPU."""
 
@@ -304,6 +332,7 @@ def answered(phantom: Phantom) -> Iterator[None]:
         put(torch.backends.cudnn, "is_available", lambda: True)
         put(torch.backends.cudnn, "version", lambda: CUDNN_VERSION)
         put(torch, "Generator", Generator)
+        put(torch, "device", device)
         accelerator = torch.accelerator
         for name, value in {
             "is_available": lambda: True,

@@ -33,6 +33,15 @@ def load_without_weights(phantom: Phantom, modeling: Any, patch: Patch) -> None:
             dtype = torch.float32
         return true_dtype(dtype, files, config, *args, **kwargs)
 
+    true_get_device = modeling.get_device
+
+    def get_device(device_map: Any, name: str, valid_torch_device: bool = False) -> Any:
+        """As transformers', with numbers as the GPUs they mean."""
+        found = true_get_device(device_map, name, valid_torch_device=valid_torch_device)
+        if not valid_torch_device:
+            return found
+        return torch.device("cuda", found) if isinstance(found, int) else torch.device(found)
+
     def load(
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
     ) -> tuple[Any, Any]:
@@ -44,10 +53,9 @@ def load_without_weights(phantom: Phantom, modeling: Any, patch: Patch) -> None:
         tied = set(getattr(model, "all_tied_weights_keys", {}))
         for key in keys:
             if key not in tied:
-                device = torch.device(modeling.get_device(device_map, key, valid_torch_device=True) or "cpu")
-                _fill(model, key, device, load_config)
+                _fill(model, key, get_device(device_map, key, valid_torch_device=True), load_config)
         info = modeling.LoadStateDictInfo(
-            missing_keys=set(tied),
+            missing_keys=set(),
             unexpected_keys=set(),
             mismatched_keys=set(),
             error_msgs=[],
@@ -58,6 +66,7 @@ def load_without_weights(phantom: Phantom, modeling: Any, patch: Patch) -> None:
         return info, None
 
     patch(modeling, "_get_resolved_checkpoint_files", no_files)
+    patch(modeling, "get_device", get_device)
     patch(modeling, "_get_dtype", get_dtype)
     patch(modeling.PreTrainedModel, "_load_pretrained_model", staticmethod(load))
 

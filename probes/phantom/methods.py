@@ -38,6 +38,10 @@ def answering(phantom: Phantom) -> Iterator[None]:
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if claims.depth:
             return true_to(self, *args, **kwargs)
+        if args and type(args[0]) is int:
+            args = (torch.device("cuda", args[0]), *args[1:])
+        elif type(kwargs.get("device")) is int:
+            kwargs["device"] = torch.device("cuda", kwargs["device"])
         if args and isinstance(args[0], torch.dtype) and "device" not in kwargs:
             return true_to(self, *args, **kwargs)
         device, dtype, copy, memory_format = _parse(args, kwargs)
@@ -138,6 +142,8 @@ def answering(phantom: Phantom) -> Iterator[None]:
         def make(data: Any, *args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> Any:
             if isinstance(data, torch.Tensor) and device is None and _is_meta(data):
                 device = data.device
+            if type(device) is int:
+                device = CUDA
             if device is None or torch.device(device).type != "cuda":
                 options = {"requires_grad": True} if requires_grad else {}
                 return true(data, *args, device=device, **options, **kwargs)

@@ -237,6 +237,8 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         if func is _TO_COPY and kind == "cpu":
             return self._to_host(args[0], kwargs)
         target = self._target(kind, metas, func)
+        if target is CUDA and len(self._workspaces) < 2 and is_matmul(func):
+            self._cublas()
         done, out = self._by_values(func, args, kwargs, metas, target)
         if not done:
             if kind and kind != "meta":
@@ -251,8 +253,6 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
                 out = func(*args, **kwargs)
             elif out is DONE:
                 out = None
-            if target is CUDA and len(self._workspaces) < 2 and is_matmul(func):
-                self._cublas()
             self._after(func, args, kwargs, out, metas)
         self._outputs(func, args, kwargs, out, target)
         return out

@@ -11,7 +11,7 @@ from probes.dryrun.workspaces import cublas_workspace_bytes, temporaries
 from probes.phantom import attention, compiled, cuda, libraries, methods, operators, steps, tritons
 from probes.phantom.card import Card
 from probes.phantom.claims import lying
-from probes.phantom.imports import Hook, after_import
+from probes.phantom.imports import WATCHED, Hook, Watcher
 from probes.phantom.mode import Phantom
 from probes.stack.autocast import emulation_installed
 
@@ -25,12 +25,14 @@ def phantom_gpu(
     num_steps: int | None = None,
     num_tokens: int = 8192,
     finished: Callable[[Phantom], None] = lambda phantom: None,
+    watcher: Watcher | None = None,
 ) -> Iterator[Phantom]:
     """Within it this process has `card`, on which nothing is computed.
 
     Args:
         limited: whether the card runs out of memory.
         num_tokens: length of stand-in texts.
+        watcher: the one that has seen all imports of this process, None where none has.
         num_steps: after so many optimizer steps `finished` is called and `steps.Done` raised; None: never.
     """
     torch._C._ensureCUDADeviceGuardSet()  # what C++ asks before it moves a tensor to CUDA; this one does nothing
@@ -58,7 +60,11 @@ def phantom_gpu(
         for found in (libraries.hooks(phantom, stack), tritons.hooks(phantom, stack)):
             for name, hook in found.items():
                 hooks.setdefault(name, []).append(hook)
-        stack.enter_context(after_import(hooks, libraries.AROUND))
+        if watcher is None:
+            watcher = Watcher(WATCHED)
+            watcher.watch()
+            stack.callback(watcher.stop)
+        watcher.add(hooks, libraries.AROUND)
         stack.enter_context(phantom)
         yield phantom
         phantom.keep_peaks()

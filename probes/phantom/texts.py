@@ -16,6 +16,8 @@ Patch = Callable[[Any, str, Any], None]
 NUM_ROWS = 64
 DEFAULT_TOKENS = 8192
 """Tokens of a stand-in text; programs cut it to their own maximum."""
+_PROMPT_TOKENS = 32
+"""Of what comes before an answer: where a maximum cuts the end off, something of the answer must be left."""
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json", "spiece.model")
 _TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
@@ -31,19 +33,34 @@ def tokenizer_stands_in(phantom: Phantom, auto: Any, patch: Patch) -> None:
     true = cls.from_pretrained.__func__
 
     def from_pretrained(owner: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
+        if _present(str(name)):
             return true(owner, name, *args, **kwargs)
-        except (OSError, ValueError, TypeError, AttributeError, KeyError, ImportError):
-            if os.path.isdir(name) and any(Path(name, one).exists() for one in _FILES):
-                raise
-            made = stand_in_tokenizer(str(name))
-            phantom.note(
-                f"{name}: its tokenizer is not on this machine; a stand-in makes a token of every byte, so sequences "
-                "are as long as the program's maximum allows"
-            )
-            return made
+        phantom.note(
+            f"{name}: its tokenizer is not on this machine; a stand-in makes a token of every byte, so sequences are as "
+            "long as the program's maximum allows"
+        )
+        made = stand_in_tokenizer(str(name))
+        for key in ("padding_side", "truncation_side", "model_max_length", "pad_token", "eos_token"):
+            if kwargs.get(key) is not None:
+                setattr(made, key, kwargs[key])
+        return made
 
     patch(cls, "from_pretrained", classmethod(from_pretrained))
+
+
+def _present(name: str) -> bool:
+    """Whether any file of a tokenizer can be read, here or (where the network is allowed) on the hub."""
+    if os.path.isdir(name):
+        return any(Path(name, one).exists() for one in _FILES)
+    from transformers.utils import cached_file
+
+    def read(one: str) -> bool:
+        try:
+            return cached_file(name, one) is not None
+        except OSError:
+            return False
+
+    return any(map(read, _FILES))
 
 
 def processor_stands_in(phantom: Phantom, auto: Any, patch: Patch) -> None:
@@ -125,23 +142,23 @@ _ALPACA = ("alpaca", "dolly", "code_instructions", "instruct")
 def columns_of(name: str, num_tokens: int) -> dict[str, Any]:
     """One row of a data set that looks like `name`'s."""
     long = "a " * num_tokens
-    half = "a " * (num_tokens // 2)
-    talk = [{"role": "user", "content": half}, {"role": "assistant", "content": half}]
+    short = "a " * _PROMPT_TOKENS
+    talk = [{"role": "user", "content": short}, {"role": "assistant", "content": long}]
     low = name.lower()
     if any(word in low for word in _UNPAIRED):
         return {"prompt": talk[:1], "completion": talk[1:], "label": True}
     if any(word in low for word in _PREFERENCE):
         return {"chosen": talk, "rejected": talk, "score_chosen": 1.0, "score_rejected": 0.0}
     if any(word in low for word in _ALPACA):
-        return {"instruction": half, "input": "", "output": half, "response": half, "text": long}
+        return {"instruction": short, "input": "", "output": long, "response": long, "text": long}
     if any(word in low for word in _PROMPT):
-        return {"prompt": half, "completion": half, "question": half, "answer": half, "solution": "1"}
+        return {"prompt": short, "completion": long, "question": short, "answer": long, "solution": "1"}
     if any(word in low for word in _CHAT):
         return {"messages": talk}
     if "stsb" in low or "all-nli" in low or "pair" in low:
-        return {"sentence1": half, "sentence2": half, "score": 0.5}
+        return {"sentence1": long, "sentence2": long, "score": 0.5}
     if "glue" in low or "mrpc" in low:
-        return {"sentence1": half, "sentence2": half, "label": 1, "idx": 0}
+        return {"sentence1": long, "sentence2": long, "label": 1, "idx": 0}
     if "imdb" in low or "sentiment" in low or "emotion" in low or "review" in low:
         return {"text": long, "label": 1}
     return {"text": long}

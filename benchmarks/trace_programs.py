@@ -1,0 +1,196 @@
+"""Traces programs that nobody here wrote, and writes a table: traced or refused, time, peak.
+
+    python benchmarks/trace_programs.py CHECKOUTS [NAME ...] [--python PYTHON]
+
+CHECKOUTS holds one directory per repository, owner+name, as cloned (the table's commits); `trl` needs none, its scripts
+come with the package. The programs are read and run, never copied: the table says repository, commit, path and command.
+Results: benchmarks/data/trace_programs.json, by name; rows of programs that were not named stay.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+OUT = ROOT / "benchmarks" / "data" / "trace_programs.json"
+GPU = "rtx-4090"
+OUTPUT = "--output_dir OUT --report_to none --max_steps 2"
+QWEN = "Qwen/Qwen2.5-0.5B"
+LORA = "--use_peft --lora_r 16 --lora_target_modules all-linear"
+PEFT = "huggingface+peft"
+SCRATCH = "rasbt+LLMs-from-scratch"
+ST = "huggingface+sentence-transformers"
+
+PROGRAMS = {
+    # name: (repository, directory in it, command)
+    "trl-sft-full": ("trl", "", f"trl sft --model_name_or_path {QWEN} --dataset_name trl-lib/Capybara {OUTPUT}"),
+    "trl-sft-lora": ("trl", "", f"trl sft --model_name_or_path {QWEN} --dataset_name trl-lib/Capybara {LORA} {OUTPUT}"),
+    "trl-dpo": ("trl", "", f"trl dpo --model_name_or_path {QWEN} --dataset_name trl-lib/ultrafeedback_binarized {OUTPUT}"),
+    "trl-dpo-lora": (
+        "trl",
+        "",
+        f"trl dpo --model_name_or_path {QWEN} --dataset_name trl-lib/ultrafeedback_binarized {LORA} {OUTPUT}",
+    ),
+    "trl-kto": ("trl", "", f"trl kto --model_name_or_path {QWEN} --dataset_name trl-lib/kto-mix-14k {OUTPUT}"),
+    "trl-reward": (
+        "trl",
+        "",
+        f"trl reward --model_name_or_path {QWEN} --dataset_name trl-lib/ultrafeedback_binarized {OUTPUT}",
+    ),
+    "trl-grpo": (
+        "trl",
+        "",
+        f"trl grpo --model_name_or_path {QWEN} --dataset_name trl-lib/tldr --reward_funcs accuracy_reward {OUTPUT}",
+    ),
+    "trl-rloo": (
+        "trl",
+        "",
+        f"trl rloo --model_name_or_path {QWEN} --dataset_name trl-lib/tldr --reward_funcs accuracy_reward {OUTPUT}",
+    ),
+    "nanogpt-gpt2": (
+        "karpathy+nanoGPT",
+        "",
+        "python train.py --dataset=phantom --batch_size=12 --gradient_accumulation_steps=2 --eval_iters=1 --compile=False",
+    ),
+    "nanogpt-gpt2-compiled": (
+        "karpathy+nanoGPT",
+        "",
+        "python train.py --dataset=phantom --batch_size=12 --gradient_accumulation_steps=2 --eval_iters=1",
+    ),
+    "nanogpt-char": (
+        "karpathy+nanoGPT",
+        "",
+        "python train.py config/train_shakespeare_char.py --dataset=phantom --eval_iters=1 --compile=False",
+    ),
+    "peft-dora": (
+        PEFT,
+        "examples/dora_finetuning",
+        f"python dora_finetuning.py --base_model {QWEN} --data_path timdettmers/openassistant-guanaco --output_dir OUT",
+    ),
+    "peft-dora-quantized": (
+        PEFT,
+        "examples/dora_finetuning",
+        f"python dora_finetuning.py --base_model {QWEN} --quantize --use_dora --data_path "
+        "timdettmers/openassistant-guanaco --output_dir OUT",
+    ),
+    "peft-olora": (
+        PEFT,
+        "examples/olora_finetuning",
+        f"python olora_finetuning.py --base_model {QWEN} --output_dir OUT",
+    ),
+    "peft-pissa": (
+        PEFT,
+        "examples/pissa_finetuning",
+        f"python pissa_finetuning.py --base_model_name_or_path {QWEN} --init_lora_weights gaussian --dataset_split train "
+        "--dataset_field instruction output --data_path fxmeng/alpaca --output_dir OUT",
+    ),
+    "peft-miss": (
+        PEFT,
+        "examples/miss_finetuning",
+        f"python miss_finetuning.py --base_model_name_or_path {QWEN} --dataset_split train --dataset_field instruction "
+        "output --data_path fxmeng/alpaca --output_dir OUT",
+    ),
+    "peft-lorafa": (
+        PEFT,
+        "examples/lorafa_finetune",
+        f"python lorafa_finetuning.py --base_model_name_or_path {QWEN} --dataset_name_or_path fxmeng/alpaca "
+        "--output_dir OUT",
+    ),
+    "peft-randlora": (
+        PEFT,
+        "examples/randlora_finetuning",
+        f"python randlora_finetuning.py --base_model {QWEN} --data_path fxmeng/guanaco --output_dir OUT",
+    ),
+    "peft-road": (
+        PEFT,
+        "examples/road_finetuning",
+        f"python road_finetuning.py --base_model {QWEN} --data_path fxmeng/guanaco --output_dir OUT",
+    ),
+    "peft-delora": (
+        PEFT,
+        "examples/delora_finetuning",
+        f"python delora_finetuning.py --base_model {QWEN} --data_path fxmeng/guanaco --output_dir OUT",
+    ),
+    "peft-waveft": (
+        PEFT,
+        "examples/waveft_finetuning",
+        f"python waveft_finetuning.py --base_model {QWEN} --data_path fxmeng/guanaco --output_dir OUT",
+    ),
+    "peft-classification": (
+        PEFT,
+        "examples/sequence_classification",
+        "python peft_no_lora_accelerate.py",
+    ),
+    "scratch-ch05": (SCRATCH, "ch05/01_main-chapter-code", "python gpt_train.py"),
+    "scratch-ch06": (SCRATCH, "ch06/01_main-chapter-code", "python gpt_class_finetune.py --test_mode"),
+    "scratch-ch07": (SCRATCH, "ch07/01_main-chapter-code", "python gpt_instruction_finetuning.py --test_mode"),
+    "scratch-speed": (SCRATCH, "ch05/10_llm-training-speed", "python 00_orig.py"),
+    "scratch-speed-opt": (SCRATCH, "ch05/10_llm-training-speed", "python 01_opt_single_gpu.py"),
+}
+
+
+def traced(checkouts: Path, python: str, name: str) -> dict[str, object]:
+    """One row of the table."""
+    repository, folder, text = PROGRAMS[name]
+    where = checkouts / repository / folder if repository != "trl" else checkouts
+    command = text.replace("OUT", f"/tmp/trace-programs/{name}").split()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{Path(python).parent}:{os.environ['PATH']}"}
+    environment["VIRTUAL_ENV"] = str(Path(python).parent.parent)
+    began = time.monotonic()
+    done = subprocess.run(
+        [python, "-c", "from planner.cli import main; main()", "trace", "--gpu", GPU, "--yes", "--json",
+         "--time-limit", "400", "--seq-len", "2048", "--", *command],
+        cwd=where, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    row: dict[str, object] = {
+        "repository": repository.replace("+", "/"),
+        "commit": _commit(where) if repository != "trl" else "installed package",
+        "command": " ".join([*(["cd", folder, "&&"] if folder else []), text]),
+        "exit_code": done.returncode,
+        "wall_s": round(time.monotonic() - began),
+    }
+    if done.stdout:
+        answer = json.loads(done.stdout)
+        row |= {
+            "result": "traced",
+            "gpu": answer["gpu"],
+            "verdict": answer["verdict"],
+            "peak_allocated_bytes": answer["peak_allocated_bytes"],
+            "peak_reserved_bytes": answer["peak_reserved_bytes"],
+            "num_steps": answer["num_steps"],
+            "trace_s": round(answer["elapsed_s"]),
+            "libraries": answer["libraries"],
+        }
+    else:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        row |= {"result": "not traced", "reason": errors[-1].removeprefix("error: ")[:300] if errors else "?"}
+        Path(f"/tmp/trace-programs-{name}.log").write_text(done.stderr)
+    return row
+
+
+def _commit(folder: Path) -> str:
+    asked = ["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"]
+    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def main() -> None:
+    """Traces the programs that were named, or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkouts", type=Path)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--python", default=sys.executable)
+    arguments = parser.parse_args()
+    for name in arguments.names or PROGRAMS:
+        row = traced(arguments.checkouts, arguments.python, name)
+        table = json.loads(OUT.read_text()) if OUT.exists() else {}
+        table[name] = row
+        OUT.write_text(json.dumps(dict(sorted(table.items())), indent=1) + "\n")
+        print(name, row["result"], row.get("reason", row.get("peak_allocated_bytes")), row["wall_s"], flush=True)
+
+
+if __name__ == "__main__":
+    main()
