@@ -260,7 +260,8 @@ def main() -> None:
     absolute = sorted(map(abs, errors))
     if absolute:
         within = sum(one <= 1 for one in absolute)
-        print(f"{len(absolute)} rows: median {statistics.median(absolute):.2f} %, within 1 %: {within}; not run: {left_out}")
+        median = statistics.median(absolute)
+        print(f"{len(absolute)} rows: median {median:.2f} %, within 1 %: {within}; not run: {left_out}")
     if not arguments.kernel:
         document = {
             "liger_kernel": version("liger-kernel"),

@@ -20,6 +20,7 @@ OUT = ROOT / "benchmarks" / "data" / "trace_programs.json"
 GPU = "rtx-4090"
 OUTPUT = "--output_dir OUT --report_to none --max_steps 2"
 QWEN = "Qwen/Qwen2.5-0.5B"
+MODEL = f"--model_name_or_path {QWEN}"
 LORA = "--use_peft --lora_r 16 --lora_target_modules all-linear"
 PEFT = "huggingface+peft"
 SCRATCH = "rasbt+LLMs-from-scratch"
@@ -27,34 +28,40 @@ ST = "huggingface+sentence-transformers"
 
 PROGRAMS = {
     # name: (repository, directory in it, command)
-    "trl-sft-full": ("trl", "", f"trl sft --model_name_or_path {QWEN} --dataset_name trl-lib/Capybara {OUTPUT}"),
-    "trl-sft-lora": ("trl", "", f"trl sft --model_name_or_path {QWEN} --dataset_name trl-lib/Capybara {LORA} {OUTPUT}"),
-    "trl-dpo": ("trl", "", f"trl dpo --model_name_or_path {QWEN} --dataset_name trl-lib/ultrafeedback_binarized {OUTPUT}"),
+    "trl-sft-full": ("trl", "", f"trl sft {MODEL} --dataset_name trl-lib/Capybara {OUTPUT}"),
+    "trl-sft-lora": ("trl", "", f"trl sft {MODEL} --dataset_name trl-lib/Capybara {LORA} {OUTPUT}"),
+    "trl-dpo": (
+        "trl",
+        "",
+        f"trl dpo {MODEL} --dataset_name trl-lib/ultrafeedback_binarized {OUTPUT}",
+    ),
     "trl-dpo-lora": (
         "trl",
         "",
-        f"trl dpo --model_name_or_path {QWEN} --dataset_name trl-lib/ultrafeedback_binarized {LORA} {OUTPUT}",
+        f"trl dpo {MODEL} --dataset_name trl-lib/ultrafeedback_binarized {LORA} {OUTPUT}",
     ),
-    "trl-kto": ("trl", "", f"trl kto --model_name_or_path {QWEN} --dataset_name trl-lib/kto-mix-14k {OUTPUT}"),
+    "trl-kto": ("trl", "", f"trl kto {MODEL} --dataset_name trl-lib/kto-mix-14k {OUTPUT}"),
     "trl-reward": (
         "trl",
         "",
-        f"trl reward --model_name_or_path {QWEN} --dataset_name trl-lib/ultrafeedback_binarized {OUTPUT}",
+        f"trl reward {MODEL} --dataset_name trl-lib/ultrafeedback_binarized --max_length 8192 "
+        f"--per_device_train_batch_size 1 {OUTPUT}",  # TRL drops what is longer than its maximum instead of cutting it
     ),
     "trl-grpo": (
         "trl",
         "",
-        f"trl grpo --model_name_or_path {QWEN} --dataset_name trl-lib/tldr --reward_funcs accuracy_reward {OUTPUT}",
+        f"trl grpo {MODEL} --dataset_name trl-lib/tldr --reward_funcs accuracy_reward {OUTPUT}",
     ),
     "trl-rloo": (
         "trl",
         "",
-        f"trl rloo --model_name_or_path {QWEN} --dataset_name trl-lib/tldr --reward_funcs accuracy_reward {OUTPUT}",
+        f"trl rloo {MODEL} --dataset_name trl-lib/tldr --reward_funcs accuracy_reward {OUTPUT}",
     ),
     "nanogpt-gpt2": (
         "karpathy+nanoGPT",
         "",
-        "python train.py --dataset=phantom --batch_size=12 --gradient_accumulation_steps=2 --eval_iters=1 --compile=False",
+        "python train.py --dataset=phantom --batch_size=12 --gradient_accumulation_steps=2 --eval_iters=1 "
+        "--compile=False",
     ),
     "nanogpt-gpt2-compiled": (
         "karpathy+nanoGPT",
@@ -85,8 +92,8 @@ PROGRAMS = {
     "peft-pissa": (
         PEFT,
         "examples/pissa_finetuning",
-        f"python pissa_finetuning.py --base_model_name_or_path {QWEN} --init_lora_weights gaussian --dataset_split train "
-        "--dataset_field instruction output --data_path fxmeng/alpaca --output_dir OUT",
+        f"python pissa_finetuning.py --base_model_name_or_path {QWEN} --init_lora_weights gaussian --dataset_split "
+        "train --dataset_field instruction output --data_path fxmeng/alpaca --output_dir OUT",
     ),
     "peft-miss": (
         PEFT,

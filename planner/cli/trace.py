@@ -131,6 +131,10 @@ def _one(order: "TraceOrder") -> "TraceResult":
             f"the phantom GPU could not be set up: {last}",
             hint="plan trace supports torch 2.13 and transformers 5.23; the traceback is above",
         )
+    if not ended.results and ended.exit_code:
+        raise UsageError(
+            f"the program failed (exit code {ended.exit_code}) before it imported PyTorch", hint="its output is above"
+        )
     if not ended.results:
         raise EnvironmentProblem(
             f"the program ended (exit code {ended.exit_code}) without PyTorch on the phantom GPU",

@@ -266,7 +266,7 @@ class _AnyDevice(type):
     """Makes the class below the same as `torch.device` wherever a class is compared, looked up or asked about."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> torch.device:
-        if args and type(args[0]) is int or type(kwargs.get("device")) is int:
+        if (args and type(args[0]) is int) or type(kwargs.get("device")) is int:
             return _device("cuda", args[0] if args else kwargs["device"])
         return _device(*args, **kwargs)
 
@@ -286,7 +286,7 @@ class _AnyDevice(type):
 _device = torch.device
 
 
-class device(metaclass=_AnyDevice):  # noqa: N801 - it is called what it stands for
+class device(metaclass=_AnyDevice):
     """`torch.device`, which knows that a number means a GPU although this build has none."""
 
 

@@ -95,6 +95,7 @@ WATCHED = (
     "transformers.models.auto.processing_auto",
     "bitsandbytes",
     "datasets",
+    "tiktoken",
     "triton.runtime.jit",
     "triton.runtime.autotuner",
     "triton.runtime.driver",

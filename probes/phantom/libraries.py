@@ -10,7 +10,7 @@ import torch
 from probes.phantom.imports import Hook
 from probes.phantom.loading import config_of_catalogue, generation_without_files, load_without_weights
 from probes.phantom.mode import Phantom
-from probes.phantom.texts import data_sets_stand_in, processor_stands_in, tokenizer_stands_in
+from probes.phantom.texts import data_sets_stand_in, encoding_stands_in, processor_stands_in, tokenizer_stands_in
 
 
 def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
@@ -57,7 +57,11 @@ def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
     def data_sets(module: Any) -> None:
         data_sets_stand_in(phantom, module, patch, phantom.num_tokens)
 
+    def encoding(module: Any) -> None:
+        encoding_stands_in(phantom, module, patch)
+
     found: dict[str, Hook] = {
+        "tiktoken": encoding,
         "transformers.generation.utils": generation,
         "transformers.models.auto.tokenization_auto": tokenization,
         "transformers.models.auto.processing_auto": processing,

@@ -17,7 +17,7 @@ NUM_ROWS = 64
 DEFAULT_TOKENS = 8192
 """Tokens of a stand-in text; programs cut it to their own maximum."""
 _PROMPT_TOKENS = 32
-"""Of what comes before an answer: where a maximum cuts the end off, something of the answer must be left."""
+"""Of what comes before an answer: where a maximum cuts the end, something of the answer must be left."""
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json", "spiece.model")
 _TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
@@ -36,8 +36,8 @@ def tokenizer_stands_in(phantom: Phantom, auto: Any, patch: Patch) -> None:
         if _present(str(name)):
             return true(owner, name, *args, **kwargs)
         phantom.note(
-            f"{name}: its tokenizer is not on this machine; a stand-in makes a token of every byte, so sequences are as "
-            "long as the program's maximum allows"
+            f"{name}: its tokenizer is not on this machine; a stand-in makes a token of every byte, so sequences are "
+            "as long as the program's maximum allows"
         )
         made = stand_in_tokenizer(str(name))
         for key in ("padding_side", "truncation_side", "model_max_length", "pad_token", "eos_token"):
@@ -121,9 +121,28 @@ def _first(value: Any) -> Any:
     return value[0] if isinstance(value, list) and value else value
 
 
+def encoding_stands_in(phantom: Phantom, tiktoken: Any, patch: Patch) -> None:
+    """Makes `tiktoken.get_encoding` answer where its tables cannot be read."""
+    true = tiktoken.get_encoding
+
+    def get_encoding(name: str) -> Any:
+        try:
+            return true(name)
+        except (OSError, ValueError):
+            phantom.note(f"tiktoken's {name} is not on this machine; a stand-in makes a token of every byte")
+            ranks = {bytes([one]): one for one in range(256)}
+            ranks |= {b"unused %d" % one: one for one in range(256, _GPT2_ENTRIES - 1)}
+            special = {"<|endoftext|>": _GPT2_ENTRIES - 1}
+            return tiktoken.Encoding(name, pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens=special)
+
+    patch(tiktoken, "get_encoding", get_encoding)
+
+
+_GPT2_ENTRIES = 50257
+
 # Data sets
 
-_CHAT = ("capybara", "ultrachat", "openassistant", "oasst", "guanaco-chat", "chat", "tulu", "hermes", "no_robots")
+_CHAT = ("capybara", "ultrachat", "openassistant", "oasst", "chat", "tulu", "hermes", "no_robots")
 _PREFERENCE = (
     "ultrafeedback",
     "preference",
@@ -145,6 +164,8 @@ def columns_of(name: str, num_tokens: int) -> dict[str, Any]:
     short = "a " * _PROMPT_TOKENS
     talk = [{"role": "user", "content": short}, {"role": "assistant", "content": long}]
     low = name.lower()
+    if "guanaco" in low:
+        return {"text": long}
     if any(word in low for word in _UNPAIRED):
         return {"prompt": talk[:1], "completion": talk[1:], "label": True}
     if any(word in low for word in _PREFERENCE):

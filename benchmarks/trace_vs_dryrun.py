@@ -1,0 +1,199 @@
+"""Traces emitted launch files by their own tools and holds the dry run against them.
+
+    python benchmarks/trace_vs_dryrun.py [--tool trl --tool hf] [--layers 4] [--only WORDS]
+
+For method x precision x quantization x loss x checkpointing on a truncated Llama-3.2-1B: the launch file that `plan
+--out` would write is run by TRL or as the plain script on a phantom GPU, two optimizer steps, and compared with the dry
+run of the same setup. Both count the same rounding and workspaces, so a difference is a difference of the step.
+Results: benchmarks/data/trace_vs_dryrun.json.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import runpy
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from planner.exporters import DatasetChoice, ExportRequest, hf, trl
+from planner.gpus import find_gpu
+from planner.hyperparameters import choose
+from planner.models import catalogue
+from planner.models.adapters import spec_from_config
+from planner.setup import TrainSetup
+from probes.dryrun.api import report_for_config
+from probes.dryrun.report import DryRunReport
+from probes.phantom.card import card_of
+
+OUT = Path(__file__).parent / "data" / "trace_vs_dryrun.json"
+MODEL = "meta-llama/Llama-3.2-1B"
+GPU = "a100-80gb"
+TOOLS = {"trl": trl, "hf": hf}
+SEQ_LEN = 512
+
+
+def config_of(num_layers: int) -> dict[str, Any]:
+    """The model's configuration at another depth."""
+    entry = catalogue.find(MODEL)
+    assert entry is not None
+    config = {**entry.config, "num_hidden_layers": num_layers, "architectures": [entry.built_class]}
+    return {**config, "dtype": config.get("dtype") or config.get("torch_dtype") or "bfloat16"}
+
+
+def setups() -> Iterator[tuple[str, TrainSetup]]:
+    """Name and setup of every point."""
+    methods: tuple[tuple[str, str, tuple[dict[str, Any], ...]], ...] = (
+        ("full", "none", ({"precision": "bf16-mixed"}, {"precision": "bf16-pure"}, {"precision": "fp32"})),
+        ("lora", "none", ({"precision": "bf16-autocast"}, {"precision": "bf16-pure"}, {"precision": "fp32"})),
+        (
+            "qlora",
+            "nf4-double",
+            ({"precision": "bf16-autocast"}, {"precision": "bf16-autocast", "kbit_fp32_cast": True}),
+        ),
+    )
+    for (method, quantization, variants), loss, checkpointing in product(methods, ("chunked", "full"), (1, 0)):
+        for variant in variants:
+            setup = TrainSetup(
+                method=method,
+                quantization=quantization,
+                lora_rank=0 if method == "full" else 16,
+                loss=loss,
+                checkpointing=checkpointing,
+                micro_batch_seqs=4,
+                accumulation_steps=2,
+                seq_len_tokens=SEQ_LEN,
+                **variant,
+            )
+            cast = " + fp32 cast" if setup.kbit_fp32_cast else ""
+            name = f"{method} {setup.precision}{cast}, {loss} loss, {'' if checkpointing else 'no '}checkpointing"
+            yield name, setup
+
+
+@contextlib.contextmanager
+def prepared(tool: str, setup: TrainSetup, config: dict[str, Any], folder: Path) -> Iterator[list[str]]:
+    """The launch file's command in `folder`, with a model of configuration alone and texts longer than the length."""
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(config))
+    (folder / "train.jsonl").write_text((json.dumps({"text": "a" * (2 * SEQ_LEN)}) + "\n") * 64)
+    request = ExportRequest(
+        model_id="./model",
+        model=spec_from_config(config, model_id="./model", source="benchmark"),
+        setup=setup,
+        hyper=choose(setup, max_steps=4),
+        dataset=DatasetChoice(path="./train.jsonl", columns="text", local=True),
+        gpu=find_gpu(GPU),
+    )
+    emitted = TOOLS[tool].export(request)
+    if emitted.unsupported:
+        raise NotImplementedError("; ".join(map(str, emitted.unsupported)))
+    for file in emitted.files:
+        path = folder / "launch" / file.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(file.text)
+    yield emitted.command.split("&&")[-1].split()
+
+
+def traced(words: list[str], folder: Path) -> Any:
+    """The summary of the command's program in this process."""
+    from accelerate.state import AcceleratorState
+
+    from probes.phantom.session import phantom_gpu
+    from probes.phantom.steps import Done
+    from probes.phantom.summary import summary
+
+    while "=" in words[0]:
+        name, _, value = words.pop(0).partition("=")
+        os.environ[name] = value
+    before, argv = Path.cwd(), sys.argv
+    os.chdir(folder)
+    try:
+        with phantom_gpu(card_of(find_gpu(GPU)), limited=False, num_steps=2) as phantom:
+            AcceleratorState._reset_state(True)
+            with contextlib.suppress(Done), contextlib.redirect_stdout(io.StringIO()):
+                if words[0] == "trl":
+                    at = words.index("--config")
+                    sys.argv = ["sft", *words[at : at + 2]]  # what is left is Accelerate's
+                    runpy.run_module("trl.scripts.sft", run_name="__main__")
+                else:
+                    sys.argv = words[1:]
+                    runpy.run_path(words[1], run_name="__main__")
+            return summary(phantom, "done")
+    finally:
+        os.chdir(before)
+        sys.argv = argv
+
+
+def compare(tool: str, setup: TrainSetup, num_layers: int) -> dict[str, Any]:
+    """Both peaks of one setup, and how long each took."""
+    config = config_of(num_layers)
+    with tempfile.TemporaryDirectory() as name, prepared(tool, setup, config, Path(name)) as words:
+        began = time.monotonic()
+        found = traced(words, Path(name))
+        trace_s = time.monotonic() - began
+    capability = find_gpu(GPU).compute_capability
+    assert capability is not None
+    report = report_for_config(config, capability, setup)
+    assert isinstance(report, DryRunReport), report
+    dry = report.prediction
+    return {
+        "traced_bytes": found.peak_allocated_bytes,
+        "dry_run_bytes": dry.peak_allocated_bytes,
+        "error_fraction": dry.peak_allocated_bytes / found.peak_allocated_bytes - 1,
+        "traced_reserved_bytes": found.peak_reserved_bytes,
+        "dry_run_reserved_bytes": dry.peak_reserved_bytes,
+        "traced_phases": dict(found.phase_peaks_bytes),
+        "dry_run_phases": dict(dry.phase_peaks_bytes),
+        "trace_s": round(trace_s, 1),
+    }
+
+
+def main() -> None:
+    """Runs the grid and prints each difference."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tool", action="append", choices=sorted(TOOLS))
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--point", action="append", help="exact name of a point; repeatable")
+    parser.add_argument("--json", action="store_true", help="the rows on stdout instead of the file")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    rows: dict[str, Any] = {}
+    for (name, setup), tool in product(setups(), arguments.tool or sorted(TOOLS)):
+        key = f"{tool}: {name}"
+        if arguments.only not in name or (arguments.point and key not in arguments.point):
+            continue
+        try:
+            row = compare(tool, setup, arguments.layers)
+        except NotImplementedError as error:
+            rows[key] = {"not_run": str(error)}
+            print(f"{key}: not run: {error}", flush=True)
+            continue
+        rows[key] = row
+        print(
+            f"{key:75s} traced {row['traced_bytes'] / 2**20:9.1f} MiB  dry run {row['dry_run_bytes'] / 2**20:9.1f} MiB"
+            f"  {100 * row['error_fraction']:+6.2f} %  {row['trace_s']} s",
+            file=sys.stderr if arguments.json else None,
+            flush=True,
+        )
+    if arguments.json:
+        print(json.dumps(rows))
+        return
+    errors = sorted(abs(one["error_fraction"]) for one in rows.values() if "error_fraction" in one)
+    if errors:
+        print(f"{len(errors)} points: median {100 * statistics.median(errors):.2f} %, worst {100 * errors[-1]:.2f} %")
+    if not arguments.only and not arguments.tool:
+        OUT.write_text(json.dumps({"model": MODEL, "layers": arguments.layers, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
