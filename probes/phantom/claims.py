@@ -8,7 +8,7 @@ Host claims stand for large CPU tensors of weights, which nobody needs to fill; 
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -46,8 +46,8 @@ class Claims:
         except (NotImplementedError, RuntimeError):  # a wrapper without a storage of its own
             return META
 
-    def claim(self, storage: Any, device: torch.device) -> None:
-        """From now on `storage` claims `device`, until it dies."""
+    def claim(self, storage: Any, device: torch.device, died: Callable[[int], None]) -> None:
+        """From now on `storage` claims `device`, until it dies, which `died` is told."""
         key = storage._cdata
         devices, watched = self.devices, self._watched
         devices[key] = device
@@ -55,6 +55,7 @@ class Claims:
         def released(_: Any) -> None:
             devices.pop(key, None)
             watched.pop(key, None)
+            died(key)
 
         watched[key] = weakref.ref(storage, released)
 

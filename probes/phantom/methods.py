@@ -156,6 +156,17 @@ def answering(phantom: Phantom) -> Iterator[None]:
         return make
 
     true_tensor = torch.tensor
+    true_parameter = torch.nn.Parameter.__new__
+
+    def parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        """Parameters are never real: on a GPU moving one keeps the object, which PyTorch refuses from CPU to meta."""
+        if type(data) is torch.Tensor and not claims.depth and not _is_meta(data) and data.is_floating_point():
+            data = phantom.on_host(data)
+        return true_parameter(cls, data, requires_grad)
+
+    def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
+        _base.data.__set__(self, phantom.on_host(value) if _is_meta(self) and not _is_meta(value) else value)
+
     methods: dict[str, Callable[..., Any]] = {
         "to": to,
         "cuda": cuda,
@@ -172,6 +183,8 @@ def answering(phantom: Phantom) -> Iterator[None]:
     with ExitStack() as stack:
         for name, method in methods.items():
             stack.enter_context(mock.patch.object(torch.Tensor, name, method))
+        stack.enter_context(mock.patch.object(torch.nn.Parameter, "__new__", staticmethod(parameter)))
+        stack.enter_context(mock.patch.object(torch.Tensor, "data", property(_base.data.__get__, set_data)))
         for name in ("tensor", "as_tensor", "asarray"):
             stack.enter_context(mock.patch.object(torch, name, moved(getattr(torch, name))))
         grouped = torch._C._group_tensors_by_device_and_dtype

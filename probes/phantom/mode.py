@@ -8,7 +8,7 @@ memory happen where they would.
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -156,6 +156,18 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         self.adopt(tensor.untyped_storage(), CUDA, "handler")
         return tensor
 
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that claims the CPU in the place of a real one, whose values it keeps where they are few."""
+        self.claims.depth += 1
+        try:
+            made = _on_meta(tensor.detach())
+            self.adopt(made.untyped_storage(), CPU, "parameter")
+            if worth_keeping(tensor.dtype, tensor.numel()):
+                self.values.keep(made, tensor.detach().clone())
+        finally:
+            self.claims.depth -= 1
+        return cast(torch.Tensor, made)
+
     def empty_cache(self) -> None:
         """`torch.cuda.empty_cache`."""
         self.allocator.empty_cache()
@@ -175,7 +187,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         """A new storage comes to life on `device`."""
         key = storage._cdata
         if device.type == "cpu":
-            self.claims.claim(storage, CPU)
+            self.claims.claim(storage, CPU, self.values.drop)
             return
         number, release = self.allocate(storage.nbytes(), op)
         devices, alive, drop = self.claims.devices, self._alive, self.values.drop
@@ -331,10 +343,11 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         """A copy on the CPU: real where the values are known or few."""
         dtype = kwargs.get("dtype") or tensor.dtype
         known = self.values.known(tensor)
-        if known is not None:
+        on_host = self.claims.devices.get(tensor.untyped_storage()._cdata) is CPU
+        if known is not None and not on_host:
             return known.to(dtype, copy=True)
         size = tensor.numel() * dtype.itemsize
-        if size >= HOST_BYTES and dtype.is_floating_point:
+        if on_host or (size >= HOST_BYTES and dtype.is_floating_point):
             out = _TO_COPY(tensor, **{**kwargs, "device": META, "pin_memory": False})
             self.adopt(out.untyped_storage(), CPU, "to cpu")
             return out
@@ -376,7 +389,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         self, func: Any, args: Any, kwargs: dict[str, Any], metas: list[torch.Tensor], target: torch.device | None
     ) -> tuple[bool, Any]:
         """(whether the output is made already, the output): the operator on known values."""
-        if target is not CUDA:
+        if target is None:
             return False, None
         if metas:
             copies = self.values._copies

@@ -13,7 +13,7 @@ POINTS = (
     "trl: lora bf16-autocast, chunked loss, checkpointing",
     "trl: full bf16-pure, full loss, no checkpointing",
     "hf: qlora bf16-autocast + fp32 cast, full loss, checkpointing",
-    "hf: lora bf16-pure, full loss, no checkpointing",
+    "hf: lora bf16-autocast, full loss, no checkpointing",
 )
 TOLERANCE = 0.002
 """Both count the same storages; what differs is a few small tensors that a trainer holds (labels, logged sums)."""

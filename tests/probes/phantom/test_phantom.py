@@ -69,6 +69,21 @@ def test_a_module_moved_from_the_host_takes_memory_only_there(phantom: Phantom) 
     assert (layer.weight.device.type, torch.cuda.memory_allocated()) == ("cpu", 0)
 
 
+def test_a_parameter_that_moves_stays_the_same_object(phantom: Phantom) -> None:
+    """An optimizer made before the model is moved trains it, and tied matrices stay tied."""
+    model = nn.ModuleList([nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)])
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model.to("cuda")
+    assert model[1].weight is model[0].weight
+    assert optimizer.param_groups[0]["params"][0] is model[0].weight
+    model[0].weight.data = torch.ones(8, 8)
+    scale = nn.Parameter(torch.tensor([0.5]))
+    assert scale.cuda().item() == 0.5
+    assert nn.init.ones_(scale).cuda().item() == 1.0
+    assert not phantom.origins.questions
+
+
 def test_running_out_of_memory_happens_at_the_request_and_can_be_caught(phantom: Phantom) -> None:
     held = torch.empty(20 * GIB, dtype=torch.uint8, device="cuda")
     with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 4\.00 GiB"):
