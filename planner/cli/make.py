@@ -11,7 +11,7 @@ from planner.cli import options
 from planner.cli.output import console, print_json
 from planner.cli.wish import resolve_gpu
 from planner.cli.wishes import WishOptions, takes_wish
-from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem
+from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
     from planner.dataset import LengthChoice
@@ -32,6 +32,10 @@ def make(
     force: Annotated[
         bool, typer.Option("--force", help="Write launch files that are predicted to run out of memory too.")
     ] = False,
+    verify: Annotated[
+        list[str] | None,
+        typer.Option("--verify", help="Trace this target's launch file with its own tool; repeatable. Needs --out."),
+    ] = None,
     dataset: Annotated[str | None, typer.Option("--dataset", help="Hub id or local file for the launch files.")] = None,
     no_dry_run: options.NoDryRun = False,
     no_history: Annotated[
@@ -54,6 +58,10 @@ def make(
     card = resolve_gpu(gpu)
     wish = wish.on_links_of(gpu, card)
     check_launch_words(target, dataset, out)
+    if verify:
+        if out is None or wish.gpus not in (None, 1):
+            raise UsageError("--verify traces a launch file of one GPU", hint="add --out DIR, leave --gpus out")
+        known_targets(verify)
     lengths = _lengths(dataset, spec) if dataset is not None else None
     if lengths is not None:
         wish = replace(
@@ -92,8 +100,13 @@ def make(
                 command=_command(model, gpu),
                 timeline=chosen_timeline(plan),
                 force=force,
+                verify=verify or (),
             )
             said, following = launch_sentences(launches, named=bool(target)), next_command(launches, out)
+            if verify:
+                from planner.cli.verify import sentences
+
+                said = (*said, *sentences(launches))
         except EnvironmentProblem as problem:  # a full disk must not cost the answer
             unwritten = problem
     if as_json:

@@ -37,6 +37,7 @@ def write_out(
     command: Sequence[str],
     timeline: "Timeline | None" = None,
     force: bool = False,
+    verify: Sequence[str] = (),
 ) -> "tuple[Launch, ...]":
     """Write the directory of a plan; each file is written beside and renamed. Returns the targets asked for, written
     or not; nothing is launched without a plan, but by `force`.
@@ -58,6 +59,10 @@ def write_out(
     if earlier:
         where = ", ".join(f"launch/{name}" for name in earlier)
         print(f"not of this plan, and left as it was: {where} in {folder}", file=sys.stderr)
+    if verify and isinstance(plan, Plan):
+        from planner.cli.verify import verified
+
+        launches = verified(plan, launches, folder, verify)
     extras = _extras(plan, launches, command, timeline)
     try:
         texts = plan_files(plan, extras)

@@ -94,8 +94,10 @@ def _start(order: dict[str, Any], watcher: Watcher) -> None:
     hook = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if issubclass(kind, Done):
-            return
+        if issubclass(kind, Done):  # the result is written; a launcher that waits must not see a failure
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
         import torch
 
         if isinstance(error, torch.OutOfMemoryError):

@@ -96,6 +96,7 @@ WATCHED = (
     "bitsandbytes",
     "datasets",
     "tiktoken",
+    "trl",
     "triton.runtime.jit",
     "triton.runtime.autotuner",
     "triton.runtime.driver",

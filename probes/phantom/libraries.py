@@ -1,5 +1,6 @@
 """What single libraries need on a phantom GPU, done as each is imported."""
 
+import importlib.util
 from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
@@ -7,6 +8,7 @@ from unittest import mock
 
 import torch
 
+from probes.phantom.cuda import Refused
 from probes.phantom.imports import Hook
 from probes.phantom.loading import config_of_catalogue, generation_without_files, load_without_weights
 from probes.phantom.mode import Phantom
@@ -57,11 +59,19 @@ def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
     def data_sets(module: Any) -> None:
         data_sets_stand_in(phantom, module, patch, phantom.num_tokens)
 
+    def trl(module: Any) -> None:
+        if importlib.util.find_spec("triton") is None:
+            raise Refused(
+                "TRL computes its loss with Triton on a GPU and holds more without it; triton comes with PyTorch for "
+                "CUDA and is not installed here (pip install triton)"
+            )
+
     def encoding(module: Any) -> None:
         encoding_stands_in(phantom, module, patch)
 
     found: dict[str, Hook] = {
         "tiktoken": encoding,
+        "trl": trl,
         "transformers.generation.utils": generation,
         "transformers.models.auto.tokenization_auto": tokenization,
         "transformers.models.auto.processing_auto": processing,

@@ -45,6 +45,7 @@ class TraceOrder:
         limited: whether the card runs out of memory.
         num_steps: optimizer steps after which the program is stopped.
         num_tokens: length of the texts of stand-in data sets.
+        folder: where it runs, None: here.
         time_limit_s: after which the program is stopped without a result.
     """
 
@@ -56,6 +57,7 @@ class TraceOrder:
     network: bool = False
     time_limit_s: float = 1800.0
     environment: Mapping[str, str] | None = None
+    folder: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +122,7 @@ def run_traced(order: TraceOrder) -> Ended:
             child = subprocess.Popen(
                 [executable, *order.command[1:]],
                 env=environment,
+                cwd=order.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
                 start_new_session=True,
