@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from planner.exporters import Launch
+from tests.warm import programs
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -114,14 +115,27 @@ class Run:
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Callable[..., Run]:
+def launch_cold(tmp_path: Path) -> Callable[..., Run]:
     """Runs a launch command in the temporary directory on CPU, offline, and reads the trainer's own state back."""
+    return partial(run_launch, tmp_path, Path(sys.executable).parent)
 
-    return partial(run_launch, tmp_path)
+
+@pytest.fixture(scope="session")
+def warm_programs() -> Iterator[Path]:
+    """A directory of programs that start with everything imported."""
+    with programs() as folder:
+        yield folder
+
+
+@pytest.fixture
+def launch(tmp_path: Path, warm_programs: Path) -> Callable[..., Run]:
+    """As `launch_cold`, with `python` and the launchers forked from a process that has imported the libraries."""
+    return partial(run_launch, tmp_path, warm_programs)
 
 
 def run_launch(
     folder: Path,
+    bin_dir: Path,
     command: str,
     *,
     timeout_s: float = 900,
@@ -129,8 +143,7 @@ def run_launch(
     ok: bool = True,
     env: Mapping[str, str] | None = None,
 ) -> Run:
-    """Runs a launch command in `folder`; nothing that it started outlives it."""
-    bin_dir = Path(sys.executable).parent
+    """Runs a launch command in `folder`, programs from `bin_dir`; nothing that it started outlives it."""
     environment = {
         **os.environ,
         "PATH": f"{bin_dir}{os.pathsep}{os.environ['PATH']}",

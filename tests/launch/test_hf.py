@@ -1,4 +1,7 @@
-"""The plain transformers + peft script, alone and under `accelerate launch`, really trains as planned."""
+"""The plain transformers + peft script, alone and under `accelerate launch`, really trains as planned.
+
+The latter starts as a user starts it; the former is forked from a process that has imported the libraries.
+"""
 
 import json
 from collections.abc import Callable
@@ -77,9 +80,9 @@ def test_the_plain_script_trains_as_planned(name: str, place: Path, launch: Call
 
 
 @pytest.mark.slow
-def test_accelerate_launches_the_plain_script(place: Path, launch: Callable[..., Run]) -> None:
+def test_accelerate_launches_the_plain_script(place: Path, launch_cold: Callable[..., Run]) -> None:
     name = "lora"
     write_launch(place, hf.export(request(SETUPS[name])))
     emitted = accelerate.export(request(SETUPS[name]))
     write_launch(place, emitted)
-    check(name, launch(emitted.command.replace("SCRIPT", f"launch/{hf.FILE}")), place)
+    check(name, launch_cold(emitted.command.replace("SCRIPT", f"launch/{hf.FILE}")), place)

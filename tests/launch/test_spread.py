@@ -3,6 +3,8 @@
 The same global batch: two processes with one micro-batch each against one process that accumulates two. The data
 order is the seed's. What differs is the order of fp32 sums. Seen: 2e-7 in losses and gradient norms, 8e-6 in weights,
 where Adam divides tiny gradients by their own size; the tolerances are 50 and 100 times that.
+
+The job of two nodes starts as a user starts it; the others are forked from a process that has imported the libraries.
 """
 
 import json
@@ -51,7 +53,9 @@ def emitted(target: str, setup: TrainSetup, num_nodes: int = 1) -> Launch:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Callable[[str, TrainSetup], tuple[Run, Path]]:
+def alone(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, warm_programs: Path
+) -> Callable[[str, TrainSetup], tuple[Run, Path]]:
     """A setup trained by one process, once for all tests of this file."""
     done: dict[tuple[str, TrainSetup], tuple[Run, Path]] = {}
 
@@ -60,7 +64,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Callabl
             folder = furnish(tmp_path_factory.mktemp(f"alone-{target}"), tiny_model)
             launch = emitted(target, setup)
             write_launch(folder, launch)
-            done[target, setup] = run_launch(folder, launch.command, env=THREADS), folder / "outputs"
+            done[target, setup] = run_launch(folder, warm_programs, launch.command, env=THREADS), folder / "outputs"
         return done[target, setup]
 
     return train
@@ -178,7 +182,7 @@ wait $first && wait $second
 
 @pytest.mark.slow
 def test_a_slurm_job_of_two_nodes_steps_like_one_process(
-    place: Path, launch: Callable[..., Run], alone: Callable[[str, TrainSetup], tuple[Run, Path]]
+    place: Path, launch_cold: Callable[..., Run], alone: Callable[[str, TrainSetup], tuple[Run, Path]]
 ) -> None:
     """The emitted script by bash, with stand-ins for scontrol and srun: torchrun's nodes meet and train."""
     lora = LORA.with_(loss="full")
@@ -197,7 +201,7 @@ def test_a_slurm_job_of_two_nodes_steps_like_one_process(
             "SLURM_JOB_ID": str(port - 20000),
             "SLURM_CPUS_PER_TASK": "8",
         }
-        run = launch(command, env=THREADS | environment)
+        run = launch_cold(command, env=THREADS | environment)
     assert said(run)["global_batch_seqs"] == 4
     reference, folder = alone("hf", lora)
     same_steps(run, reference)

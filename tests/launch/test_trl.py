@@ -1,4 +1,7 @@
-"""`trl sft --config` on the emitted file really trains, with the plan's batch, accumulation and adapters."""
+"""`trl sft --config` on the emitted file really trains, with the plan's batch, accumulation and adapters.
+
+The first starts as a user starts it; the second is forked from a process that has imported the libraries.
+"""
 
 import json
 from collections.abc import Callable
@@ -23,7 +26,7 @@ def lora_params(rank: int) -> int:
 
 
 @pytest.mark.slow
-def test_trl_trains_the_tiny_model_as_planned(place: Path, launch: Callable[..., Run]) -> None:
+def test_trl_trains_the_tiny_model_as_planned(place: Path, launch_cold: Callable[..., Run]) -> None:
     setup = TrainSetup(
         precision="fp32", loss="chunked", lora_rank=4, micro_batch_seqs=2, accumulation_steps=3, seq_len_tokens=64
     )
@@ -39,7 +42,7 @@ def test_trl_trains_the_tiny_model_as_planned(place: Path, launch: Callable[...,
     emitted = trl.export(request)
     assert not emitted.unsupported
     write_launch(place, emitted)
-    run = launch(emitted.command)
+    run = launch_cold(emitted.command)
     assert len(run.losses) == 8
     assert run.losses[-1] < 0.95 * run.losses[0]
     assert run.state["global_step"] == 8

@@ -1,0 +1,113 @@
+"""`server.py SOCKET`: forks itself for every client, until its input ends. See the package."""
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+LIBRARIES = (
+    "torch", "torch.distributed.run", "transformers", "transformers.trainer", "peft", "datasets", "trl", "trl.cli",
+    "trl.scripts.sft", "accelerate.commands.launch",
+)  # fmt: skip
+
+
+def serve(path: str) -> dict[str, Any] | None:
+    """The job that this process, a fork, shall run; None in the server itself.
+
+    The server passes a client's signals to its fork and the fork's end to the client; it ends the fork, and all that
+    the fork started, when the client is gone.
+    """
+    running: dict[int, tuple[socket.socket, int]] = {}  # by a file that can be read when the process ended
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen(64)
+        print("ready", flush=True)
+        while True:
+            clients = [client for client, _ in running.values()]
+            ready, _, _ = select.select([listener, sys.stdin, *running, *clients], [], [])
+            for ended in [file for file in running if file in ready]:
+                client, pid = running.pop(ended)
+                with suppress(BrokenPipeError):
+                    client.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
+                client.close()
+                os.close(ended)
+            for client, pid in running.values():
+                if client in ready:
+                    signals = client.recv(16)
+                    for number in signals:
+                        os.kill(pid, number)
+                    if not signals:
+                        with suppress(ProcessLookupError):  # no group yet: at the next turn
+                            os.killpg(pid, signal.SIGKILL)
+            if listener in ready:
+                client, _ = listener.accept()
+                job, files = receive(client)
+                pid = os.fork()
+                if not pid:
+                    become(files)
+                    return job
+                running[os.pidfd_open(pid)] = client, pid
+                for file in files:
+                    os.close(file)
+            elif sys.stdin in ready:
+                return None
+
+
+def receive(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """What to run, and the client's standard input, output and error."""
+    head, files, _, _ = socket.recv_fds(client, 8, 3)
+    text = b""
+    while len(text) < int.from_bytes(head, "big"):
+        text += client.recv(1 << 20)
+    return json.loads(text), files
+
+
+def become(files: list[int]) -> None:
+    """A new process group with these standard files."""
+    os.setsid()
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+
+
+def run(programs: Path, job: dict[str, Any]) -> None:
+    """What Python does when it starts with these arguments in this environment."""
+    os.chdir(job["cwd"])
+    os.environ.clear()
+    os.environ.update(job["env"])
+    sys.executable = str(programs / "python")
+    program, *words = job["argv"]
+    if program != "python":
+        words.insert(0, str(Path(sys.prefix) / "bin" / program))
+    flags = []
+    while words[0] in ("-u", "-P"):
+        flags.append(words.pop(0))
+    sys.path[:0] = added = [part for part in job["env"].get("PYTHONPATH", "").split(os.pathsep) if part]
+    if any((Path(part) / "sitecustomize.py").exists() for part in added):
+        importlib.import_module("sitecustomize")
+    is_module = words[0] == "-m"
+    sys.argv = words[is_module:]
+    if "-P" not in flags and not job["env"].get("PYTHONSAFEPATH"):
+        sys.path.insert(0, job["cwd"] if is_module else str(Path(words[0]).resolve().parent))
+    if is_module:
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    for library in LIBRARIES:
+        importlib.import_module(library)
+    gc.collect()
+    gc.freeze()
+    job = serve(sys.argv[1])
+    if job:
+        run(Path(sys.argv[1]).parent, job)
