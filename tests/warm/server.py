@@ -7,6 +7,7 @@ import os
 import runpy
 import select
 import signal
+import site
 import socket
 import sys
 from contextlib import suppress
@@ -90,9 +91,8 @@ def run(programs: Path, job: dict[str, Any]) -> None:
     flags = []
     while words[0] in ("-u", "-P"):
         flags.append(words.pop(0))
-    sys.path[:0] = added = [part for part in job["env"].get("PYTHONPATH", "").split(os.pathsep) if part]
-    if any((Path(part) / "sitecustomize.py").exists() for part in added):
-        importlib.import_module("sitecustomize")
+    sys.path[:0] = [part for part in job["env"].get("PYTHONPATH", "").split(os.pathsep) if part]
+    site.execsitecustomize()
     is_module = words[0] == "-m"
     sys.argv = words[is_module:]
     if "-P" not in flags and not job["env"].get("PYTHONSAFEPATH"):
