@@ -130,12 +130,20 @@ def _check_norms(model: "torch.nn.Module", prefix: str, norms: tuple[NormSpec, .
                 assert full not in parameters, full
 
 
+Built = tuple[ModelSpec, "torch.nn.Module"]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def built(request: pytest.FixtureRequest) -> Built:
+    """The planner's model and transformers' own, of one configuration; both tests follow on each other."""
+    config: Mapping[str, Any] = request.param
+    return spec_from_config(config, model_id="test", source="test"), build_on_meta(config)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("config", CASES)
-def test_inventory_equals_the_module_tree(config: Mapping[str, Any]) -> None:
+def test_inventory_equals_the_module_tree(built: Built) -> None:
     """Nothing is left over on either side: every matrix, norm, table and expert stack, layer by layer."""
-    spec = spec_from_config(config, model_id="test", source="test")
-    model = build_on_meta(config)
+    spec, model = built
     assert type(model).__name__ == spec.built_class
     parameters = dict(model.named_parameters())  # a tied head appears once, under its first name
     num_linears = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
@@ -178,22 +186,20 @@ def test_inventory_equals_the_module_tree(config: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", CASES)
-def test_attention_kinds_equal_the_configuration_of_transformers(config: Mapping[str, Any]) -> None:
+def test_attention_kinds_equal_the_configuration_of_transformers(built: Built) -> None:
     """Windows, linear layers, and which attention implementations the class supports."""
-    spec = spec_from_config(config, model_id="test", source="test")
-    model = build_on_meta(config)
+    spec, model = built
     supported = ["eager"]
     supported += ["sdpa"] * bool(model._supports_sdpa) + ["flash-attention-2"] * bool(model._supports_flash_attn)
     assert list(spec.attentions) == supported
     if spec.is_encoder_decoder:
         return
-    built = model.config.get_text_config()
-    types = getattr(built, "layer_types", None)
+    text = model.config.get_text_config()
+    types = getattr(text, "layer_types", None)
     if types is None:
-        whole = getattr(built, "sliding_window", None)
+        whole = getattr(text, "sliding_window", None)
         if spec.model_type == "gpt_neo":
-            types = ["sliding_attention" if one == "local" else "full_attention" for one in built.attention_layers]
+            types = ["sliding_attention" if one == "local" else "full_attention" for one in text.attention_layers]
         else:
             types = ["sliding_attention" if whole else "full_attention"] * spec.num_layers
     for index, expected in zip(spec.layer_order, types, strict=True):
@@ -202,11 +208,11 @@ def test_attention_kinds_equal_the_configuration_of_transformers(config: Mapping
         assert (attention.kind == "linear") == (expected == "linear_attention")
         assert (attention.window_tokens is not None) == (expected in ("sliding_attention", "chunked_attention"))
         if expected == "sliding_attention" and spec.model_type != "gpt_neo":
-            assert attention.window_tokens == built.sliding_window
-    assert bool(getattr(built, "final_logit_softcapping", None)) == spec.logit_softcap
+            assert attention.window_tokens == text.sliding_window
+    assert bool(getattr(text, "final_logit_softcapping", None)) == spec.logit_softcap
     if spec.model_type not in ("gemma4", "deepseek_v2", "deepseek_v3", "gptj"):  # rotate another way
-        part = (getattr(built, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+        part = (getattr(text, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
         assert all(layer.attention.rotary_fraction == part for layer in spec.layer_kinds if _rotates(layer))
-    heads = getattr(built, "num_attention_heads", None)
+    heads = getattr(text, "num_attention_heads", None)
     softmax = [layer.attention for layer in spec.layer_kinds if layer.attention and layer.attention.kind == "softmax"]
     assert all(one.num_heads == heads for one in softmax)
