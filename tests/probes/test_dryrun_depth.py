@@ -14,10 +14,10 @@ from probes.stack import load_config, period_of
 from tests.probes.dryrun_small import assert_same_figures, catalogue_config, small_config
 
 AMPERE = (8, 0)
-DEEP = 13
+DEEP = 10
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama lora": ("llama", {"num_hidden_layers": DEEP}, {}),
-    "llama every third layer": ("llama", {"num_hidden_layers": DEEP}, {"checkpointing": 3}),
+    "llama every third layer": ("llama", {"num_hidden_layers": 13}, {"checkpointing": 3}),
     "qwen2 full": ("qwen2", {"num_hidden_layers": DEEP}, {"method": "full", "lora_rank": 0, "optimizer": "adamw"}),
     "qwen3 qlora": ("qwen3", {"num_hidden_layers": DEEP}, {"method": "qlora", "quantization": "nf4-double"}),
     "llama int8": ("llama", {"num_hidden_layers": DEEP}, {"method": "qlora", "quantization": "int8"}),
@@ -28,11 +28,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "gemma2 int8, dropout": (
         "gemma2",
-        {"num_hidden_layers": DEEP},
+        {"num_hidden_layers": 11},
         {"method": "qlora", "quantization": "int8", "lora_dropout": 0.1},
     ),
-    "gemma2 alternating": ("gemma2", {"num_hidden_layers": DEEP}, {}),
-    "gemma3 five to one": ("gemma3_text", {"num_hidden_layers": 26, "sliding_window": 32}, {"checkpointing": 0}),
+    "gemma2 alternating": ("gemma2", {"num_hidden_layers": 11}, {}),
+    "gemma3 five to one": ("gemma3_text", {"num_hidden_layers": 22, "sliding_window": 32}, {"checkpointing": 0}),
     "gpt2": ("gpt2", {"n_layer": DEEP}, {"checkpointing": 0}),
     "deepseek dense first": (
         "deepseek_v3",
