@@ -6,7 +6,7 @@ markup, with control characters replaced.
 
 import math
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -17,6 +17,7 @@ from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import Answer, NoPlan, Plan
 from planner.units import GIB, TERA, count, gib, percent, seconds
 from planner.workload import MIN_RANK_GIVEN, PRICE_GIVEN, Workload, default_headroom_bytes
+from reports.brief import render_brief
 from reports.page import Page
 from reports.rows import MemoryRow, best_terms, breakdown, compared, evidence_columns
 from reports.text import (
@@ -58,9 +59,32 @@ class ModelRow:
     max_position_embeddings: int | None = None
 
 
-def render_plan(plan: Plan, console: Console, *, next_command: str = "", launches: Sequence[str] = ()) -> None:
-    """The plan as a story: verdict, memory, the walk of the decision tree, alternatives, notes, what to type next."""
+EVERYTHING = frozenset({"all"})
+
+
+def render_plan(
+    plan: Plan,
+    console: Console,
+    *,
+    next_command: str = "",
+    launches: Sequence[str] = (),
+    show: Collection[str] = EVERYTHING,
+) -> None:
+    """The plan as a story: verdict, memory, the walk of the decision tree, alternatives, notes, what to type next.
+
+    Without "all" in `show` the short answer, before it the tree ("why") and every term ("memory") where they are named.
+    """
     page = Page(console)
+    if "all" not in show:
+        if "why" in show:
+            _walk(page, plan.walk)
+            page.line(space_sentence(plan))
+        if "memory" in show:
+            _memory(page, plan.chosen, plan.workload.memory_bytes)
+        if show:
+            page.line()
+        render_brief(plan, console, next_command=next_command or default_next_command(plan), launches=launches)
+        return
     page.line(workload_words(plan.workload), style="bold")
     page.line()
     page.line(verdict_sentence(plan), style="bold green" if plan.chosen.fits else "bold red")

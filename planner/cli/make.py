@@ -44,6 +44,9 @@ def make(
     no_probe: Annotated[bool, typer.Option("--no-probe", help="No GPU probes, even with --gpu local.")] = False,
     revision: options.Revision = None,
     hub: options.AskHub = False,
+    why: Annotated[bool, typer.Option("--why", help="Show the decision tree with the bytes that decided.")] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="Show every term of memory.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show everything: tree, terms, notes.")] = False,
     as_json: options.Json = False,
 ) -> None:
     """Plan MODEL on a GPU, or on several: the fastest setup that fits, why, and what stands beside it."""
@@ -119,7 +122,9 @@ def make(
         if isinstance(plan, NoPlan):
             render_no_plan(plan, console(), launches=said)
         else:
-            render_plan(plan, console(), next_command=following, launches=said)
+            asked_for = {"why": why, "memory": memory, "all": everything}
+            show = frozenset(name for name, wanted in asked_for.items() if wanted)
+            render_plan(plan, console(), next_command=following, launches=said, show=show)
     if as_json:
         print("\n".join(said), end="\n" * bool(said), file=sys.stderr)
     if unwritten is not None:
