@@ -153,8 +153,9 @@ def find_gpu(name: str) -> GpuSpec:
     if name.strip().lower() == LOCAL:
         return local_gpu()
     wanted = normalized(name)
-    found = _table()[1].get(wanted)
-    if found is not None:
+    known = _table()[1]
+    found = known.get(wanted) or known.get("rtx" + wanted if wanted[:4].isdigit() else wanted)
+    if found is not None:  # "4090" is a GeForce RTX 4090, "4070 ti super" that one
         return found
     could_be = [spec.key for spec in all_gpus() if wanted and _may_mean(wanted, spec)]
     if could_be:
