@@ -18,7 +18,7 @@ from tests.launch.conftest import Run, chats, write_jsonl, write_launch
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["trl", "hf", "run.sh"])
 def test_a_tokenizer_without_a_template_is_given_one(
-    target: str, tmp_path: Path, tiny_model: Path, launch: Callable[..., Run]
+    target: str, tmp_path: Path, tiny_model: Path, launch: Callable[..., Run], launch_cold: Callable[..., Run]
 ) -> None:
     base = tmp_path / "tiny-base"
     shutil.copytree(tiny_model, base)
@@ -44,7 +44,7 @@ def test_a_tokenizer_without_a_template_is_given_one(
     emitted = EXPORTERS["trl" if target == "run.sh" else target](asked)
     write_launch(tmp_path, emitted)
     write_launch(tmp_path, Launch(target="launch", files=folder_files([emitted], asked)))
-    run = launch("bash launch/run.sh" if target == "run.sh" else emitted.command)
+    run = launch_cold("bash launch/run.sh") if target == "run.sh" else launch(emitted.command)
     assert len(run.losses) == 2
     saved = tmp_path / "outputs"
     assert "<|im_start|>" in (saved / chat.NAME).read_text() + (saved / "tokenizer_config.json").read_text()
