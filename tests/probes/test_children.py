@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from probes import children
+from planner import children
 from probes.doctor import ask_torch
 
 ROOT = Path(__file__).parents[2]
@@ -100,12 +100,13 @@ def test_submitted_job_runs_nothing_of_the_current_folder(folder: Path, monkeypa
 
 
 def test_nothing_else_starts_a_python() -> None:
-    """`sys.executable` is used in one place, and shown in another."""
+    """`sys.executable` is started in one place, shown in another; a trace looks beside it for programs."""
     users = {
         path.relative_to(ROOT).as_posix()
         for room in ("planner", "probes", "search", "reports")
         for path in (ROOT / room).rglob("*.py")
         if "sys.executable" in path.read_text(encoding="utf-8")
     }
-    assert users == {"planner/children.py", "probes/doctor.py"}
+    assert users == {"planner/children.py", "probes/doctor.py", "probes/phantom/runner.py"}
+    assert "Path(sys.executable).parent" in (ROOT / "probes/phantom/runner.py").read_text(encoding="utf-8")
     assert (ROOT / "probes/doctor.py").read_text(encoding="utf-8").count("sys.executable") == 1
