@@ -87,6 +87,13 @@ class Watcher(importlib.abc.MetaPathFinder):
 WATCHED = (
     "torch",
     "torch.utils.data",
+    "torch.distributed.fsdp",
+    "torch.nn.attention.flex_attention",
+    "deepspeed",
+    "flash_attn.flash_attn_interface",
+    "flash_attn.cute.interface",
+    "flash_attn_interface",
+    "xformers.ops.fmha",
     "transformers.integrations.moe",
     "transformers.modeling_utils",
     "transformers.configuration_utils",
