@@ -37,8 +37,8 @@ class TraceResult:
     """One traced process.
 
     Attributes:
-        status: "done" (as many steps as asked), "ended" (by itself), "out of memory", "refused" (cannot be followed)
-            or "failed" (the program's own error).
+        status: "done" (as many steps as asked), "ended" (by itself), "out of memory", "refused" (cannot be followed),
+            "untraceable" (it fails on the phantom GPU alone) or "failed" (the program's own error).
         error: what ended it, "" where nothing did.
         num_steps: optimizer steps that ran.
         phase_peaks_bytes: allocated peak of load, forward, backward and step.

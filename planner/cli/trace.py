@@ -108,20 +108,26 @@ def _run(order: "TraceOrder") -> "tuple[TraceResult, TraceResult | None]":
     """
     from dataclasses import replace
 
-    found = _one(order)
+    found = traced(order)
     if found.refusal is None:
         return found, None
     if found.status in ("done", "ended") and found.num_steps:
         return found, None  # the program caught it and went on
     print("plan trace: out of memory; once more without a limit, to see what it needs", file=sys.stderr)
     try:
-        return found, _one(replace(order, limited=False))
+        return found, traced(replace(order, limited=False))
     except (EnvironmentProblem, UsageError) as error:
         print(f"plan trace: {error.message}", file=sys.stderr)
         return found, None
 
 
-def _one(order: "TraceOrder") -> "TraceResult":
+def traced(order: "TraceOrder") -> "TraceResult":
+    """What the one training process of the command found.
+
+    Raises:
+        EnvironmentProblem: the program cannot be followed.
+        UsageError: the program's own error.
+    """
     from probes.phantom.runner import run_traced
 
     ended = run_traced(order)
@@ -140,11 +146,25 @@ def _one(order: "TraceOrder") -> "TraceResult":
             f"the program ended (exit code {ended.exit_code}) without PyTorch on the phantom GPU",
             hint="is it a Python program that imports torch, in an environment that has it?",
         )
-    found = ended.results[0]
+    trained = [one for one in ended.results if one.num_steps]
+    if len(trained) > 1:
+        raise EnvironmentProblem(
+            f"this program cannot be followed: {len(trained)} of its processes trained",
+            hint="trace one training program of one process at a time",
+        )
+    stopped = [one for one in ended.results if one.status in ("refused", "untraceable")]
+    found = (trained or stopped or ended.results)[0]  # a launcher that waits for it fails after it
     if found.status == "refused":
         raise EnvironmentProblem(f"this program cannot be followed: {found.error}", hint="docs/trace.md lists what can")
+    if found.status == "untraceable":
+        raise EnvironmentProblem(
+            f"this program cannot be followed: it failed, as it may do here alone: {found.error}",
+            hint="its traceback is above; docs/trace.md lists what is followed",
+        )
     if found.status == "failed":
         raise UsageError(f"the program failed: {found.error}", hint="its traceback is above; does it run elsewhere?")
+    if found.status == "ended" and ended.exit_code and found.refusal is None:
+        raise UsageError(f"the program ended with exit code {ended.exit_code}", hint="its output is above")
     if found.status == "ended" and not found.num_events:
         raise EnvironmentProblem(
             "the program ended without putting anything on the GPU", hint="does it train, and on CUDA?"

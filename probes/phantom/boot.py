@@ -61,6 +61,7 @@ def _give_up(text: str) -> None:
 def _start(order: dict[str, Any], watcher: Watcher) -> None:
     from probes.phantom.card import Card
     from probes.phantom.cuda import Refused
+    from probes.phantom.failures import status_of
     from probes.phantom.session import phantom_gpu
     from probes.phantom.steps import Done
     from probes.phantom.summary import summary
@@ -74,6 +75,8 @@ def _start(order: dict[str, Any], watcher: Watcher) -> None:
         if os.getpid() != owner or state["written"]:
             return
         state["written"] = True
+        if Refused.said:  # also where the program caught it and took another path
+            state["status"], state["error"] = "refused", Refused.said[0]
         summary(phantom, state["status"], state["error"], time.monotonic() - began).write(path)
 
     def finished(phantom: Any) -> None:
@@ -102,10 +105,8 @@ def _start(order: dict[str, Any], watcher: Watcher) -> None:
 
         if isinstance(error, torch.OutOfMemoryError):
             state["status"] = "out of memory"
-        elif isinstance(error, Refused):
-            state["status"] = "refused"
         else:
-            state["status"] = "failed"
+            state["status"] = status_of(error, trace)
         if not issubclass(kind, SystemExit):
             state["error"] = f"{kind.__name__}: {error}"
         hook(kind, error, trace)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -17,13 +17,27 @@ CUDNN_VERSION = 91300
 
 
 class Refused(NotImplementedError):
-    """The program asks for something that the phantom GPU cannot follow."""
+    """The program asks for something that the phantom GPU cannot follow.
+
+    Attributes:
+        said: everything that was refused in this process: a program that catches it has left its true path.
+    """
+
+    said: ClassVar[list[str]] = []
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.said.append(what)
 
 
-def properties(card: Card) -> SimpleNamespace:
+class Properties(SimpleNamespace):
+    """What `torch.cuda.get_device_properties` gives."""
+
+
+def properties(card: Card) -> Properties:
     """`torch.cuda.get_device_properties` of the card."""
     major, minor = card.capability
-    return SimpleNamespace(
+    return Properties(
         name=card.name,
         major=major,
         minor=minor,

@@ -1,0 +1,65 @@
+"""Whose failure it is: the program's own, or one that it has only on the phantom GPU."""
+
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from probes.phantom.cuda import Refused
+
+_ROOMS = tuple(str(Path(__file__).parent.parent / name) for name in ("phantom", "dryrun", "stack"))
+_WORDS = (
+    "meta tensor",
+    "no fake impl",
+    "on device meta",
+    "'meta' backend",
+    "device type meta",
+    "meta and cpu",
+    "set_data",
+    "data-dependent",
+    "data dependent",
+    "datadependentoutput",
+    "torch not compiled with cuda enabled",
+    "no nvidia driver",
+)
+_PACKAGES = {
+    "flash_attn": "flash-attention",
+    "FlashAttention": "flash-attention",
+    "xformers": "xformers",
+    "deepspeed": "DeepSpeed",
+    "DeepSpeed": "DeepSpeed",
+    "triton": "Triton (it comes with PyTorch for CUDA)",
+}
+
+
+def status_of(error: BaseException, trace: TracebackType | None) -> str:
+    """refused, untraceable or failed: what a program that ended with `error` says of itself."""
+    if isinstance(error, Refused):
+        return "refused"
+    if isinstance(error, ImportError) and missing_package(error):
+        return "untraceable"
+    cause: BaseException | None = error
+    while cause is not None:
+        if _ours(cause, trace if cause is error else cause.__traceback__):
+            return "untraceable"
+        cause = cause.__cause__
+    return "failed"
+
+
+def missing_package(error: BaseException) -> str:
+    """The package for GPUs that is not installed here and may be on the program's own machine; "" where none."""
+    text = f"{getattr(error, 'name', '') or ''} {error}"
+    return next((name for word, name in _PACKAGES.items() if word in text), "")
+
+
+def _ours(error: BaseException, trace: TracebackType | None) -> bool:
+    """Whether a stand-in of ours, or a tensor without values, is the reason.
+
+    An operator's own complaint (shapes that do not match) ends in PyTorch's files and is the program's.
+    """
+    text = f"{type(error).__name__}: {error}".lower()
+    if any(word in text for word in _WORDS):
+        return True
+    if isinstance(error, AttributeError) and type(error.obj).__module__.startswith("probes."):
+        return True
+    frames = traceback.extract_tb(trace)
+    return bool(frames) and frames[-1].filename.startswith(_ROOMS)

@@ -1,0 +1,118 @@
+"""What the phantom GPU refuses by name, and whose failure a failure is."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed, nn
+
+from planner.gpus import find_gpu
+from probes.phantom.card import card_of
+from probes.phantom.cuda import Refused
+from probes.phantom.failures import status_of
+from probes.phantom.mode import Phantom
+from probes.phantom.session import phantom_gpu
+
+CARD = card_of(find_gpu("rtx-4090"))
+
+
+@pytest.fixture
+def phantom() -> Iterator[Phantom]:
+    with phantom_gpu(CARD) as found:
+        yield found
+
+
+def test_a_process_group_of_several_is_refused(phantom: Phantom, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Refused, match="2 processes"):
+        distributed.init_process_group("gloo", rank=0, world_size=2)
+    monkeypatch.setenv("WORLD_SIZE", "4")  # as torchrun and accelerate say it
+    with pytest.raises(Refused, match="4 processes"):
+        distributed.init_process_group("gloo")
+    assert not distributed.is_initialized()
+
+
+def test_a_process_group_of_one_over_nccl_is_refused(phantom: Phantom) -> None:
+    for backend in (None, "nccl", "cpu:gloo,cuda:nccl"):
+        with pytest.raises(Refused, match="without torchrun"):
+            distributed.init_process_group(backend, rank=0, world_size=1)
+
+
+def test_a_process_group_of_one_over_gloo_stands_and_ddp_is_refused(phantom: Phantom, tmp_path: Path) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        with pytest.raises(Refused, match="DistributedDataParallel"):
+            nn.parallel.DistributedDataParallel(nn.Linear(8, 8).cuda())
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_flex_attention_is_refused(phantom: Phantom) -> None:
+    from torch.nn.attention import flex_attention
+
+    heads = torch.randn(1, 2, 128, 64, device="cuda")
+    with pytest.raises(Refused, match="would hold the scores"):
+        flex_attention.flex_attention(heads, heads, heads)
+
+
+@pytest.mark.parametrize(
+    ("file", "call"),
+    [
+        ("flash_attn/flash_attn_interface.py", "flash_attn_func"),
+        ("flash_attn/flash_attn_interface.py", "flash_attn_varlen_qkvpacked_func"),
+        ("flash_attn_interface.py", "flash_attn_varlen_func"),
+        ("xformers/ops/fmha.py", "memory_efficient_attention"),
+        ("deepspeed.py", "initialize"),
+    ],
+)
+def test_packages_with_memory_of_their_own_are_refused_when_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, call: str
+) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    name = file.removesuffix(".py").replace("/", ".")
+    path.write_text(f"def {call}(*args):\n    return 'ran'\n\n\ndef other():\n    return 'ran'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import importlib
+
+    before = set(sys.modules)
+    try:
+        with phantom_gpu(CARD):
+            module = importlib.import_module(name)
+            assert module.other() == "ran"
+            with pytest.raises(Refused, match=f"{name}.{call}"):
+                getattr(module, call)(1)
+        assert getattr(module, call)(1) == "ran"
+    finally:
+        for one in set(sys.modules) - before:
+            del sys.modules[one]
+
+
+def _failure_of(program: str) -> str:
+    with phantom_gpu(CARD):
+        try:
+            exec(compile(program, "train.py", "exec"), {"torch": torch, "nn": nn})
+        except Exception as error:
+            return status_of(error, error.__traceback__)
+    return "ran"
+
+
+@pytest.mark.parametrize(
+    ("program", "status"),
+    [
+        ("torch.cuda.get_device_properties(0).no_such_field", "untraceable"),
+        ("torch.cuda.current_stream().no_such_method()", "untraceable"),
+        ("torch.histogram(torch.randn(64, 64, device='cuda'), 5)", "untraceable"),
+        ("raise RuntimeError('incompatible tensor type in set_data')", "untraceable"),
+        ("import flash_attn", "untraceable"),
+        ("torch.cuda.CUDAGraph()", "refused"),
+        ("torch.zeros(3, 4, device='cuda') @ torch.zeros(5, 6, device='cuda')", "failed"),
+        ("nn.Linear(4, 4).cuda()(torch.zeros(2, 8, device='cuda'))", "failed"),
+        ("import no_such_package", "failed"),
+        ("raise ValueError('mine')", "failed"),
+        ("nn.Linear(4, 4).no_such_layer", "failed"),
+    ],
+)
+def test_whose_failure_it_is(program: str, status: str) -> None:
+    assert _failure_of(program) == status
