@@ -64,7 +64,9 @@ def make(
     if verify:
         if out is None or wish.gpus not in (None, 1):
             raise UsageError("--verify traces a launch file of one GPU", hint="add --out DIR, leave --gpus out")
-        known_targets(verify)
+        from planner.cli.verify import check_tools
+
+        check_tools(known_targets(verify))
     lengths = _lengths(dataset, spec) if dataset is not None else None
     if lengths is not None:
         wish = replace(

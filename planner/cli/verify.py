@@ -6,12 +6,37 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from planner.errors import EnvironmentProblem, PlannerError
+from planner.errors import EnvironmentProblem, PlannerError, UsageError
 from planner.exporters import Launch
 from planner.plan import Plan
 from planner.units import gib
 
 RUNG = "trace"
+_PROGRAMS = {"trl": "trl", "hf": "python", "axolotl": "axolotl", "llamafactory": "llamafactory-cli"}
+"""Target -> what starts its launch file; the other targets start several processes, none of their own, or Unsloth."""
+
+
+def check_tools(targets: Sequence[str]) -> None:
+    """Whether the launch files of `targets` can be traced here at all.
+
+    Raises:
+        UsageError: a target whose files are not followed.
+        EnvironmentProblem: one whose tool is not installed.
+    """
+    from probes.phantom.runner import program
+
+    for target in targets:
+        if target not in _PROGRAMS:
+            raise UsageError(
+                f"--verify {target}: its launch files cannot be traced", hint=f"one of {', '.join(_PROGRAMS)} can"
+            )
+        try:
+            program([_PROGRAMS[target]])
+        except UsageError as error:
+            raise EnvironmentProblem(
+                f"--verify {target}: its tool is not installed here: {error.message}",
+                hint=f"activate the environment that has {_PROGRAMS[target]}, or leave --verify {target} out",
+            ) from None
 
 
 def verified(plan: Plan, launches: Sequence[Launch], folder: Path, targets: Sequence[str]) -> tuple[Launch, ...]:
@@ -36,14 +61,15 @@ _MARK = "Traced"
 
 
 def _verified(plan: Plan, launch: Launch, folder: Path) -> Launch:
+    from planner.cli.trace import traced
     from probes.phantom.card import card_of
-    from probes.phantom.runner import TraceOrder, run_traced
+    from probes.phantom.runner import TraceOrder
 
     environment, command = _taken_apart(launch.command)
     setup, gpu = plan.chosen.setup, plan.workload.gpu
     print(f"tracing launch/{launch.target}: {shlex.join(command)}", file=sys.stderr)
     try:
-        ended = run_traced(
+        found = traced(
             TraceOrder(
                 command=command,
                 card=card_of(gpu, plan.workload.memory_bytes),
@@ -53,12 +79,10 @@ def _verified(plan: Plan, launch: Launch, folder: Path) -> Launch:
                 folder=folder,
             )
         )
-        if not ended.results or not ended.results[0].num_steps:
-            reason = ended.error.strip().splitlines()[-1:] or [one.error for one in ended.results[:1]]
-            raise EnvironmentProblem(reason[0] if reason and reason[0] else "it ended without an optimizer step")
+        if not found.num_steps:
+            raise EnvironmentProblem("it ended without an optimizer step")
     except (PlannerError, ValueError) as error:
         return replace(launch, notes=(*launch.notes, f"{_MARK}, launch/{launch.target}: not possible: {error}"))
-    found = ended.results[0]
     predicted = launch.peak_device_bytes
     beside = f", {launch.rung.replace('_', ' ')}: {gib(predicted)}" if predicted else ""
     budget = plan.workload.budget_bytes

@@ -1,0 +1,106 @@
+"""`plan MODEL --out DIR --verify TARGET`: what a trace of the launch file changes, and when none is made."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from planner.cli.app import run
+from planner.trace_result import TraceResult
+from planner.units import GIB
+from probes.phantom.runner import Ended, TraceOrder
+
+PEAK_BYTES = 5 * GIB
+CONTEXT_BYTES = GIB // 2
+
+
+def ended(status: str, num_steps: int, error: str = "") -> Ended:
+    result = TraceResult(
+        status=status,
+        error=error,
+        num_steps=num_steps,
+        num_events=10,
+        peak_allocated_bytes=PEAK_BYTES,
+        peak_reserved_bytes=PEAK_BYTES,
+        context_bytes=CONTEXT_BYTES,
+        peak_phase="backward",
+        phase_peaks_bytes={"backward": PEAK_BYTES},
+        by_category=(),
+        by_module=(),
+        by_line=(),
+        by_op=(),
+        refusal=None,
+        notes=(),
+        questions=(),
+        kernels={},
+        timeline=(),
+        libraries={},
+        elapsed_s=1.0,
+    )
+    return Ended(exit_code=0, results=(result,))
+
+
+def plan(
+    out: Path, monkeypatch: pytest.MonkeyPatch, answer: Callable[[TraceOrder], Ended]
+) -> tuple[dict[str, object], TraceOrder]:
+    """The launch of plan.json, and what was traced for it."""
+    orders: list[TraceOrder] = []
+
+    def run_traced(order: TraceOrder) -> Ended:
+        orders.append(order)
+        return answer(order)
+
+    monkeypatch.setattr("probes.phantom.runner.run_traced", run_traced)
+    words = ["gpt2", "--gpu", "t4", "--no-dry-run", "--no-history", "--out", str(out), "--target", "hf"]
+    assert run([*words, "--verify", "hf"]) == 0
+    (launch,) = json.loads((out / "plan.json").read_text())["launch"]
+    (order,) = orders
+    return launch, order
+
+
+def test_the_trace_of_the_launch_file_stands_in_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch, order = plan(tmp_path, monkeypatch, lambda order: ended("done", 2))
+    assert (order.folder, order.limited, order.card.key) == (tmp_path, False, "t4")
+    assert order.command[0] == "python"
+    assert (tmp_path / order.command[1]).is_file()
+    assert (launch["rung"], launch["peak_device_bytes"]) == ("trace", PEAK_BYTES + CONTEXT_BYTES)
+    assert "5.50 GiB on the device" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (ended("refused", 1, "a CUDA graph"), "a CUDA graph"),
+        (ended("failed", 1, "KeyError: 'text'"), "KeyError"),
+        (ended("ended", 0), "without an optimizer step"),
+    ],
+)
+def test_a_launch_file_that_cannot_be_traced_keeps_its_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: Ended, said: str
+) -> None:
+    launch, _ = plan(tmp_path, monkeypatch, lambda order: answer)
+    out = " ".join(capsys.readouterr().out.split())
+    assert launch["rung"] != "trace"
+    assert "not possible" in out
+    assert said in out
+
+
+@pytest.mark.parametrize(
+    ("target", "code", "said"),
+    [("axolotl", 3, "not installed here"), ("deepspeed", 2, "cannot be traced"), ("nosuch", 2, "must be one of")],
+)
+def test_a_target_that_cannot_be_traced_here_is_refused_before_planning(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    target: str,
+    code: int,
+    said: str,
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda *args, **kwargs: None)
+    assert run(["gpt2", "--gpu", "t4", "--out", str(tmp_path / "out"), "--verify", target]) == code
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
