@@ -1,6 +1,8 @@
 """Doing something to a module as soon as the program has imported it."""
 
 import importlib.abc
+import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -37,12 +39,14 @@ class Watcher(importlib.abc.MetaPathFinder):
     """Sees modules being imported; `hooks` may be filled in later, also while a module is still being imported.
 
     Attributes:
+        absent: what is told of each (optional package, library) where a library looked for a package in vain.
         first: what is done before the first of them is imported.
         hooks: module -> what is done once it is imported.
         around: module -> the context in which it is imported.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
+        self.absent: Callable[[str, str], None] = lambda package, library: None
         self.first: Callable[[], Any] | None = None
         self.hooks: dict[str, list[Hook]] = {}
         self.around: dict[str, Around] = {}
@@ -50,6 +54,11 @@ class Watcher(importlib.abc.MetaPathFinder):
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         """See `importlib.abc.MetaPathFinder`."""
+        if name in OPTIONAL:
+            library = _who_asks()
+            if library and not any(one.find_spec(name, path) for one in sys.meta_path if not isinstance(one, Watcher)):
+                self.absent(name, library)
+            return None
         if name not in self._names:
             return None
         if self.first is not None and name != "torch":
@@ -82,6 +91,26 @@ class Watcher(importlib.abc.MetaPathFinder):
     def stop(self) -> None:
         """Ends."""
         sys.meta_path.remove(self)
+
+
+OPTIONAL = frozenset({"triton", "fla", "causal_conv1d", "mamba_ssm"})
+"""Packages for GPUs with which libraries take another path, that needs another amount of memory."""
+_INDIFFERENT = frozenset({"torch", "bitsandbytes"})
+"""These look for Triton and need the same without it: the compiler's kernels and those for other makers' GPUs."""
+_CHECKERS = ("import_utils.py", "imports.py")
+
+
+def _who_asks() -> str:
+    """The library, or the program's file, that looks for a package; "" where it makes no difference to it."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith("<frozen") and f"{os.sep}importlib{os.sep}" not in file and not file.endswith(_CHECKERS):
+            found = re.search(r"(?:site|dist)-packages[/\\](\w+)", file)
+            library = found[1] if found else os.path.basename(file)
+            return "" if library in _INDIFFERENT else library
+        frame = frame.f_back
+    return ""
 
 
 WATCHED = (

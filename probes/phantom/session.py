@@ -65,6 +65,10 @@ def phantom_gpu(
             watcher = Watcher(WATCHED)
             watcher.watch()
             stack.callback(watcher.stop)
+        watcher.absent = lambda package, library: phantom.note(
+            f"{library} looked for {package}, which is not installed here, and took its path without it: where "
+            f"{package} is installed the program needs another amount"
+        )
         watcher.add(hooks, libraries.AROUND)
         stack.enter_context(phantom)
         yield phantom

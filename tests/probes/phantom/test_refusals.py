@@ -116,3 +116,20 @@ def _failure_of(program: str) -> str:
 )
 def test_whose_failure_it_is(program: str, status: str) -> None:
     assert _failure_of(program) == status
+
+
+def test_a_library_that_looks_for_a_missing_gpu_package_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phantom: Phantom
+) -> None:
+    for library in ("some_library", "bitsandbytes"):
+        folder = tmp_path / "site-packages" / library
+        folder.mkdir(parents=True)
+        folder.joinpath("look.py").write_text("import importlib.util\nfound = importlib.util.find_spec('mamba_ssm')\n")
+        exec(compile(folder.joinpath("look.py").read_text(), str(folder / "look.py"), "exec"), {})
+    (note,) = phantom.notes
+    assert note.startswith("some_library looked for mamba_ssm, which is not installed here")
+    phantom.notes.clear()
+    (tmp_path / "mamba_ssm.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    exec(compile("import importlib.util; assert importlib.util.find_spec('mamba_ssm')", "train.py", "exec"), {})
+    assert not phantom.notes
