@@ -48,7 +48,7 @@ def several_processes() -> Iterator[None]:
         return made
 
     with ExitStack() as stack:
-        for owner in (distributed, distributed.distributed_c10d):
+        for owner in (distributed, distributed.distributed_c10d, distributed.device_mesh):
             stack.enter_context(mock.patch.object(owner, "init_process_group", init_process_group))
         wrapper = torch.nn.parallel.DistributedDataParallel
         stack.enter_context(mock.patch.object(wrapper, "__init__", _refused("DistributedDataParallel's buckets")))

@@ -30,6 +30,8 @@ def test_a_process_group_of_several_is_refused(phantom: Phantom, monkeypatch: py
     monkeypatch.setenv("WORLD_SIZE", "4")  # as torchrun and accelerate say it
     with pytest.raises(Refused, match="4 processes"):
         distributed.init_process_group("gloo")
+    with pytest.raises(Refused, match="4 processes"):
+        distributed.init_device_mesh("cuda", (4,))
     assert not distributed.is_initialized()
 
 
