@@ -15,6 +15,7 @@ _WORDS = (
     "device type meta",
     "meta and cpu",
     "set_data",
+    "cpu-only version",
     "data-dependent",
     "data dependent",
     "datadependentoutput",

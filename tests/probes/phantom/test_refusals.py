@@ -108,6 +108,7 @@ def _failure_of(program: str) -> str:
         ("torch.histogram(torch.randn(64, 64, device='cuda'), 5)", "untraceable"),
         ("raise RuntimeError('incompatible tensor type in set_data')", "untraceable"),
         ("import flash_attn", "untraceable"),
+        ("raise RuntimeError('not available in CPU-only version of bitsandbytes')", "untraceable"),
         ("torch.cuda.CUDAGraph()", "refused"),
         ("torch.zeros(3, 4, device='cuda') @ torch.zeros(5, 6, device='cuda')", "failed"),
         ("nn.Linear(4, 4).cuda()(torch.zeros(2, 8, device='cuda'))", "failed"),
