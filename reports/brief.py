@@ -37,7 +37,7 @@ BAR_CELLS = 24
 
 def render_brief(plan: Plan, console: Console, *, next_command: str, launches: Sequence[str] = ()) -> None:
     """The answer in MAX_LINES: notes and alternatives as far as there is room for them, else their number."""
-    notes = list(dict.fromkeys(clean(note) for note in (*plan.notes, *plan.chosen.notes) if note))
+    notes = list(dict.fromkeys(clean(note) for note in (*plan.chosen.notes, *plan.notes) if note))
 
     def write(page: Page, shown: int, beside: int) -> None:
         _brief(page, plan, notes[:shown], len(notes) - shown, beside, next_command, launches)

@@ -611,7 +611,9 @@ def run_one(number: int, *, keep: bool = False) -> Outcome:
 
 
 def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """What a fork holds at once of this process: its own pages, not those of files, which are mapped anew when used."""
+    _, resident, of_files, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return (resident - of_files) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _child(number: int, folder: Path) -> None:

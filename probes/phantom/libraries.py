@@ -1,6 +1,7 @@
 """What single libraries need on a phantom GPU, done as each is imported."""
 
 import importlib.util
+import sys
 from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
@@ -59,8 +60,10 @@ def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
     def data_sets(module: Any) -> None:
         data_sets_stand_in(phantom, module, patch, phantom.num_tokens)
 
+    before_the_program = "trl" in sys.modules  # imported by who traces within his own process, not by the program
+
     def trl(module: Any) -> None:
-        if importlib.util.find_spec("triton") is None:
+        if importlib.util.find_spec("triton") is None and not before_the_program:
             raise Refused(
                 "TRL computes its loss with Triton on a GPU and holds more without it; triton comes with PyTorch for "
                 "CUDA and is not installed here (pip install triton)"

@@ -35,7 +35,7 @@ def test_every_kind_of_data_parallelism_can_be_asked_for() -> None:
 
 
 def test_plan_on_several_gpus_prints_the_spread(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["Qwen/Qwen2.5-1.5B", "--gpu", "rtx-4090", "--gpus", "4", *FAST]) == 0
+    assert run(["Qwen/Qwen2.5-1.5B", "--gpu", "rtx-4090", "--gpus", "4", "--all", *FAST]) == 0
     out = " ".join(capsys.readouterr().out.split())
     for words in ("on 4 × GeForce RTX 4090", "4 GPUs", "Is one GPU enough?", "What must be sharded", "--gpus 4"):
         assert words in out

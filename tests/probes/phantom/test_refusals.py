@@ -124,6 +124,7 @@ def test_whose_failure_it_is(program: str, status: str) -> None:
 def test_a_library_that_looks_for_a_missing_gpu_package_is_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phantom: Phantom
 ) -> None:
+    phantom.notes.clear()  # of libraries that other tests of this process imported
     for library in ("some_library", "bitsandbytes"):
         folder = tmp_path / "site-packages" / library
         folder.mkdir(parents=True)
