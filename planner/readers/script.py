@@ -127,9 +127,9 @@ class _Script:
         quantization = self._quantization()
         fields["method"] = "full" if not adapted else "lora" if quantization == "none" else "qlora"
         fields["quantization"] = quantization if adapted else "none"
-        if not adapted and self._frozen():
-            self.missing.setdefault("method", f"{name}:{self._frozen()}: some parameters are frozen one by one")
-        fields["kbit_fp32_cast"] = fields["method"] == "qlora" and self._prepared()
+        if not adapted and (line := training.freezes_parameters(self.source.text)):
+            self.missing.setdefault("method", f"{name}:{line}: some parameters are frozen one by one")
+        fields["kbit_fp32_cast"] = fields["method"] == "qlora" and self.found.prepared is not None
         fields["precision"] = self._precision(fields["method"])
         if adapted:
             fields |= self._lora(fields["method"])
@@ -213,12 +213,6 @@ class _Script:
             elif adapter.name != "LoraConfig":
                 self.missing["method"] = f"{adapter.where}: what {adapter.name}() returns"
         return adapter is not None
-
-    def _frozen(self) -> int:
-        return training.freezes_parameters(self.source.text)
-
-    def _prepared(self) -> bool:
-        return self.found.prepared is not None
 
     def _quantization(self) -> str:
         given = self.found.quantization

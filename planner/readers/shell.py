@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import Literal
 
 from planner.errors import NotATraining
 
@@ -167,9 +168,9 @@ def _of_tool(tool: str, words: list[str], num_gpus: int | None) -> Command | Non
     return Command(tool=tool, target=config, arguments=tuple(words), num_gpus=num_gpus)
 
 
-def flags(arguments: tuple[str, ...]) -> dict[str, str | list[str] | bool]:
+def flags(arguments: tuple[str, ...]) -> dict[str, str | list[str] | Literal[True]]:
     """--name value pairs of a command as a mapping; several values are a list, none is true."""
-    found: dict[str, str | list[str] | bool] = {}
+    found: dict[str, str | list[str] | Literal[True]] = {}
     index = 0
     while index < len(arguments):
         word = arguments[index]

@@ -23,6 +23,7 @@ from planner.readers.program.values import (
     plain,
     where_of,
 )
+from planner.readers.shell import flags
 
 if TYPE_CHECKING:
     from planner.readers.program.interpret import Reader
@@ -259,23 +260,14 @@ def _word(text: str) -> Any:
 def on_command_line(arguments: Any) -> dict[str, Value]:
     """--name value pairs of a command line, for parsers whose options are a library's fields."""
     found: dict[str, Value] = {}
-    words = list(arguments or ())
-    index = 0
-    while index < len(words):
-        word = words[index]
-        index += 1
-        if not word.startswith("--"):
-            continue
-        name, equals, rest = word[2:].partition("=")
-        name = name.replace("-", "_")
-        values = [rest] if equals else []
-        while not equals and index < len(words) and not words[index].startswith("--"):
-            values.append(words[index])
-            index += 1
-        data = [Known(_word(text), "the command line") for text in values]
-        if name.startswith("no_") and not data:
-            found[name[3:]] = Known(False, "the command line")
-        found[name] = data[0] if len(data) == 1 else Items(list(data)) if data else Known(True, "the command line")
+    for name, given in flags(tuple(arguments or ())).items():
+        if given is True:
+            found[name] = Known(True, "the command line")
+            if name.startswith("no_"):
+                found[name[3:]] = Known(False, "the command line")
+        else:
+            data = [Known(_word(text), "the command line") for text in ([given] if isinstance(given, str) else given)]
+            found[name] = data[0] if len(data) == 1 else Items(list(data))
     return found
 
 
@@ -423,10 +415,6 @@ def _of_object(reader: "Reader", owner: Value, made: Made) -> Value | None:
         return made.positional[0] if len(made.positional) == 1 else Items(made.positional, made.where)
     if name in SAME_OBJECT:
         owner.called[name] = made.where
-        for key, value in made.keywords.items():
-            owner.called.setdefault(f"{name}({key})", str(plain(value)))
-        if name == "to" and isinstance(first, Dotted):
-            owner.called[f"to({first.name})"] = made.where
         return owner
     return None
 
