@@ -262,27 +262,12 @@ def _of_command(
         raise ConfigError(f"{name}: {command.tool} names no config", hint="give the config itself")
     text = inside.beside(command.target)
     if text is None:
-        if command.tool == "python":
-            return _of_words(command, name, model, inside)
+        words = ", with its words in --args" if command.tool == "python" else ""
         raise ConfigError(
-            f"{name}: {command.target} is not beside it", hint="give the program or config that it starts"
+            f"{name}: {command.target} is not beside it", hint=f"give the program or config that it starts{words}"
         )
     target = command.target.rpartition("/")[2]
     return _read(text, target, model=model, base=base, sharding=inside, launcher=launcher)
-
-
-def _of_words(command: shell.Command, name: str, model: ModelSpec | None, sharding: Sharding) -> ReadConfig:
-    """A program that is not at hand, from words of its command line that are transformers' own settings."""
-    values: dict[str, Any] = dict(shell.flags(command.arguments))
-    if not {"model_name_or_path", "per_device_train_batch_size"} <= set(values):
-        raise ConfigError(
-            f"{name}: {command.target} is not beside it, and its words do not say the model and the batch",
-            hint="give the program itself, with its words in --args",
-        )
-    raise ConfigError(
-        f"{name}: {command.target} is not beside it: what it does with {', '.join(list(values)[:3])} is not known",
-        hint="give the program itself, with its words in --args",
-    )
 
 
 def read_config(
