@@ -683,6 +683,7 @@ def main() -> int:
         return 1 if outcome.fault else 0
     faults: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
+    answers: Counter[int] = Counter()
     slowest, largest = 0.0, 0
     cpu_s, started, number = 0.0, time.monotonic(), options.start
     for number in range(options.start, options.start + options.first):
@@ -691,6 +692,7 @@ def main() -> int:
             break
         outcome = run_one(number)
         kinds[outcome.kind] += 1
+        answers[outcome.status] += 1
         slowest, largest = max(slowest, outcome.cpu_s), max(largest, outcome.peak_bytes)
         cpu_s += outcome.cpu_s
         if outcome.fault:
@@ -700,6 +702,7 @@ def main() -> int:
             print(f"{outcome.fault}: --seed {number} ({outcome.kind}) {last[0][:160]} {''.join(where)}", flush=True)
     for kind, num in sorted(kinds.items()):
         print(f"{kind:<14}{num:>6}")
+    print("exit codes:", ", ".join(f"{status} ({num})" for status, num in sorted(answers.items())))
     found = ", ".join(f"{num} {name}" for name, num in faults.items()) or "0 tracebacks, 0 hangs, 0 above 1 GB"
     print(
         f"{sum(kinds.values())} inputs: {found}; {cpu_s:.0f} CPU seconds, slowest {slowest:.1f} s, "
