@@ -3,7 +3,7 @@ PY = .venv/bin/python
 .PHONY: check test bench fuzz mutants faults audit
 check:
 	$(PY) -m ruff check .
-	$(PY) -m ruff format --check planner probes search reports tests benchmarks
+	$(PY) -m ruff format --check finetune_planner planner probes search reports tests benchmarks
 	$(PY) -m mypy
 	$(PY) -m pytest tests/test_imports.py
 test:

@@ -41,6 +41,12 @@ def test_planner_imports_no_sibling_and_nothing_heavy(path: Path) -> None:
     assert not packages & {*HEAVY, "optuna"}
 
 
+def test_nothing_imports_the_python_interface() -> None:
+    for package in PACKAGES:
+        for path in modules(package):
+            assert "finetune_planner" not in imported_packages(path), path
+
+
 @pytest.mark.parametrize("package", SIBLINGS)
 def test_siblings_never_import_each_other(package: str) -> None:
     others = set(SIBLINGS) - {package}
@@ -54,8 +60,8 @@ def test_only_probes_imports_torch(package: str) -> None:
         assert not imported_packages(path) & set(HEAVY), path
 
 
-OWN = ("planner", *SIBLINGS, "tests", "tools", "benchmarks")
-OPTIONAL = {"deepspeed", "flash_attn", "liger_kernel", "triton"}
+OWN = ("planner", *SIBLINGS, "finetune_planner", "tests", "tools", "benchmarks")
+OPTIONAL = {"deepspeed", "flash_attn", "liger_kernel", "pandas", "triton"}
 """Used where a user's machine has them, and planned for or said to be missing where it has not."""
 NAMED_OTHERWISE = {"sklearn": ["scikit-learn"]}
 """What is not installed for the tests cannot be asked for its distribution."""

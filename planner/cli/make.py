@@ -1,7 +1,6 @@
 """`plan MODEL --gpu GPU`: the main job."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,14 +8,11 @@ import typer
 
 from planner.cli import options
 from planner.cli.output import console, print_json
-from planner.cli.wish import resolve_gpu
 from planner.cli.wishes import WishOptions, takes_wish
 from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
-    from planner.dataset import LengthChoice
     from planner.exporters import Launch
-    from planner.models.spec import ModelSpec
 
 
 @takes_wish
@@ -50,16 +46,11 @@ def make(
     as_json: options.Json = False,
 ) -> None:
     """Plan MODEL on a GPU, or on several: the fastest setup that fits, why, and what stands beside it."""
-    from planner.cli.history import history_of, with_history
+    from planner.cli.answer import answered, workload_for
     from planner.cli.writing import check_launch_words, known_targets
-    from planner.models.resolve import resolve_model
     from planner.plan import NoPlan, Plan
-    from planner.planning import plan_workload
 
     wish.fixed()  # what the flags alone contradict is said before anything is looked up
-    spec = resolve_model(model, revision=revision, ask_hub=hub)
-    card = resolve_gpu(gpu)
-    wish = wish.on_links_of(gpu, card)
     check_launch_words(target, dataset, out)
     if verify:
         if out is None or wish.gpus not in (None, 1):
@@ -67,23 +58,9 @@ def make(
         from planner.cli.verify import check_tools
 
         check_tools(known_targets(verify))
-    lengths = _lengths(dataset, spec) if dataset is not None else None
-    if lengths is not None:
-        wish = replace(
-            wish,
-            seq_len=wish.seq_len or lengths.seq_len_tokens,
-            dataset_tokens=wish.dataset_tokens or lengths.epoch_tokens,
-            packing=lengths.packing if wish.packing is None else wish.packing,
-        )
-    epoch_seqs = lengths.epoch_seqs if lengths is not None else None
-    asked = wish.workload(spec, card, epoch_seqs=epoch_seqs, targets=known_targets(target) if target else ())
-    known = () if no_history else history_of(asked)
-    if no_dry_run:
-        plan = with_history(plan_workload(asked), known)
-    else:
-        from planner.cli.rungs import climb_dry_run
-
-        plan = climb_dry_run(asked, known)
+    names = known_targets(target) if target else ()
+    asked = workload_for(model, gpu, wish, dataset=dataset, targets=names, revision=revision, hub=hub)
+    plan = answered(asked, dry_run=not no_dry_run, history=not no_history)
     if isinstance(plan, Plan) and gpu.lower() == "local" and not no_probe:
         from planner.cli.tune import climb_probe
 
@@ -134,19 +111,6 @@ def make(
     missing = [launch.target for launch in launches if launch.refused]
     if isinstance(plan, NoPlan) or (missing and (target or len(missing) == len(launches))):
         raise typer.Exit(EXIT_NOTHING_FITS)
-
-
-def _lengths(dataset: str, spec: "ModelSpec") -> "LengthChoice | None":
-    """Sequence length, packing and tokens per epoch of a local data set; None for one on the hub."""
-    from planner.dataset import choose_length, measure, tokenizer_file
-
-    path = Path(dataset)
-    if not path.exists():
-        return None
-    stats = measure(path, tokenizer=tokenizer_file(spec.model_id))
-    choice = choose_length(stats, max_tokens=spec.max_position_embeddings)
-    print(f"{dataset}: {stats.num_samples:,} samples, {stats.counted_with}; {choice.reason}", file=sys.stderr)
-    return choice
 
 
 def _command(model: str, gpu: str) -> list[str]:

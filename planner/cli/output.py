@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from planner.errors import EXIT_BAD_INPUT, EXIT_ENVIRONMENT, EnvironmentProblem, PlannerError
 
@@ -82,7 +82,7 @@ def write_text(path: Path, text: str, *, inside: Path | None = None, executable:
         ) from error
 
 
-def console(*, stderr: bool = False) -> Any:
+def console(*, stderr: bool = False, width: int | None = None, file: TextIO | None = None) -> Any:
     """A rich console for people; NO_COLOR and pipes are respected by rich itself.
 
     A reader that went away is a BrokenPipeError, as with any other output; rich would exit with 1, "nothing fits".
@@ -96,7 +96,7 @@ def console(*, stderr: bool = False) -> Any:
         def render_str(self, text: str, **options: Any) -> Any:
             return super().render_str(printable(text), **options)
 
-    return PlainConsole(stderr=stderr, highlight=False, soft_wrap=False)
+    return PlainConsole(stderr=stderr, highlight=False, soft_wrap=False, width=width, file=file)
 
 
 def print_lines(lines: Iterable[str]) -> None:

@@ -3,7 +3,7 @@
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,8 +13,15 @@ from planner.cli.wish import memory_and_headroom, positive, resolve_gpu
 from planner.errors import EXIT_NOTHING_FITS, EXIT_OK, EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from planner.gpu import GpuSpec
     from planner.trace_result import TraceResult
     from probes.phantom.runner import TraceOrder
+
+NUM_TOKENS = 8192
+"""Of a stand-in text, where a program's data set is not at hand."""
+TIME_LIMIT_S = 1800
 
 
 def trace(
@@ -26,7 +33,9 @@ def trace(
     seq_len: Annotated[
         int | None, typer.Option("--seq-len", help="Tokens of stand-in texts, where a data set is not at hand.")
     ] = None,
-    time_limit: Annotated[int, typer.Option("--time-limit", help="Seconds after which the program is stopped.")] = 1800,
+    time_limit: Annotated[
+        int, typer.Option("--time-limit", help="Seconds after which the program is stopped.")
+    ] = TIME_LIMIT_S,
     memory_gib: options.MemoryGib = None,
     headroom: options.Headroom = None,
     out: Annotated[Path | None, typer.Option("--out", help="Directory for trace.json and timeline.svg.")] = None,
@@ -38,34 +47,21 @@ def trace(
 
     Exit codes: 0 fits, 1 does not fit, 2 bad input or the program's own error, 3 cannot be followed.
     """
-    from probes.phantom.card import card_of
-    from probes.phantom.runner import TraceOrder, program
-    from reports.trace import document, svg, text_lines
+    from probes.phantom.runner import program
+    from reports.trace import svg, text_lines
 
     card = resolve_gpu(gpu)
-    memory, reserve = memory_and_headroom(card, memory_gib, headroom)
-    if card.compute_capability is None:
-        raise UsageError(f"plan trace follows CUDA programs; {card.name} runs none", hint="name an NVIDIA GPU")
-    order = TraceOrder(
-        command=tuple(command),
-        card=card_of(card, memory),
+    order = order_of(
+        command,
+        card,
         num_steps=positive("steps", steps) or 2,
-        num_tokens=positive("seq-len", seq_len) or 8192,
+        num_tokens=positive("seq-len", seq_len) or NUM_TOKENS,
         network=network,
-        time_limit_s=float(positive("time-limit", time_limit) or 1800),
+        time_limit_s=float(positive("time-limit", time_limit) or TIME_LIMIT_S),
+        memory_bytes=memory_and_headroom(card, memory_gib, headroom)[0],
     )
     _ask(order, program(command), yes)
-    found, needs = _run(order)
-    answer = document(
-        found,
-        needs,
-        command=list(command),
-        gpu_key=card.key,
-        gpu_name=card.name,
-        memory_bytes=memory,
-        budget_bytes=memory - reserve,
-        num_steps=order.num_steps,
-    )
+    answer = answer_of(order, card, memory_gib=memory_gib, headroom_gib=headroom)
     if out is not None:
         import json
 
@@ -76,6 +72,65 @@ def trace(
     else:
         print_lines(text_lines(answer))
     return EXIT_NOTHING_FITS if answer["verdict"] == "does not fit" else EXIT_OK
+
+
+def order_of(
+    command: "Sequence[str]",
+    card: "GpuSpec",
+    *,
+    num_steps: int = 2,
+    num_tokens: int = NUM_TOKENS,
+    network: bool = False,
+    time_limit_s: float = TIME_LIMIT_S,
+    memory_bytes: int | None = None,
+) -> "TraceOrder":
+    """What is to be run on which card.
+
+    Args:
+        num_tokens: of stand-in texts, where a data set is not at hand.
+        memory_bytes: of the card; default: the table's.
+
+    Raises:
+        UsageError: a card that runs no CUDA programs.
+    """
+    from probes.phantom.card import card_of
+    from probes.phantom.runner import TraceOrder
+
+    if card.compute_capability is None:
+        raise UsageError(f"plan trace follows CUDA programs; {card.name} runs none", hint="name an NVIDIA GPU")
+    return TraceOrder(
+        command=tuple(command),
+        card=card_of(card, memory_bytes or card.memory_bytes),
+        num_steps=num_steps,
+        num_tokens=num_tokens,
+        network=network,
+        time_limit_s=time_limit_s,
+    )
+
+
+def answer_of(
+    order: "TraceOrder", card: "GpuSpec", *, memory_gib: float | None = None, headroom_gib: float | None = None
+) -> dict[str, Any]:
+    """Runs the program and says what it needs, as the document that --json prints.
+
+    Raises:
+        EnvironmentProblem: the program cannot be followed.
+        UsageError: the program's own error.
+    """
+    from reports.trace import document
+
+    memory, reserve = memory_and_headroom(card, memory_gib, headroom_gib)
+    found, needs = _run(order)
+    return document(
+        found,
+        needs,
+        command=list(order.command),
+        gpu_key=card.key,
+        gpu_name=card.name,
+        memory_bytes=memory,
+        budget_bytes=memory - reserve,
+        num_steps=order.num_steps,
+    )
 
 
 def _ask(order: "TraceOrder", executable: str, yes: bool) -> None:

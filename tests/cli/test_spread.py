@@ -399,7 +399,7 @@ def test_plan_on_this_machines_gpus_climbs_to_probes(monkeypatch: pytest.MonkeyP
         climbed.append(plan)
         return plan
 
-    monkeypatch.setattr("planner.cli.make.resolve_gpu", lambda name: find_gpu("rtx-4090"))
+    monkeypatch.setattr("planner.cli.answer.resolve_gpu", lambda name: find_gpu("rtx-4090"))
     monkeypatch.setattr("planner.cli.probing.local_link", lambda num: "pcie")
     monkeypatch.setattr("planner.cli.tune.climb_probe", climb)
     words = ["Qwen/Qwen2.5-1.5B", "--gpu", "local", "--gpus", "2", "--method", "lora", *FAST]
@@ -416,7 +416,7 @@ def test_a_machine_without_the_searchs_library_plans_and_says_so(
     real = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "optuna" else real(name, *rest))
     monkeypatch.setitem(sys.modules, "platformdirs", None)
-    monkeypatch.setattr("planner.cli.make.resolve_gpu", lambda name: find_gpu("rtx-4090"))
+    monkeypatch.setattr("planner.cli.answer.resolve_gpu", lambda name: find_gpu("rtx-4090"))
     assert run(["Qwen/Qwen2.5-1.5B", "--gpu", "local", "--method", "lora", *FAST]) == 0
     assert "no probes: a search needs optuna" in capsys.readouterr().err
     assert run(["tune", "Qwen/Qwen2.5-1.5B", "--gpu", "rtx-4090"]) == 3

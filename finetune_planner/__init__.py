@@ -1,0 +1,31 @@
+"""`finetune-planner` from Python: what the command `plan` does, without a shell.
+
+    from finetune_planner import plan
+
+    answer = plan("meta-llama/Llama-3.1-8B", "rtx-4090", seq_len=2048)
+    answer                       # in a notebook: the same short answer as on the terminal
+    answer.chosen.setup          # a frozen TrainSetup
+    answer.to_dataframe()        # the chosen setup and what stands beside it, one row each
+    answer.write("my-plan")      # plan.json, reports and launch files
+
+Errors are `PlannerError`s with a `hint`; that nothing fits is an answer (`answer.fits`), not an error.
+"""
+
+from finetune_planner.api import Checked, Comparison, Estimate, Planned, Traced, check, compare, estimate, plan, trace
+from planner import __version__
+from planner.errors import PlannerError
+
+__all__ = [
+    "Checked",
+    "Comparison",
+    "Estimate",
+    "Planned",
+    "PlannerError",
+    "Traced",
+    "__version__",
+    "check",
+    "compare",
+    "estimate",
+    "plan",
+    "trace",
+]

@@ -1,0 +1,75 @@
+"""From names and wishes to a plan, for the command line and for `finetune_planner` alike."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from planner.cli.wish import resolve_gpu
+from planner.cli.wishes import WishOptions
+from planner.plan import NoPlan, Plan
+from planner.workload import Workload
+
+if TYPE_CHECKING:
+    from planner.dataset import LengthChoice
+    from planner.models.spec import ModelSpec
+
+
+def workload_for(
+    model: str,
+    gpu: str,
+    wish: WishOptions,
+    *,
+    dataset: str | None = None,
+    targets: Sequence[str] = (),
+    revision: str | None = None,
+    hub: bool = False,
+) -> Workload:
+    """The workload that the words mean; a local `dataset` decides what of length, packing and batch was left open.
+
+    Raises:
+        PlannerError: a name that is not known, or a wish that contradicts itself.
+    """
+    from planner.models.resolve import resolve_model
+
+    spec = resolve_model(model, revision=revision, ask_hub=hub)
+    card = resolve_gpu(gpu)
+    wish = wish.on_links_of(gpu, card)
+    lengths = _lengths(dataset, spec) if dataset is not None else None
+    if lengths is not None:
+        wish = replace(
+            wish,
+            seq_len=wish.seq_len or lengths.seq_len_tokens,
+            dataset_tokens=wish.dataset_tokens or lengths.epoch_tokens,
+            packing=lengths.packing if wish.packing is None else wish.packing,
+        )
+    epoch_seqs = lengths.epoch_seqs if lengths is not None else None
+    return wish.workload(spec, card, epoch_seqs=epoch_seqs, targets=targets)
+
+
+def answered(workload: Workload, *, dry_run: bool = True, history: bool = True) -> Plan | NoPlan:
+    """The plan from the formula, proven by dry runs where torch is there, with what was measured on this GPU before."""
+    from planner.cli.history import history_of, with_history
+
+    known = history_of(workload) if history else ()
+    if dry_run:
+        from planner.cli.rungs import climb_dry_run
+
+        return climb_dry_run(workload, known)
+    from planner.planning import plan_workload
+
+    return with_history(plan_workload(workload), known)
+
+
+def _lengths(dataset: str, spec: "ModelSpec") -> "LengthChoice | None":
+    """Sequence length, packing and tokens per epoch of a local data set; None for one on the hub."""
+    from planner.dataset import choose_length, measure, tokenizer_file
+
+    path = Path(dataset)
+    if not path.exists():
+        return None
+    stats = measure(path, tokenizer=tokenizer_file(spec.model_id))
+    choice = choose_length(stats, max_tokens=spec.max_position_embeddings)
+    print(f"{dataset}: {stats.num_samples:,} samples, {stats.counted_with}; {choice.reason}", file=sys.stderr)
+    return choice
