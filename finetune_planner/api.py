@@ -62,6 +62,8 @@ class Wish(TypedDict, total=False):
     headroom: float
     dataset_tokens: int
     price: float
+    epochs: float
+    lr: float
 
 
 class _Answer(ABC):

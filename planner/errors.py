@@ -40,7 +40,9 @@ class UsageError(PlannerError):
 
 
 class UnknownGpuError(UsageError):
-    """No row of the GPU table matches the name given."""
+    """No row of the GPU table matches the name given; `could_be`: the keys of those that it may stand for."""
+
+    could_be: tuple[str, ...] = ()
 
 
 class UnknownModelError(UsageError):

@@ -159,9 +159,11 @@ def find_gpu(name: str) -> GpuSpec:
         return found
     could_be = [spec.key for spec in all_gpus() if wanted and _may_mean(wanted, spec)]
     if could_be:
-        raise UnknownGpuError(
+        error = UnknownGpuError(
             f"GPU {name!r} is not one exact device", hint=f"say which: {', '.join(could_be[:8])}; or --gpu local"
         )
+        error.could_be = tuple(could_be)
+        raise error
     shown = name if len(name) <= 60 else name[:57] + "..."
     close = _closest(wanted)
     raise UnknownGpuError(

@@ -96,11 +96,12 @@ def choose(
     num_epochs: float = 1.0,
     max_steps: int | None = None,
     seed: int = 42,
+    learning_rate: float | None = None,
 ) -> Hyperparameters:
     """Hyper-parameters for a setup by the rules above.
 
     `num_params` is the model's size, `num_trained_params` what the optimizer updates, `dataset_tokens` the tokens of
-    one epoch; each only sharpens the rate or adds a note.
+    one epoch; each only sharpens the rate or adds a note. A `learning_rate` that the user decided stays as it is.
     """
     rate = BASE_LEARNING_RATE
     why = [f"{BASE_LEARNING_RATE:g} (Adam, full, {REFERENCE_BATCH_SEQS} sequences)"]
@@ -122,14 +123,14 @@ def choose(
     if factor != 1.0:
         why.append(f"x {factor:.3g} for a batch of {setup.global_batch_seqs} ({rule})")
     reasons = {
-        "learning_rate": " ".join(why),
+        "learning_rate": " ".join(why) if learning_rate is None else "given with --lr",
         "lora_alpha": "fixed over ranks, so the rate does not move with the rank",
         "warmup_fraction": f"{WARMUP_FRACTION:.0%} of the steps, as Alpaca and QLoRA",
         "lr_schedule": "decays to zero: the run ends with a cooldown",
         "weight_decay": "none, as Alpaca and QLoRA",
     }
     return Hyperparameters(
-        learning_rate=float(f"{rate * factor:.3g}"),
+        learning_rate=float(f"{rate * factor:.3g}") if learning_rate is None else learning_rate,
         num_epochs=num_epochs,
         max_steps=max_steps,
         seed=seed,

@@ -37,6 +37,7 @@ class Workload:
         dataset_tokens: tokens of one epoch, for time and cost; None when unknown.
         prefer: "quality" (the least approximate class that fits) or "speed" (a quantized base where it is faster).
         epoch_seqs: sequences of one epoch (packed rows or samples); None when unknown.
+        num_epochs, learning_rate: decided by the user; None: by the rules of `steps` and `hyperparameters`.
         targets: launch targets that the user named: the plan is what the first of them runs, and all of them can.
         price_per_hour: US dollars per GPU hour, None when unknown.
     """
@@ -58,6 +59,8 @@ class Workload:
     targets: tuple[str, ...] = ()
     prefer: str = "quality"
     epoch_seqs: int | None = None
+    num_epochs: float | None = None
+    learning_rate: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("seq_len_tokens", "global_batch_seqs", "memory_bytes", "min_rank"):

@@ -267,15 +267,19 @@ def speed_sentence(candidate: Candidate) -> str:
 
 
 def epoch_sentence(workload: Workload, candidate: Candidate) -> str:
-    """Time and cost of one epoch of the data set, empty without one."""
+    """Time and cost of one epoch of the data set, or of as many as the user asked for; empty without a data set."""
     if not workload.dataset_tokens or not candidate.tokens_per_s:
         return ""
-    duration_s = workload.dataset_tokens / candidate.tokens_per_s
-    words = f"One epoch of {count(workload.dataset_tokens)} tokens takes {seconds(duration_s)}"
+    epochs = workload.num_epochs or 1
+    duration_s = epochs * workload.dataset_tokens / candidate.tokens_per_s
+    one = epochs == 1
+    words = f"{'One epoch' if one else f'{epochs:g} epochs'} of {count(workload.dataset_tokens)} tokens"
+    words += f" {'takes' if one else 'take'} {seconds(duration_s)}"
     if workload.price_per_hour is not None:
         cost = duration_s / 3600 * workload.price_per_hour * workload.num_gpus
         source = f", {clean(workload.price_source)}" if workload.price_source else ""
-        words += f" and costs {dollars(cost)} (at {dollars(workload.price_per_hour)} per GPU hour{source})"
+        words += f" and {'costs' if one else 'cost'} {dollars(cost)}"
+        words += f" (at {dollars(workload.price_per_hour)} per GPU hour{source})"
     return f"{words} ({speed_mark(candidate.speed_evidence)})."
 
 

@@ -1,6 +1,7 @@
 """`plan MODEL --gpu GPU`: the main job."""
 
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,10 +10,14 @@ import typer
 from planner.cli import options
 from planner.cli.output import console, print_json
 from planner.cli.wishes import WishOptions, takes_wish
-from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UsageError
+from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UnknownGpuError, UsageError
 
 if TYPE_CHECKING:
     from planner.exporters import Launch
+    from planner.workload import Workload
+
+MAX_CARDS = 6
+"""Cards that an inexact name may mean and that are all answered for."""
 
 
 @takes_wish
@@ -59,7 +64,12 @@ def make(
 
         check_tools(known_targets(verify))
     names = known_targets(target) if target else ()
-    asked = workload_for(model, gpu, wish, dataset=dataset, targets=names, revision=revision, hub=hub)
+    try:
+        asked = workload_for(model, gpu, wish, dataset=dataset, targets=names, revision=revision, hub=hub)
+    except UnknownGpuError as error:
+        if 1 < len(error.could_be) <= MAX_CARDS and not as_json:
+            _answer_each(error.could_be, lambda card: workload_for(model, card, wish, dataset=dataset, targets=names))
+        raise
     plan = answered(asked, dry_run=not no_dry_run, history=not no_history)
     if isinstance(plan, Plan) and gpu.lower() == "local" and not no_probe:
         from planner.cli.tune import climb_probe
@@ -111,6 +121,16 @@ def make(
     missing = [launch.target for launch in launches if launch.refused]
     if isinstance(plan, NoPlan) or (missing and (target or len(missing) == len(launches))):
         raise typer.Exit(EXIT_NOTHING_FITS)
+
+
+def _answer_each(cards: Sequence[str], workload: "Callable[[str], Workload]") -> None:
+    """What each card that a name may mean would do, by the formula; the error that follows asks which it is."""
+    from planner.cli.answer import answered
+    from reports.comparison_text import render_comparison
+
+    render_comparison(
+        [(card, answered(workload(card), dry_run=False, history=False)) for card in cards], console(stderr=True)
+    )
 
 
 def _command(model: str, gpu: str) -> list[str]:

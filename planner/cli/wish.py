@@ -68,6 +68,19 @@ def positive(name: str, value: int | None, *, maximum: int = 1 << 40) -> int | N
     return value
 
 
+def _between(name: str, value: float | None, most: float, usual: str) -> float | None:
+    """A positive number from the command line.
+
+    Raises:
+        UsageError: not finite, not positive, or beyond any sense.
+    """
+    if value is not None and not (math.isfinite(value) and 0 < value <= most):
+        raise UsageError(
+            f"--{name} must be above 0 and at most {most:g}, got {value}", hint=f"for example --{name} {usual}"
+        )
+    return value
+
+
 def memory_and_headroom(gpu: GpuSpec, memory_gib: float | None, headroom_gib: float | None) -> tuple[int, int]:
     """(usable memory, reserve) in bytes from the flags or the defaults.
 
@@ -116,6 +129,8 @@ def workload(
     targets: Sequence[str] = (),
     prefer: str = "quality",
     epoch_seqs: int | None = None,
+    num_epochs: float | None = None,
+    learning_rate: float | None = None,
 ) -> Workload:
     """A workload from resolved names and checked flags; what is not given is planned or takes a stated default."""
     memory, headroom = memory_and_headroom(gpu, memory_gib, headroom_gib)
@@ -151,6 +166,8 @@ def workload(
         prefer=choices("prefer", (prefer,), ("quality", "speed"))[0],
         dataset_tokens=dataset_tokens,
         epoch_seqs=epoch_seqs,
+        num_epochs=_between("epochs", num_epochs, 10_000, "3"),
+        learning_rate=_between("lr", learning_rate, 10, "2e-4"),
         price_per_hour=usd,
         price_source=source,
     )

@@ -34,7 +34,9 @@ class WishOptions:
     global_batch: Annotated[
         int | None,
         typer.Option(
-            "--global-batch", help="Sequences per optimizer step, kept constant. Default 32, less for small data."
+            "--global-batch",
+            "--batch-size",
+            help="Sequences per optimizer step, kept constant. Default 32, less for small data.",
         ),
     ] = None
     parallel: spread.Parallels = None
@@ -65,6 +67,12 @@ class WishOptions:
         int | None, typer.Option("--dataset-tokens", help="Tokens of one epoch: gives rank floor, time and cost.")
     ] = None
     price: Annotated[float | None, typer.Option("--price", help="US dollars per GPU hour.")] = None
+    epochs: Annotated[
+        float | None, typer.Option("--epochs", help="Passes over the data. Default 1, up to 3 for small data.")
+    ] = None
+    lr: Annotated[
+        float | None, typer.Option("--lr", help="Learning rate for the launch files instead of the rule's.")
+    ] = None
 
     def fixed(self) -> dict[str, tuple[Any, ...]]:
         """Setup fields that the user decided, each with its allowed values.
@@ -144,6 +152,8 @@ class WishOptions:
             targets=targets,
             prefer=self.prefer or "quality",
             epoch_seqs=epoch_seqs,
+            num_epochs=self.epochs,
+            learning_rate=self.lr,
         )
 
 

@@ -47,6 +47,8 @@ def test_nothing_fits_exits_with_one(capsys: pytest.CaptureFixture[str]) -> None
         (["gpt2", "--gpu", "rtx-9999"], "rtx-"),
         (["gpt2", "--gpu", "a100"], "a100-80gb"),
         (["gpt2", "--gpu", "t4", "--rank", "-3"], "positive"),
+        (["gpt2", "--gpu", "t4", "--lr", "-3"], "--lr 2e-4"),
+        (["gpt2", "--gpu", "t4", "--epochs", "nan"], "--epochs 3"),
         (["gpt2", "--gpu", "t4", "--method", "dora"], "--method full"),
         (["gpt2", "--gpu", "t4", "--method", "full", "--rank", "8"], "leave --rank out"),
         (["gpt2", "--gpu", "t4", "--memory-gib", "nan"], "--memory-gib"),
@@ -243,3 +245,28 @@ def test_a_directory_that_cannot_be_written_does_not_cost_the_answer(
     shown = capsys.readouterr()
     assert "Train with" in shown.out
     assert "cannot write" in shown.err
+
+
+def test_a_name_of_several_cards_is_answered_for_each_and_asked_about(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["Qwen/Qwen2.5-7B", "--gpu", "a100", *FAST]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    for words in ("A100-SXM4-40GB", "A100-SXM4-80GB", "tokens/s"):
+        assert words in err
+    assert "a100-80gb" in err
+    assert run(["Qwen/Qwen2.5-7B", "--gpu", "a100", "--json", *FAST]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "tokens/s" not in err
+
+
+def test_words_of_the_run_reach_the_launch_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["Qwen/Qwen2.5-1.5B", "--gpu", "4090", "--batch-size", "16", "--lr", "1.5e-4", "--epochs", "2", *FAST]
+    assert run([*words, "--dataset-tokens", "2000000", "--target", "trl", "--out", str(tmp_path)]) == 0
+    assert "2 epochs of 2 M tokens take" in " ".join(capsys.readouterr().out.split())
+    text = (tmp_path / "launch" / "trl" / "trl-sft.yaml").read_text()
+    assert "learning_rate: 0.00015" in text
+    assert "num_train_epochs: 2.0" in text
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["workload"]["global_batch_seqs"] == 16
+    assert plan["workload"]["num_epochs"] == 2

@@ -1,0 +1,66 @@
+"""`plan which-model --gpu GPU`: what can be fine-tuned on a card, to what length, how fast."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from planner.cli import options
+from planner.cli.output import console, print_json, write_text
+from planner.cli.wish import resolve_gpu, workload
+from planner.errors import EXIT_NOTHING_FITS, UsageError
+
+
+def which_model(
+    gpu: options.Gpu,
+    match: Annotated[str, typer.Argument(help="Only models whose names contain this.")] = "",
+    seq_len: options.SeqLen = None,
+    global_batch: Annotated[
+        int | None, typer.Option("--global-batch", "--batch-size", help="Sequences per optimizer step.")
+    ] = None,
+    method: options.Methods = None,
+    rank: options.Rank = None,
+    memory_gib: options.MemoryGib = None,
+    headroom: options.Headroom = None,
+    every: Annotated[bool, typer.Option("--all", help="Show models that do not fit too.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the whole table to this directory.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """What can be fine-tuned on this card, to what length, and how fast: the catalogue, largest model first.
+
+    Formula rung: plan MODEL --gpu GPU then looks closer at one model.
+    """
+    from planner.decision.reach import longest_tokens
+    from planner.models import catalogue
+    from planner.planning import plan_workload
+    from reports.progress import steps
+    from reports.which_model import ModelChoice, render_which_model, which_model_json, which_model_markdown
+
+    card = resolve_gpu(gpu)
+    names = [name for name in catalogue.names() if match.lower() in name.lower()]
+    if not names:
+        raise UsageError(f"no model of the catalogue has {match!r} in its name", hint="`plan models` lists all")
+    fixed = options.fixed_fields(targets=None, rank=rank, checkpointing=None, packing=None, method=method)
+    rows, wishes = [], []
+    for name in steps(names, "planning", console(stderr=True)):
+        spec = catalogue.load(name)
+        assert spec is not None
+        wish = workload(
+            spec, card, fixed=fixed, seq_len=seq_len, global_batch=global_batch, memory_gib=memory_gib,
+            headroom_gib=headroom,
+        )  # fmt: skip
+        wishes.append(wish)
+        longest = longest_tokens(wish)
+        within = any(tokens >= wish.seq_len_tokens for tokens in longest.values())
+        rows.append(ModelChoice(model=spec, longest_tokens=longest, answer=plan_workload(wish) if within else None))
+    rows.sort(key=lambda one: (-one.model.num_params, one.model.model_id))
+    wish = max(wishes, key=lambda one: one.seq_len_tokens)  # what was asked for; models of a shorter context differ
+    if out is not None:
+        write_text(out / "report.md", which_model_markdown(rows, wish))
+        typer.echo(f"wrote {out / 'report.md'}", err=True)
+    if as_json:
+        print_json([which_model_json(one) for one in rows])
+    else:
+        render_which_model(rows, wish, console(), every=every)
+    if not any(one.fits for one in rows):
+        raise typer.Exit(EXIT_NOTHING_FITS)

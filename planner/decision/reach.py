@@ -1,0 +1,57 @@
+"""How long the sequences of a method can be on one GPU, micro-batch 1, by the formula."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from planner.errors import SetupError, UsageError
+from planner.predict import device_peak_bytes
+from planner.setup import METHODS, TrainSetup
+from planner.space import branches, dimension_values
+from planner.workload import Workload
+
+STEP_TOKENS = 256
+UNKNOWN_CONTEXT_TOKENS = 131_072
+"""Looked at where a model states no limit."""
+
+
+def longest_tokens(workload: Workload) -> dict[str, int]:
+    """Method -> the longest sequence (a multiple of STEP_TOKENS, at most what the model takes) of which one at a time
+    fits with every layer checkpointed; 0 where none does. A method that the options rule out is left out."""
+    most = (workload.model.max_position_embeddings or UNKNOWN_CONTEXT_TOKENS) // STEP_TOKENS
+    found = {}
+    for method in METHODS:
+        if "method" in workload.fixed and method not in workload.fixed["method"]:
+            continue
+        setups = tuple(_leanest(workload, method))
+        low, high = 0, max(1, most)
+        while setups and low < high:
+            middle = (low + high + 1) // 2
+            if any(_fits(workload, setup, middle * STEP_TOKENS) for setup in setups):
+                low = middle
+            else:
+                high = middle - 1
+        found[method] = low * STEP_TOKENS
+    return found
+
+
+def _leanest(workload: Workload, method: str) -> Iterator[TrainSetup]:
+    """Setups of a method, the smallest among them: every layer checkpointed, any attention, optimizer and loss."""
+    fixed = {"kbit_fp32_cast": (False,), **workload.fixed, "method": (method,)}
+    try:
+        values = dimension_values(replace(workload, fixed=fixed))
+    except UsageError:
+        return
+    values["lora_rank"] = values["lora_rank"][:1]
+    open_method = dict(workload.fixed)  # the branches of a plan that leaves the method open: no 16-bit masters
+    for branch in branches(replace(workload, fixed=open_method), {**values, "method": (method,)}):
+        for attention, optimizer, loss in product(values["attention"], values["optimizer"], values["loss"]):
+            try:
+                yield branch.with_(attention=attention, optimizer=optimizer, loss=loss, checkpointing=1)
+            except SetupError:
+                continue
+
+
+def _fits(workload: Workload, setup: TrainSetup, tokens: int) -> bool:
+    lone = setup.with_(seq_len_tokens=tokens, micro_batch_seqs=1)
+    return device_peak_bytes(workload.model, workload.gpu, lone) <= workload.budget_bytes

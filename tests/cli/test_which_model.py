@@ -1,0 +1,57 @@
+"""`plan which-model`: lengths that are really the longest, rows that say what `plan` says."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from planner.cli.app import run
+from planner.cli.wish import workload
+from planner.decision.reach import STEP_TOKENS, longest_tokens
+from planner.gpus import find_gpu
+from planner.models import catalogue
+from planner.planning import plan_workload
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu"),
+    [("meta-llama/Llama-3.1-8B", "rtx-4090"), ("Qwen/Qwen3-4B", "t4"), ("google/gemma-3-12b-pt", "l4")],
+)
+def test_a_plan_reaches_the_longest_sequence_and_no_longer_one(model: str, gpu: str) -> None:
+    spec, card = catalogue.load(model), find_gpu(gpu)
+    assert spec is not None
+    reach = longest_tokens(workload(spec, card, fixed={}))
+    assert set(reach) == {"full", "lora", "qlora"}
+    limit = spec.max_position_embeddings or 0
+    for method, tokens in reach.items():
+        # 8-bit weights are larger than 4-bit ones: the plan of a method looks at both
+        for length, kind in ((tokens, "plan"), (tokens + STEP_TOKENS, "no_plan")):
+            if not 0 < length <= limit:
+                continue
+            wish = workload(spec, card, fixed={"method": (method,)}, seq_len=length, global_batch=1)
+            assert plan_workload(wish).kind == kind, (method, length)
+
+
+def test_the_table_says_what_plan_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["which-model", "smollm2", "--gpu", "rtx-3060", "--seq-len", "1024"]
+    assert run([*words, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert len(rows) >= 3
+    assert [row["num_params"] for row in rows] == sorted((row["num_params"] for row in rows), reverse=True)
+    assert (
+        run([rows[0]["model"], "--gpu", "rtx-3060", "--seq-len", "1024", "--no-dry-run", "--no-history", "--json"]) == 0
+    )
+    plan = json.loads(capsys.readouterr().out)
+    assert rows[0]["candidate"]["setup"] == plan["chosen"]["setup"]
+    assert rows[0]["tokens_per_s"] == plan["chosen"]["formula"]["tokens_per_s"]
+    assert run([*words, "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert max(len(line) for line in shown.splitlines()) <= 80
+    assert rows[0]["model"] in (tmp_path / "report.md").read_text()
+
+
+def test_nothing_is_said_plainly(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["which-model", "llama-3.1-70b", "--gpu", "t4"]) == 1
+    assert "0 of 1 model can be fine-tuned" in capsys.readouterr().out
+    assert run(["which-model", "no-such-model", "--gpu", "t4"]) == 2
+    assert "hint: `plan models`" in capsys.readouterr().err
