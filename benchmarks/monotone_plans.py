@@ -1,24 +1,25 @@
 """Does more memory ever give a slower plan, and what do the stated preferences cost?
 
-    python benchmarks/monotone_plans.py [--pairs 30] [--budgets 20] [--workers 2]
+    python benchmarks/monotone_plans.py [--pairs 30] [--budgets 20] [--gpus 1] [--changes]
 
-For each (model, card) pair: the plan at rising memory limits, formula rung. Within a class (full, LoRA, 4-bit, 8-bit)
-the chosen speed may fall by what a preference may cost (3 %), no more; a change of class is listed. Beside it, chosen
-speed over the fastest setup of the chosen class that fits (the whole space is walked, so this is brute force).
+For each (model, card) pair: the choice at rising memory limits, formula rung; the space of a pair is walked once. Within
+a class (full, LoRA, 4-bit, 8-bit) the chosen speed may fall by what a preference may cost (3 %), no more; a change of
+class is listed. Beside it, chosen speed over the fastest walked setup of the chosen class that fits.
 """
 
 import argparse
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
 
+from planner.cli.spread import cluster_of
 from planner.cli.wish import workload
-from planner.decision.facts import PREFERENCE_FRACTION, NodeFacts, collect_into, node_of_setup
+from planner.decision.facts import PREFERENCE_FRACTION, Facts, Walks, merged
 from planner.errors import PlannerError
 from planner.gpus import find_gpu
 from planner.models.resolve import resolve_model
-from planner.plan import Plan
-from planner.planning import plan_workload
-from planner.space import dimension_values, walk
-from planner.workload import Workload
+from planner.planning import choose
+from planner.space import dimension_values
 
 MODELS = (
     "HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-3B",
@@ -26,62 +27,75 @@ MODELS = (
     "meta-llama/Llama-3.3-70B-Instruct",
 )  # fmt: skip
 CARDS = ("t4", "rtx-4090", "h100-sxm")
-Step = tuple[float, str, float, float]
+PAIRS = tuple((model, card) for model in MODELS for card in CARDS)
 
 
-def fastest_of(asked: Workload, node: str) -> float:
-    """Tokens/s of the fastest setup of a class that fits, over the whole space."""
-    known = NodeFacts()
-    points = (point for point in walk(asked, dimension_values(asked)) if node_of_setup(point.shared) == node)
-    collect_into(points, asked.budget_bytes, lambda _: known)
-    return max(point.tokens_per_s for point in known.ranked())
+class Step(NamedTuple):
+    """What is chosen at one memory limit; `share` of the fastest walked setup of its class that fits."""
+
+    limit_gib: float
+    node: str
+    tokens_per_s: float
+    share: float
 
 
-def rising(task: tuple[str, str, int]) -> tuple[str, str, list[Step]]:
-    """(memory in GiB, node, tokens/s, share of the fastest of the node) at each limit where something fits."""
-    name, key, count = task
-    model, card = resolve_model(name), find_gpu(key)
-    steps: list[Step] = []
-    for index in range(1, count + 1):
-        limit = card.memory_bytes / 2**30 * index / count
+def rising(model_name: str, key: str, num_budgets: int, num_gpus: int = 1) -> list[Step]:
+    """The choices at evenly rising memory limits up to the card's, where something fits."""
+    model, card = resolve_model(model_name), find_gpu(key)
+    walks, steps = Walks(), []
+    cluster = cluster_of(card, num_gpus, None, None) if num_gpus > 1 else None
+    for index in range(1, num_budgets + 1):
+        limit_gib = card.memory_bytes / 2**30 * index / num_budgets
         try:
-            wish = workload(model, card, fixed={}, memory_gib=limit)
-        except PlannerError:
+            wish = workload(model, card, fixed={}, memory_gib=limit_gib, cluster=cluster)
+        except PlannerError:  # less than a quarter of a GiB
             continue
-        plan = plan_workload(wish)
-        if not isinstance(plan, Plan) or not plan.chosen.tokens_per_s:
+        facts = Facts(walks=walks)
+        node, best = choose(wish, dimension_values(wish), facts)
+        if node is None or best is None:
             continue
-        node = node_of_setup(plan.chosen.setup)
-        fastest = fastest_of(wish, node)
-        steps.append((limit, node, plan.chosen.tokens_per_s, plan.chosen.tokens_per_s / fastest))
-    return name, key, steps
+        fastest = merged(facts.of_node(node).values()).ranked()[0].tokens_per_s
+        steps.append(Step(limit_gib, node, best.tokens_per_s, best.tokens_per_s / fastest))
+    return steps
+
+
+def slower(steps: list[Step]) -> Iterator[tuple[Step, float]]:
+    """The steps that lose more against less memory in the same class than a preference may cost, and that speed."""
+    best: dict[str, float] = {}
+    for step in steps:
+        before = best.get(step.node, 0.0)
+        if step.tokens_per_s < before * (1 - PREFERENCE_FRACTION):
+            yield step, before
+        best[step.node] = max(before, step.tokens_per_s)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--pairs", type=int, default=len(PAIRS))
     parser.add_argument("--budgets", type=int, default=20)
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--changes", action="store_true", help="list every change of class")
     args = parser.parse_args()
-    tasks = [(model, card, args.budgets) for model in MODELS for card in CARDS][: args.pairs]
-    slower = changes = plans = 0
+    num_slower, changes = 0, 0
     shares: list[float] = []
-    with ProcessPoolExecutor(args.workers) as pool:
-        for name, key, steps in pool.map(rising, tasks):
-            plans += len(steps)
-            shares += [share for *_, share in steps]
-            best: dict[str, float] = {}
-            for before, after in zip([None, *steps], steps, strict=False):
-                limit, node, speed, _ = after
-                if speed < best.get(node, 0.0) * (1 - PREFERENCE_FRACTION):
-                    slower += 1
-                    print(f"SLOWER {name} {key} at {limit:.1f} GiB: {node} {speed:,.0f} after {best[node]:,.0f}")
-                best[node] = max(best.get(node, 0.0), speed)
-                if before is not None and before[1] != node:
-                    changes += 1
-                    was = f"{before[1]} {before[2]:,.0f}"
-                    print(f"{name} {key}: from {limit:.1f} GiB {node} {speed:,.0f} tokens/s (before {was})")
-    print(f"{plans} plans of {len(tasks)} pairs: {slower} slower within a class, {changes} changes of class")
+    for name, key in PAIRS[: args.pairs]:
+        steps = rising(name, key, args.budgets, args.gpus)
+        shares += [step.share for step in steps]
+        for step, before in slower(steps):
+            num_slower += 1
+            print(
+                f"SLOWER {name} {key} at {step.limit_gib:.1f} GiB: {step.node} {step.tokens_per_s:,.0f} after {before:,.0f}"
+            )
+        for was, now in pairwise(steps):
+            if was.node != now.node:
+                changes += 1
+                if args.changes:
+                    print(
+                        f"{name} {key}: from {now.limit_gib:.1f} GiB {now.node} {now.tokens_per_s:,.0f} tokens/s "
+                        f"(before {was.node} {was.tokens_per_s:,.0f})"
+                    )
+    pairs = len(PAIRS[: args.pairs])
+    print(f"{len(shares)} plans of {pairs} pairs: {num_slower} slower within a class, {changes} changes of class")
     print(f"chosen over the fastest of its class: worst {min(shares):.3f}, mean {sum(shares) / len(shares):.4f}")
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from math import prod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from planner.choices.precisions import PRECISIONS
@@ -26,7 +27,7 @@ from planner.outcome import Candidate
 from planner.plan import NoPlan, Plan, SpaceCount
 from planner.refine import CorrectionKey
 from planner.setup import TrainSetup
-from planner.space import BRANCH_FIELDS, dimension_values, kinds, micro_batches
+from planner.space import BRANCH_FIELDS, Point, dimension_values, kinds, micro_batches
 from planner.steps import small_data_note
 from planner.workload import Workload
 
@@ -54,14 +55,13 @@ def plan_workload(
     """
     values = dimension_values(workload)
     facts = Facts(walks=walks if walks is not None else Walks())
-    node = _walk(workload, values, facts, corrections or {})
+    node, best = choose(workload, values, facts, corrections or {})
     space = _space_count(workload, values, facts)
     if not space.walked:
         spreads = facts.walked if workload.num_gpus > 1 else ()
         check_something_expressed(workload, kinds(workload, values, spreads))
         raise _nothing_to_walk(workload, facts)
     alone = _one_gpu(workload) if workload.num_gpus > 1 else None
-    best = best_spread(facts.of_node(node)) if node is not None else None
     chosen = candidate(workload, best.setup) if best is not None else None
     walked = tuple(answers(workload, facts, node, best, chosen, alone))
     if node is None or best is None or chosen is None:
@@ -90,6 +90,17 @@ def _space_count(workload: Workload, values: Mapping[str, tuple[Any, ...]], fact
         infeasible=sum(known.infeasible for known in nodes),
         impossible=max(0, _num_combinations(workload, values) * num_spreads - walked),
     )
+
+
+def choose(
+    workload: Workload,
+    values: Mapping[str, tuple[Any, ...]],
+    facts: Facts,
+    corrections: Mapping[CorrectionKey, float] = MappingProxyType({}),
+) -> tuple[str | None, Point | None]:
+    """The node of the tree that is taken and its point, None where nothing fits; the facts learn what was walked."""
+    node = _walk(workload, values, facts, corrections)
+    return node, best_spread(facts.of_node(node)) if node is not None else None
 
 
 def _walk(

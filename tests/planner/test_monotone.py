@@ -1,0 +1,63 @@
+"""More memory and a looser wish never give a slower plan within a class, beyond what a stated preference may cost."""
+
+import pytest
+
+from benchmarks.monotone_plans import PAIRS, rising, slower
+from planner.decision.facts import PREFERENCE_FRACTION, Facts, Walks, node_of_setup
+from planner.planning import choose
+from planner.space import dimension_values
+from tests.planner.helpers import wish
+
+NUM_BUDGETS = 20
+SOME = (("meta-llama/Llama-3.1-8B", "rtx-4090"), ("Qwen/Qwen2.5-0.5B", "rtx-4090"), ("google/gemma-3-12b-it", "t4"))
+
+
+def check(model: str, gpu: str) -> None:
+    steps = rising(model, gpu, NUM_BUDGETS)
+    assert list(slower(steps)) == []
+    assert all(step.share >= 1 - PREFERENCE_FRACTION for step in steps)
+
+
+@pytest.mark.parametrize(("model", "gpu"), SOME)
+def test_more_memory_is_never_a_slower_plan_of_the_same_class(model: str, gpu: str) -> None:
+    check(model, gpu)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "gpu"), [pair for pair in PAIRS if pair not in SOME])
+def test_more_memory_is_never_a_slower_plan_of_the_same_class_for_thirty_pairs(model: str, gpu: str) -> None:
+    check(model, gpu)
+
+
+def test_the_thirty_pairs_are_thirty() -> None:
+    assert len(set(PAIRS)) == 30
+    assert set(SOME) <= set(PAIRS)
+
+
+def test_a_walk_is_shared_by_wishes_that_differ_in_memory_alone() -> None:
+    walks = Walks()
+    for gib in (20.0, 23.0):
+        asked = wish("Qwen/Qwen2.5-7B", "rtx-4090", memory_gib=gib)
+        alone, shared = Facts(), Facts(walks=walks)
+        assert choose(asked, dimension_values(asked), alone) == choose(asked, dimension_values(asked), shared)
+    assert len(walks._known) == 1
+    other = wish("Qwen/Qwen2.5-7B", "rtx-4090", memory_gib=23.0, seq_len=1024)
+    choose(other, dimension_values(other), Facts(walks=walks))
+    named = wish("Qwen/Qwen2.5-7B", "rtx-4090", memory_gib=23.0, targets=("trl",))  # its peaks know the budget
+    for asked in (named, wish("Qwen/Qwen2.5-7B", "rtx-4090", memory_gib=20.0, targets=("trl",))):
+        choose(asked, dimension_values(asked), Facts(walks=walks))
+    assert len(walks._known) == 4
+
+
+@pytest.mark.parametrize("name", ["optimizer", "attention", "checkpointing", "loss", "precision"])
+def test_a_looser_wish_is_never_slower_in_the_same_class(name: str) -> None:
+    free = wish("Qwen/Qwen2.5-1.5B", "rtx-3060", fixed={"method": ("lora",)})
+    values = dimension_values(free)
+    _, best = choose(free, values, Facts())
+    assert best is not None
+    for value in values[name]:
+        narrow = wish("Qwen/Qwen2.5-1.5B", "rtx-3060", fixed={"method": ("lora",), name: (value,)})
+        node, point = choose(narrow, dimension_values(narrow), Facts())
+        if point is not None:
+            assert node == node_of_setup(best.shared)
+            assert best.tokens_per_s >= point.tokens_per_s * (1 - PREFERENCE_FRACTION)
