@@ -55,6 +55,10 @@ LORA_BITS_PER_PARAM = 2.0
 BITS_PER_TOKEN = 1.0
 """Source: LoRA Without Regret, as above: about 2 bits per trained parameter hold about 1 bit per completion token."""
 
+OVERFITTING_TOKENS_PER_PARAM = 1e-4
+"""With less data than this, full fine-tuning overfits within a few epochs. A judgement: 800,000 tokens for
+8B."""
+
 LORA_METHODS = ("lora", "qlora")
 
 
@@ -166,7 +170,7 @@ def scaling_notes(
                 f"{per_param:.0f} tokens per parameter is more than compute-optimal pretraining uses "
                 f"({TOKENS_PER_PARAM_PRETRAINING:.0f}): a larger model would use this much data better."
             )
-        elif dataset_tokens / num_params < 1e-4:
+        elif dataset_tokens / num_params < OVERFITTING_TOKENS_PER_PARAM:
             notes.append(
                 f"{dataset_tokens / num_params:.1g} tokens per parameter in one epoch: full fine-tuning overfits so "
                 "little data within a few epochs; LoRA keeps more of what the model knows."

@@ -2,17 +2,18 @@
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import nlargest
 from types import MappingProxyType
 from typing import Any
 
-from planner.calibration_bands import USUAL_BAND
+from planner.calibration_bands import memory_band
 from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS
 from planner.decision.spreads import Spread, SpreadKey, spread_key, spread_rank, spreads
 from planner.engines import why_not
 from planner.errors import SetupError
+from planner.models.spec import ModelSpec
 from planner.refine import ANY_SETUP, CorrectionKey, correction_key, spread_correction_key
 from planner.setup import TrainSetup
 from planner.space import Point, branches, walk
@@ -64,31 +65,43 @@ def node_of_setup(setup: TrainSetup) -> str:
 
 @dataclass(slots=True)
 class NodeFacts:
-    """What the walk learned about one node."""
+    """What the walk learned about one node.
+
+    Attributes:
+        surely_bytes: (shared setup, attention) -> peak below which a point fits by more than the formula errs.
+        fastest: (tokens/s, -number, point) of the KEEP fastest that fit, a heap; `fastest_sure` of those that fit so.
+    """
 
     walked: int = 0
     infeasible: int = 0
-    budget_bytes: int = 0
+    surely_bytes: dict[tuple[TrainSetup, str], float] = field(default_factory=dict)
     smallest: Point | None = None
     smallest_unchecked: Point | None = None
     smallest_cast: Point | None = None
     fastest: list[tuple[float, int, Point]] = field(default_factory=list)
+    fastest_sure: list[tuple[float, int, Point]] = field(default_factory=list)
 
     def best(self) -> Point | None:
         """Of the points that fit and are no slower than the fastest by more than PREFERENCE_FRACTION: one whose fitting
         is sure, then the simplest, then the smallest."""
-        fitting = [entry[2] for entry in self.fastest]
-        if not fitting:
+        return self._preferred(self.fastest)
+
+    def best_sure(self) -> Point | None:
+        """The same of the points that fit by more than the formula errs."""
+        return self._preferred(self.fastest_sure)
+
+    def _preferred(self, entries: list[tuple[float, int, Point]]) -> Point | None:
+        if not entries:
             return None
 
         def preference(point: Point) -> tuple[bool, int, int]:
             return not self.surely_fits(point), simplicity(point.family), point.peak_device_bytes
 
-        return min(near_fastest(fitting, PREFERENCE_FRACTION), key=preference)
+        return min(near_fastest([entry[2] for entry in entries], PREFERENCE_FRACTION), key=preference)
 
     def surely_fits(self, point: Point) -> bool:
         """Whether a point's peak is below the budget by more than the formula errs."""
-        return point.peak_device_bytes * (1 + USUAL_BAND) <= self.budget_bytes
+        return point.peak_device_bytes <= self.surely_bytes[point.shared, point.attention]
 
     def ranked(self) -> list[Point]:
         """Kept points that fit, fastest first."""
@@ -101,14 +114,20 @@ def near_fastest(points: list[Point], fraction: float) -> list[Point]:
     return [point for point in points if point.tokens_per_s >= floor]
 
 
-def collect_into(points: Iterable[Point], budget_bytes: int, facts_of: Callable[[TrainSetup], NodeFacts]) -> None:
+def collect_into(
+    points: Iterable[Point], model: ModelSpec, budget_bytes: int, facts_of: Callable[[TrainSetup], NodeFacts]
+) -> None:
     """Adds the walked points to the facts that `facts_of` gives for what they share."""
-    shared = node = None
+    shared = node = attention = None
+    surely_bytes = 0.0
     for index, point in enumerate(points):
         if point.shared is not shared or node is None:  # points come in runs that share their branch
             shared = point.shared
-            node = facts_of(shared)
-            node.budget_bytes = budget_bytes
+            node, attention = facts_of(shared), None
+        if point.attention != attention:
+            attention = point.attention
+            surely_bytes = budget_bytes / (1 + memory_band(model, shared.trusted_with(attention=attention)))
+            node.surely_bytes[shared, attention] = surely_bytes
         node.walked += 1
         peak = point.peak_device_bytes
         if point.micro_batch_seqs == 1:
@@ -125,6 +144,8 @@ def collect_into(points: Iterable[Point], budget_bytes: int, facts_of: Callable[
             node.infeasible += 1
         else:
             _keep(node.fastest, point, index)
+            if peak <= surely_bytes:
+                _keep(node.fastest_sure, point, index)
 
 
 def _keep(heap: list[tuple[float, int, Point]], point: Point, index: int) -> None:
@@ -139,8 +160,14 @@ SPREAD_GAIN_FRACTION = 0.10
 """A less simple spread replaces one that fits only where it is predicted so much faster: the model errs by more."""
 
 
+def _walked_alike(one: Workload, other: Workload) -> bool:
+    """Whether both have the same points: memory only decides which of them fit, but for what named targets run."""
+    same = one if one.targets else replace(one, memory_bytes=other.memory_bytes, headroom_bytes=other.headroom_bytes)
+    return one is other or same == other
+
+
 class Walks:
-    """Walked points of one workload: a plan that dry runs correct asks for the same ones again."""
+    """Walked points of one workload: a plan that dry runs correct, or one of another memory, asks for them again."""
 
     def __init__(self) -> None:
         self._known: list[tuple[Workload, Mapping[str, tuple[Any, ...]], tuple[Spread, ...], tuple[Point, ...]]] = []
@@ -150,7 +177,7 @@ class Walks:
     ) -> tuple[Point, ...]:
         """The points of these spreads, walked where they are not known yet."""
         for known_workload, known_values, known_spreads, points in self._known:
-            if known_workload is workload and known_values == values and known_spreads == chosen:
+            if known_values == values and known_spreads == chosen and _walked_alike(known_workload, workload):
                 return points
         points = tuple(walk(workload, values, chosen))
         self._known.append((workload, dict(values), chosen, points))
@@ -189,7 +216,8 @@ class Facts:
             known = self.of_node(node)
             whole = found[node] = merged(known.values())
             best = best_spread(known)
-            whole.fastest = known[spread_key(best.shared)].fastest if best is not None else []
+            taken = known[spread_key(best.shared)] if best is not None else NodeFacts()
+            whole.fastest, whole.fastest_sure = taken.fastest, taken.fastest_sure
         return found
 
 
@@ -198,7 +226,7 @@ def merged(parts: Iterable[NodeFacts]) -> NodeFacts:
     whole = NodeFacts()
     entries = []
     for part in parts:
-        whole.budget_bytes = part.budget_bytes
+        whole.surely_bytes |= part.surely_bytes
         whole.walked += part.walked
         whole.infeasible += part.infeasible
         entries += part.fastest
@@ -268,7 +296,7 @@ def add_spreads(
     points: Iterable[Point] = facts.walks.points(workload, values, tuple(chosen))
     if any(one.stage == "offload" for one in chosen) and "offload" not in workload.fixed:
         points = _that_hosts_hold(workload, facts, points)
-    collect_into(corrected(points, corrections), workload.budget_bytes, facts.of)
+    collect_into(corrected(points, corrections), workload.model, workload.budget_bytes, facts.of)
     for known in facts.facts.values():
         if known.smallest is None:
             known.smallest = known.smallest_cast

@@ -8,9 +8,9 @@ last step spends what is left: attention kernel, checkpointing, micro-batch, acc
 
 from collections.abc import Iterator, Mapping
 
-from planner.decision.candidates import candidate
 from planner.decision.facts import NODE_NAMES, NODES, Facts, NodeFacts
 from planner.decision.spreads import spread_key
+from planner.hyperparameters import OVERFITTING_TOKENS_PER_PARAM
 from planner.models.targets import num_lora_params
 from planner.outcome import Candidate
 from planner.plan import Answer, Cut, NoPlan, Plan
@@ -18,12 +18,12 @@ from planner.predict import attention_kernels
 from planner.rank import BITS_PER_PARAMETER, BITS_PER_TOKEN, MAX_RANK
 from planner.setup import TrainSetup
 from planner.space import Point
-from planner.units import gib
+from planner.units import gib, percent
 from planner.workload import Workload
 
-QUANTIZE_GAIN_FRACTION = 0.05
-"""Where speed is preferred, QLoRA replaces a LoRA that fits only when predicted this much faster (and by more than the
-speed model errs)."""
+METHOD_BAND = 0.10
+"""How far the predicted ratio of two methods' speeds errs: 90th percentile of full / LoRA over 66 measured pairs, of QLoRA
+/ LoRA 6 % over 54 (docs/speed-accuracy.md, "Ratios"). What is not known of a card is common to both and cancels."""
 
 OneGpu = Plan | NoPlan | None
 """The answer for the same work on one GPU; None where the options leave nothing to plan there."""
@@ -51,12 +51,6 @@ def answers(
         yield from activation_answers(mine, best, workload, mine.ranked())
 
 
-def speed_band(workload: Workload, facts: Mapping[str, NodeFacts]) -> float:
-    """How far the speed model errs for the best LoRA setup: differences below it decide nothing between methods."""
-    best = facts["lora"].best()
-    return 0.0 if best is None else candidate(workload, best.setup).formula.time_band_fraction or 0.0
-
-
 def preferred_nodes(workload: Workload) -> tuple[str, ...]:
     """The nodes in the order in which one that fits is taken.
 
@@ -69,33 +63,42 @@ def preferred_nodes(workload: Workload) -> tuple[str, ...]:
 
 
 def wants_full(workload: Workload) -> bool:
-    """Whether full fine-tuning is asked for, or needed by the data (`planner.rank`'s capacity rule)."""
-    if workload.fixed.get("method") == ("full",):
-        return True
+    """Whether full fine-tuning is asked for, or needed by the data."""
+    return workload.fixed.get("method") == ("full",) or data_needs_full(workload)
+
+
+def data_needs_full(workload: Workload) -> bool:
+    """Whether the data is more than an adapter of the largest rank can hold (`planner.rank`'s capacity rule)."""
     tokens = workload.dataset_tokens
     return tokens is not None and BITS_PER_TOKEN * tokens > BITS_PER_PARAMETER * num_lora_params(
         workload.model, workload.fixed.get("lora_targets", ("all-linear",))[0], MAX_RANK
     )
 
 
+def data_too_small_for_full(workload: Workload) -> bool:
+    """Whether full fine-tuning would overfit so little data, which nobody wants unasked."""
+    tokens = workload.dataset_tokens
+    return tokens is not None and tokens < OVERFITTING_TOKENS_PER_PARAM * workload.model.num_params
+
+
 def choose_node(facts: Mapping[str, NodeFacts], workload: Workload, *, from_host: bool = False) -> str | None:
     """The node taken: the first of `preferred_nodes` with a setup that fits.
 
-    Two exceptions. Full fine-tuning replaces a LoRA that fits where it fits for sure and is not slower by more than the
-    speed model errs (`speed_band`). A quantized base replaces it where speed is preferred (`workload.prefer`) and
-    predicted to gain more than that; with states in the host's memory (`from_host`) unless it loses more than that,
-    because a quarter of the base then crosses the link.
+    Two exceptions. Full fine-tuning replaces a LoRA that fits where it fits for sure, is not slower by more than such a
+    comparison errs (METHOD_BAND), and the data is not known to be too small for it. A quantized base replaces it where
+    speed is preferred (`workload.prefer`) and predicted to gain more than that; with states in the host's memory
+    (`from_host`) unless it loses more than that, because a quarter of the base then crosses the link.
     """
     speeds = {node: best.tokens_per_s for node, known in facts.items() if (best := known.best()) is not None}
     taken = next((node for node in preferred_nodes(workload) if node in speeds), None)
     if taken != "lora":
         return taken
-    band = speed_band(workload, facts)
-    full = facts["full"].best()
-    if full is not None and facts["full"].surely_fits(full) and full.tokens_per_s >= speeds["lora"] * (1 - band):
+    full = facts["full"].best_sure()
+    as_fast = full is not None and full.tokens_per_s >= speeds["lora"] * (1 - METHOD_BAND)
+    if as_fast and not data_too_small_for_full(workload):
         return "full"
     if workload.prefer == "speed" or from_host:
-        gain = -band if from_host else max(QUANTIZE_GAIN_FRACTION, band)
+        gain = -METHOD_BAND if from_host else METHOD_BAND
         if speeds.get("qlora-4bit", 0.0) > speeds["lora"] * (1 + gain):
             return "qlora-4bit"
     return taken
@@ -122,9 +125,13 @@ def method_answers(facts: dict[str, NodeFacts], chosen: str | None, workload: Wo
             rival, mine = facts["lora"].best(), known.best()
             if node.startswith("qlora") and rival and mine and mine.tokens_per_s > rival.tokens_per_s:
                 reason += "; the whole is faster than 16-bit LoRA, and speed is preferred"
+            elif node == "full" and data_needs_full(workload):
+                reason += f"; {workload.dataset_tokens:,} tokens are more than an adapter of rank {MAX_RANK} holds"
+            elif node == "full" and rival:
+                reason += f"; nothing is approximated, and it is not slower than LoRA by more than {percent(METHOD_BAND)}"
         else:
             choice = "fits, not taken"
-            reason = _not_taken(node, facts, chosen)
+            reason = _not_taken(node, facts, chosen, workload)
         answers.append(
             Answer(
                 question=f"Does {name} fit with one sequence?",
@@ -138,7 +145,7 @@ def method_answers(facts: dict[str, NodeFacts], chosen: str | None, workload: Wo
     return answers
 
 
-def _not_taken(node: str, facts: Mapping[str, NodeFacts], chosen: str | None) -> str:
+def _not_taken(node: str, facts: Mapping[str, NodeFacts], chosen: str | None, workload: Workload) -> str:
     """Why a node that fits was passed over, and what it would buy."""
     best, taken = facts[node].best(), facts[chosen].best() if chosen else None
     if best is None or taken is None or chosen is None:
@@ -146,11 +153,15 @@ def _not_taken(node: str, facts: Mapping[str, NodeFacts], chosen: str | None) ->
     ratio = best.tokens_per_s / taken.tokens_per_s
     speed = f"it would run at {ratio:.2f} times the speed"
     if node == "full":
-        return f"fits, but is taken only when asked for (--method full) or when the data needs it; {speed}"
+        if data_too_small_for_full(workload):
+            return f"fits, but overfits {workload.dataset_tokens:,} tokens; {speed} (--method full)"
+        return f"fits, but is taken only when asked for (--method full), needed by the data, or as fast; {speed}"
     if node == "qlora-8bit":
         return f"fits, but 8 bits are taken only when asked for (--quantization int8); {speed}"
     if taken.shared.offload != "none" and chosen.startswith("qlora"):
         return f"fits, but {NODE_NAMES[chosen]} leaves a quarter of its base in the host's memory; {speed}"
+    if node == "lora" and chosen == "full":
+        return f"full fine-tuning fits and approximates nothing; {speed} (--method lora)"
     if node == "lora":
         return f"fits, but {NODE_NAMES[chosen]} is predicted {1 / ratio:.2f} times as fast, and speed is preferred"
     if node == "qlora-4bit":

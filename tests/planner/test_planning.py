@@ -86,8 +86,9 @@ def test_memory_to_spare_is_worth_a_little_speed() -> None:
 
     def chosen(*rivals: tuple[float, int]) -> int:
         known = NodeFacts()
+        model = wish().model
         points = [Point(TrainSetup(), "sdpa", "full", "adamw-fused", 1, 32, peak, speed) for speed, peak in rivals]
-        collect_into(points, 1000, lambda shared: known)
+        collect_into(points, model, 1000, lambda shared: known)
         best = known.best()
         assert best is not None
         return best.peak_device_bytes
