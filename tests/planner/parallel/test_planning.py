@@ -157,16 +157,18 @@ def test_narrowing_the_spreads_is_never_faster() -> None:
         assert narrow <= free * (1 + SPREAD_GAIN_FRACTION)
 
 
+MIXED = {"method": ("full",), "precision": ("bf16-mixed",)}
+
+
 def test_ddp_where_everything_fits_on_every_gpu() -> None:
-    plan = planned("Qwen/Qwen2.5-0.5B", "a100-80gb", 8)
+    plan = planned("Qwen/Qwen2.5-0.5B", "a100-80gb", 8, fixed=MIXED)
     assert plan.chosen.setup.parallel == "ddp"
     assert answer(plan, "DDP").choice == "yes, taken"
     assert answer(plan, "sharded").choice == "nothing"
 
 
 def test_sharding_where_the_states_do_not_fit() -> None:
-    plan = planned("Qwen/Qwen2.5-7B", "a100-80gb", 8)
-    assert plan.chosen.setup.method == "full"
+    plan = planned("Qwen/Qwen2.5-7B", "a100-80gb", 8, fixed=MIXED)
     assert plan.chosen.setup.shards == 8
     ddp = answer(plan, "DDP")
     assert ddp.choice == "no"
