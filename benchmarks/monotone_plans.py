@@ -2,8 +2,8 @@
 
     python benchmarks/monotone_plans.py [--pairs 30] [--budgets 20] [--gpus 1] [--changes]
 
-For each (model, card) pair: the choice at rising memory limits, formula rung; the space of a pair is walked once. Within
-a class (full, LoRA, 4-bit, 8-bit) the chosen speed may fall by what a preference may cost (3 %), no more; a change of
+For each (model, card) pair: the choice at rising memory limits, formula rung; the space of a pair is walked once.
+Within a class (full, LoRA, 4-bit, 8-bit) the chosen speed may fall by what a preference may cost (3 %), no more; a change of
 class is listed. Beside it, chosen speed over the fastest walked setup of the chosen class that fits.
 """
 
@@ -84,7 +84,8 @@ def main() -> None:
         for step, before in slower(steps):
             num_slower += 1
             print(
-                f"SLOWER {name} {key} at {step.limit_gib:.1f} GiB: {step.node} {step.tokens_per_s:,.0f} after {before:,.0f}"
+                f"SLOWER {name} {key} at {step.limit_gib:.1f} GiB: "
+                f"{step.node} {step.tokens_per_s:,.0f} after {before:,.0f}"
             )
         for was, now in pairwise(steps):
             if was.node != now.node:

@@ -22,8 +22,8 @@ from planner.units import gib, percent
 from planner.workload import Workload
 
 METHOD_BAND = 0.10
-"""How far the predicted ratio of two methods' speeds errs: 90th percentile of full / LoRA over 66 measured pairs, of QLoRA
-/ LoRA 6 % over 54 (docs/speed-accuracy.md, "Ratios"). What is not known of a card is common to both and cancels."""
+"""How far the predicted ratio of two methods' speeds errs: 90th percentile of full / LoRA over 66 measured pairs, of
+QLoRA / LoRA 6 % over 54 (docs/speed-accuracy.md, "Ratios"). What is not known of a card is common to both and cancels."""
 
 OneGpu = Plan | NoPlan | None
 """The answer for the same work on one GPU; None where the options leave nothing to plan there."""
@@ -128,7 +128,8 @@ def method_answers(facts: dict[str, NodeFacts], chosen: str | None, workload: Wo
             elif node == "full" and data_needs_full(workload):
                 reason += f"; {workload.dataset_tokens:,} tokens are more than an adapter of rank {MAX_RANK} holds"
             elif node == "full" and rival:
-                reason += f"; nothing is approximated, and it is not slower than LoRA by more than {percent(METHOD_BAND)}"
+                limit = percent(METHOD_BAND)
+                reason += f"; nothing is approximated, and it is not slower than LoRA by more than {limit}"
         else:
             choice = "fits, not taken"
             reason = _not_taken(node, facts, chosen, workload)
