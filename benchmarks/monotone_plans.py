@@ -3,8 +3,8 @@
     python benchmarks/monotone_plans.py [--pairs 30] [--budgets 20] [--gpus 1] [--changes]
 
 For each (model, card) pair: the choice at rising memory limits, formula rung; the space of a pair is walked once.
-Within a class (full, LoRA, 4-bit, 8-bit) the chosen speed may fall by what a preference may cost (3 %), no more; a change of
-class is listed. Beside it, chosen speed over the fastest walked setup of the chosen class that fits.
+Within a class (full, LoRA, 4-bit, 8-bit) the chosen speed may fall by what a preference may cost (3 %), no more; a
+change of class is listed. Beside it, chosen speed over the fastest walked setup of the chosen class that fits.
 """
 
 import argparse

@@ -23,7 +23,7 @@ from planner.workload import Workload
 
 METHOD_BAND = 0.10
 """How far the predicted ratio of two methods' speeds errs: 90th percentile of full / LoRA over 66 measured pairs, of
-QLoRA / LoRA 6 % over 54 (docs/speed-accuracy.md, "Ratios"). What is not known of a card is common to both and cancels."""
+QLoRA / LoRA 6 % over 54 (docs/speed-accuracy.md, "Ratios"). What is not known of a card is common to both."""
 
 OneGpu = Plan | NoPlan | None
 """The answer for the same work on one GPU; None where the options leave nothing to plan there."""
