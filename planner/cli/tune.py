@@ -346,12 +346,15 @@ def _best_of_each(points: "Sequence[Point]", num: int) -> "Iterator[Point]":
             yield point
 
 
+MEASURED_GAIN_FRACTION = 0.05
+"""A quantized base replaces a LoRA that fits where it was measured faster by more than this."""
+
+
 def tuned(plan: Plan, result: "SearchResult", unprobed: "Unprobed" = lambda setup: "") -> Plan:
     """The plan with the search's answer chosen, its rivals ranked by measured speed, and the search's history.
 
     What no probe can run stands beside it with its prediction and the reason, never among what was measured.
     """
-    from planner.decision.tree import QUANTIZE_GAIN_FRACTION
     from reports.evidence import search_values
 
     trials = [(record.setup, record.origin, record.evidence, record.excluded) for record in result.trials]
@@ -373,7 +376,7 @@ def tuned(plan: Plan, result: "SearchResult", unprobed: "Unprobed" = lambda setu
         return replace(plan, search=values, notes=(*plan.notes, note))
     chosen = result.best
     if plan.workload.objective == "tokens" and chosen.setup.method == "qlora":
-        chosen = _unquantized(chosen, result.candidates, QUANTIZE_GAIN_FRACTION)
+        chosen = _unquantized(chosen, result.candidates, MEASURED_GAIN_FRACTION)
     rivals = [one for one in result.candidates if one.fits and one.setup != chosen.setup]
     known = {chosen.setup, *(one.setup for one in result.candidates)}
     ranked = (chosen, *rivals, *(one for one in plan.ranked if one.setup not in known))
