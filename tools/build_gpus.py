@@ -1,4 +1,4 @@
-"""Writes planner/data/gpus.csv and planner/data/prices.csv from sourced tables.
+"""Writes planner/data/gpus.csv and planner/data/prices.csv from sourced tables; rows of other GPUs stay.
 
     python tools/build_gpus.py DIRECTORY_WITH_gpus.csv_AND_prices.csv planner/data
 
@@ -106,6 +106,9 @@ def main() -> None:
     arguments = parser.parse_args()
     with (arguments.source / "gpus.csv").open(newline="") as file:
         rows = [convert(row) for row in csv.DictReader(file)]
+    with (arguments.target / "gpus.csv").open(newline="") as file:
+        sourced = {row["key"] for row in rows}
+        rows += [row for row in csv.DictReader(file) if row["key"] not in sourced]  # written by hand, with their source
     with (arguments.target / "gpus.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
