@@ -6,6 +6,7 @@ from io import StringIO
 
 from rich.console import Console
 
+from planner.outcome import Candidate
 from planner.plan import Plan
 from planner.units import gib
 from reports.page import Page
@@ -33,6 +34,14 @@ GROUPS = (
 )
 """Every category of memory in one of five groups; what is free and kept free follows."""
 BAR_CELLS = 24
+FREE = "free"
+
+
+def group_bytes(candidate: Candidate, memory_bytes: int) -> dict[str, int]:
+    """The five groups of memory at the peak, and what is free of the card (negative: what is missing)."""
+    rows = breakdown(candidate, memory_bytes).rows
+    groups = (*GROUPS, (FREE, ("free", "headroom")))
+    return {label: sum(row.size_bytes for row in rows if row.category in kinds) for label, kinds in groups}
 
 
 def render_brief(plan: Plan, console: Console, *, next_command: str, launches: Sequence[str] = ()) -> None:
@@ -82,17 +91,14 @@ def _brief(
 def _groups(page: Page, plan: Plan) -> None:
     """Five groups of memory as bars against the card."""
     memory_bytes = plan.workload.memory_bytes
-    rows = breakdown(plan.chosen, memory_bytes).rows
-
-    def size(*kinds: str) -> int:
-        return sum(row.size_bytes for row in rows if row.category in kinds)
-
+    sizes = group_bytes(plan.chosen, memory_bytes)
+    kept_free = sum(row.size_bytes for row in breakdown(plan.chosen, memory_bytes).rows if row.category == "headroom")
     table = page.table("memory", "size", "bar", right=("size",), fixed=("bar",), header=False)
-    free = (f"free, {gib(size('headroom'))} of it kept free", ("free", "headroom"))
-    for label, kinds in (*GROUPS, free):
-        cells = min(BAR_CELLS, max(1, round(BAR_CELLS * size(*kinds) / memory_bytes)))
-        if size(*kinds) >= MIN_SHOWN_BYTES:
-            page.row(table, label, gib(size(*kinds)), ("░" if "free" in kinds else "█") * cells)
+    for label, size in sizes.items():
+        cells = min(BAR_CELLS, max(1, round(BAR_CELLS * size / memory_bytes)))
+        if size >= MIN_SHOWN_BYTES:
+            words = f"free, {gib(kept_free)} of it kept free" if label == FREE else label
+            page.row(table, words, gib(size), ("░" if label == FREE else "█") * cells)
     page.console.print(table)
     mark = memory_mark(best_terms(plan.chosen))
     page.line(f"of {gib(memory_bytes)} at the peak [{mark}]", style="dim")

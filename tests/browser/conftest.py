@@ -23,13 +23,17 @@ class Browser:
         self.driver = driver
 
     def open(self, path: Path, *, dark: bool = False, width: int = 1150, height: int = 1400) -> None:
-        """The page, once its script says it is ready."""
+        """The page of a file, once its script says it is ready."""
+        self.visit(path.as_uri(), dark=dark, width=width, height=height)
+
+    def visit(self, address: str, *, dark: bool = False, width: int = 1150, height: int = 1400) -> None:
+        """The page at an address, once its script says it is ready."""
         self.driver.get_log("browser")
         self.driver.get_log("performance")
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
         self.driver.set_window_size(width, height)
-        self.driver.get(path.as_uri())
+        self.driver.get(address)
         self.wait("document.documentElement.dataset.ready === 'true'")
 
     def wait(self, condition: str) -> None:

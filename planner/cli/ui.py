@@ -1,0 +1,247 @@
+"""`plan ui`: a page in which a person slides through the settings, served on this machine alone or written as files."""
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
+from urllib.parse import unquote, urlsplit
+
+import typer
+
+from planner.cli import options
+from planner.cli.output import console, write_text
+from planner.cli.wish import positive, resolve_gpu, workload
+from planner.errors import EnvironmentProblem, PlannerError, UsageError
+
+if TYPE_CHECKING:
+    from planner.decision.grid import Grid
+    from planner.gpu import GpuSpec
+    from planner.models.spec import ModelSpec
+
+HOST = "127.0.0.1"
+FIRST_MODEL, FIRST_GPU = "meta-llama/Llama-3.1-8B", "rtx-4090"
+STATIC_GPUS = ("t4", "rtx-3060", "rtx-3090", "rtx-4090", "l4", "a100-80gb", "h100-sxm", "h200")
+"""Cards of a static site where none is named."""
+FILE_DATE = (1980, 1, 1, 0, 0, 0)
+"""The least date of a zip file: the same setup gives the same bytes."""
+
+
+def ui(
+    model: Annotated[
+        list[str] | None, typer.Option("--model", help="Offer this model; repeatable. Default: the catalogue.")
+    ] = None,
+    gpu: Annotated[list[str] | None, typer.Option("--gpu", help="Offer this GPU; repeatable. Default: all.")] = None,
+    global_batch: Annotated[
+        int | None, typer.Option("--global-batch", "--batch-size", help="Sequences per optimizer step.")
+    ] = None,
+    headroom: options.Headroom = None,
+    port: Annotated[int, typer.Option("--port", help="0: any free one.", min=0, max=65535)] = 0,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page.")] = True,
+    static: Annotated[
+        Path | None, typer.Option("--static", help="Write the page with its figures to this directory; no server.")
+    ] = None,
+) -> None:
+    """A page on this machine: pick model and GPU, move the sliders, see memory and speed, take the launch files.
+
+    It listens on 127.0.0.1 alone, until Ctrl-C.
+    """
+    shelf = Shelf(
+        model, gpu, global_batch=positive("global-batch", global_batch), headroom_gib=headroom, all_gpus=static is None
+    )
+    if static is not None:
+        _write(shelf, static)
+        return
+    try:
+        server = Server((HOST, port), shelf)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"cannot listen on {HOST}:{port}: {error.strerror or error}", hint="leave --port out: any free one"
+        ) from error
+    address = f"http://{HOST}:{server.server_address[1]}/"
+    print(f"{address}  (Ctrl-C ends it)", flush=True)
+    if browser:
+        import webbrowser
+
+        webbrowser.open(address)
+    with server:
+        server.serve_forever()
+
+
+class Shelf:
+    """The models and GPUs on offer, and their grids by name.
+
+    Raises:
+        PlannerError: a name that is not known.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[str] | None,
+        gpus: Sequence[str] | None,
+        *,
+        global_batch: int | None = None,
+        headroom_gib: float | None = None,
+        all_gpus: bool = True,
+    ) -> None:
+        from planner import gpus as table
+        from planner.models import catalogue
+        from planner.models.resolve import resolve_model
+
+        if models:
+            self.models = [resolve_model(name) for name in models]
+        else:
+            self.models = [spec for name in catalogue.names() if (spec := catalogue.load(name)) is not None]
+        named = gpus or ([] if all_gpus else STATIC_GPUS)
+        self.gpus = [resolve_gpu(name) for name in named] or list(table.all_gpus())
+        self._global_batch, self._headroom_gib = global_batch, headroom_gib
+
+    def first(self) -> tuple[str, str]:
+        """What is shown at first."""
+        model = next((one for one in self.models if one.model_id == FIRST_MODEL), self.models[0])
+        gpu = next((one for one in self.gpus if one.key == FIRST_GPU), self.gpus[0])
+        return model.model_id, gpu.key
+
+    def pairs(self) -> "list[tuple[ModelSpec, GpuSpec]]":
+        """Every model on every GPU."""
+        return [(model, gpu) for model in self.models for gpu in self.gpus]
+
+    def grid(self, model: "ModelSpec", gpu: "GpuSpec") -> "Grid":
+        """The figures of one pair."""
+        from planner.decision.grid import grid_of
+
+        wish = workload(model, gpu, fixed={}, global_batch=self._global_batch, headroom_gib=self._headroom_gib)
+        return grid_of(wish)
+
+    def named(self, name: str) -> "Grid | None":
+        """The figures of the pair with this name, None where it is not on offer."""
+        from reports.ui import grid_name
+
+        for model, gpu in self.pairs():
+            if grid_name(model.model_id, gpu.key) == name:
+                return self.grid(model, gpu)
+        return None
+
+    def page(self, *, writes: bool) -> str:
+        """The page with everything on offer."""
+        from reports.ui import page
+
+        return page(self.models, self.gpus, writes=writes, first=self.first())
+
+
+def launch_zip(grid: "Grid", at: int) -> bytes:
+    """plan.json, reports and launch files of one cell, as a zip file.
+
+    Raises:
+        UsageError: a cell that cannot run or does not fit.
+    """
+    from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
+
+    from planner.cli.writing import write_out
+    from planner.plan import Plan
+    from planner.planning import plan_workload
+
+    cell = grid.cells[at] if 0 <= at < len(grid.cells) else None
+    if cell is None or not cell.fits:
+        raise UsageError("this setup has no launch files: it does not fit", hint="choose a smaller one")
+    setup, wish = cell.setup, grid.workload
+    names = ("method", "precision", "quantization", "kbit_fp32_cast", "attention", "optimizer", "loss", "checkpointing")
+    fixed = {name: (getattr(setup, name),) for name in (*names, "micro_batch_seqs")}
+    if setup.lora_rank:
+        fixed["lora_rank"] = (setup.lora_rank,)
+    exact = replace(
+        wish,
+        fixed=fixed,
+        seq_len_tokens=setup.seq_len_tokens,
+        global_batch_seqs=setup.global_batch_seqs,
+        min_rank=setup.lora_rank or wish.min_rank,
+    )
+    plan = plan_workload(exact)
+    if not isinstance(plan, Plan) or plan.chosen.setup != setup:
+        raise UsageError("this setup cannot be planned alone", hint="use the command below it")
+    file = BytesIO()
+    with TemporaryDirectory() as folder, ZipFile(file, "w", ZIP_DEFLATED) as packed:
+        command = [wish.model.model_id, "--gpu", wish.gpu.key]
+        write_out(plan, Path(folder), targets=None, dataset=None, command=command)
+        for path in sorted(one for one in Path(folder).rglob("*") if one.is_file()):
+            entry = ZipInfo(str(path.relative_to(folder)), FILE_DATE)
+            entry.compress_type, entry.external_attr = ZIP_DEFLATED, path.stat().st_mode << 16
+            packed.writestr(entry, path.read_bytes())
+    return file.getvalue()
+
+
+class Server(ThreadingHTTPServer):
+    """Serves one shelf; a request takes names from it and nothing else."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], shelf: Shelf) -> None:
+        super().__init__(address, Handler)
+        self.shelf = shelf
+        port = self.server_address[1]
+        self.hosts = {f"{HOST}:{port}", f"localhost:{port}"}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """GET alone: /, /grid/NAME.js and /launch/NAME/CELL.zip."""
+
+    server: Server
+
+    def do_GET(self) -> None:
+        """Answers, or says why not."""
+        if self.headers.get("Host") not in self.server.hosts:  # another site's name that was pointed at this machine
+            self.send_error(HTTPStatus.FORBIDDEN)
+            return
+        path = unquote(urlsplit(self.path).path)
+        try:
+            found = self._content(path)
+        except PlannerError as error:
+            self.send_error(HTTPStatus.BAD_REQUEST, explain=error.message)
+            return
+        if found is None:
+            self.send_error(HTTPStatus.NOT_FOUND)
+            return
+        kind, content = found
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def _content(self, path: str) -> tuple[str, bytes] | None:
+        from reports.ui import grid_script
+
+        shelf = self.server.shelf
+        if path == "/":
+            return "text/html; charset=utf-8", shelf.page(writes=True).encode()
+        if match := re.fullmatch(r"/grid/([\w.-]{1,300})\.js", path):
+            grid = shelf.named(match[1])
+            return None if grid is None else ("text/javascript; charset=utf-8", grid_script(grid).encode())
+        if match := re.fullmatch(r"/launch/([\w.-]{1,300})/(\d{1,6})\.zip", path):
+            grid = shelf.named(match[1])
+            return None if grid is None else ("application/zip", launch_zip(grid, int(match[2])))
+        return None
+
+    def log_message(self, format: str, *values: object) -> None:
+        """Requests are not news; faults are, on stderr by the server itself."""
+
+
+def _write(shelf: Shelf, folder: Path) -> None:
+    """The page and every grid as files that need no server."""
+    from reports.progress import steps
+    from reports.ui import grid_name, grid_script
+
+    pairs = shelf.pairs()
+    print(f"{len(pairs)} pairs of model and GPU", file=sys.stderr)
+    for model, gpu in steps(pairs, "writing", console(stderr=True)):
+        name = f"{grid_name(model.model_id, gpu.key)}.js"
+        write_text(folder / "grid" / name, grid_script(shelf.grid(model, gpu)), inside=folder)
+    write_text(folder / "index.html", shelf.page(writes=False), inside=folder)
+    print(f"wrote {folder / 'index.html'}", file=sys.stderr)

@@ -1,0 +1,118 @@
+"""`plan ui` without a browser: figures that are the formula's, a server that answers this machine alone."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from io import BytesIO
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+from planner.cli.app import run
+from planner.cli.ui import HOST, Server, Shelf, launch_zip
+from planner.errors import UsageError
+from planner.predict import predict
+from reports.brief import GROUPS, group_bytes
+from reports.ui import VERDICTS, grid_script
+
+MODEL, GPU = "HuggingFaceTB/SmolLM2-135M", "rtx-3060"
+
+
+@pytest.fixture(scope="module")
+def shelf() -> Shelf:
+    return Shelf([MODEL, "meta-llama/Llama-3.1-8B"], [GPU])
+
+
+def test_every_cell_is_the_formula_s(shelf: Shelf) -> None:
+    model, gpu = shelf.pairs()[1]
+    grid = shelf.grid(model, gpu)
+    document = json.loads(grid_script(grid).partition(",")[2].rstrip().removesuffix(");"))
+    shape = [len(document[name]) for name in ("methods", "lengths", "batches", "checkpointing")]
+    assert len(document["cells"]) == shape[0] * shape[1] * shape[2] * shape[3]
+    assert {VERDICTS[cell[0]] for cell in document["cells"] if cell} >= {"fits", "over"}
+    for at in range(0, len(document["cells"]), 37):
+        cell, known = document["cells"][at], grid.cells[at]
+        assert known is not None
+        steps = (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1)
+        places = [at // step % size for step, size in zip(steps, shape, strict=True)]
+        setup = known.setup
+        assert (setup.method, setup.lora_rank) == grid.methods[places[0]]
+        assert setup.seq_len_tokens == document["lengths"][places[1]]
+        assert setup.micro_batch_seqs == document["batches"][places[2]]
+        assert setup.checkpointing == document["checkpointing"][places[3]]
+        found = predict(model, gpu, setup)
+        assert cell[1:3] == [found.peak_device_bytes, round(found.tokens_per_s or 0)]
+        sizes = group_bytes(known, grid.workload.memory_bytes)
+        assert cell[3:] == [sizes[label] for label, _ in GROUPS]
+        assert sum(cell[3:]) == cell[1]
+
+
+def test_the_launch_files_are_those_of_the_cell(shelf: Shelf) -> None:
+    model, gpu = shelf.pairs()[0]
+    grid = shelf.grid(model, gpu)
+    at = next(at for at, one in enumerate(grid.cells) if one is not None and one.fits and one.setup.lora_rank == 32)
+    packed = launch_zip(grid, at)
+    with ZipFile(BytesIO(packed)) as file:
+        assert {"plan.json", "report.md", "launch/run.sh"} <= set(file.namelist())
+        plan = json.loads(file.read("plan.json"))
+    cell = grid.cells[at]
+    assert cell is not None
+    assert plan["chosen"]["setup"]["lora_rank"] == 32
+    assert plan["chosen"]["setup"]["micro_batch_seqs"] == cell.setup.micro_batch_seqs
+    assert plan["chosen"]["formula"]["peak_device_bytes"] == cell.formula.peak_device_bytes
+    with pytest.raises(UsageError, match="no launch files"):
+        launch_zip(grid, 10**6)
+
+
+@pytest.fixture(scope="module")
+def server(shelf: Shelf) -> Iterator[Server]:
+    with Server((HOST, 0), shelf) as running:
+        thread = threading.Thread(target=running.serve_forever, daemon=True)
+        thread.start()
+        yield running
+        running.shutdown()
+        thread.join()
+
+
+def ask(server: Server, path: str, *, host: str = "", method: str = "GET") -> tuple[int, bytes]:
+    connection = HTTPConnection(HOST, server.server_address[1])
+    try:
+        connection.request(method, path, headers={"Host": host} if host else {})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def test_the_server_gives_what_is_on_offer_and_nothing_else(server: Server) -> None:
+    assert server.server_address[0] == "127.0.0.1"
+    status, content = ask(server, "/")
+    assert status == 200
+    assert MODEL.encode() in content
+    name = f"{MODEL}--{GPU}".replace("/", "--")
+    status, content = ask(server, f"/grid/{name}.js")
+    assert status == 200
+    assert content.startswith(b"take(")
+    for path in (
+        "/grid/nothing.js",
+        "/../pyproject.toml",
+        "/grid/%2e%2e%2fx.js",
+        "/etc/passwd",
+        f"/launch/{name}/x.zip",
+    ):
+        assert ask(server, path)[0] == 404, path
+    assert ask(server, f"/launch/{name}/999999.zip")[0] == 400
+    assert ask(server, "/", method="POST")[0] == 501
+
+
+def test_another_site_s_name_is_refused(server: Server) -> None:
+    assert ask(server, "/", host="evil.example")[0] == 403
+    assert ask(server, "/", host=f"localhost:{server.server_address[1]}")[0] == 200
+
+
+def test_a_static_site_needs_no_server(tmp_path: Path) -> None:
+    assert run(["ui", "--static", str(tmp_path), "--model", MODEL, "--gpu", GPU]) == 0
+    assert {one.name for one in tmp_path.rglob("*.*")} == {"index.html", "HuggingFaceTB--SmolLM2-135M--rtx-3060.js"}
+    assert run(["ui", "--static", str(tmp_path), "--model", "no/such-model-here", "--gpu", GPU]) == 2
