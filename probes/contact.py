@@ -8,6 +8,7 @@ torch, driver, NF4 or Triton do not work, it ends at once with exit 3.
 
     python -m probes.contact 2 --out OUT --budget 540     results in OUT, at most eight files
     python -m probes.contact 2 --out OUT --rehearse        the same jobs on the CPU with a tiny model
+    python -m probes.contact 0 --out OUT --rehearse        all four calls, one after another
     python -m probes.contact_plan h200                     what each call would do and take
 """
 
@@ -25,7 +26,10 @@ from pathlib import Path
 
 from planner.children import ROOT, child_environment, python_argv
 from planner.errors import EXIT_BAD_INPUT, EXIT_ENVIRONMENT
-from probes.environment import child_settings
+from probes.contact_readings import TINY
+from probes.environment import child_settings, device_status, library_versions
+from probes.last_run import describe_run
+from probes.recording import REHEARSAL, header
 
 CAMPAIGNS = ROOT / "campaigns"
 GIVE_UP_S = 10.0
@@ -33,6 +37,19 @@ GIVE_UP_S = 10.0
 LOG_BYTES = 4 << 20
 COMMAND = "from planner.cli.app import main; main()"
 MODEL = "Qwen/Qwen3-8B"
+WISH = ("--seq-len", "2048", "--global-batch", "8")
+"""Of the search and its file: 20 steps of 16,384 tokens take less than a minute."""
+READINGS_S = {
+    "known": 30.0,
+    "teardown": 30.0,
+    "refusals": 80.0,
+    "traces": 90.0,
+    "attention": 40.0,
+    "rates": 30.0,
+    "trainer": 50.0,
+}
+"""Raw readings (`probes.contact_readings`) and what each may take."""
+ON_A_CPU = ("refusals", "traces", "rates", "trainer")
 NEEDED = ("gpus", "triton", "nf4")
 """The doctor's checks without which nothing here is worth the machine's time."""
 
@@ -68,7 +85,7 @@ class Kept:
 
     @property
     def readings(self) -> Path:
-        """Raw readings, one JSON line each."""
+        """Raw readings, one JSON line each (`probes.recording`)."""
         return self.folder / "readings.jsonl"
 
     @property
@@ -91,9 +108,28 @@ class Kept:
         """The plan held to its promise."""
         return self.folder / "confirmed.json"
 
+    @property
+    def snapshot(self) -> Path:
+        """PyTorch's own memory snapshot of the launch file's run."""
+        return self.folder / "snapshot.pickle.gz"
+
+    @property
+    def last_run(self) -> Path:
+        """On what, and of which files, the latest call ran (`probes.last_run`)."""
+        return self.folder / "last_gpu_run.json"
+
     def all(self) -> tuple[Path, ...]:
         """At most eight."""
-        return (self.store, self.readings, self.jobs, self.log, self.plan, self.confirmed)
+        return (
+            self.store,
+            self.readings,
+            self.jobs,
+            self.log,
+            self.plan,
+            self.confirmed,
+            self.snapshot,
+            self.last_run,
+        )
 
     def done(self) -> set[str]:
         """Names of the jobs that ended well."""
@@ -110,50 +146,62 @@ def plan_words(*words: str) -> tuple[str, ...]:
 
 def jobs_of(call: int, kept: Kept, *, rehearse: bool = False) -> tuple[Job, ...]:
     """What one call does, in order. Limits add up to less than ten minutes; the budget cuts what is left."""
-    device = ("--device", "cpu") if rehearse else ()
+    device = "cpu" if rehearse else "cuda:0"
+    on = ("--device", "cpu") if rehearse else ()
 
     def campaign(name: str, limit_s: float) -> Job:
-        spec = CAMPAIGNS / f"contact-{'rehearsal' if rehearse else name}.yaml"
-        words = plan_words("campaign", str(spec), "--store", str(kept.store), "--ahead", "3", *device)
+        spec = rehearsed_spec(name, kept.folder) if rehearse else CAMPAIGNS / f"contact-{name}.yaml"
+        words = plan_words("campaign", str(spec), "--store", str(kept.store), "--ahead", "3", *on)
         return Job(name=name, words=words, limit_s=limit_s, resumes=True)
 
-    def reading(name: str, limit_s: float) -> Job:
-        words = ("-m", "probes.contact_readings", name, "cpu" if rehearse else "cuda:0")
-        return Job(name=name, words=words, limit_s=limit_s)
+    def reading(name: str) -> Job:
+        return Job(name=name, words=("-m", "probes.contact_readings", name, device), limit_s=READINGS_S[name])
 
     if call == 1:
-        names = ("rates",) if rehearse else ("known", "teardown", "refusals", "attention", "rates")
-        limits = {"known": 30.0, "teardown": 40.0, "refusals": 90.0, "attention": 40.0, "rates": 30.0}
-        return (*(reading(name, limits[name]) for name in names), campaign("smoke", 120.0))
+        names = [name for name in READINGS_S if not rehearse or name in ON_A_CPU]
+        return (*(reading(name) for name in names), campaign("smoke", 110.0))
     if call == 2:
         return (campaign("models", 540.0),)
     if call == 3:
         return (campaign("axes", 540.0),)
-    out = kept.folder / "tuned"
-    gpu = ("--gpu", "rtx-4090", "--seq-len", "64", "--global-batch", "4") if rehearse else ("--gpu", "local")
+    out = str(kept.folder / "tuned")
+    gpu = ("--gpu", "rtx-4090", "--seq-len", "64", "--global-batch", "4") if rehearse else (*WISH, "--gpu", "local")
     model = _tiny_model(kept.folder) if rehearse else MODEL
-    search = ("--out", str(out), "--store", str(kept.store), *(("--max-probes", "2") if rehearse else ()))
+    search = ("--out", out, "--store", str(kept.store), *(("--max-probes", "2") if rehearse else ()))
+    store = ("--store", str(kept.store))
     return (
+        Job(name="tune", words=plan_words("tune", model, *gpu, *search, "--budget", "190s", *on), limit_s=235.0),
+        Job(name="confirm", words=plan_words("confirm", out, *store, "--json", *on), limit_s=100.0),
         Job(
-            name="tune",
-            words=plan_words("tune", model, *gpu, *search, "--budget", "300s", *device),
-            limit_s=360.0,
-        ),
-        Job(
-            name="confirm",
-            words=plan_words("confirm", str(out), "--store", str(kept.store), "--json", *device),
-            limit_s=180.0,
+            name="launched",
+            words=("-m", "probes.contact_launch", out, str(kept.folder / "launched"), device),
+            limit_s=175.0,
         ),
     )
+
+
+def rehearsed_spec(name: str, folder: Path) -> Path:
+    """A campaign's own file with the tiny model in place of every other, short sequences and short limits."""
+    import yaml
+
+    spec = yaml.safe_load((CAMPAIGNS / f"contact-{name}.yaml").read_text(encoding="utf-8"))
+    spec["limits"] = {"time_s": 120, "measure_s": 0.4, "min_measure_s": 0.1, "window_steps": 1, "max_steps": 4}
+    for block in spec["blocks"]:
+        block["models"] = [{"name": "tiny", **TINY}]
+        block.pop("memory_gib", None)
+        for fields in (block["base"], *block["variants"]):
+            if "seq_len_tokens" in fields:
+                fields["seq_len_tokens"] //= 16
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rehearsed-{name}.yaml"
+    path.write_text(yaml.safe_dump(spec), encoding="utf-8")
+    return path
 
 
 def _tiny_model(folder: Path) -> str:
     place = folder / "tiny"
     place.mkdir(parents=True, exist_ok=True)
-    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 10, "vocab_size": 4096}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes, **heads}
-    (place / "config.json").write_text(json.dumps(config))
+    (place / "config.json").write_text(json.dumps(TINY))
     return str(place)
 
 
@@ -167,6 +215,18 @@ def guard(rehearse: bool) -> str:
     missing = [name for name in NEEDED if not facts.get(name)]
     words = [f"{name}: {facts['problems'].get(name, facts.get('driver_says') or 'does not work')}" for name in missing]
     return "; ".join(words)
+
+
+def source_of(rehearse: bool) -> str:
+    """On what this call runs, for the header of its readings."""
+    if rehearse:
+        return REHEARSAL
+    from planner.driver import nvml, text
+
+    status = device_status("cuda:0")
+    with nvml() as module:
+        driver = text(module.nvmlSystemGetDriverVersion()) if module is not None else "unknown"
+    return f"{status.name if status else 'unknown GPU'}, driver {driver}, torch {library_versions().get('torch', '')}"
 
 
 def run_call(
@@ -186,6 +246,9 @@ def run_call(
     if problem:
         say(f"this machine cannot measure: {problem}")
         return EXIT_ENVIRONMENT
+    source = source_of(rehearse)
+    _append(kept.readings, header(source, call=call, libraries=library_versions()))
+    kept.last_run.write_text(json.dumps(describe_run(source), indent=1) + "\n", encoding="utf-8")
     done = kept.done()
     for job in jobs_of(call, kept, rehearse=rehearse):
         left_s = budget_s - (clock() - started)
@@ -213,7 +276,7 @@ def run_job(job: Job, limit_s: float, kept: Kept) -> int:
     words = job.words
     if "campaign" in words:
         words = (*words, "--budget", f"{max(5.0, limit_s - GIVE_UP_S):g}s")
-    reading = "probes.contact_readings" in words
+    reading = words[:1] == ("-m",)
     environment = {**child_environment(), **child_settings(), "PYTHONUNBUFFERED": "1"}
     with open(kept.log, "ab") as log:
         log.write(f"\n== {job.name}\n".encode())
@@ -249,9 +312,10 @@ def _append(path: Path, value: dict[str, object]) -> None:
 
 def deliver(kept: Kept, out: Path) -> list[Path]:
     """Copies what there is into the folder that travels back; the log's latest part."""
-    found = kept.folder / "tuned" / "plan.json"
-    if found.exists():
-        shutil.copyfile(found, kept.plan)
+    made = {"tuned/plan.json": kept.plan, "launched/watched/snapshot.pickle.gz": kept.snapshot}
+    for name, place in made.items():
+        if (kept.folder / name).exists():
+            shutil.copyfile(kept.folder / name, place)
     out.mkdir(parents=True, exist_ok=True)
     sent = []
     for path in kept.all():
@@ -273,7 +337,7 @@ def bring(kept: Kept, earlier: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """One call."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("call", choices=["1", "2", "3", "4"])
+    parser.add_argument("call", choices=["0", "1", "2", "3", "4"], help="0: all four, for a rehearsal")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "out")) / "contact")
     parser.add_argument("--work", type=Path, default=Path("out") / "contact-work", help="kept on a warm machine")
     parser.add_argument("--earlier", type=Path, default=ROOT / "benchmarks" / "data" / "contact")
@@ -285,8 +349,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_BAD_INPUT
     kept = Kept(args.work)
     bring(kept, args.earlier)
+    calls = (1, 2, 3, 4) if args.call == "0" else (int(args.call),)
     try:
-        return run_call(int(args.call), kept, budget_s=args.budget, rehearse=args.rehearse)
+        return max(run_call(call, kept, budget_s=args.budget, rehearse=args.rehearse) for call in calls)
     finally:
         for path in deliver(kept, args.out):
             print(path)

@@ -28,6 +28,19 @@ ATTENTION_SHAPES = ((4, 32, 2048, 64), (4, 32, 2048, 128), (1, 32, 8192, 128))
 """[seqs, heads, tokens, head size]."""
 LEFT_FREE_BYTES = 2 * MIB
 
+TINY = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 10,
+    "vocab_size": 4096,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+"""What a rehearsal on the CPU runs instead of a real model."""
+
 Reading = dict[str, Any]
 
 
@@ -201,14 +214,15 @@ def refusal(name: str) -> Iterator[Reading]:
             "type": f"{type(error).__module__}.{type(error).__name__}",
             "text": text,
             "kind": kind.value,
+            "is_runtime_error": isinstance(error, RuntimeError),
         }
     else:
         yield {"step": name, "type": "", "text": "it had enough", "kind": ""}
 
 
 def refusals() -> Iterator[Reading]:
-    """Every library's word for a refused allocation, each in a process of its own."""
-    for name in REFUSALS:
+    """Every library's word for a refused allocation, each in a process of its own; on the CPU only PyTorch's."""
+    for name in REFUSALS if DEVICE != "cpu" else ("torch",):
         yield from _child(f"refusal:{name}", 40.0)
 
 
@@ -237,11 +251,28 @@ def attention() -> Iterator[Reading]:
         }
 
 
+def traces() -> Iterator[Reading]:
+    """Ten setups' allocator traces and the meter's readings."""
+    base = 0 if DEVICE == "cpu" else driver_view().get("used_bytes")
+    from planner.models.resolve import resolve_model
+    from probes import contact_traces
+
+    config = TINY if DEVICE == "cpu" else resolve_model(contact_traces.MODEL).config
+    yield from contact_traces.traces(config, DEVICE, base)
+
+
 def rates() -> Iterator[Reading]:
     """Matmul and copy rates and issue time."""
     from probes.microbench import microbenchmark
 
     yield microbenchmark(DEVICE)
+
+
+def trainer() -> Iterator[Reading]:
+    """The trainer's own host time."""
+    from probes.trainer_time import trainer_host_times
+
+    yield trainer_host_times()
 
 
 READINGS: dict[str, Callable[[], Iterator[Reading]]] = {
@@ -250,6 +281,8 @@ READINGS: dict[str, Callable[[], Iterator[Reading]]] = {
     "refusals": refusals,
     "attention": attention,
     "rates": rates,
+    "traces": traces,
+    "trainer": trainer,
     "hold": hold,
 }
 
@@ -261,7 +294,7 @@ def environment() -> dict[str, str]:
 
 def _child(name: str, limit_s: float) -> list[Reading]:
     """The readings of another process of this module; how it ended where it brought none."""
-    command = python_argv("-m", "probes.contact_readings", name)
+    command = python_argv("-m", "probes.contact_readings", name, DEVICE)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, env=environment())
     except subprocess.TimeoutExpired:
