@@ -248,7 +248,8 @@ def run_call(
         return EXIT_ENVIRONMENT
     source = source_of(rehearse)
     _append(kept.readings, header(source, call=call, libraries=library_versions()))
-    kept.last_run.write_text(json.dumps(describe_run(source), indent=1) + "\n", encoding="utf-8")
+    if not rehearse:
+        kept.last_run.write_text(json.dumps(describe_run(source), indent=1) + "\n", encoding="utf-8")
     done = kept.done()
     for job in jobs_of(call, kept, rehearse=rehearse):
         left_s = budget_s - (clock() - started)

@@ -9,6 +9,7 @@ words, and texts that fill every sequence.
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -106,7 +107,11 @@ def run_launched(
         VARIABLE: str(watched),
         **({"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"} if device == "cpu" else {}),
     }
-    problem = _run(command(model, texts, work / "outputs", steps, device), plan, environment, limit_s)
+    try:
+        problem = _run(command(model, texts, work / "outputs", steps, device), plan, environment, limit_s)
+    finally:
+        for large in (model, work / "outputs"):
+            shutil.rmtree(large, ignore_errors=True)
     seen = watched / "watched.json"
     return {
         "reading": "launched",

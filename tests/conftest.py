@@ -77,6 +77,13 @@ def pytest_unconfigure() -> None:
         shutil.rmtree(os.environ[HOME_VARIABLE], ignore_errors=True)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Whether what the tests replay is what ran on a GPU."""
+    from probes.last_run import words
+
+    terminalreporter.write_line(f"GPU: {words()}")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that train first, then those with other slow tests: whole files are handed to the workers in this order
     (test.sh), and a long one that comes last would keep one worker busy and the others waiting."""

@@ -1,0 +1,60 @@
+"""Whether the code that touches a GPU is still the one that ran on one."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from planner.children import ROOT
+from probes import last_run
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    for name, text in {
+        "probes/meter.py": "torch.cuda.synchronize()",
+        "probes/plain.py": "x = 1",
+        "planner/driver.py": "nvml()",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_before_any_run_the_summary_says_that_none_was(tmp_path: Path) -> None:
+    assert "no CUDA line of this project has ever run" in last_run.words(tmp_path / "nothing.json")
+
+
+def test_what_changed_since_the_run_is_named(project: Path) -> None:
+    path = project / "last_gpu_run.json"
+    path.write_text(json.dumps(last_run.describe_run("NVIDIA H100, driver 580", project)))
+    assert "is the one that ran on NVIDIA H100, driver 580" in last_run.words(path, project)
+    (project / "probes" / "plain.py").write_text("x = 2")
+    assert "is the one that ran" in last_run.words(path, project)
+    (project / "probes" / "meter.py").write_text("torch.cuda.empty_cache()")
+    said = last_run.words(path, project)
+    assert said.startswith("replayed, not run since NVIDIA H100, driver 580")
+    assert said.endswith("probes/meter.py changed")
+    (project / "planner" / "driver.py").unlink()
+    assert "planner/driver.py, probes/meter.py changed" in last_run.words(path, project)
+
+
+def test_every_file_that_measures_a_gpu_is_watched() -> None:
+    """Named by what they say; the few that say nothing of it are listed by hand and exist."""
+    found = set(last_run.cuda_files())
+    assert {"probes/measure.py", "probes/measure_meters.py", "planner/driver.py", *last_run.ALWAYS} <= found
+    assert not any(name.startswith(("probes/phantom", "probes/dryrun")) for name in found)
+    assert all((ROOT / name).exists() for name in found)
+
+
+def test_the_summary_of_a_test_run_says_so(pytestconfig: pytest.Config) -> None:
+    from tests.conftest import pytest_terminal_summary
+
+    lines: list[str] = []
+
+    class Reporter:
+        def write_line(self, text: str) -> None:
+            lines.append(text)
+
+    pytest_terminal_summary(Reporter())  # type: ignore[arg-type]
+    assert lines == [f"GPU: {last_run.words()}"]

@@ -1,0 +1,242 @@
+"""What a GPU said is replayed through meter, classifier, allocator model and device turn, for ever.
+
+Until a GPU was lent, the only recording is a rehearsal's: a CPU's tensors with the statistics of the allocator's model.
+"""
+
+import gzip
+import json
+import pickle
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from planner.children import ROOT
+from planner.units import GIB, MIB
+from probes import launched, recording
+from probes.allocator.events import Alloc, Free
+from probes.contact_traces import SETUPS, TapedMeter, setup_of
+from probes.measure_meters import CudaMeter
+from probes.recording import REHEARSAL, Recording, decode, encode, events_of_trace, read_recordings, replay_problems
+
+DATA = ROOT / "benchmarks" / "data"
+FILES = sorted([*(DATA / "gpu_recordings").glob("*.jsonl"), *(DATA / "contact").glob("readings.jsonl")])
+REHEARSED = DATA / "gpu_recordings" / "rehearsal.jsonl"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_todays_code_answers_as_it_was_recorded(path: Path) -> None:
+    problems = [problem for one in read_recordings(path) for problem in replay_problems(one)]
+    assert problems == []
+
+
+def rehearsal() -> Recording:
+    return read_recordings(REHEARSED)[0]
+
+
+def test_the_rehearsal_is_no_gpus_and_says_so() -> None:
+    for one in read_recordings(REHEARSED):
+        assert one.source == REHEARSAL == "rehearsal, not a GPU"
+    traced = [line["step"] for line in rehearsal().lines if line["reading"] == "traces" and "events" in line]
+    assert traced == [name for name, _, _ in SETUPS]
+    assert any(line["reading"].startswith("refusal") for line in rehearsal().lines)
+    assert REHEARSED.stat().st_size < 512 * 1024  # small enough to commit
+
+
+def changed(step: str, change: Any) -> list[str]:
+    """The problems of the rehearsal with one line changed."""
+    lines = deepcopy([dict(line) for line in rehearsal().lines])
+    for line in lines:
+        if line.get("step") == step:
+            change(line)
+    return replay_problems(Recording(source=REHEARSAL, lines=tuple(lines)))
+
+
+def test_a_meter_that_comes_to_another_answer_is_noticed() -> None:
+    def more(line: dict[str, Any]) -> None:
+        line["rows"][3]["max_allocated_bytes"] += 512 * MIB
+
+    (problem,) = changed("lora", more)
+    assert problem.startswith("traces lora: the meter says")
+
+
+def test_an_allocator_model_that_comes_to_another_answer_is_noticed() -> None:
+    def larger(line: dict[str, Any]) -> None:
+        words = line["events"].split()
+        line["events"] = " ".join(["+104857600", "-0", *(f"-{int(w[1:]) + 1}" if w[0] == "-" else w for w in words)])
+
+    assert [one.split(":")[1].split(" peak")[0] for one in changed("full", larger)] == [
+        " the model's allocated",
+        " the model's reserved",
+    ]
+
+
+def test_a_refused_allocation_that_is_called_a_crash_is_noticed() -> None:
+    def strange(line: dict[str, Any]) -> None:
+        line["text"] = "the device said something that nobody has heard before"
+
+    (problem,) = changed("torch", strange)
+    assert "a refused allocation is crashed" in problem
+
+
+def test_without_expandable_segments_the_model_reserves_by_segments() -> None:
+    """The same setup in both ways, so that a replay with the wrong one cannot pass."""
+
+    def swapped(line: dict[str, Any]) -> None:
+        line["expandable_segments"] = True
+
+    (problem,) = changed("full-segments", swapped)
+    assert "reserved peak" in problem
+
+
+def of_gpu(*lines: dict[str, Any]) -> list[str]:
+    return replay_problems(Recording(source="a GPU", lines=lines))
+
+
+def test_a_context_that_shrinks_with_what_is_allocated_is_noticed() -> None:
+    def row(step: str, used: int, reserved: int) -> dict[str, Any]:
+        return {"reading": "known", "step": step, "used_bytes": used, "reserved_bytes": reserved}
+
+    assert of_gpu(row("context", 600 * MIB, 2 * MIB), row("allocated", GIB + 598 * MIB, GIB)) == []
+    assert of_gpu(row("context", 600 * MIB, 2 * MIB), row("allocated", GIB + 100 * MIB, GIB))
+
+
+def test_the_turn_waits_for_a_recorded_teardown() -> None:
+    rest = {"used_bytes": 4 * MIB}
+    samples = [[0.0, 4 * GIB], [0.3, 560 * MIB], [2.1, 4 * MIB], [6.0, 4 * MIB]]
+    line = {"reading": "teardown", "rest": rest, "full": {}, "samples": samples}
+    assert of_gpu(line) == []
+    stays = {**line, "samples": [[0.0, 4 * GIB], [0.3, 560 * MIB]]}
+    assert "in use" in of_gpu(stays)[0]
+
+
+def test_a_file_without_a_header_or_of_another_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "readings.jsonl"
+    path.write_text(json.dumps({"reading": "rates"}) + "\n")
+    with pytest.raises(ValueError, match="before any header"):
+        read_recordings(path)
+    path.write_text(json.dumps({"recording": recording.VERSION + 1, "source": "x"}) + "\n")
+    with pytest.raises(ValueError, match="version"):
+        read_recordings(path)
+
+
+# What CUDA's own history becomes
+
+
+def entry(action: str, address: int, size: int) -> dict[str, Any]:
+    return {"action": action, "addr": address, "size": size, "stream": 0}
+
+
+def test_pytorchs_history_becomes_events() -> None:
+    """Sizes as asked for; a block is free when its release is completed; what was there before is left out."""
+    entries = [
+        entry("free_completed", 9, 512),  # allocated before the history began
+        entry("segment_map", 0, 20 * MIB),
+        entry("alloc", 1, 1000),
+        entry("alloc", 2, 4 * MIB),
+        entry("free_requested", 1, 1000),
+        entry("free_completed", 1, 1000),
+        entry("alloc", 1, 700),
+        {"action": "oom", "device_free": 5, "size": GIB, "stream": 0},
+        {"action": "snapshot", "addr": 0, "size": 0, "stream": 0},
+    ]
+    events, calls = events_of_trace(entries)
+    assert events == [Alloc(0, 1000), Alloc(1, 4 * MIB), Free(0), Alloc(2, 700)]
+    assert calls == 1
+    assert decode(encode(events)) == events
+    assert encode(events) == "+1000 +4194304 -0 +700"
+
+
+def test_the_taped_meter_measures_as_the_meter_does() -> None:
+    from contextlib import ExitStack
+
+    from probes.dryrun.tracker import Tracker
+    from probes.played_cuda import MODELLED_CONTEXT_BYTES, Modelled
+
+    answers = []
+    for kind in (CudaMeter, TapedMeter):
+        tracker = Tracker("cpu")
+        cuda = Modelled(tracker, expandable_segments=True)
+        with ExitStack() as resources, cuda.installed(), tracker:
+            meter = kind("cuda:0", resources, 0)
+            held = [torch.empty(3 * MIB, dtype=torch.uint8)]
+            for phase in ("forward", "loss", "backward", "step", "forward"):
+                meter.mark(phase)
+                held.append(torch.empty(5 * MIB, dtype=torch.uint8))
+                torch.empty(40 * MIB, dtype=torch.uint8)
+            answers.append(recording.meter_result(meter))
+    assert answers[0] == answers[1]
+    assert answers[0]["context_bytes"] == MODELLED_CONTEXT_BYTES
+    assert answers[0]["phase_peaks_bytes"]["step"] == (3 + 4 * 5 + 40) * MIB
+
+
+def test_ten_setups_that_can_exist() -> None:
+    assert len({setup_of(fields).with_() for _, fields, _ in SETUPS[:-1]}) == 9
+    assert [expandable for _, _, expandable in SETUPS].count(False) == 1
+
+
+# The launch file's own run
+
+
+def test_a_snapshot_keeps_its_newest_history_within_the_limit(tmp_path: Path) -> None:
+    import random
+
+    numbers = random.Random(0)
+    history = [entry("alloc", numbers.randrange(1 << 40), numbers.randrange(1 << 30)) for _ in range(20_000)]
+    path = tmp_path / "snapshot.pickle.gz"
+    written = launched.write_snapshot({"segments": [], "device_traces": [history]}, path, limit_bytes=40_000)
+    assert written == path.stat().st_size <= 40_000
+    kept = pickle.loads(gzip.decompress(path.read_bytes()))["device_traces"][0]
+    assert kept == history[-len(kept) :]
+    assert len(kept) > 1000
+
+
+def test_what_the_run_showed_is_written_from_cudas_own_statistics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.fake_nvml import Card, nvml_module
+
+    module = nvml_module([Card("NVIDIA H200", "GPU-1", 143771, used=lambda: 9 * GIB)])
+    monkeypatch.setitem(__import__("sys").modules, "pynvml", module)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    answers: dict[str, Any] = {
+        "is_initialized": True,
+        "current_device": 0,
+        "get_device_name": "NVIDIA H200",
+        "max_memory_allocated": 7 * GIB,
+        "max_memory_reserved": 8 * GIB,
+        "memory_stats": {"num_alloc_retries": 0},
+    }
+    for name, value in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    snapshot = {"segments": [], "device_traces": [[entry("alloc", 1, 512)]]}
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: snapshot)
+    launched.write_seen(tmp_path, launched.step_ends([0.0, 2.0], [1.5, 3.0]))
+    seen = json.loads((tmp_path / "watched.json").read_text())
+    assert (seen["peak_allocated_bytes"], seen["peak_reserved_bytes"]) == (7 * GIB, 8 * GIB)
+    assert seen["used_bytes"] == 9 * GIB + 600 * MIB
+    assert (seen["step_s"], seen["between_s"], seen["history"]) == ([1.5, 1.0], [0.5], [1])
+    assert pickle.loads(gzip.decompress((tmp_path / "snapshot.pickle.gz").read_bytes())) == snapshot
+
+
+def test_the_history_begins_when_cuda_does_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    queued: list[Any] = []
+    recorded: list[dict[str, Any]] = []
+    fake = SimpleNamespace(
+        version=SimpleNamespace(hip=None),
+        backends=SimpleNamespace(cuda=SimpleNamespace(is_built=lambda: True)),
+        cuda=SimpleNamespace(
+            _lazy_call=queued.append,
+            memory=SimpleNamespace(_record_memory_history=lambda **asked: recorded.append(asked)),
+        ),
+    )
+    launched._record_from_the_start(fake)
+    assert recorded == []
+    queued[0]()
+    assert recorded[0]["max_entries"] == launched.MAX_ENTRIES
+    fake.backends.cuda.is_built = lambda: False
+    launched._record_from_the_start(fake)
+    assert len(queued) == 1
