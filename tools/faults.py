@@ -181,7 +181,8 @@ class Search:
         (folder / "model" / "config.json").write_text(json.dumps(LLAMA))
         self.storage = storage or str(folder / "study")
         self.store, self.log = folder / "store.jsonl", folder / "log"
-        self.running: list[subprocess.Popen[str]] = []
+        self.running: dict[subprocess.Popen[str], int] = {}
+        self.number = 0
 
     def start(self, **environment: str) -> "subprocess.Popen[str]":
         """One more `plan tune` on this study."""
@@ -191,12 +192,17 @@ class Search:
             LOG: str(self.log),
             "XDG_DATA_HOME": str(self.folder / "home"), "TMPDIR": str(self.folder), **environment,
         }  # fmt: skip
-        process = subprocess.Popen(
-            [sys.executable, "-P", __file__, "--tune", *words],
-            env=known, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=self.folder,
-        )  # fmt: skip
-        self.running.append(process)
+        self.number += 1
+        with self._said("out", self.number).open("w") as out, self._said("errors", self.number).open("w") as errors:
+            process = subprocess.Popen(  # files: nobody reads a pipe while it is waited for, and a plan fills one
+                [sys.executable, "-P", __file__, "--tune", *words],
+                env=known, stdout=out, stderr=errors, text=True, cwd=self.folder,
+            )  # fmt: skip
+        self.running[process] = self.number
         return process
+
+    def _said(self, what: str, number: int) -> Path:
+        return self.folder / f"{what}-{number}"
 
     def lines(self, word: str) -> int:
         """How many probes have begun ("start") or ended ("end")."""
@@ -213,15 +219,15 @@ class Search:
 
     def end(self, process: "subprocess.Popen[str]") -> tuple[int, str, str]:
         """(exit code, stdout, stderr) when it has ended."""
-        out, errors = process.communicate(timeout=PATIENCE_S)
-        self.running.remove(process)
-        return process.returncode, out, errors
+        process.wait(PATIENCE_S)
+        number = self.running.pop(process)
+        return process.returncode, self._said("out", number).read_text(), self._said("errors", number).read_text()
 
     def kill(self, process: "subprocess.Popen[str]") -> None:
         """SIGKILL, nothing else."""
         process.send_signal(signal.SIGKILL)
-        process.communicate()
-        self.running.remove(process)
+        process.wait()
+        del self.running[process]
 
     def stored(self) -> frozenset[str]:
         """The setups whose measurements the store holds."""
