@@ -172,13 +172,17 @@ def walk(
     workload: Workload,
     values: Mapping[str, tuple[Any, ...]] | None = None,
     spreads: "Sequence[Spread]" = (),
+    known: "Known | None" = None,
 ) -> Iterator[Point]:
     """Every setup of the space under every spread that the engines run (none given: on one GPU), with its fullest GPU's
     device peak and the tokens/s of all of them, branch by branch. Where launch targets were named, only what they
     express.
+
+    Args:
+        known: what walks of the same model on other cards computed.
     """
     values = values if values is not None else dimension_values(workload)
-    points = _walk(workload, values, spreads)
+    points = _walk(workload, values, spreads, known if known is not None else Known())
     return _expressed(points, workload) if workload.targets else points
 
 
@@ -219,10 +223,13 @@ def kinds(
                 continue
 
 
-def _walk(workload: Workload, values: Mapping[str, tuple[Any, ...]], spreads: "Sequence[Spread]") -> Iterator[Point]:
+def _walk(
+    workload: Workload, values: Mapping[str, tuple[Any, ...]], spreads: "Sequence[Spread]", known: "Known"
+) -> Iterator[Point]:
     """Attention implementations that run the same kernels in every layer share their figures."""
     model, gpu = workload.model, workload.gpu
-    known: _Known = {}
+    card = gpu.for_memory()
+    activations, all_peaks = known.of(model, card)
     for branch in branches(workload, values):
         kernels = same_kernels(model, gpu, branch, values["attention"])
         for fields in [one.fields for one in spreads] or [{}]:
@@ -235,14 +242,19 @@ def _walk(workload: Workload, values: Mapping[str, tuple[Any, ...]], spreads: "S
             if rest or not choices:
                 continue
             batches = values.get("micro_batch_seqs") or micro_batches(own_batch)
-            pairs = [(m, own_batch // m) for m in batches if own_batch % m == 0]
-            ranks = [_Rank(part, gpu, setup, known) for part in _distinct(model, setup)]
+            pairs = tuple([(m, own_batch // m) for m in batches if own_batch % m == 0])
+            ranks: list[_Rank] = []
             for attentions in kernels:
                 for checkpointing in values["checkpointing"]:
                     shared = setup.trusted_with(attention=attentions[0], checkpointing=checkpointing)
-                    families = [_Family(rank, shared) for rank in ranks]
+                    families: list[_Family] = []
                     for loss, optimizers in choices.items():
-                        every = _worst_peaks(families, loss, optimizers, pairs)
+                        key = (shared, loss, optimizers, pairs)
+                        every = all_peaks.get(key)
+                        if every is None:
+                            ranks = ranks or [_Rank(part, card, setup, activations) for part in _distinct(model, setup)]
+                            families = families or [_Family(rank, shared) for rank in ranks]
+                            every = all_peaks[key] = _worst_peaks(families, loss, optimizers, pairs)
                         for optimizer, peaks in zip(optimizers, every, strict=True):
                             whole = shared.trusted_with(loss=loss, optimizer=optimizer)
                             at = speed_profile(model, gpu, whole, workload.cluster).at
@@ -312,14 +324,27 @@ class _Activations(NamedTuple):
     two: tuple[tuple[str, int], ...]
 
 
-_Known = dict[tuple[ModelSpec, bool, TrainSetup], _Activations]
+_KnownActivations = dict[tuple[ModelSpec, bool, TrainSetup], _Activations]
 """The activations of parts: shared by all spreads that compute in the same types."""
+_KnownPeaks = dict[tuple[TrainSetup, str, tuple[str, ...], tuple[tuple[int, int], ...]], list[list[int]]]
+"""By what a family shares, loss, optimizers and (micro-batch, accumulation): per optimizer the device peaks."""
+
+
+class Known:
+    """The memory that walks computed, for those of one model on cards that run the same kernels."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[ModelSpec, GpuSpec], tuple[_KnownActivations, _KnownPeaks]] = {}
+
+    def of(self, model: ModelSpec, card: GpuSpec) -> tuple[_KnownActivations, _KnownPeaks]:
+        """Of one model on one `GpuSpec.for_memory`."""
+        return self._of.setdefault((model, card), ({}, {}))
 
 
 class _Rank:
     """One part of the job under one branch and spread: its states and its loss chains, each found once."""
 
-    def __init__(self, part: RankPart, gpu: GpuSpec, setup: TrainSetup, known: _Known) -> None:
+    def __init__(self, part: RankPart, gpu: GpuSpec, setup: TrainSetup, known: _KnownActivations) -> None:
         self.part, self._gpu, self._known = part, gpu, known
         self.engine = engine_of(setup)
         self.workspace = cublas_workspace_bytes(gpu)

@@ -164,15 +164,19 @@ def _plans(
         UsageError: on every card.
     """
     from planner.cli.wish import workload
+    from planner.decision.facts import Walks
     from planner.planning import plan_workload
+    from planner.space import Known
     from reports.progress import steps
 
     answers: list[Plan | NoPlan] = []
     problem: UsageError | None = None
     left_out = []
+    memory = Known()
     for card in steps(cards, "planning", console(stderr=True)):
         try:
-            answers.append(plan_workload(workload(spec, card, fixed=fixed, cluster=cluster(card), **wish)))
+            asked = workload(spec, card, fixed=fixed, cluster=cluster(card), **wish)
+            answers.append(plan_workload(asked, walks=Walks(memory)))
         except UsageError as error:
             problem = error
             left_out.append(card.key)

@@ -16,7 +16,7 @@ from planner.errors import SetupError
 from planner.models.spec import ModelSpec
 from planner.refine import ANY_SETUP, CorrectionKey, correction_key, spread_correction_key
 from planner.setup import TrainSetup
-from planner.space import Point, branches, walk
+from planner.space import Known, Point, branches, walk
 from planner.units import gib
 from planner.workload import Workload
 
@@ -167,9 +167,14 @@ def _walked_alike(one: Workload, other: Workload) -> bool:
 
 
 class Walks:
-    """Walked points of one workload: a plan that dry runs correct, or one of another memory, asks for them again."""
+    """Walked points of one workload: a plan that dry runs correct, or one of another memory, asks for them again.
 
-    def __init__(self) -> None:
+    Args:
+        memory: what walks on other cards computed.
+    """
+
+    def __init__(self, memory: Known | None = None) -> None:
+        self._memory = memory
         self._known: list[tuple[Workload, Mapping[str, tuple[Any, ...]], tuple[Spread, ...], tuple[Point, ...]]] = []
 
     def points(
@@ -179,7 +184,7 @@ class Walks:
         for known_workload, known_values, known_spreads, points in self._known:
             if known_values == values and known_spreads == chosen and _walked_alike(known_workload, workload):
                 return points
-        points = tuple(walk(workload, values, chosen))
+        points = tuple(walk(workload, values, chosen, self._memory))
         self._known.append((workload, dict(values), chosen, points))
         return points
 

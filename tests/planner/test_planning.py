@@ -14,7 +14,7 @@ from planner.plan import NoPlan, Plan
 from planner.planning import plan_workload
 from planner.predict import predict
 from planner.setup import TrainSetup
-from planner.space import Point, dimension_values, walk
+from planner.space import Known, Point, dimension_values, walk
 from planner.units import GIB
 from tests.planner.helpers import wish
 
@@ -43,6 +43,18 @@ def test_walk_predicts_what_predict_predicts() -> None:
         single = predict(workload.model, workload.gpu, point.setup)
         assert point.peak_device_bytes == pytest.approx(single.peak_device_bytes, rel=AFFINE), point.setup
         assert point.tokens_per_s == pytest.approx(single.tokens_per_s, rel=1e-6), point.setup
+
+
+def test_walks_on_several_cards_share_their_memory_and_find_the_same() -> None:
+    """What differs in memory is told apart (kernels, cuBLAS's workspaces), what differs in speed and size only is
+    computed once."""
+    known = Known()
+    for card in ("rtx-4090", "rtx-3090", "l4", "h200", "t4"):
+        asked = wish("Qwen/Qwen2.5-0.5B", card, global_batch=4)
+        assert list(walk(asked, known=known)) == list(walk(asked))
+    l4, rtx_4090, h200 = (find_gpu(name).for_memory() for name in ("l4", "rtx-4090", "h200"))
+    assert l4 == rtx_4090
+    assert l4 != h200
 
 
 def test_every_walked_setup_keeps_the_global_batch() -> None:
