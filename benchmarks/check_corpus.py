@@ -49,19 +49,26 @@ def one(path: Path, gpu: str, model: str | None) -> dict[str, Any]:
     return {**line, "seconds": round(time.perf_counter() - start, 3)}
 
 
+def place(line: str) -> Path:
+    """Where the file of one line of a list lies below the directory: OWNER+NAME/PATH."""
+    repository, _, rest = line.partition(":")
+    return Path(repository.replace("/", "+"), rest.rpartition("@")[0])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--gpu", default="a100-80gb")
     parser.add_argument("--model", help="stand-in for models that are not at hand")
+    parser.add_argument("--list", type=Path, help="repository:path@commit, one a line: those files alone")
     parser.add_argument("--only", default="")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    files = sorted(
-        path
-        for path in args.directory.rglob("*")
-        if path.is_file() and (path.suffix in SUFFIXES or path.name in MAKEFILES) and args.only in str(path)
-    )
+    if args.list:
+        every = [args.directory / place(line) for line in args.list.read_text().splitlines()]
+    else:
+        every = [path for path in args.directory.rglob("*") if path.suffix in SUFFIXES or path.name in MAKEFILES]
+    files = sorted(path for path in every if path.is_file() and args.only in str(path))
     counts: Counter[str] = Counter()
     lines = []
     for path in files:

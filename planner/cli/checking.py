@@ -141,16 +141,15 @@ def fixed_text(
     from planner.readers import Sharding, canonical, read_text
     from planner.readers.edits import settings_for
     from planner.readers.loading import read_bounded
-    from planner.readers.read import pinned
+    from planner.readers.read import pinned, roots_of
     from planner.readers.rewrite import rewrite
     from planner.readers.supply import supply
 
     text = rewrite(read_bounded(file), file.name, settings_for(config, setup), call_line=config.call_line)
-    roots = (file.parent, file.parent.parent, Path())
     asked = asked or Asked()
     sharding = Sharding(
         num_gpus=setup.num_gpus,
-        roots=roots,
+        roots=roots_of(file),
         gpu=card,
         arguments=asked.arguments,
         versions={**pinned(file), **asked.versions},

@@ -45,7 +45,10 @@ ATTENTIONS = {
     "kernels-community/vllm-flash-attn3": "flash-attention-2",
 }
 
-DTYPES = {"float32": "fp32", "fp32": "fp32", "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16"}
+DTYPES = {
+    "float32": "fp32", "fp32": "fp32", "float": "fp32", "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16",
+    "fp16": "fp16", "half": "fp16",
+}  # fmt: skip
 
 PRECISIONS = {(row.weights, row.autocast): name for name, row in PRECISION_ROWS.items() if row.offered}
 """(data type of the weights, of autocast) -> precision."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from planner.errors import ConfigError, NotATraining, NotPlanned
+from planner.errors import ConfigError, NotATraining, NotPlanned, Undetermined
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.readers import (
@@ -23,10 +23,10 @@ from planner.readers import (
     trl,
     unsloth,
 )
-from planner.readers.loading import parse_json, parse_toml, parse_yaml, read_bounded
+from planner.readers.loading import MAX_FILE_BYTES, parse_json, parse_toml, parse_yaml, read_bounded
 from planner.readers.program.source import of_notebook, of_requirements
 from planner.readers.sharding import Sharding
-from planner.readers.types import ReadConfig
+from planner.readers.types import SETTING_FIELDS, Missing, ReadConfig
 from planner.setup import TrainSetup
 
 FORMATS = (
@@ -36,6 +36,9 @@ FORMATS = (
 SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".py", ".ipynb", *shell.SUFFIXES)
 MAKEFILES = ("Makefile", "makefile", "justfile")
 MAX_NOTEBOOK_BYTES = 8 << 20
+MAX_PROGRAM_BYTES = 512 << 10
+MAX_ANCESTORS = 6
+"""Folders above a file in which what it names is looked for; none above the one that holds .git."""
 READERS = {
     trl.FORMAT: trl.read,
     axolotl.FORMAT: axolotl.read,
@@ -231,7 +234,7 @@ def _of_commands(
         ConfigError: no launch, or what the first one says where none can be read.
     """
     problems: list[ConfigError] = []
-    launches = shell.commands(text, name)
+    launches = shell.commands(text, name, sharding.num_gpus)
     for command in launches:
         try:
             found = _of_command(command, name, model=model, base=base, sharding=sharding)
@@ -242,7 +245,13 @@ def _of_commands(
         if len(launches) > 1:
             said = (f"{name} launches {len(launches)} runs: the first that can be read is taken",)
         return replace(found, path=name, assumptions=(*said, *found.assumptions))
-    raise problems[0]
+    raise min(problems, key=_weight)
+
+
+def _weight(problem: ConfigError) -> int:
+    """Which of several launches' problems to tell: that of a training comes before "not a training"."""
+    ranks = {NotPlanned: 0, Undetermined: 1, NotATraining: 3}
+    return ranks.get(type(problem), 2)
 
 
 def _of_command(
@@ -251,23 +260,60 @@ def _of_command(
     inside = replace(sharding, num_gpus=command.num_gpus or sharding.num_gpus, arguments=command.arguments)
     launcher = inside.beside(command.launcher) if command.launcher else None
     if command.tool == "swift":
-        values: dict[str, Any] = dict(shell.flags(command.arguments))
-        if "rlhf" in command.arguments[:1]:
-            values.setdefault("rlhf_type", "rlhf")
-        return swift.read(values, name, model, sharding=inside)
+        extra = {"rlhf_type": "rlhf"} if "rlhf" in command.arguments[:1] else {}
+        return _of_flags(command, swift.FORMAT, name, model, inside, extra)
     if command.tool in ("trl", "litgpt") and not command.target:
-        reader = READERS[command.tool]
-        return reader(dict(shell.flags(command.arguments)), name, model, sharding=inside)
+        return _of_flags(command, command.tool, name, model, inside)
     if not command.target:
         raise ConfigError(f"{name}: {command.tool} names no config", hint="give the config itself")
     text = inside.beside(command.target)
-    if text is None:
-        words = ", with its words in --args" if command.tool == "python" else ""
-        raise ConfigError(
-            f"{name}: {command.target} is not beside it", hint=f"give the program or config that it starts{words}"
-        )
-    target = command.target.rpartition("/")[2]
-    return _read(text, target, model=model, base=base, sharding=inside, launcher=launcher)
+    problem: ConfigError | None = None
+    if text is not None:
+        try:
+            target = command.target.rpartition("/")[2]
+            return _read(text, target, model=model, base=base, sharding=inside, launcher=launcher)
+        except NotATraining as error:  # a wrapper around a tool: its words may say all
+            problem = error
+    if command.tool == "python":
+        config = next(iter(command.arguments), "")
+        if config.endswith((".yaml", ".yml", ".json")) and (text := inside.beside(config)) is not None:
+            return _read(text, config.rpartition("/")[2], model=model, base=base, sharding=inside, launcher=launcher)
+        values = shell.flags(command.arguments)
+        kind = detect(dict(values))
+        if (kind == llamafactory.FORMAT and "finetuning_type" in values) or kind == swift.FORMAT:
+            return _of_flags(command, kind, name, model, inside)
+    if problem is not None:
+        raise problem
+    words = f' --args "{" ".join(command.arguments)[:200]}"' if command.tool == "python" else ""
+    raise Undetermined(
+        f"{name} starts {command.target}, which is not beside it and says what trains",
+        hint=f"plan check {command.target.rpartition('/')[2]}{words}",
+    )
+
+
+def _of_flags(
+    command: shell.Command,
+    kind: str,
+    name: str,
+    model: ModelSpec | None,
+    sharding: Sharding,
+    extra: Mapping[str, Any] | None = None,
+) -> ReadConfig:
+    """The setup that a tool's flags say; those that only the shell would fill in are open."""
+    given = {**shell.flags(command.arguments), **(extra or {})}
+    opened = {key: value for key, value in given.items() if isinstance(value, str) and shell.is_open(value)}
+    found = READERS[kind](
+        {key: value for key, value in given.items() if key not in opened}, name, model, sharding=sharding
+    )
+    missing = {
+        SETTING_FIELDS[key]: f"{name}: --{key} {value} is set when the script runs"
+        for key, value in opened.items()
+        if key in SETTING_FIELDS
+    }
+    if sharding.num_gpus == 1:
+        missing.pop("parallel", None)
+    others = tuple(one for one in found.missing if one.field not in missing)
+    return replace(found, missing=(*(Missing(field=field, reason=why) for field, why in missing.items()), *others))
 
 
 def read_config(
@@ -292,18 +338,33 @@ def read_config(
         raise ConfigError(
             f"{path.name}: a training ends in {', '.join(SUFFIXES)}", hint="rename it, or give the file that trains"
         )
-    text = read_bounded(path, max_bytes=MAX_NOTEBOOK_BYTES) if path.suffix == ".ipynb" else read_bounded(path)
-    roots = (path.parent, path.parent.parent, Path())
+    limits = {".ipynb": MAX_NOTEBOOK_BYTES, ".py": MAX_PROGRAM_BYTES}
+    text = read_bounded(path, max_bytes=limits.get(path.suffix, MAX_FILE_BYTES))
     return read_text(
         text,
         path.name,
         model=model,
         base=base,
         sharding=Sharding(
-            num_gpus=num_gpus, roots=roots, gpu=gpu, arguments=arguments, versions={**pinned(path), **(versions or {})}
+            num_gpus=num_gpus,
+            roots=roots_of(path),
+            gpu=gpu,
+            arguments=arguments,
+            versions={**pinned(path), **(versions or {})},
         ),
         launcher=read_bounded(launcher) if launcher is not None else None,
     )
+
+
+def roots_of(path: Path) -> tuple[Path, ...]:
+    """Folders in which files that `path` names are looked for: its own, those above it within a repository, here."""
+    parents = list(path.absolute().parents)
+    kept = parents[:2]
+    for above in parents[2:MAX_ANCESTORS]:
+        if (kept[-1] / ".git").exists() or above in (Path.home(), Path(above.anchor)):
+            break
+        kept.append(above)
+    return (*kept, Path())
 
 
 def pinned(path: Path) -> dict[str, str]:

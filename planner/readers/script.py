@@ -11,42 +11,17 @@ from planner.errors import ConfigError, NotPlanned
 from planner.models.spec import ModelSpec
 from planner.readers import common, hf, training, versions
 from planner.readers.program import Known, Made, Program, Unknown, plain, run
+from planner.readers.program.interpret import LENGTH_NAMES
 from planner.readers.program.source import Source, of_script
 from planner.readers.sharding import Sharding, loaded, parallel_of
 from planner.readers.training import Training
 from planner.readers.trl import sharded
-from planner.readers.types import Missing, ReadConfig
+from planner.readers.types import SETTING_FIELDS, Missing, ReadConfig
 from planner.readers.values import Settings
 
 FORMAT = "hf-script"
 UNSLOTH = "unsloth-script"
 ARGUMENTS = ("TrainingArguments", "SFTConfig", "Seq2SeqTrainingArguments", "UnslothTrainingArguments")
-LENGTH_NAMES = (
-    "MAX_LENGTH", "MAX_SEQ_LENGTH", "MAX_LEN", "max_seq_length", "max_seq_len", "max_length", "SEQ_LEN", "seq_length",
-    "cutoff_len", "CUTOFF_LEN", "block_size", "BLOCK_SIZE", "context_length",
-)  # fmt: skip
-FIELDS = {
-    "per_device_train_batch_size": "micro_batch_seqs",
-    "gradient_accumulation_steps": "accumulation_steps",
-    "max_length": "seq_len_tokens",
-    "max_seq_length": "seq_len_tokens",
-    "packing": "packing",
-    "r": "lora_rank",
-    "target_modules": "lora_targets",
-    "load_in_4bit": "quantization",
-    "load_in_8bit": "quantization",
-    "full_finetuning": "method",
-    "gradient_checkpointing": "checkpointing",
-    "activation_checkpointing": "checkpointing",
-    "use_gradient_checkpointing": "checkpointing",
-    "bf16": "precision",
-    "fp16": "precision",
-    "dtype": "precision",
-    "torch_dtype": "precision",
-    "optim": "optimizer",
-    "attn_implementation": "attention",
-}
-"""Settings of the libraries -> the setup's field that they decide."""
 
 
 def read(
@@ -100,7 +75,15 @@ class _Script:
         self.lora = training.settings(found.adapter, name)
         self.keys: dict[str, str] = {}
         named = {**dict(source.pins), **sharding.versions}
-        self.defaults = versions.trl(named.get("trl"))
+        trainer = found.trainer.keywords if found.trainer is not None else {}
+        config = found.arguments if found.arguments is not None and found.arguments.name == "SFTConfig" else None
+        bound = versions.taking(trainer if self.trl else (), config.keywords if config is not None else ())
+        self.defaults = versions.trl(named.get("trl"), bound)
+        used = {*self.arguments.values, *self.arguments.unknown}
+        older = {"evaluation_strategy"} if "tokenizer" in trainer and not self.trl else set()
+        self.transformers = versions.transformers(
+            named.get("transformers"), used | older, self.defaults if self.trl and not self.unsloth else None
+        )
         if self.trl and not self.unsloth and self.defaults.assumed:
             self.arguments.assume(
                 f"no TRL version named: the defaults of {self.defaults.said} (--assume trl==VERSION for another)"
@@ -129,8 +112,10 @@ class _Script:
         fields["quantization"] = quantization if adapted else "none"
         if not adapted and (line := training.freezes_parameters(self.source.text)):
             self.missing.setdefault("method", f"{name}:{line}: some parameters are frozen one by one")
-        fields["kbit_fp32_cast"] = fields["method"] == "qlora" and self.found.prepared is not None
         fields["precision"] = self._precision(fields["method"])
+        fields["kbit_fp32_cast"] = fields["method"] == "qlora" and (
+            self.found.prepared is not None or self._trainer_prepares(quantization)
+        )
         if adapted:
             fields |= self._lora(fields["method"])
         else:
@@ -138,8 +123,9 @@ class _Script:
         fields["checkpointing"] = self._checkpointing()
         fields["seq_len_tokens"] = self._length()
         constants = self.program.module.names
-        fields["packing"] = arguments.flag("packing", plain(constants.get("PACKING")) is True)
-        fields["optimizer"] = common.optimizer(arguments, "optim", "adamw_torch_fused")
+        packed = plain(constants.get("PACKING")) is True
+        fields["packing"] = arguments.flag("packing", packed) if self.trl else packed
+        fields["optimizer"] = common.optimizer(arguments, "optim", self.transformers.optimizer)
         fields["attention"] = (
             "sdpa" if self.unsloth else common.attention(self.loader, "attn_implementation", self.model)
         )
@@ -155,10 +141,11 @@ class _Script:
         self.keys |= {"optimizer": "optim", "loss": "use_liger_kernel"}
         self._note_what_is_unusual()
         parts = (arguments, self.loader, self.bnb, self.lora)
+        alone = ("parallel",) if self.sharding.num_gpus == 1 else ()
         for part in parts:
             for key, reason in part.undetermined.items():
-                if key in FIELDS:
-                    self.missing.setdefault(FIELDS[key], reason)
+                if key in SETTING_FIELDS and SETTING_FIELDS[key] not in ("model", *alone):
+                    self.missing.setdefault(SETTING_FIELDS[key], reason)
         model_id = self._model_id()
         dataset = plain(constants.get("DATASET"))
         return ReadConfig(
@@ -180,8 +167,8 @@ class _Script:
         found: dict[str, str] = {}
         for part in parts:
             for key, where in part.where.items():
-                if key in FIELDS and where:
-                    found.setdefault(FIELDS[key], where)
+                if key in SETTING_FIELDS and where:
+                    found.setdefault(SETTING_FIELDS[key], where)
         return found
 
     def _model_id(self) -> str | None:
@@ -190,8 +177,14 @@ class _Script:
             named = training.named_model(self.found.loader)
         if isinstance(named, Known) and isinstance(named.data, str) and named.data:
             return named.data
-        reason = named.reason if isinstance(named, Unknown) else self.found.unknown_model
-        self.missing["model"] = reason or f"{self.name}: no call that loads a model was found"
+        data = plain(named)
+        if isinstance(data, Unknown):
+            reason = data.reason
+        elif isinstance(named, Known):
+            reason = f"{named.where}: nothing is named until the program runs"
+        else:
+            reason = self.found.unknown_model or f"{self.name}: no call that loads a model was found"
+        self.missing["model"] = reason
         return None
 
     def _adapted(self) -> bool:
@@ -203,7 +196,10 @@ class _Script:
             self.missing["lora_rank"] = f"{self.found.continued.where}: adapters that stand in another file are trained"
             return True
         if isinstance(adapter, Made) and not adapter.owner.startswith("Fast"):
-            if adapter.name == "get_peft_config":
+            if adapter.name == "from_pretrained" and adapter.owner in ("LoraConfig", "PeftConfig"):
+                self.missing["lora_rank"] = f"{adapter.where}: the adapter's settings stand in another file"
+                self.missing["lora_targets"] = self.missing["lora_rank"]
+            elif adapter.name == "get_peft_config":
                 self.missing["method"] = f"{adapter.where}: the adapter's settings come from the command line"
             elif adapter.name.endswith("Config") and adapter.name not in ("LoraConfig", "PeftConfig"):
                 raise NotPlanned(
@@ -255,10 +251,25 @@ class _Script:
         if cast:
             weights = {"half": "fp16", "bfloat16": "bf16", "float": "fp32"}[cast]
             return common.precision(self.arguments, weights, autocast, method)
+        default = self.transformers.dtype
+        if default == "float32" and (self.found.quantization is not None or method == "qlora"):
+            default = "float16"  # transformers 4's bitsandbytes quantizer
         if not loader.has(key):
-            loader.assume("no dtype on from_pretrained: the checkpoint's own, taken to be bf16")
-        weights = hf.weight_dtype(loader, key, "auto", self.model)
+            taken = "the checkpoint's own, taken to be bf16" if default == "auto" else f"{default} ({self._why()})"
+            loader.assume(f"no dtype on from_pretrained: {taken}")
+        weights = hf.weight_dtype(loader, key, default, self.model)
         return common.precision(self.arguments, weights, autocast, method)
+
+    def _why(self) -> str:
+        """How it is known that an older transformers is used."""
+        return f"{self.transformers.why}: transformers 4's default"
+
+    def _trainer_prepares(self, quantization: str) -> bool:
+        """Whether TRL prepares the quantized base by itself."""
+        peft = self.found.trainer is not None and self.found.trainer.argument("peft_config") is not None
+        four_bit = quantization.startswith("nf4")
+        bf16 = hf.autocast(self.arguments, bf16_default=self._own_arguments() and self.defaults.bf16) == "bf16"
+        return self.trl and not self.unsloth and peft and self.defaults.prepares_kbit(four_bit=four_bit, bf16=bf16)
 
     def _lora(self, method: str) -> dict[str, Any]:
         lora, unsloth = self.lora, self.unsloth
@@ -296,6 +307,10 @@ class _Script:
                 arguments.assume("checkpoints kept in host memory (unsloth) are counted as if they stayed on the GPU")
             return int(bool(value) and value not in ("none", "false"))
         own_default = self._own_arguments() and self.defaults.checkpointing
+        old = self.trl and self.defaults.version < versions.TRL_PREPARES_WITH_CHECKPOINTING_UNTIL
+        if old and self._quantization() != "none" and self._trainer_prepares(self._quantization()):
+            arguments.assume(f"{self.defaults.said} switches gradient checkpointing on for a quantized base")
+            return 1
         on = hf.checkpointing(arguments, self.trl and own_default, self.keys)
         if on:
             return on
@@ -310,23 +325,33 @@ class _Script:
             key = settings.first("max_length", "max_seq_length")
             if settings.has(key):
                 return settings.integer(key, 1024, at_least=1)
-        cut = list(training.lengths(self.program))
-        if cut and not self.trl:
-            longest = max(cut, key=lambda value: int(value.data))
-            self.arguments.where.setdefault("max_length", longest.where)
-            return int(longest.data)
-        for key in LENGTH_NAMES:
-            value = self.program.module.names.get(key)
-            if isinstance(value, Known) and isinstance(value.data, int) and not isinstance(value.data, bool):
-                self.arguments.where.setdefault("max_length", value.where)
-                return int(value.data)
         if self.trl and not self.unsloth and not self.arguments.more:
             self.arguments.assume("max_length absent: 1024 tokens, TRL's default")
             return 1024
+        program = self.program
+        for found in (list(training.lengths(program)), program.cuts, self._named_lengths(), program.lengths):
+            distinct = sorted({int(value.data) for value in found})
+            if len(distinct) > 1 and found is program.lengths:
+                places = ", ".join(dict.fromkeys(f"{value.data} ({value.where})" for value in found))
+                self.missing["seq_len_tokens"] = f"{self.name} names several lengths: {places[:200]}"
+                return distinct[-1]
+            if distinct:
+                longest = max(found, key=lambda value: int(value.data))
+                self.arguments.where.setdefault("max_length", longest.where)
+                return distinct[-1]
         self.missing["seq_len_tokens"] = self.arguments.more or (
             f"{self.name}: the length of the sequences is decided while the data is prepared"
         )
         return 1024
+
+    def _named_lengths(self) -> list[Known]:
+        """Values of the main module's names for a length."""
+        names = ((name.lower(), value) for name, value in self.program.module.names.items())
+        return [
+            value
+            for name, value in names
+            if name in LENGTH_NAMES and isinstance(value, Known) and type(value.data) is int and value.data >= 16
+        ]
 
     def _spread(self, constants: Mapping[str, Any]) -> dict[str, Any]:
         num_gpus, loader = self.sharding.num_gpus, self.loader

@@ -1,5 +1,6 @@
 """How a config spreads over GPUs: DeepSpeed files named inside it, FSDP blocks, and how many GPUs there are."""
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -221,11 +222,11 @@ def zero_spread(settings: Settings, stage: int, *, optimizer: str, parameters: s
 
 
 def _find(value: str, sharding: Sharding) -> Path | None:
-    path = Path(value)
-    if path.is_absolute() or ".." in path.parts or value.startswith("~"):
+    if not sharding.roots or Path(value).is_absolute() or value.startswith("~"):
         return None
-    for root in sharding.roots:
-        for candidate in (root / path, root / path.name):
-            if candidate.is_file() and not candidate.is_symlink():
-                return candidate
-    return None
+    tops = [root.absolute() for root in sharding.roots]
+    exact = [Path(os.path.normpath(root / value)) for root in tops]
+    candidates = [path for path in exact if any(path.is_relative_to(top) for top in tops)]
+    if ".." not in Path(value).parts:
+        candidates += [root / Path(value).name for root in (*tops[:2], tops[-1])]
+    return next((path for path in candidates if path.is_file() and not path.is_symlink()), None)

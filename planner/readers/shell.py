@@ -13,16 +13,23 @@ from typing import Literal
 from planner.errors import NotATraining
 
 SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
-_SET = re.compile(r"^\s*(?:export\s+|declare\s+\S*\s*)?([A-Za-z_]\w*)\s*[:?]?=\s*(.*)$")
-_USE = re.compile(r"\$(?:\{(\w+)(?::?-([^{}]*))?\}|\((\w+)\)|(\w+))")
-_SUM = re.compile(r"\$\(expr\s+(\d+)\s*([-+*/])\s*(\d+)\)|\$\(\(\s*(\d+)\s*([-+*/])\s*(\d+)\s*\)\)")
+_SET = re.compile(r"^\s*(?:export\s+|declare\s+\S*\s*|local\s+)?([A-Za-z_]\w*)\s*[:?+]?=\s*(.*)$", re.DOTALL)
+_USE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}]*))?\}|\((\w+)\)|(\w+))")
+_SUM = re.compile(r"\$\(expr\s+([^()]*)\)|\$\(\(([^()]*)\)\)")
+_SUBSTITUTION = re.compile(r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")
+_OPEN = re.compile(r"\$[\w{(@*]|`")
+_CONTROL = ("if", "then", "else", "elif", "do", "while", "until", "!", "{", "(")
 LAUNCHERS = {
     "accelerate": ("--num_processes", "--num-processes"),
     "torchrun": ("--nproc_per_node", "--nproc-per-node"),
     "deepspeed": ("--num_gpus",),
 }
 """Launcher -> its flags for the number of processes."""
-FLAGS_WITHOUT_VALUE = {"--multi_gpu", "--use_deepspeed", "--use_fsdp", "--standalone", "-m", "--module", "--debug"}
+FLAGS_WITHOUT_VALUE = {"-m", "--module", "-q", "-u"}
+UTILITIES = ("pip", "venv", "ensurepip", "http.server", "json.tool", "pytest", "ipykernel", "wandb", "virtualenv")
+"""Modules that `python -m` starts in setup scripts."""
+MAX_CONTINUED = 200
+TOOLS_AS_MODULES = ("axolotl", "trl", "litgpt")
 TOOLS = ("trl", "axolotl", "llamafactory-cli", "swift", "litgpt", "tune", "unsloth")
 
 
@@ -45,13 +52,17 @@ class Command:
     launcher: str = ""
 
 
-def commands(text: str, name: str) -> tuple[Command, ...]:
-    """The launches in a script, in order.
+def commands(text: str, name: str, num_gpus: int = 1) -> tuple[Command, ...]:
+    """The launches in a script, in order; `num_gpus` is what it is told where it counts the machine's GPUs.
 
     Raises:
         ConfigError: none in it.
     """
-    found = tuple(_commands(text))
+
+    def counted(match: re.Match[str]) -> str:
+        return str(num_gpus) if re.search("device_count|nvidia-smi", match[0]) else match[0]
+
+    found = tuple(_commands(_SUBSTITUTION.sub(counted, text)))
     if not found:
         raise NotATraining(
             f"{name} starts no training that is known (accelerate, torchrun, deepspeed, python, {', '.join(TOOLS)})",
@@ -62,34 +73,99 @@ def commands(text: str, name: str) -> tuple[Command, ...]:
 
 def _commands(text: str) -> Iterator[Command]:
     variables: dict[str, str] = {}
-    for line in re.sub(r"[ \t]*\\\r?\n[ \t]*", " ", text.rstrip("\\ \n")).splitlines():
-        line = _SUM.sub(_sum, line.strip().removeprefix("@"))
-        if line.startswith("#") or not line:
-            continue
+    for line in _lines(text):
         assigned = _SET.match(line)
-        if assigned and len(_words(assigned[2])) <= 1:
-            variables[assigned[1]] = _filled("".join(_words(assigned[2])), variables)
+        if assigned and _is_assignment(assigned[2]):
+            _assign(assigned, line, variables)
             continue
-        for part in re.split(r"&&|;|\|\|", line):
-            command = _command([_filled(word, variables) for word in _words(part)], dict(variables))
+        for part in re.split(r"&&|;|\|\||\|(?!\|)", line):
+            own = dict(variables)
+            command = _command(_expanded(_words(part), own), own)
             if command is not None:
                 yield command
 
 
-def _sum(match: re.Match[str]) -> str:
-    """The result of the shell's arithmetic on two numbers."""
-    left, sign, right = (match[1], match[2], match[3]) if match[1] else (match[4], match[5], match[6])
-    one, other = int(left), int(right)
-    if sign == "/":
-        return str(one // other) if other else match[0]
-    return str({"+": one + other, "-": one - other, "*": one * other}[sign])
+def _lines(text: str) -> Iterator[str]:
+    """Logical lines: continued ones, quotes and arrays that go over several lines in one piece."""
+    held = ""
+    for line in re.sub(r"[ \t]*\\\r?\n[ \t]*", " ", text.rstrip("\\ \n")).splitlines():
+        line = line if held else line.strip().removeprefix("@")
+        if not held and (not line or line.startswith("#")):
+            continue
+        held = f"{held}\n{line}" if held else line
+        starts = re.match(r"(?:export\s+|local\s+|declare\s+\S*\s*)?[A-Za-z_]\w*\+?=([\"'(])", held)
+        if starts and _is_open(held[starts.start(1) :], starts[1]) and held.count("\n") < MAX_CONTINUED:
+            continue
+        yield held
+        held = ""
+    if held:
+        yield from held.splitlines()
+
+
+def _is_open(value: str, opens: str) -> bool:
+    """Whether a quote or an array that an assignment opens is not closed yet."""
+    if opens == "(":
+        return ")" not in re.sub(r"\$\([^)]*\)|#.*", "", value)
+    return value.count(opens) - value.count("\\" + opens) < 2
+
+
+def _is_assignment(value: str) -> bool:
+    return value.startswith("(") or len(_words(value)) <= 1
+
+
+def _assign(assigned: re.Match[str], line: str, variables: dict[str, str]) -> None:
+    """Notes a variable. What a positional parameter sets is open, unless the script gave it a value before."""
+    name, value = assigned[1], assigned[2]
+    if value.startswith("("):
+        text = " ".join(_expanded(_words(value[1:].rpartition(")")[0] or value[1:]), variables))
+    else:
+        text = _filled("".join(_words(value)), variables)
+    if re.fullmatch(r"\$\{?[\d@*#]\}?", text):
+        return
+    if re.match(r"\w+\+=", line.strip()):
+        text = f"{variables.get(name, '')} {text}".strip()
+    variables[name] = text
+
+
+def _expanded(words: list[str], variables: dict[str, str]) -> list[str]:
+    """Words with the script's variables put in; one that is nothing but a variable may stand for several words."""
+    found: list[str] = []
+    for word in words:
+        filled = _filled(word, variables)
+        alone = _USE.fullmatch(word) is not None
+        found += (_words(filled.replace("\n", " ")) or [""]) if alone and re.search(r"\s", filled) else [filled]
+    return [word for word in found if word]
+
+
+def _sum(text: str) -> str | None:
+    """The result of the shell's arithmetic on whole numbers, None where a part of it is not known."""
+    parts = re.findall(r"\d+|[-+*/%]", text)
+    if not parts or not re.fullmatch(r"[\d\s*/%+-]*", text) or not re.fullmatch(r"(\d+ [-+*/%] )*\d+", " ".join(parts)):
+        return None
+    total, product, sign = 0, int(parts[0]), 1
+    for operator, number in zip(parts[1::2], map(int, parts[2::2]), strict=True):
+        if operator in "/%" and number == 0:
+            return None
+        if operator in "+-":
+            total, product, sign = total + sign * product, number, 1 if operator == "+" else -1
+        else:
+            product = product * number if operator == "*" else divmod(product, number)[operator == "%"]
+    return str(total + sign * product)
 
 
 def _words(line: str) -> list[str]:
+    """The words of a line; a command or sum that the shell would put in stays one word."""
+    held: list[str] = []
+
+    def hold(match: re.Match[str]) -> str:
+        held.append(match[0])
+        return f"\x00{len(held) - 1}\x00"
+
     try:
-        return shlex.split(line, comments=True)
+        words = shlex.split(_SUBSTITUTION.sub(hold, line), comments=True)
     except ValueError:
         return []
+    return [re.sub(r"\x00(\d+)\x00", lambda match: held[int(match[1])], word) for word in words]
 
 
 def _filled(word: str, variables: dict[str, str]) -> str:
@@ -97,13 +173,27 @@ def _filled(word: str, variables: dict[str, str]) -> str:
 
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[3] or match[4]
-        return variables.get(name, match[2] if match[2] is not None else match[0])
+        known = variables.get(name, "")
+        if match[2] is not None and (not known or is_open(known)):
+            return _filled(match[2].strip("\"'"), variables) if is_open(match[2]) else match[2].strip("\"'")
+        return known if name in variables else match[0]
 
-    return _USE.sub(value, word)
+    def summed(match: re.Match[str]) -> str:
+        text = match[1] or match[2] or ""
+        bare = re.sub(r"(?<![\w$])([A-Za-z_]\w*)", lambda name: variables.get(name[1], name[1]), text)
+        return _sum(_USE.sub(value, bare)) or match[0]
+
+    return _USE.sub(value, _SUM.sub(summed, word))
+
+
+def is_open(word: str) -> bool:
+    """Whether only the shell would know a word: a variable, a parameter or a command in it."""
+    return _OPEN.search(word) is not None
 
 
 def _command(words: list[str], variables: dict[str, str]) -> Command | None:
-    while words and (_SET.match(words[0]) or words[0] in ("env", "exec", "time", "nohup", "srun", "uv", "run", "sudo")):
+    wrappers = ("env", "exec", "time", "nohup", "srun", "uv", "run", "sudo", "poetry", "pdm", "eval", *_CONTROL)
+    while words and (_SET.match(words[0]) or words[0] in wrappers or (words[0][:1] == "-" and len(words) > 1)):
         assigned = _SET.match(words[0])
         if assigned:
             variables[assigned[1]] = assigned[2]
@@ -117,12 +207,17 @@ def _command(words: list[str], variables: dict[str, str]) -> Command | None:
     tool = PurePosixPath(words[0]).name
     if tool in LAUNCHERS:
         return _launched(tool, words[1:], shown)
-    if tool.startswith("python"):
+    if re.fullmatch(r"python[\d.]*", tool):
         rest = words[1:]
         if rest[:2] == ["-m", "torch.distributed.run"] or rest[:2] == ["-m", "torch.distributed.launch"]:
             return _launched("torchrun", rest[2:], shown)
+        if rest[:2] == ["-m", "accelerate.commands.launch"]:
+            return _launched("accelerate", ["launch", *rest[2:]], shown)
         while rest and rest[0].startswith("-") and rest[0] != "-m":
             rest = rest[1:]
+        if rest[:1] == ["-m"] and len(rest) > 1 and rest[1].partition(".")[0] in TOOLS_AS_MODULES:
+            verb = rest[1].rpartition(".")[2]
+            return _of_tool(rest[1].partition(".")[0], [*(() if "." not in rest[1] else (verb,)), *rest[2:]], shown)
         return _program(rest, shown if shown and shown > 1 else None, "")
     if tool in TOOLS and len(words) > 1:
         return _of_tool(tool, words[1:], started or shown)
@@ -136,10 +231,14 @@ def _launched(launcher: str, words: list[str], shown: int | None) -> Command | N
         return None
     while index < len(words) and words[index].startswith("-"):
         flag, equals, value = words[index].partition("=")
-        takes = not equals and flag not in FLAGS_WITHOUT_VALUE
+        following = words[index + 1] if index + 1 < len(words) else ""
+        takes = not equals and flag not in FLAGS_WITHOUT_VALUE and not following.endswith(".py")
+        takes = takes and not following.startswith("-")
         value = value if equals else words[index + 1] if takes and index + 1 < len(words) else ""
         if flag in LAUNCHERS[launcher] and value.isdigit():
             num_gpus = int(value)
+        if flag == "--include" and value.count(":") == 1:
+            num_gpus = value.count(",") + 1
         if flag in ("--config_file", "--config-file"):
             config = value
         if flag in ("-m", "--module"):
@@ -150,6 +249,8 @@ def _launched(launcher: str, words: list[str], shown: int | None) -> Command | N
 
 def _program(words: list[str], num_gpus: int | None, config: str) -> Command | None:
     if words[:1] in (["-m"], ["--module"]) and len(words) > 1:
+        if words[1].partition(".")[0] in UTILITIES or words[1] in UTILITIES:
+            return None
         words = [words[1].replace(".", "/") + ".py", *words[2:]]
     if not words or not words[0].endswith(".py"):
         return None
@@ -161,7 +262,7 @@ def _of_tool(tool: str, words: list[str], num_gpus: int | None) -> Command | Non
         "trl": ("sft",), "axolotl": ("train", "finetune"), "llamafactory-cli": ("train",), "unsloth": ("train",),
         "swift": ("sft", "pt", "rlhf"), "litgpt": ("finetune_lora", "finetune", "finetune_full"), "tune": ("run",),
     }[tool]  # fmt: skip
-    if words[0] not in verbs:
+    if not words or words[0] not in verbs:
         return None
     rest = words[1:]
     config = next((word for word in rest if word.endswith((".yaml", ".yml", ".json", ".toml"))), "")
@@ -175,11 +276,13 @@ def flags(arguments: tuple[str, ...]) -> dict[str, str | list[str] | Literal[Tru
     while index < len(arguments):
         word = arguments[index]
         index += 1
+        if re.match(r"\d?>|\|", word):
+            break
         if not word.startswith("--"):
             continue
         name, equals, value = word[2:].partition("=")
         values = [value] if equals else []
-        while not equals and index < len(arguments) and not arguments[index].startswith("--"):
+        while not equals and index < len(arguments) and not re.match(r"--|\d?>|\|", arguments[index]):
             values.append(arguments[index])
             index += 1
         found[name.replace("-", "_")] = values[0] if len(values) == 1 else values or True

@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 
 from planner.errors import NotATraining, NotPlanned
 from planner.readers.program import Known, Made, Program, Unknown, plain
-from planner.readers.program.library import trainer_of
+from planner.readers.program.library import is_trainer, trainer_of
 from planner.readers.program.values import Table, Value
 from planner.readers.values import Settings
 
-PLANNED_TRAINERS = ("SFTTrainer", "Trainer", "Seq2SeqTrainer", "UnslothTrainer")
 OBJECTIVES = {
     "DPOTrainer": "DPO", "OnlineDPOTrainer": "online DPO", "XPOTrainer": "XPO", "NashMDTrainer": "Nash-MD",
     "KTOTrainer": "KTO", "BCOTrainer": "BCO", "ORPOTrainer": "ORPO", "CPOTrainer": "CPO", "GRPOTrainer": "GRPO",
@@ -20,6 +19,15 @@ OBJECTIVES = {
     "SentenceTransformerTrainer": "embedding", "CrossEncoderTrainer": "reranking", "SetFitTrainer": "embedding",
 }  # fmt: skip
 """Trainers of other objectives, by name: what they hold beside a supervised step is not modelled."""
+OBJECTIVE_PARTS = {
+    "GRPO": "GRPO", "DPO": "DPO", "PPO": "PPO", "KTO": "KTO", "ORPO": "ORPO", "CPO": "CPO", "RLOO": "RLOO",
+    "Reward": "reward modelling", "Distill": "distillation", "GKD": "distillation", "SentenceTransformer": "embedding",
+    "Pairwise": "reward modelling", "Diffusion": "diffusion", "Flux": "diffusion", "LLaVA": "vision", "VLM": "vision",
+    "Embedding": "embedding", "Contrastive": "embedding", "Classification": "classification",
+}  # fmt: skip
+"""Parts of the names of programs' own trainers -> what they train."""
+HF_TRAINERS = ("SFTTrainer", "HfTrainer", "Seq2SeqTrainer", "UnslothTrainer")
+LIGHTNING = ("pl", "L", "lightning", "pytorch_lightning")
 OTHER_MODELS = {
     "SequenceClassification": "classification", "TokenClassification": "token classification",
     "QuestionAnswering": "extractive question answering", "MultipleChoice": "multiple choice", "MaskedLM": "masked LM",
@@ -70,8 +78,15 @@ def find(program: Program, name: str) -> Training:
     found.trainer = _trainer(program)
     if found.trainer is not None:
         kind = found.trainer.name
-        if kind in OBJECTIVES:
-            raise _other_objective(name, OBJECTIVES[kind], kind)
+        for called in (kind, found.trainer.owner):
+            parts = (said for part, said in OBJECTIVE_PARTS.items() if part in called and called.endswith("Trainer"))
+            if objective := OBJECTIVES.get(called) or next(parts, ""):
+                raise _other_objective(name, objective, called)
+        if found.trainer.owner in LIGHTNING or "max_epochs" in found.trainer.keywords:
+            raise NotPlanned(
+                f"{name} trains with Lightning's Trainer, whose steps cannot be read without running it",
+                hint="plan trace -- python FILE runs it on a phantom GPU and says what it needs",
+            )
         given = found.trainer.argument("args", 1)
         if isinstance(given, Made):
             found.arguments = given
@@ -81,6 +96,11 @@ def find(program: Program, name: str) -> Training:
         found.arguments = _last(program, lambda one: one.name.endswith(("TrainingArguments", "SFTConfig")))
     if found.arguments is None and found.trainer is None:
         _refuse(program, name)
+    if found.trainer is not None and found.arguments is None and not _of_transformers(found.trainer.name):
+        raise NotPlanned(
+            f"{name} trains with a trainer of its own ({found.trainer.name}), which cannot be read without running it",
+            hint="plan trace -- python FILE runs it on a phantom GPU and says what it needs",
+        )
     model = found.trainer.argument("model", 0) if found.trainer is not None else None
     _follow_model(found, model)
     if found.loader is None and found.model is None:
@@ -99,6 +119,11 @@ def find(program: Program, name: str) -> Training:
     return found
 
 
+def _of_transformers(name: str) -> bool:
+    """Whether a trainer without arguments is known to take transformers' defaults for them."""
+    return name == "Trainer" or name.endswith(HF_TRAINERS)
+
+
 def _trainer(program: Program) -> Made | None:
     certain = [trainer for trainer, maybe in program.trained if not maybe]
     maybe = [trainer for trainer, _ in program.trained]
@@ -107,7 +132,7 @@ def _trainer(program: Program) -> Made | None:
         return others[0]
     if certain or maybe:
         return (certain or maybe)[0]
-    return _last(program, lambda one: one.name.endswith("Trainer"))
+    return _last(program, is_trainer)
 
 
 def _last(program: Program, wanted: Callable[[Made], bool]) -> Made | None:

@@ -28,7 +28,8 @@ def read(
     settings.note_unknown({*schema.known(FORMAT), *EXTRA_KEYS, *schema.LEGACY_HF}, FORMAT)
     keys: dict[str, str] = {}
     sharding = sharding or Sharding()
-    defaults = versions.trl(sharding.versions.get("trl"))
+    bound = versions.taking((), (key for key in values if settings.has(key)))
+    defaults = versions.trl(sharding.versions.get("trl"), bound)
     if defaults.assumed:
         settings.assume(f"no TRL version named: the defaults of {defaults.said} (--assume trl==VERSION for another)")
     liger = settings.flag(settings.first("use_liger_kernel", "use_liger"), False)
@@ -109,8 +110,9 @@ def read(
 
 def sharded(settings: Settings, sharding: Sharding) -> Spread:
     """How a config with TrainingArguments' names spreads over GPUs."""
-    if settings.has("deepspeed"):
-        return zero_stage(settings, settings.raw("deepspeed"), sharding)
+    named = settings.raw("deepspeed")
+    if named not in (None, ""):
+        return zero_stage(settings, named, sharding)
     if settings.raw("fsdp") or settings.has("fsdp_config"):
         inner = settings.raw("fsdp_config", {})
         block = inner if isinstance(inner, dict) else {}

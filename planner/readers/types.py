@@ -88,6 +88,47 @@ class ReadConfig:
     call_line: int = 0
 
 
+SETTING_FIELDS = {
+    "per_device_train_batch_size": "micro_batch_seqs",
+    "gradient_accumulation_steps": "accumulation_steps",
+    "max_length": "seq_len_tokens",
+    "max_seq_length": "seq_len_tokens",
+    "model_max_length": "seq_len_tokens",
+    "cutoff_len": "seq_len_tokens",
+    "packing": "packing",
+    "r": "lora_rank",
+    "lora_r": "lora_rank",
+    "lora_rank": "lora_rank",
+    "target_modules": "lora_targets",
+    "lora_target": "lora_targets",
+    "lora_target_modules": "lora_targets",
+    "load_in_4bit": "quantization",
+    "load_in_8bit": "quantization",
+    "quantization_bit": "quantization",
+    "quant_bits": "quantization",
+    "full_finetuning": "method",
+    "finetuning_type": "method",
+    "tuner_type": "method",
+    "train_type": "method",
+    "sft_type": "method",
+    "use_peft": "method",
+    "gradient_checkpointing": "checkpointing",
+    "activation_checkpointing": "checkpointing",
+    "use_gradient_checkpointing": "checkpointing",
+    "bf16": "precision",
+    "fp16": "precision",
+    "dtype": "precision",
+    "torch_dtype": "precision",
+    "optim": "optimizer",
+    "attn_implementation": "attention",
+    "model": "model",
+    "model_name_or_path": "model",
+    "deepspeed": "parallel",
+    "fsdp": "parallel",
+}
+"""Settings of the libraries and tools -> the setup's field that they decide ("model": the model's name)."""
+
+
 def canonical(setup: TrainSetup) -> TrainSetup:
     """The setup with everything that two equal runs may write differently put into one form.
 

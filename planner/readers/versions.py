@@ -1,9 +1,12 @@
 """What a tool's defaults were in its other versions: published files run with the version that they were written for.
 
-Source: the tags of huggingface/trl v0.9.3 to v1.9.0 (`sft_config.py`, `base_config.py`, `sft_trainer.py`) and the
-installed 1.16, read in November 2026.
+Where no version is named, what a program hands over says which it cannot be: it would stop with a `TypeError`.
+
+Source: the tags of huggingface/trl v0.9.3 to v1.9.0 (`sft_config.py`, `base_config.py`, `sft_trainer.py`), the packages
+0.4.7 to 0.28 on PyPI and the installed 1.16; transformers 5.23 (`TrainingArguments`), read in November 2026.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 NEWEST_TRL = (1, 16)
@@ -13,6 +16,74 @@ TRL_CHUNKED_BY_DEFAULT_SINCE = (1, 7)
 TRL_ONLY_CHUNKED_SINCE = (1, 10)
 """From here on "nll" never makes the full logits. 1.9 is the newest tag read in which it does, 1.15 the oldest read in
 which it does not: the versions between are taken with 1.15."""
+
+
+TRL_PREPARES_KBIT_UNTIL = (0, 27)
+"""Before this `SFTTrainer` calls peft's `prepare_model_for_kbit_training` on a quantized base (0.26 does, 0.28 not)."""
+TRL_PREPARES_WITH_CHECKPOINTING_UNTIL = (0, 7, 2)
+"""Before this it does so with checkpointing switched on whatever the arguments say (0.7.1 does, 0.7.4 not)."""
+TRL_TRAINER_KEYS = {
+    **dict.fromkeys(
+        ("dataset_text_field", "packing", "max_seq_length", "dataset_num_proc", "dataset_batch_size", "eval_packing",
+         "neftune_noise_alpha", "model_init_kwargs", "dataset_kwargs", "num_of_sequences", "chars_per_token"),
+        "0.12",
+    ),
+    "tokenizer": "0.15",
+}  # fmt: skip
+"""Keywords of `SFTTrainer` -> the newest TRL that takes them there."""
+TRL_CONFIG_KEYS = {"max_seq_length": "0.19"}
+"""Fields of `SFTConfig` -> the newest TRL that has them."""
+NOT_IN_TRANSFORMERS_5 = frozenset({
+    "evaluation_strategy", "overwrite_output_dir", "group_by_length", "save_safetensors", "logging_dir", "no_cuda",
+    "per_gpu_train_batch_size", "warmup_ratio", "push_to_hub_model_id", "fp16_backend", "half_precision_backend",
+    "tpu_num_cores", "use_mps_device", "dispatch_batches", "split_batches", "torchdynamo", "ray_scope",
+    "jit_mode_eval", "fp16_opt_level", "past_index", "include_inputs_for_metrics", "fsdp_min_num_params",
+    "fsdp_transformer_layer_cls_to_wrap", "include_tokens_per_second",
+})  # fmt: skip
+"""Arguments of `TrainingArguments` that version 5 does not take any more."""
+TRL_WITH_TRANSFORMERS_5 = (0, 26)
+"""Older TRL is taken to run on transformers 4: 5.0 is younger than it."""
+TRANSFORMERS_FUSED_SINCE = (4, 54)
+"""From here on the default optimizer is the fused one (with torch 2.8 and newer)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformersDefaults:
+    """Defaults of one transformers version; `why` says how it is known that it is not the newest, "" where it is."""
+
+    version: tuple[int, ...]
+    why: str = ""
+
+    @property
+    def dtype(self) -> str:
+        """The data type of `from_pretrained` without one."""
+        return "auto" if self.version >= (5,) else "float32"
+
+    @property
+    def optimizer(self) -> str:
+        """The default of `optim`."""
+        return "adamw_torch_fused" if self.version >= TRANSFORMERS_FUSED_SINCE else "adamw_torch"
+
+
+def transformers(version: str | None, arguments: Iterable[str], trl: "TrlDefaults | None") -> TransformersDefaults:
+    """The defaults of the named version, else of the newest that takes these arguments and goes with this TRL."""
+    if version is not None:
+        return TransformersDefaults(version=parsed(version), why=f"transformers {version}")
+    gone = sorted(NOT_IN_TRANSFORMERS_5 & set(arguments))
+    if trl is not None and trl.version < (0, 13):
+        return TransformersDefaults(version=(4, 46), why=f"{trl.said} needs transformers 4.46 or older")
+    if trl is not None and trl.version < TRL_WITH_TRANSFORMERS_5:
+        return TransformersDefaults(version=(4, 57), why=f"{trl.said} goes with transformers 4")
+    if gone:
+        return TransformersDefaults(version=(4, 57), why=f"{gone[0]} is not in transformers 5")
+    return TransformersDefaults(version=(5,))
+
+
+def taking(trainer: Iterable[str], config: Iterable[str]) -> tuple[str, str] | None:
+    """(version, key): the newest TRL that takes these keywords of `SFTTrainer` and `SFTConfig`; None: any."""
+    bounds = [(TRL_TRAINER_KEYS[key], key) for key in trainer if key in TRL_TRAINER_KEYS]
+    bounds += [(TRL_CONFIG_KEYS[key], key) for key in config if key in TRL_CONFIG_KEYS]
+    return min(bounds, key=lambda bound: parsed(bound[0]), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +108,10 @@ class TrlDefaults:
         """Whether SFTConfig trains under bf16 autocast unless told otherwise."""
         return self.version >= TRL_BF16_SINCE
 
+    def prepares_kbit(self, *, four_bit: bool, bf16: bool) -> bool:
+        """Whether the trainer leaves what is not quantized in float32: under bf16 it casts a 4-bit base's back."""
+        return self.version < TRL_PREPARES_KBIT_UNTIL and not (four_bit and bf16)
+
     def loss(self, loss_type: str | None, *, liger: bool) -> str:
         """The setup's loss for SFTConfig's `loss_type` (None: not given)."""
         if self.version >= TRL_ONLY_CHUNKED_SINCE:
@@ -47,8 +122,11 @@ class TrlDefaults:
         return "chunked" if chunked or loss_type == "chunked_nll" else "full"
 
 
-def trl(version: str | None) -> TrlDefaults:
-    """The defaults of a TRL version ("0.22.2"), of the newest where it is None."""
+def trl(version: str | None, bound: tuple[str, str] | None = None) -> TrlDefaults:
+    """The defaults of a TRL version ("0.22.2"); where it is None of the newest, or of the one that `taking` allows."""
+    if version is None and bound is not None:
+        said = f"TRL {bound[0]} (the newest that takes {bound[1]} there)"
+        return TrlDefaults(version=parsed(bound[0]), said=said, assumed=True)
     if version is None:
         newest = ".".join(map(str, NEWEST_TRL))
         return TrlDefaults(version=NEWEST_TRL, said=f"TRL {newest}", assumed=True)

@@ -349,3 +349,136 @@ def test_a_program_is_never_run(body: str, tmp_path: Path, monkeypatch: pytest.M
     found = read_config(file)
     assert found.setup.micro_batch_seqs == 4
     assert [one.name for one in tmp_path.iterdir()] == ["train.py"]
+
+
+PARSED = (
+    "import argparse\np = argparse.ArgumentParser()\np.add_argument('--batch', type=int)\n"
+    "p.add_argument('--bf16', type=bool, default=False)\na = p.parse_args()\n" + TRAIN.format(batch="a.batch")
+)
+LAUNCHES = {
+    "words in a variable of several lines": 'ARGS="\n  --nproc_per_node 2\n"\ntorchrun $ARGS train.py --batch 2\n',
+    "an array": "args=(\n  --batch 2  # per GPU\n)\ntorchrun --nproc_per_node=2 train.py ${args[@]}\n",
+    "an array that grows": 'args=(--seed 1)\nargs+=(--batch 2)\ntorchrun --nproc-per-node 2 train.py "${args[@]}"\n',
+    "a command in a variable": 'cmd="torchrun --nproc_per_node 2 train.py"\n$cmd --batch 2 > log.txt 2>&1\n',
+    "sums of variables": "G=2\nB=64\ntorchrun --nproc_per_node $G train.py --batch $(($B / $G / 16))\n",
+    "a default of a parameter": "B=${1}\nB=${B:-2}\ntorchrun --nproc_per_node 2 train.py --batch $B\n",
+    "GPUs that are counted": 'N=$(python -c "import torch; print(torch.cuda.device_count())")\n'
+    "torchrun --nproc_per_node $N train.py --batch $((4 / N))\n",
+    "set-up before it": "python -m venv .venv\npip install trl\ndeepspeed --include localhost:0,1 train.py --batch 2\n",
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_what_shell_scripts_put_together_is_followed(name: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(HEAD + PARSED)
+    script = tmp_path / "run.sh"
+    script.write_text(LAUNCHES[name])
+    found = read_config(script, num_gpus=2)
+    assert (found.setup.micro_batch_seqs, found.setup.num_gpus) == (2, 2)
+
+
+def test_words_that_only_the_shell_knows_are_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(HEAD + PARSED)
+    script = tmp_path / "run.sh"
+    script.write_text("B=$1\npython train.py --batch $B --bf16 true\n")
+    assert open_fields(read_config(script)) == {"micro_batch_seqs"}
+    script.write_text(
+        "swift sft --model $MODEL --tuner_type lora --max_length 512 --per_device_train_batch_size ${1}\n"
+    )
+    assert open_fields(read_config(script)) == {"model", "micro_batch_seqs"}
+
+
+def test_a_launch_is_read_by_its_config_or_its_words_where_the_program_is_a_wrapper(tmp_path: Path) -> None:
+    words = "stage: sft\ndo_train: true\nmodel_name_or_path: gpt2\nfinetuning_type: full\ncutoff_len: 64\n"
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "full.yaml").write_text(words)
+    script = tmp_path / "examples" / "run.sh"
+    script.write_text("torchrun src/train.py examples/full.yaml\n")
+    assert (read_config(script).format, read_config(script).setup.seq_len_tokens) == ("llamafactory", 64)
+    script.write_text(
+        f"python src/train_bash.py {' '.join('--' + one.replace(':', '') for one in words.splitlines())}\n"
+    )
+    assert (read_config(script).format, read_config(script).setup.seq_len_tokens) == ("llamafactory", 64)
+    script.write_text("python src/train.py --epochs 3\n")
+    with pytest.raises(Undetermined, match=r"src/train\.py, which is not beside it") as caught:
+        read_config(script)
+    assert caught.value.hint == 'plan check train.py --args "--epochs 3"'
+
+
+LENGTHS = {
+    "a slice in a function": "def cut(row):\n    LIMIT = 384\n    ids = t(row)\n    return ids[:LIMIT]\nds.map(cut)\n",
+    "a slice of a row": "def cut(row):\n    return row['input_ids'][:384]\nds.map(cut)\n",
+    "two parts": "import argparse\nC = Collator(source_max_len=128, target_max_len=256)\n",
+    "a data set: its own": "class Data:\n    def __init__(self, seq_length):\n        pass\nData(seq_length=384)\n",
+    "a local name": "def data():\n    cutoff_len = 384\n    return cutoff_len\ndata()\n",
+}
+PLAIN = """
+model = AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.bfloat16)
+Trainer(model, args=TrainingArguments(per_device_train_batch_size=4)).train()
+"""
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_length_is_found_where_the_data_is_cut(name: str) -> None:
+    found = read(LENGTHS[name] + PLAIN)
+    assert (found.setup.seq_len_tokens, open_fields(found)) == (384, set())
+
+
+def test_lengths_that_contradict_each_other_are_asked_for() -> None:
+    body = "def data(cutoff_len=64):\n    return 1\ndef more(cutoff_len=128):\n    return 1\ndata()\nmore()\n"
+    assert open_fields(read(body + PLAIN)) == {"seq_len_tokens"}
+    generation = "def generate(max_length=64):\n    return max_length\ngenerate()\n"
+    assert open_fields(read(generation + PLAIN)) == {"seq_len_tokens"}
+
+
+def test_what_a_program_hands_over_says_which_versions_it_cannot_run_with() -> None:
+    model = "model = AutoModelForCausalLM.from_pretrained('gpt2')\n"
+    old = read(model + "SFTTrainer(model, args=TrainingArguments(bf16=True), max_seq_length=64, tokenizer=1).train()\n")
+    assert (old.setup.loss, old.setup.precision, old.setup.checkpointing) == ("full", "bf16-mixed", 0)
+    assert any("TRL 0.12 (the newest that takes max_seq_length there)" in one for one in old.assumptions)
+    four = read(
+        model + "m = 64\nTrainer(model, args=TrainingArguments(evaluation_strategy='no', max_steps=1)).train()\n"
+    )
+    assert four.setup.precision == "fp32"
+    assert any("evaluation_strategy is not in transformers 5" in one for one in four.assumptions)
+    first = read_text(
+        HEAD
+        + "four = BitsAndBytesConfig(load_in_4bit=True)\n"
+        + "model = AutoModelForCausalLM.from_pretrained('gpt2', quantization_config=four)\n"
+        + "SFTTrainer(model, args=TrainingArguments(), peft_config=LoraConfig(r=8), max_seq_length=64).train()\n",
+        "train.py",
+        sharding=Sharding(versions={"trl": "0.4.7"}),
+    )
+    assert (first.setup.checkpointing, first.setup.kbit_fp32_cast) == (1, True)
+
+
+def test_programs_that_train_on_request_are_read_as_if_asked() -> None:
+    body = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--train', action='store_true')\n"
+    body += "a = p.parse_args()\n"
+    found = read(
+        body + "def main(n):\n" + TRAIN.format(batch="n").replace("\n", "\n    ") + "\nif a.train:\n    main(4)\n"
+    )
+    assert (found.setup.micro_batch_seqs, open_fields(found)) == (4, set())
+
+
+def test_names_of_modules_that_a_program_collects_are_every_linear_layer() -> None:
+    found = read(
+        "def find_all_linear_names(model):\n    names = set()\n    for name, one in model.named_modules():\n"
+        "        names.add(name)\n    return list(names)\n"
+        "model = AutoModelForCausalLM.from_pretrained('gpt2', dtype='bfloat16')\n"
+        "lora = LoraConfig(r=8, target_modules=find_all_linear_names(model))\n"
+        "SFTTrainer(model, args=SFTConfig(max_length=64), peft_config=lora).train()\n"
+    )
+    assert (found.setup.lora_targets, open_fields(found)) == ("all-linear", set())
+
+
+def test_trainers_of_programs_are_what_their_names_say() -> None:
+    for body, word in (
+        ("class MyDPOTrainer(Trainer):\n    pass\nMyDPOTrainer(model=1, args=TrainingArguments()).train()\n", "DPO"),
+        ("import pytorch_lightning as pl\npl.Trainer(max_epochs=3)\n", "Lightning"),
+        ("from own import StageTrainer\nStageTrainer(1).train()\n", "trainer of its own"),
+    ):
+        with pytest.raises(ConfigError, match=word):
+            read(body)
+    with pytest.raises(ConfigError, match="has no call of TrainingArguments"):
+        read("from tokenizers.trainers import BpeTrainer\nBpeTrainer(vocab_size=10)\n")

@@ -6,7 +6,8 @@ A loop of unknown length is read once. Nothing is imported or executed; modules 
 
 import ast
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from planner.readers.program import library
@@ -30,6 +31,23 @@ from planner.readers.program.values import (
 MAX_STEPS = 200_000
 MAX_DEPTH = 24
 MAX_LOOP = 64
+MAX_MODULES = 40
+MAX_SOURCE_BYTES = 600_000
+"""Of modules beside the program: what lies behind is taken for foreign code."""
+LENGTH_NAMES = frozenset({
+    "max_length", "max_seq_length", "max_seq_len", "max_len", "seq_len", "seq_length", "sequence_length", "cutoff_len",
+    "block_size", "context_length", "model_max_length", "max_token_length", "max_tokens_length",
+})  # fmt: skip
+"""Names (in lower case) under which programs keep the length to which they cut sequences."""
+PARTS_OF_LENGTH = (
+    ("source_max_len", "target_max_len"),
+    ("max_input_length", "max_output_length"),
+    ("max_source_length", "max_target_length"),
+)
+"""Two lengths that one sequence is put together from."""
+CUT_NAMES = ("input_ids", "ids", "labels", "attention_mask", "tokens")
+NOT_DATA = ("generat", "predict", "infer", "eval", "chat", "test", "sample", "plot", "print")
+"""Parts of the names of functions whose lengths are not the training data's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +57,14 @@ class Outside:
     Attributes:
         arguments: the words after the program's name on its command line; None: nobody said.
         environment: variables that the launcher sets.
+        open_switches: whether flags that nobody gave are not known (else they are off).
         bf16: whether the card computes in bf16; capability: its compute capability.
         read: the text of a file named by the program (relative to it), None where it may not or cannot be read.
     """
 
     arguments: Sequence[str] | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    open_switches: bool = False
     bf16: bool = True
     capability: tuple[int, int] = (8, 0)
     read: Callable[[str], str | None] = field(default=lambda _: None)
@@ -59,12 +79,15 @@ class Program:
         made: every call of foreign code, in order.
         module: the names of the main module at the end.
         sources: files read beside the program.
+        cuts: lengths to which lists of tokens are cut by slices; lengths: values of names that say a length.
     """
 
     trained: list[tuple[Made, bool]] = field(default_factory=list)
     made: list[Made] = field(default_factory=list)
     module: Scope = field(default_factory=Scope)
     sources: list[str] = field(default_factory=list)
+    cuts: list[Known] = field(default_factory=list)
+    lengths: list[Known] = field(default_factory=list)
 
 
 class _Leave(Exception):
@@ -94,16 +117,14 @@ def run(text: str, name: str, outside: Outside, label: Callable[[int], str] | No
     """
     tree = ast.parse(text)
     reader = Reader(name, outside, label)
-    scope = reader.program.module
-    scope.file = name
-    scope.names["__name__"] = Known("__main__")
-    try:
-        reader.block(tree.body, scope)
-        reader.uncalled(scope)
-    except _TooLong:
-        pass
-    except _Leave:
-        pass
+    reader.whole(tree)
+    if "store_true" in text and outside.arguments is None and not reader.makes_trainer():
+        again = Reader(name, replace(outside, open_switches=True), label)
+        again.whole(tree)
+        if again.makes_trainer():
+            return again.program
+    with suppress(_TooLong, _Leave):
+        reader.uncalled(reader.program.module)
     return reader.program
 
 
@@ -116,11 +137,24 @@ class Reader:
         self.program = Program()
         self.modules: dict[str, Scope | None] = {}
         self.steps = 0
+        self.source_bytes = 0
         self.depth = 0
         self.uncertain = 0
         self.running: list[Any] = []
         self.entered: set[int] = set()
         self.maybe_returned: list[list[Value]] = []
+
+    def whole(self, tree: ast.Module) -> None:
+        """The main module, as far as it can be read."""
+        scope = self.program.module
+        scope.file = self.name
+        scope.names["__name__"] = Known("__main__")
+        with suppress(_TooLong, _Leave):
+            self.block(tree.body, scope)
+
+    def makes_trainer(self) -> bool:
+        """Whether a trainer or its arguments were made so far."""
+        return any(library.is_trainer(made) or library.holds_arguments(made) for made in self.program.made)
 
     # statements
 
@@ -240,6 +274,7 @@ class Reader:
         match target:
             case ast.Name():
                 scope.names[target.id] = value
+                self.note_length(target.id, value)
             case ast.Tuple() | ast.List():
                 parts = library.unpacked(value, len(target.elts))
                 for one, part in zip(target.elts, parts, strict=True):
@@ -252,6 +287,15 @@ class Reader:
                 owner, key = self.value(target.value, scope), plain(self.value(target.slice, scope))
                 if isinstance(owner, Table) and isinstance(key, str):
                     self.store(owner.entries, key, value, self.place(target, scope))
+
+    def note_length(self, name: str, value: Value, called: str = "") -> None:
+        """Remembers what a name for a length stands for; `called` is the function that it is handed to."""
+        if name.lower() not in LENGTH_NAMES or not isinstance(value, Known) or type(value.data) is not int:
+            return
+        running = [node.name for node in self.running if isinstance(node, ast.FunctionDef)]
+        inside = [name.lower() for name in (*running, called)]
+        if value.data >= 16 and not any(part in name for name in inside for part in NOT_DATA):
+            self.program.lengths.append(value)
 
     def store(self, entries: dict[str, Value], key: str, value: Value, place: str) -> None:
         """Sets an entry; under an unknown condition a different value makes it unknown."""
@@ -285,8 +329,10 @@ class Reader:
         if name not in self.modules:
             self.modules[name] = None
             path = name.replace(".", "/") + ".py"
-            text = self.outside.read(path)
+            enough = len(self.modules) > 400 or len(self.program.sources) >= MAX_MODULES
+            text = None if enough or self.source_bytes > MAX_SOURCE_BYTES else self.outside.read(path)
             if text is not None:
+                self.source_bytes += len(text)
                 scope = Scope(file=path)
                 try:
                     self.block(ast.parse(text).body, scope)
@@ -307,7 +353,7 @@ class Reader:
                 made = self.value(decorator, scope)
                 if isinstance(made, Made) and made.name in ("option", "argument"):
                     option = library.Option.of(made)
-                    function.options[option.name] = option.value(self.outside.arguments)
+                    function.options[option.name] = option.value(self.outside)
         return function
 
     def class_of(self, node: ast.ClassDef, scope: Scope) -> Class:
@@ -339,7 +385,7 @@ class Reader:
         """An object of a class of the program; one that extends foreign code is a call of that with its defaults."""
         if made_by.base and library.is_followed(made_by.base):
             defaults = {name: made_by.attributes[name] for name in made_by.fields if name in made_by.attributes}
-            call.name = made_by.base.rpartition(".")[2]
+            call.name, call.owner = made_by.base.rpartition(".")[2], made_by.name
             call.keywords = {**defaults, **call.keywords}
             self.program.made.append(call)
             return call
@@ -380,6 +426,10 @@ class Reader:
             self.depth -= 1
             self.running.pop()
         others = self.maybe_returned.pop()
+        if plain(result) is not result and isinstance(plain(result), Unknown) and _walks_modules(node):
+            return Known("all-linear", f"{call.where}, {node.name}()")
+        if isinstance(result, Unknown) and _walks_modules(node):
+            return Known("all-linear", f"{call.where}, {node.name}()")
         if any(not same(result, other) for other in others):
             made = next((one for one in (result, *others) if isinstance(one, (Made, Instance, Items))), None)
             return made if made is not None else Unknown(f"{call.where}: depends on a condition inside the function")
@@ -410,6 +460,7 @@ class Reader:
             else:
                 value = Unknown(f"{call.where or _file(function.scope)}: the argument {name} is not known")
             scope.names[name] = value
+            self.note_length(name, value, getattr(function.node, "name", ""))
         if arguments.vararg is not None:
             scope.names[arguments.vararg.arg] = Items(given[len(positional) :])
         if arguments.kwarg is not None:
@@ -475,6 +526,8 @@ class Reader:
                 return Unknown(f"{self.place(node, scope)}: depends on a condition")
             case ast.Subscript():
                 key = self.value(node.slice, scope) if not isinstance(node.slice, ast.Slice) else Unknown("a slice")
+                if isinstance(node.slice, ast.Slice):
+                    self.cut(node.value, node.slice, scope)
                 return library.element(self.value(node.value, scope), key, self.place(node, scope))
             case ast.Lambda():
                 return Function(node, scope)
@@ -487,6 +540,15 @@ class Reader:
             case ast.Await() | ast.Starred():
                 return self.value(node.value, scope)
         return Unknown(f"{self.place(node, scope)}: computed while the program runs")
+
+    def cut(self, node: ast.expr, by: ast.Slice, scope: Scope) -> None:
+        """Remembers the length to which a list of tokens is cut."""
+        name = _last(node) or (
+            node.slice.value if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) else ""
+        )
+        upper = self.value(by.upper, scope) if by.upper is not None and by.lower is None else None
+        if isinstance(upper, Known) and type(upper.data) is int and upper.data >= 16 and str(name).endswith(CUT_NAMES):
+            self.program.cuts.append(upper)
 
     def table(self, node: ast.Dict, scope: Scope) -> Table:
         found = Table({}, self.place(node, scope))
@@ -561,6 +623,16 @@ class Reader:
                 found.append(self.value(node.elt, inner))
         return Items(found, self.place(node, scope))
 
+    def note_lengths(self, callee: Value, call: Made) -> None:
+        """Remembers lengths handed to the program's own code and to data sets."""
+        if isinstance(callee, (Function, Class)) or call.name.endswith(("Dataset", "Collator")):
+            for name, value in call.keywords.items():
+                self.note_length(name, value, call.name)
+        for one, other in PARTS_OF_LENGTH:
+            parts = (plain(call.keywords.get(one)), plain(call.keywords.get(other)))
+            if all(type(part) is int for part in parts):
+                self.program.cuts.append(Known(sum(parts), f"{call.where}, {one} + {other}"))
+
     def call(self, node: ast.Call, scope: Scope) -> Value:
         callee = self.value(node.func, scope)
         call = Made(_last(node.func), where=self.place(node, scope))
@@ -581,11 +653,20 @@ class Reader:
             else:
                 call.keywords |= inner.entries
                 call.more = call.more or inner.more
+        self.note_lengths(callee, call)
         if isinstance(callee, Function):
             return self.called(callee, call)
         if isinstance(callee, Class):
             return self.instance(callee, call)
         return library.call(self, callee, call)
+
+
+def _walks_modules(node: ast.AST) -> bool:
+    """Whether a function collects names of a model's modules (every linear layer's, in the programs that do it)."""
+    named = isinstance(node, ast.FunctionDef) and any(
+        part in node.name.lower() for part in ("linear", "target", "module", "lora")
+    )
+    return named and any(isinstance(one, ast.Attribute) and one.attr == "named_modules" for one in ast.walk(node))
 
 
 def _joined(one: dict[str, Value], other: dict[str, Value], place: str) -> dict[str, Value]:

@@ -23,10 +23,10 @@ from planner.readers.program.values import (
     plain,
     where_of,
 )
-from planner.readers.shell import flags
+from planner.readers.shell import flags, is_open
 
 if TYPE_CHECKING:
-    from planner.readers.program.interpret import Reader
+    from planner.readers.program.interpret import Outside, Reader
 
 ARGUMENT_CLASSES = ("TrainingArguments", "Config", "Arguments")
 PARSERS = ("HfArgumentParser", "TrlParser", "DPOTrainerParser", "H4ArgumentParser")
@@ -47,9 +47,23 @@ NUMBERS: dict[str, Any] = {
 }  # fmt: skip
 
 
+TOKENIZER_TRAINERS = ("BpeTrainer", "WordPieceTrainer", "UnigramTrainer", "WordLevelTrainer")
+ARGUMENT_DEFAULTS = {
+    "fp16": False, "gradient_checkpointing": False, "per_device_train_batch_size": 8, "deepspeed": None,
+    "gradient_accumulation_steps": 1, "max_steps": -1, "do_train": False, "do_eval": False, "fsdp": None,
+    "torch_compile": False, "use_liger_kernel": False, "resume_from_checkpoint": None,
+}  # fmt: skip
+"""Fields of transformers' arguments that programs ask, and what they are where nobody sets them."""
+
+
 def is_trainer(made: Made) -> bool:
     """Whether a call makes a trainer."""
-    return made.name.endswith("Trainer")
+    return made.name.endswith("Trainer") and made.name not in TOKENIZER_TRAINERS
+
+
+def holds_arguments(made: Made) -> bool:
+    """Whether a call makes a trainer's arguments."""
+    return made.name.endswith(("TrainingArguments", "SFTConfig"))
 
 
 def is_followed(path: str) -> bool:
@@ -104,13 +118,30 @@ def as_table(value: Value) -> Table | None:
         return Table(dict(value.attributes), more=value.more)
     if isinstance(value, Made) and is_followed(value.name):
         more = value.more or f"{value.where}: what {value.name} itself takes for it"
-        return Table({**value.keywords, **value.attributes}, value.where, more)
+        own = {} if value.more else _argument_defaults(value)
+        return Table({**own, **value.keywords, **value.attributes}, value.where, more)
     return None
+
+
+def _argument_defaults(made: Made) -> dict[str, Value]:
+    """What transformers' arguments are where nobody sets them."""
+    if not holds_arguments(made):
+        return {}
+    bf16 = {"bf16": False} if made.name.endswith("TrainingArguments") else {}
+    return {name: Known(data, f"{made.name}'s default") for name, data in (ARGUMENT_DEFAULTS | bf16).items()}
+
+
+def _command_line(reader: "Reader") -> Items:
+    """`sys.argv`: the program's name, and what is said of its words."""
+    words = reader.outside.arguments or ()
+    return Items([Known(reader.name), *(Known(word, "the command line") for word in words)], "the command line")
 
 
 def attribute(reader: "Reader", value: Value, name: str, place: str) -> Value:
     """value.name"""
     match value:
+        case Dotted() if value.path == "sys" and name == "argv":
+            return _command_line(reader)
         case Dotted():
             return Dotted(f"{value.path}.{name}")
         case Instance() | Class():
@@ -131,7 +162,8 @@ def attribute(reader: "Reader", value: Value, name: str, place: str) -> Value:
                 return value.keywords[name]
             if value.more and is_followed(value.name):
                 return Unknown(value.more)
-            return Made(name, owner=value.name, receiver=value, where=place)
+            own = _argument_defaults(value)
+            return own[name] if name in own else Made(name, owner=value.name, receiver=value, where=place)
         case Unknown():
             return value
     return Made(name, receiver=value, where=place)
@@ -214,9 +246,9 @@ class Option:
         required = plain(made.keywords.get("required")) is True or not long.startswith("-")
         return cls(str(name), flags, default, words, switch, required, made.where)
 
-    def value(self, arguments: Any) -> Value:
+    def value(self, outside: "Outside") -> Value:
         """What the option is: the command line's word, else its default."""
-        words = list(arguments or ())
+        words = list(outside.arguments or ())
         for index, word in enumerate(words):
             flag, equals, rest = word.partition("=")
             if flag.replace("_", "-") not in [one.replace("_", "-") for one in self.flags]:
@@ -224,12 +256,18 @@ class Option:
             if self.switch is not None and not equals:
                 return Known(self.switch, "the command line")
             text = rest if equals else words[index + 1] if index + 1 < len(words) else ""
-            return Known(_converted(text, self.kind), "the command line")
-        if self.required:
+            return _open(flag, text) or Known(_converted(text, self.kind), "the command line")
+        if self.required or (self.switch is not None and outside.open_switches):
             return Unknown(f"{self.where}: {self.flags[0] if self.flags else self.name} comes from the command line")
         if isinstance(self.default, Known):
             return Known(_converted(self.default.data, self.kind), f"{self.where}, default of {self.flags[0]}")
         return self.default
+
+
+def _open(flag: str, text: Any) -> Unknown | None:
+    """Why a word of a command line is not known, where only the shell would fill it in."""
+    opened = isinstance(text, str) and is_open(text)
+    return Unknown(f"the command line: {flag} {text} is set when the script runs") if opened else None
 
 
 def _converted(text: Any, kind: str) -> Any:
@@ -266,7 +304,8 @@ def on_command_line(arguments: Any) -> dict[str, Value]:
             if name.startswith("no_"):
                 found[name[3:]] = Known(False, "the command line")
         else:
-            data = [Known(_word(text), "the command line") for text in ([given] if isinstance(given, str) else given)]
+            texts = [given] if isinstance(given, str) else given
+            data = [_open(f"--{name}", text) or Known(_word(text), "the command line") for text in texts]
             found[name] = data[0] if len(data) == 1 else Items(list(data))
     return found
 
@@ -297,8 +336,8 @@ def option_default(reader: "Reader", name: str, value: Value) -> Value:
     return value
 
 
-def _namespace(options: list[Option], arguments: Any) -> Instance:
-    return Instance({option.name: option.value(arguments) for option in options})
+def _namespace(options: list[Option], outside: "Outside") -> Instance:
+    return Instance({option.name: option.value(outside) for option in options})
 
 
 def call(reader: "Reader", callee: Value, made: Made) -> Value:
@@ -372,6 +411,9 @@ def _of_module(reader: "Reader", callee: Dotted, made: Made) -> Value | None:
             if all(isinstance(one, int) for one in bounds) and len(range(*bounds)) <= 64:
                 return Items([Known(number, made.where) for number in range(*bounds)])
             return None
+        case _ if callee.name == "snapshot_download":  # of the hub or of ModelScope: the folder holds that model
+            named = [made.keywords.get(key) for key in ("repo_id", "model_id")]
+            return next((one for one in (first, *named) if one is not None), None)
         case "os.path.join" | "pathlib.Path" | "Path" | "os.path.expanduser" | "str" if made.positional:
             parts = [plain(one) for one in made.positional]
             known = all(isinstance(part, (str, int, float)) for part in parts)
@@ -484,12 +526,21 @@ def _of_parser(reader: "Reader", owner: Made, made: Made) -> Value | None:
             return made
         case "add_argument_group" | "add_mutually_exclusive_group":
             return owner
+        case "add_subparsers":
+            chosen = plain(made.keywords.get("dest"))
+            if isinstance(chosen, str):
+                word = next((word for word in arguments or () if not word.startswith("-")), None)
+                came = Unknown(f"{made.where}: {chosen} comes from the command line")
+                owner.attributes[chosen] = Known(word, "the command line") if word is not None else came
+            return owner
+        case "add_parser":
+            return owner
         case "set_defaults":
             owner.attributes |= made.keywords
             return Known(None)
         case "parse_args" | "parse_known_args" if owner.name == "ArgumentParser":
             options = [Option.of(one) for one in owner.positional if isinstance(one, Made)]
-            found = _namespace(options, arguments)
+            found = _namespace(options, reader.outside)
             found.attributes |= owner.attributes
             return Items([found, Items([])]) if made.name == "parse_known_args" else found
         case (
