@@ -50,6 +50,11 @@ def write_whole(
         raise
 
 
+def user_id() -> int:
+    """The user's number; 0 on native Windows, which has none."""
+    return os.getuid() if hasattr(os, "getuid") else 0
+
+
 def private_directory() -> Path:
     """A folder in the temporary directory that is this user's alone: `finetune-planner-UID`, or a new one where
     somebody else has made that.
@@ -57,12 +62,15 @@ def private_directory() -> Path:
     Raises:
         OSError: none can be made.
     """
-    path = Path(tempfile.gettempdir()) / f"finetune-planner-{os.getuid()}"
+    path = Path(tempfile.gettempdir()) / f"finetune-planner-{user_id()}"
+    if not hasattr(os, "getuid"):  # native Windows: every user has a temporary directory of their own
+        path.mkdir(exist_ok=True)
+        return path
     try:
         os.mkdir(path, 0o700)
     except FileExistsError:
         status = os.lstat(path)
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != user_id() or status.st_mode & 0o077:
             return Path(tempfile.mkdtemp(prefix=f"{path.name}-"))
     return path
 

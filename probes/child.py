@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 
 
 class StatusPipe:
@@ -44,6 +43,8 @@ class StatusPipe:
 
 def limit_cpu_memory(extra_bytes: int) -> None:
     """Lets this process map at most `extra_bytes` more than it has mapped now."""
+    import resource  # not on native Windows, where no probe runs
+
     with open("/proc/self/statm", encoding="utf-8") as handle:
         mapped = int(handle.read().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

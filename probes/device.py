@@ -6,7 +6,6 @@ that dies; what a killed process left on the device is waited for.
 """
 
 import contextlib
-import fcntl
 import os
 import tempfile
 import time
@@ -14,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from planner.locks import NO_LINK, OPEN_FLAGS, lock
+from planner.outputs import user_id
 from planner.units import MIB
 from probes.environment import DeviceStatus, device_status
 
@@ -55,7 +56,7 @@ def take_turn(device: str, waiting: Callable[[bool], None], *, read: ReadStatus 
     descriptor = _open_lock(status.uuid if status is not None else device.replace(":", "-"))
     if descriptor is not None:
         waiting(True)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        lock(descriptor)
         waiting(False)
     return clean_turn(device, descriptor=descriptor, read=read)
 
@@ -86,7 +87,7 @@ def take_turns(devices: Sequence[str], waiting: Callable[[bool], None], *, read:
         if descriptor is None:
             continue
         waiting(True)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        lock(descriptor)
         waiting(False)
         held.append(descriptor)
     return Turns(descriptors=tuple(held))
@@ -112,7 +113,8 @@ def _read_resting(descriptor: int | None) -> int | None:
     if descriptor is None:
         return None
     try:
-        return int(os.pread(descriptor, 32, 0))
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        return int(os.read(descriptor, 32))
     except (OSError, ValueError):
         return None
 
@@ -121,17 +123,18 @@ def _write_resting(descriptor: int | None, used_bytes: int) -> None:
     if descriptor is not None:
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, str(used_bytes).encode(), 0)
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            os.write(descriptor, str(used_bytes).encode())
 
 
 def lock_path(name: str) -> Path:
     """The lock of one device, for this user."""
-    return Path(tempfile.gettempdir()) / f"finetune-planner-{os.getuid()}-{name}.lock"
+    return Path(tempfile.gettempdir()) / f"finetune-planner-{user_id()}-{name}.lock"
 
 
 def _open_lock(name: str) -> int | None:
     try:
-        return os.open(lock_path(name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        return os.open(lock_path(name), os.O_RDWR | os.O_CREAT | NO_LINK | OPEN_FLAGS, 0o600)
     except OSError:  # no place for a lock: measure without
         return None
 

@@ -74,6 +74,11 @@ def run_probe(
         EnvironmentProblem: the request cannot be written or the child cannot be started; nothing was run.
         KeyboardInterrupt: Ctrl-C, after the child was killed.
     """
+    if not hasattr(os, "killpg"):
+        raise EnvironmentProblem(
+            "probes need a system with process groups: native Windows has none",
+            hint="run in WSL 2; planning works here",
+        )
     reason = why_not_probed(request.setup)
     if reason:
         return ProbeFailure(rung=request.rung, kind=FailureKind.UNSUPPORTED, message=reason)

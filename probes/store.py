@@ -7,7 +7,6 @@ backwards, so `recorded_at` is for people only, and of several records under one
 """
 
 import errno
-import fcntl
 import hashlib
 import os
 import stat
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from planner.codec import BadOutcome
 from planner.errors import ConfigError, EnvironmentProblem
+from planner.locks import NO_LINK, OPEN_FLAGS, lock, unlock
 from planner.outcome import FailureKind, Measurement
 from planner.outputs import private_directory, write_whole
 from probes.records import Record, decode_line, encode_line
@@ -170,7 +170,7 @@ class Store:
     def _refresh(self) -> None:
         try:
             # O_NONBLOCK: opening a named pipe that nobody writes to would wait for ever.
-            with open(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as handle:
+            with open(os.open(self.path, os.O_RDONLY | OPEN_FLAGS), "rb") as handle:
                 _refuse_special(handle.fileno(), self.path)
                 size = os.fstat(handle.fileno()).st_size
                 if size < self._offset:  # replaced or cut by a person: read it anew
@@ -178,7 +178,7 @@ class Store:
                 if size == self._offset:
                     return
                 handle.seek(self._offset)
-                with _locked(handle.fileno(), fcntl.LOCK_SH):
+                with _locked(handle.fileno(), shared=True):
                     data = handle.read(MAX_STORE_BYTES + 1)
                 if len(data) > MAX_STORE_BYTES:
                     raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
@@ -277,13 +277,13 @@ def _append_bytes(path: Path, lines: bytes) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # A link of that name is not followed: somebody else may have placed it, to a file that a shell runs.
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | NO_LINK | OPEN_FLAGS
     descriptor = os.open(path, flags, 0o666)
     try:
         _refuse_special(descriptor, path)
-        with _locked(descriptor, fcntl.LOCK_EX):
+        with _locked(descriptor):
             size = os.fstat(descriptor).st_size
-            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            if size and not _ends_line(descriptor, size):
                 lines = b"\n" + lines
             try:
                 written = os.write(descriptor, lines)
@@ -297,10 +297,15 @@ def _append_bytes(path: Path, lines: bytes) -> None:
         os.close(descriptor)
 
 
+def _ends_line(descriptor: int, size: int) -> bool:
+    os.lseek(descriptor, size - 1, os.SEEK_SET)  # O_APPEND: what is written goes to the end all the same
+    return os.read(descriptor, 1) == b"\n"
+
+
 def _content(path: Path) -> bytes:
     """What is in a regular file; nothing where there is none."""
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as handle:
+        with open(os.open(path, os.O_RDONLY | NO_LINK | OPEN_FLAGS), "rb") as handle:
             _refuse_special(handle.fileno(), path)
             return handle.read(MAX_STORE_BYTES)
     except FileNotFoundError:
@@ -313,10 +318,10 @@ def _refuse_special(descriptor: int, path: Path) -> None:
 
 
 @contextmanager
-def _locked(descriptor: int, kind: int) -> Iterator[None]:
-    """Holds an flock; file systems without locks (some network mounts) go on unlocked, O_APPEND still holds there."""
+def _locked(descriptor: int, *, shared: bool = False) -> Iterator[None]:
+    """Holds a lock; file systems without locks (some network mounts) go on unlocked, O_APPEND still holds there."""
     try:
-        fcntl.flock(descriptor, kind)
+        lock(descriptor, shared=shared)
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
@@ -325,4 +330,4 @@ def _locked(descriptor: int, kind: int) -> Iterator[None]:
     try:
         yield
     finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        unlock(descriptor)
