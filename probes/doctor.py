@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from planner.children import child_environment, python_argv
 from planner.driver import device_handle, nvml
+from planner.install import install_command
 from planner.units import GIB, gib
 from probes.environment import device_status, library_versions
 from probes.executors import local_devices
@@ -143,7 +144,7 @@ def _versions() -> Iterator[Finding]:
                 name=name,
                 level="warning" if optional else "missing",
                 text="not installed" + (f" (needed for {optional})" if optional else ""),
-                mend="pip install 'finetune-planner[torch]'",
+                mend=install_command("torch"),
             )
             continue
         inside = at_least(version, low) and not at_least(version, high)

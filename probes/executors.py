@@ -20,6 +20,7 @@ from planner.children import SAFE_PATH, python_argv
 from planner.codec import Outcome, decode, evidence_to_dict, outcome_from_dict
 from planner.driver import nvml, visible_handles
 from planner.errors import EnvironmentProblem
+from planner.install import install_command
 from planner.interchange import to_jsonable
 from planner.outcome import Environment, FailureKind, ProbeFailure
 from probes.environment import read_environment
@@ -197,9 +198,7 @@ class SubmititExecutor(Executor):
         try:
             import submitit
         except ImportError as error:
-            raise EnvironmentProblem(
-                "submitit is not installed", hint="pip install 'finetune-planner[cluster]'"
-            ) from error
+            raise EnvironmentProblem("submitit is not installed", hint=install_command("cluster")) from error
         self.num_parallel = num_parallel
         self._argv = tuple(argv) if argv is not None else None
         os.environ.update(SAFE_PATH)  # submitit's controller and sbatch take this process's environment

@@ -31,13 +31,12 @@ def microbenchmark(device: str = "cuda:0", *, budget_s: float = BUDGET_S) -> dic
         EnvironmentProblem: torch is missing or the device does not work.
     """
     from planner.errors import EnvironmentProblem
+    from planner.install import install_command
 
     try:
         import torch
     except ImportError as error:
-        raise EnvironmentProblem(
-            f"the micro-benchmark needs torch: {error}", hint='pip install "finetune-planner[torch]"'
-        ) from error
+        raise EnvironmentProblem(f"the micro-benchmark needs torch: {error}", hint=install_command("torch")) from error
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:

@@ -96,9 +96,7 @@ def _template() -> Any:
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
     except ImportError as error:
-        raise EnvironmentProblem(
-            "the HTML report needs jinja2", hint="pip install 'finetune-planner[report]', or use report.md"
-        ) from error
+        raise EnvironmentProblem("the HTML report needs jinja2", hint="pip install jinja2, or use report.md") from error
     environment = Environment(
         loader=PackageLoader("reports"),
         autoescape=True,

@@ -10,6 +10,7 @@ import typer
 from planner.cli.output import console, print_json, write_text
 from planner.errors import EnvironmentProblem, UsageError
 from planner.gpu import GpuSpec
+from planner.install import install_command
 from planner.measured import MeasuredRow, Quantity
 from planner.models.spec import ModelSpec
 from planner.outcome import Prediction, ProbeFailure
@@ -92,7 +93,7 @@ def dry_run_setup() -> Predict:
         from probes.dryrun import dry_run
     except ImportError as error:
         raise EnvironmentProblem(
-            f"the dry run needs torch, transformers and peft: {error}", hint='pip install "finetune-planner[torch]"'
+            f"the dry run needs torch, transformers and peft: {error}", hint=install_command("torch")
         ) from error
 
     return dry_run
@@ -154,5 +155,5 @@ def _write(directory: Path, name: str, tables: Sequence["AccuracyTable"], text: 
             scatter_svg(table, directory / f"{stem}.svg")
         except ImportError as error:
             raise EnvironmentProblem(
-                f"scatter plots need matplotlib: {error}", hint='pip install "finetune-planner[report]"'
+                f"scatter plots need matplotlib: {error}", hint=install_command("report")
             ) from error

@@ -11,6 +11,7 @@ from planner.cli import options
 from planner.cli.output import console, print_json, write_text
 from planner.errors import ConfigError, EnvironmentProblem, UsageError
 from planner.inputs import parse_object, read_text
+from planner.install import install_command
 
 MAX_JSON_BYTES, MAX_POINTS_BYTES = 1_000_000, 64_000_000
 
@@ -92,9 +93,7 @@ def _measure(device: str) -> dict[str, Any]:
     try:
         from probes.microbench import microbenchmark
     except ImportError as error:
-        raise EnvironmentProblem(
-            f"the micro-benchmark needs torch: {error}", hint='pip install "finetune-planner[torch]"'
-        ) from error
+        raise EnvironmentProblem(f"the micro-benchmark needs torch: {error}", hint=install_command("torch")) from error
     return microbenchmark(device)
 
 
@@ -129,9 +128,7 @@ def _fit(file: Path, start: "Calibration") -> tuple["FitReport", dict[str, int]]
     try:
         return fit(read.points, start), dict(read.left_out)
     except ImportError as error:
-        raise EnvironmentProblem(
-            f"fitting needs scipy: {error}", hint='pip install "finetune-planner[search]"'
-        ) from error
+        raise EnvironmentProblem(f"fitting needs scipy: {error}", hint=install_command("search")) from error
 
 
 def _report_to_dict(report: "FitReport", left_out: dict[str, int]) -> dict[str, Any]:

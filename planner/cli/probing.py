@@ -14,6 +14,7 @@ import typer
 from planner.cli.output import printable
 from planner.errors import EnvironmentProblem, UsageError
 from planner.gpu import GpuSpec
+from planner.install import install_command
 from planner.units import seconds
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def needs_search() -> None:
         EnvironmentProblem: a library of the search is missing (a bare GPU machine).
     """
     if importlib.util.find_spec("optuna") is None:
-        raise EnvironmentProblem("a search needs optuna, which is not installed", hint="pip install 'optuna>=5,<6'")
+        raise EnvironmentProblem("a search needs optuna, which is not installed", hint=install_command("search"))
 
 
 def default_store_path() -> Path:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from planner.gpu import GpuSpec
+from planner.install import install_command
 from planner.models.spec import ModelSpec
 from planner.outcome import Candidate, FailureKind, Prediction, ProbeFailure, Rung
 from planner.plan import NoPlan, Plan
@@ -65,7 +66,7 @@ def dry_run_setup(
     """One dry run; a plan's setups run with expandable segments, which every launch file sets."""
     missing = dry_run_possible()
     if missing:
-        message = f"{missing} not installed (pip install 'finetune-planner[torch]')"
+        message = f"{missing} not installed ({install_command('torch')})"
         return ProbeFailure(rung=Rung.DRY_RUN, kind=FailureKind.UNSUPPORTED, message=message)
     import logging
     import warnings
@@ -103,7 +104,7 @@ def climb_dry_run(workload: Workload, known: "Sequence[Observation]" = ()) -> Pl
 
     missing = dry_run_possible()
     if missing:
-        print(f"formula only: {missing} not installed (pip install 'finetune-planner[torch]')", file=sys.stderr)
+        print(f"formula only: {missing} not installed ({install_command('torch')})", file=sys.stderr)
         return with_history(plan_workload(workload), known)
 
     def run(setup: TrainSetup) -> Prediction | ProbeFailure:

@@ -20,6 +20,7 @@ from planner.children import child_environment, python_argv
 from planner.codec import decode
 from planner.errors import ConfigError
 from planner.inputs import parse_object, read_bytes
+from planner.install import install_command
 from planner.interchange import to_jsonable
 from planner.models.spec import ModelSpec
 from planner.outputs import write_whole
@@ -50,7 +51,7 @@ def spec_from_tree(config: Mapping[str, Any], model_type: str, *, model_id: str,
     if missing:
         raise NoTree(
             f"its module tree cannot be read: {', '.join(missing)} not installed",
-            hint="with pip install 'finetune-planner[torch]' any decoder of transformers is planned",
+            hint=f"with {install_command('torch')} any decoder of transformers is planned",
         )
     if not _named_by_transformers(model_type):
         raise NoTree(f"nor to transformers {version('transformers')}")

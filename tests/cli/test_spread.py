@@ -422,7 +422,7 @@ def test_a_machine_without_the_searchs_library_plans_and_says_so(
     assert run(["tune", "Qwen/Qwen2.5-1.5B", "--gpu", "rtx-4090"]) == 3
     found = capsys.readouterr().err
     assert "optuna" in found
-    assert "hint: pip install" in found
+    assert "-m pip install" in found
     assert default_directory().name == "dry-run"
     monkeypatch.delenv("FINETUNE_PLANNER_STORE", raising=False)
     assert default_store_path().name == "measurements.jsonl"

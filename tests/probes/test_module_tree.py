@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 from planner.errors import ConfigError, UnknownModelError
 from planner.gpus import find_gpu
+from planner.install import install_command
 from planner.models import catalogue, module_tree
 from planner.models.adapters import MODEL_TYPES, spec_from_config
 from planner.models.spec import ModelSpec
@@ -121,7 +122,7 @@ def test_without_torch_the_error_says_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setattr(module_tree, "find_spec", lambda name: None)
     with pytest.raises(UnknownModelError, match="torch, transformers, peft not installed") as error:
         spec_from_config({"model_type": "exaone4"}, model_id="m", source="s")
-    assert "pip install 'finetune-planner[torch]'" in error.value.hint
+    assert install_command("torch") in error.value.hint
 
 
 def test_what_transformers_does_not_know_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
