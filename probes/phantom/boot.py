@@ -61,7 +61,7 @@ def _give_up(text: str) -> None:
 def _start(order: dict[str, Any], watcher: Watcher) -> None:
     from probes.phantom.card import Card
     from probes.phantom.cuda import Refused
-    from probes.phantom.failures import status_of
+    from probes.phantom.failures import status_of, told
     from probes.phantom.session import phantom_gpu
     from probes.phantom.steps import Done
     from probes.phantom.summary import summary
@@ -108,7 +108,7 @@ def _start(order: dict[str, Any], watcher: Watcher) -> None:
         else:
             state["status"] = status_of(error, trace)
         if not issubclass(kind, SystemExit):
-            state["error"] = f"{kind.__name__}: {error}"
+            state["error"] = told(error)
         hook(kind, error, trace)
 
     sys.excepthook = excepthook

@@ -28,6 +28,7 @@ _PACKAGES = {
     "xformers": "xformers",
     "deepspeed": "DeepSpeed",
     "DeepSpeed": "DeepSpeed",
+    "vllm": "vLLM",
     "triton": "Triton (it comes with PyTorch for CUDA)",
 }
 
@@ -50,6 +51,14 @@ def missing_package(error: BaseException) -> str:
     """The package for GPUs that is not installed here and may be on the program's own machine; "" where none."""
     text = f"{getattr(error, 'name', '') or ''} {error}"
     return next((name for word, name in _PACKAGES.items() if word in text), "")
+
+
+def told(error: BaseException) -> str:
+    """What is said of `error`, with the way to get a package for GPUs that it misses."""
+    text = f"{type(error).__name__}: {error}"
+    missing = missing_package(error) if isinstance(error, ImportError) else ""
+    hint = "; pip install triton" if "Triton" in missing else ""
+    return f"{text} [{missing} is not installed in this environment{hint}]" if missing else text
 
 
 def _ours(error: BaseException, trace: TracebackType | None) -> bool:

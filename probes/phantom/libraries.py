@@ -1,19 +1,26 @@
 """What single libraries need on a phantom GPU, done as each is imported."""
 
-import importlib.util
-import sys
 from contextlib import ExitStack
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
 
-from probes.phantom.cuda import Refused
+from probes.phantom.generation import shortened
 from probes.phantom.imports import Hook
 from probes.phantom.loading import config_of_catalogue, generation_without_files, load_without_weights
 from probes.phantom.mode import Phantom
-from probes.phantom.texts import data_sets_stand_in, encoding_stands_in, processor_stands_in, tokenizer_stands_in
+from probes.phantom.texts import (
+    data_sets_stand_in,
+    encoding_stands_in,
+    metrics_stand_in,
+    processor_stands_in,
+    tokenizer_stands_in,
+)
+
+_is_meta = torch._C.TensorBase.is_meta.__get__
 
 
 def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
@@ -37,6 +44,8 @@ def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
             torch.ops.bitsandbytes.optimizer_update_32bit.default,
         )
         patch(module, "matmul", int8_matmul)
+        for name, stand_in in _paged(phantom).items():
+            patch(module.functional, name, stand_in)
         phantom.temporaries = temporaries()
 
     def modeling(module: Any) -> None:
@@ -50,6 +59,7 @@ def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
 
     def generation(module: Any) -> None:
         generation_without_files(module, patch)
+        shortened(phantom, module, patch)
 
     def tokenization(module: Any) -> None:
         tokenizer_stands_in(phantom, module, patch)
@@ -60,21 +70,19 @@ def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
     def data_sets(module: Any) -> None:
         data_sets_stand_in(phantom, module, patch, phantom.num_tokens)
 
-    before_the_program = "trl" in sys.modules  # imported by who traces within his own process, not by the program
-
-    def trl(module: Any) -> None:
-        if importlib.util.find_spec("triton") is None and not before_the_program:
-            raise Refused(
-                "TRL computes its loss with Triton on a GPU and holds more without it; triton comes with PyTorch for "
-                "CUDA and is not installed here (pip install triton)"
-            )
-
     def encoding(module: Any) -> None:
         encoding_stands_in(phantom, module, patch)
 
+    def metrics(module: Any) -> None:
+        metrics_stand_in(phantom, module, patch)
+
+    def saving(module: Any) -> None:
+        _save_nothing(phantom, module, patch)
+
     found: dict[str, Hook] = {
+        "evaluate": metrics,
+        "safetensors.torch": saving,
         "tiktoken": encoding,
-        "trl": trl,
         "transformers.generation.utils": generation,
         "transformers.models.auto.tokenization_auto": tokenization,
         "transformers.models.auto.processing_auto": processing,
@@ -88,6 +96,24 @@ def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
     return found
 
 
+def _paged(phantom: Phantom) -> dict[str, Any]:
+    """bitsandbytes' functions for paged optimizer states: unified memory, which PyTorch's allocator does not count."""
+
+    def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
+        phantom.note(
+            "paged optimizer states lie in unified memory: PyTorch does not count them, and the card holds them as far "
+            "as it has room"
+        )
+        made: Any = phantom.unfilled(shape, dtype)
+        made.is_paged = True
+        return cast(torch.Tensor, made)
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    return {"get_paged": get_paged, "fill": nothing, "prefetch_tensor": nothing}
+
+
 def _without_cuda() -> Any:
     """bitsandbytes looks for its CUDA library, which cannot be loaded without a driver, while it is imported."""
     return mock.patch.object(torch.cuda, "is_available", return_value=False)
@@ -95,6 +121,27 @@ def _without_cuda() -> Any:
 
 AROUND = {"bitsandbytes": _without_cuda}
 """Module -> the context in which it is imported."""
+
+
+def _save_nothing(phantom: Phantom, safetensors: Any, patch: Any) -> None:
+    """Weights are not written: there are none, and the library would read them at their addresses."""
+    true_file, true_bytes = safetensors.save_file, safetensors.save
+
+    def without_values(tensors: Any) -> bool:
+        return any(isinstance(one, torch.Tensor) and _is_meta(one) for one in tensors.values())
+
+    def save_file(tensors: Any, filename: Any, metadata: Any = None, *args: Any, **kwargs: Any) -> None:
+        if not without_values(tensors):
+            true_file(tensors, filename, metadata, *args, **kwargs)
+            return
+        phantom.note("what the program saved has no weights in it: the files are empty")
+        Path(filename).write_bytes(b"")
+
+    def save(tensors: Any, metadata: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return b"" if without_values(tensors) else true_bytes(tensors, metadata, *args, **kwargs)
+
+    patch(safetensors, "save_file", save_file)
+    patch(safetensors, "save", save)
 
 
 def _one_process(phantom: Phantom, patch: Any) -> None:

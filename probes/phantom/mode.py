@@ -156,6 +156,12 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         self.adopt(tensor.untyped_storage(), CUDA, "handler")
         return tensor
 
+    def unfilled(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor that claims the CPU and takes no memory there."""
+        tensor = torch.empty(shape, dtype=dtype, device=META)
+        self.adopt(tensor.untyped_storage(), CPU, "host")
+        return tensor
+
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that claims the CPU in the place of a real one, whose values it keeps where they are few."""
         self.claims.depth += 1
@@ -206,6 +212,9 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(one.__torch_dispatch__ is not _PLAIN for one in types):
             return NotImplemented
+        if torch.is_inference_mode_enabled() and func._can_decompose():
+            with self:  # without autograd composite operators arrive whole, and would hide what they allocate
+                return func.decompose(*args, **(kwargs or {}))
         if func is _ADD and len(args) == 2 and adds_in_place(args, kwargs or {}):
             return _ADD_IN_PLACE(*args)
         claims = self.claims

@@ -4,6 +4,7 @@ import os
 import sys
 import sysconfig
 import weakref
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -84,7 +85,9 @@ class Origins:
         self.owners: dict[int, tuple[str, str]] = {}
         self.refused: OutOfMemory | None = None
         self.questions: dict[tuple[str, Line | None], int] = {}
-        self._modules: list[tuple[str, int]] = []
+        self._modules: list[str] = []
+        self._began: list[int] = []
+        self._ran: list[str] = []
         self._names: dict[int, tuple[Any, str]] = {}
         self._parameters: dict[int, str] = {}
         self.stepping = 0
@@ -103,8 +106,19 @@ class Origins:
 
     @property
     def module(self) -> str:
-        """Path of the module that is running."""
-        return self._modules[-1][0] if self._modules else ""
+        """Path of the module that is running, in the backward that of the module whose gradient is computed."""
+        if self._modules:
+            return self._modules[-1]
+        node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+        if node is None:
+            return ""
+        at = bisect_right(self._began, node._sequence_nr()) - 1
+        return self._ran[at] if at >= 0 else ""
+
+    def _runs(self) -> None:
+        """The innermost running module is another one: autograd numbers the nodes of the graph as they are made."""
+        self._began.append(torch._C._autograd._get_sequence_nr())
+        self._ran.append(self._modules[-1] if self._modules else "")
 
     def asked(self, phantom: Any, what: str) -> None:
         """The program asked for a value that only a GPU could know."""
@@ -157,13 +171,15 @@ class Origins:
 
         def _call_impl(module: Any, *args: Any, **kwargs: Any) -> Any:
             depth = len(stack)
-            stack.append((self._name(module), id(module)))
+            stack.append(self._name(module))
+            self._runs()
             if not depth and module.training:
                 self.num_forwards += 1
             try:
                 return call(module, *args, **kwargs)
             finally:
                 del stack[depth:]
+                self._runs()
 
         with ExitStack() as patches:
             patches.enter_context(mock.patch.object(torch.nn.Module, "_call_impl", _call_impl))

@@ -69,7 +69,7 @@ def phantom_gpu(
             f"{library} looked for {package}, which is not installed here, and took its path without it: where "
             f"{package} is installed the program needs another amount"
         )
-        watcher.add(hooks, libraries.AROUND)
+        watcher.add(hooks, {**libraries.AROUND, **tritons.around(phantom)})
         stack.enter_context(phantom)
         yield phantom
         phantom.keep_peaks()

@@ -1,13 +1,16 @@
 """Triton kernels: a launch does nothing, the libraries' own Python around it allocates what it would."""
 
-from contextlib import ExitStack
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.machinery import PathFinder
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 from probes.phantom.card import Card
 from probes.phantom.cuda import properties
-from probes.phantom.imports import Hook
+from probes.phantom.imports import Around, Hook
 from probes.phantom.mode import Phantom
 
 
@@ -89,3 +92,70 @@ def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
 def _name(kernel: Any) -> str:
     inner = getattr(kernel, "fn", None)
     return getattr(inner, "__name__", None) or (_name(inner) if inner is not None else "kernel")
+
+
+# Without Triton
+
+_TRL = (
+    "trl.kernels",
+    "trl.kernels.chunked_logprob",
+    "trl.kernels.chunked_divergence",
+    "trl.kernels.logprob_entropy",
+    "trl.trainer.utils",
+)
+
+
+def around(phantom: Phantom) -> dict[str, Around]:
+    """TRL's modules that take another, larger path without Triton, imported as if it were there where it is not.
+
+    Only theirs: what else looks for Triton in this process is told the truth.
+    """
+    if PathFinder.find_spec("triton") is not None:
+        return {}
+
+    @contextmanager
+    def with_triton() -> Iterator[None]:
+        import transformers.utils
+
+        language = _Language("triton.language")
+        triton: Any = ModuleType("triton")
+        triton.jit, triton.cdiv, triton.language = _kernel_of(phantom), lambda a, b: -(-a // b), language
+        modules = {"triton": triton, "triton.language": language}
+        sys.modules.update(modules)
+        try:
+            with mock.patch.object(transformers.utils, "is_triton_available", _yes):
+                yield
+        finally:
+            for name in modules:
+                sys.modules.pop(name, None)
+
+    return dict.fromkeys(_TRL, with_triton)
+
+
+def _yes(*args: Any, **kwargs: Any) -> bool:
+    return True
+
+
+class _Language(ModuleType):
+    """`triton.language`: names in the signatures of kernels, which never run."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+
+def _kernel_of(phantom: Phantom) -> Callable[[Any], Any]:
+    class Kernel:
+        """A kernel whose launch does nothing."""
+
+        def __init__(self, function: Any) -> None:
+            self._name = function.__name__
+
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            def launch(*args: Any, **kwargs: Any) -> None:
+                phantom.kernels[self._name] += 1
+
+            return launch
+
+    return Kernel

@@ -1,7 +1,6 @@
 """TRL's and transformers' own trainers on the phantom GPU, run from the launch files that `plan --out` writes, against
 the dry run of the same setup."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -23,8 +22,6 @@ TOLERANCE = 0.002
 @pytest.mark.slow
 @pytest.mark.parametrize("tool", ["hf", "trl"])
 def test_the_dry_run_is_what_the_tools_own_trainers_do(tool: str) -> None:
-    if tool == "trl" and importlib.util.find_spec("triton") is None:
-        pytest.skip("TRL computes its loss with Triton, which is not installed with PyTorch for CPUs")
     points = [point for point in POINTS if point.startswith(tool)]
     words = [word for point in points for word in ("--point", point)]
     command = [sys.executable, "-m", "benchmarks.trace_vs_dryrun", "--layers", "2", "--json", *words]

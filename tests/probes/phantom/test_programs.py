@@ -1,0 +1,163 @@
+"""Small programs of ours that do what others' do: generation, inference mode, paged states, TRL's trainer."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from planner.cli.app import run
+from planner.gpus import find_gpu
+from planner.units import MIB
+from probes.allocator import Alloc, Event, Free
+from probes.phantom.card import card_of
+from probes.phantom.mode import Phantom
+from probes.phantom.session import phantom_gpu
+
+CARD = card_of(find_gpu("rtx-4090"))
+
+
+@pytest.fixture
+def phantom() -> Iterator[Phantom]:
+    with phantom_gpu(CARD) as found:
+        yield found
+
+
+def test_inference_mode_counts_what_composite_operators_allocate(phantom: Phantom) -> None:
+    """There they arrive whole: a product of two batches, and a move to the GPU."""
+    rows = torch.arange(8)
+    hidden = torch.zeros(4, 256, 256, device="cuda")
+    with torch.inference_mode():
+        assert rows.to("cuda").tolist() == list(range(8))
+        before = torch.cuda.memory_allocated()
+        product = torch.matmul(hidden, hidden[0])
+    assert product.device.type == "cuda"
+    assert torch.cuda.memory_allocated() - before == MIB + 8320 * 1024
+
+
+class _Layers(nn.Module):
+    def __init__(self, *, checkpointing: bool) -> None:
+        super().__init__()
+        self.checkpointing = checkpointing
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False) if self.checkpointing else block(hidden)
+        return hidden
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_backward_knows_its_modules(phantom: Phantom, checkpointing: bool) -> None:
+    model = _Layers(checkpointing=checkpointing).cuda()
+    model(torch.randn(512, 64, device="cuda")).sum().backward()
+    found = [one for one in phantom.origins.found.values() if one.phase == "backward"]
+    named = {one.module for one in found}
+    assert {f"blocks.{block}.{layer}" for block in range(3) for layer in range(3)} <= named
+    assert all(one.module or "workspace" in one.op or one.size_bytes <= 512 * 64 * 4 for one in found)
+    by_weight = {one.module for one in found if one.size_bytes == 64 * 64 * 4}
+    assert by_weight == {f"blocks.{block}.{layer}" for block in range(3) for layer in (0, 2)}
+
+
+def test_paged_states_take_no_memory_of_pytorchs(phantom: Phantom) -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    layer = nn.Linear(1024, 1024, bias=False, device="cuda")
+    peaks = []
+    for optimizer in (bnb.optim.AdamW8bit(layer.parameters()), bnb.optim.PagedAdamW8bit(layer.parameters())):
+        layer(torch.ones(2, 1024, device="cuda")).sum().backward()
+        before = torch.cuda.memory_allocated()
+        optimizer.step()
+        peaks.append(torch.cuda.memory_allocated() - before)
+        optimizer.zero_grad()
+        del optimizer
+    assert peaks[0] - peaks[1] == 2 * MIB
+    assert any("unified memory" in note for note in phantom.notes)
+
+
+def _highest(events: Sequence[Event]) -> int:
+    """Bytes alive at the highest moment, of what came to life within."""
+    alive: dict[int, int] = {}
+    highest = 0
+    for event in events:
+        if isinstance(event, Alloc):
+            alive[event.id] = event.size_bytes
+            highest = max(highest, sum(alive.values()))
+        elif isinstance(event, Free):
+            alive.pop(event.id, None)
+    return highest
+
+
+def test_generation_is_as_long_as_allowed_and_holds_what_every_token_would(
+    phantom: Phantom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from probes.phantom import generation
+
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, vocab_size=128
+    )
+    model = LlamaForCausalLM(config).cuda().eval()
+    prompt = torch.arange(100).view(20, 5).cuda()
+    model.generation_config.eos_token_id = 40
+    peaks = []
+    for followed in (4, 4, 1000):  # once more, as cuBLAS's workspace and the positions stay
+        monkeypatch.setattr(generation, "_FOLLOWED", followed)
+        begin = len(phantom.events)
+        ids = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=40, do_sample=True)
+        assert ids.shape == (20, 45)
+        assert ids[:, :5].tolist() == prompt.tolist()
+        assert not bool((ids[:, 5:] == 40).any())
+        peaks.append(_highest(phantom.events[begin:]))
+    assert peaks[1] == pytest.approx(peaks[2], rel=0.001)  # the token ids
+    assert peaks[1] > 2 * 2 * 20 * 44 * 512 * 4  # keys and values, layers
+    assert any(note.startswith("generation: ") for note in phantom.notes)
+
+
+def test_saving_writes_no_weights(phantom: Phantom, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    weight = torch.ones(4, device="cuda")
+    save_file({"weight": weight}, tmp_path / "empty.safetensors")
+    assert (tmp_path / "empty.safetensors").read_bytes() == b""
+    torch.save({"weight": weight}, tmp_path / "model.pt")
+    assert (tmp_path / "model.pt").stat().st_size < 4096
+
+
+SFT = """
+import sys
+from pathlib import Path
+from datasets import Dataset
+from transformers import LlamaConfig
+from trl import SFTConfig, SFTTrainer
+
+model = Path(sys.argv[1], "model")
+LlamaConfig(
+    hidden_size=256, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+    vocab_size=32000, architectures=["LlamaForCausalLM"], dtype="bfloat16",
+).save_pretrained(model)
+arguments = SFTConfig(output_dir=str(model / "out"), max_length=512, per_device_train_batch_size=2, report_to="none")
+SFTTrainer(model=str(model), args=arguments, train_dataset=Dataset.from_dict({"text": ["a" * 600] * 8})).train()
+"""
+WITH_TRITON_BYTES = 362_493_952
+"""Of this program with triton 3.9 installed (torch 2.13.0, transformers 5.23.0, TRL 1.16.0)."""
+
+
+def test_trls_trainer_holds_the_same_whether_triton_is_installed_or_not(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SFT)
+    code = run(["trace", "--gpu", "a100-80gb", "--yes", "--json", "--", sys.executable, str(script), str(tmp_path)])
+    captured = capfd.readouterr()
+    assert code == 0, captured.err[-2000:]
+    answer: dict[str, Any] = json.loads(captured.out)
+    assert (answer["num_steps"], answer["kernels"]["_forward_kernel"]) == (2, 2)
+    assert answer["peak_allocated_bytes"] == WITH_TRITON_BYTES
+    assert {"name": "(backward)"}.items() not in [one.items() for one in answer["by_module"]]
+    assert not any("triton" in note for note in answer["notes"])
