@@ -15,10 +15,12 @@ from planner.readers import (
     litgpt,
     llamafactory,
     llamafactory_v1,
+    nemo,
     script,
     shell,
     swift,
     torchtitan,
+    torchtitan_python,
     torchtune,
     trl,
     unsloth,
@@ -31,7 +33,7 @@ from planner.setup import TrainSetup
 
 FORMATS = (
     "trl", "axolotl", "llamafactory", "unsloth", "accelerate", "deepspeed", "torchtitan", "ms-swift", "torchtune",
-    "litgpt", "firefly", "hf-script", "notebook", "shell script",
+    "nemo-automodel", "litgpt", "firefly", "hf-script", "notebook", "shell script",
 )  # fmt: skip
 SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".py", ".ipynb", *shell.SUFFIXES)
 MAKEFILES = ("Makefile", "makefile", "justfile")
@@ -49,6 +51,7 @@ READERS = {
     litgpt.FORMAT: litgpt.read,
     torchtune.FORMAT: torchtune.read,
     firefly.FORMAT: firefly.read,
+    nemo.FORMAT: nemo.read,
 }
 LLAMAFACTORY_KEYS = {"finetuning_type", "stage", "cutoff_len", "lora_rank", "lora_target", "template", "dataset_dir"}
 OTHER_OBJECTIVES = {
@@ -63,6 +66,8 @@ OTHER_OBJECTIVES = {
 def detect(values: dict[str, Any]) -> str:
     """The format of a mapping, by keys that only one tool has; "" when none is there."""
     keys = set(values)
+    if nemo.is_recipe(values):
+        return nemo.FORMAT
     if isinstance(values.get("model"), dict) and "_component_" in values["model"]:
         return torchtune.FORMAT
     if "checkpoint_dir" in keys and keys & {"lora_r", "train", "precision", "quantize"}:
@@ -181,6 +186,8 @@ def _read(
             assumptions=(*inner.assumptions, *spread.assumptions),
             approximations=(*inner.approximations, *spread.approximations),
         )
+    if name.endswith(".py") and torchtitan_python.is_registry(text):
+        return torchtitan_python.read(text, name, model, sharding=sharding)
     if name.endswith(".py"):
         return script.read(text, name, model, sharding=sharding)
     if name.endswith(".ipynb"):
@@ -266,12 +273,16 @@ def _of_command(
         return _of_flags(command, command.tool, name, model, inside)
     if not command.target:
         raise ConfigError(f"{name}: {command.tool} names no config", hint="give the config itself")
-    text = inside.beside(command.target)
+    target = command.target
+    if target == "torchtitan/train.py":
+        module = shell.flags(command.arguments).get("module")
+        places = (f"torchtitan/{part}/{module}/config_registry.py" for part in ("models", "experiments"))
+        target = next((place for place in places if inside.beside(place) is not None), target)
+    text = inside.beside(target)
     problem: ConfigError | None = None
     if text is not None:
         try:
-            target = command.target.rpartition("/")[2]
-            return _read(text, target, model=model, base=base, sharding=inside, launcher=launcher)
+            return _read(text, target.rpartition("/")[2], model=model, base=base, sharding=inside, launcher=launcher)
         except NotATraining as error:  # a wrapper around a tool: its words may say all
             problem = error
     if command.tool == "python":

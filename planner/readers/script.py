@@ -252,7 +252,7 @@ class _Script:
             weights = {"half": "fp16", "bfloat16": "bf16", "float": "fp32"}[cast]
             return common.precision(self.arguments, weights, autocast, method)
         default = self.transformers.dtype
-        if default == "float32" and (self.found.quantization is not None or method == "qlora"):
+        if default == "float32" and (isinstance(self.found.quantization, Made) or method == "qlora"):
             default = "float16"  # transformers 4's bitsandbytes quantizer
         if not loader.has(key):
             taken = "the checkpoint's own, taken to be bf16" if default == "auto" else f"{default} ({self._why()})"

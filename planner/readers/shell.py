@@ -134,7 +134,7 @@ def _expanded(words: list[str], variables: dict[str, str]) -> list[str]:
         filled = _filled(word, variables)
         alone = _USE.fullmatch(word) is not None
         found += (_words(filled.replace("\n", " ")) or [""]) if alone and re.search(r"\s", filled) else [filled]
-    return [word for word in found if word]
+    return [word for word in found if word and word not in ("$@", "$*", "${@}", "${*}")]
 
 
 def _sum(text: str) -> str | None:

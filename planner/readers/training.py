@@ -101,6 +101,8 @@ def find(program: Program, name: str) -> Training:
             f"{name} trains with a trainer of its own ({found.trainer.name}), which cannot be read without running it",
             hint="plan trace -- python FILE runs it on a phantom GPU and says what it needs",
         )
+    if program.do_train_decides and not program.trained and _asked_to_train(found.arguments) is False:
+        raise NotATraining(f"{name} does not train with these words: do_train is not among them", hint="add --do_train")
     model = found.trainer.argument("model", 0) if found.trainer is not None else None
     _follow_model(found, model)
     if found.loader is None and found.model is None:
@@ -117,6 +119,12 @@ def find(program: Program, name: str) -> Training:
     if found.adapter is None and found.trainer is None:
         found.adapter = _last(program, lambda one: one.name == "LoraConfig")
     return found
+
+
+def _asked_to_train(arguments: Made | None) -> bool | None:
+    """The arguments' `do_train`, None where they do not say."""
+    value = arguments.argument("do_train") if arguments is not None and not arguments.more else None
+    return plain(value) if isinstance(value, Known) else False if arguments is not None and not arguments.more else None
 
 
 def _of_transformers(name: str) -> bool:

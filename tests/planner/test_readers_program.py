@@ -482,3 +482,68 @@ def test_trainers_of_programs_are_what_their_names_say() -> None:
             read(body)
     with pytest.raises(ConfigError, match="has no call of TrainingArguments"):
         read("from tokenizers.trainers import BpeTrainer\nBpeTrainer(vocab_size=10)\n")
+
+
+REGISTRY = """
+from torchtitan.trainer import Trainer
+from torchtitan.config import TrainingConfig, ParallelismConfig
+from torchtitan.distributed.activation_checkpoint import FullAC
+
+def small() -> Trainer.Config:
+    return Trainer.Config(
+        loss=ChunkedLossWrapper.Config(), hf_assets_path="./assets/hf/Llama-3.1-8B",
+        training=TrainingConfig(num_tokens_per_microbatch_per_dp_rank=2 * 4096, max_context_length=4096),
+        parallelism=ParallelismConfig(tensor_parallel_degree=2), activation_checkpoint=FullAC.Config(),
+    )
+
+def tuned() -> Trainer.Config:
+    config = small()
+    config.training.max_context_length = 1024
+    config.activation_checkpoint = None
+    return config
+"""
+
+
+def test_configs_of_torchtitan_in_python_are_read_by_name(tmp_path: Path) -> None:
+    folder = tmp_path / "torchtitan" / "models" / "llama3"
+    folder.mkdir(parents=True)
+    registry = folder / "config_registry.py"
+    registry.write_text(REGISTRY)
+    with pytest.raises(Undetermined, match="2 configs: small, tuned"):
+        read_config(registry)
+    with pytest.raises(ConfigError, match="has no config large"):
+        read_config(registry, arguments=("--config", "large"))
+    small = read_config(registry, arguments=("--config", "small"), num_gpus=8).setup
+    assert (small.micro_batch_seqs, small.seq_len_tokens, small.checkpointing, small.loss) == (2, 4096, 1, "chunked")
+    assert (small.tensor_degree, small.parallel, small.precision) == (2, "fsdp2", "bf16-mixed")
+    tuned = read_config(registry, arguments=("--config", "tuned", "--training.dtype", "bfloat16"), num_gpus=8).setup
+    assert (tuned.micro_batch_seqs, tuned.seq_len_tokens, tuned.checkpointing) == (8, 1024, 0)
+    assert tuned.precision == "bf16-pure"
+    script = tmp_path / "run.sh"
+    script.write_text('torchrun --nproc_per_node=4 -m torchtitan.train --module llama3 --config small "$@"\n')
+    found = read_config(script)
+    assert (found.format, found.setup.num_gpus, found.model_id) == ("torchtitan", 4, "./assets/hf/Llama-3.1-8B")
+
+
+RECIPE = """
+recipe: {recipe}
+step_scheduler: {{global_batch_size: 64, local_batch_size: 4}}
+model: {{_target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained, pretrained_model_name_or_path: gpt2, torch_dtype: bf16}}
+peft: {{_target_: nemo_automodel.components._peft.lora.PeftConfig, target_modules: "*_proj", dim: 16}}
+distributed: {{strategy: fsdp2, tp_size: 1, activation_checkpointing: true}}
+optimizer: {{_target_: torch.optim.Adam, lr: 1.0e-5}}
+packed_sequence: {{packed_sequence_size: {packed}}}
+"""  # noqa: E501
+
+
+def test_recipes_of_nemo_automodel_are_read() -> None:
+    recipe = "TrainFinetuneRecipeForNextTokenPrediction"
+    found = read_text(RECIPE.format(recipe=recipe, packed=1024), "a.yaml", sharding=Sharding(num_gpus=2))
+    setup = found.setup
+    assert (found.format, found.model_id, open_fields(found)) == ("nemo-automodel", "gpt2", set())
+    assert (setup.method, setup.lora_rank, setup.precision) == ("lora", 16, "bf16-pure")
+    assert (setup.micro_batch_seqs, setup.accumulation_steps, setup.num_gpus) == (4, 8, 2)
+    assert (setup.seq_len_tokens, setup.packing, setup.checkpointing, setup.parallel) == (1024, True, 1, "fsdp2")
+    assert open_fields(read_text(RECIPE.format(recipe=recipe, packed=0), "a.yaml")) == {"seq_len_tokens"}
+    with pytest.raises(ConfigError, match="VLM"):
+        read_text(RECIPE.format(recipe="FinetuneRecipeForVLM", packed=0), "a.yaml")

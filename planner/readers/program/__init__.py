@@ -4,7 +4,7 @@
 simple branches) up to the call that trains. What only running the program would tell is `Unknown`, with the reason.
 """
 
-from planner.readers.program.interpret import Outside, Program, run
-from planner.readers.program.values import Known, Made, Unknown, plain
+from planner.readers.program.interpret import Outside, Program, Reader, run
+from planner.readers.program.values import Function, Known, Made, Unknown, plain
 
-__all__ = ["Known", "Made", "Outside", "Program", "Unknown", "plain", "run"]
+__all__ = ["Function", "Known", "Made", "Outside", "Program", "Reader", "Unknown", "plain", "run"]

@@ -79,6 +79,7 @@ class Program:
         made: every call of foreign code, in order.
         module: the names of the main module at the end.
         sources: files read beside the program.
+        do_train_decides: whether it trains only where its command line, which was said, asks for it.
         cuts: lengths to which lists of tokens are cut by slices; lengths: values of names that say a length.
     """
 
@@ -86,6 +87,7 @@ class Program:
     made: list[Made] = field(default_factory=list)
     module: Scope = field(default_factory=Scope)
     sources: list[str] = field(default_factory=list)
+    do_train_decides: bool = False
     cuts: list[Known] = field(default_factory=list)
     lengths: list[Known] = field(default_factory=list)
 
@@ -333,7 +335,7 @@ class Reader:
             text = None if enough or self.source_bytes > MAX_SOURCE_BYTES else self.outside.read(path)
             if text is not None:
                 self.source_bytes += len(text)
-                scope = Scope(file=path)
+                scope = Scope({"__name__": Known(name)}, file=path)
                 try:
                     self.block(ast.parse(text).body, scope)
                 except _Leave:

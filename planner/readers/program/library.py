@@ -139,6 +139,8 @@ def _command_line(reader: "Reader") -> Items:
 
 def attribute(reader: "Reader", value: Value, name: str, place: str) -> Value:
     """value.name"""
+    if name == "do_train" and reader.outside.arguments is not None:
+        reader.program.do_train_decides = True
     match value:
         case Dotted() if value.path == "sys" and name == "argv":
             return _command_line(reader)

@@ -1,0 +1,160 @@
+"""NeMo AutoModel recipes (`automodel FILE.yaml`) as setups. Defaults of AutoModel's main branch, November 2026."""
+
+from fnmatch import fnmatch
+from typing import Any
+
+from planner.errors import NotPlanned
+from planner.models.spec import ModelSpec
+from planner.readers import common, hf
+from planner.readers.sharding import Sharding, parallel_of
+from planner.readers.types import Missing, ReadConfig
+from planner.readers.values import Settings
+
+FORMAT = "nemo-automodel"
+OPTIMIZERS = {
+    "torch.optim.Adam": "adamw_torch",
+    "torch.optim.AdamW": "adamw_torch",
+    "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam": "adamw_torch_fused",
+    "torch.optim.SGD": "sgd",
+}
+STRATEGIES = {"fsdp2": "fsdp2", "megatron_fsdp": "fsdp2", "ddp": "ddp"}
+LENGTHS = ("seq_length", "seq_len", "max_length", "max_seq_length")
+OTHERS = (
+    "VLM", "ImageText", "Multimodal", "Distill", "Classification", "Encoder", "Diffusion", "Retrieval", "Omni", "Audio",
+    "Speculative", "Eagle",
+)  # fmt: skip
+"""Parts of the names of recipes and models that are not next-token training on text."""
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def is_recipe(values: dict[str, Any]) -> bool:
+    """Whether a mapping is a recipe of AutoModel: objects named by `_target_`, or arguments of one of its recipes."""
+    inner = values.get("model")
+    targets = isinstance(inner, dict) and "_target_" in inner and "step_scheduler" in values
+    return targets or ("dist_env" in values and bool({"recipe", "recipe_args", "model"} & set(values)))
+
+
+def read(
+    values: dict[str, Any], name: str, model: ModelSpec | None = None, *, sharding: Sharding | None = None
+) -> ReadConfig:
+    """The setup of an AutoModel recipe.
+
+    Source: NVIDIA-NeMo/Automodel `nemo_automodel/_transformers/auto_model.py`, `components/_peft/lora.py`,
+    `components/training/step_scheduler.py`, `examples/`.
+
+    Raises:
+        ConfigError: another kind of recipe than next-token training of a language model.
+    """
+    parts = {
+        title: Settings(block if isinstance(block, dict) else {}, f"{name}: {title}")
+        for title in ("step_scheduler", "model", "peft", "quantization", "optimizer", "loss_fn", "dataset",
+                      "distributed", "packed_sequence", "compile", "fp8")
+        for block in (values.get(title),)
+    }  # fmt: skip
+    top, inner, peft, bits = Settings(values, name), parts["model"], parts["peft"], parts["quantization"]
+    recipe = str(values.get("recipe", "")) + inner.text("_target_", "")
+    other = next((word for word in OTHERS if word in recipe), "teacher_model" if "teacher_model" in values else "")
+    if other or not inner.has("_target_") or "step_scheduler" not in values:
+        said = other or values.get("recipe") or "without model and step_scheduler"
+        raise NotPlanned(f"{name}: a recipe of AutoModel ({said}) that is not planned", hint="next-token training is")
+    num_gpus = sharding.num_gpus if sharding is not None else 1
+    where = Settings(inner.mapping("config") if isinstance(inner.raw("config"), dict) else {}, f"{name}: model.config")
+    named = inner.raw("pretrained_model_name_or_path") or where.raw("pretrained_model_name_or_path")
+    named = named or (inner.raw("config") if isinstance(inner.raw("config"), str) else None)
+    adapted = peft.has("_target_") or peft.has("dim")
+    four, eight = bits.flag("load_in_4bit", False), bits.flag("load_in_8bit", False)
+    double = bits.flag("bnb_4bit_use_double_quant", False)
+    quantization = "none" if not adapted or not (four or eight) else "int8" if eight else "nf4"
+    quantization += "-double" if quantization == "nf4" and double else ""
+    steps = parts["step_scheduler"]
+    local = steps.integer("local_batch_size", 1, at_least=1)
+    spread, copies = _spread(parts["distributed"], num_gpus)
+    weights = hf.weight_dtype(inner, inner.first("dtype", "torch_dtype"), "auto", model)
+    used = parts["optimizer"].text("_target_", "torch.optim.AdamW")
+    chosen = Settings({"optim": OPTIMIZERS.get(used, used.rpartition(".")[2].lower())}, name)
+    loss = parts["loss_fn"].text("_target_", "")
+    packed = parts["packed_sequence"].integer("packed_sequence_size", 0)
+    length = parts["dataset"].first(*LENGTHS)
+    missing = []
+    if not named:
+        missing.append(Missing(field="model", reason=f"{name}: model names no checkpoint"))
+    if not packed and not parts["dataset"].has(length):
+        missing.append(
+            Missing(field="seq_len_tokens", reason=f"{name}: no packed_sequence_size, no dataset.seq_length")
+        )
+    fields: dict[str, Any] = {
+        "method": "full" if not adapted else "qlora" if quantization != "none" else "lora",
+        "quantization": quantization,
+        "precision": common.precision(top, weights, None, "lora" if adapted else "full"),
+        "lora_rank": peft.integer("dim", 8, at_least=1) if adapted else 0,
+        "micro_batch_seqs": local,
+        "accumulation_steps": max(1, steps.integer("global_batch_size", 32, at_least=1) // (local * copies)),
+        "seq_len_tokens": packed or parts["dataset"].integer(length, 2048, at_least=1),
+        "packing": packed > 0,
+        "optimizer": common.optimizer(chosen, "optim", "adamw_torch"),
+        "attention": common.attention(inner, "attn_implementation", model),
+        "checkpointing": int(parts["distributed"].flag("activation_checkpointing", False)),
+        "loss": "liger" if "linear_ce" in loss else "chunked" if "chunked" in loss else "full",
+        "compile": parts["compile"].flag("enabled", False),
+    }
+    if adapted:
+        fields["lora_targets"] = _targets(peft, model)
+        fields["lora_dropout"] = peft.real("dropout", 0.0)
+        fields["adapter_dtype"] = weights
+    for block, key, sentence in (
+        (peft, "use_dora", "DoRA's magnitude vectors and norms are not counted"),
+        (parts["fp8"], "enabled", "fp8 matrix multiplications are counted as bf16"),
+    ):
+        if block.flag(key, False):
+            top.approximate(sentence)
+    if inner.flag("use_liger_kernel", True):
+        top.approximate("AutoModel puts Liger's kernels into the model: counted as transformers' own")
+    if inner.has("backend"):
+        top.approximate("AutoModel's own model code is counted as transformers'")
+    fields |= parallel_of(top, spread, num_gpus)
+    every = (top, chosen, *parts.values())
+    return ReadConfig(
+        format=FORMAT,
+        path=name,
+        model_id=named if isinstance(named, str) else None,
+        setup=common.build(top, fields),
+        missing=tuple(missing),
+        assumptions=tuple(one for part in every for one in part.assumptions),
+        approximations=tuple(one for part in every for one in part.approximations),
+        keys={
+            "micro_batch_seqs": "step_scheduler.local_batch_size",
+            "checkpointing": "distributed.activation_checkpointing",
+            "lora_rank": "peft.dim",
+        },
+        values=values,
+    )
+
+
+def _spread(settings: Settings, num_gpus: int) -> tuple[dict[str, Any], int]:
+    """How a recipe spreads, and over how many GPUs its batch."""
+    tensor = max(1, _degree(settings, "tp_size"))
+    stages = max(1, _degree(settings, "pp_size"))
+    for key in ("cp_size", "ep_size"):
+        if _degree(settings, key) > 1:
+            settings.approximate(f"{key} splits a step further: counted as if it did not")
+    word = settings.text("strategy", "fsdp2")
+    if num_gpus % (tensor * stages):
+        tensor = stages = 1
+        settings.assume(f"tp_size and pp_size do not divide {num_gpus} GPUs: left out (say how many with --gpus)")
+    spread = {"parallel": STRATEGIES.get(word, "fsdp2"), "tensor_degree": tensor, "pipeline_degree": stages}
+    return spread if num_gpus > 1 else {}, num_gpus // (tensor * stages)
+
+
+def _degree(settings: Settings, key: str) -> int:
+    value = settings.raw(key, 1)
+    return value if isinstance(value, int) else 1  # "none" in the recipes
+
+
+def _targets(peft: Settings, model: ModelSpec | None) -> str | tuple[str, ...]:
+    if peft.flag("match_all_linear", False):
+        return "all-linear"
+    names: list[str] = []
+    for pattern in peft.text_or_names("target_modules"):
+        last = pattern.rpartition(".")[2] or pattern
+        names += [one for one in LINEAR if fnmatch(one, last)] or [last]
+    return common.targets(tuple(names), model, peft)
