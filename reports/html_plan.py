@@ -65,6 +65,7 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
     view: dict[str, Any] = {
         "id": name,
         "single": single,
+        "fits": fit_word(chosen) if isinstance(plan, Plan) else "no",
         "title": workload_words(wish),
         "short": f"{clean(wish.model.model_id)} on {gpus_words(wish)}, {wish.seq_len_tokens:,} tokens",
         "charts": charts,
@@ -173,8 +174,8 @@ def _sections(view: dict[str, Any]) -> list[tuple[str, str]]:
     charts = view["charts"]
     known = (
         ("remedies", "What would help", view["remedies"]),
-        ("launch", "Run it" if view["launch"] else "The setup", True),
         ("memory", "Memory", True),
+        ("launch", "Run it" if view["launch"] else "The setup", True),
         ("why", "Why", view["tree"]),
         ("beside", "Alternatives", view["beside"]),
         ("sensitivity", "If one thing moved", charts["sensitivity"]),

@@ -41,7 +41,6 @@ def plan_markdown(plan: Plan | NoPlan, extras: Extras | None = None) -> str:
     if isinstance(plan, Plan):
         chosen = plan.chosen
         blocks += [f"**{escape(verdict_sentence(plan))}**", *_sentences(plan)]
-        blocks += _launch(extras)
     else:
         chosen = plan.nearest
         blocks += [
@@ -51,6 +50,8 @@ def plan_markdown(plan: Plan | NoPlan, extras: Extras | None = None) -> str:
             _remedies(plan),
         ]
     blocks += _memory(chosen, plan.workload.memory_bytes)
+    if isinstance(plan, Plan):
+        blocks += _launch(extras)
     blocks += _walk(plan.walk)
     if isinstance(plan, Plan):
         blocks += _alternatives(plan)

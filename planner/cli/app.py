@@ -45,6 +45,7 @@ COMMANDS = {
     "compare": Command("report", "compare", "Several plans side by side."),
     "which-gpu": Command("report", "which_gpu", "Rank the GPU table for a model."),
     "which-model": Command("which_model", "which_model", "What a card can fine-tune, how long, how fast."),
+    "init": Command("init", "init", "Five questions, then a plan and the command that made it."),
     "ui": Command("ui", "ui", "A local page with sliders: memory and speed at once."),
     "which-cluster": Command("which_cluster", "which_cluster", "The smallest, cheapest and fastest set of GPUs."),
     "gpus": Command("lists", "gpus", "The GPU table."),

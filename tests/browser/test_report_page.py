@@ -183,6 +183,7 @@ WATCH_WORDS = """
 def click_copy(browser: Browser) -> str:
     """What the first copy button says when it is clicked; a little later it says "Copy" again."""
     browser.js(WATCH_WORDS)
+    browser.js("document.querySelector('[data-copy]').scrollIntoView({block: 'center', behavior: 'instant'})")
     browser.driver.find_element("css selector", "[data-copy]").click()
     browser.wait("window.words.length > 0 && document.getElementById('said').textContent !== ''")
     words: str = browser.js("return window.words[0]")

@@ -1,0 +1,89 @@
+"""`plan init`: five questions, and the command that they make."""
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import typer
+
+from planner.cli.output import printable
+from planner.errors import PlannerError
+
+METHODS = ("any", "full", "lora", "qlora")
+
+
+def init() -> int:
+    """Asks five questions, then plans; the command is shown, to be kept and changed.
+
+    Enter takes the answer in brackets.
+    """
+    from planner.cli.app import run
+
+    model = _ask("Which model? (hub id, folder with config.json, or part of a catalogue name)", "", _model)
+    gpu = _ask("Which GPU? (a name such as 4090 or a100-80gb; local: this machine's)", _default_gpu(), _gpu)
+    data = _ask("Which data set? (a .jsonl or .parquet file; Enter: none yet)", "", _data)
+    method = _ask(f"Which method? ({', '.join(METHODS)})", "any", _method)
+    folder = _ask("Where to write plan, report and launch files? (Enter: nowhere)", "", lambda text: text)
+    words = [model, "--gpu", gpu]
+    for option, value in (("--dataset", data), ("--method", "" if method == "any" else method), ("--out", folder)):
+        words += [option, value] if value else []
+    typer.echo(f"plan {printable(shlex.join(words))}\n", err=True)
+    return run(words)
+
+
+def _ask(question: str, default: str, understood: Callable[[str], str]) -> str:
+    """The answer, asked again until it is understood."""
+    while True:
+        answer = typer.prompt(question, default=default, show_default=bool(default), err=True).strip()
+        try:
+            return understood(answer)
+        except PlannerError as error:
+            typer.echo(f"  {printable(error.message)}\n  {printable(error.hint)}", err=True)
+
+
+def _model(answer: str) -> str:
+    from planner.errors import UsageError
+    from planner.models import catalogue
+    from planner.models.resolve import resolve_model
+
+    if not answer:
+        raise UsageError("a plan needs a model", hint="for example Qwen/Qwen3-4B; `plan models` lists the catalogue")
+    try:
+        resolve_model(answer)
+    except PlannerError:
+        close = [name for name in catalogue.names() if answer.lower() in name.lower()]
+        if close:
+            raise UsageError(f"{answer!r} is not one model", hint=f"say which: {', '.join(close[:8])}") from None
+        raise
+    return answer
+
+
+def _default_gpu() -> str:
+    from planner.gpus import local_gpu
+
+    try:
+        local_gpu()
+    except PlannerError:
+        return ""
+    return "local"
+
+
+def _gpu(answer: str) -> str:
+    from planner.cli.wish import resolve_gpu
+
+    resolve_gpu(answer)
+    return answer
+
+
+def _data(answer: str) -> str:
+    from planner.errors import UsageError
+
+    if answer and not Path(answer).expanduser().exists():
+        raise UsageError(f"no file at {answer}", hint="a path that exists, or Enter for none")
+    return str(Path(answer).expanduser()) if answer else ""
+
+
+def _method(answer: str) -> str:
+    from planner.cli.wish import choices
+
+    return choices("method", [answer], METHODS)[0]
