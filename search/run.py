@@ -116,7 +116,9 @@ def search(
                 worker.work(study, number, setup, evaluate, check)
             if on_trial is not None:
                 worker.catch_up(study)
-                on_trial(next(r for r in study.records() if r.number == number), worker.belief)
+                # none where others gave the trial up for lost meanwhile: its measurement is in the store
+                for record in [r for r in study.records() if r.number == number]:
+                    on_trial(record, worker.belief)
     finally:
         liveness.close()
         close_storage(opened)

@@ -6,9 +6,11 @@ from math import log
 from pathlib import Path
 
 import numpy as np
+import optuna
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from optuna.trial import TrialState
 from search_cases import exact, out_of_memory, problem, scenario, small_candidates, with_budget
 
 from benchmarks.synthetic_gpu import SyntheticGpu
@@ -22,6 +24,7 @@ from search.optuna_samplers import SAMPLERS
 from search.problem import Problem
 from search.run import MAX_RECORDED_EXCLUSIONS, search
 from search.stopping import Budget
+from search.storage import close_storage
 from search.study import MAX_RETRIES, TrialRecord
 
 FEW = Budget(max_probes=6)
@@ -152,6 +155,29 @@ def test_formula_exclusions_are_recorded_with_reasons() -> None:
     assert 0 < len(excluded) <= MAX_RECORDED_EXCLUSIONS
     assert all(trial.excluded.startswith("formula: needs ") for trial in excluded)
     assert [record.number for record in records] == [trial.number for trial in result.trials if trial.probed]
+
+
+def test_a_worker_whose_trial_was_given_up_for_lost_goes_on(tmp_path: Path) -> None:
+    """After an outage that outlasts the grace period, others have taken the trial out while its probe still ran."""
+    target = f"sqlite:///{tmp_path}/study.db"
+    shown: list[int] = []
+
+    def evaluate(setup: TrainSetup) -> Evidence:
+        if not shown and not taken:
+            study = optuna.load_study(storage=target, study_name="plan")
+            taken.extend(study.get_trials(states=(TrialState.RUNNING,)))
+            study._storage.set_trial_state_values(taken[0]._trial_id, TrialState.FAIL)
+            close_storage(study._storage)
+        return measure(setup)
+
+    taken: list[optuna.trial.FrozenTrial] = []
+    measure = truth(small_candidates())
+    result = search(
+        problem(), evaluate, storage=target, budget=FEW, on_trial=lambda record, belief: shown.append(record.number)
+    )
+    assert result.best is not None
+    assert taken[0].number not in shown
+    assert shown
 
 
 def test_the_dry_run_excludes_without_a_probe() -> None:
