@@ -2,22 +2,28 @@
 
     python tools/mutation.py                      all of tools/planted_faults.jsonl, each against its room's tests
     python tools/mutation.py --room search -n 20  some of them
-    python tools/mutation.py --collect            draws the list anew (fixed seed); the named ones stay
+    python tools/mutation.py --record FILE        writes each answer there, and goes on where FILE ends
+    python tools/mutation.py --collect            replaces the faults whose line is gone (fixed seed)
 
-A fault is one line changed in a copy of the tree. It is killed when a test of its room fails; the tests are run in
-order of cost and stop at the first failure. Who survives must be explained in docs/mutation.md.
+A fault is one line changed in a copy of the tree. It is killed when a test of its room fails; all of them are tests of
+the default suite, run in order of cost up to the first failure, in a fork of this process, which has imported the
+libraries (never the project). Each room's tests must pass without a fault first. Who survives is explained in
+docs/faults.md.
 """
 
 import argparse
 import ast
+import contextlib
+import importlib
 import json
 import os
 import random
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,13 +33,26 @@ LIST = ROOT / "tools" / "planted_faults.jsonl"
 SEED = 20261122
 LIMIT_S = 900.0
 """CPU seconds of one fault's tests are far below; an endless loop is a death too."""
-COPIED = ("planner", "probes", "search", "reports", "tests", "tools", "benchmarks", "docs", "pyproject.toml")
+COPIED = ("planner", "probes", "search", "reports", "finetune_planner", "tests", "tools", "benchmarks", "docs")
+COPIED += ("pyproject.toml", "README.md", "CHANGELOG.md")
+LIBRARIES = (
+    "numpy",
+    "yaml",
+    "typer",
+    "rich",
+    "jinja2",
+    "sqlalchemy",
+    "optuna",
+)  # no plugin of pytest: it rewrites them
+HEAVY_LIBRARIES = ("torch", "transformers", "transformers.modeling_utils", "peft")
+HEAVY_ROOMS = ("dry run", "search")
 
 ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
     # room: (files, tests in order of cost, how many faults)
     "memory": (
-        ("planner/memory/*.py",),
+        ("planner/memory/*.py", "planner/choices/losses.py", "planner/choices/optimizers.py"),
         (
+            "tests/planner/test_on_record.py",
             "tests/planner/test_by_hand.py",
             "tests/planner/test_memory_terms.py",
             "tests/planner/test_memory_textbook.py",
@@ -54,6 +73,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
             "planner/throughput/lora.py",
         ),
         (
+            "tests/planner/test_on_record.py",
             "tests/planner/test_by_hand.py",
             "tests/planner/test_throughput.py",
             "tests/planner/test_throughput_effective.py",
@@ -163,17 +183,29 @@ def _between(lines: list[str], left: ast.expr, right: ast.expr, op: ast.AST) -> 
     return right.lineno, start, start + len(_SYMBOLS[type(op)]), _SWAPS[type(op)]
 
 
+def is_stale(fault: dict[str, Any], root: Path = ROOT) -> bool:
+    """Whether the line that the fault changes is gone."""
+    path = root / fault["file"]
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return lines.count(fault["old"]) <= fault.get("nth", 0)
+
+
 def collect() -> list[dict[str, Any]]:
-    """The named faults of the list, and the rest of each room's number drawn from all that its files could have."""
-    kept = [one for one in read() if one.get("name")] if LIST.exists() else []
+    """The list's faults whose lines are still there, and the rest of each room's number drawn from all that its files
+    could have."""
+    known = read() if LIST.exists() else []
+    kept = [one for one in known if not is_stale(one)]
+    for one in known:
+        if one.get("name") and one not in kept:
+            print(f"gone, to be planted by hand: {one['name']}: {one['file']}: {one['old'].strip()}")
     dice = random.Random(SEED)
+    taken = {(one["file"], one["old"], one["new"]) for one in kept}
     result = list(kept)
     for room, (patterns, _, num) in ROOMS.items():
         every = [one for pattern in patterns for path in sorted(ROOT.glob(pattern)) for one in candidates(path, room)]
-        known = {(one["file"], one["old"], one["new"]) for one in kept}
         dice.shuffle(every)
-        fresh = [one for one in every if (one["file"], one["old"], one["new"]) not in known]
-        result += fresh[: num - sum(one["room"] == room for one in kept)]
+        fresh = [one for one in every if (one["file"], one["old"], one["new"]) not in taken]
+        result += fresh[: max(0, num - sum(one["room"] == room for one in kept))]
     return result
 
 
@@ -195,45 +227,77 @@ class Copy:
                 shutil.copy(source, self.root / name)
         self._times = 0
 
-    def survives(self, fault: dict[str, Any]) -> str:
-        """ "" when a test noticed; "stale" when the line is gone; else "survived" with the seconds it took."""
+    def answer(self, fault: dict[str, Any]) -> tuple[str, str]:
+        """("killed", the test that noticed), ("survived", "") or ("stale", "") where the line is gone."""
+        if is_stale(fault, self.root):
+            return "stale", ""
         path = self.root / fault["file"]
         text = path.read_text(encoding="utf-8")
         lines = text.splitlines(keepends=True)
         places = [index for index, line in enumerate(lines) if line.rstrip("\n") == fault["old"]]
-        if len(places) <= fault.get("nth", 0):
-            return "stale"
         lines[places[fault.get("nth", 0)]] = fault["new"] + "\n"
-        start = time.monotonic()
         try:
             self._write(path, "".join(lines))
-            for tests in ROOMS[fault["room"]][1]:
-                if not (self.root / tests).exists():
-                    continue
-                if not self._passes(tests):
-                    return ""
-            return f"survived ({time.monotonic() - start:.0f} s)"
+            failed = self.failing(fault["room"])
         finally:
             self._write(path, text)
+        return ("killed", failed) if failed else ("survived", "")
 
     def _write(self, path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
         self._times += 1  # byte code is kept by time and size: two faults of one second would be taken for one
         os.utime(path, (1_700_000_000 + self._times, 1_700_000_000 + self._times))
 
-    def _passes(self, tests: str) -> bool:
-        command = [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", tests]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(self.root),
-            "OMP_NUM_THREADS": "1",
-            "XDG_CACHE_HOME": str(self.root / "cache"),  # a dry run kept from before the fault would hide it
-        }
-        try:
-            done = subprocess.run(command, cwd=self.root, env=environment, capture_output=True, timeout=LIMIT_S)
-        except subprocess.TimeoutExpired:
-            return False
-        return done.returncode in (0, 5)
+    def failing(self, room: str) -> str:
+        """The first test of the room that fails, "" where all pass."""
+        tests = [name for name in ROOMS[room][1] if (self.root / name).exists()]
+        told = self.root / "told"
+        child = os.fork()
+        if child == 0:
+            code = 2
+            try:
+                code = self._run(tests, told)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        code = self._wait(child)
+        if code == 0:
+            return ""
+        lines = told.read_text("utf-8", "replace").splitlines()
+        named = [line.split(" - ")[0].split(maxsplit=1)[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+        return named[0] if named else f"the tests ended with {code}"
+
+    def _run(self, tests: list[str], told: Path) -> int:
+        """In the child: the copy's tests, with the copy's modules."""
+        os.setsid()  # what the tests start ends with them
+        handle = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
+        os.chdir(self.root)
+        os.environ["PYTHONPATH"] = str(self.root)
+        hidden = {str(ROOT), str(ROOT / "tools")}
+        sys.path[:] = [str(self.root), *(place for place in sys.path if place not in hidden)]
+        import pytest
+
+        code = pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--no-header", "--tb=line", "-rfE", *tests])
+        sys.stdout.flush()
+        return int(code)
+
+    def _wait(self, child: int) -> int:
+        end = time.monotonic() + LIMIT_S
+        while True:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                break
+            if time.monotonic() > end:
+                os.kill(child, signal.SIGKILL)
+                _, status = os.waitpid(child, 0)
+                break
+            time.sleep(0.02)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(status)
 
     def close(self) -> None:
         """Removes the copy."""
@@ -249,6 +313,7 @@ def main() -> int:
     parser.add_argument("-n", type=int, default=None, help="only the first N")
     parser.add_argument("--from", dest="skip", type=int, default=0, help="leave out the first so many")
     parser.add_argument("--seconds", type=float, default=None, help="stop after so many seconds")
+    parser.add_argument("--record", type=Path, default=None, help="JSON lines of the answers; those in it stand")
     options = parser.parse_args()
     if options.collect:
         faults = collect()
@@ -257,17 +322,36 @@ def main() -> int:
         return 0
     faults = [one for one in read() if options.room in (None, one["room"]) and (one.get("name") or not options.named)]
     faults = faults[options.skip :][: options.n]
+    record = options.record
+    answered = {}
+    if record is not None and record.exists():
+        answered = {_key(one): one for one in map(json.loads, record.read_text(encoding="utf-8").splitlines())}
+    rooms = {one["room"] for one in faults if _key(one) not in answered}
+    _import(LIBRARIES + (HEAVY_LIBRARIES if rooms & set(HEAVY_ROOMS) else ()))
     copy, started = Copy(), time.monotonic()
-    counts = {room: [0, 0, 0] for room in ROOMS}  # killed, survived, stale
+    counts = {room: [0, 0, 0] for room in ROOMS}
     try:
+        for room in sorted(rooms):
+            if failed := copy.failing(room):
+                print((copy.root / "told").read_text("utf-8", "replace"))
+                print(f"{room}: {failed} fails without any fault")
+                return 2
         for number, fault in enumerate(faults):
-            if options.seconds is not None and time.monotonic() - started > options.seconds:
-                print(f"stopped after {number} of {len(faults)}: go on with --from {options.skip + number}")
-                break
-            answer = copy.survives(fault)
-            counts[fault["room"]][1 if answer.startswith("survived") else 2 if answer else 0] += 1
-            if answer:
-                print(f"{answer}: {fault['file']}: {fault['old'].strip()}  ->  {fault['new'].strip()}", flush=True)
+            known = answered.get(_key(fault))
+            if known is None:
+                if options.seconds is not None and time.monotonic() - started > options.seconds:
+                    print(f"stopped after {number} of {len(faults)}: go on with --record, or --from")
+                    break
+                begun = time.monotonic()
+                answer, by = copy.answer(fault)
+                known = {**fault, "answer": answer, "by": by, "seconds": round(time.monotonic() - begun, 1)}
+                if record is not None:
+                    with record.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(known) + "\n")
+            counts[fault["room"]][("killed", "survived", "stale").index(known["answer"])] += 1
+            if known["answer"] != "killed":
+                where = f"{fault['file']}: {fault['old'].strip()}  ->  {fault['new'].strip()}"
+                print(f"{known['answer']} ({known['seconds']:.0f} s): {where}", flush=True)
     finally:
         copy.close()
     print(f"{'room':<12}{'killed':>8}{'survived':>10}{'stale':>7}")
@@ -278,6 +362,19 @@ def main() -> int:
     total = killed + survived
     print(f"{killed} of {total} killed ({killed / total:.0%})" if total else "nothing was run")
     return 0 if killed >= 0.9 * total else 1
+
+
+def _key(fault: dict[str, Any]) -> tuple[str, str, str, int]:
+    return fault["file"], fault["old"], fault["new"], fault.get("nth", 0)
+
+
+def _import(names: tuple[str, ...]) -> None:
+    """What every test process would import first; with the settings of tests/conftest.py, which libraries read once."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    for name in names:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,96 @@
+"""Every term of the formula over points of every model type, as on record: no figure moves unnoticed.
+
+Whether a figure is right other tests say (by hand, against dry runs, against measurements); this one says that it
+moved, of which type, in which term, by how much. `UPDATE_DOCS=1 pytest tests/planner/test_on_record.py` writes the
+record anew: look at the difference, and name it under "Predictions changed" in CHANGELOG.md.
+"""
+
+import json
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.gpus import find_gpu
+from planner.interchange import setup_from_dict
+from planner.memory.model import rank_memories
+from planner.models import catalogue
+from planner.setup import TrainSetup
+from planner.speed import speed_profile
+
+RECORD = Path(__file__).with_name("on_record.jsonl")
+GRID = Path(__file__).parents[2] / "benchmarks/data/formula_vs_dryrun.jsonl"
+EVERY = 4
+"""Of the 2,065 points, which were drawn at random, so many are left out between two."""
+ROUNDING = 1e-6
+"""Of seconds: another library's pow and log may differ in the last digits."""
+FULL: dict[str, Any] = {"method": "full", "lora_rank": 0, "num_gpus": 8, "accumulation_steps": 8}
+SPREADS: tuple[dict[str, Any], ...] = (
+    {"num_gpus": 8, "parallel": "ddp"},
+    {**FULL, "parallel": "fsdp2"},
+    {"num_gpus": 8, "parallel": "fsdp2", "reshard_after_forward": False, "checkpointing": 0},
+    {**FULL, "parallel": "zero1", "offload": "optimizer"},
+    {**FULL, "parallel": "zero2"},
+    {**FULL, "parallel": "zero3", "offload": "parameters"},
+    {"num_gpus": 8, "parallel": "fsdp2", "tensor_degree": 4},
+    {**FULL, "parallel": "none", "tensor_degree": 8},
+    {**FULL, "parallel": "ddp", "pipeline_degree": 4},
+    {**FULL, "parallel": "none", "pipeline_degree": 8, "pipeline_schedule": "gpipe"},
+)
+
+
+def points() -> list[tuple[str, str, str, TrainSetup]]:
+    """(group, model, GPU, setup): random ones of every model type, and one model spread over eight GPUs."""
+    rows = [json.loads(line) for line in GRID.read_text().splitlines()[::EVERY]]
+    found = [(row["model_type"], row["model"], row["gpu"], setup_from_dict(row["setup"])) for row in rows]
+    for gpu in ("a100-80gb", "rtx-4090"):
+        for fields in SPREADS:
+            setup = TrainSetup(**fields, micro_batch_seqs=2, seq_len_tokens=2048)
+            found.append((f"spread: {fields['parallel']}", "meta-llama/llama-3.1-8b", gpu, setup))
+    return found
+
+
+def figures() -> dict[str, dict[str, float]]:
+    """By group and term: bytes, or microseconds, summed over its points; later points weigh more, so that what one
+    loses another cannot make up."""
+    sums: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    models = {name: catalogue.load(name) for _, name, _, _ in points()}
+    for weight, (group, name, card, setup) in enumerate(points(), start=1):
+        model, gpu = models[name], find_gpu(card)
+        assert model is not None, name
+        found: dict[str, float] = defaultdict(float)
+        for rank in rank_memories(model, gpu, setup):
+            for term in rank.breakdown.terms:
+                found[f"{term.category}: {term.name} ({len(term.phases)})"] += rank.num_ranks * term.size_bytes
+            found["allocator gap"] += rank.breakdown.allocator_gap_bytes
+            found["context"] += rank.breakdown.context_bytes
+        speed = speed_profile(model, gpu, setup).step_time(setup)
+        found |= {f"time: {part}": 1e6 * seconds for part, seconds in speed.parts_s.items()}
+        found |= {"GFLOP": speed.flops / 1e9, "parts per million of MFU": 1e6 * speed.mfu_fraction}
+        found["parts per million of the band"] = 1e6 * speed.band_fraction
+        for term_name, amount in found.items():
+            sums[group][term_name] += weight * amount
+    return {group: dict(sorted(terms.items())) for group, terms in sorted(sums.items())}
+
+
+def test_every_figure_of_the_formula_is_on_record() -> None:
+    found = figures()
+    if os.environ.get("UPDATE_DOCS"):
+        lines = [
+            json.dumps({"of": group, **{name: round(value) for name, value in terms.items()}})
+            for group, terms in found.items()
+        ]
+        RECORD.write_text("\n".join(lines) + "\n")
+    kept = {row.pop("of"): row for row in map(json.loads, RECORD.read_text().splitlines())}
+    moved = [
+        f"{group}, {name}: {now / was - 1:+.3%}" if (was := kept.get(group, {}).get(name)) else f"{group}, {name}: new"
+        for group, terms in found.items()
+        for name, now in terms.items()
+        if now != pytest.approx(kept.get(group, {}).get(name, 0), rel=ROUNDING, abs=1)
+    ]
+    gone = [
+        f"{group}, {name}: gone" for group, terms in kept.items() for name in terms if name not in found.get(group, {})
+    ]
+    assert not moved + gone, "\n".join([*moved, *gone][:40]) + f"\n({__doc__})"
