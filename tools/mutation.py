@@ -44,6 +44,7 @@ LIBRARIES = (
     "sqlalchemy",
     "optuna",
 )  # no plugin of pytest: it rewrites them
+"""No plugin of pytest: it rewrites them as it imports them."""
 HEAVY_LIBRARIES = ("torch", "transformers", "transformers.modeling_utils", "peft")
 HEAVY_ROOMS = ("dry run", "search")
 
