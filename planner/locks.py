@@ -8,8 +8,9 @@ import errno
 import importlib
 import os
 import time
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, BinaryIO
 
 fcntl: ModuleType | None
 try:
@@ -23,6 +24,15 @@ POLL_S = 0.02
 OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 """For `os.open` of a file to be locked: a pipe of that name is not waited for, children do not inherit it."""
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+
+
+def open_lock(path: Path) -> BinaryIO:
+    """A file to be locked, made where it is missing; what is in it stays, and a link of that name is not followed.
+
+    Raises:
+        OSError: a link, no permission.
+    """
+    return open(os.open(path, os.O_RDWR | os.O_CREAT | NO_LINK | OPEN_FLAGS, 0o666), "rb+")
 
 
 def lock(descriptor: int, *, shared: bool = False) -> None:

@@ -16,6 +16,7 @@ import random
 import re
 import secrets
 import socket
+import stat
 import threading
 import time
 import warnings
@@ -31,6 +32,7 @@ from optuna.storages.journal._storage import JournalOperation
 from optuna.trial import FrozenTrial
 
 from planner.errors import EnvironmentProblem, UsageError
+from planner.locks import open_lock
 from search.outage import at_once, first_line, is_outage, make_patient
 
 JOURNAL_NAME = "study.journal"
@@ -274,7 +276,7 @@ class FlockLock(JournalFileOpenLock):
         import fcntl
 
         if self._depth == 0:
-            self._file = open(self._path, "w")  # noqa: SIM115
+            self._file = open_lock(self._path)
             fcntl.flock(self._file, fcntl.LOCK_EX)
         self._depth += 1
         return True
@@ -423,6 +425,10 @@ def close_storage(storage: BaseStorage) -> None:
 def _journal(directory: Path) -> tuple[BaseStorage, Liveness]:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / JOURNAL_NAME
+    for one in (path, directory / f"{JOURNAL_NAME}.lock"):
+        # a folder from a stranger may hold a link to a file of one's own, or a pipe that hangs whoever opens it
+        if os.path.lexists(one) and not stat.S_ISREG(os.lstat(one).st_mode):
+            raise EnvironmentProblem(f"{one} is not a regular file", hint="give another --storage, or move it away")
     lock: JournalFileOpenLock
     try:
         import fcntl  # noqa: F401

@@ -4,13 +4,16 @@ transformers' `apply_chat_template` raises where a tokenizer has none, and base 
 text works with any tokenizer: no token is added. Each answer ends in the tokenizer's own end-of-sequence token.
 """
 
-import json
 import re
 from pathlib import Path
 
+from planner.errors import ConfigError
 from planner.exporters.types import ExportRequest
+from planner.inputs import parse_object, read_bytes
 
 NAME = "chat_template.jinja"
+MAX_CONFIG_BYTES = 32 << 20
+"""Of a `tokenizer_config.json`, which may list every token: the largest known have some MB."""
 OPTION = "--chat_template_path"
 """`trl sft`'s option for a template in a file (TRL 1.16)."""
 TEMPLATE = (
@@ -58,8 +61,9 @@ def _tokenizer_files(model_id: str) -> list[bool] | None:
     if folder is None or config is None or not config.is_file():
         return None
     try:
-        named = bool(json.loads(config.read_bytes()).get("chat_template"))
-    except (OSError, ValueError, AttributeError):
+        config_text = read_bytes(config, max_bytes=MAX_CONFIG_BYTES)
+        named = bool(parse_object(config_text, str(config)).get("chat_template"))
+    except ConfigError:
         return None
     return [named, (folder / NAME).is_file(), (folder / "chat_templates").is_dir()]
 

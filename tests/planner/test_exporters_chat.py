@@ -59,6 +59,9 @@ def test_the_files_of_a_tokenizer_count_more_than_its_name(tmp_path: Path) -> No
     (folder / chat.NAME).unlink()
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
     assert chat.lacks_template(str(folder)) is False
+    for hostile in ("[" * 100_000, "[]", "9" * 5_000):
+        (folder / "tokenizer_config.json").write_text(hostile)
+        assert chat.lacks_template(str(folder)) is False  # as its name says
 
 
 @pytest.mark.parametrize("lacks", [True, False, None])

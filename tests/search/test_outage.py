@@ -67,6 +67,21 @@ def full_disk_after(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> Any:
         yield
 
 
+@pytest.mark.parametrize("name", [JOURNAL_NAME, f"{JOURNAL_NAME}.lock"])
+def test_a_storage_folder_from_a_stranger_leads_nowhere(tmp_path: Path, name: str) -> None:
+    victim, folder = tmp_path / "victim", tmp_path / "study"
+    victim.write_text("mine\n")
+    folder.mkdir()
+    (folder / name).symlink_to(victim)
+    with pytest.raises(EnvironmentProblem, match="not a regular file"):
+        open_storage(folder)
+    assert victim.read_text() == "mine\n"
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(EnvironmentProblem, match="not a regular file"):
+        open_storage(folder)
+
+
 @pytest.mark.parametrize("torn_bytes", [0, 1, 20, 100])
 def test_a_full_disk_of_one_worker_leaves_the_journal_to_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn_bytes: int
