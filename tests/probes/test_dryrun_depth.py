@@ -14,7 +14,7 @@ from probes.stack import load_config, period_of
 from tests.probes.dryrun_small import assert_same_figures, catalogue_config, small_config
 
 AMPERE = (8, 0)
-DEEP = 10
+DEEP = 7
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama lora": ("llama", {"num_hidden_layers": DEEP}, {}),
     "llama every third layer": ("llama", {"num_hidden_layers": 13}, {"checkpointing": 3}),
@@ -37,7 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "deepseek dense first": (
         "deepseek_v3",
         {
-            "num_hidden_layers": DEEP,
+            "num_hidden_layers": DEEP + 2,
             "first_k_dense_replace": 3,
             "n_routed_experts": 8,
             "num_experts_per_tok": 2,

@@ -9,11 +9,15 @@ pytest.importorskip("transformers")
 
 from planner.setup import TrainSetup
 from probes.dryrun.trace import Trace, trace_run
-from probes.stack import load_config
+from probes.dryrun.startup import collection_paused
+from probes.stack import load_config, truncated_config
 from tests.probes.dryrun_small import peaks, small_config
 
 NO_FLASH = (7, 0)
 """A capability whose SDPA choice for bf16 and grouped queries is the math kernel, which a CPU can run."""
+
+LAYERS = 2
+"""The first and the last, one local and one global of Gemma 2."""
 
 FAMILIES = ("llama", "qwen2", "gemma2", "gpt2", "mixtral", "phi3", "qwen3_moe")
 SETUPS: dict[str, dict[str, Any]] = {
@@ -38,14 +42,15 @@ DENSE_SETUPS: dict[str, dict[str, Any]] = {
 def _trace(model_type: str, fields: dict[str, Any], device: str) -> Trace:
     values = {"seq_len_tokens": 48, "micro_batch_seqs": 2, "lora_rank": 4, "attention": "eager"}
     setup = TrainSetup(**{**values, **fields})
-    return trace_run(
-        load_config(small_config(model_type)),
-        setup,
-        capability=NO_FLASH,
-        device=device,
-        workspaces=False,
-        num_layers=3,
-    )
+    with collection_paused():
+        return trace_run(
+            truncated_config(load_config(small_config(model_type)), LAYERS),
+            setup,
+            capability=NO_FLASH,
+            device=device,
+            workspaces=False,
+            num_layers=LAYERS,
+        )
 
 
 def _agree(model_type: str, fields: dict[str, Any]) -> None:

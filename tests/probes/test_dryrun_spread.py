@@ -15,7 +15,7 @@ from probes.dryrun.followed import OWN_CODE, why_not_traced
 from tests.probes.dryrun_small import assert_same_figures, small_config
 
 AMPERE = (8, 0)
-DEEP = 9
+DEEP = 7
 FULL: dict[str, Any] = {"method": "full", "lora_rank": 0}
 DEPTHS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp lora": ("llama", {"parallel": "ddp"}),
