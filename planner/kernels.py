@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS
@@ -106,6 +106,19 @@ def supported_attentions(model: ModelSpec, gpu: GpuSpec) -> tuple[str, ...]:
 def default_attention(model: ModelSpec | None) -> str:
     """What transformers runs where no implementation is named: SDPA, or eager for a class without it."""
     return "sdpa" if model is None or "sdpa" in model.attentions else "eager"
+
+
+WITHOUT_SDPA = {"gemma4": "audio_config"}
+"""The part of a model type that refuses SDPA by name while the text has it: its section of the configuration.
+
+Source: transformers 5.23 `Gemma4AudioPreTrainedModel._supports_sdpa`, `get_correct_attn_implementation` (an unnamed
+implementation is SDPA for every part that has it, eager for the others; a named one is an error there).
+"""
+
+
+def left_unnamed(config: Mapping[str, Any], attention: str) -> bool:
+    """Whether a model of this `config.json` gets an attention only when its name is not given: `WITHOUT_SDPA`."""
+    return attention == "sdpa" and bool(config.get(WITHOUT_SDPA.get(config.get("model_type", ""), "")))
 
 
 def attention_refusal(model: ModelSpec, attention: str) -> str:

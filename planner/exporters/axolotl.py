@@ -2,8 +2,8 @@
 
 from planner.exporters import deepspeed, slurm
 from planner.exporters.common import (
-    HF_ATTENTIONS,
     HF_OPTIMIZERS,
+    attention_line,
     environment,
     liger_loss_refusal,
     model_line,
@@ -144,7 +144,7 @@ def _sections(request: ExportRequest) -> list[Section]:
             Line("model_quantization_config_kwargs", {"dequantize": True}, "16-bit weights, which train")
             if dequantizing
             else None,
-            Line("attn_implementation", HF_ATTENTIONS[setup.attention]),
+            attention_line(request),
             Line("device_map", "auto", "layers spread over the GPUs") if setup.parallel == "device-map" else None,
         ),
         section("method", *_method(request)),

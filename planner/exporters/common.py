@@ -4,7 +4,7 @@ from planner.choices.optimizers import OPTIMIZERS
 from planner.exporters.text import Line, was_absolute
 from planner.exporters.types import Difference, ExportRequest
 from planner.gpu import GpuSpec
-from planner.kernels import LIGER_TYPES, attention_refusal
+from planner.kernels import LIGER_TYPES, attention_refusal, left_unnamed
 from planner.models.spec import ModelSpec
 from planner.models.stored import stored_refusal
 from planner.models.targets import peft_target_modules
@@ -22,6 +22,13 @@ REMOTE_TYPES = frozenset({"internlm3"})
 
 USUAL_ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 USUAL_LINEAR_MODULES = (*USUAL_ATTENTION_MODULES, "gate_proj", "up_proj", "down_proj")
+
+
+def attention_line(request: ExportRequest) -> Line | None:
+    """`attn_implementation`, None where transformers has to choose for each part of the model."""
+    if request.model is not None and left_unnamed(request.model.config, request.setup.attention):
+        return None
+    return Line("attn_implementation", HF_ATTENTIONS[request.setup.attention])
 
 
 def target_modules(setup: TrainSetup, model: ModelSpec | None) -> str | list[str]:

@@ -2,9 +2,9 @@
 
 from planner.exporters import accelerate, chat, deepspeed, slurm
 from planner.exporters.common import (
-    HF_ATTENTIONS,
     HF_DTYPES,
     HF_OPTIMIZERS,
+    attention_line,
     environment,
     liger_loss_refusal,
     model_refusal,
@@ -143,7 +143,7 @@ def _script(request: ExportRequest, head: list[str], found: tuple[Difference, ..
     parts.append("\n" + _constants(request))
     parts.append("\ntokenizer = AutoTokenizer.from_pretrained(MODEL)\nif tokenizer.pad_token is None:\n")
     parts.append("    tokenizer.pad_token = tokenizer.eos_token\n" + chat.FALLBACK + "\n")
-    parts.append(_model(setup, dequantizing_class(request.model)))
+    parts.append(_model(request))
     if setup.method != "full":
         parts.append("\n" + _adapters(request))
     if setup.parallel == "dp":
@@ -171,8 +171,9 @@ def _constants(request: ExportRequest) -> str:
     )
 
 
-def _model(setup: TrainSetup, dequantizing: str) -> str:
-    parts = []
+def _model(request: ExportRequest) -> str:
+    setup, parts = request.setup, []
+    dequantizing = dequantizing_class(request.model)
     if dequantizing:
         parts.append(call("quantization", dequantizing, [Line("dequantize", True, "16-bit weights, which train")]))
     if setup.quantization == "int8":
@@ -200,7 +201,7 @@ def _model(setup: TrainSetup, dequantizing: str) -> str:
             "AutoModelForCausalLM.from_pretrained",
             [
                 Line("dtype", Code(f"torch.{HF_DTYPES[setup.weight_dtype]}"), "of the weights that are not quantized"),
-                Line("attn_implementation", HF_ATTENTIONS[setup.attention]),
+                attention_line(request),
                 Line("quantization_config", Code("quantization")) if setup.quantized or dequantizing else None,
                 Line("distributed_config", distributed_config(setup)) if setup.tensor_degree > 1 else None,
                 device_map,

@@ -14,7 +14,7 @@ from planner.exporters.common import (
 from planner.exporters.spread import PER_NODE, sharding_refusal, split_refusal
 from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch, LaunchFile
-from planner.kernels import flash_refusal
+from planner.kernels import flash_refusal, left_unnamed
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 
@@ -124,6 +124,12 @@ def export(request: ExportRequest) -> Launch:
     )
 
 
+def _attention(request: ExportRequest) -> str:
+    if request.model is not None and left_unnamed(request.model.config, request.setup.attention):
+        return "auto"
+    return ATTENTIONS[request.setup.attention]
+
+
 def _command(env: dict[str, str]) -> str:
     prefix = " ".join(f"{name}={value}" for name, value in env.items())
     return f"{prefix} llamafactory-cli train launch/{FILE}".strip()
@@ -139,7 +145,7 @@ def _sections(request: ExportRequest) -> list[Section]:
         section(
             "model",
             model_line("model_name_or_path", request, shown_path(request.model_id)),
-            Line("flash_attn", ATTENTIONS[setup.attention]),
+            Line("flash_attn", _attention(request)),
             *_quantization(setup),
         ),
         section("method", Line("stage", "sft"), Line("do_train", True), *_method(request)),

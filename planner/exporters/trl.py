@@ -2,10 +2,10 @@
 
 from planner.exporters import accelerate, chat, deepspeed, slurm
 from planner.exporters.common import (
-    HF_ATTENTIONS,
     HF_DTYPES,
     HF_OPTIMIZERS,
     adapter_dtype_difference,
+    attention_line,
     environment,
     model_line,
     model_refusal,
@@ -170,7 +170,7 @@ def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
             "model",
             model_line("model_name_or_path", request, shown_path(request.model_id)),
             Line("dtype", dtype, "of the weights that are not quantized, and of 4-bit compute"),
-            Line("attn_implementation", HF_ATTENTIONS[setup.attention]),
+            attention_line(request),
             Line("chat_template_path", f"launch/{TARGET}/{chat.NAME}", "the tokenizer has none of its own")
             if chat.brought_along(request)
             else None,

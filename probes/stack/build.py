@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.kernels import left_unnamed
 from planner.setup import TrainSetup
 from probes.stack.adapters import add_adapters
 from probes.stack.configs import load_config, truncated_config
@@ -95,8 +96,9 @@ def bare_model(config: Any, dtype: torch.dtype, attention: str) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    name = None if left_unnamed(config.to_dict(), attention) else attention
     with torch.device("meta"):
-        model = auto.from_config(config, dtype=dtype, attn_implementation=attention)
+        model = auto.from_config(config, dtype=dtype, attn_implementation=name)
     keep = list(getattr(model, "_keep_in_fp32_modules_strict", None) or [])
     if dtype is torch.float16:
         keep += list(getattr(model, "_keep_in_fp32_modules", None) or [])

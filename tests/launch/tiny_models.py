@@ -12,7 +12,11 @@ from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 
-TYPES = {entry.model_type: entry for entry in reversed(catalogue.entries())}
+TYPES = {
+    entry.model_type + ("+audio" if entry.config.get("audio_config") else ""): entry
+    for entry in reversed(catalogue.entries())
+}
+"""Every model type; one with a tower that others of its type lack is a type of its own."""
 VOCAB, PAD, EOS = 264, 0, 1
 HEADS = ("num_attention_heads", "n_head", "num_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads")
@@ -33,6 +37,8 @@ PUBLISHED = {
 }
 """Types whose hub checkpoints are of another class than `AutoModelForCausalLM` builds: with a vision tower."""
 TOWERS = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "depth": 1, "num_position_embeddings": 16}
+
+AUDIO = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 32}
 
 
 def tiny_config(entry: catalogue.CatalogueEntry) -> dict[str, Any]:
@@ -61,6 +67,8 @@ def tiny_config(entry: catalogue.CatalogueEntry) -> dict[str, Any]:
             for name in ("head_dim", "global_head_dim"):
                 if name in config[tower]:
                     config[tower][name] = 16
+            if config[tower]["model_type"] == "gemma4_audio":  # published without sizes
+                config[tower] |= AUDIO
             if "out_hidden_size" in config[tower]:
                 config[tower]["out_hidden_size"] = text["hidden_size"]
     for place in {id(text): text, id(config): config}.values():

@@ -15,7 +15,7 @@ import yaml
 from planner.errors import ConfigError
 from planner.exporters import EXPORTERS, PLACEHOLDER_DATASET, DatasetChoice, Launch
 from planner.models import catalogue
-from planner.readers import schema
+from planner.readers import read_text, schema
 from planner.setup import TrainSetup
 from tests.planner.launch_sweep import request, setups
 
@@ -168,3 +168,17 @@ def test_a_damaged_file_is_not_read_back(name: str) -> None:
     text = EXPORTERS["trl"](request(TrainSetup(loss="chunked"))).files[0].text
     with pytest.raises(ConfigError):
         read_text(BREAKERS[name](text), "trl.yaml")
+
+
+@pytest.mark.parametrize("target", ["trl", "hf", "axolotl", "llamafactory"])
+def test_an_attention_that_a_tower_refuses_by_name_is_not_named(target: str) -> None:
+    """Gemma 4's audio tower refuses SDPA when it is named, and runs eager beside an SDPA text when it is not."""
+    setup = TrainSetup(attention="sdpa")
+    heard, plain = (
+        EXPORTERS[target](request(setup, model=catalogue.load(name)))
+        for name in ("google/gemma-4-E2B-it", "google/gemma-4-31B-it")
+    )
+    assert not heard.refused
+    assert "sdpa" in plain.files[0].text
+    assert "sdpa" not in heard.files[0].text
+    assert read_text(heard.files[0].text, heard.files[0].path).setup.attention == "sdpa"
