@@ -1,4 +1,4 @@
-"""Which of the machine's GPUs this process sees, as the driver (NVML) tells it: no torch, no CUDA context.
+"""Which of the machine's GPUs this process sees, as the driver (NVML, or AMD's) tells it: no torch, no CUDA context.
 
 CUDA_VISIBLE_DEVICES renumbers CUDA's devices and never NVML's. It names them by number, by UUID or its beginning, or
 names MIG slices. The order is that of the PCI bus, which every probe's child sets.
@@ -14,26 +14,35 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from planner.amd import AmdSmi, connect
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @contextmanager
-def nvml() -> Iterator[ModuleType | None]:
-    """The initialised NVML module, or None where there is no library or no driver."""
+def nvml() -> Iterator[Any]:
+    """The initialised NVML module, AMD's driver under its names (`planner.amd`), or None where neither answers."""
+    module: Any = _nvidia() or connect()
+    if module is None:
+        yield None
+        return
+    try:
+        yield module
+    finally:
+        module.nvmlShutdown()
+
+
+def _nvidia() -> ModuleType | None:
     try:
         import pynvml
     except ImportError:
-        yield None
-        return
+        return None
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        yield None
-        return
-    try:
-        yield pynvml
-    finally:
-        pynvml.nvmlShutdown()
+        return None
+    found: ModuleType = pynvml
+    return found
 
 
 def text(value: str | bytes) -> str:
@@ -54,9 +63,11 @@ def visible_names() -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def visible_handles(module: ModuleType) -> tuple[Any, ...]:
+def visible_handles(module: Any) -> tuple[Any, ...]:
     """NVML's handle of every device that CUDA would show this process, in CUDA's numbering; of a GPU in MIG mode its
     first slice, of which CUDA uses one. An entry that no device answers to ends the list, as in CUDA."""
+    if isinstance(module, AmdSmi):
+        return module.visible_handles()
     whole = [module.nvmlDeviceGetHandleByIndex(index) for index in range(int(module.nvmlDeviceGetCount()))]
     names = visible_names()
     if names is None:

@@ -205,7 +205,7 @@ def local_gpu(device: str = "cuda:0") -> GpuSpec:
     seen = _ask_nvml(device) or _ask_nvidia_smi(device)
     if seen is None:
         raise EnvironmentProblem(
-            "no GPU found on this machine: neither NVML nor nvidia-smi answers",
+            "no GPU found on this machine: neither NVML nor nvidia-smi nor AMD's amdsmi answers",
             hint="name the GPU to plan for, for example --gpu rtx-4090; `plan gpus` lists all",
         )
     total_mib, held_mib = seen.total_bytes // MIB, -(-seen.held_bytes // MIB)
@@ -216,8 +216,10 @@ def local_gpu(device: str = "cuda:0") -> GpuSpec:
             hint=f"plan for a close one, for example --gpu {(*_closest(normalized(seen.name)), 'rtx-4090')[0]} with "
             "--memory-gib",
         )
-    reserve = round(RESERVE_MIB + RESERVE_FRACTION * total_mib)
-    basis = f"this machine's driver: {total_mib} MiB less about {reserve} MiB that torch does not show"
+    reserve = 0 if spec.vendor == "AMD" else round(RESERVE_MIB + RESERVE_FRACTION * total_mib)
+    basis = f"this machine's driver: {total_mib} MiB"
+    if reserve:
+        basis += f" less about {reserve} MiB that torch does not show"
     if held_mib:
         basis += f" and {held_mib} MiB that others hold now"
     memory_bytes = max(0, total_mib - reserve - held_mib) * MIB

@@ -13,8 +13,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from planner.amd import AmdSmi
 from planner.children import child_environment, python_argv
 from planner.driver import device_handle, nvml
+from planner.driver import text as text_of
 from planner.install import install_command
 from planner.units import GIB, gib
 from probes.environment import device_status, library_versions
@@ -58,8 +60,9 @@ def examine() -> list[Finding]:
 def can_probe(findings: list[Finding]) -> bool:
     """Whether GPU probes can run here."""
     levels = {one.name: one.level for one in findings}
-    needed = ("NVIDIA driver", "torch", "transformers", "peft", "torch on the GPU")
-    return all(levels.get(name) in ("ok", "warning") for name in needed)
+    needed = ("torch", "transformers", "peft", "torch on the GPU")
+    driver = any(levels.get(name) == "ok" for name in ("NVIDIA driver", "AMD driver"))
+    return driver and all(levels.get(name) in ("ok", "warning") for name in needed)
 
 
 def _python() -> Iterator[Finding]:
@@ -83,24 +86,45 @@ def _driver() -> Iterator[Finding]:
                 level="missing",
                 text="no driver answers" if installed else "cannot be asked: nvidia-ml-py is not installed",
                 mend=(
-                    "install the NVIDIA driver, or start the container with --gpus all; without a GPU everything but "
-                    "probes works"
+                    "install the NVIDIA driver, or start the container with --gpus all (AMD: install ROCm's amdsmi for "
+                    "Python); without a GPU everything but probes works"
                     if installed
                     else "pip install nvidia-ml-py"
                 ),
             )
             return
-        driver = module.nvmlSystemGetDriverVersion()
-        cuda = int(module.nvmlSystemGetCudaDriverVersion())
-        cuda_text = f"{cuda // 1000}.{cuda % 1000 // 10}"
-        yield Finding(
-            name="NVIDIA driver",
-            level="ok",
-            text=f"{driver}, for CUDA up to {cuda_text}",
-            facts={"driver": str(driver), "cuda": cuda_text},
-        )
+        if isinstance(module, AmdSmi):
+            yield _amd_driver(module)
+        else:
+            yield _nvidia_driver(module)
     for device in local_devices():
         yield _gpu(device)
+
+
+def _nvidia_driver(module: Any) -> Finding:
+    driver, cuda = text_of(module.nvmlSystemGetDriverVersion()), int(module.nvmlSystemGetCudaDriverVersion())
+    cuda_text = f"{cuda // 1000}.{cuda % 1000 // 10}"
+    return Finding(
+        name="NVIDIA driver",
+        level="ok",
+        text=f"{driver}, for CUDA up to {cuda_text}",
+        facts={"driver": driver, "cuda": cuda_text},
+    )
+
+
+def _amd_driver(module: AmdSmi) -> Finding:
+    """What is read through amdsmi, and what is not."""
+    try:
+        driver = module.nvmlSystemGetDriverVersion()
+    except module.NVMLError:
+        driver = "version unknown"
+    return Finding(
+        name="AMD driver",
+        level="ok",
+        text=f"{driver} (amdsmi): memory, neighbours and power limit are read; why clocks are held down and how GPUs "
+        "are linked are not",
+        facts={"driver": driver},
+    )
 
 
 def _gpu(device: str) -> Finding:
@@ -201,7 +225,11 @@ def ask_torch(run: Callable[..., Any] = subprocess.run) -> dict[str, Any]:
                 facts[name].update(told.pop(name, {}))
             facts.update(told)
     if problem:
-        checks = ("gpus", "bf16", "triton", "nf4", "adam8bit", "flash", "ranks") if facts.get("gpus") else ("gpus",)
+        checks = (
+            ("gpus", "bf16", "expandable", "triton", "nf4", "adam8bit", "flash", "ranks")
+            if facts.get("gpus")
+            else ("gpus",)
+        )
         facts["problems"].update({name: problem for name in checks if name not in facts["seconds"]})
     return facts
 
@@ -221,6 +249,9 @@ def torch_findings(facts: dict[str, Any]) -> Iterator[Finding]:
         said = facts.get("driver_says", "")
         if "gpus" in problems:
             text, mend = problems["gpus"], "update the driver, or install a torch built for the driver's CUDA version"
+        elif facts.get("rocm"):
+            text = f"torch for ROCm {built} finds no GPU" + (f": {said}" if said else "")
+            mend = "check amd-smi, HIP_VISIBLE_DEVICES and the user's groups (render, video)"
         elif facts.get("torch") and not built:
             text = f"torch {facts['torch']} is a build without CUDA"
             mend = "install a CUDA build: https://pytorch.org/get-started/locally/ (the dry run works without)"
@@ -253,6 +284,16 @@ def torch_findings(facts: dict[str, Any]) -> Iterator[Finding]:
             text=f"kernels work on the GPU ({facts.get('seconds', {}).get(key, 0):.1f} s)" if works else untried,
             mend="" if works or not gpus else mend,
             facts={"seconds": facts.get("seconds", {}).get(key)},
+        )
+    if facts.get("rocm"):
+        grows = bool(facts.get("expandable"))
+        yield Finding(
+            name="ROCm",
+            level="ok" if grows else "warning",
+            text=f"{facts.get('built_for')}: probes run through torch.cuda"
+            + ("" if grows else "; this torch ignores expandable_segments, more memory is lost to fragments"),
+            mend="" if grows else "torch 2.12 or newer for ROCm 7 or newer grows segments",
+            facts={"expandable_segments": grows},
         )
     works = bool(facts.get("flash"))
     yield Finding(

@@ -35,10 +35,23 @@ def gpus() -> dict[str, Any]:
 
 
 def bf16() -> dict[str, Any]:
-    """Whether 16-bit products run on the hardware."""
+    """Whether 16-bit products run on the hardware: from Ampere on, and on all that ROCm supports but RDNA 1 and 2."""
     import torch
 
+    if torch.version.hip:
+        return {"bf16": not torch.cuda.get_device_properties(0).gcnArchName.startswith("gfx10")}
     return {"bf16": bool(torch.cuda.get_device_capability()[0] >= 8)}
+
+
+def expandable() -> dict[str, Any]:
+    """Whether the allocator grows its segments when asked to: on some platforms it ignores the setting."""
+    import torch
+
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    held = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    grown = any(one.get("is_expandable") for one in torch.cuda.memory_snapshot())
+    del held
+    return {"expandable": grown}
 
 
 def triton() -> dict[str, Any]:
@@ -102,7 +115,7 @@ def ranks() -> dict[str, Any]:
     return {"ranks": found}
 
 
-NEED_GPU: tuple[Callable[[], dict[str, Any]], ...] = (bf16, triton, nf4, adam8bit, flash)
+NEED_GPU: tuple[Callable[[], dict[str, Any]], ...] = (bf16, expandable, triton, nf4, adam8bit, flash)
 
 
 def tell(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:

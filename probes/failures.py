@@ -41,7 +41,8 @@ _MACHINE_TEXT = re.compile(
     r"|CUDA driver version is insufficient|Found no NVIDIA driver|NVIDIA driver on your system is too old"
     r"|CUDA driver initialization failed|initialization error|system not yet initialized|CUDA unknown error"
     r"|Unexpected error from cudaGetDeviceCount|forward compatibility was attempted|[Dd]river/library version mismatch"
-    r"|[Uu]ncorrectable ECC|fallen off the bus|GPU is lost|No CUDA GPUs are available|invalid device ordinal"
+    r"|[Uu]ncorrectable ECC|fallen off the bus|GPU is lost|No (?:CUDA|HIP) GPUs are available|invalid device ordinal"
+    r"|no ROCm-capable device is detected"
 )
 _UNSUPPORTED_TEXT = re.compile(
     r"not implemented for '|no kernel image is available|No available kernel|does not support|is not supported"

@@ -434,7 +434,9 @@ def _assemble(request: ProbeRequest, depths: Depths, runner: _DepthRunner, bandw
         step_times_s=times,
         tokens_per_step=setup.tokens_per_step,
         layers_measured=tuple(run.depth for run in runs),
-        environment=read_environment(request.device, request.gpu_key, cuda=torch.version.cuda or ""),
+        environment=read_environment(
+            request.device, request.gpu_key, cuda=torch.version.cuda or torch.version.hip or ""
+        ),
         extrapolation_error_fraction=error,
         flags=tuple(sorted(flags)),
         notes=tuple(notes),
@@ -466,6 +468,8 @@ def _device_notes(request: ProbeRequest, turn: Turn, device_bytes: int, flags: s
             f"others held {turn.shared_bytes // MIB} MiB of the GPU: "
             "speed and the largest batch are not the machine's best"
         )
+    if torch.version.hip:
+        notes.append("ROCm: live memory is measured; reserved memory that is not is modelled after CUDA's allocator")
     if loss_is_emulated(setup):
         flags.add("loss-emulated")
         notes.append(f"loss {setup.loss!r} ran as this project's own kernels: memory is right, speed is not")

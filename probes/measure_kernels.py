@@ -14,6 +14,7 @@ _ATTENTION = (  # (part of a kernel's name, backend); the first that occurs in a
     ("flash_bwd", "flash"),
     ("FlashAttn", "flash"),
     ("fmha_cutlass", "memory-efficient"),
+    ("attn_fwd", "flash"),  # AOTriton's, on ROCm
 )
 
 

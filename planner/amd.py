@@ -1,0 +1,138 @@
+"""AMD's driver under NVML's names: what this project asks of a GPU, answered by amdsmi, which ROCm brings along.
+
+What amdsmi does not tell, or tells in another sense, raises as NVML does on a card that lacks it: why clocks are held
+down (its counters of violations need two readings 100 ms apart), links between GPUs, parts of a partitioned card.
+
+Source: amdsmi 7.0.2, amdsmi_interface.py; units and order of devices as torch.cuda reads them (PyTorch 2.11
+torch/cuda/__init__.py `_get_amdsmi_device_memory_used`, `_get_amdsmi_device_index`). ROCm documentation, "GPU isolation
+techniques": ROCR_VISIBLE_DEVICES chooses first, HIP_VISIBLE_DEVICES (or CUDA_VISIBLE_DEVICES) among those.
+"""
+
+import contextlib
+import io
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from planner.units import MIB
+
+ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """As `nvmlMemory_t`, bytes."""
+
+    total: int
+    used: int
+    reserved: int = 0
+
+
+@dataclass(frozen=True)
+class Process:
+    """As `nvmlProcessInfo_t`."""
+
+    pid: int
+    usedGpuMemory: int
+
+
+class AmdSmi:
+    """The part of `pynvml` that this project uses."""
+
+    vendor = "AMD"
+    nvmlMemory_v2 = 2
+
+    def __init__(self, amdsmi: Any) -> None:
+        self._smi = amdsmi
+        self.NVMLError: type[Exception] = amdsmi.AmdSmiException
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """What amdsmi cannot answer."""
+        if not name.startswith("nvml"):
+            raise AttributeError(name)
+
+        def unsupported(*args: Any, **kwargs: Any) -> Any:
+            raise self.NVMLError(f"amdsmi has no {name}")
+
+        return unsupported
+
+    def nvmlShutdown(self) -> None:
+        """Ends the connection to the driver."""
+        self._smi.amdsmi_shut_down()
+
+    def visible_handles(self) -> tuple[Any, ...]:
+        """Every device that HIP would show this process, in its order."""
+        handles = list(self._smi.amdsmi_get_processor_handles())
+        for name in (ROCR, HIP if os.environ.get(HIP) is not None else CUDA):
+            given = os.environ.get(name)
+            if given is not None:
+                handles = self._chosen(given, handles)
+        return tuple(handles)
+
+    def _chosen(self, given: str, handles: list[Any]) -> list[Any]:
+        found: list[Any] = []
+        for word in (part.strip() for part in given.split(",")):
+            if word.isdecimal():
+                matching = handles[int(word) : int(word) + 1]
+            else:
+                serial = word.removeprefix("GPU-").lower()
+                matching = [one for one in handles if word.startswith("GPU-") and self._serial(one) == serial]
+            if not matching:  # as in CUDA, what names no device ends the list
+                break
+            found += matching
+        return found
+
+    def _serial(self, handle: Any) -> str:
+        """What HIP's variables name a GPU by."""
+        return str(self._smi.amdsmi_get_gpu_asic_info(handle)["asic_serial"]).lower().removeprefix("0x")
+
+    def nvmlDeviceGetCount(self) -> int:
+        """GPUs of this machine, visible or not."""
+        return len(self._smi.amdsmi_get_processor_handles())
+
+    def nvmlDeviceGetName(self, handle: Any) -> str:
+        """The marketing name."""
+        return str(self._smi.amdsmi_get_gpu_asic_info(handle)["market_name"])
+
+    def nvmlDeviceGetUUID(self, handle: Any) -> str:
+        """As HIP's variables take it."""
+        return f"GPU-{self._serial(handle)}"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, version: int = 1) -> Memory:
+        """amdsmi counts in MiB; the firmware's part is in `used`, no program can have it."""
+        found = self._smi.amdsmi_get_gpu_vram_usage(handle)
+        return Memory(total=int(found["vram_total"]) * MIB, used=int(found["vram_used"]) * MIB)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[Process]:
+        """Whoever holds memory of this GPU."""
+        listed = self._smi.amdsmi_get_gpu_process_list(handle)
+        holding = [(int(one["pid"]), int(one["memory_usage"]["vram_mem"])) for one in listed]
+        return [Process(pid, held) for pid, held in holding if held]
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        """Name and version of the kernel driver."""
+        found = self._smi.amdsmi_get_gpu_driver_info(self._smi.amdsmi_get_processor_handles()[0])
+        return f"{found['driver_name']} {found['driver_version']}"
+
+    def nvmlDeviceGetPowerManagementLimit(self, handle: Any) -> int:
+        """Milliwatts; amdsmi says microwatts."""
+        return int(self._smi.amdsmi_get_power_cap_info(handle)["power_cap"]) // 1000
+
+
+def connect() -> AmdSmi | None:
+    """amdsmi, initialised; None where it, its library or a GPU is missing."""
+    with contextlib.redirect_stdout(io.StringIO()):  # without its library it prints, and raises whatever it met
+        try:
+            import amdsmi
+        except (ImportError, OSError, LookupError, AttributeError):
+            return None
+    try:
+        amdsmi.amdsmi_init()
+    except amdsmi.AmdSmiException:
+        return None
+    found = AmdSmi(amdsmi)
+    if found.nvmlDeviceGetCount():
+        return found
+    found.nvmlShutdown()
+    return None
