@@ -16,6 +16,7 @@ from planner.readers import (
     llamafactory,
     llamafactory_v1,
     nemo,
+    own,
     script,
     shell,
     swift,
@@ -52,6 +53,7 @@ READERS = {
     torchtune.FORMAT: torchtune.read,
     firefly.FORMAT: firefly.read,
     nemo.FORMAT: nemo.read,
+    own.FORMAT: own.read,
 }
 LLAMAFACTORY_KEYS = {"finetuning_type", "stage", "cutoff_len", "lora_rank", "lora_target", "template", "dataset_dir"}
 OTHER_OBJECTIVES = {
@@ -87,7 +89,7 @@ def detect(values: dict[str, Any]) -> str:
         return "accelerate"
     if keys & {"compute_environment", "distributed_type"}:
         return "accelerate"
-    if isinstance(values.get("training"), dict) or isinstance(values.get("lora"), dict):
+    if unsloth.is_config(values):
         return unsloth.FORMAT
     if "model" in keys and keys & {"train_dataset", "dist_config", "peft_config", "micro_batch_size"}:
         return llamafactory_v1.FORMAT
@@ -95,7 +97,7 @@ def detect(values: dict[str, Any]) -> str:
         return llamafactory.FORMAT
     if keys & {"model_name_or_path", "per_device_train_batch_size", "use_peft", "lora_r", "dataset_name", "max_length"}:
         return trl.FORMAT
-    return ""
+    return own.FORMAT if own.is_training(values) else ""
 
 
 def refuse_other_objectives(values: Mapping[str, Any], name: str) -> None:
@@ -223,7 +225,7 @@ def _of_mapping(
             f"{name} is no config of a known tool (its settings: {', '.join(list(values)[:6]) or 'none'})",
             hint=f"known: {', '.join(FORMATS)}",
         )
-    if kind == trl.FORMAT:
+    if kind in (trl.FORMAT, own.FORMAT):
         refuse_other_objectives(values, name)
     found = READERS[kind](values, name, model, sharding=sharding)
     if not duplicates:

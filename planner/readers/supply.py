@@ -106,7 +106,10 @@ def determined(config: ReadConfig) -> ReadConfig:
     """
     if not config.missing:
         return config
-    lines = [f"{one.field} ({one.reason})" for one in config.missing]
+    by_reason: dict[str, list[str]] = {}
+    for one in config.missing:
+        by_reason.setdefault(one.reason, []).append(one.field)
+    lines = [f"{', '.join(fields)} ({reason})" for reason, fields in by_reason.items()]
     options = " ".join(dict.fromkeys(one.option for one in config.missing))
     words = "; words of its command line go into --args" if config.format.endswith("script") else ""
     raise Undetermined(

@@ -5,7 +5,7 @@ from typing import Any
 from planner.models.spec import ModelSpec
 from planner.readers import common, hf, schema, versions
 from planner.readers.sharding import Sharding, Spread, fsdp, fsdp_words, loaded, parallel_of, zero_stage
-from planner.readers.types import ReadConfig
+from planner.readers.types import Missing, ReadConfig
 from planner.readers.values import Settings
 
 FORMAT = "trl"
@@ -39,6 +39,11 @@ def read(
     kwargs = Settings(settings.mapping("model_init_kwargs"), f"{name}: model_init_kwargs")
     quantization, compute = _quantization(settings, kwargs)
     peft = settings.flag("use_peft", False)
+    missing = []
+    unused = [key for key in ("lora_r", "lora_alpha", "lora_target_modules") if settings.has(key)]
+    if unused and not settings.has("use_peft"):
+        reason = f"{name} sets {unused[0]} but not use_peft: trl trains every weight then, another program may not"
+        missing.append(Missing(field="method", reason=reason))
     fields["method"] = "full" if not peft else "lora" if quantization == "none" else "qlora"
     fields["quantization"] = quantization if peft else "none"
     dtype_key = settings.first("dtype", "torch_dtype")
@@ -100,6 +105,7 @@ def read(
         unknown_keys=settings.unknown_keys,
         model_id=settings.optional_text("model_name_or_path"),
         setup=common.build(settings, fields),
+        missing=tuple(missing),
         assumptions=(*settings.assumptions, *kwargs.assumptions),
         approximations=(*settings.approximations, *kwargs.approximations),
         dataset=settings.raw("dataset_name"),

@@ -27,6 +27,18 @@ SECTIONS = {
 }  # fmt: skip
 
 
+MARKS = {"training_type", "vision_all_linear", "finetune_vision_layers", "train_on_completions", "format_type"}
+"""Settings that only Unsloth's files have."""
+
+
+def is_config(values: dict[str, Any]) -> bool:
+    """Whether a mapping has Unsloth's blocks and no others, or settings that only Unsloth has in one of them."""
+    blocks = [values[title] for title in SECTIONS if isinstance(values.get(title), dict)]
+    own = any(MARKS & set(block) for block in blocks)
+    only = {"training", "lora"} & set(values) and set(values) <= {"model", *SECTIONS} and len(blocks) == len(values) - 1
+    return bool(blocks) and (own or (bool(only) and isinstance(values.get("model"), str)))
+
+
 def read(
     values: dict[str, Any], name: str, model: ModelSpec | None = None, *, sharding: Sharding | None = None
 ) -> ReadConfig:

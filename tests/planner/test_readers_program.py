@@ -547,3 +547,32 @@ def test_recipes_of_nemo_automodel_are_read() -> None:
     assert open_fields(read_text(RECIPE.format(recipe=recipe, packed=0), "a.yaml")) == {"seq_len_tokens"}
     with pytest.raises(ConfigError, match="VLM"):
         read_text(RECIPE.format(recipe="FinetuneRecipeForVLM", packed=0), "a.yaml")
+
+
+OWN = """
+model: {name: gpt2, torch_dtype: bfloat16}
+lora: {r: 16, target_modules: [c_attn]}
+data: {batch_size: 512}
+training: {per_device_train_batch_size: 2, gradient_accumulation_steps: 8, max_seq_length: 512, bf16: true}
+"""
+
+
+def test_settings_of_an_unknown_program_count_and_what_they_leave_open_is_asked_for() -> None:
+    found = read_text(OWN, "config.yaml")
+    assert (found.format, found.model_id) == ("own settings", "gpt2")
+    assert open_fields(found) == {"quantization", "checkpointing"}
+    whole = OWN + "quantization: {load_in_4bit: true}\ngradient_checkpointing: true\n"
+    setup = read_text(whole, "config.yaml").setup
+    assert (setup.method, setup.lora_rank, setup.checkpointing, setup.seq_len_tokens) == ("qlora", 16, 1, 512)
+    assert (setup.micro_batch_seqs, setup.accumulation_steps, setup.precision) == (2, 8, "bf16-autocast")
+    assert open_fields(read_text(OWN + "other: {max_seq_length: 1024}\n", "c.yaml")) >= {"seq_len_tokens"}
+    with pytest.raises(ConfigError, match="dpo"):
+        read_text(OWN, "config_dpo.yaml")
+    with pytest.raises(ConfigError, match="no config of a known tool"):
+        read_text("name: x\nbatch_size: 4\n", "a.yaml")
+
+
+def test_adapters_that_trl_would_not_use_leave_the_method_open() -> None:
+    text = "model_name_or_path: gpt2\nlora_r: 8\nper_device_train_batch_size: 1\nmax_length: 64\n"
+    assert open_fields(read_text(text, "sft.yaml")) == {"method"}
+    assert open_fields(read_text(text + "use_peft: true\n", "sft.yaml")) == set()

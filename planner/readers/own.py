@@ -1,0 +1,163 @@
+"""Settings of programs that are not known, in YAML or JSON: read by the names that nearly all programs give them.
+
+What stands there counts; what does not is asked for, never a default: the program that reads the file has its own.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from planner.errors import NotPlanned
+from planner.models.spec import ModelSpec
+from planner.readers import common
+from planner.readers.program.interpret import PARTS_OF_LENGTH
+from planner.readers.sharding import Sharding, parallel_of
+from planner.readers.types import Missing, ReadConfig
+from planner.readers.values import Settings
+
+FORMAT = "own settings"
+NAMES = {
+    "model": (
+        "model_name_or_path", "base_model", "model_name", "model_id", "pretrained_model_name_or_path", "model_path",
+        "base_model_name", "hf_model_name", "model.name", "model.path", "model.id", "model.base", "model",
+    ),
+    "micro": (
+        "per_device_train_batch_size", "micro_batch_size", "per_device_batch_size", "local_batch_size",
+        "train_batch_size", "batch_size",
+    ),
+    "accumulation": ("gradient_accumulation_steps", "grad_accum_steps", "gradient_accumulation", "grad_accum"),
+    "length": (
+        "max_seq_length", "max_seq_len", "sequence_len", "cutoff_len", "seq_length", "seq_len", "max_length",
+        "model_max_length", "block_size", "context_length",
+    ),
+    "rank": ("lora_r", "lora_rank", "lora.r", "lora.rank", "peft.r", "peft_config.r", "peft.rank", "lora_config.r"),
+    "targets": ("lora_target_modules", "target_modules"),
+    "four": ("load_in_4bit", "use_4bit", "use_qlora", "qlora"),
+    "eight": ("load_in_8bit", "use_8bit"),
+    "lora": ("use_lora", "use_peft", "lora.enabled", "peft.enabled"),
+    "checkpointing": ("gradient_checkpointing", "use_gradient_checkpointing", "activation_checkpointing"),
+    "optimizer": ("optim", "optimizer", "optimizer.name", "optimizer.type"),
+    "dtype": ("torch_dtype", "dtype", "model_dtype"),
+    "bf16": ("bf16",),
+    "fp16": ("fp16",),
+    "attention": ("attn_implementation",),
+    "packing": ("packing",),
+}  # fmt: skip
+"""What is asked -> the names that it has; one with a dot stands in a block of that name."""
+OTHER_BLOCKS = ("eval", "test", "valid", "infer", "generat", "serv", "vllm", "data")
+"""Parts of the names of blocks that do not hold the training's settings."""
+OBJECTIVES = re.compile(r"(?:^|[^a-z])(dpo|grpo|orpo|ppo|kto|rloo|rlhf|reward|distill\w*|classif\w*)(?:[^a-z]|$)")
+FIELD_OF = {
+    "model": "model", "micro": "micro_batch_seqs", "accumulation": "accumulation_steps", "length": "seq_len_tokens",
+    "rank": "lora_rank", "checkpointing": "checkpointing",
+}  # fmt: skip
+
+
+def is_training(values: Mapping[str, Any]) -> bool:
+    """Whether a mapping names a batch and a model or a length: less is no training's."""
+    found = _found(values)
+    certain = "micro" in found and found["micro"][0].endswith("per_device_train_batch_size")
+    known = {"model", "length"} & set(found)
+    return certain or ("micro" in found and bool(known) and bool({"accumulation", "rank"} & set(found)))
+
+
+def read(
+    values: dict[str, Any], name: str, model: ModelSpec | None = None, *, sharding: Sharding | None = None
+) -> ReadConfig:
+    """The setup that a file of settings says, with what it leaves open as `missing`.
+
+    Raises:
+        ConfigError: of another objective by its name, or a value that makes no sense.
+    """
+    if objective := OBJECTIVES.search(name.lower()):
+        raise NotPlanned(
+            f"{name}: {objective[1]} by its name: not planned, its memory is not modelled",
+            hint="supervised fine-tuning is; plan trace runs other programs on a phantom GPU",
+        )
+    found = _found(values)
+    settings = Settings({key: value for key, (_, value) in found.items()}, name)
+    settings.assume("settings read by their usual names: the program that reads this file is not known")
+    settings.approximate("loss and optimizer are taken to be transformers' defaults where the file says nothing")
+    missing = {
+        field: f"{name} does not say; the program that reads it may"
+        for key, field in FIELD_OF.items()
+        if key not in found
+    }
+    adapted = settings.flag("lora", "rank" in found or "targets" in found)
+    four, eight = settings.flag("four", False), settings.flag("eight", False)
+    if not adapted:
+        missing.pop("rank", None)
+        missing.pop("lora_rank", None)
+        if "lora" not in found:
+            missing["method"] = f"{name} names no adapter; the program that reads it may"
+    elif not {"four", "eight"} & set(found):
+        missing["quantization"] = f"{name} does not say; the program that reads it may"
+    word = settings.text("dtype", "auto").removeprefix("torch.")
+    autocast = "bf16" if settings.flag("bf16", False) else "fp16" if settings.flag("fp16", False) else None
+    if word not in common.DTYPES and autocast is None:
+        missing["precision"] = f"{name} names no data type; the program that reads it may"
+    weights = common.DTYPES.get(word, "bf16")
+    method = "full" if not adapted else "qlora" if four or eight else "lora"
+    fields: dict[str, Any] = {
+        "method": method,
+        "quantization": "none" if method != "qlora" else "int8" if eight else "nf4",
+        "precision": common.precision(settings, weights, autocast, method),
+        "lora_rank": settings.integer("rank", 8, at_least=1) if adapted else 0,
+        "micro_batch_seqs": settings.integer("micro", 1, at_least=1),
+        "accumulation_steps": settings.integer("accumulation", 1, at_least=1),
+        "seq_len_tokens": settings.integer("length", 1024, at_least=1),
+        "checkpointing": int(settings.raw("checkpointing", False) not in (False, None, "none", "false")),
+        "optimizer": common.optimizer(settings, "optimizer", "adamw_torch_fused"),
+        "attention": common.attention(settings, "attention", model),
+        "packing": settings.flag("packing", False),
+        "loss": "full",
+    }
+    if adapted:
+        fields["lora_targets"] = common.targets(settings.text_or_names("targets"), model, settings)
+    fields |= parallel_of(settings, {}, (sharding or Sharding()).num_gpus)
+    named = settings.raw("model")
+    return ReadConfig(
+        format=FORMAT,
+        path=name,
+        model_id=named if isinstance(named, str) else None,
+        setup=common.build(settings, fields),
+        missing=tuple(Missing(field=field, reason=reason) for field, reason in missing.items()),
+        assumptions=tuple(settings.assumptions),
+        approximations=tuple(settings.approximations),
+        keys={FIELD_OF[key]: path for key, (path, _) in found.items() if key in FIELD_OF and key != "model"},
+        values=values,
+    )
+
+
+def _found(values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """What is asked -> (path of the key, value), where the file says one thing."""
+    leaves = list(_leaves(values, ()))
+    found: dict[str, tuple[str, Any]] = {}
+    for key, names in NAMES.items():
+        for name in names:
+            said = [(path, value) for path, value in leaves if _is_named(path, name)]
+            if said and (key != "model" or isinstance(said[0][1], str)):
+                if len({str(value) for _, value in said}) == 1:
+                    found[key] = (".".join(said[0][0]), said[0][1])
+                break
+    by_name = {path[-1].lower(): value for path, value in leaves}
+    for one, other in PARTS_OF_LENGTH:
+        parts = (by_name.get(one), by_name.get(other))
+        if all(type(part) is int for part in parts):
+            found["length"] = (f"{one} + {other}", sum(parts))
+    return found
+
+
+def _is_named(path: tuple[str, ...], name: str) -> bool:
+    words = tuple(part.lower().replace("-", "_") for part in path)
+    block, dot, last = name.partition(".")
+    return words[-1] == name if not dot else len(words) > 1 and words[-1] == last and words[-2].startswith(block)
+
+
+def _leaves(values: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            if not any(part in key.lower() for part in OTHER_BLOCKS):
+                yield from _leaves(value, (*above, key))
+        elif value is not None:
+            yield (*above, key), value
