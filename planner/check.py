@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from planner.choices.kernels import LIGER_PARTS
 from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS, PLANNED_OPTIMIZERS
 from planner.errors import SetupError
@@ -149,9 +150,14 @@ def single_changes(setup: TrainSetup, gpu: GpuSpec, model: ModelSpec) -> list[tu
         tried.append(("flash attention 2", {"attention": "flash-attention-2"}, False))
     if setup.attention == "eager":
         tried.append(("SDPA attention", {"attention": "sdpa"}, False))
+    whole = LOSSES[setup.loss].whole_logits
+    known = model.model_type in LIGER_PARTS
     for loss, row in LOSSES.items():
-        if LOSSES[setup.loss].whole_logits and not row.whole_logits:
+        if whole and not row.whole_logits and not (loss == "liger" and known):
             tried.append((f"{loss} loss (no full logits)", {"loss": loss}, False))
+    if setup.kernels == "eager" and known:  # one switch in most tools, which takes the loss along
+        label = "Liger kernels and loss (no full logits)" if whole else "Liger kernels"
+        tried.append((label, {"kernels": "liger", "loss": "liger" if whole else setup.loss}, False))
     tried += [
         (f"{name} optimizer", {"optimizer": name}, False)
         for name in PLANNED_OPTIMIZERS

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from planner.errors import SetupError
-from planner.setup import SPREAD_FIELDS, TrainSetup
+from planner.setup import LATER_FIELDS, SPREAD_FIELDS, TrainSetup
 
 SCHEMA_VERSION = 1
 
@@ -20,9 +20,10 @@ _DEFAULTS = {field.name: field.default for field in fields(TrainSetup)}
 def setup_to_dict(setup: TrainSetup) -> dict[str, Any]:
     """All fields of a setup as JSON values; `checkpointing` is false, true or n (every n-th layer).
 
-    The fields of SPREAD_FIELDS only where they differ from their defaults.
+    The fields of SPREAD_FIELDS and LATER_FIELDS only where they differ from their defaults.
     """
-    values = {name: getattr(setup, name) for name in SETUP_FIELDS if name not in SPREAD_FIELDS} | setup.spread
+    seldom = (*SPREAD_FIELDS, *LATER_FIELDS)
+    values = {name: getattr(setup, name) for name in SETUP_FIELDS if name not in seldom} | setup.seldom
     if setup.checkpointing <= 1:
         values["checkpointing"] = bool(setup.checkpointing)
     if isinstance(setup.lora_targets, tuple):

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from planner.choices.kernels import KERNELS, LIGER_LOSS, kernels_refusal
 from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS
 from planner.gpu import GpuSpec
@@ -19,16 +20,6 @@ than one."""
 MAX_FUSED_HEAD_DIM = 256
 """Widest head of SDPA's flash kernel, and of transformers' grouped-query form."""
 TRITON_FROM = (7, 0)
-LIGER_TYPES = frozenset({
-    "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "glm4", "gpt_oss", "granite", "llama",
-    "llama4", "llama4_text", "mistral", "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe",
-    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "smollm3",
-})  # fmt: skip
-"""Model types of ours that Liger knows. For any other a trainer's Liger switch does nothing, and says so in a log line
-at most: the logits are held in full.
-
-Source: liger-kernel 0.8.2 `transformers/monkey_patch.py` MODEL_TYPE_TO_APPLY_LIGER_FN.
-"""
 _ADA = ((8, 6), (8, 9), (12, 0), (12, 1))
 
 
@@ -138,12 +129,17 @@ def missing_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
     """
     if reason := attention_refusal(model, setup.attention):
         return reason
-    if setup.loss == "liger" and model.model_type not in LIGER_TYPES:
-        return f"Liger has no kernels for {model.model_type}: the logits would be held in full"
+    if setup.loss == "liger" and model.model_type not in LIGER_LOSS:
+        return f"Liger has no fused loss for {model.model_type}: the logits would be held in full"
+    if reason := kernels_refusal(setup.kernels, model.model_type):
+        return reason
     if gpu.vendor == "Apple" and OPTIMIZERS[setup.optimizer].bitsandbytes:
         return f"bitsandbytes has no optimizer ({setup.optimizer}) for Apple GPUs"
-    if LOSSES[setup.loss].triton and (gpu.vendor == "Apple" or (gpu.compute_capability or TRITON_FROM) < TRITON_FROM):
+    triton = LOSSES[setup.loss].triton or KERNELS[setup.kernels].triton
+    if triton and (gpu.vendor == "Apple" or (gpu.compute_capability or TRITON_FROM) < TRITON_FROM):
         return f"Liger's kernels are Triton's, which does not compile for {gpu.name}"
+    if setup.kernels == "fused" and gpu.vendor != "NVIDIA":
+        return f"fused LoRA kernels are known to run on NVIDIA's cards only, not on {gpu.name}"
     if setup.attention == "flash-attention-2" and not gpu.flash_attention_2:
         return f"flash-attention 2 has no kernels for {gpu.name}"
     return ""

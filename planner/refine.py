@@ -26,6 +26,7 @@ def correction_key(setup: TrainSetup) -> CorrectionKey:
         setup.quantization,
         setup.kbit_fp32_cast,
         setup.checkpointing,
+        setup.kernels,
         *((setup.num_gpus, setup.parallel, *setup.spread.items()) if setup.num_gpus > 1 else ()),
     )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, Self
 
+from planner.choices.kernels import KERNELS as _KERNELS
 from planner.choices.losses import LOSSES as _LOSSES
 from planner.choices.optimizers import OPTIMIZERS as _OPTIMIZERS
 from planner.choices.precisions import PRECISIONS as _PRECISIONS
@@ -23,6 +24,7 @@ QUANTIZATIONS = ("none", "int8", "nf4", "nf4-double")
 OPTIMIZERS = tuple(_OPTIMIZERS)
 ATTENTIONS = ("eager", "sdpa", "flash-attention-2")
 LOSSES = tuple(_LOSSES)
+KERNEL_FAMILIES = tuple(_KERNELS)
 ADAPTER_DTYPES = ("auto", "fp32", "bf16", "fp16")
 TARGET_SETS = ("attention", "all-linear")
 PARALLELS = ("none", "dp", "ddp", "zero1", "zero2", "zero3", "fsdp2", "device-map")
@@ -55,6 +57,8 @@ class TrainSetup:
         attention: the implementation asked of transformers; which kernel SDPA then picks depends on the GPU.
         checkpointing: 0 off, 1 every layer, n every n-th layer (layer i is checkpointed when i % n == 0).
         loss: "full" (logits materialised), "chunked" (TRL's default head), "liger" (fused linear cross-entropy).
+        kernels: "eager" (transformers' and peft's own operations), "liger" (Liger's norm, rotary and gated kernels),
+            "fused" (those or Unsloth's, with LoRA as fused functions).
         micro_batch_seqs: sequences per forward on one GPU.
         accumulation_steps: micro-batches per optimizer step.
         seq_len_tokens: length of every sequence of the worst batch.
@@ -87,6 +91,7 @@ class TrainSetup:
     seq_len_tokens: int = 2048
     packing: bool = False
     compile: bool = False
+    kernels: str = "eager"
     num_gpus: int = 1
     parallel: str = "none"
     tensor_degree: int = 1
@@ -103,6 +108,7 @@ class TrainSetup:
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
         _one_of("attention", self.attention, ATTENTIONS)
         _one_of("loss", self.loss, LOSSES)
+        _one_of("kernels", self.kernels, KERNEL_FAMILIES)
         _one_of("adapter_dtype", self.adapter_dtype, ADAPTER_DTYPES)
         _one_of("parallel", self.parallel, PARALLELS)
         for name in ("micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "num_gpus"):
@@ -150,6 +156,8 @@ class TrainSetup:
                 f"{self.pipeline_degree}",
                 hint="their product must divide the number of GPUs",
             )
+        if self.tensor_degree > 1 and self.kernels != "eager":
+            raise SetupError(f"kernels {self.kernels!r} do not take matrices and norms that tensor parallelism cuts")
         if self.parallel in ("dp", "device-map") and split > 1:
             raise SetupError(f"parallel {self.parallel!r} does not combine with tensor or pipeline parallelism")
         if (self.parallel == "none") != (self.num_gpus == split):
@@ -185,6 +193,8 @@ class TrainSetup:
             )
         if self.kbit_fp32_cast:
             raise SetupError("kbit_fp32_cast belongs to method 'qlora', got method 'full'")
+        if "lora" in _KERNELS[self.kernels].parts:
+            raise SetupError(f"kernels {self.kernels!r} fuse adapters, got method 'full'", hint="use --kernels liger")
 
     def _check_adapter(self) -> None:
         if self.lora_rank < 1:
@@ -201,6 +211,12 @@ class TrainSetup:
             )
         if self.kbit_fp32_cast and self.method != "qlora":
             raise SetupError(f"kbit_fp32_cast belongs to method 'qlora', got method {self.method!r}")
+        if "lora" in _KERNELS[self.kernels].parts and (self.lora_dropout or self.quantization == "int8"):
+            raise SetupError(
+                f"kernels {self.kernels!r} have neither a LoRA dropout nor 8-bit weights, got lora_dropout "
+                f"{self.lora_dropout:g}, quantization {self.quantization!r}",
+                hint="use --kernels liger",
+            )
 
     # What the fields mean, in one place for formula, dry run, probe and exporters.
 
@@ -290,6 +306,12 @@ class TrainSetup:
             _PUTTER[name](copy, value)
         return copy
 
+    @property
+    def seldom(self) -> dict[str, Any]:
+        """The fields of SPREAD_FIELDS and LATER_FIELDS that differ from their defaults."""
+        later = {name: getattr(self, name) for name in LATER_FIELDS}
+        return {name: value for name, value in later.items() if value != _DEFAULTS[name]} | self.spread
+
     def with_(self, **changes: Any) -> Self:
         """A copy with some fields changed, validated anew."""
         return replace(self, **changes)
@@ -304,6 +326,8 @@ SPREAD_FIELDS = (
     "offload",
 )
 """Fields that say something only with several GPUs; left out of JSON and keys at their defaults."""
+LATER_FIELDS = ("kernels",)
+"""Fields that came after the first studies and plans; left out of JSON and keys at their defaults as well."""
 _DEFAULTS = {field.name: field.default for field in fields(TrainSetup)}
 _NO_SPREAD = tuple(_DEFAULTS[name] for name in SPREAD_FIELDS)
 _VALUES = attrgetter(*_DEFAULTS)

@@ -6,10 +6,12 @@ test compares it with `predict_memory`), each part once, and every micro-batch b
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from planner.choices.kernels import planned_kernels
 from planner.choices.losses import PLANNED_LOSSES, LossChain
 from planner.choices.optimizers import PLANNED_OPTIMIZERS
 from planner.choices.precisions import PRECISIONS, precision_of
@@ -99,6 +101,7 @@ def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
         "attention": supported_attentions(workload.model, gpu),
         "checkpointing": PLANNED_CHECKPOINTING,
         "loss": PLANNED_LOSSES,
+        "kernels": planned_kernels(workload.targets),
     }
     for name, allowed in fixed.items():
         values[name] = tuple(allowed)
@@ -109,7 +112,7 @@ def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
         if not values["method"] or not values["quantization"]:
             raise UsageError(f"a quantized base cannot be kept: {refused}", hint="use --method lora or full")
     best_attention = supported_attentions(workload.model, gpu)[0]
-    for name in ("optimizer", "loss", "attention"):
+    for name in ("optimizer", "loss", "attention", "kernels"):
         tried = {value: TrainSetup(**{"attention": best_attention, name: value}) for value in values[name]}
         missing = {value: missing_kernels(workload.model, gpu, setup) for value, setup in tried.items()}
         values[name] = tuple(value for value in values[name] if not missing[value])
@@ -213,12 +216,13 @@ def _expressed(points: Iterable[Point], workload: Workload) -> Iterator[Point]:
 def kinds(
     workload: Workload, values: Mapping[str, tuple[Any, ...]], spreads: "Sequence[Spread]" = ()
 ) -> Iterator[TrainSetup]:
-    """A setup for every branch, spread, loss and attention that the options allow, whatever runs it."""
+    """A setup for every branch, spread, loss, attention and kernel family that the options allow, whatever runs it."""
     fields = [dict(spread.fields) for spread in spreads] or [{}]
     for branch in branches(replace(workload, targets=()), values):
-        for spread, loss, attention in product(fields, values["loss"], values["attention"]):
+        for spread, *three in product(fields, values["loss"], values["attention"], values["kernels"]):
+            choice = dict(zip(("loss", "attention", "kernels"), three, strict=True))
             try:
-                yield branch.with_(**spread, loss=loss, attention=attention, optimizer=values["optimizer"][0])
+                yield branch.with_(**spread, **choice, optimizer=values["optimizer"][0])
             except SetupError:
                 continue
 
@@ -245,8 +249,8 @@ def _walk(
             pairs = tuple([(m, own_batch // m) for m in batches if own_batch % m == 0])
             ranks: list[_Rank] = []
             for attentions in kernels:
-                for checkpointing in values["checkpointing"]:
-                    shared = setup.trusted_with(attention=attentions[0], checkpointing=checkpointing)
+                for family, checkpointing in product(own_kernels(setup, values), values["checkpointing"]):
+                    shared = setup.trusted_with(attention=attentions[0], checkpointing=checkpointing, kernels=family)
                     families: list[_Family] = []
                     for loss, optimizers in choices.items():
                         key = (shared, loss, optimizers, pairs)
@@ -277,6 +281,15 @@ def _choices(model: ModelSpec, setup: TrainSetup, values: Mapping[str, tuple[Any
         )
         if fitting:
             found[loss] = fitting
+    return found
+
+
+def own_kernels(setup: TrainSetup, values: Mapping[str, tuple[Any, ...]]) -> list[str]:
+    """The kernel families that can exist beside what a branch and a spread decide."""
+    found = []
+    for family in values["kernels"]:
+        with suppress(SetupError):
+            found.append(setup.with_(kernels=family).kernels)
     return found
 
 

@@ -5,6 +5,7 @@ Every figure a person sees goes through here, so that the three reports agree to
 
 from collections.abc import Iterable
 
+from planner.choices.kernels import KERNELS
 from planner.outcome import Candidate, Evidence, Measurement, Prediction, ProbeFailure, Rung
 from planner.plan import Answer, Cut, NoPlan, Plan
 from planner.setup import TrainSetup
@@ -95,6 +96,7 @@ def setup_words(setup: TrainSetup) -> str:
             batch_words(setup),
             setup.optimizer,
             f"{setup.loss} loss",
+            KERNELS[setup.kernels].words if setup.kernels != "eager" else "",
             "packed" if setup.packing else "",
             "torch.compile" if setup.compile else "",
             f"LoRA dropout {setup.lora_dropout:g}" if setup.lora_dropout else "",
@@ -143,6 +145,8 @@ def setup_difference(setup: TrainSetup, other: TrainSetup) -> str:
         )
         if getattr(other, name) != getattr(setup, name)
     ]
+    if other.kernels != setup.kernels:
+        parts.append(KERNELS[other.kernels].words)
     parts += [
         f"{'' if getattr(other, name) else 'no '}{words}"
         for name, words in (("packing", "packing"), ("compile", "torch.compile"))

@@ -7,7 +7,7 @@ field on `TrainSetup` needs one row, nothing else: the sampler, the study and th
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from planner.setup import SPREAD_FIELDS, TrainSetup
+from planner.setup import LATER_FIELDS, SPREAD_FIELDS, TrainSetup
 
 Kind = Literal["category", "log2"]
 
@@ -53,6 +53,7 @@ DIMENSIONS: tuple[Dimension, ...] = (
     Dimension(name="micro_batch_seqs", kind="log2", speed_sd=0.04, memory_sd=0.006, length=2.0, blame=0.1),
     Dimension(name="packing", kind="category", speed_sd=0.04, memory_sd=0.005, blame=1),
     Dimension(name="compile", kind="category", speed_sd=0.04, memory_sd=0.006, blame=10),
+    Dimension(name="kernels", kind="category", speed_sd=0.05, memory_sd=0.008, blame=10),
     Dimension(name="num_gpus", kind="log2", speed_sd=0.05, memory_sd=0.01, blame=2),
     Dimension(name="parallel", kind="category", speed_sd=0.06, memory_sd=0.02, blame=5),
     Dimension(name="tensor_degree", kind="log2", speed_sd=0.06, memory_sd=0.02, blame=5),
@@ -89,7 +90,8 @@ def value_of(setup: TrainSetup, name: str) -> Any:
 def key_of(setup: TrainSetup) -> str:
     """A stable text key of one setup: all its fields, in order. Equal setups have equal keys.
 
-    Fields that only several GPUs have are left out at their defaults: old studies keep their keys.
+    Fields that only several GPUs have, and later ones, are left out at their defaults: old studies keep their keys.
     """
-    names = (*(name for name in NAMES if name not in SPREAD_FIELDS), *FIXED, *setup.spread)
+    seldom = (*SPREAD_FIELDS, *LATER_FIELDS)
+    names = (*(name for name in NAMES if name not in seldom), *FIXED, *setup.seldom)
     return "|".join(f"{name}={value_of(setup, name)}" for name in names)

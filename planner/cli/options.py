@@ -5,6 +5,8 @@ from typing import Annotated, Any
 import typer
 
 from planner import setup as fields
+from planner.choices.kernels import KERNELS
+from planner.choices.losses import LOSSES
 from planner.cli.completion import complete_gpu, complete_model
 from planner.cli.wish import choices, parse_targets, positive
 from planner.errors import UsageError
@@ -39,6 +41,14 @@ Checkpointing = Annotated[
 CheckpointEvery = Annotated[int | None, typer.Option("--checkpoint-every", help="Checkpoint every n-th layer.")]
 Packing = Annotated[bool | None, typer.Option("--packing/--no-packing", help="Fill sequences with several samples.")]
 Loss = Annotated[list[str] | None, typer.Option("--loss", help="/".join(fields.LOSSES) + "; repeatable.")]
+Kernels = Annotated[
+    list[str] | None, typer.Option("--kernels", help="/".join(fields.KERNEL_FAMILIES) + "; repeatable.")
+]
+OneKernels = Annotated[str | None, typer.Option("--kernels", help="/".join(fields.KERNEL_FAMILIES) + ".")]
+NoExtraPackages = Annotated[
+    bool,
+    typer.Option("--no-extra-packages", help="Plan without liger-kernel, flash-attn and other tools' own kernels."),
+]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, nothing else there.")]
 NoDryRun = Annotated[bool, typer.Option("--no-dry-run", help="Formula only: no torch is needed.")]
 Revision = Annotated[str | None, typer.Option("--revision", help="Hub revision; asks the hub first.")]
@@ -51,6 +61,7 @@ _CHOICES = {
     "optimizer": fields.OPTIMIZERS,
     "attention": fields.ATTENTIONS,
     "loss": fields.LOSSES,
+    "kernels": fields.KERNEL_FAMILIES,
 }
 
 
@@ -83,6 +94,7 @@ def fixed_fields(
     rank: int | None,
     checkpointing: int | None,
     packing: bool | None,
+    no_extra_packages: bool = False,
     **repeatable: list[str] | None,
 ) -> dict[str, tuple[Any, ...]]:
     """Setup fields that the user decided, each with its allowed values.
@@ -104,6 +116,8 @@ def fixed_fields(
         fixed["checkpointing"] = (checkpointing,)
     if packing is not None:
         fixed["packing"] = (packing,)
+    if no_extra_packages:
+        _without_packages(fixed)
     adapters_only = rank is not None or targets is not None
     if adapters_only and fixed.get("method") == ("full",):
         flag = "--rank" if rank is not None else "--targets"
@@ -115,3 +129,27 @@ def fixed_fields(
         elif adapters_only:
             fixed["method"] = ("lora", "qlora")
     return fixed
+
+
+_PACKAGED: dict[str, tuple[Any, ...]] = {
+    "loss": tuple(name for name, row in LOSSES.items() if row.triton),
+    "attention": ("flash-attention-2",),
+    "kernels": tuple(name for name, row in KERNELS.items() if row.triton),
+}
+"""Field -> its values that a plain stack of transformers, TRL and peft lacks the package for."""
+
+
+def _without_packages(fixed: dict[str, tuple[Any, ...]]) -> None:
+    """Keeps of the fields' values those that need no further package.
+
+    Raises:
+        UsageError: a flag asks for nothing else.
+    """
+    values = {"loss": fields.LOSSES, "attention": fields.ATTENTIONS, "kernels": fields.KERNEL_FAMILIES}
+    for name, packaged in _PACKAGED.items():
+        left = tuple(value for value in fixed.get(name, values[name]) if value not in packaged)
+        if not left:
+            raise UsageError(
+                f"--no-extra-packages contradicts --{name} {fixed[name][0]}", hint="leave one of the two out"
+            )
+        fixed[name] = left

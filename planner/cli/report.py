@@ -89,6 +89,8 @@ def which_gpu(
     quantization: options.Quantization = None,
     attention: options.Attention = None,
     loss: options.Loss = None,
+    kernels: options.Kernels = None,
+    no_extra_packages: options.NoExtraPackages = False,
     headroom: options.Headroom = None,
     vendor: Annotated[str | None, typer.Option("--vendor", help="Only cards of this maker.")] = None,
     sort: Annotated[str, typer.Option("--sort", help="size (smallest that fits first), speed or cost.")] = "size",
@@ -124,6 +126,8 @@ def which_gpu(
         quantization=quantization,
         attention=attention,
         loss=loss,
+        kernels=kernels,
+        no_extra_packages=no_extra_packages,
     )
     spec = resolve_model(model, revision=revision, ask_hub=hub)
     num_gpus = positive("gpus", gpus, maximum=spread.MAX_GPUS) or 1

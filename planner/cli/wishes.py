@@ -61,6 +61,8 @@ class WishOptions:
     checkpoint_every: options.CheckpointEvery = None
     packing: options.Packing = None
     loss: options.Loss = None
+    kernels: options.Kernels = None
+    no_extra_packages: options.NoExtraPackages = False
     memory_gib: options.MemoryGib = None
     headroom: options.Headroom = None
     dataset_tokens: Annotated[
@@ -91,6 +93,8 @@ class WishOptions:
             quantization=self.quantization,
             attention=self.attention,
             loss=self.loss,
+            kernels=self.kernels,
+            no_extra_packages=self.no_extra_packages,
         )
         options.check_ranks(self.rank, self.min_rank)
         return found | spread.spread_fields(

@@ -1,5 +1,6 @@
 """Axolotl YAML: `axolotl train FILE`. Field names of Axolotl 0.21 (transformers 5.20)."""
 
+from planner.choices.kernels import parts_of
 from planner.exporters import deepspeed, slurm
 from planner.exporters.common import (
     HF_OPTIMIZERS,
@@ -77,6 +78,8 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return "Axolotl's fp16 loads fp16 weights, whose gradients the loss scaler cannot unscale in full fine-tuning"
     if setup.quantization == "int8" and setup.precision == "fp32":
         return "Axolotl loads an int8 base in fp16 when neither bf16 nor fp16 is on"
+    if setup.kernels == "fused" and setup.lora_targets not in ("all-linear", "attention"):
+        return "Axolotl's LoRA kernels take attention and MLP whole, not single matrices"
     if reason := model_refusal(setup, model) or liger_loss_refusal(setup, model, ("liger",)):
         return reason
     return sharding_refusal(setup, model)
@@ -97,8 +100,8 @@ def export(request: ExportRequest) -> Launch:
     else:
         command += f" --launcher accelerate -- --num_processes {setup.num_gpus}"
     notes = ["Axolotl 0.21 needs Python 3.12 (pip on 3.11 silently takes 0.19)."]
-    if setup.method != "full":
-        notes.append("Axolotl switches its LoRA kernels on by itself where it can: faster and smaller than planned.")
+    if "liger" in (setup.kernels, setup.loss) or setup.kernels == "fused":
+        notes.append("Needs liger-kernel on a GPU with Triton; Axolotl brings it along.")
     if setup.method == "full" and setup.attention != "flash-attention-2":
         notes.append("Without flash attention Axolotl keeps the embeddings in fp32.")
     env = environment(request.gpu)
@@ -157,7 +160,7 @@ def _sections(request: ExportRequest) -> list[Section]:
             Line("micro_batch_size", setup.micro_batch_seqs),
             Line("gradient_accumulation_steps", setup.accumulation_steps),
         ),
-        section("memory and speed", *_precision(runs), *_memory(setup)),
+        section("memory and speed", *_precision(runs), *_memory(setup, request.model)),
         section("several GPUs", *_sharding(setup)),
         section(
             "optimization",
@@ -235,7 +238,30 @@ def _precision(setup: TrainSetup) -> list[Line]:
     ]
 
 
-def _memory(setup: TrainSetup) -> list[Line]:
+def _kernels(setup: TrainSetup, model: ModelSpec | None) -> list[Line]:
+    """The Liger plugin's switches, and Axolotl's own LoRA kernels, which it switches on by itself unless told not to.
+
+    Source: Axolotl 0.21 `integrations/liger/args.py`; `utils/schemas/config.py` check_auto_enable_lora_kernels.
+    """
+    lines = []
+    parts = parts_of(setup.kernels, model.model_type if model is not None else "llama")
+    if parts or setup.loss == "liger":
+        lines.append(Line("plugins", [LIGER]))
+    for name, part in (("liger_rope", "rotary"), ("liger_rms_norm", "norm"), ("liger_glu_activation", "gated")):
+        lines += [Line(name, True)] * (part in parts)
+    if setup.loss == "liger":
+        lines.append(Line("liger_fused_linear_cross_entropy", True))
+    if setup.method != "full":
+        whole = setup.lora_targets == "all-linear"
+        lines += [
+            Line("lora_mlp_kernel", setup.kernels == "fused" and whole),
+            Line("lora_qkv_kernel", setup.kernels == "fused"),
+            Line("lora_o_kernel", setup.kernels == "fused"),
+        ]
+    return lines
+
+
+def _memory(setup: TrainSetup, model: ModelSpec | None) -> list[Line]:
     lines = []
     sharded = setup.parallel == "fsdp2" and setup.checkpointing > 0
     if setup.checkpointing and not sharded:
@@ -244,8 +270,7 @@ def _memory(setup: TrainSetup) -> list[Line]:
         lines.append(Line("gradient_checkpointing", False, "fsdp_config does it" if sharded else ""))
     if setup.loss == "chunked":
         lines.append(Line("chunked_cross_entropy", True))
-    elif setup.loss == "liger":
-        lines += [Line("plugins", [LIGER]), Line("liger_fused_linear_cross_entropy", True)]
+    lines += _kernels(setup, model)
     if setup.compile:
         lines.append(Line("torch_compile", True))
     return lines

@@ -1,10 +1,11 @@
 """What several targets share: names of optimizers, data types, attention; target modules; environment variables."""
 
+from planner.choices.kernels import KERNELS, LIGER_LOSS, LIGER_PARTS, parts_of
 from planner.choices.optimizers import OPTIMIZERS
 from planner.exporters.text import Line, was_absolute
 from planner.exporters.types import Difference, ExportRequest
 from planner.gpu import GpuSpec
-from planner.kernels import LIGER_TYPES, attention_refusal, left_unnamed
+from planner.kernels import attention_refusal, left_unnamed
 from planner.models.spec import ModelSpec
 from planner.models.stored import stored_refusal
 from planner.models.targets import peft_target_modules
@@ -41,12 +42,38 @@ def target_modules(setup: TrainSetup, model: ModelSpec | None) -> str | list[str
 
 
 def liger_loss_refusal(
-    setup: TrainSetup, model: ModelSpec | None, losses: tuple[str, ...], known: frozenset[str] = LIGER_TYPES
+    setup: TrainSetup, model: ModelSpec | None, losses: tuple[str, ...], known: frozenset[str] = LIGER_LOSS
 ) -> str:
     """Why a tool that runs these losses with Liger, for these model types, cannot run this setup's, "" when it can."""
     if model is None or setup.loss not in losses or model.model_type in known:
         return ""
     return f"Liger is not applied to {model.model_type}: the logits would be held in full; plan with --loss full"
+
+
+NO_FUSED_LORA = "fused LoRA kernels are Axolotl's and Unsloth's; plan with --kernels liger, or with --target axolotl"
+
+
+def kernels_lines(setup: TrainSetup, model: ModelSpec | None) -> list[Line]:
+    """transformers' Liger switch, and what of it is on where that is not what the switch does by itself.
+
+    Source: transformers 5.23 `TrainingArguments.liger_kernel_config`, handed to `apply_liger_kernel_to_*` of
+    liger-kernel (rope, rms_norm, swiglu or geglu, cross_entropy, fused_linear_cross_entropy).
+    """
+    kind = model.model_type if model is not None else "llama"
+    parts, fused_loss = parts_of(setup.kernels, kind), setup.loss == "liger"
+    if not parts and not fused_loss:
+        return []
+    gate = "geglu" if kind.startswith("gemma") else "swiglu"
+    wanted = {"rope": "rotary" in parts, "rms_norm": "norm" in parts, gate: "gated" in parts}
+    by_itself = LIGER_PARTS.get(kind, frozenset())
+    usual = {"rope": "rotary" in by_itself, "rms_norm": True, gate: kind != "gpt_oss"}
+    config = {name: on for name, on in wanted.items() if on != usual[name]}
+    if not fused_loss and kind in LIGER_LOSS:
+        config["fused_linear_cross_entropy"] = False
+    if kind not in LIGER_LOSS:
+        config["cross_entropy"] = False
+    lines: list[Line] = [Line("use_liger_kernel", True, KERNELS[setup.kernels].words if parts else "its loss alone")]
+    return [*lines, Line("liger_kernel_config", config)] if config else lines
 
 
 def model_refusal(setup: TrainSetup, model: ModelSpec | None) -> str:

@@ -33,7 +33,7 @@ def requirements(launch: Launch, request: ExportRequest) -> list[list[str]]:
     packages = [f"{name}=={version}" for name, version in launch.validated_with.items()]
     extra = {
         "bitsandbytes": runs.quantized or "8bit" in runs.optimizer or runs.optimizer.startswith("paged"),
-        "liger-kernel": runs.loss == "liger",
+        "liger-kernel": "liger" in (runs.loss, runs.kernels),
         "deepspeed": runs.parallel.startswith("zero"),
     }
     packages += [name for name, needed in extra.items() if needed and name not in launch.validated_with]

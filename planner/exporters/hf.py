@@ -4,8 +4,10 @@ from planner.exporters import accelerate, chat, deepspeed, slurm
 from planner.exporters.common import (
     HF_DTYPES,
     HF_OPTIMIZERS,
+    NO_FUSED_LORA,
     attention_line,
     environment,
+    kernels_lines,
     liger_loss_refusal,
     model_refusal,
     target_modules,
@@ -53,6 +55,8 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return reason
     if setup.tensor_degree > 1 and setup.loss != "full":
         return "a fused loss multiplies with the whole head, which tensor parallelism cuts"
+    if setup.kernels == "fused":
+        return NO_FUSED_LORA
     return (
         setup.scaler_refusal
         or model_refusal(setup, model)
@@ -79,7 +83,7 @@ def export(request: ExportRequest) -> Launch:
     notes += ["With transformers < 5.23 write gradient_checkpointing for activation_checkpointing."]
     if setup.packing:
         notes.append("Packed samples see their neighbours in the same block; use the trl target to keep them apart.")
-    if "liger" in (setup.loss, *(one.runs_as for one in found)):
+    if "liger" in (setup.loss, setup.kernels, *(one.runs_as for one in found)):
         notes.append("Needs liger-kernel on a GPU with Triton.")
     head = header(
         request,
@@ -292,7 +296,7 @@ def _arguments(request: ExportRequest, setup: TrainSetup) -> str:
             Line("max_grad_norm", hyper.max_grad_norm),
             Line("num_train_epochs", hyper.num_epochs) if hyper.max_steps is None else None,
             Line("max_steps", hyper.max_steps) if hyper.max_steps is not None else None,
-            Line("use_liger_kernel", True) if setup.loss == "liger" else None,
+            *kernels_lines(setup, request.model),
             Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
             *sync_lines(setup),
             Line("torch_compile", True) if setup.compile else None,

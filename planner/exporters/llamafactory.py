@@ -2,9 +2,11 @@
 
 import json
 
+from planner.choices.kernels import LIGER_LOSS
 from planner.exporters import chat, deepspeed, slurm
 from planner.exporters.common import (
     HF_OPTIMIZERS,
+    NO_FUSED_LORA,
     environment,
     liger_loss_refusal,
     model_line,
@@ -56,6 +58,12 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     if setup.loss == "chunked":
         reason = "no chunked loss; Liger's fused linear cross-entropy holds no logits either"
         found.append(Difference(field="loss", planned="chunked", runs_as="liger", reason=reason))
+    if setup.loss != "full" and setup.kernels == "eager":
+        reason = "its one Liger switch takes the layers' kernels with the loss"
+        found.append(Difference(field="kernels", planned="eager", runs_as="liger", reason=reason))
+    if setup.loss == "full" and setup.kernels == "liger":
+        reason = "its one Liger switch takes the loss with the layers' kernels"
+        found.append(Difference(field="loss", planned="full", runs_as="liger", reason=reason))
     if adapters and runs.resolved_adapter_dtype != "fp32":
         reason = "LLaMA-Factory trains adapters in fp32"
         found.append(
@@ -74,10 +82,14 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return "LLaMA-Factory trains fp32 weights under bf16 autocast: twice the memory (bf16-pure or bf16-mixed work)"
     if model is not None and model.model_type == "gpt_oss":
         return f"LLaMA-Factory runs gpt_oss with vllm-flash-attn3 whatever was asked: {flash_refusal(model, VLLM_FA3)}"
+    if setup.kernels == "fused":
+        return NO_FUSED_LORA
     if setup.parallel == "zero3" and setup.quantized:
         return "LLaMA-Factory cannot shard a quantized base under ZeRO-3"
     if reason := model_refusal(setup, model) or liger_loss_refusal(setup, model, ("chunked", "liger"), LIGER_TYPES):
         return reason
+    if setup.kernels == "liger" and model is not None and model.model_type not in LIGER_TYPES & LIGER_LOSS:
+        return f"LLaMA-Factory's Liger switch does not know {model.model_type}, or not its loss"
     return sharding_refusal(setup, model)
 
 
@@ -97,7 +109,7 @@ def export(request: ExportRequest) -> Launch:
     notes = []
     if not chat.brought_along(request):
         notes.append("No template is named: LLaMA-Factory takes the tokenizer's own; name one if it has none.")
-    if "liger" in (setup.loss, *(one.runs_as for one in found)):
+    if "liger" in (setup.loss, setup.kernels, *(one.runs_as for one in found)):
         notes.append("Needs liger-kernel.")
     if request.num_nodes > 1:
         notes.append(PER_NODE)
@@ -140,7 +152,7 @@ def _sections(request: ExportRequest) -> list[Section]:
     runs = setup.with_(**{one.field: one.runs_as for one in differences(setup) if one.field == "precision"})
     reasons = hyper.reasons
     title = "dataset" if request.dataset else "dataset: PUT YOURS HERE (in dataset_info.json)"
-    liger = setup.loss in ("chunked", "liger")
+    liger = setup.loss in ("chunked", "liger") or setup.kernels == "liger"
     return [
         section(
             "model",

@@ -58,6 +58,7 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     for name, value, reason in (
         ("loss", "full", "torchtitan computes the logits in full"),
         ("attention", "sdpa", "torchtitan's models call SDPA"),
+        ("kernels", "eager", "torchtitan has kernels of its own, by torch.compile"),
         ("packing", True, "torchtitan fills every sequence with the next samples"),
     ):
         planned = getattr(setup, name)

@@ -4,9 +4,11 @@ from planner.exporters import accelerate, chat, deepspeed, slurm
 from planner.exporters.common import (
     HF_DTYPES,
     HF_OPTIMIZERS,
+    NO_FUSED_LORA,
     adapter_dtype_difference,
     attention_line,
     environment,
+    kernels_lines,
     model_line,
     model_refusal,
     target_modules,
@@ -84,6 +86,8 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return reason
     if setup.parallel == "dp":
         return "one process for all GPUs (nn.DataParallel) is not trl sft's way; ddp holds less and is faster"
+    if setup.kernels == "fused":
+        return NO_FUSED_LORA
     published = (model.config.get("architectures") or [""])[0] if model is not None else ""
     if model is not None and published != model.built_class and str(published).endswith("ForConditionalGeneration"):
         return (
@@ -128,6 +132,8 @@ def export(request: ExportRequest) -> Launch:
             f"If the tokenizer has no chat template (a base model's often has none), add {chat.OPTION} "
             f"launch/{TARGET}/{chat.NAME} to the command; run.sh looks and does."
         )
+    if setup.kernels == "liger":
+        notes.append("Needs liger-kernel on a GPU with Triton; TRL 1.16 warns that use_liger_kernel will go in 2.0.")
     if request.num_nodes > 1:
         notes.append(PER_NODE)
     if setup.tensor_degree > 1:
@@ -191,6 +197,7 @@ def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
             *precision_lines(runs),
             *checkpointing_lines(setup),
             Line("loss_type", "nll", "in chunks: never holds seqs x tokens x vocabulary"),
+            *kernels_lines(setup.with_(loss="chunked"), request.model),
             Line("torch_compile", True) if setup.compile else None,
             Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
             *sync_lines(setup),

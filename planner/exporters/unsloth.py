@@ -21,6 +21,10 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     if setup.loss != "chunked":
         reason = "Unsloth computes the loss in chunks by its own kernel"
         found.append(Difference(field="loss", planned=setup.loss, runs_as="chunked", reason=reason))
+    own = "fused" if setup.method != "full" and not setup.lora_dropout and setup.quantization != "int8" else "eager"
+    if setup.kernels != own:
+        reason = "Unsloth runs kernels of its own, for adapters without dropout on 16 or 4 bits"
+        found.append(Difference(field="kernels", planned=setup.kernels, runs_as=own, reason=reason))
     if setup.attention != "sdpa":
         reason = "Unsloth picks its attention itself: flash-attn where installed, else xformers or SDPA"
         found.append(Difference(field="attention", planned=setup.attention, runs_as="sdpa", reason=reason))

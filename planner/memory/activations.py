@@ -21,6 +21,7 @@ class LayerContext:
     """What one layer's activation terms need to know: the setup's types, which matrices are adapted, the kernel.
 
     `stacks`: peft adapts whole stacks of experts (`ParamWrapper`), which materialises the merged stack.
+    `fused`: what is computed by kernels of its own (`planner.choices.kernels.parts_of`).
     """
 
     setup: TrainSetup
@@ -31,6 +32,7 @@ class LayerContext:
     hidden: int
     traits: Traits
     stacks: bool = False
+    fused: frozenset[str] = frozenset()
 
     @property
     def row_tokens(self) -> int:
@@ -76,16 +78,19 @@ def norm_saved(norm: NormSpec, context: LayerContext, input_dtype: str) -> int:
 
     RMSNorm computes in fp32: a 16-bit input is copied up, an fp32 input is the residual itself (kept all the same,
     because each residual sum is a new tensor). LayerNorm keeps its input in the input's type (fp32 under autocast).
-    Cohere's, composed of single operations, keeps two centred fp32 tensors.
+    Cohere's, composed of single operations, keeps two centred fp32 tensors. Liger's and Unsloth's RMSNorm keep their
+    input as it comes and the inverse deviation.
 
     Source: transformers 5.23 `LlamaRMSNorm`, `Gemma2RMSNorm`, `OlmoLayerNorm`, `CohereLayerNorm`; PyTorch
-    `native_layer_norm`; autocast's fp32 list.
+    `native_layer_norm`; autocast's fp32 list; liger-kernel 0.8.5 `ops/rms_norm.py` LigerRMSNormFunction.
     Shapes: [tokens * rows_per_token, size].
     """
     rows = context.tokens * norm.rows_per_token
     elements = rows * norm.size
     style = context.traits.norm
     trained = norm.weight and context.trained
+    if norm_fused(norm, context):
+        return SIZE_BYTES[input_dtype] * elements + 4 * rows
     if norm.kind == "rms":
         kept = 4 * elements + 4 * rows
         if context.traits.position_bias and input_dtype != "fp32":
@@ -99,10 +104,17 @@ def norm_saved(norm: NormSpec, context: LayerContext, input_dtype: str) -> int:
     return SIZE_BYTES[dtype] * elements + 8 * rows
 
 
+def norm_fused(norm: NormSpec, context: LayerContext) -> bool:
+    """Whether a kernel of its own computes the norm."""
+    return norm.kind == "rms" and ("head-norm" if norm.rows_per_token > 1 else "norm") in context.fused
+
+
 def norm_output_dtype(norm: NormSpec, context: LayerContext, input_dtype: str) -> str:
     """RMSNorm multiplies its weight with rows cast back to the input's type; LayerNorm is fp32 under autocast, but
     where the class casts back itself."""
     style = context.traits.norm
+    if norm_fused(norm, context):
+        return input_dtype
     if norm.kind == "rms":
         return input_dtype if style == "rms-fp32" else promote(context.flow.table, input_dtype)
     return "fp32" if context.flow.autocast and style == "layer" else input_dtype
@@ -135,15 +147,18 @@ def inputs_saved(
     A trained weight keeps its input; several share it when no cast is needed, but autocast casts once per matrix. A
     frozen matrix keeps nothing, but for int8, which keeps its input. peft casts the input to the adapter's type for
     each adapted matrix, autocast casts it back, and every such copy is kept; with dropout a mask and a dropped copy
-    too. Each adapter also keeps its rank-sized inner output.
+    too. Each adapter also keeps its rank-sized inner output. A fused LoRA function keeps its input as it comes.
 
-    Source: peft 0.21 `tuners/lora/layer.py` and `lora/bnb.py`; bitsandbytes 0.50 `MatMul8bitLt`; PyTorch autocast.
+    Source: peft 0.21 `tuners/lora/layer.py` and `lora/bnb.py`; bitsandbytes 0.50 `MatMul8bitLt`; PyTorch autocast;
+    Axolotl `kernels/lora.py` and Unsloth `kernels/fast_lora.py` (LoRA_QKV, LoRA_W, LoRA_MLP).
     Measured: docs/accuracy/formula-vs-dry-run.md.
     """
     if not linears:
         return Inputs()
     flow, setup = context.flow, context.setup
     elements = linears[0].in_features * context.tokens
+    if "lora" in context.fused and any(linear.name in context.adapted for linear in linears):
+        return Inputs(adapters=0 if kept_elsewhere else SIZE_BYTES[input_dtype] * elements)
     base = pinned = 0
     if context.trained:
         if flow.autocast and input_dtype != flow.autocast:
@@ -245,17 +260,31 @@ def activation_dtype(activation: str, flow: Flow, dtype: str) -> str:
     return "fp32" if flow.autocast and ACTIVATION_COPIES.get(activation, 1) == 4 else dtype
 
 
+def gated_fused(mlp: MlpSpec | None, context: LayerContext) -> bool:
+    """Whether one kernel computes the activation of a dense gated MLP and its product."""
+    return mlp is not None and mlp.kind == "gated" and "gated" in context.fused
+
+
+def lora_mlp(layer: LayerSpec, context: LayerContext) -> bool:
+    """Whether a dense gated MLP runs as one fused LoRA function: all three of its matrices carry adapters."""
+    roles = {one.role for one in layer.linears if one.name in context.adapted}
+    return "lora" in context.fused and gated_fused(layer.mlp, context) and {"gate", "up", "down"} <= roles
+
+
 def mlp_saved(mlp: MlpSpec, down: Sequence[LinearSpec], context: LayerContext, input_dtype: str) -> int:
     """What a dense MLP keeps between its projections.
 
     Gated: the gate (for the activation's backward), the activated gate and the up projection (for their product).
-    Plain: the first projection.
+    Plain: the first projection. A kernel for both keeps gate and up, and recomputes the rest.
 
-    Source: transformers 5.23 `LlamaMLP`, `GPT2MLP`; Shazeer 2020, https://arxiv.org/abs/2002.05202.
+    Source: transformers 5.23 `LlamaMLP`, `GPT2MLP`; Shazeer 2020, https://arxiv.org/abs/2002.05202; liger-kernel 0.8.5
+    `ops/swiglu.py`, `ops/geglu.py`.
     """
     flow = context.flow
     dtype = flow.linear_out(input_dtype)
     elements = context.tokens * (down[0].in_features if down else mlp.intermediate_size)
+    if gated_fused(mlp, context):
+        return 2 * SIZE_BYTES[dtype] * elements
     kept = activation_bytes(mlp.activation, flow, dtype)
     if mlp.kind != "plain":
         kept += SIZE_BYTES[dtype] + SIZE_BYTES[activation_dtype(mlp.activation, flow, dtype)]
@@ -348,7 +377,8 @@ def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:
         if inner:
             saved.mlp += context.tokens * down[0].in_features  # the mask; the down projection sees the dropped copy
         relu = layer.mlp.activation == "relu" and not inner
-        of_down = inputs_saved(down, context, activated, kept_elsewhere=relu)
+        again = relu or lora_mlp(layer, context)  # the fused function computes the product anew
+        of_down = inputs_saved(down, context, activated, kept_elsewhere=again)
         _add(saved, "mlp", of_down)
         saved.down = of_down.base + of_down.adapters
     if layer.mlp.kind == "moe":

@@ -6,9 +6,10 @@ computes it once for each precision, adapter, kernel and checkpointing.
 
 from dataclasses import dataclass, replace
 
+from planner.choices.kernels import parts_of
 from planner.gpu import GpuSpec
 from planner.kernels import Kernel, attention_kernel, masked
-from planner.memory.activations import LayerContext, layer_saved, norm_saved
+from planner.memory.activations import LayerContext, layer_saved, norm_fused, norm_saved
 from planner.memory.dtypes import SIZE_BYTES, Flow, flow_of
 from planner.memory.position_bias import position_bias
 from planner.memory.scores import mask_bytes
@@ -89,6 +90,7 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
     adapted = adapted_names(model, targets)
     stacks = targets is not None and adapts_expert_stacks(model, targets)
     counts, kept = _checkpointed(model, setup.checkpointing)
+    fused = parts_of(setup.kernels, model.model_type)
     stored = {
         "norm": 0,
         "attention": 0,
@@ -116,6 +118,7 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
             hidden=model.hidden_size,
             traits=traits,
             stacks=stacks,
+            fused=fused,
         )
         saved = layer_saved(layer, context)
         if layer.attention is not None:
@@ -134,7 +137,8 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
         here = ((backward_transient(layer, context, saved), 0), *constant_transients(layer, context, saved))
         if counts[index] > kept[index]:
             in_again.append(forward_transient(layer, context) + merged_stacks(layer, context))
-            moments.append([LayerMoment(recomputed=saved.total, transient=a, dequantized=b) for a, b in here])
+            again_bytes = saved.total - _kept_input(layer, context)
+            moments.append([LayerMoment(recomputed=again_bytes, transient=a, dequantized=b) for a, b in here])
         if kept[index]:
             in_kept.append(forward_transient(layer, context) - saved.total)
             moments.append([LayerMoment(recomputed=0, transient=a, dequantized=b) for a, b in here])
@@ -161,13 +165,15 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
         tokens=tokens,
         hidden=model.hidden_size,
         traits=traits,
+        fused=fused,
     )
     adapter_casts = 0
     if setup.method != "full" and flow.autocast and flow.adapter == "fp32":
         # the graph keeps those of layers that are not recomputed, autocast's cache the others until the forward ends
         trained, share = trained_parameters(model, setup), sum(kept) / max(1, sum(counts))
         stored["adapters"] += int(2 * trained.num * share)
-        adapter_casts = int(2 * (trained.num - trained.stacked) * (1 - share))
+        if "lora" not in fused:  # fused functions cast by themselves, past autocast's cache
+            adapter_casts = int(2 * (trained.num - trained.stacked) * (1 - share))
     return ActivationParts(
         stored=stored,
         recomputed=largest.recomputed,
@@ -181,6 +187,14 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
         adapter_casts=adapter_casts,
         at_first_decoder_layer=biases.at_first_decoder_layer,
     )
+
+
+def _kept_input(layer: LayerSpec, context: LayerContext) -> int:
+    """Bytes of a checkpointed layer's input that its first norm keeps: they are the checkpoint's own."""
+    first = next((norm for norm in layer.norms if norm.rows_per_token == 1), None)
+    if first is None or context.traits.post_norm or not norm_fused(first, context):
+        return 0
+    return SIZE_BYTES[context.flow.residual] * context.hidden * context.tokens
 
 
 def _checkpointed(model: ModelSpec, every: int) -> tuple[list[int], list[int]]:

@@ -1,6 +1,14 @@
 """Temporaries inside one layer: what its forward and backward hold beyond what autograd keeps."""
 
-from planner.memory.activations import ACTIVATION_COPIES, LayerContext, Saved, activation_dtype, score_bytes
+from planner.memory.activations import (
+    ACTIVATION_COPIES,
+    LayerContext,
+    Saved,
+    activation_dtype,
+    gated_fused,
+    lora_mlp,
+    score_bytes,
+)
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.workspace import dequantized_bytes
 from planner.models.spec import LayerSpec
@@ -70,6 +78,10 @@ def _mlp_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple
     composed = ACTIVATION_COPIES.get(mlp.activation, 1) == 4 and mlp.kind != "moe"
     if composed:  # the product of the two halves of a composed GELU, in its output's type, and what comes in
         gradients = 3 * SIZE_BYTES[activation_dtype(mlp.activation, flow, hidden_dtype)] * width
+    elif gated_fused(mlp, context):  # written over gate and up, but for the product's own
+        gradients = size * width
+        if lora_mlp(layer, context):  # the adapter's product beside the matrix's, when that is packed again
+            return 2 * gradients, gradients
     else:
         gradients = (3 if gated else 2) * size * width
     downs = [one for one in layer.linears if one.role == "down" and one.module != "parameter"]
@@ -93,7 +105,8 @@ def backward_transient(layer: LayerSpec, context: LayerContext, saved: Saved) ->
     """Gradients of activations alive at once in one layer's backward, beside everything that the layer keeps, where no
     matrix is being dequantized.
 
-    RMSNorm's backward holds three fp32 tensors of the hidden size; attention's the gradients of q, k, v and, with a
+    RMSNorm's backward holds three fp32 tensors of the hidden size (a fused one two of the type that comes);
+    attention's the gradients of q, k, v and, with a
     kernel that keeps tokens x tokens matrices, their gradient before and after the softmax, when what stands behind the
     attention is gone (`saved.late`). The gradient of the residual is alive all along.
 
@@ -103,7 +116,7 @@ def backward_transient(layer: LayerSpec, context: LayerContext, saved: Saved) ->
     residual = SIZE_BYTES[flow.residual] * context.hidden
     size = SIZE_BYTES[flow.linear_out(flow.residual)]
     mlp, _ = _mlp_moments(layer, context, saved)
-    norm = 3 * 4 * context.hidden
+    norm = (2 * size if "norm" in context.fused else 3 * 4) * context.hidden
     attention = 0
     if layer.attention is not None:
         spec = layer.attention

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from planner.choices.kernels import FUSED_LORA
 from planner.errors import ConfigError, NotPlanned
 from planner.kernels import default_attention
 from planner.models.spec import ModelSpec
@@ -75,6 +76,7 @@ def read(
         if not settings.has(key):
             settings.assume(f"{key} absent: {default}, Axolotl's default")
     fields |= _method(settings, model)
+    fields["kernels"] = _kernels(settings, fields, model)
     fields["precision"] = _precision(settings, fields["method"])
     fields["checkpointing"] = _checkpointing(settings)
     if settings.raw("peft_autocast_adapter_dtype") is False and fields["method"] == "lora":
@@ -223,6 +225,35 @@ def _loss(settings: Settings) -> str:
     if settings.raw("chunked_cross_entropy") is True:
         return "chunked"
     return "full"
+
+
+LIGER_KEYS: dict[str, tuple[str, ...]] = {
+    "norm": ("liger_rms_norm",),
+    "rotary": ("liger_rope",),
+    "gated": ("liger_glu_activation",),
+}
+LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
+
+
+def _kernels(settings: Settings, fields: dict[str, Any], model: ModelSpec | None) -> str:
+    """The Liger plugin's layers, and Axolotl's own LoRA kernels: on by themselves for adapters without dropout where
+    the config says nothing of them.
+
+    Source: Axolotl 0.21 `integrations/liger/args.py`, `utils/schemas/config.py` check_auto_enable_lora_kernels.
+    """
+    options = {name: settings.raw(name, False) is True for names in LIGER_KEYS.values() for name in names}
+    liger = "eager"
+    if any("liger" in one.lower() for one in _plugins(settings)) and any(options.values()):
+        liger = common.liger_kernels(settings, LIGER_KEYS, options, model)
+    said = [settings.raw(name) for name in LORA_KERNELS]
+    plain = fields["method"] != "full" and not fields["lora_dropout"] and fields["quantization"] != "int8"
+    on = plain and (all(one is None for one in said) or any(one is True for one in said))
+    if not on or (model is not None and model.model_type not in FUSED_LORA):
+        return liger
+    if liger == "liger":
+        return "fused"
+    settings.approximate("Axolotl's LoRA kernels without Liger's layers: counted as eager ones, slower and larger")
+    return "eager"
 
 
 def _plugins(settings: Settings) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from difflib import get_close_matches
 from typing import Any
 
+from planner.choices.kernels import KERNELS, LIGER_LOSS, LIGER_PARTS, kernels_refusal
 from planner.choices.optimizers import OPTIMIZERS as ROWS
 from planner.choices.precisions import PRECISIONS as PRECISION_ROWS
 from planner.errors import ConfigError, SetupError
@@ -145,3 +146,50 @@ def build(settings: Settings, fields: dict[str, Any]) -> TrainSetup:
         return TrainSetup(**fields)
     except SetupError as error:
         raise ConfigError(f"{settings.name}: {error.message}", hint=error.hint) from error
+
+
+LIGER_OPTIONS = {"norm": ("rms_norm",), "rotary": ("rope",), "gated": ("swiglu", "geglu")}
+"""Part of a layer -> its names in `liger_kernel_config`. Source: liger-kernel 0.8.5 `transformers/monkey_patch.py`."""
+
+
+def liger(settings: Settings, on: bool, loss: str, model: ModelSpec | None) -> dict[str, str]:
+    """The fields "kernels" and "loss" of transformers' Liger switch.
+
+    Args:
+        loss: what runs where the switch is off, or leaves the loss alone ("chunked": TRL's head, which it never takes).
+    """
+    if not on:
+        return {"kernels": "eager", "loss": loss}
+    options = settings.mapping("liger_kernel_config")
+    kind = model.model_type if model is not None else "llama"
+    fused = options.get("fused_linear_cross_entropy", kind in LIGER_LOSS or kind not in LIGER_PARTS)
+    return {
+        "kernels": liger_kernels(settings, LIGER_OPTIONS, options, model),
+        "loss": "liger" if fused is True and loss != "chunked" else loss,
+    }
+
+
+def liger_kernels(
+    settings: Settings, names: dict[str, tuple[str, ...]], options: dict[str, Any], model: ModelSpec | None
+) -> str:
+    """ "liger" where the options leave any part of a layer to Liger that it knows for this model, else "eager"."""
+    if model is not None and (reason := kernels_refusal("liger", model.model_type)):
+        settings.assume(f"{reason} that are counted: its layers are counted as eager ones")
+        return "eager"
+    known = LIGER_PARTS[model.model_type] if model is not None else KERNELS["liger"].parts
+    parts = {part for part in names if part in known}
+    left = {part for part in parts if any(options.get(name) is False for name in names[part])}
+    if left == parts:
+        return "eager"
+    if left:
+        settings.approximate(f"of Liger's kernels {', '.join(sorted(left))} is off: counted as if all ran")
+    return "liger"
+
+
+def unsloth_kernels(fields: dict[str, Any]) -> str:
+    """The kernel family of a run by Unsloth: its own, which take adapters without dropout and no 8-bit weights.
+
+    Source: Unsloth `models/llama.py` (patch_peft_model: fast patching needs lora_dropout 0 and bias "none").
+    """
+    plain = fields["method"] != "full" and not fields.get("lora_dropout") and fields.get("quantization") != "int8"
+    return "fused" if plain else "eager"

@@ -10,15 +10,15 @@ from planner.setup import TrainSetup
 
 EDITABLE = {
     "trl": ("micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "optimizer", "attention", "checkpointing",
-            "packing", "quantization", "method", "precision", "compile"),
+            "packing", "quantization", "method", "precision", "compile", "kernels"),
     "axolotl": ("micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "optimizer", "attention", "checkpointing",
                 "packing", "quantization", "method", "loss", "compile"),
     "llamafactory": ("micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "optimizer", "attention",
-                     "checkpointing", "packing", "quantization", "method", "loss", "compile"),
+                     "checkpointing", "packing", "quantization", "method", "loss", "compile", "kernels"),
     "llamafactory-v1": ("micro_batch_seqs", "seq_len_tokens", "checkpointing"),
     "unsloth": ("micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "checkpointing", "packing", "quantization",
                 "method"),
-    "hf-script": ("micro_batch_seqs", "accumulation_steps", "optimizer", "checkpointing", "loss"),
+    "hf-script": ("micro_batch_seqs", "accumulation_steps", "optimizer", "checkpointing", "loss", "kernels"),
     "unsloth-script": ("micro_batch_seqs", "accumulation_steps", "optimizer"),
     "deepspeed": ("micro_batch_seqs", "accumulation_steps"),
     "accelerate": (),
@@ -36,6 +36,9 @@ RUNNABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("unsloth-script", "checkpointing"): _ALL_OR_NONE,
     ("llamafactory", "loss"): ("full", "liger"),
     ("hf-script", "loss"): ("full", "liger"),
+    ("unsloth", "kernels"): (),
+    ("unsloth-script", "kernels"): (),
+    ("torchtitan", "kernels"): (),
     ("llamafactory", "precision"): (),
     ("unsloth", "attention"): (),
     ("unsloth-script", "attention"): (),
@@ -106,6 +109,12 @@ def _hf_common(config: ReadConfig, name: str, after: TrainSetup) -> dict[str, An
             return {"optim": HF_OPTIMIZERS[after.optimizer]}
         case "compile":
             return {"torch_compile": after.compile}
+        case "kernels" | "loss":
+            on = "liger" in (after.kernels, after.loss)
+            return {
+                "use_liger_kernel": on,
+                "liger_kernel_config": {"fused_linear_cross_entropy": after.loss == "liger"} if on else {},
+            }
         case "checkpointing":
             old = key.startswith("gradient")
             edits: dict[str, Any] = {key or "activation_checkpointing": after.checkpointing > 0}
@@ -180,8 +189,8 @@ def _llamafactory(config: ReadConfig, name: str, after: TrainSetup) -> dict[str,
             return {"disable_gradient_checkpointing": after.checkpointing == 0}
         case "packing":
             return {"packing": after.packing, "neat_packing": after.packing}
-        case "loss":
-            return {"enable_liger_kernel": after.loss == "liger"}
+        case "loss" | "kernels":
+            return {"enable_liger_kernel": "liger" in (after.kernels, after.loss)}
         case "method" | "quantization":
             return {"quantization_method": "bnb", "quantization_bit": 4, "double_quantization": True}
     return _hf_common(config, name, after)
@@ -215,12 +224,6 @@ def _unsloth(config: ReadConfig, name: str, after: TrainSetup) -> dict[str, Any]
     return {}
 
 
-def _script(config: ReadConfig, name: str, after: TrainSetup) -> dict[str, Any]:
-    if name == "loss":
-        return {"use_liger_kernel": after.loss == "liger"}
-    return _hf_common(config, name, after)
-
-
 def _deepspeed(config: ReadConfig, name: str, after: TrainSetup) -> dict[str, Any]:
     if name == "micro_batch_seqs":
         return {"train_micro_batch_size_per_gpu": after.micro_batch_seqs}
@@ -233,7 +236,7 @@ _WRITERS = {
     "llamafactory": _llamafactory,
     "llamafactory-v1": _llamafactory_v1,
     "unsloth": _unsloth,
-    "hf-script": _script,
-    "unsloth-script": _script,
+    "hf-script": _hf_common,
+    "unsloth-script": _hf_common,
     "deepspeed": _deepspeed,
 }

@@ -132,11 +132,12 @@ class _Script:
         fields["compile"] = arguments.flag("torch_compile", False)
         liger = arguments.flag("use_liger_kernel", False)
         if self.unsloth:
-            fields["loss"] = "chunked"
-        elif self.trl:
-            fields["loss"] = self.defaults.loss(arguments.optional_text("loss_type"), liger=liger)
+            fields |= {"loss": "chunked", "kernels": common.unsloth_kernels(fields)}
+        elif self.trl and self.defaults.loss(None, liger=True) == "chunked":
+            fields |= common.liger(arguments, liger, "chunked", self.model)
         else:
-            fields["loss"] = "liger" if liger else "full"
+            loss = self.defaults.loss(arguments.optional_text("loss_type"), liger=False) if self.trl else "full"
+            fields |= common.liger(arguments, liger, "full" if liger else loss, self.model)
         fields |= self._spread(constants)
         self.keys |= {"optimizer": "optim", "loss": "use_liger_kernel"}
         self._note_what_is_unusual()

@@ -70,7 +70,7 @@ def read(
         "optimizer": common.optimizer(settings, "optim", "adamw_torch_fused"),
         "attention": _attention(settings, model),
         "checkpointing": hf.checkpointing(settings, True, keys),
-        "loss": "liger" if settings.flag("use_liger_kernel", False) else "full",
+        **common.liger(settings, settings.flag("use_liger_kernel", False), "full", model),
     }
     if method != "full":
         names = settings.names("target_modules") or ("all-linear",)

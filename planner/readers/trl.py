@@ -33,8 +33,10 @@ def read(
     if defaults.assumed:
         settings.assume(f"no TRL version named: the defaults of {defaults.said} (--assume trl==VERSION for another)")
     liger = settings.flag(settings.first("use_liger_kernel", "use_liger"), False)
-    loss = defaults.loss(settings.optional_text("loss_type"), liger=liger)
-    fields: dict[str, Any] = {"loss": loss, **hf.batch(settings, keys)}
+    loss = defaults.loss(settings.optional_text("loss_type"), liger=False)
+    if liger and defaults.loss(None, liger=True) == "liger":
+        loss = "full"  # before 1.16 the switch takes the loss, whatever its type
+    fields: dict[str, Any] = {**common.liger(settings, liger, loss, model), **hf.batch(settings, keys)}
 
     kwargs = Settings(settings.mapping("model_init_kwargs"), f"{name}: model_init_kwargs")
     quantization, compute = _quantization(settings, kwargs)

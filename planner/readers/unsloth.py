@@ -81,6 +81,7 @@ def read(
         default = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
         names = lora.names("target_modules") or tuple(default.split(","))
         fields["lora_targets"] = common.targets(names, model, lora)
+    fields["kernels"] = common.unsloth_kernels(fields)
     training.assume("Unsloth's config names no optimizer: its adamw_8bit")
     fields |= parallel_of(top, {}, (sharding or Sharding()).num_gpus)
     data = parts["data"].raw("dataset")

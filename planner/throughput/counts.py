@@ -37,7 +37,18 @@ def _blend(counted: float, measured: float, drag: float) -> float:
     return counted + (measured - counted) * drag
 
 
-def layer_traffic(inv: Inventory, flow: Flow, conditions: Conditions, *, trained: bool, drag: float = 1.0) -> Moved:
+LAYER_PARTS = frozenset({"norm", "rotary", "gated"})
+
+
+def layer_traffic(
+    inv: Inventory,
+    flow: Flow,
+    conditions: Conditions,
+    *,
+    trained: bool,
+    drag: float = 1.0,
+    fused: frozenset[str] = frozenset(),
+) -> Moved:
     """Elementwise traffic of all layers: norms, rotary, residual, activation, casts, expert routing.
 
     Eager RMSNorm in transformers upcasts, squares, averages, scales, casts and multiplies: counted 36 bytes per 16-bit
@@ -46,6 +57,9 @@ def layer_traffic(inv: Inventory, flow: Flow, conditions: Conditions, *, trained
     and 7. `drag` blends the two. Gated activation: five passes forward and nine backward, as counted and as measured.
     With a fp32 stream under autocast each matrix casts its input; bitsandbytes casts its output back.
 
+    Args:
+        fused: of LAYER_PARTS, what one kernel each computes: one pass over memory.
+
     Source: linkedin/Liger-Kernel benchmark/data/all_benchmark_data.csv (A100-SXM4-80GB, version 0.2.1; LayerNorm on an
     H100, 0.6.0); transformers 5.23 `models/llama/modeling_llama.py`; bitsandbytes 0.50 `nn/modules.py`; PyTorch
     `tools/autograd/derivatives.yaml`.
@@ -53,17 +67,20 @@ def layer_traffic(inv: Inventory, flow: Flow, conditions: Conditions, *, trained
     stream = SIZE_BYTES[flow.residual]
     compute = SIZE_BYTES[flow.compute]
     wide = SIZE_BYTES[flow.linear_out(flow.residual)]
-    fused = conditions.fused_norm_rope
+    if conditions.fused_norm_rope:
+        fused = LAYER_PARTS
+    norm, rotary, gated = ("norm" in fused, "rotary" in fused, "gated" in fused)
     rms_forward, rms_backward = 2.0 * stream, 3.0 * stream
     rope_forward, rope_backward = 2.0 * wide, 2.0 * wide
-    if not fused:
+    if not norm:
         eager = ((36, 50), (62, 115)) if stream == 2 else ((28, 39), (50, 93))
         rms_forward, rms_backward = _blend(*eager[0], drag), _blend(*eager[1], drag)
+    if not rotary:
         rope_forward, rope_backward = wide * _blend(10, 20, drag), wide * _blend(10, 24, drag)
-    act_forward, act_backward = (3 * wide, 5 * wide) if fused else (5 * wide, 9 * wide)
+    act_forward, act_backward = (3 * wide, 5 * wide) if gated else (5 * wide, 9 * wide)
     layer_norm = _blend(14, 23, drag) if flow.autocast and stream == 2 else _blend(2, 3.3, drag) * stream
     layer_norm_backward = layer_norm + _blend(1, 3.7, drag) * stream
-    norm_weight = (5 if fused else _blend(5, 9.5, drag)) * stream if trained else 0.0
+    norm_weight = (5 if norm else _blend(5, 9.5, drag)) * stream if trained else 0.0
     forward = (
         inv.rms_width * rms_forward
         + inv.layer_norm_width * layer_norm
@@ -104,22 +121,22 @@ def layer_traffic(inv: Inventory, flow: Flow, conditions: Conditions, *, trained
     if wide != compute:  # attention takes 16-bit queries and keys
         forward += inv.rotary_width * 6
         backward += inv.rotary_width * 6
-    norm_kernels = (1.0, 2.0) if fused else (8.0, 12.0)
+    norm_kernels = (1.0, 2.0) if norm else (8.0, 12.0)
     forward_kernels = (
         inv.num_rms * norm_kernels[0]
         + inv.num_layer_norms
-        + inv.num_rotary * (1 if fused else 11)
+        + inv.num_rotary * (1 if rotary else 11)
         + calls
         + casting
-        + inv.num_layers * (2 + (1 if fused else 2) + 4)
+        + inv.num_layers * (2 + (1 if gated else 2) + 4)
     )
     backward_kernels = (
         inv.num_rms * norm_kernels[1]
         + inv.num_layer_norms * 2
-        + inv.num_rotary * (1 if fused else 13)
+        + inv.num_rotary * (1 if rotary else 13)
         + calls * (2 if trained else 1)
         + casting
-        + inv.num_layers * (2 + (1 if fused else 3) + 5 + 3)
+        + inv.num_layers * (2 + (1 if gated else 3) + 5 + 3)
     )
     if conditions.loop_experts:
         forward_kernels += inv.num_experts_run * 8
@@ -135,9 +152,7 @@ def layer_traffic(inv: Inventory, flow: Flow, conditions: Conditions, *, trained
     )
 
 
-def adapter_traffic(
-    linears: tuple[tuple[LinearSpec, int], ...], flow: Flow, conditions: Conditions, *, dropout: bool
-) -> Moved:
+def adapter_traffic(linears: tuple[tuple[LinearSpec, int], ...], flow: Flow, *, dropout: bool, fused: bool) -> Moved:
     """Traffic of LoRA around the adapted matrices (linear, how many): PEFT's eager path, or one fused function.
 
     result + B(A(dropout(x))) * scaling: a plain matrix casts x to the adapter's type even under autocast (which then
@@ -160,7 +175,7 @@ def adapter_traffic(
     outputs_forward = narrow + 2 * narrow + (wide + narrow + total) + cast_out + clone
     inputs_backward = 2 * narrow + mask + cast_in + 3 * stream
     outputs_backward = 2 * narrow + 2 * narrow + cast_out
-    if conditions.fused_lora:
+    if fused:
         inputs_forward, outputs_forward = mask + narrow, 3 * narrow
         inputs_backward, outputs_backward = 2 * narrow + mask + 3 * stream, 3 * narrow
     forward = backward = 0
@@ -171,8 +186,8 @@ def adapter_traffic(
         forward += inputs * inputs_forward + outputs * outputs_forward
         backward += inputs * inputs_backward + outputs * outputs_backward
         modules += count * (1 if linear.module == "parameter" else linear.num)
-    per_forward = 3 if conditions.fused_lora else 4 + bool(cast_in) + bool(cast_out) + dropout
-    per_backward = 5 if conditions.fused_lora else 6 + bool(cast_in) + bool(cast_out) + dropout
+    per_forward = 3 if fused else 4 + bool(cast_in) + bool(cast_out) + dropout
+    per_backward = 5 if fused else 6 + bool(cast_in) + bool(cast_out) + dropout
     return Moved(
         forward_bytes=forward,
         backward_bytes=backward,

@@ -59,7 +59,7 @@ class Family:
         waits = waits or setup.quantization == "int8"  # the outlier search asks the GPU for its columns, per matrix
         self.power = constants.waiting_power if waits else constants.overlap_power
 
-        moved = speed.traffic(flow, full)
+        moved = speed.traffic(flow, full, setup.kernels)
         forward_kernels, backward_kernels = moved.forward_kernels, moved.backward_kernels
         per_byte = bytes_left * constants.elementwise_scale / speed.bandwidth
         self._elementwise = _token_and_micro(moved, per_byte, gap)

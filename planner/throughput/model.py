@@ -6,6 +6,7 @@ per data flow, optimizer cost per trained set. A whole space is ranked through `
 
 from typing import NamedTuple
 
+from planner.choices.kernels import parts_of
 from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS
 from planner.gpu import GpuSpec
@@ -69,7 +70,7 @@ class SpeedModel:
         self.bandwidth = self.rates.bandwidth * self.constants.bandwidth_share
         self._matmuls: dict[tuple[str, int, bool], LayerMatmuls] = {}
         self._losses: dict[tuple[str, str, int, bool], float] = {}
-        self._traffic: dict[tuple[Flow, bool], Moved] = {}
+        self._traffic: dict[tuple[Flow, bool, str], Moved] = {}
         self._adapters: dict[tuple[object, ...], tuple[Moved, int, float, int]] = {}
         self._attention: dict[tuple[object, ...], tuple[float, float, float]] = {}
 
@@ -155,21 +156,25 @@ class SpeedModel:
         moved = LOSSES[loss].moved_per_logit(SIZE_BYTES[dtype], fused=fused, softcap=softcap, drag=self.drag)
         return moved * tokens * vocab / (self.rates.bandwidth * self.constants.loss_bandwidth_share)
 
-    def traffic(self, flow: Flow, trained: bool) -> Moved:
-        """Elementwise traffic of the layers for one data flow."""
-        key = (flow, trained)
+    def traffic(self, flow: Flow, trained: bool, kernels: str) -> Moved:
+        """Elementwise traffic of the layers for one data flow and kernel family."""
+        key = (flow, trained, kernels)
         found = self._traffic.get(key)
         if found is None:
-            found = self._traffic[key] = layer_traffic(self.inv, flow, self.conditions, trained=trained, drag=self.drag)
+            fused = parts_of(kernels, self.model.model_type)
+            found = self._traffic[key] = layer_traffic(
+                self.inv, flow, self.conditions, trained=trained, drag=self.drag, fused=fused
+            )
         return found
 
     def adapters(self, setup: TrainSetup, flow: Flow) -> tuple[Moved, int, float, int]:
         """LoRA's traffic, its sum of edges (in + out) per rank and token, parameters per rank, and modules."""
-        key = (setup.lora_targets, flow, setup.lora_dropout > 0)
+        fused = self.conditions.fused_lora or "lora" in parts_of(setup.kernels, self.model.model_type)
+        key = (setup.lora_targets, flow, setup.lora_dropout > 0, fused)
         found = self._adapters.get(key)
         if found is None:
             linears, params, modules = adapted_linears(self.model, setup.lora_targets)
-            moved = adapter_traffic(linears, flow, self.conditions, dropout=setup.lora_dropout > 0)
+            moved = adapter_traffic(linears, flow, dropout=setup.lora_dropout > 0, fused=fused)
             edges = sum(count * one.num_active * (one.in_features + one.out_features) for one, count in linears)
             found = self._adapters[key] = (moved, edges, float(params), modules)
         return found

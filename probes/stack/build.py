@@ -12,6 +12,7 @@ from planner.kernels import left_unnamed
 from planner.setup import TrainSetup
 from probes.stack.adapters import add_adapters
 from probes.stack.configs import load_config, truncated_config
+from probes.stack.kernels import apply_kernels
 from probes.stack.quantize import materialize_quantized, quantize_modules
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -87,6 +88,7 @@ def build_from_config(
                 model = add_adapters(model, setup)
             if setup.checkpointing:
                 model.enable_input_require_grads()
+    apply_kernels(model, setup)
     model.train()
     return model
 

@@ -14,6 +14,7 @@ from planner.setup import TrainSetup
 from probes.stack.autocast import emulated_autocast
 from probes.stack.batch import Batch
 from probes.stack.configs import layers_of
+from probes.stack.kernels import running as kernels_running
 from probes.stack.losses import ChunkedNll, FusedLinearCrossEntropy
 from probes.stack.optimizers import by_mesh
 from probes.stack.real_losses import real_loss
@@ -136,7 +137,10 @@ def train_step(trainer: Trainer, batches: list[Batch], mark: Mark | None = None)
     tell: Mark = mark or (lambda phase, layer: None)
     setup = trainer.setup
     loss = None
-    with _marks(trainer, tell) if mark is not None else nullcontext():  # hooks cost time: none while timing
+    with ExitStack() as stack:
+        stack.enter_context(kernels_running(trainer.inner, setup))
+        if mark is not None:  # hooks cost time: none while timing
+            stack.enter_context(_marks(trainer, tell))
         for index, batch in enumerate(batches):
             tell("forward", None)
             with trainer.no_sync() if index < len(batches) - 1 else nullcontext():

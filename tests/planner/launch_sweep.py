@@ -9,7 +9,16 @@ from typing import Any
 from planner.errors import SetupError
 from planner.exporters import DatasetChoice, ExportRequest
 from planner.hyperparameters import choose
-from planner.setup import ATTENTIONS, LOSSES, OPTIMIZERS, PARALLELS, PRECISIONS, QUANTIZATIONS, TrainSetup
+from planner.setup import (
+    ATTENTIONS,
+    KERNEL_FAMILIES,
+    LOSSES,
+    OPTIMIZERS,
+    PARALLELS,
+    PRECISIONS,
+    QUANTIZATIONS,
+    TrainSetup,
+)
 
 NUM_SETUPS = 300
 SEED = 7
@@ -30,6 +39,7 @@ def _all_values() -> Iterator[TrainSetup]:
         "checkpointing": (0, 1, 2, 5),
         "packing": (False, True),
         "compile": (False, True),
+        "kernels": KERNEL_FAMILIES,
         "lora_rank": (1, 8, 256),
         "lora_dropout": (0.0, 0.05, 0.5),
         "lora_targets": ("attention", "all-linear", ("q_proj", "v_proj"), ("down_proj",)),
@@ -112,6 +122,7 @@ def setups() -> list[TrainSetup]:
             "seq_len_tokens": dice.choice((512, 2048, 8192)),
             "packing": dice.random() < 0.3,
             "compile": dice.random() < 0.1,
+            "kernels": dice.choice(KERNEL_FAMILIES),
             "num_gpus": 1 if parallel == "none" else 8,
             "parallel": parallel,
         }

@@ -15,7 +15,7 @@ from planner.models.spec import ModelSpec
 from planner.plan import NoPlan, Plan
 from planner.planning import plan_workload
 from planner.predict import device_peak_bytes
-from planner.setup import TrainSetup
+from planner.setup import KERNEL_FAMILIES, TrainSetup
 from planner.space import walk
 from planner.workload import Workload, default_headroom_bytes
 from tests.planner.launch_sweep import request, setups
@@ -88,7 +88,7 @@ def test_the_walk_for_a_target_holds_all_that_it_makes_of_the_whole_space() -> N
 
     Adapters only: full fine-tuning of 16-bit weights, which Axolotl makes of mixed precision, is planned when asked.
     """
-    free = wish(LLAMA, "rtx-4090", method=("lora", "qlora"))
+    free = wish(LLAMA, "rtx-4090", method=("lora", "qlora"), kernels=KERNEL_FAMILIES)
     images = {as_run("axolotl", point.family, free.model) for point in walk(free)}
     points = list(walk(replace(free, targets=("axolotl",))))
     assert {point.family for point in points} == {one for one in images if isinstance(one, TrainSetup)}

@@ -93,6 +93,7 @@ def test_every_field_is_written_or_declared(target: str) -> None:
         "seq_len_tokens": base.with_(seq_len_tokens=512),
         "packing": base.with_(packing=True),
         "compile": base.with_(compile=True),
+        "kernels": base.with_(kernels="liger"),
         "num_gpus": base.with_(num_gpus=2, parallel="ddp"),
         "parallel": base.with_(num_gpus=2, parallel="zero2"),
         "tensor_degree": base.with_(num_gpus=2, tensor_degree=2),

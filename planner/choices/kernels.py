@@ -1,0 +1,107 @@
+"""The kernel families: what computes norms, rotary embedding, gated activation and LoRA. To add one, add its row."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelFamily:
+    """One family of kernels around the matrix multiplications.
+
+    Attributes:
+        name: as `TrainSetup.kernels` says it.
+        parts: what of a layer it computes as one kernel each, where it knows the model's type: "norm" (RMSNorm),
+            "head-norm" (the RMSNorm of queries and keys), "rotary", "gated" (activation times up projection), "lora"
+            (a matrix and its adapter as one autograd function; an MLP of three such as one).
+        triton: whether its kernels are Triton's.
+        package: what a plain transformers stack installs for it; "" for none. Axolotl and Unsloth bring "fused" along.
+        simplicity: breaks ties in speed: fewer packages; smaller is simpler.
+        words: what it is called where a person reads.
+    """
+
+    name: str
+    parts: frozenset[str]
+    triton: bool
+    package: str
+    simplicity: int
+    words: str
+
+
+_LAYER = frozenset({"norm", "head-norm", "rotary", "gated"})
+_ROWS = (
+    KernelFamily(name="eager", parts=frozenset(), triton=False, package="", simplicity=0, words="eager kernels"),
+    KernelFamily(name="liger", parts=_LAYER, triton=True, package="liger-kernel", simplicity=1, words="Liger kernels"),
+    KernelFamily(
+        name="fused", parts=_LAYER | {"lora"}, triton=True, package="", simplicity=2, words="fused LoRA kernels"
+    ),
+)
+KERNELS: Mapping[str, KernelFamily] = {row.name: row for row in _ROWS}
+"""Every family by its name."""
+
+_NO_HEAD_NORM = _LAYER - {"head-norm"}
+LIGER_PARTS: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text", "llama", "mistral", "phi3", "qwen2"), _LAYER),
+    **dict.fromkeys(("granite", "qwen3", "smollm3"), _LAYER),
+    **dict.fromkeys(("olmo2", "olmo3"), _NO_HEAD_NORM),
+    **dict.fromkeys(("glm4", "qwen3_5", "qwen3_5_text"), _LAYER - {"rotary"}),
+    **dict.fromkeys(("gpt_oss", "mixtral", "qwen3_moe"), _LAYER - {"gated"}),
+}
+"""Model type -> the parts that Liger's switch computes in it. Left out: types of which it changes little or what is not
+modelled (Llama 4, Gemma 4, DeepSeek, Qwen3-Next). Routed experts stay transformers': Liger's own grouped kernel for
+them is switched off in what is written here.
+
+Source: `_apply_liger_kernel_to_instance` of liger-kernel 0.8.5 on transformers 5.23, applied to one model of each type
+(tools/liger_parts.py): modules whose forward it replaced, and the module's `apply_rotary_pos_emb`.
+"""
+LIGER_LOSS = frozenset({
+    "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "glm4", "gpt_oss", "llama", "llama4",
+    "llama4_text", "mistral", "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "smollm3",
+})  # fmt: skip
+"""Model types of ours whose loss Liger fuses with the head. For any other a trainer's Liger switch leaves the logits
+held in full, and says so in a log line at most; for Granite it patches layers and refuses the fused loss.
+
+Source: liger-kernel 0.8.2 and 0.8.5 `transformers/monkey_patch.py` MODEL_TYPE_TO_APPLY_LIGER_FN,
+apply_liger_kernel_to_granite.
+"""
+FUSED_LORA = frozenset({"gemma", "gemma2", "llama", "mistral", "qwen2", "qwen3"})
+"""Model types whose attention and MLP both Axolotl and Unsloth run as fused LoRA functions.
+
+Source: Axolotl docs/lora_optims ("llama, mistral, qwen2, gemma, gemma2") and `monkeypatch/lora_kernels.py` QKV_PATCHES
+(which has Qwen3's form); Unsloth `models/` (llama, mistral, qwen2, qwen3, gemma, gemma2).
+"""
+
+
+def parts_of(kernels: str, model_type: str) -> frozenset[str]:
+    """What of this type's layers the family computes as kernels of its own."""
+    known = LIGER_PARTS.get(model_type, frozenset())
+    if model_type in FUSED_LORA:
+        known |= {"lora"}
+    return KERNELS[kernels].parts & known
+
+
+def kernels_refusal(kernels: str, model_type: str) -> str:
+    """Why a family does not run a model type on any card, "" where it does."""
+    if not KERNELS[kernels].parts:
+        return ""
+    if kernels == "fused" and model_type not in FUSED_LORA:
+        return f"no tool has fused LoRA kernels for {model_type}"
+    return "" if model_type in LIGER_PARTS else f"Liger has no layer kernels for {model_type}"
+
+
+PLANNED_KERNELS = ("eager",)
+"""In the order in which a plan tries them, where no launch target was named."""
+TOOL_KERNELS: Mapping[str, tuple[str, ...]] = {
+    "axolotl": ("fused", "liger", "eager"),
+    "unsloth": ("fused", "liger", "eager"),
+    "llamafactory": ("liger", "eager"),
+    "torchtitan": ("eager",),
+}
+"""Launch target -> what is tried for it, where that is more than what every tool on transformers runs."""
+
+
+def planned_kernels(targets: Sequence[str]) -> tuple[str, ...]:
+    """What a plan for these launch targets tries: the first one's, as the others are held to it."""
+    return TOOL_KERNELS.get(targets[0], PLANNED_KERNELS) if targets else PLANNED_KERNELS

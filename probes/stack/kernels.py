@@ -1,0 +1,304 @@
+"""Kernel families on a built model: on meta their autograd functions by what they save and allocate, on a GPU the real.
+
+The functions here compute nothing: a dry run needs the tensors that live and how long, which is what is written down.
+Triton kernels allocate nothing themselves, so an output is an empty tensor and what a kernel overwrites stays.
+
+Source: liger-kernel 0.8.5 `ops/rms_norm.py`, `ops/rope.py`, `ops/swiglu.py`, `ops/geglu.py`; Axolotl
+`kernels/lora.py` (commit 00564c8f; Unsloth's `kernels/fast_lora.py`, from which it comes, allocates a little less).
+Measured: against Liger itself under the phantom tracer, benchmarks/trace_vs_dryrun.py.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from types import MethodType
+from typing import Any
+from unittest import mock
+
+import torch
+
+from planner.choices.kernels import parts_of
+from planner.setup import TrainSetup
+
+OUT_OF_PLACE = frozenset({"gemma2", "gemma3", "gemma3_text", "glm4", "olmo2", "olmo3", "qwen3_5", "qwen3_5_text"})
+"""Types whose norms' backward writes a tensor of its own, where others overwrite the gradient that comes.
+Source: liger-kernel 0.8.5 `transformers/monkey_patch.py` (in_place=False)."""
+IN_PLACE_FINAL = frozenset({"olmo2", "olmo3"})
+"""Of those, types whose last norm overwrites all the same."""
+NEEDS = ("liger_kernel", "triton")
+
+
+class KernelsMissing(RuntimeError):
+    """A setup's kernels cannot run here for want of a package."""
+
+
+def apply_kernels(model: Any, setup: TrainSetup) -> None:
+    """Puts the setup's kernel family into a transformers model or a peft model, in place.
+
+    Raises:
+        KernelsMissing: a real device without the packages.
+    """
+    inner = model.get_base_model() if hasattr(model, "peft_config") else model
+    parts = parts_of(setup.kernels, inner.config.model_type)
+    if not parts:
+        return
+    if next(model.parameters()).device.type != "meta":
+        _apply_liger(inner, setup)
+        return
+    kind = inner.config.model_type
+    for name, module in inner.named_modules():
+        leaf = name.rpartition(".")[2]
+        if type(module).__name__.endswith("RMSNorm"):
+            of_head = leaf in ("q_norm", "k_norm")
+            if ("head-norm" if of_head else "norm") in parts:
+                last = name.count(".") < 2 and kind in IN_PLACE_FINAL
+                module.forward = MethodType(_norm_forward(kind not in OUT_OF_PLACE or last), module)
+        elif "gated" in parts and hasattr(module, "down_proj") and leaf == "mlp":
+            fused = "lora" in parts and all(_adapted(getattr(module, one, None)) for one in _MLP)
+            module.forward = MethodType(_lora_mlp if fused else _gated_mlp, module)
+        elif "lora" in parts and leaf == "self_attn":
+            _fuse_attention(module)
+
+
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+def _apply_liger(inner: Any, setup: TrainSetup) -> None:
+    """Liger's own switch, as the Trainer throws it; the loss is the step's."""
+    if setup.kernels == "fused":
+        raise KernelsMissing("fused LoRA kernels run in Axolotl or Unsloth, not in a probe")
+    if any(find_spec(name) is None for name in NEEDS):
+        raise KernelsMissing("kernels 'liger' need liger-kernel and Triton: pip install liger-kernel")
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    options = {"fused_linear_cross_entropy": False, "cross_entropy": False}
+    if "gated" not in parts_of("liger", inner.config.model_type):
+        options["swiglu"] = False
+    _apply_liger_kernel_to_instance(model=inner, **options)
+
+
+@contextmanager
+def running(inner: Any, setup: TrainSetup) -> Iterator[None]:
+    """Within it the model class's module rotates queries and keys by the family's kernel (on meta)."""
+    module = sys.modules[type(inner).__module__]
+    rotary = "rotary" in parts_of(setup.kernels, inner.config.model_type)
+    if not rotary or not hasattr(module, "apply_rotary_pos_emb") or next(inner.parameters()).device.type != "meta":
+        yield
+        return
+    with mock.patch.object(module, "apply_rotary_pos_emb", _rotate):
+        yield
+
+
+class _Norm(torch.autograd.Function):  # type: ignore[misc]
+    """LigerRMSNormFunction: keeps the input as it is, the weight and one fp32 per row."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, in_place: bool) -> torch.Tensor:
+        rows = rows.contiguous()
+        flat = rows.view(-1, rows.shape[-1])
+        out = torch.empty_like(flat)
+        ctx.in_place = in_place
+        ctx.save_for_backward(flat, weight, torch.empty(flat.shape[0], dtype=torch.float32, device=rows.device))
+        return out.view(rows.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        gradient = grads[0].contiguous()
+        _, weight, _ = ctx.saved_tensors
+        of_weight = None
+        if ctx.needs_input_grad[1]:
+            partial = torch.empty((NUM_SMS, weight.shape[0]), dtype=torch.float32, device=weight.device)
+        of_rows = gradient if ctx.in_place else torch.empty_like(gradient)
+        if ctx.needs_input_grad[1]:
+            of_weight = partial.sum(dim=0).to(weight.dtype)
+        return of_rows, of_weight, None
+
+
+NUM_SMS = 132
+"""Rows of the partial sums of a trained norm's gradient: a card's multiprocessors (an H100's; 2 MB at 4,096)."""
+
+
+def _norm_forward(in_place: bool) -> Any:
+    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
+        return _Norm.apply(hidden_states, self.weight, in_place)
+
+    return forward
+
+
+class _Rotary(torch.autograd.Function):  # type: ignore[misc]
+    """LigerRopeFunction: rotates where queries and keys lie (in a copy, where they are not contiguous)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        q, k = q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous()
+        ctx.save_for_backward(cos.contiguous(), sin.contiguous())
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        dq, dk = (one.transpose(1, 2).contiguous().transpose(1, 2) for one in grads)
+        return dq, dk, None, None
+
+
+def _rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return _Rotary.apply(q, k, cos, sin)
+
+
+class _Gated(torch.autograd.Function):  # type: ignore[misc]
+    """LigerSiLUMulFunction and LigerGELUMulFunction: keeps both inputs and writes their gradients over them."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        return torch.empty_like(gate)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        grads[0].contiguous()
+        return ctx.saved_tensors
+
+
+def _gated_mlp(self: Any, x: torch.Tensor) -> Any:
+    if hasattr(self, "gate_up_proj"):
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+    else:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+    return self.down_proj(_Gated.apply(gate, up))
+
+
+def _adapted(module: Any) -> bool:
+    return bool(getattr(module, "lora_A", None))
+
+
+def _parts(module: Any) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """(base layer, A, B) of an adapted matrix."""
+    adapter = module.active_adapters[0]
+    return module.base_layer, module.lora_A[adapter].weight, module.lora_B[adapter].weight
+
+
+def _dense(base: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The frozen matrix to multiply with: unpacked for the moment where it is quantized."""
+    state = getattr(base.weight, "quant_state", None)
+    if state is None:
+        weight: torch.Tensor = base.weight.detach()
+        return weight if weight.dtype is dtype else weight.to(dtype)
+    import bitsandbytes.functional as bnb
+
+    return bnb.dequantize_4bit(base.weight.data, state)
+
+
+def _multiply(x: torch.Tensor, base: Any, a: torch.Tensor, b: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+    """x W + s x A B [+ bias] (back: with the transposed matrices), with the temporaries that this takes."""
+    weight = _dense(base, x.dtype)
+    out = torch.matmul(x, weight if back else weight.t())
+    del weight
+    first, second = (b, a) if back else (a.t(), b.t())
+    inner = torch.matmul(torch.empty_like(x), first.to(x.dtype))  # s * x is a tensor of its own
+    out += torch.matmul(inner, second.to(x.dtype))
+    if base.bias is not None and not back:
+        out += base.bias
+    return out
+
+
+def _adapter_gradients(x: torch.Tensor, gradient: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Any:
+    """(d A, d B, gradient times B)."""
+    through = torch.matmul(gradient, b.to(gradient.dtype))
+    of_a = torch.mm(x.t(), through)
+    of_b = torch.mm(torch.mm(a.to(x.dtype), x.t()), gradient)
+    return of_a.t(), of_b.t(), through
+
+
+def _to_input(into: torch.Tensor, gradient: torch.Tensor, base: Any, *, first: bool) -> None:
+    """Adds a matrix's share to the gradient of its input, which lies in the input's own place."""
+    weight = _dense(base, gradient.dtype)
+    if first:
+        torch.mm(gradient, weight, out=into)
+    else:
+        into += torch.mm(gradient, weight)
+
+
+class _LoraLinears(torch.autograd.Function):  # type: ignore[misc]
+    """LoRA_QKV and LoRA_O: matrices that share an input, each with its adapter; keeps the input and 16-bit adapters."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bases: Any, *adapters: torch.Tensor) -> Any:
+        flat = x.view(-1, x.shape[-1])
+        pairs = list(zip(bases, adapters[0::2], adapters[1::2], strict=True))
+        outs = [_multiply(flat, base, a, b) for base, a, b in pairs]
+        ctx.bases, ctx.in_place = bases, len(bases) > 1
+        ctx.save_for_backward(x, *(one.to(x.dtype) for one in adapters))
+        return tuple(out.view(*x.shape[:-1], -1) for out in outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, *adapters = ctx.saved_tensors
+        flat = x.view(-1, x.shape[-1])
+        flat_grads = [one.reshape(-1, one.shape[-1]) for one in grads]
+        pairs = list(zip(ctx.bases, adapters[0::2], adapters[1::2], flat_grads, strict=True))
+        found: list[torch.Tensor] = []
+        for _, a, b, gradient in pairs:
+            of_a, of_b, _ = _adapter_gradients(flat, gradient, a, b)
+            found += [of_a, of_b]
+        if not ctx.needs_input_grad[0]:
+            return None, None, *found
+        into = flat if ctx.in_place else torch.empty_like(flat)
+        for number, (base, _, _, gradient) in enumerate(pairs):
+            _to_input(into, gradient, base, first=number == 0)
+        return into.view(x.shape), None, *found
+
+
+def _apply_linears(modules: list[Any], x: torch.Tensor) -> Any:
+    parts = [_parts(one) for one in modules]
+    return _LoraLinears.apply(x, tuple(one[0] for one in parts), *(two for one in parts for two in one[1:]))
+
+
+def _fuse_attention(attention: Any) -> None:
+    """Queries, keys and values by one function where all carry adapters, which the queries' turn runs; the output by
+    one of its own."""
+    together: list[Any] = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj")]
+    ready: dict[int, torch.Tensor] = {}
+
+    def queries(self: Any, x: torch.Tensor) -> Any:
+        out, ready[1], ready[2] = _apply_linears(together, x)
+        return out
+
+    if all(map(_adapted, together)):
+        together[0].forward = MethodType(queries, together[0])
+        for place, one in enumerate(together[1:], 1):
+            one.forward = MethodType(lambda self, x, place=place: ready.pop(place), one)
+    output: Any = getattr(attention, "o_proj", None)
+    if _adapted(output):
+        output.forward = MethodType(lambda self, x: _apply_linears([self], x)[0], output)
+
+
+class _LoraMlp(torch.autograd.Function):  # type: ignore[misc]
+    """LoRA_MLP: keeps the input, gate, up and 16-bit adapters; the product is computed anew in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bases: Any, *adapters: torch.Tensor) -> torch.Tensor:
+        flat = x.view(-1, x.shape[-1])
+        gate = _multiply(flat, bases[0], adapters[0], adapters[1])
+        up = _multiply(flat, bases[1], adapters[2], adapters[3])
+        out = _multiply(torch.empty_like(gate), bases[2], adapters[4], adapters[5])
+        ctx.bases = bases
+        ctx.save_for_backward(x, gate, up, *(one.to(x.dtype) for one in adapters))
+        return out.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, gate, up, *adapters = ctx.saved_tensors
+        flat, gradient = x.view(-1, x.shape[-1]), grads[0].reshape(-1, grads[0].shape[-1])
+        product = _multiply(gradient, ctx.bases[2], adapters[4], adapters[5], back=True)
+        down = _adapter_gradients(product, gradient, adapters[4], adapters[5])
+        second = _adapter_gradients(flat, up, adapters[2], adapters[3])
+        first = _adapter_gradients(flat, gate, adapters[0], adapters[1])
+        _to_input(flat, up, ctx.bases[1], first=True)
+        _to_input(flat, gate, ctx.bases[0], first=False)
+        return x, None, *first[:2], *second[:2], *down[:2]
+
+
+def _lora_mlp(self: Any, x: torch.Tensor) -> Any:
+    parts = [_parts(getattr(self, name)) for name in _MLP]
+    return _LoraMlp.apply(x, tuple(one[0] for one in parts), *(two for one in parts for two in one[1:]))
