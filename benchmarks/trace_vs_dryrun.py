@@ -1,11 +1,13 @@
 """Traces emitted launch files by their own tools and holds the dry run against them.
 
-    python benchmarks/trace_vs_dryrun.py [--tool trl --tool hf] [--layers 4] [--only WORDS]
+    python benchmarks/trace_vs_dryrun.py [--tool trl --tool hf] [--layers 4] [--only WORDS] [--kernels liger]
 
 For method x precision x quantization x loss x checkpointing on a truncated Llama-3.2-1B: the launch file that `plan
 --out` would write is run by TRL or as the plain script on a phantom GPU, two optimizer steps, and compared with the dry
 run of the same setup. Both count the same rounding and workspaces, so a difference is a difference of the step.
-Results: benchmarks/data/trace_vs_dryrun.json.
+With `--kernels liger` the file switches Liger's layers on: the trace runs liger-kernel's own Python (it and Triton have
+to be installed), the dry run our functions with the same tensors. Results: benchmarks/data/trace_vs_dryrun.json and
+trace_liger_vs_dryrun.json.
 """
 
 import argparse
@@ -49,7 +51,7 @@ def config_of(num_layers: int) -> dict[str, Any]:
     return {**config, "dtype": config.get("dtype") or config.get("torch_dtype") or "bfloat16"}
 
 
-def setups() -> Iterator[tuple[str, TrainSetup]]:
+def setups(kernels: str) -> Iterator[tuple[str, TrainSetup]]:
     """Name and setup of every point."""
     methods: tuple[tuple[str, str, tuple[dict[str, Any], ...]], ...] = (
         ("full", "none", ({"precision": "bf16-mixed"}, {"precision": "bf16-pure"}, {"precision": "fp32"})),
@@ -71,6 +73,7 @@ def setups() -> Iterator[tuple[str, TrainSetup]]:
                 micro_batch_seqs=4,
                 accumulation_steps=2,
                 seq_len_tokens=SEQ_LEN,
+                kernels=kernels,
                 **variant,
             )
             cast = " + fp32 cast" if setup.kbit_fp32_cast else ""
@@ -165,10 +168,11 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--point", action="append", help="exact name of a point; repeatable")
     parser.add_argument("--json", action="store_true", help="the rows on stdout instead of the file")
+    parser.add_argument("--kernels", choices=("eager", "liger"), default="eager")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     rows: dict[str, Any] = {}
-    for (name, setup), tool in product(setups(), arguments.tool or sorted(TOOLS)):
+    for (name, setup), tool in product(setups(arguments.kernels), arguments.tool or sorted(TOOLS)):
         key = f"{tool}: {name}"
         if arguments.only not in name or (arguments.point and key not in arguments.point):
             continue
@@ -192,7 +196,8 @@ def main() -> None:
     if errors:
         print(f"{len(errors)} points: median {100 * statistics.median(errors):.2f} %, worst {100 * errors[-1]:.2f} %")
     if not arguments.only and not arguments.tool:
-        OUT.write_text(json.dumps({"model": MODEL, "layers": arguments.layers, "rows": rows}, indent=1) + "\n")
+        out = OUT if arguments.kernels == "eager" else OUT.with_name("trace_liger_vs_dryrun.json")
+        out.write_text(json.dumps({"model": MODEL, "layers": arguments.layers, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

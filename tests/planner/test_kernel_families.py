@@ -1,0 +1,230 @@
+"""Kernel families: what they keep, where they run, what files say of them, what files are read as."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.choices.kernels import FUSED_LORA, KERNELS, LIGER_LOSS, LIGER_PARTS, kernels_refusal, parts_of
+from planner.cli.app import run
+from planner.errors import SetupError
+from planner.exporters import EXPORTERS
+from planner.gpus import find_gpu
+from planner.interchange import setup_from_dict, setup_to_dict
+from planner.kernels import missing_kernels
+from planner.memory.micro_batch import activation_parts
+from planner.models import catalogue
+from planner.models.spec import ModelSpec
+from planner.readers import read_text
+from planner.setup import TrainSetup
+from planner.space import dimension_values, walk
+from planner.speed import speed_profile
+from tests.planner.helpers import wish
+from tests.planner.launch_sweep import request
+
+GPU = find_gpu("rtx-4090")
+LLAMA = "meta-llama/Llama-3.1-8B"
+
+
+def load(name: str) -> ModelSpec:
+    model = catalogue.load(name)
+    assert model is not None
+    return model
+
+
+def kept(setup: TrainSetup, name: str = LLAMA) -> dict[str, int]:
+    return activation_parts(load(name), GPU, setup).stored
+
+
+def test_liger_keeps_what_its_functions_save() -> None:
+    """Llama-3.1-8B, bf16, 1,024 tokens, by hand: each of two norms per layer keeps 2 bytes in place of 4 per element,
+    the MLP gate and up (2 x 2 bytes) in place of gate, its activation and up (3 x 2).
+
+    Source: liger-kernel 0.8.5 `ops/rms_norm.py` and `ops/swiglu.py`, save_for_backward.
+    """
+    setup = TrainSetup(checkpointing=0, seq_len_tokens=1024)
+    eager, liger = kept(setup), kept(setup.with_(kernels="liger"))
+    tokens, layers, hidden, inner = 1024, 32, 4096, 14336
+    assert eager["norm"] - liger["norm"] == 2 * layers * 2 * tokens * hidden
+    assert liger["norm"] == 2 * layers * (2 * tokens * hidden + 4 * tokens)
+    assert eager["mlp"] - liger["mlp"] == layers * 2 * tokens * inner
+    assert all(eager[part] == liger[part] for part in eager if part not in ("norm", "mlp"))
+
+
+def test_fused_lora_keeps_one_input_per_function() -> None:
+    """Beside Liger's, by hand: queries, keys and values share one kept input, the MLP keeps its own, the output matrix
+    has flash attention's; neither the product of the MLP nor any rank-sized result is kept. 16-bit adapters stay.
+
+    Source: Axolotl `kernels/lora.py` LoRA_QKV, LoRA_O, LoRA_MLP.
+    """
+    setup = TrainSetup(checkpointing=0, seq_len_tokens=1024, kernels="fused", precision="bf16-autocast")
+    tokens, layers, hidden = 1024, 32, 4096
+    adapters = (
+        2 * 16 * sum(edges for edges in (4096 + 4096, 4096 + 1024, 4096 + 1024, 4096 + 4096, *(3 * (4096 + 14336,))))
+    )
+    assert kept(setup)["adapters"] == layers * (2 * 2 * tokens * hidden + adapters)
+
+
+@pytest.mark.parametrize("precision", ["bf16-autocast", "bf16-pure"])
+@pytest.mark.parametrize("checkpointing", [0, 1, 4])
+def test_fewer_and_larger_kernels_need_no_more_memory_and_time(precision: str, checkpointing: int) -> None:
+    from planner.memory.model import predict_memory
+
+    for name in (LLAMA, "qwen/qwen3-8b", "google/gemma-2-9b"):
+        model = load(name)
+        peaks, speeds = [], []
+        for kernels in KERNELS:
+            setup = TrainSetup(kernels=kernels, precision=precision, checkpointing=checkpointing, loss="chunked")
+            peaks.append(predict_memory(model, GPU, setup).peak_device_bytes)
+            speeds.append(speed_profile(model, GPU, setup).at(1, 1)[1])
+        assert peaks == sorted(peaks, reverse=True), name
+        assert speeds == sorted(speeds), name
+
+
+def test_every_type_of_the_table_is_one_of_the_catalogue_or_its_text_class() -> None:
+    types = {entry.model_type for entry in catalogue.entries()}
+    assert {one.removesuffix("_text") for one in {*LIGER_PARTS, *LIGER_LOSS}} <= types
+    assert set(LIGER_PARTS) >= FUSED_LORA
+    assert "granite" not in LIGER_LOSS  # Liger patches its layers and raises for the loss
+    assert parts_of("liger", "olmo2") == {"norm", "rotary", "gated"}
+    assert parts_of("fused", "llama") == KERNELS["fused"].parts
+    assert parts_of("liger", "gpt2") == frozenset()
+    assert kernels_refusal("liger", "gpt2")
+    assert kernels_refusal("fused", "phi3")
+    assert not kernels_refusal("eager", "gpt2")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "kernels", "word"),
+    [
+        ("t4", "liger", ""),
+        ("v100-16gb", "fused", ""),
+        ("p100", "liger", "Triton"),
+        ("apple-m3-max", "liger", "Triton"),
+        ("mi300x", "liger", ""),
+        ("mi300x", "fused", "NVIDIA"),
+        ("rtx-4090", "fused", ""),
+    ],
+)
+def test_a_card_without_the_kernels_is_named(gpu: str, kernels: str, word: str) -> None:
+    reason = missing_kernels(load(LLAMA), find_gpu(gpu), TrainSetup(kernels=kernels))
+    assert word in reason
+    assert bool(reason) == bool(word)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"method": "full", "lora_rank": 0},
+        {"lora_dropout": 0.1},
+        {"method": "qlora", "quantization": "int8"},
+        {"num_gpus": 2, "tensor_degree": 2},
+    ],
+)
+def test_what_no_tool_fuses_cannot_be_built(fields: dict[str, Any]) -> None:
+    with pytest.raises(SetupError, match="kernels 'fused'"):
+        TrainSetup(kernels="fused", **fields)
+
+
+def test_the_interchange_key_is_there_only_where_it_says_something() -> None:
+    assert "kernels" not in setup_to_dict(TrainSetup())
+    values = setup_to_dict(TrainSetup(kernels="liger"))
+    assert values["kernels"] == "liger"
+    assert setup_from_dict(values) == TrainSetup(kernels="liger")
+    with pytest.raises(SetupError, match="kernels must be one of eager, liger, fused"):
+        setup_from_dict({"kernels": "unsloth"})
+
+
+def text_of(target: str, model: str = LLAMA, **fields: Any) -> str:
+    launch = EXPORTERS[target](request(TrainSetup(**fields), model=load(model)))
+    assert launch.files, launch.refused
+    return launch.files[0].text
+
+
+@pytest.mark.parametrize(
+    ("target", "model", "fields", "lines"),
+    [
+        ("trl", LLAMA, {"kernels": "liger", "loss": "chunked"}, ["use_liger_kernel: true"]),
+        ("hf", LLAMA, {"kernels": "liger", "loss": "liger"}, ["use_liger_kernel=True"]),
+        ("hf", LLAMA, {"kernels": "liger"}, ['liger_kernel_config={"fused_linear_cross_entropy": False}']),
+        ("hf", LLAMA, {"loss": "liger"}, ['liger_kernel_config={"rope": False, "rms_norm": False, "swiglu": False}']),
+        ("hf", "google/gemma-2b", {"loss": "liger"}, ['"geglu": False']),
+        ("hf", "mistralai/mixtral-8x7b-v0.1", {"kernels": "liger", "loss": "liger"}, ['{"swiglu": False}']),
+        ("hf", "ibm-granite/granite-3.1-2b-base", {"kernels": "liger"}, ['{"cross_entropy": False}']),
+        ("llamafactory", LLAMA, {"kernels": "liger", "loss": "liger"}, ["enable_liger_kernel: true"]),
+        (
+            "axolotl", LLAMA, {"kernels": "liger", "loss": "liger"},
+            ["liger_rope: true", "liger_rms_norm: true", "liger_glu_activation: true", "lora_mlp_kernel: false"],
+        ),
+        (
+            "axolotl", LLAMA, {"kernels": "fused", "loss": "liger"},
+            ["liger_rms_norm: true", "lora_mlp_kernel: true", "lora_qkv_kernel: true", "lora_o_kernel: true"],
+        ),
+    ],
+)  # fmt: skip
+def test_launch_files_switch_on_what_was_planned(
+    target: str, model: str, fields: dict[str, Any], lines: list[str]
+) -> None:
+    text = text_of(target, model, **fields)
+    for line in lines:
+        assert line in text, text
+
+
+def test_a_tool_without_fused_lora_says_so_and_the_package_is_in_the_install_line() -> None:
+    for target in ("hf", "trl", "llamafactory"):
+        launch = EXPORTERS[target](request(TrainSetup(kernels="fused"), model=load(LLAMA)))
+        assert "--target axolotl" in launch.refused
+    from planner.exporters.folder import requirements
+
+    planned = request(TrainSetup(kernels="liger", loss="chunked"), model=load(LLAMA))
+    assert "liger-kernel" in requirements(EXPORTERS["trl"](planned), planned)[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "kernels", "loss"),
+    [
+        ("use_liger_kernel: true\nuse_peft: true\n", "trl-sft.yaml", "liger", "chunked"),
+        (
+            "use_liger_kernel: true\nuse_peft: true\nliger_kernel_config:\n  rms_norm: false\n  rope: false\n"
+            "  swiglu: false\n", "trl-sft.yaml", "eager", "chunked",
+        ),
+        ("enable_liger_kernel: true\nstage: sft\ndo_train: true\n", "llamafactory.yaml", "liger", "liger"),
+        ("base_model: m\nadapter: lora\nlora_dropout: 0.05\nplugins: [axolotl.integrations.liger.LigerPlugin]\n"
+         "liger_rope: true\nliger_rms_norm: true\nliger_glu_activation: true\n", "axolotl.yaml", "liger", "full"),
+        ("base_model: m\nadapter: lora\nplugins: [axolotl.integrations.liger.LigerPlugin]\n"
+         "liger_rope: true\nliger_rms_norm: true\nliger_glu_activation: true\n", "axolotl.yaml", "fused", "full"),
+        ("base_model: m\nadapter: lora\nlora_mlp_kernel: true\n", "axolotl.yaml", "eager", "full"),
+    ],
+)  # fmt: skip
+def test_files_are_read_as_what_they_switch_on(text: str, name: str, kernels: str, loss: str) -> None:
+    setup = read_text(text, name, model=load(LLAMA)).setup
+    assert (setup.kernels, setup.loss) == (kernels, loss)
+
+
+def test_a_switch_that_liger_does_not_know_for_the_model_leaves_eager_layers_and_a_note() -> None:
+    read = read_text("use_liger_kernel: true\nuse_peft: true\n", "trl-sft.yaml", model=load("openai-community/gpt2"))
+    assert read.setup.kernels == "eager"
+    assert any("no layer kernels for gpt2" in one for one in read.assumptions)
+
+
+def test_the_walk_holds_the_families_asked_for() -> None:
+    asked = wish(LLAMA, fixed={"kernels": ("liger", "eager"), "method": ("lora",)})
+    found = {point.shared.kernels for point in walk(asked)}
+    assert found == {"liger", "eager"}
+    unknown = wish("openai-community/gpt2", fixed={"kernels": ("liger", "eager")})
+    assert dimension_values(unknown)["kernels"] == ("eager",)
+
+
+def test_the_flags_reach_the_setup(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["estimate", LLAMA, "--gpu", "rtx-4090", "--no-dry-run", "--json"]
+    assert run([*arguments, "--kernels", "liger"]) == 0
+    assert json.loads(capsys.readouterr().out)["setup"]["kernels"] == "liger"
+    plan = [LLAMA, "--gpu", "rtx-4090", "--method", "lora", "--no-dry-run", "--json"]
+    assert run([*plan, "--no-extra-packages"]) == 0
+    chosen = json.loads(capsys.readouterr().out)["chosen"]["setup"]
+    assert chosen.get("kernels", "eager") == "eager"
+    assert chosen["loss"] != "liger"
+    assert chosen["attention"] != "flash-attention-2"
+    assert run([*plan, "--no-extra-packages", "--kernels", "liger"]) == 2
+    assert "--no-extra-packages contradicts --kernels" in capsys.readouterr().err
