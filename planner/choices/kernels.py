@@ -91,6 +91,20 @@ def kernels_refusal(kernels: str, model_type: str) -> str:
     return "" if model_type in LIGER_PARTS else f"Liger has no layer kernels for {model_type}"
 
 
+GAIN_BAND = 0.07
+"""What the predicted gain of fused kernels is off by in 90 % of 35 pairs of runs with and without them: one source
+(foundation-model-stack's fms-acceleration), one card. Source: benchmarks/speed_ratios.py, "fused kernels on / off"."""
+MEASURED_ON = "a100-80gb"
+
+
+def speed_band(band: float, kernels: str, gpu_key: str) -> float:
+    """The half-width of a speed's 90 % band with what is not known of a kernel family's gain: twice GAIN_BAND on cards
+    on which no run with fused kernels was measured."""
+    if not KERNELS[kernels].parts:
+        return band
+    return float((band**2 + (GAIN_BAND * (1 if gpu_key == MEASURED_ON else 2)) ** 2) ** 0.5)
+
+
 PLANNED_KERNELS = ("eager",)
 """In the order in which a plan tries them, where no launch target was named."""
 TOOL_KERNELS: Mapping[str, tuple[str, ...]] = {

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from planner.calibration_bands import memory_band
+from planner.choices.kernels import KERNELS
 from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS
 from planner.decision.spreads import Spread, SpreadKey, spread_key, spread_rank, spreads
@@ -49,6 +50,7 @@ def simplicity(setup: TrainSetup) -> int:
         spread_rank(setup)
         + OPTIMIZERS[setup.optimizer].simplicity
         + LOSSES[setup.loss].simplicity
+        + KERNELS[setup.kernels].simplicity
         + sum(
             values.index(getattr(setup, name)) if getattr(setup, name) in values else len(values)
             for name, values in SIMPLE_FIRST.items()

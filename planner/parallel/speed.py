@@ -8,6 +8,7 @@ where the engine prefetches or reduces in the background, unit by unit; what is 
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from planner.choices.kernels import speed_band
 from planner.cluster import Cluster
 from planner.gpu import GpuSpec
 from planner.memory.rank_part import rank_parts
@@ -179,7 +180,9 @@ class SpreadProfile:
             flops=flops,
             mfu_fraction=profile.mfu_fraction(flops, total),
             tokens_per_s=setup.tokens_per_step / total,
-            band_fraction=max(band, self._calibration.bands.get("spread", band)),
+            band_fraction=speed_band(
+                max(band, self._calibration.bands.get("spread", band)), setup.kernels, self._cluster.gpu.key
+            ),
             notes=(*profile.notes(), *self._notes()),
         )
 

@@ -1,5 +1,6 @@
 """`ThroughputProfile`: a family with its loss and optimizer, asked thousands of times for micro-batches."""
 
+from planner.choices.kernels import speed_band
 from planner.setup import TrainSetup
 from planner.throughput.family import Family
 from planner.throughput.model import SpeedModel
@@ -97,7 +98,9 @@ class ThroughputProfile:
             flops=flops,
             mfu_fraction=self.mfu_fraction(flops, total),
             tokens_per_s=setup.tokens_per_step / total,
-            band_fraction=self._speed.calibration.band_for(self._speed.gpu),
+            band_fraction=speed_band(
+                self._speed.calibration.band_for(self._speed.gpu), setup.kernels, self._speed.gpu.key
+            ),
             notes=tuple(self.notes() + self._one_gpu_notes()),
         )
 
