@@ -39,7 +39,8 @@ def answers(
 ) -> Iterator[Answer]:
     """All answers, in the order in which the questions are asked; `node`, its `best` point and `chosen` are what was
     taken, if anything fits."""
-    methods = method_answers(facts.nodes(), node, workload)
+    nodes = facts.nodes()
+    methods = method_answers(nodes, node, workload)
     if workload.num_gpus == 1:
         yield from methods
     else:
@@ -47,6 +48,7 @@ def answers(
 
         yield from spread_answers(workload, facts, node, chosen, alone, methods)
     if node is not None and best is not None:
+        yield class_answer(nodes, node, workload)
         mine = facts.of_node(node)[spread_key(best.shared)]
         yield from activation_answers(mine, best, workload, mine.ranked())
 
@@ -144,6 +146,51 @@ def method_answers(facts: dict[str, NodeFacts], chosen: str | None, workload: Wo
             )
         )
     return answers
+
+
+def class_answer(facts: Mapping[str, NodeFacts], chosen: str, workload: Workload) -> Answer:
+    """The rule's outcome in one sentence: the class taken, why no better one, and the price of the next."""
+    why = []
+    order = ("full", "lora", "qlora-4bit")
+    mine = facts[chosen].best()
+    assert mine is not None
+    asked = "method" in workload.fixed or "quantization" in workload.fixed
+    for node in order[: order.index(chosen)] if chosen in order else ():
+        known = facts[node]
+        if known.smallest is not None and known.best() is None:
+            more = known.smallest.peak_device_bytes - workload.budget_bytes
+            why.append(f"{NODE_NAMES[node]} needs {gib(more)} more than there is")
+    if chosen == "full" and data_needs_full(workload):
+        why.append(f"{workload.dataset_tokens:,} tokens are more than an adapter of rank {MAX_RANK} holds")
+    lora = facts["lora"].best()
+    if chosen == "full" and lora is not None:
+        why.append(
+            f"it approximates nothing and runs at {mine.tokens_per_s / lora.tokens_per_s:.2f} times LoRA's speed"
+        )
+    elif chosen == "lora" and facts["full"].best() is not None:
+        why.append(_full_passed_over(facts["full"], mine, workload))
+    elif chosen == "qlora-4bit" and lora is not None:
+        gain = mine.tokens_per_s / lora.tokens_per_s
+        why.append(f"it runs at {gain:.2f} times the speed of the LoRA that fits, and speed is preferred")
+    if asked:
+        why.insert(0, "asked for")
+    rival = facts["qlora-4bit"].best() if chosen in ("full", "lora") else None
+    if rival is not None:
+        why.append(f"4-bit QLoRA would run at {rival.tokens_per_s / mine.tokens_per_s:.2f} times the speed")
+    reason = "; ".join(why) or "the only class that these options leave"
+    return Answer(question="Which class?", choice=NODE_NAMES[chosen], reason=reason)
+
+
+def _full_passed_over(full: NodeFacts, mine: Point, workload: Workload) -> str:
+    """Why full fine-tuning, which fits, is not taken instead of LoRA."""
+    best, sure = full.best(), full.best_sure()
+    assert best is not None
+    if data_too_small_for_full(workload):
+        return f"full fine-tuning fits and overfits {workload.dataset_tokens:,} tokens"
+    if sure is None and best.tokens_per_s >= mine.tokens_per_s * (1 - METHOD_BAND):
+        return "full fine-tuning fits by less than the formula errs"
+    shown = (sure or best).tokens_per_s / mine.tokens_per_s
+    return f"full fine-tuning fits and runs at {shown:.2f} times the speed"
 
 
 def _not_taken(node: str, facts: Mapping[str, NodeFacts], chosen: str | None, workload: Workload) -> str:

@@ -1,0 +1,161 @@
+"""Is the choice the best of its class? Every combination evaluated on its own, without the shortcuts of the walk.
+
+    python benchmarks/brute_force.py [--pairs 20] [--global-batch 32]
+
+For each (model, card): the plan's choice, the fastest setup of its class that fits, found by `predict_memory` and the
+speed model over the plain product of the dimensions (ranks and targets as the plan fixes them), their ratio, and for
+which preferences the difference was given. A ratio below 0.97, or a difference without a preference, is a fault.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+from planner.calibration_bands import memory_band
+from planner.cli.wish import workload
+from planner.decision.facts import PREFERENCE_FRACTION, node_of_setup, simplicity
+from planner.gpus import find_gpu
+from planner.memory.model import predict_memory
+from planner.models.resolve import resolve_model
+from planner.plan import Plan
+from planner.planning import plan_workload
+from planner.setup import TrainSetup
+from planner.space import branches, dimension_values, micro_batches
+from planner.speed import speed_profile
+from planner.workload import Workload
+
+PAIRS = (
+    ("HuggingFaceTB/SmolLM2-135M", "rtx-3060"), ("HuggingFaceTB/SmolLM2-135M", "h100-sxm"),
+    ("Qwen/Qwen2.5-0.5B", "t4"), ("Qwen/Qwen2.5-0.5B", "rtx-4090"), ("meta-llama/Llama-3.2-1B", "rtx-4060"),
+    ("meta-llama/Llama-3.2-1B", "h200"), ("meta-llama/Llama-3.2-3B", "rtx-3070"), ("meta-llama/Llama-3.2-3B", "l4"),
+    ("Qwen/Qwen3-4B", "t4"), ("Qwen/Qwen3-4B", "rtx-4090"), ("meta-llama/Llama-3.1-8B", "rtx-4070-ti-super"),
+    ("meta-llama/Llama-3.1-8B", "rtx-4090"), ("meta-llama/Llama-3.1-8B", "h200"), ("Qwen/Qwen2.5-7B", "rtx-4090"),
+    ("google/gemma-3-12b-it", "rtx-4090"), ("google/gemma-2-9b", "a100-40gb"), ("Qwen/Qwen2.5-14B", "l40s"),
+    ("Qwen/Qwen2.5-32B", "h100-sxm"), ("meta-llama/Llama-3.3-70B-Instruct", "h200"),
+    ("openai/gpt-oss-20b", "a100-80gb"),
+)  # fmt: skip
+ROUNDING = 1e-9
+"""The walk and the single prediction add the same terms in another order."""
+
+
+class Found(NamedTuple):
+    """The choice of a plan beside the fastest of its class."""
+
+    plan: Plan
+    node: str
+    fastest: TrainSetup
+    tokens_per_s: float
+    evaluated: int
+
+    @property
+    def share(self) -> float:
+        """Chosen speed over the fastest's."""
+        return (self.plan.chosen.tokens_per_s or 0.0) / self.tokens_per_s
+
+    @property
+    def at_fault(self) -> bool:
+        """Slower than a preference may cost, or slower for none."""
+        return self.share < 1 - PREFERENCE_FRACTION or (self.share < 1 - ROUNDING and not self.preferences)
+
+    @property
+    def preferences(self) -> list[str]:
+        """What the choice has that the fastest lacks."""
+        wish, chosen = self.plan.workload, self.plan.chosen.setup
+        found = []
+        if sure(wish, chosen) and not sure(wish, self.fastest):
+            found.append("surely fits")
+        if simplicity(chosen) < simplicity(self.fastest):
+            found.append("simpler")
+        if peak(wish, chosen) < peak(wish, self.fastest):
+            found.append("smaller")
+        return found
+
+
+def peak(wish: Workload, setup: TrainSetup) -> int:
+    """Device peak by the formula for one setup."""
+    return predict_memory(wish.model, wish.gpu, setup).peak_device_bytes
+
+
+def sure(wish: Workload, setup: TrainSetup) -> bool:
+    """Whether it fits by more than the formula errs."""
+    return peak(wish, setup) * (1 + memory_band(wish.model, setup)) <= wish.budget_bytes
+
+
+def everything(wish: Workload, node: str) -> Iterator[TrainSetup]:
+    """Every setup of a class, micro-batches rising."""
+    values = dimension_values(wish)
+    batches = micro_batches(wish.global_batch_seqs)
+    for branch in branches(wish, values):
+        if node_of_setup(branch) != node:
+            continue
+        for attention, checkpointing, loss, optimizer, micro in product(
+            values["attention"], values["checkpointing"], values["loss"], values["optimizer"], batches
+        ):
+            yield branch.with_(
+                attention=attention,
+                checkpointing=checkpointing,
+                loss=loss,
+                optimizer=optimizer,
+                micro_batch_seqs=micro,
+                accumulation_steps=wish.global_batch_seqs // micro,
+            )
+
+
+def search(model: str, gpu: str, global_batch: int) -> Found | None:
+    """The plan and the fastest of its class; None where nothing fits."""
+    wish = workload(resolve_model(model), find_gpu(gpu), fixed={}, global_batch=global_batch)
+    plan = plan_workload(wish)
+    if not isinstance(plan, Plan):
+        return None
+    node = node_of_setup(plan.chosen.setup)
+    best: tuple[float, TrainSetup] | None = None
+    count = 0
+    for setup in everything(wish, node):
+        count += 1
+        speed = speed_profile(wish.model, wish.gpu, setup).at(setup.micro_batch_seqs, setup.accumulation_steps)[1]
+        if (best is None or speed > best[0]) and peak(wish, setup) <= wish.budget_bytes:
+            best = speed, setup
+    assert best is not None, "the plan has a choice, so something fits"
+    return Found(plan, node, best[1], best[0], count)
+
+
+def line(found: Found) -> str:
+    """One row of the table."""
+    chosen = found.plan.chosen
+    differs = [
+        f"{name} {getattr(found.fastest, name)}"
+        for name in ("precision", "attention", "loss", "optimizer", "checkpointing", "micro_batch_seqs", "quantization")
+        if getattr(found.fastest, name) != getattr(chosen.setup, name)
+    ]
+    return (
+        f"{found.plan.workload.model.model_id:34} {found.plan.workload.gpu.key:18} {found.node:10} "
+        f"{chosen.tokens_per_s:9,.0f} {found.tokens_per_s:9,.0f} {found.share:6.3f} {found.evaluated:6,}  "
+        f"{', '.join(found.preferences) or '-'}; the fastest: {', '.join(differs) or 'the same'}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=len(PAIRS))
+    parser.add_argument("--global-batch", type=int, default=32)
+    args = parser.parse_args()
+    print(f"{'model':34} {'card':18} {'class':10} {'chosen':>9} {'fastest':>9} {'share':>6} {'setups':>6}")
+    shares, faults, start = [], 0, time.process_time()
+    for model, gpu in PAIRS[: args.pairs]:
+        found = search(model, gpu, args.global_batch)
+        if found is None:
+            print(f"{model:34} {gpu:18} nothing fits")
+            continue
+        print(line(found), flush=True)
+        shares.append(found.share)
+        faults += found.at_fault
+    print(
+        f"{len(shares)} plans: worst {min(shares):.3f}, mean {sum(shares) / len(shares):.4f}, {faults} faults; "
+        f"{time.process_time() - start:.0f} CPU s"
+    )
+
+
+if __name__ == "__main__":
+    main()

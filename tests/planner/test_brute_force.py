@@ -1,0 +1,25 @@
+"""The choice against every setup of its class, each evaluated on its own."""
+
+import pytest
+
+from benchmarks.brute_force import PAIRS, search
+
+SOME = [pair for pair in PAIRS if pair in (("meta-llama/Llama-3.2-1B", "h200"), ("Qwen/Qwen3-4B", "t4"))]
+
+
+def check(model: str, gpu: str) -> None:
+    found = search(model, gpu, 32)
+    assert found is not None
+    assert found.evaluated >= 400
+    assert not found.at_fault, (found.share, found.preferences, found.fastest)
+
+
+@pytest.mark.parametrize(("model", "gpu"), SOME)
+def test_the_choice_is_the_best_of_its_class_but_for_stated_preferences(model: str, gpu: str) -> None:
+    check(model, gpu)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "gpu"), [pair for pair in PAIRS if pair not in SOME])
+def test_twenty_choices_are_the_best_of_their_classes(model: str, gpu: str) -> None:
+    check(model, gpu)
