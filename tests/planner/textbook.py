@@ -30,6 +30,17 @@ def checkpointed_activations_bytes(
     return bytes_per_element * num_layers * seq_len * batch * hidden
 
 
+def zero_activations_bytes(
+    *, num_layers: int, seq_len: int, batch: int, hidden: int, bytes_per_element: int = 2
+) -> int:
+    """Activations of a GPT-2-like transformer as ZeRO estimates them: 12 s b h L elements.
+
+    Source: Rajbhandari et al. 2020, ZeRO, section 3.2, footnote, https://arxiv.org/abs/1910.02054.
+    Not counted: the attention's s x s scores, which at 1,024 tokens are most of `classic_activations_bytes`.
+    """
+    return 12 * bytes_per_element * num_layers * seq_len * batch * hidden
+
+
 def adam_states_bytes(num_params: int) -> int:
     """fp32 Adam: weights, gradients and two moments, 16 bytes per parameter.
 
