@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,10 @@ def one_plan(pair: tuple[str, str]) -> dict[str, Any]:
     }
 
 
-def _plans_by_pair(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
+Plans = dict[tuple[str, str], dict[str, Any]]
+
+
+def _plans_by_pair(path: Path) -> Plans:
     lines = map(json.loads, path.read_text().splitlines())
     return {(line["model"], line["gpu"]): line for line in lines}
 
@@ -78,7 +82,31 @@ def compare(before: Path, after: Path) -> int:
         f"{differing} of {len(old.keys() | new.keys())} plans differ; by field: {dict(moved.most_common())}",
         file=sys.stderr,
     )
+    for words in classes(old, new):
+        print(words, file=sys.stderr)
     return differing
+
+
+def classes(old: Plans, new: Plans) -> Iterator[str]:
+    """How many plans that fit moved from which class to which, and what the setups that moved inside theirs lost."""
+    pairs = [pair for pair in old.keys() & new.keys() if old[pair].get("fits") and new[pair].get("fits")]
+    moves = Counter((_node(old[pair]), _node(new[pair])) for pair in pairs)
+    for (was, now), count in moves.most_common():
+        if was != now:
+            yield f"{was} -> {now}: {count}"
+    stayed = [pair for pair in pairs if _node(old[pair]) == _node(new[pair])]
+    moved = [pair for pair in stayed if old[pair]["setup"] != new[pair]["setup"]]
+    shares = sorted(new[pair]["tokens_per_s"] / old[pair]["tokens_per_s"] for pair in moved)
+    yield f"the same setup: {len(stayed) - len(moved)}; another setup of the same class: {len(moved)}"
+    if shares:
+        worst, middle, best = shares[0], shares[len(shares) // 2], shares[-1]
+        yield f"their speed, new over old: worst {worst:.3f}, median {middle:.3f}, best {best:.3f}"
+
+
+def _node(line: dict[str, Any]) -> str:
+    setup = line["setup"]
+    eight = setup.get("quantization") == "int8"
+    return str(setup["method"]) if setup["method"] != "qlora" else "8-bit QLoRA" if eight else "4-bit QLoRA"
 
 
 def main() -> None:
