@@ -6,6 +6,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from planner.errors import ConfigError
+from planner.inputs import parse_object, read_text, whole
+
+MAX_BYTES = 256 << 20
+_COUNTS = ("num_steps", "num_events", "peak_allocated_bytes", "peak_reserved_bytes", "context_bytes")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
@@ -82,8 +88,18 @@ class TraceResult:
 
     @classmethod
     def read(cls, path: Path) -> "TraceResult":
-        """The inverse of `write`."""
-        return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        """The inverse of `write`.
+
+        Raises:
+            ConfigError: something else lies there: the traced program could write to it too.
+        """
+        values = parse_object(read_text(path, max_bytes=MAX_BYTES), "the trace's result")
+        try:
+            for name in _COUNTS:
+                whole(values[name], f"the trace's result: {name}")
+            return cls.from_dict(values)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"the trace's result is damaged: {type(error).__name__}: {error}") from error
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> "TraceResult":

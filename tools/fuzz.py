@@ -333,6 +333,115 @@ def check_case(folder: Path, dice: random.Random) -> Case:
     return Case("check", ["check", str(file), "--gpu", GPU, "--model", MODEL, "--no-dry-run", "--json", *more])
 
 
+def notebook(dice: random.Random) -> dict[str, Any]:
+    """A notebook whose cells are the script's lines, with what notebooks add."""
+    lines = seeds().script.splitlines(keepends=True)
+    cut = dice.randrange(len(lines))
+    magic = dice.choice(("!pip install -q trl\n", "%%bash\naccelerate launch train.py\n", "%matplotlib inline\n", ""))
+    cells = [["# Title\n"], [magic], lines[:cut], "".join(lines[cut:])]
+    kinds = ("markdown", "code", "code", "code")
+    return {
+        "cells": [
+            {"cell_type": kind, "source": source, "metadata": {}, "outputs": [], "execution_count": None}
+            for kind, source in zip(kinds, cells, strict=True)
+        ],
+        "metadata": {"kernelspec": {"language": "python", "name": "python3"}}, "nbformat": 4, "nbformat_minor": 5,
+    }  # fmt: skip
+
+
+def shell_script(dice: random.Random) -> bytes:
+    """A launch by a shell script, with what shells allow."""
+    words = f"--model_name_or_path {MODEL} --max_length 512 --per_device_train_batch_size $BATCH --bf16 true"
+    extra = dice.choice((
+        "", "ARGS=(--optim adamw_torch\n  --use_peft true)\n", "for i in 1 2 3; do echo $i; done\n",
+        "exec > log 2>&1\n",
+        "cat > ds.json <<'EOF'\n{\"zero_optimization\": {\"stage\": 2}}\nEOF\n", "A=$A$A\n" * 40,
+        "export A=${A:-${B:-${C}}}\n",
+        "if [ -z \"$1\" ]; then exit 1; fi\n", "N=$((2**62 * 4))\n", "cd $(dirname $0)\n", "x='\n", "a" + "\\\n" * 3000,
+        "A=" + "${" * 400 + "\n", "N=$((" + "(" * 400 + "\n", "source $0\n", "bash run.sh\n",
+        "A=(" + "x " * 20_000 + ")\n",
+    ))  # fmt: skip
+    launch = dice.choice(("python", "accelerate launch --num_processes 2", "torchrun --nproc_per_node 2", "trl sft"))
+    program = "" if launch == "trl sft" else "train.py"
+    text = f"#!/bin/bash\nset -e\nBATCH=2\n{extra}{launch} {program} {words} ${{ARGS[@]}} \\\n  --lora_r 8 $@\n"
+    return damage(text.encode(), dice) if dice.random() < 0.6 else text.encode()
+
+
+def program_case(folder: Path, dice: random.Random) -> Case:
+    """Notebooks, shell scripts with their programs, and programs whose values are hard to follow."""
+    kind = dice.randrange(3)
+    if kind == 0:
+        file = put(folder / "train.ipynb", as_json(mutate(notebook(dice), dice), dice), dice)
+    elif kind == 1:
+        put(folder / "train.py", damage(seeds().script.encode(), dice), dice)
+        file = put(folder / "run.sh", shell_script(dice), dice)
+    else:
+        before = dice.choice((
+            "x = " + "(" * 500 + "1" + ")" * 500 + "\n", "x = 10 ** 10 ** 10\n", "x = 'a' * 10 ** 12\n",
+            "x = [0] * 10 ** 11\n",
+            "while True:\n    pass\n", "for i in range(10 ** 12):\n    x = i\n", "def f():\n    return f()\nx = f()\n",
+            "x = 1\n" + "x = x + x\n" * 2000, "x = '%999999999d' % 1\n", "x = f'{1:999999999}'\n",
+            "x = 1 << 10 ** 10\n",
+            "import os\nos.system('touch victim')\n", "open('victim', 'w')\n", "x = {}\nx['x'] = x\n",
+            "x = [1]\nx += [x]\n" * 50,
+            "import json\nx = json.load(open('/dev/zero'))\n", "x = 'a'.ljust(10 ** 12)\n",
+            "x = 'aa'.replace('a', 'a' * 10 ** 6) * 10 ** 6\n",
+            "from train import *\n", "x = -" + "-" * 5000 + "1\n", "x = " + "not " * 3000 + "1\n", "class A(A): pass\n",
+            "x = " + "+".join(["1"] * 5000) + "\n", "x = int('9' * 10 ** 5)\n", "x = 1 % 0\n", "x = [1, 2][10 ** 30]\n",
+        ))  # fmt: skip
+        text = before + seeds().script.replace("=512", "=x").replace(
+            "=2,", f"={dice.choice(('x', 'len(str(x))', '2'))},"
+        )
+        file = put(folder / "train.py", damage(text.encode(), dice) if dice.random() < 0.3 else text.encode(), dice)
+    more = ["--args", dice.choice(("--x 1", "'", "$(id)", "--max_length " + "9" * 5000))] if dice.random() < 0.2 else []
+    return Case("program", ["check", str(file), "--gpu", GPU, "--model", MODEL, "--no-dry-run", "--json", *more])
+
+
+def folder_case(folder: Path, dice: random.Random) -> Case:
+    """A folder with trainings, as `plan check DIR` in CI finds it."""
+    one, place = seeds(), folder / "repo"
+    put(place / "a.yaml", as_yaml(mutate(one.trl, dice), dice), dice)
+    put(place / "sub" / "b.ipynb", as_json(mutate(notebook(dice), dice), dice), dice)
+    put(place / "run.sh", shell_script(dice), dice)
+    put(place / dice.choice(("job.toml", "\x1b[2Jx.yaml", "a\nb.yaml", "x%0A::error::.yaml")), one.toml.encode(), dice)
+    odd = dice.randrange(6)
+    if odd == 0:
+        (place / "loop").symlink_to(place)
+    elif odd == 1:
+        (place / "up").symlink_to("/")
+    elif odd == 2:
+        deep = place / "/".join(["d"] * 300)
+        deep.mkdir(parents=True)
+    elif odd == 3:
+        for number in range(200):
+            (place / f"{number}.yaml").write_text("a: 1\n")
+    elif odd == 4 and hasattr(os, "fsencode"):
+        (place / os.fsdecode(b"\xff\xfe.yaml")).write_bytes(as_yaml(one.trl, dice))
+    form = dice.choice((["--json"], [], ["--annotations", "github"], ["--annotations", "sarif"]))
+    return Case("folder", ["check", str(place), "--gpu", GPU, "--no-dry-run", *form])
+
+
+def trace_case(folder: Path, dice: random.Random) -> Case:
+    """What a traced program left behind as its result."""
+    part = {"name": "weights", "size_bytes": 10**9, "num_allocations": 3}
+    result = {
+        "status": "done", "error": "", "num_steps": 2, "num_events": 9, "peak_allocated_bytes": 10**9,
+        "peak_reserved_bytes": 10**9, "context_bytes": 10**8, "peak_phase": "forward", "phase_peaks_bytes": {"load": 1},
+        "by_category": [part], "by_module": [part], "by_line": [part], "by_op": [part], "refusal": None, "notes": ["x"],
+        "questions": [["x", "train.py:1", 1]], "kernels": {"a": 1}, "timeline": [[0.0, 1, "forward"]], "libraries": {},
+        "elapsed_s": 1.0,
+    }  # fmt: skip
+    results = folder / "results"
+    put(results / "1.json", as_json(mutate(result, dice), dice), dice)
+
+    def call() -> object:
+        from probes.phantom.runner import results_in
+
+        return results_in(results)
+
+    return Case("trace result", ["read", str(results)], call=call)
+
+
 def setups_case(folder: Path, dice: random.Random) -> Case:
     lines = b"\n".join(as_json(mutate(seeds().setup, dice), dice).replace(b"\n", b" ") for _ in range(3))
     if dice.random() < 0.3:
@@ -527,7 +636,8 @@ def words_case(folder: Path, dice: random.Random) -> Case:
 
 
 MAKERS: tuple[tuple[Maker, int], ...] = (
-    (config_case, 20), (check_case, 24), (setups_case, 8), (store_case, 12), (campaign_case, 8), (report_case, 8),
+    (config_case, 20), (check_case, 20), (program_case, 12), (folder_case, 6), (trace_case, 2),
+    (setups_case, 8), (store_case, 12), (campaign_case, 8), (report_case, 8),
     (calibration_case, 8), (dataset_case, 8), (cache_case, 3), (journal_case, 6), (corrections_case, 4),
     (storage_url_case, 2), (words_case, 8),
 )  # fmt: skip

@@ -64,7 +64,7 @@ def parse_yaml(text: str, name: str) -> tuple[dict[str, Any], tuple[str, ...]]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark is not None else ""
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        problem = getattr(error, "problem", None) or reason(error)
         raise ConfigError(f"{name}{where} is not valid YAML: {problem}", hint="correct that line") from error
     except (RecursionError, ValueError, TypeError, OverflowError, AttributeError, LookupError) as error:
         raise ConfigError(f"{name} is not a YAML file that can be read: {reason(error)}", hint=FLAT) from error

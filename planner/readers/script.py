@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.errors import ConfigError, NotPlanned
+from planner.inputs import reason
 from planner.models.spec import ModelSpec
 from planner.readers import common, hf, training, versions
 from planner.readers.program import Known, Made, Program, Unknown, plain, run
@@ -43,7 +44,7 @@ def read(
         program = run(source.text, name, outside.of_program(), source.label)
     except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
         raise ConfigError(
-            f"{name} is not Python that can be read: {str(error).splitlines()[0][:120]}",
+            f"{name} is not Python that can be read: {reason(error)}",
             hint="give a script that Python itself accepts",
         ) from error
     return _Script(program, training.find(program, name), source, name, model, outside).config()
@@ -144,9 +145,9 @@ class _Script:
         parts = (arguments, self.loader, self.bnb, self.lora)
         alone = ("parallel",) if self.sharding.num_gpus == 1 else ()
         for part in parts:
-            for key, reason in part.undetermined.items():
+            for key, why in part.undetermined.items():
                 if key in SETTING_FIELDS and SETTING_FIELDS[key] not in ("model", *alone):
-                    self.missing.setdefault(SETTING_FIELDS[key], reason)
+                    self.missing.setdefault(SETTING_FIELDS[key], why)
         model_id = self._model_id()
         dataset = plain(constants.get("DATASET"))
         return ReadConfig(

@@ -29,6 +29,8 @@ FLAGS_WITHOUT_VALUE = {"-m", "--module", "-q", "-u"}
 UTILITIES = ("pip", "venv", "ensurepip", "http.server", "json.tool", "pytest", "ipykernel", "wandb", "virtualenv")
 """Modules that `python -m` starts in setup scripts."""
 MAX_CONTINUED = 200
+MAX_FILLED = 1 << 17
+"""Characters that variables add to one word: Linux takes no longer argument (`MAX_ARG_STRLEN`)."""
 TOOLS_AS_MODULES = ("axolotl", "trl", "litgpt")
 TOOLS = ("trl", "axolotl", "llamafactory-cli", "swift", "litgpt", "tune", "unsloth")
 
@@ -169,9 +171,17 @@ def _words(line: str) -> list[str]:
 
 
 def _filled(word: str, variables: dict[str, str]) -> str:
-    """A word with the script's own variables put in; others stay as they are written."""
+    """A word with the script's own variables put in; others stay as they are written, and so do those that would make
+    it longer than MAX_FILLED: `A=$A$A` doubles line by line."""
+    filled = 0
 
     def value(match: re.Match[str]) -> str:
+        found = found_of(match)
+        nonlocal filled
+        filled += len(found)
+        return found if filled <= MAX_FILLED else match[0]
+
+    def found_of(match: re.Match[str]) -> str:
         name = match[1] or match[3] or match[4]
         known = variables.get(name, "")
         if match[2] is not None and (not known or is_open(known)):

@@ -143,11 +143,18 @@ def run_traced(order: TraceOrder) -> Ended:
             _kill(child)
             raise
         errors = [one.read_text() for one in sorted(results.glob("*.error"))]
-        found = sorted(
-            (TraceResult.read(one) for one in results.glob("*.json")),
-            key=lambda one: (-one.num_steps, -one.peak_allocated_bytes),
-        )
-    return Ended(exit_code=code, results=tuple(found), error=errors[0] if errors else "")
+        found = results_in(results)
+    return Ended(exit_code=code, results=found, error=errors[0] if errors else "")
+
+
+def results_in(folder: Path) -> tuple[TraceResult, ...]:
+    """What the traced processes left, the one that trained most first.
+
+    Raises:
+        ConfigError: something that is no trace's result.
+    """
+    found = (TraceResult.read(one) for one in folder.glob("*.json"))
+    return tuple(sorted(found, key=lambda one: (-one.num_steps, -one.peak_allocated_bytes)))
 
 
 def _has_descriptor(stream: object) -> bool:

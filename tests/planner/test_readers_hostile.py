@@ -194,3 +194,27 @@ def test_spreads_that_make_no_sense_get_a_clear_error(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_text(f"base_model: x\n{lines}\n", "config.yaml", sharding=Sharding(num_gpus=4))
     assert words in caught.value.message, caught.value.message
+
+
+TRAINS = """
+from trl import SFTConfig, SFTTrainer
+SFTTrainer("HuggingFaceTB/SmolLM2-135M", args=SFTConfig(max_length=x, per_device_train_batch_size=2)).train()
+"""
+
+
+@pytest.mark.parametrize(
+    "start", ["x = {}\nx['x'] = x\n", "x = [1]\n" + "x = [x, x]\n" * 60, "x = [1]\n" + "x = [x]\n" * 500]
+)
+def test_a_value_that_holds_itself_or_doubles_is_left_open(start: str) -> None:
+    found = read_text(start + TRAINS, "train.py")
+    assert "seq_len_tokens" in {one.field for one in found.missing}
+
+
+def test_a_program_too_deep_to_parse_is_no_internal_error() -> None:
+    with pytest.raises(ConfigError, match="is not Python that can be read"):
+        read_text("x = " + "{" * 200_000 + TRAINS, "train.py")
+
+
+def test_a_shell_variable_that_doubles_line_by_line_stays_small() -> None:
+    text = "A=xy\n" + "A=$A$A\n" * 40 + "trl sft --model_name_or_path gpt2 --output_dir $A --max_length 512\n"
+    assert read_text(text, "run.sh").setup.seq_len_tokens == 512

@@ -133,17 +133,29 @@ class Instance:
     more: str = ""
 
 
+MAX_PLAIN_VALUES, MAX_PLAIN_DEPTH = 100_000, 64
+"""A list may hold itself, or twice what holds twice: a program's line doubles it, no setting needs it."""
+
+
 def plain(value: Value | None) -> Any:
     """A value as plain data; an `Unknown` stays one, inside lists and dictionaries too (then the whole is unknown)."""
+    return _plain(value, [0], 0)
+
+
+def _plain(value: Value | None, num: list[int], depth: int) -> Any:
+    num[0] += 1
+    if num[0] > MAX_PLAIN_VALUES or depth > MAX_PLAIN_DEPTH:
+        return Unknown("a value that is too large, or holds itself")
     match value:
         case None:
             return None
         case Known():
             return value.data
         case Items():
-            return _all([plain(item) for item in value.items])
+            return _all([_plain(item, num, depth + 1) for item in value.items])
         case Table():
-            return Unknown(value.more) if value.more else _all({key: plain(one) for key, one in value.entries.items()})
+            entries = value.entries.items()
+            return Unknown(value.more) if value.more else _all({k: _plain(one, num, depth + 1) for k, one in entries})
         case Dotted():
             if value.path.partition(".")[0] in NAMING:
                 return value.name
