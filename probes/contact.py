@@ -180,6 +180,10 @@ def jobs_of(call: int, kept: Kept, *, rehearse: bool = False) -> tuple[Job, ...]
     )
 
 
+REHEARSED_SLOWER = 4
+"""A rehearsal's limits over those of a GPU machine: two cores may be all there is, and busy."""
+
+
 def rehearsed_spec(name: str, folder: Path) -> Path:
     """A campaign's own file with the tiny model in place of every other, short sequences and short limits."""
     import yaml
@@ -240,6 +244,8 @@ def run_call(
     say: Callable[[str], None] = print,
 ) -> int:
     """Runs what of a call is left until its budget is spent; 0, or 3 where guard or campaign find the machine unfit."""
+    if rehearse:
+        budget_s *= REHEARSED_SLOWER
     started = clock()
     kept.folder.mkdir(parents=True, exist_ok=True)
     problem = guard(rehearse)
@@ -260,7 +266,8 @@ def run_call(
             say(f"{job.name}: left to the next call")
             continue
         began = clock()
-        status = (run or run_job)(job, min(job.limit_s, left_s), kept)
+        limit_s = job.limit_s * (REHEARSED_SLOWER if rehearse else 1)
+        status = (run or run_job)(job, min(limit_s, left_s), kept)
         took_s = clock() - began
         _append(kept.jobs, {"job": job.name, "call": call, "status": status, "seconds": round(took_s, 1)})
         say(f"{job.name}: status {status}, {took_s:.0f} s")

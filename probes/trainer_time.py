@@ -4,8 +4,9 @@
 
 A probe runs the step without the trainer around it. What the trainer adds (fetching and preparing the batch, looking at
 the loss, callbacks, schedule, logging) is Python on the host, the same for any model: it is timed on a model of one
-number, against the same forward, backward, clipping and optimizer in a bare loop. The trainer reads the loss in every
-micro-batch (`logging_nan_inf_filter`), so the GPU waits meanwhile and the time is added to a step, not hidden by it.
+number, against the same forward, backward, clipping and optimizer in a bare loop, both in this process's CPU seconds: a
+busy machine adds nothing. The trainer reads the loss in every micro-batch (`logging_nan_inf_filter`), so the GPU waits
+meanwhile and the time is added to a step, not hidden by it.
 
 Source: transformers 5.23 trainer.py `_inner_training_loop`, `_run_epoch`. Measured: docs/probes.md.
 """
@@ -56,7 +57,7 @@ def trainer_host_times(steps: int = STEPS) -> dict[str, Any]:
 
             class Begun(transformers.TrainerCallback):  # type: ignore[misc]
                 def on_step_begin(self, *args: Any, began: list[float] = begun, **kwargs: Any) -> None:
-                    began.append(time.perf_counter())
+                    began.append(time.process_time())
 
             trainer = transformers.Trainer(
                 model=Number(), args=arguments, train_dataset=[row] * (steps * accumulation), callbacks=[Begun()]
@@ -67,13 +68,13 @@ def trainer_host_times(steps: int = STEPS) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(model.parameters())
         bare = []
         for _ in range(steps):
-            started = time.perf_counter()
+            started = time.process_time()
             for _ in range(accumulation):
                 (model(**row)["loss"] / accumulation).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            bare.append(time.perf_counter() - started)
+            bare.append(time.process_time() - started)
         whole = [after - before for before, after in pairwise(begun)]
         added[accumulation] = median(whole[THROWN_AWAY:]) - median(bare[THROWN_AWAY:])
     few, more = ACCUMULATIONS

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,8 +22,10 @@ from planner.exporters.common import environment
 from planner.outcome import FailureKind, Measurement, ProbeFailure
 from planner.setup import TrainSetup
 from probes import device, runner
-from probes.environment import DeviceStatus
+from probes.environment import DeviceStatus, read_environment
+from probes.evaluate import record_of
 from probes.request import Limits, ProbeRequest
+from probes.store import Store
 
 __all__ = ["clock"]  # a fixture
 
@@ -105,6 +108,19 @@ def test_run_probe_names_every_ending(fault: str, kind: FailureKind, words: str,
     assert words in outcome.message
     assert outcome.log_path is not None
     assert f"fault {fault}" in Path(outcome.log_path).read_text()
+
+
+def test_the_end_of_a_log_travels_with_the_store(tmp_path: Path) -> None:
+    """The log itself stays on the machine that was lent."""
+    outcome = failure("bug", tmp_path / "there")
+    store = Store(tmp_path / "store.jsonl")
+    store.append(record_of(request(), read_environment("cpu", None), outcome))
+    shutil.rmtree(tmp_path / "there")
+    (found,) = Store(tmp_path / "store.jsonl").records()
+    assert isinstance(found.outcome, ProbeFailure)
+    assert "fault bug" in found.outcome.log_tail
+    assert "KeyError" in found.outcome.log_tail
+    assert len(found.outcome.log_tail) <= runner.KEPT_TAIL_CHARS
 
 
 @pytest.mark.parametrize("fault", ["hang", "hang-in-c"])
