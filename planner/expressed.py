@@ -36,7 +36,7 @@ def branches_as_run(branch: TrainSetup, workload: Workload) -> Iterator[TrainSet
         differences = TARGETS[workload.targets[0]].differences(branch.trusted_with(**spread))
         changes = {one.field: one.runs_as for one in differences if one.field in NOT_PLANNED}
         changes = {name: value for name, value in changes.items() if name not in workload.fixed}
-        found[branch.with_(**changes)] = None
+        found[branch.with_(**changes).run_by(workload.targets[0])] = None
     yield from found
 
 

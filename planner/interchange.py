@@ -10,11 +10,14 @@ from typing import Any
 
 from planner.errors import SetupError
 from planner.setup import LATER_FIELDS, SPREAD_FIELDS, TrainSetup
+from planner.stacks import STACKS
 
 SCHEMA_VERSION = 1
 
 SETUP_FIELDS = tuple(field.name for field in fields(TrainSetup))
 _DEFAULTS = {field.name: field.default for field in fields(TrainSetup)}
+_ALWAYS = tuple(name for name in SETUP_FIELDS if name not in (*SPREAD_FIELDS, *LATER_FIELDS))
+_SWITCHES = tuple(name for name, default in _DEFAULTS.items() if isinstance(default, bool))
 
 
 def setup_to_dict(setup: TrainSetup) -> dict[str, Any]:
@@ -22,8 +25,7 @@ def setup_to_dict(setup: TrainSetup) -> dict[str, Any]:
 
     The fields of SPREAD_FIELDS and LATER_FIELDS only where they differ from their defaults.
     """
-    seldom = (*SPREAD_FIELDS, *LATER_FIELDS)
-    values = {name: getattr(setup, name) for name in SETUP_FIELDS if name not in seldom} | setup.seldom
+    values = {name: getattr(setup, name) for name in _ALWAYS} | setup.seldom
     if setup.checkpointing <= 1:
         values["checkpointing"] = bool(setup.checkpointing)
     if isinstance(setup.lora_targets, tuple):
@@ -56,7 +58,7 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
         clean["checkpointing"] = _checkpointing(clean["checkpointing"])
     if isinstance(clean.get("lora_targets"), list):
         clean["lora_targets"] = tuple(clean["lora_targets"])
-    for name in ("kbit_fp32_cast", "packing", "compile", "reshard_after_forward"):
+    for name in _SWITCHES:
         if name in clean and not isinstance(clean[name], bool):
             raise SetupError(f"{name} must be true or false, got {clean[name]!r}")
     for name, value in clean.items():
@@ -70,6 +72,21 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
     if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):
         raise SetupError(f"lora_dropout must be a number, got {dropout!r}")
     return TrainSetup(**clean)
+
+
+def asked_setup(values: Mapping[str, Any]) -> TrainSetup:
+    """`setup_from_dict` of a run that anybody may have started: what it does not say of the allocator and the form of
+    checkpointing is the stack's own default, not what the launch files of a plan set.
+
+    Raises:
+        SetupError: as there.
+    """
+    row = STACKS.get(str(values.get("stack", _DEFAULTS["stack"])))
+    own = {} if row is None else {
+        "expandable_segments": row.expandable_segments,
+        "reentrant_checkpointing": row.reentrant_checkpointing,
+    }  # fmt: skip
+    return setup_from_dict({**own, **values})
 
 
 def _checkpointing(value: object) -> int:

@@ -14,6 +14,9 @@ from planner.choices.losses import LOSSES as _LOSSES
 from planner.choices.optimizers import OPTIMIZERS as _OPTIMIZERS
 from planner.choices.precisions import PRECISIONS as _PRECISIONS
 from planner.errors import SetupError
+from planner.stacks import DEFAULT as _DEFAULT_STACK
+from planner.stacks import STACKS as _STACKS
+from planner.stacks import Stack
 
 METHODS = ("full", "lora", "qlora")
 PRECISIONS = tuple(name for name, row in _PRECISIONS.items() if row.offered)
@@ -32,6 +35,8 @@ PARALLELS = ("none", "dp", "ddp", "zero1", "zero2", "zero3", "fsdp2", "device-ma
 (nn.DataParallel, "dp") or over processes ("ddp"), optimizer states and more (DeepSpeed ZeRO 1 to 3, FSDP2).
 "device-map" is one copy spread over the GPUs by layers, one GPU at work at a time."""
 SHARDED = ("zero1", "zero2", "zero3", "fsdp2")
+STACK_NAMES = tuple(_STACKS)
+"""Whose training step a setup is for (`planner.stacks`)."""
 PIPELINE_SCHEDULES = ("1f1b", "gpipe")
 OFFLOADS = ("none", "optimizer", "parameters")
 """What lies in the host's memory between its uses: optimizer states, or those and the weights (and gradients)."""
@@ -51,7 +56,7 @@ class TrainSetup:
         lora_rank: 0 for full fine-tuning.
         lora_targets: "attention", "all-linear" or a tuple of module names.
         lora_dropout: above 0 each adapted matrix keeps a dropped copy of its input.
-        adapter_dtype: "auto" follows the trainer: bf16 for quantized bases without the fp32 cast (TRL), else fp32
+        adapter_dtype: "auto" follows the stack: TRL's are bf16 for quantized bases without the fp32 cast, else fp32
             (peft's `autocast_adapter_dtype`); always fp32 under fp16 autocast.
         optimizer: one of OPTIMIZERS ("adamw" is PyTorch's default foreach form).
         attention: the implementation asked of transformers; which kernel SDPA then picks depends on the GPU.
@@ -72,6 +77,9 @@ class TrainSetup:
         shard_degree: FSDP2 shards within groups of so many GPUs and replicates over the groups (hybrid shard); 0: all.
         reshard_after_forward: FSDP2 frees a layer's gathered weights after its forward (ZeRO-3 always does).
         offload: one of OFFLOADS.
+        stack: one of STACK_NAMES, whose training step it is (`planner.stacks`).
+        expandable_segments: the allocator's setting, as every launch file here has it.
+        reentrant_checkpointing: the older form of torch's checkpointing (`use_reentrant=True`).
     """
 
     method: str = "lora"
@@ -100,6 +108,9 @@ class TrainSetup:
     shard_degree: int = 0
     reshard_after_forward: bool = True
     offload: str = "none"
+    stack: str = _DEFAULT_STACK
+    expandable_segments: bool = True
+    reentrant_checkpointing: bool = False
 
     def __post_init__(self) -> None:
         _one_of("method", self.method, METHODS)
@@ -111,6 +122,7 @@ class TrainSetup:
         _one_of("kernels", self.kernels, KERNEL_FAMILIES)
         _one_of("adapter_dtype", self.adapter_dtype, ADAPTER_DTYPES)
         _one_of("parallel", self.parallel, PARALLELS)
+        _one_of("stack", self.stack, STACK_NAMES)
         for name in ("micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "num_gpus"):
             _count(name, getattr(self, name), at_least=1)
         _count("lora_rank", self.lora_rank, at_least=0)
@@ -237,18 +249,17 @@ class TrainSetup:
 
     @property
     def resolved_adapter_dtype(self) -> str:
-        """Data type of the LoRA matrices, with "auto" resolved.
+        """Data type of the LoRA matrices, with "auto" resolved as the stack does it.
 
-        Source: peft 0.21 `get_peft_model(autocast_adapter_dtype=True)` casts 16-bit adapters to fp32; TRL 1.16
-        `SFTTrainer` casts adapters of a quantized base to bf16 (and does not call `prepare_model_for_kbit_training`).
+        Source: `planner.stacks`; peft 0.21 `get_peft_model(autocast_adapter_dtype=True)` casts 16-bit adapters to fp32.
         Under fp16 autocast only fp32 adapters train: PyTorch's GradScaler refuses fp16 gradients and has no bf16 kernel
         (`torch/amp/grad_scaler.py` _unscale_grads_, `AmpKernels.cu`).
         """
         if self.adapter_dtype != "auto":
             return self.adapter_dtype
-        if self.method == "qlora" and not self.kbit_fp32_cast and self.autocast_dtype != "fp16":
-            return "bf16"
-        return "fp32"
+        if self.autocast_dtype == "fp16":
+            return "fp32"
+        return self.by.adapter_dtype(quantized=self.quantized, cast=self.kbit_fp32_cast, weights=self.weight_dtype)
 
     @property
     def scaler_refusal(self) -> str:
@@ -256,6 +267,21 @@ class TrainSetup:
         if self.method == "full" or self.autocast_dtype != "fp16" or self.resolved_adapter_dtype == "fp32":
             return ""
         return f"the fp16 loss scaler cannot unscale {self.resolved_adapter_dtype} adapters' gradients"
+
+    @property
+    def by(self) -> Stack:
+        """The stack's row."""
+        return _STACKS[self.stack]
+
+    def run_by(self, target: str) -> Self:
+        """The setup as a launch target's own stack runs it from a file written here; itself where it is no stack."""
+        around = {"stack": target, "expandable_segments": True, "reentrant_checkpointing": False}
+        if target not in _STACKS or all(getattr(self, name) == value for name, value in around.items()):
+            return self
+        moved = replace(self, **around)
+        if moved.resolved_adapter_dtype != self.resolved_adapter_dtype:
+            moved = replace(moved, adapter_dtype=self.resolved_adapter_dtype)
+        return moved
 
     @property
     def quantized(self) -> bool:
@@ -326,7 +352,9 @@ SPREAD_FIELDS = (
     "offload",
 )
 """Fields that say something only with several GPUs; left out of JSON and keys at their defaults."""
-LATER_FIELDS = ("kernels",)
+AROUND_FIELDS = ("stack", "expandable_segments", "reentrant_checkpointing")
+"""Whose code runs a setup and how it is started: no plan chooses them."""
+LATER_FIELDS = ("kernels", *AROUND_FIELDS)
 """Fields that came after the first studies and plans; left out of JSON and keys at their defaults as well."""
 _DEFAULTS = {field.name: field.default for field in fields(TrainSetup)}
 _NO_SPREAD = tuple(_DEFAULTS[name] for name in SPREAD_FIELDS)

@@ -364,7 +364,7 @@ class _Rank:
         self.outside = context_bytes(gpu) + communicator_bytes(gpu, setup)
         self._states: dict[tuple[bool, str, bool], tuple[RankState, dict[str, tuple[int, int]]]] = {}
         self._losses: dict[tuple[str, int, int], tuple[LossChain, int, int]] = {}
-        self._in_loss: dict[tuple[str, int, int, int, bool], int] = {}
+        self._in_loss: dict[tuple[str, int, int, int, bool], tuple[int, int]] = {}
 
     def activations(self, inner: TrainSetup) -> _Activations:
         """The part's activations; `inner` has micro-batch 1."""
@@ -393,8 +393,9 @@ class _Rank:
 
     def in_loss(
         self, setup: TrainSetup, loss: str, micro: int, flight: int, state: RankState, parts: ActivationParts
-    ) -> int:
-        """Bytes of the loss at its largest moment, that of other micro-batches in flight included."""
+    ) -> tuple[int, int]:
+        """Bytes of the loss at its largest moment, that of other micro-batches in flight included, and of the logits
+        that the stack's loop holds all along."""
         key = (loss, micro, flight, parts.cast_cache, setup.checkpointing > 0)
         found = self._in_loss.get(key)
         if found is None:
@@ -402,7 +403,7 @@ class _Rank:
             if chain is None:
                 inner = state.setup.trusted_with(micro_batch_seqs=micro)
                 chain = self._losses[key[:3]] = loss_beside(self.part, setup, inner, flight)
-            found = total_bytes(loss_terms(state, chain[0], parts, chain[1], loss)) + chain[2]
+            found = total_bytes(loss_terms(state, chain[0], parts, chain[1], loss)) + chain[2], chain[0].kept_bytes
             self._in_loss[key] = found
         return found
 
@@ -432,7 +433,8 @@ class _Family:
                 batched = self._inner.trusted_with(micro_batch_seqs=micro)
                 resident += boundary_bytes(part, setup, batched, micro_batches=steps, flight=flight)
             if part.last:
-                in_loss = rank.in_loss(setup, loss, micro, flight, state, parts)
+                in_loss, kept_outputs = rank.in_loss(setup, loss, micro, flight, state, parts)
+                resident += kept_outputs
             largest = lines.largest(micro, in_flight=in_flight, in_loss=in_loss)
             for peaks, (states, step) in zip(found, stepping, strict=True):
                 peaks.append(peak_bytes(resident, largest, states, step, rank.outside))

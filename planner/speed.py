@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Protocol
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
-from planner.throughput import StepTime, throughput_profile
+from planner.throughput import StepTime, conditions_of, throughput_profile
 
 if TYPE_CHECKING:
     from planner.cluster import Cluster  # late: one GPU needs none of it
@@ -28,10 +28,11 @@ def speed_profile(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "C
         cluster: None: one GPU, or the cluster that the setup's number of GPUs suggests.
     """
     if setup.num_gpus == 1:
-        return throughput_profile(model, gpu, setup)
+        return throughput_profile(model, gpu, setup, conditions=conditions_of(setup))
     from planner.parallel.speed import spread_profile  # one GPU never needs it
 
-    return spread_profile(model, gpu, setup, cluster_of(gpu, setup, cluster))
+    conditions = conditions_of(setup)
+    return spread_profile(model, gpu, setup, cluster_of(gpu, setup, cluster), conditions=conditions)
 
 
 def cluster_of(gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster | None") -> "Cluster":

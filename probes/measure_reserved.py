@@ -24,9 +24,8 @@ def reserved_gap(
     if depth is not None:
         config = truncated_config(load_config(config), depth).to_dict()
     settings = next((os.environ[name] for name in ALLOCATOR_VARIABLES if os.environ.get(name)), "")
-    found = report_for_config(
-        config, capability, setup, expandable_segments="expandable_segments:True" in settings.replace(" ", "")
-    )
+    expandable = "expandable_segments:True" in settings.replace(" ", "")
+    found = report_for_config(config, capability, setup.with_(expandable_segments=expandable))
     if isinstance(found, ProbeFailure):
         return None
     return found.prediction.peak_reserved_bytes - found.prediction.peak_allocated_bytes

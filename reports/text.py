@@ -9,6 +9,7 @@ from planner.choices.kernels import KERNELS
 from planner.outcome import Candidate, Evidence, Measurement, Prediction, ProbeFailure, Rung
 from planner.plan import Answer, Cut, NoPlan, Plan
 from planner.setup import TrainSetup
+from planner.stacks import DEFAULT as DEFAULT_STACK
 from planner.units import count, gib, percent, seconds
 from planner.workload import Workload
 
@@ -101,6 +102,8 @@ def setup_words(setup: TrainSetup) -> str:
             "torch.compile" if setup.compile else "",
             f"LoRA dropout {setup.lora_dropout:g}" if setup.lora_dropout else "",
             f"{setup.adapter_dtype} adapters" if setup.adapter_dtype != "auto" and setup.method != "full" else "",
+            "reentrant checkpointing" if setup.reentrant_checkpointing and setup.checkpointing else "",
+            f"by {setup.by.title}" if setup.stack != DEFAULT_STACK else "",
         )
     )
 

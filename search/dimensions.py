@@ -67,6 +67,9 @@ DIMENSIONS: tuple[Dimension, ...] = (
 FIXED: dict[str, str] = {
     "accumulation_steps": "follows from the micro-batch: sequences per optimizer step are constant",
     "seq_len_tokens": "the user's: the length of the longest sequence",
+    "stack": "the launch target's: whose code runs",
+    "expandable_segments": "as every launch file sets it",
+    "reentrant_checkpointing": "the stack's",
 }
 
 NAMES = tuple(dimension.name for dimension in DIMENSIONS)
@@ -93,5 +96,5 @@ def key_of(setup: TrainSetup) -> str:
     Fields that only several GPUs have, and later ones, are left out at their defaults: old studies keep their keys.
     """
     seldom = (*SPREAD_FIELDS, *LATER_FIELDS)
-    names = (*(name for name in NAMES if name not in seldom), *FIXED, *setup.seldom)
+    names = (*(name for name in (*NAMES, *FIXED) if name not in seldom), *setup.seldom)
     return "|".join(f"{name}={value_of(setup, name)}" for name in names)

@@ -16,11 +16,13 @@ class LossChain:
     """Bytes of the loss chain at its peak in the forward ("loss") and at the start of the backward ("backward").
 
     `logits_bytes`: the logits' gradient in the head's type, alive beside the head's own gradient (full loss only).
+    `kept_bytes`: the logits that the loop's variable holds from one forward to the next, beside all of these.
     """
 
     loss_bytes: int
     backward_bytes: int
     logits_bytes: int = 0
+    kept_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +35,9 @@ class LossShape:
         softcap: logits are squashed by a scaled tanh.
         head_cast: autocast copies an fp32 head to 16 bit.
         upcast: the full loss is computed in fp32; T5's own, where no autocast widens it, is not.
+        chunks: into how many pieces the stack cuts the full loss.
+        in_place: the stack's own kernel of the full loss writes the gradient over the logits.
+        kept: the loop holds the model's outputs, and with them the logits, until the next forward's.
     """
 
     tokens: int
@@ -44,6 +49,9 @@ class LossShape:
     softcap: bool
     head_cast: bool
     upcast: bool
+    chunks: int = 1
+    in_place: bool = False
+    kept: bool = False
 
     @property
     def cast_bytes(self) -> int:
@@ -106,7 +114,8 @@ class Loss(ABC):
 class FullLoss(Loss):
     """transformers' ForCausalLMLoss: logits in the compute type, their fp32 copy, the fp32 log-softmax that autograd
     keeps; at the start of the backward the log-softmax, the gradient of the log-probabilities and the gradient of the
-    logits, all fp32: 12 bytes per logit. A soft cap keeps its tanh and makes one more copy.
+    logits, all fp32: 12 bytes per logit. A soft cap keeps its tanh and makes one more copy. Where a stack cuts the loss
+    into pieces only the log-softmax is there of all of them; where its kernel works in place, nothing but the logits.
 
     Moved with fp32 logits: log-softmax 8, gradient of the log-likelihood 4, of log-softmax 12: 24 counted; on an A100
     it takes as long as 49, since long rows are read three times forward and twice backward. 16-bit logits add the
@@ -123,10 +132,17 @@ class FullLoss(Loss):
         wide = 4 if shape.upcast else logit
         # without a 16-bit type the fp32 "copy" is the logits themselves
         copy = wide * elements if wide != logit else 0
+        beside = kept + shape.cast_bytes
+        held = logit * elements if shape.kept else 0
+        if shape.in_place:
+            return LossChain(
+                loss_bytes=logit * elements + beside, backward_bytes=logit * elements + beside, kept_bytes=held
+            )
         return LossChain(
-            loss_bytes=logit * elements + copy + wide * elements + kept + shape.cast_bytes,
-            backward_bytes=3 * wide * elements + kept + shape.cast_bytes,
+            loss_bytes=logit * elements + copy // shape.chunks + wide * elements + beside,
+            backward_bytes=wide * elements + 2 * wide * elements // shape.chunks + beside,
             logits_bytes=logit * elements,
+            kept_bytes=held,
         )
 
     def tiling(self, tokens: int, vocab_size: int, hidden_size: int) -> Tiling:

@@ -16,11 +16,11 @@ from planner.cluster import Cluster
 from planner.errors import ConfigError, PlannerError, UsageError
 from planner.gpu import GpuSpec
 from planner.inputs import open_regular, parse_object, read_lines
-from planner.interchange import setup_from_dict
+from planner.interchange import asked_setup
 from planner.kernels import default_attention
 from planner.models.spec import ModelSpec
 from planner.outcome import Candidate
-from planner.setup import TrainSetup
+from planner.setup import STACK_NAMES, TrainSetup
 
 MAX_LINE_CHARS = 1_000_000
 
@@ -69,9 +69,20 @@ def estimate(
     full_depth: Annotated[
         bool, typer.Option("--full-depth", help="Dry run every layer instead of truncating.")
     ] = False,
+    stack: Annotated[
+        str | None, typer.Option("--stack", help="Whose training step: " + ", ".join(STACK_NAMES) + ".")
+    ] = None,
     expandable_segments: Annotated[
-        bool, typer.Option("--expandable-segments", help="As in PYTORCH_CUDA_ALLOC_CONF (dry run).")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--expandable-segments/--no-expandable-segments",
+            help="As in PYTORCH_ALLOC_CONF; the stack's own default otherwise.",
+        ),
+    ] = None,
+    reentrant: Annotated[
+        bool | None,
+        typer.Option("--reentrant/--no-reentrant", help="use_reentrant of checkpointing; the stack's own otherwise."),
+    ] = None,
     revision: options.Revision = None,
     hub: options.AskHub = False,
     as_json: options.Json = False,
@@ -104,6 +115,9 @@ def estimate(
         "micro_batch_seqs": positive("micro-batch", micro_batch),
         "accumulation_steps": positive("accumulation", accumulation),
         "packing": packing,
+        "stack": stack,
+        "expandable_segments": expandable_segments,
+        "reentrant_checkpointing": reentrant,
     }
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if "lora_targets" in values:
@@ -123,7 +137,7 @@ def estimate(
         reshard=reshard,
         offload=[offload] if offload is not None else None,
     )
-    setup = setup_from_dict({**values, **spread.one_setup(num_gpus, wanted)})
+    setup = asked_setup({**values, **spread.one_setup(num_gpus, wanted)})
     spec, card = _resolve(model, gpu, revision, hub)
     if attention is None:
         setup = setup.with_(attention=default_attention(spec))
@@ -137,7 +151,6 @@ def estimate(
             spec,
             card,
             full_depth=full_depth,
-            expandable_segments=expandable_segments,
             memory_bytes=memory_and_headroom(card, memory_gib, headroom)[0],
         )
     if as_json:
@@ -247,4 +260,4 @@ def parse_line(line: str) -> tuple[str, str, TrainSetup]:
         raise ConfigError(
             "a setup line needs the strings 'model' and 'gpu'", hint='{"model": "...", "gpu": "...", ...}'
         )
-    return model, gpu, setup_from_dict(values)
+    return model, gpu, asked_setup(values)

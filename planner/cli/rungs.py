@@ -34,18 +34,10 @@ def with_dry_run(
     gpu: GpuSpec,
     *,
     full_depth: bool = False,
-    expandable_segments: bool = False,
     memory_bytes: int | None = None,
 ) -> Candidate:
     """The candidate with its dry run beside the formula; `memory_bytes`: what the card has, where a flag says so."""
-    found = dry_run_setup(
-        model,
-        gpu,
-        candidate.setup,
-        full_depth=full_depth,
-        expandable_segments=expandable_segments,
-        memory_bytes=memory_bytes,
-    )
+    found = dry_run_setup(model, gpu, candidate.setup, full_depth=full_depth, memory_bytes=memory_bytes)
     return replace(candidate, dry_run=found)
 
 
@@ -60,10 +52,9 @@ def dry_run_setup(
     setup: TrainSetup,
     *,
     full_depth: bool = False,
-    expandable_segments: bool = True,
     memory_bytes: int | None = None,
 ) -> Prediction | ProbeFailure:
-    """One dry run; a plan's setups run with expandable segments, which every launch file sets."""
+    """One dry run."""
     missing = dry_run_possible()
     if missing:
         message = f"{missing} not installed ({install_command('torch')})"
@@ -78,7 +69,7 @@ def dry_run_setup(
         from probes.dryrun import dry_run
 
         card = with_memory(gpu, memory_bytes)
-        return dry_run(model, card, setup, full_depth=full_depth, expandable_segments=expandable_segments)
+        return dry_run(model, card, setup, full_depth=full_depth)
 
 
 def chosen_timeline(plan: Plan | NoPlan) -> "Timeline | None":
@@ -89,7 +80,7 @@ def chosen_timeline(plan: Plan | NoPlan) -> "Timeline | None":
     from reports.evidence import timeline_of
 
     card = with_memory(plan.workload.gpu, plan.workload.memory_bytes)
-    known = dry_run_report(plan.workload.model, card, plan.chosen.setup, expandable_segments=True)
+    known = dry_run_report(plan.workload.model, card, plan.chosen.setup)
     if isinstance(known, ProbeFailure):
         return None
     return timeline_of(known.timeline, known.phase_groups.get(known.prediction.peak_phase, {}))

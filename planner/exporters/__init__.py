@@ -15,7 +15,7 @@ from planner.exporters.types import (
 )
 
 TARGETS: Mapping[str, Target] = {
-    room.TARGET: Target(refusal=room.refusal, differences=room.differences, export=room.export)
+    room.TARGET: Target(name=room.TARGET, refusal=room.refusal, differences=room.differences, export=room.export)
     for room in (trl, hf, axolotl, llamafactory, unsloth, accelerate, deepspeed, torchtitan)
 }
 """Target name -> what it makes of a setup, and its files."""

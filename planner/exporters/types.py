@@ -132,8 +132,8 @@ class Launch:
         return ((self.refused,) if self.refused else ()) + tuple(one.sentence() for one in self.differences)
 
     def runs_as(self, setup: TrainSetup) -> TrainSetup:
-        """The setup that really runs: the planned one with the declared differences."""
-        return setup.with_(**{one.field: one.runs_as for one in self.differences})
+        """The setup that really runs: the planned one with the declared differences, by the target's own code."""
+        return setup.with_(**{one.field: one.runs_as for one in self.differences}).run_by(self.target)
 
 
 class Refusal(Protocol):
@@ -155,11 +155,13 @@ class Target:
     """One launch target: what it makes of a setup, and its files.
 
     Attributes:
+        name: a stack's where it runs by its own code (`planner.stacks`).
         refusal: why it cannot run a setup.
         differences: what it runs otherwise than a setup says; nothing for the setup that it makes of another.
         export: its files for one request.
     """
 
+    name: str
     refusal: Refusal
     differences: Callable[[TrainSetup], tuple[Difference, ...]]
     export: Exporter
@@ -173,8 +175,8 @@ class Target:
             return reason
         found = self.differences(setup)
         if not found:
-            return setup
-        runs = setup.with_(**{one.field: one.runs_as for one in found})
+            return setup.run_by(self.name)
+        runs = setup.with_(**{one.field: one.runs_as for one in found}).run_by(self.name)
         return self.refusal(runs, model) or runs
 
 

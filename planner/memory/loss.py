@@ -8,8 +8,8 @@ from planner.setup import TrainSetup
 
 
 def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
-    """The loss chain of one micro-batch."""
-    flow = step_flow(model, setup)
+    """The loss chain of one micro-batch, as the setup's stack runs it."""
+    flow, by = step_flow(model, setup), setup.by
     shape = LossShape(
         tokens=setup.tokens_per_micro_batch,
         vocab_size=model.vocab_size,
@@ -19,6 +19,9 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
         head_trained=setup.method == "full",
         softcap=model.logit_softcap,
         head_cast=flow.autocast is not None and flow.table == "fp32",
-        upcast=not model.is_encoder_decoder or flow.autocast is not None,
+        upcast=by.upcasts_logits and (not model.is_encoder_decoder or flow.autocast is not None),
+        chunks=by.num_chunks(setup.tokens_per_micro_batch),
+        in_place=by.in_place_loss,
+        kept=by.keeps_outputs,
     )
     return LOSSES[setup.loss].memory(shape)

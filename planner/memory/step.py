@@ -43,6 +43,9 @@ _PART_NAMES = {
     "masks": "attention masks (tokens x tokens)",
 }
 
+KEPT_OUTPUTS = "logits in the outputs that the loop holds"
+"""From one forward's end to the next one's: of the stacks that keep them (`planner.stacks`)."""
+
 Term = tuple[Category, str, int]
 """(category, name, bytes) of one part of memory at one moment."""
 
@@ -280,8 +283,10 @@ def breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState)
         in_flight_bytes(state, setup, total_bytes(_stored(parts)), flight, steps),
     )
     in_loss: tuple[Term, ...] = ()
+    kept_outputs = 0
     if part.last:
         chain, outputs, others = loss_beside(part, setup, inner, flight)
+        kept_outputs = chain.kept_bytes
         more: Term = ("loss", "logits and losses of more micro-batches in flight", others)
         in_loss = (*loss_terms(state, chain, parts, outputs, setup.loss), more)
     totals = dynamic_bytes(
@@ -300,7 +305,7 @@ def breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState)
         ),
     ]
     shown = _Shown(resident)
-    shown.add(AFTER_LOAD, [("optimizer", f"states of {setup.optimizer}", states)])
+    shown.add(AFTER_LOAD, [("optimizer", f"states of {setup.optimizer}", states), ("loss", KEPT_OUTPUTS, kept_outputs)])
     for phase in AFTER_LOAD[:-1]:
         best = max(
             (place for place, moment in enumerate(moments) if moment.name in _MOMENTS_OF[phase]),
@@ -312,7 +317,7 @@ def breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState)
         shown.add((phase,), in_loss if phase == "loss" else ())
         shown.add((phase,), _held_at(state, moments[best].name))
     shown.add(("step",), [*_held_at(state, "step"), ("optimizer", f"temporaries of {setup.optimizer}", temporaries)])
-    whole = total_bytes(resident) + states
+    whole = total_bytes(resident) + states + kept_outputs
     return MemoryBreakdown(
         terms=shown.terms(),
         allocator_gap_bytes=allocator_gap_bytes(whole, max(*totals, state.moment_bytes["step"] + temporaries)),

@@ -31,6 +31,7 @@ from planner.readers.program.source import of_notebook, of_requirements
 from planner.readers.sharding import Sharding
 from planner.readers.types import SETTING_FIELDS, Missing, ReadConfig
 from planner.setup import TrainSetup
+from planner.stacks import STACKS
 
 FORMATS = (
     "trl", "axolotl", "llamafactory", "unsloth", "accelerate", "deepspeed", "torchtitan", "ms-swift", "torchtune",
@@ -133,9 +134,27 @@ def read_text(
         ConfigError: not a config of a known tool, or a wrong one.
     """
     found = _read(text, name, model=model, base=base, sharding=sharding or Sharding(), launcher=launcher)
+    stack = STACK_OF.get(found.format, found.setup.stack)
+    reentrant = _reentrant(found.values, default=STACKS[stack].reentrant_checkpointing)
+    found = replace(found, setup=found.setup.with_(stack=stack, reentrant_checkpointing=reentrant))
     if not _keeps_whole_gradients(found):
         return found
     return replace(found, approximations=(*found.approximations, WHOLE_GRADIENTS))
+
+
+STACK_OF = {name: name for name in STACKS} | {
+    llamafactory_v1.FORMAT: llamafactory.FORMAT,
+    script.UNSLOTH: unsloth.FORMAT,
+}
+"""Format of a file -> the stack that runs it; a program says itself which trainer it makes."""
+
+
+def _reentrant(values: Mapping[str, Any], *, default: bool) -> bool:
+    """The form of checkpointing that a file asks for, under the names that its tools have for it."""
+    for key in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+        if isinstance(values.get(key), Mapping) and "use_reentrant" in values[key]:
+            return values[key]["use_reentrant"] is True
+    return values["use_reentrant_gc"] is True if "use_reentrant_gc" in values else default
 
 
 WHOLE_GRADIENTS = (

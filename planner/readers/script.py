@@ -139,6 +139,7 @@ class _Script:
         else:
             loss = self.defaults.loss(arguments.optional_text("loss_type"), liger=False) if self.trl else "full"
             fields |= common.liger(arguments, liger, "full" if liger else loss, self.model)
+        fields["stack"] = "trl" if self.trl else "hf"  # Unsloth's is known by the format
         fields |= self._spread(constants)
         self.keys |= {"optimizer": "optim", "loss": "use_liger_kernel"}
         self._note_what_is_unusual()

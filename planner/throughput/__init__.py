@@ -8,7 +8,7 @@ from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.throughput.calibration import Calibration, Constants, load_calibration
-from planner.throughput.conditions import CURRENT, Conditions
+from planner.throughput.conditions import CURRENT, Conditions, conditions_of
 from planner.throughput.effective import effective_tokens_per_s, useful_fraction
 from planner.throughput.family import Family, family_key
 from planner.throughput.model import SpeedModel
@@ -24,6 +24,7 @@ __all__ = [
     "SpeedModel",
     "StepTime",
     "ThroughputProfile",
+    "conditions_of",
     "effective_tokens_per_s",
     "load_calibration",
     "speed_model",

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from planner.setup import TrainSetup
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conditions:
@@ -39,3 +41,17 @@ class Conditions:
 
 
 CURRENT = Conditions()
+
+
+def conditions_of(setup: TrainSetup) -> Conditions:
+    """The conditions of a setup's stack (`planner.stacks`): CURRENT for trainers on transformers."""
+    by = setup.by
+    found = Conditions(
+        fused_norm_rope=by.fused,
+        fused_loss=by.in_place_loss,
+        fused_lora=by.fused,
+        reentrant_checkpointing=setup.reentrant_checkpointing,
+        gradient_clipping=by.clips_gradients,
+        trainer_overhead=by.trainer_overhead,
+    )
+    return CURRENT if found == CURRENT else found

@@ -16,7 +16,7 @@ from probes.dryrun.followed import why_not_traced
 from probes.dryrun.report import DryRunReport
 from probes.dryrun.startup import collection_paused
 
-VERSION = 9
+VERSION = 10
 """Part of the cache key: raise it whenever a figure can change."""
 DEFAULT_CAPABILITY = (8, 0)
 APPLE = "the dry run follows CUDA's kernels and allocator, an Apple GPU has others"
@@ -30,7 +30,6 @@ def dry_run(
     *,
     full_depth: bool = False,
     moe: str = "balanced",
-    expandable_segments: bool = False,
     use_cache: bool = True,
 ) -> Prediction | ProbeFailure:
     """The memory prediction of one setup, or why it could not be traced. See `dry_run_report`."""
@@ -40,7 +39,6 @@ def dry_run(
         setup,
         full_depth=full_depth,
         moe=moe,
-        expandable_segments=expandable_segments,
         use_cache=use_cache,
     )
     return outcome if isinstance(outcome, ProbeFailure) else outcome.prediction
@@ -53,7 +51,6 @@ def dry_run_report(
     *,
     full_depth: bool = False,
     moe: str = "balanced",
-    expandable_segments: bool = False,
     use_cache: bool = True,
 ) -> DryRunReport | ProbeFailure:
     """Executes two training steps on meta tensors at a small depth, repeats the middle layers' events to the model's
@@ -66,12 +63,11 @@ def dry_run_report(
     Args:
         full_depth: run every layer instead of repeating.
         moe: "balanced" or "worst"; transformers' grouped experts use the same memory whichever expert a token takes.
-        expandable_segments: as in `PYTORCH_CUDA_ALLOC_CONF`.
         use_cache: whether an earlier run of the same point may answer, and this one is kept.
     """
     if moe not in ("balanced", "worst"):
         raise ValueError(f"moe must be 'balanced' or 'worst', got {moe!r}")
-    options: dict[str, Any] = {"full_depth": full_depth, "expandable_segments": expandable_segments}
+    options: dict[str, Any] = {"full_depth": full_depth}
     outcome = _asked(model, gpu, setup, options, use_cache)
     if isinstance(outcome, ProbeFailure):
         return outcome
@@ -121,7 +117,6 @@ def report_for_config(
     setup: TrainSetup,
     *,
     full_depth: bool = False,
-    expandable_segments: bool = False,
     limit_bytes: int | None = None,
 ) -> DryRunReport | ProbeFailure:
     """`dry_run_report` from a raw `config.json` and a compute capability, without the cache.
@@ -143,7 +138,6 @@ def report_for_config(
                 capability,
                 setup,
                 full_depth=full_depth,
-                expandable_segments=expandable_segments,
                 limit_bytes=limit_bytes,
             )
     except Exception as error:  # whatever the libraries stumble over: the formula's answer stands

@@ -35,7 +35,6 @@ def run_engine(
     setup: TrainSetup,
     *,
     full_depth: bool = False,
-    expandable_segments: bool = False,
     limit_bytes: int | None = None,
 ) -> DryRunReport:
     """The report of one point; raises what the libraries raise where a model or an operator cannot be traced."""
@@ -45,7 +44,6 @@ def run_engine(
         capability,
         setup,
         full_depth=full_depth,
-        expandable_segments=expandable_segments,
         limit_bytes=limit_bytes,
     )
     if setup.num_gpus == 1:
@@ -64,7 +62,7 @@ def run_engine(
         from probes.dryrun.stages import run_stages
 
         def report(plan: DepthPlan, world: World) -> DryRunReport:
-            return _report(plan, full_trace(plan, capability, setup, world), expandable_segments, limit_bytes)
+            return _report(plan, full_trace(plan, capability, setup, world), setup, limit_bytes)
 
         return run_stages(raw_config, setup, report, full_depth=full_depth)
     from probes.dryrun.spread import fake_job
@@ -80,11 +78,10 @@ def _run(
     *,
     world: World | None = None,
     full_depth: bool,
-    expandable_segments: bool,
     limit_bytes: int | None,
 ) -> DryRunReport:
     plan = plan_depth(load_config(raw_config), checkpointing=setup.checkpointing, full_depth=full_depth)
-    return _report(plan, full_trace(plan, capability, setup, world), expandable_segments, limit_bytes)
+    return _report(plan, full_trace(plan, capability, setup, world), setup, limit_bytes)
 
 
 def full_trace(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup, world: World | None = None) -> Trace:
@@ -102,13 +99,13 @@ def full_trace(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup, 
     return trace if world is None else replace(trace, notes=(*trace.notes, rank_note(setup)))
 
 
-def _report(plan: DepthPlan, trace: Trace, expandable_segments: bool, limit_bytes: int | None) -> DryRunReport:
+def _report(plan: DepthPlan, trace: Trace, setup: TrainSetup, limit_bytes: int | None) -> DryRunReport:
     curve = curve_of(trace)
     phases = phase_peaks(trace, curve)
     by_phase = {name: phases[name].size_bytes for name in PHASES if name in phases}
     peak_phase = max(by_phase, key=lambda name: by_phase[name])
     peak = phases[peak_phase]
-    reserved, retry_notes = _reserved(trace, expandable_segments, limit_bytes)
+    reserved, retry_notes = _reserved(trace, setup.expandable_segments, limit_bytes)
     prediction = Prediction(
         rung=Rung.DRY_RUN,
         peak_allocated_bytes=peak.size_bytes,

@@ -401,7 +401,7 @@ class _OptimizerRun:
             tracker.mark("step", None)
             first = len(tracker.events)
             with self.shards.stepping(), quick_checks(), tracker:
-                optimizer_phase(holder, optimizer, scaler, "meta")
+                optimizer_phase(holder, optimizer, scaler, "meta", clips=self.setup.by.clips_gradients)
             own_optimizer_state(tracker, optimizer, owners)
             found.append(
                 _StepEvents(

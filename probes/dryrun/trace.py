@@ -160,7 +160,7 @@ def trace_run(
                 if spread is not None and spread.run is not None:
                     spread.run(batches, mark)
                     mark("step", None)
-                    optimizer_phase(model, optimizer, trainer.scaler, device)
+                    optimizer_phase(model, optimizer, trainer.scaler, device, clips=setup.by.clips_gradients)
                 else:
                     train_step(trainer, batches, mark)
                 own_optimizer_state(tracker, optimizer, owners)

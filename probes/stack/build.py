@@ -82,7 +82,7 @@ def build_from_config(
 
             model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         if setup.checkpointing:
-            enable_checkpointing(model, setup.checkpointing)
+            enable_checkpointing(model, setup.checkpointing, reentrant=setup.reentrant_checkpointing)
         if setup.method != "full":
             with torch.device(device):
                 model = add_adapters(model, setup)
@@ -155,13 +155,13 @@ def fill_random(tensor: torch.Tensor, name: str, class_name: str, generator: tor
         tensor.normal_(0.0, 0.02, generator=generator)
 
 
-def enable_checkpointing(model: Any, every: int) -> None:
-    """Non-reentrant checkpointing of every `every`-th layer through transformers, under whichever name it has there.
+def enable_checkpointing(model: Any, every: int, *, reentrant: bool = False) -> None:
+    """Checkpointing of every `every`-th layer through transformers, under whichever name it has there.
 
     Source: transformers 5.23 `activation_checkpointing_enable(every_n_layers=)`; 5.17 has only
     `gradient_checkpointing_enable`, and layers are then switched off one by one.
     """
-    kwargs = {"use_reentrant": False}
+    kwargs = {"use_reentrant": reentrant}
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs, every_n_layers=every)
         return

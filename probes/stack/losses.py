@@ -214,3 +214,49 @@ def _liger_kernel(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Ten
         losses[part] = -log_probs.gather(-1, picked).squeeze(-1) * valid / rows
         gradient = log_probs.exp().scatter_add_(-1, picked, -torch.ones_like(picked, dtype=torch.float32))
         logits[part] = (gradient * valid[:, None] / rows).to(logits.dtype)
+
+
+class InPlaceCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
+    """Unsloth's cross-entropy over whole logits: a loss and a log-sum-exp per row in fp32, and a backward that writes
+    the gradient over the logits. The mean over the rows that count.
+
+    Source: unsloth 2026.10 `kernels/cross_entropy_loss.py` Fast_CrossEntropyLoss.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        losses = torch.zeros(logits.shape[0], dtype=torch.float32, device=logits.device)
+        normalizers = torch.zeros_like(losses)
+        _row_losses(logits, targets, losses, normalizers)
+        ctx.save_for_backward(logits, normalizers, targets)
+        total: torch.Tensor = losses.sum() / targets.ne(-100).sum()
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        logits, normalizers, targets = ctx.saved_tensors
+        _row_gradients(logits.detach(), targets, normalizers, grads[0])
+        return logits.detach(), None
+
+
+@_unseen
+def _row_losses(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, normalizers: torch.Tensor) -> None:
+    """Loss and log-sum-exp of every row; the GPU's kernel needs no memory for it."""
+    for row in range(0, logits.shape[0], 64):
+        part = slice(row, row + 64)
+        values, wanted = logits[part].float(), targets[part]
+        normalizers[part] = torch.logsumexp(values, -1)
+        picked = values.gather(-1, wanted.clamp(min=0)[:, None]).squeeze(-1)
+        losses[part] = torch.where(wanted >= 0, normalizers[part] - picked, 0.0)
+
+
+@_unseen
+def _row_gradients(logits: torch.Tensor, targets: torch.Tensor, normalizers: torch.Tensor, outer: torch.Tensor) -> None:
+    """The gradient of every row in place of its logits; the GPU's kernel needs no memory for it."""
+    scale = outer / targets.ne(-100).sum()
+    for row in range(0, logits.shape[0], 64):
+        part = slice(row, row + 64)
+        wanted = targets[part]
+        gradient = (logits[part].float() - normalizers[part, None]).exp()
+        gradient.scatter_add_(-1, wanted.clamp(min=0)[:, None], torch.full_like(gradient[:, :1], -1.0))
+        logits[part] = (gradient * (wanted >= 0)[:, None] * scale).to(logits.dtype)

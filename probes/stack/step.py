@@ -1,9 +1,10 @@
-"""One optimizer step as `transformers.Trainer` (and TRL's `SFTTrainer`) does it, phase by phase."""
+"""One optimizer step as the setup's stack does it (`planner.stacks`), phase by phase: `transformers.Trainer`'s by
+default."""
 
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ from probes.stack.autocast import emulated_autocast
 from probes.stack.batch import Batch
 from probes.stack.configs import layers_of
 from probes.stack.kernels import running as kernels_running
-from probes.stack.losses import ChunkedNll, FusedLinearCrossEntropy
+from probes.stack.losses import ChunkedNll, FusedLinearCrossEntropy, InPlaceCrossEntropy
 from probes.stack.optimizers import by_mesh
 from probes.stack.real_losses import real_loss
 
@@ -28,7 +29,8 @@ Mark = Callable[[str, int | None], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """What one step needs. Made once by `make_trainer`; nothing here is per step."""
+    """What one step needs. Made once by `make_trainer`; nothing here is per step but `kept`, the outputs that the
+    stack's loop holds until the next forward's."""
 
     model: Any
     inner: Any
@@ -40,6 +42,7 @@ class Trainer:
     no_sync: Callable[[], Any] = nullcontext
     """Entered around every micro-batch before the last."""
     before_step: Callable[[], None] | None = None
+    kept: list[Any] = field(default_factory=list)
 
 
 def inner_model(model: Any) -> Any:
@@ -48,7 +51,8 @@ def inner_model(model: Any) -> Any:
 
 
 def make_trainer(model: Any, setup: TrainSetup, optimizer: Any, spread: Any = None) -> Trainer:
-    """Wraps the forward as accelerate does: autocast inside, outputs converted to fp32 outside.
+    """Wraps the forward as accelerate does: autocast inside, outputs converted to fp32 outside; a stack without
+    accelerate leaves them as they are.
 
     Args:
         spread: `probes.stack.spread.Spread` of one rank of several GPUs, None for one GPU.
@@ -67,7 +71,7 @@ def make_trainer(model: Any, setup: TrainSetup, optimizer: Any, spread: Any = No
             with autocast_context(device_type, dtype):
                 return plain(**inputs)
 
-        forward = ConvertOutputsToFp32(under_autocast)
+        forward = ConvertOutputsToFp32(under_autocast) if setup.by.widens_outputs else under_autocast
     return Trainer(
         model=model,
         inner=inner_model(model),
@@ -148,7 +152,9 @@ def train_step(trainer: Trainer, batches: list[Batch], mark: Mark | None = None)
     if trainer.before_step is not None:
         trainer.before_step()
     tell("step", None)
-    optimizer_phase(trainer.model, trainer.optimizer, trainer.scaler, trainer.device_type)
+    optimizer_phase(
+        trainer.model, trainer.optimizer, trainer.scaler, trainer.device_type, clips=setup.by.clips_gradients
+    )
     assert loss is not None, f"no micro-batch for {setup}"
     return loss
 
@@ -172,9 +178,13 @@ def compute_loss(trainer: Trainer, batch: Batch, items: torch.Tensor, tell: Mark
         inputs = {**batch.model_inputs, "labels": batch.labels}
         if not trainer.inner.config.is_encoder_decoder:
             inputs["use_cache"] = False
+        if not setup.by.transformers_loss:
+            return _own_loss(trainer, inputs)
         if _accepts_loss_kwargs(trainer.inner):
             inputs["num_items_in_batch"] = items
         outputs = trainer.forward(**inputs)
+        if setup.by.keeps_outputs:
+            trainer.kept[:] = [outputs]
         loss: torch.Tensor = outputs["loss"]
         return loss
     with _headless(trainer.inner, partial(_head_loss, trainer.inner, setup.loss)):
@@ -184,6 +194,30 @@ def compute_loss(trainer: Trainer, batch: Batch, items: torch.Tensor, tell: Mark
         return total
     fused: torch.Tensor = outputs["loss"]
     return fused
+
+
+def _own_loss(trainer: Trainer, inputs: dict[str, Any]) -> torch.Tensor:
+    """The full loss of a stack that takes the logits and computes it itself, whole or in pieces."""
+    by, labels = trainer.setup.by, inputs.pop("labels")
+    if trainer.inner.config.is_encoder_decoder:
+        raise ValueError(f"{by.title} trains decoders")
+    outputs = trainer.forward(**inputs)
+    logits = outputs["logits"]
+    if by.keeps_outputs:
+        trainer.kept[:] = [outputs]
+    rows, targets = logits.flatten(0, 1), torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
+    del outputs, logits
+    if by.in_place_loss:
+        loss: torch.Tensor = InPlaceCrossEntropy.apply(rows, targets)
+        return loss
+    num = by.num_chunks(trainer.setup.tokens_per_micro_batch)
+    parts = []
+    for piece, wanted in zip(rows.chunk(num), targets.chunk(num), strict=True):
+        wide = piece.float() if by.upcasts_logits else piece
+        parts.append(torch.nn.functional.cross_entropy(wide, wanted, reduction="sum"))
+        del wide, piece
+    del rows
+    return torch.stack(parts).sum() / targets.ne(-100).sum()
 
 
 def _accepts_loss_kwargs(inner: Any) -> bool:
@@ -312,14 +346,13 @@ def _marks(trainer: Trainer, tell: Mark) -> Iterator[None]:
             handle.remove()
 
 
-def optimizer_phase(model: Any, optimizer: Any, scaler: Any, device_type: str) -> None:
+def optimizer_phase(model: Any, optimizer: Any, scaler: Any, device_type: str, *, clips: bool = True) -> None:
     """Unscaling, clipping, the optimizer's step, and the release of the gradients of `model`."""
     with multi_tensor_on_meta() if device_type == "meta" else nullcontext():
         if scaler is not None:
             scaler.unscale_(optimizer)
-        trainable = [one for one in model.parameters() if one.grad is not None]
-        clip_gradients(trainable)
-        del trainable
+        if clips:
+            clip_gradients([one for one in model.parameters() if one.grad is not None])
         if scaler is not None:
             scaler.step(optimizer)
             scaler.update()

@@ -41,7 +41,7 @@ CONTEXT = 500 * MIB
 
 def dry(depth: int) -> Prediction:
     config = truncated_config(load_config(CONFIG), depth).to_dict()
-    found = report_for_config(config, HOPPER, FULL, expandable_segments=True)
+    found = report_for_config(config, HOPPER, FULL)
     assert hasattr(found, "prediction"), found
     prediction: Prediction = found.prediction
     return prediction

@@ -1,0 +1,166 @@
+"""The stacks: whose training step a figure is for, and what each does otherwise than another. To add one, add its row.
+
+A `TrainSetup` says what is trained; its `stack` says by whose code. What a field of the setup says itself (precision,
+loss, adapters' type where it is not "auto") is never changed by the stack: a row holds what no field says, and the
+stack's own default where a published run does not say it. Every stack here releases gradients after its step
+(`zero_grad(set_to_none=True)`, torch's default since 2.0).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+DEFAULT = "trl"
+"""The stack that a plan is made for where nobody names one."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stack:
+    """One training program, as its step treats memory and the host.
+
+    Attributes:
+        title: its name for people.
+        keeps_outputs: the loop's variable holds the model's outputs, and so all logits of a full loss, until the next
+            forward's replace them. A trainer drops them as its loss function returns.
+        widens_outputs: accelerate casts the outputs of a forward under autocast to fp32.
+        upcasts_logits: the full loss is computed on an fp32 copy of the logits.
+        loss_chunks, loss_chunk_tokens: the full loss is cut into so many pieces, or into pieces of so many tokens; 0:
+            it is not. Each piece has its own fp32 copy and its own gradients.
+        in_place_loss: the full loss's own kernel writes the gradient over the logits.
+        clips_gradients: the step computes the gradients' norm and scales them.
+        quantized_adapters: data type of the adapters of a quantized base whose embeddings were not cast to fp32, where
+            `adapter_dtype` is "auto"; of any other base they are fp32 unless `plain_adapters` says otherwise.
+        plain_adapters: data type of the adapters of a 16-bit base, "" for the base's own.
+        reentrant_checkpointing: the form of checkpointing that it asks for by itself.
+        expandable_segments: whether it, or what starts it, sets the allocator so.
+        trainer_overhead: host time of a trainer around every step.
+        fused: norm, rotary, gated-MLP and LoRA kernels of its own.
+        source: where all this was read.
+    """
+
+    name: str
+    title: str
+    keeps_outputs: bool = False
+    widens_outputs: bool = False
+    upcasts_logits: bool = True
+    loss_chunks: int = 0
+    loss_chunk_tokens: int = 0
+    in_place_loss: bool = False
+    clips_gradients: bool = True
+    quantized_adapters: str = "fp32"
+    plain_adapters: str = "fp32"
+    reentrant_checkpointing: bool = False
+    expandable_segments: bool = False
+    trainer_overhead: bool = True
+    fused: bool = False
+    source: str
+
+    @property
+    def transformers_loss(self) -> bool:
+        """Whether the model's own forward computes the full loss, as transformers' do."""
+        return self.upcasts_logits and not (self.in_place_loss or self.loss_chunks or self.loss_chunk_tokens)
+
+    def num_chunks(self, tokens: int) -> int:
+        """Into how many pieces the full loss of so many tokens is cut."""
+        return -(-tokens // self.loss_chunk_tokens) if self.loss_chunk_tokens else max(1, self.loss_chunks)
+
+    def adapter_dtype(self, *, quantized: bool, cast: bool, weights: str) -> str:
+        """Data type of the adapters where the setup leaves it to the trainer ("auto").
+
+        Args:
+            quantized: whether the base is; `cast`: whether peft's k-bit preparation cast the rest of it to fp32.
+            weights: data type of what is not quantized.
+        """
+        if quantized and not cast:
+            return self.quantized_adapters or weights
+        return "fp32" if cast else self.plain_adapters or weights
+
+
+_ROWS = (
+    Stack(
+        name="trl",
+        title="TRL's SFTTrainer",
+        widens_outputs=True,
+        quantized_adapters="bf16",
+        source="trl 1.16 trainer/sft_trainer.py (adapters of a quantized base to bf16, use_reentrant False); "
+        "transformers 5.23 Trainer.training_step, compute_loss; accelerate 1.15 Accelerator.prepare_model",
+    ),
+    Stack(
+        name="hf",
+        title="transformers' Trainer",
+        widens_outputs=True,
+        source="transformers 5.23 trainer.py (use_reentrant False by default); peft 0.21 autocast_adapter_dtype",
+    ),
+    Stack(
+        name="plain-loop",
+        title="a loop of one's own that keeps `outputs`",
+        keeps_outputs=True,
+        clips_gradients=False,
+        trainer_overhead=False,
+        source="Python: a loop variable holds `outputs = model(...)` until it is assigned again; transformers 5.23 "
+        "loss/loss_utils.py ForCausalLMLoss. Measured: 11 runs on an RTX 4080, docs/accuracy/stacks.md",
+    ),
+    Stack(
+        name="plain-loop-drops-outputs",
+        title="a loop of one's own that drops `outputs`",
+        clips_gradients=False,
+        trainer_overhead=False,
+        source="as plain-loop, with `loss = model(...).loss`",
+    ),
+    Stack(
+        name="torchtune",
+        title="torchtune's recipes",
+        loss_chunks=8,
+        quantized_adapters="",
+        plain_adapters="",
+        source="torchtune 0.6 modules/loss/ce_chunked_output_loss.py (8 chunks, fp32 per chunk), recipes/"
+        "lora_finetune_single_device.py (one dtype for all parameters, `del logits` before the backward)",
+    ),
+    Stack(
+        name="torchtitan",
+        title="torchtitan",
+        expandable_segments=True,
+        source="torchtitan 0.2 components/loss.py (pred.float()), train.py (`del pred` before the backward), "
+        "run_train.sh (PYTORCH_ALLOC_CONF expandable_segments)",
+    ),
+    Stack(
+        name="litgpt",
+        title="LitGPT",
+        keeps_outputs=True,
+        upcasts_logits=False,
+        loss_chunk_tokens=128,
+        clips_gradients=False,
+        quantized_adapters="",
+        plain_adapters="",
+        source="litgpt 0.5 finetune/lora.py (`logits` lives through fabric.backward; adapters in the precision's "
+        "type), utils.py chunked_cross_entropy (128 tokens at a time, logits in their own type)",
+    ),
+    Stack(
+        name="unsloth",
+        title="Unsloth",
+        in_place_loss=True,
+        fused=True,
+        expandable_segments=True,
+        source="unsloth 2026.10 kernels/cross_entropy_loss.py (gradient written over the logits), models/_utils.py "
+        "(PYTORCH_CUDA_ALLOC_CONF), prepare_model_for_training (trained parameters in fp32)",
+    ),
+    Stack(
+        name="axolotl",
+        title="Axolotl",
+        widens_outputs=True,
+        expandable_segments=True,
+        source="axolotl 0.21 utils/__init__.py set_pytorch_cuda_alloc_conf; peft 0.21 autocast_adapter_dtype",
+    ),
+    Stack(
+        name="llamafactory",
+        title="LLaMA-Factory",
+        widens_outputs=True,
+        reentrant_checkpointing=True,
+        source="LLaMA-Factory 0.9.5 hparams/model_args.py use_reentrant_gc (True), model/adapter.py (trained "
+        "parameters in fp32 unless pure_bf16)",
+    ),
+)
+
+STACKS: Mapping[str, Stack] = {row.name: row for row in _ROWS}
+"""Every stack by its name."""

@@ -1,0 +1,98 @@
+"""The stacks: what each holds of a full loss, whose adapters are of which type, and how a run says whose it is."""
+
+import pytest
+
+from planner.gpus import find_gpu
+from planner.interchange import asked_setup, setup_from_dict, setup_to_dict
+from planner.measured import load_rows
+from planner.memory.loss import loss_parts
+from planner.memory.model import predict_memory
+from planner.memory.step import KEPT_OUTPUTS
+from planner.models import catalogue
+from planner.setup import STACK_NAMES, TrainSetup
+from planner.stacks import STACKS
+from planner.throughput import CURRENT, conditions_of
+
+PUBLISHED = 0.02
+"""The worst allocated peak of the plain-loop runs that a setup says in full: 1.6 %, with no checkpointing."""
+MODEL = catalogue.load("Qwen/Qwen2.5-0.5B")
+assert MODEL is not None
+TOKENS = 1024
+LOGITS = TOKENS * MODEL.vocab_size
+
+
+def by(stack: str, **fields: object) -> TrainSetup:
+    values: dict[str, object] = {"precision": "bf16-pure", "seq_len_tokens": TOKENS, "stack": stack}
+    return TrainSetup(**(values | fields))  # type: ignore[arg-type]
+
+
+def test_every_stack_says_where_it_was_read() -> None:
+    assert tuple(STACKS) == STACK_NAMES
+    assert all(row.source and row.title for row in STACKS.values())
+
+
+def test_kept_outputs_are_the_logits_all_along() -> None:
+    """Two bytes per 16-bit logit from one forward's end to the next one's, in every phase of a step."""
+    kept, dropped = (predict_memory(MODEL, find_gpu("rtx-4080"), by(name)) for name in STACKS if "plain" in name)
+    assert kept.peak_allocated_bytes - dropped.peak_allocated_bytes == 2 * LOGITS
+    term = next(one for one in kept.terms if one.name == KEPT_OUTPUTS)
+    assert (term.size_bytes, term.phases) == (2 * LOGITS, ("forward", "loss", "backward", "step"))
+
+
+@pytest.mark.parametrize(
+    ("stack", "forward", "backward"),
+    [
+        ("trl", 2 + 4 + 4, 12),  # logits, fp32 copy, log-softmax; log-softmax and two gradients
+        ("torchtune", 2 + 4 + 4 / 8, 4 + 8 / 8),  # the copy and the gradients of one of eight pieces
+        ("litgpt", 2 + 2, 2 + 2 * 2 / 8),  # 1,024 tokens are eight pieces of 128, all in 16 bit
+        ("unsloth", 2, 2),  # the gradient lies over the logits
+    ],
+)
+def test_full_loss_by_hand(stack: str, forward: float, backward: float) -> None:
+    chain = loss_parts(MODEL, by(stack))
+    assert chain.loss_bytes == forward * LOGITS
+    assert chain.backward_bytes == backward * LOGITS
+
+
+@pytest.mark.parametrize("row", [row for row in load_rows() if row.group == "canifinetune"], ids=lambda row: row.id)
+def test_plain_loop_runs_of_an_rtx_4080(row: object) -> None:
+    """Published, not fitted on: docs/accuracy/README.md."""
+    model = catalogue.load(row.model)  # type: ignore[attr-defined]
+    assert model is not None
+    found = predict_memory(model, find_gpu("rtx-4080"), row.setup)  # type: ignore[attr-defined]
+    assert found.peak_allocated_bytes == pytest.approx(row.allocated_bytes, rel=PUBLISHED)  # type: ignore[attr-defined]
+
+
+def test_adapters_follow_the_stack() -> None:
+    quantized = {"method": "qlora", "quantization": "nf4"}
+    assert {name: by(name, **quantized).resolved_adapter_dtype for name in ("trl", "hf", "litgpt", "torchtune")} == {
+        "trl": "bf16", "hf": "fp32", "litgpt": "bf16", "torchtune": "bf16",
+    }  # fmt: skip
+    assert by("litgpt").resolved_adapter_dtype == "bf16"
+    assert by("hf", adapter_dtype="bf16").resolved_adapter_dtype == "bf16"
+    assert by("litgpt", precision="fp16-autocast").resolved_adapter_dtype == "fp32"
+
+
+def test_a_line_of_any_run_takes_the_stacks_own_defaults() -> None:
+    """Nobody's run has this project's allocator setting unless it, or its stack, says so; a plan's setup has it."""
+    assert not asked_setup({}).expandable_segments
+    assert asked_setup({"stack": "unsloth"}).expandable_segments
+    assert asked_setup({"expandable_segments": True}).expandable_segments
+    assert asked_setup({"stack": "llamafactory"}).reentrant_checkpointing
+    for setup in (TrainSetup(), by("litgpt"), by("hf", expandable_segments=False, reentrant_checkpointing=True)):
+        assert setup_from_dict(setup_to_dict(setup)) == setup
+    assert not {"stack", "expandable_segments", "reentrant_checkpointing"} & set(setup_to_dict(TrainSetup()))
+
+
+def test_a_launch_file_is_run_by_its_own_stack() -> None:
+    planned = TrainSetup(method="qlora", quantization="nf4")
+    runs = planned.run_by("hf")
+    assert (runs.stack, runs.resolved_adapter_dtype) == ("hf", planned.resolved_adapter_dtype)
+    assert planned.run_by("deepspeed") is planned
+    assert by("plain-loop", expandable_segments=False).run_by("trl").expandable_segments
+
+
+def test_speed_knows_the_stack() -> None:
+    assert conditions_of(TrainSetup()) is CURRENT
+    assert conditions_of(by("unsloth")).fused_lora
+    assert not conditions_of(by("plain-loop")).trainer_overhead
