@@ -4,7 +4,7 @@ import pytest
 
 from planner.gpus import find_gpu
 from planner.interchange import asked_setup, setup_from_dict, setup_to_dict
-from planner.measured import load_rows
+from planner.measured import MeasuredRow, load_rows
 from planner.memory.loss import loss_parts
 from planner.memory.model import predict_memory
 from planner.memory.step import KEPT_OUTPUTS
@@ -55,12 +55,13 @@ def test_full_loss_by_hand(stack: str, forward: float, backward: float) -> None:
 
 
 @pytest.mark.parametrize("row", [row for row in load_rows() if row.group == "canifinetune"], ids=lambda row: row.id)
-def test_plain_loop_runs_of_an_rtx_4080(row: object) -> None:
+def test_plain_loop_runs_of_an_rtx_4080(row: MeasuredRow) -> None:
     """Published, not fitted on: docs/accuracy/README.md."""
-    model = catalogue.load(row.model)  # type: ignore[attr-defined]
+    model = catalogue.load(row.model or "")
     assert model is not None
-    found = predict_memory(model, find_gpu("rtx-4080"), row.setup)  # type: ignore[attr-defined]
-    assert found.peak_allocated_bytes == pytest.approx(row.allocated_bytes, rel=PUBLISHED)  # type: ignore[attr-defined]
+    assert row.setup is not None
+    found = predict_memory(model, find_gpu("rtx-4080"), row.setup)
+    assert found.peak_allocated_bytes == pytest.approx(row.allocated_bytes, rel=PUBLISHED)
 
 
 def test_adapters_follow_the_stack() -> None:
