@@ -2,8 +2,8 @@
 
     python tools/import_published.py --fitcheck DIR --canifinetune DIR
 
-`--fitcheck`: the unpacked source distribution of fitcheck-llm 0.3.1 (data/measurements). `--canifinetune`: a checkout of
-DaoyuanLi2816/can-i-finetune-this (benchmarks/results). Both run a loop of their own that keeps `outputs`, without
+`--fitcheck`: the unpacked source distribution of fitcheck-llm 0.3.1 (data/measurements). `--canifinetune`: a checkout
+of DaoyuanLi2816/can-i-finetune-this (benchmarks/results). Both run a loop of their own that keeps `outputs`, without
 `expandable_segments`, on one card, and say everything that decides memory.
 """
 
@@ -76,7 +76,7 @@ def canifinetune_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def fitcheck_rows(folder: Path) -> list[dict[str, Any]]:
-    """Tesla T4, three sessions (torch 2.10 and 2.14, transformers 5.0 and 5.17): a peak of one step after one before."""
+    """Tesla T4, three sessions (torch 2.10 and 2.14, transformers 5.0 and 5.17): the peak of the second step."""
     found = []
     for file in sorted((folder / "data" / "measurements").glob("*.json")):
         text = json.loads(file.read_text())
