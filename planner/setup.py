@@ -275,7 +275,7 @@ class TrainSetup:
 
     def run_by(self, target: str) -> Self:
         """The setup as a launch target's own stack runs it from a file written here; itself where it is no stack."""
-        around = {"stack": target, "expandable_segments": True, "reentrant_checkpointing": False}
+        around: dict[str, Any] = {"stack": target, "expandable_segments": True, "reentrant_checkpointing": False}
         if target not in _STACKS or all(getattr(self, name) == value for name, value in around.items()):
             return self
         moved = replace(self, **around)
