@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from planner.choices.losses import LossChain
 from planner.gpu import GpuSpec
-from planner.memory.allocator import allocator_gap_bytes
+from planner.memory.allocator import allocator_gap_bytes, fixed_segments_gap_bytes
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.loss import loss_parts
 from planner.memory.micro_batch import ActivationParts, activation_parts, step_flow
@@ -317,10 +317,20 @@ def breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState)
         shown.add((phase,), in_loss if phase == "loss" else ())
         shown.add((phase,), _held_at(state, moments[best].name))
     shown.add(("step",), [*_held_at(state, "step"), ("optimizer", f"temporaries of {setup.optimizer}", temporaries)])
-    whole = total_bytes(resident) + states + kept_outputs
+    if setup.expandable_segments:
+        whole = total_bytes(resident) + states + kept_outputs
+        gap = allocator_gap_bytes(whole, max(*totals, state.moment_bytes["step"] + temporaries))
+    else:
+        largest = {
+            phase: max(
+                total for total, moment in zip(totals, moments, strict=True) if moment.name in _MOMENTS_OF[phase]
+            )
+            for phase in AFTER_LOAD[:-1]
+        }
+        gap = fixed_segments_gap_bytes(kept=total_bytes(_stored(parts)) + in_flight[2], **largest)
     return MemoryBreakdown(
         terms=shown.terms(),
-        allocator_gap_bytes=allocator_gap_bytes(whole, max(*totals, state.moment_bytes["step"] + temporaries)),
+        allocator_gap_bytes=gap,
         context_bytes=context_bytes(gpu) + communicator_bytes(gpu, setup),
     )
 

@@ -135,7 +135,8 @@ def read_text(
     """
     found = _read(text, name, model=model, base=base, sharding=sharding or Sharding(), launcher=launcher)
     stack = STACK_OF.get(found.format, found.setup.stack)
-    reentrant = _reentrant(found.values, default=STACKS[stack].reentrant_checkpointing)
+    default = STACKS[stack].reentrant_checkpointing and found.setup.checkpointing > 0
+    reentrant = _reentrant(found.values, default=default)
     found = replace(found, setup=found.setup.with_(stack=stack, reentrant_checkpointing=reentrant))
     if not _keeps_whole_gradients(found):
         return found
