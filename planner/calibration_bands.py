@@ -1,8 +1,23 @@
-"""Error bands of the rungs: fitted on comparisons, dated; docs/accuracy says on which."""
+"""Error bands of the rungs: fitted on comparisons, dated; docs/accuracy says on which.
 
+Two kinds meet here: how far the formula is from the dry run by what a setup is (`memory_band`), and how far published
+runs of a stack lie from either rung (`evidence_bands`, docs/accuracy/bands.md).
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+from planner.gpu import GpuSpec
 from planner.memory.traits import traits_of
 from planner.models.spec import ModelSpec
+from planner.outcome import Prediction
 from planner.setup import TrainSetup
+from planner.stacks import DEFAULT as DEFAULT_STACK
 
 USUAL_BAND = 0.04
 """One fused attention kernel, experts, linear or eager attention alike: 90th percentile against the dry run 1 to 3 %,
@@ -47,3 +62,139 @@ def _one_gpu_band(model: ModelSpec, setup: TrainSetup) -> float:
     if setup.attention == "sdpa" and setup.precision in ("fp32", "fp16-mixed", "fp16-autocast"):
         return WIDE_BAND  # older cards and fp32 may fall back to the math kernel
     return SMALL_MODEL_BAND if model.num_params < SMALL_PARAMS else USUAL_BAND
+
+
+LEAST_ROWS = 10
+"""Published rows from which a stack has a band of its own."""
+COVERAGE = 0.9
+LEAST_SIDE = 0.005
+"""No side of a band is narrower: what versions of the libraries alone move."""
+UNSEEN_CARD = 1.5
+"""How much wider reserved and device memory and speed are on a card that no published run of the stack was on: a
+judgement, dated November 2026."""
+NOBODY = "no run like this has been compared"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """The band of published runs of one kind: measured lies from predicted x (1 - below) to predicted x (1 + above).
+
+    Attributes:
+        cards: keys of the GPUs that they were measured on; empty for a pool of stacks.
+    """
+
+    below: float
+    above: float
+    num_rows: int
+    num_sources: int = 0
+    cards: tuple[str, ...] = ()
+
+    def holds(self, ratio: float) -> bool:
+        """Whether measured over predicted lies inside."""
+        return 1 - self.below <= ratio <= 1 + self.above
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the data file, rounded to a tenth of a percent."""
+        return asdict(self) | {"below": round(self.below, 3), "above": round(self.above, 3)}
+
+
+def fit_cell(ratios: Sequence[float], *, num_sources: int = 0, cards: Sequence[str] = ()) -> Cell:
+    """The central 90 % of measured over predicted, each end with room for the next row.
+
+    Each end is the order statistic that a new row of the same kind exceeds with 5 % at most; with fewer than 19 rows
+    that is the outermost one.
+
+    Source: Vovk et al. 2005, Algorithmic Learning in a Random World, section 2.2 (conformal prediction).
+    """
+    ordered = sorted(ratios)
+    tail = max(0, math.floor((len(ordered) + 1) * (1 - COVERAGE) / 2 + 1e-9) - 1)
+    low, high = ordered[tail], ordered[-1 - tail]
+    return Cell(
+        below=max(LEAST_SIDE, 1 - low),
+        above=max(LEAST_SIDE, high - 1),
+        num_rows=len(ordered),
+        num_sources=num_sources,
+        cards=tuple(cards),
+    )
+
+
+def pooled_cell(groups: Sequence[Sequence[float]]) -> Cell:
+    """The band for a stack that nobody measured: the central 90 % of all others' rows, each stack weighing alike."""
+    weighed = sorted((ratio, 1 / len(group)) for group in groups for ratio in group)
+    total = sum(weight for _, weight in weighed)
+    ends = []
+    for rows in (weighed, weighed[::-1]):
+        passed = 0.0
+        for ratio, weight in rows:
+            passed += weight
+            if passed >= total * (1 - COVERAGE) / 2:
+                ends.append(ratio)
+                break
+    return Cell(below=max(LEAST_SIDE, 1 - ends[0]), above=max(LEAST_SIDE, ends[1] - 1), num_rows=len(weighed))
+
+
+def metric_of(setup: TrainSetup) -> str:
+    """ "one" or "several" GPUs: bands of the two are never shared."""
+    return "one" if setup.num_gpus == 1 else "several"
+
+
+@lru_cache(maxsize=1)
+def _cells() -> Mapping[tuple[str, str, str, str], Cell]:
+    text = (resources.files("planner") / "data" / "bands.json").read_text(encoding="utf-8")
+    found = {}
+    for values in json.loads(text):
+        key = tuple(values.pop(name) for name in ("rung", "metric", "gpus", "stack"))
+        found[key] = Cell(**values | {"cards": tuple(values["cards"])})
+    return found
+
+
+def evidence_bands(rung: str, gpu: GpuSpec, setup: TrainSetup) -> tuple[dict[str, tuple[float, float]], str]:
+    """({metric: (below, above)} of published runs of this stack, what a person must know or "").
+
+    A stack without ten rows has the band of the others taken together, and it is said; so is a card on which none of
+    its runs was. Several GPUs have no compared dry runs: theirs are the formula's.
+    """
+    cells, gpus = _cells(), metric_of(setup)
+    stack = "trl" if setup.stack == "hf" else setup.stack  # one Trainer: `planner.stacks`
+    rung = "formula" if gpus == "several" else rung
+    rung = "formula" if gpus == "several" else rung
+    bands, seen, cards = {}, False, set[str]()
+    for metric in ("allocated", "reserved", "device", "tokens_per_s"):
+        own = cells.get((rung, metric, gpus, stack))
+        cell = own or cells.get((rung, metric, gpus, ""))
+        if cell is None:
+            continue
+        seen = seen or own is not None
+        cards |= set(own.cards if own is not None else ())
+        far = own is None or gpu.key not in own.cards
+        wider = UNSEEN_CARD if far and metric != "allocated" else 1.0
+        bands[metric] = (min(0.95, cell.below * wider), cell.above * wider)
+    if not seen:
+        return bands, f"{NOBODY}: {setup.by.title} has no published run here, the band is that of other stacks"
+    if gpu.key not in cards:
+        return bands, f"{NOBODY}: none of {setup.by.title}'s published runs was on a {gpu.name}"
+    return bands, ""
+
+
+def with_evidence(prediction: Prediction, gpu: GpuSpec, setup: TrainSetup) -> Prediction:
+    """The prediction with the bands of published runs like it; a plan's own setup keeps what it has."""
+    if of_a_plan(setup):
+        return prediction
+    bands, note = evidence_bands(prediction.rung.value, gpu, setup)
+    memory = max(bands.get("device") or bands["reserved"])
+    time = prediction.time_band_fraction
+    if time is not None and "tokens_per_s" in bands:
+        below, above = bands["tokens_per_s"]
+        time = max(time, above, 1 / (1 - below) - 1)
+    return replace(
+        prediction,
+        memory_band_fraction=max(prediction.memory_band_fraction, memory),
+        time_band_fraction=time,
+        bands=bands,
+        notes=(*prediction.notes, note) if note else prediction.notes,
+    )
+
+
+def of_a_plan(setup: TrainSetup) -> bool:
+    """Whether a setup is one that a plan makes and starts: current versions, the allocator as launch files set it."""
+    return setup.expandable_segments and setup.stack in (DEFAULT_STACK, "hf")

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from planner.calibration_bands import memory_band
+from planner.calibration_bands import memory_band, with_evidence
 from planner.gpu import GpuSpec
 from planner.kernels import Kernel, attention_kernel, missing_kernels
 from planner.memory.dtypes import flow_of
@@ -36,7 +36,7 @@ def predict(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster
     ranks = rank_memories(model, gpu, setup)
     memory = ranks[0].breakdown
     speed = speed_profile(model, gpu, setup, cluster).step_time(setup)
-    return Prediction(
+    found = Prediction(
         rung=Rung.FORMULA,
         peak_allocated_bytes=memory.peak_allocated_bytes,
         peak_reserved_bytes=memory.peak_reserved_bytes,
@@ -55,6 +55,7 @@ def predict(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster
         if setup.num_gpus > 1
         else (),
     )
+    return with_evidence(found, gpu, setup)
 
 
 def device_peak_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> int:

@@ -65,6 +65,8 @@ def rung_to_dict(evidence: Prediction | Measurement | ProbeFailure, *, detail: b
     for key in ("peak_phase", "memory_band_fraction", "time_band_fraction"):
         values[key] = getattr(evidence, key)
     values["time_parts_s"] = dict(evidence.time_parts_s)
+    if evidence.bands:
+        values["bands"] = {name: list(band) for name, band in evidence.bands.items()}
     if evidence.rank_peaks:
         values["rank_peaks"] = [list(one) for one in evidence.rank_peaks]
     if detail:
@@ -256,4 +258,5 @@ def rung_from_dict(values: Mapping[str, Any]) -> Prediction | Measurement | Prob
         or ([name, name, size, list(PHASES)] for name, size in values["terms"].items())
     ]
     known = {**{key: values[key] for key in keys}, "terms": terms, "rank_peaks": values.get("rank_peaks", [])}
+    known["bands"] = values.get("bands", {})
     return decode(Prediction, known, str(values["rung"]))

@@ -36,6 +36,7 @@ from reports.text import (
     rate,
     setup_difference,
     setup_words,
+    sides_words,
     space_sentence,
     speed_mark,
     speed_sentence,
@@ -268,6 +269,8 @@ def _rung_rows(
         for _, evidence in present:
             if isinstance(evidence, ProbeFailure):
                 words.append("failed" if figure == "peak_allocated_bytes" else "-")
+            elif figure == "band" and isinstance(evidence, Prediction) and "device" in evidence.bands:
+                words.append(sides_words(*evidence.bands["device"]))
             elif figure == "band":
                 words.append(memory_mark(evidence).partition(" ±")[2] or "measured")
             elif figure == "speed_band":

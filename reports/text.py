@@ -196,6 +196,11 @@ def band_words(band_fraction: float | None) -> str:
     return "" if band_fraction is None else f"±{100 * band_fraction:.2g} %"
 
 
+def sides_words(below: float, above: float) -> str:
+    """ "-6 to +9 %": a band that is wider on one side."""
+    return f"-{100 * below:.2g} to +{100 * above:.2g} %"
+
+
 def memory_mark(evidence: Evidence) -> str:
     """The rung of a memory figure with its error band: "formula ±8 %", "dry run ±1.5 %", "probe, measured"."""
     if isinstance(evidence, ProbeFailure):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from planner.calibration_bands import with_evidence
 from planner.gpu import GpuSpec
 from planner.memory.workspace import context_bytes
 from planner.models.spec import ModelSpec
@@ -77,8 +78,8 @@ def dry_run_report(
         limited = _asked(model, gpu, setup, {**options, "limit_bytes": limit}, use_cache)
         outcome = outcome if isinstance(limited, ProbeFailure) else limited
     prediction = outcome.prediction
-    device = prediction.peak_reserved_bytes + outside
-    return replace(outcome, prediction=replace(prediction, peak_device_bytes=device))
+    prediction = replace(prediction, peak_device_bytes=prediction.peak_reserved_bytes + outside)
+    return replace(outcome, prediction=with_evidence(prediction, gpu, setup))
 
 
 def outside_bytes(gpu: GpuSpec, setup: TrainSetup) -> int:

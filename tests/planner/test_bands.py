@@ -1,0 +1,81 @@
+"""The bands of published runs: how they are fitted, what an unmeasured stack gets, and that the table is the data's."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.stack_bands import BANDS, ERRORS, PAGE, TARGET, fitted, left_out, page
+from planner.calibration_bands import LEAST_SIDE, NOBODY, UNSEEN_CARD, Cell, evidence_bands, fit_cell, pooled_cell
+from planner.gpus import find_gpu
+from planner.interchange import asked_setup
+from planner.models import catalogue
+from planner.predict import predict
+from planner.setup import TrainSetup
+
+RECORDED = [json.loads(line) for line in ERRORS.read_text(encoding="utf-8").splitlines()]
+A100 = find_gpu("a100-80gb")
+
+
+def test_a_cell_is_the_central_nine_tenths_with_room_for_the_next_row() -> None:
+    """Of 39 rows two lie outside on each side's fortieth part: the second smallest and largest are the ends."""
+    ratios = [1 + (number - 19) / 100 for number in range(39)]
+    cell = fit_cell(ratios)
+    assert (cell.below, cell.above) == (pytest.approx(0.18), pytest.approx(0.18))
+    assert fit_cell([1.2] * 12) == Cell(below=LEAST_SIDE, above=pytest.approx(0.2), num_rows=12)
+    few = fit_cell([0.9, 1.0, 1.3])
+    assert (few.below, few.above) == (pytest.approx(0.1), pytest.approx(0.3))
+
+
+def test_a_pool_weighs_stacks_alike() -> None:
+    """A hundred rows of one stack do not hide ten of another."""
+    pool = pooled_cell([[1.0] * 100, [1.4] * 10])
+    assert pool.above == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("stack", ["torchtune", "torchtitan", "axolotl", "unsloth"])
+def test_an_unmeasured_stack_is_wide_and_says_so(stack: str) -> None:
+    setup = asked_setup({"stack": stack})
+    bands, note = evidence_bands("dry_run", A100, setup)
+    measured, silent = evidence_bands("dry_run", A100, asked_setup({}))
+    assert note.startswith(NOBODY)
+    assert not silent
+    assert sum(bands["allocated"]) > 2 * sum(measured["allocated"])
+
+
+def test_a_card_nobody_measured_widens_what_depends_on_it() -> None:
+    far, note = evidence_bands("formula", find_gpu("b200"), asked_setup({}))
+    near, _ = evidence_bands("formula", A100, asked_setup({}))
+    assert note.startswith(NOBODY)
+    assert far["device"][1] == pytest.approx(UNSEEN_CARD * near["device"][1])
+    assert far["allocated"] == near["allocated"]
+
+
+def test_predictions_of_anybodys_run_carry_the_bands_and_a_plans_own_do_not() -> None:
+    model = catalogue.load("Qwen/Qwen2.5-0.5B")
+    assert model is not None
+    asked = predict(model, A100, asked_setup({"stack": "litgpt"}))
+    assert set(asked.bands) == {"allocated", "reserved", "device", "tokens_per_s"}
+    assert asked.memory_band_fraction >= max(asked.bands["device"])
+    assert not predict(model, A100, TrainSetup()).bands
+    several = evidence_bands("dry_run", A100, asked_setup({"num_gpus": 4, "parallel": "fsdp2"}))[0]
+    assert several == evidence_bands("formula", A100, asked_setup({"num_gpus": 4, "parallel": "fsdp2"}))[0]
+
+
+def test_shipped_bands_and_table_are_those_of_the_recorded_comparisons() -> None:
+    cells = fitted(RECORDED)
+    names = ("rung", "metric", "gpus", "stack")
+    shipped = {tuple(one[name] for name in names): one for one in json.loads(BANDS.read_text(encoding="utf-8"))}
+    assert {key: (one["below"], one["above"]) for key, one in shipped.items()} == {
+        key: (cell.to_dict()["below"], cell.to_dict()["above"]) for key, cell in cells.items()
+    }
+    assert Path(PAGE).read_text(encoding="utf-8") == page(RECORDED)
+
+
+def test_coverage_with_each_source_left_out() -> None:
+    """All rows of a rung together: 85 to 95 % lie inside the bands that the other sources give."""
+    counts = left_out(RECORDED)
+    for rung, speed in (("formula", False), ("formula", True), ("dry_run", False)):
+        picked = [one for key, one in counts.items() if key[0] == rung and (key[1] == "tokens_per_s") == speed]
+        share = sum(one[1] for one in picked) / sum(one[0] for one in picked)
+        assert TARGET[0] <= share <= TARGET[1], (rung, speed, share)
