@@ -36,14 +36,16 @@ CONTEXT_BYTES = 512 * MIB
 by driver, card and loaded libraries); a probe measures it. Source: ../shared/FINDINGS.md, "What decides memory"."""
 
 
-MEASURED_CONTEXT_BYTES = {"t4": 141 * MIB}
-"""By card, where it was measured after training steps. Source: fitcheck-llm 0.3.1 data/measurements, `cuda_context_mib`
-140.875 in 75 runs of three sessions (torch 2.10 and 2.14)."""
+MEASURED_CONTEXT_BYTES = {(7, 5): 141 * MIB}
+"""By compute capability, where it was measured after training steps: of a T4. Source: fitcheck-llm 0.3.1
+data/measurements, `cuda_context_mib` 140.875 in 75 runs of three sessions (torch 2.10 and 2.14)."""
 
 
 def context_bytes(gpu: GpuSpec) -> int:
     """Device memory that the driver holds for a training process besides PyTorch's segments."""
-    return MEASURED_CONTEXT_BYTES.get(gpu.key, CONTEXT_BYTES) if gpu.vendor != "Apple" else 0
+    if gpu.vendor == "Apple":
+        return 0
+    return MEASURED_CONTEXT_BYTES.get(gpu.compute_capability or (0, 0), CONTEXT_BYTES)
 
 
 NCCL_NVLINK_BYTES = 688 * MIB
