@@ -148,6 +148,7 @@ class Study:
             )
         liveness.join(self.study._study_id)
         self._records: dict[int, TrialRecord] = {}
+        self._taken_before: set[int] = set()
         setups = [candidate.setup for candidate in problem.candidates]
         self._names = [name for name in NAMES if len({value_of(setup, name) for setup in setups}) > 1]
         """What varies becomes a parameter; what does not would only fill the dashboard."""
@@ -329,7 +330,10 @@ class Study:
                 before is tried anew.
         """
         rescued = 0
-        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        if first:
+            self._taken_before = {trial.number for trial in running}
+        for trial in running:
             if not self._liveness.is_lost(trial):
                 continue
             record = _record_or_none(trial)
@@ -338,7 +342,9 @@ class Study:
                 continue
             with contextlib.suppress(UpdateFinishedTrialError):
                 if record is not None:
-                    again = first or record.retries < MAX_RETRIES
+                    if trial.number in self._taken_before:  # an earlier call's, which a database shows late: tried anew
+                        self._storage.set_trial_user_attr(trial._trial_id, "retries", -1)
+                    again = trial.number in self._taken_before or record.retries < MAX_RETRIES
                     self._storage.set_trial_user_attr(trial._trial_id, LOST_ATTR if again else GIVEN_UP_ATTR, True)
                 rescued += self._fail(trial)
         self._retry_lost(first=first)

@@ -187,6 +187,28 @@ def test_three_kills_of_the_planner_during_the_first_probe_leave_the_answer_alon
     assert isinstance(record.evidence, Measurement)
 
 
+def test_kills_that_a_database_shows_late_leave_the_answer_alone_too() -> None:
+    """There a dead worker looks alive for the grace period: longer than the next call's first look."""
+
+    class Later(Lost):
+        waited = False
+
+        def is_lost(self, trial: optuna.trial.FrozenTrial) -> bool:
+            return self.waited and super().is_lost(trial)
+
+    storage, _ = open_storage(None)
+    Study(problem(), storage, Later(), "plan").enqueue(problem().candidates[0], "plan")
+    for _ in range(MAX_RETRIES + 3):
+        liveness = Later()
+        worker = Study(problem(), storage, liveness, "plan")
+        worker.rescue(first=True)
+        liveness.waited = True
+        worker.rescue()
+        claimed = worker.claim()
+        assert claimed is not None
+        assert worker.given_up() == []
+
+
 def test_a_trial_of_a_foreign_program_is_passed_over() -> None:
     storage, _ = open_storage(None)
     worker = Study(problem(), storage, Lost(), "plan")
