@@ -8,6 +8,7 @@ record anew: look at the difference, and name it under "Predictions changed" in 
 import json
 import os
 from collections import defaultdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from planner.memory.model import rank_memories
 from planner.models import catalogue
 from planner.setup import TrainSetup
 from planner.speed import speed_profile
+from planner.throughput import CURRENT, Conditions, step_time
 
 RECORD = Path(__file__).with_name("on_record.jsonl")
 GRID = Path(__file__).parents[2] / "benchmarks/data/formula_vs_dryrun.jsonl"
@@ -38,7 +40,11 @@ SPREADS: tuple[dict[str, Any], ...] = (
     {**FULL, "parallel": "none", "tensor_degree": 8},
     {**FULL, "parallel": "ddp", "pipeline_degree": 4},
     {**FULL, "parallel": "none", "pipeline_degree": 8, "pipeline_schedule": "gpipe"},
+    {"num_gpus": 8, "parallel": "device-map"},
+    {"num_gpus": 4, "parallel": "dp", "loss": "full"},
 )
+
+NUM_SPREAD = 2 * len(SPREADS)
 
 
 def points() -> list[tuple[str, str, str, TrainSetup]]:
@@ -46,9 +52,9 @@ def points() -> list[tuple[str, str, str, TrainSetup]]:
     rows = [json.loads(line) for line in GRID.read_text().splitlines()[::EVERY]]
     found = [(row["model_type"], row["model"], row["gpu"], setup_from_dict(row["setup"])) for row in rows]
     for gpu in ("a100-80gb", "rtx-4090"):
-        for fields in SPREADS:
-            setup = TrainSetup(**fields, micro_batch_seqs=2, seq_len_tokens=2048)
-            found.append((f"spread: {fields['parallel']}", "meta-llama/llama-3.1-8b", gpu, setup))
+        for spread in SPREADS:
+            setup = TrainSetup(**spread, micro_batch_seqs=2, seq_len_tokens=2048)
+            found.append((f"spread: {spread['parallel']}", "meta-llama/llama-3.1-8b", gpu, setup))
     return found
 
 
@@ -72,6 +78,14 @@ def figures() -> dict[str, dict[str, float]]:
         found["parts per million of the band"] = 1e6 * speed.band_fraction
         for term_name, amount in found.items():
             sums[group][term_name] += weight * amount
+    for condition in fields(Conditions):  # other stacks, which calibration and holdout measure
+        value = 0.5 if condition.name == "optimizer_part" else not getattr(CURRENT, condition.name)
+        for weight, (_, name, card, setup) in enumerate(points()[:-NUM_SPREAD:40], start=1):
+            model, gpu = models[name], find_gpu(card)
+            assert model is not None
+            speed = step_time(model, gpu, setup, conditions=Conditions(**{condition.name: value}))
+            for part, seconds in speed.parts_s.items():
+                sums[f"stack: {condition.name}"][f"time: {part}"] += weight * 1e6 * seconds
     return {group: dict(sorted(terms.items())) for group, terms in sorted(sums.items())}
 
 

@@ -144,6 +144,25 @@ def test_expandable_retry_gives_whole_pages_back() -> None:
     assert again.end_reserved_bytes == 80 * MIB
 
 
+def test_a_hole_of_exactly_the_size_asked_for_is_filled() -> None:
+    # Pages 0, 1, 2; the middle one is given back and mapped again, so that the first two are whole for 40 MiB.
+    page = 20 * MIB
+    events = [*filled(page, page, page), Free(1), EmptyCache(), Alloc(3, page), Free(0), Free(3), Alloc(4, 2 * page)]
+    assert replay(events, expandable_segments=True).peak_reserved_bytes == 3 * page
+
+
+def test_of_equal_free_blocks_the_lowest_serves() -> None:
+    # Four of 5 MiB fill a page. The first place is taken again, so the last two are whole for 10 MiB.
+    piece = 5 * MIB
+    events = [*filled(*[piece] * 4), Free(0), Free(2), Alloc(4, piece), Free(3), Alloc(5, 2 * piece)]
+    assert replay(events, expandable_segments=True).peak_reserved_bytes == 20 * MIB
+
+
+def test_the_peak_is_where_it_was_reached_first() -> None:
+    result = replay([Alloc(0, MIB), Free(0), Alloc(1, MIB)])
+    assert result.peak_event_index == 0
+
+
 def test_empty_cache_releases_only_whole_segments() -> None:
     events = [*filled(6 * MIB, 6 * MIB, 30 * MIB), Free(1), Free(2), EmptyCache()]
     result = replay(events)
