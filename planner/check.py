@@ -4,7 +4,7 @@ Pure: the prediction is a function handed in (formula or dry run), the file a `R
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from planner.choices.kernels import LIGER_PARTS
@@ -17,6 +17,7 @@ from planner.models.spec import ModelSpec
 from planner.outcome import Prediction
 from planner.readers.edits import changed_fields, in_place, runnable
 from planner.readers.types import ReadConfig
+from planner.saved import saved_bytes
 from planner.setup import TrainSetup
 from planner.units import gib, percent
 
@@ -102,8 +103,23 @@ def judge(prediction: Prediction, budget_bytes: int, band_fraction: float) -> Ve
     return Verdict.DOES_NOT_FIT if peak * (1 - band_fraction) > budget_bytes else Verdict.UNCERTAIN
 
 
+def including(predict: Predict, config: ReadConfig, model: ModelSpec) -> Predict:
+    """The prediction with the modules that the config trains whole beside its adapters."""
+    names, fp32 = config.saved_modules, config.saved_fp32
+    if not names:
+        return predict
+
+    def predicted(setup: TrainSetup) -> Prediction:
+        found = predict(setup)
+        extra = saved_bytes(model, setup, names, fp32=fp32)
+        return replace(found, peak_device_bytes=found.peak_device_bytes + extra)
+
+    return predicted
+
+
 def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int, predict: Predict) -> CheckResult:
     """Whether a config fits, and the single changes worth making, best first."""
+    predict = including(predict, config, model)
     prediction = predict(config.setup)
     band = prediction.memory_band_fraction + APPROXIMATION_BAND_FRACTION * len(config.approximations)
     verdict = judge(prediction, budget_bytes, band)
@@ -272,6 +288,7 @@ def improve(result: CheckResult, model: ModelSpec, predict: Predict) -> tuple[Tr
     Changes that alter the training are taken only where nothing else makes it fit. The same setup and () where
     nothing helps.
     """
+    predict = including(predict, result.config, model)
     for may_change_training in (False, True):
         setup, labels = _search(result, model, predict, may_change_training)
         after = predict(setup)

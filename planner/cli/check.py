@@ -61,7 +61,7 @@ def check(
     determined by the file.
     """
     from planner.check import check as run
-    from planner.check import improve, judge
+    from planner.check import improve, including, judge
 
     if out is not None and not fix:
         raise UsageError("--out says where --fix writes", hint="add --fix")
@@ -87,7 +87,7 @@ def check(
     fixed: dict[str, Any] | None = None
     if fix:
         setup, labels = improve(result, spec, predict)
-        after = predict(setup)
+        after = including(predict, config, spec)(setup)
         verdict = judge(after, memory - reserve, max(result.band_fraction, after.memory_band_fraction))
         target = out or file.with_name(f"{file.stem}.fixed{file.suffix}")
         difference: list[str] = []

@@ -23,7 +23,6 @@ OLD_ATTENTION_SWITCHES = {
 OFFLOADS = ("activation_offloading", "layer_offloading", "ple_cpu_offload", "lora_on_cpu")
 NOT_COUNTED = {
     "peft_use_dora": "DoRA's magnitude vectors and norms are not counted",
-    "lora_modules_to_save": "lora_modules_to_save are trained in full; they are not counted",
     "lora_target_parameters": "adapters on stacked expert parameters are not counted",
     "unfrozen_parameters": "only some parameters are trained (unfrozen_parameters): counted as full fine-tuning",
     "relora": "ReLoRA's restarts are not counted",
@@ -93,9 +92,11 @@ def read(
     for key in OFFLOADS:
         if settings.raw(key):
             settings.approximate(f"{key}: counted as if nothing left the GPU")
+    saved = settings.saved("lora_modules_to_save") if fields["method"] != "full" else ()
     return ReadConfig(
         format=FORMAT,
         path=name,
+        saved_modules=saved,
         unknown_keys=settings.unknown_keys,
         model_id=settings.optional_text("base_model"),
         setup=common.build(settings, fields),

@@ -21,7 +21,6 @@ ATTENTIONS = {
 }
 NOT_COUNTED = {
     "use_dora": "DoRA's magnitude vectors and norms are not counted",
-    "additional_target": "additional_target modules are trained in full; they are not counted",
     "use_galore": "GaLore's projected optimizer states are counted as AdamW's",
     "use_apollo": "APOLLO's projected optimizer states are counted as AdamW's",
     "use_badam": "BAdam's block-wise optimizer states are counted as AdamW's for all blocks",
@@ -96,8 +95,10 @@ def read(
     for key, sentence in NOT_COUNTED.items():
         if settings.raw(key):
             settings.approximate(sentence)
+    saved = settings.saved("additional_target") if fields["method"] != "full" else ()
     return ReadConfig(
         format=FORMAT,
+        saved_modules=saved,
         path=name,
         unknown_keys=settings.unknown_keys,
         model_id=settings.optional_text("model_name_or_path"),

@@ -22,6 +22,7 @@ from planner.readers.values import Settings
 
 FORMAT = "hf-script"
 UNSLOTH = "unsloth-script"
+UNSLOTH_WHOLE = "embed_tokens"
 ARGUMENTS = ("TrainingArguments", "SFTConfig", "Seq2SeqTrainingArguments", "UnslothTrainingArguments")
 
 
@@ -65,6 +66,7 @@ class _Script:
         self.program, self.found, self.source, self.name = program, found, source, name
         self.model, self.sharding = model, sharding
         self.missing: dict[str, str] = {}
+        self.saved: tuple[str, ...] = ()
         owner = found.loader.owner if found.loader is not None else ""
         self.unsloth = owner.startswith("Fast")
         kind = found.trainer.name if found.trainer is not None else ""
@@ -163,6 +165,8 @@ class _Script:
             dataset=dataset if isinstance(dataset, str) else None,
             keys=self.keys,
             values=arguments.values,
+            saved_modules=self.saved,
+            saved_fp32=self.unsloth and fields["precision"].startswith("fp16"),
             call_line=_line(self.found.arguments),
         )
 
@@ -277,6 +281,11 @@ class _Script:
     def _lora(self, method: str) -> dict[str, Any]:
         lora, unsloth = self.lora, self.unsloth
         names = lora.text_or_names("target_modules")
+        self.saved = lora.saved("modules_to_save")
+        if unsloth and UNSLOTH_WHOLE in names:
+            names = tuple(name for name in names if name != UNSLOTH_WHOLE)
+            self.saved = tuple(dict.fromkeys((*self.saved, UNSLOTH_WHOLE)))
+            lora.assume(f"{UNSLOTH_WHOLE} as a target: Unsloth trains it whole; counted")
         fields: dict[str, Any] = {
             "lora_rank": lora.integer("r", 16 if unsloth else 8, at_least=1),
             "lora_dropout": lora.real("lora_dropout", 0.0),
@@ -371,8 +380,6 @@ class _Script:
 
     def _note_what_is_unusual(self) -> None:
         lora, arguments = self.lora, self.arguments
-        if lora.has("modules_to_save") and lora.raw("modules_to_save"):
-            arguments.approximate("modules_to_save are trained in full; they are not counted")
         if lora.flag("use_dora", False):
             arguments.approximate("DoRA's magnitude vectors and norms are not counted")
         if lora.has("target_parameters") and lora.raw("target_parameters"):

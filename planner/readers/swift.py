@@ -78,7 +78,6 @@ def read(
         fields["lora_dropout"] = settings.real("lora_dropout", 0.05)
     for key, sentence in (
         ("use_dora", "DoRA's magnitude vectors and norms are not counted"),
-        ("modules_to_save", "modules_to_save are trained in full; they are not counted"),
         ("use_galore", "GaLore's projected optimizer states are counted as AdamW's"),
         ("freeze_parameters_ratio", "frozen parts of the model are counted as trained"),
     ):
@@ -86,8 +85,10 @@ def read(
             settings.approximate(sentence)
     spread = zero_stage(settings, settings.raw("deepspeed"), sharding) if settings.has("deepspeed") else {}
     fields |= parallel_of(settings, spread, sharding.num_gpus)
+    saved = settings.saved("modules_to_save") if method != "full" else ()
     return ReadConfig(
         format=FORMAT,
+        saved_modules=saved,
         path=name,
         model_id=settings.optional_text("model"),
         setup=common.build(settings, fields),

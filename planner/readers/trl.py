@@ -72,8 +72,6 @@ def read(
         }
         if settings.flag("use_dora", False):
             settings.approximate("DoRA's magnitude vectors and norms are not counted")
-        if settings.has("lora_modules_to_save"):
-            settings.approximate("modules_to_save are trained in full; they are not counted")
         if settings.has("lora_target_parameters"):
             settings.approximate("adapters on stacked expert parameters are not counted")
     else:
@@ -101,6 +99,7 @@ def read(
         spread = loaded(settings, kwargs, sharding.num_gpus) or sharded(settings, sharding)
         fields |= parallel_of(settings, spread, sharding.num_gpus)
     keys |= {"seq_len_tokens": length_key, "optimizer": "optim", "packing": "packing", "lora_rank": "lora_r"}
+    saved = settings.saved("lora_modules_to_save") if peft else ()
     return ReadConfig(
         format=FORMAT,
         path=name,
@@ -108,6 +107,7 @@ def read(
         model_id=settings.optional_text("model_name_or_path"),
         setup=common.build(settings, fields),
         missing=tuple(missing),
+        saved_modules=saved,
         assumptions=(*settings.assumptions, *kwargs.assumptions),
         approximations=(*settings.approximations, *kwargs.approximations),
         dataset=settings.raw("dataset_name"),

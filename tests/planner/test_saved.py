@@ -1,0 +1,62 @@
+"""Modules trained whole beside adapters: their bytes by hand, and their place in `plan check`'s verdict."""
+
+import pytest
+
+from planner.check import check
+from planner.gpus import find_gpu
+from planner.models.resolve import resolve_model
+from planner.predict import predict
+from planner.readers import read_text
+from planner.saved import saved_bytes, saved_params
+from planner.setup import TrainSetup
+
+TABLE = 128_256 * 4096
+"""Llama 3.1 8B: vocabulary x hidden size."""
+
+
+def test_saved_modules_are_tables_heads_and_matrices() -> None:
+    model = resolve_model("meta-llama/Llama-3.1-8B")
+    assert saved_params(model, ("embed_tokens", "lm_head")) == 2 * TABLE
+    assert saved_params(model, ("model.layers.0.mlp.down_proj", "norm")) == 32 * 4096 * 14_336
+
+
+@pytest.mark.parametrize(
+    ("setup", "fp32", "bytes_per_param"),
+    [
+        (TrainSetup(method="lora", precision="bf16-autocast"), False, 2 + 2 + 2 + 2),
+        (TrainSetup(method="lora", precision="bf16-autocast"), True, 4 + 4 + 4 + 4),
+        (TrainSetup(method="lora", precision="bf16-autocast", optimizer="paged-adamw-32bit"), False, 2 + 2),
+        (TrainSetup(method="full", lora_rank=0, precision="bf16-mixed"), False, 0),
+    ],
+)
+def test_saved_bytes_are_copy_gradient_and_states(setup: TrainSetup, fp32: bool, bytes_per_param: int) -> None:
+    model = resolve_model("meta-llama/Llama-3.1-8B")
+    assert saved_bytes(model, setup, ("lm_head",), fp32=fp32) == bytes_per_param * TABLE
+
+
+CONFIG = """
+base_model: meta-llama/Llama-3.1-8B
+adapter: lora
+lora_r: 16
+lora_target_linear: true
+micro_batch_size: 1
+gradient_accumulation_steps: 4
+sequence_len: 1024
+bf16: true
+gradient_checkpointing: true
+optimizer: adamw_torch_fused
+{}
+"""
+
+
+def test_modules_to_save_change_the_verdict_of_check() -> None:
+    model, card = resolve_model("meta-llama/Llama-3.1-8B"), find_gpu("rtx-4090")
+    results = []
+    for more in ("", "lora_modules_to_save: [embed_tokens, lm_head]"):
+        config = read_text(CONFIG.format(more), "axolotl.yaml", model=model)
+        results.append(check(config, model, card, 22 << 30, lambda setup: predict(model, card, setup, None)))
+    plain, saved = results
+    assert saved.prediction.peak_device_bytes - plain.prediction.peak_device_bytes == 8 * 2 * TABLE
+    assert (plain.exit_code, saved.exit_code) == (0, 1)
+    assert any("embed_tokens, lm_head trained whole" in one for one in saved.config.assumptions)
+    assert not saved.config.approximations
