@@ -264,11 +264,16 @@ def _of_commands(
     """
     problems: list[ConfigError] = []
     launches = shell.commands(text, name, sharding.num_gpus)
+    given_up: set[str] = set()
     for command in launches:
+        if command.target in given_up:
+            continue  # a loop over sizes or seeds of a program in which nothing is read
         try:
             found = _of_command(command, name, model=model, base=base, sharding=sharding)
         except ConfigError as error:
             problems.append(error)
+            if command.tool == "python":
+                given_up.add(command.target)
             continue
         said = (f"read from the launch in {name}",)
         if len(launches) > 1:

@@ -59,4 +59,4 @@ def test_modules_to_save_change_the_verdict_of_check() -> None:
     assert saved.prediction.peak_device_bytes - plain.prediction.peak_device_bytes == 8 * 2 * TABLE
     assert (plain.exit_code, saved.exit_code) == (0, 1)
     assert any("embed_tokens, lm_head trained whole" in one for one in saved.config.assumptions)
-    assert not saved.config.approximations
+    assert saved.config.approximations == plain.config.approximations
