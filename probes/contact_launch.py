@@ -160,10 +160,15 @@ def told(found: Mapping[str, Any]) -> list[str]:
             f"{len(seen['step_s'])} steps: {step_s:.4f} s, {between_s * 1e3:.1f} ms of the trainer between two, "
             f"{tokens / (step_s + between_s):,.0f} tokens/s"
         )
+    measured = dict(seen)
+    if "used_bytes" in seen and "used_bytes" in found["driver_before"]:
+        measured["peak_device_bytes"] = seen["used_bytes"] - found["driver_before"]["used_bytes"]
     for rung, figures in found["promised"].items():
-        for key in ("peak_allocated_bytes", "peak_reserved_bytes"):
-            if seen.get(key) and figures[key]:
-                lines.append(f"{key} {seen[key]}, {rung} said {figures[key]} ({figures[key] / seen[key] - 1:+.2%})")
+        for key in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes"):
+            if measured.get(key) and figures[key]:
+                lines.append(
+                    f"{key} {measured[key]}, {rung} said {figures[key]} ({figures[key] / measured[key] - 1:+.2%})"
+                )
     return lines
 
 

@@ -78,6 +78,8 @@ def test_the_run_is_given_what_the_machine_lacks_and_leaves_nothing_large(
     told = contact_launch.told(found)
     assert told[0] == "4 steps: 2.0000 s, 1000.0 ms of the trainer between two, 96 tokens/s"
     assert "peak_reserved_bytes 1000, formula said 900 (-10.00%)" in told
+    on_gpu = {**found, "driver_before": {"used_bytes": 300}, "seen": {**SEEN, "used_bytes": 1900}}
+    assert "peak_device_bytes 1600, dry_run said 1400 (-12.50%)" in contact_launch.told(on_gpu)
 
 
 def test_a_run_that_fails_or_hangs_is_told(plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

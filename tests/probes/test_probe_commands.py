@@ -10,6 +10,8 @@ import torch
 from planner.cli.app import run
 from planner.cli.campaign import parse_budget
 from planner.errors import UsageError
+from planner.outcome import FailureKind, ProbeFailure
+from probes.request import ProbeRequest
 from probes.store import Store
 
 TINY = {
@@ -141,3 +143,22 @@ def test_confirm_runs_a_written_plan_at_full_depth(
     assert code == (0 if found["kept"] else 1)
     assert run(["confirm", out, "--target", "no-such-target", *where]) == 2
     assert "no launch file" in capsys.readouterr().err
+
+
+def test_a_search_ends_at_the_first_fault_of_the_machine(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before: nine probes met the same missing driver, all were stored as facts about setups, with exit code 0."""
+    asked: list[ProbeRequest] = []
+
+    def no_driver(request: ProbeRequest, **kwargs: object) -> ProbeFailure:
+        asked.append(request)
+        return ProbeFailure(rung=request.rung, kind=FailureKind.MACHINE, message="torch finds no usable driver")
+
+    monkeypatch.setattr("probes.executors.run_probe", no_driver)
+    store = tmp_path / "s.jsonl"
+    wish = [tiny, "--gpu", "rtx-4090", "--seq-len", "32", "--global-batch", "4", "--method", "lora"]
+    assert run(["tune", *wish, "--device", "cpu", "--no-dry-run", "--store", str(store)]) == 3
+    assert "this machine cannot measure: torch finds no usable driver" in capsys.readouterr().err
+    assert len(asked) == 1
+    assert Store(store).records() == ()

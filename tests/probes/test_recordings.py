@@ -150,6 +150,31 @@ def test_pytorchs_history_becomes_events() -> None:
     assert encode(events) == "+1000 +4194304 -0 +700"
 
 
+def test_history_is_kept_by_cuda_with_the_allocator_that_the_setup_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names and arguments are PyTorch's; in what order they are asked is what counts here."""
+    from probes import contact_traces
+
+    asked: list[tuple[str, Any]] = []
+    memory = torch.cuda.memory
+    monkeypatch.setattr(torch.cuda, "init", lambda: asked.append(("init", None)))
+    monkeypatch.setattr(memory, "_set_allocator_settings", lambda text: asked.append(("settings", text)), raising=False)
+    monkeypatch.setattr(
+        memory, "_record_memory_history", lambda *on, **kept: asked.append(("record", on or kept["max_entries"]))
+    )
+    traces = [[], [entry("segment_alloc", 0, 2 * MIB), entry("alloc", 5, 300), entry("free_completed", 5, 300)]]
+    monkeypatch.setattr(memory, "_snapshot", lambda: {"device_traces": traces})
+    with contact_traces._history("cuda:1", False) as so_far:
+        assert so_far() == ([Alloc(0, 300), Free(0)], 1, False)
+        monkeypatch.setattr(contact_traces, "MAX_ENTRIES", 3)
+        assert so_far()[2]  # full: the oldest were overwritten
+    assert asked == [
+        ("settings", "expandable_segments:False"),
+        ("init", None),
+        ("record", 200_000),
+        ("record", (None,)),
+    ]
+
+
 def test_the_taped_meter_measures_as_the_meter_does() -> None:
     from contextlib import ExitStack
 
