@@ -100,13 +100,14 @@ def test_submitted_job_runs_nothing_of_the_current_folder(folder: Path, monkeypa
 
 
 def test_nothing_else_starts_a_python() -> None:
-    """`sys.executable` is started in one place, shown in another; a trace looks beside it for programs."""
+    """`sys.executable` is started in one place, shown in two others; a trace looks beside it for programs."""
     users = {
         path.relative_to(ROOT).as_posix()
         for room in ("planner", "probes", "search", "reports")
         for path in (ROOT / room).rglob("*.py")
         if "sys.executable" in path.read_text(encoding="utf-8")
     }
-    assert users == {"planner/children.py", "probes/doctor.py", "probes/phantom/runner.py"}
+    assert users == {"planner/children.py", "planner/install.py", "probes/doctor.py", "probes/phantom/runner.py"}
+    assert "import subprocess" not in (ROOT / "planner/install.py").read_text(encoding="utf-8")
     assert "Path(sys.executable).parent" in (ROOT / "probes/phantom/runner.py").read_text(encoding="utf-8")
     assert (ROOT / "probes/doctor.py").read_text(encoding="utf-8").count("sys.executable") == 1
