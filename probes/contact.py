@@ -64,12 +64,14 @@ class Job:
         words: of the child's command after the interpreter.
         limit_s: it is ended after this long; a campaign is given it as its budget.
         resumes: it knows itself what is done already (a campaign, a study): it is run in every call.
+        makes: what later jobs need of it and does not travel: without it here, it is not done.
     """
 
     name: str
     words: tuple[str, ...]
     limit_s: float
     resumes: bool = False
+    makes: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,12 @@ def jobs_of(call: int, kept: Kept, *, rehearse: bool = False) -> tuple[Job, ...]
     search = ("--out", out, "--store", str(kept.store), *(("--max-probes", "2") if rehearse else ()))
     store = ("--store", str(kept.store))
     return (
-        Job(name="tune", words=plan_words("tune", model, *gpu, *search, "--budget", "190s", *on), limit_s=235.0),
+        Job(
+            name="tune",
+            words=plan_words("tune", model, *gpu, *search, "--budget", "190s", *on),
+            limit_s=235.0,
+            makes=Path(out) / "plan.json",
+        ),
         Job(name="confirm", words=plan_words("confirm", out, *store, "--json", *on), limit_s=100.0),
         Job(
             name="launched",
@@ -259,7 +266,7 @@ def run_call(
     done = kept.done()
     for job in jobs_of(call, kept, rehearse=rehearse):
         left_s = budget_s - (clock() - started)
-        if job.name in done and not job.resumes:
+        if job.name in done and not job.resumes and (job.makes is None or job.makes.exists()):
             say(f"{job.name}: done before")
             continue
         if left_s < GIVE_UP_S:

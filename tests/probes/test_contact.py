@@ -73,6 +73,19 @@ def test_a_job_that_failed_is_tried_again(tmp_path: Path, fit: None) -> None:
     assert [name for name, _ in again.ran] == ["tune", "confirm", "launched"]
 
 
+def test_a_search_whose_folder_stayed_on_another_machine_is_made_again(tmp_path: Path, fit: None) -> None:
+    here, there = Clock(job_s=1.0), Clock(job_s=1.0)
+    here.call(4, tmp_path / "here")
+    contact.bring(Kept(tmp_path / "there"), tmp_path / "here")
+    there.call(4, tmp_path / "there")
+    assert [name for name, _ in there.ran] == ["tune"]  # the search; what follows it is done
+    (tmp_path / "there" / "tuned").mkdir()
+    (tmp_path / "there" / "tuned" / "plan.json").write_text("{}")
+    again = Clock(job_s=1.0)
+    again.call(4, tmp_path / "there")
+    assert again.ran == []
+
+
 def test_a_machine_that_cannot_measure_is_left_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {"gpus": [], "problems": {}, "driver_says": "too old"}
     monkeypatch.setattr("probes.doctor.ask_torch", lambda: facts)
