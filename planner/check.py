@@ -159,7 +159,7 @@ def single_changes(setup: TrainSetup, gpu: GpuSpec, model: ModelSpec) -> list[tu
     if setup.checkpointing != 1:
         tried.append(("checkpoint every layer", {"checkpointing": 1}, False))
     if setup.checkpointing != 0:
-        tried.append(("no gradient checkpointing", {"checkpointing": 0}, False))
+        tried.append(("no gradient checkpointing", {"checkpointing": 0, "activation_offload": False}, False))
     if setup.checkpointing != 2:
         tried.append(("checkpoint every 2nd layer", {"checkpointing": 2}, False))
     if setup.attention != "flash-attention-2" and gpu.flash_attention_2 and setup.compute_dtype != "fp32":

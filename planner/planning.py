@@ -23,12 +23,14 @@ from planner.decision.tree import OneGpu, answers, choose_node, preferred_nodes
 from planner.engines import engine_of
 from planner.errors import SetupError, UsageError
 from planner.expressed import check_something_expressed, target_notes
+from planner.memory.micro_batch import checkpointed_inputs_bytes
 from planner.outcome import Candidate
 from planner.plan import NoPlan, Plan, SpaceCount
 from planner.refine import CorrectionKey
 from planner.setup import TrainSetup
 from planner.space import BRANCH_FIELDS, Point, dimension_values, kinds, micro_batches
 from planner.steps import small_data_note
+from planner.units import gib
 from planner.workload import Workload
 
 if TYPE_CHECKING:
@@ -202,7 +204,7 @@ def _contradiction(values: Mapping[str, tuple[Any, ...]]) -> str:
 def _num_combinations(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> int:
     """Size of the plain product of all dimensions, impossible combinations included."""
     batches = len(values.get("micro_batch_seqs") or micro_batches(workload.global_batch_seqs))
-    dimensions = (*BRANCH_FIELDS, "attention", "checkpointing", "loss", "kernels", "optimizer")
+    dimensions = (*BRANCH_FIELDS, "attention", "checkpointing", "loss", "kernels", "activation_offload", "optimizer")
     return batches * prod(len(values[name]) for name in dimensions)
 
 
@@ -219,6 +221,9 @@ def _one_gpu(workload: Workload) -> OneGpu:
 def _notes(workload: Workload, chosen: Candidate) -> tuple[str, ...]:
     """The stated assumptions of a plan, one sentence each."""
     notes = [*target_notes(workload)]
+    if chosen.setup.activation_offload:
+        held = checkpointed_inputs_bytes(workload.model, chosen.setup)
+        notes.append(f"checkpoints lie in the host's pinned memory: {gib(held)} for every GPU")
     if not chosen.setup.packing:
         notes.append(
             f"every sequence is taken to be {workload.seq_len_tokens} tokens long (the worst batch); "

@@ -27,6 +27,7 @@ def correction_key(setup: TrainSetup) -> CorrectionKey:
         setup.kbit_fp32_cast,
         setup.checkpointing,
         setup.kernels,
+        setup.activation_offload,
         *((setup.num_gpus, setup.parallel, *setup.spread.items()) if setup.num_gpus > 1 else ()),
     )
 

@@ -64,6 +64,7 @@ class TrainSetup:
         loss: "full" (logits materialised), "chunked" (TRL's default head), "liger" (fused linear cross-entropy).
         kernels: "eager" (transformers' and peft's own operations), "liger" (Liger's norm, rotary and gated kernels),
             "fused" (those or Unsloth's, with LoRA as fused functions).
+        activation_offload: the inputs of checkpointed layers lie in the host's memory from forward to backward.
         micro_batch_seqs: sequences per forward on one GPU.
         accumulation_steps: micro-batches per optimizer step.
         seq_len_tokens: length of every sequence of the worst batch.
@@ -100,6 +101,7 @@ class TrainSetup:
     packing: bool = False
     compile: bool = False
     kernels: str = "eager"
+    activation_offload: bool = False
     num_gpus: int = 1
     parallel: str = "none"
     tensor_degree: int = 1
@@ -133,6 +135,11 @@ class TrainSetup:
             _one_of("lora_targets", self.lora_targets, TARGET_SETS, hint="or a list of module names")
         elif not self.lora_targets or not all(isinstance(name, str) and name for name in self.lora_targets):
             raise SetupError(f"lora_targets must name at least one module, got {self.lora_targets!r}")
+        if self.activation_offload and not self.checkpointing:
+            raise SetupError(
+                "activation_offload moves the inputs of checkpointed layers, got checkpointing off",
+                hint="switch checkpointing on",
+            )
         if self.method == "full":
             self._check_full()
         else:
@@ -168,6 +175,8 @@ class TrainSetup:
                 f"{self.pipeline_degree}",
                 hint="their product must divide the number of GPUs",
             )
+        if self.activation_offload and (split > 1 or self.parallel not in ("none", "ddp")):
+            raise SetupError("activation_offload is for one GPU or ddp: sharding engines checkpoint by themselves")
         if self.tensor_degree > 1 and self.kernels != "eager":
             raise SetupError(f"kernels {self.kernels!r} do not take matrices and norms that tensor parallelism cuts")
         if self.parallel in ("dp", "device-map") and split > 1:
@@ -354,7 +363,7 @@ SPREAD_FIELDS = (
 """Fields that say something only with several GPUs; left out of JSON and keys at their defaults."""
 AROUND_FIELDS = ("stack", "expandable_segments", "reentrant_checkpointing")
 """Whose code runs a setup and how it is started: no plan chooses them."""
-LATER_FIELDS = ("kernels", *AROUND_FIELDS)
+LATER_FIELDS = ("kernels", "activation_offload", *AROUND_FIELDS)
 """Fields that came after the first studies and plans; left out of JSON and keys at their defaults as well."""
 _DEFAULTS = {field.name: field.default for field in fields(TrainSetup)}
 _NO_SPREAD = tuple(_DEFAULTS[name] for name in SPREAD_FIELDS)

@@ -102,6 +102,7 @@ def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
         "checkpointing": PLANNED_CHECKPOINTING,
         "loss": PLANNED_LOSSES,
         "kernels": planned_kernels(workload.targets),
+        "activation_offload": (False, True) if offloading_matters(workload) else (False,),
     }
     for name, allowed in fixed.items():
         values[name] = tuple(allowed)
@@ -249,8 +250,8 @@ def _walk(
             pairs = tuple([(m, own_batch // m) for m in batches if own_batch % m == 0])
             ranks: list[_Rank] = []
             for attentions in kernels:
-                for family, checkpointing in product(own_kernels(setup, values), values["checkpointing"]):
-                    shared = setup.trusted_with(attention=attentions[0], checkpointing=checkpointing, kernels=family)
+                for layers in own_layers(setup, values):
+                    shared = setup.trusted_with(attention=attentions[0], **layers)
                     families: list[_Family] = []
                     for loss, optimizers in choices.items():
                         key = (shared, loss, optimizers, pairs)
@@ -284,12 +285,30 @@ def _choices(model: ModelSpec, setup: TrainSetup, values: Mapping[str, tuple[Any
     return found
 
 
-def own_kernels(setup: TrainSetup, values: Mapping[str, tuple[Any, ...]]) -> list[str]:
-    """The kernel families that can exist beside what a branch and a spread decide."""
+def offloading_matters(workload: Workload) -> bool:
+    """Whether one sequence's checkpoints would take so much of the budget that moving them can change the plan."""
+    model = workload.model
+    held = model.num_layers * model.hidden_size * 2 * workload.seq_len_tokens
+    return held > OFFLOAD_FROM_FRACTION * workload.budget_bytes
+
+
+OFFLOAD_FROM_FRACTION = 0.05
+OFFLOADED_CHECKPOINTING = 1
+"""Checkpoints go to the host only where every layer has one: what else a walk keeps would be larger than they are."""
+
+
+def own_layers(setup: TrainSetup, values: Mapping[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """How layers are computed and kept: the kernel families, checkpointing and offloading that can exist beside what a
+    branch and a spread decide."""
     found = []
-    for family in values["kernels"]:
+    asked = False not in values["activation_offload"]
+    for kernels, every, offload in product(values["kernels"], values["checkpointing"], values["activation_offload"]):
+        if offload and not asked and every != OFFLOADED_CHECKPOINTING:
+            continue
+        layers = {"kernels": kernels, "checkpointing": every, "activation_offload": offload}
         with suppress(SetupError):
-            found.append(setup.with_(kernels=family).kernels)
+            setup.with_(**layers)
+            found.append(layers)
     return found
 
 

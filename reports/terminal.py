@@ -250,8 +250,9 @@ def _flag(name: str, value: object) -> list[str]:
         if value > 1:
             return ["--checkpoint-every", str(value)]
         return ["--checkpointing" if value else "--no-checkpointing"]
-    if name == "packing":
-        return ["--packing" if value else "--no-packing"]
+    if name in ("packing", "activation_offload"):
+        word = name.replace("_", "-")
+        return [f"--{word}" if value else f"--no-{word}"]
     if name == "reshard_after_forward":
         return ["--reshard" if value else "--no-reshard"]
     known = {"lora_rank": "--rank", "lora_targets": "--targets", "pipeline_schedule": "--schedule"}

@@ -57,7 +57,8 @@ def checkpointing_words(setup: TrainSetup) -> str:
     """ "checkpointing off", "on" or "every n-th layer"."""
     if setup.checkpointing == 0:
         return "no checkpointing"
-    return "checkpointing" if setup.checkpointing == 1 else f"checkpointing every {setup.checkpointing} layers"
+    words = "checkpointing" if setup.checkpointing == 1 else f"checkpointing every {setup.checkpointing} layers"
+    return f"{words}, offloaded" if setup.activation_offload else words
 
 
 def quantization_words(setup: TrainSetup) -> str:
@@ -126,7 +127,7 @@ def setup_difference(setup: TrainSetup, other: TrainSetup) -> str:
         parts.append(f"on {targets_words(other)}")
     if other.quantized and (other.quantization, other.kbit_fp32_cast) != (setup.quantization, setup.kbit_fp32_cast):
         parts.append(quantization_words(other))
-    if other.checkpointing != setup.checkpointing:
+    if (other.checkpointing, other.activation_offload) != (setup.checkpointing, setup.activation_offload):
         parts.append(checkpointing_words(other))
     if (other.micro_batch_seqs, other.accumulation_steps) != (setup.micro_batch_seqs, setup.accumulation_steps):
         parts.append(f"micro-batch {other.micro_batch_seqs} × {other.accumulation_steps}")

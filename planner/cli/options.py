@@ -45,6 +45,10 @@ Kernels = Annotated[
     list[str] | None, typer.Option("--kernels", help="/".join(fields.KERNEL_FAMILIES) + "; repeatable.")
 ]
 OneKernels = Annotated[str | None, typer.Option("--kernels", help="/".join(fields.KERNEL_FAMILIES) + ".")]
+ActivationOffload = Annotated[
+    bool | None,
+    typer.Option("--activation-offload/--no-activation-offload", help="Checkpoints in host memory or on the GPU."),
+]
 NoExtraPackages = Annotated[
     bool,
     typer.Option("--no-extra-packages", help="Plan without liger-kernel, flash-attn and other tools' own kernels."),
@@ -95,6 +99,7 @@ def fixed_fields(
     checkpointing: int | None,
     packing: bool | None,
     no_extra_packages: bool = False,
+    activation_offload: bool | None = None,
     **repeatable: list[str] | None,
 ) -> dict[str, tuple[Any, ...]]:
     """Setup fields that the user decided, each with its allowed values.
@@ -116,6 +121,8 @@ def fixed_fields(
         fixed["checkpointing"] = (checkpointing,)
     if packing is not None:
         fixed["packing"] = (packing,)
+    if activation_offload is not None:
+        fixed["activation_offload"] = (activation_offload,)
     if no_extra_packages:
         _without_packages(fixed)
     adapters_only = rank is not None or targets is not None

@@ -62,6 +62,7 @@ class WishOptions:
     packing: options.Packing = None
     loss: options.Loss = None
     kernels: options.Kernels = None
+    activation_offload: options.ActivationOffload = None
     no_extra_packages: options.NoExtraPackages = False
     memory_gib: options.MemoryGib = None
     headroom: options.Headroom = None
@@ -94,6 +95,7 @@ class WishOptions:
             attention=self.attention,
             loss=self.loss,
             kernels=self.kernels,
+            activation_offload=self.activation_offload,
             no_extra_packages=self.no_extra_packages,
         )
         options.check_ranks(self.rank, self.min_rank)

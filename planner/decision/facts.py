@@ -51,6 +51,7 @@ def simplicity(setup: TrainSetup) -> int:
         + OPTIMIZERS[setup.optimizer].simplicity
         + LOSSES[setup.loss].simplicity
         + KERNELS[setup.kernels].simplicity
+        + setup.activation_offload
         + sum(
             values.index(getattr(setup, name)) if getattr(setup, name) in values else len(values)
             for name, values in SIMPLE_FIRST.items()

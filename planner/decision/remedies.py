@@ -52,8 +52,8 @@ def _relaxed(workload: Workload) -> Iterator[Remedy]:
     """The first of the user's own restrictions (target, spread, method, ...) without which something fits."""
     wishes = [("target", replace(workload, targets=()))] if workload.targets else []
     spread = ("parallel", *SPREAD_FIELDS) if workload.num_gpus > 1 else ()
-    setup = ("method", "precision", "quantization", "optimizer", "checkpointing", "attention", "loss", "kernels")
-    for name in (*spread, *setup):
+    wanted = ("method", "precision", "quantization", "optimizer", "checkpointing", "attention", "loss", "kernels")
+    for name in (*spread, *wanted, "activation_offload"):
         if name in workload.fixed:
             left_out = {name, "method", "quantization", "precision"} if name in ("method", "quantization") else {name}
             freer = {key: value for key, value in workload.fixed.items() if key not in left_out}

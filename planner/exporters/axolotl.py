@@ -268,6 +268,8 @@ def _memory(setup: TrainSetup, model: ModelSpec | None) -> list[Line]:
         lines += [Line("gradient_checkpointing", True), Line("gradient_checkpointing_kwargs", {"use_reentrant": False})]
     else:
         lines.append(Line("gradient_checkpointing", False, "fsdp_config does it" if sharded else ""))
+    if setup.activation_offload:
+        lines.append(Line("activation_offloading", True, "checkpoints in host memory"))
     if setup.loss == "chunked":
         lines.append(Line("chunked_cross_entropy", True))
     lines += _kernels(setup, model)

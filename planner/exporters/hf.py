@@ -262,6 +262,8 @@ def _arguments(request: ExportRequest, setup: TrainSetup) -> str:
     kwargs: dict[str, object] = {"use_reentrant": False}
     if setup.checkpointing > 1:
         kwargs["every_n_layers"] = setup.checkpointing
+    if setup.activation_offload:
+        kwargs["offload"] = True
     save = (
         [
             Line("save_steps", 500),

@@ -180,6 +180,7 @@ def _sections(request: ExportRequest) -> list[Section]:
             *_precision(runs),
             Line("disable_gradient_checkpointing", setup.checkpointing == 0),
             Line("use_reentrant_gc", False) if setup.checkpointing else None,
+            Line("use_unsloth_gc", True, "checkpoints in host memory") if setup.activation_offload else None,
             Line("enable_liger_kernel", True) if liger else None,
             Line("torch_compile", True) if setup.compile else None,
             Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,

@@ -311,6 +311,9 @@ def checkpointing_lines(setup: TrainSetup) -> list[Line]:
     if setup.checkpointing > 1:
         kwargs["every_n_layers"] = setup.checkpointing
         comment = f"every {setup.checkpointing} layers"
+    if setup.activation_offload:
+        kwargs["offload"] = True
+        comment += ", inputs in host memory"
     return [Line("activation_checkpointing", True, comment), Line("activation_checkpointing_kwargs", kwargs)]
 
 

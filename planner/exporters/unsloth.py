@@ -77,7 +77,6 @@ def export(request: ExportRequest) -> Launch:
         return Launch(target=TARGET, refused=reason)
     found = differences(setup)
     notes = [
-        'use_gradient_checkpointing="unsloth" keeps the checkpoints in host memory: less than planned.',
         "Written with the names of trl <= 1.15 and transformers <= 5.17, which Unsloth pins.",
         "Checked against the signatures and config classes in Unsloth's source; it was not run here (no GPU).",
     ]
@@ -120,6 +119,11 @@ def _script(request: ExportRequest) -> str:
     return "".join(parts)
 
 
+def _checkpointing(setup: TrainSetup) -> bool | str:
+    """Unsloth's own form keeps the checkpoints in host memory."""
+    return "unsloth" if setup.activation_offload else setup.checkpointing > 0
+
+
 def _model(request: ExportRequest) -> str:
     setup = request.setup
     dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[setup.compute_dtype]
@@ -136,7 +140,7 @@ def _model(request: ExportRequest) -> str:
             Line("load_in_16bit", setup.method == "lora"),
             Line("full_finetuning", full),
             Line("float32_mixed_precision", setup.precision == "bf16-mixed", "fp32 weights") if full else None,
-            Line("use_gradient_checkpointing", setup.checkpointing > 0),
+            Line("use_gradient_checkpointing", _checkpointing(setup)),
         ],
     )
 
@@ -153,7 +157,7 @@ def _adapters(request: ExportRequest) -> str:
             Line("lora_alpha", hyper.lora_alpha, hyper.reasons.get("lora_alpha", "")),
             Line("lora_dropout", setup.lora_dropout),
             Line("bias", "none"),
-            Line("use_gradient_checkpointing", setup.checkpointing > 0),
+            Line("use_gradient_checkpointing", _checkpointing(setup)),
             Line("random_state", hyper.seed),
         ],
         first="model",

@@ -26,6 +26,9 @@ from planner.models.spec import LayerSpec, ModelSpec
 from planner.models.targets import adapts_expert_stacks
 from planner.setup import TrainSetup
 
+ON_DEVICE_INPUTS = 2
+"""Inputs of checkpointed layers that are on the device while the others lie on the host. Seen in the dry run."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerMoment:
@@ -131,13 +134,18 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
             stored["pinned"] += kept[index] * (saved.pinned - saved.pinned_again)
         if counts[index] > kept[index]:
             again = counts[index] - kept[index]
-            if not (traits.post_norm and saved.pinned):  # int8 keeps that very input
-                stored["inputs"] += again * SIZE_BYTES[flow.residual] * model.hidden_size * tokens
+            inputs = SIZE_BYTES[flow.residual] * model.hidden_size * tokens
+            if setup.activation_offload:  # one on its way, and the first, which the model's forward holds
+                stored["inputs"] = ON_DEVICE_INPUTS * inputs
+            elif not (traits.post_norm and saved.pinned):  # int8 keeps that very input
+                stored["inputs"] += again * inputs
             stored["pinned"] += again * saved.pinned
         here = ((backward_transient(layer, context, saved), 0), *constant_transients(layer, context, saved))
         if counts[index] > kept[index]:
-            in_again.append(forward_transient(layer, context) + merged_stacks(layer, context))
-            again_bytes = saved.total - _kept_input(layer, context)
+            # copied to the host when its layer is done, and back when its turn comes
+            here_inputs = inputs if setup.activation_offload else 0
+            in_again.append(forward_transient(layer, context) + merged_stacks(layer, context) + here_inputs)
+            again_bytes = saved.total - _kept_input(layer, context) + here_inputs
             moments.append([LayerMoment(recomputed=again_bytes, transient=a, dequantized=b) for a, b in here])
         if kept[index]:
             in_kept.append(forward_transient(layer, context) - saved.total)
@@ -187,6 +195,13 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
         adapter_casts=adapter_casts,
         at_first_decoder_layer=biases.at_first_decoder_layer,
     )
+
+
+def checkpointed_inputs_bytes(model: ModelSpec, setup: TrainSetup) -> int:
+    """Bytes of the inputs of all checkpointed layers of one micro-batch: what offloading puts into host memory."""
+    counts, kept = _checkpointed(model, setup.checkpointing)
+    size = SIZE_BYTES[step_flow(model, setup).residual]
+    return (sum(counts) - sum(kept)) * size * model.hidden_size * setup.tokens_per_micro_batch
 
 
 def _kept_input(layer: LayerSpec, context: LayerContext) -> int:

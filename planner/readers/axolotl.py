@@ -20,7 +20,7 @@ OLD_ATTENTION_SWITCHES = {
     "eager_attention": "eager",
     "xformers_attention": "sdpa",
 }
-OFFLOADS = ("activation_offloading", "layer_offloading", "ple_cpu_offload", "lora_on_cpu")
+OFFLOADS = ("layer_offloading", "ple_cpu_offload", "lora_on_cpu")
 NOT_COUNTED = {
     "peft_use_dora": "DoRA's magnitude vectors and norms are not counted",
     "lora_target_parameters": "adapters on stacked expert parameters are not counted",
@@ -78,6 +78,7 @@ def read(
     fields["kernels"] = _kernels(settings, fields, model)
     fields["precision"] = _precision(settings, fields["method"])
     fields["checkpointing"] = _checkpointing(settings)
+    fields["activation_offload"] = _offloads(settings, fields["checkpointing"])
     if settings.raw("peft_autocast_adapter_dtype") is False and fields["method"] == "lora":
         fields["adapter_dtype"] = "bf16" if "bf16" in fields["precision"] else "auto"
     elif fields["method"] != "full":
@@ -188,7 +189,6 @@ def _precision(settings: Settings, method: str) -> str:
 def _checkpointing(settings: Settings) -> int:
     value = settings.raw("gradient_checkpointing", False)
     if value in ("offload", "offload_disk", "unsloth"):
-        settings.approximate(f"gradient_checkpointing {value}: counted as if the checkpoints stayed on the GPU")
         return 1
     fsdp = Settings(settings.mapping("fsdp_config"), f"{settings.name}: fsdp_config")
     if fsdp.raw("activation_checkpointing") is True or fsdp.raw("fsdp_activation_checkpointing") is True:
@@ -202,6 +202,17 @@ def _checkpointing(settings: Settings) -> int:
     if not settings.flag("gradient_checkpointing", False):
         return 0
     return kwargs.integer("every_n_layers", 1, at_least=1)
+
+
+def _offloads(settings: Settings, checkpointing: int) -> bool:
+    """Checkpoints in host memory, by Axolotl's older or its present setting."""
+    everything = settings.raw("activation_offloading", False)
+    if everything and not checkpointing:
+        settings.approximate("activation_offloading without checkpoints: counted as if nothing left the GPU")
+        return False
+    return bool(checkpointing) and (
+        bool(everything) or settings.raw("gradient_checkpointing") in ("offload", "offload_disk", "unsloth")
+    )
 
 
 def _attention(settings: Settings, model: ModelSpec | None) -> str:

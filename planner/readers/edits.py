@@ -118,10 +118,12 @@ def _hf_common(config: ReadConfig, name: str, after: TrainSetup) -> dict[str, An
         case "checkpointing":
             old = key.startswith("gradient")
             edits: dict[str, Any] = {key or "activation_checkpointing": after.checkpointing > 0}
-            if after.checkpointing > 1 or config.setup.checkpointing > 1:
+            if after.checkpointing > 1 or config.setup.checkpointing > 1 or after.activation_offload:
                 block: dict[str, Any] = {"use_reentrant": False}
                 if after.checkpointing > 1:
                     block["every_n_layers"] = after.checkpointing
+                if after.activation_offload:
+                    block["offload"] = True
                 edits["gradient_checkpointing_kwargs" if old else "activation_checkpointing_kwargs"] = block
             return edits
     return {}
@@ -173,6 +175,8 @@ def _axolotl(config: ReadConfig, name: str, after: TrainSetup) -> dict[str, Any]
             return {"chunked_cross_entropy": after.loss == "chunked"}
         case "method" | "quantization":
             edits: dict[str, Any] = {"adapter": "qlora", "load_in_4bit": True}
+            if config.setup.quantization == "nf4":
+                edits["bnb_config_kwargs"] = {"bnb_4bit_use_double_quant": after.quantization == "nf4-double"}
             if config.setup.quantization == "int8":
                 edits["load_in_8bit"] = False
             return edits

@@ -17,9 +17,17 @@ def checkpointing(settings: Settings, default: bool, keys: dict[str, str]) -> in
         return 0
     kwargs = settings.mapping(settings.first("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"))
     inner = Settings(kwargs, f"{settings.name}: {key}_kwargs")
-    if inner.flag("offload", False):
-        settings.approximate("checkpoints offloaded to host memory are counted as if they stayed on the GPU")
     return inner.integer("every_n_layers", 1, at_least=1)
+
+
+def offloads(settings: Settings, checkpointing: int) -> bool:
+    """Whether the checkpoints lie in host memory: transformers' option, or TRL's, which takes everything."""
+    key = settings.first("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+    inner = Settings(settings.mapping(key), f"{settings.name}: {key}")
+    everything = settings.flag("activation_offloading", False)
+    if everything and not checkpointing:
+        settings.approximate("activations offloaded to host memory are counted as if they stayed on the GPU")
+    return bool(checkpointing) and (inner.flag("offload", False) or everything)
 
 
 def autocast(settings: Settings, bf16_default: bool) -> str | None:

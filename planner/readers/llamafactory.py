@@ -81,6 +81,7 @@ def read(
         "seq_len_tokens": cutoff,
         "attention": default_attention(model) if word == "auto" else ATTENTIONS[word],
         "checkpointing": 0 if off else 1,
+        "activation_offload": not off and settings.flag("use_unsloth_gc", False),
         **common.liger(settings, settings.flag("enable_liger_kernel", False), "full", model),
         "optimizer": common.optimizer(settings, "optim", "adamw_torch_fused"),
         "compile": settings.flag("torch_compile", False),

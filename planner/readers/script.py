@@ -124,6 +124,7 @@ class _Script:
         else:
             fields["lora_rank"] = 0
         fields["checkpointing"] = self._checkpointing()
+        fields["activation_offload"] = self._offloads(fields["checkpointing"])
         fields["seq_len_tokens"] = self._length()
         constants = self.program.module.names
         packed = plain(constants.get("PACKING")) is True
@@ -309,14 +310,18 @@ class _Script:
     def _called(self, word: str) -> bool:
         return any(word in model.called for model in self.found.touched)
 
+    def _offloads(self, checkpointing: int) -> bool:
+        if not self.unsloth:
+            return hf.offloads(self.arguments, checkpointing)
+        key = "use_gradient_checkpointing"
+        return str((self.lora if self.lora.has(key) else self.loader).raw(key, "unsloth")) == "unsloth"
+
     def _checkpointing(self) -> int:
         arguments, prepared = self.arguments, self.found.prepared
         if self.unsloth:
             key = "use_gradient_checkpointing"
             settings = self.lora if self.lora.has(key) else self.loader
             value = settings.raw(key, "unsloth")
-            if value == "unsloth":
-                arguments.assume("checkpoints kept in host memory (unsloth) are counted as if they stayed on the GPU")
             return int(bool(value) and value not in ("none", "false"))
         own_default = self._own_arguments() and self.defaults.checkpointing
         old = self.trl and self.defaults.version < versions.TRL_PREPARES_WITH_CHECKPOINTING_UNTIL
@@ -384,8 +389,6 @@ class _Script:
             arguments.approximate("DoRA's magnitude vectors and norms are not counted")
         if lora.has("target_parameters") and lora.raw("target_parameters"):
             arguments.approximate("adapters on stacked expert parameters are not counted")
-        if arguments.flag("activation_offloading", False):
-            arguments.approximate("activations offloaded to host memory are counted as if they stayed on the GPU")
         if training.trained_times(self.program) > 1:
             arguments.assume("the program trains more than once: the first training is read")
         for source in dict.fromkeys(self.program.sources):

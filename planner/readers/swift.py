@@ -72,6 +72,7 @@ def read(
         "checkpointing": hf.checkpointing(settings, True, keys),
         **common.liger(settings, settings.flag("use_liger_kernel", False), "full", model),
     }
+    fields["activation_offload"] = hf.offloads(settings, fields["checkpointing"])
     if method != "full":
         names = settings.names("target_modules") or ("all-linear",)
         fields["lora_targets"] = common.targets(names, model, settings)

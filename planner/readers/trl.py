@@ -85,14 +85,13 @@ def read(
     keys["attention"] = attention_key
     fields["optimizer"] = common.optimizer(settings, "optim", "adamw_torch_fused")
     fields["checkpointing"] = hf.checkpointing(settings, defaults.checkpointing, keys)
+    fields["activation_offload"] = hf.offloads(settings, fields["checkpointing"])
     length_key = settings.first("max_length", "max_seq_length")
     if not settings.has(length_key):
         settings.assume("max_length absent: 1024 tokens, TRL's default")
     fields["seq_len_tokens"] = settings.integer(length_key, 1024, at_least=1)
     fields["packing"] = settings.flag("packing", False)
     fields["compile"] = settings.flag("torch_compile", False)
-    if settings.flag("activation_offloading", False):
-        settings.approximate("activations offloaded to host memory are counted as if they stayed on the GPU")
     if kwargs.raw("device_map") == "auto" and sharding.num_gpus > 1:
         fields |= {"num_gpus": sharding.num_gpus, "parallel": "device-map"}
     else:

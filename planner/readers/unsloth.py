@@ -57,9 +57,9 @@ def read(
     four = training.flag("load_in_4bit", True) and not full
     checkpointing = training.raw("gradient_checkpointing", "unsloth")
     if isinstance(checkpointing, str) and checkpointing.strip().lower() == "unsloth":
-        training.assume("checkpoints kept in host memory (unsloth) are counted as if they stayed on the GPU")
-        on = True
+        on = offload = True
     else:
+        offload = False
         on = training.flag("gradient_checkpointing", True) if checkpointing != "none" else False
     fields: dict[str, Any] = {
         "method": "full" if full else "qlora" if four else "lora",
@@ -72,6 +72,7 @@ def read(
         "attention": "sdpa",
         "loss": "chunked",
         "checkpointing": int(on),
+        "activation_offload": offload,
         "micro_batch_seqs": training.integer("batch_size", 2, at_least=1),
         "accumulation_steps": training.integer("gradient_accumulation_steps", 4, at_least=1),
         "seq_len_tokens": training.integer("max_seq_length", 2048, at_least=1),

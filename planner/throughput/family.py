@@ -100,7 +100,12 @@ class Family:
             once = _WEIGHT_CAST_BYTES * sum(group.weights for group in inv.groups) / speed.bandwidth
             self._cast = once * (2.0 if full else 1.0)
             again_micro += again * once
-        self._recompute = (again_token, again * forward, again_micro, again)
+        if setup.activation_offload:  # out and back on the compute stream
+            inputs = SIZE_BYTES[flow.residual] * inv.hidden_size * again * inv.num_layers
+            host_token = 2.0 * inputs / speed.host_rate
+        else:
+            host_token = 0.0
+        self._recompute = (again_token, again * forward + host_token * self._seq, again_micro, again)
         self._skip_last = full and not conditions.reentrant_checkpointing
         self._skip_first = not full and not every
 

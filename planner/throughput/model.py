@@ -74,6 +74,13 @@ class SpeedModel:
         self._adapters: dict[tuple[object, ...], tuple[Moved, int, float, int]] = {}
         self._attention: dict[tuple[object, ...], tuple[float, float, float]] = {}
 
+    @property
+    def host_rate(self) -> float:
+        """Bytes per second of pinned copies between the GPU and its host, one direction."""
+        from planner.cluster import host_link  # late: only offloading needs it
+
+        return host_link(self.gpu).bytes_per_s * self.calibration.spread_constants.host_copy_share
+
     def cache_gain(self, tokens: int) -> float:
         """How many times faster elementwise kernels run because the previous kernel's result is still in the L2 cache.
 

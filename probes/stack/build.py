@@ -82,7 +82,9 @@ def build_from_config(
 
             model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         if setup.checkpointing:
-            enable_checkpointing(model, setup.checkpointing, reentrant=setup.reentrant_checkpointing)
+            enable_checkpointing(
+                model, setup.checkpointing, reentrant=setup.reentrant_checkpointing, offload=setup.activation_offload
+            )
         if setup.method != "full":
             with torch.device(device):
                 model = add_adapters(model, setup)
@@ -155,16 +157,46 @@ def fill_random(tensor: torch.Tensor, name: str, class_name: str, generator: tor
         tensor.normal_(0.0, 0.02, generator=generator)
 
 
-def enable_checkpointing(model: Any, every: int, *, reentrant: bool = False) -> None:
+class _OnHost:
+    """A meta tensor as the host keeps it: its shape and type, no bytes on the device."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.size, self.stride, self.dtype = tensor.size(), tensor.stride(), tensor.dtype
+
+    def back(self) -> torch.Tensor:
+        """A new tensor on the device."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+
+
+def _offloaded(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """transformers' checkpoint under `save_on_cpu`, for meta tensors."""
+    from torch.utils.checkpoint import checkpoint
+
+    with torch.autograd.graph.saved_tensors_hooks(_OnHost, lambda kept: kept.back()):
+        return checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def enable_checkpointing(model: Any, every: int, *, reentrant: bool = False, offload: bool = False) -> None:
     """Checkpointing of every `every`-th layer through transformers, under whichever name it has there.
+
+    Args:
+        offload: the layers' inputs lie in pinned host memory until their backward.
 
     Source: transformers 5.23 `activation_checkpointing_enable(every_n_layers=)`; 5.17 has only
     `gradient_checkpointing_enable`, and layers are then switched off one by one.
     """
     kwargs = {"use_reentrant": reentrant}
     if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs, every_n_layers=every)
+        real = offload and next(model.parameters()).device.type != "meta"
+        host = {"offload": True} if real else {}
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs, every_n_layers=every, **host)
+        if offload and not real:
+            for module in model.modules():
+                if getattr(module, "_gradient_checkpointing_func", None) is not None:
+                    module._gradient_checkpointing_func = _offloaded
         return
+    if offload:
+        raise ValueError("transformers before 5.23 keeps checkpoints on the GPU")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
     if every > 1:
         from transformers.modeling_layers import GradientCheckpointingLayer

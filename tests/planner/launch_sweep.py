@@ -40,6 +40,7 @@ def _all_values() -> Iterator[TrainSetup]:
         "packing": (False, True),
         "compile": (False, True),
         "kernels": KERNEL_FAMILIES,
+        "activation_offload": (False, True),
         "lora_rank": (1, 8, 256),
         "lora_dropout": (0.0, 0.05, 0.5),
         "lora_targets": ("attention", "all-linear", ("q_proj", "v_proj"), ("down_proj",)),
@@ -123,6 +124,7 @@ def setups() -> list[TrainSetup]:
             "packing": dice.random() < 0.3,
             "compile": dice.random() < 0.1,
             "kernels": dice.choice(KERNEL_FAMILIES),
+            "activation_offload": dice.random() < 0.2,
             "num_gpus": 1 if parallel == "none" else 8,
             "parallel": parallel,
         }
