@@ -12,12 +12,12 @@ from planner.memory.trained import trained_parameters
 from planner.memory.types import RankMemory
 from planner.memory.weights import linear_bytes
 from planner.models.spec import ModelSpec
-from planner.models.stored import dequantizing_class, stored_method, stored_refusal
+from planner.models.stored import dequantizing_class, kept_fraction, stored_bits, stored_method, stored_refusal
 from planner.models.targets import unmatched_targets
 from planner.outcome import Prediction, Rung
 from planner.setup import TrainSetup
 from planner.speed import cluster_of, speed_profile
-from planner.units import gib
+from planner.units import gib, percent
 
 if TYPE_CHECKING:
     from planner.cluster import Cluster  # late: one GPU needs none of it
@@ -109,12 +109,14 @@ def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str
     unmatched = () if setup.method == "full" else unmatched_targets(model, setup.lora_targets)
     if unmatched:
         notes.append(f"LoRA targets {', '.join(unmatched)[:200]} match no module: PEFT leaves them out without a word")
-    if dequantizing_class(model):
-        refused = stored_refusal(setup, model)
+    if refused := stored_refusal(setup, model):
+        notes.append(f"this cannot run: {refused}")
+    elif dequantizing_class(model):
+        notes.append(f"the checkpoint is stored in {stored_method(model)}: its weights are loaded dequantized")
+    elif bits := stored_bits(model):
+        kept = kept_fraction(model)
         notes.append(
-            f"this cannot run: {refused}"
-            if refused
-            else f"the checkpoint is stored in {stored_method(model)}: its weights are loaded dequantized"
+            f"the checkpoint is published in {bits}" + (f", {percent(kept)} of its matrices in 16 bits" if kept else "")
         )
     elif method := stored_method(model):
         notes.append(

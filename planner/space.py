@@ -38,7 +38,7 @@ from planner.memory.step import (
 )
 from planner.memory.workspace import communicator_bytes, context_bytes, cublas_workspace_bytes
 from planner.models.spec import ModelSpec
-from planner.models.stored import stored_refusal
+from planner.models.stored import stored_bits, stored_refusal
 from planner.setup import METHODS, TrainSetup
 from planner.speed import speed_profile
 from planner.workload import Workload
@@ -107,7 +107,13 @@ def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
     for name, allowed in fixed.items():
         values[name] = tuple(allowed)
     quantized = TrainSetup(method="qlora", quantization="nf4")
-    if refused := stored_refusal(quantized, workload.model):
+    if bits := stored_bits(workload.model):
+        values["method"] = tuple(one for one in values["method"] if one == "qlora")
+        values["quantization"] = tuple(one for one in values["quantization"] if one == bits)
+        if not values["method"] or not values["quantization"]:
+            reason = f"{workload.model.model_id} is published in {bits} by bitsandbytes and loads as that"
+            raise UsageError(reason, hint=f"use --method qlora --quantization {bits}, or name a 16-bit copy of it")
+    elif refused := stored_refusal(quantized, workload.model):
         values["method"] = tuple(one for one in values["method"] if one != "qlora")
         values["quantization"] = tuple(one for one in values["quantization"] if one == "none")
         if not values["method"] or not values["quantization"]:

@@ -1,4 +1,5 @@
-"""The formula's `ModelSpec` of any decoder that transformers builds, read off its module tree on meta tensors.
+"""The formula's `ModelSpec` of any decoder that transformers builds, read off its module tree on meta tensors; what
+sees images or sound lies idle in it.
 
     python -P -m probes.module_tree < config.json > spec.json
 
@@ -91,6 +92,7 @@ def spec_of_tree(raw_config: Mapping[str, Any], *, model_id: str, source: str) -
         outer_linears=outer.linears,
         outer_norms=outer.norms,
         num_outer_other_params=outer.num_other,
+        idle_layers=outer.idle_layers,
         num_idle_other_params=outer.num_idle,
         logit_softcap=bool(getattr(text, "final_logit_softcapping", None)),
         attentions=(
@@ -110,6 +112,7 @@ class _Outer:
     def __init__(self, model: Any, inside: set[int], path: str) -> None:
         self.num_other = self.num_idle = 0
         embeddings, linears, norms = [], [], []
+        towers: dict[tuple[str, str], list[LinearSpec]] = {}
         seen = set(inside)
         for name, module in model.named_modules():
             if name.startswith(f"{path}."):
@@ -125,7 +128,10 @@ class _Outer:
                 continue
             seen |= {id(one) for one in own.values()}
             size = sum(one.numel() for one in own.values())
-            if _IDLE.search(name):
+            if _IDLE.search(name) and isinstance(module, nn.Linear) and own:
+                place, number, leaf = _numbered(name)
+                towers.setdefault((place, number), []).append(_linear(leaf, module, "other"))
+            elif _IDLE.search(name):
                 self.num_idle += size
             elif isinstance(module, nn.Linear) and own:
                 linears.append(_linear(name.rpartition(".")[2], module, "other"))
@@ -135,6 +141,22 @@ class _Outer:
             else:
                 self.num_other += size
         self.embeddings, self.linears, self.norms = tuple(embeddings), tuple(linears), tuple(norms)
+        self.idle_layers = _alike(towers)
+
+
+def _numbered(name: str) -> tuple[str, str, str]:
+    """A module's name around its first number: ("visual.blocks", "3", "attn.qkv"); without one, ("", "", name)."""
+    found = re.fullmatch(r"(.+?)\.(\d+)\.(.+)", name)
+    return (found[1], found[2], found[3]) if found else ("", "", name)
+
+
+def _alike(towers: Mapping[tuple[str, str], list[LinearSpec]]) -> tuple[tuple[LayerSpec, int], ...]:
+    """The matrices of layers that see no text token, alike layers of one list counted together."""
+    counts: dict[LayerSpec, int] = {}
+    for (place, _), linears in towers.items():
+        layer = LayerSpec(kind="idle", linears=tuple(linears), norms=(), attention=None, mlp=None, path=place)
+        counts[layer] = counts.get(layer, 0) + 1
+    return tuple(counts.items())
 
 
 def _layer(layer: nn.Module, index: int, text: Any, path: str, rotary: bool) -> LayerSpec:

@@ -115,7 +115,7 @@ def _layer_bytes(layer: LayerSpec, inner: TrainSetup, plain: int) -> int:
     """Bytes of one block's gathered weights: 4-bit weights travel packed, their scales are never cut."""
     total = (sum(norm.num_params for norm in layer.norms) + layer.num_other_params) * plain
     for one in layer.linears:
-        if not inner.quantized or one.module == "parameter":
+        if not inner.quantized or not one.quantizes:
             total += (one.num_weights + one.num_bias) * plain
         else:
             packed = one.num_weights if inner.quantization == "int8" else -(-one.num_weights // 2)

@@ -82,6 +82,8 @@ def model_refusal(setup: TrainSetup, model: ModelSpec | None) -> str:
         return ""
     if model.is_encoder_decoder:
         return f"launch files train causal language models; {model.model_type} is an encoder-decoder"
+    if model.from_tree and not model.built_class.endswith(("ForCausalLM", "LMHeadModel")):
+        return f"launch files train causal language models on text; {model.model_type} is built as {model.built_class}"
     if model.model_type in REMOTE_TYPES:
         return (
             f"transformers has no {model.model_type}: the code that the model brings along would have to be trusted "

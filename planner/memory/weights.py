@@ -38,10 +38,11 @@ def int8_bytes(num_weights: int, out_features: int) -> int:
 def linear_bytes(linear: LinearSpec, setup: TrainSetup) -> int:
     """Bytes of one LinearSpec (all its copies, biases included) under the setup's quantization.
 
-    bitsandbytes replaces nn.Linear and Conv1D; bare parameters (stacked experts) stay 16-bit.
+    bitsandbytes replaces nn.Linear and Conv1D; bare parameters (stacked experts) stay 16-bit, and so does what a
+    checkpoint published quantized keeps so.
     """
     plain = SIZE_BYTES["fp32" if setup.kbit_fp32_cast else setup.weight_dtype]
-    if not setup.quantized or linear.module == "parameter":
+    if not setup.quantized or not linear.quantizes:
         return (linear.num_weights + linear.num_bias) * plain
     one = linear.in_features * linear.out_features
     if setup.quantization == "int8":

@@ -25,7 +25,7 @@ def dequantized_bytes(linear: LinearSpec, setup: TrainSetup, input_dtype: str) -
     Source: bitsandbytes 0.50 `MatMul4Bit`, `MatMul8bitLt` backward.
     Shapes: [out_features, in_features].
     """
-    if not setup.quantized or linear.module == "parameter":
+    if not setup.quantized or not linear.quantizes:
         return 0
     dtype = input_dtype if setup.quantization == "int8" else setup.compute_dtype
     return linear.in_features * linear.out_features * SIZE_BYTES[dtype]

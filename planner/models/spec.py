@@ -32,6 +32,7 @@ class LinearSpec:
             quantizes; "parameter" is a bare nn.Parameter (stacked experts), which neither touches.
         num: how many such matrices the layer holds (experts).
         num_active: through how many of them each token passes (top-k experts); equals `num` for dense layers.
+        kept: a checkpoint that is published quantized holds it in 16 bits.
     """
 
     name: str
@@ -42,6 +43,12 @@ class LinearSpec:
     module: ModuleKind = "linear"
     num: int = 1
     num_active: int = 1
+    kept: bool = False
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether a quantized base holds it in fewer bits."""
+        return self.module != "parameter" and not self.kept
 
     @property
     def leaf(self) -> str:

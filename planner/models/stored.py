@@ -1,8 +1,9 @@
 """Checkpoints that are published quantized: how a trainer loads them so that they train as planned."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from planner.models.spec import ModelSpec
+from planner.models.spec import LayerSpec, ModelSpec
 from planner.setup import TrainSetup
 
 DEQUANTIZING = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
@@ -26,6 +27,71 @@ def dequantizing_class(model: ModelSpec | None) -> str:
     return DEQUANTIZING.get(stored_method(model), "")
 
 
+def stored_bits(model: ModelSpec | None) -> str:
+    """Our name for what bitsandbytes published a checkpoint in: "nf4-double", "nf4" or "int8"; "" for anything else."""
+    stored = model.config.get("quantization_config") if model is not None else None
+    return _bits(stored) if isinstance(stored, Mapping) else ""
+
+
+def _bits(stored: Mapping[str, object]) -> str:
+    if stored.get("quant_method", "bitsandbytes") != "bitsandbytes":
+        return ""
+    if stored.get("load_in_8bit") or stored.get("_load_in_8bit"):
+        return "int8"
+    if not (stored.get("load_in_4bit") or stored.get("_load_in_4bit")) or stored.get("bnb_4bit_quant_type") == "fp4":
+        return ""
+    return "nf4-double" if stored.get("bnb_4bit_use_double_quant") else "nf4"
+
+
+MAX_KEPT = 5000
+
+
+def kept_names(config: Mapping[str, object]) -> tuple[str, ...]:
+    """The modules that a checkpoint published by bitsandbytes keeps in 16 bits ("dynamic" 4-bit checkpoints name some
+    hundred); none for any other checkpoint."""
+    stored = config.get("quantization_config")
+    names = stored.get("llm_int8_skip_modules") if isinstance(stored, Mapping) and _bits(stored) else None
+    return tuple(one for one in names[:MAX_KEPT] if isinstance(one, str) and one) if isinstance(names, list) else ()
+
+
+def is_kept(module: str, names: tuple[str, ...]) -> bool:
+    """Whether one of these names stands for a module: the module itself, what it lies in, or how its name ends.
+
+    transformers also takes a name as a regular expression, which nobody publishes and no stranger's file is trusted
+    with.
+
+    Source: transformers 5.23 `should_convert_module`.
+    """
+    return any(module == one or module.startswith(f"{one}.") or module.endswith(one) for one in names)
+
+
+def with_kept(model: ModelSpec) -> ModelSpec:
+    """The inventory with the matrices marked that the published checkpoint keeps in 16 bits."""
+    names = kept_names(model.config)
+    if not names:
+        return model
+    kinds: dict[LayerSpec, int] = {}
+    order = tuple(
+        kinds.setdefault(_marked(model.layer_kinds[kind], index, names), len(kinds))
+        for index, kind in enumerate(model.layer_order)
+    )
+    idle = tuple((_marked(layer, 0, names), num) for layer, num in model.idle_layers)
+    return replace(model, layer_kinds=tuple(kinds), layer_order=order, idle_layers=idle)
+
+
+def _marked(layer: LayerSpec, index: int, names: tuple[str, ...]) -> LayerSpec:
+    kept = [is_kept(f"{layer.path}.{index}.{one.name}", names) for one in layer.linears]
+    marked = (replace(one, kept=mark) for one, mark in zip(layer.linears, kept, strict=True))
+    return replace(layer, linears=tuple(marked))
+
+
+def kept_fraction(model: ModelSpec) -> float:
+    """Share of the matrices' elements that a checkpoint published quantized keeps in 16 bits."""
+    linears = [(one, num) for layer, num in model.layer_counts for one in layer.linears]
+    whole = sum(one.num_weights * num for one, num in linears)
+    return sum(one.num_weights * num for one, num in linears if one.kept) / whole if whole else 0.0
+
+
 def stored_refusal(setup: TrainSetup, model: ModelSpec | None) -> str:
     """Why a setup cannot train the published checkpoint, "" where it can."""
     if model is not None and setup.quantized and dequantizing_class(model):
@@ -33,4 +99,7 @@ def stored_refusal(setup: TrainSetup, model: ModelSpec | None) -> str:
             f"{model.model_id} is published in {stored_method(model)}, which bitsandbytes cannot quantize again: name "
             "a 16-bit copy of it"
         )
+    bits = stored_bits(model)
+    if model is not None and bits and setup.quantization != bits:
+        return f"{model.model_id} is published in {bits} by bitsandbytes and loads as that: name a 16-bit copy of it"
     return ""

@@ -88,7 +88,7 @@ def _count(part: ModelSpec, setup: TrainSetup, conditions: Conditions) -> Traffi
         count * linear.num_weights
         for layer, count in part.layer_counts
         for linear in layer.linears
-        if linear.module != "parameter" and setup.quantized
+        if linear.quantizes and setup.quantized
     )
     in_layers = sum(layer.num_params * count for layer, count in part.layer_counts)
     layer_bytes = (in_layers - quantized) * held + quantized * _QUANTIZED_BYTES.get(setup.quantization, 0.0)

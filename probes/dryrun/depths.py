@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,8 @@ def plan_depth(config: Any, *, checkpointing: int, full_depth: bool) -> DepthPla
     """
     full = num_layers(config)
     whole = DepthPlan(full=full, depth=full, config=config, whole=config, block=None)
-    if full_depth or config.is_encoder_decoder:
+    one_by_one = any(re.search(r"\d", name) for name in getattr(config, "kept_modules", ()))  # no layer repeats
+    if full_depth or config.is_encoder_decoder or one_by_one:
         return whole  # an encoder-decoder's two halves grow together, and its models are small
     prefix, period, signatures = _pattern(config)
     if checkpointing > 1:

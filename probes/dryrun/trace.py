@@ -15,6 +15,7 @@ from probes.dryrun.tracker import Origin, Tracker, local
 from probes.dryrun.workspaces import cublas_workspace_bytes, is_matmul, temporaries
 from probes.stack import build_from_config, inner_model, layers_of, make_batch, make_optimizer, make_trainer, train_step
 from probes.stack.autocast import emulation_installed
+from probes.stack.build import auto_class
 from probes.stack.quantize import quantized_tensors
 from probes.stack.step import optimizer_phase
 
@@ -92,10 +93,7 @@ def resolve_attention(config: Any, setup: TrainSetup) -> tuple[str, tuple[str, .
     Raises:
         ValueError: the model class has no flash-attention 2 path.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
-    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    model_class = auto._model_mapping[type(config)]
+    model_class = auto_class(config)._model_mapping[type(config)]
     if setup.attention == "flash-attention-2":
         if not getattr(model_class, "_supports_flash_attn", False):
             raise ValueError(f"transformers has no flash-attention 2 path for {config.model_type}")

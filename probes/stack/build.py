@@ -95,11 +95,21 @@ def build_from_config(
     return model
 
 
+def auto_class(config: Any) -> Any:
+    """The class of transformers that builds this configuration with a head over the vocabulary: causal where there is
+    one, else what answers about images, else what fills masks."""
+    import transformers
+
+    if config.is_encoder_decoder:
+        return transformers.AutoModelForSeq2SeqLM
+    causal = transformers.AutoModelForCausalLM
+    others = (transformers.AutoModelForImageTextToText, transformers.AutoModelForMaskedLM)
+    return next((auto for auto in (causal, *others) if type(config) in auto._model_mapping), causal)
+
+
 def bare_model(config: Any, dtype: torch.dtype, attention: str) -> Any:
     """The transformers model on meta, tied weights tied, modules that must stay fp32 in fp32."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
-    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    auto = auto_class(config)
     name = None if left_unnamed(config.to_dict(), attention) else attention
     with torch.device("meta"):
         model = auto.from_config(config, dtype=dtype, attn_implementation=name)

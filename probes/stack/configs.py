@@ -5,6 +5,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from planner.models.stored import kept_names
+
 DEPTH_FIELDS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _LISTS_PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "attention_layers", "layers_block_type")
 _LISTS_OF_INDICES = ("mlp_only_layers", "moe_layers")
@@ -18,6 +20,7 @@ def load_config(config: Mapping[str, Any]) -> Any:
     model_type = raw.pop("model_type", None)
     if not isinstance(model_type, str):
         raise ValueError("the configuration names no model_type")
+    kept = kept_names(config)
     raw.pop("quantization_config", None)  # the setup says how weights are stored, not the published checkpoint
     raw.pop("dtype", None)
     raw.pop("torch_dtype", None)
@@ -29,6 +32,8 @@ def load_config(config: Mapping[str, Any]) -> Any:
     finally:
         logger.setLevel(level)
     loaded.use_cache = False
+    if kept:
+        loaded.kept_modules = kept
     if loaded.is_encoder_decoder and getattr(loaded, "decoder_start_token_id", None) is None:
         loaded.decoder_start_token_id = getattr(loaded, "pad_token_id", None) or 0
     text = loaded.get_text_config()

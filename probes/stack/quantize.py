@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.models.stored import is_kept
+
 _BLOCK = 64
 _NESTED_BLOCK = 256
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -25,7 +27,8 @@ def _is_choosing(module: nn.Module) -> bool:
 
 
 def quantizable(model: nn.Module) -> list[str]:
-    """Names of the modules that transformers hands to bitsandbytes: every linear except the output head.
+    """Names of the modules that transformers hands to bitsandbytes: every linear except the output head and what the
+    published checkpoint keeps in 16 bits.
 
     Source: transformers, integrations/bitsandbytes.py `replace_with_bnb_linear` (nn.Linear and Conv1D) and
     `get_keys_to_not_convert` (the output embedding and tied modules stay).
@@ -33,10 +36,11 @@ def quantizable(model: nn.Module) -> list[str]:
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    kept = tuple(getattr(getattr(model, "config", None), "kept_modules", ()))
     names = [
         name
         for name, one in model.named_modules()
-        if isinstance(one, (nn.Linear, Conv1D)) and one is not head and not is_router(one)
+        if isinstance(one, (nn.Linear, Conv1D)) and one is not head and not is_router(one) and not is_kept(name, kept)
     ]
     last_modules = [name for name, _ in model.named_children()]
     keep = last_modules[-1] if head is None and last_modules else None

@@ -7,9 +7,13 @@ from planner.cli.wish import workload
 from planner.errors import UsageError
 from planner.exporters import EXPORTERS
 from planner.gpus import find_gpu
+from planner.memory.weights import weight_bytes
 from planner.models import catalogue
+from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, stored_method
+from planner.plan import Plan
+from planner.planning import plan_workload
 from planner.predict import predict
 from planner.setup import TrainSetup
 from planner.space import dimension_values
@@ -72,3 +76,61 @@ def test_memory_counts_the_experts_in_16_bits() -> None:
     terms = predict(model, find_gpu("h100-sxm"), LORA).terms
     weights = sum(term.size_bytes for term in terms if term.name.startswith("weights"))
     assert weights == pytest.approx(2 * model.num_params, rel=1e-3)
+
+
+DYNAMIC = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "llm_int8_skip_modules": [
+        "lm_head",
+        "model.layers.1.mlp",
+        "model.layers.2.self_attn.o_proj",
+        "multi_modal_projector",
+    ],
+}
+"""A "dynamic" checkpoint's own list (unsloth/DeepSeek-R1-Distill-Llama-8B-unsloth-bnb-4bit names one MLP so:
+https://github.com/vllm-project/vllm/pull/12974), and one matrix more."""
+
+
+def published(name: str, stored: dict[str, object]) -> ModelSpec:
+    config = {**load(name).config, "quantization_config": stored}
+    return spec_from_config(config, model_id=f"{name}-bnb-4bit", source="a test")
+
+
+def test_what_a_4_bit_checkpoint_keeps_in_16_bits_weighs_16_bits() -> None:
+    """Llama-3-8B: one MLP of 3 x 4096 x 14336 and one matrix of 4096 x 4096, at 2 bytes instead of 4.127 bits."""
+    plain = published("meta-llama/Llama-3.1-8B", {**DYNAMIC, "llm_int8_skip_modules": ["lm_head"]})
+    dynamic = published("meta-llama/Llama-3.1-8B", DYNAMIC)
+    setup = TrainSetup(method="qlora", quantization="nf4-double")
+    more = weight_bytes(dynamic, setup)["layers"] - weight_bytes(plain, setup)["layers"]
+    weights = 3 * 4096 * 14336 + 4096 * 4096
+    assert more == pytest.approx(weights * (2 - 4.127 / 8), rel=1e-3)
+    assert dynamic.num_params == plain.num_params
+    assert len(dynamic.layer_kinds) == 3
+    assert [index for index, kind in enumerate(dynamic.layer_order) if kind] == [1, 2]
+    assert weight_bytes(plain, setup) == weight_bytes(load("meta-llama/Llama-3.1-8B"), setup)
+
+
+def test_a_name_is_no_part_of_a_number() -> None:
+    """ "model.layers.1.mlp" leaves layers 10 to 19 alone."""
+    dynamic = published("meta-llama/Llama-3.1-8B", DYNAMIC)
+    assert dynamic.layer_order[10] == dynamic.layer_order[0]
+
+
+def test_a_4_bit_checkpoint_is_planned_as_what_it_is() -> None:
+    model = published("meta-llama/Llama-3.1-8B", DYNAMIC)
+    plan = plan_workload(workload(model, find_gpu("h100-sxm"), fixed={}))
+    assert isinstance(plan, Plan)
+    assert plan.chosen.setup.quantization == "nf4-double"
+    assert any("3 % of its matrices in 16 bits" in note for note in plan.chosen.formula.notes)
+    with pytest.raises(UsageError, match="loads as that"):
+        dimension_values(workload(model, find_gpu("h100-sxm"), fixed={"method": ("lora",)}))
+    assert "16-bit copy" in EXPORTERS["hf"](request(LORA, model=model)).refused
+
+
+@pytest.mark.parametrize("names", [None, "lm_head", [], [1, None, ""], ["(a+)+$"] * 6000])
+def test_a_strange_list_is_no_list(names: object) -> None:
+    model = published("meta-llama/Llama-3.1-8B", {**DYNAMIC, "llm_int8_skip_modules": names})
+    assert model.layer_kinds == load("meta-llama/Llama-3.1-8B").layer_kinds

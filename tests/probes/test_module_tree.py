@@ -12,7 +12,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import torch
+
 from planner.errors import ConfigError, UnknownModelError
+from planner.exporters import EXPORTERS
 from planner.gpus import find_gpu
 from planner.install import install_command
 from planner.models import catalogue, module_tree
@@ -22,7 +25,10 @@ from planner.outcome import Prediction
 from planner.predict import predict
 from planner.setup import TrainSetup
 from probes.dryrun import dry_run
-from probes.module_tree import spec_of_tree
+from probes.module_tree import _IDLE, spec_of_tree
+from probes.stack.build import bare_model
+from probes.stack.configs import load_config
+from tests.planner.launch_sweep import request
 
 A100 = find_gpu("a100-80gb")
 SIZES = {"vocab_size": 8000, "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8}
@@ -32,6 +38,28 @@ UNKNOWN: dict[str, dict[str, Any]] = {
     "arcee": {**SIZES, "intermediate_size": 1536, "num_key_value_heads": 4},
     "granitemoe": {**SIZES, "intermediate_size": 256, "num_local_experts": 8, "num_experts_per_tok": 2},
 }
+_TEXT = {**SIZES, "intermediate_size": 1536, "num_key_value_heads": 2}
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]}}
+_VIT = {"depth": 2, "embed_dim": 64, "hidden_size": 512, "num_heads": 4}
+WITH_IMAGES: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"text_config": {**_TEXT, **_ROPE}, "vision_config": _VIT},
+    "qwen2_5_vl": {
+        "text_config": {**_TEXT, **_ROPE},
+        "vision_config": {"depth": 2, "hidden_size": 64, "out_hidden_size": 512, "num_heads": 4},
+    },
+    "qwen3_vl": {
+        "text_config": {**_TEXT, "head_dim": 64, **_ROPE},
+        "vision_config": {"depth": 2, "hidden_size": 64, "out_hidden_size": 512, "num_heads": 4,
+                          "deepstack_visual_indexes": [0]},
+    },
+    "llava": {"text_config": {"model_type": "llama", **_TEXT}},
+    "mistral3": {"text_config": {"model_type": "mistral", **_TEXT, "head_dim": 64}},
+    "mllama": {"text_config": {**_TEXT, "cross_attention_layers": [], "pad_token_id": 0}},
+    "ministral3": {**_TEXT, "head_dim": 64},
+    "modernbert": {**SIZES, "intermediate_size": 1536, "pad_token_id": 0},
+    "bert": {**SIZES, "intermediate_size": 1536},
+}  # fmt: skip
+"""Models with a tower, or that fill masks: their text side is planned, the tower's weights lie idle."""
 NO_TREE = {"t5", "deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
 """Latent and linear attention, and an encoder-decoder: what their trees do not say, an adapter knows."""
 OTHERWISE = {"bloom", "gptj", "gpt_neo", "gemma3", "gemma4", "llama4"}
@@ -70,6 +98,48 @@ def test_a_tree_says_what_the_adapter_says(model_type: str) -> None:
 def test_what_a_tree_does_not_say_is_refused(model_type: str) -> None:
     with pytest.raises(ValueError, match="adapter"):
         spec_of_tree(OF_EACH_TYPE[model_type].config, model_id="m", source="s")
+
+
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_a_model_that_sees_images_is_counted_whole(name: str) -> None:
+    """The tower's matrices are there for adapters and quantization, its other parameters as a number."""
+    config = {"model_type": name, **WITH_IMAGES[name]}
+    spec = spec_of_tree(config, model_id="m", source="s")
+    model = bare_model(load_config(config), torch.bfloat16, "eager")
+    assert spec.num_params == sum(parameter.numel() for parameter in model.parameters())
+    assert spec.num_layers == 6
+    tower = sum(num * len(layer.linears) for layer, num in spec.idle_layers)
+    assert tower == sum(isinstance(one, torch.nn.Linear) for path, one in model.named_modules() if _IDLE.search(path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "mistral3"])
+def test_the_text_side_of_a_model_that_sees_images_is_planned(name: str) -> None:
+    spec = spec_of_tree({"model_type": name, **WITH_IMAGES[name]}, model_id="m", source="s")
+    setup = TrainSetup(seq_len_tokens=512, micro_batch_seqs=2)
+    formula, run = predict(spec, A100, setup), dry_run(spec, A100, setup)
+    assert isinstance(run, Prediction), run
+    assert abs(formula.peak_allocated_bytes / run.peak_allocated_bytes - 1) <= formula.memory_band_fraction
+    assert "built as" in EXPORTERS["hf"](request(setup, model=spec)).refused
+
+
+@pytest.mark.slow
+def test_a_checkpoint_with_16_bit_parts_is_run_as_it_is() -> None:
+    """Dynamic 4-bit checkpoints: the dry run quantizes what the checkpoint's own list leaves."""
+    stored = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+              "bnb_4bit_use_double_quant": True}  # fmt: skip
+    setup = TrainSetup(method="qlora", quantization="nf4-double", seq_len_tokens=256)
+    peaks = []
+    for names in (["lm_head"], ["lm_head", "model.layers.1.mlp", "model.layers.7.self_attn"]):
+        config = {"model_type": "llama", **SIZES, "num_hidden_layers": 12, "intermediate_size": 4096}
+        config["quantization_config"] = {**stored, "llm_int8_skip_modules": names}
+        spec = spec_from_config(config, model_id="m", source="s")
+        formula, run = predict(spec, A100, setup), dry_run(spec, A100, setup)
+        assert isinstance(run, Prediction), run
+        assert abs(formula.peak_allocated_bytes / run.peak_allocated_bytes - 1) <= formula.memory_band_fraction
+        peaks.append(run.peak_allocated_bytes)
+    kept = 3 * 512 * 4096 + 4 * 512 * 512
+    assert peaks[1] - peaks[0] == pytest.approx(kept * (2 - 4.127 / 8), rel=0.02)
 
 
 def test_a_model_without_attention_is_refused() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from planner.errors import UnknownModelError
 from planner.models.adapters.fields import Fields, shown
 from planner.models.spec import ModelSpec
+from planner.models.stored import with_kept
 
 _LLAMA_LIKE = [
     "llama",
@@ -93,7 +94,8 @@ def spec_from_config(config: Mapping[str, Any], *, model_id: str, source: str) -
         spec = build(fields, model_id, source)
     else:
         spec = _from_tree(fields, model_type, model_id, source)
-    return replace(spec, config=config, config_source=spec.config_source + _taken_from_defaults(config, spec))
+    spec = replace(spec, config=config, config_source=spec.config_source + _taken_from_defaults(config, spec))
+    return with_kept(spec)
 
 
 def _from_tree(fields: Fields, model_type: str, model_id: str, source: str) -> ModelSpec:
