@@ -87,14 +87,19 @@ def table() -> str:
     return head + "".join(f"{row(*one)}\n" for one in PLANS)
 
 
+def write() -> None:
+    """Writes the table into the page."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     if not parser.parse_args().write:
         print(table(), end="")
         return
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}")
+    write()
 
 
 if __name__ == "__main__":

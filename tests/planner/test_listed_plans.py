@@ -1,10 +1,16 @@
-"""The forty plans of docs/choices.md are what is planned, each with the sentence that explains it."""
+"""The forty plans of docs/choices.md are what is planned, each with the sentence that explains it.
+
+`UPDATE_DOCS=1 pytest tests/planner/test_listed_plans.py`, like that of `tests/test_docs.py`, writes the page anew.
+"""
+
+import os
 
 import pytest
 
-from benchmarks.listed_plans import BEGIN, END, PAGE, PLANS, row
+from benchmarks.listed_plans import BEGIN, END, PAGE, PLANS, row, write
 
-HOW = "the page is written by: python benchmarks/listed_plans.py --write"
+if os.environ.get("UPDATE_DOCS"):
+    write()
 LISTED = PAGE.read_text().partition(BEGIN)[2].partition(END)[0].splitlines()
 SOME = range(0, len(PLANS), 6)
 
@@ -16,10 +22,10 @@ def test_forty_plans_are_listed() -> None:
 
 @pytest.mark.parametrize("number", SOME)
 def test_a_listed_plan_is_what_is_planned(number: int) -> None:
-    assert row(*PLANS[number]) == LISTED[number + 2], HOW
+    assert row(*PLANS[number]) == LISTED[number + 2], __doc__
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [number for number in range(len(PLANS)) if number not in SOME])
 def test_every_listed_plan_is_what_is_planned(number: int) -> None:
-    assert row(*PLANS[number]) == LISTED[number + 2], HOW
+    assert row(*PLANS[number]) == LISTED[number + 2], __doc__
