@@ -17,6 +17,7 @@ SCHEMA_VERSION = 1
 SETUP_FIELDS = tuple(field.name for field in fields(TrainSetup))
 _DEFAULTS = {field.name: field.default for field in fields(TrainSetup)}
 _ALWAYS = tuple(name for name in SETUP_FIELDS if name not in (*SPREAD_FIELDS, *LATER_FIELDS))
+_LISTS = ("lora_targets", "modules_to_save")
 _SWITCHES = tuple(name for name, default in _DEFAULTS.items() if isinstance(default, bool))
 
 
@@ -28,8 +29,9 @@ def setup_to_dict(setup: TrainSetup) -> dict[str, Any]:
     values = {name: getattr(setup, name) for name in _ALWAYS} | setup.seldom
     if setup.checkpointing <= 1:
         values["checkpointing"] = bool(setup.checkpointing)
-    if isinstance(setup.lora_targets, tuple):
-        values["lora_targets"] = list(setup.lora_targets)
+    for name in _LISTS:
+        if isinstance(values.get(name), tuple):
+            values[name] = list(values[name])
     return values
 
 
@@ -56,13 +58,16 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
         del clean["lora_rank"]
     if "checkpointing" in clean:
         clean["checkpointing"] = _checkpointing(clean["checkpointing"])
-    if isinstance(clean.get("lora_targets"), list):
-        clean["lora_targets"] = tuple(clean["lora_targets"])
+    for name in _LISTS:
+        if isinstance(clean.get(name), list):
+            clean[name] = tuple(clean[name])
+    if isinstance(clean.get("modules_to_save"), str):
+        raise SetupError("modules_to_save must be a list of module names", hint='["embed_tokens", "lm_head"]')
     for name in _SWITCHES:
         if name in clean and not isinstance(clean[name], bool):
             raise SetupError(f"{name} must be true or false, got {clean[name]!r}")
     for name, value in clean.items():
-        if name == "lora_targets" and isinstance(value, (tuple, str)):
+        if name in _LISTS and isinstance(value, (tuple, str)):
             continue  # TrainSetup looks at the names
         if isinstance(_DEFAULTS[name], str) and not isinstance(value, str):
             raise SetupError(f"{name} must be text, got {value!r:.80}")

@@ -35,6 +35,10 @@ PARALLELS = ("none", "dp", "ddp", "zero1", "zero2", "zero3", "fsdp2", "device-ma
 (nn.DataParallel, "dp") or over processes ("ddp"), optimizer states and more (DeepSpeed ZeRO 1 to 3, FSDP2).
 "device-map" is one copy spread over the GPUs by layers, one GPU at work at a time."""
 SHARDED = ("zero1", "zero2", "zero3", "fsdp2")
+SAVED_EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
+SAVED_HEADS = ("lm_head", "embed_out")
+SAVED_MODULES = (*SAVED_EMBEDDINGS, *SAVED_HEADS)
+"""What `modules_to_save` may name: the input embeddings and the output head, as model classes call them."""
 STACK_NAMES = tuple(_STACKS)
 """Whose training step a setup is for (`planner.stacks`)."""
 PIPELINE_SCHEDULES = ("1f1b", "gpipe")
@@ -78,6 +82,8 @@ class TrainSetup:
         shard_degree: FSDP2 shards within groups of so many GPUs and replicates over the groups (hybrid shard); 0: all.
         reshard_after_forward: FSDP2 frees a layer's gathered weights after its forward (ZeRO-3 always does).
         offload: one of OFFLOADS.
+        modules_to_save: peft's: embedding and head (SAVED_MODULES) trained whole beside the adapters, as copies in the
+            type of their weights.
         stack: one of STACK_NAMES, whose training step it is (`planner.stacks`).
         expandable_segments: the allocator's setting, as every launch file here has it.
         reentrant_checkpointing: the older form of torch's checkpointing (`use_reentrant=True`).
@@ -110,6 +116,7 @@ class TrainSetup:
     shard_degree: int = 0
     reshard_after_forward: bool = True
     offload: str = "none"
+    modules_to_save: tuple[str, ...] = ()
     stack: str = _DEFAULT_STACK
     expandable_segments: bool = True
     reentrant_checkpointing: bool = False
@@ -214,10 +221,18 @@ class TrainSetup:
             )
         if self.kbit_fp32_cast:
             raise SetupError("kbit_fp32_cast belongs to method 'qlora', got method 'full'")
+        if self.modules_to_save:
+            raise SetupError("modules_to_save belongs to adapters, method 'full' trains every module")
         if "lora" in _KERNELS[self.kernels].parts:
             raise SetupError(f"kernels {self.kernels!r} fuse adapters, got method 'full'", hint="use --kernels liger")
 
     def _check_adapter(self) -> None:
+        unknown = [name for name in self.modules_to_save if name not in SAVED_MODULES]
+        if unknown or not isinstance(self.modules_to_save, tuple):
+            raise SetupError(
+                f"modules_to_save must name embeddings or the head, got {', '.join(map(str, unknown))}",
+                hint=f"names: {', '.join(SAVED_MODULES)}",
+            )
         if self.lora_rank < 1:
             raise SetupError(f"method {self.method!r} needs a LoRA rank of at least 1, got {self.lora_rank}")
         if self.method == "qlora" and self.quantization == "none":
@@ -363,7 +378,7 @@ SPREAD_FIELDS = (
 """Fields that say something only with several GPUs; left out of JSON and keys at their defaults."""
 AROUND_FIELDS = ("stack", "expandable_segments", "reentrant_checkpointing")
 """Whose code runs a setup and how it is started: no plan chooses them."""
-LATER_FIELDS = ("kernels", "activation_offload", *AROUND_FIELDS)
+LATER_FIELDS = ("kernels", "activation_offload", "modules_to_save", *AROUND_FIELDS)
 """Fields that came after the first studies and plans; left out of JSON and keys at their defaults as well."""
 _DEFAULTS = {field.name: field.default for field in fields(TrainSetup)}
 _NO_SPREAD = tuple(_DEFAULTS[name] for name in SPREAD_FIELDS)

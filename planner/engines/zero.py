@@ -205,7 +205,8 @@ def _stage_3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trai
     live fills up to `stage3_max_live_parameters` (1e9) all along, with the tensor that crosses the limit beyond it;
     less only where less is left to be used in the step. Parameters below the persistence threshold stay gathered
     (norms, most LoRA matrices). What keeps a view of a gathered weight keeps all of it until its backward:
-    bitsandbytes' 4-bit layers (with and without checkpointing) and experts in stacks (without). The bucket and this
+    bitsandbytes' 4-bit layers (without checkpointing, and with that which is not reentrant: its forward builds a graph)
+    and experts in stacks (without). The bucket and this
     rank's gradients are allocated once and kept.
 
     Source: DeepSpeed 0.19 `stage3.py` (ipg bucket, grad_partitions_flat_buffer, sub groups),
@@ -310,6 +311,8 @@ def _gathered(model: ModelSpec, inner: TrainSetup, late: int) -> list[Held]:
     live = size * ZERO3_LIVE_ELEMENTS
     ahead = min(size * ZERO3_PREFETCH_ELEMENTS, everything)
     kept = groups.layers - half * stacks if inner.quantized else 0  # by views
+    if inner.reentrant_checkpointing and inner.checkpointing == 1:
+        kept = 0  # the forward runs without a graph: nothing views what it gathered
     if stacks and not inner.checkpointing and not _adapts_stacks(model, inner):
         kept += half * stacks
     # the head is asked for last, when what is live is just below the limit; a fused loss has read it from the beginning
@@ -317,7 +320,11 @@ def _gathered(model: ModelSpec, inner: TrainSetup, late: int) -> list[Held]:
     forward = max(min(everything, live + head) + ahead, min(everything, kept + groups.tail), 2 * half * block_stacks)
     loss = max(min(everything, max(live + over, groups.tail)), min(everything, kept + groups.tail))
     # the backward gathers ahead again, in quantized layers beside the views
-    again = kept + groups.tail + live if inner.quantized and inner.checkpointing and groups.layers > live else 0
+    again = (
+        max(kept, groups.layer) + groups.tail + live
+        if inner.quantized and inner.checkpointing and groups.layers > live
+        else 0
+    )
     # experts' stacks come in one buffer and are copied out of it; a recomputed block finds its own still there
     stacked = 0 if inner.checkpointing else 2 * half * block_stacks
     first = max(min(everything, loss + ahead), again, stacked)

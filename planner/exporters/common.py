@@ -78,6 +78,8 @@ def kernels_lines(setup: TrainSetup, model: ModelSpec | None) -> list[Line]:
 
 def model_refusal(setup: TrainSetup, model: ModelSpec | None) -> str:
     """Why no trainer on transformers runs this setup on this model, "" when one does or the model is not known."""
+    if setup.modules_to_save:
+        return "launch files train adapters alone: add modules_to_save to one yourself"
     if model is None:
         return ""
     if model.is_encoder_decoder:

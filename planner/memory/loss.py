@@ -4,7 +4,7 @@ from planner.choices.losses import LOSSES, LossChain, LossShape
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.micro_batch import step_flow
 from planner.models.spec import ModelSpec
-from planner.setup import TrainSetup
+from planner.setup import SAVED_HEADS, TrainSetup
 
 
 def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
@@ -16,7 +16,7 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
         hidden_size=model.hidden_size,
         logit_bytes=SIZE_BYTES[flow.autocast or flow.table],
         hidden_bytes=SIZE_BYTES[flow.residual],
-        head_trained=setup.method == "full",
+        head_trained=setup.method == "full" or bool(set(setup.modules_to_save) & set(SAVED_HEADS)),
         softcap=model.logit_softcap,
         head_cast=flow.autocast is not None and flow.table == "fp32",
         upcast=by.upcasts_logits and (not model.is_encoder_decoder or flow.autocast is not None),

@@ -178,7 +178,8 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
     adapter_casts = 0
     if setup.method != "full" and flow.autocast and flow.adapter == "fp32":
         # the graph keeps those of layers that are not recomputed, autocast's cache the others until the forward ends
-        trained, share = trained_parameters(model, setup), sum(kept) / max(1, sum(counts))
+        adapters_only = setup.trusted_with(modules_to_save=()) if setup.modules_to_save else setup
+        trained, share = trained_parameters(model, adapters_only), sum(kept) / max(1, sum(counts))
         stored["adapters"] += int(2 * trained.num * share)
         if "lora" not in fused:  # fused functions cast by themselves, past autocast's cache
             adapter_casts = int(2 * (trained.num - trained.stacked) * (1 - share))

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from planner.errors import SetupError
-from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.optimizer import state_bytes, step_bytes
 from planner.memory.rank_part import RankPart
 from planner.memory.trained import Trained, trained_parameters
@@ -82,6 +81,10 @@ class RankState:
         states = state_bytes(local.num, local.dtype, optimizer, matrix_edge_sum=local.edge_sum)
         num = local.num if self.stepped is None else self.stepped
         temporary = step_bytes(num, local.dtype, optimizer, largest_tensor=min(num, local.largest))
+        if local.copies:  # a group of their own in every multi-tensor step
+            states += state_bytes(local.copies, local.copies_dtype, optimizer)
+            largest = min(local.copies, local.largest)
+            temporary = max(temporary, step_bytes(local.copies, local.copies_dtype, optimizer, largest_tensor=largest))
         return states, max(0, temporary - self.gone_in_step_bytes)
 
     def host_state_bytes(self, optimizer: str) -> int:
@@ -105,7 +108,11 @@ def whole_weights(model: ModelSpec, setup: TrainSetup, trained: Trained) -> Iter
         if size:
             yield Held(category="weights", name=f"weights: {name}", size_bytes=size)
     if setup.method != "full":
-        yield Held(category="adapters", name="LoRA matrices", size_bytes=trained.size_bytes)
+        yield Held(
+            category="adapters",
+            name=f"LoRA matrices{' and whole modules' if setup.modules_to_save else ''}",
+            size_bytes=trained.size_bytes,
+        )
 
 
 def halves_stay_apart(model: ModelSpec, setup: TrainSetup) -> bool:
@@ -128,10 +135,11 @@ def backward_gradients(model: ModelSpec, setup: TrainSetup, trained: Trained, *,
     it is added. With checkpointing an encoder-decoder is at its first decoder layer when its position biases meet their
     gradients: the decoder's gradients are there.
     """
-    size = SIZE_BYTES[trained.dtype]
+    size = trained.outer_bytes
     head = 0 if accumulated else trained.head * size
     largest = trained.embeddings * size
-    half = trained.head * size if model.tied else 0  # the head's, which waits for the embedding's
+    # the head's, which waits for the embedding's; copies of a tied pair are two
+    half = trained.head * size if model.tied and setup.method == "full" else 0
     first = head
     if accumulated:
         last = half

@@ -129,7 +129,7 @@ def loss_terms(
     name, beside = f"loss chain ({loss})", "weights and buffers beside the loss"
     forward = chain.loss_bytes + outputs_bytes
     backward = chain.backward_bytes + state.loss_backward_bytes
-    head = state.trained.head * SIZE_BYTES[state.trained.dtype] + chain.logits_bytes
+    head = state.trained.head * state.trained.outer_bytes + chain.logits_bytes
     if forward + parts.cast_cache + state.loss_forward_bytes > max(backward, head):
         return (
             ("loss", name, forward),

@@ -1,12 +1,12 @@
 """What the optimizer updates: the parameters of full fine-tuning or of LoRA, and which matrices carry adapters."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from planner.memory.dtypes import SIZE_BYTES
 from planner.models.spec import ModelSpec
 from planner.models.targets import lora_linears, lora_params, lora_rank
-from planner.setup import TrainSetup
+from planner.setup import SAVED_EMBEDDINGS, SAVED_HEADS, TrainSetup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,11 +21,24 @@ class Trained:
     embeddings: int
     stacked: int = 0
     """Of `num`: adapters of stacked experts, which peft itself casts to the base's type."""
+    copies: int = 0
+    copies_dtype: str = ""
+    """Beside `num`: whole modules trained as copies, where their type is another than the adapters'."""
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the trained parameters, and of their gradients."""
-        return self.num * SIZE_BYTES[self.dtype]
+        return self.num * SIZE_BYTES[self.dtype] + self.copies_bytes
+
+    @property
+    def copies_bytes(self) -> int:
+        """Bytes of the copies that have a type of their own."""
+        return self.copies * SIZE_BYTES[self.copies_dtype] if self.copies else 0
+
+    @property
+    def outer_bytes(self) -> int:
+        """Size of one element of a trained embedding or head."""
+        return SIZE_BYTES[self.copies_dtype or self.dtype]
 
 
 def trained_parameters(model: ModelSpec, setup: TrainSetup) -> Trained:
@@ -35,7 +48,39 @@ def trained_parameters(model: ModelSpec, setup: TrainSetup) -> Trained:
     """
     if setup.method == "full":
         return _trained_full(model, setup.weight_dtype)
-    return _trained_lora(model, setup.lora_targets, setup.lora_rank, setup.resolved_adapter_dtype)
+    adapters = _trained_lora(model, setup.lora_targets, setup.lora_rank, setup.resolved_adapter_dtype)
+    return with_copies(adapters, model, setup) if setup.modules_to_save else adapters
+
+
+def with_copies(adapters: Trained, model: ModelSpec, setup: TrainSetup) -> Trained:
+    """The adapters with the embedding and head that peft trains whole beside them.
+
+    Each is a copy of its own, even of a tied pair, in the type of its weights; TRL casts what is trained beside a
+    quantized base to bf16, adapters and copies alike.
+
+    Source: peft 0.21 `utils/other.py` ModulesToSaveWrapper (deepcopy), `tuners/tuners_utils.py` cast_adapter_dtype
+    (adapters alone); trl 1.16 `SFTTrainer.__init__`.
+    """
+    dtype = "fp32" if setup.kbit_fp32_cast else setup.weight_dtype
+    if setup.quantized and setup.stack == "trl":
+        dtype = adapters.dtype
+    names = set(setup.modules_to_save)
+    tables = max((one.num_params for one in model.embeddings), default=0) if names & set(SAVED_EMBEDDINGS) else 0
+    head = 0
+    if names & set(SAVED_HEADS) and model.head is not None:
+        head = model.head.num_weights + model.head.num_bias
+    edges = (model.vocab_size + model.hidden_size) * (bool(tables) + bool(head))
+    apart = dtype != adapters.dtype
+    return replace(
+        adapters,
+        head=head,
+        embeddings=tables,
+        largest=max(adapters.largest, tables, head),
+        edge_sum=adapters.edge_sum + edges,
+        num=adapters.num if apart else adapters.num + tables + head,
+        copies=tables + head if apart else 0,
+        copies_dtype=dtype if apart else "",
+    )
 
 
 @lru_cache(maxsize=256)

@@ -163,6 +163,7 @@ def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:
         "lora_rank": settings.integer("lora_r", 8, at_least=1),
         "lora_dropout": settings.real("lora_dropout", 0.0),
         "lora_targets": common.targets(names, model, settings),
+        "modules_to_save": common.modules_to_save(settings, "lora_modules_to_save"),
     }
 
 

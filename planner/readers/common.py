@@ -12,7 +12,7 @@ from planner.kernels import default_attention
 from planner.models.spec import ModelSpec
 from planner.models.targets import same_targets
 from planner.readers.values import Settings
-from planner.setup import TrainSetup
+from planner.setup import SAVED_MODULES, TrainSetup
 
 OPTIMIZERS = {alias: name for name, row in ROWS.items() for alias in (row.transformers, *row.aliases)}
 STAND_INS = {alias: name for name, row in ROWS.items() for alias in row.nearest_of}
@@ -134,6 +134,16 @@ def targets(names: tuple[str, ...], model: ModelSpec | None, settings: Settings)
         usual = {"attention": USUAL_ATTENTION_MODULES, "all-linear": USUAL_LINEAR_MODULES}
         return next((word for word, known in usual.items() if set(names) == set(known)), names)
     return same_targets(model, names) or names
+
+
+def modules_to_save(settings: Settings, key: str, said_to: Settings | None = None) -> tuple[str, ...]:
+    """The embedding and head that are trained whole beside the adapters; of other modules it is said that they are not
+    counted (to `said_to`, where the setting stands in a part that nobody asks)."""
+    names = settings.names(key)
+    others = [name for name in names if name not in SAVED_MODULES]
+    if others:
+        (said_to or settings).approximate(f"{key} {', '.join(others)}: trained in full, not counted")
+    return tuple(name for name in names if name in SAVED_MODULES)
 
 
 def build(settings: Settings, fields: dict[str, Any]) -> TrainSetup:

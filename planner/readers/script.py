@@ -289,6 +289,7 @@ class _Script:
             lora.assume(f"{UNSLOTH_WHOLE} as a target: Unsloth trains it whole; counted")
         fields: dict[str, Any] = {
             "lora_rank": lora.integer("r", 16 if unsloth else 8, at_least=1),
+            "modules_to_save": common.modules_to_save(lora, "modules_to_save", self.arguments),
             "lora_dropout": lora.real("lora_dropout", 0.0),
             "lora_targets": common.targets(names or (("all-linear",) if unsloth else ()), self.model, lora),
         }

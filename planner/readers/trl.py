@@ -69,6 +69,7 @@ def read(
             "lora_rank": settings.integer("lora_r", 16, at_least=1),
             "lora_dropout": settings.real("lora_dropout", 0.05),
             "lora_targets": common.targets(settings.names("lora_target_modules"), model, settings),
+            "modules_to_save": common.modules_to_save(settings, "lora_modules_to_save"),
         }
         if settings.flag("use_dora", False):
             settings.approximate("DoRA's magnitude vectors and norms are not counted")

@@ -232,7 +232,7 @@ def load(tracker: Tracker, model: Any) -> dict[int, tuple[str, str]]:
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             full = f"{path}.{name}"
-            own(parameter, "adapters" if "lora_" in full else "weights", full)
+            own(parameter, "adapters" if "lora_" in full or "modules_to_save" in full else "weights", full)
         for name, buffer in module.named_buffers(recurse=False):
             own(buffer, "weights", f"{path}.{name}")
         for name, tensor in quantized_tensors(module):

@@ -40,13 +40,15 @@ def add_adapters(model: Any, setup: TrainSetup) -> Any:
         lora_dropout=setup.lora_dropout,
         exclude_modules=sorted(name for name, one in model.named_modules() if is_router(one)) or None,
         bias="none",
+        modules_to_save=list(setup.modules_to_save) or None,
         task_type="SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM",
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wrapped = get_peft_model(model, config)
     dtype = _DTYPES[setup.resolved_adapter_dtype]
-    for parameter in wrapped.parameters():
-        if parameter.requires_grad and parameter.dtype is not dtype:
+    every = setup.quantized and setup.stack == "trl"  # TRL casts whatever is trained
+    for name, parameter in wrapped.named_parameters():
+        if parameter.requires_grad and parameter.dtype is not dtype and (every or "lora_" in name):
             parameter.data = parameter.data.to(dtype)
     return wrapped

@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.errors import SetupError
 from planner.gpus import find_gpu
+from planner.interchange import setup_from_dict, setup_to_dict
 from planner.memory.allocator import allocator_gap_bytes, fixed_segments_gap_bytes
 from planner.memory.loss import loss_parts
 from planner.memory.micro_batch import activation_parts, step_flow
@@ -189,3 +191,31 @@ def test_fixed_segments_leave_more_holes_by_hand() -> None:
     """16 % of the loss beside what is kept, 12 % of a layer's forward, 54 % of the smaller of kept and backward."""
     found = fixed_segments_gap_bytes(kept=100 * MIB, forward=150 * MIB, loss=300 * MIB, backward=140 * MIB)
     assert found == 24 * MIB + int((0.16 * 200 + 0.12 * 50 + 0.54 * 40) * MIB)
+
+
+def test_modules_to_save_by_hand() -> None:
+    """Qwen2.5-0.5B's tied table of 151,936 x 896 as two trained bf16 copies: 2 + 2 bytes of weights and gradients, and
+    2 + 2 of AdamW's two states; under TRL's cast of a quantized base, and beside fp32 adapters, the same."""
+    model = catalogue.load("Qwen/Qwen2.5-0.5B")
+    assert model is not None
+    table = 151_936 * 896
+    plain = TrainSetup(seq_len_tokens=128)
+    saved = plain.with_(modules_to_save=("embed_tokens", "lm_head"))
+    trained = trained_parameters(model, saved)
+    assert (trained.copies, trained.copies_dtype, trained.dtype) == (2 * table, "bf16", "fp32")
+    assert trained.size_bytes - trained_parameters(model, plain).size_bytes == 2 * 2 * table
+    steps = [predict_memory(model, find_gpu("a100-80gb"), one).phase_bytes["step"] for one in (plain, saved)]
+    assert steps[1] - steps[0] == 2 * table * (2 + 2 + 2 + 2)
+    quantized = {"method": "qlora", "quantization": "nf4"}
+    folded = trained_parameters(model, saved.with_(**quantized))
+    assert (folded.copies, folded.dtype) == (0, "bf16")
+    assert folded.num - trained_parameters(model, plain.with_(**quantized)).num == 2 * table
+
+
+def test_modules_to_save_are_embeddings_and_heads() -> None:
+    for wrong in ({"modules_to_save": ("norm",)}, {"modules_to_save": ("lm_head",), "method": "full", "lora_rank": 0}):
+        with pytest.raises(SetupError):
+            TrainSetup(**wrong)  # type: ignore[arg-type]
+    setup = setup_from_dict({"modules_to_save": ["lm_head"]})
+    assert setup_to_dict(setup)["modules_to_save"] == ["lm_head"]
+    assert "modules_to_save" not in setup_to_dict(TrainSetup())
