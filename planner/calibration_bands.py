@@ -17,7 +17,6 @@ from planner.memory.traits import traits_of
 from planner.models.spec import ModelSpec
 from planner.outcome import Prediction
 from planner.setup import TrainSetup
-from planner.stacks import DEFAULT as DEFAULT_STACK
 
 USUAL_BAND = 0.04
 """One fused attention kernel, experts, linear or eager attention alike: 90th percentile against the dry run 1 to 3 %,
@@ -64,6 +63,8 @@ def _one_gpu_band(model: ModelSpec, setup: TrainSetup) -> float:
     return SMALL_MODEL_BAND if model.num_params < SMALL_PARAMS else USUAL_BAND
 
 
+TRAINERS = ("trl", "hf")
+"""Stacks that are one Trainer: their published runs are one kind."""
 LEAST_ROWS = 10
 """Published rows from which a stack has a band of its own."""
 COVERAGE = 0.9
@@ -155,7 +156,7 @@ def evidence_bands(rung: str, gpu: GpuSpec, setup: TrainSetup) -> tuple[dict[str
     its runs was. Several GPUs have no compared dry runs: theirs are the formula's.
     """
     cells, gpus = _cells(), metric_of(setup)
-    stack = "trl" if setup.stack == "hf" else setup.stack  # one Trainer: `planner.stacks`
+    stack = TRAINERS[0] if setup.stack in TRAINERS else setup.stack
     rung = "formula" if gpus == "several" else rung
     rung = "formula" if gpus == "several" else rung
     bands, seen, cards = {}, False, set[str]()
@@ -180,10 +181,11 @@ def with_evidence(prediction: Prediction, gpu: GpuSpec, setup: TrainSetup) -> Pr
     """The prediction with the bands of published runs like it; a plan's own setup keeps what it has."""
     if of_a_plan(setup):
         return prediction
+    # the speed model's own band is fitted on trainers' runs card by card: only other stacks widen it
     bands, note = evidence_bands(prediction.rung.value, gpu, setup)
     memory = max(bands.get("device") or bands["reserved"])
     time = prediction.time_band_fraction
-    if time is not None and "tokens_per_s" in bands:
+    if time is not None and "tokens_per_s" in bands and setup.stack not in TRAINERS:
         below, above = bands["tokens_per_s"]
         time = max(time, above, 1 / (1 - below) - 1)
     return replace(
@@ -197,4 +199,4 @@ def with_evidence(prediction: Prediction, gpu: GpuSpec, setup: TrainSetup) -> Pr
 
 def of_a_plan(setup: TrainSetup) -> bool:
     """Whether a setup is one that a plan makes and starts: current versions, the allocator as launch files set it."""
-    return setup.expandable_segments and setup.stack in (DEFAULT_STACK, "hf")
+    return setup.expandable_segments and setup.stack in TRAINERS
