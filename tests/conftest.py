@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
@@ -70,6 +71,19 @@ def _own_data_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     """No measurement or correction that the user or another test made is in a test's answer."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
     monkeypatch.setenv("XDG_DATA_HOME", f"{os.environ[HOME_VARIABLE]}/data/{worker}-{next(_numbers)}")
+
+
+@pytest.fixture(autouse=True)
+def _process_as_before() -> Iterator[None]:
+    """Variables and the working directory are what they were, whatever a test and the libraries that it calls changed
+    (a Trainer leaves ACCELERATE_MIXED_PRECISION): no test's answer depends on which ran before it."""
+    variables, folder = dict(os.environ), Path.cwd()
+    yield
+    os.chdir(folder)
+    variables["PYTEST_CURRENT_TEST"] = os.environ["PYTEST_CURRENT_TEST"]
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
 
 
 def pytest_collection_finish() -> None:

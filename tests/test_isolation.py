@@ -54,3 +54,15 @@ def _another_store() -> None:
     path.parent.mkdir(parents=True)
     path.touch()
     _stores.add(path)
+
+
+def test_a_test_changes_the_process() -> None:
+    os.environ["LEFT_BY_A_TEST"] = "1"
+    os.environ["XDG_CACHE_HOME"] = "/"
+    os.chdir("/")
+
+
+def test_another_test_does_not_see_the_change() -> None:
+    assert "LEFT_BY_A_TEST" not in os.environ
+    assert os.environ["XDG_CACHE_HOME"] != "/"
+    assert Path.cwd() != Path("/")

@@ -25,6 +25,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
+from accelerate.state import AcceleratorState  # noqa: E402
+
 from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest, Launch  # noqa: E402
 from planner.gpus import find_gpu  # noqa: E402
 from planner.hyperparameters import choose  # noqa: E402
@@ -143,6 +145,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.chdir(folder)
     yield folder
     os.chdir(before)
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def run_trl(text: str, folder: Path) -> Any:
