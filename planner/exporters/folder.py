@@ -48,11 +48,15 @@ def login_words(request: ExportRequest) -> str:
     name = shown_path(request.model_id)
     if not gated.on_hub(request.model_id):
         return ""
-    if asked := gated.terms(request.model_id):
-        return f"{name} is gated ({asked}): accept them on its page on the hub, then `{LOGIN}`, or set HF_TOKEN."
+    gate = gated.gate_of(request.model_id)
+    if gate is not None and gate.asks:
+        return f"{name} is gated: {gate.asks} on its page on the hub, then `{LOGIN}`, or set HF_TOKEN."
+    known = (
+        "is gated is not known here" if gate is None else f"is still gated is not known here (it was in {gate.seen})"
+    )
     return (
-        f"Whether {name} is gated is not known here: where its download is refused (401 or 403), accept its terms on "
-        f"its page on the hub, then `{LOGIN}`, or set HF_TOKEN."
+        f"Whether {name} {known}: where its download is refused (401 or 403), accept its terms on its page on the hub, "
+        f"then `{LOGIN}`, or set HF_TOKEN."
     )
 
 
@@ -145,7 +149,8 @@ def _run(started: Sequence[Launch], request: ExportRequest) -> str:
         "  exit 2",
         "fi",
     ]
-    if gated.on_hub(request.model_id) and gated.terms(request.model_id):
+    gate = gated.gate_of(request.model_id) if gated.on_hub(request.model_id) else None
+    if gate is not None and gate.asks:
         ask = "from huggingface_hub import get_token; raise SystemExit(get_token() is None)"
         lines += [
             f"if ! python3 -c {shlex.quote(ask)} 2>/dev/null; then",

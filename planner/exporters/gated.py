@@ -1,25 +1,46 @@
 """Which models the hub hands out only to people who accepted their terms and are logged in.
 
-The catalogue's configs do not say it, so only families whose authors say so themselves stand here; of all others it is
+The catalogue's configs do not say it, so it stands in `planner/data/gated.csv` with who said so; of all others it is
 not known, and said so.
 """
 
+import csv
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-TERMS = {
-    "meta-llama/": "Meta's model cards: accept the licence and share your contact information",
-    "google/gemma-2b": "Google's model card: accept the Gemma terms of use",
-    "google/gemma-7b": "Google's model card: accept the Gemma terms of use",
-    "google/gemma-2-": "Google's model card: accept the Gemma terms of use",
-    "google/gemma-3-": "Google's model card: accept the Gemma terms of use",
-}
-"""Beginning of a hub id -> what its authors ask for. Source: the models' own cards on the hub."""
+_PATH = Path(__file__).parents[1] / "data" / "gated.csv"
 
 
-def terms(model_id: str) -> str:
-    """What the authors of a gated model ask for, "" where that is not known here."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gate:
+    """What is known of the access to some models.
+
+    Attributes:
+        begins: of their hub ids.
+        asks: what their authors ask for on the models' cards; "" where the download was only seen to be refused, which
+            may have changed.
+        seen: the year, or the day, on which it was so.
+        source: who says so.
+    """
+
+    begins: str
+    asks: str
+    seen: str
+    source: str
+
+
+@cache
+def gates() -> tuple[Gate, ...]:
+    """Every row of the table."""
+    with _PATH.open(newline="", encoding="utf-8") as file:
+        return tuple(Gate(**row) for row in csv.DictReader(file))
+
+
+def gate_of(model_id: str) -> Gate | None:
+    """What is known of a model's access, None where nothing is."""
     name = model_id.lower()
-    return next((words for start, words in TERMS.items() if name.startswith(start)), "")
+    return next((gate for gate in gates() if name.startswith(gate.begins.lower())), None)
 
 
 def on_hub(model_id: str) -> bool:

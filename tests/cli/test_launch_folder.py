@@ -13,6 +13,8 @@ import pytest
 from planner.cli.app import run
 from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest
 from planner.exporters.folder import folder_files
+from planner.exporters.gated import gate_of, gates
+from planner.models import catalogue
 from planner.setup import TrainSetup
 from planner.units import gib
 from tests.planner.launch_sweep import request, setups
@@ -189,8 +191,20 @@ def test_run_sh_stops_before_a_placeholder_and_before_a_gated_model_without_logi
     assert started(folder, token=True)[0] == 0
     assert "hf auth login" in (folder / "README.md").read_text()
     unknown = launched(tmp_path / "c", request(SETUP))
-    assert "is not known here" in (unknown / "README.md").read_text()
-    assert "get_token" not in (unknown / "run.sh").read_text()
+    assert "is gated is not known here" in (unknown / "README.md").read_text()
+    seen = launched(tmp_path / "d", request(SETUP, model_id="mistralai/Mistral-7B-v0.1"))
+    assert "is still gated is not known here (it was in 2024-10-29)" in (seen / "README.md").read_text()
+    for folder in (unknown, seen):
+        assert "get_token" not in (folder / "run.sh").read_text()
+
+
+def test_every_gate_has_a_source_a_date_and_models_of_the_catalogue() -> None:
+    names = [name for entry in catalogue.entries() for name in entry.names]
+    for gate in gates():
+        assert gate.source
+        assert re.fullmatch(r"20\d\d(-\d\d-\d\d)?", gate.seen), gate
+        assert any(name.startswith(gate.begins.lower()) for name in names), gate
+        assert gate_of(gate.begins) == gate, "an earlier row hides this one"
 
 
 @pytest.mark.parametrize("name", [f"meta-llama/{HOSTILE}", f"./{HOSTILE}", "-rf", "a\nb"])
