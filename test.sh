@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All set-up and all tests on a fresh machine: makes .venv, installs the tested versions, runs every test.
-# With VALIDATE=1 (and in CI) every launch file of a sweep goes through its tool's own parser, one venv per tool (3 GB).
+# With VALIDATE=1 (and in CI) every launch file of a sweep goes through its tool's own parser, one venv per tool (1.2 GB).
 set -euo pipefail
 cd "$(dirname "$0")"
 bash ./setup.sh torch,train,search,cluster,report,test,check

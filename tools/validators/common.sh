@@ -7,12 +7,17 @@ VALIDATORS="${VALIDATORS:-$ROOT/.cache/validators}"
 make_venv() { # NAME: a fresh venv, kept between runs
     VENV="$VALIDATORS/$1"
     [ -x "$VENV/bin/python" ] || python3 -m venv "$VENV"
-    PIP="$VENV/bin/python -m pip install --quiet --disable-pip-version-check"
+    PIP="$VENV/bin/python -m pip install --quiet --no-compile --disable-pip-version-check"
 }
 borrow_dev_packages() { # the tool sees the packages of .venv behind its own
     SITE=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
     DEV=$("$ROOT/.venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
     echo "$DEV" > "$SITE/zz_dev.pth"
+}
+borrow_torch() { # torch and all that it needs from .venv, nothing else of it
+    "$ROOT/.venv/bin/python" tools/validators/borrow.py "$VALIDATORS/borrowed" torch
+    SITE=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+    echo "$VALIDATORS/borrowed" > "$SITE/zz_torch.pth"
 }
 own_project() { # only this repository's packages, nothing of .venv
     SITE=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
