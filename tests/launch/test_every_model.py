@@ -14,7 +14,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,22 @@ peft = pytest.importorskip("peft")
 
 from accelerate.state import AcceleratorState  # noqa: E402
 
-from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest, Launch  # noqa: E402
+from planner.exporters import EXPORTERS, Launch  # noqa: E402
 from planner.gpus import find_gpu  # noqa: E402
-from planner.hyperparameters import choose  # noqa: E402
 from planner.kernels import supported_attentions  # noqa: E402
 from planner.models import catalogue  # noqa: E402
 from planner.models.targets import num_lora_params  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
 from probes.stack.quantize import is_router  # noqa: E402
-from tests.launch.tiny_models import TYPES, built_config, save_tiny, tiny_config, tiny_spec, write_rows  # noqa: E402
+from tests.launch.tiny_models import (  # noqa: E402
+    TYPES,
+    built_config,
+    save_tiny,
+    tiny_config,
+    tiny_request,
+    tiny_spec,
+    write_rows,
+)  # fmt: skip
 
 RANK = 4
 ATTENTIONS = {"eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash-attention-2"}
@@ -58,22 +64,7 @@ def emit(target: str, model_type: str, **fields: Any) -> Launch:
     base: dict[str, Any] = {
         "loss": loss, "attention": "eager", "micro_batch_seqs": 2, "seq_len_tokens": 16, "lora_rank": RANK,
     }  # fmt: skip
-    setup = TrainSetup(**{**base, **fields})
-    spec = catalogue.load(TYPES[model_type].model_id)
-    assert spec is not None
-    config = {**tiny_spec(model_type).config, **{k: v for k, v in spec.config.items() if k == "architectures"}}
-    model = replace(tiny_spec(model_type), model_type=TYPES[model_type].model_type, config=config)
-    return EXPORTERS[target](
-        ExportRequest(
-            model_id=f"./{model_type}",
-            setup=setup,
-            hyper=replace(choose(setup, max_steps=2), learning_rate=0.01),
-            model=model,
-            dataset=DatasetChoice(path="./rows", columns="text", local=True),
-            logging_steps=1,
-            save=False,
-        )
-    )
+    return EXPORTERS[target](tiny_request(model_type, TrainSetup(**{**base, **fields})))
 
 
 def settings(target: str, launch: Launch) -> tuple[str | None, Any]:

@@ -4,13 +4,17 @@ small layers, a tokenizer of bytes. Made on the spot in milliseconds."""
 import copy
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from planner.exporters import DatasetChoice, ExportRequest
+from planner.hyperparameters import choose
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
 
 TYPES = {
     entry.model_type + ("+audio" if entry.config.get("audio_config") else ""): entry
@@ -99,6 +103,22 @@ def _layers(text: dict[str, Any]) -> None:
 def tiny_spec(model_type: str) -> ModelSpec:
     """The planner's inventory of the tiny model."""
     return spec_from_config(tiny_config(TYPES[model_type]), model_id=f"./{model_type}", source="test")
+
+
+def tiny_request(model_type: str, setup: TrainSetup) -> ExportRequest:
+    """What an exporter is asked for the tiny model: two steps over rows of plain text."""
+    spec = catalogue.load(TYPES[model_type].model_id)
+    assert spec is not None
+    config = {**tiny_spec(model_type).config, **{k: v for k, v in spec.config.items() if k == "architectures"}}
+    return ExportRequest(
+        model_id=f"./{model_type}",
+        setup=setup,
+        hyper=replace(choose(setup, max_steps=2), learning_rate=0.01),
+        model=replace(tiny_spec(model_type), model_type=TYPES[model_type].model_type, config=config),
+        dataset=DatasetChoice(path="./rows", columns="text", local=True),
+        logging_steps=1,
+        save=False,
+    )
 
 
 def built_config(config: Mapping[str, Any]) -> Any:
