@@ -32,6 +32,13 @@ def attention_line(request: ExportRequest) -> Line | None:
     return Line("attn_implementation", HF_ATTENTIONS[request.setup.attention])
 
 
+def towered_class(model: ModelSpec | None) -> str:
+    """The class of the published checkpoint where it is not the one planned but one with towers; else ""."""
+    published = str((model.config.get("architectures") or [""])[0]) if model is not None else ""
+    towered = model is not None and published != model.built_class and published.endswith("ForConditionalGeneration")
+    return published if towered else ""
+
+
 def target_modules(setup: TrainSetup, model: ModelSpec | None) -> str | list[str]:
     """PEFT's `target_modules`: "all-linear", a list of names, or a pattern (`planner.models.targets`)."""
     if model is not None:

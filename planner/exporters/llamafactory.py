@@ -12,13 +12,20 @@ from planner.exporters.common import (
     model_line,
     model_refusal,
     target_modules,
+    towered_class,
 )
 from planner.exporters.spread import PER_NODE, sharding_refusal, split_refusal
 from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch, LaunchFile
 from planner.kernels import flash_refusal, left_unnamed
 from planner.models.spec import ModelSpec
-from planner.setup import TrainSetup
+from planner.models.targets import (
+    adapts_expert_stacks,
+    attention_target_names,
+    chooses,
+    peft_target_modules,
+)
+from planner.setup import TARGET_SETS, TrainSetup
 
 TARGET = "llamafactory"
 FILE = "llamafactory/llamafactory.yaml"
@@ -84,6 +91,10 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return f"LLaMA-Factory runs gpt_oss with vllm-flash-attn3 whatever was asked: {flash_refusal(model, VLLM_FA3)}"
     if setup.kernels == "fused":
         return NO_FUSED_LORA
+    if model is not None and (published := towered_class(model)):
+        return f"LLaMA-Factory loads {published} with its towers, not the {model.built_class} planned here"
+    if model is not None and (reason := _targets_refusal(setup, model)):
+        return reason
     if setup.parallel == "zero3" and setup.quantized:
         return "LLaMA-Factory cannot shard a quantized base under ZeRO-3"
     if reason := model_refusal(setup, model) or liger_loss_refusal(setup, model, ("chunked", "liger"), LIGER_TYPES):
@@ -91,6 +102,34 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     if setup.kernels == "liger" and model is not None and model.model_type not in LIGER_TYPES & LIGER_LOSS:
         return f"LLaMA-Factory's Liger switch does not know {model.model_type}, or not its loss"
     return sharding_refusal(setup, model)
+
+
+def _targets_refusal(setup: TrainSetup, model: ModelSpec) -> str:
+    """Why its `lora_target` cannot adapt the planned matrices, "" where it can.
+
+    Source: LLaMA-Factory 0.9.5 `model/adapter.py` (names alone), `model_utils/visual.py` patch_target_modules; PEFT
+    0.18 has no names for stacked experts. tools/validators/every_type.py loads a model of every type.
+    """
+    if setup.method == "full":
+        return ""
+    if isinstance(peft_target_modules(model, setup.lora_targets), str) and setup.lora_targets not in TARGET_SETS:
+        return "LLaMA-Factory takes names of LoRA targets, no pattern"
+    if adapts_expert_stacks(model, setup.lora_targets):
+        return "the PEFT of LLaMA-Factory 0.9.5 adapts no stacked experts: plan with --lora-targets attention"
+    if setup.lora_targets == "all-linear" and any(layer.linears for layer, _ in model.idle_layers):
+        return "LLaMA-Factory adapts no vision or audio tower: plan with --lora-targets attention"
+    return ""
+
+
+def _targets(setup: TrainSetup, model: ModelSpec | None) -> list[str]:
+    """Names for `lora_target`. Its "all" is no Conv1D, and every head that is not called lm_head."""
+    if model is None or isinstance(setup.lora_targets, tuple):
+        found = target_modules(setup, model)
+        return ["all"] if found == "all-linear" else list(found)
+    if setup.lora_targets == "attention":
+        return list(attention_target_names(model))
+    linears = [one for layer in model.layer_kinds for one in layer.linears if one.module != "parameter"]
+    return list(dict.fromkeys(one.leaf for one in linears if not chooses(one)))
 
 
 def export(request: ExportRequest) -> Launch:
@@ -226,13 +265,12 @@ def _method(request: ExportRequest) -> list[Line]:
     setup, hyper = request.setup, request.hyper
     if setup.method == "full":
         return [Line("finetuning_type", "full")]
-    targets = target_modules(setup, request.model)
     return [
         Line("finetuning_type", "lora"),
         Line("lora_rank", setup.lora_rank),
         Line("lora_alpha", hyper.lora_alpha, hyper.reasons.get("lora_alpha", "")),
         Line("lora_dropout", setup.lora_dropout),
-        Line("lora_target", "all" if targets == "all-linear" else ",".join(targets)),
+        Line("lora_target", ",".join(_targets(setup, request.model))),
     ]
 
 

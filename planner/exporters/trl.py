@@ -12,6 +12,7 @@ from planner.exporters.common import (
     model_line,
     model_refusal,
     target_modules,
+    towered_class,
 )
 from planner.exporters.spread import (
     PER_NODE,
@@ -88,8 +89,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return "one process for all GPUs (nn.DataParallel) is not trl sft's way; ddp holds less and is faster"
     if setup.kernels == "fused":
         return NO_FUSED_LORA
-    published = (model.config.get("architectures") or [""])[0] if model is not None else ""
-    if model is not None and published != model.built_class and str(published).endswith("ForConditionalGeneration"):
+    if model is not None and (published := towered_class(model)):
         return (
             f"trl sft loads the class that the model names, {published} with its towers, not the {model.built_class} "
             "planned here; use the hf target"

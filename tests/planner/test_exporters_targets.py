@@ -173,7 +173,7 @@ def test_a_damaged_file_is_not_read_back(name: str) -> None:
 @pytest.mark.parametrize("target", ["trl", "hf", "axolotl", "llamafactory"])
 def test_an_attention_that_a_tower_refuses_by_name_is_not_named(target: str) -> None:
     """Gemma 4's audio tower refuses SDPA when it is named, and runs eager beside an SDPA text when it is not."""
-    setup = TrainSetup(attention="sdpa")
+    setup = TrainSetup(attention="sdpa", lora_targets="attention")
     heard, plain = (
         EXPORTERS[target](request(setup, model=catalogue.load(name)))
         for name in ("google/gemma-4-E2B-it", "google/gemma-4-31B-it")
@@ -182,3 +182,24 @@ def test_an_attention_that_a_tower_refuses_by_name_is_not_named(target: str) -> 
     assert "sdpa" in plain.files[0].text
     assert "sdpa" not in heard.files[0].text
     assert read_text(heard.files[0].text, heard.files[0].path).setup.attention == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "written"),
+    [
+        ("openai-community/gpt2", "all-linear", "c_attn,c_proj,c_fc"),
+        ("EleutherAI/pythia-70m", "all-linear", "query_key_value,dense,dense_h_to_4h,dense_4h_to_h"),
+        ("google/gemma-3-4b-it", "attention", "q_proj,k_proj,v_proj,o_proj"),
+        ("google/gemma-3-4b-it", "all-linear", "vision or audio tower"),
+        ("mistralai/Mixtral-8x7B-v0.1", "all-linear", "stacked experts"),
+        ("mistralai/Mixtral-8x7B-v0.1", "attention", "q_proj,k_proj,v_proj,o_proj"),
+        ("Qwen/Qwen3.5-4B", "attention", "Qwen3_5ForConditionalGeneration"),
+    ],
+)
+def test_llamafactory_adapts_the_planned_matrices_or_nothing_is_written(name: str, targets: str, written: str) -> None:
+    """As LLaMA-Factory itself took them for every model type: tools/validators/every_type.py."""
+    launch = EXPORTERS["llamafactory"](request(TrainSetup(lora_targets=targets), model=catalogue.load(name)))
+    if launch.refused:
+        assert written in launch.refused
+    else:
+        assert yaml.safe_load(launch.files[0].text)["lora_target"] == written
