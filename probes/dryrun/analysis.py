@@ -1,5 +1,6 @@
 """From one run's events to peaks by phase, with what was alive at each."""
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,16 +31,16 @@ def _group(phase: str, outside_layers: bool, full_op: str, owner: tuple[str, str
         category, name = owner
         if category == "weights":
             return category, _weight_group(name)
-        return category, {"adapters": "LoRA matrices", "gradients": "gradients"}.get(category, name)
+        return category, _OWNED_NAMES.get(category, name)
     if full_op in SPREAD_GROUPS:
         return SPREAD_GROUPS[full_op]
     op = full_op.removeprefix("aten.")
     if "workspace" in op:
-        return "workspace", op.replace(".default", "")
+        return "workspace", "cuBLAS workspaces" if op.startswith("cuBLAS") else op.replace(".default", "")
     if "dequantize" in op:
         return "dequantization", "dequantized weight"
     if phase == "loss":
-        return "loss", op.replace(".default", "")
+        return "loss", "loss chain"
     if phase == "step":
         return "workspace", "optimizer temporaries"
     if phase == "load":
@@ -48,8 +49,20 @@ def _group(phase: str, outside_layers: bool, full_op: str, owner: tuple[str, str
         return "activations", "recomputed, and gradients of activations"
     if outside_layers:
         return "activations", "before the first layer"
-    return "activations", "kept by the layers for the backward"
+    return "activations", "kept for the backward"
 
+
+_OWNED_NAMES = {
+    "adapters": "LoRA matrices",
+    "gradients": "accumulated gradients",
+    "optimizer": "states of the optimizer",
+}
+_WEIGHT_NAMES = (
+    (re.compile(r"lm_head|embed_out|^output\."), "weights: head"),
+    (re.compile(r"embed|wte|wpe|shared"), "weights: embeddings"),
+    (re.compile(r"norm|ln_f"), "weights: final norm"),
+)
+"""The formula's words for what the model types of transformers call by many names, outside their layers."""
 
 SPREAD_GROUPS: dict[str, Group] = {
     "DDP buckets": ("gradients", "DDP buckets"),
@@ -64,8 +77,9 @@ SPREAD_GROUPS: dict[str, Group] = {
 def _weight_group(name: str) -> str:
     parts = name.removeprefix("base_model.model.").split(".")
     if any(part.isdigit() for part in parts[:-1]):
-        return "layers"
-    return ".".join(parts[-2:])
+        return "weights: layers"
+    last = ".".join(parts[-2:])
+    return next((words for pattern, words in _WEIGHT_NAMES if pattern.search(last)), last)
 
 
 @dataclass(frozen=True, kw_only=True)

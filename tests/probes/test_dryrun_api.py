@@ -106,8 +106,8 @@ def test_dry_run_says_when_attention_falls_back_to_the_math_kernel() -> None:
 def test_dry_run_gradients_accumulate_only_with_several_micro_batches() -> None:
     one = _report({"optimizer": "sgd"}).phase_groups["forward"]
     several = _report({"optimizer": "sgd", "accumulation_steps": 8}).phase_groups["forward"]
-    assert ("gradients", "gradients") not in one
-    assert several[("gradients", "gradients")] > 0
+    assert ("gradients", "accumulated gradients") not in one
+    assert several[("gradients", "accumulated gradients")] > 0
     assert _report({"accumulation_steps": 2}).prediction == _report({"accumulation_steps": 8}).prediction
 
 

@@ -116,11 +116,12 @@ def test_offloaded_rank_holds_what_is_gathered(fields: dict[str, Any]) -> None:
     near = _report("llama", _setup(**fields, parallel="fsdp2"))
     far = _report("llama", _setup(**fields, parallel="fsdp2", offload="parameters"))
     assert far.parameter_bytes == 0 < near.parameter_bytes
-    scales = far.phase_groups["load"].get(("weights", "layers"), 0)  # of quantized weights: whole on every rank
+    weights = ("weights", "weights: layers")
+    scales = far.phase_groups["load"].get(weights, 0)  # of quantized weights: whole on every rank
     assert (scales > 0) == ("quantization" in fields)
     for phase in ("load", "forward", "loss", "step"):
         before, after = dict(near.phase_groups[phase]), dict(far.phase_groups[phase])
-        assert before.pop(("weights", "layers")) > after.pop(("weights", "layers"), 0) == scales
+        assert before.pop(weights) > after.pop(weights, 0) == scales
         gone = {group: size for group, size in before.items() if group not in after}
         assert {kind for kind, _ in gone} <= {"weights", "adapters", "gradients", "optimizer", "workspace"}
         assert [name for kind, name in gone if kind == "workspace"] == ["optimizer temporaries"] * (phase == "step")
