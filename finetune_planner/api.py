@@ -58,6 +58,9 @@ class Wish(TypedDict, total=False):
     checkpoint_every: int
     packing: bool
     loss: str | Sequence[str]
+    kernels: str | Sequence[str]
+    activation_offload: bool
+    no_extra_packages: bool
     memory_gib: float
     headroom: float
     dataset_tokens: int
@@ -335,12 +338,12 @@ def estimate(
     """
     from planner.cli.rungs import with_dry_run
     from planner.cli.wish import memory_and_headroom, resolve_gpu
-    from planner.interchange import setup_from_dict
+    from planner.interchange import asked_setup
     from planner.kernels import default_attention
     from planner.models.resolve import resolve_model
     from planner.predict import predict
 
-    spec, card, wanted = resolve_model(model), resolve_gpu(gpu), setup_from_dict(setup)
+    spec, card, wanted = resolve_model(model), resolve_gpu(gpu), asked_setup(setup)
     if wanted.num_gpus > 1:
         raise UsageError("estimate answers for one GPU", hint="plan(MODEL, GPU, gpus=N), or plan estimate --gpus N")
     if "attention" not in setup:

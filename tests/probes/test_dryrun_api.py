@@ -72,7 +72,14 @@ def test_dry_run_at_the_cards_limit_counts_the_retry(tmp_path: Path, monkeypatch
     monkeypatch.setattr(cache, "default_directory", lambda: tmp_path)
     config = small_config("llama", num_hidden_layers=8, hidden_size=512, intermediate_size=1400)
     model = replace(_model(), config=config)
-    setup = TrainSetup(seq_len_tokens=1000, micro_batch_seqs=3, method="full", lora_rank=0, optimizer="adamw")
+    setup = TrainSetup(
+        seq_len_tokens=1000,
+        micro_batch_seqs=3,
+        method="full",
+        lora_rank=0,
+        optimizer="adamw",
+        expandable_segments=False,
+    )
     large = find_gpu("a100-40gb")
 
     def asked(limit: int | None) -> Prediction:
