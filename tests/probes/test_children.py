@@ -67,6 +67,35 @@ def test_probe_runs_nothing_of_the_current_folder(folder: Path, more: list[str])
     assert json.loads(done.stdout)["outcome"].get("step_times_s"), done.stdout + done.stderr
 
 
+def test_commands_that_read_run_nothing_of_the_current_folder(folder: Path) -> None:
+    (folder / "train.py").write_text("from trl import SFTTrainer\nSFTTrainer('.').train()\n")
+    (folder / "trl.yaml").write_text("model_name_or_path: .\nmax_length: 64\n")
+    (folder / "c.yaml").write_text("name: c\ngpu: local\nblocks: [{name: b, models: ['.'], micro_batch: [1]}]\n")
+    card = ["--gpu", "rtx-4090"]
+    commands = [
+        [".", *card, "--no-dry-run", "--out", "out"],
+        ["estimate", ".", *card, "--no-dry-run"],
+        ["check", ".", *card],
+        ["check", "train.py", *card, "--no-dry-run"],
+        ["check", "trl.yaml", *card, "--no-dry-run", "--fix"],
+        ["report", "out"],
+        ["compare", "out", "out"],
+        ["campaign", "c.yaml", "--list"],
+        ["store", "export", "x.jsonl"],
+        ["trace", *card, "--", "true"],
+        ["which-model", *card, "--model", "."],
+    ]
+    script = f"from planner.cli.app import run\nprint([run(words) for words in {commands!r}], flush=True)"
+    known = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_DATA_HOME": str(folder.parent / "data")}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script], cwd=folder, env=known, capture_output=True, text=True, check=False
+    )
+    codes = json.loads(done.stdout.strip().splitlines()[-1])
+    assert codes[0] == codes[1] == 0, done.stderr
+    assert 70 not in codes, done.stderr
+    assert ran(folder) == ""
+
+
 def test_doctor_runs_nothing_of_the_current_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The child that tries torch, here with a torch of ours that the user put on PYTHONPATH."""
     own = folder.parent / "own"
