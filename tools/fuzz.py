@@ -14,6 +14,7 @@ import contextlib
 import io
 import json
 import os
+import pkgutil
 import random
 import resource
 import shutil
@@ -26,6 +27,8 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -679,10 +682,21 @@ class Outcome:
         return ""
 
 
+@cache
+def preload() -> None:
+    """What most children would import, once: six tenths of an input's time."""
+    for package in ("planner", "reports", "search"):
+        found = pkgutil.walk_packages(import_module(package).__path__, f"{package}.")
+        for name in (*(one.name for one in found), "probes.store", "probes.campaign", "probes.phantom.runner"):
+            with contextlib.suppress(ImportError):  # an extra that is not installed
+                import_module(name)
+
+
 def run_one(number: int, *, keep: bool = False) -> Outcome:
     """Makes the input and runs it in a child of this process."""
     folder = Path(tempfile.mkdtemp(prefix=f"fuzz-{number}-"))
     seeds()
+    preload()
     start = time.monotonic()
     own_bytes = _resident_bytes()  # a fork starts with what this process holds
     child = os.fork()
