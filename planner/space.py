@@ -51,7 +51,11 @@ PLANNED_CHECKPOINTING = (0, 2, 1)
 
 
 class Point(NamedTuple):
-    """One walked setup in short: what was shared, what is its own, and its figures. `setup` builds the whole."""
+    """One walked setup in short: what was shared, what is its own, and its figures. `setup` builds the whole.
+
+    Attributes:
+        beyond: how many larger micro-batches of it, none of which fits, are counted here and not listed.
+    """
 
     shared: TrainSetup
     attention: str
@@ -61,6 +65,7 @@ class Point(NamedTuple):
     accumulation_steps: int
     peak_device_bytes: int
     tokens_per_s: float
+    beyond: int = 0
 
     @property
     def family(self) -> TrainSetup:
@@ -183,6 +188,7 @@ def walk(
     values: Mapping[str, tuple[Any, ...]] | None = None,
     spreads: "Sequence[Spread]" = (),
     known: "Known | None" = None,
+    limit_bytes: int | None = None,
 ) -> Iterator[Point]:
     """Every setup of the space under every spread that the engines run (none given: on one GPU), with its fullest GPU's
     device peak and the tokens/s of all of them, branch by branch. Where launch targets were named, only what they
@@ -190,9 +196,11 @@ def walk(
 
     Args:
         known: what walks of the same model on other cards computed.
+        limit_bytes: of micro-batches larger than the largest within it, only the number is told (`Point.beyond`).
     """
     values = values if values is not None else dimension_values(workload)
-    points = _walk(workload, values, spreads, known if known is not None else Known())
+    limit_bytes = None if workload.targets else limit_bytes
+    points = _walk(workload, values, spreads, known if known is not None else Known(), limit_bytes)
     return _expressed(points, workload) if workload.targets else points
 
 
@@ -235,7 +243,11 @@ def kinds(
 
 
 def _walk(
-    workload: Workload, values: Mapping[str, tuple[Any, ...]], spreads: "Sequence[Spread]", known: "Known"
+    workload: Workload,
+    values: Mapping[str, tuple[Any, ...]],
+    spreads: "Sequence[Spread]",
+    known: "Known",
+    limit_bytes: int | None,
 ) -> Iterator[Point]:
     """Attention implementations that run the same kernels in every layer share their figures."""
     model, gpu = workload.model, workload.gpu
@@ -269,10 +281,21 @@ def _walk(
                         for optimizer, peaks in zip(optimizers, every, strict=True):
                             whole = shared.trusted_with(loss=loss, optimizer=optimizer)
                             at = speed_profile(model, gpu, whole, workload.cluster).at
-                            speeds = [at(micro, steps)[1] for micro, steps in pairs]
+                            listed = _num_listed(peaks, limit_bytes)
+                            speeds = [at(micro, steps)[1] for micro, steps in pairs[:listed]]
                             for attention in attentions:
-                                for (micro, steps), peak, speed in zip(pairs, peaks, speeds, strict=True):
-                                    yield Point(shared, attention, loss, optimizer, micro, steps, peak, speed)
+                                left = len(pairs)
+                                for (micro, steps), peak, speed in zip(pairs, peaks, speeds, strict=False):
+                                    left -= 1
+                                    beyond = left if left + listed == len(pairs) else 0
+                                    yield Point(shared, attention, loss, optimizer, micro, steps, peak, speed, beyond)
+
+
+def _num_listed(peaks: Sequence[int], limit_bytes: int | None) -> int:
+    """How many micro-batches are worth a point: up to the largest that fits, at least one."""
+    if limit_bytes is None:
+        return len(peaks)
+    return next((num for num in range(len(peaks), 1, -1) if peaks[num - 1] <= limit_bytes), min(1, len(peaks)))
 
 
 def _choices(model: ModelSpec, setup: TrainSetup, values: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[str, ...]]:

@@ -104,8 +104,6 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
             "tests/search/test_pareto.py",
             "tests/search/test_corrections.py",
             "tests/search/test_study.py",
-            "tests/search/test_run.py",
-            "tests/search/test_death.py",
         ),
         40,
     ),
@@ -117,9 +115,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
     "dry run": (
         ("probes/dryrun/splice.py", "probes/dryrun/tracker.py", "probes/dryrun/workspaces.py"),
         (
+            "tests/probes/test_dryrun_on_record.py",
             "tests/probes/test_dryrun_kernels.py",
-            "tests/probes/test_dryrun_api.py",
-            "tests/probes/test_dryrun_depth.py",
         ),
         20,
     ),

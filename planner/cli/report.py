@@ -180,7 +180,7 @@ def _plans(
     for card in steps(cards, "planning", console(stderr=True)):
         try:
             asked = workload(spec, card, fixed=fixed, cluster=cluster(card), **wish)
-            answers.append(plan_workload(asked, walks=Walks(memory)))
+            answers.append(plan_workload(asked, walks=Walks(memory, once=True)))
         except UsageError as error:
             problem = error
             left_out.append(card.key)

@@ -131,7 +131,7 @@ def collect_into(
             attention = point.attention
             surely_bytes = budget_bytes / (1 + memory_band(model, shared.trusted_with(attention=attention)))
             node.surely_bytes[shared, attention] = surely_bytes
-        node.walked += 1
+        node.walked += 1 + point.beyond
         peak = point.peak_device_bytes
         if point.micro_batch_seqs == 1:
             if point.shared.kbit_fp32_cast:
@@ -143,6 +143,7 @@ def collect_into(
                 node.smallest_unchecked is None or peak < node.smallest_unchecked.peak_device_bytes
             ):
                 node.smallest_unchecked = point
+        node.infeasible += point.beyond
         if peak > budget_bytes:
             node.infeasible += 1
         else:
@@ -174,16 +175,19 @@ class Walks:
 
     Args:
         memory: what walks on other cards computed.
+        once: one workload is asked for, without corrections: what cannot fit is counted and not listed.
     """
 
-    def __init__(self, memory: Known | None = None) -> None:
-        self._memory = memory
+    def __init__(self, memory: Known | None = None, *, once: bool = False) -> None:
+        self._memory, self._once = memory, once
         self._known: list[tuple[Workload, Mapping[str, tuple[Any, ...]], tuple[Spread, ...], tuple[Point, ...]]] = []
 
     def points(
         self, workload: Workload, values: Mapping[str, tuple[Any, ...]], chosen: tuple[Spread, ...]
     ) -> tuple[Point, ...]:
         """The points of these spreads, walked where they are not known yet."""
+        if self._once:
+            return tuple(walk(workload, values, chosen, self._memory, workload.budget_bytes))
         for known_workload, known_values, known_spreads, points in self._known:
             if known_values == values and known_spreads == chosen and _walked_alike(known_workload, workload):
                 return points

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from planner.cluster import make_cluster
-from planner.decision.facts import PREFERENCE_FRACTION, NodeFacts, collect_into
+from planner.decision.facts import PREFERENCE_FRACTION, NodeFacts, Walks, collect_into
+from planner.decision.spreads import ONE_GPU
 from planner.errors import UsageError
 from planner.gpus import find_gpu
 from planner.models import catalogue
@@ -55,6 +56,17 @@ def test_walks_on_several_cards_share_their_memory_and_find_the_same() -> None:
     l4, rtx_4090, h200 = (find_gpu(name).for_memory() for name in ("l4", "rtx-4090", "h200"))
     assert l4 == rtx_4090
     assert l4 != h200
+
+
+@pytest.mark.parametrize("card", ["t4", "rtx-4090", "h200"])
+def test_what_cannot_fit_is_counted_without_being_listed(card: str) -> None:
+    asked = wish("Qwen/Qwen2.5-1.5B", card, global_batch=720)
+    walks = Walks(once=True)
+    assert plan_workload(asked, walks=walks) == plan_workload(asked)
+    listed = walks.points(asked, dimension_values(asked), (ONE_GPU,))
+    every = list(walk(asked, spreads=[ONE_GPU]))
+    assert sum(1 + point.beyond for point in listed) == len(every)
+    assert len(listed) < len(every)
 
 
 def test_every_walked_setup_keeps_the_global_batch() -> None:
