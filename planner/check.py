@@ -17,7 +17,7 @@ from planner.models.spec import ModelSpec
 from planner.outcome import Prediction
 from planner.readers.edits import changed_fields, in_place, runnable
 from planner.readers.types import ReadConfig
-from planner.saved import saved_bytes
+from planner.saved import saved_bytes, table_bytes
 from planner.setup import TrainSetup
 from planner.units import gib, percent
 
@@ -104,14 +104,14 @@ def judge(prediction: Prediction, budget_bytes: int, band_fraction: float) -> Ve
 
 
 def including(predict: Predict, config: ReadConfig, model: ModelSpec) -> Predict:
-    """The prediction with the modules that the config trains whole beside its adapters."""
+    """The prediction with what the config trains beside adapters of matrices: whole modules, adapters of tables."""
     names, fp32 = config.saved_modules, config.saved_fp32
-    if not names:
+    if not names and not config.adapted_tables:
         return predict
 
     def predicted(setup: TrainSetup) -> Prediction:
         found = predict(setup)
-        extra = saved_bytes(model, setup, names, fp32=fp32)
+        extra = saved_bytes(model, setup, names, fp32=fp32) + table_bytes(model, setup, config.adapted_tables)
         return replace(found, peak_device_bytes=found.peak_device_bytes + extra)
 
     return predicted

@@ -30,6 +30,17 @@ def saved_params(model: ModelSpec, names: Sequence[str]) -> int:
     return num
 
 
+def table_bytes(model: ModelSpec, setup: TrainSetup, names: Sequence[str]) -> int:
+    """Bytes of adapters on token tables on each GPU: two factors of rank x rows and rank x width, as trained ones are.
+
+    Source: peft 0.21 `tuners/lora/layer.py`, class `Embedding`.
+    """
+    lasts = {name.rpartition(".")[2] for name in names}
+    edges = sum(one.num_rows + one.dim for one in model.embeddings if one.name.rpartition(".")[2] in lasts)
+    num, dtype = setup.lora_rank * edges, setup.resolved_adapter_dtype
+    return num * 2 * SIZE_BYTES[dtype] + state_bytes(num, dtype, setup.optimizer) if num else 0
+
+
 def saved_bytes(model: ModelSpec, setup: TrainSetup, names: Sequence[str], *, fp32: bool = False) -> int:
     """Bytes that training modules whole adds on each GPU: PEFT's copy of them, its gradients and optimizer states.
 

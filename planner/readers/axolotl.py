@@ -98,6 +98,7 @@ def read(
         format=FORMAT,
         path=name,
         saved_modules=saved,
+        adapted_tables=settings.tables,
         unknown_keys=settings.unknown_keys,
         model_id=settings.optional_text("base_model"),
         setup=common.build(settings, fields),

@@ -130,6 +130,12 @@ def targets(names: tuple[str, ...], model: ModelSpec | None, settings: Settings)
     if {name.lower() for name in names} & {"all-linear", "all"}:
         return "all-linear"
     names = tuple(dict.fromkeys(names))
+    tables = {table.name.rpartition(".")[2] for table in model.embeddings} if model is not None else set()
+    named = [name for name in names if name.rpartition(".")[2] in tables]
+    if named and len(named) < len(names):
+        settings.assume(f"{', '.join(named)}: adapters on a table (rank x (rows + width)) are counted")
+        settings.tables += tuple(named)
+        names = tuple(name for name in names if name not in named)
     if model is None:
         usual = {"attention": USUAL_ATTENTION_MODULES, "all-linear": USUAL_LINEAR_MODULES}
         return next((word for word, known in usual.items() if set(names) == set(known)), names)

@@ -100,6 +100,7 @@ def read(
     return ReadConfig(
         format=FORMAT,
         saved_modules=saved,
+        adapted_tables=settings.tables,
         path=name,
         unknown_keys=settings.unknown_keys,
         model_id=settings.optional_text("model_name_or_path"),

@@ -56,6 +56,20 @@ READERS = {
     nemo.FORMAT: nemo.read,
     own.FORMAT: own.read,
 }
+OTHER_TOOLS = {
+    "nanotron": {"data_stages", "parallelism", "tokens"},
+    "verl": {"actor_rollout_ref"},
+    "verl's SFT": {"data", "model", "optim", "trainer"},
+    "Megatron": {"tensor_model_parallel_size"},
+    "mlx-lm": {"lora_parameters", "model"},
+    "MMEngine": {"train_dataloader", "optim_wrapper"},
+}
+"""Engines that are not planned -> settings that only their files have together."""
+OTHER_ENGINES = ("verl", "openrlhf", "megatron", "nanotron", "mlx_lm", "mlx", "xtuner", "colossalai", "skyrl_train")
+AXOLOTL_KEYS = {
+    "micro_batch_size", "sequence_len", "adapter", "datasets", "sample_packing", "lora_target_linear", "num_epochs",
+    "pretraining_dataset", "val_set_size", "special_tokens", "rl",
+}  # fmt: skip
 LLAMAFACTORY_KEYS = {"finetuning_type", "stage", "cutoff_len", "lora_rank", "lora_target", "template", "dataset_dir"}
 OTHER_OBJECTIVES = {
     "GRPO": {"num_generations", "reward_funcs", "num_iterations", "max_completion_length"},
@@ -79,7 +93,10 @@ def detect(values: dict[str, Any]) -> str:
         return firefly.FORMAT
     if "model" in keys and keys & swift.MARKS:
         return swift.FORMAT
-    if keys & {"base_model", "micro_batch_size", "sequence_len"} and "model" not in keys:
+    flat = not any(isinstance(value, dict) for value in values.values())
+    if {"base_model", "model"} & keys == {"base_model"} and (keys & AXOLOTL_KEYS or flat):
+        return axolotl.FORMAT
+    if {"micro_batch_size", "sequence_len"} <= keys and "model" not in keys:
         return axolotl.FORMAT
     if keys & {"zero_optimization", "train_micro_batch_size_per_gpu"}:
         return "deepspeed"
@@ -96,9 +113,12 @@ def detect(values: dict[str, Any]) -> str:
         return llamafactory_v1.FORMAT
     if keys & LLAMAFACTORY_KEYS:
         return llamafactory.FORMAT
-    if keys & {"model_name_or_path", "per_device_train_batch_size", "use_peft", "lora_r", "dataset_name", "max_length"}:
+    strangers = len(keys - trl.known_keys())
+    if keys & {"model_name_or_path", "per_device_train_batch_size"} and 2 * strangers <= len(keys):
         return trl.FORMAT
-    return own.FORMAT if own.is_training(values) else ""
+    if own.is_training(values):
+        return own.FORMAT
+    return trl.FORMAT if keys & {"model_name_or_path", "use_peft", "dataset_name"} and not strangers else ""
 
 
 def refuse_other_objectives(values: Mapping[str, Any], name: str) -> None:
@@ -240,6 +260,9 @@ def _of_mapping(
     sharding: Sharding,
 ) -> ReadConfig:
     """The setup of settings that stand as a mapping, in a file or on a command line."""
+    other = next((tool for tool, marks in OTHER_TOOLS.items() if marks <= set(values)), "") if not kind else ""
+    if other:
+        raise NotPlanned(f"{name}: a config of {other}: not planned", hint="plan estimate answers for a setup you name")
     if kind not in READERS:
         raise NotATraining(
             f"{name} is no config of a known tool (its settings: {', '.join(list(values)[:6]) or 'none'})",
@@ -301,6 +324,9 @@ def _of_command(
     if not command.target:
         raise ConfigError(f"{name}: {command.tool} names no config", hint="give the config itself")
     target = command.target
+    engine = target.partition("/")[0]
+    if engine in OTHER_ENGINES:
+        raise NotPlanned(f"{name} trains with {engine}: not planned", hint="plan trace runs programs on a phantom GPU")
     if target == "torchtitan/train.py":
         module = shell.flags(command.arguments).get("module")
         places = (f"torchtitan/{part}/{module}/config_registry.py" for part in ("models", "experiments"))

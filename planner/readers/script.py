@@ -4,6 +4,7 @@ The program is followed by `planner.readers.program`; what it hands to the train
 defaults for what it leaves out. A setting that only running it would tell is `Missing`, never a default.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -167,6 +168,7 @@ class _Script:
             keys=self.keys,
             values=arguments.values,
             saved_modules=self.saved,
+            adapted_tables=self.lora.tables,
             saved_fp32=self.unsloth and fields["precision"].startswith("fp16"),
             call_line=_line(self.found.arguments),
         )
@@ -282,6 +284,8 @@ class _Script:
     def _lora(self, method: str) -> dict[str, Any]:
         lora, unsloth = self.lora, self.unsloth
         names = lora.text_or_names("target_modules")
+        if len(names) == 1 and re.fullmatch(r"[\w.]+(\s*,\s*[\w.]+)+", names[0]):
+            names = tuple(part.strip() for part in names[0].split(","))
         self.saved = lora.saved("modules_to_save")
         if unsloth and UNSLOTH_WHOLE in names:
             names = tuple(name for name in names if name != UNSLOTH_WHOLE)
@@ -343,13 +347,18 @@ class _Script:
             key = settings.first("max_length", "max_seq_length")
             if settings.has(key):
                 return settings.integer(key, 1024, at_least=1)
-        if self.trl and not self.unsloth and not self.arguments.more:
-            self.arguments.assume("max_length absent: 1024 tokens, TRL's default")
-            return 1024
         program = self.program
-        for found in (list(training.lengths(program)), program.cuts, self._named_lengths(), program.lengths):
+        prepared = self.arguments.raw("dataset_kwargs", {})
+        untouched = isinstance(prepared, dict) and prepared.get("skip_prepare_dataset") is True
+        if self.trl and not self.unsloth and not self.arguments.more and not untouched:
+            longest = max((value.data for value in program.cuts), default=1024)
+            self.arguments.assume(f"max_length absent: {min(1024, longest)} tokens (TRL's default is 1024)")
+            return min(1024, int(longest))
+        here = [value for value in program.lengths if value.where.startswith(f"{self.name}:")]
+        named = here or program.lengths
+        for found in (list(training.lengths(program)), program.cuts, self._named_lengths(), named):
             distinct = sorted({int(value.data) for value in found})
-            if len(distinct) > 1 and found is program.lengths:
+            if len(distinct) > 1 and found is named:
                 places = ", ".join(dict.fromkeys(f"{value.data} ({value.where})" for value in found))
                 self.missing["seq_len_tokens"] = f"{self.name} names several lengths: {places[:200]}"
                 return distinct[-1]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from planner.errors import ConfigError, NotPlanned
+from planner.errors import ConfigError, NotPlanned, Undetermined
 from planner.gpu import GpuSpec
 from planner.readers.loading import parse_json, parse_yaml, read_bounded
 from planner.readers.program import Outside
@@ -181,10 +181,7 @@ def zero_stage(settings: Settings, value: Any, sharding: Sharding) -> Spread:
     if named:
         settings.assume(f"deepspeed {Path(value).name} is not at hand: its name says ZeRO stage {named[1]}")
         return {"parallel": f"zero{named[1]}" if named[1] != "0" else "none"}
-    raise ConfigError(
-        f"{settings.name}: deepspeed config {value!r} cannot be read",
-        hint="absolute paths and links are not followed; put it beside the config, or name its stage (zero3.json)",
-    )
+    return _not_there(settings, value, sharding.num_gpus)
 
 
 def stage_of(settings: Settings, config: dict[str, Any]) -> Spread:
@@ -201,6 +198,17 @@ def stage_of(settings: Settings, config: dict[str, Any]) -> Spread:
         device = block.get("device", "none") if isinstance(block, dict) else "none"
         devices[key] = "cpu" if zero.get(old) is True else str(device or "none")
     return zero_spread(settings, stage, optimizer=devices["offload_optimizer"], parameters=devices["offload_param"])
+
+
+def _not_there(settings: Settings, path: str, num_gpus: int) -> Spread:
+    """A DeepSpeed file that is not beside the config: on one GPU it shards nothing, on several it decides."""
+    if num_gpus == 1:
+        settings.assume(f"deepspeed config {path} is not beside it: on one GPU it shards nothing")
+        return {"parallel": "none"}
+    raise Undetermined(
+        f"{settings.name}: the deepspeed config {path!r:.80} is not beside it and decides how the job is spread",
+        hint="put it beside the config, or say --set parallel=zero2|zero3",
+    )
 
 
 def zero_spread(settings: Settings, stage: int, *, optimizer: str, parameters: str) -> Spread:

@@ -90,6 +90,7 @@ def read(
     return ReadConfig(
         format=FORMAT,
         saved_modules=saved,
+        adapted_tables=settings.tables,
         path=name,
         model_id=settings.optional_text("model"),
         setup=common.build(settings, fields),

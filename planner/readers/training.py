@@ -216,7 +216,7 @@ def _follow_model(found: Training, model: Value | None) -> None:
 def _only_loader(found: Training, program: Program) -> None:
     """The only model that the program loads, where the way to the trainer is not known."""
     loaders = [one for one in program.made if one.name == "from_pretrained" and _loads_model(one.owner)]
-    names = {str(plain(named_model(one))) for one in loaders}
+    names = {_said(plain(named_model(one))) for one in loaders}
     if len(names) == 1:
         found.loader, found.unknown_model = loaders[0], ""
         wrapped = [one for one in program.made if one.name == "get_peft_model"]
@@ -227,6 +227,10 @@ def _only_loader(found: Training, program: Program) -> None:
         found.prepared = found.prepared or (prepared[-1] if prepared else None)
     elif len(names) > 1:
         found.unknown_model = f"{loaders[-1].where}: several models are loaded ({', '.join(sorted(names)[:3])})"
+
+
+def _said(name: object) -> str:
+    return "one that is not known" if isinstance(name, Unknown) else str(name)
 
 
 def _loads_model(owner: str) -> bool:

@@ -16,6 +16,11 @@ EXTRA_KEYS = (
 """What `trl sft` accepts beside its own arguments: its environment block and `accelerate launch`'s."""
 
 
+def known_keys() -> set[str]:
+    """Every setting that TRL, transformers (older ones too) or the launch has."""
+    return {*schema.known(FORMAT), *EXTRA_KEYS, *schema.LEGACY_HF}
+
+
 def read(
     values: dict[str, Any], name: str, model: ModelSpec | None = None, *, sharding: Sharding | None = None
 ) -> ReadConfig:
@@ -25,7 +30,7 @@ def read(
         ConfigError: an unknown key, a wrong value, an impossible combination.
     """
     settings = Settings(values, name)
-    settings.note_unknown({*schema.known(FORMAT), *EXTRA_KEYS, *schema.LEGACY_HF}, FORMAT)
+    settings.note_unknown(known_keys(), FORMAT)
     keys: dict[str, str] = {}
     sharding = sharding or Sharding()
     bound = versions.taking((), (key for key in values if settings.has(key)))
@@ -108,6 +113,7 @@ def read(
         setup=common.build(settings, fields),
         missing=tuple(missing),
         saved_modules=saved,
+        adapted_tables=settings.tables,
         assumptions=(*settings.assumptions, *kwargs.assumptions),
         approximations=(*settings.approximations, *kwargs.approximations),
         dataset=settings.raw("dataset_name"),

@@ -70,6 +70,7 @@ class ReadConfig:
         dataset: hub id or path, None where none is named.
         keys: TrainSetup field -> (key in the file, value in the file), for `--fix`; nested keys dotted.
         saved_modules: names of modules that are trained whole beside the adapters; saved_fp32: in fp32, not as loaded.
+        adapted_tables: names of token tables that get adapters.
         unknown_keys: settings of the file that its tool does not have.
         call_line: of a program, the line of the call that holds the training arguments.
     """
@@ -87,6 +88,7 @@ class ReadConfig:
     values: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     saved_modules: tuple[str, ...] = ()
     saved_fp32: bool = False
+    adapted_tables: tuple[str, ...] = ()
     unknown_keys: tuple[str, ...] = ()
     call_line: int = 0
 

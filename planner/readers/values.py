@@ -46,6 +46,8 @@ class Settings:
         self.where = dict(where or {})
         """key -> where its value was written."""
         self.unknown_keys: tuple[str, ...] = ()
+        self.tables: tuple[str, ...] = ()
+        """Token tables among the LoRA targets."""
         self.undetermined: dict[str, str] = {}
         """key -> why, of those that were asked for and are not known."""
 

@@ -37,8 +37,8 @@ CASES = {
     "text for a flag": ("base_model: x\nsample_packing: perhaps\n", "true or false"),
     "control characters": ("base_model: x\x00\n", "not valid YAML"),
     "model is a mapping": ("base_model: {a: b}\nsequence_len: 8\n", "must be text"),
-    "absolute deepspeed": ("base_model: x\ndeepspeed: /etc/passwd\n", "cannot be read"),
-    "escaping deepspeed": ("base_model: x\ndeepspeed: ../../../etc/passwd\n", "cannot be read"),
+    "absolute deepspeed": ("base_model: x\ndeepspeed: /etc/passwd\n", "not beside it"),
+    "escaping deepspeed": ("base_model: x\ndeepspeed: ../../../etc/passwd\n", "not beside it"),
     "unknown tool": ("hello: world\n", "no config of a known tool"),
 }  # fmt: skip
 
@@ -55,7 +55,7 @@ def test_hostile_yaml_gets_a_clear_error_quickly(name: str, tmp_path: Path, monk
     file.write_text(text)
     start = time.perf_counter()
     with pytest.raises(ConfigError) as caught:
-        read_config(file)
+        read_config(file, num_gpus=2)
     assert words in caught.value.message, caught.value.message
     assert len(caught.value.message) < 400
     assert caught.value.hint
@@ -105,7 +105,7 @@ def test_a_linked_deepspeed_file_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "linked.json").symlink_to(secret)
     file = tmp_path / "config.yaml"
     file.write_text("base_model: x\ndeepspeed: linked.json\n")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="not beside it"):
         read_config(file, num_gpus=2)
 
 
@@ -184,7 +184,7 @@ def test_hostile_toml_gets_a_clear_error(name: str, tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        read_config(file)
+        read_config(file, num_gpus=2)
     assert words in caught.value.message, caught.value.message
 
 

@@ -576,3 +576,25 @@ def test_adapters_that_trl_would_not_use_leave_the_method_open() -> None:
     text = "model_name_or_path: gpt2\nlora_r: 8\nper_device_train_batch_size: 1\nmax_length: 64\n"
     assert open_fields(read_text(text, "sft.yaml")) == {"method"}
     assert open_fields(read_text(text + "use_peft: true\n", "sft.yaml")) == set()
+
+
+def test_files_that_only_look_like_a_tools_are_not_read_as_its(tmp_path: Path) -> None:
+    nested = "base_model: gpt2\nsft: {per_device_train_batch_size: 2, max_length: 64}\n"
+    assert read_text(nested, "training.yaml").format == "own settings"
+    with pytest.raises(ConfigError, match="no config of a known tool"):
+        read_text("max_length: 64\npadding: true\n", "tokenizer.yaml")
+    with pytest.raises(ConfigError, match="verl"):
+        read_text("actor_rollout_ref: {model: {path: gpt2}}\ntrainer: {n_gpus: 1}\n", "ppo.yaml")
+    script = tmp_path / "run.sh"
+    script.write_text("torchrun -m verl.trainer.fsdp_sft_trainer data.micro_batch_size=4\n")
+    with pytest.raises(ConfigError, match="trains with verl"):
+        read_config(script)
+
+
+def test_a_deepspeed_file_that_is_not_there_is_asked_for_where_it_decides() -> None:
+    body = "model = AutoModelForCausalLM.from_pretrained('gpt2', dtype='bfloat16')\n" + (
+        "SFTTrainer(model, args=SFTConfig(deepspeed='ds_config.json', max_length=64)).train()\n"
+    )
+    assert any("shards nothing" in one for one in read(body).assumptions)
+    with pytest.raises(Undetermined, match="decides how the job is spread"):
+        read_text(HEAD + body, "train.py", sharding=Sharding(num_gpus=8))

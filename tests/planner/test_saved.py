@@ -7,7 +7,7 @@ from planner.gpus import find_gpu
 from planner.models.resolve import resolve_model
 from planner.predict import predict
 from planner.readers import read_text
-from planner.saved import saved_bytes, saved_params
+from planner.saved import saved_bytes, saved_params, table_bytes
 from planner.setup import TrainSetup
 
 TABLE = 128_256 * 4096
@@ -60,3 +60,12 @@ def test_modules_to_save_change_the_verdict_of_check() -> None:
     assert (plain.exit_code, saved.exit_code) == (0, 1)
     assert any("embed_tokens, lm_head trained whole" in one for one in saved.config.assumptions)
     assert saved.config.approximations == plain.config.approximations
+
+
+def test_adapters_on_a_table_are_counted_beside_those_on_matrices() -> None:
+    model = resolve_model("meta-llama/Llama-3.1-8B")
+    setup = TrainSetup(method="lora", precision="bf16-autocast", lora_rank=16)
+    assert table_bytes(model, setup, ("embed_tokens",)) == 16 * (128_256 + 4096) * 4 * 4
+    text = CONFIG.replace("lora_target_linear: true", "lora_target_modules: [q_proj, embed_tokens]")
+    config = read_text(text.format(""), "axolotl.yaml", model=model)
+    assert (config.setup.lora_targets, config.adapted_tables) == (("q_proj",), ("embed_tokens",))

@@ -400,6 +400,9 @@ class Reader:
         else:
             found.attributes |= call.keywords
             found.more = call.more
+            after = made_by.attributes.get("__post_init__")
+            if isinstance(after, Function):
+                self.called(Function(after.node, after.scope, found), Made("", where=call.where))
         return found
 
     def called(self, function: Function, call: Made) -> Value:

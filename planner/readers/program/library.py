@@ -142,6 +142,8 @@ def attribute(reader: "Reader", value: Value, name: str, place: str) -> Value:
     if name == "do_train" and reader.outside.arguments is not None:
         reader.program.do_train_decides = True
     match value:
+        case Dotted() if name == "is_floating_point" and value.path.startswith("torch."):
+            return Known("float" in value.name, place)
         case Dotted() if value.path == "sys" and name == "argv":
             return _command_line(reader)
         case Dotted():
@@ -611,10 +613,15 @@ def _getattr(reader: "Reader", made: Made) -> Value:
 
 
 def _number(name: str, made: Made) -> Value:
-    arguments = [plain(one) for one in made.positional]
+    # the tokenizer's own limit is at least as far as the other bound that a program gives with it
+    limited = name == "min" and len(made.positional) > 1
+    kept = [one for one in made.positional if not (limited and getattr(one, "name", "") == "model_max_length")]
+    arguments = [plain(one) for one in kept]
     missing = next((one for one in arguments if isinstance(one, Unknown)), None)
-    if missing is not None:
-        return missing
+    if missing is not None or not arguments:
+        return missing or Unknown(f"{made.where}: the tokenizer's own limit")
+    if limited and len(arguments) == 1:
+        return Known(arguments[0], where_of(kept[0]) or made.where)
     if name == "len" and isinstance(made.positional[0], (Table, Items)):
         return Known(len(arguments[0]), made.where)
     try:
