@@ -68,7 +68,7 @@ OTHER_TOOLS = {
 OTHER_ENGINES = ("verl", "openrlhf", "megatron", "nanotron", "mlx_lm", "mlx", "xtuner", "colossalai", "skyrl_train")
 AXOLOTL_KEYS = {
     "micro_batch_size", "sequence_len", "adapter", "datasets", "sample_packing", "lora_target_linear", "num_epochs",
-    "pretraining_dataset", "val_set_size", "special_tokens", "rl",
+    "pretraining_dataset", "deepspeed", "fsdp", "val_set_size", "special_tokens", "rl",
 }  # fmt: skip
 LLAMAFACTORY_KEYS = {"finetuning_type", "stage", "cutoff_len", "lora_rank", "lora_target", "template", "dataset_dir"}
 OTHER_OBJECTIVES = {

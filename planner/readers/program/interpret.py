@@ -395,6 +395,7 @@ class Reader:
         for name, value in zip(made_by.fields, call.positional, strict=False):
             found.attributes[name] = value
         init = made_by.attributes.get("__init__")
+        outer, self.uncertain = self.uncertain, 0  # a new object: what its own code sets on it, it has
         if isinstance(init, Function):
             self.called(Function(init.node, init.scope, found), call)
         else:
@@ -403,6 +404,7 @@ class Reader:
             after = made_by.attributes.get("__post_init__")
             if isinstance(after, Function):
                 self.called(Function(after.node, after.scope, found), Made("", where=call.where))
+        self.uncertain = outer
         return found
 
     def called(self, function: Function, call: Made) -> Value:
