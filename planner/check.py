@@ -13,12 +13,14 @@ from planner.choices.optimizers import OPTIMIZERS, PLANNED_OPTIMIZERS
 from planner.errors import SetupError
 from planner.gpu import GpuSpec
 from planner.kernels import missing_kernels
+from planner.memory.dtypes import SIZE_BYTES
+from planner.memory.optimizer import state_bytes
 from planner.models.spec import ModelSpec
 from planner.outcome import Prediction
 from planner.readers.edits import changed_fields, in_place, runnable
 from planner.readers.types import ReadConfig
-from planner.saved import saved_bytes, table_bytes
 from planner.setup import TrainSetup
+from planner.stacks import STACKS
 from planner.units import gib, percent
 
 Predict = Callable[[TrainSetup], Prediction]
@@ -103,15 +105,25 @@ def judge(prediction: Prediction, budget_bytes: int, band_fraction: float) -> Ve
     return Verdict.DOES_NOT_FIT if peak * (1 - band_fraction) > budget_bytes else Verdict.UNCERTAIN
 
 
+def table_bytes(model: ModelSpec, setup: TrainSetup, names: Sequence[str]) -> int:
+    """Bytes of adapters on token tables on each GPU: two factors of rank x rows and rank x width, as trained ones are.
+
+    Source: peft 0.21 `tuners/lora/layer.py`, class `Embedding`.
+    """
+    lasts = {name.rpartition(".")[2] for name in names}
+    edges = sum(one.num_rows + one.dim for one in model.embeddings if one.name.rpartition(".")[2] in lasts)
+    num, dtype = setup.lora_rank * edges, setup.resolved_adapter_dtype
+    return num * 2 * SIZE_BYTES[dtype] + state_bytes(num, dtype, setup.optimizer) if num else 0
+
+
 def including(predict: Predict, config: ReadConfig, model: ModelSpec) -> Predict:
-    """The prediction with what the config trains beside adapters of matrices: whole modules, adapters of tables."""
-    names, fp32 = config.saved_modules, config.saved_fp32
-    if not names and not config.adapted_tables:
+    """The prediction with the adapters on token tables that the config trains beside those on matrices."""
+    if not config.adapted_tables:
         return predict
 
     def predicted(setup: TrainSetup) -> Prediction:
         found = predict(setup)
-        extra = saved_bytes(model, setup, names, fp32=fp32) + table_bytes(model, setup, config.adapted_tables)
+        extra = table_bytes(model, setup, config.adapted_tables)
         return replace(found, peak_device_bytes=found.peak_device_bytes + extra)
 
     return predicted
@@ -156,12 +168,15 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
 def single_changes(setup: TrainSetup, gpu: GpuSpec, model: ModelSpec) -> list[tuple[str, TrainSetup, bool]]:
     """(label, setup, whether training changes) of every change to one decision; the effective batch never changes."""
     tried: list[tuple[str, dict[str, object], bool]] = []
+    # a trainer that is told to checkpoint takes its own form of it
+    form = {} if setup.checkpointing else {"reentrant_checkpointing": STACKS[setup.stack].reentrant_checkpointing}
     if setup.checkpointing != 1:
-        tried.append(("checkpoint every layer", {"checkpointing": 1}, False))
+        tried.append(("checkpoint every layer", {"checkpointing": 1, **form}, False))
     if setup.checkpointing != 0:
-        tried.append(("no gradient checkpointing", {"checkpointing": 0, "activation_offload": False}, False))
+        off = {"checkpointing": 0, "activation_offload": False, "reentrant_checkpointing": False}
+        tried.append(("no gradient checkpointing", dict(off), False))
     if setup.checkpointing != 2:
-        tried.append(("checkpoint every 2nd layer", {"checkpointing": 2}, False))
+        tried.append(("checkpoint every 2nd layer", {"checkpointing": 2, **form}, False))
     if setup.attention != "flash-attention-2" and gpu.flash_attention_2 and setup.compute_dtype != "fp32":
         tried.append(("flash attention 2", {"attention": "flash-attention-2"}, False))
     if setup.attention == "eager":

@@ -93,11 +93,9 @@ def read(
     for key in OFFLOADS:
         if settings.raw(key):
             settings.approximate(f"{key}: counted as if nothing left the GPU")
-    saved = settings.saved("lora_modules_to_save") if fields["method"] != "full" else ()
     return ReadConfig(
         format=FORMAT,
         path=name,
-        saved_modules=saved,
         adapted_tables=settings.tables,
         unknown_keys=settings.unknown_keys,
         model_id=settings.optional_text("base_model"),

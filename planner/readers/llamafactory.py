@@ -96,10 +96,8 @@ def read(
     for key, sentence in NOT_COUNTED.items():
         if settings.raw(key):
             settings.approximate(sentence)
-    saved = settings.saved("additional_target") if fields["method"] != "full" else ()
     return ReadConfig(
         format=FORMAT,
-        saved_modules=saved,
         adapted_tables=settings.tables,
         path=name,
         unknown_keys=settings.unknown_keys,

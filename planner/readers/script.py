@@ -67,7 +67,6 @@ class _Script:
         self.program, self.found, self.source, self.name = program, found, source, name
         self.model, self.sharding = model, sharding
         self.missing: dict[str, str] = {}
-        self.saved: tuple[str, ...] = ()
         owner = found.loader.owner if found.loader is not None else ""
         self.unsloth = owner.startswith("Fast")
         kind = found.trainer.name if found.trainer is not None else ""
@@ -167,9 +166,7 @@ class _Script:
             dataset=dataset if isinstance(dataset, str) else None,
             keys=self.keys,
             values=arguments.values,
-            saved_modules=self.saved,
             adapted_tables=self.lora.tables,
-            saved_fp32=self.unsloth and fields["precision"].startswith("fp16"),
             call_line=_line(self.found.arguments),
         )
 
@@ -286,14 +283,14 @@ class _Script:
         names = lora.text_or_names("target_modules")
         if len(names) == 1 and re.fullmatch(r"[\w.]+(\s*,\s*[\w.]+)+", names[0]):
             names = tuple(part.strip() for part in names[0].split(","))
-        self.saved = lora.saved("modules_to_save")
+        saved = common.modules_to_save(lora, "modules_to_save", self.arguments)
         if unsloth and UNSLOTH_WHOLE in names:
             names = tuple(name for name in names if name != UNSLOTH_WHOLE)
-            self.saved = tuple(dict.fromkeys((*self.saved, UNSLOTH_WHOLE)))
+            saved = tuple(dict.fromkeys((*saved, UNSLOTH_WHOLE)))
             lora.assume(f"{UNSLOTH_WHOLE} as a target: Unsloth trains it whole; counted")
         fields: dict[str, Any] = {
             "lora_rank": lora.integer("r", 16 if unsloth else 8, at_least=1),
-            "modules_to_save": common.modules_to_save(lora, "modules_to_save", self.arguments),
+            "modules_to_save": saved,
             "lora_dropout": lora.real("lora_dropout", 0.0),
             "lora_targets": common.targets(names or (("all-linear",) if unsloth else ()), self.model, lora),
         }

@@ -77,6 +77,7 @@ def read(
         names = settings.names("target_modules") or ("all-linear",)
         fields["lora_targets"] = common.targets(names, model, settings)
         fields["lora_dropout"] = settings.real("lora_dropout", 0.05)
+        fields["modules_to_save"] = common.modules_to_save(settings, "modules_to_save")
     for key, sentence in (
         ("use_dora", "DoRA's magnitude vectors and norms are not counted"),
         ("use_galore", "GaLore's projected optimizer states are counted as AdamW's"),
@@ -86,10 +87,8 @@ def read(
             settings.approximate(sentence)
     spread = zero_stage(settings, settings.raw("deepspeed"), sharding) if settings.has("deepspeed") else {}
     fields |= parallel_of(settings, spread, sharding.num_gpus)
-    saved = settings.saved("modules_to_save") if method != "full" else ()
     return ReadConfig(
         format=FORMAT,
-        saved_modules=saved,
         adapted_tables=settings.tables,
         path=name,
         model_id=settings.optional_text("model"),

@@ -104,7 +104,6 @@ def read(
         spread = loaded(settings, kwargs, sharding.num_gpus) or sharded(settings, sharding)
         fields |= parallel_of(settings, spread, sharding.num_gpus)
     keys |= {"seq_len_tokens": length_key, "optimizer": "optim", "packing": "packing", "lora_rank": "lora_r"}
-    saved = settings.saved("lora_modules_to_save") if peft else ()
     return ReadConfig(
         format=FORMAT,
         path=name,
@@ -112,7 +111,6 @@ def read(
         model_id=settings.optional_text("model_name_or_path"),
         setup=common.build(settings, fields),
         missing=tuple(missing),
-        saved_modules=saved,
         adapted_tables=settings.tables,
         assumptions=(*settings.assumptions, *kwargs.assumptions),
         approximations=(*settings.approximations, *kwargs.approximations),

@@ -69,7 +69,6 @@ class ReadConfig:
         approximations: features the memory model does not follow exactly; they widen the error band.
         dataset: hub id or path, None where none is named.
         keys: TrainSetup field -> (key in the file, value in the file), for `--fix`; nested keys dotted.
-        saved_modules: names of modules that are trained whole beside the adapters; saved_fp32: in fp32, not as loaded.
         adapted_tables: names of token tables that get adapters.
         unknown_keys: settings of the file that its tool does not have.
         call_line: of a program, the line of the call that holds the training arguments.
@@ -86,8 +85,6 @@ class ReadConfig:
     dataset: str | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    saved_modules: tuple[str, ...] = ()
-    saved_fp32: bool = False
     adapted_tables: tuple[str, ...] = ()
     unknown_keys: tuple[str, ...] = ()
     call_line: int = 0

@@ -136,13 +136,6 @@ class Settings:
         if sentence not in self.approximations:
             self.approximations.append(sentence)
 
-    def saved(self, key: str) -> tuple[str, ...]:
-        """Modules trained whole beside adapters (a name, a list, or words with commas), noted with what they cost."""
-        names = tuple(name for name in self.names(key) if name.lower() not in ("null", "none"))
-        if names:
-            self.assume(f"{', '.join(names)} trained whole: their copy, gradients and optimizer states are counted")
-        return names
-
     def error(self, key: str, expected: str, got: Any) -> ConfigError:
         """What a wrong value is answered with."""
         return ConfigError(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from planner.check import Verdict, check, improve, judge, single_changes
+from planner.check import Verdict, check, improve, including, judge, single_changes, table_bytes
 from planner.cli.app import run
 from planner.exporters import EXPORTERS
 from planner.gpus import find_gpu
@@ -326,3 +326,30 @@ def test_names_and_outputs_of_any_encoding(tmp_path: Path, monkeypatch: pytest.M
         assert "\x1b" not in shown
         if "--json" in arguments:
             assert json.loads(shown)["file"].endswith("caf\u00e9\x1b[2J.yaml")
+
+
+TABLES = """
+base_model: meta-llama/Llama-3.1-8B
+adapter: lora
+lora_r: 16
+lora_target_linear: true
+micro_batch_size: 1
+gradient_accumulation_steps: 4
+sequence_len: 1024
+bf16: true
+gradient_checkpointing: true
+optimizer: adamw_torch_fused
+{}
+"""
+
+
+def test_adapters_on_a_table_are_counted_beside_those_on_matrices() -> None:
+    model = catalogue.load("meta-llama/Llama-3.1-8B")
+    setup = TrainSetup(method="lora", precision="bf16-autocast", lora_rank=16)
+    assert table_bytes(model, setup, ("embed_tokens",)) == 16 * (128_256 + 4096) * 4 * 4
+    text = TABLES.replace("lora_target_linear: true", "lora_target_modules: [q_proj, embed_tokens]")
+    config = read_text(text.format(""), "axolotl.yaml", model=model)
+    assert (config.setup.lora_targets, config.adapted_tables) == (("q_proj",), ("embed_tokens",))
+    plain = predict(model, GPU, config.setup, None).peak_device_bytes
+    whole = including(lambda setup: predict(model, GPU, setup, None), config, model)(config.setup).peak_device_bytes
+    assert whole - plain == table_bytes(model, config.setup, config.adapted_tables) > 0
