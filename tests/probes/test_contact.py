@@ -140,6 +140,8 @@ def test_every_combination_of_the_campaigns_can_exist(name: str, tmp_path: Path)
     assert rehearsed.impossible == 0
     assert len({chain.setup for chain in rehearsed.chains}) == len({chain.setup for chain in spec.chains})
     assert {chain.model for chain in rehearsed.chains} == {"tiny"}
+    lengths = [{chain.setup.seq_len_tokens for chain in one.chains} for one in (rehearsed, spec)]
+    assert lengths[0] == {length // 16 for length in lengths[1]}
 
 
 def test_the_axes_reach_what_the_issue_asks_for() -> None:
