@@ -30,7 +30,7 @@ from probes.failures import MachineFault, UnsupportedProbe, building
 from probes.measure_depth import Depths, choose_depths
 from probes.measure_kernels import attention_backend, kernels_of_step
 from probes.measure_meters import CpuMeter, CudaMeter, Meter, copy_bandwidth
-from probes.measure_reserved import reserved_gap
+from probes.measure_reserved import growth_asked_for, reserved_gap, segments_grow
 from probes.measure_timing import DepthRun, Extended, extend, miss_fraction, timed_until_settled
 from probes.ranks import Seat, seat_of
 from probes.request import ProbeRequest
@@ -198,13 +198,13 @@ class _DepthRunner:
             return None
         return self.run(depth, timed=False)
 
-    def reserved(self, extended: Extended, depth: int | None) -> tuple[int, str]:
+    def reserved(self, extended: Extended, depth: int | None, grown: bool | None) -> tuple[int, str]:
         """(reserved peak at `depth` layers (None: all), how it was found): live tensors by the line, what the allocator
-        holds beyond them by replaying the dry run there."""
+        holds beyond them by replaying the dry run there, with segments that grow where they were seen to."""
         if self.request.device == "cpu" or self.crew.seat.size > 1:
             return extended.reserved_bytes, "memory extended linearly"
         capability = torch.cuda.get_device_capability(torch.device(self.request.device))
-        gap = reserved_gap(self.request.config, self.request.setup, capability, depth)
+        gap = reserved_gap(self.request.config, self.request.setup, capability, depth, grown)
         if gap is None:
             return extended.reserved_bytes, "memory extended linearly (the dry run cannot follow this setup)"
         return extended.allocated_bytes + gap, "live memory extended linearly, reserved by replaying the dry run"
@@ -284,6 +284,7 @@ class _DepthRunner:
             flags=tuple(sorted(meter.flags())),
             nvml=meter.has_nvml,
             kernels=kernels,
+            grown=segments_grow(torch.cuda.memory_snapshot()) if device.type == "cuda" else None,
         )
         if job is not None:
             job.engine.destroy()  # it is held by its own hooks
@@ -390,7 +391,7 @@ def _assemble(request: ProbeRequest, depths: Depths, runner: _DepthRunner, bandw
                 check = runner.run(depths.check, timed=False)
                 runs.append(check)
                 error = _worst_miss(extend(short, long, check.depth), check, runner)
-            reserved, memory = runner.reserved(full, None)
+            reserved, memory = runner.reserved(full, None, long.grown)
         notes.append(
             f"{depths.short} and {depths.long} of {depths.full} layers timed, "
             f"{full.layer_s * 1000:.3f} ms per layer, extended linearly; {memory}"
@@ -415,6 +416,10 @@ def _assemble(request: ProbeRequest, depths: Depths, runner: _DepthRunner, bandw
     kernels = next((run.kernels for run in runs if run.kernels), ())
     if kernels and setup.attention == "sdpa":
         notes.append(f"attention ran on SDPA's {attention_backend(kernels)} backend")
+    if growth_asked_for() and any(run.grown is False for run in runs):
+        notes.append(
+            "this PyTorch ignores expandable_segments here: memory is lost to fragments that launch files avoid"
+        )
     _device_notes(request, runner.turn, reserved + context, flags, notes)
     if shards_first(setup) and setup.quantized:
         model = build_model(request.config, setup, device="meta", attention=attention_name(request))
@@ -448,7 +453,7 @@ def _assemble(request: ProbeRequest, depths: Depths, runner: _DepthRunner, bandw
 
 def _worst_miss(extended: Extended, check: DepthRun, runner: _DepthRunner) -> float:
     """How far the extension missed a third depth, in what is allocated or in what is reserved."""
-    reserved, _ = runner.reserved(extended, check.depth)
+    reserved, _ = runner.reserved(extended, check.depth, check.grown)
     misses = (
         miss_fraction(extended.allocated_bytes, check.allocated_bytes),
         miss_fraction(reserved, check.reserved_bytes),

@@ -61,6 +61,7 @@ class DepthRun:
         reserved_bytes: peak held by the caching allocator (equals allocated on the CPU, which has none).
         context_bytes: device memory in use beyond what the allocator holds.
         step_times_s: empty where only memory was asked for.
+        grown: whether the allocator's segments grow; None where that is not known.
     """
 
     depth: int
@@ -72,6 +73,7 @@ class DepthRun:
     flags: tuple[str, ...] = ()
     nvml: bool = False
     kernels: tuple[str, ...] = ()
+    grown: bool | None = None
 
     @property
     def allocated_bytes(self) -> int:

@@ -16,7 +16,7 @@ from probes.crew import crew_of
 from probes.device import Turn
 from probes.dryrun.api import report_for_config
 from probes.measure_depth import Depths
-from probes.measure_reserved import reserved_gap
+from probes.measure_reserved import reserved_gap, segments_grow
 from probes.measure_timing import DepthRun, extend
 from probes.ranks import Seat
 from probes.request import ProbeRequest
@@ -134,6 +134,28 @@ def test_a_third_depth_that_reserves_otherwise_is_told(monkeypatch: pytest.Monke
     monkeypatch.setitem(globals(), "run_at", fragmented)
     found, _ = assemble()
     assert found.extrapolation_error_fraction == pytest.approx(1 / 1.25 - 1, abs=0.01)
+
+
+def test_segments_that_do_not_grow_although_asked_to_are_replayed_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ROCm before 7, and builds without the driver's mapping calls, ignore the setting and warn."""
+    assemble = on_a_gpu(monkeypatch, 2 * GIB)
+    real = run_at
+    monkeypatch.setitem(globals(), "run_at", lambda depth: replace(real(depth), grown=False))
+    found, _ = assemble()
+    monkeypatch.setitem(globals(), "run_at", lambda depth: replace(real(depth), grown=True))
+    grown, _ = assemble()
+    assert found.peak_reserved_bytes != grown.peak_reserved_bytes
+    gap = reserved_gap(CONFIG, FULL, HOPPER, grown=False)
+    assert gap is not None
+    assert found.peak_reserved_bytes == found.peak_allocated_bytes + gap
+    assert any("ignores expandable_segments" in note for note in found.notes)
+    assert not any("ignores expandable_segments" in note for note in grown.notes)
+
+
+def test_growth_is_read_off_the_allocators_segments() -> None:
+    assert segments_grow([]) is None
+    assert segments_grow([{"is_expandable": False}, {"is_expandable": True}]) is True
+    assert segments_grow([{"is_expandable": False}]) is False
 
 
 def test_a_setup_that_the_dry_run_cannot_follow_has_no_gap() -> None:
