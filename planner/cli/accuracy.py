@@ -39,6 +39,12 @@ def accuracy(
     newest: Annotated[
         bool, typer.Option("--newest", help="Each configuration once, under its newest versions.")
     ] = False,
+    rivals: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--rivals", help="Python that has canifinetune, fitcheck-llm or fitscout: their errors; repeatable."
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Directory for Markdown, CSV and SVG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
 ) -> None:
@@ -57,6 +63,14 @@ def accuracy(
     if not quantities:
         raise UsageError("the dry run predicts memory only", hint="use --what memory, or --rung formula")
     rows = _rows(group, newest)
+    if rivals:
+        from planner.cli.rivals import compare, markdown
+
+        table = markdown(compare(rows, rivals))
+        if out is not None:
+            write_text(out / "rivals.md", f"# Other estimators on the recorded runs\n\n{table}")
+        console().print(table, markup=False, soft_wrap=True)
+        return
     predict = _remembered(_formula() if rung == "formula" else dry_run_setup())
     tables = [accuracy_table(rows, predict, what=quantity, lookup=_lookup, rung=RUNGS[rung]) for quantity in quantities]
     command = f"plan accuracy --rung {rung} --what {what}" + (f" --group {group}" if group else "")
