@@ -66,7 +66,7 @@ def accuracy(
     if rivals:
         from planner.cli.rivals import compare, markdown
 
-        table = markdown(compare(rows, rivals))
+        table = markdown(compare(rows, rivals, _lookup))
         if out is not None:
             write_text(out / "rivals.md", f"# Other estimators on the recorded runs\n\n{table}")
         console().print(table, markup=False, soft_wrap=True)

@@ -3,15 +3,15 @@
 import json
 import subprocess
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from planner.cli.accuracy import _lookup
 from planner.errors import EnvironmentProblem
+from planner.gpu import GpuSpec
 from planner.interchange import setup_to_dict
 from planner.measured import MeasuredRow, Quantity
 from planner.memory.model import predict_memory
@@ -20,6 +20,7 @@ from planner.models.spec import ModelSpec
 from planner.units import GIB
 
 TIMEOUT_S = 600
+Lookup = Callable[[MeasuredRow], tuple[ModelSpec, GpuSpec]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +38,11 @@ class RivalRow:
     own_worst_error: float
 
 
-def compare(rows: Sequence[MeasuredRow], pythons: Sequence[Path]) -> list[RivalRow]:
+def compare(rows: Sequence[MeasuredRow], pythons: Sequence[Path], lookup: Lookup) -> list[RivalRow]:
     """Every rival that these Pythons have, source by source; of a configuration that was repeated the first run.
+
+    Args:
+        lookup: the model and the card of a row.
 
     Raises:
         EnvironmentProblem: a Python that does not start, or has none of them.
@@ -47,10 +51,10 @@ def compare(rows: Sequence[MeasuredRow], pythons: Sequence[Path]) -> list[RivalR
     for row in rows:
         if row.status == "ok" and row.num_gpus == 1 and (row.comparable("reserved") or row.comparable("device")):
             asked.setdefault((row.group, row.config_id), row)
-    own = {row.id: predict_memory(*_lookup(row), row.setup) for row in asked.values() if row.setup is not None}
+    own = {row.id: predict_memory(*lookup(row), row.setup) for row in asked.values() if row.setup is not None}
     found: list[RivalRow] = []
     for python in pythons:
-        answers = _ask(python, [_line(row) for row in asked.values()])
+        answers = _ask(python, [_line(row, lookup) for row in asked.values()])
         errors: dict[tuple[str, str, Quantity], list[tuple[float | None, float]]] = defaultdict(list)
         for row, several in zip(asked.values(), answers, strict=True):
             for answer in several:
@@ -99,9 +103,9 @@ def _figure(memory: MemoryBreakdown, figure: str) -> int:
     return memory.peak_reserved_bytes if figure == "reserved" else memory.peak_device_bytes
 
 
-def _line(row: MeasuredRow) -> str:
+def _line(row: MeasuredRow, lookup: Lookup) -> str:
     assert row.setup is not None  # comparable rows have one
-    model, gpu = _lookup(row)
+    model, gpu = lookup(row)
     return json.dumps(
         {
             "model": row.model_name,
