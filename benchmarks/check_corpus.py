@@ -1,6 +1,9 @@
 """`plan check`'s reading of published training files: how each was answered, and what was open.
 
-    python benchmarks/check_corpus.py DIRECTORY [--gpu a100-80gb] [--model STAND_IN] [--out FILE]
+    python benchmarks/check_corpus.py DIRECTORY [--gpu a100-80gb] [--model STAND_IN] [--out FILE] [--fix]
+
+--fix also makes, in memory alone, what `plan check --fix` would write, and counts how it ends. Readings that a person
+compared with their files stand in benchmarks/data/check_expected.jsonl: any that differs is told.
 
 DIRECTORY holds the files of benchmarks/data/check_corpus.txt (repository:path@commit, one a line) as OWNER+NAME/PATH.
 Only reading and the formula are run: no network, no dry run. Outcomes: read (an answer), asked (exit 3, naming what is
@@ -14,13 +17,49 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from planner.cli.checking import load
+from planner.check import Verdict, check, improve, including, judge
+from planner.cli.checking import fixed_text, load, predictor
 from planner.errors import PlannerError, Undetermined, UnknownModelError
 from planner.predict import predict
 from planner.readers.read import MAKEFILES, SUFFIXES
 
+EXPECTED = Path(__file__).parent / "data" / "check_expected.jsonl"
+HEADROOM_FRACTION = 0.04
 
-def one(path: Path, gpu: str, model: str | None) -> dict[str, Any]:
+
+def fixed(path: Path, config: Any, spec: Any, card: Any) -> str:
+    """How `--fix` ends on the formula rung: "fits already", "fixed", "no change helps", "not writable" or a fault."""
+    predict = predictor(spec, card)
+    budget = round(card.memory_bytes * (1 - HEADROOM_FRACTION))
+    result = check(config, spec, card, budget, predict)
+    if result.verdict is Verdict.FITS:
+        return "fits already"
+    setup, labels = improve(result, spec, predict)
+    after = including(predict, config, spec)(setup)
+    if judge(after, budget, max(result.band_fraction, after.memory_band_fraction)) is not Verdict.FITS:
+        return "no change helps"
+    if setup.global_batch_seqs != config.setup.global_batch_seqs:
+        return "another effective batch"
+    try:
+        fixed_text(path, config, setup, spec, card=card)
+    except PlannerError:
+        return "not writable"
+    return f"fixed ({', '.join(labels)})"
+
+
+def differences(name: str, config: Any, expected: dict[str, dict[str, Any]]) -> list[str]:
+    """Where a reading is not what a person read in the file."""
+    known = expected.get(name, {})
+    return [
+        f"{key}: {getattr(config.setup, key)} instead of {value}"
+        for key, value in known.items()
+        if key not in ("file", "model") and getattr(config.setup, key) != value
+    ]
+
+
+def one(
+    path: Path, gpu: str, model: str | None, expected: dict[str, dict[str, Any]], name: str, *, fix: bool
+) -> dict[str, Any]:
     """How one file is answered."""
     start = time.perf_counter()
     line: dict[str, Any] = {}
@@ -37,6 +76,8 @@ def one(path: Path, gpu: str, model: str | None) -> dict[str, Any]:
             f"{setup.loss} {setup.optimizer} {setup.attention} pack{int(setup.packing)}",
             "assumed": list(config.assumptions),
         }
+        line |= {"differs": wrong} if (wrong := differences(name, config, expected)) else {}
+        line |= {"fix": fixed(path, config, spec, card)} if fix else {}
     except UnknownModelError as error:
         line = {"outcome": "model not at hand", "said": error.message}
     except Undetermined as error:
@@ -62,6 +103,7 @@ def main() -> None:
     parser.add_argument("--model", help="stand-in for models that are not at hand")
     parser.add_argument("--list", type=Path, help="repository:path@commit, one a line: those files alone")
     parser.add_argument("--only", default="")
+    parser.add_argument("--fix", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.list:
@@ -71,15 +113,25 @@ def main() -> None:
     files = sorted(path for path in every if path.is_file() and args.only in str(path))
     counts: Counter[str] = Counter()
     lines = []
+    facts = [json.loads(line) for line in EXPECTED.read_text().splitlines()]
+    expected = {str(place(one["file"])): one for one in facts}
+    fixes: Counter[str] = Counter()
     for path in files:
-        found = one(path, args.gpu, None)
+        name = str(path.relative_to(args.directory))
+        found = one(path, args.gpu, None, expected, name, fix=args.fix)
         if found["outcome"] == "model not at hand" and args.model:
-            found = {**one(path, args.gpu, args.model), "stand_in": args.model}
+            found = {**one(path, args.gpu, args.model, expected, name, fix=args.fix), "stand_in": args.model}
         counts[found["outcome"]] += 1
+        fixes[found.get("fix", "").partition(" (")[0]] += 1
         lines.append({"file": str(path.relative_to(args.directory)), **found})
         print(json.dumps(lines[-1]), flush=True)
     if args.out:
         args.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    compared = [line for line in lines if line["file"] in expected and line["outcome"] == "read"]
+    wrong = [line for line in compared if "differs" in line]
+    print(f"{len(compared)} readings compared with a person's: {len(wrong)} differ {[line['file'] for line in wrong]}")
+    if args.fix:
+        print(f"--fix: { ({end: count for end, count in fixes.most_common() if end}) }")
     times = sorted(line["seconds"] for line in lines)
     print(f"{len(files)} files: {dict(counts.most_common())}; median {times[len(times) // 2]} s, worst {times[-1]} s")
 
