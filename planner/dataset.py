@@ -28,6 +28,10 @@ MAX_ARRAY_BYTES = 64 * 1024 * 1024
 MAX_SAMPLES = 20_000
 """Samples that are tokenized; of a larger file a fixed random choice."""
 
+PADDING_LIMIT = 0.1
+"""Share of padded batches that may be padding before samples are packed. Packing changes which samples share a row, and
+takes a kernel that keeps them apart: a judgement."""
+
 CountTokens = Callable[[str], int]
 
 
@@ -112,7 +116,8 @@ class DatasetStats:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthChoice:
-    """A sequence length for a data set, with its reason and what it costs; `epoch_seqs` are its rows once packed."""
+    """A sequence length for a data set, with its reason and what it costs; `epoch_seqs` are its rows once packed, of
+    `samples_per_seq` samples each."""
 
     seq_len_tokens: int
     packing: bool
@@ -120,13 +125,15 @@ class LengthChoice:
     cut_fraction: float
     epoch_tokens: int
     epoch_seqs: int
+    samples_per_seq: float
     reason: str
 
 
 def choose_length(stats: DatasetStats, *, max_tokens: int | None = None, micro_batch_seqs: int = 4) -> LengthChoice:
-    """A sequence length that cuts at most 1 % of the samples, and packing where padding would waste a fifth.
+    """A sequence length that cuts at most 1 % of the samples, and packing where padding would waste PADDING_LIMIT.
 
-    Lengths are multiples of 256 (64 below that). `max_tokens` is what the model can take.
+    Lengths are multiples of 256 (64 below that). Rows of packed samples are long enough for the longest where that is
+    at most twice as long: nothing is cut then. `max_tokens` is what the model can take.
     """
     wanted = max(64, stats.percentile(0.99))
     step = 64 if wanted <= 256 else 256
@@ -137,20 +144,25 @@ def choose_length(stats: DatasetStats, *, max_tokens: int | None = None, micro_b
         length = min(length, max_tokens)
     padded = stats.padding_fraction(micro_batch_seqs, length)
     packed = stats.packing_fraction(length)
-    packing = padded < 0.8 and packed > padded
+    packing = padded < 1 - PADDING_LIMIT and packed > padded
+    if packing and length < stats.lengths_tokens[-1] <= 2 * length:
+        length = min(-(-stats.lengths_tokens[-1] // step) * step, max_tokens or 2 * length)
+        padded, packed = stats.padding_fraction(micro_batch_seqs, length), stats.packing_fraction(length)
     cut = stats.cut_fraction(length)
     reason = (
         f"{length} tokens cut {cut:.1%} of {stats.num_samples:,} samples (median {stats.percentile(0.5)}, "
         f"99th percentile {stats.percentile(0.99)}, longest {stats.lengths_tokens[-1]}, {stats.counted_with}); "
         f"real tokens: {padded:.0%} of a padded batch of {micro_batch_seqs}, {packed:.0%} of packed rows"
     )
+    rows = ceil(stats.kept_tokens(length) / (packed * length)) if packing else stats.num_samples
     return LengthChoice(
         seq_len_tokens=length,
         packing=packing,
         real_fraction=packed if packing else padded,
         cut_fraction=cut,
         epoch_tokens=stats.kept_tokens(length),
-        epoch_seqs=ceil(stats.kept_tokens(length) / (packed * length)) if packing else stats.num_samples,
+        epoch_seqs=rows,
+        samples_per_seq=stats.num_samples / rows,
         reason=reason,
     )
 

@@ -91,12 +91,20 @@ def batch_factor(optimizer: str, global_batch_seqs: int) -> float:
     return ratio if optimizer == "sgd" else sqrt(ratio)
 
 
+def rate_batch(global_batch_seqs: int, samples_per_seq: float) -> int:
+    """Samples per step that the rate follows. A row of packed samples counts as them up to REFERENCE_BATCH_SEQS: the
+    published rates are for samples, and no rate is raised for packing."""
+    samples = round(global_batch_seqs * samples_per_seq)
+    return max(global_batch_seqs, min(REFERENCE_BATCH_SEQS, samples))
+
+
 def choose(
     setup: TrainSetup,
     *,
     num_params: int | None = None,
     num_trained_params: int | None = None,
     dataset_tokens: int | None = None,
+    samples_per_seq: float = 1.0,
     num_epochs: float = 1.0,
     max_steps: int | None = None,
     seed: int = 42,
@@ -122,10 +130,11 @@ def choose(
     if num_params is not None and num_params >= LARGE_MODEL_PARAMS:
         rate *= LARGE_MODEL_FACTOR
         why.append(f"x {LARGE_MODEL_FACTOR:g} from 30B parameters")
-    factor = batch_factor(setup.optimizer, setup.global_batch_seqs)
+    batch = rate_batch(setup.global_batch_seqs, samples_per_seq)
+    factor = batch_factor(setup.optimizer, batch)
     rule = "linear" if setup.optimizer == "sgd" else "square root"
     if factor != 1.0:
-        why.append(f"x {factor:.3g} for a batch of {setup.global_batch_seqs} ({rule})")
+        why.append(f"x {factor:.3g} for a batch of {batch} ({rule})")
     reasons = {
         "learning_rate": " ".join(why) if learning_rate is None else "given with --lr",
         "lora_alpha": "fixed over ranks, so the rate does not move with the rank",

@@ -18,6 +18,7 @@ from planner.choices.precisions import PRECISIONS
 from planner.decision.alternatives import alternatives
 from planner.decision.candidates import candidate, communication_share
 from planner.decision.facts import Facts, Walks, add_spreads, best_spread, merged, walk_stages
+from planner.decision.job import job_notes
 from planner.decision.spreads import FIELDS, ONE_GPU, all_spreads
 from planner.decision.tree import OneGpu, answers, choose_node, preferred_nodes
 from planner.engines import engine_of
@@ -29,7 +30,6 @@ from planner.plan import NoPlan, Plan, SpaceCount
 from planner.refine import CorrectionKey
 from planner.setup import TrainSetup
 from planner.space import BRANCH_FIELDS, Point, dimension_values, kinds, micro_batches
-from planner.steps import small_data_note
 from planner.units import gib
 from planner.workload import Workload
 
@@ -229,9 +229,7 @@ def _notes(workload: Workload, chosen: Candidate) -> tuple[str, ...]:
             f"every sequence is taken to be {workload.seq_len_tokens} tokens long (the worst batch); "
             "shorter ones need less memory"
         )
-    notes.append("evaluation and saving are not counted; keep their batch at the micro-batch or below")
-    if note := small_data_note(workload.epoch_seqs, workload.global_batch_seqs):
-        notes.append(note)
+    notes += job_notes(workload, chosen)
     masters = engine_of(chosen.setup).keeps_fp32_masters
     if chosen.setup.method == "full" and chosen.setup.weight_dtype == "bf16" and not masters:
         notes.append(

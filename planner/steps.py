@@ -10,18 +10,18 @@ from math import ceil
 
 DEFAULT_GLOBAL_BATCH = 32
 LEAST_GLOBAL_BATCH = 8
-"""Below this, gradients of different lengths average badly. A judgement."""
+"""In samples: below this, gradients of different lengths average badly. A judgement."""
 MIN_STEPS = 100
 MAX_EPOCHS = 3
 """Epochs that small data is given. Source: Taori et al. 2023, Stanford Alpaca: 3 epochs; repeated data is worth as much
 as new for about 4 (Muennighoff et al. 2023, https://arxiv.org/abs/2305.16264)."""
 
 
-def global_batch(epoch_seqs: int | None, num_gpus: int = 1) -> int:
+def global_batch(epoch_seqs: int | None, num_gpus: int = 1, *, samples_per_seq: float = 1.0) -> int:
     """Sequences per step where nobody says: DEFAULT_GLOBAL_BATCH, halved while an epoch has fewer than MIN_STEPS steps,
-    down to LEAST_GLOBAL_BATCH; a multiple of the number of GPUs."""
-    batch = DEFAULT_GLOBAL_BATCH
-    while epoch_seqs is not None and batch > LEAST_GLOBAL_BATCH and epoch_seqs < MIN_STEPS * batch:
+    down to LEAST_GLOBAL_BATCH samples, of which a packed row holds several; a multiple of the number of GPUs."""
+    batch, least = DEFAULT_GLOBAL_BATCH, max(1, round(LEAST_GLOBAL_BATCH / samples_per_seq))
+    while epoch_seqs is not None and batch // 2 >= least and epoch_seqs < MIN_STEPS * batch:
         batch //= 2
     return num_gpus * ceil(batch / num_gpus)
 

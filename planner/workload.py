@@ -37,6 +37,7 @@ class Workload:
         dataset_tokens: tokens of one epoch, for time and cost; None when unknown.
         prefer: "quality" (the least approximate class that fits) or "speed" (a quantized base where it is faster).
         epoch_seqs: sequences of one epoch (packed rows or samples); None when unknown.
+        samples_per_seq: samples that lie in one of them: more than one where rows are packed.
         num_epochs, learning_rate: decided by the user; None: by the rules of `steps` and `hyperparameters`.
         targets: launch targets that the user named: the plan is what the first of them runs, and all of them can.
         price_per_hour: US dollars per GPU hour, None when unknown.
@@ -59,6 +60,7 @@ class Workload:
     targets: tuple[str, ...] = ()
     prefer: str = "quality"
     epoch_seqs: int | None = None
+    samples_per_seq: float = 1.0
     num_epochs: float | None = None
     learning_rate: float | None = None
 

@@ -10,6 +10,7 @@ from planner.outcome import Candidate, Evidence, Measurement, Prediction, ProbeF
 from planner.plan import Answer, Cut, NoPlan, Plan
 from planner.setup import TrainSetup
 from planner.stacks import DEFAULT as DEFAULT_STACK
+from planner.steps import num_epochs
 from planner.units import count, gib, percent, seconds
 from planner.workload import Workload
 
@@ -280,10 +281,10 @@ def speed_sentence(candidate: Candidate) -> str:
 
 
 def epoch_sentence(workload: Workload, candidate: Candidate) -> str:
-    """Time and cost of one epoch of the data set, or of as many as the user asked for; empty without a data set."""
+    """Time and cost of the epochs that the launch files train; empty without a data set."""
     if not workload.dataset_tokens or not candidate.tokens_per_s:
         return ""
-    epochs = workload.num_epochs or 1
+    epochs = workload.num_epochs or num_epochs(workload.epoch_seqs, workload.global_batch_seqs)
     duration_s = epochs * workload.dataset_tokens / candidate.tokens_per_s
     one = epochs == 1
     words = f"{'One epoch' if one else f'{epochs:g} epochs'} of {count(workload.dataset_tokens)} tokens"

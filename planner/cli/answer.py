@@ -44,8 +44,11 @@ def workload_for(
             dataset_tokens=wish.dataset_tokens or lengths.epoch_tokens,
             packing=lengths.packing if wish.packing is None else wish.packing,
         )
-    epoch_seqs = lengths.epoch_seqs if lengths is not None else None
-    return wish.workload(spec, card, epoch_seqs=epoch_seqs, targets=targets)
+    if lengths is None:
+        return wish.workload(spec, card, targets=targets)
+    return wish.workload(
+        spec, card, epoch_seqs=lengths.epoch_seqs, samples_per_seq=lengths.samples_per_seq, targets=targets
+    )
 
 
 def answered(workload: Workload, *, dry_run: bool = True, history: bool = True) -> Plan | NoPlan:

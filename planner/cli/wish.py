@@ -129,6 +129,7 @@ def workload(
     targets: Sequence[str] = (),
     prefer: str = "quality",
     epoch_seqs: int | None = None,
+    samples_per_seq: float = 1.0,
     num_epochs: float | None = None,
     learning_rate: float | None = None,
 ) -> Workload:
@@ -156,7 +157,9 @@ def workload(
         headroom_bytes=headroom,
         seq_len_tokens=seq_len_tokens,
         global_batch_seqs=positive("global-batch", global_batch)
-        or steps.global_batch(epoch_seqs, cluster.num_gpus if cluster is not None else 1),
+        or steps.global_batch(
+            epoch_seqs, cluster.num_gpus if cluster is not None else 1, samples_per_seq=samples_per_seq
+        ),
         fixed=dict(fixed),
         min_rank=floor,
         min_rank_reason=reason,
@@ -166,6 +169,7 @@ def workload(
         prefer=choices("prefer", (prefer,), ("quality", "speed"))[0],
         dataset_tokens=dataset_tokens,
         epoch_seqs=epoch_seqs,
+        samples_per_seq=samples_per_seq,
         num_epochs=_between("epochs", num_epochs, 10_000, "3"),
         learning_rate=_between("lr", learning_rate, 10, "2e-4"),
         price_per_hour=usd,

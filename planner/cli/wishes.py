@@ -136,6 +136,7 @@ class WishOptions:
         objective: str = "tokens",
         targets: Sequence[str] = (),
         epoch_seqs: int | None = None,
+        samples_per_seq: float = 1.0,
     ) -> Workload:
         """The wish for this model on these GPUs, and for these launch targets.
 
@@ -158,6 +159,7 @@ class WishOptions:
             targets=targets,
             prefer=self.prefer or "quality",
             epoch_seqs=epoch_seqs,
+            samples_per_seq=samples_per_seq,
             num_epochs=self.epochs,
             learning_rate=self.lr,
         )

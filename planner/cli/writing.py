@@ -157,6 +157,7 @@ def launch_files(
             chosen.setup,
             num_params=workload.model.num_params,
             dataset_tokens=workload.dataset_tokens,
+            samples_per_seq=workload.samples_per_seq,
             num_epochs=workload.num_epochs or num_epochs(workload.epoch_seqs, workload.global_batch_seqs),
             learning_rate=workload.learning_rate,
         ),

@@ -83,6 +83,9 @@ def kernels_lines(setup: TrainSetup, model: ModelSpec | None) -> list[Line]:
     return [*lines, Line("liger_kernel_config", config)] if config else lines
 
 
+EVAL_REASON = "as in training: transformers' own 8 may need more than the step"
+
+
 def model_refusal(setup: TrainSetup, model: ModelSpec | None) -> str:
     """Why no trainer on transformers runs this setup on this model, "" when one does or the model is not known."""
     if setup.modules_to_save:

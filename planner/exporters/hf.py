@@ -2,6 +2,7 @@
 
 from planner.exporters import accelerate, chat, deepspeed, slurm
 from planner.exporters.common import (
+    EVAL_REASON,
     HF_DTYPES,
     HF_OPTIMIZERS,
     NO_FUSED_LORA,
@@ -281,6 +282,7 @@ def _arguments(request: ExportRequest, setup: TrainSetup) -> str:
         [
             Line("output_dir", shown_path(request.output_dir)),
             Line("per_device_train_batch_size", setup.micro_batch_seqs),
+            Line("per_device_eval_batch_size", setup.micro_batch_seqs, EVAL_REASON),
             Line("gradient_accumulation_steps", setup.accumulation_steps),
             Line("bf16", setup.autocast_dtype == "bf16", "autocast"),
             Line("fp16", setup.autocast_dtype == "fp16"),

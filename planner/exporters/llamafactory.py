@@ -5,6 +5,7 @@ import json
 from planner.choices.kernels import LIGER_LOSS
 from planner.exporters import chat, deepspeed, slurm
 from planner.exporters.common import (
+    EVAL_REASON,
     HF_OPTIMIZERS,
     NO_FUSED_LORA,
     environment,
@@ -212,6 +213,7 @@ def _sections(request: ExportRequest) -> list[Section]:
         section(
             "batch",
             Line("per_device_train_batch_size", setup.micro_batch_seqs),
+            Line("per_device_eval_batch_size", setup.micro_batch_seqs, EVAL_REASON),
             Line("gradient_accumulation_steps", setup.accumulation_steps),
         ),
         section(

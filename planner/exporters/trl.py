@@ -2,6 +2,7 @@
 
 from planner.exporters import accelerate, chat, deepspeed, slurm
 from planner.exporters.common import (
+    EVAL_REASON,
     HF_DTYPES,
     HF_OPTIMIZERS,
     NO_FUSED_LORA,
@@ -190,6 +191,7 @@ def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
             Line("packing", setup.packing),
             Line("packing_strategy", "bfd") if setup.packing else None,
             Line("per_device_train_batch_size", setup.micro_batch_seqs),
+            Line("per_device_eval_batch_size", setup.micro_batch_seqs, EVAL_REASON),
             Line("gradient_accumulation_steps", setup.accumulation_steps),
         ),
         section(

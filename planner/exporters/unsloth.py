@@ -1,7 +1,14 @@
 """An Unsloth script: `python FILE`. Unsloth 2026.10 with trl <= 1.15 and transformers <= 5.17 (old names)."""
 
 from planner.exporters import chat
-from planner.exporters.common import HF_OPTIMIZERS, USUAL_LINEAR_MODULES, environment, model_refusal, target_modules
+from planner.exporters.common import (
+    EVAL_REASON,
+    HF_OPTIMIZERS,
+    USUAL_LINEAR_MODULES,
+    environment,
+    model_refusal,
+    target_modules,
+)
 from planner.exporters.python_text import Code, call, constant
 from planner.exporters.text import Line, comments, header, launch_file, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
@@ -174,6 +181,7 @@ def _config(request: ExportRequest) -> str:
             Line("max_length", setup.seq_len_tokens),
             Line("packing", setup.packing),
             Line("per_device_train_batch_size", setup.micro_batch_seqs),
+            Line("per_device_eval_batch_size", setup.micro_batch_seqs, EVAL_REASON),
             Line("gradient_accumulation_steps", setup.accumulation_steps),
             Line("gradient_checkpointing", setup.checkpointing > 0),
             Line("bf16", setup.autocast_dtype == "bf16"),

@@ -92,6 +92,15 @@ def test_a_length_cuts_at_most_one_percent_and_packs_uneven_data() -> None:
     assert choose_length(stats(*([9000] * 10)), max_tokens=4096).seq_len_tokens == 4096
 
 
+def test_packed_rows_hold_the_longest_sample_where_that_is_not_much_longer() -> None:
+    far = choose_length(stats(*([100] * 900 + [600] * 98 + [5000] * 2)))
+    assert far.packing
+    assert (far.seq_len_tokens, far.cut_fraction) == (768, 0.002)
+    near = choose_length(stats(*([100] * 900 + [600] * 98 + [1100] * 2)))
+    assert (near.seq_len_tokens, near.cut_fraction) == (1280, 0.0)
+    assert near.samples_per_seq == pytest.approx(8, rel=0.2)
+
+
 def test_large_files_are_sampled_and_scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("planner.dataset.MAX_SAMPLES", 50)
     found = measure(write(tmp_path / "a.jsonl", [{"text": "a" * 40}] * 200))

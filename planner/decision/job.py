@@ -1,0 +1,81 @@
+"""The job around the step: optimizer steps and checkpoints on disk, what evaluating, saving and merging take."""
+
+from collections.abc import Iterator
+
+from planner.memory.dtypes import SIZE_BYTES
+from planner.memory.model import predict_memory
+from planner.memory.optimizer import paged_bytes, state_bytes
+from planner.memory.trained import trained_parameters
+from planner.outcome import Candidate
+from planner.setup import TrainSetup
+from planner.steps import num_epochs, small_data_note, steps_per_epoch
+from planner.units import gib
+from planner.workload import Workload
+
+DEFAULT_EVAL_SEQS = 8
+"""transformers' per_device_eval_batch_size where nobody sets one, whatever the training micro-batch is."""
+
+
+def job_notes(workload: Workload, chosen: Candidate) -> Iterator[str]:
+    """One sentence each: steps and disk where the data is known, small data, evaluation, merging."""
+    weights, states = checkpoint_bytes(workload, chosen.setup)
+    disk = f"a checkpoint takes {gib(weights + states)} on disk, {gib(states)} of it the optimizer's states"
+    epoch_seqs, batch = workload.epoch_seqs, workload.global_batch_seqs
+    if epoch_seqs is not None:
+        epochs = workload.num_epochs or num_epochs(epoch_seqs, batch)
+        steps = max(1, round(epochs * steps_per_epoch(epoch_seqs, batch)))
+        disk = f"the job: {steps:,} optimizer steps, {epochs:g} epoch{'s' if epochs != 1 else ''}; {disk}"
+    yield disk
+    if note := small_data_note(epoch_seqs, batch):
+        yield note
+    if chosen.setup.num_gpus == 1:
+        yield evaluation_note(workload, chosen.setup)
+    if chosen.setup.method != "full":
+        whole = SIZE_BYTES["bf16"] * workload.model.num_params
+        yield f"merging the adapter needs the base in 16 bits, {gib(whole)}, on the GPU or in the host's memory"
+
+
+def checkpoint_bytes(workload: Workload, setup: TrainSetup) -> tuple[int, int]:
+    """Bytes on disk of (what is trained, its optimizer's states) in one checkpoint of transformers' Trainer.
+
+    Source: transformers 5.23 `Trainer._save_checkpoint`: the model (peft: its adapters) and `optimizer.pt`.
+    Not counted: tokenizer, random states and the scheduler, a few MB.
+    """
+    trained = trained_parameters(workload.model, setup)
+    states = state_bytes(trained.num, trained.dtype, setup.optimizer) + paged_bytes(trained.num, setup.optimizer)
+    return trained.size_bytes, states
+
+
+def evaluation_bytes(workload: Workload, setup: TrainSetup, seqs: int) -> int:
+    """Device peak of evaluating `seqs` sequences at once between two training steps, at most.
+
+    Without gradients nothing is kept but the layer at hand, and the loss is the same: a training step under
+    checkpointing up to its loss holds all of it, and the layers' inputs besides.
+    """
+    forward = setup.with_(micro_batch_seqs=seqs, accumulation_steps=1, checkpointing=1)
+    memory = predict_memory(workload.model, workload.gpu, forward)
+    return (
+        memory.peak_device_bytes
+        - memory.peak_allocated_bytes
+        + max(memory.phase_bytes[phase] for phase in ("forward", "loss"))
+    )
+
+
+def logits_bytes(workload: Workload, setup: TrainSetup) -> int:
+    """Logits of one sequence as `compute_metrics` gets them: in fp32 under autocast (accelerate
+    `convert_outputs_to_fp32`), on the GPU until the evaluation's end unless eval_accumulation_steps is set."""
+    size = SIZE_BYTES["fp32" if setup.autocast_dtype else setup.weight_dtype]
+    return workload.seq_len_tokens * workload.model.vocab_size * size
+
+
+def evaluation_note(workload: Workload, setup: TrainSetup) -> str:
+    """What evaluating takes, and the settings that keep it below the training peak."""
+    micro = setup.micro_batch_seqs
+    words = f"evaluation at {micro} at once (per_device_eval_batch_size, set in the launch files) stays below the peak"
+    usual = evaluation_bytes(workload, setup, DEFAULT_EVAL_SEQS)
+    if micro < DEFAULT_EVAL_SEQS and usual > workload.budget_bytes:
+        words += f"; transformers' default of {DEFAULT_EVAL_SEQS} could take {gib(usual)}"
+    return (
+        f"{words}; with compute_metrics {gib(logits_bytes(workload, setup))} of logits a sequence stay on the GPU "
+        "unless eval_accumulation_steps is 1"
+    )
