@@ -4,6 +4,8 @@
 
 CHECKOUTS holds one directory per repository, owner+name, as cloned (the table's commits); `trl` needs none, its scripts
 come with the package. The programs are read and run, never copied: the table says repository, commit, path and command.
+MODELS stands for a folder of this run with a `config.json` per encoder that the catalogue does not have. LLaMA-Factory,
+Axolotl and Unsloth run in environments of their own (--python).
 Results: benchmarks/data/trace_programs.json, by name; rows of programs that were not named stay.
 """
 
@@ -24,7 +26,23 @@ MODEL = f"--model_name_or_path {QWEN}"
 LORA = "--use_peft --lora_r 16 --lora_target_modules all-linear"
 PEFT = "huggingface+peft"
 SCRATCH = "rasbt+LLMs-from-scratch"
+TRANSFORMERS = "macorisd+transformers-qwen3"  # transformers' own examples, in a fork
 ST = "huggingface+sentence-transformers"
+ST_FOLDER = "examples/sentence_transformer/training"
+FACTORY = "hiyouga+LLaMA-Factory"
+NOTEBOOKS = "unslothai+notebooks"
+AXOLOTL = "axolotl-ai-cloud+axolotl"
+CONFIGS = {  # each class's defaults are the published model's, but for what stands here
+    "bert-base-uncased": {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+    "distilbert-base-uncased": {"model_type": "distilbert", "architectures": ["DistilBertForMaskedLM"]},
+    "roberta-base": {
+        "model_type": "roberta",
+        "architectures": ["RobertaForMaskedLM"],
+        "max_position_embeddings": 514,
+        "type_vocab_size": 1,
+        "vocab_size": 50265,
+    },
+}
 
 PROGRAMS = {
     # name: (repository, directory in it, command)
@@ -50,13 +68,56 @@ PROGRAMS = {
     "trl-grpo": (
         "trl",
         "",
-        f"trl grpo {MODEL} --dataset_name trl-lib/tldr --reward_funcs accuracy_reward {OUTPUT}",
+        f"trl grpo {MODEL} --dataset_name trl-lib/DeepMath-103K --reward_funcs accuracy_reward {OUTPUT}",
     ),
     "trl-rloo": (
         "trl",
         "",
-        f"trl rloo {MODEL} --dataset_name trl-lib/tldr --reward_funcs accuracy_reward {OUTPUT}",
+        f"trl rloo {MODEL} --dataset_name trl-lib/DeepMath-103K --reward_funcs accuracy_reward {OUTPUT}",
     ),
+    "trl-orpo": (
+        "huggingface+trl",
+        "",
+        f"python examples/scripts/orpo.py {MODEL} --dataset_name trl-lib/ultrafeedback_binarized "
+        f"--per_device_train_batch_size 2 --gradient_accumulation_steps 1 {OUTPUT}",
+    ),
+    "transformers-clm": (
+        TRANSFORMERS,
+        "examples/pytorch/language-modeling",
+        "python run_clm.py --model_name_or_path openai-community/gpt2 --dataset_name wikitext --dataset_config_name "
+        "wikitext-2-raw-v1 --per_device_train_batch_size 8 --do_train --output_dir OUT",
+    ),
+    "transformers-glue": (
+        TRANSFORMERS,
+        "examples/pytorch/text-classification",
+        "python run_glue.py --model_name_or_path MODELS/bert-base-uncased --task_name mrpc --do_train "
+        "--max_seq_length 128 --per_device_train_batch_size 32 --output_dir OUT",
+    ),
+    "st-sts": (ST, f"{ST_FOLDER}/sts", "python training_stsbenchmark.py MODELS/distilbert-base-uncased"),
+    "st-nli": (ST, f"{ST_FOLDER}/nli", "python training_nli_v2.py MODELS/distilbert-base-uncased"),
+    "llamafactory-lora-sft": (
+        FACTORY,
+        "",
+        "python -m llamafactory.cli train examples/train_lora/qwen3_lora_sft.yaml gradient_accumulation_steps=1",
+    ),
+    "llamafactory-lora-dpo": (
+        FACTORY,
+        "",
+        "python -m llamafactory.cli train examples/train_lora/qwen3_lora_dpo.yaml gradient_accumulation_steps=1",
+    ),
+    "unsloth-llama3.1-8b": (NOTEBOOKS, "python_scripts", "python Llama3.1_(8B)-Alpaca.py"),
+    "axolotl-lora-1b": (AXOLOTL, "", "python -m axolotl.cli.train examples/llama-3/lora-1b.yml"),
+    "litgpt-lora": (
+        "Lightning-AI+litgpt",
+        "",
+        "litgpt finetune_lora meta-llama/Llama-3.2-1B --data Alpaca2k --precision bf16-true --out_dir OUT",
+    ),
+    "qlora-guanaco": (
+        "artidoro+qlora",
+        "",
+        "python qlora.py --model_name_or_path huggyllama/llama-7b --output_dir OUT",
+    ),
+    "alpaca-lora": ("tloen+alpaca-lora", "", f"python finetune.py --base_model {QWEN} --output_dir OUT"),
     "nanogpt-gpt2": (
         "karpathy+nanoGPT",
         "",
@@ -72,6 +133,20 @@ PROGRAMS = {
         "karpathy+nanoGPT",
         "",
         "python train.py config/train_shakespeare_char.py --dataset=phantom --eval_iters=1 --compile=False",
+    ),
+    "peft-gralora": (
+        PEFT,
+        "examples/gralora_finetuning",
+        f"python gralora_finetuning.py --base_model {QWEN} --output_dir OUT",
+    ),
+    "peft-hira": (PEFT, "examples/hira_finetuning", f"python hira_finetuning.py --base_model {QWEN} --output_dir OUT"),
+    "peft-sft-qlora": (
+        PEFT,
+        "examples/sft",
+        f"python train.py {MODEL} --dataset_name smangrul/ultrachat-10k-chatml --chat_template_format chatml "
+        "--add_special_tokens False --append_concat_token False --splits train,test --max_length 2048 --bf16 True "
+        "--use_peft_lora True --lora_r 8 --lora_target_modules all-linear --use_4bit_quantization True "
+        "--use_nested_quant True --bnb_4bit_compute_dtype bfloat16 --per_device_train_batch_size 2 --output_dir OUT",
     ),
     "peft-dora": (
         PEFT,
@@ -130,7 +205,8 @@ PROGRAMS = {
     "peft-classification": (
         PEFT,
         "examples/sequence_classification",
-        "python peft_no_lora_accelerate.py",
+        "python peft_no_lora_accelerate.py --model_name_or_path MODELS/roberta-base --per_device_train_batch_size 8 "
+        "--num_train_epochs 1 --output_dir OUT",
     ),
     "scratch-ch05": (SCRATCH, "ch05/01_main-chapter-code", "python gpt_train.py"),
     "scratch-ch06": (SCRATCH, "ch06/01_main-chapter-code", "python gpt_class_finetune.py --test_mode"),
@@ -144,8 +220,15 @@ def traced(checkouts: Path, python: str, name: str) -> dict[str, object]:
     """One row of the table."""
     repository, folder, text = PROGRAMS[name]
     where = checkouts / repository / folder if repository != "trl" else checkouts
-    command = text.replace("OUT", f"/tmp/trace-programs/{name}").split()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{Path(python).parent}:{os.environ['PATH']}"}
+    command = text.replace("OUT", f"/tmp/trace-programs/{name}").replace("MODELS", str(models())).split()
+    if name.startswith("unsloth"):
+        command = ["python", text.removeprefix("python ")]
+    own = [str(checkouts / FACTORY / "src"), str(checkouts / AXOLOTL / "src"), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, own)]),
+        "PATH": f"{Path(python).parent}:{os.environ['PATH']}",
+    }
     environment["VIRTUAL_ENV"] = str(Path(python).parent.parent)
     began = time.monotonic()
     done = subprocess.run(
@@ -177,6 +260,15 @@ def traced(checkouts: Path, python: str, name: str) -> dict[str, object]:
         row |= {"result": "not traced", "reason": errors[-1].removeprefix("error: ")[:300] if errors else "?"}
         Path(f"/tmp/trace-programs-{name}.log").write_text(done.stderr)
     return row
+
+
+def models() -> Path:
+    """The folder with a `config.json` per encoder."""
+    folder = Path("/tmp/trace-programs/models")
+    for name, config in CONFIGS.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def _commit(folder: Path) -> str:

@@ -71,8 +71,14 @@ def communicator_bytes(gpu: GpuSpec, setup: TrainSetup) -> int:
         data = [setup.shard_degree, setup.data_degree // setup.shard_degree]
     total = 0
     for ranks in (*data, setup.tensor_degree, setup.pipeline_degree):
-        if ranks > 1 and gpu.nvlink_bytes_per_s:
-            total += NCCL_NVLINK_BYTES if ranks > 2 else NCCL_NVLINK_PAIR_BYTES
-        elif ranks > 1:
-            total += NCCL_PCIE_BYTES
+        total += group_bytes(gpu.nvlink_bytes_per_s > 0, ranks)
     return total
+
+
+def group_bytes(nvlink: bool, ranks: int) -> int:
+    """Device memory of one communicator of `ranks` GPUs."""
+    if ranks == 1:
+        return 0
+    if not nvlink:
+        return NCCL_PCIE_BYTES
+    return NCCL_NVLINK_BYTES if ranks > 2 else NCCL_NVLINK_PAIR_BYTES

@@ -23,6 +23,7 @@ class Card:
     context_bytes: int
     num_sms: int
     l2_bytes: int
+    nvlink: bool
 
     @property
     def limit_bytes(self) -> int:
@@ -56,4 +57,5 @@ def card_of(gpu: GpuSpec, memory_bytes: int | None = None) -> Card:
         context_bytes=context_bytes(gpu),
         num_sms=gpu.sm_count or 0,
         l2_bytes=gpu.l2_bytes or 0,
+        nvlink=gpu.nvlink_bytes_per_s > 0,
     )

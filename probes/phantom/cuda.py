@@ -1,5 +1,6 @@
 """`torch.cuda` and `torch.accelerator` as a program on the card finds them."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -170,6 +171,11 @@ def _zero(*args: Any, **kwargs: Any) -> int:
     return 0
 
 
+def _num_local() -> int:
+    """One GPU for each process that a launcher started on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+
 def _functions(phantom: Phantom) -> dict[str, Any]:
     card, allocator = phantom.card, phantom.allocator
     described = properties(card)
@@ -196,6 +202,9 @@ def _functions(phantom: Phantom) -> dict[str, Any]:
                     stats[f"{name}.{pool}.{kind}"] = value
         return stats
 
+    def memory_info(device: Any = None) -> tuple[int, int]:
+        return card.limit_bytes - phantom.group_bytes - allocator.reserved_bytes, card.memory_bytes
+
     def reset_peaks(device: Any = None) -> None:
         phantom.note(
             "the program reset PyTorch's peak statistics: what it prints itself is the peak since then, the trace's "
@@ -211,7 +220,7 @@ def _functions(phantom: Phantom) -> dict[str, Any]:
         "init": _nothing,
         "is_initialized": lambda: True,
         "_is_in_bad_fork": lambda: False,
-        "device_count": lambda: 1,
+        "device_count": _num_local,
         "current_device": _zero,
         "set_device": _nothing,
         "_exchange_device": _zero,
@@ -225,7 +234,10 @@ def _functions(phantom: Phantom) -> dict[str, Any]:
         "get_gencode_flags": lambda: "",
         "is_bf16_supported": lambda including_emulation=True: including_emulation or card.capability >= (8, 0),
         "is_tf32_supported": lambda: card.capability >= (8, 0),
-        "mem_get_info": lambda device=None: (card.limit_bytes - allocator.reserved_bytes, card.memory_bytes),
+        "mem_get_info": lambda device=None: (
+            card.limit_bytes - phantom.group_bytes - allocator.reserved_bytes,
+            card.memory_bytes,
+        ),
         "memory_allocated": lambda device=None: allocator.allocated_bytes,
         "memory_reserved": lambda device=None: allocator.reserved_bytes,
         "memory_cached": lambda device=None: allocator.reserved_bytes,
@@ -264,7 +276,10 @@ def _functions(phantom: Phantom) -> dict[str, Any]:
         "can_device_access_peer": lambda *args: False,
         "_sleep": _nothing,
         "cudart": lambda: SimpleNamespace(
-            cudaMemGetInfo=lambda device=0: (card.limit_bytes - allocator.reserved_bytes, card.memory_bytes),
+            cudaMemGetInfo=lambda device=0: (
+                card.limit_bytes - phantom.group_bytes - allocator.reserved_bytes,
+                card.memory_bytes,
+            ),
             cudaProfilerStart=_nothing,
             cudaProfilerStop=_nothing,
         ),
@@ -350,7 +365,7 @@ def answered(phantom: Phantom) -> Iterator[None]:
         accelerator = torch.accelerator
         for name, value in {
             "is_available": lambda: True,
-            "device_count": lambda: 1,
+            "device_count": _num_local,
             "current_accelerator": lambda check_available=False: torch.device("cuda"),
             "current_device_index": _zero,
             "current_device_idx": _zero,
@@ -380,7 +395,7 @@ def answered(phantom: Phantom) -> Iterator[None]:
             "_cuda_clearCublasWorkspaces",
         ):
             put(torch._C, name, _zero)
-        put(torch._C, "_cuda_getDeviceCount", lambda: 1)
+        put(torch._C, "_cuda_getDeviceCount", _num_local)
         put(torch._C, "_cuda_getCurrentRawStream", _zero)
         put(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
         yield

@@ -13,6 +13,11 @@ Hook = Callable[[ModuleType], None]
 Around = Callable[[], AbstractContextManager[Any]]
 
 
+def is_another_rank() -> bool:
+    """Whether a launcher started this process as a rank that is not followed."""
+    return int(os.environ.get("RANK") or 0) > 0 and int(os.environ.get("WORLD_SIZE") or 1) > 1
+
+
 class _Loader(importlib.abc.Loader):
     def __init__(self, loader: Any, finder: "Watcher") -> None:
         self._loader = loader
@@ -117,6 +122,7 @@ WATCHED = (
     "torch",
     "torch.utils.data",
     "torch.distributed.fsdp",
+    "torch.distributed.tensor",
     "torch.nn.attention.flex_attention",
     "deepspeed",
     "flash_attn.flash_attn_interface",

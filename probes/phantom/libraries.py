@@ -44,6 +44,7 @@ def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
             torch.ops.bitsandbytes.optimizer_update_32bit.default,
         )
         patch(module, "matmul", int8_matmul)
+        patch(module.functional, "lib", _Kernels(phantom))
         for name, stand_in in _paged(phantom).items():
             patch(module.functional, name, stand_in)
         phantom.temporaries = temporaries()
@@ -94,6 +95,36 @@ def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
         "torch.utils.data": data,
     }
     return found
+
+
+class _Kernels:
+    """bitsandbytes' CUDA library, which others call by its names: a launch does nothing."""
+
+    compiled_with_cuda = True
+
+    def __init__(self, phantom: Phantom) -> None:
+        self._phantom = phantom
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = _Kernel(self._phantom, name)
+        setattr(self, name, made)
+        return made
+
+
+class _Kernel:
+    """One function of it."""
+
+    restype: Any = None
+    argtypes: Any = None
+
+    def __init__(self, phantom: Phantom, name: str) -> None:
+        self._phantom, self._name = phantom, name
+
+    def __call__(self, *args: Any) -> None:
+        """A launch."""
+        self._phantom.kernels[self._name] += 1
 
 
 def _paged(phantom: Phantom) -> dict[str, Any]:

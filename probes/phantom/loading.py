@@ -8,15 +8,26 @@ Source: transformers 5.23 modeling_utils.py `from_pretrained`, `_load_pretrained
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from planner.models import catalogue
+from probes.phantom.cuda import Refused
 from probes.phantom.mode import Phantom
 from probes.stack.quantize import meta_params4bit
 
 Patch = Callable[[Any, str, Any], None]
+_EMPTY: dict[str, Callable[[], Any]] = {
+    "missing_keys": set,
+    "unexpected_keys": set,
+    "mismatched_keys": set,
+    "error_msgs": list,
+    "conversion_errors": dict,
+    "skipped_pp_keys": set,  # not in transformers 5.5
+}
+"""What transformers tells of a checkpoint that had everything."""
 
 
 def load_without_weights(phantom: Phantom, modeling: Any, patch: Patch) -> None:
@@ -55,12 +66,7 @@ def load_without_weights(phantom: Phantom, modeling: Any, patch: Patch) -> None:
             if key not in tied:
                 _fill(model, key, get_device(device_map, key, valid_torch_device=True), load_config)
         info = modeling.LoadStateDictInfo(
-            missing_keys=set(),
-            unexpected_keys=set(),
-            mismatched_keys=set(),
-            error_msgs=[],
-            conversion_errors={},
-            skipped_pp_keys=set(),
+            **{one.name: _EMPTY[one.name]() for one in fields(modeling.LoadStateDictInfo)}
         )
         phantom.note(f"{type(model).__name__}: built from its configuration; no weights were read")
         return info, None
@@ -149,6 +155,35 @@ _DOWNLOAD = (
 """What transformers' own reader takes from the arguments."""
 
 
+def _mirrored(name: str) -> tuple[catalogue.CatalogueEntry | None, dict[str, Any]]:
+    """The catalogue's model that `unsloth/...` holds a copy of, and what its config.json has beyond the original's.
+
+    Raises:
+        Refused: a copy of which some layers alone are quantized.
+    """
+    owner, _, model = name.lower().partition("/")
+    if owner != "unsloth":
+        return None, {}
+    if model.endswith("-unsloth-bnb-4bit"):
+        raise Refused(
+            f"{name}: which of its layers are in 4 bits is known to its config.json alone, which is not on this machine"
+        )
+    wanted = model.removesuffix("-bnb-4bit").removeprefix("meta-")
+    found = [one for one in catalogue.entries() if any(full.partition("/")[2] == wanted for full in one.names)]
+    extra = {} if wanted == model.removeprefix("meta-") else {"quantization_config": dict(_UNSLOTH_4BIT)}
+    return (found[0], extra) if len(found) == 1 else (None, {})
+
+
+_UNSLOTH_4BIT = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_compute_dtype": "bfloat16",
+}
+"""Of every `unsloth/...-bnb-4bit` (as in their config.json, for example mistral-7b-v0.3-bnb-4bit)."""
+
+
 def config_of_catalogue(phantom: Phantom, configuration: Any, patch: Patch) -> None:
     """Makes configurations of catalogue models readable without a network."""
     cls = configuration.PreTrainedConfig
@@ -158,12 +193,15 @@ def config_of_catalogue(phantom: Phantom, configuration: Any, patch: Patch) -> N
         try:
             return true(owner, name, **kwargs)
         except OSError:
+            extra: dict[str, Any] = {}
             entry = catalogue.find(str(name))
             if entry is None:
+                entry, extra = _mirrored(str(name))
+            if entry is None:
                 raise
-            phantom.note(f"{name}: configuration of the built-in catalogue ({entry.config_source})")
+            phantom.note(f"{name}: configuration of {entry.names[0]} in the built-in catalogue ({entry.config_source})")
             for one in _DOWNLOAD:
                 kwargs.pop(one, None)
-            return {"architectures": [entry.built_class], **entry.config, "_name_or_path": str(name)}, kwargs
+            return {"architectures": [entry.built_class], **entry.config, **extra, "_name_or_path": str(name)}, kwargs
 
     patch(cls, "_get_config_dict", classmethod(get))

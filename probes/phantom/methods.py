@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.utils._device as device_context
+from torch.overrides import _get_current_function_mode_stack
 
 from probes.phantom.claims import CPU, CUDA, META
 from probes.phantom.mode import Phantom
@@ -144,6 +147,7 @@ def answering(phantom: Phantom) -> Iterator[None]:
                 device = data.device
             if type(device) is int:
                 device = CUDA
+            device = _default() if device is None else device
             if device is None or torch.device(device).type != "cuda":
                 options = {"requires_grad": True} if requires_grad else {}
                 return true(data, *args, device=device, **options, **kwargs)
@@ -187,6 +191,11 @@ def answering(phantom: Phantom) -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.Tensor, "data", property(_base.data.__get__, set_data)))
         for name in ("tensor", "as_tensor", "asarray"):
             stack.enter_context(mock.patch.object(torch, name, moved(getattr(torch, name))))
+        constructors = device_context._device_constructors()
+        for name in _FACTORIES:
+            stack.enter_context(mock.patch.object(torch, name, _with_numbers(getattr(torch, name))))
+        constructors = constructors | {getattr(torch, name) for name in _FACTORIES}  # what `with torch.device` changes
+        stack.enter_context(mock.patch.object(device_context, "_device_constructors", return_value=constructors))
         true_save = torch.save
 
         def save(*args: Any, **kwargs: Any) -> None:
@@ -211,3 +220,29 @@ def answering(phantom: Phantom) -> Iterator[None]:
 
         stack.enter_context(mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", group))
         yield
+
+
+def _default() -> torch.device | None:
+    """The device of `with torch.device` or `torch.set_default_device`."""
+    for mode in reversed(_get_current_function_mode_stack()) if torch._C._len_torch_function_stack() else ():
+        if isinstance(mode, device_context.DeviceContext):
+            return mode.device
+    return None
+
+
+_FACTORIES = (
+    "empty", "empty_strided", "zeros", "ones", "full", "rand", "randn", "randint", "randperm", "arange", "linspace",
+    "eye", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
+)  # fmt: skip
+
+
+def _with_numbers(true: Callable[..., Any]) -> Callable[..., Any]:
+    """A factory that knows that a number means a GPU, which C++ denies where there is none."""
+
+    @wraps(true)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if type(kwargs.get("device")) is int:
+            kwargs["device"] = CUDA
+        return true(*args, **kwargs)
+
+    return make

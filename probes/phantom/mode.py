@@ -7,7 +7,8 @@ memory happen where they would.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -99,6 +100,8 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         self.num_steps: dict[int, int] = {}
         self.temporaries: Mapping[Any, Temporaries] = {}
         self.workspace_bytes = 0
+        self.group_bytes = 0
+        self._makes_its_own = False
         self._workspaces: set[str] = set()
         self._next = 0
         self._alive: dict[int, Any] = {}
@@ -107,6 +110,21 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
     def _should_skip_dynamo(cls) -> bool:
         """No wrapping of the dispatch for the compiler, which would be imported for it."""
         return False
+
+    def join(self, num_ranks: int, num_bytes: int) -> None:
+        """This process is one of `num_ranks`; the communication library takes `num_bytes` of the card."""
+        self.group_bytes = num_bytes
+        if self.allocator.limit_bytes is not None:
+            self.allocator.limit_bytes = self.card.limit_bytes - num_bytes
+
+    @contextmanager
+    def making_its_own(self) -> Iterator[None]:
+        """Within it a new meta tensor is one that PyTorch makes for tensors of the GPU."""
+        before, self._makes_its_own = self._makes_its_own, True
+        try:
+            yield
+        finally:
+            self._makes_its_own = before
 
     def note(self, text: str) -> None:
         """Remembers something that the program's user must know."""
@@ -142,7 +160,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
 
     def _error(self, size_bytes: int) -> torch.OutOfMemoryError:
         allocator = self.allocator
-        free = self.card.limit_bytes - allocator.reserved_bytes
+        free = self.card.limit_bytes - self.group_bytes - allocator.reserved_bytes
         return torch.OutOfMemoryError(
             f"CUDA out of memory. Tried to allocate {gib(size_bytes)}. GPU 0 has a total capacity of "
             f"{gib(self.card.memory_bytes)} of which {gib(free)} is free. Of the allocated memory "
@@ -291,8 +309,8 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
             if claim is CUDA:
                 return CUDA
             found = found or claim
-        if not metas and kind == "meta" and torch._C._current_graph_task_id() != -1:
-            return CUDA  # the engine fills in a gradient that nobody gave
+        if not metas and kind == "meta" and (self._makes_its_own or torch._C._current_graph_task_id() != -1):
+            return CUDA  # PyTorch's C++ asks: the engine fills in a gradient that nobody gave
         return found
 
     def _outputs(self, func: Any, args: Any, kwargs: Any, out: Any, target: torch.device | None) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from probes.dryrun.metaops import fused_dropout, quick_checks
 from probes.dryrun.workspaces import cublas_workspace_bytes, temporaries
-from probes.phantom import attention, compiled, cuda, libraries, methods, operators, refusals, steps, tritons
+from probes.phantom import attention, compiled, cuda, libraries, methods, operators, refusals, steps, tritons, world
 from probes.phantom.card import Card
 from probes.phantom.claims import lying
 from probes.phantom.imports import WATCHED, Hook, Watcher
@@ -48,7 +48,7 @@ def phantom_gpu(
             cuda.answered(phantom),
             operators.handled(phantom),
             attention.chosen(phantom),
-            refusals.several_processes(),
+            world.fake_world(phantom),
             compiled.eager(phantom),
             methods.answering(phantom),
             lying(phantom.claims),

@@ -30,7 +30,7 @@ def summary(phantom: Phantom, status: str, error: str = "", elapsed_s: float = 0
         num_events=len(phantom.events),
         peak_allocated_bytes=phantom.peak_allocated_bytes,
         peak_reserved_bytes=phantom.peak_reserved_bytes,
-        context_bytes=phantom.card.context_bytes,
+        context_bytes=phantom.card.context_bytes + phantom.group_bytes,
         peak_phase=peak_phase,
         phase_peaks_bytes=peaks,
         by_category=_grouped(phantom, alive, lambda number, origin: category_of(phantom, number, origin)),

@@ -40,9 +40,11 @@ def tokenizer_stands_in(phantom: Phantom, auto: Any, patch: Patch) -> None:
             "as long as the program's maximum allows"
         )
         made = stand_in_tokenizer(str(name))
-        for key in ("padding_side", "truncation_side", "model_max_length", "pad_token", "eos_token"):
+        for key in ("padding_side", "truncation_side", "model_max_length"):
             if kwargs.get(key) is not None:
                 setattr(made, key, kwargs[key])
+        tokens = ("bos_token", "eos_token", "pad_token", "unk_token", "additional_special_tokens")
+        made.add_special_tokens({key: kwargs[key] for key in tokens if kwargs.get(key)})
         return made
 
     patch(cls, "from_pretrained", classmethod(from_pretrained))

@@ -15,13 +15,17 @@ from typing import Any
 import torch
 
 MAX_INTEGERS = 1 << 22
+MAX_BYTES = 1 << 16
+"""Larger tensors of 8-bit integers are quantized weights, whose operators would run for real."""
 MAX_FLOATS = 1 << 10
 _aten = torch.ops.aten
 
 
 def worth_keeping(dtype: torch.dtype, numel: int) -> bool:
     """Whether values of this type and number are followed."""
-    return numel <= (MAX_FLOATS if dtype.is_floating_point or dtype.is_complex else MAX_INTEGERS)
+    if dtype.is_floating_point or dtype.is_complex:
+        return numel <= MAX_FLOATS
+    return numel <= (MAX_BYTES if dtype in (torch.uint8, torch.int8) else MAX_INTEGERS)
 
 
 class Values:

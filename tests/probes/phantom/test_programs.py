@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.trace_published import RUNS, traced
 from planner.cli.app import run
 from planner.gpus import find_gpu
-from planner.units import MIB
+from planner.units import GIB, MIB
 from probes.allocator import Alloc, Event, Free
 from probes.phantom.card import card_of
+from probes.phantom.cuda import Refused
+from probes.phantom.loading import _mirrored
 from probes.phantom.mode import Phantom
 from probes.phantom.session import phantom_gpu
 
@@ -127,6 +130,58 @@ def test_saving_writes_no_weights(phantom: Phantom, tmp_path: Path) -> None:
     assert (tmp_path / "empty.safetensors").read_bytes() == b""
     torch.save({"weight": weight}, tmp_path / "model.pt")
     assert (tmp_path / "model.pt").stat().st_size < 4096
+
+
+def test_ddp_holds_its_buckets_beside_the_gradients(phantom: Phantom, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    distributed.init_process_group("nccl")
+    assert (torch.cuda.device_count(), distributed.get_world_size(), distributed.get_rank()) == (4, 4, 0)
+    said: list[Any] = [None] * 4
+    distributed.all_gather_object(said, "same")
+    assert said == ["same"] * 4
+    layers = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8))).cuda()
+    held = []
+    for wrapped in (False, True):
+        model = nn.parallel.DistributedDataParallel(layers, device_ids=[0]) if wrapped else layers
+        for _ in range(2):
+            model(torch.ones(8, 1024, device="cuda")).sum().backward()
+        held.append(torch.cuda.memory_allocated())
+        model.zero_grad()
+    assert held[1] - held[0] == 32 * MIB
+    assert phantom.group_bytes > 0
+    assert any(note.startswith("rank 0 of 4 processes") for note in phantom.notes)
+
+
+def test_devices_by_number_and_default_devices(phantom: Phantom) -> None:
+    assert torch.empty(2, device=0).device == torch.device("cuda", 0)
+    with torch.device("meta"):
+        assert nn.Linear(2, 2).weight.device.type == torch.zeros_like(torch.empty(2)).device.type == "meta"
+    with torch.device("cuda"):
+        assert torch.empty(2).device.type == torch.tensor([1]).device.type == "cuda"
+    assert torch.empty(2).device.type == "cpu"
+
+
+def test_copies_that_unsloth_publishes_are_quantized_as_their_name_says() -> None:
+    entry, extra = _mirrored("unsloth/Meta-Llama-3.1-8B-bnb-4bit")
+    assert entry is not None
+    assert entry.names[0] == "meta-llama/llama-3.1-8b"
+    assert extra["quantization_config"]["load_in_4bit"]
+    assert _mirrored("unsloth/Llama-3.1-8B") == (entry, {})
+    assert _mirrored("someone/Llama-3.1-8B") == _mirrored("unsloth/no-such") == (None, {})
+    with pytest.raises(Refused, match="4 bits"):
+        _mirrored("unsloth/Llama-3.1-8B-unsloth-bnb-4bit")
+
+
+@pytest.mark.parametrize("index", [0, *(pytest.param(index, marks=pytest.mark.slow) for index in range(1, len(RUNS)))])
+def test_a_public_program_holds_what_its_author_measured(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DaoyuanLi2816/can-i-finetune-this@053ce9e benchmarks/results: an RTX 4080 (benchmarks/trace_published.py)."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    pytest.importorskip("bitsandbytes")
+    run = RUNS[index]
+    found = traced(run._replace(num_steps=2))  # the highest moment is the second step's
+    assert found.peak_allocated_bytes / GIB == pytest.approx(run.allocated_gib, rel=0.002)
+    assert found.peak_reserved_bytes / GIB == pytest.approx(run.reserved_gib, rel=0.03)
 
 
 SFT = """

@@ -24,30 +24,19 @@ def phantom() -> Iterator[Phantom]:
         yield found
 
 
-def test_a_process_group_of_several_is_refused(phantom: Phantom, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Refused, match="2 processes"):
-        distributed.init_process_group("gloo", rank=0, world_size=2)
-    monkeypatch.setenv("WORLD_SIZE", "4")  # as torchrun and accelerate say it
-    with pytest.raises(Refused, match="4 processes"):
-        distributed.init_process_group("gloo")
-    with pytest.raises(Refused, match="4 processes"):
-        distributed.init_device_mesh("cuda", (4,))
-    assert not distributed.is_initialized()
+def test_models_in_shards_are_refused(phantom: Phantom) -> None:
+    from torch.distributed import fsdp, tensor
 
-
-def test_a_process_group_of_one_over_nccl_is_refused(phantom: Phantom) -> None:
-    for backend in (None, "nccl", "cpu:gloo,cuda:nccl"):
-        with pytest.raises(Refused, match="without torchrun"):
-            distributed.init_process_group(backend, rank=0, world_size=1)
-
-
-def test_a_process_group_of_one_over_gloo_stands_and_ddp_is_refused(phantom: Phantom, tmp_path: Path) -> None:
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        with pytest.raises(Refused, match="DistributedDataParallel"):
-            nn.parallel.DistributedDataParallel(nn.Linear(8, 8).cuda())
-    finally:
-        distributed.destroy_process_group()
+    distributed.init_process_group("nccl", rank=0, world_size=2)
+    layer = nn.Linear(8, 8).cuda()
+    with pytest.raises(Refused, match="fully_shard"):
+        fsdp.fully_shard(layer)
+    with pytest.raises(Refused, match="FullyShardedDataParallel"):
+        fsdp.FullyShardedDataParallel(layer)
+    with pytest.raises(Refused, match="distribute_tensor"):
+        tensor.distribute_tensor(layer.weight, distributed.init_device_mesh("cuda", (2,)))
+    with pytest.raises(Refused, match="communication hook"):
+        nn.parallel.DistributedDataParallel(layer, device_ids=[0]).register_comm_hook(None, None)
 
 
 def test_flex_attention_is_refused(phantom: Phantom) -> None:

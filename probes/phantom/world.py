@@ -1,0 +1,130 @@
+"""Rank 0 of a job of several processes: a fake process group answers every collective at once, and the other ranks end
+before they begin. All ranks are taken to be alike; what only rank 0 holds is counted.
+
+DistributedDataParallel runs as it is, with its buckets. What shards a model over the ranks is refused by name.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import distributed
+
+from planner.memory.workspace import group_bytes
+from planner.units import gib
+from probes.phantom.cuda import Refused
+from probes.phantom.mode import Phantom
+
+
+@contextmanager
+def fake_world(phantom: Phantom) -> Iterator[None]:
+    """Within it process groups are fake, of whatever size the program asks for."""
+    c10d = distributed.distributed_c10d
+    true_init, true_group = c10d.init_process_group, c10d.new_group
+
+    @wraps(true_init)
+    def init_process_group(
+        backend: Any = None,
+        init_method: Any = None,
+        timeout: Any = None,
+        world_size: int = -1,
+        rank: int = -1,
+        store: Any = None,
+        group_name: str = "",
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        import torch.distributed._tools.fake_collectives  # noqa: F401 - registers the collectives' meta forms
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE") or 1)
+        mine = rank if rank >= 0 else int(os.environ.get("RANK") or 0)
+        if mine > 0:  # a program that starts its processes itself
+            os._exit(0)
+        if size > 1:
+            phantom.join(size, group_bytes(phantom.card.nvlink, size))
+            phantom.note(
+                f"rank 0 of {size} processes was followed, the others are taken to be alike; collectives answer at "
+                f"once, and NCCL's own buffers are taken as {gib(phantom.group_bytes)} of the card, outside PyTorch's "
+                "count"
+            )
+        true_init("fake", rank=0, world_size=size, store=FakeStore())
+
+    @wraps(true_group)
+    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return true_group(ranks, backend="fake")
+
+    def fill(objects: Any, value: Any) -> None:
+        if objects is not None:
+            objects[:] = [value] * len(objects)
+
+    functions: dict[str, Callable[..., Any]] = {
+        "init_process_group": init_process_group,
+        "new_group": new_group,
+        "is_nccl_available": lambda: True,
+        "barrier": _nothing,
+        "monitored_barrier": _nothing,
+        "broadcast_object_list": _nothing,
+        "all_gather_object": lambda object_list, obj, group=None: fill(object_list, obj),
+        "gather_object": lambda obj, object_gather_list=None, *args, **kwargs: fill(object_gather_list, obj),
+        "scatter_object_list": lambda output, given=None, *args, **kwargs: fill(output, (given or [None])[0]),
+    }
+    with ExitStack() as stack:
+        for name, function in functions.items():
+            for owner in (distributed, c10d, distributed.device_mesh):
+                if hasattr(owner, name):
+                    stack.enter_context(mock.patch.object(owner, name, function))
+        for (owner, name), value in _of_ddp(phantom).items():
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+        if distributed.is_initialized() and distributed.get_backend() == "fake":
+            distributed.destroy_process_group()
+
+
+def _of_ddp(phantom: Phantom) -> dict[tuple[Any, str], Any]:
+    """What DistributedDataParallel needs beyond the fake group."""
+    from torch.nn.parallel import distributed as ddp
+
+    wrapper = ddp.DistributedDataParallel
+    true_init, true_hook = wrapper.__init__, wrapper.register_comm_hook
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        true_init(self, *args, **kwargs)
+        true_hook(self, None, lambda state, bucket: _done(bucket.buffer()))
+
+    def hook(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise Refused("a communication hook of DistributedDataParallel cannot be followed")
+
+    def with_buckets(name: str) -> Callable[..., Any]:
+        true = getattr(wrapper, name)
+
+        @wraps(true)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with phantom.making_its_own():  # C++ makes the buckets where the gradients truly are: on meta
+                return true(*args, **kwargs)
+
+        return call
+
+    return {
+        (wrapper, "_ddp_init_helper"): with_buckets("_ddp_init_helper"),
+        (wrapper, "_pre_forward"): with_buckets("_pre_forward"),
+        (wrapper, "__init__"): init,
+        (wrapper, "register_comm_hook"): hook,
+        # compares the ranks' shapes by values
+        (ddp, "_verify_param_shape_across_processes"): _nothing,
+    }
+
+
+def _done(buffer: torch.Tensor) -> Any:
+    """The end of an all-reduce of one bucket in place; the fake group's own gives no result to read."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(buffer)
+    return future
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
