@@ -247,6 +247,12 @@ class TrainSetup:
             )
         if self.kbit_fp32_cast and self.method != "qlora":
             raise SetupError(f"kbit_fp32_cast belongs to method 'qlora', got method {self.method!r}")
+        if "lora" in _KERNELS[self.kernels].parts and not isinstance(self.lora_targets, str):
+            raise SetupError(
+                f"kernels {self.kernels!r} take attention or all linear layers whole, got lora_targets "
+                f"{self.lora_targets!r}",
+                hint="use --kernels liger",
+            )
         if "lora" in _KERNELS[self.kernels].parts and (self.lora_dropout or self.quantization == "int8"):
             raise SetupError(
                 f"kernels {self.kernels!r} have neither a LoRA dropout nor 8-bit weights, got lora_dropout "

@@ -253,6 +253,7 @@ def _walk(
     model, gpu = workload.model, workload.gpu
     card = gpu.for_memory()
     activations, all_peaks = known.of(model, card)
+    best_kernels = "kernels" not in workload.fixed and not workload.targets
     for branch in branches(workload, values):
         kernels = same_kernels(model, gpu, branch, values["attention"])
         for fields in [one.fields for one in spreads] or [{}]:
@@ -268,7 +269,7 @@ def _walk(
             pairs = tuple([(m, own_batch // m) for m in batches if own_batch % m == 0])
             ranks: list[_Rank] = []
             for attentions in kernels:
-                for layers in own_layers(setup, values):
+                for layers in own_layers(setup, values, best_kernels=best_kernels):
                     shared = setup.trusted_with(attention=attentions[0], **layers)
                     families: list[_Family] = []
                     for loss, optimizers in choices.items():
@@ -326,12 +327,22 @@ OFFLOADED_CHECKPOINTING = 1
 """Checkpoints go to the host only where every layer has one: what else a walk keeps would be larger than they are."""
 
 
-def own_layers(setup: TrainSetup, values: Mapping[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
+def own_layers(setup: TrainSetup, values: Mapping[str, tuple[Any, ...]], *, best_kernels: bool) -> list[dict[str, Any]]:
     """How layers are computed and kept: the kernel families, checkpointing and offloading that can exist beside what a
-    branch and a spread decide."""
+    branch and a spread decide.
+
+    Args:
+        best_kernels: only the first family that can; a later one is neither smaller nor faster.
+    """
     found = []
     asked = False not in values["activation_offload"]
-    for kernels, every, offload in product(values["kernels"], values["checkpointing"], values["activation_offload"]):
+    families = []
+    for name in values["kernels"]:
+        with suppress(SetupError):
+            families.append(setup.with_(kernels=name).kernels)
+    if best_kernels:
+        families = families[:1]
+    for kernels, every, offload in product(families, values["checkpointing"], values["activation_offload"]):
         if offload and not asked and every != OFFLOADED_CHECKPOINTING:
             continue
         layers = {"kernels": kernels, "checkpointing": every, "activation_offload": offload}

@@ -106,10 +106,10 @@ def speed_band(band: float, kernels: str, gpu_key: str) -> float:
 
 
 PLANNED_KERNELS = ("eager",)
-"""In the order in which a plan tries them, where no launch target was named."""
+"""The order of preference where neither a family nor a launch target was named: the first that runs is walked."""
 TOOL_KERNELS: Mapping[str, tuple[str, ...]] = {
     "axolotl": ("fused", "liger", "eager"),
-    "unsloth": ("fused", "liger", "eager"),
+    "unsloth": ("fused", "eager"),
     "llamafactory": ("liger", "eager"),
     "torchtitan": ("eager",),
 }

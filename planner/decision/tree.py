@@ -8,9 +8,11 @@ last step spends what is left: attention kernel, checkpointing, micro-batch, acc
 
 from collections.abc import Iterator, Mapping
 
+from planner.choices.kernels import KERNELS
 from planner.decision.facts import NODE_NAMES, NODES, Facts, NodeFacts
 from planner.decision.spreads import spread_key
 from planner.hyperparameters import OVERFITTING_TOKENS_PER_PARAM
+from planner.memory.model import predict_memory
 from planner.models.targets import num_lora_params
 from planner.outcome import Candidate
 from planner.plan import Answer, Cut, NoPlan, Plan
@@ -18,6 +20,7 @@ from planner.predict import attention_kernels
 from planner.rank import BITS_PER_PARAMETER, BITS_PER_TOKEN, MAX_RANK
 from planner.setup import TrainSetup
 from planner.space import Point
+from planner.speed import speed_profile
 from planner.units import gib, percent
 from planner.workload import Workload
 
@@ -233,6 +236,18 @@ def _attention_reason(workload: Workload, family: TrainSetup) -> str:
     return "fused kernels keep no tokens x tokens matrix"
 
 
+def _kernels_answer(workload: Workload, best: Point) -> Answer:
+    """What computes norms, rotary embedding and gated activation, and what it buys against eager kernels."""
+    row = KERNELS[best.shared.kernels]
+    eager = best.setup.with_(kernels="eager")
+    saved = predict_memory(workload.model, workload.gpu, eager).peak_device_bytes - best.peak_device_bytes
+    at = speed_profile(workload.model, workload.gpu, eager, workload.cluster).at
+    faster = best.tokens_per_s / at(eager.micro_batch_seqs, eager.accumulation_steps)[1] - 1
+    needs = f"needs {row.package} and Triton" if row.package else "in Axolotl or Unsloth"
+    needs = f"{gib(saved)} less than eager ones, predicted {100 * faster:.0f} % faster; {needs}"
+    return Answer(question="Which kernels for norms, rotary embedding and MLP?", choice=row.words, reason=needs)
+
+
 def activation_answers(facts: NodeFacts, best: Point, workload: Workload, same_node: list[Point]) -> list[Answer]:
     """Step 2 as answers: attention, checkpointing, micro-batch, accumulation."""
     budget = workload.budget_bytes
@@ -242,8 +257,10 @@ def activation_answers(facts: NodeFacts, best: Point, workload: Workload, same_n
             question="Which attention kernel?",
             choice=family.attention,
             reason=_attention_reason(workload, family),
-        )
+        ),
     ]
+    if family.kernels != "eager":
+        answers.append(_kernels_answer(workload, best))
     unchecked = facts.smallest_unchecked
     if unchecked is not None:
         need = unchecked.peak_device_bytes

@@ -78,8 +78,6 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return "Axolotl's fp16 loads fp16 weights, whose gradients the loss scaler cannot unscale in full fine-tuning"
     if setup.quantization == "int8" and setup.precision == "fp32":
         return "Axolotl loads an int8 base in fp16 when neither bf16 nor fp16 is on"
-    if setup.kernels == "fused" and setup.lora_targets not in ("all-linear", "attention"):
-        return "Axolotl's LoRA kernels take attention and MLP whole, not single matrices"
     if reason := model_refusal(setup, model) or liger_loss_refusal(setup, model, ("liger",)):
         return reason
     return sharding_refusal(setup, model)

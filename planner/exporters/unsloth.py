@@ -28,7 +28,7 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     if setup.loss != "chunked":
         reason = "Unsloth computes the loss in chunks by its own kernel"
         found.append(Difference(field="loss", planned=setup.loss, runs_as="chunked", reason=reason))
-    own = "fused" if setup.method != "full" and not setup.lora_dropout and setup.quantization != "int8" else "eager"
+    own = "fused" if _takes_own_kernels(setup) else "eager"
     if setup.kernels != own:
         reason = "Unsloth runs kernels of its own, for adapters without dropout on 16 or 4 bits"
         found.append(Difference(field="kernels", planned=setup.kernels, runs_as=own, reason=reason))
@@ -124,6 +124,15 @@ def _script(request: ExportRequest) -> str:
     parts.append(_config(request))
     parts.append(_RUN)
     return "".join(parts)
+
+
+def _takes_own_kernels(setup: TrainSetup) -> bool:
+    """Whether adapters run in Unsloth's functions: of whole attention, without dropout, on 16 or 4 bits.
+
+    Source: Unsloth `models/llama.py` patch_peft_model (all of q, k, v with adapters, lora_dropout 0, bias "none").
+    """
+    plain = setup.method != "full" and not setup.lora_dropout and setup.quantization != "int8"
+    return plain and isinstance(setup.lora_targets, str)
 
 
 def _checkpointing(setup: TrainSetup) -> bool | str:

@@ -259,6 +259,7 @@ def _kernels(settings: Settings, fields: dict[str, Any], model: ModelSpec | None
         liger = common.liger_kernels(settings, LIGER_KEYS, options, model)
     said = [settings.raw(name) for name in LORA_KERNELS]
     plain = fields["method"] != "full" and not fields["lora_dropout"] and fields["quantization"] != "int8"
+    plain = plain and isinstance(fields["lora_targets"], str)
     on = plain and (all(one is None for one in said) or any(one is True for one in said))
     if not on or (model is not None and model.model_type not in FUSED_LORA):
         return liger

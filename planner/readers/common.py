@@ -211,4 +211,4 @@ def unsloth_kernels(fields: dict[str, Any]) -> str:
     Source: Unsloth `models/llama.py` (patch_peft_model: fast patching needs lora_dropout 0 and bias "none").
     """
     plain = fields["method"] != "full" and not fields.get("lora_dropout") and fields.get("quantization") != "int8"
-    return "fused" if plain else "eager"
+    return "fused" if plain and isinstance(fields.get("lora_targets", "all-linear"), str) else "eager"

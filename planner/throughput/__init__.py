@@ -92,7 +92,7 @@ def step_time(
 
     Source: Williams et al. 2009, Roofline, https://doi.org/10.1145/1498765.1498785, per operator class; counts in
     `planner.throughput.counts`, constants in `planner/data/calibration.json`.
-    Not counted: communication between GPUs, paging of optimizer states, allocator retries near the memory limit.
+    Not counted: communication between GPUs, allocator retries near the memory limit.
     Measured: docs/speed-accuracy.md.
     """
     return throughput_profile(model, gpu, setup, calibration=calibration, conditions=conditions).step_time(setup)

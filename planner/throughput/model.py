@@ -240,13 +240,21 @@ class SpeedModel:
         return seconds + modules * (1 + extra) * self.constants.kernel_gap_s, modules
 
     def optimizer_s(self, optimizer: str, num: float, size: int, tensors: int) -> tuple[float, float]:
-        """Seconds on the GPU and on the host of one optimizer step over `num` parameters in `tensors` tensors."""
+        """Seconds on the GPU and on the host of one optimizer step over `num` parameters in `tensors` tensors.
+
+        Paged states are fetched from the host and evicted again: memory was planned without room for them.
+
+        Source: bitsandbytes 0.50 `optim/optimizer.py` prefetch_state; CUDA's managed memory moves over the link to the
+        host, taken at the rate of pinned copies (page faults are slower: this is the least that it takes).
+        """
         row = OPTIMIZERS[optimizer]
         constants = self.constants
         moved = num * (row.passes * size + row.extra_bytes)
         clip = num * 3 * size if self.conditions.gradient_clipping else 0.0
         bandwidth = self.rates.bandwidth * constants.optimizer_share
         gpu = moved / bandwidth + clip / bandwidth + tensors * row.kernels_per_tensor * constants.kernel_gap_s
+        if row.paged:
+            gpu += 2.0 * row.all_state_bytes(int(num), size, matrix_edge_sum=0) / self.host_rate
         host = tensors * (constants.host_optimizer_tensor_s if row.looped else 4.0e-6)
         host += tensors * row.kernels_per_tensor * constants.host_forward_s
         part = self.conditions.optimizer_part

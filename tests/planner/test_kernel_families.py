@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.longest_context import PUBLISHED, UNSLOTH, longest
 from planner.choices.kernels import FUSED_LORA, KERNELS, LIGER_LOSS, LIGER_PARTS, kernels_refusal, parts_of
 from planner.cli.app import run
 from planner.errors import SetupError
@@ -120,6 +121,7 @@ def test_a_card_without_the_kernels_is_named(gpu: str, kernels: str, word: str) 
         {"lora_dropout": 0.1},
         {"method": "qlora", "quantization": "int8"},
         {"num_gpus": 2, "tensor_degree": 2},
+        {"lora_targets": ("q_proj", "v_proj")},
     ],
 )
 def test_what_no_tool_fuses_cannot_be_built(fields: dict[str, Any]) -> None:
@@ -281,3 +283,9 @@ def test_offloading_is_walked_where_checkpoints_are_large() -> None:
     long = wish(LLAMA, seq_len=65_536)
     assert dimension_values(long)["activation_offload"] == (False, True)
     assert {point.shared.checkpointing for point in walk(long) if point.shared.activation_offload} == {1}
+
+
+@pytest.mark.parametrize(("model", "gpu", "published"), [row[:3] for row in PUBLISHED])
+def test_the_longest_context_of_unsloths_engine_is_as_published(model: str, gpu: str, published: int) -> None:
+    """Source: unsloth.ai/docs/basics/unsloth-benchmarks (benchmarks/longest_context.py)."""
+    assert longest(model, gpu, UNSLOTH) == pytest.approx(published, rel=0.15)

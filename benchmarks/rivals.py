@@ -1,0 +1,184 @@
+"""Planned speed over that of the rivals' published defaults, by our own formula: a prediction until a GPU has run it.
+
+    python benchmarks/rivals.py [--json]
+
+Each rival is a launch file as its project publishes it, read by `plan check`'s readers with the tool's own defaults. Of
+every pair of model and card the same work is compared: sequences of SEQ_LEN tokens, GLOBAL_BATCH of them per step (the
+rival's micro-batch kept, its accumulation made up), the rival's method, rank and matrices. A rival that does not fit
+gets its micro-batch halved; where one sequence does not fit it is left out. The plan is the fastest of the engines that
+launch files are written for, each within its own limits (`--target` is named in the row).
+"""
+
+import argparse
+import json
+import math
+import sys
+from typing import Any, NamedTuple
+
+from planner.cli.wish import workload
+from planner.errors import PlannerError
+from planner.gpu import GpuSpec
+from planner.gpus import find_gpu
+from planner.memory.model import predict_memory
+from planner.models import catalogue
+from planner.models.spec import ModelSpec
+from planner.plan import Plan
+from planner.planning import plan_workload
+from planner.readers import read_text
+from planner.setup import TrainSetup
+from planner.speed import speed_profile
+from planner.workload import default_headroom_bytes
+
+SEQ_LEN, GLOBAL_BATCH = 2048, 32
+PAIRS = (
+    ("HuggingFaceTB/SmolLM2-1.7B", "t4"),
+    ("meta-llama/Llama-3.2-1B", "rtx-3060"),
+    ("meta-llama/Llama-3.2-3B", "rtx-4070-ti-super"),
+    ("meta-llama/Llama-3.1-8B", "t4"),
+    ("meta-llama/Llama-3.1-8B", "rtx-4070-ti-super"),
+    ("meta-llama/Llama-3.1-8B", "rtx-3090"),
+    ("meta-llama/Llama-3.1-8B", "rtx-4090"),
+    ("meta-llama/Llama-3.1-8B", "l4"),
+    ("meta-llama/Llama-3.1-8B", "a100-80gb"),
+    ("meta-llama/Llama-3.1-8B", "h100-sxm"),
+    ("Qwen/Qwen2.5-32B", "h100-sxm"),
+    ("meta-llama/Llama-3.3-70B-Instruct", "h100-sxm"),
+)
+ENGINES = ("trl", "axolotl", "unsloth")
+RIVALS = {
+    # trl 1.16: `trl sft --use_peft` with the library's own defaults; docs/source/peft_integration, dtype bfloat16
+    "TRL": ("trl-sft.yaml", "model_name_or_path: m\nuse_peft: true\ndtype: bfloat16\n"),
+    # axolotl-ai-cloud/axolotl examples/llama-3/lora-1b.yml
+    "Axolotl": (
+        "axolotl.yaml",
+        "base_model: m\nadapter: lora\nlora_r: 16\nlora_alpha: 32\nlora_dropout: 0.05\n"
+        "lora_target_modules: [gate_proj, down_proj, up_proj, q_proj, v_proj, k_proj, o_proj]\nsequence_len: 2048\n"
+        "sample_packing: true\nmicro_batch_size: 2\ngradient_accumulation_steps: 2\noptimizer: adamw_8bit\n"
+        "bf16: auto\ngradient_checkpointing: true\nattn_implementation: flash_attention_2\n",
+    ),
+    # hiyouga/LLaMA-Factory examples/train_lora/llama3_lora_sft.yaml
+    "LLaMA-Factory": (
+        "llamafactory.yaml",
+        "model_name_or_path: m\nstage: sft\ndo_train: true\nfinetuning_type: lora\nlora_rank: 8\nlora_target: all\n"
+        "cutoff_len: 2048\nper_device_train_batch_size: 1\ngradient_accumulation_steps: 8\nbf16: true\n",
+    ),
+    # unslothai/notebooks, Llama 3.1 8B Alpaca: 4-bit, rank 16, micro-batch 2 x 4, "unsloth" checkpoints, adamw_8bit
+    "Unsloth": (
+        "unsloth.yaml",
+        "model: m\ntraining:\n  load_in_4bit: true\n  max_seq_length: 2048\n  batch_size: 2\n"
+        "  gradient_accumulation_steps: 4\n  gradient_checkpointing: unsloth\nlora:\n  lora_r: 16\n  lora_dropout: 0\n",
+    ),
+}
+
+
+class Row(NamedTuple):
+    """One pair against one rival: tokens/s of both, and what is not comparable."""
+
+    model: str
+    gpu: str
+    rival: str
+    planned: float
+    engine: str
+    theirs: float
+    remarks: tuple[str, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Planned over theirs."""
+        return self.planned / self.theirs
+
+
+def theirs(rival: str, model: ModelSpec, gpu: GpuSpec) -> tuple[TrainSetup | None, tuple[str, ...]]:
+    """The rival's setup on this work, None where one sequence does not fit; what was changed."""
+    name, text = RIVALS[rival]
+    setup = read_text(text, name, model=model).setup
+    remarks = []
+    changes: dict[str, Any] = {"seq_len_tokens": SEQ_LEN, "packing": False}
+    if not gpu.bf16:
+        changes["precision"] = "fp16-autocast"
+        changes["adapter_dtype"] = "fp32"
+        remarks.append("fp16")
+    if setup.attention == "flash-attention-2" and not gpu.flash_attention_2:
+        changes["attention"] = "sdpa"
+        remarks.append("SDPA")
+    setup = setup.with_(**changes)
+    budget = gpu.memory_bytes - default_headroom_bytes(gpu.memory_bytes)
+    micro = setup.micro_batch_seqs
+    while micro:
+        tried = setup.with_(micro_batch_seqs=micro, accumulation_steps=GLOBAL_BATCH // micro)
+        if predict_memory(model, gpu, tried).peak_device_bytes <= budget:
+            if micro != setup.micro_batch_seqs:
+                remarks.append(f"micro-batch {micro} of {setup.micro_batch_seqs}")
+            return tried, tuple(remarks)
+        micro //= 2
+    return None, (*remarks, "does not fit")
+
+
+def ours(model: ModelSpec, gpu: GpuSpec, rival: TrainSetup) -> tuple[float, str, TrainSetup] | None:
+    """Tokens/s, engine and setup of the fastest plan of the rival's method."""
+    fixed: dict[str, tuple[Any, ...]] = {name: (getattr(rival, name),) for name in ("method", "lora_rank")}
+    fixed["lora_targets"] = (rival.lora_targets,)
+    found: list[tuple[float, str, TrainSetup]] = []
+    for engine in ENGINES:
+        wish = workload(
+            model, gpu, fixed=fixed, seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH, targets=(engine,), prefer="speed"
+        )
+        try:
+            plan = plan_workload(wish)
+        except PlannerError:
+            continue
+        if isinstance(plan, Plan):
+            found.append((plan.chosen.formula.tokens_per_s, engine, plan.chosen.setup))
+    return max(found, key=lambda one: one[0], default=None)
+
+
+def rows() -> list[Row]:
+    """Every pair against every rival that fits."""
+    found = []
+    for name, key in PAIRS:
+        model, gpu = catalogue.load(name), find_gpu(key)
+        assert model is not None, name
+        for rival in RIVALS:
+            setup, remarks = theirs(rival, model, gpu)
+            if setup is None:
+                continue
+            mine = ours(model, gpu, setup)
+            if mine is None:
+                continue
+            speed = speed_profile(model, gpu, setup).at(setup.micro_batch_seqs, setup.accumulation_steps)[1]
+            if setup.lora_targets != "all-linear":
+                remarks = (*remarks, f"adapts {setup.lora_targets}")
+            found.append(Row(name, key, rival, mine[0], mine[1], speed, remarks))
+    return found
+
+
+def geometric_mean(values: list[float]) -> float:
+    """Of positive numbers."""
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def main() -> None:
+    """Prints the table, and the mean and worst ratio over each rival."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    found = rows()
+    if arguments.json:
+        print(json.dumps([{**one._asdict(), "ratio": one.ratio} for one in found], indent=1))
+        return
+    for one in found:
+        print(
+            f"{one.model:36} {one.gpu:18} {one.rival:14} {one.planned:8.0f} ({one.engine:7}) / {one.theirs:8.0f} = "
+            f"{one.ratio:5.2f}  {', '.join(one.remarks)}"
+        )
+    for rival in RIVALS:
+        ratios = [one.ratio for one in found if one.rival == rival]
+        print(
+            f"over {rival}: {geometric_mean(ratios):.2f} (geometric mean of {len(ratios)} pairs, "
+            f"{min(ratios):.2f} to {max(ratios):.2f})"
+        )
+    print("A prediction of the formula rung: no GPU has run these.", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
