@@ -180,7 +180,7 @@ def page(errors: Sequence[Error]) -> str:
         "other rows were left. ms-swift's 57 runs of varying lengths on fixed segments stand apart: they reserve up to",
         "twice what batches of the longest length would (README.md beside this page).",
         "",
-        "| rung | metric | GPUs | stack | rows | sources | band | left out: inside | as unmeasured |",
+        "| rung | metric | GPUs, attention | stack | rows | sources | band | left out: inside | as unmeasured |",
         "|---|---|---|---|---:|---:|---|---:|---:|",
     ]
     for key in sorted(cells):
@@ -217,7 +217,8 @@ def main() -> None:
     asked = parser.parse_args()
     rows = comparable_rows()
     recorded = [json.loads(line) for line in ERRORS.read_text().splitlines()] if ERRORS.exists() else []
-    dry = [one for one in recorded if one["rung"] == "dry_run"]
+    kinds = {row.id: metric_of(row.setup) for row in rows if row.setup is not None}
+    dry = [one | {"gpus": kinds[one["id"]]} for one in recorded if one["rung"] == "dry_run" and one["id"] in kinds]
     if asked.dry_runs:
         dry += dry_run_errors(rows, dry, asked.dry_runs)
     errors = formula_errors(rows) + dry

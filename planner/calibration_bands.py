@@ -65,6 +65,7 @@ def _one_gpu_band(model: ModelSpec, setup: TrainSetup) -> float:
 
 TRAINERS = ("trl", "hf")
 """Stacks that are one Trainer: their published runs are one kind."""
+MEMORY = ("allocated", "reserved", "device")
 LEAST_ROWS = 10
 """Published rows from which a stack has a band of its own."""
 COVERAGE = 0.9
@@ -135,8 +136,11 @@ def pooled_cell(groups: Sequence[Sequence[float]]) -> Cell:
 
 
 def metric_of(setup: TrainSetup) -> str:
-    """ "one" or "several" GPUs: bands of the two are never shared."""
-    return "one" if setup.num_gpus == 1 else "several"
+    """ "one", "one, eager" or "several" GPUs: bands of these are never shared. Eager attention's tokens x tokens scores
+    are a risk of their own."""
+    if setup.num_gpus > 1:
+        return "several"
+    return "one, eager" if setup.attention == "eager" else "one"
 
 
 @lru_cache(maxsize=1)
@@ -153,24 +157,27 @@ def evidence_bands(rung: str, gpu: GpuSpec, setup: TrainSetup) -> tuple[dict[str
     """({metric: (below, above)} of published runs of this stack, what a person must know or "").
 
     A stack without ten rows has the band of the others taken together, and it is said; so is a card on which none of
-    its runs was. Several GPUs have no compared dry runs: theirs are the formula's.
+    its runs was. A memory figure that nobody compared is as uncertain as the widest that somebody did, of the stack or
+    else of all. Several GPUs have no compared dry runs: theirs are the formula's.
     """
     cells, gpus = _cells(), metric_of(setup)
     stack = TRAINERS[0] if setup.stack in TRAINERS else setup.stack
     rung = "formula" if gpus == "several" else rung
     rung = "formula" if gpus == "several" else rung
-    bands, seen, cards = {}, False, set[str]()
-    for metric in ("allocated", "reserved", "device", "tokens_per_s"):
-        own = cells.get((rung, metric, gpus, stack))
-        cell = own or cells.get((rung, metric, gpus, ""))
-        if cell is None:
-            continue
-        seen = seen or own is not None
-        cards |= set(own.cards if own is not None else ())
-        far = own is None or gpu.key not in own.cards
-        wider = UNSEEN_CARD if far and metric != "allocated" else 1.0
-        bands[metric] = (min(0.95, cell.below * wider), cell.above * wider)
-    if not seen:
+    owns = {metric: cells.get((rung, metric, gpus, stack)) for metric in (*MEMORY, "tokens_per_s")}
+    cards = {card for own in owns.values() if own is not None for card in own.cards}
+    pools = {metric: cells.get((rung, metric, gpus, "")) or cells.get((rung, metric, "one", "")) for metric in owns}
+    known = [one for one in map(owns.get, MEMORY) if one is not None] or [one for one in map(pools.get, MEMORY) if one]
+    bands = {}
+    for metric, own in owns.items():
+        if own is None and metric in MEMORY:
+            bands[metric] = (max(one.below for one in known), max(one.above for one in known))
+        elif own is not None or pools[metric] is not None:
+            cell = own or pools[metric]
+            assert cell is not None
+            wider = UNSEEN_CARD if own is not None and gpu.key not in cards and metric != "allocated" else 1.0
+            bands[metric] = (min(0.95, cell.below * wider), cell.above * wider)
+    if not any(owns.values()):
         return bands, f"{NOBODY}: {setup.by.title} has no published run here, the band is that of other stacks"
     if gpu.key not in cards:
         return bands, f"{NOBODY}: none of {setup.by.title}'s published runs was on a {gpu.name}"
