@@ -108,6 +108,8 @@ def classify_exception(error: BaseException) -> tuple[FailureKind, str]:
         return FailureKind.CRASHED, message
     if any(_is_out_of_memory(one) for one in exception_chain(error)):
         return FailureKind.OUT_OF_MEMORY, message
+    if isinstance(error, ImportError) and (error.name or "").partition(".")[0] in ("planner", "probes"):
+        return FailureKind.CRASHED, message  # our own code, changed or broken: no fact about the setup
     if isinstance(error, (UnsupportedProbe, NotImplementedError, ImportError, PlannerError)):
         return FailureKind.UNSUPPORTED, message
     if type(error).__name__ == "OutOfResources":  # triton.runtime.errors, a plain Exception
