@@ -110,6 +110,12 @@ def answering(phantom: Phantom) -> Iterator[None]:
         address: int = self.untyped_storage()._cdata * 4096 + self.storage_offset() * self.element_size()
         return address
 
+    def storage_address(self: torch.UntypedStorage) -> int:
+        """Tensors that share a storage are told by its address when they are saved."""
+        return int(true_address(self)) if self.device.type != "meta" or claims.depth else self._cdata * 4096
+
+    true_address = torch.UntypedStorage.data_ptr
+
     def new_tensor(self: torch.Tensor, data: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
         return torch.tensor(data, dtype=dtype or self.dtype, device=device or self.device, **kwargs)
 
@@ -187,6 +193,7 @@ def answering(phantom: Phantom) -> Iterator[None]:
     with ExitStack() as stack:
         for name, method in methods.items():
             stack.enter_context(mock.patch.object(torch.Tensor, name, method))
+        stack.enter_context(mock.patch.object(torch.UntypedStorage, "data_ptr", storage_address))
         stack.enter_context(mock.patch.object(torch.nn.Parameter, "__new__", staticmethod(parameter)))
         stack.enter_context(mock.patch.object(torch.Tensor, "data", property(_base.data.__get__, set_data)))
         for name in ("tensor", "as_tensor", "asarray"):

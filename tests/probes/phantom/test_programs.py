@@ -130,6 +130,8 @@ def test_saving_writes_no_weights(phantom: Phantom, tmp_path: Path) -> None:
     assert (tmp_path / "empty.safetensors").read_bytes() == b""
     torch.save({"weight": weight}, tmp_path / "model.pt")
     assert (tmp_path / "model.pt").stat().st_size < 4096
+    addresses = [one.untyped_storage().data_ptr() for one in (weight, weight[1:], torch.ones(4, device="cuda"))]
+    assert addresses[0] == addresses[1] != addresses[2]  # how transformers finds shared weights
 
 
 def test_ddp_holds_its_buckets_beside_the_gradients(phantom: Phantom, monkeypatch: pytest.MonkeyPatch) -> None:
