@@ -106,7 +106,8 @@ def norm_saved(norm: NormSpec, context: LayerContext, input_dtype: str) -> int:
 
 def norm_fused(norm: NormSpec, context: LayerContext) -> bool:
     """Whether a kernel of its own computes the norm."""
-    return norm.kind == "rms" and ("head-norm" if norm.rows_per_token > 1 else "norm") in context.fused
+    of_heads = norm.rows_per_token > 1 or norm.name.rpartition(".")[2] in ("q_norm", "k_norm")  # OLMo's span all heads
+    return norm.kind == "rms" and ("head-norm" if of_heads else "norm") in context.fused
 
 
 def norm_output_dtype(norm: NormSpec, context: LayerContext, input_dtype: str) -> str:
