@@ -316,10 +316,11 @@ def _choices(model: ModelSpec, setup: TrainSetup, values: Mapping[str, tuple[Any
 
 
 def offloading_matters(workload: Workload) -> bool:
-    """Whether one sequence's checkpoints would take so much of the budget that moving them can change the plan."""
+    """Whether one sequence's checkpoints would take so much of the card that moving them can change the plan; of the
+    card, not of the budget, because more memory must not take a choice away."""
     model = workload.model
     held = model.num_layers * model.hidden_size * 2 * workload.seq_len_tokens
-    return held > OFFLOAD_FROM_FRACTION * workload.budget_bytes
+    return held > OFFLOAD_FROM_FRACTION * workload.gpu.memory_bytes
 
 
 OFFLOAD_FROM_FRACTION = 0.05
