@@ -141,11 +141,11 @@ def fixed_text(
     from planner.readers import Sharding, canonical, read_text
     from planner.readers.edits import settings_for
     from planner.readers.loading import read_bounded
-    from planner.readers.read import pinned, roots_of
+    from planner.readers.read import pinned, roots_of, text_of
     from planner.readers.rewrite import rewrite
     from planner.readers.supply import supply
 
-    text = rewrite(read_bounded(file), file.name, settings_for(config, setup), call_line=config.call_line)
+    text = rewrite(text_of(file), file.name, settings_for(config, setup), call_line=config.call_line)
     asked = asked or Asked()
     sharding = Sharding(
         num_gpus=setup.num_gpus,

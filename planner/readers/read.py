@@ -402,8 +402,7 @@ def read_config(
         raise ConfigError(
             f"{path.name}: a training ends in {', '.join(SUFFIXES)}", hint="rename it, or give the file that trains"
         )
-    limits = {".ipynb": MAX_NOTEBOOK_BYTES, ".py": MAX_PROGRAM_BYTES}
-    text = read_bounded(path, max_bytes=limits.get(path.suffix, MAX_FILE_BYTES))
+    text = text_of(path)
     return read_text(
         text,
         path.name,
@@ -418,6 +417,16 @@ def read_config(
         ),
         launcher=read_bounded(launcher) if launcher is not None else None,
     )
+
+
+def text_of(path: Path) -> str:
+    """The text of a file, as long as its kind may be.
+
+    Raises:
+        ConfigError: larger, or no regular file of text.
+    """
+    limits = {".ipynb": MAX_NOTEBOOK_BYTES, ".py": MAX_PROGRAM_BYTES}
+    return read_bounded(path, max_bytes=limits.get(path.suffix, MAX_FILE_BYTES))
 
 
 def roots_of(path: Path) -> tuple[Path, ...]:

@@ -5,6 +5,7 @@ Values are replaced at the places that PyYAML's (or Python's) parser names; new 
 
 import ast
 import json
+import re
 from typing import Any
 
 import yaml
@@ -25,6 +26,8 @@ def rewrite(text: str, name: str, edits: dict[str, Any], *, call_line: int = 0) 
     """
     if name.endswith(".py"):
         return _rewrite_python(text, name, edits, call_line)
+    if name.endswith(".ipynb"):
+        return _rewrite_notebook(text, name, edits)
     if not name.endswith((".yaml", ".yml", ".json")):
         raise ConfigError(f"{name}: this kind of file cannot be changed in place", hint="make the changes by hand")
     return _rewrite_mapping(text, name, edits, as_json=name.endswith(".json"))
@@ -86,8 +89,10 @@ def _append(text: str, name: str, missing: dict[str, Any], *, as_json: bool) -> 
         text = text.rstrip("\r\n \t")
         if text.endswith(("...", "---")) or text.startswith("{"):
             raise ConfigError(f"{name}: its form cannot be extended in place", hint="add the settings by hand")
-        lines = [f"{key}: {scalar(value)}" for key, value in top.items()]
-        text = break_.join([text, "", f"# {ADDED}", *lines]) + break_
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        indent = " " * (root.start_mark.column if root is not None else 0)
+        lines = [f"{indent}{key}: {scalar(value)}" for key, value in top.items()]
+        text = break_.join([text, "", f"{indent}# {ADDED}", *lines]) + break_
     return text
 
 
@@ -106,6 +111,23 @@ def _insert_nested(text: str, name: str, key: str, value: Any, break_: str) -> s
     first = block.value[0][0].start_mark
     indent = " " * first.column
     return text[: first.index] + f"{inner}: {scalar(value)}  # {ADDED}{break_}{indent}" + text[first.index :]
+
+
+def _rewrite_notebook(text: str, name: str, edits: dict[str, Any]) -> str:
+    """The last code cell that holds training arguments, changed; the rest as Jupyter writes it."""
+    document = json.loads(text)
+    for cell in reversed(document["cells"]):
+        source = "".join(cell["source"])
+        if cell["cell_type"] != "code" or not any(f"{one}(" in source for one in ARGUMENTS):
+            continue
+        try:
+            changed = _rewrite_python(source, name, edits)
+        except (SyntaxError, ConfigError):
+            continue  # lines for the shell, or a call that takes its settings from elsewhere
+        cell["source"] = changed.splitlines(keepends=True) if isinstance(cell["source"], list) else changed
+        indent = re.match(r"\{\r?\n( +)", text)
+        return json.dumps(document, indent=len(indent[1]) if indent else None, ensure_ascii=False) + "\n"
+    raise ConfigError(f"{name} has no cell that can be changed in place", hint="make the changes by hand")
 
 
 def _rewrite_python(text: str, name: str, edits: dict[str, Any], call_line: int = 0) -> str:

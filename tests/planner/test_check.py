@@ -353,3 +353,26 @@ def test_adapters_on_a_table_are_counted_beside_those_on_matrices() -> None:
     plain = predict(model, GPU, config.setup, None).peak_device_bytes
     whole = including(lambda setup: predict(model, GPU, setup, None), config, model)(config.setup).peak_device_bytes
     assert whole - plain == table_bytes(model, config.setup, config.adapted_tables) > 0
+
+
+def test_fixes_reach_notebooks_and_files_that_are_indented_as_a_whole() -> None:
+    cells = [
+        {"cell_type": "code", "source": ["!pip install trl\n", "x = TrainingArguments()"]},
+        {"cell_type": "code", "source": ["args = TrainingArguments(\n", "    per_device_train_batch_size=8,\n", ")"]},
+        {"cell_type": "markdown", "source": ["TrainingArguments(a=1)"]},
+    ]
+    notebook = json.dumps({"cells": cells, "nbformat": 4}, indent=1) + "\n"
+    edits = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    fixed = rewrite(notebook, "a.ipynb", edits)
+    assert json.loads(fixed)["cells"][1]["source"] == [
+        "args = TrainingArguments(\n",
+        "    gradient_accumulation_steps=4,\n",
+        "    per_device_train_batch_size=2,\n",
+        ")",
+    ]
+    assert [line for line in fixed.splitlines() if line not in notebook.splitlines()] == [
+        '    "    gradient_accumulation_steps=4,\\n",',
+        '    "    per_device_train_batch_size=2,\\n",',
+    ]
+    indented = rewrite("    a: 1\n    b: 2\n\n", "a.yaml", {"b": 3, "c": True})
+    assert yaml.safe_load(indented) == {"a": 1, "b": 3, "c": True}
