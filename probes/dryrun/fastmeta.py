@@ -35,8 +35,10 @@ def _binary(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(right, torch.Tensor):
         if right.dim() == 0:
             dtype = left.dtype if left.dtype is right.dtype else torch.result_type(left, right)
-        elif right.shape == left.shape and right.is_contiguous():
+        elif right.is_contiguous() and left.dim():
             dtype = left.dtype if left.dtype is right.dtype else torch.promote_types(left.dtype, right.dtype)
+            if right.shape != left.shape:
+                return _expanded(left.shape, right.shape, dtype)
         else:
             return None
     elif left.dtype.is_floating_point and isinstance(right, (int, float)):
@@ -44,6 +46,15 @@ def _binary(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         return None
     return torch.empty(left.shape, dtype=dtype, device=_META)
+
+
+def _expanded(left: torch.Size, right: torch.Size, dtype: torch.dtype) -> Any:
+    """Where one of two contiguous operands has the result's shape already: norms and their weights."""
+    whole, other = (left, right) if left.numel() >= right.numel() else (right, left)
+    pairs = zip(reversed(whole), reversed(other), strict=False)
+    if len(other) > len(whole) or any(one not in (1, size) for size, one in pairs):
+        return None
+    return torch.empty(whole, dtype=dtype, device=_META)
 
 
 def _unary_float(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
