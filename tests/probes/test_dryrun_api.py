@@ -1,5 +1,6 @@
 """What callers of the dry run rely on: outcomes, attribution, the cache, refusals."""
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,12 @@ def _model() -> ModelSpec:
 
 
 def _report(fields: dict[str, Any] | None = None, capability: tuple[int, int] = AMPERE) -> DryRunReport:
-    report = report_for_config(small_config("llama", num_hidden_layers=8), capability, SETUP.with_(**(fields or {})))
+    return _run(SETUP.with_(**(fields or {})), capability)
+
+
+@functools.cache
+def _run(setup: TrainSetup, capability: tuple[int, int]) -> DryRunReport:
+    report = report_for_config(small_config("llama", num_hidden_layers=8), capability, setup)
     assert isinstance(report, DryRunReport), report
     return report
 

@@ -1,5 +1,6 @@
 """The dry run of one rank: any world size in one process, truncated depth as at full depth, clear refusals."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -72,6 +73,7 @@ def _setup(**fields: Any) -> TrainSetup:
     return TrainSetup(**{**values, **fields})
 
 
+@functools.cache
 def _report(model_type: str, setup: TrainSetup, **options: Any) -> DryRunReport:
     found = report_for_config(small_config(model_type, num_hidden_layers=DEEP), AMPERE, setup, **options)
     assert isinstance(found, DryRunReport), found
@@ -170,8 +172,9 @@ def test_fake_world_leaves_no_group_and_refuses_a_real_one() -> None:
 
 
 def test_one_gpu_after_a_job_is_as_before() -> None:
-    before = _report("llama", _setup(num_gpus=1))
-    _report("llama", _setup(parallel="fsdp2"))
-    after = _report("llama", _setup(num_gpus=1))
+    anew = _report.__wrapped__
+    before = anew("llama", _setup(num_gpus=1))
+    anew("llama", _setup(parallel="fsdp2"))
+    after = anew("llama", _setup(num_gpus=1))
     assert before.prediction.phase_peaks_bytes == after.prediction.phase_peaks_bytes
     assert before.num_events == after.num_events
