@@ -16,7 +16,8 @@ from probes.dryrun.followed import OWN_CODE, why_not_traced
 from tests.probes.dryrun_small import assert_same_figures, small_config
 
 AMPERE = (8, 0)
-DEEP = 7
+DEEP = {"gemma2": 9}
+"""Layers of a model; seven, but that two kinds in turn need more before a block of them repeats."""
 FULL: dict[str, Any] = {"method": "full", "lora_rank": 0}
 DEPTHS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp lora": ("llama", {"parallel": "ddp"}),
@@ -75,7 +76,9 @@ def _setup(**fields: Any) -> TrainSetup:
 
 @functools.cache
 def _report(model_type: str, setup: TrainSetup, **options: Any) -> DryRunReport:
-    found = report_for_config(small_config(model_type, num_hidden_layers=DEEP), AMPERE, setup, **options)
+    found = report_for_config(
+        small_config(model_type, num_hidden_layers=DEEP.get(model_type, 7)), AMPERE, setup, **options
+    )
     assert isinstance(found, DryRunReport), found
     return found
 
