@@ -38,14 +38,10 @@ def told(name: str) -> dict[str, Any]:
     setup = TrainSetup(**{"seq_len_tokens": 64, "micro_batch_seqs": 2, "lora_rank": 4, **fields})
     report = report_for_config(small_config(model_type, **changes), (9, 0), setup)
     assert isinstance(report, DryRunReport), report
-    groups = {
-        phase: {": ".join(group): num for group, num in held.items()} for phase, held in report.phase_groups.items()
-    }
     return {
         "phases": dict(report.prediction.phase_peaks_bytes),
         "reserved": report.prediction.peak_reserved_bytes,
         "device": report.prediction.peak_device_bytes,
-        "groups": groups,
         "depth": [report.depth, report.num_layers],
         "kernels": dict(report.kernels),
         "parameters": report.parameter_bytes,
