@@ -30,7 +30,7 @@ from search.storage import (
     open_storage,
     repair_journal,
 )
-from search.study import LOST_ATTR, MAX_RETRIES, Study
+from search.study import LOST_ATTR, MAX_RETRIES, Study, _constraints
 
 
 class Lost(NoLiveness):
@@ -207,6 +207,13 @@ def test_kills_that_a_database_shows_late_leave_the_answer_alone_too() -> None:
         claimed = worker.claim()
         assert claimed is not None
         assert worker.given_up() == []
+
+
+def test_a_setup_of_another_call_that_failed_exceeds_no_memory() -> None:
+    """It is none of this call's candidates; what it would have needed nobody knows."""
+    crash = ProbeFailure(rung=Rung.PROBE, kind=FailureKind.CRASHED, message="x")
+    setup = problem().candidates[0].setup
+    assert _constraints(problem(), None, setup, crash) == {"memory": 0.0, "runs": 1.0}
 
 
 def test_a_trial_of_a_foreign_program_is_passed_over() -> None:
