@@ -8,8 +8,11 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from planner.setup import TrainSetup
+from probes.allocator.events import Alloc, Free, Phase
 from probes.dryrun import DryRunReport, report_for_config
 from probes.dryrun.depths import plan_depth
+from probes.dryrun.engine import full_trace
+from probes.dryrun.trace import Trace
 from probes.stack import load_config, period_of
 from tests.probes.dryrun_small import assert_same_figures, catalogue_config, small_config
 
@@ -67,6 +70,40 @@ def test_dry_run_repeated_depth_equals_full_depth(
     assert isinstance(short, DryRunReport), short
     assert isinstance(full, DryRunReport), full
     assert_same_figures(short, full)
+
+
+def test_copies_follow_one_another_as_layers_do() -> None:
+    """In the backward the deepest copy comes first, and what belongs to no layer goes with the layer that ends it."""
+    config = small_config("qwen2", num_hidden_layers=8)
+    setup = TrainSetup(
+        seq_len_tokens=64, micro_batch_seqs=2, method="qlora", quantization="int8", optimizer="sgd", lora_rank=4
+    )
+    short, full = (
+        _backward(full_trace(plan_depth(load_config(config), checkpointing=1, full_depth=whole), AMPERE, setup))
+        for whole in (False, True)
+    )
+    assert short == full
+    layers, layerless = full
+    assert layers == [*sorted(set(layers), reverse=True)] * (len(layers) // 8)
+    assert len({layer for layer, _ in layerless}) > 1
+
+
+def _backward(trace: Trace) -> tuple[list[int], list[tuple[int | None, int]]]:
+    """The layers in which backwards allocate, in order; and in which of them storages of no layer are released."""
+    phase, where = "", None
+    layers: list[int] = []
+    layerless: list[tuple[int | None, int]] = []
+    for event in trace.events:
+        if isinstance(event, Phase):
+            phase = event.name.partition("/")[0]
+        elif phase == "backward" and isinstance(event, Alloc):
+            layer = trace.origins[event.id].layer
+            if layer is not None and layer != where:
+                where = layer
+                layers.append(layer)
+        elif phase == "backward" and isinstance(event, Free) and trace.origins[event.id].layer is None:
+            layerless.append((where, trace.origins[event.id].size_bytes))
+    return layers, layerless
 
 
 def test_period_of_patterns() -> None:
