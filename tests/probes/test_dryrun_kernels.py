@@ -61,6 +61,20 @@ def test_efficient_backward_needs_no_accumulator_in_fp32() -> None:
     assert list(efficient_backward((query, query, query, query), {}, ())) == [4 * 128 * 4]
 
 
+@pytest.mark.parametrize(
+    ("head", "per_head"),
+    [
+        (64, 320 * 64 * 4),  # 300 rows in blocks of 64
+        (72, 384 * 96 * 4),  # in blocks of 128; the head in 32s
+        (160, 384 * 160 * 4 + 2 * 512 * 160 * 4),  # and keys and values, 400 columns
+    ],
+)
+def test_efficient_backward_accumulates_what_registers_do_not_hold(head: int, per_head: int) -> None:
+    query = torch.empty(2, 4, 300, head, dtype=torch.bfloat16, device="meta")
+    key = torch.empty(2, 4, 400, head, dtype=torch.bfloat16, device="meta")
+    assert list(efficient_backward((query, query, key, key), {}, ())) == [8 * 320 * 4, 8 * per_head]
+
+
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 def test_dropout_keeps_one_byte_per_element(device: str) -> None:
     """CUDA's fused kernel: the output and a boolean mask, nothing else, with or without autograd."""
