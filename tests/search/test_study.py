@@ -30,7 +30,7 @@ from search.storage import (
     open_storage,
     repair_journal,
 )
-from search.study import LOST_ATTR, MAX_RETRIES, Study, _constraints
+from search.study import _SPACE, LOST_ATTR, MAX_RETRIES, Study, _constraints
 
 
 class Lost(NoLiveness):
@@ -207,6 +207,12 @@ def test_kills_that_a_database_shows_late_leave_the_answer_alone_too() -> None:
         claimed = worker.claim()
         assert claimed is not None
         assert worker.given_up() == []
+
+
+def test_every_dimension_holds_its_least_value() -> None:
+    low = {name: one.low for name, one in _SPACE.items() if isinstance(one, optuna.distributions.IntDistribution)}
+    none = dict.fromkeys(("lora_rank", "checkpointing", "shard_degree"), 0)
+    assert low == {**none, **dict.fromkeys(("micro_batch_seqs", "num_gpus", "tensor_degree", "pipeline_degree"), 1)}
 
 
 def test_a_setup_of_another_call_that_failed_exceeds_no_memory() -> None:
