@@ -79,6 +79,14 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
     return TrainSetup(**clean)
 
 
+def asked_form(setup: TrainSetup) -> dict[str, Any]:
+    """A setup as `asked_setup` reads it back: the allocator and the form of checkpointing are said where they are not
+    the stack's own default."""
+    own = {name: getattr(setup, name) for name in ("expandable_segments", "reentrant_checkpointing")}
+    row = STACKS[setup.stack]
+    return {**setup_to_dict(setup), **{name: value for name, value in own.items() if value != getattr(row, name)}}
+
+
 def asked_setup(values: Mapping[str, Any]) -> TrainSetup:
     """`setup_from_dict` of a run that anybody may have started: what it does not say of the allocator and the form of
     checkpointing is the stack's own default, not what the launch files of a plan set.

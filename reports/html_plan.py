@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from planner.interchange import setup_to_dict
+from planner.interchange import asked_form
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import Answer, NoPlan, Plan
 from planner.units import count, gib, percent, seconds
@@ -271,7 +271,7 @@ def _band(mark: str) -> str:
 
 def _setup_json(plan: Plan | NoPlan, chosen: Candidate) -> str:
     names = {"model": plan.workload.model.model_id, "gpu": plan.workload.gpu.key}
-    return json.dumps({**names, **setup_to_dict(chosen.setup)})
+    return json.dumps({**names, **asked_form(chosen.setup)})
 
 
 def _environment(plan: Plan | NoPlan, extras: Extras, chosen: Candidate) -> dict[str, Any]:

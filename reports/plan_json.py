@@ -13,7 +13,7 @@ from planner.codec import decode
 from planner.errors import ConfigError
 from planner.gpu import GpuSpec
 from planner.inputs import parse_object, read_bytes
-from planner.interchange import SCHEMA_VERSION, setup_from_dict, setup_to_dict, to_jsonable
+from planner.interchange import SCHEMA_VERSION, asked_form, setup_from_dict, to_jsonable
 from planner.memory.types import PHASES
 from planner.models.spec import ModelSpec
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
@@ -79,7 +79,7 @@ def rung_to_dict(evidence: Prediction | Measurement | ProbeFailure, *, detail: b
 def candidate_to_dict(candidate: Candidate, model_id: str, gpu_key: str, *, detail: bool = False) -> dict[str, Any]:
     """One candidate in the interchange form: setup, fits, budget and the three rungs."""
     return {
-        "setup": {"model": model_id, "gpu": gpu_key, **setup_to_dict(candidate.setup)},
+        "setup": {"model": model_id, "gpu": gpu_key, **asked_form(candidate.setup)},
         "fits": candidate.fits,
         "budget_bytes": candidate.budget_bytes,
         "formula": rung_to_dict(candidate.formula, detail=detail),

@@ -270,3 +270,17 @@ def test_words_of_the_run_reach_the_launch_files(tmp_path: Path, capsys: pytest.
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["workload"]["global_batch_seqs"] == 16
     assert plan["workload"]["num_epochs"] == 2
+
+
+def test_a_plan_s_setup_as_data_is_estimated_as_it_was_planned(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The allocator's setting goes with it: a line that says nothing of it is somebody's run, with the stack's own."""
+    assert run(["HuggingFaceTB/SmolLM2-135M", "--gpu", "rtx-3060", "--json", *FAST]) == 0
+    chosen = json.loads(capsys.readouterr().out)["chosen"]
+    file = tmp_path / "setups.jsonl"
+    file.write_text(json.dumps(chosen["setup"]) + "\n")
+    assert run(["estimate", "--setups", str(file), *FAST]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["setup"] == chosen["setup"]
+    assert again["formula"]["peak_device_bytes"] == chosen["formula"]["peak_device_bytes"]
