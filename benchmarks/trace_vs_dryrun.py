@@ -106,8 +106,8 @@ def prepared(tool: str, setup: TrainSetup, config: dict[str, Any], folder: Path)
     yield emitted.command.split("&&")[-1].split()
 
 
-def traced(words: list[str], folder: Path) -> Any:
-    """The summary of the command's program in this process."""
+def traced(words: list[str], folder: Path, *, expandable_segments: bool) -> Any:
+    """The summary of the command's program in this process, under the allocator that its launch sets."""
     from accelerate.state import AcceleratorState
 
     from probes.phantom.session import phantom_gpu
@@ -120,7 +120,8 @@ def traced(words: list[str], folder: Path) -> Any:
     before, argv = Path.cwd(), sys.argv
     os.chdir(folder)
     try:
-        with phantom_gpu(card_of(find_gpu(GPU)), limited=False, num_steps=2) as phantom:
+        card = card_of(find_gpu(GPU))
+        with phantom_gpu(card, limited=False, num_steps=2, expandable_segments=expandable_segments) as phantom:
             AcceleratorState._reset_state(True)
             with contextlib.suppress(Done), contextlib.redirect_stdout(io.StringIO()):
                 if words[0] == "trl":
@@ -141,7 +142,7 @@ def compare(tool: str, setup: TrainSetup, num_layers: int) -> dict[str, Any]:
     config = config_of(num_layers)
     with tempfile.TemporaryDirectory() as name, prepared(tool, setup, config, Path(name)) as words:
         began = time.monotonic()
-        found = traced(words, Path(name))
+        found = traced(words, Path(name), expandable_segments=setup.expandable_segments)
         trace_s = time.monotonic() - began
     capability = find_gpu(GPU).compute_capability
     assert capability is not None

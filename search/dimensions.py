@@ -68,7 +68,7 @@ DIMENSIONS: tuple[Dimension, ...] = (
 FIXED: dict[str, str] = {
     "accumulation_steps": "follows from the micro-batch: sequences per optimizer step are constant",
     "seq_len_tokens": "the user's: the length of the longest sequence",
-    "modules_to_save": "the user's",
+    "modules_to_save": "the user's: what is trained whole beside the adapters",
     "stack": "the launch target's: whose code runs",
     "expandable_segments": "as every launch file sets it",
     "reentrant_checkpointing": "the stack's",

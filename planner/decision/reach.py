@@ -7,7 +7,7 @@ from itertools import product
 from planner.errors import SetupError, UsageError
 from planner.predict import device_peak_bytes
 from planner.setup import METHODS, TrainSetup
-from planner.space import branches, dimension_values
+from planner.space import branches, dimension_values, offloading_matters, own_layers
 from planner.workload import Workload
 
 STEP_TOKENS = 256
@@ -43,15 +43,24 @@ def _leanest(workload: Workload, method: str) -> Iterator[TrainSetup]:
     except UsageError:
         return
     values["lora_rank"] = values["lora_rank"][:1]
+    if "activation_offload" not in fixed:
+        values["activation_offload"] = (False, True)  # where a sequence is long enough for it: `_fits`
     open_method = dict(workload.fixed)  # the branches of a plan that leaves the method open: no 16-bit masters
     for branch in branches(replace(workload, fixed=open_method), {**values, "method": (method,)}):
-        for attention, optimizer, loss in product(values["attention"], values["optimizer"], values["loss"]):
+        best_kernels = "kernels" not in workload.fixed and not workload.targets
+        layers = own_layers(branch, {**values, "checkpointing": (1,)}, best_kernels=best_kernels)
+        for own, attention, optimizer, loss in product(
+            layers, values["attention"], values["optimizer"], values["loss"]
+        ):
             try:
-                yield branch.with_(attention=attention, optimizer=optimizer, loss=loss, checkpointing=1)
+                yield branch.with_(**own, attention=attention, optimizer=optimizer, loss=loss)
             except SetupError:
                 continue
 
 
 def _fits(workload: Workload, setup: TrainSetup, tokens: int) -> bool:
+    moved = setup.activation_offload and "activation_offload" not in workload.fixed
+    if moved and not offloading_matters(replace(workload, seq_len_tokens=tokens)):
+        return False
     lone = setup.with_(seq_len_tokens=tokens, micro_batch_seqs=1)
     return device_peak_bytes(workload.model, workload.gpu, lone) <= workload.budget_bytes

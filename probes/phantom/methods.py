@@ -157,7 +157,8 @@ def answering(phantom: Phantom) -> Iterator[None]:
             if device is None or torch.device(device).type != "cuda":
                 options = {"requires_grad": True} if requires_grad else {}
                 return true(data, *args, device=device, **options, **kwargs)
-            made = data if isinstance(data, torch.Tensor) else true(data, *args, **kwargs)
+            # the host by name: `with torch.device("cuda")` would ask for the GPU where none is named
+            made = data if isinstance(data, torch.Tensor) else true(data, *args, device="cpu", **kwargs)
             made = to(made.detach() if true is true_tensor else made, CUDA)
             if isinstance(data, torch.Tensor) and (args or kwargs.get("dtype")):
                 made = true_to(made, args[0] if args else kwargs["dtype"])

@@ -54,7 +54,8 @@ def test_every_file_loads_them_dequantized_or_is_refused(name: str) -> None:
 def test_llama_factory_forces_a_kernel_without_gradients_of_sinks() -> None:
     """LLaMA-Factory 0.9.5 model_utils/attention.py takes vllm-flash-attn3 for gpt_oss whatever flash_attn says."""
     assert "attention sinks" in EXPORTERS["llamafactory"](request(LORA, model=load("openai/gpt-oss-20b"))).refused
-    assert not EXPORTERS["llamafactory"](request(LORA, model=load("deepseek-ai/DeepSeek-V3"))).refused
+    other = EXPORTERS["llamafactory"](request(LORA, model=load("deepseek-ai/DeepSeek-V3"))).refused
+    assert "attention sinks" not in other
 
 
 @pytest.mark.parametrize("name", STORED)
