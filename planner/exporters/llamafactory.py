@@ -116,9 +116,9 @@ def _targets_refusal(setup: TrainSetup, model: ModelSpec) -> str:
     if isinstance(peft_target_modules(model, setup.lora_targets), str) and setup.lora_targets not in TARGET_SETS:
         return "LLaMA-Factory takes names of LoRA targets, no pattern"
     if adapts_expert_stacks(model, setup.lora_targets):
-        return "the PEFT of LLaMA-Factory 0.9.5 adapts no stacked experts: plan with --lora-targets attention"
+        return "the PEFT of LLaMA-Factory 0.9.5 adapts no stacked experts: plan with --targets attention"
     if setup.lora_targets == "all-linear" and any(layer.linears for layer, _ in model.idle_layers):
-        return "LLaMA-Factory adapts no vision or audio tower: plan with --lora-targets attention"
+        return "LLaMA-Factory adapts no vision or audio tower: plan with --targets attention"
     return ""
 
 
