@@ -38,12 +38,14 @@ def num_epochs(epoch_seqs: int | None, global_batch_seqs: int) -> int:
     return min(MAX_EPOCHS, ceil(MIN_STEPS / steps_per_epoch(epoch_seqs, global_batch_seqs)))
 
 
-def small_data_note(epoch_seqs: int | None, global_batch_seqs: int) -> str:
-    """What so little data means for the run, "" where an epoch has enough steps."""
+def small_data_note(epoch_seqs: int | None, global_batch_seqs: int, epochs: float | None = None) -> str:
+    """What so little data means for a run of `epochs` (None: by the rule), "" where an epoch has enough steps."""
     if epoch_seqs is None or steps_per_epoch(epoch_seqs, global_batch_seqs) >= MIN_STEPS:
         return ""
-    steps, epochs = steps_per_epoch(epoch_seqs, global_batch_seqs), num_epochs(epoch_seqs, global_batch_seqs)
-    note = f"{steps} optimizer steps an epoch at {global_batch_seqs} sequences: the launch files train {epochs} epochs"
+    steps, epochs = steps_per_epoch(epoch_seqs, global_batch_seqs), epochs or num_epochs(epoch_seqs, global_batch_seqs)
+    note = (
+        f"{steps} optimizer steps an epoch at {global_batch_seqs} sequences: the launch files train {epochs:g} epochs"
+    )
     if steps * epochs < MIN_STEPS:
-        note += f", {steps * epochs} steps, still fewer than {MIN_STEPS}: more data helps most"
+        note += f", {round(steps * epochs)} steps, still fewer than {MIN_STEPS}: more data helps most"
     return note

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from planner import steps
 from planner.errors import UsageError
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
@@ -79,6 +80,11 @@ class Workload:
     def num_gpus(self) -> int:
         """GPUs of the job."""
         return self.cluster.num_gpus if self.cluster is not None else 1
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the data that the launch files train: the user's, or those that give enough optimizer steps."""
+        return self.num_epochs or steps.num_epochs(self.epoch_seqs, self.global_batch_seqs)
 
     @property
     def budget_bytes(self) -> int:

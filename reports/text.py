@@ -10,7 +10,6 @@ from planner.outcome import Candidate, Evidence, Measurement, Prediction, ProbeF
 from planner.plan import Answer, Cut, NoPlan, Plan
 from planner.setup import TrainSetup
 from planner.stacks import DEFAULT as DEFAULT_STACK
-from planner.steps import num_epochs
 from planner.units import count, gib, percent, seconds
 from planner.workload import Workload
 
@@ -284,7 +283,7 @@ def epoch_sentence(workload: Workload, candidate: Candidate) -> str:
     """Time and cost of the epochs that the launch files train; empty without a data set."""
     if not workload.dataset_tokens or not candidate.tokens_per_s:
         return ""
-    epochs = workload.num_epochs or num_epochs(workload.epoch_seqs, workload.global_batch_seqs)
+    epochs = workload.epochs
     duration_s = epochs * workload.dataset_tokens / candidate.tokens_per_s
     one = epochs == 1
     words = f"{'One epoch' if one else f'{epochs:g} epochs'} of {count(workload.dataset_tokens)} tokens"

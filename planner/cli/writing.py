@@ -144,7 +144,6 @@ def launch_files(
     from planner.exporters.folder import folder_files
     from planner.expressed import as_run
     from planner.hyperparameters import choose
-    from planner.steps import num_epochs
 
     workload = plan.workload
     chosen = plan.chosen if isinstance(plan, Plan) else plan.nearest
@@ -158,7 +157,7 @@ def launch_files(
             num_params=workload.model.num_params,
             dataset_tokens=workload.dataset_tokens,
             samples_per_seq=workload.samples_per_seq,
-            num_epochs=workload.num_epochs or num_epochs(workload.epoch_seqs, workload.global_batch_seqs),
+            num_epochs=workload.epochs,
             learning_rate=workload.learning_rate,
         ),
         dataset=dataset_choice(dataset, folder),

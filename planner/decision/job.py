@@ -8,7 +8,7 @@ from planner.memory.optimizer import paged_bytes, state_bytes
 from planner.memory.trained import trained_parameters
 from planner.outcome import Candidate
 from planner.setup import TrainSetup
-from planner.steps import num_epochs, small_data_note, steps_per_epoch
+from planner.steps import small_data_note, steps_per_epoch
 from planner.units import gib
 from planner.workload import Workload
 
@@ -22,11 +22,11 @@ def job_notes(workload: Workload, chosen: Candidate) -> Iterator[str]:
     disk = f"a checkpoint takes {gib(weights + states)} on disk, {gib(states)} of it the optimizer's states"
     epoch_seqs, batch = workload.epoch_seqs, workload.global_batch_seqs
     if epoch_seqs is not None:
-        epochs = workload.num_epochs or num_epochs(epoch_seqs, batch)
+        epochs = workload.epochs
         steps = max(1, round(epochs * steps_per_epoch(epoch_seqs, batch)))
         disk = f"the job: {steps:,} optimizer steps, {epochs:g} epoch{'s' if epochs != 1 else ''}; {disk}"
     yield disk
-    if note := small_data_note(epoch_seqs, batch):
+    if note := small_data_note(epoch_seqs, batch, workload.epochs):
         yield note
     if chosen.setup.num_gpus == 1:
         yield evaluation_note(workload, chosen.setup)

@@ -92,4 +92,6 @@ def test_five_hundred_short_chats_are_warned_about(tmp_path: Path) -> None:
 
 def test_large_data_is_not_warned_about() -> None:
     assert small_data_note(1_000_000, 32) == ""
+    assert "train 2 epochs, 80 steps" in small_data_note(320, 8, 2)  # the user's, not the rule's three
+    assert "train 3 epochs" in small_data_note(320, 8)
     assert steps_per_epoch(1_000_000, 32) == 31_250
