@@ -336,23 +336,19 @@ def estimate(
     Raises:
         PlannerError: a name that is not known, or a setup that cannot exist.
     """
-    from planner.cli.rungs import with_dry_run
+    from planner.cli.estimate import candidate_of
     from planner.cli.wish import memory_and_headroom, resolve_gpu
     from planner.interchange import asked_setup
     from planner.kernels import default_attention
     from planner.models.resolve import resolve_model
-    from planner.predict import predict
 
     spec, card, wanted = resolve_model(model), resolve_gpu(gpu), asked_setup(setup)
     if wanted.num_gpus > 1:
         raise UsageError("estimate answers for one GPU", hint="plan(MODEL, GPU, gpus=N), or plan estimate --gpus N")
     if "attention" not in setup:
         wanted = wanted.with_(attention=default_attention(spec))
-    memory, reserve = memory_and_headroom(card, memory_gib, headroom)
-    found = Candidate(setup=wanted, budget_bytes=memory - reserve, formula=predict(spec, card, wanted))
-    if dry_run:
-        found = with_dry_run(found, spec, card, memory_bytes=memory)
-    return Estimate(found, spec, card, memory)
+    found = candidate_of(spec, card, wanted, memory_gib, headroom, dry=dry_run)
+    return Estimate(found, spec, card, memory_and_headroom(card, memory_gib, headroom)[0])
 
 
 def check(

@@ -163,7 +163,6 @@ def evidence_bands(rung: str, gpu: GpuSpec, setup: TrainSetup) -> tuple[dict[str
     cells, gpus = _cells(), metric_of(setup)
     stack = TRAINERS[0] if setup.stack in TRAINERS else setup.stack
     rung = "formula" if gpus == "several" else rung
-    rung = "formula" if gpus == "several" else rung
     owns = {metric: cells.get((rung, metric, gpus, stack)) for metric in (*MEMORY, "tokens_per_s")}
     cards = {card for own in owns.values() if own is not None for card in own.cards}
     pools = {metric: cells.get((rung, metric, gpus, "")) or cells.get((rung, metric, "one", "")) for metric in owns}

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from planner.errors import SetupError
-from planner.setup import LATER_FIELDS, SPREAD_FIELDS, TrainSetup
+from planner.setup import AROUND_FIELDS, LATER_FIELDS, SPREAD_FIELDS, TrainSetup
 from planner.stacks import STACKS
 
 SCHEMA_VERSION = 1
@@ -82,9 +82,8 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
 def asked_form(setup: TrainSetup) -> dict[str, Any]:
     """A setup as `asked_setup` reads it back: the allocator and the form of checkpointing are said where they are not
     the stack's own default."""
-    own = {name: getattr(setup, name) for name in ("expandable_segments", "reentrant_checkpointing")}
-    row = STACKS[setup.stack]
-    return {**setup_to_dict(setup), **{name: value for name, value in own.items() if value != getattr(row, name)}}
+    own = {name: getattr(setup, name) for name, usual in _own_of(setup.stack).items() if getattr(setup, name) != usual}
+    return {**setup_to_dict(setup), **own}
 
 
 def asked_setup(values: Mapping[str, Any]) -> TrainSetup:
@@ -94,12 +93,13 @@ def asked_setup(values: Mapping[str, Any]) -> TrainSetup:
     Raises:
         SetupError: as there.
     """
-    row = STACKS.get(str(values.get("stack", _DEFAULTS["stack"])))
-    own = {} if row is None else {
-        "expandable_segments": row.expandable_segments,
-        "reentrant_checkpointing": row.reentrant_checkpointing,
-    }  # fmt: skip
-    return setup_from_dict({**own, **values})
+    return setup_from_dict({**_own_of(str(values.get("stack", _DEFAULTS["stack"]))), **values})
+
+
+def _own_of(stack: str) -> dict[str, Any]:
+    """What a stack sets by itself around its step; nothing of one that is not known."""
+    row = STACKS.get(stack)
+    return {} if row is None else {name: getattr(row, name) for name in AROUND_FIELDS if name != "stack"}
 
 
 def _checkpointing(value: object) -> int:

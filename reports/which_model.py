@@ -48,17 +48,16 @@ def which_model_sentences(rows: Sequence[ModelChoice]) -> list[str]:
     """What to take away: how many, and the largest model of each method."""
     sentences = [f"{sum(one.fits for one in rows)} of {len(rows)} {plural(len(rows), 'model')} can be fine-tuned."]
     for method in METHOD_SHORT:
-        fitting = [one for one in rows if isinstance(one.answer, Plan) and one.longest_tokens.get(method, 0)]
-        reach = [one for one in fitting if one.longest_tokens[method] >= _asked(one)]
+        reach = [
+            one
+            for one in rows
+            if isinstance(one.answer, Plan) and one.longest_tokens.get(method, 0) >= one.answer.workload.seq_len_tokens
+        ]
         if reach:
             largest = max(reach, key=lambda one: one.model.num_params)
             size = count(largest.model.num_params)
             sentences.append(f"Largest with {METHOD_SHORT[method]}: {clean(largest.model.model_id)} ({size}).")
     return sentences
-
-
-def _asked(one: ModelChoice) -> int:
-    return one.answer.workload.seq_len_tokens if one.answer is not None else 0
 
 
 def render_which_model(rows: Sequence[ModelChoice], wish: Workload, console: Console, *, every: bool = False) -> None:
@@ -111,8 +110,8 @@ def which_model_json(one: ModelChoice) -> dict[str, Any]:
 
 def _marks(rows: Sequence[ModelChoice]) -> str:
     plans = [one.answer.chosen for one in rows if isinstance(one.answer, Plan)]
-    marks = [*{memory_mark(one.memory_evidence) for one in plans}, *{speed_mark(one.speed_evidence) for one in plans}]
-    return f" ({', '.join(sorted(set(marks)))})" if marks else ""
+    marks = {memory_mark(one.memory_evidence) for one in plans} | {speed_mark(one.speed_evidence) for one in plans}
+    return f" ({', '.join(sorted(marks))})" if marks else ""
 
 
 def _table(

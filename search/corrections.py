@@ -21,7 +21,7 @@ from planner.cluster import Cluster
 from planner.errors import ConfigError
 from planner.inputs import number, parse_object, read_text, whole
 from planner.interchange import setup_from_dict, setup_to_dict
-from planner.locks import open_lock
+from planner.locks import lock, open_lock
 from planner.memory.types import MemoryTerm
 from planner.outcome import Candidate, Measurement, Prediction, Rung
 from planner.outputs import write_whole
@@ -171,12 +171,7 @@ class CorrectionStore:
     def _locked(self) -> Iterator[None]:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with open_lock(self._path.with_name(self._path.name + ".lock")) as file:
-            try:
-                import fcntl
-
-                fcntl.flock(file, fcntl.LOCK_EX)
-            except ImportError:  # Windows: the last of two simultaneous writers wins
-                pass
+            lock(file.fileno())
             yield
 
 

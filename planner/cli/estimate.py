@@ -144,7 +144,7 @@ def estimate(
     if attention is None:
         setup = setup.with_(attention=default_attention(spec))
     cluster = spread.cluster_of(card, num_gpus, nodes, interconnect)
-    result = _candidate(spec, card, setup, memory_gib, headroom, dry=False, cluster=cluster)
+    result = candidate_of(spec, card, setup, memory_gib, headroom, dry=False, cluster=cluster)
     if not no_dry_run:
         from planner.cli.rungs import with_dry_run
 
@@ -180,7 +180,7 @@ def _resolve(model: str, gpu: str, revision: str | None = None, hub: bool = Fals
     return spec, resolve_gpu(gpu)
 
 
-def _candidate(
+def candidate_of(
     spec: ModelSpec,
     card: GpuSpec,
     setup: TrainSetup,
@@ -190,6 +190,11 @@ def _candidate(
     dry: bool,
     cluster: Cluster | None = None,
 ) -> Candidate:
+    """One setup against a card's budget: formula, with `dry` the dry run too.
+
+    Raises:
+        UsageError: no engine runs it, or sizes that make no sense.
+    """
     from planner.predict import predict
 
     memory, reserve = memory_and_headroom(card, memory_gib, headroom)
@@ -228,7 +233,7 @@ def _many(path: Path, memory_gib: float | None, headroom: float | None, *, dry: 
         try:
             model, gpu, setup = parse_line(line)
             spec, card = _resolve(model, gpu)
-            result = _candidate(spec, card, setup, memory_gib, headroom, dry=dry)
+            result = candidate_of(spec, card, setup, memory_gib, headroom, dry=dry)
             answer: Mapping[str, Any] = candidate_to_dict(result, spec.model_id, card.key)
         except PlannerError as error:
             answer = {"error": error.message, "hint": error.hint, "line": number}
