@@ -11,6 +11,8 @@ from typing import Any, Self
 
 from planner.choices.kernels import KERNELS as _KERNELS
 from planner.choices.losses import LOSSES as _LOSSES
+from planner.choices.objectives import DEFAULT as _DEFAULT_OBJECTIVE
+from planner.choices.objectives import OBJECTIVES as _OBJECTIVES
 from planner.choices.optimizers import OPTIMIZERS as _OPTIMIZERS
 from planner.choices.precisions import PRECISIONS as _PRECISIONS
 from planner.errors import SetupError
@@ -28,6 +30,7 @@ OPTIMIZERS = tuple(_OPTIMIZERS)
 ATTENTIONS = ("eager", "sdpa", "flash-attention-2")
 LOSSES = tuple(_LOSSES)
 KERNEL_FAMILIES = tuple(_KERNELS)
+OBJECTIVE_NAMES = tuple(_OBJECTIVES)
 ADAPTER_DTYPES = ("auto", "fp32", "bf16", "fp16")
 TARGET_SETS = ("attention", "all-linear")
 PARALLELS = ("none", "dp", "ddp", "zero1", "zero2", "zero3", "fsdp2", "device-map")
@@ -87,6 +90,7 @@ class TrainSetup:
         stack: one of STACK_NAMES, whose training step it is (`planner.stacks`).
         expandable_segments: the allocator's setting, as every launch file here has it.
         reentrant_checkpointing: the older form of torch's checkpointing (`use_reentrant=True`).
+        objective: one of OBJECTIVE_NAMES, what the step trains for (`planner.choices.objectives`).
     """
 
     method: str = "lora"
@@ -120,6 +124,7 @@ class TrainSetup:
     stack: str = _DEFAULT_STACK
     expandable_segments: bool = True
     reentrant_checkpointing: bool = False
+    objective: str = _DEFAULT_OBJECTIVE
 
     def __post_init__(self) -> None:
         _one_of("method", self.method, METHODS)
@@ -132,6 +137,7 @@ class TrainSetup:
         _one_of("adapter_dtype", self.adapter_dtype, ADAPTER_DTYPES)
         _one_of("parallel", self.parallel, PARALLELS)
         _one_of("stack", self.stack, STACK_NAMES)
+        _one_of("objective", self.objective, OBJECTIVE_NAMES)
         for name in ("micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "num_gpus"):
             _count(name, getattr(self, name), at_least=1)
         _count("lora_rank", self.lora_rank, at_least=0)
@@ -384,7 +390,7 @@ SPREAD_FIELDS = (
 """Fields that say something only with several GPUs; left out of JSON and keys at their defaults."""
 AROUND_FIELDS = ("stack", "expandable_segments", "reentrant_checkpointing")
 """Whose code runs a setup and how it is started: no plan chooses them."""
-LATER_FIELDS = ("kernels", "activation_offload", "modules_to_save", *AROUND_FIELDS)
+LATER_FIELDS = ("kernels", "activation_offload", "modules_to_save", "objective", *AROUND_FIELDS)
 """Fields that came after the first studies and plans; left out of JSON and keys at their defaults as well."""
 _DEFAULTS = {field.name: field.default for field in fields(TrainSetup)}
 _NO_SPREAD = tuple(_DEFAULTS[name] for name in SPREAD_FIELDS)

@@ -69,6 +69,7 @@ FIXED: dict[str, str] = {
     "accumulation_steps": "follows from the micro-batch: sequences per optimizer step are constant",
     "seq_len_tokens": "the user's: the length of the longest sequence",
     "modules_to_save": "the user's: what is trained whole beside the adapters",
+    "objective": "the user's: what the step trains for",
     "stack": "the launch target's: whose code runs",
     "expandable_segments": "as every launch file sets it",
     "reentrant_checkpointing": "the stack's",
