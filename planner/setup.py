@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, Self
 
+from planner.choices.adapters import ADAPTERS as _ADAPTERS
 from planner.choices.kernels import KERNELS as _KERNELS
 from planner.choices.losses import LOSSES as _LOSSES
 from planner.choices.objectives import DEFAULT as _DEFAULT_OBJECTIVE
@@ -31,6 +32,7 @@ ATTENTIONS = ("eager", "sdpa", "flash-attention-2")
 LOSSES = tuple(_LOSSES)
 KERNEL_FAMILIES = tuple(_KERNELS)
 OBJECTIVE_NAMES = tuple(_OBJECTIVES)
+ADAPTER_KINDS = tuple(_ADAPTERS)
 ADAPTER_DTYPES = ("auto", "fp32", "bf16", "fp16")
 TARGET_SETS = ("attention", "all-linear")
 PARALLELS = ("none", "dp", "ddp", "zero1", "zero2", "zero3", "fsdp2", "device-map")
@@ -91,6 +93,7 @@ class TrainSetup:
         expandable_segments: the allocator's setting, as every launch file here has it.
         reentrant_checkpointing: the older form of torch's checkpointing (`use_reentrant=True`).
         objective: one of OBJECTIVE_NAMES, what the step trains for (`planner.choices.objectives`).
+        adapter: one of ADAPTER_KINDS (`planner.choices.adapters`); no plan proposes another than "lora" by itself.
     """
 
     method: str = "lora"
@@ -125,6 +128,7 @@ class TrainSetup:
     expandable_segments: bool = True
     reentrant_checkpointing: bool = False
     objective: str = _DEFAULT_OBJECTIVE
+    adapter: str = "lora"
 
     def __post_init__(self) -> None:
         _one_of("method", self.method, METHODS)
@@ -135,6 +139,7 @@ class TrainSetup:
         _one_of("loss", self.loss, LOSSES)
         _one_of("kernels", self.kernels, KERNEL_FAMILIES)
         _one_of("adapter_dtype", self.adapter_dtype, ADAPTER_DTYPES)
+        _one_of("adapter", self.adapter, ADAPTER_KINDS)
         _one_of("parallel", self.parallel, PARALLELS)
         _one_of("stack", self.stack, STACK_NAMES)
         _one_of("objective", self.objective, OBJECTIVE_NAMES)
@@ -229,6 +234,8 @@ class TrainSetup:
             raise SetupError("kbit_fp32_cast belongs to method 'qlora', got method 'full'")
         if self.modules_to_save:
             raise SetupError("modules_to_save belongs to adapters, method 'full' trains every module")
+        if self.adapter != "lora":
+            raise SetupError(f"adapter {self.adapter!r} belongs to method 'lora' or 'qlora', got method 'full'")
         if "lora" in _KERNELS[self.kernels].parts:
             raise SetupError(f"kernels {self.kernels!r} fuse adapters, got method 'full'", hint="use --kernels liger")
 
@@ -390,7 +397,7 @@ SPREAD_FIELDS = (
 """Fields that say something only with several GPUs; left out of JSON and keys at their defaults."""
 AROUND_FIELDS = ("stack", "expandable_segments", "reentrant_checkpointing")
 """Whose code runs a setup and how it is started: no plan chooses them."""
-LATER_FIELDS = ("kernels", "activation_offload", "modules_to_save", "objective", *AROUND_FIELDS)
+LATER_FIELDS = ("kernels", "activation_offload", "modules_to_save", "objective", "adapter", *AROUND_FIELDS)
 """Fields that came after the first studies and plans; left out of JSON and keys at their defaults as well."""
 _DEFAULTS = {field.name: field.default for field in fields(TrainSetup)}
 _NO_SPREAD = tuple(_DEFAULTS[name] for name in SPREAD_FIELDS)

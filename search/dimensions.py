@@ -70,6 +70,7 @@ FIXED: dict[str, str] = {
     "seq_len_tokens": "the user's: the length of the longest sequence",
     "modules_to_save": "the user's: what is trained whole beside the adapters",
     "objective": "the user's: what the step trains for",
+    "adapter": "the user's: a plan proposes LoRA",
     "stack": "the launch target's: whose code runs",
     "expandable_segments": "as every launch file sets it",
     "reentrant_checkpointing": "the stack's",

@@ -88,6 +88,8 @@ EVAL_REASON = "as in training: transformers' own 8 may need more than the step"
 
 def model_refusal(setup: TrainSetup, model: ModelSpec | None) -> str:
     """Why no trainer on transformers runs this setup on this model, "" when one does or the model is not known."""
+    if setup.adapter != "lora":
+        return f"launch files write LoRA, not yet {setup.adapter}"
     if setup.modules_to_save:
         return "launch files train adapters alone: add modules_to_save to one yourself"
     if model is None:
