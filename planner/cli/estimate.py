@@ -10,8 +10,10 @@ import typer
 
 from planner.cli import options, spread
 from planner.cli.completion import complete_gpu, complete_model
+from planner.cli.flags import takes_options
 from planner.cli.output import console, json_text, print_json
-from planner.cli.wish import memory_and_headroom, positive, resolve_gpu
+from planner.cli.setups import AnySetupOptions
+from planner.cli.wish import memory_and_headroom, resolve_gpu
 from planner.cluster import Cluster
 from planner.errors import ConfigError, PlannerError, UsageError
 from planner.gpu import GpuSpec
@@ -20,11 +22,12 @@ from planner.interchange import asked_setup
 from planner.kernels import default_attention
 from planner.models.spec import ModelSpec
 from planner.outcome import Candidate
-from planner.setup import STACK_NAMES, TrainSetup
+from planner.setup import TrainSetup
 
 MAX_LINE_CHARS = 1_000_000
 
 
+@takes_options
 def estimate(
     model: Annotated[
         str | None, typer.Argument(help="Hub id, directory or catalogue name.", autocompletion=complete_model)
@@ -32,58 +35,17 @@ def estimate(
     gpu: Annotated[
         str | None, typer.Option("--gpu", help="GPU: key, name, or 'local'.", autocompletion=complete_gpu)
     ] = None,
-    gpus: spread.Gpus = None,
+    *,
+    one: AnySetupOptions,
+    setups: Annotated[Path | None, typer.Option("--setups", help="JSON lines, one setup each ('-': stdin).")] = None,
     nodes: spread.Nodes = None,
     interconnect: spread.Interconnect = None,
-    parallel: spread.Parallel = None,
-    tensor_degree: spread.TensorDegree = None,
-    pipeline_degree: spread.PipelineDegree = None,
-    schedule: spread.Schedule = None,
-    shard_degree: spread.ShardDegree = None,
-    reshard: spread.Reshard = None,
-    offload: spread.Offload = None,
-    setups: Annotated[Path | None, typer.Option("--setups", help="JSON lines, one setup each ('-': stdin).")] = None,
-    method: Annotated[str | None, typer.Option("--method", help="full, lora or qlora.")] = None,
-    rank: options.Rank = None,
-    targets: options.Targets = None,
-    optimizer: Annotated[str | None, typer.Option("--optimizer")] = None,
-    precision: Annotated[str | None, typer.Option("--precision")] = None,
-    quantization: Annotated[str | None, typer.Option("--quantization")] = None,
-    kbit_fp32_cast: Annotated[
-        bool | None, typer.Option("--kbit-fp32-cast/--no-kbit-fp32-cast", help="peft's k-bit preparation.")
-    ] = None,
-    adapter_dtype: Annotated[str | None, typer.Option("--adapter-dtype", help="auto, fp32, bf16 or fp16.")] = None,
-    lora_dropout: Annotated[float | None, typer.Option("--lora-dropout")] = None,
-    attention: Annotated[str | None, typer.Option("--attention")] = None,
-    checkpointing: options.Checkpointing = None,
-    checkpoint_every: options.CheckpointEvery = None,
-    loss: Annotated[str | None, typer.Option("--loss")] = None,
-    kernels: options.OneKernels = None,
-    activation_offload: options.ActivationOffload = None,
-    seq_len: options.SeqLen = None,
-    micro_batch: Annotated[int | None, typer.Option("--micro-batch", help="Sequences per forward.")] = None,
-    accumulation: Annotated[int | None, typer.Option("--accumulation", help="Micro-batches per step.")] = None,
-    packing: options.Packing = None,
     memory_gib: options.MemoryGib = None,
     headroom: options.Headroom = None,
     no_dry_run: options.NoDryRun = False,
     full_depth: Annotated[
         bool, typer.Option("--full-depth", help="Dry run every layer instead of truncating.")
     ] = False,
-    stack: Annotated[
-        str | None, typer.Option("--stack", help="Whose training step: " + ", ".join(STACK_NAMES) + ".")
-    ] = None,
-    expandable_segments: Annotated[
-        bool | None,
-        typer.Option(
-            "--expandable-segments/--no-expandable-segments",
-            help="As in PYTORCH_ALLOC_CONF; the stack's own default otherwise.",
-        ),
-    ] = None,
-    reentrant: Annotated[
-        bool | None,
-        typer.Option("--reentrant/--no-reentrant", help="use_reentrant of checkpointing; the stack's own otherwise."),
-    ] = None,
     revision: options.Revision = None,
     hub: options.AskHub = False,
     as_json: options.Json = False,
@@ -98,52 +60,11 @@ def estimate(
         raise UsageError(
             "plan estimate needs MODEL and --gpu, or --setups FILE", hint="plan estimate MODEL --gpu rtx-4090"
         )
-    given = {
-        "method": method,
-        "lora_rank": positive("rank", rank, maximum=65_536),
-        "lora_targets": targets,
-        "optimizer": optimizer,
-        "precision": precision,
-        "quantization": quantization,
-        "kbit_fp32_cast": kbit_fp32_cast,
-        "adapter_dtype": adapter_dtype,
-        "lora_dropout": lora_dropout,
-        "attention": attention,
-        "checkpointing": options.checkpointing_value(checkpointing, checkpoint_every),
-        "loss": loss,
-        "kernels": kernels,
-        "activation_offload": activation_offload,
-        "seq_len_tokens": positive("seq-len", seq_len),
-        "micro_batch_seqs": positive("micro-batch", micro_batch),
-        "accumulation_steps": positive("accumulation", accumulation),
-        "packing": packing,
-        "stack": stack,
-        "expandable_segments": expandable_segments,
-        "reentrant_checkpointing": reentrant,
-    }
-    values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if "lora_targets" in values:
-        from planner.cli.wish import parse_targets
-
-        values["lora_targets"] = parse_targets(str(values["lora_targets"]))
-    if "method" not in values and values.get("quantization", "none") != "none":
-        values["method"] = "qlora"
-    num_gpus = positive("gpus", gpus, maximum=spread.MAX_GPUS) or 1
-    wanted = spread.spread_fields(
-        num_gpus,
-        parallel=[parallel] if parallel is not None else None,
-        tensor_degree=[tensor_degree] if tensor_degree is not None else None,
-        pipeline_degree=[pipeline_degree] if pipeline_degree is not None else None,
-        schedule=schedule,
-        shard_degree=shard_degree,
-        reshard=reshard,
-        offload=[offload] if offload is not None else None,
-    )
-    setup = asked_setup({**values, **spread.one_setup(num_gpus, wanted)})
+    setup = asked_setup(one.values())
     spec, card = _resolve(model, gpu, revision, hub)
-    if attention is None:
+    if one.attention is None:
         setup = setup.with_(attention=default_attention(spec))
-    cluster = spread.cluster_of(card, num_gpus, nodes, interconnect)
+    cluster = spread.cluster_of(card, setup.num_gpus, nodes, interconnect)
     result = candidate_of(spec, card, setup, memory_gib, headroom, dry=False, cluster=cluster)
     if not no_dry_run:
         from planner.cli.rungs import with_dry_run

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from planner.cli import options
+from planner.cli.flags import takes_options
 from planner.cli.output import console, print_json
-from planner.cli.wishes import WishOptions, takes_wish
+from planner.cli.wishes import WishOptions
 from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UnknownGpuError, UsageError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ MAX_CARDS = 6
 """Cards that an inexact name may mean and that are all answered for."""
 
 
-@takes_wish
+@takes_options
 def make(
     model: options.Model,
     gpu: options.Gpu,

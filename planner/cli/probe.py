@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.cli import options, probing, spread
+from planner.cli import options, probing
+from planner.cli.flags import takes_options
 from planner.cli.output import console, print_json
-from planner.cli.wish import parse_targets, positive
+from planner.cli.setups import SetupOptions
 from planner.errors import EXIT_ENVIRONMENT, EXIT_NOTHING_FITS, UsageError
 from planner.interchange import setup_from_dict, setup_to_dict, to_jsonable
 from planner.outcome import FailureKind, Measurement, ProbeFailure
@@ -22,31 +23,13 @@ Limit = Annotated[float, typer.Option("--limit", help="Seconds one probe may tak
 MeasureSeconds = Annotated[float, typer.Option("--measure-seconds", help="Cap on the timed steps of one depth.")]
 
 
+@takes_options
 def probe(
     model: Annotated[str, typer.Argument(help="Hub id, directory or catalogue name.", show_default=False)],
     gpu: Annotated[str | None, typer.Option("--gpu", help="Table row of this machine's GPU (default: asked).")] = None,
     device: probing.Device = None,
-    method: Annotated[str | None, typer.Option("--method", help="full, lora or qlora.")] = None,
-    rank: options.Rank = None,
-    targets: options.Targets = None,
-    optimizer: Annotated[str | None, typer.Option("--optimizer")] = None,
-    precision: Annotated[str | None, typer.Option("--precision")] = None,
-    quantization: Annotated[str | None, typer.Option("--quantization")] = None,
-    attention: Annotated[str | None, typer.Option("--attention")] = None,
-    checkpointing: options.Checkpointing = None,
-    checkpoint_every: options.CheckpointEvery = None,
-    loss: Annotated[str | None, typer.Option("--loss")] = None,
-    kernels: options.OneKernels = None,
-    activation_offload: options.ActivationOffload = None,
-    seq_len: options.SeqLen = None,
-    micro_batch: Annotated[int | None, typer.Option("--micro-batch", help="Sequences per forward.")] = None,
-    accumulation: Annotated[int | None, typer.Option("--accumulation", help="Micro-batches per step.")] = None,
-    packing: options.Packing = None,
-    gpus: spread.Gpus = None,
-    parallel: spread.Parallel = None,
-    shard_degree: spread.ShardDegree = None,
-    reshard: spread.Reshard = None,
-    offload: spread.Offload = None,
+    *,
+    one: SetupOptions,
     full_depth: Annotated[bool, typer.Option("--full-depth", help="Run every layer instead of two depths.")] = False,
     memory_gib: Annotated[
         float | None, typer.Option("--memory-gib", help="Let this card stand in for one with that much (GiB).")
@@ -63,38 +46,7 @@ def probe(
 ) -> int:
     """Measure memory and speed of one setup in a child process (under torchrun with --gpus); random weights, nothing is
     downloaded."""
-    values = {
-        "method": method,
-        "lora_rank": positive("rank", rank, maximum=65_536),
-        "lora_targets": parse_targets(targets) if targets is not None else None,
-        "optimizer": optimizer,
-        "precision": precision,
-        "quantization": quantization,
-        "attention": attention,
-        "checkpointing": options.checkpointing_value(checkpointing, checkpoint_every),
-        "loss": loss,
-        "kernels": kernels,
-        "activation_offload": activation_offload,
-        "seq_len_tokens": positive("seq-len", seq_len),
-        "micro_batch_seqs": positive("micro-batch", micro_batch),
-        "accumulation_steps": positive("accumulation", accumulation),
-        "packing": packing,
-    }
-    given = {name: value for name, value in values.items() if value is not None}
-    if "method" not in given and given.get("quantization", "none") != "none":
-        given["method"] = "qlora"
-    num_gpus = positive("gpus", gpus, maximum=spread.MAX_GPUS) or 1
-    wanted = spread.spread_fields(
-        num_gpus,
-        parallel=[parallel] if parallel is not None else None,
-        tensor_degree=None,
-        pipeline_degree=None,
-        schedule=None,
-        shard_degree=shard_degree,
-        reshard=reshard,
-        offload=[offload] if offload is not None else None,
-    )
-    setup = setup_from_dict({**given, **spread.one_setup(num_gpus, wanted)})
+    setup = setup_from_dict(one.values())
 
     from planner.models.resolve import resolve_model
     from probes.evaluate import Prober
@@ -103,10 +55,12 @@ def probe(
     line = probing.ProgressLine()
     line.say(f"reading the configuration of {model}")
     spec = resolve_model(model, revision=revision, ask_hub=hub)
-    devices = probing.pick_devices(device or "cuda:0") if slurm is not None else probing.job_devices(device, num_gpus)
+    devices = (
+        probing.pick_devices(device or "cuda:0") if slurm is not None else probing.job_devices(device, setup.num_gpus)
+    )
     card = probing.gpu_of(gpu, devices[0]) if slurm is None or gpu else None
     limits = Limits(time_s=limit, measure_s=measure_seconds, **_memory_limit(memory_gib, devices[0], card))
-    ranks = f"{num_gpus} ranks on " if num_gpus > 1 else ""
+    ranks = f"{setup.num_gpus} ranks on " if setup.num_gpus > 1 else ""
     line.say(f"starting {ranks}{devices[0] if len(devices) == 1 else ', '.join(devices)}, at most {limit:g} s")
     with probing.executor_for(devices, slurm=slurm, partition=partition, on_progress=line.event) as executor:
         prober = Prober(

@@ -9,8 +9,10 @@ import typer
 
 from planner.cli import options, spread
 from planner.cli.completion import complete_gpu
+from planner.cli.flags import takes_options
 from planner.cli.output import console, print_json, write_text
 from planner.cli.wish import positive
+from planner.cli.wishes import SpaceOptions
 from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
@@ -74,6 +76,7 @@ def compare(
     return 0
 
 
+@takes_options
 def which_gpu(
     model: options.Model,
     gpus: spread.Gpus = None,
@@ -81,16 +84,8 @@ def which_gpu(
     interconnect: spread.Interconnect = None,
     seq_len: options.SeqLen = None,
     global_batch: Annotated[int | None, typer.Option("--global-batch", help="Sequences per optimizer step.")] = None,
-    method: options.Methods = None,
-    rank: options.Rank = None,
-    targets: options.Targets = None,
-    optimizer: options.Optimizer = None,
-    precision: options.Precision = None,
-    quantization: options.Quantization = None,
-    attention: options.Attention = None,
-    loss: options.Loss = None,
-    kernels: options.Kernels = None,
-    no_extra_packages: options.NoExtraPackages = False,
+    *,
+    space: SpaceOptions,
     headroom: options.Headroom = None,
     vendor: Annotated[str | None, typer.Option("--vendor", help="Only cards of this maker.")] = None,
     sort: Annotated[str, typer.Option("--sort", help="size (smallest that fits first), speed or cost.")] = "size",
@@ -115,20 +110,7 @@ def which_gpu(
     if not cards:
         known = ", ".join(sorted({card.vendor for card in all_gpus()}))
         raise UsageError(f"no card of {vendor!r} in the GPU table", hint=f"makers: {known}")
-    fixed = options.fixed_fields(
-        targets=targets,
-        rank=rank,
-        checkpointing=None,
-        packing=None,
-        method=method,
-        optimizer=optimizer,
-        precision=precision,
-        quantization=quantization,
-        attention=attention,
-        loss=loss,
-        kernels=kernels,
-        no_extra_packages=no_extra_packages,
-    )
+    fixed = space.fixed()
     spec = resolve_model(model, revision=revision, ask_hub=hub)
     num_gpus = positive("gpus", gpus, maximum=spread.MAX_GPUS) or 1
     if num_gpus > 1:

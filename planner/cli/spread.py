@@ -80,13 +80,13 @@ def check_vendor(gpu: GpuSpec, num_gpus: int) -> None:
 def spread_fields(
     num_gpus: int,
     *,
-    parallel: Sequence[str] | None,
-    tensor_degree: Sequence[int] | None,
-    pipeline_degree: Sequence[int] | None,
-    schedule: str | None,
-    shard_degree: int | None,
-    reshard: bool | None,
-    offload: Sequence[str] | None,
+    parallel: Sequence[str] | None = None,
+    tensor_degree: Sequence[int] | None = None,
+    pipeline_degree: Sequence[int] | None = None,
+    schedule: str | None = None,
+    shard_degree: int | None = None,
+    reshard: bool | None = None,
+    offload: Sequence[str] | None = None,
 ) -> dict[str, tuple[Any, ...]]:
     """Setup fields of the spread that the user decided, each with its allowed values.
 

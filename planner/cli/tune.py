@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from planner.cli import options, probing
+from planner.cli.flags import takes_options
 from planner.cli.wish import positive, resolve_gpu
-from planner.cli.wishes import WishOptions, takes_wish
+from planner.cli.wishes import WishOptions
 from planner.errors import EXIT_NOTHING_FITS, ConfigError, EnvironmentProblem, UsageError
 from planner.outcome import Candidate, FailureKind, Measurement, Prediction, ProbeFailure
 from planner.plan import NoPlan, Plan, with_trades
@@ -41,7 +42,7 @@ DEFAULT_PROBES = 12
 DEFAULT_SECONDS = 300.0
 
 
-@takes_wish
+@takes_options
 def tune(
     model: options.Model,
     wish: WishOptions,

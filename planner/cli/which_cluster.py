@@ -9,8 +9,10 @@ import typer
 
 from planner.cli import options, spread
 from planner.cli.completion import complete_gpu
+from planner.cli.flags import takes_options
 from planner.cli.output import console, print_json
 from planner.cli.wish import positive, resolve_gpu, workload
+from planner.cli.wishes import SpaceOptions
 from planner.errors import EXIT_NOTHING_FITS, UsageError
 from planner.steps import DEFAULT_GLOBAL_BATCH
 
@@ -23,6 +25,7 @@ DEFAULT_MAX_GPUS = 64
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 
+@takes_options
 def which_cluster(
     model: options.Model,
     dataset_tokens: Annotated[
@@ -48,11 +51,8 @@ def which_cluster(
         int | None,
         typer.Option("--global-batch", help="Sequences per optimizer step, the same on every cluster."),
     ] = None,
-    method: options.Methods = None,
-    rank: options.Rank = None,
-    targets: options.Targets = None,
-    precision: options.Precision = None,
-    quantization: options.Quantization = None,
+    *,
+    space: SpaceOptions,
     headroom: options.Headroom = None,
     price: Annotated[
         float | None, typer.Option("--price", help="US dollars per GPU hour, instead of the price table.")
@@ -75,15 +75,7 @@ def which_cluster(
         raise UsageError(f"--budget must be US dollars above 0, got {budget}", hint="for example --budget 500")
     deadline_s = None if deadline is None else parse_deadline(deadline)
     most = positive("max-gpus", max_gpus, maximum=spread.MAX_GPUS) or 1
-    fixed = options.fixed_fields(
-        targets=targets,
-        rank=rank,
-        checkpointing=None,
-        packing=None,
-        method=method,
-        precision=precision,
-        quantization=quantization,
-    )
+    fixed = space.fixed()
     _known_links(interconnect)
     cards = _cards(gpu)
     spec = resolve_model(model, revision=revision, ask_hub=hub)

@@ -6,11 +6,14 @@ from typing import Annotated
 import typer
 
 from planner.cli import options
+from planner.cli.flags import takes_options
 from planner.cli.output import console, print_json, write_text
 from planner.cli.wish import resolve_gpu, workload
+from planner.cli.wishes import SpaceOptions
 from planner.errors import EXIT_NOTHING_FITS, UsageError
 
 
+@takes_options
 def which_model(
     gpu: options.Gpu,
     match: Annotated[str, typer.Argument(help="Only models whose names contain this.")] = "",
@@ -18,8 +21,8 @@ def which_model(
     global_batch: Annotated[
         int | None, typer.Option("--global-batch", "--batch-size", help="Sequences per optimizer step.")
     ] = None,
-    method: options.Methods = None,
-    rank: options.Rank = None,
+    *,
+    space: SpaceOptions,
     memory_gib: options.MemoryGib = None,
     headroom: options.Headroom = None,
     every: Annotated[bool, typer.Option("--all", help="Show models that do not fit too.")] = False,
@@ -40,7 +43,7 @@ def which_model(
     names = [name for name in catalogue.names() if match.lower() in name.lower()]
     if not names:
         raise UsageError(f"no model of the catalogue has {match!r} in its name", hint="`plan models` lists all")
-    fixed = options.fixed_fields(targets=None, rank=rank, checkpointing=None, packing=None, method=method)
+    fixed = space.fixed()
     rows, wishes = [], []
     for name in steps(names, "planning", console(stderr=True)):
         spec = catalogue.load(name)

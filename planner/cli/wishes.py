@@ -1,13 +1,8 @@
-"""The options of a wish, declared once for every command that plans: `plan MODEL` and `plan tune`.
+"""The options of a wish, declared once for every command that plans: `plan MODEL`, `plan tune`, `plan which-gpu`."""
 
-typer reads a command's options from its signature. `takes_wish` writes the fields of `WishOptions` into it, so that a
-command names one parameter and gets them all.
-"""
-
-import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
@@ -20,11 +15,51 @@ if TYPE_CHECKING:
     from planner.cluster import Cluster  # late: one GPU needs none of it
     from planner.models.spec import ModelSpec
 
-R = TypeVar("R")
+
+@dataclass(frozen=True, kw_only=True)
+class SpaceOptions:
+    """Which values of the setup's fields may be planned; None: all of them."""
+
+    method: options.Methods = None
+    rank: options.Rank = None
+    targets: options.Targets = None
+    optimizer: options.Optimizer = None
+    precision: options.Precision = None
+    quantization: options.Quantization = None
+    attention: options.Attention = None
+    checkpointing: options.Checkpointing = None
+    checkpoint_every: options.CheckpointEvery = None
+    packing: options.Packing = None
+    loss: options.Loss = None
+    kernels: options.Kernels = None
+    activation_offload: options.ActivationOffload = None
+    no_extra_packages: options.NoExtraPackages = False
+
+    def fixed(self) -> dict[str, tuple[Any, ...]]:
+        """Setup fields that the user decided, each with its allowed values.
+
+        Raises:
+            UsageError: unknown values, or flags that contradict each other.
+        """
+        return options.fixed_fields(
+            targets=self.targets,
+            rank=self.rank,
+            checkpointing=options.checkpointing_value(self.checkpointing, self.checkpoint_every),
+            packing=self.packing,
+            method=self.method,
+            optimizer=self.optimizer,
+            precision=self.precision,
+            quantization=self.quantization,
+            attention=self.attention,
+            loss=self.loss,
+            kernels=self.kernels,
+            activation_offload=self.activation_offload,
+            no_extra_packages=self.no_extra_packages,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class WishOptions:
+class WishOptions(SpaceOptions):
     """What a person asks for on the command line, beside model and GPU; None: planned, or a stated default."""
 
     gpus: spread.Gpus = None
@@ -46,24 +81,10 @@ class WishOptions:
     shard_degree: spread.ShardDegree = None
     reshard: spread.Reshard = None
     offload: spread.Offloads = None
-    method: options.Methods = None
     prefer: Annotated[
         str | None, typer.Option("--prefer", help="quality (default) or speed: 4-bit where LoRA fits but is slower.")
     ] = None
-    rank: options.Rank = None
     min_rank: Annotated[int | None, typer.Option("--min-rank", help="LoRA rank never falls below this.")] = None
-    targets: options.Targets = None
-    optimizer: options.Optimizer = None
-    precision: options.Precision = None
-    quantization: options.Quantization = None
-    attention: options.Attention = None
-    checkpointing: options.Checkpointing = None
-    checkpoint_every: options.CheckpointEvery = None
-    packing: options.Packing = None
-    loss: options.Loss = None
-    kernels: options.Kernels = None
-    activation_offload: options.ActivationOffload = None
-    no_extra_packages: options.NoExtraPackages = False
     memory_gib: options.MemoryGib = None
     headroom: options.Headroom = None
     dataset_tokens: Annotated[
@@ -78,28 +99,13 @@ class WishOptions:
     ] = None
 
     def fixed(self) -> dict[str, tuple[Any, ...]]:
-        """Setup fields that the user decided, each with its allowed values.
+        """With the fields of the spread.
 
         Raises:
             UsageError: unknown values, or flags that contradict each other.
         """
-        found = options.fixed_fields(
-            targets=self.targets,
-            rank=self.rank,
-            checkpointing=options.checkpointing_value(self.checkpointing, self.checkpoint_every),
-            packing=self.packing,
-            method=self.method,
-            optimizer=self.optimizer,
-            precision=self.precision,
-            quantization=self.quantization,
-            attention=self.attention,
-            loss=self.loss,
-            kernels=self.kernels,
-            activation_offload=self.activation_offload,
-            no_extra_packages=self.no_extra_packages,
-        )
         options.check_ranks(self.rank, self.min_rank)
-        return found | spread.spread_fields(
+        return super().fixed() | spread.spread_fields(
             self.gpus or 1,
             parallel=self.parallel,
             tensor_degree=self.tensor_degree,
@@ -163,27 +169,3 @@ class WishOptions:
             num_epochs=self.epochs,
             learning_rate=self.lr,
         )
-
-
-def takes_wish(command: Callable[..., R]) -> Callable[..., R]:
-    """A command whose parameter `wish` becomes the options of `WishOptions`, in its place."""
-    names = [field.name for field in fields(WishOptions)]
-
-    def run(**values: Any) -> R:
-        wish = WishOptions(**{name: values.pop(name) for name in names})
-        return command(**values, wish=wish)
-
-    parameters: list[inspect.Parameter] = []
-    for parameter in inspect.signature(command).parameters.values():
-        if parameter.name == "wish":
-            for field in fields(WishOptions):
-                option = inspect.Parameter(
-                    field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
-                )
-                parameters.append(option)
-        else:
-            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-    run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return run

@@ -5,18 +5,24 @@ import inspect
 import json
 import random
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from planner.cli.app import run
+from planner.cli.estimate import estimate
 from planner.cli.make import make
+from planner.cli.probe import probe
 from planner.cli.probing import default_store_path, local_link
+from planner.cli.report import which_gpu
+from planner.cli.setups import AnySetupOptions, SetupOptions
 from planner.cli.spread import PARALLELS, one_setup, spread_fields
 from planner.cli.tune import tune
 from planner.cli.which_cluster import parse_deadline
-from planner.cli.wishes import WishOptions
+from planner.cli.wishes import SpaceOptions, WishOptions
 from planner.cluster import links
 from planner.errors import UsageError
 from planner.gpus import find_gpu
@@ -382,14 +388,23 @@ def test_this_machines_links_are_those_that_the_driver_tells(
     assert wish.on_links_of("local", find_gpu("rtx-4090")).interconnect in ("pcie", None)  # the table knows no NVLink
 
 
-def test_commands_that_plan_share_their_options() -> None:
-    """typer sees every field of a wish as an option of both, in the place of the one parameter."""
-    shared = [field.name for field in fields(WishOptions)]
-    for command in (make, tune):
-        names = list(inspect.signature(command).parameters)
-        at = names.index(shared[0])
-        assert names[at : at + len(shared)] == shared
-        assert "wish" not in names
+@pytest.mark.parametrize(
+    ("command", "parameter", "group"),
+    [
+        (make, "wish", WishOptions),
+        (tune, "wish", WishOptions),
+        (which_gpu, "space", SpaceOptions),
+        (estimate, "one", AnySetupOptions),
+        (probe, "one", SetupOptions),
+    ],
+)
+def test_commands_share_their_options(command: Callable[..., object], parameter: str, group: type[Any]) -> None:
+    """typer sees every field of a group as an option, in the place of the one parameter."""
+    shared = [field.name for field in fields(group)]
+    names = list(inspect.signature(command).parameters)
+    at = names.index(shared[0])
+    assert names[at : at + len(shared)] == shared
+    assert parameter not in names
 
 
 def test_plan_on_this_machines_gpus_climbs_to_probes(monkeypatch: pytest.MonkeyPatch) -> None:
