@@ -196,10 +196,13 @@ def _last_line(text: str) -> str:
     return lines[-1][:300] if lines else ""
 
 
+COUNTERS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", "/proc/vmstat")
+
+
 def oom_kill_count() -> int:
-    """How many processes the kernel's out-of-memory killer has ended, in this container or on this machine."""
-    total = 0
-    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", "/proc/vmstat"):
+    """How many processes the kernel's out-of-memory killer has ended: in this container, or where it does not say, on
+    this machine, on which other containers run out of memory too."""
+    for path in COUNTERS:
         try:
             text = Path(path).read_text(encoding="utf-8")
         except OSError:
@@ -207,5 +210,5 @@ def oom_kill_count() -> int:
         for line in text.splitlines():
             name, _, value = line.partition(" ")
             if name == "oom_kill" and value.strip().isdecimal():
-                total += int(value)
-    return total
+                return int(value)
+    return 0

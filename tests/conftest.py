@@ -53,7 +53,10 @@ def _move_into_own_home() -> None:
 
 _move_into_own_home()
 
+from planner.models import module_tree  # noqa: E402
 from probes.dryrun.standins import give_up  # noqa: E402
+
+module_tree.LIMIT_S = 1200.0  # a loaded machine takes its time to import torch: only what hangs reaches this
 
 give_up()  # whether a module is the real one must not depend on which files a worker was given before
 
@@ -99,14 +102,22 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Whether what the tests replay is what ran on a GPU."""
+    """Which tests needed a second try; whether what the tests replay is what ran on a GPU."""
     from probes.last_run import words
 
+    lost = {one.nodeid for name in ("failed", "error") for one in terminalreporter.stats.get(name, [])}
+    for report in terminalreporter.stats.get("rerun", []):
+        if report.nodeid not in lost:
+            terminalreporter.write_line(f"passed only the second time: {report.nodeid}\n{report.longreprtext}")
     terminalreporter.write_line(f"GPU: {words()}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that train first, then those with other slow tests: whole files are handed to the workers in this order
-    (test.sh), and a long one that comes last would keep one worker busy and the others waiting."""
+    (test.sh), and a long one that comes last would keep one worker busy and the others waiting. What starts processes
+    that race gets a second try: what fails twice is a fault."""
+    for item in items:
+        if item.get_closest_marker("processes"):
+            item.add_marker(pytest.mark.flaky(reruns=1))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (item.path.parent.name != "launch", item.path not in slow))

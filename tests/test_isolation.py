@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.conftest import HOME_VARIABLE
 
+RACING = ("Popen(", "os.kill(", "os.fork(", "own_port(", "launch_cold")
 PLACES = """
 import json, os, tempfile
 from pathlib import Path
@@ -66,3 +67,11 @@ def test_another_test_does_not_see_the_change() -> None:
     assert "LEFT_BY_A_TEST" not in os.environ
     assert os.environ["XDG_CACHE_HOME"] != "/"
     assert Path.cwd() != Path("/")
+
+
+def test_what_starts_processes_that_race_is_marked() -> None:
+    """They get a second try (tests/conftest.py), which nothing else gets."""
+    for path in Path(__file__).parent.rglob("test_*.py"):
+        text = path.read_text(encoding="utf-8")
+        if any(word in text for word in RACING) and path != Path(__file__):
+            assert "pytest.mark.processes" in text, path

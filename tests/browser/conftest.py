@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.ports import own_port
+
 PATIENCE_S = 600
 """What the page has not done by then, it never does."""
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -92,7 +94,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         options.add_argument(argument)
     options.add_argument(f"--user-data-dir={profile}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(chromedriver))
+    with own_port() as port:  # selenium would choose a free one, give it back and tell chromedriver to take it
+        driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(chromedriver, port=port))
     driver.set_page_load_timeout(PATIENCE_S)
     driver.set_script_timeout(PATIENCE_S)
     driver.command_executor.client_config.timeout = PATIENCE_S

@@ -20,6 +20,8 @@ from tests.browser.conftest import Browser
 from tests.reports.factories import make_gpu, make_model, make_no_plan, make_plan, make_workload
 from tests.reports.test_markdown import full_extras
 
+pytestmark = pytest.mark.processes
+
 MAX_PAGE_BYTES = 2 * 1000**2
 HOSTILE = "evil</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1>'\"&{{7*7}}"
 CHART_KINDS = {

@@ -10,6 +10,8 @@ from planner.cli.app import run
 from planner.cli.ui import HOST, Server, Shelf
 from tests.browser.conftest import Browser
 
+pytestmark = pytest.mark.processes
+
 MODELS, GPUS = ("meta-llama/Llama-3.1-8B", "HuggingFaceTB/SmolLM2-135M"), ("rtx-4090", "t4")
 
 

@@ -14,6 +14,8 @@ from planner.hyperparameters import choose
 from planner.setup import TrainSetup
 from tests.launch.conftest import Run, chats, write_jsonl, write_launch
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["trl", "hf", "run.sh"])

@@ -15,6 +15,8 @@ from planner.hyperparameters import choose
 from planner.setup import TrainSetup
 from tests.launch.conftest import Run, num_saved, write_launch
 
+pytestmark = pytest.mark.processes
+
 SETUPS = {
     "lora": TrainSetup(
         precision="fp32", lora_rank=4, lora_targets="attention", micro_batch_seqs=2, accumulation_steps=2,

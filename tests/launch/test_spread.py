@@ -22,6 +22,8 @@ from tests.launch.conftest import Run, furnish, run_launch, write_launch
 from tests.launch.test_hf import said
 from tests.ports import own_port
 
+pytestmark = pytest.mark.processes
+
 TOLERANCE = 1e-5
 """Relative, of every step's loss and gradient norm."""
 WEIGHT_TOLERANCE = 1e-3

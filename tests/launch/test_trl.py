@@ -15,6 +15,8 @@ from planner.hyperparameters import choose
 from planner.setup import TrainSetup
 from tests.launch.conftest import Run, chats, num_saved, write_jsonl, write_launch
 
+pytestmark = pytest.mark.processes
+
 HIDDEN, INTERMEDIATE, KV, LAYERS = 64, 128, 32, 2
 
 

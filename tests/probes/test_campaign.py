@@ -23,6 +23,8 @@ from probes.request import Limits
 from probes.runner import ProbeStopped
 from probes.store import Store
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parent.parent.parent
 ARGV = (sys.executable, str(Path(__file__).with_name("fault_worker.py")))
 PATIENCE_S = 600.0

@@ -19,6 +19,8 @@ pytest.importorskip("transformers")
 from tests.probes.dryrun_small import peaks
 from tests.probes.spread_rank import traced
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY: dict[str, Any] = {
     "num_gpus": 2,

@@ -54,6 +54,7 @@ def _real(store: Path) -> list[list[dict[str, int]]]:
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 def test_dry_run_of_pipeline_stages_equals_real_processes(tmp_path: Path) -> None:
     dry = [[peaks(traced("llama", fields, "meta", stage)) for stage in (0, 1)] for fields in REAL]
     assert {"forward", "forward/0", "backward/0", "step"} <= set(dry[0][0])

@@ -1,11 +1,13 @@
 """What a child says of its end: where memory ran out is part of it."""
 
 import errno
+from pathlib import Path
 
 import pytest
 
 from planner.outcome import FailureKind
-from probes.failures import building, classify_exception, classify_exit
+from probes import failures
+from probes.failures import building, classify_exception, classify_exit, oom_kill_count
 
 
 @pytest.mark.parametrize(
@@ -98,3 +100,15 @@ def test_only_other_peoples_missing_packages_are_unsupported() -> None:
     assert classify_exception(ours)[0] is FailureKind.CRASHED
     assert classify_exception(theirs)[0] is FailureKind.UNSUPPORTED
     assert classify_exception(ImportError("FlashAttention2 has been toggled on"))[0] is FailureKind.UNSUPPORTED
+
+
+def test_a_neighbour_that_runs_out_of_memory_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The container's own counter stands before the machine's."""
+    ours, machines = tmp_path / "memory.events", tmp_path / "vmstat"
+    monkeypatch.setattr(failures, "COUNTERS", (str(ours), str(machines)))
+    machines.write_text("pgfault 7\noom_kill 5\n")
+    assert oom_kill_count() == 5
+    ours.write_text("oom 3\noom_kill 2\noom_group_kill 0\n")
+    assert oom_kill_count() == 2
+    monkeypatch.setattr(failures, "COUNTERS", (str(tmp_path / "none"),))
+    assert oom_kill_count() == 0

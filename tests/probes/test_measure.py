@@ -43,6 +43,8 @@ GEMMA2 = {
 }
 FAMILIES = {"llama": LLAMA, "qwen2": QWEN2, "gpt2": GPT2}
 QUICK = Limits(time_s=600, measure_s=0.5, window_steps=1, max_steps=2)
+SLOWEST_COPY_BYTES_PER_S = 1e6
+"""A thousandth of any host's, however busy; a figure in GB/s would be a thousandth of this."""
 MEMORY_TOLERANCE = 0.01
 """Truncated against full depth, as the task asks; what was seen is 0.0001 or less (one 512-byte block per phase)."""
 
@@ -253,7 +255,7 @@ def test_probe_runs_every_method(changes: dict[str, Any]) -> None:
     assert found.tokens_per_step == one.tokens_per_step
     assert set(found.phase_peaks_bytes) == set(PHASES)
     assert found.copy_bandwidth_bytes_per_s is not None
-    assert found.copy_bandwidth_bytes_per_s > 1e8
+    assert found.copy_bandwidth_bytes_per_s > SLOWEST_COPY_BYTES_PER_S
     if one.accumulation_steps > 4:
         assert any("accumulation" in note for note in found.notes)
 
@@ -299,4 +301,4 @@ def test_cpu_meter_counts_blocks_of_512_bytes_per_phase() -> None:
 
 
 def test_copy_bandwidth_is_of_this_machine() -> None:
-    assert 1e8 < copy_bandwidth("cpu") < 1e13
+    assert SLOWEST_COPY_BYTES_PER_S < copy_bandwidth("cpu") < 1e13

@@ -27,6 +27,8 @@ from probes.evaluate import record_of
 from probes.request import Limits, ProbeRequest
 from probes.store import Store
 
+pytestmark = pytest.mark.processes
+
 __all__ = ["clock"]  # a fixture
 
 WORKER = Path(__file__).with_name("fault_worker.py")

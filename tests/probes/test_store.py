@@ -161,6 +161,7 @@ def writer(path: Path, name: str, num: int) -> "subprocess.Popen[bytes]":
     return subprocess.Popen([sys.executable, "-c", WRITER, str(TESTS), str(path), name, str(num)])
 
 
+@pytest.mark.processes
 def test_two_writers_on_one_store_lose_nothing(tmp_path: Path) -> None:
     path, num = tmp_path / "s.jsonl", 60
     for child in [writer(path, "a", num), writer(path, "b", num)]:
@@ -169,6 +170,7 @@ def test_two_writers_on_one_store_lose_nothing(tmp_path: Path) -> None:
     assert sorted(keys) == sorted(f"{name}-{index}" for name in "ab" for index in range(num))
 
 
+@pytest.mark.processes
 @pytest.mark.filterwarnings("ignore::probes.store.StoreWarning")
 def test_writers_killed_at_random_moments_lose_at_most_the_line_in_flight(tmp_path: Path) -> None:
     path = tmp_path / "s.jsonl"

@@ -24,6 +24,8 @@ from probes.measure import measure
 from probes.request import Limits, ProbeRequest
 from probes.stack.zero import num_trained, zero_config
 
+pytestmark = pytest.mark.processes
+
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 64,

@@ -19,6 +19,8 @@ from probes.environment import DeviceStatus
 from probes.ranks import RankReport, Seat, num_processes, seat_of, why_not_probed
 from probes.request import Limits, ProbeRequest
 
+pytestmark = pytest.mark.processes
+
 WORKER = Path(__file__).with_name("rank_worker.py")
 ARGV = (sys.executable, str(WORKER))
 __all__ = ["clock"]  # a fixture

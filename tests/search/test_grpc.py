@@ -19,6 +19,8 @@ from planner.errors import EnvironmentProblem
 from search.storage import ALIVE_ATTR, AttributeLiveness, close_storage, open_storage
 from tests.ports import own_port
 
+pytestmark = pytest.mark.processes
+
 __all__ = ["all_workers"]  # a fixture
 
 pytest.importorskip("grpc", reason="grpcio is not installed (extra `search`)")

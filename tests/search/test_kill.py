@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from workers import ENDLESS, Workers, all_workers
 
+pytestmark = pytest.mark.processes
+
 __all__ = ["all_workers"]  # a fixture
 
 

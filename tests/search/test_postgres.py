@@ -3,6 +3,7 @@
 import getpass
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -20,6 +21,8 @@ from search.dimensions import key_of
 from search.storage import DatabaseLiveness, close_storage, open_storage
 from search.study import Study
 from tests.servers import server_programs
+
+pytestmark = pytest.mark.processes
 
 __all__ = ["all_workers"]  # a fixture
 
@@ -66,7 +69,7 @@ def postgres_url() -> Iterator[str]:
         wait_until_ready(url, server)
         yield url
     finally:
-        server.terminate()
+        server.send_signal(signal.SIGINT)  # SIGTERM waits for clients, and a failed test may have left one
         server.wait(timeout=PATIENCE_S)
         log.close()
         shutil.rmtree(directory, ignore_errors=True)

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from light_ranks import MAX_PROBES
 
+pytestmark = pytest.mark.processes
+
 PROGRAM = Path(__file__).with_name("light_ranks.py")
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 600.0

@@ -51,6 +51,9 @@ def serve(path: str) -> dict[str, Any] | None:
             if listener in ready:
                 client, _ = listener.accept()
                 job, files = receive(client)
+                if not job:
+                    client.close()
+                    continue
                 pid = os.fork()
                 if not pid:
                     become(files)
@@ -63,12 +66,16 @@ def serve(path: str) -> dict[str, Any] | None:
 
 
 def receive(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """What to run, and the client's standard input, output and error."""
+    """What to run, and the client's standard input, output and error; nothing of a client that was killed meanwhile."""
     head, files, _, _ = socket.recv_fds(client, 8, 3)
     text = b""
-    while len(text) < int.from_bytes(head, "big"):
-        text += client.recv(1 << 20)
-    return json.loads(text), files
+    while len(text) < int.from_bytes(head, "big") and (part := client.recv(1 << 20)):
+        text += part
+    if head and len(text) == int.from_bytes(head, "big"):
+        return json.loads(text), files
+    for file in files:
+        os.close(file)
+    return {}, []
 
 
 def become(files: list[int]) -> None:
