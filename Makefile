@@ -5,6 +5,7 @@ check:
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check finetune_planner planner probes search reports tests benchmarks
 	$(PY) -m mypy
+	$(PY) -m mypy tools/faults.py tools/fuzz.py tools/mutation.py
 	$(PY) -m pytest tests/test_imports.py
 test:
 	$(PY) -m pytest

@@ -2,6 +2,7 @@
 
     python tools/faults.py                     everything: 200 kills, full disks, a read-only home, restarted servers
     python tools/faults.py --kills 20 --only journal --only "full disk"
+    python tools/faults.py --record FILE --seconds 240      in slices: each study's outcome is a line of FILE and stands
 
 Every run is the command `plan tune` in a process of its own on a model of two layers; its probes are real children
 (`probes.worker`) that answer from a table instead of training, so that the undisturbed answer is known. Killed with
@@ -35,6 +36,10 @@ sys.path.insert(0, str(ROOT))
 
 SEED = 22
 NUM_KILLS = 200
+MOST_KILLS = 12
+"""In one study; then it may end."""
+ROWS = ["journal", "sqlite", "postgresql", "database restarted", "grpc", "proxy restarted", "full disk"]
+ROWS += ["read-only home"]
 MAX_PROBES = 5
 PATIENCE_S = 300.0
 PROBE_S = 0.2
@@ -118,11 +123,11 @@ def probe() -> int:
     from planner.codec import Outcome
     from planner.interchange import setup_to_dict
     from planner.outcome import Measurement
-    from probes import worker
+    from probes import child, worker
     from probes.environment import read_environment
     from probes.request import ProbeRequest
 
-    def answer(request: ProbeRequest, status: worker.StatusPipe) -> Outcome:
+    def answer(request: ProbeRequest, status: child.StatusPipe) -> Outcome:
         setup = request.setup
         text = json.dumps(setup_to_dict(setup), sort_keys=True)
         note("start", text)
@@ -159,6 +164,47 @@ class Row:
     twice: int = 0
     wrong: int = 0
     notes: list[str] = field(default_factory=list)
+
+    def add(self, one: "Row") -> None:
+        """Adds what one study of it showed."""
+        for name in ("kills", "resumes", "lost", "twice", "wrong", "notes"):
+            setattr(self, name, getattr(self, name) + getattr(one, name))
+
+    def fault(self, text: str) -> None:
+        """A search that ended without an answer."""
+        self.wrong += 1
+        self.notes.append(f"{self.name}: {text}")
+
+
+class Record:
+    """What every study showed, a line each; what stands in the file is not run again.
+
+    Args:
+        seconds: after so many no new study begins.
+    """
+
+    def __init__(self, path: Path | None, seconds: float | None) -> None:
+        self._path, self._end = path, None if seconds is None else time.monotonic() + seconds
+        self._known: dict[tuple[str, int], Row] = {}
+        if path is not None and path.exists():
+            for line in map(json.loads, path.read_text().splitlines()):
+                self._known[line["name"], line.pop("number")] = Row(**line)
+
+    def each(self, name: str, study: Callable[[Row, int], None], go_on: Callable[[Row, int], bool]) -> Row:
+        """The row of all studies of this name: `study(row, number)` for every number while `go_on(row, number)`."""
+        whole, number = Row(name), 0
+        while go_on(whole, number):
+            one = self._known.get((name, number))
+            if one is None:
+                if self._end is not None and time.monotonic() > self._end:
+                    raise TimeoutError(f"{name}: stopped before study {number}; the same command goes on")
+                study(one := Row(name), number)
+                if self._path is not None:
+                    with self._path.open("a") as file:
+                        file.write(json.dumps({**vars(one), "number": number}) + "\n")
+            whole.add(one)
+            number += 1
+        return whole
 
 
 @dataclass(frozen=True)
@@ -261,7 +307,7 @@ def answer_of(out: str) -> Answer:
     )
 
 
-def judge(row: Row, one: Search, out: str, calm: Answer, *, same: bool = True) -> None:
+def judge(row: Row, one: Search, out: str, calm: Answer, *, same: bool) -> None:
     """Counts what went wrong in a search that ended.
 
     Args:
@@ -299,80 +345,54 @@ def undisturbed(base: Path) -> tuple[Answer, float]:
     return calm, until_probe_s
 
 
-def killed(
-    row: Row,
-    make: Callable[[int], Search],
-    num: int,
-    calm: Answer,
-    start_s: float,
-    dice: random.Random,
-    *,
-    same: bool = True,
-) -> None:
-    """So many kills, in as many studies as it takes."""
-    number = 0
-    while row.kills < num:
-        one = make(number)
-        number += 1
-        resumed = False
-        while True:
-            process = one.start()
-            row.resumes += resumed
-            resumed = True
-            phase = dice.choice(("start-up", "probing", "telling")) if row.kills < num else ""
-            if phase == "start-up":
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(dice.uniform(0.0, 1.1 * start_s))
-            elif phase:
-                word = "start" if phase == "probing" else "end"
-                one.wait_for(word, one.lines(word) + 1, process)
-                time.sleep(dice.uniform(0.0, PROBE_S if phase == "probing" else 0.3))
-            if phase and process.poll() is None:
-                one.kill(process)
-                row.kills += 1
-                continue
-            code, out, errors = one.end(process)
-            if code != 0:
-                row.wrong += 1
-                row.notes.append(f"{row.name}: exit code {code}: {errors.strip().splitlines()[-1:]}")
-            else:
-                judge(row, one, out, calm, same=same)
+def killed(row: Row, one: Search, calm: Answer, start_s: float, most: int, dice: random.Random, *, same: bool) -> None:
+    """One study whose planners are killed, at most so often, until one of them ends."""
+    while True:
+        process = one.start()
+        phase = dice.choice(("start-up", "probing", "telling")) if row.kills < most else ""
+        if phase == "start-up":
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(dice.uniform(0.0, 1.1 * start_s))
+        elif phase:
+            word = "start" if phase == "probing" else "end"
+            one.wait_for(word, one.lines(word) + 1, process)
+            time.sleep(dice.uniform(0.0, PROBE_S if phase == "probing" else 0.3))
+        if not phase or process.poll() is not None:
             break
-        one.close()
-
-
-def full_disk(row: Row, base: Path, num: int, calm: Answer) -> None:
-    """The disk is full at every write in turn; what is called again has to give the undisturbed answer."""
-    for number in range(1, num + 1):
-        one = Search(base / f"full-{number}")
-        code, out, errors = one.end(one.start(**{FAULT_AT: str(number)}))
+        one.kill(process)
         row.kills += 1
-        if code not in (0, 3):
-            row.wrong += 1
-            row.notes.append(f"full disk at write {number}: exit code {code}: {errors.strip().splitlines()[-2:]}")
-        if code != 0:
-            row.resumes += 1
-            code, out, errors = one.end(one.start())
-        if code == 0:
-            judge(row, one, out, calm)
-        else:
-            row.wrong += 1
-            row.notes.append(f"after a full disk at write {number}: {code}: {errors.strip().splitlines()[-2:]}")
-        one.close()
+        row.resumes += 1
+    code, out, errors = one.end(process)
+    if code == 0:
+        judge(row, one, out, calm, same=same)
+    else:
+        row.fault(f"exit code {code}: {errors.strip().splitlines()[-2:]}")
 
 
-def read_only_home(row: Row, base: Path, calm: Answer) -> None:
+def full_disk(row: Row, one: Search, number: int, calm: Answer) -> None:
+    """The disk is full at this write; what is called again has to give the undisturbed answer."""
+    code, out, errors = one.end(one.start(**{FAULT_AT: str(number)}))
+    row.kills += 1
+    if code not in (0, 3):
+        row.fault(f"at write {number}: exit code {code}: {errors.strip().splitlines()[-2:]}")
+    if code != 0:
+        row.resumes += 1
+        code, out, errors = one.end(one.start())
+    if code == 0:
+        judge(row, one, out, calm, same=True)
+    else:
+        row.fault(f"after write {number}: exit code {code}: {errors.strip().splitlines()[-2:]}")
+
+
+def read_only_home(row: Row, one: Search, calm: Answer) -> None:
     """Home, data and cache cannot be written; study and store lie elsewhere."""
-    one = Search(base / "read-only")
     nowhere = dict.fromkeys(("HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"), "/dev/null/x")
     code, out, errors = one.end(one.start(**nowhere))
     row.kills += 1
     if code == 0:
-        judge(row, one, out, calm)
+        judge(row, one, out, calm, same=True)
     else:
-        row.wrong += 1
-        row.notes.append(f"read-only home: exit code {code}: {errors.strip().splitlines()[-2:]}")
-    one.close()
+        row.fault(f"exit code {code}: {errors.strip().splitlines()[-2:]}")
 
 
 class Postgres:
@@ -427,7 +447,7 @@ class Postgres:
 
         self.number += 1
         with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
-            connection.execute(f"CREATE DATABASE study{self.number}")  # type: ignore[call-overload]
+            connection.execute(f"CREATE DATABASE study{self.number}")
         return self.url(f"study{self.number}")
 
     def close(self) -> None:
@@ -471,79 +491,80 @@ class Proxy:
     close = stop
 
 
-def restarted(row: Row, server: "Postgres | Proxy", base: Path, num: int, calm: Answer, dice: random.Random) -> None:
+def restarted(row: Row, one: Search, server: "Postgres | Proxy", calm: Answer, dice: random.Random) -> None:
     """Two planners on one study; their server is killed in the middle and comes back after three seconds."""
-    for number in range(num):
-        one = Search(base / f"{row.name.replace(' ', '-')}-{number}", server.fresh())
-        processes = [one.start(), one.start()]
-        one.wait_for(dice.choice(("start", "end")), dice.randint(1, 3), processes[0])
-        time.sleep(dice.uniform(0.0, PROBE_S))
-        server.stop()
-        row.kills += 1
-        time.sleep(3.0)
-        server.start()
-        ended = [one.end(process) for process in processes]
-        for code, _, errors in ended:
-            if code != 0:
-                row.wrong += 1
-                row.notes.append(f"{row.name}: exit code {code}: {errors.strip().splitlines()[-2:]}")
-        if ended[0][0] == 0:
-            judge(row, one, ended[0][1], calm, same=False)
-        one.close()
+    processes = [one.start(), one.start()]
+    one.wait_for(dice.choice(("start", "end")), dice.randint(1, 3), processes[0])
+    time.sleep(dice.uniform(0.0, PROBE_S))
+    server.stop()
+    row.kills += 1
+    time.sleep(3.0)
+    server.start()
+    ended = [one.end(process) for process in processes]
+    for code, _, errors in ended:
+        if code != 0:
+            row.fault(f"exit code {code}: {errors.strip().splitlines()[-2:]}")
+    if ended[0][0] == 0:
+        judge(row, one, ended[0][1], calm, same=False)
 
 
 def rows(options: argparse.Namespace, base: Path) -> Iterator[Row]:
     """The table, line by line."""
-    dice = random.Random(SEED)
     calm, start_s = undisturbed(base)
-    wanted = set(options.only)
     each = -(-options.kills // 4)
+    record = Record(options.record, options.seconds)
 
-    def asked(name: str) -> bool:
-        return not wanted or name in wanted
+    @contextlib.contextmanager
+    def search(row: Row, number: int, storage: str | None = None) -> Iterator[tuple[Search, random.Random]]:
+        one = Search(base / f"{row.name.replace(' ', '-')}-{number}", storage)
+        try:
+            yield one, random.Random(f"{SEED} {row.name} {number}")
+        finally:
+            one.close()
 
-    if asked("journal"):
-        row = Row("journal")
-        killed(row, lambda n: Search(base / f"journal-{n}"), each, calm, start_s, dice)
-        yield row
-    if asked("sqlite"):
-        row = Row("sqlite")
-        killed(row, lambda n: Search(base / f"q{n}", f"sqlite:///{base}/q{n}.db"), each, calm, start_s, dice)
-        yield row
-    if asked("postgresql") or asked("database restarted"):
-        postgres = Postgres()
-        try:
-            if asked("postgresql"):
-                row = Row("postgresql")
-                killed(row, lambda n: Search(base / f"pg{n}", postgres.fresh()), each, calm, start_s, dice, same=False)
-                yield row
-            if asked("database restarted"):
-                row = Row("database restarted")
-                restarted(row, postgres, base, options.restarts, calm, dice)
-                yield row
-        finally:
-            postgres.close()
-    if asked("grpc") or asked("proxy restarted"):
-        proxy = Proxy(base)
-        try:
-            if asked("grpc"):
-                row = Row("grpc")
-                killed(row, lambda n: Search(base / f"g{n}", proxy.fresh()), each, calm, start_s, dice, same=False)
-                yield row
-            if asked("proxy restarted"):
-                row = Row("proxy restarted")
-                restarted(row, proxy, base, options.restarts, calm, dice)
-                yield row
-        finally:
-            proxy.close()
-    if asked("full disk"):
-        row = Row("full disk")
-        full_disk(row, base, options.writes, calm)
-        yield row
-    if asked("read-only home"):
-        row = Row("read-only home")
-        read_only_home(row, base, calm)
-        yield row
+    def kills(name: str, storage: Callable[[int], str | None], *, same: bool) -> Row:
+        def study(row: Row, number: int) -> None:
+            with search(row, number, storage(number)) as (one, dice):
+                killed(row, one, calm, start_s, MOST_KILLS, dice, same=same)
+
+        return record.each(name, study, lambda row, number: row.kills < each)
+
+    def restarts(name: str, server: "Postgres | Proxy") -> Row:
+        def study(row: Row, number: int) -> None:
+            with search(row, number, server.fresh()) as (one, dice):
+                restarted(row, one, server, calm, dice)
+
+        return record.each(name, study, lambda row, number: number < options.restarts)
+
+    def full(row: Row, number: int) -> None:
+        with search(row, number) as (one, _):
+            full_disk(row, one, number + 1, calm)
+
+    def read_only(row: Row, number: int) -> None:
+        with search(row, number) as (one, _):
+            read_only_home(row, one, calm)
+
+    wanted = set(options.only or ROWS)
+    if "journal" in wanted:
+        yield kills("journal", lambda number: None, same=True)
+    if "sqlite" in wanted:
+        yield kills("sqlite", lambda number: f"sqlite:///{base}/{number}.db", same=True)
+    if wanted & {"postgresql", "database restarted"}:
+        with contextlib.closing(Postgres()) as postgres:
+            if "postgresql" in wanted:
+                yield kills("postgresql", lambda number: postgres.fresh(), same=False)
+            if "database restarted" in wanted:
+                yield restarts("database restarted", postgres)
+    if wanted & {"grpc", "proxy restarted"}:
+        with contextlib.closing(Proxy(base)) as proxy:
+            if "grpc" in wanted:
+                yield kills("grpc", lambda number: proxy.fresh(), same=False)
+            if "proxy restarted" in wanted:
+                yield restarts("proxy restarted", proxy)
+    if "full disk" in wanted:
+        yield record.each("full disk", full, lambda row, number: number < options.writes)
+    if "read-only home" in wanted:
+        yield record.each("read-only home", read_only, lambda row, number: number < 1)
 
 
 def main() -> int:
@@ -552,7 +573,9 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=NUM_KILLS, help="over journal, SQLite, PostgreSQL and gRPC")
     parser.add_argument("--writes", type=int, default=90, help="writes of one search that find the disk full, in turn")
     parser.add_argument("--restarts", type=int, default=5, help="of the database, and of the proxy")
-    parser.add_argument("--only", action="append", default=[], help="a line of the table; repeat for several")
+    parser.add_argument("--only", action="append", default=[], choices=ROWS, help="a line; repeat for several")
+    parser.add_argument("--record", type=Path, default=None, help="JSON lines of the studies; those in it stand")
+    parser.add_argument("--seconds", type=float, default=None, help="begin no study after so many seconds")
     options = parser.parse_args()
     base = Path(tempfile.mkdtemp(prefix="faults-"))
     total = 0
@@ -564,6 +587,9 @@ def main() -> int:
                 print(f"  {text}")
             sys.stdout.flush()
             total += row.lost + row.twice + row.wrong
+    except TimeoutError as stopped:
+        print(stopped)
+        return 1
     finally:
         shutil.rmtree(base, ignore_errors=True)
     return 1 if total else 0

@@ -37,8 +37,8 @@ SLOWER, AT_LEAST_S = 3, 60
 that is noticed too. CPU seconds of one process, so that a busy machine kills nobody."""
 LIMIT_S = 900.0
 """Seconds by the clock, for a fault that waits for ever."""
-COPIED = ("planner", "probes", "search", "reports", "finetune_planner", "tests", "tools", "benchmarks", "docs")
-COPIED += ("pyproject.toml", "README.md", "CHANGELOG.md")
+COPIED = ["planner", "probes", "search", "reports", "finetune_planner", "tests", "tools", "benchmarks", "docs"]
+COPIED += ["pyproject.toml", "README.md", "CHANGELOG.md"]
 LIBRARIES = (
     "numpy",
     "yaml",
@@ -193,7 +193,7 @@ def is_stale(fault: dict[str, Any], root: Path = ROOT) -> bool:
     """Whether the line that the fault changes is gone."""
     path = root / fault["file"]
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return lines.count(fault["old"]) <= fault.get("nth", 0)
+    return lines.count(fault["old"]) < 1 + int(fault.get("nth", 0))
 
 
 def collect() -> list[dict[str, Any]]:
