@@ -26,13 +26,17 @@ OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getatt
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
 
-def open_lock(path: Path) -> BinaryIO:
+def open_lock(path: Path, *, make: bool = True) -> BinaryIO:
     """A file to be locked, made where it is missing; what is in it stays, and a link of that name is not followed.
 
+    Args:
+        make: False: only to see whether somebody holds it, which those may who cannot write to it.
+
     Raises:
-        OSError: a link, no permission.
+        OSError: a link, no permission; missing, where it is not to be made.
     """
-    return open(os.open(path, os.O_RDWR | os.O_CREAT | NO_LINK | OPEN_FLAGS, 0o666), "rb+")
+    flags = (os.O_RDWR | os.O_CREAT if make else os.O_RDONLY) | NO_LINK | OPEN_FLAGS
+    return open(os.open(path, flags, 0o666), "rb+" if make else "rb")
 
 
 def lock(descriptor: int, *, shared: bool = False) -> None:
@@ -44,16 +48,26 @@ def lock(descriptor: int, *, shared: bool = False) -> None:
     if fcntl is not None:
         fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         return
-    msvcrt: Any = importlib.import_module("msvcrt")
-    while True:
-        try:
-            _at_far(descriptor, msvcrt.LK_NBLCK)
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EDEADLK, errno.EAGAIN):
-                raise
-            time.sleep(POLL_S)
+    while not try_lock(descriptor):
+        time.sleep(POLL_S)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Whether the lock of this open file is ours now; nobody is waited for.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    try:
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         else:
-            return
+            _at_far(descriptor, importlib.import_module("msvcrt").LK_NBLCK)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EDEADLK, errno.EAGAIN):
+            raise
+        return False
+    return True
 
 
 def unlock(descriptor: int) -> None:

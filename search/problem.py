@@ -39,6 +39,7 @@ class Problem:
         memory_bytes: the card's usable memory, above the budget by the headroom: what runs out needs more than this.
             0: as the budget.
         unprobed: setups that no probe here can run are out before any, with the reason and their prediction.
+        subject: the model and the GPU, in words: a study of another one is refused.
     """
 
     candidates: tuple[Candidate, ...]
@@ -48,6 +49,7 @@ class Problem:
     min_tokens_per_s: float = 0.0
     memory_bytes: int = 0
     unprobed: Unprobed = lambda setup: ""
+    subject: str = ""
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
@@ -71,7 +73,9 @@ class Problem:
     @classmethod
     def of(cls, workload: Workload, candidates: Sequence[Candidate], **changes: Any) -> "Problem":
         """The problem of a workload: its objective, rank floor and fixed fields."""
+        model = workload.model
         values: dict[str, Any] = {
+            "subject": f"{model.model_type}, {model.num_params:,} parameters, on {workload.gpu.name}",
             "objective": workload.objective,
             "min_rank": workload.min_rank,
             "fixed": dict(workload.fixed),

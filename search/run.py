@@ -17,7 +17,8 @@ from search.problem import Elsewhere, Evaluate, Problem, Result, with_evidence
 from search.sampler import Belief, Sampler
 from search.stopping import MARGIN, Budget, converged
 from search.storage import GRACE_S, HEARTBEAT_S, close_storage, open_storage
-from search.study import Study, TrialRecord, describe_problem, still_excluded
+from search.study import Study, describe_problem, still_excluded
+from search.trials import TrialRecord
 
 POLL_S = 0.2
 MAX_RECORDED_EXCLUSIONS = 20
@@ -185,13 +186,17 @@ class _Worker:
                 self.belief.tell_excluded(index, record.evidence, close=still_excluded(self._problem, record))
             else:
                 self.belief.tell(Result(index=index, evidence=record.evidence))
-        return [r for r in study.records() if r.state in (TrialState.RUNNING, TrialState.WAITING)]
+        return [r for r in self._mine(study) if r.state in (TrialState.RUNNING, TrialState.WAITING)]
+
+    def _mine(self, study: Study) -> list[TrialRecord]:
+        """Trials of this search's candidates: another search of the same study counts its own."""
+        return [record for record in study.records() if key_of(record.setup) in self._problem.index]
 
     def next(self, study: Study) -> tuple[int, TrainSetup] | str | None:
         """A claimed trial; the reason to stop (text); None: wait for other workers."""
         pending = self.catch_up(study)
         running = [r for r in pending if r.state is TrialState.RUNNING]
-        finished = [r for r in study.records() if r.probed]
+        finished = [r for r in self._mine(study) if r.probed]
         spent = self._budget.spent(
             num_probes=len([r for r in finished if r.state.is_finished()]),
             elapsed_s=time.monotonic() - self._started,

@@ -3,7 +3,7 @@
 | target                       | Optuna storage            | how a dead worker is noticed                            |
 |------------------------------|---------------------------|---------------------------------------------------------|
 | None                         | memory                    | no need                                                 |
-| a directory                  | journal file in it        | the kernel drops the lock a worker holds on its own file |
+| a directory                  | journal file in it        | the system drops the lock a worker holds on its own file |
 | sqlite:///FILE               | RDBStorage                | the same, beside the file                               |
 | postgresql:// mysql://       | RDBStorage                | Optuna's heartbeat                                      |
 | grpc://host:port             | GrpcStorageProxy          | a heartbeat in the trial's attributes                   |
@@ -21,7 +21,6 @@ import threading
 import time
 import warnings
 from collections.abc import Generator, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,10 +31,13 @@ from optuna.storages.journal._storage import JournalOperation
 from optuna.trial import FrozenTrial
 
 from planner.errors import EnvironmentProblem, UsageError
-from planner.locks import open_lock
+from planner.locks import lock, open_lock, try_lock
 from search.outage import at_once, first_line, is_outage, make_patient
+from search.trials import ALIVE_ATTR, marks_of
 
 JOURNAL_NAME = "study.journal"
+MAX_JOURNAL_BYTES = 1 << 28
+"""A trial takes some 5 kB, a search some hundred trials."""
 HEARTBEAT_S = 20
 GRACE_S = 60
 OPEN_ATTEMPTS = 6
@@ -46,12 +48,6 @@ BEATS_TO_COME = 1.5
 """A trial that looks stale is lost when it still does after so many intervals of its heartbeat."""
 UNNAMED_GRACE_S = 5.0
 """A running trial without signature and without any trace of who took it is lost after this long (foreign programs)."""
-
-WORKER_ATTR = "worker"
-ALIVE_ATTR = "alive_at_s"
-INTENT_ATTR = "intent:"
-"""Prefix: who was about to take a waiting trial, written before it is taken, false once another was quicker. A worker
-killed between taking a trial and signing it would else leave one that everybody believes to be running."""
 
 
 class Liveness(Protocol):
@@ -117,14 +113,12 @@ class LockLiveness:
     """Every worker holds an exclusive lock on a file of its own; kill -9 releases it at once, no clock involved."""
 
     def __init__(self, directory: Path) -> None:
-        import fcntl
-
-        self._fcntl = fcntl
         self.worker = worker_name()
         self._directory = directory
         directory.mkdir(parents=True, exist_ok=True)
-        self._file = open(directory / f"{self.worker}.lock", "w")  # noqa: SIM115
-        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._path = directory / f"{self.worker}.lock"
+        self._file = open_lock(self._path)
+        lock(self._file.fileno())
 
     def join(self, study_id: int) -> None:
         pass
@@ -137,16 +131,11 @@ class LockLiveness:
         yield  # the lock is held as long as the process lives
 
     def is_lost(self, trial: FrozenTrial) -> bool:
-        worker = trial.user_attrs.get(WORKER_ATTR)
-        if worker is not None:
-            return self._is_gone(str(worker))
-        intents = [
-            name.removeprefix(INTENT_ATTR)
-            for name, open_ in trial.user_attrs.items()
-            if name.startswith(INTENT_ATTR) and open_
-        ]
-        if intents:
-            return all(self._is_gone(name) for name in intents)
+        marks = marks_of(trial)
+        if marks.worker is not None:
+            return self._is_gone(marks.worker)
+        if marks.intents:
+            return all(self._is_gone(name) for name in marks.intents)
         return _unsigned_and_old(trial)
 
     def _is_gone(self, worker: str) -> bool:
@@ -155,17 +144,16 @@ class LockLiveness:
             return False
         path = self._directory / f"{Path(worker).name}.lock"
         try:
-            with open(path) as file:
-                self._fcntl.flock(file, self._fcntl.LOCK_EX | self._fcntl.LOCK_NB)
-                return True
-        except FileNotFoundError:
-            return True
-        except BlockingIOError:
-            return False
+            with open_lock(path, make=False) as file:
+                return try_lock(file.fileno())
+        except PermissionError:
+            return False  # another user's, who may be at work
+        except OSError:
+            return True  # none, or something else of that name: no worker of ours
 
     def close(self) -> None:
-        Path(self._file.name).unlink(missing_ok=True)
         self._file.close()
+        self._path.unlink(missing_ok=True)
 
 
 class _BeatLiveness:
@@ -254,10 +242,10 @@ class AttributeLiveness(_BeatLiveness):
         self._storage.set_trial_user_attr(trial_id, ALIVE_ATTR, time.time())
 
     def _is_stale(self, trial: FrozenTrial) -> bool:
-        alive_at = trial.user_attrs.get(ALIVE_ATTR)
-        if alive_at is None:
+        alive_at_s = marks_of(trial).alive_at_s
+        if alive_at_s is None:
             return _unsigned_and_old(trial)
-        return time.time() - float(alive_at) > self._grace_s
+        return time.time() - alive_at_s > self._grace_s
 
 
 class FlockLock(JournalFileOpenLock):
@@ -273,11 +261,9 @@ class FlockLock(JournalFileOpenLock):
         self._depth = 0
 
     def acquire(self) -> bool:
-        import fcntl
-
         if self._depth == 0:
             self._file = open_lock(self._path)
-            fcntl.flock(self._file, fcntl.LOCK_EX)
+            lock(self._file.fileno())
         self._depth += 1
         return True
 
@@ -429,32 +415,26 @@ def _journal(directory: Path) -> tuple[BaseStorage, Liveness]:
         # a folder from a stranger may hold a link to a file of one's own, or a pipe that hangs whoever opens it
         if os.path.lexists(one) and not stat.S_ISREG(os.lstat(one).st_mode):
             raise EnvironmentProblem(f"{one} is not a regular file", hint="give another --storage, or move it away")
-    lock: JournalFileOpenLock
-    try:
-        import fcntl  # noqa: F401
-
-        lock = FlockLock(directory / f"{JOURNAL_NAME}.lock")
-        liveness: Liveness = LockLiveness(directory / "workers")
-    except ImportError:  # Windows
-        lock = JournalFileOpenLock(str(path))
-        liveness = NoLiveness()
-    lock.acquire()
+    if path.exists() and path.stat().st_size > MAX_JOURNAL_BYTES:
+        raise EnvironmentProblem(
+            f"{path} has more than the {MAX_JOURNAL_BYTES:,} bytes that are read of a study", hint="move the file away"
+        )
+    held = FlockLock(directory / f"{JOURNAL_NAME}.lock")
+    liveness = LockLiveness(directory / "workers")
+    held.acquire()
     try:
         repair_journal(path)
     finally:
-        lock.release()
-    backend = Journal(path, lock) if isinstance(lock, FlockLock) else JournalFileBackend(str(path), lock_obj=lock)
+        held.release()
+    backend = Journal(path, held)
     try:
-        storage: BaseStorage = optuna.storages.JournalStorage(backend)
+        return optuna.storages.JournalStorage(backend), liveness
     except (LookupError, TypeError, ValueError, AttributeError, AssertionError, RecursionError) as error:
         liveness.close()
         raise EnvironmentProblem(
             f"the study in {path} cannot be read: {type(error).__name__}: {error}",
             hint="move the file away: what was measured is in the store of measurements and is not measured again",
         ) from error
-    if isinstance(liveness, NoLiveness):
-        liveness = AttributeLiveness(storage)
-    return storage, liveness
 
 
 def repair_journal(path: Path) -> int:
@@ -465,12 +445,20 @@ def repair_journal(path: Path) -> int:
     if not path.exists():
         return 0
     with open(path, "rb+") as file:
-        content = file.read()
-        if not content or content.endswith(b"\n"):
-            return 0
-        keep = content.rfind(b"\n") + 1
-        file.truncate(keep)
-        return len(content) - keep
+        size = keep = file.seek(0, os.SEEK_END)
+        while keep:
+            start = max(keep - _BLOCK_BYTES, 0)
+            file.seek(start)
+            if (last := file.read(keep - start).rfind(b"\n")) >= 0:
+                keep = start + last + 1
+                break
+            keep = start
+        if keep < size:
+            file.truncate(keep)
+        return size - keep
+
+
+_BLOCK_BYTES = 1 << 16
 
 
 def _database(kind: str, scheme: str, rest: str, *, heartbeat_s: int, grace_s: int) -> tuple[BaseStorage, Liveness]:
@@ -489,7 +477,8 @@ def _database(kind: str, scheme: str, rest: str, *, heartbeat_s: int, grace_s: i
         ) from error
     if kind == "sqlite" and (not name or name == ":memory:"):
         raise UsageError(f"{shown(url)} names no file", hint="for example --storage sqlite:///study.db")
-    locks = _lock_directory(Path(str(name))) if kind == "sqlite" else None
+    file = Path(str(name))
+    locks = file.with_name(f"{file.name}.workers") if kind == "sqlite" else None
     engine = {"connect_args": {"timeout": SQLITE_WAIT_S}} if kind == "sqlite" else {"pool_pre_ping": True}
     for attempt in range(OPEN_ATTEMPTS):
         try:
@@ -517,11 +506,6 @@ def _database(kind: str, scheme: str, rest: str, *, heartbeat_s: int, grace_s: i
     raise EnvironmentProblem(
         f"the {kind} storage does not answer: {first_line(problem)}", hint="check the URL"
     ) from problem
-
-
-def _lock_directory(file: Path) -> Path | None:
-    """Where the workers of an SQLite file keep their locks; None where there are no such locks."""
-    return None if find_spec("fcntl") is None else file.with_name(f"{file.name}.workers")
 
 
 def _lock_whole_transactions(engine: Any) -> None:

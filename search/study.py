@@ -16,7 +16,7 @@ that a worker may die before any of its writes (tests/search/test_death.py tries
 import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import optuna
@@ -25,7 +25,7 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from planner.codec import evidence_from_text, evidence_to_dict
+from planner.codec import evidence_to_dict
 from planner.errors import UsageError
 from planner.interchange import setup_from_dict, setup_to_dict
 from planner.outcome import Candidate, Evidence, FailureKind, Measurement, Prediction, ProbeFailure
@@ -45,16 +45,20 @@ from planner.setup import (
 )
 from search.dimensions import NAMES, key_of, value_of
 from search.problem import Problem, memory_excess, with_evidence
-from search.storage import INTENT_ATTR, WORKER_ATTR, Liveness
+from search.storage import Liveness
+from search.trials import (
+    EXCLUDED,
+    GIVEN_UP_ATTR,
+    INTENT_ATTR,
+    LOST_ATTR,
+    ORDER_ATTR,
+    RETRY_OF_ATTR,
+    WORKER_ATTR,
+    TrialRecord,
+    marks_of,
+    record_of,
+)
 
-EXCLUDED = "excluded"
-"""Origin of a trial that the formula excluded."""
-LOST_ATTR = "lost"
-RETRY_OF_ATTR = "retry_of"
-ORDER_ATTR = "order"
-"""Of a retry: the place in the order of claims, that of the first attempt. Else a trial's number is its place."""
-
-GIVEN_UP_ATTR = "given_up"
 MAX_RETRIES = 2
 """A candidate whose worker died this often within one call, and once more, is left to the next call. A planner that is
 killed says nothing about the setup: its probe is a process of its own, whose end would have been told."""
@@ -97,31 +101,6 @@ def params_of(setup: TrainSetup, names: Sequence[str] = NAMES) -> dict[str, Any]
     return params
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrialRecord:
-    """One trial of the study in the project's own types.
-
-    Attributes:
-        origin: "plan", "ranked" (enqueued), a sampler's name, "excluded" (before any probe) or "retry".
-        probed: whether it cost a probe.
-        excluded: why it was left out without one; empty otherwise.
-        evidence: None while it runs, and for those that the formula excluded.
-        order: place in the order of claims; smaller goes first.
-    """
-
-    number: int
-    setup: TrainSetup
-    state: TrialState
-    origin: str
-    evidence: Evidence | None = None
-    excluded: str = ""
-    probed: bool = False
-    duration_s: float = 0.0
-    completed_at_s: float = 0.0
-    retries: int = 0
-    order: int = 0
-
-
 class Study:
     """One study, as seen by one worker."""
 
@@ -146,6 +125,12 @@ class Study:
                 f"{direction}",
                 hint="give another study name",
             )
+        subject = self.study.user_attrs.get("subject", problem.subject)
+        if subject != problem.subject:
+            raise UsageError(
+                f"study {name!r} there measured {subject!a:.200}, this search is about {problem.subject}",
+                hint="give another --study name, or another --out or --storage",
+            )
         liveness.join(self.study._study_id)
         self._records: dict[int, TrialRecord] = {}
         self._taken_before: set[int] = set()
@@ -161,7 +146,7 @@ class Study:
         result = []
         seen: set[str] = set()
         for trial in self.study.get_trials(deepcopy=False):
-            record = self._records.get(trial.number) or _record_or_none(trial)
+            record = self._records.get(trial.number) or record_of(trial)
             if record is None:
                 continue
             if trial.number not in self._records and trial.state.is_finished():
@@ -212,7 +197,7 @@ class Study:
             return 0
         if first is None:
             self.study.set_user_attr("excluding", self._liveness.worker)
-        known = {trial.user_attrs.get("key") for trial in self.study.get_trials(deepcopy=False)}
+        known = {marks_of(trial).key for trial in self.study.get_trials(deepcopy=False)}
         new = 0
         for candidate, reason in candidates:
             if key_of(candidate.setup) in known:
@@ -246,23 +231,30 @@ class Study:
     def claim(self, max_probes: int | None = None) -> tuple[int, TrainSetup] | None:
         """Takes the first waiting trial that is no duplicate: its number and setup; None when none waits."""
         waiting = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
-        for trial in sorted(waiting, key=_place):
+        for trial in sorted(waiting, key=lambda trial: (marks_of(trial).order, trial.number)):
+            known = record_of(trial)
+            if known is not None and key_of(known.setup) not in self._problem.index:
+                continue  # another search's: it waits for who knows it
             if not self._take(trial):
                 continue
-            known = _record_or_none(trial)
             if known is None:  # of a foreign program
                 self._fail(trial)
                 continue
             records, key = self.records(), key_of(known.setup)
-            before = [r for r in records if _costs_probe(r) and (r.order, r.number) < _place(trial)]
+            before = [r for r in records if self._costs_probe(r) and (r.order, r.number) < (known.order, known.number)]
             over = max_probes is not None and len(before) >= max_probes
             # By number, not by place: of two with one candidate the same one must lose for everybody.
             same = [r for r in records if r.number < trial.number and key_of(r.setup) == key]
-            if over or any(_costs_probe(r) or still_excluded(self._problem, r) for r in same):
+            if over or any(self._costs_probe(r) or still_excluded(self._problem, r) for r in same):
                 self._fail(trial)
                 continue
             return trial.number, known.setup
         return None
+
+    def _costs_probe(self, record: TrialRecord) -> bool:
+        """Whether it cost a probe of this search, or will."""
+        pending = record.state in (TrialState.RUNNING, TrialState.WAITING)
+        return (pending or record.probed) and key_of(record.setup) in self._problem.index
 
     def _fail(self, trial: FrozenTrial) -> bool:
         """Takes a trial out of the search; False when somebody else had finished it."""
@@ -336,7 +328,7 @@ class Study:
         for trial in running:
             if not self._liveness.is_lost(trial):
                 continue
-            record = _record_or_none(trial)
+            record = record_of(trial)
             if record is not None and record.evidence is not None:  # the probe was finished, only not said so
                 rescued += self._finish(trial.number, record.evidence)
                 continue
@@ -353,7 +345,8 @@ class Study:
     def set_aside(self, number: int) -> None:
         """The machine failed, not the setup: it waits again, and no try is counted."""
         trial_id = self.trial_id(number)
-        retries = _record(self._storage.get_trial(trial_id)).retries
+        record = record_of(self._storage.get_trial(trial_id))
+        retries = record.retries if record is not None else 0
         with contextlib.suppress(UpdateFinishedTrialError):
             self._storage.set_trial_user_attr(trial_id, LOST_ATTR, True)
             self._storage.set_trial_user_attr(trial_id, "retries", retries - 1)
@@ -363,11 +356,13 @@ class Study:
     def _retry_lost(self, *, first: bool) -> None:
         """Adds every lost trial again for which nobody has done so: who gave it up may have died right after."""
         trials = self.study.get_trials(deepcopy=False)
-        marks = (LOST_ATTR, GIVEN_UP_ATTR) if first else (LOST_ATTR,)
-        lost = [t for t in trials if t.state is TrialState.FAIL and any(t.user_attrs.get(mark) for mark in marks)]
-        retried = {trial.user_attrs.get(RETRY_OF_ATTR) for trial in trials} if lost else set()
-        for trial in lost:
-            record = _record_or_none(trial)
+        marks = {trial.number: marks_of(trial) for trial in trials}
+        retried = {one.retry_of for one in marks.values()}
+        for trial in trials:
+            mark = marks[trial.number]
+            if trial.state is not TrialState.FAIL or not (mark.lost or (first and mark.given_up)):
+                continue
+            record = record_of(trial)
             position = self._problem.index.get(key_of(record.setup)) if record is not None else None
             if record is not None and trial.number not in retried and position is not None:
                 retry_of = replace(record, retries=-1) if first else record
@@ -375,10 +370,10 @@ class Study:
 
     def given_up(self) -> list[TrainSetup]:
         """Setups without an answer because every planner that measured them was killed."""
-        trials = self.study.get_trials(deepcopy=False)
-        retried = {trial.user_attrs.get(RETRY_OF_ATTR) for trial in trials}
-        lost = [t for t in trials if t.user_attrs.get(GIVEN_UP_ATTR) and t.number not in retried]
-        return [record.setup for trial in lost if (record := _record_or_none(trial)) is not None]
+        marks = [(trial, marks_of(trial)) for trial in self.study.get_trials(deepcopy=False)]
+        retried = {mark.retry_of for _, mark in marks}
+        lost = [trial for trial, mark in marks if mark.given_up and trial.number not in retried]
+        return [record.setup for trial in lost if (record := record_of(trial)) is not None]
 
     def describe(self, values: Mapping[str, Any]) -> None:
         """Facts about the search, for the dashboard and for a resumed run; unchanged ones are not written again."""
@@ -404,44 +399,6 @@ def still_excluded(problem: Problem, record: TrialRecord) -> bool:
         return False
     candidate = with_evidence(problem.candidates[index], record.evidence)
     return not isinstance(record.evidence, Prediction) or bool(problem.too_large(candidate))
-
-
-def _place(trial: FrozenTrial) -> tuple[int, int]:
-    """Place of a trial in the order of claims."""
-    return trial.user_attrs.get(ORDER_ATTR, trial.number), trial.number
-
-
-def _costs_probe(record: TrialRecord) -> bool:
-    return record.state in (TrialState.RUNNING, TrialState.WAITING) or record.probed
-
-
-def _record_or_none(trial: FrozenTrial) -> TrialRecord | None:
-    """The trial in our terms; None where it is none of ours (a foreign program's, a damaged attribute)."""
-    try:
-        return _record(trial)
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return None
-
-
-def _record(trial: FrozenTrial) -> TrialRecord:
-    attrs = trial.user_attrs
-    text = attrs.get("evidence")
-    evidence = evidence_from_text(text) if text else None
-    excluded = attrs.get("excluded", "")
-    completed = trial.datetime_complete
-    return TrialRecord(
-        number=trial.number,
-        setup=setup_from_dict(attrs["setup"]),
-        state=trial.state,
-        origin=attrs.get("origin", ""),
-        evidence=evidence,
-        excluded=excluded,
-        probed=evidence is not None and not excluded,
-        duration_s=float(attrs.get("duration_s", 0.0)),
-        completed_at_s=completed.timestamp() if completed else 0.0,
-        retries=int(attrs.get("retries", 0)),
-        order=_place(trial)[0],
-    )
 
 
 def _constraints(
@@ -479,6 +436,7 @@ def describe_problem(problem: Problem, excluded: int) -> dict[str, Any]:
     """What the study is about, as JSON values."""
     num_gpus = max(candidate.setup.num_gpus for candidate in problem.candidates)
     return {
+        "subject": problem.subject,
         **({"num_gpus": num_gpus} if num_gpus > 1 else {}),
         "objective": problem.objective,
         "budget_bytes": problem.budget_bytes,

@@ -188,7 +188,8 @@ class Record:
         self._known: dict[tuple[str, int], Row] = {}
         if path is not None and path.exists():
             for line in map(json.loads, path.read_text().splitlines()):
-                self._known[line["name"], line.pop("number")] = Row(**line)
+                number = line.pop("number")
+                self._known[line["name"], number] = Row(**line)
 
     def each(self, name: str, study: Callable[[Row, int], None], go_on: Callable[[Row, int], bool]) -> Row:
         """The row of all studies of this name: `study(row, number)` for every number while `go_on(row, number)`."""

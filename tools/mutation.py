@@ -35,8 +35,8 @@ SEED = 20261122
 SLOWER, AT_LEAST_S = 3, 60
 """A fault whose tests take so many times the CPU seconds of the room without a fault (and at least so many) never ends:
 that is noticed too. CPU seconds of one process, so that a busy machine kills nobody."""
-LIMIT_S = 900.0
-"""Seconds by the clock, for a fault that waits for ever."""
+WAITS, WAITS_S = 10, 240.0
+"""The same by the clock, for a fault that sleeps for ever."""
 COPIED = ["planner", "probes", "search", "reports", "finetune_planner", "tests", "tools", "benchmarks", "docs"]
 COPIED += ["pyproject.toml", "README.md", "CHANGELOG.md"]
 LIBRARIES = (
@@ -233,14 +233,16 @@ class Copy:
                 shutil.copy(source, self.root / name)
         self._times = 0
         self._cpu_s: dict[str, int] = {}
+        self._limit_s: dict[str, float] = {}
 
     def check(self, room: str) -> str:
-        """The test of the room that fails without a fault, "" where all pass; its CPU seconds are known afterwards."""
+        """The test of the room that fails without a fault, "" where all pass; then how long they take is known."""
         before = os.times()
         failed = self.failing(room)
         after = os.times()
         cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
         self._cpu_s[room] = int(max(SLOWER * cpu_s, AT_LEAST_S))
+        self._limit_s[room] = max(WAITS * (after.elapsed - before.elapsed), WAITS_S)
         return failed
 
     def answer(self, fault: dict[str, Any]) -> tuple[str, str]:
@@ -279,7 +281,7 @@ class Copy:
                 traceback.print_exc()
             finally:
                 os._exit(code)
-        code = self._wait(child)
+        code = self._wait(child, self._limit_s.get(room))
         if code == 0:
             return ""
         lines = told.read_text("utf-8", "replace").splitlines()
@@ -304,13 +306,13 @@ class Copy:
         sys.stdout.flush()
         return int(code)
 
-    def _wait(self, child: int) -> int:
-        end = time.monotonic() + LIMIT_S
+    def _wait(self, child: int, limit_s: float | None) -> int:
+        end = None if limit_s is None else time.monotonic() + limit_s
         while True:
             done, status = os.waitpid(child, os.WNOHANG)
             if done:
                 break
-            if time.monotonic() > end:
+            if end is not None and time.monotonic() > end:
                 os.kill(child, signal.SIGKILL)
                 _, status = os.waitpid(child, 0)
                 break

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from search.run import SearchResult
     from search.sampler import Belief
     from search.stopping import Budget
-    from search.study import TrialRecord
+    from search.trials import TrialRecord
 
 MAX_CANDIDATES = 1500
 """Of the walked space, the fastest this many that may fit are searched: predicting one costs half a millisecond."""

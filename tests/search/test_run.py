@@ -25,7 +25,8 @@ from search.problem import Problem
 from search.run import MAX_RECORDED_EXCLUSIONS, search
 from search.stopping import Budget
 from search.storage import close_storage
-from search.study import MAX_RETRIES, TrialRecord
+from search.study import MAX_RETRIES
+from search.trials import TrialRecord
 
 FEW = Budget(max_probes=6)
 

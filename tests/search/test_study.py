@@ -18,8 +18,6 @@ from planner.interchange import setup_from_dict
 from planner.outcome import FailureKind, Measurement, ProbeFailure, Rung
 from search.dimensions import key_of
 from search.storage import (
-    ALIVE_ATTR,
-    INTENT_ATTR,
     JOURNAL_NAME,
     AttributeLiveness,
     FlockLock,
@@ -30,7 +28,8 @@ from search.storage import (
     open_storage,
     repair_journal,
 )
-from search.study import _SPACE, LOST_ATTR, MAX_RETRIES, Study, _constraints
+from search.study import _SPACE, MAX_RETRIES, Study, _constraints
+from search.trials import ALIVE_ATTR, INTENT_ATTR, LOST_ATTR
 
 
 class Lost(NoLiveness):

@@ -20,7 +20,7 @@ from planner.predict import predict
 from planner.setup import TrainSetup
 from search.dimensions import key_of
 from search.stopping import Budget
-from search.study import TrialRecord
+from search.trials import TrialRecord
 
 
 @cache

@@ -1,0 +1,121 @@
+"""A study that others wrote to: another model's, another search's candidates, attributes without sense."""
+
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import TrialState, create_trial
+from search_cases import exact, problem
+
+from planner.errors import EnvironmentProblem, UsageError
+from planner.interchange import setup_to_dict
+from planner.setup import TrainSetup
+from search.dimensions import key_of
+from search.run import search
+from search.stopping import Budget
+from search.storage import (
+    JOURNAL_NAME,
+    AttributeLiveness,
+    LockLiveness,
+    NoLiveness,
+    close_storage,
+    open_storage,
+    repair_journal,
+)
+from search.study import Study
+from search.trials import marks_of, record_of
+
+NASTY: tuple[Any, ...] = (
+    None, True, "", "x", "a\0b", "x" * 5000, -1, 0, 0.5, 10**30, float("inf"), float("nan"), [], [[1]], {}, {"a": []},
+)  # fmt: skip
+NAMES = ("key", "setup", "origin", "excluded", "evidence", "duration_s", "retries", "order", "retry_of", "lost")
+NAMES += ("given_up", "worker", "alive_at_s", "intent:x")
+BUDGET = Budget(max_probes=2)
+
+
+def measure(setup: TrainSetup) -> Any:
+    return exact(problem().candidates[problem().index[key_of(setup)]])
+
+
+def left_in(study: optuna.Study, state: TrialState, **attributes: Any) -> None:
+    attrs = {"setup": setup_to_dict(problem().candidates[0].setup), "origin": "plan", **attributes}
+    study.add_trial(create_trial(state=TrialState.WAITING, user_attrs=attrs))
+    if state is not TrialState.WAITING:
+        study._storage.set_trial_state_values(study.trials[-1]._trial_id, state=state)
+
+
+@pytest.mark.parametrize("state", [TrialState.WAITING, TrialState.RUNNING, TrialState.FAIL])
+def test_no_attribute_of_a_trial_stops_a_search(state: TrialState, tmp_path: Path) -> None:
+    storage = optuna.storages.InMemoryStorage()
+    study = optuna.create_study(storage=storage, study_name="plan", direction="maximize")
+    for name in NAMES:
+        for value in NASTY:
+            left_in(study, state, **{name: value})
+    liveness = LockLiveness(tmp_path)
+    try:
+        ours = Study(problem(), storage, liveness, "plan")
+        ours.rescue(first=True)
+        ours.enqueue(problem().candidates[1], "plan")
+        while (claimed := ours.claim()) is not None:
+            assert ours.tell(claimed[0], measure(claimed[1]))
+        ours.given_up()
+        assert ours.exclude([(problem().candidates[2], "too large")]) == 1
+        answered = {key_of(record.setup) for record in ours.answered()}
+        assert key_of(problem().candidates[1].setup) in answered
+        beats = AttributeLiveness(storage)
+        for trial in study.trials:
+            beats.is_lost(trial)
+            marks, record = marks_of(trial), record_of(trial)
+            assert marks.order >= 0
+            assert record is None or record.duration_s >= 0
+    finally:
+        liveness.close()
+
+
+def test_another_searchs_waiting_trial_waits_for_who_knows_it_and_costs_this_one_no_probe(tmp_path: Path) -> None:
+    stranger = TrainSetup(seq_len_tokens=77)
+    assert key_of(stranger) not in problem().index
+    storage, liveness = open_storage(tmp_path)
+    study = optuna.create_study(storage=storage, study_name="plan", direction="maximize")
+    left_in(study, TrialState.WAITING, key=key_of(stranger), setup=setup_to_dict(stranger))
+    liveness.close()
+    close_storage(storage)
+    result = search(problem(), measure, storage=tmp_path, budget=BUDGET)
+    assert result.best is not None
+    assert result.num_probes == BUDGET.max_probes
+    waiting = [trial.setup for trial in result.trials if trial.state is TrialState.WAITING]
+    assert waiting == [stranger]
+
+
+def test_a_study_of_another_model_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
+    search(problem(subject="llama on a 4090"), measure, storage=tmp_path, budget=BUDGET)
+    with pytest.raises(UsageError, match=r"measured 'llama on a 4090', this search is about qwen on a 4090") as caught:
+        search(problem(subject="qwen on a 4090"), measure, storage=tmp_path, budget=BUDGET)
+    assert "--study" in caught.value.hint
+    again = search(problem(subject="llama on a 4090"), measure, storage=tmp_path, budget=BUDGET)
+    assert [trial.state for trial in again.trials if trial.probed] == [TrialState.COMPLETE] * 2  # nothing came in
+
+
+def test_a_study_from_before_it_said_what_it_measures_goes_on() -> None:
+    storage = optuna.storages.InMemoryStorage()
+    optuna.create_study(storage=storage, study_name="plan", direction="maximize")
+    Study(problem(subject="llama"), storage, NoLiveness(), "plan")
+
+
+def test_a_journal_beyond_every_study_is_refused_unread(tmp_path: Path) -> None:
+    with open(tmp_path / JOURNAL_NAME, "wb") as file:
+        file.truncate(3 << 30)
+    with pytest.raises(EnvironmentProblem, match="has more than"):
+        open_storage(tmp_path)
+
+
+@pytest.mark.parametrize("torn", [0, 1, 100_000, 200_000])
+def test_a_torn_end_is_cut_off_however_long(torn: int, tmp_path: Path) -> None:
+    path = tmp_path / JOURNAL_NAME
+    path.write_bytes(b"whole\n" + b"x" * torn)
+    assert repair_journal(path) == torn
+    assert path.read_bytes() == b"whole\n"
+    path.write_bytes(b"x" * torn)
+    assert repair_journal(path) == torn
+    assert path.read_bytes() == b""
