@@ -10,6 +10,8 @@ from planner.decision.facts import NODE_NAMES, NODES
 from planner.interchange import SCHEMA_VERSION, setup_to_dict
 from planner.models.spec import ModelSpec
 from planner.units import count, gib, seconds
+from reports.markdown import escape
+from reports.markdown import table as markdown_table
 from reports.page import Page
 from reports.text import clean, dollars, plural, speed_mark, spread_words
 
@@ -49,32 +51,59 @@ def render_which_cluster(
     node = recommended_node(options)
     if node is None:
         page.line("No cluster keeps the limits.", style="bold red")
-        best = nearest(options)
-        if best is None:
-            page.line("Nothing fits on any of them: allow more GPUs or larger ones.")
-        else:
-            page.line(f"The nearest: {_option_words(best)}.")
+        page.line(_nearest_words(options))
         _assumptions(page)
         return
-    for name in NODES:
-        of_node = [one for one in options if one.node == name]
-        if not of_node:
-            continue
+    for head, lines in _by_method(options):
         page.line()
-        page.line(NODE_NAMES[name][0].upper() + NODE_NAMES[name][1:], style="bold")
-        found = picks(of_node)
-        if not found:
-            best = nearest(of_node)
-            page.line(f"No cluster keeps the limits; the nearest is {_option_words(best)}." if best else "-", indent=2)
-        for label, one in found.items():
-            page.line(f"{label}: {_option_words(one)}", indent=2)
+        page.line(head, style="bold")
+        for words in lines:
+            page.line(words, indent=2)
     kept = [one for one in options if one.node == node and one.meets]
-    _table(page, kept, node)
+    _show_table(page, kept, node)
     _assumptions(page)
     best = cheapest(kept) or smallest(kept)
     if best is not None:
         page.head("Next")
         page.command(next_command(model, best, limits))
+
+
+def which_cluster_markdown(model: ModelSpec, options: Sequence[ClusterOption], limits: Mapping[str, Any]) -> str:
+    """The same as Markdown, with every cluster that keeps the limits."""
+    blocks = [f"# {escape(_title(model, limits))}"]
+    node = recommended_node(options)
+    if node is None:
+        blocks.append(f"No cluster keeps the limits. {escape(_nearest_words(options))}")
+    else:
+        for head, lines in _by_method(options):
+            blocks += [f"## {escape(head)}", "\n".join(f"- {escape(words)}" for words in lines)]
+        header, rows, right = _table([one for one in options if one.node == node and one.meets], wide=True)
+        cells = [tuple(escape(cell) for cell in row) for row in rows]
+        blocks += [f"## {_table_title(node)}", markdown_table(header, cells, right=right)]
+    blocks += ["## Assumed", "\n".join(f"- {escape(words)}" for words in ASSUMPTIONS)]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _by_method(options: Sequence[ClusterOption]) -> list[tuple[str, list[str]]]:
+    """(method, what to take of it) for every method that was looked at."""
+    found: list[tuple[str, list[str]]] = []
+    for name in NODES:
+        of_node = [one for one in options if one.node == name]
+        if not of_node:
+            continue
+        lines = [f"{label}: {_option_words(one)}" for label, one in picks(of_node).items()]
+        if not lines:
+            best = nearest(of_node)
+            lines = [f"No cluster keeps the limits; the nearest is {_option_words(best)}." if best else "-"]
+        found.append((NODE_NAMES[name][0].upper() + NODE_NAMES[name][1:], lines))
+    return found
+
+
+def _nearest_words(options: Sequence[ClusterOption]) -> str:
+    best = nearest(options)
+    if best is None:
+        return "Nothing fits on any of them: allow more GPUs or larger ones."
+    return f"The nearest: {_option_words(best)}."
 
 
 def next_command(model: ModelSpec, one: ClusterOption, limits: Mapping[str, Any]) -> str:
@@ -102,32 +131,43 @@ def _option_words(one: ClusterOption) -> str:
     return f"{cluster_words(one)}{how}, {seconds(one.duration_s)}, {cost}"
 
 
-def _table(page: Page, kept: Sequence[ClusterOption], node: str) -> None:
-    rows = sorted(kept, key=lambda one: (one.cost_usd is None, one.cost_usd or 0.0, one.duration_s))
-    page.head(f"Every cluster that keeps the limits with {NODE_NAMES[node]}, cheapest first")
-    wide = page.console.width >= 100
+def _table_title(node: str) -> str:
+    return f"Every cluster that keeps the limits with {NODE_NAMES[node]}, cheapest first"
+
+
+def _table(
+    kept: Sequence[ClusterOption], *, wide: bool
+) -> tuple[tuple[str, ...], list[tuple[str, ...]], tuple[str, ...]]:
+    """Header, rows (cheapest first) and the columns of numbers."""
     header = ("GPUs", "spread", "tokens/s", "time", "cost", *(("$/hour", "peak") if wide else ()))
-    table = page.table(*header, right=("tokens/s", "time", "cost", "$/hour", "peak"), fixed=("GPUs",))
-    for one in rows[:MAX_ROWS]:
+    rows: list[tuple[str, ...]] = []
+    for one in sorted(kept, key=lambda one: (one.cost_usd is None, one.cost_usd or 0.0, one.duration_s)):
         hourly = None if one.price_per_hour is None else one.price_per_hour * one.cluster.num_gpus
-        page.row(
-            table,
-            f"{one.cluster.num_gpus} × {one.cluster.gpu.key}",
-            spread_words(one.candidate.setup),
-            f"{one.candidate.tokens_per_s:,.0f}",
-            seconds(one.duration_s),
-            "-" if one.cost_usd is None else dollars(one.cost_usd),
-            *(
-                ("-" if hourly is None else f"{hourly:,.2f}", gib(one.candidate.formula.peak_device_bytes))
-                if wide
-                else ()
-            ),
+        more = ("-" if hourly is None else f"{hourly:,.2f}", gib(one.candidate.formula.peak_device_bytes))
+        rows.append(
+            (
+                f"{one.cluster.num_gpus} × {one.cluster.gpu.key}",
+                spread_words(one.candidate.setup),
+                f"{one.candidate.tokens_per_s:,.0f}",
+                seconds(one.duration_s),
+                "-" if one.cost_usd is None else dollars(one.cost_usd),
+                *(more if wide else ()),
+            )
         )
+    return header, rows, ("tokens/s", "time", "cost", "$/hour", "peak")
+
+
+def _show_table(page: Page, kept: Sequence[ClusterOption], node: str) -> None:
+    page.head(_table_title(node))
+    header, rows, right = _table(kept, wide=page.console.width >= 100)
+    table = page.table(*header, right=right, fixed=("GPUs",))
+    for row in rows[:MAX_ROWS]:
+        page.row(table, *row)
     page.console.print(table)
     if len(rows) > MAX_ROWS:
         more = len(rows) - MAX_ROWS
         page.line(f"{more} more {plural(more, 'cluster')}: --json lists all.", style="dim", indent=2)
-    marks = sorted({speed_mark(one.candidate.formula) for one in rows[:MAX_ROWS]})
+    marks = sorted({speed_mark(one.candidate.formula) for one in kept})
     page.line(f"Speeds, and with them times and costs: {', '.join(marks)}.", style="dim", indent=2)
 
 

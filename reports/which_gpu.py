@@ -6,7 +6,9 @@ from typing import Any
 
 from rich.console import Console
 
+from planner.decision.facts import NODE_NAMES
 from planner.gpu import GpuSpec
+from planner.outcome import Candidate
 from planner.plan import NoPlan, Plan
 from planner.units import count, gib
 from planner.workload import Workload
@@ -18,6 +20,9 @@ from reports.text import clean, fit_word, memory_mark, plural, short_setup_words
 
 SORTS = ("size", "speed", "cost")
 METHOD_SHORT = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
+BY_METHOD_COLUMNS = 105
+"""Width of a terminal from which on the three methods' speeds stand in columns; from SETUP_COLUMNS on the setup too."""
+SETUP_COLUMNS = 150
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +70,18 @@ def rank_gpus(answers: Sequence[Plan | NoPlan], *, sort: str = "size") -> tuple[
         "cost": lambda one: one.cost_place or len(choices),
     }
     return tuple(sorted(choices, key=lambda one: (not one.fits, keys[sort](one), one.gpu.memory_bytes, one.gpu.key)))
+
+
+def best_by_method(answer: Plan | NoPlan) -> dict[str, Candidate]:
+    """Method -> its fastest setup that fits, of those that the plan compared: the chosen one and the other classes."""
+    if isinstance(answer, NoPlan):
+        return {}
+    classes = [one.candidate for one in answer.alternatives if one.label in NODE_NAMES.values()]
+    found: dict[str, Candidate] = {}
+    for one in sorted((answer.chosen, *classes), key=lambda one: -one.tokens_per_s):
+        if one.fits:
+            found.setdefault(one.setup.method, one)
+    return found
 
 
 def which_gpu_sentences(choices: Sequence[GpuChoice]) -> list[str]:
@@ -115,15 +132,17 @@ def render_which_gpu(choices: Sequence[GpuChoice], console: Console, *, only_fit
     page.line()
     if only_fitting and any(one.fits for one in choices):
         choices = [one for one in choices if one.fits]
-    wide = console.width >= 110
-    header, rows, right = _table(choices, wide=wide)
+    by_method, setups = console.width >= BY_METHOD_COLUMNS, console.width >= SETUP_COLUMNS
+    header, rows, right = _table(choices, by_method=by_method, setups=setups)
     table = page.table(*header, right=right, fixed=("--gpu", "method"))
     for row in rows:
         page.row(table, *row)
     console.print(table)
     marks = sorted({memory_mark(one.answer.chosen.memory_evidence) for one in choices if isinstance(one.answer, Plan)})
     words = f"#: place by tokens/s and by cost. $/M: US dollars per million tokens. Peaks: {', '.join(marks) or '-'}."
-    if not wide and not all(one.fits for one in choices):
+    if by_method:
+        words += " full, LoRA, QLoRA: tokens/s of the method's fastest setup that fits."
+    if not setups and not all(one.fits for one in choices):
         words += " +: memory that is missing."
     page.line(words, style="dim")
     missing = [one for one in choices if isinstance(one.answer, Plan) and one.cost_place is None]
@@ -135,7 +154,7 @@ def render_which_gpu(choices: Sequence[GpuChoice], console: Console, *, only_fit
 
 def which_gpu_markdown(choices: Sequence[GpuChoice]) -> str:
     """The ranking as Markdown."""
-    header, rows, right = _table(choices, wide=True)
+    header, rows, right = _table(choices, by_method=True, setups=True)
     cells = [tuple(escape(cell) for cell in row) for row in rows]
     blocks = [
         f"# {escape(which_gpu_title(choices[0].answer.workload))}",
@@ -146,18 +165,22 @@ def which_gpu_markdown(choices: Sequence[GpuChoice]) -> str:
 
 
 def _table(
-    choices: Sequence[GpuChoice], *, wide: bool
+    choices: Sequence[GpuChoice], *, by_method: bool, setups: bool
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]], tuple[str, ...]]:
-    header = ("--gpu", "memory", "fits", "tokens/s", "#", "$/M", "# ", *(("setup",) if wide else ("method",)))
+    """Header, rows and the columns of numbers; `by_method`: a column of speeds per method; `setups`: in full words."""
+    methods = tuple(METHOD_SHORT) if by_method else ()
+    speeds = tuple(METHOD_SHORT[method] for method in methods)
+    header = ("--gpu", "memory", "fits", "tokens/s", "#", "$/M", "# ", *speeds, "setup" if setups else "method")
     rows: list[tuple[str, ...]] = []
     for one in choices:
         memory = gib(one.answer.workload.memory_bytes)
         if isinstance(one.answer, NoPlan):
-            missing = f"{gib(one.answer.missing_bytes)} missing" if wide else f"+{gib(one.answer.missing_bytes)}"
-            rows.append((one.gpu.key, memory, "no", "-", "-", "-", "-", missing))
+            missing = f"{gib(one.answer.missing_bytes)} missing" if setups else f"+{gib(one.answer.missing_bytes)}"
+            rows.append((one.gpu.key, memory, "no", *("-",) * (4 + len(methods)), missing))
             continue
         chosen = one.answer.chosen
         cost = cost_per_million(one.answer)
+        best = best_by_method(one.answer)
         rows.append(
             (
                 one.gpu.key,
@@ -167,7 +190,8 @@ def _table(
                 str(one.speed_place or "-"),
                 "-" if cost is None else f"{cost:,.3f}",
                 str(one.cost_place or "-"),
-                short_setup_words(chosen.setup) if wide else METHOD_SHORT[chosen.setup.method],
+                *(f"{best[method].tokens_per_s:,.0f}" if method in best else "-" for method in methods),
+                short_setup_words(chosen.setup) if setups else METHOD_SHORT[chosen.setup.method],
             )
         )
-    return header, rows, ("memory", "tokens/s", "#", "$/M", "# ")
+    return header, rows, ("memory", "tokens/s", "#", "$/M", "# ", *speeds)

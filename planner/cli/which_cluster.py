@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,7 +11,7 @@ import typer
 from planner.cli import options, spread
 from planner.cli.completion import complete_gpu
 from planner.cli.flags import takes_options
-from planner.cli.output import console, print_json
+from planner.cli.output import console, print_json, write_text
 from planner.cli.wish import positive, resolve_gpu, workload
 from planner.cli.wishes import SpaceOptions
 from planner.errors import EXIT_NOTHING_FITS, UsageError
@@ -57,6 +58,7 @@ def which_cluster(
     price: Annotated[
         float | None, typer.Option("--price", help="US dollars per GPU hour, instead of the price table.")
     ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the whole answer to this directory.")] = None,
     revision: options.Revision = None,
     hub: options.AskHub = False,
     as_json: options.Json = False,
@@ -94,6 +96,11 @@ def which_cluster(
         budget_usd=budget,
     )
     limits = {"tokens": round(tokens), "deadline_s": deadline_s, "budget_usd": budget, "global_batch_seqs": batch}
+    if out is not None:
+        from reports.which_cluster import which_cluster_markdown
+
+        write_text(out / "report.md", which_cluster_markdown(spec, found, limits))
+        typer.echo(f"wrote {out / 'report.md'}", err=True)
     if as_json:
         from reports.which_cluster import as_document
 

@@ -295,6 +295,32 @@
     setTimeout(() => { button.textContent = "Copy"; }, 2000);
   }
 
+  // A table is sorted by the number that a column's cells begin with; cells without one stand last, by alphabet.
+  function sortable(table) {
+    const heads = [...table.tHead.rows[0].cells];
+    const key = (row, column) => {
+      const text = row.cells[column].textContent.trim(), number = /^\$?(\d[\d,]*(\.\d+)?)/.exec(text);
+      return { text, number: number ? parseFloat(number[1].replaceAll(",", "")) : Infinity };
+    };
+    heads.forEach((head, column) => {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.className = "sort";
+      button.textContent = head.textContent;
+      head.replaceChildren(button);
+      button.addEventListener("click", () => {
+        const turn = head.getAttribute("aria-sort") === "ascending" ? -1 : 1;
+        heads.forEach((other) => other.removeAttribute("aria-sort"));
+        head.setAttribute("aria-sort", turn === 1 ? "ascending" : "descending");
+        const body = table.tBodies[0], rows = [...body.rows].map((row) => ({ row, ...key(row, column) }));
+        const known = (one) => Number.isFinite(one.number);
+        rows.sort((a, b) => known(a) !== known(b) ? (known(a) ? -1 : 1)
+          : turn * (known(a) && a.number !== b.number ? a.number - b.number : a.text.localeCompare(b.text)));
+        body.append(...rows.map((one) => one.row));
+      });
+    });
+  }
+
   const THEMES = ["auto", "light", "dark"];
   function setTheme(name) {
     if (name === "auto") delete document.documentElement.dataset.theme; else document.documentElement.dataset.theme = name;
@@ -316,6 +342,7 @@
   });
   addEventListener("afterprint", () => { document.body.classList.remove("paper"); opened.forEach((one) => { one.open = false; }); setTheme(chosen); });
   for (const button of document.querySelectorAll("[data-copy]")) button.addEventListener("click", () => copy(button));
+  document.querySelectorAll("[data-sortable]").forEach(sortable);
   draw();
   for (const element of document.querySelectorAll(".chart")) { resize.observe(element); element.addEventListener("keydown", walk); }
   document.documentElement.dataset.ready = "true";

@@ -345,6 +345,26 @@ def test_comparison_page(browser: Browser, tmp_path: Path) -> None:
     assert set(links) <= set(ids)
 
 
+def test_comparison_is_sorted_by_a_click_on_a_column(browser: Browser, tmp_path: Path) -> None:
+    """Largest peak last, then first; what does not fit has no speed and stands last either way."""
+    entries = [Entry(plan=make_plan(), name="a"), Entry(plan=make_no_plan(), name="b")]
+    browser.open(write(tmp_path, report_html(entries)))
+    table = "document.querySelector('table[data-sortable]')"
+    heads = browser.js(f"return [...{table}.tHead.rows[0].cells].map((c) => c.textContent)")
+    peaks = [gib(plan.memory_evidence.peak_device_bytes) for plan in (make_plan().chosen, make_no_plan().nearest)]
+
+    def sorted_by(name: str, column: str) -> list[str]:
+        browser.js(f"{table}.tHead.rows[0].cells[{heads.index(name)}].querySelector('button').click()")
+        at = heads.index(column)
+        found: list[str] = browser.js(f"return [...{table}.tBodies[0].rows].map((r) => r.cells[{at}].textContent)")
+        return found
+
+    rising = sorted(peaks, key=lambda words: float(words.split()[0]))
+    assert sorted_by("peak", "peak") == rising
+    assert sorted_by("peak", "peak") == rising[::-1]
+    assert [sorted_by("speed", "speed")[-1] for _ in range(2)] == ["-", "-"]
+
+
 COUNT_DRAWN = """
     const init = echarts.init;
     window.drawn = [];

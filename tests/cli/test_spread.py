@@ -235,7 +235,7 @@ def test_which_gpu_for_several_of_each(capsys: pytest.CaptureFixture[str]) -> No
         assert one["tokens_per_s"] > alone[key]["tokens_per_s"]
 
 
-def test_which_cluster_names_smallest_cheapest_and_fastest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_which_cluster_names_smallest_cheapest_and_fastest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cards = ["--gpu", "rtx-4090", "--gpu", "a100-80gb", "--max-gpus", "8"]
     arguments = ["which-cluster", "Qwen/Qwen2.5-7B", "--dataset-tokens", "20000000", *cards]
     assert run([*arguments, "--deadline", "24h", "--budget", "100", "--json"]) == 0
@@ -257,10 +257,14 @@ def test_which_cluster_names_smallest_cheapest_and_fastest(capsys: pytest.Captur
         hours = 20e6 / one["tokens_per_s"] / 3600
         assert one["cost_usd"] == pytest.approx(hours * one["usd_per_gpu_hour"] * one["num_gpus"])
         assert one["setup"]["num_gpus"] == one["num_gpus"]
-    assert run(arguments) == 0
+    assert run([*arguments, "--out", str(tmp_path / "rent")]) == 0
     out = capsys.readouterr().out
     for words in ("smallest:", "cheapest:", "fastest:", "Assumed", "Next"):
         assert words in out
+    report = (tmp_path / "rent" / "report.md").read_text()
+    kept = [one for one in found["options"] if one["method"] == "full" and one["meets"]]
+    for one in kept:
+        assert f"| {one['num_gpus']} × {one['gpu']} " in report
 
 
 def test_which_cluster_says_when_nothing_keeps_the_limits(capsys: pytest.CaptureFixture[str]) -> None:

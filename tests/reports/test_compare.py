@@ -2,15 +2,19 @@
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from planner.plan import NoPlan, Plan
+from planner.decision.facts import NODE_NAMES
+from planner.outcome import Candidate
+from planner.plan import Alternative, NoPlan, Plan
 from reports.compare import plan_labels
 from reports.comparison_text import comparison_markdown, render_comparison
 from reports.costs import cost_per_million
-from reports.which_gpu import rank_gpus, render_which_gpu, which_gpu_markdown, which_gpu_sentences
+from reports.which_gpu import best_by_method, rank_gpus, render_which_gpu, which_gpu_markdown, which_gpu_sentences
 from tests.reports.factories import make_gpu, make_no_plan, make_plan, make_workload
 from tests.reports.golden import assert_golden
 
@@ -90,3 +94,24 @@ def test_render_which_gpu_only_fitting_leaves_rows_out_but_counts_all() -> None:
     assert not any(line.startswith("t4 ") for line in shown.splitlines())
     nothing = rank_gpus([make_no_plan()])
     assert "t4 " in page(lambda console: render_which_gpu(nothing, console, only_fitting=True), 80)
+
+
+def test_best_by_method_is_the_fastest_class_of_each_method_that_fits() -> None:
+    plan = make_plan()
+
+    def beside(label: str, tokens_per_s: float, **changes: Any) -> Alternative:
+        formula = replace(plan.chosen.formula, tokens_per_s=tokens_per_s)
+        one = Candidate(
+            setup=plan.chosen.setup.with_(**changes), budget_bytes=plan.chosen.budget_bytes, formula=formula
+        )
+        return Alternative(label=label, candidate=one, trade="")
+
+    lora = {"method": "lora", "quantization": "none"}
+    others = (
+        beside(NODE_NAMES["lora"], 200.0, **lora),
+        beside("room to spare", 300.0, **lora),
+        beside(NODE_NAMES["qlora-8bit"], 1.0, quantization="int8"),
+    )
+    found = best_by_method(replace(plan, alternatives=others))
+    assert found == {"qlora": plan.chosen, "lora": others[0].candidate}
+    assert best_by_method(make_no_plan()) == {}
