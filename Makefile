@@ -1,6 +1,6 @@
 PY = .venv/bin/python
 
-.PHONY: check test bench fuzz mutants faults audit
+.PHONY: check test bench docs fuzz mutants faults audit
 check:
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check finetune_planner planner probes search reports tests benchmarks
@@ -11,6 +11,9 @@ test:
 	$(PY) -m pytest
 bench:
 	$(PY) benchmarks/run_all.py
+docs: # docs/ as a site in build/site, every link and anchor checked; a venv of its own
+	test -x .docs/bin/mkdocs || { $(PY) -m venv .docs && .docs/bin/python -m pip install --quiet "mkdocs-material>=9.6,<10"; }
+	NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build --strict
 fuzz: # 7,500 hostile inputs to every command that reads something (docs/faults.md)
 	$(PY) tools/fuzz.py
 mutants: # 200 planted faults, each against its room's tests (docs/faults.md)

@@ -200,3 +200,12 @@ def test_every_block_with_our_commands_is_one_that_is_tested() -> None:
         for fence in FENCE.finditer(page.read_text()):
             if fence["language"] not in SHELLS and not fence["body"].startswith("$ "):
                 assert not re.search(r"^plan ", fence["body"], re.MULTILINE), (page, fence["body"][:80])
+
+
+def test_every_page_is_in_the_site_and_links_to_what_is_there() -> None:
+    """mkdocs.yml names every page of docs/; a relative link names a file (`make docs` checks the anchors too)."""
+    listed = set(re.findall(r"- (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert listed == {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", FENCE.sub("", page.read_text())):
+            assert re.match(r"https?:", target) or (page.parent / target).exists(), f"{page}: {target}"
