@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,16 @@ MODEL = "meta-llama/Llama-3.2-1B"
 GPU = "a100-80gb"
 TOOLS = {"trl": trl, "hf": hf}
 SEQ_LEN = 512
+ROWS: dict[str, Callable[[int], dict[str, Any]]] = {"sft": lambda num: {"text": "a" * num}}
+"""Objective -> a row of its data that is so many letters long."""
 
 
-def config_of(num_layers: int) -> dict[str, Any]:
-    """The model's configuration at another depth."""
-    entry = catalogue.find(MODEL)
+def config_of(num_layers: int | None, model: str = MODEL) -> dict[str, Any]:
+    """The model's configuration, at another depth where one is given."""
+    entry = catalogue.find(model)
     assert entry is not None
-    config = {**entry.config, "num_hidden_layers": num_layers, "architectures": [entry.built_class]}
+    depth = {} if num_layers is None else {"num_hidden_layers": num_layers}
+    config = {**entry.config, **depth, "architectures": [entry.built_class]}
     return {**config, "dtype": config.get("dtype") or config.get("torch_dtype") or "bfloat16"}
 
 
@@ -82,12 +85,19 @@ def setups(kernels: str) -> Iterator[tuple[str, TrainSetup]]:
 
 
 @contextlib.contextmanager
-def prepared(tool: str, setup: TrainSetup, config: dict[str, Any], folder: Path) -> Iterator[list[str]]:
+def prepared(
+    tool: str,
+    setup: TrainSetup,
+    config: dict[str, Any],
+    folder: Path,
+    rows: Mapping[str, Callable[[int], dict[str, Any]]] = ROWS,
+) -> Iterator[list[str]]:
     """The launch file's command in `folder`, with a model of configuration alone and texts longer than the length."""
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(config))
-    (folder / "train.jsonl").write_text((json.dumps({"text": "a" * (2 * SEQ_LEN)}) + "\n") * 64)
+    row = json.dumps(rows[setup.objective](2 * setup.seq_len_tokens))
+    (folder / "train.jsonl").write_text((row + "\n") * 64)
     request = ExportRequest(
         model_id="./model",
         model=spec_from_config(config, model_id="./model", source="benchmark"),
@@ -126,8 +136,8 @@ def traced(words: list[str], folder: Path, *, expandable_segments: bool) -> Any:
             with contextlib.suppress(Done), contextlib.redirect_stdout(io.StringIO()):
                 if words[0] == "trl":
                     at = words.index("--config")
-                    sys.argv = ["sft", *words[at : at + 2]]  # what is left is Accelerate's
-                    runpy.run_module("trl.scripts.sft", run_name="__main__")
+                    sys.argv = [words[1], *words[at : at + 2]]  # what is left is Accelerate's
+                    runpy.run_module(f"trl.scripts.{words[1]}", run_name="__main__")
                 else:
                     sys.argv = words[1:]
                     runpy.run_path(words[1], run_name="__main__")

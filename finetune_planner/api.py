@@ -45,6 +45,7 @@ class Wish(TypedDict, total=False):
     shard_degree: int
     reshard: bool
     offload: str | Sequence[str]
+    objective: str
     method: str | Sequence[str]
     prefer: str
     rank: int

@@ -120,6 +120,9 @@ def choose(
     if setup.method in LORA_METHODS:
         rate *= LORA_FACTOR
         why.append(f"x {LORA_FACTOR:g} for LoRA")
+    if setup.aim.rate_factor != 1.0:
+        rate *= setup.aim.rate_factor
+        why.append(f"x {setup.aim.rate_factor:g} for {setup.aim.rate_reason}")
     rule = OPTIMIZERS[setup.optimizer].rate_rule
     if rule == "Lion":
         rate *= LION_FACTOR

@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
+from planner.choices.objectives import OBJECTIVES
 from planner.errors import SetupError
 from planner.setup import AROUND_FIELDS, LATER_FIELDS, SPREAD_FIELDS, TrainSetup
 from planner.stacks import STACKS
@@ -36,9 +37,10 @@ def setup_to_dict(setup: TrainSetup) -> dict[str, Any]:
 
 
 def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
-    """A validated setup from JSON values; absent keys take the defaults of the method.
+    """A validated setup from JSON values; absent keys take the defaults of the method and of the objective.
 
-    Defaults that depend on the method: full has rank 0; qlora has quantization "nf4-double".
+    Defaults that depend on the method: full has rank 0; qlora has quantization "nf4-double". On the objective: the
+    loss.
 
     Raises:
         SetupError: an unknown key, a wrong type, or a combination that cannot exist.
@@ -54,6 +56,9 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
         clean["lora_rank"] = clean.get("lora_rank") or 0
     elif method == "qlora":
         clean.setdefault("quantization", "nf4-double")
+    row = OBJECTIVES.get(str(clean.get("objective", "")))
+    if row is not None and _DEFAULTS["loss"] not in row.losses:
+        clean.setdefault("loss", row.losses[0])
     if clean.get("lora_rank", 0) is None:
         del clean["lora_rank"]
     if "checkpointing" in clean:

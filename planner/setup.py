@@ -14,6 +14,7 @@ from planner.choices.kernels import KERNELS as _KERNELS
 from planner.choices.losses import LOSSES as _LOSSES
 from planner.choices.objectives import DEFAULT as _DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES as _OBJECTIVES
+from planner.choices.objectives import Objective
 from planner.choices.optimizers import OPTIMIZERS as _OPTIMIZERS
 from planner.choices.precisions import PRECISIONS as _PRECISIONS
 from planner.errors import SetupError
@@ -74,7 +75,7 @@ class TrainSetup:
         kernels: "eager" (transformers' and peft's own operations), "liger" (Liger's norm, rotary and gated kernels),
             "fused" (those or Unsloth's, with LoRA as fused functions).
         activation_offload: the inputs of checkpointed layers lie in the host's memory from forward to backward.
-        micro_batch_seqs: sequences per forward on one GPU.
+        micro_batch_seqs: samples per forward on one GPU: sequences, or what the objective makes of a sample (pairs).
         accumulation_steps: micro-batches per optimizer step.
         seq_len_tokens: length of every sequence of the worst batch.
         packing: sequences are filled with several samples; False: padded to the longest.
@@ -169,6 +170,25 @@ class TrainSetup:
             )
         if self.num_gpus > 1 or self.parallel != "none" or self._spread_fields() != _NO_SPREAD:
             self._check_spread()
+        if self.objective != _DEFAULT_OBJECTIVE:
+            self._check_objective()
+
+    def _check_objective(self) -> None:
+        """What another objective than supervised training leaves of the other fields."""
+        row = self.aim
+        if self.loss not in row.losses:
+            raise SetupError(
+                f"no trainer of objective {self.objective!r} has loss {self.loss!r}",
+                hint=f"use --loss {' or '.join(row.losses)}",
+            )
+        if self.packing and not row.packs:
+            raise SetupError(f"objective {self.objective!r} trains on {row.sample}s, which no trainer packs")
+        if self.num_gpus > 1:
+            raise SetupError(
+                f"objective {self.objective!r} is planned on one GPU: how its {row.sample}s and its reference are "
+                "spread is not modelled",
+                hint="leave --gpus out",
+            )
 
     def _spread_fields(self) -> tuple[object, ...]:
         return tuple(getattr(self, name) for name in SPREAD_FIELDS)
@@ -312,6 +332,11 @@ class TrainSetup:
         return f"the fp16 loss scaler cannot unscale {self.resolved_adapter_dtype} adapters' gradients"
 
     @property
+    def aim(self) -> Objective:
+        """The objective's row."""
+        return _OBJECTIVES[self.objective]
+
+    @property
     def by(self) -> Stack:
         """The stack's row."""
         return _STACKS[self.stack]
@@ -333,7 +358,7 @@ class TrainSetup:
 
     @property
     def global_batch_seqs(self) -> int:
-        """Sequences per optimizer step over all data-parallel copies."""
+        """Samples per optimizer step over all data-parallel copies."""
         return self.micro_batch_seqs * self.accumulation_steps * self.data_degree
 
     @property
@@ -353,12 +378,12 @@ class TrainSetup:
     @property
     def tokens_per_micro_batch(self) -> int:
         """Tokens of one forward on one GPU."""
-        return self.micro_batch_seqs * self.seq_len_tokens
+        return self.micro_batch_seqs * self.aim.seqs_per_sample * self.seq_len_tokens
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step over all GPUs."""
-        return self.global_batch_seqs * self.seq_len_tokens
+        return self.global_batch_seqs * self.aim.seqs_per_sample * self.seq_len_tokens
 
     @property
     def spread(self) -> dict[str, Any]:

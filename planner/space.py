@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from planner.choices.kernels import planned_kernels
 from planner.choices.losses import PLANNED_LOSSES, LossChain
+from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
+from planner.choices.objectives import OBJECTIVES, Objective
 from planner.choices.optimizers import PLANNED_OPTIMIZERS
 from planner.choices.precisions import PRECISIONS, precision_of
 from planner.engines import engine_of, why_not
@@ -111,6 +113,8 @@ def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
     }
     for name, allowed in fixed.items():
         values[name] = tuple(allowed)
+    if "objective" in fixed:
+        values["loss"] = _losses_of(OBJECTIVES[fixed["objective"][0]], values["loss"])
     quantized = TrainSetup(method="qlora", quantization="nf4")
     if bits := stored_bits(workload.model):
         values["method"] = tuple(one for one in values["method"] if one == "qlora")
@@ -136,6 +140,21 @@ def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
     return values
 
 
+def _losses_of(objective: Objective, losses: tuple[str, ...]) -> tuple[str, ...]:
+    """Of these losses, those that some trainer of the objective has.
+
+    Raises:
+        UsageError: none of them.
+    """
+    found = tuple(one for one in losses if one in objective.losses)
+    if not found:
+        raise UsageError(
+            f"--loss cannot be kept: no trainer of --objective {objective.name} has {', '.join(losses)}",
+            hint=f"leave --loss out, or use --loss {objective.losses[0]}",
+        )
+    return found
+
+
 def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Iterator[TrainSetup]:
     """One setup for every branch that can exist (method, precision, quantization, cast, rank, targets).
 
@@ -146,6 +165,7 @@ def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Itera
     """
     asked_precision = "precision" in workload.fixed
     only_full = tuple(values["method"]) == ("full",)
+    objective = values.get("objective", (DEFAULT_OBJECTIVE,))[0]
     for method in values["method"]:
         quantizations = ("none",) if method != "qlora" else tuple(q for q in values["quantization"] if q != "none")
         if method != "qlora" and "none" not in values["quantization"]:
@@ -177,6 +197,8 @@ def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Itera
                                     seq_len_tokens=workload.seq_len_tokens,
                                     packing=bool(values.get("packing", (False,))[0]),
                                     lora_dropout=values.get("lora_dropout", (0.0,))[0],
+                                    objective=objective,
+                                    loss=values["loss"][0] if objective != DEFAULT_OBJECTIVE else "full",
                                 )
                             except SetupError:
                                 continue

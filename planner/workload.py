@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from planner import steps
+from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
+from planner.choices.objectives import OBJECTIVES
 from planner.errors import UsageError
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
@@ -75,6 +77,11 @@ class Workload:
                 f"got {self.headroom_bytes} bytes",
                 hint="give --headroom in GiB, smaller than the card",
             )
+
+    @property
+    def sample(self) -> str:
+        """What one sample of a step is, for people."""
+        return OBJECTIVES[self.fixed.get("objective", (DEFAULT_OBJECTIVE,))[0]].sample
 
     @property
     def num_gpus(self) -> int:

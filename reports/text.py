@@ -6,6 +6,7 @@ Every figure a person sees goes through here, so that the three reports agree to
 from collections.abc import Iterable
 
 from planner.choices.kernels import KERNELS
+from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.outcome import Candidate, Evidence, Measurement, Prediction, ProbeFailure, Rung
 from planner.plan import Answer, Cut, NoPlan, Plan
 from planner.setup import TrainSetup
@@ -90,6 +91,7 @@ def setup_words(setup: TrainSetup) -> str:
     """The whole setup in one line, in the order a person asks for it. Defaults that change nothing are left out."""
     return joined(
         (
+            setup.aim.title if setup.objective != DEFAULT_OBJECTIVE else "",
             method_words(setup),
             quantization_words(setup),
             setup.precision,
@@ -171,7 +173,7 @@ def workload_words(workload: Workload) -> str:
     return (
         f"{model} ({count(workload.model.num_params)} parameters) on {gpus_words(workload)} · "
         f"{workload.seq_len_tokens:,} tokens · "
-        f"{workload.global_batch_seqs:,} {plural(workload.global_batch_seqs, 'sequence')} per step"
+        f"{workload.global_batch_seqs:,} {plural(workload.global_batch_seqs, workload.sample)} per step"
     )
 
 

@@ -54,8 +54,8 @@ class Problem:
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
             raise UsageError(
-                f"objective must be one of {', '.join(OBJECTIVES)}; got {self.objective!r}",
-                hint="use --objective tokens",
+                f"the goal must be one of {', '.join(OBJECTIVES)}; got {self.objective!r}",
+                hint="use --goal tokens",
             )
         if not self.candidates:
             raise UsageError("the search got no candidates", hint="widen the space: drop a --fix or a --rank")

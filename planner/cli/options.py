@@ -7,6 +7,8 @@ import typer
 from planner import setup as fields
 from planner.choices.kernels import KERNELS
 from planner.choices.losses import LOSSES
+from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
+from planner.choices.objectives import OBJECTIVES
 from planner.cli.completion import complete_gpu, complete_model
 from planner.cli.wish import choices, parse_targets, positive
 from planner.errors import UsageError
@@ -41,6 +43,10 @@ Checkpointing = Annotated[
 CheckpointEvery = Annotated[int | None, typer.Option("--checkpoint-every", help="Checkpoint every n-th layer.")]
 Packing = Annotated[bool | None, typer.Option("--packing/--no-packing", help="Fill sequences with several samples.")]
 Loss = Annotated[list[str] | None, typer.Option("--loss", help="/".join(fields.LOSSES) + "; repeatable.")]
+Objective = Annotated[
+    str | None,
+    typer.Option("--objective", help="What the step trains for: " + ", ".join(fields.OBJECTIVE_NAMES) + "."),
+]
 Kernels = Annotated[
     list[str] | None, typer.Option("--kernels", help="/".join(fields.KERNEL_FAMILIES) + "; repeatable.")
 ]
@@ -90,6 +96,27 @@ def check_ranks(rank: int | None, min_rank: int | None) -> None:
     """
     if rank is not None and min_rank is not None and rank < min_rank:
         raise UsageError(f"--rank {rank} is below --min-rank {min_rank}", hint="leave one of the two out")
+
+
+def objective_fields(objective: str | None, *, packing: bool | None, num_gpus: int) -> dict[str, tuple[Any, ...]]:
+    """The objective as a setup field that the user decided; nothing for supervised training.
+
+    Raises:
+        UsageError: not known, or what else was asked for is something that its trainers do not have.
+    """
+    if objective is None:
+        return {}
+    row = OBJECTIVES[choices("objective", (objective,), fields.OBJECTIVE_NAMES)[0]]
+    if row.name == DEFAULT_OBJECTIVE:
+        return {}
+    if packing and not row.packs:
+        raise UsageError(f"--packing contradicts --objective {row.name}: no trainer packs {row.sample}s")
+    if num_gpus > 1:
+        raise UsageError(
+            f"--objective {row.name} is planned on one GPU: how its {row.sample}s are spread is not modelled",
+            hint="leave --gpus out",
+        )
+    return {"objective": (row.name,)}
 
 
 def fixed_fields(

@@ -91,6 +91,7 @@ class AnySetupOptions(SetupOptions):
     tensor_degree: spread.TensorDegree = None
     pipeline_degree: spread.PipelineDegree = None
     schedule: spread.Schedule = None
+    objective: options.Objective = None
     kbit_fp32_cast: Annotated[
         bool | None, typer.Option("--kbit-fp32-cast/--no-kbit-fp32-cast", help="peft's k-bit preparation.")
     ] = None
@@ -113,6 +114,7 @@ class AnySetupOptions(SetupOptions):
 
     def _fields(self) -> dict[str, Any]:
         return super()._fields() | {
+            "objective": self.objective,
             "kbit_fp32_cast": self.kbit_fp32_cast,
             "adapter_dtype": self.adapter_dtype,
             "lora_dropout": self.lora_dropout,

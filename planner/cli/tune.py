@@ -47,7 +47,7 @@ def tune(
     model: options.Model,
     wish: WishOptions,
     gpu: Annotated[str, typer.Option("--gpu", help="Table row of this machine's GPU, or 'local'.")] = "local",
-    objective: Annotated[str, typer.Option("--objective", help="tokens, cost or memory.")] = "tokens",
+    goal: Annotated[str, typer.Option("--goal", help="What is best: tokens, cost or memory.")] = "tokens",
     budget: Annotated[str, typer.Option("--budget", help="Stop after this long: 5m, 90s, 1.5h.")] = "5m",
     max_probes: Annotated[int, typer.Option("--max-probes", help="Stop after this many probes.")] = DEFAULT_PROBES,
     sampler: Annotated[str, typer.Option("--sampler", help="residual (ours), tpe, gp, random or grid.")] = "residual",
@@ -84,7 +84,7 @@ def tune(
     line.say(f"planning {model} by the formula")
     spec = resolve_model(model, revision=revision, ask_hub=hub)
     card = resolve_gpu(gpu)
-    asked = wish.on_links_of(gpu, card).workload(spec, card, objective=objective)
+    asked = wish.on_links_of(gpu, card).workload(spec, card, objective=goal)
     on_this_machine(asked)
     plan = plan_workload(asked)
     line.close()

@@ -62,6 +62,7 @@ class SpaceOptions:
 class WishOptions(SpaceOptions):
     """What a person asks for on the command line, beside model and GPU; None: planned, or a stated default."""
 
+    objective: options.Objective = None
     gpus: spread.Gpus = None
     nodes: spread.Nodes = None
     interconnect: spread.Interconnect = None
@@ -99,21 +100,27 @@ class WishOptions(SpaceOptions):
     ] = None
 
     def fixed(self) -> dict[str, tuple[Any, ...]]:
-        """With the fields of the spread.
+        """With the objective and the fields of the spread.
 
         Raises:
             UsageError: unknown values, or flags that contradict each other.
         """
         options.check_ranks(self.rank, self.min_rank)
-        return super().fixed() | spread.spread_fields(
-            self.gpus or 1,
-            parallel=self.parallel,
-            tensor_degree=self.tensor_degree,
-            pipeline_degree=self.pipeline_degree,
-            schedule=self.schedule,
-            shard_degree=self.shard_degree,
-            reshard=self.reshard,
-            offload=self.offload,
+        num_gpus = self.gpus or 1
+        aim = options.objective_fields(self.objective, packing=self.packing, num_gpus=num_gpus)
+        return (
+            aim
+            | super().fixed()
+            | spread.spread_fields(
+                num_gpus,
+                parallel=self.parallel,
+                tensor_degree=self.tensor_degree,
+                pipeline_degree=self.pipeline_degree,
+                schedule=self.schedule,
+                shard_degree=self.shard_degree,
+                reshard=self.reshard,
+                offload=self.offload,
+            )
         )
 
     def on_links_of(self, name: str, gpu: GpuSpec) -> Self:

@@ -1,6 +1,8 @@
 """Launch files: one module per target tool. Pure: request in, text out, the same text for the same request."""
 
 from collections.abc import Mapping
+from functools import partial
+from types import ModuleType
 
 from planner.exporters import accelerate, axolotl, deepspeed, hf, llamafactory, torchtitan, trl, unsloth
 from planner.exporters.types import (
@@ -13,9 +15,36 @@ from planner.exporters.types import (
     LaunchFile,
     Target,
 )
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
+
+
+def objective_refusal(setup: TrainSetup, target: str) -> str:
+    """Why a target has no file for the setup's objective, "" when it has."""
+    if target in setup.aim.targets:
+        return ""
+    others = ", ".join(setup.aim.targets)
+    return f"{target} files are for other objectives than {setup.objective}: it is written for {others}"
+
+
+def _refusal(room: ModuleType, setup: TrainSetup, model: ModelSpec | None = None) -> str:
+    found: str = objective_refusal(setup, room.TARGET) or room.refusal(setup, model)
+    return found
+
+
+def _export(room: ModuleType, request: ExportRequest) -> Launch:
+    reason = objective_refusal(request.setup, room.TARGET)
+    found: Launch = Launch(target=room.TARGET, refused=reason) if reason else room.export(request)
+    return found
+
 
 TARGETS: Mapping[str, Target] = {
-    room.TARGET: Target(name=room.TARGET, refusal=room.refusal, differences=room.differences, export=room.export)
+    room.TARGET: Target(
+        name=room.TARGET,
+        refusal=partial(_refusal, room),
+        differences=room.differences,
+        export=partial(_export, room),
+    )
     for room in (trl, hf, axolotl, llamafactory, unsloth, accelerate, deepspeed, torchtitan)
 }
 """Target name -> what it makes of a setup, and its files."""

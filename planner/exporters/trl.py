@@ -30,7 +30,6 @@ from planner.models.stored import dequantizing_class, stored_method
 from planner.setup import TrainSetup
 
 TARGET = "trl"
-FILE = "trl/trl-sft.yaml"
 VALIDATED_WITH = {
     "trl": "1.16.0",
     "transformers": "5.23.0",
@@ -41,6 +40,9 @@ VALIDATED_WITH = {
 }
 FILE_LOADERS = {"jsonl": "json", "json": "json", "parquet": "parquet", "csv": "csv"}
 """Ending of a local file -> the loader of `datasets` for it; `dataset_name` takes a directory or a hub id only."""
+
+TEMPLATED = ("sft", "reward")
+"""Objectives whose configuration has `chat_template_path` (TRL 1.16)."""
 
 OLDER_NAMES = (
     "With transformers < 5.23 write gradient_checkpointing for activation_checkpointing "
@@ -79,7 +81,26 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
         dtype = setup.weight_dtype if zero3 else "fp32"
         reason = "TRL keeps adapters in the weights' type under ZeRO-3" if zero3 else "peft holds adapters in fp32"
         found.append(adapter_dtype_difference(runs, dtype, reason))
+    if setup.objective != "sft":
+        found += _objective_differences(setup)
     return tuple(one for one in found if one is not None)
+
+
+def _objective_differences(setup: TrainSetup) -> list[Difference]:
+    """What TRL's trainers of pairs and rewards run otherwise than a setup says."""
+    found = []
+    if setup.lora_dropout:
+        reason = "TRL switches every dropout off for this objective (disable_dropout)"
+        found.append(Difference(field="lora_dropout", planned=setup.lora_dropout, runs_as=0.0, reason=reason))
+    if setup.aim.reference and setup.checkpointing > 1:
+        reason = "TRL switches checkpointing off for the reference's forward, and on again for every layer"
+        found.append(Difference(field="checkpointing", planned=setup.checkpointing, runs_as=1, reason=reason))
+    return found
+
+
+def file_of(setup: TrainSetup) -> str:
+    """The configuration's path below `launch/`."""
+    return f"trl/trl-{setup.aim.targets[TARGET]}.yaml"
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
@@ -112,12 +133,13 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
 
 
 def export(request: ExportRequest) -> Launch:
-    """`trl-sft.yaml`, with an Accelerate config beside it for more than one GPU."""
+    """`trl-sft.yaml`, or of another command, with an Accelerate config beside it for more than one GPU."""
     setup = request.setup
     if reason := refusal(setup, request.model):
         return Launch(target=TARGET, refused=reason)
     found = differences(setup)
-    command = f"trl sft --config launch/{FILE}"
+    file, spoken = file_of(setup), setup.aim.targets[TARGET]
+    command = f"trl {spoken} --config launch/{file}"
     files = []
     notes = [OLDER_NAMES]
     if accelerate.needed(setup):
@@ -128,7 +150,13 @@ def export(request: ExportRequest) -> Launch:
         command += accelerate_flags(request)
     else:
         command += " --num_processes 1"
-    if chat.chats(request) and request.lacks_template is None:
+    templates = setup.objective in TEMPLATED
+    if not templates and chat.chats(request) and request.lacks_template is not False:
+        notes.append(
+            f"`trl {spoken}` takes no chat template: for a tokenizer without one (a base model's often has none) write "
+            "the data as plain text, or save a template with the model first."
+        )
+    if templates and chat.chats(request) and request.lacks_template is None:
         notes.append(
             f"If the tokenizer has no chat template (a base model's often has none), add {chat.OPTION} "
             f"launch/{TARGET}/{chat.NAME} to the command; run.sh looks and does."
@@ -146,15 +174,15 @@ def export(request: ExportRequest) -> Launch:
         )
     head = header(
         request,
-        title="TRL supervised fine-tuning",
+        title="TRL supervised fine-tuning" if setup.objective == "sft" else f"TRL {setup.aim.title}",
         command=command,
         validated_with=VALIDATED_WITH,
         differences=found,
         notes=notes,
     )
     runs = setup.with_(**{one.field: one.runs_as for one in found})
-    files.insert(0, launch_file(FILE, yaml_text(head, _sections(request, runs))))
-    if chat.chats(request) and request.lacks_template is not False:
+    files.insert(0, launch_file(file, yaml_text(head, _sections(request, runs))))
+    if templates and chat.chats(request) and request.lacks_template is not False:
         files.append(launch_file(f"{TARGET}/{chat.NAME}", chat.TEMPLATE))
     return Launch(
         target=TARGET,
@@ -179,7 +207,7 @@ def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
             Line("dtype", dtype, "of the weights that are not quantized, and of 4-bit compute"),
             attention_line(request),
             Line("chat_template_path", f"launch/{TARGET}/{chat.NAME}", "the tokenizer has none of its own")
-            if chat.brought_along(request)
+            if chat.brought_along(request) and setup.objective in TEMPLATED
             else None,
             *_quantization(setup),
         ),
@@ -187,9 +215,7 @@ def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
         dataset_section(request),
         section(
             "batch",
-            Line("max_length", setup.seq_len_tokens, "tokens; longer samples are cut"),
-            Line("packing", setup.packing),
-            Line("packing_strategy", "bfd") if setup.packing else None,
+            *_lengths(setup),
             Line("per_device_train_batch_size", setup.micro_batch_seqs),
             Line("per_device_eval_batch_size", setup.micro_batch_seqs, EVAL_REASON),
             Line("gradient_accumulation_steps", setup.accumulation_steps),
@@ -198,12 +224,15 @@ def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
             "memory and speed",
             *precision_lines(runs),
             *checkpointing_lines(setup),
-            Line("loss_type", "nll", "in chunks: never holds seqs x tokens x vocabulary"),
+            Line("loss_type", "nll", "in chunks: never holds seqs x tokens x vocabulary")
+            if setup.objective == "sft"
+            else None,
             *kernels_lines(setup.with_(loss="chunked"), request.model),
             Line("torch_compile", True) if setup.compile else None,
             Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
             *sync_lines(setup),
         ),
+        *_objective(setup),
         section(
             "optimization",
             Line("optim", HF_OPTIMIZERS[setup.optimizer]),
@@ -218,6 +247,29 @@ def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
         ),
         section("output", *output_lines(request)),
     ]
+
+
+def _lengths(setup: TrainSetup) -> list[Line | None]:
+    if setup.objective == "sft":
+        return [
+            Line("max_length", setup.seq_len_tokens, "tokens; longer samples are cut"),
+            Line("packing", setup.packing),
+            Line("packing_strategy", "bfd") if setup.packing else None,
+        ]
+    each = f"tokens of each half of a {setup.aim.sample}" if setup.aim.seqs_per_sample > 1 else "tokens"
+    return [Line("max_length", setup.seq_len_tokens, f"{each}, prompt included")]
+
+
+def _objective(setup: TrainSetup) -> list[Section]:
+    """What the objective's own trainer is told."""
+    if not setup.aim.reference:
+        return []
+    kept = "a second copy of the weights" if setup.method == "full" else "the base with its adapters switched off"
+    lines = (
+        Line("beta", 0.1, "TRL's default: how far the policy may leave the reference"),
+        Line("precompute_ref_log_probs", False, f"the reference is {kept}"),
+    )
+    return [section("objective", *lines)]
 
 
 def _quantization(setup: TrainSetup) -> list[Line]:
@@ -275,7 +327,7 @@ def dataset_section(request: ExportRequest) -> Section:
     if request.dataset is None:
         return section(
             "dataset: PUT YOURS HERE",
-            Line("dataset_name", PLACEHOLDER_DATASET, "hub id, or a directory with train.jsonl (messages or text)"),
+            Line("dataset_name", PLACEHOLDER_DATASET, f"hub id, or a directory with train.jsonl ({_columns(request)})"),
         )
     comment = "chat columns" if request.dataset.columns == "messages" else f"{request.dataset.columns} columns"
     text = request.dataset.columns == "text" and request.dataset.text_field != "text"
@@ -292,6 +344,11 @@ def dataset_section(request: ExportRequest) -> Section:
         Line("dataset_train_split", request.dataset.split),
         Line("dataset_text_field", request.dataset.text_field) if text else None,
     )
+
+
+def _columns(request: ExportRequest) -> str:
+    objective = request.setup.objective
+    return "messages or text" if objective == "sft" else request.setup.aim.columns
 
 
 def precision_lines(setup: TrainSetup) -> list[Line]:

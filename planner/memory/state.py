@@ -113,6 +113,9 @@ def whole_weights(model: ModelSpec, setup: TrainSetup, trained: Trained) -> Iter
             name=f"LoRA matrices{' and whole modules' if setup.modules_to_save else ''}",
             size_bytes=trained.size_bytes,
         )
+    elif setup.aim.reference:
+        size = sum(weight_bytes(model, setup).values())
+        yield Held(category="weights", name="reference model (a frozen copy)", size_bytes=size)
 
 
 def halves_stay_apart(model: ModelSpec, setup: TrainSetup) -> bool:

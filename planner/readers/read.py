@@ -71,13 +71,6 @@ AXOLOTL_KEYS = {
     "pretraining_dataset", "deepspeed", "fsdp", "val_set_size", "special_tokens", "rl",
 }  # fmt: skip
 LLAMAFACTORY_KEYS = {"finetuning_type", "stage", "cutoff_len", "lora_rank", "lora_target", "template", "dataset_dir"}
-OTHER_OBJECTIVES = {
-    "GRPO": {"num_generations", "reward_funcs", "num_iterations", "max_completion_length"},
-    "preference training": {"max_prompt_length", "precompute_ref_log_probs", "ref_model", "desirable_weight"},
-    "reward modelling": {"center_rewards_coefficient"},
-    "distillation": {"teacher_model_name_or_path", "lmbda"},
-}
-"""Objective -> settings that only TRL's configs of it have."""
 
 
 def detect(values: dict[str, Any]) -> str:
@@ -119,21 +112,6 @@ def detect(values: dict[str, Any]) -> str:
     if own.is_training(values):
         return own.FORMAT
     return trl.FORMAT if keys & {"model_name_or_path", "use_peft", "dataset_name"} and not strangers else ""
-
-
-def refuse_other_objectives(values: Mapping[str, Any], name: str) -> None:
-    """Raises for a TRL config that trains something else than a language model on text.
-
-    Raises:
-        ConfigError: naming the objective and the settings that give it away.
-    """
-    for objective, marks in OTHER_OBJECTIVES.items():
-        found = sorted(marks & set(values))
-        if found or (objective == "preference training" and {"beta", "max_length"} <= set(values)):
-            raise NotPlanned(
-                f"{name}: {objective} ({', '.join(found) or 'beta'}) is not planned, its memory is not modelled",
-                hint="supervised fine-tuning is; plan trace runs other programs on a phantom GPU",
-            )
 
 
 def read_text(
@@ -268,8 +246,11 @@ def _of_mapping(
             f"{name} is no config of a known tool (its settings: {', '.join(list(values)[:6]) or 'none'})",
             hint=f"known: {', '.join(FORMATS)}",
         )
-    if kind in (trl.FORMAT, own.FORMAT):
-        refuse_other_objectives(values, name)
+    if kind == own.FORMAT and trl.objective_of(values, name) != ("sft", True):
+        raise NotPlanned(
+            f"{name}: preferences or rewards in a program's own settings are not planned, its memory is not modelled",
+            hint="plan trace runs other programs on a phantom GPU",
+        )
     found = READERS[kind](values, name, model, sharding=sharding)
     if not duplicates:
         return found

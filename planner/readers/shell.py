@@ -31,6 +31,8 @@ UTILITIES = ("pip", "venv", "ensurepip", "http.server", "json.tool", "pytest", "
 MAX_CONTINUED = 200
 MAX_FILLED = 1 << 17
 """Characters that variables add to one word: Linux takes no longer argument (`MAX_ARG_STRLEN`)."""
+TRL_COMMANDS = ("sft", "dpo", "kto", "orpo", "reward", "grpo", "rloo", "distillation")
+"""What `trl` trains, and "orpo", which only scripts written here start."""
 TOOLS_AS_MODULES = ("axolotl", "trl", "litgpt")
 TOOLS = ("trl", "axolotl", "llamafactory-cli", "swift", "litgpt", "tune", "unsloth")
 
@@ -269,7 +271,7 @@ def _program(words: list[str], num_gpus: int | None, config: str) -> Command | N
 
 def _of_tool(tool: str, words: list[str], num_gpus: int | None) -> Command | None:
     verbs = {
-        "trl": ("sft",), "axolotl": ("train", "finetune"), "llamafactory-cli": ("train",), "unsloth": ("train",),
+        "trl": TRL_COMMANDS, "axolotl": ("train", "finetune"), "llamafactory-cli": ("train",), "unsloth": ("train",),
         "swift": ("sft", "pt", "rlhf"), "litgpt": ("finetune_lora", "finetune", "finetune_full"), "tune": ("run",),
     }[tool]  # fmt: skip
     if not words or words[0] not in verbs:

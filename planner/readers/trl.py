@@ -1,10 +1,15 @@
 """TRL configs (`trl sft --config FILE`) as setups. Defaults of the TRL version that is named, else of 1.16."""
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
+from planner.choices.objectives import OBJECTIVES, Objective
+from planner.errors import NotPlanned
 from planner.models.spec import ModelSpec
 from planner.readers import common, hf, schema, versions
 from planner.readers.sharding import Sharding, Spread, fsdp, fsdp_words, loaded, parallel_of, zero_stage
+from planner.readers.shell import TRL_COMMANDS
 from planner.readers.types import Missing, ReadConfig
 from planner.readers.values import Settings
 
@@ -14,6 +19,40 @@ EXTRA_KEYS = (
     "main_process_ip", "mixed_precision", "multi_gpu", "dynamo_backend", "gpu_ids",
 )  # fmt: skip
 """What `trl sft` accepts beside its own arguments: its environment block and `accelerate launch`'s."""
+
+
+MARKS = {
+    "kto": {"desirable_weight", "undesirable_weight"},
+    "reward": {"center_rewards_coefficient"},
+    "dpo": {
+        "precompute_ref_log_probs",
+        "precompute_ref_batch_size",
+        "ref_model_mixup_alpha",
+        "sync_ref_model",
+        "ld_alpha",
+    },
+    "grpo": {"num_generations", "reward_funcs", "num_iterations", "max_completion_length"},
+    "distillation": {"teacher_model_name_or_path", "lmbda"},
+}
+"""Objective -> settings that, where no earlier one's is there, only TRL's configs of it have."""
+NAMED = re.compile(rf"(?:^|[^a-z])({'|'.join(TRL_COMMANDS)})(?:[^a-z]|$)")
+
+
+def objective_of(values: Mapping[str, Any], name: str, command: str = "") -> tuple[str, bool]:
+    """The objective of a config, and whether it is certain: by the command that it is for, by settings that only one
+    has, else by the file's name; "sft" where nothing says another.
+
+    Args:
+        command: the word behind `trl` where a launch names one.
+    """
+    if command in TRL_COMMANDS:
+        return command, True
+    if found := next((objective for objective, marks in MARKS.items() if marks & set(values)), ""):
+        return found, True
+    if match := NAMED.search(name.lower()):
+        return match[1], True
+    paired = bool({"max_prompt_length", "ref_model"} & set(values)) or {"beta", "max_length"} <= set(values)
+    return "sft", not paired
 
 
 def known_keys() -> set[str]:
@@ -33,6 +72,13 @@ def read(
     settings.note_unknown(known_keys(), FORMAT)
     keys: dict[str, str] = {}
     sharding = sharding or Sharding()
+    objective, certain = objective_of(values, name, next(iter(sharding.arguments or ()), ""))
+    if objective not in OBJECTIVES:
+        raise NotPlanned(
+            f"{name}: objective {objective} is not planned, its memory is not modelled",
+            hint="plan trace runs other programs on a phantom GPU",
+        )
+    aim = OBJECTIVES[objective]
     bound = versions.taking((), (key for key in values if settings.has(key)))
     defaults = versions.trl(sharding.versions.get("trl"), bound)
     if defaults.assumed:
@@ -46,7 +92,15 @@ def read(
     kwargs = Settings(settings.mapping("model_init_kwargs"), f"{name}: model_init_kwargs")
     quantization, compute = _quantization(settings, kwargs)
     peft = settings.flag("use_peft", False)
+    fields["objective"] = objective
     missing = []
+    if not certain:
+        reason = f"{name} has beta: preferences, of which kind (dpo, kto, orpo) the command that it is for says"
+        missing.append(Missing(field="objective", reason=reason))
+    if objective != "sft":
+        fields["loss"] = _loss_of(aim, defaults, name)
+        if settings.flag("precompute_ref_log_probs", False):
+            settings.approximate("reference log-probabilities are computed beforehand: counted as if in every step")
     unused = [key for key in ("lora_r", "lora_alpha", "lora_target_modules") if settings.has(key)]
     if unused and not settings.has("use_peft"):
         reason = f"{name} sets {unused[0]} but not use_peft: trl trains every weight then, another program may not"
@@ -76,6 +130,8 @@ def read(
             "lora_targets": common.targets(settings.names("lora_target_modules"), model, settings),
             "modules_to_save": common.modules_to_save(settings, "lora_modules_to_save"),
         }
+        if objective != "sft" and settings.flag("disable_dropout", True):
+            fields["lora_dropout"] = 0.0
         if settings.flag("use_dora", False):
             settings.approximate("DoRA's magnitude vectors and norms are not counted")
         if settings.has("lora_target_parameters"):
@@ -118,6 +174,20 @@ def read(
         keys=keys,
         values=values,
     )
+
+
+def _loss_of(aim: Objective, defaults: versions.TrlDefaults, name: str) -> str:
+    """The loss that TRL's trainer of an objective has.
+
+    Raises:
+        NotPlanned: of a version whose trainer makes whole logits.
+    """
+    if aim.losses[0] == "chunked" and defaults.version < versions.TRL_FUSED_PREFERENCES_SINCE:
+        raise NotPlanned(
+            f"{name}: {defaults.said} computes {aim.name} on whole logits, which is not modelled",
+            hint="TRL 1.15 and newer are; plan trace runs other programs on a phantom GPU",
+        )
+    return aim.losses[0]
 
 
 def sharded(settings: Settings, sharding: Sharding) -> Spread:

@@ -26,6 +26,7 @@ class Missing:
 
 
 OPTIONS = {
+    "objective": "--set objective=dpo|kto|orpo",
     "model": "--model MODEL",
     "method": "--set method=full|lora|qlora",
     "quantization": "--set quantization=none|int8|nf4|nf4-double",

@@ -18,6 +18,8 @@ TRL_ONLY_CHUNKED_SINCE = (1, 10)
 which it does not: the versions between are taken with 1.15."""
 
 
+TRL_FUSED_PREFERENCES_SINCE = (1, 15)
+"""From here on DPOTrainer and KTOTrainer score tokens without full logits: read in 1.16; 1.14 makes them."""
 TRL_PREPARES_KBIT_UNTIL = (0, 27)
 """Before this `SFTTrainer` calls peft's `prepare_model_for_kbit_training` on a quantized base (0.26 does, 0.28 not)."""
 TRL_PREPARES_WITH_CHECKPOINTING_UNTIL = (0, 7, 2)

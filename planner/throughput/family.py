@@ -33,21 +33,23 @@ class Family:
         flow: data types.
         trained_params, trained_tensors: what the optimizer updates.
         trained_bytes: size of one trained parameter.
+        seqs_per_sample: sequences of one forward for each sample of the micro-batch.
         host_s: host time to issue one micro-batch's kernels.
         power: of the p-norm that joins GPU and host time.
         attention_flops: needed forward flops of attention, per sequence.
     """
 
     __slots__ = (
-        "_attention", "_busy", "_cast", "_dequantization", "_elementwise", "_lora", "_recompute", "_seq", "_setup",
-        "_skip_first", "_skip_last", "_speed", "attention_flops", "flow", "host_s", "power", "trained_bytes",
-        "trained_params", "trained_tensors",
+        "_attention", "_busy", "_cast", "_dequantization", "_elementwise", "_extra", "_lora", "_recompute", "_seq",
+        "_setup", "_skip_first", "_skip_last", "_speed", "attention_flops", "flow", "host_s", "power",
+        "seqs_per_sample", "trained_bytes", "trained_params", "trained_tensors",
     )  # fmt: skip
 
     def __init__(self, speed: SpeedModel, setup: TrainSetup) -> None:
         constants, conditions, inv = speed.constants, speed.conditions, speed.inv
         self._speed, self._setup, self._seq = speed, setup, setup.seq_len_tokens
         self._busy: dict[int, float] = {}
+        self.seqs_per_sample = setup.aim.seqs_per_sample
         self.flow = flow = flow_of(setup)
         full = setup.method == "full"
         every = setup.checkpointing
@@ -63,6 +65,7 @@ class Family:
         forward_kernels, backward_kernels = moved.forward_kernels, moved.backward_kernels
         per_byte = bytes_left * constants.elementwise_scale / speed.bandwidth
         self._elementwise = _token_and_micro(moved, per_byte, gap)
+        alone = (moved.forward_bytes * per_byte, moved.forward_kernels * gap)
         again_token = again * moved.forward_bytes * per_byte
         again_micro = again * moved.forward_kernels * gap
 
@@ -106,6 +109,7 @@ class Family:
         else:
             host_token = 0.0
         self._recompute = (again_token, again * forward + host_token * self._seq, again_micro, again)
+        self._extra = (alone[0], forward, alone[1])  # a forward without gradients: adapters off, or a copy's
         self._skip_last = full and not conditions.reentrant_checkpointing
         self._skip_first = not full and not every
 
@@ -113,18 +117,22 @@ class Family:
         host += (_LOSS_KERNELS + _EMBEDDING_KERNELS) * (constants.host_forward_s + constants.host_backward_s)
         host += quantized_calls * (2 + again) * constants.host_quantized_s
         host += lora_calls * (1 + again) * constants.host_lora_s
+        if extra := setup.aim.extra_forwards:
+            host += extra * (moved.forward_kernels * constants.host_forward_s)
+            host += extra * quantized_calls * constants.host_quantized_s
         self.host_s = host * constants.host_scale * (constants.compile_host if setup.compile else 1.0)
 
-    def busy_s(self, seqs: int) -> float:
+    def busy_s(self, samples: int) -> float:
         """GPU seconds of the layers for one micro-batch."""
-        found = self._busy.get(seqs)
+        found = self._busy.get(samples)
         if found is None:
-            found = self._busy[seqs] = sum(self.parts(seqs).values())
+            found = self._busy[samples] = sum(self.parts(samples).values())
         return found
 
-    def parts(self, seqs: int) -> dict[str, float]:
+    def parts(self, samples: int) -> dict[str, float]:
         """GPU seconds of the layers for one micro-batch by part."""
         speed, setup = self._speed, self._setup
+        seqs = samples * self.seqs_per_sample
         tokens = seqs * self._seq
         cached = tokens / speed.cache_gain(tokens)
         layers = speed.matmuls(self.flow.compute, tokens, setup.quantization == "int8")
@@ -136,7 +144,7 @@ class Family:
             matmul -= layers.first_input_gradient
         # early stop: a recomputed layer need not multiply its last matrix, whose output nobody saved
         recompute = again * (layers.forward - (layers.last_forward if self._skip_last else 0.0))
-        return {
+        parts = {
             "matmul": matmul,
             "recompute": recompute + again_token * cached + again_seq * seqs + again_micro,
             "attention": self._attention * seqs,
@@ -144,6 +152,12 @@ class Family:
             "lora": self._lora[0] * cached + self._lora[1],
             "dequantization": self._dequantization,
         }
+        if extra := setup.aim.extra_forwards:
+            once = layers.forward + self._extra[0] * cached + self._extra[1] * seqs + self._extra[2]
+            if setup.quantization != "int8":
+                once += self._dequantization / 2.0
+            parts["forwards without gradients"] = extra * once
+        return parts
 
 
 def _token_and_micro(moved: Moved, per_byte: float, gap: float) -> tuple[float, float]:

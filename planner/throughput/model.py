@@ -157,6 +157,14 @@ class SpeedModel:
         self._losses[key] = made
         return made
 
+    def head_forward_s(self, dtype: str, tokens: int) -> float:
+        """Seconds of the head alone over so many tokens, without gradients."""
+        head = self.inv.head
+        if head is None:
+            return 0.0
+        size, rate = SIZE_BYTES[dtype], self.rates.matmul[dtype]
+        return matmul_s(tokens, head.out_features, head.in_features, rate, size, self.rates, self.constants)
+
     def loss_chain_s(self, loss: str, dtype: str, tokens: int, vocab: int) -> float:
         """Seconds of the loss chain over so many logits, without the head's matmuls."""
         fused, softcap = self.conditions.fused_loss, self.inv.softcap

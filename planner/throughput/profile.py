@@ -47,11 +47,16 @@ class ThroughputProfile:
             busy = self._family.busy_s(micro_batch_seqs) + self._loss_s(micro_batch_seqs)
             micro = self._times[micro_batch_seqs] = self._with_host(busy) + self._trainer_micro_s()
         step = accumulation_steps * micro + (accumulation_steps - 1) * self._add_s + self._step_s
-        return step, micro_batch_seqs * self._setup.seq_len_tokens * accumulation_steps / step
+        return step, self._tokens(micro_batch_seqs) * accumulation_steps / step
 
-    def _loss_s(self, seqs: int) -> float:
-        tokens = seqs * self._setup.seq_len_tokens
-        return self._speed.loss_s(self._setup.loss, self._head_dtype, tokens, self._setup.method == "full")
+    def _tokens(self, samples: int) -> int:
+        return samples * self._family.seqs_per_sample * self._setup.seq_len_tokens
+
+    def _loss_s(self, samples: int) -> float:
+        setup, tokens = self._setup, self._tokens(samples)
+        again = setup.aim.extra_forwards
+        found = self._speed.loss_s(setup.loss, self._head_dtype, tokens, setup.method == "full")
+        return found + again * self._speed.head_forward_s(self._head_dtype, tokens) if again else found
 
     def _with_host(self, busy: float) -> float:
         """GPU and host run side by side: about the larger of the two."""
@@ -65,13 +70,14 @@ class ThroughputProfile:
         """Floating-point operations that the step needs on one GPU: recomputation and unpacking not counted."""
         inv, setup = self._speed.inv, self._setup
         full = setup.method == "full"
-        tokens = micro_batch_seqs * setup.seq_len_tokens
+        tokens, seqs = self._tokens(micro_batch_seqs), micro_batch_seqs * self._family.seqs_per_sample
         weights = sum(g.count * g.linear.num_active * g.linear.in_features * g.linear.out_features for g in inv.groups)
         weights += sum(one.num_weights for one in inv.outer)
         weights += inv.head.num_weights if inv.head is not None else 0
-        needed = (6.0 if full else 4.0) * weights * tokens + 3.0 * self._family.attention_flops * micro_batch_seqs
+        needed = (6.0 if full else 4.0) * weights * tokens + 3.0 * self._family.attention_flops * seqs
         if not full:
             needed += 6.0 * setup.lora_rank * self._speed.adapters(setup, self._family.flow)[1] * tokens
+        needed += setup.aim.extra_forwards * (2.0 * weights * tokens + self._family.attention_flops * seqs)
         return needed * accumulation_steps
 
     def mfu_fraction(self, flops: float, seconds: float) -> float:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 PARTS = (
+    "forwards without gradients",
     "matmul",
     "recompute",
     "attention",

@@ -15,12 +15,16 @@ from probes.dryrun.tracker import Origin, Tracker, local
 from probes.dryrun.workspaces import cublas_workspace_bytes, is_matmul, temporaries
 from probes.stack import build_from_config, inner_model, layers_of, make_batch, make_optimizer, make_trainer, train_step
 from probes.stack.autocast import emulation_installed
-from probes.stack.build import auto_class
+from probes.stack.build import auto_class, build_reference
 from probes.stack.quantize import quantized_tensors
 from probes.stack.step import optimizer_phase
 
 STEPS = 2
 """The optimizer's state appears in the first step; the second shows the peak of every later one."""
+
+
+REFERENCE = "reference model: "
+"""Before the names of the weights of the frozen copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +72,7 @@ class Trace:
 
     def layer_of(self, name: str) -> int | None:
         """The decoder layer that a parameter's name belongs to, None outside the layers."""
+        name = name.removeprefix(REFERENCE)
         if not self.layer_prefix or not name.startswith(self.layer_prefix):
             return None
         return int(name[len(self.layer_prefix) :].partition(".")[0])
@@ -131,6 +136,7 @@ def trace_run(
         stack.enter_context(fused_dropout(device))
         if on_meta:
             stack.enter_context(meta_operators())
+        reference = build_reference(config, setup, device=device, attention=attention)
         model = build_from_config(config, setup, device=device, attention=attention)
         tracker = (Tracker if world is None else world.tracker)(
             device,
@@ -140,13 +146,15 @@ def trace_run(
         spread = None
         if world is None:
             owners = load(tracker, model)
+            if reference is not None:
+                owners |= load(tracker, reference, REFERENCE)
         else:
             spread, owners = stack.enter_context(world.prepared(tracker, model, setup))
         held = (one for one in _unique(model.parameters()) if tracker.identity(one) is not None)
         parameters = sum(one.untyped_storage().nbytes() for one in held)
         prefix = _layer_prefix(model)
         optimizer = make_optimizer(setup.optimizer, model.parameters(), device_type=device)
-        trainer = make_trainer(model, setup, optimizer, spread)
+        trainer = make_trainer(model, setup, optimizer, spread, reference)
         if workspaces:
             tracker.on_op = _cublas(tracker, capability)
         with tracker:
@@ -219,8 +227,9 @@ def _unique(parameters: Any) -> list[torch.Tensor]:
     return list(seen.values())
 
 
-def load(tracker: Tracker, model: Any) -> dict[int, tuple[str, str]]:
-    """Counts parameters, buffers and quantization statistics in module order; returns their owners."""
+def load(tracker: Tracker, model: Any, prefix: str = "") -> dict[int, tuple[str, str]]:
+    """Counts parameters, buffers and quantization statistics in module order; returns their owners, whose names begin
+    with `prefix`."""
     owners: dict[int, tuple[str, str]] = {}
     tracker.mark("load", None)
 
@@ -231,12 +240,12 @@ def load(tracker: Tracker, model: Any) -> dict[int, tuple[str, str]]:
 
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            full = f"{path}.{name}"
+            full = f"{prefix}{path}.{name}"
             own(parameter, "adapters" if "lora_" in full or "modules_to_save" in full else "weights", full)
         for name, buffer in module.named_buffers(recurse=False):
-            own(buffer, "weights", f"{path}.{name}")
+            own(buffer, "weights", f"{prefix}{path}.{name}")
         for name, tensor in quantized_tensors(module):
-            own(tensor, "weights", f"{path}.{name}")
+            own(tensor, "weights", f"{prefix}{path}.{name}")
     return owners
 
 

@@ -1,5 +1,6 @@
 """From a configuration and a setup to the model that the trainer would hold: weights, quantization, adapters."""
 
+import copy
 import warnings
 from collections.abc import Mapping
 from contextlib import contextmanager
@@ -93,6 +94,22 @@ def build_from_config(
     apply_kernels(model, setup)
     model.train()
     return model
+
+
+def build_reference(
+    config: Any, setup: TrainSetup, *, device: str | torch.device, attention: str | None = None, seed: int = 0
+) -> Any:
+    """The frozen copy of the weights that an objective compares with, None where it needs none (`Objective.reference`).
+
+    Args:
+        config: transformers' configuration at the depth of the model (it is not changed).
+
+    Source: TRL 1.16 `DPOTrainer.__init__`: loaded in the policy's type, its parameters not frozen, in eval mode.
+    """
+    if not setup.aim.reference or setup.method != "full":
+        return None
+    plain = setup.with_(checkpointing=0, activation_offload=False, kernels="eager")
+    return build_from_config(copy.deepcopy(config), plain, device=device, attention=attention, seed=seed).eval()
 
 
 def auto_class(config: Any) -> Any:

@@ -14,8 +14,9 @@ from torch import nn
 from planner.setup import TrainSetup
 from probes.stack.batch import Batch
 from probes.stack.configs import layers_of
+from probes.stack.heads import owner_of
 from probes.stack.spread import Spread
-from probes.stack.step import Mark, owner_of
+from probes.stack.step import Mark
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PIPELINE_DIM = "pp"

@@ -15,10 +15,11 @@ from planner.setup import TrainSetup
 from probes.stack.autocast import emulated_autocast
 from probes.stack.batch import Batch
 from probes.stack.configs import layers_of
+from probes.stack.heads import head_loss, headless, owner_of
 from probes.stack.kernels import running as kernels_running
-from probes.stack.losses import ChunkedNll, FusedLinearCrossEntropy, InPlaceCrossEntropy
+from probes.stack.losses import InPlaceCrossEntropy
+from probes.stack.objectives import preference_loss
 from probes.stack.optimizers import by_mesh
-from probes.stack.real_losses import real_loss
 
 MAX_GRAD_NORM = 1.0
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,6 +43,9 @@ class Trainer:
     no_sync: Callable[[], Any] = nullcontext
     """Entered around every micro-batch before the last."""
     before_step: Callable[[], None] | None = None
+    reference: Any = None
+    """The frozen copy that the objective asks and its forward; None: it asks the model with its adapters off, or none.
+    """
     kept: list[Any] = field(default_factory=list)
 
 
@@ -50,28 +54,20 @@ def inner_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 
-def make_trainer(model: Any, setup: TrainSetup, optimizer: Any, spread: Any = None) -> Trainer:
+def make_trainer(model: Any, setup: TrainSetup, optimizer: Any, spread: Any = None, reference: Any = None) -> Trainer:
     """Wraps the forward as accelerate does: autocast inside, outputs converted to fp32 outside; a stack without
     accelerate leaves them as they are.
 
     Args:
         spread: `probes.stack.spread.Spread` of one rank of several GPUs, None for one GPU.
+        reference: the frozen copy that the objective asks (`make_reference`).
 
     Source: accelerate 1.15 `Accelerator.prepare_model`.
     """
-    from accelerate.utils.operations import ConvertOutputsToFp32
-
     device_type = next(model.parameters()).device.type
     forward: Callable[..., Any] = model.__call__ if spread is None else spread.module.__call__
-    if setup.autocast_dtype is not None and (spread is None or spread.autocast):
-        dtype = _AUTOCAST[setup.autocast_dtype]
-        plain = forward
-
-        def under_autocast(**inputs: Any) -> Any:
-            with autocast_context(device_type, dtype):
-                return plain(**inputs)
-
-        forward = ConvertOutputsToFp32(under_autocast) if setup.by.widens_outputs else under_autocast
+    if spread is None or spread.autocast:
+        forward = _under_autocast(forward, setup, device_type)
     return Trainer(
         model=model,
         inner=inner_model(model),
@@ -82,7 +78,23 @@ def make_trainer(model: Any, setup: TrainSetup, optimizer: Any, spread: Any = No
         device_type=device_type,
         no_sync=nullcontext if spread is None else spread.no_sync,
         before_step=None if spread is None else spread.before_step,
+        reference=None if reference is None else (reference, _under_autocast(reference.__call__, setup, device_type)),
     )
+
+
+def _under_autocast(plain: Callable[..., Any], setup: TrainSetup, device_type: str) -> Callable[..., Any]:
+    """A model's forward as accelerate wraps it."""
+    from accelerate.utils.operations import ConvertOutputsToFp32
+
+    if setup.autocast_dtype is None:
+        return plain
+    dtype = _AUTOCAST[setup.autocast_dtype]
+
+    def under_autocast(**inputs: Any) -> Any:
+        with autocast_context(device_type, dtype):
+            return plain(**inputs)
+
+    return ConvertOutputsToFp32(under_autocast) if setup.by.widens_outputs else under_autocast
 
 
 def make_scaler(setup: TrainSetup, device_type: str) -> Any:
@@ -174,6 +186,14 @@ def _micro_batch(trainer: Trainer, batch: Batch, num_batches: int, tell: Mark) -
 def compute_loss(trainer: Trainer, batch: Batch, items: torch.Tensor, tell: Mark) -> torch.Tensor:
     """The loss of one micro-batch by the setup's `loss`."""
     setup = trainer.setup
+    if setup.aim.reference:
+        return preference_loss(
+            setup,
+            batch,
+            (trainer.model, trainer.inner, trainer.forward),
+            trainer.reference,
+            partial(tell, "forward", None),
+        )
     if setup.loss == "full":
         inputs = {**batch.model_inputs, "labels": batch.labels}
         if not trainer.inner.config.is_encoder_decoder:
@@ -187,7 +207,7 @@ def compute_loss(trainer: Trainer, batch: Batch, items: torch.Tensor, tell: Mark
             trainer.kept[:] = [outputs]
         loss: torch.Tensor = outputs["loss"]
         return loss
-    with _headless(trainer.inner, partial(_head_loss, trainer.inner, setup.loss)):
+    with headless(trainer.inner, partial(head_loss, trainer.inner, setup.loss)):
         outputs = trainer.forward(**batch.model_inputs, labels=batch.labels)
     if setup.loss == "chunked":
         total: torch.Tensor = (-outputs["log_probs"]).sum() / items.clamp(min=1)
@@ -225,85 +245,10 @@ def _accepts_loss_kwargs(inner: Any) -> bool:
     return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
 
 
-def _head_loss(inner: Any, kind: str, hidden: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-    head = inner.get_output_embeddings()
-    weight, bias = head.weight, getattr(head, "bias", None)
-    if kind == "chunked":
-        if hasattr(weight, "full_tensor"):  # sharded by FSDP2: TRL gathers the head once (trl 1.16 trainer/utils.py)
-            weight = weight.full_tensor()
-            bias = bias.full_tensor() if bias is not None else None
-        shifted, wanted = hidden[:, :-1], labels[:, 1:]
-        valid = wanted != -100
-        rows = shifted.reshape(-1, shifted.shape[-1])  # every label counts, so boolean indexing copies all of them
-        if rows.data_ptr() == hidden.data_ptr() and shifted.shape[0] == 1 and rows._is_view():
-            rows = rows.clone()
-        real = real_loss("chunked") if rows.device.type == "cuda" else None
-        log_probs, entropy, top1 = (real or ChunkedNll.apply)(rows, weight, bias, wanted.reshape(-1).clone())
-        shape = valid.shape
-        return {
-            "log_probs": log_probs.new_zeros(shape).masked_scatter(valid, log_probs),
-            "entropy": entropy.new_zeros(shape).masked_scatter(valid, entropy),
-            "is_top1": top1.new_zeros(shape).masked_scatter(valid, top1),
-        }
-    padded = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
-    rows = hidden.view(-1, hidden.shape[-1])
-    return {"loss": _liger(rows, weight, bias, padded.view(-1))}
-
-
-def _liger(rows: torch.Tensor, weight: torch.Tensor, bias: Any, targets: torch.Tensor) -> torch.Tensor:
-    """Liger's function under autocast: `custom_fwd` casts the inputs and runs with autocast off."""
-    from probes.stack.autocast import cached_cast, emulated_autocast_dtype, emulated_autocast_enabled
-
-    context: Any = nullcontext()
-    if emulated_autocast_enabled():
-        dtype = emulated_autocast_dtype()
-        rows, weight = cached_cast(rows, dtype), cached_cast(weight, dtype)
-        bias = cached_cast(bias, dtype) if bias is not None else None
-        context = emulated_autocast(dtype, enabled=False)
-    elif rows.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")
-        rows, weight = rows.to(dtype), weight.to(dtype)
-        bias = bias.to(dtype) if bias is not None else None
-        context = torch.autocast("cuda", enabled=False)
-    real = real_loss("liger") if rows.device.type == "cuda" else None
-    with context:
-        loss: torch.Tensor = (real or FusedLinearCrossEntropy.apply)(rows, weight, bias, targets)
-    return loss
-
-
-@contextmanager
-def _headless(inner: Any, head_loss: Callable[..., Any]) -> Iterator[None]:
-    """Within it, the model's forward runs the backbone and `head_loss(hidden, labels)` in place of its head."""
-
-    backbone = inner.base_model
-    if backbone is inner:  # Llama 4's text class names its parts otherwise than its prefix says
-        backbone = owner_of(inner, layers_of(inner)[0])
-
-    def forward(*args: Any, labels: torch.Tensor, **kwargs: Any) -> Any:
-        if inner.config.is_encoder_decoder:
-            raise ValueError(f"{inner.config.model_type}: a fused head exists for decoders only")
-        kwargs["use_cache"] = False
-        outputs = backbone(*args, **kwargs)
-        return head_loss(outputs[0], labels)
-
-    inner.forward = forward
-    try:
-        yield
-    finally:
-        del inner.forward
-
-
-def owner_of(model: Any, layer: Any) -> Any:
-    """The module that holds the list of layers and runs it: the decoder, whatever wraps it."""
-    path = next(name for name, module in model.named_modules() if module is layer)
-    return model.get_submodule(path.rpartition(".")[0].rpartition(".")[0])
-
-
 @contextmanager
 def _marks(trainer: Trainer, tell: Mark) -> Iterator[None]:
     """Hooks on the layers and the backbone that report the phases."""
     handles = []
-    layers = layers_of(trainer.inner)
     in_backward = False
 
     def on_gradient(layer: int | None, gradient: torch.Tensor) -> None:
@@ -330,15 +275,16 @@ def _marks(trainer: Trainer, tell: Mark) -> Iterator[None]:
             hidden.register_hook(partial(on_gradient, None))
         tell("loss", None)
 
-    for index, layer in enumerate(layers):
-        # first of all hooks, so that what FSDP2's hooks allocate for a layer is told as that layer's
-        handles.append(layer.register_forward_pre_hook(partial(before, index), prepend=True))
-        handles.append(layer.register_forward_hook(partial(after, index), prepend=True))
-    inner = trainer.inner
-    backbone = owner_of(inner, layers[-1])
-    first = inner.encoder if inner.config.is_encoder_decoder else backbone
-    handles.append(first.register_forward_pre_hook(backbone_starts))
-    handles.append(backbone.register_forward_hook(backbone_ends))
+    for inner in (trainer.inner,) if trainer.reference is None else (trainer.inner, trainer.reference[0]):
+        layers = layers_of(inner)
+        for index, layer in enumerate(layers):
+            # first of all hooks, so that what FSDP2's hooks allocate for a layer is told as that layer's
+            handles.append(layer.register_forward_pre_hook(partial(before, index), prepend=True))
+            handles.append(layer.register_forward_hook(partial(after, index), prepend=True))
+        backbone = owner_of(inner, layers[-1])
+        first = inner.encoder if inner.config.is_encoder_decoder else backbone
+        handles.append(first.register_forward_pre_hook(backbone_starts))
+        handles.append(backbone.register_forward_hook(backbone_ends))
     try:
         yield
     finally:

@@ -25,7 +25,7 @@ def target_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def text_of(launch: Launch) -> str:
-    return next(file.text for file in launch.files if file.path == trl.FILE)
+    return next(file.text for file in launch.files if file.path == trl.file_of(TrainSetup()))
 
 
 def test_trl_parser_accepts_every_file_and_reads_the_planned_values(tmp_path: Path) -> None:

@@ -13,10 +13,24 @@ TARGET = Path(__file__).parents[2] / "planner" / "data" / "launch_fields.json"
 
 
 def trl() -> tuple[str, list[str]]:
-    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
+    from trl import (
+        DatasetMixtureConfig,
+        DPOConfig,
+        GRPOConfig,
+        KTOConfig,
+        ModelConfig,
+        RewardConfig,
+        ScriptArguments,
+        SFTConfig,
+        TrlParser,
+    )
+    from trl.experimental.orpo import ORPOConfig
 
-    parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig))
-    return version("trl"), [action.dest for action in parser._actions if action.dest != "help"]
+    names = set()
+    for config in (SFTConfig, DPOConfig, KTOConfig, ORPOConfig, RewardConfig, GRPOConfig):
+        parser = TrlParser((ScriptArguments, config, ModelConfig, DatasetMixtureConfig))
+        names |= {action.dest for action in parser._actions if action.dest != "help"}
+    return version("trl"), sorted(names)
 
 
 def transformers() -> tuple[str, list[str]]:

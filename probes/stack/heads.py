@@ -1,0 +1,87 @@
+"""The head of a model in its trainer's own form: from the last hidden states to a loss, or to log-probabilities."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from probes.stack.autocast import emulated_autocast
+from probes.stack.configs import layers_of
+from probes.stack.losses import ChunkedNll, FusedLinearCrossEntropy
+from probes.stack.real_losses import real_loss
+
+
+def head_loss(inner: Any, kind: str, hidden: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a fused head returns for the hidden states of a micro-batch: TRL's ("chunked") or Liger's."""
+    head = inner.get_output_embeddings()
+    weight, bias = head.weight, getattr(head, "bias", None)
+    if kind == "chunked":
+        if hasattr(weight, "full_tensor"):  # sharded by FSDP2: TRL gathers the head once (trl 1.16 trainer/utils.py)
+            weight = weight.full_tensor()
+            bias = bias.full_tensor() if bias is not None else None
+        shifted, wanted = hidden[:, :-1], labels[:, 1:]
+        valid = wanted != -100
+        rows = shifted.reshape(-1, shifted.shape[-1])  # every label counts, so boolean indexing copies all of them
+        if rows.data_ptr() == hidden.data_ptr() and shifted.shape[0] == 1 and rows._is_view():
+            rows = rows.clone()
+        real = real_loss("chunked") if rows.device.type == "cuda" else None
+        log_probs, entropy, top1 = (real or ChunkedNll.apply)(rows, weight, bias, wanted.reshape(-1).clone())
+        shape = valid.shape
+        return {
+            "log_probs": log_probs.new_zeros(shape).masked_scatter(valid, log_probs),
+            "entropy": entropy.new_zeros(shape).masked_scatter(valid, entropy),
+            "is_top1": top1.new_zeros(shape).masked_scatter(valid, top1),
+        }
+    padded = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    rows = hidden.view(-1, hidden.shape[-1])
+    return {"loss": _liger(rows, weight, bias, padded.view(-1))}
+
+
+def _liger(rows: torch.Tensor, weight: torch.Tensor, bias: Any, targets: torch.Tensor) -> torch.Tensor:
+    """Liger's function under autocast: `custom_fwd` casts the inputs and runs with autocast off."""
+    from probes.stack.autocast import cached_cast, emulated_autocast_dtype, emulated_autocast_enabled
+
+    context: Any = nullcontext()
+    if emulated_autocast_enabled():
+        dtype = emulated_autocast_dtype()
+        rows, weight = cached_cast(rows, dtype), cached_cast(weight, dtype)
+        bias = cached_cast(bias, dtype) if bias is not None else None
+        context = emulated_autocast(dtype, enabled=False)
+    elif rows.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        rows, weight = rows.to(dtype), weight.to(dtype)
+        bias = bias.to(dtype) if bias is not None else None
+        context = torch.autocast("cuda", enabled=False)
+    real = real_loss("liger") if rows.device.type == "cuda" else None
+    with context:
+        loss: torch.Tensor = (real or FusedLinearCrossEntropy.apply)(rows, weight, bias, targets)
+    return loss
+
+
+@contextmanager
+def headless(inner: Any, head_loss: Callable[..., Any]) -> Iterator[None]:
+    """Within it, the model's forward runs the backbone and `head_loss(hidden, labels)` in place of its head."""
+
+    backbone = inner.base_model
+    if backbone is inner:  # Llama 4's text class names its parts otherwise than its prefix says
+        backbone = owner_of(inner, layers_of(inner)[0])
+
+    def forward(*args: Any, labels: torch.Tensor, **kwargs: Any) -> Any:
+        if inner.config.is_encoder_decoder:
+            raise ValueError(f"{inner.config.model_type}: a fused head exists for decoders only")
+        kwargs["use_cache"] = False
+        outputs = backbone(*args, **kwargs)
+        return head_loss(outputs[0], labels)
+
+    inner.forward = forward
+    try:
+        yield
+    finally:
+        del inner.forward
+
+
+def owner_of(model: Any, layer: Any) -> Any:
+    """The module that holds the list of layers and runs it: the decoder, whatever wraps it."""
+    path = next(name for name, module in model.named_modules() if module is layer)
+    return model.get_submodule(path.rpartition(".")[0].rpartition(".")[0])

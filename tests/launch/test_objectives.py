@@ -1,0 +1,62 @@
+"""The TRL files of other objectives really train: two steps on the tiny model, with the plan's batch and adapters."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.choices.objectives import DEFAULT, OBJECTIVES
+from planner.exporters import TARGETS, DatasetChoice, ExportRequest
+from planner.hyperparameters import choose
+from planner.setup import TrainSetup
+from tests.launch.conftest import FACTS, Run, num_saved, write_jsonl, write_launch
+from tests.launch.test_trl import lora_params
+
+
+def pairs(num: int) -> list[dict[str, Any]]:
+    """Preferences for a right answer over a wrong one, in plain text."""
+    return [
+        {"prompt": f"What is the {asked}? ", "chosen": f"The {asked} is {right}.", "rejected": "I do not know."}
+        for asked, right in (FACTS[index % len(FACTS)] for index in range(num))
+    ]
+
+
+ROWS: dict[str, Callable[[int], list[dict[str, Any]]]] = {"dpo": pairs}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", [name for name in OBJECTIVES if name != DEFAULT])
+def test_trl_trains_two_steps_of_every_objective(objective: str, place: Path, launch: Callable[..., Run]) -> None:
+    row = OBJECTIVES[objective]
+    setup = TrainSetup(
+        objective=objective,
+        precision="fp32",
+        loss=row.losses[0],
+        lora_rank=4,
+        micro_batch_seqs=2,
+        accumulation_steps=2,
+        seq_len_tokens=64,
+    )
+    write_jsonl(place / "data" / "train.jsonl", ROWS[objective](16))
+    emitted = TARGETS["trl"].export(
+        ExportRequest(
+            model_id="./tiny-llama",
+            setup=setup,
+            hyper=choose(setup, max_steps=2),
+            dataset=DatasetChoice(path="./data", local=True),
+            logging_steps=1,
+            lacks_template=False,
+        )
+    )
+    assert not emitted.unsupported
+    write_launch(place, emitted)
+    run = launch(emitted.command)
+    assert run.state["global_step"] == 2
+    assert run.state["train_batch_size"] == setup.micro_batch_seqs
+    assert run.state["epoch"] == pytest.approx(2 * setup.global_batch_seqs / 16)
+    assert all(loss > 0 for loss in run.losses)
+    assert len(run.losses) == 2
+    assert json.loads((place / "outputs" / "adapter_config.json").read_text())["r"] == 4
+    assert num_saved(place / "outputs") == lora_params(4)
