@@ -32,11 +32,16 @@ def attention_line(request: ExportRequest) -> Line | None:
     return Line("attn_implementation", HF_ATTENTIONS[request.setup.attention])
 
 
-def towered_class(model: ModelSpec | None) -> str:
-    """The class of the published checkpoint where it is not the one planned but one with towers; else ""."""
+def towered_refusal(model: ModelSpec | None, tool: str) -> str:
+    """Why a tool that loads the class of the published checkpoint cannot run this plan: that class has towers which the
+    planned one has not; "" where it is the planned one."""
     published = str((model.config.get("architectures") or [""])[0]) if model is not None else ""
-    towered = model is not None and published != model.built_class and published.endswith("ForConditionalGeneration")
-    return published if towered else ""
+    if model is None or published == model.built_class or not published.endswith("ForConditionalGeneration"):
+        return ""
+    return (
+        f"{tool} loads the class that the model names, {published} with its towers, not the {model.built_class} "
+        "planned here; use the hf target"
+    )
 
 
 def target_modules(setup: TrainSetup, model: ModelSpec | None) -> str | list[str]:

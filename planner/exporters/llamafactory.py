@@ -13,7 +13,7 @@ from planner.exporters.common import (
     model_line,
     model_refusal,
     target_modules,
-    towered_class,
+    towered_refusal,
 )
 from planner.exporters.spread import PER_NODE, sharding_refusal, split_refusal
 from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
@@ -92,8 +92,8 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return f"LLaMA-Factory runs gpt_oss with vllm-flash-attn3 whatever was asked: {flash_refusal(model, VLLM_FA3)}"
     if setup.kernels == "fused":
         return NO_FUSED_LORA
-    if model is not None and (published := towered_class(model)):
-        return f"LLaMA-Factory loads {published} with its towers, not the {model.built_class} planned here"
+    if reason := towered_refusal(model, "LLaMA-Factory"):
+        return reason
     if model is not None and (reason := _targets_refusal(setup, model)):
         return reason
     if setup.parallel == "zero3" and setup.quantized:

@@ -13,7 +13,7 @@ from planner.exporters.common import (
     model_line,
     model_refusal,
     target_modules,
-    towered_class,
+    towered_refusal,
 )
 from planner.exporters.spread import (
     PER_NODE,
@@ -111,11 +111,8 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return "one process for all GPUs (nn.DataParallel) is not trl sft's way; ddp holds less and is faster"
     if setup.kernels == "fused":
         return NO_FUSED_LORA
-    if model is not None and (published := towered_class(model)):
-        return (
-            f"trl sft loads the class that the model names, {published} with its towers, not the {model.built_class} "
-            "planned here; use the hf target"
-        )
+    if reason := towered_refusal(model, "trl sft"):
+        return reason
     if model is not None and model.model_type == "phimoe":
         return "TRL's forward asks for num_experts, which transformers' PhimoeConfig does not have; use the hf target"
     if dequantizing_class(model):

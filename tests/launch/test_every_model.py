@@ -48,9 +48,11 @@ ATTENTIONS = {"eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash-atte
 NO_FILE = {"t5": "encoder-decoder", "internlm3": "trust_remote_code"}
 """Types that no target trains, and a word of the reason."""
 REFUSED = {
-    ("trl", "llama4"): "loads the class",
-    ("trl", "qwen3_5"): "loads the class",
-    ("trl", "qwen3_5_moe"): "loads the class",
+    **{
+        (target, kind): "loads the class"
+        for target in ("trl", "axolotl")
+        for kind in ("llama4", "qwen3_5", "qwen3_5_moe")
+    },
     ("trl", "phimoe"): "num_experts",
 }
 """What one target cannot run, and a word of the reason."""
