@@ -1,11 +1,11 @@
 """From names and wishes to a plan, for the command line and for `finetune_planner` alike."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from planner.cli.output import say
 from planner.cli.wish import resolve_gpu
 from planner.cli.wishes import WishOptions
 from planner.plan import NoPlan, Plan
@@ -74,5 +74,5 @@ def _lengths(dataset: str, spec: "ModelSpec") -> "LengthChoice | None":
         return None
     stats = measure(path, tokenizer=tokenizer_file(spec.model_id))
     choice = choose_length(stats, max_tokens=spec.max_position_embeddings)
-    print(f"{dataset}: {stats.num_samples:,} samples, {stats.counted_with}; {choice.reason}", file=sys.stderr)
+    say(f"{dataset}: {stats.num_samples:,} samples, {stats.counted_with}; {choice.reason}")
     return choice

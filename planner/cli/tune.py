@@ -1,6 +1,5 @@
 """`plan tune`: search with GPU probes for the fastest setup that fits; `tune_plan` does the same to a finished plan."""
 
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -13,6 +12,7 @@ import typer
 
 from planner.cli import options, probing
 from planner.cli.flags import takes_options
+from planner.cli.output import say
 from planner.cli.wish import positive, resolve_gpu
 from planner.cli.wishes import WishOptions
 from planner.errors import EXIT_NOTHING_FITS, ConfigError, EnvironmentProblem, UsageError
@@ -145,7 +145,7 @@ def climb_probe(plan: Plan) -> Plan:
             on_this_machine(plan.workload)
             probing.job_devices(None, plan.workload.num_gpus)
     except (EnvironmentProblem, UsageError) as error:
-        print(f"no probes: {error.message} ({error.hint})", file=sys.stderr)
+        say(f"no probes: {error.message} ({error.hint})")
         return plan
     return tune_plan(plan)
 

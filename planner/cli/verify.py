@@ -1,11 +1,11 @@
 """`plan MODEL --out DIR --verify TARGET`: the launch file, run by its own tool on a GPU that computes nothing."""
 
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from planner.cli.output import say
 from planner.errors import EnvironmentProblem, PlannerError, UsageError
 from planner.exporters import Launch
 from planner.expressed import as_run
@@ -98,7 +98,7 @@ def _traced(plan: Plan, launch: Launch, folder: Path) -> Prediction | ProbeFailu
 
     environment, command = _taken_apart(launch.command)
     setup, gpu = plan.chosen.setup, plan.workload.gpu
-    print(f"tracing launch/{launch.target}: {shlex.join(command)}", file=sys.stderr)
+    say(f"tracing launch/{launch.target}: {shlex.join(command)}")
     try:
         found = traced(
             TraceOrder(

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from planner import __version__
-from planner.cli.output import write_text
+from planner.cli.output import say, write_text
 from planner.errors import ConfigError, EnvironmentProblem, UsageError
 from planner.outcome import Candidate, Prediction, ProbeFailure
 from planner.plan import NoPlan, Plan
@@ -59,12 +59,12 @@ def write_out(
     earlier = sorted(one.name for one in (folder / "launch").glob("*") if one.is_dir() and one.name not in written)
     if earlier and not traces:
         where = ", ".join(f"launch/{name}" for name in earlier)
-        print(f"not of this plan, and left as it was: {where} in {folder}", file=sys.stderr)
+        say(f"not of this plan, and left as it was: {where} in {folder}")
     extras = _extras(plan, launches, command, timeline)
     try:
         texts = plan_files(plan, extras)
     except EnvironmentProblem as error:
-        print(f"no report.html: {error.message}", file=sys.stderr)
+        say(f"no report.html: {error.message}")
         texts = plan_files(plan, extras, html=False)
     for name, text in texts.items():
         write_text(folder / name, text)
