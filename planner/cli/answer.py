@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from planner.choices.packages import absent_packages
 from planner.cli.output import say
 from planner.cli.wish import resolve_gpu
 from planner.cli.wishes import WishOptions
@@ -44,11 +45,16 @@ def workload_for(
             dataset_tokens=wish.dataset_tokens or lengths.epoch_tokens,
             packing=lengths.packing if wish.packing is None else wish.packing,
         )
-    if lengths is None:
-        return wish.workload(spec, card, targets=targets)
-    return wish.workload(
-        spec, card, epoch_seqs=lengths.epoch_seqs, samples_per_seq=lengths.samples_per_seq, targets=targets
+    asked = wish.workload(
+        spec,
+        card,
+        epoch_seqs=lengths.epoch_seqs if lengths is not None else None,
+        samples_per_seq=lengths.samples_per_seq if lengths is not None else 1.0,
+        targets=targets,
     )
+    if gpu.lower() != "local" or "axolotl" in targets[:1]:  # which brings them along
+        return asked
+    return replace(asked, absent_packages=absent_packages())
 
 
 def answered(workload: Workload, *, dry_run: bool = True, history: bool = True) -> Plan | NoPlan:

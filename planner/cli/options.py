@@ -5,10 +5,9 @@ from typing import Annotated, Any
 import typer
 
 from planner import setup as fields
-from planner.choices.kernels import KERNELS
-from planner.choices.losses import LOSSES
 from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES
+from planner.choices.packages import PACKAGED
 from planner.cli.completion import complete_gpu, complete_model
 from planner.cli.wish import choices, parse_targets, positive
 from planner.errors import UsageError
@@ -165,14 +164,6 @@ def fixed_fields(
     return fixed
 
 
-_PACKAGED: dict[str, tuple[Any, ...]] = {
-    "loss": tuple(name for name, row in LOSSES.items() if row.triton),
-    "attention": ("flash-attention-2",),
-    "kernels": tuple(name for name, row in KERNELS.items() if row.triton),
-}
-"""Field -> its values that a plain stack of transformers, TRL and peft lacks the package for."""
-
-
 def _without_packages(fixed: dict[str, tuple[Any, ...]]) -> None:
     """Keeps of the fields' values those that need no further package.
 
@@ -180,7 +171,7 @@ def _without_packages(fixed: dict[str, tuple[Any, ...]]) -> None:
         UsageError: a flag asks for nothing else.
     """
     values = {"loss": fields.LOSSES, "attention": fields.ATTENTIONS, "kernels": fields.KERNEL_FAMILIES}
-    for name, packaged in _PACKAGED.items():
+    for name, packaged in PACKAGED.items():
         left = tuple(value for value in fixed.get(name, values[name]) if value not in packaged)
         if not left:
             raise UsageError(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from planner.choices.packages import absent_packages
 from planner.cli import options, probing
 from planner.cli.flags import takes_options
 from planner.cli.output import say
@@ -85,6 +86,7 @@ def tune(
     spec = resolve_model(model, revision=revision, ask_hub=hub)
     card = resolve_gpu(gpu)
     asked = wish.on_links_of(gpu, card).workload(spec, card, objective=goal)
+    asked = replace(asked, absent_packages=absent_packages())
     on_this_machine(asked)
     plan = plan_workload(asked)
     line.close()

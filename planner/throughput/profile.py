@@ -1,6 +1,6 @@
 """`ThroughputProfile`: a family with its loss and optimizer, asked thousands of times for micro-batches."""
 
-from planner.choices.kernels import speed_band
+from planner.choices.kernels import speed_band, speed_note
 from planner.setup import TrainSetup
 from planner.throughput.family import Family
 from planner.throughput.model import SpeedModel
@@ -123,6 +123,8 @@ class ThroughputProfile:
         if speed.rates.share_source != "gpu":
             source = speed.rates.share_source
             notes.append(f"No measured matmul rate for {speed.gpu.name}: its share of peak is its {source}'s.")
+        if unmeasured := speed_note(self._setup.kernels, speed.gpu.key):
+            notes.append(unmeasured)
         if speed.inv.mixer_width:
             notes.append("Linear-attention layers are approximated by the bytes they move.")
         return notes
