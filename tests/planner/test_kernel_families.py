@@ -229,16 +229,18 @@ def test_a_plan_takes_liger_where_it_runs_and_gains_and_says_what_it_buys() -> N
         assert other.chosen.setup.kernels == "eager"
 
 
-def test_liger_does_not_displace_eager_kernels_for_less_than_a_preference_is_worth() -> None:
-    """Nothing of a mixture's experts is Liger's: its norms and rotary embedding alone gain 1 to 3 %."""
-    asked = wish("qwen/qwen3-30b-a3b", "h200", fixed={"method": ("lora",)})
+def test_liger_does_not_displace_eager_kernels_for_less_than_a_preference_is_worth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Liger gains some 15 % here: were that much given for fewer packages, eager kernels would stay."""
+    narrow = {"method": ("lora",), "optimizer": ("adamw-fused",), "loss": ("chunked",), "micro_batch_seqs": (4,)}
+    asked = wish(LLAMA, "h200", fixed=narrow)
+    assert {point.shared.kernels for point in walk(asked)} == {"liger"}
+    for room in ("planner.space", "planner.decision.facts"):
+        monkeypatch.setattr(f"{room}.PREFERENCE_FRACTION", 0.3)
     plan = plan_workload(asked)
     assert isinstance(plan, Plan)
-    setup = plan.chosen.setup
-    assert setup.kernels == "eager"
-    at = [speed_profile(asked.model, asked.gpu, setup.with_(kernels=one)).step_time(setup).tokens_per_s
-          for one in ("eager", "liger")]  # fmt: skip
-    assert 1 < at[1] / at[0] < 1.03
+    assert plan.chosen.setup.kernels == "eager"
     assert any("too little for another package" in one.reason for one in plan.walk)
 
 
