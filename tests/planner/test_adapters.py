@@ -10,8 +10,11 @@ from planner.setup import TrainSetup
 
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_adapter_goes_through_the_interchange_form(kind: str) -> None:
-    setup = setup_from_dict({"adapter": kind})
+    row = ADAPTERS[kind]
+    base = {} if "none" in row.quantizations else {"method": "qlora"}
+    setup = setup_from_dict({"adapter": kind, "checkpointing": row.checkpointing, **base})
     assert setup.adapter == kind
+    assert kind == "lora" or setup.lora_rank == row.usual_size
     assert setup_to_dict(setup).get("adapter", "lora") == kind
     assert setup_from_dict(setup_to_dict(setup)) == setup
 
