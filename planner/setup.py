@@ -425,9 +425,15 @@ class TrainSetup:
         return self.shard_degree or self.data_degree
 
     @property
+    def virtual_tokens(self) -> int:
+        """Tokens that the adapter puts before every sequence or before its keys."""
+        return self.lora_rank if self.adapter in ("prompt", "p-tuning", "prefix") else 0
+
+    @property
     def tokens_per_micro_batch(self) -> int:
-        """Tokens of one forward on one GPU."""
-        return self.micro_batch_seqs * self.aim.seqs_per_sample * self.seq_len_tokens
+        """Tokens of one forward on one GPU, virtual ones that pass through the layers included."""
+        length = self.seq_len_tokens + (self.lora_rank if self.adapter in ("prompt", "p-tuning") else 0)
+        return self.micro_batch_seqs * self.aim.seqs_per_sample * length
 
     @property
     def tokens_per_step(self) -> int:

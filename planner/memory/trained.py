@@ -140,7 +140,7 @@ def _trained_kind(model: ModelSpec, kind: str, targets: str | tuple[str, ...], s
         edge_sum=sum(rows + columns for rows, columns in shapes),
         largest=max(elements),
         head=0,
-        embeddings=0,
+        embeddings=sum(elements) if row.form in TOKEN_FORMS else 0,  # theirs are the last gradients of a backward
     )
 
 

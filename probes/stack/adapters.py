@@ -58,10 +58,7 @@ def peft_config(model: Any, setup: TrainSetup) -> Any:
     elif row.form == "rotations":
         settings["oft_block_size"] = setup.lora_rank
     elif row.form == "scales":
-        spec = spec_of(model.config)
-        settings["feedforward_modules"] = sorted(
-            {one.name for layer in spec.layer_kinds for one in layer.linears if one.role == "down"}
-        )
+        settings["feedforward_modules"] = scaled_inputs(spec_of(model.config), settings["target_modules"])
     elif row.form in ("prompt", "prefix"):
         settings["num_virtual_tokens"] = setup.lora_rank
     elif row.form == "norms":
@@ -70,6 +67,14 @@ def peft_config(model: Any, setup: TrainSetup) -> Any:
     elif row.form == "rows":
         settings["token_indices"] = list(range(setup.lora_rank))
     return getattr(peft, row.config)(**settings)
+
+
+def scaled_inputs(spec: ModelSpec, targets: str | list[str]) -> list[str]:
+    """Of IA3's targets, the MLP's last matrices, which it scales at their input (peft wants names of the targets)."""
+    downs = {one.name for layer in spec.layer_kinds for one in layer.linears if one.role == "down"}
+    if isinstance(targets, str):
+        return sorted(downs)
+    return [name for name in targets if any(one == name or one.endswith(f".{name}") for one in downs)]
 
 
 def norm_modules(model: Any, spec: ModelSpec) -> list[str]:
