@@ -205,6 +205,8 @@ def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Itera
                                     lora_dropout=values.get("lora_dropout", (0.0,))[0],
                                     objective=objective,
                                     loss=values["loss"][0] if objective != DEFAULT_OBJECTIVE else "full",
+                                    adapter="lora" if method == "full" else values.get("adapter", ("lora",))[0],
+                                    checkpointing=0 if values["checkpointing"] == (0,) else 1,
                                 )
                             except SetupError:
                                 continue

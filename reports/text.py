@@ -48,9 +48,19 @@ def method_words(setup: TrainSetup, *, short: bool = False) -> str:
     """ "QLoRA rank 64 on all linear layers", or "full fine-tuning"; short without the layers."""
     if setup.method == "full":
         return METHOD_WORDS["full"]
+    if setup.adapter != "lora":
+        return adapter_words(setup, short=short)
     if short:
         return f"{METHOD_WORDS[setup.method]} rank {setup.lora_rank}"
     return f"{METHOD_WORDS[setup.method]} rank {setup.lora_rank} on {targets_words(setup)}"
+
+
+def adapter_words(setup: TrainSetup, *, short: bool = False) -> str:
+    """Another adapter than LoRA: "DoRA rank 16 on all linear layers"."""
+    row = setup.kind
+    name = row.title.partition(" (")[0] + (f" {row.size} {setup.lora_rank}" if row.size else "")
+    name += " beside a quantized base" if setup.quantized else ""
+    return name if short or not row.adapts_matrices else f"{name} on {targets_words(setup)}"
 
 
 def targets_words(setup: TrainSetup) -> str:

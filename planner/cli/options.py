@@ -5,6 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from planner import setup as fields
+from planner.choices.adapters import refusal as adapter_refusal
 from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES
 from planner.choices.packages import PACKAGED
@@ -33,6 +34,9 @@ Quantization = Annotated[
     list[str] | None, typer.Option("--quantization", help="/".join(fields.QUANTIZATIONS) + "; repeatable.")
 ]
 Rank = Annotated[int | None, typer.Option("--rank", help="LoRA rank, fixed.")]
+Adapter = Annotated[
+    str | None, typer.Option("--adapter", help="/".join(fields.ADAPTER_KINDS) + "; LoRA unless given (docs/adapters.md).")
+]
 Targets = Annotated[str | None, typer.Option("--targets", help="attention, all-linear, or module names a,b,c.")]
 Optimizer = Annotated[list[str] | None, typer.Option("--optimizer", help="/".join(fields.OPTIMIZERS) + "; repeatable.")]
 Attention = Annotated[list[str] | None, typer.Option("--attention", help="/".join(fields.ATTENTIONS) + "; repeatable.")]
@@ -126,6 +130,7 @@ def fixed_fields(
     packing: bool | None,
     no_extra_packages: bool = False,
     activation_offload: bool | None = None,
+    adapter: str | None = None,
     **repeatable: list[str] | None,
 ) -> dict[str, tuple[Any, ...]]:
     """Setup fields that the user decided, each with its allowed values.
@@ -147,13 +152,15 @@ def fixed_fields(
         fixed["checkpointing"] = (checkpointing,)
     if packing is not None:
         fixed["packing"] = (packing,)
+    if adapter is not None:
+        fixed["adapter"] = (adapter_kind(adapter),)
     if activation_offload is not None:
         fixed["activation_offload"] = (activation_offload,)
     if no_extra_packages:
         _without_packages(fixed)
-    adapters_only = rank is not None or targets is not None
+    adapters_only = rank is not None or targets is not None or adapter is not None
     if adapters_only and fixed.get("method") == ("full",):
-        flag = "--rank" if rank is not None else "--targets"
+        flag = "--rank" if rank is not None else "--targets" if targets is not None else "--adapter"
         raise UsageError(f"{flag} has no meaning with --method full", hint=f"leave {flag} out, or use --method lora")
     if "method" not in fixed:
         quantized = [value for value in fixed.get("quantization", ()) if value != "none"]
@@ -162,6 +169,17 @@ def fixed_fields(
         elif adapters_only:
             fixed["method"] = ("lora", "qlora")
     return fixed
+
+
+def adapter_kind(name: str) -> str:
+    """The name of a kind of adapter.
+
+    Raises:
+        UsageError: unknown, or known and refused.
+    """
+    if refused := adapter_refusal(name):
+        raise UsageError(f"--adapter {name} is not planned: {refused}")
+    return str(choices("adapter", (name,), fields.ADAPTER_KINDS)[0])
 
 
 def _without_packages(fixed: dict[str, tuple[Any, ...]]) -> None:
