@@ -66,7 +66,9 @@ def main(kinds: list[str]) -> None:
                         flush=True,
                     )
         if errors:
-            print(f"{kind}: median {statistics.median(errors):.2%}, worst {max(errors):.2%} of {len(errors)}", flush=True)
+            print(
+                f"{kind}: median {statistics.median(errors):.2%}, worst {max(errors):.2%} of {len(errors)}", flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -155,7 +155,9 @@ def masked(setup: TrainSetup, attention: AttentionSpec) -> bool:
     """
     if setup.packing or setup.adapter == "prefix":
         return True
-    return attention.window_tokens is not None and setup.seq_len_tokens + setup.virtual_tokens >= attention.window_tokens
+    return (
+        attention.window_tokens is not None and setup.seq_len_tokens + setup.virtual_tokens >= attention.window_tokens
+    )
 
 
 def attention_kernel(

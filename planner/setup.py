@@ -324,13 +324,19 @@ class TrainSetup:
         if row.like_lora:
             return
         if "lora" in _KERNELS[self.kernels].parts:
-            raise SetupError(f"kernels {self.kernels!r} fuse LoRA, got adapter {row.name!r}", hint="use --kernels liger")
+            raise SetupError(
+                f"kernels {self.kernels!r} fuse LoRA, got adapter {row.name!r}", hint="use --kernels liger"
+            )
         if self.num_gpus > 1 and self.parallel != "ddp":
             raise SetupError(
                 f"adapter {row.name!r} is planned for one GPU or for ddp, got parallel {self.parallel!r}",
                 hint="lora, rslora, pissa and loftq take every way of sharing",
             )
-        if row.form in ("norms", "shared") and not self.autocast_dtype and self.resolved_adapter_dtype != self.weight_dtype:
+        if (
+            row.form in ("norms", "shared")
+            and not self.autocast_dtype
+            and self.resolved_adapter_dtype != self.weight_dtype
+        ):
             raise SetupError(
                 f"adapter {row.name!r} computes in {self.resolved_adapter_dtype} beside {self.weight_dtype} weights, "
                 "which only autocast can bring together",

@@ -201,10 +201,10 @@ _ROWS = (
         shapes=_adalora,
         config="AdaLoraConfig",
         arguments={"total_step": 1000},
-        quality="better than its baselines, LoRA among them, most where parameters are few; encoders and summaries (the "
-        "paper's abstract)",
-        source="Zhang et al. 2023, https://arxiv.org/abs/2303.10512; peft 0.21 tuners/adalora, which starts every matrix "
-        "at init_r (12)",
+        quality="better than its baselines, LoRA among them, most where parameters are few; encoders and summaries "
+        "(the paper's abstract)",
+        source="Zhang et al. 2023, https://arxiv.org/abs/2303.10512; peft 0.21 tuners/adalora, which starts every "
+        "matrix at init_r (12)",
         **(_LOW_RANK | {"usual_size": 12}),
         **_NO_TOOL,
     ),
@@ -264,8 +264,8 @@ _ROWS = (
         merges=False,
         config="PromptTuningConfig",
         arguments={},
-        quality="matches full fine-tuning on SuperGLUE at T5-XXL (11B), falls short of it on smaller models (the paper, "
-        "figure 1)",
+        quality="matches full fine-tuning on SuperGLUE at T5-XXL (11B), falls short of it on smaller models "
+        "(the paper, figure 1)",
         source="Lester et al. 2021, https://arxiv.org/abs/2104.08691; peft 0.21 tuners/prompt_tuning",
         **_NO_TOOL,
     ),
@@ -310,8 +310,8 @@ _ROWS = (
         merges=True,
         config="LNTuningConfig",
         arguments={},
-        quality="multi-modal chat models of 13B: more than 20 % above LoRA on average over five tasks, 17.6 % less memory "
-        "(the paper's abstract); of text alone nothing is cited here",
+        quality="multi-modal chat models of 13B: more than 20 % above LoRA on average over five tasks, 17.6 % less "
+        "memory (the paper's abstract); of text alone nothing is cited here",
         source="Zhao et al. 2024, https://arxiv.org/abs/2312.11420; peft 0.21 tuners/ln_tuning",
         **_NO_TOOL,
     ),
@@ -334,9 +334,9 @@ ADAPTERS: Mapping[str, Adapter] = {row.name: row for row in _ROWS}
 """Every kind by its name."""
 
 REFUSED: Mapping[str, str] = {
-    "boft": "peft's BOFT reads a value of its permutation in every forward, which a dry run on meta tensors has not; "
+    "boft": "peft's BOFT reads a value of its permutation as it is built, which a dry run on meta tensors has not; "
     "oft is its one-factor form",
-    "adaption-prompt": "peft's LLaMA-Adapter computes queries and attention a second time, for Llama, Mistral and GPT-2 "
+    "adaption-prompt": "peft's LLaMA-Adapter computes queries and attention twice, for Llama, Mistral and GPT-2 "
     "alone; prefix is the kind of its family that is counted here",
     "bottleneck": "peft has no bottleneck adapters (Houlsby et al. 2019): AdapterHub's adapters package has",
 }

@@ -35,7 +35,8 @@ Quantization = Annotated[
 ]
 Rank = Annotated[int | None, typer.Option("--rank", help="LoRA rank, fixed.")]
 Adapter = Annotated[
-    str | None, typer.Option("--adapter", help="/".join(fields.ADAPTER_KINDS) + "; LoRA unless given (docs/adapters.md).")
+    str | None,
+    typer.Option("--adapter", help="/".join(fields.ADAPTER_KINDS) + "; LoRA unless given (docs/adapters.md)."),
 ]
 Targets = Annotated[str | None, typer.Option("--targets", help="attention, all-linear, or module names a,b,c.")]
 Optimizer = Annotated[list[str] | None, typer.Option("--optimizer", help="/".join(fields.OPTIMIZERS) + "; repeatable.")]

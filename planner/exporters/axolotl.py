@@ -81,7 +81,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return "Axolotl loads an int8 base in fp16 when neither bf16 nor fp16 is on"
     return (
         towered_refusal(model, "Axolotl")
-        or model_refusal(setup, model)
+        or model_refusal(setup, model, "axolotl")
         or liger_loss_refusal(setup, model, ("liger",))
         or sharding_refusal(setup, model)
     )
@@ -200,6 +200,7 @@ def _method(request: ExportRequest) -> list[Line]:
     # `lora_target_linear` would hand PEFT the leaf names instead: stacked experts are not among them
     comment = "all linear layers but the head" if targets == "all-linear" else ""
     lines.append(Line("lora_target_modules", targets, comment))
+    lines += [Line(name, value) for name, value in (setup.kind.axolotl or {}).items()]
     if setup.method == "lora" and _adapter_dtype(setup) != "fp32":
         lines.append(Line("peft_autocast_adapter_dtype", False, "adapters in the base's type"))
     return lines

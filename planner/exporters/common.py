@@ -91,10 +91,26 @@ def kernels_lines(setup: TrainSetup, model: ModelSpec | None) -> list[Line]:
 EVAL_REASON = "as in training: transformers' own 8 may need more than the step"
 
 
-def model_refusal(setup: TrainSetup, model: ModelSpec | None) -> str:
+ADAPTER_TOOLS = {"trl": "trl sft", "axolotl": "Axolotl", "llamafactory": "LLaMA-Factory", "unsloth": "Unsloth"}
+"""Targets that take adapters by name; transformers' script takes peft's own classes."""
+
+
+def adapter_refusal(setup: TrainSetup, tool: str) -> str:
+    """Why a tool's file cannot ask for the setup's kind of adapter, "" where it can."""
+    row = setup.kind
+    if setup.method == "full" or row.name == "lora" or getattr(row, tool, None) is not None:
+        return ""
+    if row.name == "adalora":
+        return "AdaLoRA has to be told of every optimizer step (update_and_allocate), which no trainer here does"
+    if tool == "hf":
+        return ""
+    return f"{ADAPTER_TOOLS[tool]}'s file has no {row.title.partition(' (')[0]}; use the hf target"
+
+
+def model_refusal(setup: TrainSetup, model: ModelSpec | None, tool: str) -> str:
     """Why no trainer on transformers runs this setup on this model, "" when one does or the model is not known."""
-    if setup.adapter != "lora":
-        return f"launch files write LoRA, not yet {setup.adapter}"
+    if reason := adapter_refusal(setup, tool):
+        return reason
     if setup.modules_to_save:
         return "launch files train adapters alone: add modules_to_save to one yourself"
     if model is None:

@@ -98,7 +98,9 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return reason
     if setup.parallel == "zero3" and setup.quantized:
         return "LLaMA-Factory cannot shard a quantized base under ZeRO-3"
-    if reason := model_refusal(setup, model) or liger_loss_refusal(setup, model, ("chunked", "liger"), LIGER_TYPES):
+    if reason := model_refusal(setup, model, "llamafactory") or liger_loss_refusal(
+        setup, model, ("chunked", "liger"), LIGER_TYPES
+    ):
         return reason
     if setup.kernels == "liger" and model is not None and model.model_type not in LIGER_TYPES & LIGER_LOSS:
         return f"LLaMA-Factory's Liger switch does not know {model.model_type}, or not its loss"
@@ -267,12 +269,20 @@ def _method(request: ExportRequest) -> list[Line]:
     setup, hyper = request.setup, request.hyper
     if setup.method == "full":
         return [Line("finetuning_type", "full")]
+    if setup.adapter == "oft":
+        return [
+            Line("finetuning_type", "oft"),
+            Line("oft_rank", 0, "the block size decides"),
+            Line("oft_block_size", setup.lora_rank),
+            Line("oft_target", ",".join(_targets(setup, request.model))),
+        ]
     return [
         Line("finetuning_type", "lora"),
         Line("lora_rank", setup.lora_rank),
         Line("lora_alpha", hyper.lora_alpha, hyper.reasons.get("lora_alpha", "")),
         Line("lora_dropout", setup.lora_dropout),
         Line("lora_target", ",".join(_targets(setup, request.model))),
+        *(Line(name, value) for name, value in (setup.kind.llamafactory or {}).items()),
     ]
 
 

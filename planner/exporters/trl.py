@@ -126,7 +126,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
             "TRL casts the adapters of a quantized base to bf16, which the fp16 loss scaler cannot unscale; "
             "use the hf target, which keeps them in fp32"
         )
-    return setup.scaler_refusal or model_refusal(setup, model) or sharding_refusal(setup, model)
+    return setup.scaler_refusal or model_refusal(setup, model, "trl") or sharding_refusal(setup, model)
 
 
 def export(request: ExportRequest) -> Launch:
@@ -316,6 +316,7 @@ def _method(request: ExportRequest) -> list[Line]:
         Line("lora_alpha", hyper.lora_alpha, hyper.reasons.get("lora_alpha", "")),
         Line("lora_dropout", setup.lora_dropout),
         Line("lora_target_modules", [targets] if isinstance(targets, str) else targets),
+        *(Line(name, value) for name, value in (setup.kind.trl or {}).items()),
     ]
 
 

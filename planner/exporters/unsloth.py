@@ -72,7 +72,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return f"Unsloth has no {setup.precision} full fine-tuning (bf16-pure, bf16-mixed and fp32 work)"
     if setup.precision == "fp32" and setup.method != "full":
         return "Unsloth loads a frozen base in 16 bits"
-    if reason := model_refusal(setup.with_(attention="eager"), model):  # it picks its attention itself
+    if reason := model_refusal(setup.with_(attention="eager"), model, "unsloth"):  # it picks its attention itself
         return reason
     if reason := towered_refusal(model, "Unsloth"):
         return reason

@@ -1,5 +1,6 @@
 """What the optimizer updates: the parameters of full fine-tuning or of LoRA, and which matrices carry adapters."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -51,7 +52,9 @@ def trained_parameters(model: ModelSpec, setup: TrainSetup) -> Trained:
     if setup.method == "full":
         return _trained_full(model, setup.weight_dtype)
     if not setup.kind.like_lora:
-        adapters = _trained_kind(model, setup.adapter, setup.lora_targets, setup.lora_rank, setup.resolved_adapter_dtype)
+        adapters = _trained_kind(
+            model, setup.adapter, setup.lora_targets, setup.lora_rank, setup.resolved_adapter_dtype
+        )
         return with_copies(adapters, model, setup) if setup.modules_to_save else adapters
     adapters = _trained_lora(model, setup.lora_targets, setup.lora_rank, setup.resolved_adapter_dtype)
     return with_copies(adapters, model, setup) if setup.modules_to_save else adapters
@@ -188,6 +191,14 @@ def tuned_norms(model: ModelSpec) -> list[NormSpec]:
     """The norms that LN-tuning trains: those of whole tokens in every layer, and the final one."""
     layers = [one for layer, num in model.layer_counts for one in layer.norms if of_tokens(one) for _ in range(num)]
     return [*layers, *model.outer_norms[-1:]]
+
+
+def scaled_inputs(model: ModelSpec, targets: str | Sequence[str]) -> list[str]:
+    """Of IA3's targets, the MLP's last matrices, which it scales at their input (peft wants names of the targets)."""
+    downs = {one.name for layer in model.layer_kinds for one in layer.linears if one.role == "down"}
+    if isinstance(targets, str):
+        return sorted(downs)
+    return [name for name in targets if any(one == name or one.endswith(f".{name}") for one in downs)]
 
 
 def of_tokens(norm: NormSpec) -> bool:

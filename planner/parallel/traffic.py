@@ -70,7 +70,8 @@ def traffic_of(part: ModelSpec, setup: TrainSetup, conditions: Conditions = CURR
     """The traffic of one part of a model under a setup's data types, counted once per what it depends on."""
     key = (
         id(part), setup.parallel, setup.method, setup.precision, setup.quantization, setup.kbit_fp32_cast,
-        setup.lora_rank, setup.lora_targets, setup.adapter, setup.adapter_dtype, conditions.fp32_reduction, conditions.fsdp_1,
+        setup.lora_rank, setup.lora_targets, setup.adapter, setup.adapter_dtype, conditions.fp32_reduction,
+        conditions.fsdp_1,
     )  # fmt: skip
     found = _CACHE.get(key)
     if found is None or found[0] is not part:

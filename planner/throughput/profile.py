@@ -120,9 +120,10 @@ class ThroughputProfile:
         speed = self._speed
         notes = []
         if self._setup.method != "full" and not self._setup.kind.like_lora:
+            name = self._setup.kind.title.partition(" (")[0]
             notes.append(
-                f"No run with {self._setup.kind.title.partition(' (')[0]} has been compared: what it costs is counted from "
-                "peft's code, and the band is wider by all of it."
+                f"No run with {name} has been compared: what it costs is counted from peft's code, and the band is "
+                "wider by all of it."
             )
         compute = self._family.flow.compute
         if compute in speed.rates.emulated:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from planner.memory.trained import of_tokens
+from planner.memory.trained import of_tokens, scaled_inputs
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.models.targets import Targets, peft_target_modules
@@ -67,14 +67,6 @@ def peft_config(model: Any, setup: TrainSetup) -> Any:
     elif row.form == "rows":
         settings["token_indices"] = list(range(setup.lora_rank))
     return getattr(peft, row.config)(**settings)
-
-
-def scaled_inputs(spec: ModelSpec, targets: str | list[str]) -> list[str]:
-    """Of IA3's targets, the MLP's last matrices, which it scales at their input (peft wants names of the targets)."""
-    downs = {one.name for layer in spec.layer_kinds for one in layer.linears if one.role == "down"}
-    if isinstance(targets, str):
-        return sorted(downs)
-    return [name for name in targets if any(one == name or one.endswith(f".{name}") for one in downs)]
 
 
 def norm_modules(model: Any, spec: ModelSpec) -> list[str]:
