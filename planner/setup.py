@@ -323,6 +323,11 @@ class TrainSetup:
             )
         if row.like_lora:
             return
+        if self.objective != _DEFAULT_OBJECTIVE:
+            raise SetupError(
+                f"adapter {row.name!r} is planned for supervised fine-tuning, got objective {self.objective!r}",
+                hint="use --adapter lora, rslora, pissa or loftq",
+            )
         if "lora" in _KERNELS[self.kernels].parts:
             raise SetupError(
                 f"kernels {self.kernels!r} fuse LoRA, got adapter {row.name!r}", hint="use --kernels liger"
