@@ -1,6 +1,6 @@
 """Holds the formula and the dry run of other objectives against the trainers themselves.
 
-    python -m benchmarks.trace_objectives [--objective dpo] [--model 1b] [--method lora] [--gpu rtx-4090] [--json]
+    python -m benchmarks.trace_objectives [--objective dpo] [--model 1b] [--method lora] [--gpu rtx-4090] [--no-trace]
 
 For every objective x {1B, 8B} x {24, 80 GB} x {full, LoRA, QLoRA}: the setup that `plan MODEL --gpu GPU --objective
 NAME --method METHOD` chooses, its launch file, and that file's own trainer run on a phantom GPU (docs/trace.md), two
@@ -44,7 +44,17 @@ def pair(num: int) -> dict[str, Any]:
     return {"prompt": "a", "chosen": "b" * num, "rejected": "c" * num}
 
 
-DATA = {**ROWS, "dpo": pair}
+def completion(num: int) -> dict[str, Any]:
+    """A single answer that is cut at the length."""
+    return {"prompt": "a", "completion": "b" * num, "label": True}
+
+
+def whole_pair(num: int) -> dict[str, Any]:
+    """A preference for the trainer of rewards, which leaves out what is too long instead of cutting it."""
+    return {"chosen": "b" * (num // 2 - 1), "rejected": "c" * (num // 2 - 1)}  # and the token that ends it
+
+
+DATA = {**ROWS, "dpo": pair, "kto": completion, "reward": whole_pair, "orpo": pair}
 
 
 def planned(model: str, gpu: str, objective: str, method: str, num_layers: int | None = None) -> TrainSetup | None:
@@ -56,39 +66,53 @@ def planned(model: str, gpu: str, objective: str, method: str, num_layers: int |
     return None if isinstance(found, NoPlan) else found.chosen.setup
 
 
-def compare(model: str, gpu: str, setup: TrainSetup, num_layers: int | None = None) -> dict[str, Any]:
+def compare(
+    model: str, gpu: str, setup: TrainSetup, num_layers: int | None = None, *, trace: bool = True
+) -> dict[str, Any]:
     """The allocated peak of one setup by its trainer, by the dry run and by the formula."""
     config, card = config_of(num_layers, model), find_gpu(gpu)
-    with tempfile.TemporaryDirectory() as name, prepared("trl", setup, config, Path(name), DATA) as words:
-        began = time.monotonic()
-        found = traced(words, Path(name), expandable_segments=setup.expandable_segments)
-        trace_s = time.monotonic() - began
     assert card.compute_capability is not None
     formula = predict(spec_from_config(config, model_id="./model", source="benchmark"), card, setup)
     report = report_for_config(config, card.compute_capability, setup)
-    row = {
-        "setup": setup_to_dict(setup),
-        "traced_bytes": found.peak_allocated_bytes,
-        "formula_bytes": formula.peak_allocated_bytes,
-        "formula_error_fraction": formula.peak_allocated_bytes / found.peak_allocated_bytes - 1,
-        "traced_phases": dict(found.phase_peaks_bytes),
-        "trace_s": round(trace_s, 1),
-    }
-    if not isinstance(report, DryRunReport):
-        return {**row, "dry_run": report.message}
+    assert isinstance(report, DryRunReport), report
     dry = report.prediction.peak_allocated_bytes
-    return {**row, "dry_run_bytes": dry, "dry_run_error_fraction": dry / found.peak_allocated_bytes - 1}
+    row: dict[str, Any] = {
+        "setup": setup_to_dict(setup),
+        "formula_bytes": formula.peak_allocated_bytes,
+        "dry_run_bytes": dry,
+        "formula_over_dry_run": formula.peak_allocated_bytes / dry - 1,
+    }
+    if not trace:
+        return row
+    with tempfile.TemporaryDirectory() as name, prepared("trl", setup, config, Path(name), DATA) as words:
+        began = time.monotonic()
+        found = traced(words, Path(name), expandable_segments=setup.expandable_segments)
+    return {
+        **row,
+        "traced_bytes": found.peak_allocated_bytes,
+        "traced_phases": dict(found.phase_peaks_bytes),
+        "formula_over_trace": formula.peak_allocated_bytes / found.peak_allocated_bytes - 1,
+        "dry_run_over_trace": dry / found.peak_allocated_bytes - 1,
+        "trace_s": round(time.monotonic() - began, 1),
+    }
+
+
+PAIRS = {
+    "formula_over_trace": "formula against the trainer itself",
+    "dry_run_over_trace": "dry run against the trainer itself",
+    "formula_over_dry_run": "formula against the dry run",
+}
 
 
 def summary(rows: dict[str, Any]) -> list[str]:
-    """One line for the formula and one for the dry run."""
+    """One line for each pair that was compared."""
     lines = []
-    for name in ("formula", "dry_run"):
-        errors = sorted(abs(one[f"{name}_error_fraction"]) for one in rows.values() if f"{name}_error_fraction" in one)
+    for name, words in PAIRS.items():
+        errors = sorted(abs(one[name]) for one in rows.values() if name in one)
         if errors:
             at_95 = errors[min(len(errors) - 1, int(0.95 * len(errors)))]
             lines.append(
-                f"{name}: {len(errors)} cells, median {100 * statistics.median(errors):.2f} %, "
+                f"{words}: {len(errors)} cells, median {100 * statistics.median(errors):.2f} %, "
                 f"95th percentile {100 * at_95:.2f} %, worst {100 * errors[-1]:.2f} %"
             )
     return lines
@@ -102,6 +126,7 @@ def main() -> None:
     parser.add_argument("--model", action="append", choices=sorted(MODELS))
     parser.add_argument("--method", action="append", choices=METHODS)
     parser.add_argument("--gpu", action="append", choices=GPUS)
+    parser.add_argument("--no-trace", action="store_true", help="formula and dry run alone, in seconds")
     parser.add_argument("--layers", type=int, help="another depth; the rows are then printed and not kept")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -116,18 +141,15 @@ def main() -> None:
             rows[key] = {"not_run": "no setup fits"}
             print(f"{key}: no setup fits", flush=True)
             continue
-        row = rows[key] = compare(MODELS[model], gpu, setup, arguments.layers)
-        dry = f"{100 * row['dry_run_error_fraction']:+6.2f} %" if "dry_run_bytes" in row else row["dry_run"]
-        print(
-            f"{key:40s} traced {row['traced_bytes'] / 2**20:9.1f} MiB  formula "
-            f"{100 * row['formula_error_fraction']:+6.2f} %  dry run {dry}  {row['trace_s']} s",
-            flush=True,
-        )
+        row = rows[key] = compare(MODELS[model], gpu, setup, arguments.layers, trace=not arguments.no_trace)
+        said = "  ".join(f"{name} {100 * row[name]:+6.2f} %" for name in PAIRS if name in row)
+        print(f"{key:40s} dry run {row['dry_run_bytes'] / 2**20:9.1f} MiB  {said}", flush=True)
     if arguments.layers is not None:
         print(json.dumps(rows), file=sys.stderr)
         return
     kept = json.loads(OUT.read_text())["rows"] if OUT.exists() else {}
-    kept = {key: kept[key] for key in kept if key not in rows} | rows
+    rows = {key: {**(kept.get(key, {}) if arguments.no_trace else {}), **row} for key, row in rows.items()}
+    kept |= rows
     OUT.write_text(json.dumps({"seq_len": SEQ_LEN, "rows": dict(sorted(kept.items()))}, indent=1) + "\n")
     for line in summary(kept):
         print(line)

@@ -125,12 +125,11 @@ def connect() -> AmdSmi | None:
     with contextlib.redirect_stdout(io.StringIO()):  # without its library it prints, and raises whatever it met
         try:
             import amdsmi
-            from amdsmi import AmdSmiException  # a folder of that name has none
         except (ImportError, OSError, LookupError, AttributeError):
             return None
     try:
         amdsmi.amdsmi_init()
-    except AmdSmiException:
+    except amdsmi.AmdSmiException:
         return None
     found = AmdSmi(amdsmi)
     if found.nvmlDeviceGetCount():

@@ -40,7 +40,7 @@ class DatasetStats:
     """Token lengths of one data set.
 
     Attributes:
-        columns: "messages", "prompt-completion", "alpaca" or "text".
+        columns: "messages", "prompt-completion", "alpaca", "preference" (the longer half counts) or "text".
         num_samples: in the whole file.
         lengths_tokens: of the measured samples, ascending.
         counted_with: what counted the tokens.
@@ -129,11 +129,14 @@ class LengthChoice:
     reason: str
 
 
-def choose_length(stats: DatasetStats, *, max_tokens: int | None = None, micro_batch_seqs: int = 4) -> LengthChoice:
+def choose_length(
+    stats: DatasetStats, *, max_tokens: int | None = None, micro_batch_seqs: int = 4, packs: bool = True
+) -> LengthChoice:
     """A sequence length that cuts at most 1 % of the samples, and packing where padding would waste PADDING_LIMIT.
 
     Lengths are multiples of 256 (64 below that). Rows of packed samples are long enough for the longest where that is
-    at most twice as long: nothing is cut then. `max_tokens` is what the model can take.
+    at most twice as long: nothing is cut then. `max_tokens` is what the model can take; without `packs` no trainer of
+    the objective packs.
     """
     wanted = max(64, stats.percentile(0.99))
     step = 64 if wanted <= 256 else 256
@@ -144,7 +147,7 @@ def choose_length(stats: DatasetStats, *, max_tokens: int | None = None, micro_b
         length = min(length, max_tokens)
     padded = stats.padding_fraction(micro_batch_seqs, length)
     packed = stats.packing_fraction(length)
-    packing = padded < 1 - PADDING_LIMIT and packed > padded
+    packing = packs and padded < 1 - PADDING_LIMIT and packed > padded
     if packing and length < stats.lengths_tokens[-1] <= 2 * length:
         length = min(-(-stats.lengths_tokens[-1] // step) * step, max_tokens or 2 * length)
         padded, packed = stats.padding_fraction(micro_batch_seqs, length), stats.packing_fraction(length)
@@ -243,11 +246,13 @@ def columns_of(row: dict[str, Any], text_field: str, name: str) -> str:
         return "prompt-completion"
     if {"instruction", "output"} <= set(row):
         return "alpaca"
+    if {"chosen", "rejected"} <= set(row):
+        return "preference"
     if text_field in row:
         return "text"
     raise ConfigError(
         f"{name}: columns {', '.join(sorted(map(str, row))[:8])} are not known",
-        hint=f"messages; prompt and completion; instruction and output; or {text_field}",
+        hint=f"messages; prompt and completion; instruction and output; chosen and rejected; or {text_field}",
     )
 
 
@@ -255,6 +260,9 @@ def _length(row: dict[str, Any], columns: str, text_field: str, count: CountToke
     try:
         if columns == "messages":
             return sum(count(_content(one)) + TOKENS_PER_MESSAGE for one in _of(list, row["messages"]))
+        if columns == "preference":
+            halves = (count(_content(row[half])) for half in ("chosen", "rejected"))
+            return count(_content(row.get("prompt") or "")) + max(halves) + 1
         if columns == "prompt-completion":
             return count(_content(row["prompt"])) + count(_content(row["completion"])) + 1
         if columns == "alpaca":

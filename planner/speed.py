@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Protocol
 
 from planner.gpu import GpuSpec
+from planner.memory.rank_part import headed
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.throughput import StepTime, conditions_of, throughput_profile
@@ -28,6 +29,7 @@ def speed_profile(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "C
         cluster: None: one GPU, or the cluster that the setup's number of GPUs suggests.
     """
     if setup.num_gpus == 1:
+        model = headed(model, setup.aim.head)
         return throughput_profile(model, gpu, setup, conditions=conditions_of(setup))
     from planner.parallel.speed import spread_profile  # one GPU never needs it
 

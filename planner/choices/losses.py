@@ -38,6 +38,7 @@ class LossShape:
         chunks: into how many pieces the stack cuts the full loss.
         in_place: the stack's own kernel of the full loss writes the gradient over the logits.
         kept: the loop holds the model's outputs, and with them the logits, until the next forward's.
+        widened: the outputs of the model are cast to fp32.
     """
 
     tokens: int
@@ -52,6 +53,7 @@ class LossShape:
     chunks: int = 1
     in_place: bool = False
     kept: bool = False
+    widened: bool = False
 
     @property
     def cast_bytes(self) -> int:

@@ -5,9 +5,11 @@ data. To add one, add its row.
 micro-batch, and the loss that `TrainSetup.loss` names.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, final
+
+from planner.choices.losses import LossChain, LossShape
 
 DEFAULT = "sft"
 """The objective of a plan for which nobody names one."""
@@ -28,11 +30,14 @@ class Objective:
             off, or a second copy of the weights in full fine-tuning.
         extra_forwards: forwards of a micro-batch without gradients in every step, the reference's among them.
         head: what stands on the layers.
+        whole_logits: the chain of its own loss where all logits are there, by the stack; None: as in supervised
+            training, or no trainer of it makes them.
         losses: values of `TrainSetup.loss` that some trainer of it has.
         packs: whether several samples may fill one sequence.
+        least_samples: of one micro-batch.
         rate_factor: on the learning rate of supervised training; `rate_reason` says whose.
         targets: launch targets that have a file for it, and what each calls it.
-        columns: what its data must have, for people.
+        columns: what its data must have, for people; `data`: the kinds of it (`planner.dataset.columns_of`).
         source: where all this was read.
     """
 
@@ -43,13 +48,67 @@ class Objective:
     reference: bool
     extra_forwards: int
     head: Head
+    whole_logits: Callable[[LossShape, str], LossChain] | None
     losses: tuple[str, ...]
     packs: bool
+    least_samples: int
     rate_factor: float
     rate_reason: str
     targets: Mapping[str, str]
     columns: str
+    data: tuple[str, ...]
     source: str
+
+
+def _chain(shape: LossShape, forward: float, backward: float, *, beside: int = 0) -> LossChain:
+    """So many times the logits as they leave the model, in the forward (and `beside`) and in the backward."""
+    elements = shape.tokens * shape.vocab_size
+    wide = _wide(shape) * elements
+    return LossChain(
+        loss_bytes=int(forward * wide) + beside * elements + shape.cast_bytes,
+        backward_bytes=int(backward * wide) + shape.cast_bytes,
+        logits_bytes=shape.logit_bytes * elements,
+    )
+
+
+def _wide(shape: LossShape) -> int:
+    """Bytes of a logit as it leaves the model: accelerate's outputs under autocast are fp32."""
+    return 4 if shape.widened else shape.logit_bytes
+
+
+def _odds_ratio_chain(shape: LossShape, stack: str) -> LossChain:
+    """ORPO's chain, in logits of both halves: themselves, a copy of the chosen half and its log-softmax in the forward;
+    in the backward themselves, that log-softmax and the gradient of all; then that gradient twice, as the cut to
+    shifted positions is undone. LLaMA-Factory's: the logits and the log-softmax of all; in the backward that and two
+    gradients.
+
+    Source: TRL 1.16 `ORPOTrainer.concatenated_forward`; `kernels/logprob_entropy.py`, which saves the logits as they
+    are and makes one gradient. LLaMA-Factory 0.9.5 `train/trainer_utils.py` get_batch_logps.
+    """
+    return _chain(shape, 2, 3) if stack == "llamafactory" else _chain(shape, 2, 2.5)
+
+
+def _pairs_chain(shape: LossShape, stack: str) -> LossChain:
+    """DPO's chain on whole logits: the policy's stay while the reference's are made and widened; in the backward them
+    and one gradient, then that gradient twice. LLaMA-Factory keeps the log-softmax of the policy's beside them, and
+    makes the reference's.
+
+    Source: TRL 1.14 (Axolotl 0.21) `DPOTrainer._compute_loss`, `selective_log_softmax_and_entropy` by its Triton
+    kernel; LLaMA-Factory 0.9.5 `train/dpo/trainer.py` get_batch_loss_metrics, `train/trainer_utils.py` get_batch_logps.
+    """
+    if stack == "llamafactory":
+        return _chain(shape, 4, 3)
+    return _chain(shape, 2, 2, beside=shape.logit_bytes if shape.widened else 0)
+
+
+def _score_chain(shape: LossShape, stack: str) -> LossChain:
+    """A score's chain: one number per token is nothing beside the hidden states, so the largest moment is the final
+    norm's own fp32 copy of them; in the backward their gradient.
+
+    Source: transformers 5.23 `LlamaRMSNorm`, `GenericForSequenceClassification`.
+    """
+    hidden = shape.tokens * shape.hidden_size
+    return LossChain(loss_bytes=4 * hidden, backward_bytes=shape.hidden_bytes * hidden)
 
 
 _ROWS = (
@@ -61,8 +120,10 @@ _ROWS = (
         reference=False,
         extra_forwards=0,
         head="vocabulary",
+        whole_logits=None,
         losses=("full", "chunked", "liger"),
         packs=True,
+        least_samples=1,
         rate_factor=1.0,
         rate_reason="",
         targets={
@@ -76,6 +137,7 @@ _ROWS = (
             "torchtitan": "sft",
         },
         columns="messages, prompt and completion, or text",
+        data=("messages", "prompt-completion", "alpaca", "text"),
         source="trl 1.16 trainer/sft_trainer.py",
     ),
     Objective(
@@ -86,15 +148,80 @@ _ROWS = (
         reference=True,
         extra_forwards=1,
         head="vocabulary",
-        losses=("chunked",),
+        whole_logits=_pairs_chain,
+        losses=("chunked", "full"),
         packs=False,
+        least_samples=1,
         rate_factor=0.05,
         rate_reason="DPO, as TRL's DPOConfig: 1e-6 for full fine-tuning",
-        targets={"trl": "dpo"},
+        targets={"trl": "dpo", "axolotl": "dpo", "llamafactory": "dpo"},
         columns="chosen and rejected, with or without prompt",
+        data=("preference",),
         source="trl 1.16 trainer/dpo_trainer.py: DataCollatorForPreference puts chosen and rejected into one batch; "
         "_compute_loss runs policy, then reference under no_grad without checkpointing, both with the fused head; "
         "__init__ loads a second model where there are no adapters, in the policy's type",
+    ),
+    Objective(
+        name="kto",
+        title="Kahneman-Tversky optimization",
+        sample="completion",
+        seqs_per_sample=1,
+        reference=True,
+        extra_forwards=3,
+        head="vocabulary",
+        whole_logits=None,
+        losses=("chunked",),
+        packs=False,
+        least_samples=2,
+        rate_factor=0.05,
+        rate_reason="KTO, as TRL's KTOConfig: 1e-6 for full fine-tuning",
+        targets={"trl": "kto"},
+        columns="prompt, completion and label (true or false); or chosen and rejected",
+        data=("prompt-completion", "preference"),
+        source="trl 1.16 trainer/kto_trainer.py: _compute_loss runs the policy on completions of other prompts under "
+        "no_grad (the KL term), the policy, and the reference on both; a micro-batch of 1 is refused (the KL term "
+        "pairs neighbours)",
+    ),
+    Objective(
+        name="reward",
+        title="reward modelling",
+        sample="pair",
+        seqs_per_sample=2,
+        reference=False,
+        extra_forwards=0,
+        head="score",
+        whole_logits=_score_chain,
+        losses=("full",),
+        packs=False,
+        least_samples=1,
+        rate_factor=5.0,
+        rate_reason="reward models, as TRL's RewardConfig: 1e-4 for full fine-tuning",
+        targets={"trl": "reward"},
+        columns="chosen and rejected, with or without prompt",
+        data=("preference",),
+        source="trl 1.16 trainer/reward_trainer.py: AutoModelForSequenceClassification with one label, both halves in "
+        "one forward, no loss over the vocabulary",
+    ),
+    Objective(
+        name="orpo",
+        title="odds ratio preference optimization",
+        sample="pair",
+        seqs_per_sample=2,
+        reference=False,
+        extra_forwards=0,
+        head="vocabulary",
+        whole_logits=_odds_ratio_chain,
+        losses=("full",),
+        packs=False,
+        least_samples=1,
+        rate_factor=0.05,
+        rate_reason="ORPO, as TRL's ORPOConfig: 1e-6 for full fine-tuning",
+        targets={"trl": "orpo", "llamafactory": "dpo"},
+        columns="chosen and rejected, with or without prompt",
+        data=("preference",),
+        source="trl 1.16 experimental/orpo/orpo_trainer.py: concatenated_forward keeps the logits of both halves, "
+        "cross-entropy of the chosen one, selective_log_softmax of both; no reference. LLaMA-Factory 0.9.5 "
+        "train/dpo/trainer.py (pref_loss orpo)",
     ),
 )
 

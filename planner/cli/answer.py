@@ -1,14 +1,16 @@
 """From names and wishes to a plan, for the command line and for `finetune_planner` alike."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.choices.packages import absent_packages
-from planner.cli.output import say
+from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
+from planner.choices.objectives import OBJECTIVES, Objective
 from planner.cli.wish import resolve_gpu
 from planner.cli.wishes import WishOptions
+from planner.errors import UsageError
 from planner.plan import NoPlan, Plan
 from planner.workload import Workload
 
@@ -37,24 +39,20 @@ def workload_for(
     spec = resolve_model(model, revision=revision, ask_hub=hub)
     card = resolve_gpu(gpu)
     wish = wish.on_links_of(gpu, card)
-    lengths = _lengths(dataset, spec) if dataset is not None else None
+    aim = OBJECTIVES[wish.fixed().get("objective", (DEFAULT_OBJECTIVE,))[0]]
+    lengths = _lengths(dataset, spec, aim) if dataset is not None else None
     if lengths is not None:
         wish = replace(
             wish,
             seq_len=wish.seq_len or lengths.seq_len_tokens,
-            dataset_tokens=wish.dataset_tokens or lengths.epoch_tokens,
+            dataset_tokens=wish.dataset_tokens or lengths.epoch_tokens * aim.seqs_per_sample,
             packing=lengths.packing if wish.packing is None else wish.packing,
         )
-    asked = wish.workload(
-        spec,
-        card,
-        epoch_seqs=lengths.epoch_seqs if lengths is not None else None,
-        samples_per_seq=lengths.samples_per_seq if lengths is not None else 1.0,
-        targets=targets,
+    if lengths is None:
+        return wish.workload(spec, card, targets=targets)
+    return wish.workload(
+        spec, card, epoch_seqs=lengths.epoch_seqs, samples_per_seq=lengths.samples_per_seq, targets=targets
     )
-    if gpu.lower() != "local" or "axolotl" in targets[:1]:  # which brings them along
-        return asked
-    return replace(asked, absent_packages=absent_packages())
 
 
 def answered(workload: Workload, *, dry_run: bool = True, history: bool = True) -> Plan | NoPlan:
@@ -71,14 +69,24 @@ def answered(workload: Workload, *, dry_run: bool = True, history: bool = True) 
     return with_history(plan_workload(workload), known)
 
 
-def _lengths(dataset: str, spec: "ModelSpec") -> "LengthChoice | None":
-    """Sequence length, packing and tokens per epoch of a local data set; None for one on the hub."""
+def _lengths(dataset: str, spec: "ModelSpec", aim: Objective) -> "LengthChoice | None":
+    """Sequence length, packing and tokens per epoch of a local data set; None for one on the hub.
+
+    Raises:
+        UsageError: data of another objective.
+    """
     from planner.dataset import choose_length, measure, tokenizer_file
 
     path = Path(dataset)
     if not path.exists():
         return None
     stats = measure(path, tokenizer=tokenizer_file(spec.model_id))
-    choice = choose_length(stats, max_tokens=spec.max_position_embeddings)
-    say(f"{dataset}: {stats.num_samples:,} samples, {stats.counted_with}; {choice.reason}")
+    if stats.columns not in aim.data:
+        fitting = next(row for row in OBJECTIVES.values() if stats.columns in row.data)
+        raise UsageError(
+            f"{dataset} has {stats.columns} columns, --objective {aim.name} trains on {aim.columns}",
+            hint=f"--objective {fitting.name} is for such data",
+        )
+    choice = choose_length(stats, max_tokens=spec.max_position_embeddings, packs=aim.packs)
+    print(f"{dataset}: {stats.num_samples:,} samples, {stats.counted_with}; {choice.reason}", file=sys.stderr)
     return choice

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -86,23 +85,16 @@ def make(
         from planner.cli.writing import launch_sentences, next_command, write_out
 
         try:
-            write = partial(
-                write_out,
-                folder=out,
+            launches = write_out(
+                plan,
+                out,
                 targets=target,
                 dataset=dataset,
                 command=_command(model, gpu),
                 timeline=chosen_timeline(plan),
                 force=force,
+                verify=verify or (),
             )
-            launches = write(plan)
-            if verify and isinstance(plan, Plan):
-                from planner.cli.verify import trace_files, with_trace, withdraw
-
-                found, before = trace_files(plan, launches, out, verify), launches
-                plan = with_trace(plan, found)
-                launches = write(plan, traces=found)
-                withdraw(before, launches, out)
             said, following = launch_sentences(launches, named=bool(target)), next_command(launches, out)
             if verify:
                 from planner.cli.verify import sentences
@@ -128,8 +120,7 @@ def make(
     if unwritten is not None:
         raise unwritten
     missing = [launch.target for launch in launches if launch.refused]
-    refuted = not isinstance(plan, NoPlan) and not plan.chosen.fits
-    if isinstance(plan, NoPlan) or refuted or (missing and (target or len(missing) == len(launches))):
+    if isinstance(plan, NoPlan) or (missing and (target or len(missing) == len(launches))):
         raise typer.Exit(EXIT_NOTHING_FITS)
 
 

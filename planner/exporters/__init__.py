@@ -33,7 +33,10 @@ def _refusal(room: ModuleType, setup: TrainSetup, model: ModelSpec | None = None
 
 
 def _export(room: ModuleType, request: ExportRequest) -> Launch:
-    reason = objective_refusal(request.setup, room.TARGET)
+    setup = request.setup
+    reason = objective_refusal(setup, room.TARGET)
+    if not reason and setup.micro_batch_seqs < setup.aim.least_samples:
+        reason = f"{setup.objective} needs a micro-batch of at least {setup.aim.least_samples} {setup.aim.sample}s"
     found: Launch = Launch(target=room.TARGET, refused=reason) if reason else room.export(request)
     return found
 

@@ -10,7 +10,6 @@ from planner.exporters.common import (
     model_line,
     model_refusal,
     target_modules,
-    towered_refusal,
 )
 from planner.exporters.spread import PER_NODE, processes, sharding_refusal, sync_lines, tensor_refusal, torchrun_flags
 from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
@@ -51,6 +50,12 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     if setup.checkpointing > 1:
         reason = "every_n_layers does not reach peft models in Axolotl: every layer is checkpointed, slower"
         found.append(Difference(field="checkpointing", planned=setup.checkpointing, runs_as=1, reason=reason))
+    if setup.objective == "dpo" and setup.loss == "chunked":
+        reason = "Axolotl 0.21 runs TRL 1.14, whose DPO makes the logits of policy and reference"
+        found.append(Difference(field="loss", planned="chunked", runs_as="full", reason=reason))
+    if setup.objective == "dpo" and setup.lora_dropout:
+        reason = "TRL switches every dropout off for DPO (disable_dropout)"
+        found.append(Difference(field="lora_dropout", planned=setup.lora_dropout, runs_as=0.0, reason=reason))
     dtype = _adapter_dtype(setup)
     if setup.method != "full" and runs.resolved_adapter_dtype != dtype:
         reason = "peft keeps the adapters of a quantized base in fp32"
@@ -79,12 +84,9 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return "Axolotl's fp16 loads fp16 weights, whose gradients the loss scaler cannot unscale in full fine-tuning"
     if setup.quantization == "int8" and setup.precision == "fp32":
         return "Axolotl loads an int8 base in fp16 when neither bf16 nor fp16 is on"
-    return (
-        towered_refusal(model, "Axolotl")
-        or model_refusal(setup, model, "axolotl")
-        or liger_loss_refusal(setup, model, ("liger",))
-        or sharding_refusal(setup, model)
-    )
+    if reason := model_refusal(setup, model) or liger_loss_refusal(setup, model, ("liger",)):
+        return reason
+    return sharding_refusal(setup, model)
 
 
 def export(request: ExportRequest) -> Launch:
@@ -112,7 +114,7 @@ def export(request: ExportRequest) -> Launch:
         notes.append(PER_NODE)
     head = header(
         request,
-        title="Axolotl",
+        title="Axolotl" if setup.objective == "sft" else f"Axolotl {setup.aim.title}",
         command=f"{prefix} {command}".strip(),
         validated_with=VALIDATED_WITH,
         differences=found,
@@ -153,6 +155,10 @@ def _sections(request: ExportRequest) -> list[Section]:
             Line("device_map", "auto", "layers spread over the GPUs") if setup.parallel == "device-map" else None,
         ),
         section("method", *_method(request)),
+        *(
+            [section("objective", Line("rl", "dpo"), Line("rl_beta", 0.1, "TRL's default"))]
+            * (setup.objective == "dpo")
+        ),
         _datasets(request),
         section(
             "batch",
@@ -200,7 +206,6 @@ def _method(request: ExportRequest) -> list[Line]:
     # `lora_target_linear` would hand PEFT the leaf names instead: stacked experts are not among them
     comment = "all linear layers but the head" if targets == "all-linear" else ""
     lines.append(Line("lora_target_modules", targets, comment))
-    lines += [Line(name, value) for name, value in (setup.kind.axolotl or {}).items()]
     if setup.method == "lora" and _adapter_dtype(setup) != "fp32":
         lines.append(Line("peft_autocast_adapter_dtype", False, "adapters in the base's type"))
     return lines
@@ -217,6 +222,10 @@ def _datasets(request: ExportRequest) -> Section:
         },
     }
     columns = dataset.columns if dataset else "messages"
+    if request.setup.objective != "sft":
+        columns = "preference"
+        fields = {"field_prompt": "prompt", "field_chosen": "chosen", "field_rejected": "rejected"}
+        kinds[columns] = {"type": fields}
     entry: dict[str, object] = {"path": shown_path(dataset.path) if dataset else PLACEHOLDER_DATASET}
     if dataset and dataset.local:
         entry["ds_type"] = "parquet" if dataset.path.endswith(".parquet") else "json"
@@ -273,7 +282,7 @@ def _memory(setup: TrainSetup, model: ModelSpec | None) -> list[Line]:
         lines.append(Line("gradient_checkpointing", False, "fsdp_config does it" if sharded else ""))
     if setup.activation_offload:
         lines.append(Line("activation_offloading", True, "checkpoints in host memory"))
-    if setup.loss == "chunked":
+    if setup.loss == "chunked" and setup.objective == "sft":
         lines.append(Line("chunked_cross_entropy", True))
     lines += _kernels(setup, model)
     if setup.compile:

@@ -13,7 +13,7 @@ from planner.exporters.common import (
     model_line,
     model_refusal,
     target_modules,
-    towered_refusal,
+    towered_class,
 )
 from planner.exporters.spread import PER_NODE, sharding_refusal, split_refusal
 from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
@@ -63,6 +63,8 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     if setup.checkpointing > 1:
         reason = "its transformers has no every_n_layers: every layer is checkpointed, slower"
         found.append(Difference(field="checkpointing", planned=setup.checkpointing, runs_as=1, reason=reason))
+    if setup.objective != "sft":
+        return (*found, *_preference_differences(setup))
     if setup.loss == "chunked":
         reason = "no chunked loss; Liger's fused linear cross-entropy holds no logits either"
         found.append(Difference(field="loss", planned="chunked", runs_as="liger", reason=reason))
@@ -80,6 +82,22 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     return tuple(found)
 
 
+def _preference_differences(setup: TrainSetup) -> list[Difference]:
+    """As `differences`, of pairs, whose trainer has no loss of Liger's."""
+    found = []
+    if setup.loss == "chunked":
+        reason = "its DPO makes the logits of policy and reference, and their log-softmax"
+        found.append(Difference(field="loss", planned="chunked", runs_as="full", reason=reason))
+    if setup.lora_dropout:
+        reason = "its trainer switches every dropout off (disable_dropout)"
+        found.append(Difference(field="lora_dropout", planned=setup.lora_dropout, runs_as=0.0, reason=reason))
+    if setup.method != "full" and setup.with_(kbit_fp32_cast=False).resolved_adapter_dtype != "fp32":
+        reason = "LLaMA-Factory trains adapters in fp32"
+        planned = setup.resolved_adapter_dtype
+        found.append(Difference(field="adapter_dtype", planned=planned, runs_as="fp32", reason=reason))
+    return found
+
+
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     """Why LLaMA-Factory cannot run this setup, "" when it can."""
     if reason := split_refusal(setup, "LLaMA-Factory"):
@@ -88,19 +106,23 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return f"{setup.parallel} is not written for LLaMA-Factory (use ddp or ZeRO)"
     if setup.method == "full" and setup.precision == "bf16-autocast" and setup.parallel not in deepspeed.STAGES:
         return "LLaMA-Factory trains fp32 weights under bf16 autocast: twice the memory (bf16-pure or bf16-mixed work)"
+    if setup.objective == "dpo" and setup.method == "full":
+        return "LLaMA-Factory holds the reference of full fine-tuning in another type than the policy: not modelled"
+    if setup.objective != "sft" and setup.kernels != "eager":
+        return "LLaMA-Factory's Liger switch was not read for preference training; plan with --kernels eager"
     if model is not None and model.model_type == "gpt_oss":
         return f"LLaMA-Factory runs gpt_oss with vllm-flash-attn3 whatever was asked: {flash_refusal(model, VLLM_FA3)}"
     if setup.kernels == "fused":
         return NO_FUSED_LORA
-    if reason := towered_refusal(model, "LLaMA-Factory"):
-        return reason
+    if model is not None and (published := towered_class(model)):
+        return f"LLaMA-Factory loads {published} with its towers, not the {model.built_class} planned here"
     if model is not None and (reason := _targets_refusal(setup, model)):
         return reason
     if setup.parallel == "zero3" and setup.quantized:
         return "LLaMA-Factory cannot shard a quantized base under ZeRO-3"
-    if reason := model_refusal(setup, model, "llamafactory") or liger_loss_refusal(
-        setup, model, ("chunked", "liger"), LIGER_TYPES
-    ):
+    if reason := model_refusal(setup, model):
+        return reason
+    if setup.objective == "sft" and (reason := liger_loss_refusal(setup, model, ("chunked", "liger"), LIGER_TYPES)):
         return reason
     if setup.kernels == "liger" and model is not None and model.model_type not in LIGER_TYPES & LIGER_LOSS:
         return f"LLaMA-Factory's Liger switch does not know {model.model_type}, or not its loss"
@@ -194,7 +216,7 @@ def _sections(request: ExportRequest) -> list[Section]:
     runs = setup.with_(**{one.field: one.runs_as for one in differences(setup) if one.field == "precision"})
     reasons = hyper.reasons
     title = "dataset" if request.dataset else "dataset: PUT YOURS HERE (in dataset_info.json)"
-    liger = setup.loss in ("chunked", "liger") or setup.kernels == "liger"
+    liger = setup.objective == "sft" and (setup.loss in ("chunked", "liger") or setup.kernels == "liger")
     return [
         section(
             "model",
@@ -202,7 +224,8 @@ def _sections(request: ExportRequest) -> list[Section]:
             Line("flash_attn", _attention(request)),
             *_quantization(setup),
         ),
-        section("method", Line("stage", "sft"), Line("do_train", True), *_method(request)),
+        section("method", Line("stage", setup.aim.targets[TARGET]), Line("do_train", True), *_method(request)),
+        *_objective(setup),
         section(
             title,
             Line("dataset", DATASET_KEY),
@@ -252,6 +275,13 @@ def _sections(request: ExportRequest) -> list[Section]:
     ]
 
 
+def _objective(setup: TrainSetup) -> list[Section]:
+    if setup.objective == "sft":
+        return []
+    loss = "sigmoid" if setup.objective == "dpo" else setup.objective
+    return [section("objective", Line("pref_loss", loss), Line("pref_beta", 0.1, "its default"))]
+
+
 def _quantization(setup: TrainSetup) -> list[Line]:
     if setup.quantization == "none":
         return []
@@ -269,20 +299,12 @@ def _method(request: ExportRequest) -> list[Line]:
     setup, hyper = request.setup, request.hyper
     if setup.method == "full":
         return [Line("finetuning_type", "full")]
-    if setup.adapter == "oft":
-        return [
-            Line("finetuning_type", "oft"),
-            Line("oft_rank", 0, "the block size decides"),
-            Line("oft_block_size", setup.lora_rank),
-            Line("oft_target", ",".join(_targets(setup, request.model))),
-        ]
     return [
         Line("finetuning_type", "lora"),
         Line("lora_rank", setup.lora_rank),
         Line("lora_alpha", hyper.lora_alpha, hyper.reasons.get("lora_alpha", "")),
         Line("lora_dropout", setup.lora_dropout),
         Line("lora_target", ",".join(_targets(setup, request.model))),
-        *(Line(name, value) for name, value in (setup.kind.llamafactory or {}).items()),
     ]
 
 
@@ -304,7 +326,10 @@ def _dataset_info(request: ExportRequest) -> LaunchFile:
     else:
         entry["hf_hub_url"] = shown_path(dataset.path)
     columns = dataset.columns if dataset else "messages"
-    if columns == "messages":
+    if request.setup.objective != "sft":
+        entry["ranking"] = True
+        entry["columns"] = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
+    elif columns == "messages":
         entry |= {
             "formatting": "sharegpt",
             "columns": {"messages": "messages"},

@@ -1,5 +1,7 @@
 """TRL's command line: `trl sft --config FILE`. Field names of TRL 1.16 on transformers 5.23."""
 
+from importlib.resources import files as files_text
+
 from planner.exporters import accelerate, chat, deepspeed, slurm
 from planner.exporters.common import (
     EVAL_REASON,
@@ -13,7 +15,7 @@ from planner.exporters.common import (
     model_line,
     model_refusal,
     target_modules,
-    towered_refusal,
+    towered_class,
 )
 from planner.exporters.spread import (
     PER_NODE,
@@ -41,6 +43,7 @@ VALIDATED_WITH = {
 FILE_LOADERS = {"jsonl": "json", "json": "json", "parquet": "parquet", "csv": "csv"}
 """Ending of a local file -> the loader of `datasets` for it; `dataset_name` takes a directory or a hub id only."""
 
+ORPO_SCRIPT = "trl/trl-orpo.py"
 TEMPLATED = ("sft", "reward")
 """Objectives whose configuration has `chat_template_path` (TRL 1.16)."""
 
@@ -54,7 +57,7 @@ OLDER_NAMES = (
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """Settings that `trl sft` runs otherwise than the setup says."""
     found: list[Difference | None] = [*deepspeed.differences(setup)]
-    if setup.loss != "chunked":
+    if setup.loss != "chunked" and "chunked" in setup.aim.losses:
         found.append(
             Difference(
                 field="loss",
@@ -98,6 +101,11 @@ def _objective_differences(setup: TrainSetup) -> list[Difference]:
     return found
 
 
+def orpo_script() -> str:
+    """The program that trains ORPO from a file of `trl`'s form: the model and its adapters as `trl sft` makes them."""
+    return files_text("planner").joinpath("data/trl_orpo.py.txt").read_text("utf-8")
+
+
 def file_of(setup: TrainSetup) -> str:
     """The configuration's path below `launch/`."""
     return f"trl/trl-{setup.aim.targets[TARGET]}.yaml"
@@ -111,8 +119,11 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return "one process for all GPUs (nn.DataParallel) is not trl sft's way; ddp holds less and is faster"
     if setup.kernels == "fused":
         return NO_FUSED_LORA
-    if reason := towered_refusal(model, "trl sft"):
-        return reason
+    if model is not None and (published := towered_class(model)):
+        return (
+            f"trl sft loads the class that the model names, {published} with its towers, not the {model.built_class} "
+            "planned here; use the hf target"
+        )
     if model is not None and model.model_type == "phimoe":
         return "TRL's forward asks for num_experts, which transformers' PhimoeConfig does not have; use the hf target"
     if dequantizing_class(model):
@@ -126,7 +137,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
             "TRL casts the adapters of a quantized base to bf16, which the fp16 loss scaler cannot unscale; "
             "use the hf target, which keeps them in fp32"
         )
-    return setup.scaler_refusal or model_refusal(setup, model, "trl") or sharding_refusal(setup, model)
+    return setup.scaler_refusal or model_refusal(setup, model) or sharding_refusal(setup, model)
 
 
 def export(request: ExportRequest) -> Launch:
@@ -138,6 +149,9 @@ def export(request: ExportRequest) -> Launch:
     file, spoken = file_of(setup), setup.aim.targets[TARGET]
     command = f"trl {spoken} --config launch/{file}"
     files = []
+    if setup.objective == "orpo":  # no command of TRL 1.16 trains it
+        files.append(launch_file(ORPO_SCRIPT, orpo_script()))
+        command = f"python launch/{ORPO_SCRIPT} --config launch/{file}"
     notes = [OLDER_NAMES]
     if accelerate.needed(setup):
         files += accelerate.config_files(request, TARGET)
@@ -146,7 +160,7 @@ def export(request: ExportRequest) -> Launch:
         files.append(slurm.job_file(request, TARGET, job, VALIDATED_WITH))
         command += accelerate_flags(request)
     else:
-        command += " --num_processes 1"
+        command += "" if setup.objective == "orpo" else " --num_processes 1"
     templates = setup.objective in TEMPLATED
     if not templates and chat.chats(request) and request.lacks_template is not False:
         notes.append(
@@ -224,7 +238,7 @@ def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
             Line("loss_type", "nll", "in chunks: never holds seqs x tokens x vocabulary")
             if setup.objective == "sft"
             else None,
-            *kernels_lines(setup.with_(loss="chunked"), request.model),
+            *kernels_lines(setup.trusted_with(loss="chunked"), request.model),
             Line("torch_compile", True) if setup.compile else None,
             Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
             *sync_lines(setup),
@@ -259,11 +273,16 @@ def _lengths(setup: TrainSetup) -> list[Line | None]:
 
 def _objective(setup: TrainSetup) -> list[Section]:
     """What the objective's own trainer is told."""
+    beta = Line("beta", 0.1, "TRL's default: how far the policy may leave the reference")
+    if setup.objective == "orpo":
+        return [section("objective", Line("beta", 0.1, "TRL's default: weight of the odds ratio"))]
     if not setup.aim.reference:
         return []
+    loss = Line("loss_type", "sigmoid" if setup.objective == "dpo" else setup.objective, "TRL's default")
     kept = "a second copy of the weights" if setup.method == "full" else "the base with its adapters switched off"
     lines = (
-        Line("beta", 0.1, "TRL's default: how far the policy may leave the reference"),
+        loss,
+        beta,
         Line("precompute_ref_log_probs", False, f"the reference is {kept}"),
     )
     return [section("objective", *lines)]
@@ -316,7 +335,7 @@ def _method(request: ExportRequest) -> list[Line]:
         Line("lora_alpha", hyper.lora_alpha, hyper.reasons.get("lora_alpha", "")),
         Line("lora_dropout", setup.lora_dropout),
         Line("lora_target_modules", [targets] if isinstance(targets, str) else targets),
-        *(Line(name, value) for name, value in (setup.kind.trl or {}).items()),
+        *([Line("lora_task_type", "SEQ_CLS", "trains the score beside the adapters")] * (setup.aim.head == "score")),
     ]
 
 

@@ -20,7 +20,8 @@ class DatasetChoice:
 
     Attributes:
         path: hub id, or a local file or directory, relative to where the launch command runs.
-        columns: "messages" (chat), "prompt-completion", "alpaca" (instruction, input, output) or "text".
+        columns: "messages" (chat), "prompt-completion", "alpaca" (instruction, input, output), "preference"
+            (chosen, rejected) or "text".
         local: whether `path` is on disk.
     """
 

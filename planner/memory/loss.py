@@ -9,19 +9,24 @@ from planner.setup import SAVED_HEADS, TrainSetup
 
 def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
     """The loss chain of one micro-batch, as the setup's stack runs it."""
-    flow, by = step_flow(model, setup), setup.by
+    flow, by, aim = step_flow(model, setup), setup.by, setup.aim
     shape = LossShape(
         tokens=setup.tokens_per_micro_batch,
-        vocab_size=model.vocab_size,
+        vocab_size=model.vocab_size if aim.head == "vocabulary" else 1,
         hidden_size=model.hidden_size,
         logit_bytes=SIZE_BYTES[flow.autocast or flow.table],
         hidden_bytes=SIZE_BYTES[flow.residual],
-        head_trained=setup.method == "full" or bool(set(setup.modules_to_save) & set(SAVED_HEADS)),
+        head_trained=setup.method == "full"
+        or bool(set(setup.modules_to_save) & set(SAVED_HEADS))
+        or aim.head == "score",
         softcap=model.logit_softcap,
         head_cast=flow.autocast is not None and flow.table == "fp32",
         upcast=by.upcasts_logits and (not model.is_encoder_decoder or flow.autocast is not None),
         chunks=by.num_chunks(setup.tokens_per_micro_batch),
         in_place=by.in_place_loss,
         kept=by.keeps_outputs,
+        widened=by.widens_outputs and flow.autocast is not None,
     )
+    if aim.whole_logits is not None and LOSSES[setup.loss].whole_logits:
+        return aim.whole_logits(shape, setup.stack)
     return LOSSES[setup.loss].memory(shape)

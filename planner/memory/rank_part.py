@@ -7,6 +7,7 @@ then run on the part as they are.
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from planner.choices.objectives import Head
 from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec
 from planner.setup import TrainSetup
 
@@ -47,6 +48,7 @@ def rank_parts(model: ModelSpec, setup: TrainSetup) -> tuple[RankPart, ...]:
     Source: PyTorch 2.13 `torch/distributed/pipelining`; accelerate 1.15 `infer_auto_device_map` (cuts by size, which is
     by layers where they are alike).
     """
+    model = headed(model, setup.aim.head)
     stages = setup.num_gpus if setup.parallel == "device-map" else setup.pipeline_degree
     stages = min(stages, model.num_layers)
     if setup.parallel == "dp":
@@ -71,6 +73,21 @@ def rank_parts(model: ModelSpec, setup: TrainSetup) -> tuple[RankPart, ...]:
         )
         start += size
     return tuple(parts)
+
+
+def headed(model: ModelSpec, head: Head) -> ModelSpec:
+    """The model with what an objective puts on its layers: its own head, or one number per token ("score").
+
+    Source: transformers 5.23 `GenericForSequenceClassification`: `score`, a matrix without bias, never quantized; the
+    embeddings stay, tied or not.
+    """
+    return model if head == "vocabulary" else _scored(model)
+
+
+@lru_cache(maxsize=256)
+def _scored(model: ModelSpec) -> ModelSpec:
+    score = LinearSpec(name="score", role="other", in_features=model.hidden_size, out_features=1)
+    return replace(model, head=score, tied=False, logit_softcap=False)
 
 
 def stage_sizes(num_layers: int, stages: int) -> tuple[int, ...]:

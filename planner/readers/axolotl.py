@@ -22,6 +22,7 @@ OLD_ATTENTION_SWITCHES = {
 }
 OFFLOADS = ("layer_offloading", "ple_cpu_offload", "lora_on_cpu")
 NOT_COUNTED = {
+    "peft_use_dora": "DoRA's magnitude vectors and norms are not counted",
     "lora_target_parameters": "adapters on stacked expert parameters are not counted",
     "unfrozen_parameters": "only some parameters are trained (unfrozen_parameters): counted as full fine-tuning",
     "relora": "ReLoRA's restarts are not counted",
@@ -70,10 +71,18 @@ def read(
         "attention": _attention(settings, model),
         "loss": _loss(settings),
     }
+    if settings.raw("rl"):
+        fields |= {"objective": "dpo", "loss": "full", "packing": False}
+        if settings.raw("dpo_use_liger_kernel"):
+            settings.approximate("Liger's DPO loss holds no logits: counted as if all were there")
+        if settings.raw("precompute_ref_log_probs"):
+            settings.approximate("reference log-probabilities are computed beforehand: counted as if in every step")
     for key, default in (("micro_batch_size", 1), ("sequence_len", 512)):
         if not settings.has(key):
             settings.assume(f"{key} absent: {default}, Axolotl's default")
     fields |= _method(settings, model)
+    if settings.raw("rl"):
+        fields |= {"lora_dropout": 0.0} if fields["method"] != "full" else {}
     fields["kernels"] = _kernels(settings, fields, model)
     fields["precision"] = _precision(settings, fields["method"])
     fields["checkpointing"] = _checkpointing(settings)
@@ -86,9 +95,6 @@ def read(
         fields |= {"num_gpus": sharding.num_gpus, "parallel": "device-map"}
     else:
         fields |= parallel_of(settings, _parallel(settings, sharding), sharding.num_gpus)
-    kind = common.start_kind(settings.raw("peft_init_lora_weights"))
-    kind = "dora" if settings.raw("peft_use_dora") else "rslora" if settings.raw("peft_use_rslora") else kind
-    fields = common.adapter(settings, fields, kind, model)
     for key, sentence in NOT_COUNTED.items():
         if settings.raw(key):
             settings.approximate(sentence)
@@ -110,11 +116,15 @@ def read(
     )
 
 
+PAIRED = ("dpo", "ipo")
+"""Values of `rl` that run TRL's DPOTrainer."""
+
+
 def _refuse_other_training(settings: Settings) -> None:
-    if settings.raw("rl"):
+    if settings.raw("rl") and settings.raw("rl") not in PAIRED:
         raise NotPlanned(
             f"{settings.name}: preference or reinforcement training (rl: {settings.raw('rl')}) is not planned",
-            hint="supervised fine-tuning and continued pretraining are",
+            hint="supervised fine-tuning, continued pretraining and rl: dpo are",
         )
     if settings.raw("reward_model") or settings.raw("process_reward_model"):
         raise NotPlanned(f"{settings.name}: reward models are not planned", hint="supervised fine-tuning is")

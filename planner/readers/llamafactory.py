@@ -11,7 +11,9 @@ from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 
 FORMAT = "llamafactory"
-STAGES = ("sft", "pt")
+STAGES = ("sft", "pt", "dpo")
+PREFERENCES = {**dict.fromkeys(("sigmoid", "hinge", "ipo", "kto_pair"), "dpo"), "orpo": "orpo"}
+"""Values of `pref_loss` at stage dpo -> the objective whose step it is."""
 ATTENTIONS = {
     "auto": "sdpa",
     "disabled": "eager",
@@ -20,6 +22,7 @@ ATTENTIONS = {
     "fa3": "flash-attention-2",
 }
 NOT_COUNTED = {
+    "use_dora": "DoRA's magnitude vectors and norms are not counted",
     "use_galore": "GaLore's projected optimizer states are counted as AdamW's",
     "use_apollo": "APOLLO's projected optimizer states are counted as AdamW's",
     "use_badam": "BAdam's block-wise optimizer states are counted as AdamW's for all blocks",
@@ -49,9 +52,10 @@ def read(
     stage = settings.text("stage", "sft")
     if not settings.flag("do_train", False):
         raise NotATraining(f"{name}: do_train is not true: not a training config", hint="give the config of a training")
-    if stage not in STAGES:
+    aim = PREFERENCES.get(settings.text("pref_loss", "sigmoid"), "") if stage == "dpo" else "sft"
+    if stage not in STAGES or not aim:
         raise NotPlanned(
-            f"{name}: stage {stage} (preference or reward training) is not planned", hint="stages sft and pt are"
+            f"{name}: stage {stage} (preference or reward training) is not planned", hint="stages sft, pt and dpo are"
         )
     keys = {
         "optimizer": "optim",
@@ -65,6 +69,7 @@ def read(
     }
     fields: dict[str, Any] = hf.batch(settings, keys)
     fields |= _method(settings, model)
+    fields["objective"] = aim
     fields["precision"] = _precision(settings, fields["method"])
     packing = settings.flag("packing", stage == "pt") or settings.flag("neat_packing", False)
     if not settings.has("cutoff_len"):
@@ -85,6 +90,13 @@ def read(
         "optimizer": common.optimizer(settings, "optim", "adamw_torch_fused"),
         "compile": settings.flag("torch_compile", False),
     }
+    if aim != "sft":
+        if settings.flag("enable_liger_kernel", False):
+            settings.approximate("Liger's kernels in preference training are not counted")
+        fields |= {"loss": "full", "kernels": "eager", "packing": False}
+        fields |= {"lora_dropout": 0.0} if fields["method"] != "full" else {}
+    if aim == "dpo" and fields["method"] == "full":
+        settings.approximate("the reference is loaded in 16 bits: counted in the policy's type, too much")
     spread: Spread = {"parallel": "none"}
     if settings.has("deepspeed"):
         spread = zero_stage(settings, values["deepspeed"], sharding)
@@ -92,7 +104,6 @@ def read(
         inner = settings.raw("fsdp_config", {})
         spread = fsdp(settings, inner if isinstance(inner, dict) else {})
     fields |= parallel_of(settings, spread, sharding.num_gpus)
-    fields = common.adapter(settings, fields, _adapter_kind(settings), model)
     for key, sentence in NOT_COUNTED.items():
         if settings.raw(key):
             settings.approximate(sentence)
@@ -111,14 +122,6 @@ def read(
     )
 
 
-def _adapter_kind(settings: Settings) -> str:
-    """The kind of adapter that the switches ask for."""
-    if settings.text("finetuning_type", "lora") == "oft":
-        return "oft"
-    switches = {"use_dora": "dora", "use_rslora": "rslora", "pissa_init": "pissa"}
-    return next((kind for key, kind in switches.items() if settings.flag(key, False)), "lora")
-
-
 def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:
     kind = settings.text("finetuning_type", "lora")
     if kind not in ("full", "lora", "freeze", "oft"):
@@ -127,6 +130,8 @@ def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:
         settings.approximate("freeze tuning trains some layers: counted as full fine-tuning, an upper bound")
     if kind in ("full", "freeze"):
         return {"method": "full", "quantization": "none", "lora_rank": 0}
+    if kind == "oft":
+        settings.approximate("OFT's rotations are counted like LoRA of rank 8")
     quantization = "none"
     if settings.has("quantization_bit"):
         bits = settings.integer("quantization_bit", 4)
@@ -136,14 +141,6 @@ def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:
             settings.approximate("quantization by another method than bitsandbytes is counted like it")
         double = settings.flag("double_quantization", True)
         quantization = "int8" if bits == 8 else "nf4-double" if double else "nf4"
-    if kind == "oft":
-        return {
-            "method": "lora" if quantization == "none" else "qlora",
-            "quantization": quantization,
-            "lora_rank": settings.integer("oft_block_size", 32, at_least=1),
-            "lora_targets": common.targets(settings.names("oft_target") or ("all",), model, settings),
-            "adapter_dtype": "fp32",
-        }
     names = settings.names("lora_target") or ("all",)
     return {
         "method": "lora" if quantization == "none" else "qlora",

@@ -24,17 +24,29 @@ EXTRA_KEYS = (
 MARKS = {
     "kto": {"desirable_weight", "undesirable_weight"},
     "reward": {"center_rewards_coefficient"},
-    "dpo": {
-        "precompute_ref_log_probs",
-        "precompute_ref_batch_size",
-        "ref_model_mixup_alpha",
-        "sync_ref_model",
-        "ld_alpha",
-    },
+    "dpo": {"ref_model_mixup_alpha", "ld_alpha", "f_divergence_type", "use_weighting", "discopop_tau"},
     "grpo": {"num_generations", "reward_funcs", "num_iterations", "max_completion_length"},
     "distillation": {"teacher_model_name_or_path", "lmbda"},
 }
 """Objective -> settings that, where no earlier one's is there, only TRL's configs of it have."""
+LOSS_TYPES = {
+    "dpo": (
+        "sigmoid",
+        "hinge",
+        "ipo",
+        "exo_pair",
+        "nca_pair",
+        "robust",
+        "bco_pair",
+        "sppo_hard",
+        "aot",
+        "aot_unpaired",
+    ),
+    "kto": ("kto", "apo_zero_unpaired"),
+}
+"""Objective -> values of `loss_type` that only TRL's configs of it take."""
+PAIRED = {"precompute_ref_log_probs", "precompute_ref_batch_size", "max_prompt_length", "ref_model"}
+"""Settings of preference training, of whichever kind."""
 NAMED = re.compile(rf"(?:^|[^a-z])({'|'.join(TRL_COMMANDS)})(?:[^a-z]|$)")
 
 
@@ -49,9 +61,12 @@ def objective_of(values: Mapping[str, Any], name: str, command: str = "") -> tup
         return command, True
     if found := next((objective for objective, marks in MARKS.items() if marks & set(values)), ""):
         return found, True
-    if match := NAMED.search(name.lower()):
-        return match[1], True
-    paired = bool({"max_prompt_length", "ref_model"} & set(values)) or {"beta", "max_length"} <= set(values)
+    loss = values.get("loss_type")
+    if found := next((objective for objective, types in LOSS_TYPES.items() if loss in types), ""):
+        return found, True
+    if len(named := set(NAMED.findall(name.lower()))) == 1:
+        return named.pop(), True
+    paired = bool(PAIRED & set(values)) or {"beta", "max_length"} <= set(values)
     return "sft", not paired
 
 
@@ -132,6 +147,8 @@ def read(
         }
         if objective != "sft" and settings.flag("disable_dropout", True):
             fields["lora_dropout"] = 0.0
+        if settings.flag("use_dora", False):
+            settings.approximate("DoRA's magnitude vectors and norms are not counted")
         if settings.has("lora_target_parameters"):
             settings.approximate("adapters on stacked expert parameters are not counted")
     else:
@@ -157,11 +174,6 @@ def read(
     else:
         spread = loaded(settings, kwargs, sharding.num_gpus) or sharded(settings, sharding)
         fields |= parallel_of(settings, spread, sharding.num_gpus)
-    if peft:
-        kind = (
-            "dora" if settings.flag("use_dora", False) else "rslora" if settings.flag("use_rslora", False) else "lora"
-        )
-        fields = common.adapter(settings, fields, kind, model)
     keys |= {"seq_len_tokens": length_key, "optimizer": "optim", "packing": "packing", "lora_rank": "lora_r"}
     return ReadConfig(
         format=FORMAT,

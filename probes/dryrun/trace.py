@@ -98,7 +98,7 @@ def resolve_attention(config: Any, setup: TrainSetup) -> tuple[str, tuple[str, .
     Raises:
         ValueError: the model class has no flash-attention 2 path.
     """
-    model_class = auto_class(config)._model_mapping[type(config)]
+    model_class = auto_class(config, setup.aim.head)._model_mapping[type(config)]
     if setup.attention == "flash-attention-2":
         if not getattr(model_class, "_supports_flash_attn", False):
             raise ValueError(f"transformers has no flash-attention 2 path for {config.model_type}")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.choices.objectives import Head
 from planner.kernels import left_unnamed
 from planner.setup import TrainSetup
 from probes.stack.adapters import add_adapters
@@ -71,7 +72,9 @@ def build_from_config(
     """`build_model` from transformers' own configuration object (which is changed: attention, dtype)."""
     device = torch.device(device)
     with _quiet():
-        model = bare_model(config, DTYPES[setup.weight_dtype], attention or ATTENTION_NAMES[setup.attention])
+        model = bare_model(
+            config, DTYPES[setup.weight_dtype], attention or ATTENTION_NAMES[setup.attention], setup.aim.head
+        )
         if setup.quantized:
             dtype = DTYPES[setup.weight_dtype]
             packed = dtype if setup.parallel in ("fsdp2", "zero3") else torch.uint8
@@ -112,11 +115,13 @@ def build_reference(
     return build_from_config(copy.deepcopy(config), plain, device=device, attention=attention, seed=seed).eval()
 
 
-def auto_class(config: Any) -> Any:
-    """The class of transformers that builds this configuration with a head over the vocabulary: causal where there is
-    one, else what answers about images, else what fills masks."""
+def auto_class(config: Any, head: Head = "vocabulary") -> Any:
+    """The class of transformers that builds this configuration with such a head. Over the vocabulary: causal where
+    there is one, else what answers about images, else what fills masks."""
     import transformers
 
+    if head == "score":
+        return transformers.AutoModelForSequenceClassification
     if config.is_encoder_decoder:
         return transformers.AutoModelForSeq2SeqLM
     causal = transformers.AutoModelForCausalLM
@@ -124,9 +129,12 @@ def auto_class(config: Any) -> Any:
     return next((auto for auto in (causal, *others) if type(config) in auto._model_mapping), causal)
 
 
-def bare_model(config: Any, dtype: torch.dtype, attention: str) -> Any:
+def bare_model(config: Any, dtype: torch.dtype, attention: str, head: Head = "vocabulary") -> Any:
     """The transformers model on meta, tied weights tied, modules that must stay fp32 in fp32."""
-    auto = auto_class(config)
+    auto = auto_class(config, head)
+    if head == "score":
+        config.num_labels = 1
+        config.pad_token_id = config.pad_token_id or 0  # the last token that is none gets the score
     name = None if left_unnamed(config.to_dict(), attention) else attention
     with torch.device("meta"):
         model = auto.from_config(config, dtype=dtype, attn_implementation=name)

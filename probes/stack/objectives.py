@@ -1,9 +1,9 @@
 """The losses of other objectives than supervised training, as their trainers compute them: which tensors live when."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,48 +12,153 @@ from probes.stack.batch import Batch
 from probes.stack.heads import head_loss, headless
 
 BETA = 0.1
+_log_sigmoid = torch.nn.functional.logsigmoid
 
 
-def preference_loss(
-    setup: TrainSetup, batch: Batch, policy: tuple[Any, Any, Any], reference: Any, again: Callable[[], None]
-) -> torch.Tensor:
-    """TRL's sigmoid DPO loss of pairs: the policy's forward, then the reference's without gradients.
+class Asked(NamedTuple):
+    """One micro-batch and the models that its loss asks.
 
-    Args:
-        policy: the model, the transformers model inside it, and its forward under the trainer's autocast.
-        reference: such a pair (inner model, forward) of the frozen copy, None for the policy with its adapters off.
+    Attributes:
+        model, inner: with and without peft's wrapper; `forward` is the model's under the trainer's autocast.
+        reference: inner model and forward of a frozen copy, None for the model with its adapters off.
         again: tells that another forward begins.
-
-    Source: TRL 1.16 `DPOTrainer._compute_loss`.
     """
-    model, inner, forward = policy
 
-    def log_probs(of: Any, run: Any) -> torch.Tensor:
-        with headless(of, partial(head_loss, of, setup.loss)):
-            found: torch.Tensor = run(**batch.model_inputs, labels=batch.labels)["log_probs"]
+    setup: TrainSetup
+    batch: Batch
+    model: Any
+    inner: Any
+    forward: Any
+    reference: tuple[Any, Any] | None
+    again: Callable[[], None]
+
+    def outputs(self, inner: Any, forward: Any) -> Any:
+        """What a model returns under TRL's fused head."""
+        with headless(inner, partial(head_loss, inner, self.setup.loss)):
+            return forward(**self.batch.model_inputs, labels=self.batch.labels)
+
+    def log_probs(self, inner: Any, forward: Any) -> torch.Tensor:
+        """The log-probability of every sequence, without gradients and with nothing left but it."""
+        with torch.no_grad():
+            found: torch.Tensor = self.outputs(inner, forward)["log_probs"].sum(dim=1)
         return found
 
-    with headless(inner, partial(head_loss, inner, setup.loss)):
-        outputs = forward(**batch.model_inputs, labels=batch.labels)  # alive to the end, as the trainer's are
+    @contextmanager
+    def before_training(self) -> Iterator[tuple[Any, Any]]:
+        """The reference's inner model and forward. Source: TRL 1.16 `use_adapter`, `disable_gradient_checkpointing`."""
+        with ExitStack() as stack:
+            if self.reference is not None:
+                yield self.reference
+                return
+            stack.enter_context(self.model.disable_adapter())
+            for module in self.inner.modules():
+                if getattr(module, "gradient_checkpointing", False):
+                    module.gradient_checkpointing = False
+                    stack.callback(setattr, module, "gradient_checkpointing", True)
+            yield self.inner, self.forward
+
+
+def dpo(asked: Asked) -> torch.Tensor:
+    """The sigmoid loss of pairs: the policy's forward, then the reference's. Source: TRL 1.16 `DPOTrainer`."""
+    if asked.setup.loss == "full":
+        return _dpo_whole(asked)
+    outputs = asked.outputs(asked.inner, asked.forward)  # alive to the end, as the trainer's are
     chosen, rejected = outputs["log_probs"].sum(dim=1).chunk(2)
-    again()
-    with torch.no_grad():
-        if reference is None:
-            with model.disable_adapter(), uncheckpointed(inner):
-                before = log_probs(inner, forward)
-        else:
-            before = log_probs(*reference)
-        ref_chosen, ref_rejected = before.sum(dim=1).chunk(2)
-    margin = (chosen - ref_chosen) - (rejected - ref_rejected)
-    return -torch.nn.functional.logsigmoid(BETA * margin).mean()
+    asked.again()
+    with asked.before_training() as reference:
+        ref_chosen, ref_rejected = asked.log_probs(*reference).chunk(2)
+    return -_log_sigmoid(BETA * ((chosen - ref_chosen) - (rejected - ref_rejected))).mean()
 
 
-@contextmanager
-def uncheckpointed(inner: Any) -> Iterator[None]:
-    """Within it, no layer is checkpointed. Source: TRL 1.16 `disable_gradient_checkpointing`."""
-    with ExitStack() as stack:
-        for module in inner.modules():
-            if getattr(module, "gradient_checkpointing", False):
-                module.gradient_checkpointing = False
-                stack.callback(setattr, module, "gradient_checkpointing", True)
-        yield
+def _dpo_whole(asked: Asked) -> torch.Tensor:
+    """DPO on whole logits, which live until the loss is made. Source: TRL 1.14 `DPOTrainer._compute_loss`;
+    LLaMA-Factory 0.9.5 `train/dpo/trainer.py`."""
+    outputs = asked.forward(**asked.batch.model_inputs, use_cache=False)  # alive to the end
+    chosen, rejected = _sequence_log_probs(asked, outputs["logits"]).chunk(2)
+    asked.again()
+    with asked.before_training() as (_, forward), torch.no_grad():
+        reference = forward(**asked.batch.model_inputs, use_cache=False)
+        ref_chosen, ref_rejected = _sequence_log_probs(asked, reference["logits"]).chunk(2)
+    return -_log_sigmoid(BETA * ((chosen - ref_chosen) - (rejected - ref_rejected))).mean()
+
+
+def _sequence_log_probs(asked: Asked, logits: torch.Tensor) -> torch.Tensor:
+    """The log-probability of every sequence, as the stack's trainer takes it from whole logits."""
+    labels = asked.batch.labels[:, 1:].clone()
+    if asked.setup.stack == "llamafactory":
+        normal = logits.to(torch.float32)[:, :-1].log_softmax(-1)
+        return torch.gather(normal, dim=2, index=labels.unsqueeze(2)).squeeze(2).sum(-1)
+    found: torch.Tensor = SelectedLogProbs.apply(logits[:, :-1, :], labels)
+    return found.sum(-1)
+
+
+def kto(asked: Asked) -> torch.Tensor:
+    """The loss of single completions, half of them good: the policy on other prompts' completions, then on its own,
+    then the reference on both. Source: TRL 1.16 `KTOTrainer`."""
+    policy_kl = asked.log_probs(asked.inner, asked.forward)
+    asked.again()
+    outputs = asked.outputs(asked.inner, asked.forward)
+    good, bad = outputs["log_probs"].sum(dim=1).chunk(2)
+    asked.again()
+    with asked.before_training() as reference:
+        reference_kl = asked.log_probs(*reference)
+        asked.again()
+        ref_good, ref_bad = asked.log_probs(*reference).chunk(2)
+    kl = (policy_kl - reference_kl).mean().clamp(min=0)
+    losses = (1 - torch.sigmoid(BETA * (good - ref_good - kl)), 1 - torch.sigmoid(BETA * (kl - (bad - ref_bad))))
+    return torch.cat(losses).mean()
+
+
+def reward(asked: Asked) -> torch.Tensor:
+    """The loss of scores of pairs. Source: TRL 1.16 `RewardTrainer.compute_loss`."""
+    outputs = asked.forward(**asked.batch.model_inputs, use_cache=False)
+    chosen, rejected = torch.chunk(outputs["logits"].squeeze(-1), chunks=2)
+    return -_log_sigmoid(chosen - rejected).mean()
+
+
+def orpo(asked: Asked) -> torch.Tensor:
+    """Cross-entropy of the chosen halves and the odds ratio of both. Source: TRL 1.16 `ORPOTrainer`."""
+    labels = asked.batch.labels
+    logits = asked.forward(**asked.batch.model_inputs, use_cache=False)["logits"]
+    if asked.setup.stack == "llamafactory":
+        chosen, rejected = (_sequence_log_probs(asked, logits) / labels.shape[1]).chunk(2)
+        return (-chosen - BETA * _log_sigmoid(_log_odds(chosen, rejected))).mean()
+    half = labels.shape[0] // 2
+    shifted = logits[:half][..., :-1, :].contiguous()
+    likelihood = torch.nn.functional.cross_entropy(shifted.view(-1, shifted.shape[-1]), labels[:half, 1:].reshape(-1))
+    del shifted
+    chosen, rejected = SelectedLogProbs.apply(logits[:, :-1, :], labels[:, 1:].clone()).mean(-1).chunk(2)
+    loss: torch.Tensor = likelihood - (BETA * _log_sigmoid(_log_odds(chosen, rejected))).mean()
+    return loss
+
+
+def _log_odds(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    return (chosen - rejected) - (torch.log1p(-torch.exp(chosen)) - torch.log1p(-torch.exp(rejected)))
+
+
+class SelectedLogProbs(torch.autograd.Function):  # type: ignore[misc]
+    """The labels' log-probabilities of whole logits, with one gradient of their size.
+
+    Source: TRL 1.16 `kernels/logprob_entropy.py`: four fp32 values per row; the kernels allocate nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        rows = [torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device) for _ in range(4)]
+        if logits.device.type != "meta":
+            rows[0].copy_(torch.log_softmax(logits.float(), -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1))
+        ctx.save_for_backward(logits, labels, rows[2], rows[3])
+        return rows[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        logits, labels, *_ = ctx.saved_tensors
+        gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        if logits.device.type != "meta":
+            hot = torch.nn.functional.one_hot(labels, logits.shape[-1])
+            gradient.copy_(grads[0].unsqueeze(-1) * (hot - torch.softmax(logits.float(), -1)))
+        return gradient, None
+
+
+LOSSES: Mapping[str, Callable[[Asked], torch.Tensor]] = {"dpo": dpo, "kto": kto, "reward": reward, "orpo": orpo}
+"""Objective -> its loss; one that is not here has supervised training's."""

@@ -18,7 +18,8 @@ from probes.stack.configs import layers_of
 from probes.stack.heads import head_loss, headless, owner_of
 from probes.stack.kernels import running as kernels_running
 from probes.stack.losses import InPlaceCrossEntropy
-from probes.stack.objectives import preference_loss
+from probes.stack.objectives import LOSSES as OBJECTIVE_LOSSES
+from probes.stack.objectives import Asked
 from probes.stack.optimizers import by_mesh
 
 MAX_GRAD_NORM = 1.0
@@ -186,14 +187,17 @@ def _micro_batch(trainer: Trainer, batch: Batch, num_batches: int, tell: Mark) -
 def compute_loss(trainer: Trainer, batch: Batch, items: torch.Tensor, tell: Mark) -> torch.Tensor:
     """The loss of one micro-batch by the setup's `loss`."""
     setup = trainer.setup
-    if setup.aim.reference:
-        return preference_loss(
+    if (own_loss := OBJECTIVE_LOSSES.get(setup.objective)) is not None:
+        asked = Asked(
             setup,
             batch,
-            (trainer.model, trainer.inner, trainer.forward),
+            trainer.model,
+            trainer.inner,
+            trainer.forward,
             trainer.reference,
             partial(tell, "forward", None),
         )
+        return own_loss(asked)
     if setup.loss == "full":
         inputs = {**batch.model_inputs, "labels": batch.labels}
         if not trainer.inner.config.is_encoder_decoder:

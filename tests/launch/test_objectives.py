@@ -12,7 +12,7 @@ from planner.exporters import TARGETS, DatasetChoice, ExportRequest
 from planner.hyperparameters import choose
 from planner.setup import TrainSetup
 from tests.launch.conftest import FACTS, Run, num_saved, write_jsonl, write_launch
-from tests.launch.test_trl import lora_params
+from tests.launch.test_trl import HIDDEN, lora_params
 
 
 def pairs(num: int) -> list[dict[str, Any]]:
@@ -23,7 +23,21 @@ def pairs(num: int) -> list[dict[str, Any]]:
     ]
 
 
-ROWS: dict[str, Callable[[int], list[dict[str, Any]]]] = {"dpo": pairs}
+def completions(num: int) -> list[dict[str, Any]]:
+    """Right and wrong answers, each by itself."""
+    return [
+        {"prompt": row["prompt"], "completion": row[kind], "label": kind == "chosen"}
+        for row in pairs(num // 2)
+        for kind in ("chosen", "rejected")
+    ]
+
+
+ROWS: dict[str, Callable[[int], list[dict[str, Any]]]] = {
+    "dpo": pairs,
+    "kto": completions,
+    "reward": pairs,
+    "orpo": pairs,
+}
 
 
 @pytest.mark.slow
@@ -59,4 +73,5 @@ def test_trl_trains_two_steps_of_every_objective(objective: str, place: Path, la
     assert all(loss > 0 for loss in run.losses)
     assert len(run.losses) == 2
     assert json.loads((place / "outputs" / "adapter_config.json").read_text())["r"] == 4
-    assert num_saved(place / "outputs") == lora_params(4)
+    score = HIDDEN if row.head == "score" else 0
+    assert num_saved(place / "outputs") == lora_params(4) + score

@@ -1,5 +1,6 @@
 """Training objectives: one table from which setups, plans, files and readings follow."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -28,9 +29,9 @@ def setup_of(objective: str, **changes: object) -> TrainSetup:
     return setup_from_dict({"objective": objective, "micro_batch_seqs": 2, **changes})
 
 
-def text_of(setup: TrainSetup) -> str:
-    """The one configuration file of TRL's launch."""
-    emitted = TARGETS["trl"].export(ExportRequest(model_id="gpt2", setup=setup, hyper=choose(setup)))
+def text_of(setup: TrainSetup, target: str = "trl") -> str:
+    """The one configuration file of a launch."""
+    emitted = TARGETS[target].export(ExportRequest(model_id="gpt2", setup=setup, hyper=choose(setup)))
     return next(file.text for file in emitted.files if file.path.endswith(".yaml"))
 
 
@@ -117,6 +118,29 @@ def test_trl_files_are_read_back(objective: str, method: str) -> None:
     assert found.setup == setup.with_(adapter_dtype="auto")
 
 
+@pytest.mark.parametrize(
+    ("objective", "target"),
+    [(name, target) for name in OTHERS for target in OBJECTIVES[name].targets if target != "trl"],
+)
+def test_other_tools_run_it_on_whole_logits_and_their_files_are_read_back(objective: str, target: str) -> None:
+    setup = setup_of(objective, accumulation_steps=4, seq_len_tokens=512)
+    runs = TARGETS[target].as_run(setup)
+    assert isinstance(runs, TrainSetup)
+    assert (runs.loss, runs.stack) == ("full", target)
+    found = read_text(text_of(setup, target), f"{target}.yaml")
+    assert not found.unknown_keys
+    assert found.setup.with_(adapter_dtype="auto") == runs.with_(adapter_dtype="auto")
+
+
+@pytest.mark.parametrize("target", ["axolotl", "llamafactory"])
+def test_a_plan_for_a_target_is_for_its_own_step(target: str) -> None:
+    fixed = {"objective": ("dpo",)}
+    model = load("meta-llama/Llama-3.2-1B")
+    found = plan_workload(workload(model, CARD, fixed=fixed, seq_len=1024, global_batch=8, targets=(target,)))
+    assert isinstance(found, Plan)
+    assert (found.chosen.setup.loss, found.chosen.setup.stack) == ("full", target)
+
+
 def test_the_objective_of_a_config_is_asked_for_where_only_the_command_says_it() -> None:
     text = "model_name_or_path: gpt2\nuse_peft: true\nmax_length: 512\nbeta: 0.1\n"
     assert [one.field for one in read_text(text, "run.yaml").missing] == ["objective"]
@@ -131,3 +155,24 @@ def test_a_trl_that_makes_whole_logits_is_not_taken_for_todays(tmp_path: Path) -
     (tmp_path / "dpo.yaml").write_text("model_name_or_path: gpt2\nuse_peft: true\nbeta: 0.1\n")
     with pytest.raises(NotPlanned, match=r"TRL 0\.29.*whole logits"):
         read_config(tmp_path / "dpo.yaml", versions={"trl": "0.29.0"})
+
+
+def test_preferences_behind_dataset_give_the_length_and_other_data_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from planner.cli.answer import workload_for
+    from planner.cli.wishes import WishOptions
+
+    data = tmp_path / "pairs.jsonl"
+    row = {"prompt": "a" * 400, "chosen": "b" * 1600, "rejected": "c" * 40}
+    data.write_text((json.dumps(row) + "\n") * 200)
+    wish = workload_for("gpt2", "rtx-4090", WishOptions(objective="dpo"), dataset=str(data))
+    assert 500 <= wish.seq_len_tokens <= 512  # 2,001 bytes, 4 a token, up to the next 64
+    assert wish.epoch_seqs == 200
+    assert wish.fixed["packing"] == (False,)
+    assert wish.dataset_tokens is not None
+    assert wish.dataset_tokens > 2 * 200 * 400
+    with pytest.raises(UsageError, match=r"preference columns.*") as refused:
+        workload_for("gpt2", "rtx-4090", WishOptions(), dataset=str(data))
+    assert "--objective dpo" in str(refused.value.hint)
+    capsys.readouterr()

@@ -18,12 +18,11 @@ from search_cases import problem, scenario
 from benchmarks.synthetic_gpu import SyntheticGpu
 from planner.outcome import Evidence
 from planner.setup import TrainSetup
-from search import run
 from search.dimensions import key_of
+from search.run import search
 from search.stopping import Budget
 
 HEARTBEAT_S, GRACE_S = 1, 3600
-run.MAX_RECORDED_EXCLUSIONS = 2  # each is a trial like any other, with its writes
 
 
 def main(storage: str, log: str, gates: str, max_probes: str, margin: str) -> None:
@@ -46,7 +45,7 @@ def main(storage: str, log: str, gates: str, max_probes: str, margin: str) -> No
         write("end", setup)
         return evidence
 
-    result = run.search(
+    result = search(
         problem(),
         evaluate,
         storage=storage,

@@ -10,5 +10,5 @@ if [ ! -e "$VENV/ready" ]; then
     touch "$VENV/ready"
 fi
 "$VENV/bin/python" tools/validators/snapshot.py llamafactory
-"$VENV/bin/python" tools/validators/every_type.py llamafactory
+"$VENV/bin/python" tools/validators/every_type.py
 exec "$VENV/bin/python" tools/validators/validate.py llamafactory "$@"

@@ -1,4 +1,5 @@
 """Shows every emitted file of the sweep to one tool's own parser. Run inside the tool's venv: validate.py TOOL
+[objectives: those other than supervised training alone]
 
 Prints how many of how many were accepted, and each refusal. Exit 1 when one was refused.
 """
@@ -18,7 +19,9 @@ sys.path.insert(0, str(ROOT / "tests" / "planner"))
 import stand_ins  # noqa: E402
 from launch_sweep import request, setups  # noqa: E402
 
+from planner.choices.objectives import DEFAULT, OBJECTIVES  # noqa: E402
 from planner.exporters import EXPORTERS, Launch  # noqa: E402
+from planner.interchange import setup_from_dict  # noqa: E402
 from planner.models import catalogue  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
 
@@ -243,12 +246,21 @@ def inside(check: Check) -> Check:
     return guarded
 
 
-def main(tool: str) -> int:
+def of_objectives() -> list[TrainSetup]:
+    """Every other objective than supervised training, by every method."""
+    methods = ({"method": "full", "precision": "bf16-pure"}, {"method": "lora"}, {"method": "qlora"})
+    names = [name for name in OBJECTIVES if name != DEFAULT]
+    return [
+        setup_from_dict({"objective": name, "micro_batch_seqs": 2, **method}) for name in names for method in methods
+    ]
+
+
+def main(tool: str, *only: str) -> int:
     check = TOOLS[tool]()
     # torchtitan has its own copies of few models; the other files do not depend on which it is
     model = catalogue.load("Qwen/Qwen3-8B") if tool == "torchtitan" else None
     accepted, refused_by_us, failures = 0, 0, []
-    for setup in setups():
+    for setup in [*(() if "objectives" in only else setups()), *of_objectives()]:
         launch = EXPORTERS[tool](request(setup, model=model))
         if launch.refused:
             refused_by_us += 1
@@ -272,4 +284,4 @@ def main(tool: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

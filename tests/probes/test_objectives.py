@@ -1,0 +1,55 @@
+"""The dry run of other objectives: their trainers' steps, against the formula and against TRL's own trainer."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.trace_vs_dryrun import config_of
+from planner.choices.objectives import DEFAULT, OBJECTIVES
+from planner.gpus import find_gpu
+from planner.interchange import setup_from_dict
+from planner.models.adapters import spec_from_config
+from planner.predict import predict
+from probes.dryrun.api import report_for_config
+from probes.dryrun.report import DryRunReport
+
+ROOT = Path(__file__).parent.parent.parent
+TOLERANCE = 0.02
+"""The aim for the formula; worst of these 1.6 %."""
+TRACED = 0.001
+"""Both count the same storages but for a few small tensors that a trainer holds."""
+
+
+@pytest.mark.parametrize(
+    ("objective", "changes"),
+    [(name, {"method": "lora"}) for name in OBJECTIVES if name != DEFAULT]
+    + [
+        ("dpo", {"method": "full", "precision": "bf16-mixed"}),
+        ("dpo", {"method": "lora", "loss": "full", "stack": "axolotl"}),
+        ("dpo", {"method": "lora", "loss": "full", "stack": "llamafactory"}),
+        ("orpo", {"method": "lora", "checkpointing": False}),
+        ("orpo", {"method": "lora", "stack": "llamafactory"}),
+    ],
+)
+def test_formula_and_dry_run_agree(objective: str, changes: dict[str, Any]) -> None:
+    config, card = config_of(8), find_gpu("a100-80gb")
+    setup = setup_from_dict({"objective": objective, "micro_batch_seqs": 2, "seq_len_tokens": 512, **changes})
+    report = report_for_config(config, (8, 0), setup)
+    assert isinstance(report, DryRunReport)
+    found = predict(spec_from_config(config, model_id="a copy", source="test"), card, setup)
+    assert found.peak_allocated_bytes == pytest.approx(report.prediction.peak_allocated_bytes, rel=TOLERANCE)
+    assert report.depth < report.num_layers == 8  # the extra forwards repeat with the layers
+
+
+@pytest.mark.slow
+def test_the_dry_run_is_what_trls_own_trainer_does() -> None:
+    words = ["--objective", "dpo", "--model", "1b", "--gpu", "a100-80gb", "--method", "full", "--layers", "2"]
+    command = [sys.executable, "-m", "benchmarks.trace_objectives", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (row,) = json.loads(done.stderr.splitlines()[-1]).values()
+    assert abs(row["dry_run_over_trace"]) < TRACED
