@@ -1,6 +1,6 @@
 PY = .venv/bin/python
 
-.PHONY: check test bench docs fuzz mutants faults audit
+.PHONY: check test whole bench docs fuzz mutants faults audit
 check:
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check finetune_planner planner probes search reports tests benchmarks
@@ -9,6 +9,8 @@ check:
 	$(PY) -m pytest tests/test_imports.py
 test:
 	$(PY) -m pytest
+whole: # also the cases of products that the default tests leave out (tests/whole.py)
+	TESTS_WHOLE=1 $(PY) -m pytest
 bench:
 	$(PY) benchmarks/run_all.py
 docs: # docs/ as a site in build/site, every link and anchor checked; a venv of its own

@@ -90,11 +90,13 @@ def everything(wish: Workload, node: str) -> Iterator[TrainSetup]:
     for branch in branches(wish, values):
         if node_of_setup(branch) != node:
             continue
-        for attention, checkpointing, loss, optimizer, micro in product(
-            values["attention"], values["checkpointing"], values["loss"], values["optimizer"], batches
+        names = ("attention", "kernels", "checkpointing", "loss", "optimizer")
+        for attention, kernels, checkpointing, loss, optimizer, micro in product(
+            *(values[name] for name in names), batches
         ):
             yield branch.with_(
                 attention=attention,
+                kernels=kernels,
                 checkpointing=checkpointing,
                 loss=loss,
                 optimizer=optimizer,
@@ -126,7 +128,16 @@ def line(found: Found) -> str:
     chosen = found.plan.chosen
     differs = [
         f"{name} {getattr(found.fastest, name)}"
-        for name in ("precision", "attention", "loss", "optimizer", "checkpointing", "micro_batch_seqs", "quantization")
+        for name in (
+            "precision",
+            "attention",
+            "kernels",
+            "loss",
+            "optimizer",
+            "checkpointing",
+            "micro_batch_seqs",
+            "quantization",
+        )
         if getattr(found.fastest, name) != getattr(chosen.setup, name)
     ]
     return (

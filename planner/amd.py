@@ -125,11 +125,12 @@ def connect() -> AmdSmi | None:
     with contextlib.redirect_stdout(io.StringIO()):  # without its library it prints, and raises whatever it met
         try:
             import amdsmi
+            from amdsmi import AmdSmiException  # a folder of that name has none
         except (ImportError, OSError, LookupError, AttributeError):
             return None
     try:
         amdsmi.amdsmi_init()
-    except amdsmi.AmdSmiException:
+    except AmdSmiException:
         return None
     found = AmdSmi(amdsmi)
     if found.nvmlDeviceGetCount():

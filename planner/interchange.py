@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
+from planner.choices.adapters import ADAPTERS
 from planner.choices.objectives import OBJECTIVES
 from planner.errors import SetupError
 from planner.setup import AROUND_FIELDS, LATER_FIELDS, SPREAD_FIELDS, TrainSetup
@@ -40,7 +41,7 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
     """A validated setup from JSON values; absent keys take the defaults of the method and of the objective.
 
     Defaults that depend on the method: full has rank 0; qlora has quantization "nf4-double". On the objective: the
-    loss.
+    loss. On the adapter: its usual size.
 
     Raises:
         SetupError: an unknown key, a wrong type, or a combination that cannot exist.
@@ -61,6 +62,8 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
         clean.setdefault("loss", row.losses[0])
     if clean.get("lora_rank", 0) is None:
         del clean["lora_rank"]
+    if clean.get("adapter") in ADAPTERS and clean["adapter"] != "lora":
+        clean.setdefault("lora_rank", ADAPTERS[clean["adapter"]].usual_size)
     if "checkpointing" in clean:
         clean["checkpointing"] = _checkpointing(clean["checkpointing"])
     for name in _LISTS:

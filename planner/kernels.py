@@ -146,13 +146,18 @@ def missing_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
 
 
 def masked(setup: TrainSetup, attention: AttentionSpec) -> bool:
-    """Whether transformers hands SDPA a mask: packed samples, or a window no longer than the sequence.
+    """Whether transformers hands SDPA a mask: packed samples, a window no longer than the sequence, or keys before it
+    (prefix tuning).
 
     The worst padded batch is full (every sequence at the full length), and a mask that hides nothing is dropped.
 
     Source: transformers 5.23 `masking_utils.py` `_ignore_causal_mask_sdpa` (kv_length < local_attention_size).
     """
-    return setup.packing or (attention.window_tokens is not None and setup.seq_len_tokens >= attention.window_tokens)
+    if setup.packing or setup.adapter == "prefix":
+        return True
+    return (
+        attention.window_tokens is not None and setup.seq_len_tokens + setup.virtual_tokens >= attention.window_tokens
+    )
 
 
 def attention_kernel(

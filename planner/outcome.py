@@ -13,13 +13,14 @@ class Rung(StrEnum):
 
     FORMULA = "formula"
     DRY_RUN = "dry_run"
+    TRACE = "trace"
     PROBE = "probe"
     CONFIRM = "confirm"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a rung without a GPU (formula, dry run) says about one setup.
+    """What a rung without a GPU (formula, dry run, trace of the launch file) says about one setup.
 
     Attributes:
         phase_peaks_bytes: allocated peak of each phase, keys of `memory.types.PHASES`.
@@ -166,21 +167,25 @@ class Candidate:
     budget_bytes: int
     formula: Prediction
     dry_run: Prediction | ProbeFailure | None = None
+    trace: Prediction | ProbeFailure | None = None
     probe: Measurement | ProbeFailure | None = None
+
+    @property
+    def rungs(self) -> tuple[tuple[Rung, Evidence], ...]:
+        """What was asked, the lowest first."""
+        asked = ((Rung.DRY_RUN, self.dry_run), (Rung.TRACE, self.trace), (Rung.PROBE, self.probe))
+        return ((Rung.FORMULA, self.formula), *((rung, one) for rung, one in asked if one is not None))
 
     @property
     def memory_evidence(self) -> Prediction | Measurement:
         """The highest rung that gave memory figures."""
-        for evidence in (self.probe, self.dry_run):
-            if evidence is not None and not isinstance(evidence, ProbeFailure):
-                return evidence
-        return self.formula
+        return next(one for _, one in reversed(self.rungs) if not isinstance(one, ProbeFailure))
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What every rung that answered says, the highest first; what a lower one knows stays true."""
-        rungs = (self.probe, self.dry_run, self.formula)
-        found = (note for rung in rungs if isinstance(rung, (Prediction, Measurement)) for note in rung.notes)
+        answered = (one for _, one in reversed(self.rungs) if not isinstance(one, ProbeFailure))
+        found = (note for one in answered for note in one.notes)
         return tuple(dict.fromkeys(found))
 
     @property

@@ -52,13 +52,15 @@ class Alternative:
 
 
 def on_one_rung(candidates: Sequence[Candidate]) -> list[tuple[Prediction | Measurement, Prediction | Measurement]]:
-    """(memory, speed) evidence of each candidate, a whole column from one rung: the formula where they stand on
-    different ones, because the difference of two rungs would be mostly the error between them."""
+    """(memory, speed) evidence of each candidate, a whole column from one rung, because the difference of two rungs
+    would be mostly the error between them: where they stand on different ones the dry run, which the trace of one
+    launch file does not replace, else the formula."""
     peaks = [one.memory_evidence for one in candidates]
     speeds = [one.speed_evidence for one in candidates]
     formulas: list[Prediction | Measurement] = [one.formula for one in candidates]
-    columns = [column if len({one.rung for one in column}) == 1 else formulas for column in (peaks, speeds)]
-    return list(zip(*columns, strict=True))
+    untraced = [replace(one, trace=None).memory_evidence for one in candidates]
+    memory = next((column for column in (peaks, untraced) if len({one.rung for one in column}) == 1), formulas)
+    return list(zip(memory, speeds if len({one.rung for one in speeds}) == 1 else formulas, strict=True))
 
 
 def trade(chosen: Candidate, other: Candidate) -> str:

@@ -14,19 +14,21 @@ from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from planner.choices.kernels import KERNELS
+from planner.choices.packages import packages_of, requirement
 from planner.choices.precisions import PRECISIONS
 from planner.decision.alternatives import alternatives
 from planner.decision.candidates import candidate, communication_share
 from planner.decision.facts import Facts, Walks, add_spreads, best_spread, merged, walk_stages
 from planner.decision.job import job_notes
 from planner.decision.spreads import FIELDS, ONE_GPU, all_spreads
-from planner.decision.tree import OneGpu, answers, choose_node, preferred_nodes
+from planner.decision.tree import OneGpu, answers, choose_node, kernels_words, preferred_nodes
 from planner.engines import engine_of
 from planner.errors import SetupError, UsageError
 from planner.expressed import check_something_expressed, target_notes
 from planner.memory.micro_batch import checkpointed_inputs_bytes
 from planner.outcome import Candidate
-from planner.plan import NoPlan, Plan, SpaceCount
+from planner.plan import Alternative, NoPlan, Plan, SpaceCount, trade
 from planner.refine import CorrectionKey
 from planner.setup import TrainSetup
 from planner.space import BRANCH_FIELDS, Point, dimension_values, kinds, micro_batches
@@ -65,21 +67,23 @@ def plan_workload(
         raise _nothing_to_walk(workload, facts)
     alone = _one_gpu(workload) if workload.num_gpus > 1 else None
     chosen = candidate(workload, best.setup) if best is not None else None
+    installed = _with_packages(workload, chosen)
     walked = tuple(answers(workload, facts, node, best, chosen, alone))
     if node is None or best is None or chosen is None:
         from planner.decision.remedies import refusal  # a plan needs none
 
-        return refusal(workload, facts, walked, space, cluster_notes(workload.cluster))
+        notes = (*_package_notes(workload, chosen, installed), *cluster_notes(workload.cluster))
+        return refusal(workload, facts, walked, space, notes)
     fastest = merged(facts.of_node(node).values()).ranked()
     ranked = [best, *(point for point in fastest if point is not best)][:NUM_RANKED]
     return Plan(
         workload=workload,
         chosen=chosen,
-        alternatives=alternatives(workload, chosen, node, facts, alone),
+        alternatives=(*installed, *alternatives(workload, chosen, node, facts, alone)),
         ranked=(chosen, *(candidate(workload, point.setup) for point in ranked[1:])),
         walk=walked,
         space=space,
-        notes=_notes(workload, chosen),
+        notes=(*_package_notes(workload, chosen, installed), *_notes(workload, chosen)),
     )
 
 
@@ -216,6 +220,35 @@ def _one_gpu(workload: Workload) -> OneGpu:
         return plan_workload(wish)
     except UsageError:
         return None
+
+
+def _with_packages(workload: Workload, chosen: Candidate | None) -> tuple[Alternative, ...]:
+    """The choice for the same work once what this machine lacks is installed; nothing where it is no other."""
+    if not workload.absent_packages:
+        return ()
+    wish = replace(workload, absent_packages=())
+    values = dimension_values(wish)
+    _, best = choose(wish, values, Facts())
+    if best is None or (chosen is not None and best.setup == chosen.setup):
+        return ()
+    other = candidate(wish, best.setup)
+    words = trade(chosen, other) if chosen is not None else "fits"
+    return (Alternative(label=f"with {' and '.join(packages_of(other.setup))}", candidate=other, trade=words),)
+
+
+def _package_notes(workload: Workload, chosen: Candidate | None, installed: tuple[Alternative, ...]) -> tuple[str, ...]:
+    """What kernels beside the plain stack's buy and need, and what more is to be had by installing a package here."""
+    notes = []
+    if chosen is not None and chosen.setup.kernels != "eager" and "kernels" not in workload.fixed:
+        words = f"{KERNELS[chosen.setup.kernels].words}: {kernels_words(workload, chosen.setup)}"
+        notes.append(f"{words} (--no-extra-packages plans without)")
+    for one in installed:
+        missing = [name for name in packages_of(one.candidate.setup) if name in workload.absent_packages]
+        notes.append(
+            f"not installed here: {' and '.join(missing)}; with that, {one.trade}: "
+            f"pip install {' '.join(map(requirement, missing))}, and plan again"
+        )
+    return tuple(notes)
 
 
 def _notes(workload: Workload, chosen: Candidate) -> tuple[str, ...]:

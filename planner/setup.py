@@ -10,6 +10,8 @@ from operator import attrgetter
 from typing import Any, Self
 
 from planner.choices.adapters import ADAPTERS as _ADAPTERS
+from planner.choices.adapters import Adapter
+from planner.choices.adapters import refusal as _adapter_refusal
 from planner.choices.kernels import KERNELS as _KERNELS
 from planner.choices.losses import LOSSES as _LOSSES
 from planner.choices.objectives import DEFAULT as _DEFAULT_OBJECTIVE
@@ -63,7 +65,7 @@ class TrainSetup:
         precision: one of PRECISIONS.
         quantization: of the frozen base, "none" unless method is "qlora".
         kbit_fp32_cast: peft's `prepare_model_for_kbit_training` casts what is not quantized to fp32 (qlora only).
-        lora_rank: 0 for full fine-tuning.
+        lora_rank: 0 for full fine-tuning; of other adapters than LoRA their size (`planner.choices.adapters`).
         lora_targets: "attention", "all-linear" or a tuple of module names.
         lora_dropout: above 0 each adapted matrix keeps a dropped copy of its input.
         adapter_dtype: "auto" follows the stack: TRL's are bf16 for quantized bases without the fp32 cast, else fp32
@@ -140,6 +142,8 @@ class TrainSetup:
         _one_of("loss", self.loss, LOSSES)
         _one_of("kernels", self.kernels, KERNEL_FAMILIES)
         _one_of("adapter_dtype", self.adapter_dtype, ADAPTER_DTYPES)
+        if self.adapter not in _ADAPTERS and (refused := _adapter_refusal(str(self.adapter))):
+            raise SetupError(f"adapter {self.adapter!r} is not planned: {refused}")
         _one_of("adapter", self.adapter, ADAPTER_KINDS)
         _one_of("parallel", self.parallel, PARALLELS)
         _one_of("stack", self.stack, STACK_NAMES)
@@ -266,7 +270,9 @@ class TrainSetup:
                 f"modules_to_save must name embeddings or the head, got {', '.join(map(str, unknown))}",
                 hint=f"names: {', '.join(SAVED_MODULES)}",
             )
-        if self.lora_rank < 1:
+        if self.adapter != "lora":
+            self._check_kind()
+        elif self.lora_rank < 1:
             raise SetupError(f"method {self.method!r} needs a LoRA rank of at least 1, got {self.lora_rank}")
         if self.method == "qlora" and self.quantization == "none":
             raise SetupError(
@@ -291,6 +297,55 @@ class TrainSetup:
                 f"kernels {self.kernels!r} have neither a LoRA dropout nor 8-bit weights, got lora_dropout "
                 f"{self.lora_dropout:g}, quantization {self.quantization!r}",
                 hint="use --kernels liger",
+            )
+
+    def _check_kind(self) -> None:
+        """What another adapter than LoRA needs."""
+        row = _ADAPTERS[self.adapter]
+        if row.size and self.lora_rank < 1:
+            raise SetupError(f"adapter {row.name!r} needs a {row.size} of at least 1, got {self.lora_rank}")
+        if not row.size and self.lora_rank:
+            raise SetupError(f"adapter {row.name!r} has no size, got rank {self.lora_rank}", hint="give lora_rank 0")
+        if self.quantization not in row.quantizations:
+            raise SetupError(
+                f"adapter {row.name!r} does not take quantization {self.quantization!r}",
+                hint=f"it takes {', '.join(row.quantizations)}",
+            )
+        if self.lora_dropout and not row.dropout:
+            raise SetupError(f"adapter {row.name!r} has no dropout here, got lora_dropout {self.lora_dropout:g}")
+        if not row.adapts_matrices and (self.lora_targets != "all-linear" or self.modules_to_save or self.packing):
+            raise SetupError(
+                f"adapter {row.name!r} adapts no matrices: it takes no lora_targets, no modules_to_save and no packing"
+            )
+        if self.checkpointing and not row.checkpointing:
+            raise SetupError(
+                f"peft refuses adapter {row.name!r} under gradient checkpointing", hint="use --checkpointing off"
+            )
+        if row.like_lora:
+            return
+        if self.objective != _DEFAULT_OBJECTIVE:
+            raise SetupError(
+                f"adapter {row.name!r} is planned for supervised fine-tuning, got objective {self.objective!r}",
+                hint="use --adapter lora, rslora, pissa or loftq",
+            )
+        if "lora" in _KERNELS[self.kernels].parts:
+            raise SetupError(
+                f"kernels {self.kernels!r} fuse LoRA, got adapter {row.name!r}", hint="use --kernels liger"
+            )
+        if self.num_gpus > 1 and self.parallel != "ddp":
+            raise SetupError(
+                f"adapter {row.name!r} is planned for one GPU or for ddp, got parallel {self.parallel!r}",
+                hint="lora, rslora, pissa and loftq take every way of sharing",
+            )
+        if (
+            row.form in ("norms", "shared")
+            and not self.autocast_dtype
+            and self.resolved_adapter_dtype != self.weight_dtype
+        ):
+            raise SetupError(
+                f"adapter {row.name!r} computes in {self.resolved_adapter_dtype} beside {self.weight_dtype} weights, "
+                "which only autocast can bring together",
+                hint="use --precision bf16-autocast",
             )
 
     # What the fields mean, in one place for formula, dry run, probe and exporters.
@@ -337,6 +392,11 @@ class TrainSetup:
         return _OBJECTIVES[self.objective]
 
     @property
+    def kind(self) -> Adapter:
+        """The adapter's row."""
+        return _ADAPTERS[self.adapter]
+
+    @property
     def by(self) -> Stack:
         """The stack's row."""
         return _STACKS[self.stack]
@@ -376,9 +436,15 @@ class TrainSetup:
         return self.shard_degree or self.data_degree
 
     @property
+    def virtual_tokens(self) -> int:
+        """Tokens that the adapter puts before every sequence or before its keys."""
+        return self.lora_rank if self.adapter in ("prompt", "p-tuning", "prefix") else 0
+
+    @property
     def tokens_per_micro_batch(self) -> int:
-        """Tokens of one forward on one GPU."""
-        return self.micro_batch_seqs * self.aim.seqs_per_sample * self.seq_len_tokens
+        """Tokens of one forward on one GPU, virtual ones that pass through the layers included."""
+        length = self.seq_len_tokens + (self.lora_rank if self.adapter in ("prompt", "p-tuning") else 0)
+        return self.micro_batch_seqs * self.aim.seqs_per_sample * length
 
     @property
     def tokens_per_step(self) -> int:

@@ -16,6 +16,7 @@ from planner.choices.losses import PLANNED_LOSSES, LossChain
 from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES, Objective
 from planner.choices.optimizers import PLANNED_OPTIMIZERS
+from planner.choices.packages import PACKAGED
 from planner.choices.precisions import PRECISIONS, precision_of
 from planner.engines import engine_of, why_not
 from planner.errors import SetupError, UsageError
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
 
 BRANCH_FIELDS = ("method", "precision", "quantization", "kbit_fp32_cast", "lora_rank", "lora_targets")
 PLANNED_CHECKPOINTING = (0, 2, 1)
+PREFERENCE_FRACTION = 0.03
+"""So much speed, less than the speed model can tell apart, is given for what is preferred: memory to spare by more than
+the formula errs, then what is simpler (`decision.facts`), then the smaller peak."""
 
 
 class Point(NamedTuple):
@@ -111,6 +115,8 @@ def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
         "kernels": planned_kernels(workload.targets),
         "activation_offload": (False, True) if offloading_matters(workload) else (False,),
     }
+    for name, needs in PACKAGED.items():
+        values[name] = tuple(value for value in values[name] if needs.get(value) not in workload.absent_packages)
     for name, allowed in fixed.items():
         values[name] = tuple(allowed)
     if "objective" in fixed:
@@ -206,6 +212,8 @@ def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Itera
                                     lora_dropout=values.get("lora_dropout", (0.0,))[0],
                                     objective=objective,
                                     loss=values["loss"][0] if objective != DEFAULT_OBJECTIVE else "full",
+                                    adapter="lora" if method == "full" else values.get("adapter", ("lora",))[0],
+                                    checkpointing=0 if values["checkpointing"] == (0,) else 1,
                                 )
                             except SetupError:
                                 continue
@@ -282,7 +290,7 @@ def _walk(
     model, gpu = workload.model, workload.gpu
     card = gpu.for_memory()
     activations, all_peaks = known.of(model, card)
-    best_kernels = "kernels" not in workload.fixed and not workload.targets
+    open_kernels = "kernels" not in workload.fixed and not workload.targets
     for branch in branches(workload, values):
         kernels = same_kernels(model, gpu, branch, values["attention"])
         for fields in [one.fields for one in spreads] or [{}]:
@@ -299,8 +307,10 @@ def _walk(
             pairs = tuple([(m, own_batch // m) for m in batches if own_batch % m == 0 and m >= least])
             ranks: list[_Rank] = []
             for attentions in kernels:
-                for layers in own_layers(setup, values, best_kernels=best_kernels):
+                for layers in own_layers(setup, values):
                     shared = setup.trusted_with(attention=attentions[0], **layers)
+                    if open_kernels and _outrun(workload, shared, values, pairs):
+                        continue
                     families: list[_Family] = []
                     for loss, optimizers in choices.items():
                         key = (shared, loss, optimizers, pairs)
@@ -320,6 +330,23 @@ def _walk(
                                     left -= 1
                                     beyond = left if left + listed == len(pairs) else 0
                                     yield Point(shared, attention, loss, optimizer, micro, steps, peak, speed, beyond)
+
+
+def _outrun(
+    workload: Workload, shared: TrainSetup, values: Mapping[str, tuple[Any, ...]], pairs: Sequence[tuple[int, int]]
+) -> bool:
+    """Whether the first kernel family beats this one, at the smallest and the largest micro-batch, by more than simpler
+    setups are preferred for: it is never larger, so that no point with this one can be taken."""
+    best = values["kernels"][0]
+    if shared.kernels == best:
+        return False
+    whole = shared.trusted_with(loss=values["loss"][0], optimizer=values["optimizer"][0])
+    try:
+        first = whole.with_(kernels=best)
+    except SetupError:
+        return False
+    at, at_best = (speed_profile(workload.model, workload.gpu, one, workload.cluster).at for one in (whole, first))
+    return all(at(*pair)[1] < (1 - PREFERENCE_FRACTION) * at_best(*pair)[1] for pair in (pairs[0], pairs[-1]))
 
 
 def _num_listed(peaks: Sequence[int], limit_bytes: int | None) -> int:
@@ -358,22 +385,12 @@ OFFLOADED_CHECKPOINTING = 1
 """Checkpoints go to the host only where every layer has one: what else a walk keeps would be larger than they are."""
 
 
-def own_layers(setup: TrainSetup, values: Mapping[str, tuple[Any, ...]], *, best_kernels: bool) -> list[dict[str, Any]]:
+def own_layers(setup: TrainSetup, values: Mapping[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
     """How layers are computed and kept: the kernel families, checkpointing and offloading that can exist beside what a
-    branch and a spread decide.
-
-    Args:
-        best_kernels: only the first family that can; a later one is neither smaller nor faster.
-    """
+    branch and a spread decide."""
     found = []
     asked = False not in values["activation_offload"]
-    families = []
-    for name in values["kernels"]:
-        with suppress(SetupError):
-            families.append(setup.with_(kernels=name).kernels)
-    if best_kernels:
-        families = families[:1]
-    for kernels, every, offload in product(families, values["checkpointing"], values["activation_offload"]):
+    for kernels, every, offload in product(values["kernels"], values["checkpointing"], values["activation_offload"]):
         if offload and not asked and every != OFFLOADED_CHECKPOINTING:
             continue
         layers = {"kernels": kernels, "checkpointing": every, "activation_offload": offload}

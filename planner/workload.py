@@ -44,6 +44,7 @@ class Workload:
         num_epochs, learning_rate: decided by the user; None: by the rules of `steps` and `hyperparameters`.
         targets: launch targets that the user named: the plan is what the first of them runs, and all of them can.
         price_per_hour: US dollars per GPU hour, None when unknown.
+        absent_packages: what the machine that is planned for lacks: only who asks gets what needs it.
     """
 
     model: ModelSpec
@@ -66,6 +67,7 @@ class Workload:
     samples_per_seq: float = 1.0
     num_epochs: float | None = None
     learning_rate: float | None = None
+    absent_packages: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("seq_len_tokens", "global_batch_seqs", "memory_bytes", "min_rank"):

@@ -252,7 +252,7 @@ def _beside(plan: Plan) -> list[dict[str, str]]:
 
 
 def _rungs(candidate: Candidate) -> dict[str, Any]:
-    present = [(name, one) for name, one in evidence_columns(candidate) if one is not None]
+    present = evidence_columns(candidate)
     figures: list[tuple[str, ...]] = []
     for label, key in (("allocated", "allocated"), ("reserved", "reserved"), ("device", "device")):
         cells = ("-" if isinstance(one, ProbeFailure) else gib(getattr(one, f"peak_{key}_bytes")) for _, one in present)

@@ -203,7 +203,7 @@ def _sensitivity(extras: Extras) -> list[str]:
 
 
 def _rungs(candidate: Candidate) -> list[str]:
-    present = [(name, evidence) for name, evidence in evidence_columns(candidate) if evidence is not None]
+    present = evidence_columns(candidate)
     rows: list[tuple[str, ...]] = []
     for name, evidence in present:
         if isinstance(evidence, ProbeFailure):

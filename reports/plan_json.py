@@ -77,13 +77,14 @@ def rung_to_dict(evidence: Prediction | Measurement | ProbeFailure, *, detail: b
 
 
 def candidate_to_dict(candidate: Candidate, model_id: str, gpu_key: str, *, detail: bool = False) -> dict[str, Any]:
-    """One candidate in the interchange form: setup, fits, budget and the three rungs."""
+    """One candidate in the interchange form: setup, fits, budget and the rungs."""
     return {
         "setup": {"model": model_id, "gpu": gpu_key, **asked_form(candidate.setup)},
         "fits": candidate.fits,
         "budget_bytes": candidate.budget_bytes,
         "formula": rung_to_dict(candidate.formula, detail=detail),
         "dry_run": None if candidate.dry_run is None else rung_to_dict(candidate.dry_run, detail=detail),
+        "trace": None if candidate.trace is None else rung_to_dict(candidate.trace, detail=detail),
         "probe": None if candidate.probe is None else rung_to_dict(candidate.probe, detail=detail),
     }
 
@@ -230,14 +231,16 @@ def candidate_from_dict(values: Mapping[str, Any]) -> Candidate:
     if not isinstance(formula, Prediction):
         raise ConfigError("the formula rung of a candidate must hold a prediction")
     dry_run = None if values["dry_run"] is None else rung_from_dict(values["dry_run"])
+    trace = None if values.get("trace") is None else rung_from_dict(values["trace"])  # absent in older files
     probe = None if values["probe"] is None else rung_from_dict(values["probe"])
-    if isinstance(dry_run, Measurement) or isinstance(probe, Prediction):
-        raise ConfigError("a dry run predicts and a probe measures; this candidate says otherwise")
+    if isinstance(dry_run, Measurement) or isinstance(trace, Measurement) or isinstance(probe, Prediction):
+        raise ConfigError("dry run and trace predict and a probe measures; this candidate says otherwise")
     return Candidate(
         setup=setup_from_dict(setup),
         budget_bytes=decode(int, values["budget_bytes"], "budget_bytes"),
         formula=formula,
         dry_run=dry_run,
+        trace=trace,
         probe=probe,
     )
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from planner.memory.types import MemoryTerm
-from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
+from planner.outcome import Candidate, Evidence, Measurement, Prediction, ProbeFailure
 from planner.plan import Plan, on_one_rung
-from reports.text import clean
+from reports.text import RUNG_WORDS, clean
 
 CATEGORY_WORDS = {
     "weights": "weights",
@@ -135,9 +135,9 @@ def breakdown(candidate: Candidate, memory_bytes: int, *, max_terms: int | None 
     return Breakdown(rows=tuple(rows), terms_evidence=named, peak_evidence=peak, memory_bytes=memory_bytes)
 
 
-def evidence_columns(candidate: Candidate) -> tuple[tuple[str, Prediction | Measurement | ProbeFailure | None], ...]:
-    """The rungs side by side, lowest first."""
-    return (("formula", candidate.formula), ("dry run", candidate.dry_run), ("probe", candidate.probe))
+def evidence_columns(candidate: Candidate) -> tuple[tuple[str, Evidence], ...]:
+    """The rungs that were asked side by side, lowest first."""
+    return tuple((RUNG_WORDS[rung], evidence) for rung, evidence in candidate.rungs)
 
 
 class Row(NamedTuple):

@@ -163,7 +163,7 @@ def render_estimate(
         if words:
             page.line(words)
     page.head("Every rung")
-    present = [(name, evidence) for name, evidence in evidence_columns(candidate) if evidence is not None]
+    present = evidence_columns(candidate)
     table = page.table("", *(name for name, _ in present), right=tuple(name for name, _ in present))
     for label, cells in _rung_rows(present):
         page.row(table, label, *cells)

@@ -15,7 +15,13 @@ from planner.units import count, gib, percent, seconds
 from planner.workload import Workload
 
 METHOD_WORDS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
-RUNG_WORDS = {Rung.FORMULA: "formula", Rung.DRY_RUN: "dry run", Rung.PROBE: "probe", Rung.CONFIRM: "confirmed"}
+RUNG_WORDS = {
+    Rung.FORMULA: "formula",
+    Rung.DRY_RUN: "dry run",
+    Rung.TRACE: "trace",
+    Rung.PROBE: "probe",
+    Rung.CONFIRM: "confirmed",
+}
 TARGET_WORDS = {"all-linear": "all linear layers", "attention": "the attention layers"}
 
 _TO_ASCII = str.maketrans(
@@ -42,9 +48,19 @@ def method_words(setup: TrainSetup, *, short: bool = False) -> str:
     """ "QLoRA rank 64 on all linear layers", or "full fine-tuning"; short without the layers."""
     if setup.method == "full":
         return METHOD_WORDS["full"]
+    if setup.adapter != "lora":
+        return adapter_words(setup, short=short)
     if short:
         return f"{METHOD_WORDS[setup.method]} rank {setup.lora_rank}"
     return f"{METHOD_WORDS[setup.method]} rank {setup.lora_rank} on {targets_words(setup)}"
+
+
+def adapter_words(setup: TrainSetup, *, short: bool = False) -> str:
+    """Another adapter than LoRA: "DoRA rank 16 on all linear layers"."""
+    row = setup.kind
+    name = row.title.partition(" (")[0] + (f" {row.size} {setup.lora_rank}" if row.size else "")
+    name += " beside a quantized base" if setup.quantized else ""
+    return name if short or not row.adapts_matrices else f"{name} on {targets_words(setup)}"
 
 
 def targets_words(setup: TrainSetup) -> str:
@@ -268,7 +284,23 @@ def memory_sentence(candidate: Candidate) -> str:
         "tight": f"It should fit: {peak} of the {budget} budget, but the error band reaches past it",
         "over": f"It does not fit: {peak} against a budget of {budget}",
     }[fit_verdict(candidate)]
-    return f"{words} ({memory_mark(evidence)})."
+    return joined((f"{words} ({memory_mark(evidence)}).", _disagreement(candidate)), " ")
+
+
+def _disagreement(candidate: Candidate) -> str:
+    """What the trace of the launch file says against the rung below it, where that is more than its band; else ""."""
+    trace, below = candidate.trace, candidate.dry_run
+    if not isinstance(below, Prediction):
+        below = candidate.formula
+    if not isinstance(trace, Prediction):
+        return ""
+    apart = trace.peak_device_bytes / below.peak_device_bytes - 1
+    if abs(apart) <= max(trace.memory_band_fraction, below.memory_band_fraction):
+        return ""
+    return (
+        f"The {RUNG_WORDS[below.rung]} says {gib(below.peak_device_bytes)}; the launch file, traced, needs "
+        f"{percent(abs(apart))} {'more' if apart > 0 else 'less'}: more than the error bands explain."
+    )
 
 
 def speed_sentence(candidate: Candidate) -> str:

@@ -102,7 +102,7 @@ class Problem:
         for name, allowed in self.fixed.items():
             if getattr(setup, name) not in allowed:
                 return f"{name} is {getattr(setup, name)!r}, the user asked for {' or '.join(map(repr, allowed))}"
-        if setup.method != "full" and setup.lora_rank < self.min_rank:
+        if setup.method != "full" and setup.kind.size and setup.lora_rank < self.min_rank:
             return f"LoRA rank {setup.lora_rank} is below the floor {self.min_rank}"
         return ""
 

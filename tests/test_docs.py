@@ -23,6 +23,7 @@ from planner.cli.app import build_app, complete_arguments, run
 from planner.exporters import EXPORTERS
 from planner.setup import TrainSetup
 from tests.planner.launch_sweep import request
+from tools import captures
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -187,6 +188,14 @@ def test_the_listed_plans_are_written_with_the_pages() -> None:
     if os.environ.get("UPDATE_DOCS"):
         listed_plans.write()
     assert f"{listed_plans.row(*listed_plans.PLANS[4])}\n" in listed_plans.PAGE.read_text()
+
+
+def test_the_pictures_show_what_is_printed() -> None:
+    if os.environ.get("UPDATE_DOCS"):
+        captures.write()
+    drawn = captures.pictures()
+    assert {path.name: path.read_text(encoding="utf-8") for path in captures.FOLDER.iterdir()} == drawn
+    assert not any("@font-face" in picture for picture in drawn.values())
 
 
 def test_the_pages_have_commands_and_few_are_only_parsed() -> None:

@@ -103,6 +103,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
         (
             "tests/search/test_on_record.py",
             "tests/search/test_problem.py",
+            "tests/search/test_blame.py",
             "tests/search/test_residual.py",
             "tests/search/test_sampler.py",
             "tests/search/test_pareto.py",

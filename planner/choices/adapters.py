@@ -1,8 +1,24 @@
-"""The adapters of peft that can be trained beside a frozen base. To add one, add its row."""
+"""The kinds of adapters that peft trains beside a frozen base. To add one, add its row.
 
-from collections.abc import Mapping
+`TrainSetup.lora_rank` is an adapter's size: what it counts is the row's `size`.
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Any, Literal, final
+
+Form = Literal["low-rank", "shared", "scales", "rotations", "prompt", "prefix", "norms", "rows"]
+"""What is trained: two thin matrices beside each adapted one; vectors around two frozen matrices that all share; a
+vector that scales each; a rotation of each one's input; virtual tokens before the sequence, or before each layer's keys
+and values; the norms; rows of the embedding."""
+MATRIX_FORMS = ("low-rank", "shared", "scales", "rotations")
+"""Forms that adapt matrices, which `lora_targets` names."""
+TOKEN_FORMS = ("prompt", "prefix")
+"""Forms that put virtual tokens before every sequence."""
+
+Shapes = tuple[tuple[int, int], ...]
+"""(rows, columns) of trained tensors; 0 columns: a vector."""
+_ALL = ("none", "int8", "nf4", "nf4-double")
 
 
 @final
@@ -13,25 +29,323 @@ class Adapter:
     Attributes:
         name: as `TrainSetup.adapter` says it.
         title: its name for people.
-        source: where it was published.
+        form: what is trained.
+        size: what `lora_rank` counts, "" where the kind has no size (`lora_rank` is then 0).
+        usual_size: peft's default, or its documentation's example where it has none; LoRA's is the planner's own.
+        shapes: of the tensors of one matrix [out, in], given (in, out, size, scales the input); None where the kind
+            adapts no matrices.
+        start_only: LoRA with other start values or another scale: a step is LoRA's to the byte.
+        dropout: whether peft has a dropout for it that is counted here.
+        quantizations: of the base, as peft's code takes them.
+        checkpointing: whether peft runs it under gradient checkpointing.
+        conv1d: whether peft's class takes GPT-2's Conv1D.
+        merges: whether the trained adapter can be folded into the base, so that serving costs nothing.
+        config: peft's configuration class.
+        arguments: what is set in it, beside size, targets, alpha, dropout and task.
+        trl, axolotl, llamafactory: how the tool's own file says it; None where it cannot. transformers' script can
+            always.
+        quality: what was published of it against LoRA or full fine-tuning, "" where nothing is cited here.
+        source: where it was published, and peft's code.
     """
 
     name: str
     title: str
+    form: Form
+    size: str
+    usual_size: int
+    shapes: Callable[[int, int, int, bool], Shapes] | None
+    start_only: bool = False
+    dropout: bool = False
+    quantizations: tuple[str, ...] = _ALL
+    checkpointing: bool = True
+    conv1d: bool = True
+    merges: bool
+    config: str
+    arguments: Mapping[str, Any]
+    trl: Mapping[str, Any] | None
+    axolotl: Mapping[str, Any] | None
+    llamafactory: Mapping[str, Any] | None
+    quality: str
     source: str
 
+    @property
+    def adapts_matrices(self) -> bool:
+        """Whether matrices are adapted."""
+        return self.form in MATRIX_FORMS
+
+    @property
+    def like_lora(self) -> bool:
+        """Whether its step is LoRA's."""
+        return self.start_only or self.name == "lora"
+
+
+def _lora(inside: int, outside: int, rank: int, _: bool) -> Shapes:
+    return (rank, inside), (outside, rank)
+
+
+def _dora(inside: int, outside: int, rank: int, _: bool) -> Shapes:
+    return (rank, inside), (outside, rank), (outside, 0)
+
+
+def _adalora(inside: int, outside: int, rank: int, _: bool) -> Shapes:
+    return (rank, inside), (rank, 1), (outside, rank)
+
+
+def _vera(inside: int, outside: int, rank: int, _: bool) -> Shapes:
+    return (outside, 0), (rank, 0)
+
+
+def _ia3(inside: int, outside: int, _: int, of_input: bool) -> Shapes:
+    return ((1, inside),) if of_input else ((outside, 1),)
+
+
+def block_size(inside: int, asked: int) -> int:
+    """The block that OFT really takes: the divisor of the input's width nearest to the one asked for, smaller ones
+    first.
+
+    Source: peft 0.21 `tuners/oft/layer.py` adjust_oft_parameters.
+    """
+    if asked >= inside:
+        return inside
+    above = next(size for size in range(asked, inside + 1) if inside % size == 0)
+    below = next(size for size in range(asked, 0, -1) if inside % size == 0)
+    return below if asked - below <= above - asked else above
+
+
+def _oft(inside: int, outside: int, asked: int, _: bool) -> Shapes:
+    block = block_size(inside, asked)
+    return ((inside // block, block * (block - 1) // 2),)
+
+
+_LOW_RANK: dict[str, Any] = {"form": "low-rank", "size": "rank", "usual_size": 16, "merges": True, "dropout": True}
+_NO_TOOL: dict[str, Any] = {"trl": None, "axolotl": None, "llamafactory": None}
 
 _ROWS = (
     Adapter(
         name="lora",
         title="LoRA",
+        shapes=_lora,
+        config="LoraConfig",
+        arguments={},
+        trl={},
+        axolotl={},
+        llamafactory={},
+        quality="equal to full fine-tuning on data that the adapter can hold (Schulman and Thinking Machines 2025, "
+        "https://thinkingmachines.ai/blog/lora/); below it on code and mathematics at rank 16 to 256 (Biderman et al. "
+        "2024, https://arxiv.org/abs/2405.09673)",
         source="Hu et al. 2021, https://arxiv.org/abs/2106.09685; peft 0.21 tuners/lora",
+        **_LOW_RANK,
     ),
     Adapter(
         name="rslora",
         title="rank-stabilised LoRA",
+        shapes=_lora,
+        start_only=True,
+        config="LoraConfig",
+        arguments={"use_rslora": True},
+        trl={"use_rslora": True},
+        axolotl={"peft_use_rslora": True},
+        llamafactory={"use_rslora": True},
+        quality="lower perplexity than LoRA at high ranks (Llama 2 7B on OpenOrca, rank 4 to 2048), where LoRA's does "
+        "not fall with the rank (the paper, figure 1)",
         source="Kalajdzievski 2023, https://arxiv.org/abs/2312.03732; peft 0.21 LoraConfig.use_rslora",
+        **_LOW_RANK,
+    ),
+    Adapter(
+        name="pissa",
+        title="PiSSA (LoRA from the base's principal singular vectors)",
+        shapes=_lora,
+        start_only=True,
+        quantizations=("none",),
+        config="LoraConfig",
+        arguments={"init_lora_weights": "pissa_niter_16"},
+        trl=None,
+        axolotl={"peft_init_lora_weights": "pissa_niter_16"},
+        llamafactory={"pissa_init": True},
+        quality="Gemma 7B on GSM8K: 77.7 against LoRA's 74.5 (the paper's abstract)",
+        source="Meng et al. 2024, https://arxiv.org/abs/2404.02948; peft 0.21 tuners/lora/layer.py pissa_init, which "
+        "refuses a quantized base",
+        **_LOW_RANK,
+    ),
+    Adapter(
+        name="loftq",
+        title="LoftQ (LoRA that starts from what quantization lost)",
+        shapes=_lora,
+        start_only=True,
+        quantizations=("nf4", "nf4-double"),
+        config="LoraConfig",
+        arguments={},
+        quality="better than QLoRA's start, most at 2 bits and mixed 2 and 4 bits (the paper's abstract)",
+        source="Li et al. 2023, https://arxiv.org/abs/2310.08659; peft 0.21 utils/loftq_utils.py "
+        "replace_lora_weights_loftq, which reads the 16-bit weights again from their safetensors",
+        **_LOW_RANK,
+        **_NO_TOOL,
+    ),
+    Adapter(
+        name="dora",
+        title="DoRA (direction by LoRA, magnitude as a vector)",
+        shapes=_dora,
+        config="LoraConfig",
+        arguments={"use_dora": True},
+        trl={"use_dora": True},
+        axolotl={"peft_use_dora": True},
+        llamafactory={"use_dora": True},
+        quality="commonsense reasoning, average of eight tasks: Llama 7B 78.4 against LoRA's 74.7, Llama 3 8B 85.2 "
+        "against 80.8 (the paper, table 1)",
+        source="Liu et al. 2024, https://arxiv.org/abs/2402.09353; peft 0.21 tuners/lora/dora.py",
+        **_LOW_RANK,
+    ),
+    Adapter(
+        name="adalora",
+        title="AdaLoRA (rank moved between matrices while training)",
+        shapes=_adalora,
+        config="AdaLoraConfig",
+        arguments={"total_step": 1000},
+        quality="better than its baselines, LoRA among them, most where parameters are few; encoders and summaries "
+        "(the paper's abstract)",
+        source="Zhang et al. 2023, https://arxiv.org/abs/2303.10512; peft 0.21 tuners/adalora, which starts every "
+        "matrix at init_r (12)",
+        **(_LOW_RANK | {"usual_size": 12}),
+        **_NO_TOOL,
+    ),
+    Adapter(
+        name="vera",
+        title="VeRA (vectors around two frozen random matrices that all layers share)",
+        form="shared",
+        size="rank",
+        usual_size=256,
+        shapes=_vera,
+        merges=True,
+        config="VeraConfig",
+        arguments={},
+        quality="as good as LoRA on GLUE and E2E with far fewer parameters (the paper's abstract)",
+        source="Kopiczko et al. 2024, https://arxiv.org/abs/2310.11454; peft 0.21 tuners/vera",
+        **_NO_TOOL,
+    ),
+    Adapter(
+        name="oft",
+        title="OFT (block-wise rotations of each matrix's input)",
+        form="rotations",
+        size="block size",
+        usual_size=32,
+        shapes=_oft,
+        conv1d=False,
+        merges=True,
+        config="OFTConfig",
+        arguments={"r": 0},
+        trl=None,
+        axolotl=None,
+        llamafactory={"finetuning_type": "oft"},
+        quality="",
+        source="Qiu et al. 2023, https://arxiv.org/abs/2306.07280, and 2025, https://arxiv.org/abs/2506.19847 (on the "
+        "input, Cayley-Neumann); peft 0.21 tuners/oft",
+    ),
+    Adapter(
+        name="ia3",
+        title="IA3 (a vector that scales keys, values and the MLP's inner layer)",
+        form="scales",
+        size="",
+        usual_size=0,
+        shapes=_ia3,
+        merges=True,
+        config="IA3Config",
+        arguments={},
+        quality="the adapter of T-Few: T0-11B on RAFT 75.8 % against GPT-3's 62.7 % few-shot (the paper, table 2)",
+        source="Liu et al. 2022, https://arxiv.org/abs/2205.05638; peft 0.21 tuners/ia3",
+        **_NO_TOOL,
+    ),
+    Adapter(
+        name="prompt",
+        title="prompt tuning (virtual tokens before the sequence)",
+        form="prompt",
+        size="virtual tokens",
+        usual_size=20,
+        shapes=None,
+        merges=False,
+        config="PromptTuningConfig",
+        arguments={},
+        quality="matches full fine-tuning on SuperGLUE at T5-XXL (11B), falls short of it on smaller models "
+        "(the paper, figure 1)",
+        source="Lester et al. 2021, https://arxiv.org/abs/2104.08691; peft 0.21 tuners/prompt_tuning",
+        **_NO_TOOL,
+    ),
+    Adapter(
+        name="p-tuning",
+        title="P-tuning (virtual tokens from a small network)",
+        form="prompt",
+        size="virtual tokens",
+        usual_size=20,
+        shapes=None,
+        merges=False,
+        config="PromptEncoderConfig",
+        arguments={},
+        quality="",
+        source="Liu et al. 2021, https://arxiv.org/abs/2103.10385; peft 0.21 tuners/p_tuning (three matrices)",
+        **_NO_TOOL,
+    ),
+    Adapter(
+        name="prefix",
+        title="prefix tuning (virtual keys and values in every layer)",
+        form="prefix",
+        size="virtual tokens",
+        usual_size=20,
+        shapes=None,
+        checkpointing=False,
+        merges=False,
+        config="PrefixTuningConfig",
+        arguments={},
+        quality="table to text with GPT-2 on E2E: as good as full fine-tuning with 0.1 % of the parameters (the paper, "
+        "table 1)",
+        source="Li and Liang 2021, https://arxiv.org/abs/2101.00190; peft 0.21 tuners/prefix_tuning; peft_model.py "
+        "refuses it under gradient checkpointing",
+        **_NO_TOOL,
+    ),
+    Adapter(
+        name="ln-tuning",
+        title="LN-tuning (the norms alone)",
+        form="norms",
+        size="",
+        usual_size=0,
+        shapes=None,
+        merges=True,
+        config="LNTuningConfig",
+        arguments={},
+        quality="multi-modal chat models of 13B: more than 20 % above LoRA on average over five tasks, 17.6 % less "
+        "memory (the paper's abstract); of text alone nothing is cited here",
+        source="Zhao et al. 2024, https://arxiv.org/abs/2312.11420; peft 0.21 tuners/ln_tuning",
+        **_NO_TOOL,
+    ),
+    Adapter(
+        name="trainable-tokens",
+        title="trainable tokens (rows of the embedding)",
+        form="rows",
+        size="trained tokens",
+        usual_size=16,
+        shapes=None,
+        merges=True,
+        config="TrainableTokensConfig",
+        arguments={},
+        quality="",
+        source="peft 0.21 tuners/trainable_tokens",
+        **_NO_TOOL,
     ),
 )
 ADAPTERS: Mapping[str, Adapter] = {row.name: row for row in _ROWS}
 """Every kind by its name."""
+
+REFUSED: Mapping[str, str] = {
+    "boft": "peft's BOFT reads a value of its permutation as it is built, which a dry run on meta tensors has not; "
+    "oft is its one-factor form",
+    "adaption-prompt": "peft's LLaMA-Adapter computes queries and attention twice, for Llama, Mistral and GPT-2 "
+    "alone; prefix is the kind of its family that is counted here",
+    "bottleneck": "peft has no bottleneck adapters (Houlsby et al. 2019): AdapterHub's adapters package has",
+}
+"""Kinds that people name and nobody plans here, with the reason and what is nearest."""
+
+if len(ADAPTERS) != len(_ROWS) or set(ADAPTERS) & set(REFUSED):
+    raise AssertionError("two kinds of adapters share a name")
+
+
+def refusal(kind: str) -> str:
+    """Why a kind that is not in ADAPTERS is not planned, "" where nobody knows it."""
+    return REFUSED.get(kind.lower().replace("_", "-"), "")

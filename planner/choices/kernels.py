@@ -29,10 +29,11 @@ class KernelFamily:
     words: str
 
 
+LIGER = "liger-kernel"
 _LAYER = frozenset({"norm", "head-norm", "rotary", "gated"})
 _ROWS = (
     KernelFamily(name="eager", parts=frozenset(), triton=False, package="", simplicity=0, words="eager kernels"),
-    KernelFamily(name="liger", parts=_LAYER, triton=True, package="liger-kernel", simplicity=1, words="Liger kernels"),
+    KernelFamily(name="liger", parts=_LAYER, triton=True, package=LIGER, simplicity=1, words="Liger kernels"),
     KernelFamily(
         name="fused", parts=_LAYER | {"lora"}, triton=True, package="", simplicity=2, words="fused LoRA kernels"
     ),
@@ -94,7 +95,7 @@ def kernels_refusal(kernels: str, model_type: str) -> str:
 GAIN_BAND = 0.07
 """What the predicted gain of fused kernels is off by in 90 % of 35 pairs of runs with and without them: one source
 (foundation-model-stack's fms-acceleration), one card. Source: benchmarks/speed_ratios.py, "fused kernels on / off"."""
-MEASURED_ON = "a100-80gb"
+MEASURED_ON, NUM_MEASURED = "a100-80gb", 35
 
 
 def speed_band(band: float, kernels: str, gpu_key: str) -> float:
@@ -105,8 +106,16 @@ def speed_band(band: float, kernels: str, gpu_key: str) -> float:
     return float((band**2 + (GAIN_BAND * (1 if gpu_key == MEASURED_ON else 2)) ** 2) ** 0.5)
 
 
-PLANNED_KERNELS = ("eager",)
-"""The order of preference where neither a family nor a launch target was named: the first that runs is walked."""
+def speed_note(kernels: str, gpu_key: str) -> str:
+    """How little stands behind the speed of a kernel family, one sentence; "" for eager ones."""
+    if not KERNELS[kernels].parts:
+        return ""
+    here = "on this card" if gpu_key == MEASURED_ON else "on an A100, none on this card"
+    return f"What {KERNELS[kernels].words} gain is a prediction: {NUM_MEASURED} pairs of runs measured {here}."
+
+
+PLANNED_KERNELS = ("liger", "eager")
+"""What is walked where neither a family nor a launch target was named; eager stays where the others gain too little."""
 TOOL_KERNELS: Mapping[str, tuple[str, ...]] = {
     "axolotl": ("fused", "liger", "eager"),
     "unsloth": ("fused", "eager"),

@@ -1,6 +1,5 @@
 """From names and wishes to a plan, for the command line and for `finetune_planner` alike."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES, Objective
+from planner.choices.packages import absent_packages
+from planner.cli.output import say
 from planner.cli.wish import resolve_gpu
 from planner.cli.wishes import WishOptions
 from planner.errors import UsageError
@@ -48,11 +49,16 @@ def workload_for(
             dataset_tokens=wish.dataset_tokens or lengths.epoch_tokens * aim.seqs_per_sample,
             packing=lengths.packing if wish.packing is None else wish.packing,
         )
-    if lengths is None:
-        return wish.workload(spec, card, targets=targets)
-    return wish.workload(
-        spec, card, epoch_seqs=lengths.epoch_seqs, samples_per_seq=lengths.samples_per_seq, targets=targets
+    asked = wish.workload(
+        spec,
+        card,
+        epoch_seqs=lengths.epoch_seqs if lengths is not None else None,
+        samples_per_seq=lengths.samples_per_seq if lengths is not None else 1.0,
+        targets=targets,
     )
+    if gpu.lower() != "local" or "axolotl" in targets[:1]:  # which brings them along
+        return asked
+    return replace(asked, absent_packages=absent_packages())
 
 
 def answered(workload: Workload, *, dry_run: bool = True, history: bool = True) -> Plan | NoPlan:
@@ -88,5 +94,5 @@ def _lengths(dataset: str, spec: "ModelSpec", aim: Objective) -> "LengthChoice |
             hint=f"--objective {fitting.name} is for such data",
         )
     choice = choose_length(stats, max_tokens=spec.max_position_embeddings, packs=aim.packs)
-    print(f"{dataset}: {stats.num_samples:,} samples, {stats.counted_with}; {choice.reason}", file=sys.stderr)
+    say(f"{dataset}: {stats.num_samples:,} samples, {stats.counted_with}; {choice.reason}")
     return choice

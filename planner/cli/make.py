@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -85,16 +86,23 @@ def make(
         from planner.cli.writing import launch_sentences, next_command, write_out
 
         try:
-            launches = write_out(
-                plan,
-                out,
+            write = partial(
+                write_out,
+                folder=out,
                 targets=target,
                 dataset=dataset,
                 command=_command(model, gpu),
                 timeline=chosen_timeline(plan),
                 force=force,
-                verify=verify or (),
             )
+            launches = write(plan)
+            if verify and isinstance(plan, Plan):
+                from planner.cli.verify import trace_files, with_trace, withdraw
+
+                found, before = trace_files(plan, launches, out, verify), launches
+                plan = with_trace(plan, found)
+                launches = write(plan, traces=found)
+                withdraw(before, launches, out)
             said, following = launch_sentences(launches, named=bool(target)), next_command(launches, out)
             if verify:
                 from planner.cli.verify import sentences
@@ -120,7 +128,8 @@ def make(
     if unwritten is not None:
         raise unwritten
     missing = [launch.target for launch in launches if launch.refused]
-    if isinstance(plan, NoPlan) or (missing and (target or len(missing) == len(launches))):
+    refuted = not isinstance(plan, NoPlan) and not plan.chosen.fits
+    if isinstance(plan, NoPlan) or refuted or (missing and (target or len(missing) == len(launches))):
         raise typer.Exit(EXIT_NOTHING_FITS)
 
 

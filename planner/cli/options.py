@@ -5,10 +5,10 @@ from typing import Annotated, Any
 import typer
 
 from planner import setup as fields
-from planner.choices.kernels import KERNELS
-from planner.choices.losses import LOSSES
+from planner.choices.adapters import refusal as adapter_refusal
 from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES
+from planner.choices.packages import PACKAGED
 from planner.cli.completion import complete_gpu, complete_model
 from planner.cli.wish import choices, parse_targets, positive
 from planner.errors import UsageError
@@ -34,6 +34,10 @@ Quantization = Annotated[
     list[str] | None, typer.Option("--quantization", help="/".join(fields.QUANTIZATIONS) + "; repeatable.")
 ]
 Rank = Annotated[int | None, typer.Option("--rank", help="LoRA rank, fixed.")]
+Adapter = Annotated[
+    str | None,
+    typer.Option("--adapter", help="/".join(fields.ADAPTER_KINDS) + "; LoRA unless given (docs/adapters.md)."),
+]
 Targets = Annotated[str | None, typer.Option("--targets", help="attention, all-linear, or module names a,b,c.")]
 Optimizer = Annotated[list[str] | None, typer.Option("--optimizer", help="/".join(fields.OPTIMIZERS) + "; repeatable.")]
 Attention = Annotated[list[str] | None, typer.Option("--attention", help="/".join(fields.ATTENTIONS) + "; repeatable.")]
@@ -127,6 +131,7 @@ def fixed_fields(
     packing: bool | None,
     no_extra_packages: bool = False,
     activation_offload: bool | None = None,
+    adapter: str | None = None,
     **repeatable: list[str] | None,
 ) -> dict[str, tuple[Any, ...]]:
     """Setup fields that the user decided, each with its allowed values.
@@ -148,13 +153,15 @@ def fixed_fields(
         fixed["checkpointing"] = (checkpointing,)
     if packing is not None:
         fixed["packing"] = (packing,)
+    if adapter is not None:
+        fixed["adapter"] = (adapter_kind(adapter),)
     if activation_offload is not None:
         fixed["activation_offload"] = (activation_offload,)
     if no_extra_packages:
         _without_packages(fixed)
-    adapters_only = rank is not None or targets is not None
+    adapters_only = rank is not None or targets is not None or adapter is not None
     if adapters_only and fixed.get("method") == ("full",):
-        flag = "--rank" if rank is not None else "--targets"
+        flag = "--rank" if rank is not None else "--targets" if targets is not None else "--adapter"
         raise UsageError(f"{flag} has no meaning with --method full", hint=f"leave {flag} out, or use --method lora")
     if "method" not in fixed:
         quantized = [value for value in fixed.get("quantization", ()) if value != "none"]
@@ -165,12 +172,15 @@ def fixed_fields(
     return fixed
 
 
-_PACKAGED: dict[str, tuple[Any, ...]] = {
-    "loss": tuple(name for name, row in LOSSES.items() if row.triton),
-    "attention": ("flash-attention-2",),
-    "kernels": tuple(name for name, row in KERNELS.items() if row.triton),
-}
-"""Field -> its values that a plain stack of transformers, TRL and peft lacks the package for."""
+def adapter_kind(name: str) -> str:
+    """The name of a kind of adapter.
+
+    Raises:
+        UsageError: unknown, or known and refused.
+    """
+    if refused := adapter_refusal(name):
+        raise UsageError(f"--adapter {name} is not planned: {refused}")
+    return str(choices("adapter", (name,), fields.ADAPTER_KINDS)[0])
 
 
 def _without_packages(fixed: dict[str, tuple[Any, ...]]) -> None:
@@ -180,7 +190,7 @@ def _without_packages(fixed: dict[str, tuple[Any, ...]]) -> None:
         UsageError: a flag asks for nothing else.
     """
     values = {"loss": fields.LOSSES, "attention": fields.ATTENTIONS, "kernels": fields.KERNEL_FAMILIES}
-    for name, packaged in _PACKAGED.items():
+    for name, packaged in PACKAGED.items():
         left = tuple(value for value in fixed.get(name, values[name]) if value not in packaged)
         if not left:
             raise UsageError(

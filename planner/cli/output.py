@@ -22,6 +22,11 @@ def printable(text: str) -> str:
     return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in text)
 
 
+def say(text: str) -> None:
+    """One line for a person, on stderr."""
+    print(printable(text), file=sys.stderr)
+
+
 def show_warning(message: Warning | str, category: type[Warning], *place: object, **named: object) -> None:
     """A warning as one line on stderr, without the place in the code that gave it."""
     print(f"warning: {printable(str(message))}", file=sys.stderr)

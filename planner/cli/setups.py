@@ -92,6 +92,7 @@ class AnySetupOptions(SetupOptions):
     pipeline_degree: spread.PipelineDegree = None
     schedule: spread.Schedule = None
     objective: options.Objective = None
+    adapter: options.Adapter = None
     kbit_fp32_cast: Annotated[
         bool | None, typer.Option("--kbit-fp32-cast/--no-kbit-fp32-cast", help="peft's k-bit preparation.")
     ] = None
@@ -115,6 +116,7 @@ class AnySetupOptions(SetupOptions):
     def _fields(self) -> dict[str, Any]:
         return super()._fields() | {
             "objective": self.objective,
+            "adapter": None if self.adapter is None else options.adapter_kind(self.adapter),
             "kbit_fp32_cast": self.kbit_fp32_cast,
             "adapter_dtype": self.adapter_dtype,
             "lora_dropout": self.lora_dropout,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from planner.cli import options
-from planner.cli.output import print_json, print_lines, write_text
+from planner.cli.output import print_json, print_lines, say, write_text
 from planner.cli.wish import memory_and_headroom, positive, resolve_gpu
 from planner.errors import EXIT_NOTHING_FITS, EXIT_OK, EnvironmentProblem, UsageError
 
@@ -172,7 +172,7 @@ def _run(order: "TraceOrder") -> "tuple[TraceResult, TraceResult | None]":
     try:
         return found, traced(replace(order, limited=False))
     except (EnvironmentProblem, UsageError) as error:
-        print(f"plan trace: {error.message}", file=sys.stderr)
+        say(f"plan trace: {error.message}")
         return found, None
 
 

@@ -1,6 +1,5 @@
 """`plan tune`: search with GPU probes for the fastest setup that fits; `tune_plan` does the same to a finished plan."""
 
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -11,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from planner.choices.packages import absent_packages
 from planner.cli import options, probing
 from planner.cli.flags import takes_options
+from planner.cli.output import say
 from planner.cli.wish import positive, resolve_gpu
 from planner.cli.wishes import WishOptions
 from planner.errors import EXIT_NOTHING_FITS, ConfigError, EnvironmentProblem, UsageError
@@ -85,6 +86,7 @@ def tune(
     spec = resolve_model(model, revision=revision, ask_hub=hub)
     card = resolve_gpu(gpu)
     asked = wish.on_links_of(gpu, card).workload(spec, card, objective=goal)
+    asked = replace(asked, absent_packages=absent_packages())
     on_this_machine(asked)
     plan = plan_workload(asked)
     line.close()
@@ -145,7 +147,7 @@ def climb_probe(plan: Plan) -> Plan:
             on_this_machine(plan.workload)
             probing.job_devices(None, plan.workload.num_gpus)
     except (EnvironmentProblem, UsageError) as error:
-        print(f"no probes: {error.message} ({error.hint})", file=sys.stderr)
+        say(f"no probes: {error.message} ({error.hint})")
         return plan
     return tune_plan(plan)
 

@@ -2,6 +2,7 @@
 
 import re
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from http import HTTPStatus
@@ -9,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import unquote, urlsplit
 
 import typer
@@ -28,6 +29,8 @@ HOST = "127.0.0.1"
 FIRST_MODEL, FIRST_GPU = "meta-llama/Llama-3.1-8B", "rtx-4090"
 STATIC_GPUS = ("t4", "rtx-3060", "rtx-3090", "rtx-4090", "l4", "a100-80gb", "h100-sxm", "h200")
 """Cards of a static site where none is named."""
+MAX_CONNECTIONS = 32
+"""At once; a browser opens six."""
 FILE_DATE = (1980, 1, 1, 0, 0, 0)
 """The least date of a zip file: the same setup gives the same bytes."""
 
@@ -185,21 +188,48 @@ class Server(ThreadingHTTPServer):
         self.shelf = shelf
         port = self.server_address[1]
         self.hosts = {f"{HOST}:{port}", f"localhost:{port}"}
+        self.turn = threading.Lock()
+        """Held while figures are computed: the formula remembers between calls, for one thread."""
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """In a thread of its own, or closed at once where too many are open."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """The thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Who closes the page before it is there is no fault."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 class Handler(BaseHTTPRequestHandler):
     """GET alone: /, /grid/NAME.js and /launch/NAME/CELL.zip."""
 
     server: Server
+    timeout = 30.0
+    """Seconds; who sends nothing for so long is let go."""
 
     def do_GET(self) -> None:
         """Answers, or says why not."""
-        if self.headers.get("Host") not in self.server.hosts:  # another site's name that was pointed at this machine
+        # another site's name that was pointed at this machine, or another site's page that asks in its reader's name
+        foreign = self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin")
+        if foreign or self.headers.get("Host") not in self.server.hosts:
             self.send_error(HTTPStatus.FORBIDDEN)
             return
         path = unquote(urlsplit(self.path).path)
         try:
-            found = self._content(path)
+            with self.server.turn:
+                found = self._content(path)
         except PlannerError as error:
             self.send_error(HTTPStatus.BAD_REQUEST, explain=error.message)
             return
@@ -212,6 +242,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+        self.send_header("Content-Security-Policy", "frame-ancestors 'none'")
         self.end_headers()
         self.wfile.write(content)
 

@@ -1,17 +1,20 @@
 """`plan MODEL --out DIR --verify TARGET`: the launch file, run by its own tool on a GPU that computes nothing."""
 
 import shlex
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from planner.cli.output import say
 from planner.errors import EnvironmentProblem, PlannerError, UsageError
 from planner.exporters import Launch
+from planner.expressed import as_run
+from planner.outcome import FailureKind, Measurement, Prediction, ProbeFailure, Rung
 from planner.plan import Plan
 from planner.units import gib
 
-RUNG = "trace"
+BAND_FRACTION = 0.03
+"""Half-width of the error band: the worst of 11 public runs, in reserved bytes (docs/trace.md)."""
 _PROGRAMS = {"trl": "trl", "hf": "python", "axolotl": "axolotl", "llamafactory": "llamafactory-cli"}
 """Target -> what starts its launch file; the other targets start several processes, none of their own, or Unsloth."""
 
@@ -39,17 +42,45 @@ def check_tools(targets: Sequence[str]) -> None:
             ) from None
 
 
-def verified(plan: Plan, launches: Sequence[Launch], folder: Path, targets: Sequence[str]) -> tuple[Launch, ...]:
-    """The launches; those of `targets` that wrote files with what a trace of them says, as their rung and peak.
+def trace_files(
+    plan: Plan, launches: Sequence[Launch], folder: Path, targets: Sequence[str]
+) -> dict[str, Prediction | ProbeFailure]:
+    """What the launch files of `targets` in `folder` need, or why nobody can say, by target; one without files is left
+    out."""
+    return {one.target: _traced(plan, one, folder) for one in launches if one.target in targets and one.files}
 
-    A launch that cannot be traced keeps its prediction and says why.
-    """
-    found = []
-    for launch in launches:
-        if launch.target in targets and launch.files:
-            launch = _verified(plan, launch, folder)
-        found.append(launch)
-    return tuple(found)
+
+def with_trace(plan: Plan, found: Mapping[str, Prediction | ProbeFailure]) -> Plan:
+    """The plan whose chosen setup carries the trace of the launch file that runs just that setup, its own stack's
+    first."""
+    setup, model = plan.chosen.setup, plan.workload.model
+    same = sorted((name for name in found if as_run(name, setup, model) == setup), key=lambda name: name != setup.stack)
+    if not same:
+        return plan
+    chosen = replace(plan.chosen, trace=found[same[0]])
+    known = {id(plan.chosen): chosen}
+    return replace(plan, chosen=chosen, ranked=tuple(known.get(id(one), one) for one in plan.ranked))
+
+
+def withdraw(before: Sequence[Launch], after: Sequence[Launch], folder: Path) -> None:
+    """Removes the files that were written for a trace which then said that they run out of memory."""
+    kept = {file.path for launch in after for file in launch.files}
+    for launch in before:
+        for file in launch.files:
+            if file.path not in kept:
+                (folder / "launch" / file.path).unlink(missing_ok=True)
+
+
+def sentence(target: str, found: Prediction | ProbeFailure, below: Prediction | Measurement) -> str:
+    """What the trace said of a target's file, beside the rung below it."""
+    if isinstance(found, ProbeFailure):
+        return f"{_MARK}, launch/{target}: not possible: {found.message}"
+    words = below.rung.value.replace("_", " ")
+    return (
+        f"{_MARK}, launch/{target} as its own tool runs it: {gib(found.peak_device_bytes)} on the device, {words}: "
+        f"{gib(below.peak_device_bytes)} ({gib(found.peak_allocated_bytes)} allocated, "
+        f"{gib(found.peak_reserved_bytes)} reserved)"
+    )
 
 
 def sentences(launches: Sequence[Launch]) -> tuple[str, ...]:
@@ -60,14 +91,14 @@ def sentences(launches: Sequence[Launch]) -> tuple[str, ...]:
 _MARK = "Traced"
 
 
-def _verified(plan: Plan, launch: Launch, folder: Path) -> Launch:
+def _traced(plan: Plan, launch: Launch, folder: Path) -> Prediction | ProbeFailure:
     from planner.cli.trace import traced
     from probes.phantom.card import card_of
     from probes.phantom.runner import TraceOrder
 
     environment, command = _taken_apart(launch.command)
     setup, gpu = plan.chosen.setup, plan.workload.gpu
-    print(f"tracing launch/{launch.target}: {shlex.join(command)}", file=sys.stderr)
+    say(f"tracing launch/{launch.target}: {shlex.join(command)}")
     try:
         found = traced(
             TraceOrder(
@@ -82,17 +113,18 @@ def _verified(plan: Plan, launch: Launch, folder: Path) -> Launch:
         if not found.num_steps:
             raise EnvironmentProblem("it ended without an optimizer step")
     except (PlannerError, ValueError) as error:
-        return replace(launch, notes=(*launch.notes, f"{_MARK}, launch/{launch.target}: not possible: {error}"))
-    predicted = launch.peak_device_bytes
-    beside = f", {launch.rung.replace('_', ' ')}: {gib(predicted)}" if predicted else ""
-    budget = plan.workload.budget_bytes
-    fits = "fits" if found.peak_device_bytes <= budget else f"does NOT fit the budget of {gib(budget)}"
-    note = (
-        f"{_MARK}, launch/{launch.target} as its own tool runs it: {gib(found.peak_device_bytes)} on the device{beside}"
-        f"; it {fits} ({found.num_steps} optimizer steps, {gib(found.peak_allocated_bytes)} allocated, "
-        f"{gib(found.peak_reserved_bytes)} reserved)"
+        return ProbeFailure(rung=Rung.TRACE, kind=FailureKind.UNSUPPORTED, message=str(error))
+    return Prediction(
+        rung=Rung.TRACE,
+        peak_allocated_bytes=found.peak_allocated_bytes,
+        peak_reserved_bytes=found.peak_reserved_bytes,
+        peak_device_bytes=found.peak_device_bytes,
+        peak_phase=found.peak_phase,
+        phase_peaks_bytes=found.phase_peaks_bytes,
+        terms=(),
+        memory_band_fraction=BAND_FRACTION,
+        notes=found.notes,
     )
-    return replace(launch, peak_device_bytes=found.peak_device_bytes, rung=RUNG, notes=(*launch.notes, note))
 
 
 def _taken_apart(command: str) -> tuple[dict[str, str], tuple[str, ...]]:

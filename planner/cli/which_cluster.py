@@ -1,7 +1,6 @@
 """`plan which-cluster`: the smallest, the cheapest and the fastest set of GPUs for a piece of work."""
 
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +10,7 @@ import typer
 from planner.cli import options, spread
 from planner.cli.completion import complete_gpu
 from planner.cli.flags import takes_options
-from planner.cli.output import console, print_json, write_text
+from planner.cli.output import console, print_json, say, write_text
 from planner.cli.wish import positive, resolve_gpu, workload
 from planner.cli.wishes import SpaceOptions
 from planner.errors import EXIT_NOTHING_FITS, UsageError
@@ -178,7 +177,7 @@ def _options(
                 found += options_of(job, cluster, **limits)
         except UsageError as error:
             problem = error
-            print(f"left out {card.key} from here on: {error.message}", file=sys.stderr)
+            say(f"left out {card.key} from here on: {error.message}")
     if not found and problem is not None:
         raise problem
     return found

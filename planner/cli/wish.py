@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner import setup as fields
 from planner import steps
+from planner.choices.adapters import ADAPTERS
 from planner.errors import UsageError
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
@@ -139,10 +140,13 @@ def workload(
         DEFAULT_SEQ_LEN, model.max_position_embeddings or DEFAULT_SEQ_LEN
     )
     dataset_tokens = positive("dataset-tokens", dataset_tokens, maximum=1 << 60)
+    fixed, kind = kind_fields(model, fixed, several=cluster is not None), fixed.get("adapter", ("lora",))[0]
     modules = fixed.get("lora_targets", ("all-linear",))[0]
     ranks = fixed.get("lora_rank")
     if ranks:
         floor, reason = ranks[0], "given with --rank"
+        if not ADAPTERS[kind].like_lora:
+            reason = f"{ADAPTERS[kind].size or 'no size'} of {ADAPTERS[kind].name}"
     elif min_rank is not None:
         floor, reason = positive("min-rank", min_rank, maximum=4096) or 1, MIN_RANK_GIVEN
     else:
@@ -161,7 +165,7 @@ def workload(
             epoch_seqs, cluster.num_gpus if cluster is not None else 1, samples_per_seq=samples_per_seq
         ),
         fixed=dict(fixed),
-        min_rank=floor,
+        min_rank=max(1, floor),
         min_rank_reason=reason,
         cluster=cluster,
         objective=objective,
@@ -175,6 +179,38 @@ def workload(
         price_per_hour=usd,
         price_source=source,
     )
+
+
+def kind_fields(model: ModelSpec, fixed: Mapping[str, tuple[Any, ...]], *, several: bool) -> dict[str, tuple[Any, ...]]:
+    """The fields that an adapter other than LoRA settles where the user did not: its usual size, IA3's targets (keys,
+    values and the MLP's last matrix, as its paper has them), no checkpointing where peft refuses it, one way to share.
+
+    Raises:
+        UsageError: several GPUs shared in another way than ddp.
+    """
+    found = dict(fixed)
+    row = ADAPTERS[fixed.get("adapter", ("lora",))[0]]
+    if row.quantizations != fields.QUANTIZATIONS:
+        asked = found.get("quantization", fields.QUANTIZATIONS)
+        found["quantization"] = tuple(one for one in asked if one in row.quantizations)
+        if not found["quantization"]:
+            raise UsageError(
+                f"--adapter {row.name} does not take --quantization {', '.join(asked)}",
+                hint=f"it takes {', '.join(row.quantizations)}",
+            )
+    if row.like_lora:
+        return found
+    if several:
+        if set(found.get("parallel", ("ddp",))) != {"ddp"}:
+            raise UsageError(f"--adapter {row.name} is planned for one GPU or with --parallel ddp")
+        found["parallel"] = ("ddp",)
+    found.setdefault("lora_rank", (row.usual_size,))
+    if not row.checkpointing:
+        found.setdefault("checkpointing", (0,))
+    if row.form == "scales" and "lora_targets" not in found:
+        wanted = [one for layer in model.layer_kinds for one in layer.linears if one.role in ("k", "v", "qkv", "down")]
+        found["lora_targets"] = (tuple(dict.fromkeys(one.name for one in wanted if one.module != "parameter")),)
+    return found
 
 
 def _price(gpu: GpuSpec, price: float | None) -> tuple[float | None, str]:

@@ -23,6 +23,7 @@ class SpaceOptions:
     method: options.Methods = None
     rank: options.Rank = None
     targets: options.Targets = None
+    adapter: options.Adapter = None
     optimizer: options.Optimizer = None
     precision: options.Precision = None
     quantization: options.Quantization = None
@@ -54,6 +55,7 @@ class SpaceOptions:
             loss=self.loss,
             kernels=self.kernels,
             activation_offload=self.activation_offload,
+            adapter=self.adapter,
             no_extra_packages=self.no_extra_packages,
         )
 

@@ -3,17 +3,18 @@
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from planner import __version__
-from planner.cli.output import write_text
+from planner.cli.output import say, write_text
 from planner.errors import ConfigError, EnvironmentProblem, UsageError
-from planner.outcome import Candidate, Prediction
+from planner.outcome import Candidate, Prediction, ProbeFailure
 from planner.plan import NoPlan, Plan
 from planner.setup import TrainSetup
 from planner.units import gib
@@ -37,10 +38,10 @@ def write_out(
     command: Sequence[str],
     timeline: "Timeline | None" = None,
     force: bool = False,
-    verify: Sequence[str] = (),
+    traces: Mapping[str, Prediction | ProbeFailure] = MappingProxyType({}),
 ) -> "tuple[Launch, ...]":
     """Write the directory of a plan; each file is written beside and renamed. Returns the targets asked for, written
-    or not; nothing is launched without a plan, but by `force`.
+    or not; nothing is launched without a plan, but by `force`. `traces`: of the files as they were written before.
 
     Raises:
         EnvironmentProblem: the directory cannot be written.
@@ -50,24 +51,20 @@ def write_out(
 
     launches: tuple[Launch, ...] = ()
     if isinstance(plan, Plan) or force:
-        launches = launch_files(plan, targets, dataset, folder, force=force)
+        launches = launch_files(plan, targets, dataset, folder, force=force, traces=traces)
     for launch in launches:
         for file in launch.files:
             write_text(folder / "launch" / file.path, file.text, inside=folder, executable=file.executable)
     written = {Path(file.path).parts[0] for launch in launches for file in launch.files}
     earlier = sorted(one.name for one in (folder / "launch").glob("*") if one.is_dir() and one.name not in written)
-    if earlier:
+    if earlier and not traces:
         where = ", ".join(f"launch/{name}" for name in earlier)
-        print(f"not of this plan, and left as it was: {where} in {folder}", file=sys.stderr)
-    if verify and isinstance(plan, Plan):
-        from planner.cli.verify import verified
-
-        launches = verified(plan, launches, folder, verify)
+        say(f"not of this plan, and left as it was: {where} in {folder}")
     extras = _extras(plan, launches, command, timeline)
     try:
         texts = plan_files(plan, extras)
     except EnvironmentProblem as error:
-        print(f"no report.html: {error.message}", file=sys.stderr)
+        say(f"no report.html: {error.message}")
         texts = plan_files(plan, extras, html=False)
     for name, text in texts.items():
         write_text(folder / name, text)
@@ -131,14 +128,22 @@ def known_targets(targets: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def launch_files(
-    plan: Plan | NoPlan, targets: Sequence[str] | None, dataset: str | None, folder: Path, *, force: bool = False
+    plan: Plan | NoPlan,
+    targets: Sequence[str] | None,
+    dataset: str | None,
+    folder: Path,
+    *,
+    force: bool = False,
+    traces: Mapping[str, Prediction | ProbeFailure] = MappingProxyType({}),
 ) -> "tuple[Launch, ...]":
     """The launch of every wanted target (all by default); one without files says why.
 
     A target that runs the setup otherwise than planned is predicted as it runs, on the plan's rung. Files that would
     run out of memory are left out, or say so in their first lines (`force`). Local paths are written relative to
-    `folder`, from where the launch commands run: no machine path is written.
+    `folder`, from where the launch commands run: no machine path is written. `traces`: what a trace of a target's file
+    said; its figure stands above the plan's rung.
     """
+    from planner.cli.verify import sentence
     from planner.exporters import EXPORTERS, ExportRequest, Launch
     from planner.exporters.chat import lacks_template
     from planner.exporters.folder import folder_files
@@ -174,16 +179,21 @@ def launch_files(
         if runs not in evaluated:
             evaluated[runs] = _evaluate(plan, chosen, runs)
         really = evaluated[runs]
+        told: tuple[str, ...] = ()
+        if found := traces.get(name):
+            told = (sentence(name, found, replace(really, trace=None).memory_evidence),)
+            really = replace(really, trace=found)
         about = _about(workload, chosen, really, name)
         if really.fits or force:
             evidence = really.memory_evidence
             launch = EXPORTERS[name](replace(request, about=about))
             peak = evidence.peak_device_bytes
-            launches.append(replace(launch, about=about, peak_device_bytes=peak, rung=evidence.rung.value))
+            notes = (*launch.notes, *told)
+            launches.append(replace(launch, about=about, peak_device_bytes=peak, rung=evidence.rung.value, notes=notes))
         else:
-            hint = f"plan for it with --target {name}" if really is not chosen else "plan with a larger --headroom"
+            hint = f"plan for it with --target {name}" if runs != chosen.setup else "plan with a larger --headroom"
             reason = f"{'; '.join(about)}: {hint}, or write it all the same (--force)"
-            launches.append(Launch(target=name, about=about, refused=reason))
+            launches.append(Launch(target=name, about=about, refused=reason, notes=told))
     beside = folder_files(launches, request)
     if beside:
         launches.append(Launch(target=FOLDER, files=beside, complete=False))
@@ -212,7 +222,7 @@ def _about(workload: Workload, chosen: Candidate, really: Candidate, target: str
     rung = evidence.rung.value.replace("_", " ")
     words = f"peak {gib(evidence.peak_device_bytes)} of {gib(workload.memory_bytes)} ({rung})"
     where = f"planned for {gpus_words(workload)}: "
-    if really is not chosen:
+    if really.setup != chosen.setup:
         own = gib(chosen.memory_evidence.peak_device_bytes)
         where = f"planned for {gpus_words(workload)} with a peak of {own}; as {target} runs it: "
     if really.fits:

@@ -56,12 +56,13 @@ def _of_one_spread(
             offer(NODE_NAMES[other], best.setup)
     setup = chosen.setup
     if setup.method != "full":
-        for rank in (2 * setup.lora_rank, max(1, setup.lora_rank // 2)):
-            offer(f"rank {rank}", setup.with_(lora_rank=rank))
-        if setup.lora_targets == "all-linear":
+        row = setup.kind
+        for rank in (2 * setup.lora_rank, max(1, setup.lora_rank // 2)) if row.size else ():
+            offer(f"{row.size} {rank}", setup.with_(lora_rank=rank))
+        if setup.lora_targets == "all-linear" and row.adapts_matrices:
             offer("adapters on attention only", setup.with_(lora_targets="attention"))
     offer("smallest memory", smallest.setup if smallest is not None else None)
-    if not setup.checkpointing:
+    if not setup.checkpointing and (setup.method == "full" or setup.kind.checkpointing):
         offer("with checkpointing", setup.with_(checkpointing=1))
     for point in facts[node].ranked():
         if point.shared.checkpointing != setup.checkpointing:

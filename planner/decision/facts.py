@@ -17,6 +17,7 @@ from planner.errors import SetupError
 from planner.models.spec import ModelSpec
 from planner.refine import ANY_SETUP, CorrectionKey, correction_key, spread_correction_key
 from planner.setup import TrainSetup
+from planner.space import PREFERENCE_FRACTION as PREFERENCE_FRACTION
 from planner.space import Known, Point, branches, walk
 from planner.units import gib
 from planner.workload import Workload
@@ -32,9 +33,6 @@ KEEP = 96
 """How many of the fastest points of a node are kept as candidates."""
 TIE_FRACTION = 0.01
 """Spreads closer than this in speed are a tie, far below the speed model's error: the simpler one wins."""
-PREFERENCE_FRACTION = 0.03
-"""So much speed, less than the speed model can tell apart, is given for what is preferred: memory to spare by more than
-the formula errs, then the order below, then the smaller peak."""
 SIMPLE_FIRST = {
     "precision": ("bf16-autocast", "bf16-mixed", "fp16-autocast", "fp16-mixed", "fp32", "bf16-pure"),
     "attention": ("sdpa", "flash-attention-2", "eager"),

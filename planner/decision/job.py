@@ -52,7 +52,8 @@ def evaluation_bytes(workload: Workload, setup: TrainSetup, seqs: int) -> int:
     Without gradients nothing is kept but the layer at hand, and the loss is the same: a training step under
     checkpointing up to its loss holds all of it, and the layers' inputs besides.
     """
-    forward = setup.with_(micro_batch_seqs=seqs, accumulation_steps=1, checkpointing=1)
+    every = int(setup.method == "full" or setup.kind.checkpointing)
+    forward = setup.with_(micro_batch_seqs=seqs, accumulation_steps=1, checkpointing=every)
     memory = predict_memory(workload.model, workload.gpu, forward)
     return (
         memory.peak_device_bytes

@@ -45,10 +45,11 @@ def _leanest(workload: Workload, method: str) -> Iterator[TrainSetup]:
     values["lora_rank"] = values["lora_rank"][:1]
     if "activation_offload" not in fixed:
         values["activation_offload"] = (False, True)  # where a sequence is long enough for it: `_fits`
+    if "kernels" not in fixed and not workload.targets:
+        values["kernels"] = values["kernels"][:1]  # a later family is not smaller
     open_method = dict(workload.fixed)  # the branches of a plan that leaves the method open: no 16-bit masters
     for branch in branches(replace(workload, fixed=open_method), {**values, "method": (method,)}):
-        best_kernels = "kernels" not in workload.fixed and not workload.targets
-        layers = own_layers(branch, {**values, "checkpointing": (1,)}, best_kernels=best_kernels)
+        layers = own_layers(branch, {**values, "checkpointing": (1,)})
         for own, attention, optimizer, loss in product(
             layers, values["attention"], values["optimizer"], values["loss"]
         ):

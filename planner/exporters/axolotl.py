@@ -10,6 +10,7 @@ from planner.exporters.common import (
     model_line,
     model_refusal,
     target_modules,
+    towered_refusal,
 )
 from planner.exporters.spread import PER_NODE, processes, sharding_refusal, sync_lines, tensor_refusal, torchrun_flags
 from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
@@ -84,9 +85,12 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return "Axolotl's fp16 loads fp16 weights, whose gradients the loss scaler cannot unscale in full fine-tuning"
     if setup.quantization == "int8" and setup.precision == "fp32":
         return "Axolotl loads an int8 base in fp16 when neither bf16 nor fp16 is on"
-    if reason := model_refusal(setup, model) or liger_loss_refusal(setup, model, ("liger",)):
-        return reason
-    return sharding_refusal(setup, model)
+    return (
+        towered_refusal(model, "Axolotl")
+        or model_refusal(setup, model, "axolotl")
+        or liger_loss_refusal(setup, model, ("liger",))
+        or sharding_refusal(setup, model)
+    )
 
 
 def export(request: ExportRequest) -> Launch:
@@ -206,6 +210,7 @@ def _method(request: ExportRequest) -> list[Line]:
     # `lora_target_linear` would hand PEFT the leaf names instead: stacked experts are not among them
     comment = "all linear layers but the head" if targets == "all-linear" else ""
     lines.append(Line("lora_target_modules", targets, comment))
+    lines += [Line(name, value) for name, value in (setup.kind.axolotl or {}).items()]
     if setup.method == "lora" and _adapter_dtype(setup) != "fp32":
         lines.append(Line("peft_autocast_adapter_dtype", False, "adapters in the base's type"))
     return lines

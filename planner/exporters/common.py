@@ -32,11 +32,16 @@ def attention_line(request: ExportRequest) -> Line | None:
     return Line("attn_implementation", HF_ATTENTIONS[request.setup.attention])
 
 
-def towered_class(model: ModelSpec | None) -> str:
-    """The class of the published checkpoint where it is not the one planned but one with towers; else ""."""
+def towered_refusal(model: ModelSpec | None, tool: str) -> str:
+    """Why a tool that loads the class of the published checkpoint cannot run this plan: that class has towers which the
+    planned one has not; "" where it is the planned one."""
     published = str((model.config.get("architectures") or [""])[0]) if model is not None else ""
-    towered = model is not None and published != model.built_class and published.endswith("ForConditionalGeneration")
-    return published if towered else ""
+    if model is None or published == model.built_class or not published.endswith("ForConditionalGeneration"):
+        return ""
+    return (
+        f"{tool} loads the class that the model names, {published} with its towers, not the {model.built_class} "
+        "planned here; use the hf target"
+    )
 
 
 def target_modules(setup: TrainSetup, model: ModelSpec | None) -> str | list[str]:
@@ -86,10 +91,26 @@ def kernels_lines(setup: TrainSetup, model: ModelSpec | None) -> list[Line]:
 EVAL_REASON = "as in training: transformers' own 8 may need more than the step"
 
 
-def model_refusal(setup: TrainSetup, model: ModelSpec | None) -> str:
+ADAPTER_TOOLS = {"trl": "trl sft", "axolotl": "Axolotl", "llamafactory": "LLaMA-Factory", "unsloth": "Unsloth"}
+"""Targets that take adapters by name; transformers' script takes peft's own classes."""
+
+
+def adapter_refusal(setup: TrainSetup, tool: str) -> str:
+    """Why a tool's file cannot ask for the setup's kind of adapter, "" where it can."""
+    row = setup.kind
+    if setup.method == "full" or row.name == "lora" or getattr(row, tool, None) is not None:
+        return ""
+    if row.name == "adalora":
+        return "AdaLoRA has to be told of every optimizer step (update_and_allocate), which no trainer here does"
+    if tool == "hf":
+        return ""
+    return f"{ADAPTER_TOOLS[tool]}'s file has no {row.title.partition(' (')[0]}; use the hf target"
+
+
+def model_refusal(setup: TrainSetup, model: ModelSpec | None, tool: str) -> str:
     """Why no trainer on transformers runs this setup on this model, "" when one does or the model is not known."""
-    if setup.adapter != "lora":
-        return f"launch files write LoRA, not yet {setup.adapter}"
+    if reason := adapter_refusal(setup, tool):
+        return reason
     if setup.modules_to_save:
         return "launch files train adapters alone: add modules_to_save to one yourself"
     if model is None:

@@ -6,6 +6,8 @@ Both say the same: what to install, whether to log in, the one command, what to 
 import shlex
 from collections.abc import Sequence
 
+from planner.choices.kernels import LIGER
+from planner.choices.packages import requirement
 from planner.exporters import chat, gated
 from planner.exporters.text import one_line, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, ExportRequest, Launch, LaunchFile
@@ -33,10 +35,10 @@ def requirements(launch: Launch, request: ExportRequest) -> list[list[str]]:
     packages = [f"{name}=={version}" for name, version in launch.validated_with.items()]
     extra = {
         "bitsandbytes": runs.quantized or "8bit" in runs.optimizer or runs.optimizer.startswith("paged"),
-        "liger-kernel": "liger" in (runs.loss, runs.kernels),
+        LIGER: "liger" in (runs.loss, runs.kernels) and launch.target != "axolotl",  # which pins one of its own
         "deepspeed": runs.parallel.startswith("zero"),
     }
-    packages += [name for name, needed in extra.items() if needed and name not in launch.validated_with]
+    packages += [requirement(name) for name, needed in extra.items() if needed and name not in launch.validated_with]
     calls = [packages]
     if runs.attention == "flash-attention-2":
         calls.append(["flash-attn", "--no-build-isolation"])

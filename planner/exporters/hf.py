@@ -26,6 +26,7 @@ from planner.exporters.spread import (
 )
 from planner.exporters.text import Line, comments, header, launch_file, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
+from planner.memory.trained import scaled_inputs, tuned_norms
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class
 from planner.setup import TrainSetup
@@ -60,7 +61,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return NO_FUSED_LORA
     return (
         setup.scaler_refusal
-        or model_refusal(setup, model)
+        or model_refusal(setup, model, "hf")
         or liger_loss_refusal(setup, model, ("chunked", "liger"))
         or sharding_refusal(setup, model)
     )
@@ -140,7 +141,8 @@ def _script(request: ExportRequest, head: list[str], found: tuple[Difference, ..
     parts.append("\nimport torch\nfrom datasets import load_dataset\n")
     if setup.method != "full":
         prepare = ", prepare_model_for_kbit_training" if setup.kbit_fp32_cast else ""
-        parts.append(f"from peft import LoraConfig, get_peft_model{prepare}\n")
+        loftq = ", replace_lora_weights_loftq" if setup.adapter == "loftq" else ""
+        parts.append(f"from peft import {setup.kind.config}, get_peft_model{prepare}{loftq}\n")
     names = ["AutoModelForCausalLM", "AutoTokenizer", "Trainer", "TrainingArguments"]
     names += ["BitsAndBytesConfig"] * setup.quantized + ["set_seed"] * (setup.method != "full")
     names += [dequantizing_class(request.model)] * bool(dequantizing_class(request.model))
@@ -231,21 +233,13 @@ def _adapters(request: ExportRequest) -> str:
             )
         )
     parts.append(
-        call(
-            "lora",
-            "LoraConfig",
-            [
-                Line("task_type", "CAUSAL_LM"),
-                Line("r", setup.lora_rank),
-                Line("lora_alpha", hyper.lora_alpha, hyper.reasons.get("lora_alpha", "")),
-                Line("lora_dropout", setup.lora_dropout),
-                Line("target_modules", target_modules(setup, request.model)),
-                Line("bias", "none"),
-            ],
-        )
+        call("lora" if setup.kind.form == "low-rank" else "adapter", setup.kind.config, _adapter_lines(request))
     )
     parts.append(f"set_seed({hyper.seed})  # adapters start alike in every run and process\n")
-    parts.append("model = get_peft_model(model, lora)\n")
+    name = "lora" if setup.kind.form == "low-rank" else "adapter"
+    parts.append(f"model = get_peft_model(model, {name})\n")
+    if setup.adapter == "loftq":
+        parts.append("replace_lora_weights_loftq(model)  # reads the 16-bit weights again, one matrix at a time\n")
     parts.append(constant("ADAPTER_DTYPE", Code(f"torch.{HF_DTYPES[setup.resolved_adapter_dtype]}")))
     parts.append(
         "for parameter in model.parameters():\n    if parameter.requires_grad:\n"
@@ -254,6 +248,45 @@ def _adapters(request: ExportRequest) -> str:
     if setup.checkpointing:
         parts.append("model.enable_input_require_grads()  # checkpointed segments need an input with a gradient\n")
     return "".join(parts)
+
+
+def _adapter_lines(request: ExportRequest) -> list[Line | None]:
+    """What peft's configuration of the setup's adapter is given."""
+    setup, hyper = request.setup, request.hyper
+    row, task = setup.kind, Line("task_type", "CAUSAL_LM")
+    settings = [Line(name, value) for name, value in row.arguments.items()]
+    targets = Line("target_modules", target_modules(setup, request.model)) if row.adapts_matrices else None
+    if row.form == "low-rank":
+        return [
+            task,
+            Line("r", setup.lora_rank),
+            Line("lora_alpha", hyper.lora_alpha, hyper.reasons.get("lora_alpha", "")),
+            Line("lora_dropout", setup.lora_dropout),
+            targets,
+            Line("bias", "none"),
+            *settings,
+        ]
+    if row.form == "norms":
+        return [task, Line("target_modules", _norm_names(request.model))]
+    if row.form == "rows":
+        return [task, Line("token_indices", list(range(setup.lora_rank)), "PUT YOURS HERE: ids of the trained tokens")]
+    if row.form == "scales":
+        names = target_modules(setup, request.model)
+        inputs = scaled_inputs(request.model, names) if request.model is not None else ["down_proj"]
+        return [task, targets, Line("feedforward_modules", inputs, "scaled at their input")]
+    size = {"shared": "r", "rotations": "oft_block_size"}.get(row.form, "num_virtual_tokens")
+    return [task, *settings, Line(size, setup.lora_rank), targets]
+
+
+USUAL_NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
+"""What Llama and most others call their norms."""
+
+
+def _norm_names(model: ModelSpec | None) -> list[str]:
+    """Names that reach the norms of whole tokens, the final one included."""
+    if model is None:
+        return list(USUAL_NORMS)
+    return list(dict.fromkeys(one.name.rpartition(".")[2] for one in tuned_norms(model)))
 
 
 def _arguments(request: ExportRequest, setup: TrainSetup) -> str:

@@ -13,7 +13,7 @@ from planner.exporters.common import (
     model_line,
     model_refusal,
     target_modules,
-    towered_class,
+    towered_refusal,
 )
 from planner.exporters.spread import PER_NODE, sharding_refusal, split_refusal
 from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
@@ -114,13 +114,13 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return f"LLaMA-Factory runs gpt_oss with vllm-flash-attn3 whatever was asked: {flash_refusal(model, VLLM_FA3)}"
     if setup.kernels == "fused":
         return NO_FUSED_LORA
-    if model is not None and (published := towered_class(model)):
-        return f"LLaMA-Factory loads {published} with its towers, not the {model.built_class} planned here"
+    if reason := towered_refusal(model, "LLaMA-Factory"):
+        return reason
     if model is not None and (reason := _targets_refusal(setup, model)):
         return reason
     if setup.parallel == "zero3" and setup.quantized:
         return "LLaMA-Factory cannot shard a quantized base under ZeRO-3"
-    if reason := model_refusal(setup, model):
+    if reason := model_refusal(setup, model, "llamafactory"):
         return reason
     if setup.objective == "sft" and (reason := liger_loss_refusal(setup, model, ("chunked", "liger"), LIGER_TYPES)):
         return reason
@@ -299,12 +299,20 @@ def _method(request: ExportRequest) -> list[Line]:
     setup, hyper = request.setup, request.hyper
     if setup.method == "full":
         return [Line("finetuning_type", "full")]
+    if setup.adapter == "oft":
+        return [
+            Line("finetuning_type", "oft"),
+            Line("oft_rank", 0, "the block size decides"),
+            Line("oft_block_size", setup.lora_rank),
+            Line("oft_target", ",".join(_targets(setup, request.model))),
+        ]
     return [
         Line("finetuning_type", "lora"),
         Line("lora_rank", setup.lora_rank),
         Line("lora_alpha", hyper.lora_alpha, hyper.reasons.get("lora_alpha", "")),
         Line("lora_dropout", setup.lora_dropout),
         Line("lora_target", ",".join(_targets(setup, request.model))),
+        *(Line(name, value) for name, value in (setup.kind.llamafactory or {}).items()),
     ]
 
 

@@ -49,8 +49,9 @@ def scalar(value: Any) -> str:
 
 
 def one_line(text: object) -> str:
-    """Text that cannot leave its comment line: control characters become spaces."""
-    return re.sub(r"[\x00-\x1f\x7f\x85\u2028\u2029]+", " ", str(text)).strip()
+    """Text that cannot leave its comment line, nor show another order than it has: what is not printable becomes a
+    space."""
+    return re.sub("\0+", " ", "".join(one if one.isprintable() else "\0" for one in str(text))).strip()
 
 
 def comments(texts: Iterable[str]) -> str:

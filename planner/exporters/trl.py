@@ -15,7 +15,7 @@ from planner.exporters.common import (
     model_line,
     model_refusal,
     target_modules,
-    towered_class,
+    towered_refusal,
 )
 from planner.exporters.spread import (
     PER_NODE,
@@ -119,11 +119,8 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return "one process for all GPUs (nn.DataParallel) is not trl sft's way; ddp holds less and is faster"
     if setup.kernels == "fused":
         return NO_FUSED_LORA
-    if model is not None and (published := towered_class(model)):
-        return (
-            f"trl sft loads the class that the model names, {published} with its towers, not the {model.built_class} "
-            "planned here; use the hf target"
-        )
+    if reason := towered_refusal(model, "trl sft"):
+        return reason
     if model is not None and model.model_type == "phimoe":
         return "TRL's forward asks for num_experts, which transformers' PhimoeConfig does not have; use the hf target"
     if dequantizing_class(model):
@@ -137,7 +134,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
             "TRL casts the adapters of a quantized base to bf16, which the fp16 loss scaler cannot unscale; "
             "use the hf target, which keeps them in fp32"
         )
-    return setup.scaler_refusal or model_refusal(setup, model) or sharding_refusal(setup, model)
+    return setup.scaler_refusal or model_refusal(setup, model, "trl") or sharding_refusal(setup, model)
 
 
 def export(request: ExportRequest) -> Launch:
@@ -335,6 +332,7 @@ def _method(request: ExportRequest) -> list[Line]:
         Line("lora_alpha", hyper.lora_alpha, hyper.reasons.get("lora_alpha", "")),
         Line("lora_dropout", setup.lora_dropout),
         Line("lora_target_modules", [targets] if isinstance(targets, str) else targets),
+        *(Line(name, value) for name, value in (setup.kind.trl or {}).items()),
         *([Line("lora_task_type", "SEQ_CLS", "trains the score beside the adapters")] * (setup.aim.head == "score")),
     ]
 

@@ -4,16 +4,18 @@ from planner.exporters import chat
 from planner.exporters.common import (
     EVAL_REASON,
     HF_OPTIMIZERS,
+    USUAL_ATTENTION_MODULES,
     USUAL_LINEAR_MODULES,
     environment,
     model_refusal,
-    target_modules,
+    towered_refusal,
 )
 from planner.exporters.python_text import Code, call, constant
 from planner.exporters.text import Line, comments, header, launch_file, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, stored_method
+from planner.models.targets import adapts_expert_stacks, peft_target_modules, same_targets, target_pattern
 from planner.setup import TrainSetup
 
 TARGET = "unsloth"
@@ -70,8 +72,12 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return f"Unsloth has no {setup.precision} full fine-tuning (bf16-pure, bf16-mixed and fp32 work)"
     if setup.precision == "fp32" and setup.method != "full":
         return "Unsloth loads a frozen base in 16 bits"
-    if reason := model_refusal(setup.with_(attention="eager"), model):  # it picks its attention itself
+    if reason := model_refusal(setup.with_(attention="eager"), model, "unsloth"):  # it picks its attention itself
         return reason
+    if reason := towered_refusal(model, "Unsloth"):
+        return reason
+    if model is not None and setup.method != "full" and _reaches_experts(setup, model):
+        return "Unsloth adapts stacked experts by rules of its own: plan with --targets attention"
     if dequantizing_class(model):
         return f"Unsloth loads conversions of its own in place of weights published in {stored_method(model)}"
     return ""
@@ -135,6 +141,27 @@ def _takes_own_kernels(setup: TrainSetup) -> bool:
     return plain and isinstance(setup.lora_targets, str)
 
 
+def _reaches_experts(setup: TrainSetup, model: ModelSpec) -> bool:
+    """Whether Unsloth would look for expert stacks by these targets. Source: `models/_utils.py`
+    get_moe_target_parameters (any of gate_proj, up_proj, down_proj, gate_up_proj)."""
+    stacked = any(one.num > 1 for layer in model.layer_kinds for one in layer.linears)
+    return stacked and (setup.lora_targets == "all-linear" or adapts_expert_stacks(model, setup.lora_targets))
+
+
+def _targets(setup: TrainSetup, model: ModelSpec | None) -> str | list[str]:
+    """Names where they are all of the usual ones; else a pattern over whole module names, which Unsloth hands to PEFT
+    as it is. It drops names that lie under no "attn" or "mlp", and widens "all-linear" to what it finds by itself.
+
+    Source: Unsloth 2026.10 `models/llama.py` and `models/vision.py` get_peft_model, unsloth_zoo `get_peft_regex`.
+    """
+    usual = list(USUAL_ATTENTION_MODULES if setup.lora_targets == "attention" else USUAL_LINEAR_MODULES)
+    if not isinstance(setup.lora_targets, str):
+        return list(setup.lora_targets) if model is None else peft_target_modules(model, setup.lora_targets)
+    if model is None or same_targets(model, tuple(usual)) == setup.lora_targets:
+        return usual
+    return target_pattern(model, setup.lora_targets)
+
+
 def _checkpointing(setup: TrainSetup) -> bool | str:
     """Unsloth's own form keeps the checkpoints in host memory."""
     return "unsloth" if setup.activation_offload else setup.checkpointing > 0
@@ -163,13 +190,12 @@ def _model(request: ExportRequest) -> str:
 
 def _adapters(request: ExportRequest) -> str:
     setup, hyper = request.setup, request.hyper
-    targets = target_modules(setup, request.model)
     return "\n" + call(
         "model",
         "FastLanguageModel.get_peft_model",
         [
             Line("r", setup.lora_rank),
-            Line("target_modules", list(USUAL_LINEAR_MODULES) if targets == "all-linear" else targets),
+            Line("target_modules", _targets(setup, request.model)),
             Line("lora_alpha", hyper.lora_alpha, hyper.reasons.get("lora_alpha", "")),
             Line("lora_dropout", setup.lora_dropout),
             Line("bias", "none"),

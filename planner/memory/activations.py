@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.kernels import Kernel, masked
+from planner.memory.adapter_kinds import kept_by_matrix
 from planner.memory.dtypes import SIZE_BYTES, Flow, promote
 from planner.memory.linear_attention import linear_attention_saved
 from planner.memory.scores import ScoreBytes, eager_scores, math_scores
+from planner.memory.trained import of_tokens
 from planner.memory.traits import Traits
 from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, NormSpec
 from planner.setup import TrainSetup
@@ -37,12 +39,18 @@ class LayerContext:
     @property
     def row_tokens(self) -> int:
         """Keys of one query: the sequence, or the whole micro-batch where packing flattens it into one row."""
-        return self.tokens if self.setup.packing else self.setup.seq_len_tokens
+        setup = self.setup
+        return self.tokens if setup.packing else setup.seq_len_tokens + setup.virtual_tokens
 
     @property
     def trained(self) -> bool:
         """Whether the base weights themselves are trained."""
         return self.setup.method == "full"
+
+    @property
+    def tunes_norms(self) -> bool:
+        """Whether the adapter is copies of the norms."""
+        return self.setup.adapter == "ln-tuning"
 
 
 @dataclass(slots=True)
@@ -88,7 +96,8 @@ def norm_saved(norm: NormSpec, context: LayerContext, input_dtype: str) -> int:
     rows = context.tokens * norm.rows_per_token
     elements = rows * norm.size
     style = context.traits.norm
-    trained = norm.weight and context.trained
+    tuned = context.tunes_norms and of_tokens(norm)
+    trained = norm.weight and (context.trained or tuned)
     if norm_fused(norm, context):
         return SIZE_BYTES[input_dtype] * elements + 4 * rows
     if norm.kind == "rms":
@@ -117,7 +126,8 @@ def norm_output_dtype(norm: NormSpec, context: LayerContext, input_dtype: str) -
     if norm_fused(norm, context):
         return input_dtype
     if norm.kind == "rms":
-        return input_dtype if style == "rms-fp32" else promote(context.flow.table, input_dtype)
+        table = context.flow.adapter if context.tunes_norms and of_tokens(norm) else context.flow.table
+        return input_dtype if style == "rms-fp32" else promote(table, input_dtype)
     return "fp32" if context.flow.autocast and style == "layer" else input_dtype
 
 
@@ -171,7 +181,15 @@ def inputs_saved(
     adapted = [linear for linear in linears if linear.name in context.adapted]
     if not adapted:
         return Inputs(base=base, pinned=pinned, pinned_again=pinned if kept_elsewhere else 0)
+    constant = 0
+    if setup.adapter != "lora" and not setup.kind.like_lora:
+        kept = [kept_by_matrix(one, setup, flow, input_dtype) for one in adapted]
+        constant = sum(one.constant + context.tokens * one.per_token for one in kept)
+        if not kept[0].input_copy:
+            return Inputs(base=base, adapters=constant, pinned=pinned, pinned_again=pinned if kept_elsewhere else 0)
     shared, copy_dtype = _adapter_input(flow, input_dtype)
+    if setup.adapter == "oft":  # also on a quantized base through the type of its rotation
+        shared = flow.adapter == input_dtype and flow.autocast in (None, input_dtype)
     size = SIZE_BYTES[copy_dtype]
     if setup.lora_dropout > 0:
         # CUDA's fused dropout keeps a mask of one byte; the dropped copy is kept in the type it is multiplied in
@@ -180,7 +198,7 @@ def inputs_saved(
         extra = 0 if pinned or kept_elsewhere else size * elements
     else:
         extra = len(adapted) * size * elements
-    inner = SIZE_BYTES[flow.autocast or flow.adapter] * setup.lora_rank * context.tokens * len(adapted)
+    inner = constant or SIZE_BYTES[flow.autocast or flow.adapter] * setup.lora_rank * context.tokens * len(adapted)
     return Inputs(base=base, adapters=extra + inner, pinned=pinned, pinned_again=pinned if kept_elsewhere else 0)
 
 

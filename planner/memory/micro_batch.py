@@ -19,6 +19,7 @@ from planner.memory.transient import (
     backward_transient,
     constant_transients,
     forward_transient,
+    magnitude_moment,
     merged_stacks,
 )
 from planner.memory.workspace import dequantized_bytes
@@ -89,7 +90,7 @@ def step_flow(model: ModelSpec, setup: TrainSetup) -> Flow:
 def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ActivationParts:
     """The activations of a setup; independent of its loss, optimizer and accumulation."""
     flow, tokens, traits = step_flow(model, setup), setup.tokens_per_micro_batch, traits_of(model)
-    targets = None if setup.method == "full" else setup.lora_targets
+    targets = setup.lora_targets if setup.method != "full" and setup.kind.adapts_matrices else None
     adapted = adapted_names(model, targets)
     stacks = targets is not None and adapts_expert_stacks(model, targets)
     counts, kept = _checkpointed(model, setup.checkpointing)
@@ -149,6 +150,8 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
             moments.append([LayerMoment(recomputed=again_bytes, transient=a, dequantized=b) for a, b in here])
         if kept[index]:
             in_kept.append(forward_transient(layer, context) - saved.total)
+            if setup.adapter == "dora" and context.adapted:  # the last matrix's norm, the layer's activations there
+                in_kept.append(sum(magnitude_moment(layer, context, graph=True)))
             moments.append([LayerMoment(recomputed=0, transient=a, dequantized=b) for a, b in here])
         if setup.quantized:
             dequantized = max(dequantized, *(dequantized_bytes(one, setup, flow.residual) for one in layer.linears))
@@ -175,8 +178,10 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
         traits=traits,
         fused=fused,
     )
+    if setup.adapter == "p-tuning" and flow.autocast and flow.adapter == "fp32":
+        stored["adapters"] += 2 * 3 * model.hidden_size**2  # 16-bit copies of its network's matrices
     adapter_casts = 0
-    if setup.method != "full" and flow.autocast and flow.adapter == "fp32":
+    if setup.method != "full" and flow.autocast and flow.adapter == "fp32" and setup.kind.form == "low-rank":
         # the graph keeps those of layers that are not recomputed, autocast's cache the others until the forward ends
         adapters_only = setup.trusted_with(modules_to_save=()) if setup.modules_to_save else setup
         trained, share = trained_parameters(model, adapters_only), sum(kept) / max(1, sum(counts))

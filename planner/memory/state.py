@@ -4,12 +4,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from planner.errors import SetupError
+from planner.memory.adapter_kinds import shared_bytes
+from planner.memory.dtypes import SIZE_BYTES, flow_of
 from planner.memory.optimizer import state_bytes, step_bytes
 from planner.memory.rank_part import RankPart
 from planner.memory.trained import Trained, trained_parameters
 from planner.memory.types import Category
 from planner.memory.weights import weight_bytes
 from planner.models.spec import ModelSpec
+from planner.models.targets import lora_linears
 from planner.setup import TrainSetup
 
 MOMENTS = ("gather", "forward", "loss", "head", "first", "last", "end", "step")
@@ -110,9 +113,20 @@ def whole_weights(model: ModelSpec, setup: TrainSetup, trained: Trained) -> Iter
     if setup.method != "full":
         yield Held(
             category="adapters",
-            name=f"LoRA matrices{' and whole modules' if setup.modules_to_save else ''}",
+            name=f"{'LoRA matrices' if setup.adapter == 'lora' else setup.kind.title.partition(' (')[0]}"
+            f"{' and whole modules' if setup.modules_to_save else ''}",
             size_bytes=trained.size_bytes,
         )
+        if setup.kind.form == "shared":
+            linears = [one for _, _, group in lora_linears(model, setup.lora_targets) for one in group]
+            yield Held(
+                category="adapters", name="frozen matrices that all share", size_bytes=shared_bytes(setup, linears)
+            )
+        if setup.kind.form == "rows":
+            table = max(one.num_params for one in model.embeddings) * SIZE_BYTES[flow_of(setup).table]
+            yield Held(
+                category="gradients", name="gradient of the embedding with its rows", size_bytes=table, moments=("end",)
+            )
     elif setup.aim.reference:
         size = sum(weight_bytes(model, setup).values())
         yield Held(category="weights", name="reference model (a frozen copy)", size_bytes=size)

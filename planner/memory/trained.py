@@ -1,11 +1,14 @@
 """What the optimizer updates: the parameters of full fine-tuning or of LoRA, and which matrices carry adapters."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from planner.choices.adapters import ADAPTERS, TOKEN_FORMS, Adapter
+from planner.errors import SetupError
 from planner.memory.dtypes import SIZE_BYTES
-from planner.models.spec import ModelSpec
-from planner.models.targets import lora_linears, lora_params, lora_rank
+from planner.models.spec import ModelSpec, NormSpec
+from planner.models.targets import Adapted, lora_linears, lora_params, lora_rank
 from planner.setup import SAVED_EMBEDDINGS, SAVED_HEADS, TrainSetup
 
 
@@ -48,6 +51,11 @@ def trained_parameters(model: ModelSpec, setup: TrainSetup) -> Trained:
     """
     if setup.method == "full":
         return _trained_full(model, setup.weight_dtype)
+    if not setup.kind.like_lora:
+        adapters = _trained_kind(
+            model, setup.adapter, setup.lora_targets, setup.lora_rank, setup.resolved_adapter_dtype
+        )
+        return with_copies(adapters, model, setup) if setup.modules_to_save else adapters
     adapters = _trained_lora(model, setup.lora_targets, setup.lora_rank, setup.resolved_adapter_dtype)
     return with_copies(adapters, model, setup) if setup.modules_to_save else adapters
 
@@ -113,6 +121,102 @@ def _trained_lora(model: ModelSpec, targets: str | tuple[str, ...], rank: int, d
             stacked += repeats * lora_params(one, rank) if one.module == "parameter" else 0
             largest = max(largest, experts * real * max(one.in_features, one.out_features))
     return Trained(num=num, dtype=dtype, edge_sum=edges, largest=largest, head=0, embeddings=0, stacked=stacked)
+
+
+@lru_cache(maxsize=256)
+def _trained_kind(model: ModelSpec, kind: str, targets: str | tuple[str, ...], size: int, dtype: str) -> Trained:
+    """The trained parameters of another adapter than LoRA, from the shapes of its tensors."""
+    row = ADAPTERS[kind]
+    if row.shapes is None:
+        shapes = outer_shapes(model, row, size)
+    else:
+        shapes = [
+            shape
+            for _, repeats, linears in kind_linears(model, kind, targets)
+            for one in linears
+            for shape in row.shapes(one.in_features, one.out_features, size, one.role == "down") * (repeats * one.num)
+        ]
+    elements = [rows * max(1, columns) for rows, columns in shapes]
+    return Trained(
+        num=sum(elements),
+        dtype=dtype,
+        edge_sum=sum(rows + columns for rows, columns in shapes),
+        largest=max(elements),
+        head=0,
+        embeddings=sum(elements) if row.form in TOKEN_FORMS else 0,  # theirs are the last gradients of a backward
+    )
+
+
+def kind_linears(model: ModelSpec, kind: str, targets: str | tuple[str, ...]) -> Adapted:
+    """`lora_linears` of another adapter, which adapts modules alone.
+
+    Raises:
+        SetupError: the targets reach stacked experts, which are parameters: peft adapts those with LoRA alone.
+    """
+    found = lora_linears(model, targets)
+    if any(one.module == "parameter" for _, _, linears in found for one in linears):
+        raise SetupError(
+            f"peft adapts the stacked experts of {model.model_id} with LoRA alone, got adapter {kind!r}",
+            hint="use --targets attention, or --adapter lora",
+        )
+    if not ADAPTERS[kind].conv1d and any(one.module == "conv1d" for _, _, linears in found for one in linears):
+        raise SetupError(f"peft's adapter {kind!r} does not take the Conv1D matrices of {model.model_id}")
+    return found
+
+
+def outer_shapes(model: ModelSpec, row: Adapter, size: int) -> list[tuple[int, int]]:
+    """Shapes of what an adapter trains that adapts no matrices.
+
+    Source: peft 0.21 `tuners/prompt_tuning`, `p_tuning` (three matrices with bias), `prefix_tuning` with
+    `utils/other.py` _prepare_prompt_learning_config (all keys and values of a token in one row), `ln_tuning`,
+    `trainable_tokens` (one set of rows, also of a tied pair).
+
+    Raises:
+        SetupError: virtual tokens before an encoder-decoder's two sequences.
+    """
+    wide = model.hidden_size
+    if row.form in TOKEN_FORMS and model.is_encoder_decoder:
+        raise SetupError(f"adapter {row.name!r} is planned for decoders, got {model.model_type}")
+    if row.form == "norms":
+        tuned = tuned_norms(model)
+        return [(one.size, 0) for one in tuned for _ in range(int(one.weight) + int(one.bias))]
+    if row.form == "prefix":
+        return [(size, 2 * model.num_layers * prefix_width(model))]
+    if row.name == "p-tuning":
+        return [(size, wide), *[(wide, wide), (wide, 0)] * 3]
+    return [(size, wide)]
+
+
+def tuned_norms(model: ModelSpec) -> list[NormSpec]:
+    """The norms that LN-tuning trains: those of whole tokens in every layer, and the final one."""
+    layers = [one for layer, num in model.layer_counts for one in layer.norms if of_tokens(one) for _ in range(num)]
+    return [*layers, *model.outer_norms[-1:]]
+
+
+def scaled_inputs(model: ModelSpec, targets: str | Sequence[str]) -> list[str]:
+    """Of IA3's targets, the MLP's last matrices, which it scales at their input (peft wants names of the targets)."""
+    downs = {one.name for layer in model.layer_kinds for one in layer.linears if one.role == "down"}
+    if isinstance(targets, str):
+        return sorted(downs)
+    return [name for name in targets if any(one == name or one.endswith(f".{name}") for one in downs)]
+
+
+def of_tokens(norm: NormSpec) -> bool:
+    """Whether a norm is of whole tokens, not of queries or keys."""
+    return norm.rows_per_token == 1 and norm.name.rpartition(".")[2] not in ("q_norm", "k_norm")
+
+
+def prefix_width(model: ModelSpec) -> int:
+    """Elements of one token's keys in one layer: those of the layer with the widest heads, which peft takes for all.
+
+    Raises:
+        SetupError: no layer keeps keys.
+    """
+    kept = [one.attention for one in model.layer_kinds if one.attention is not None and one.attention.kind == "softmax"]
+    if not kept:
+        raise SetupError(f"{model.model_id} has no attention whose keys a prefix could stand before")
+    widest = max(kept, key=lambda one: one.head_dim)
+    return widest.num_kv_heads * widest.head_dim
 
 
 @lru_cache(maxsize=256)

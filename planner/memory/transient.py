@@ -9,6 +9,7 @@ from planner.memory.activations import (
     lora_mlp,
     score_bytes,
 )
+from planner.memory.adapter_kinds import forward_bytes, gradient_bytes, norm_moment
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.workspace import dequantized_bytes
 from planner.models.spec import LayerSpec
@@ -116,6 +117,9 @@ def backward_transient(layer: LayerSpec, context: LayerContext, saved: Saved) ->
     residual = SIZE_BYTES[flow.residual] * context.hidden
     size = SIZE_BYTES[flow.linear_out(flow.residual)]
     mlp, _ = _mlp_moments(layer, context, saved)
+    if context.setup.adapter != "lora" and context.adapted:
+        adapted = [one for one in layer.linears if one.name in context.adapted]
+        mlp += gradient_bytes(adapted, context.setup, flow)
     norm = (2 * size if "norm" in context.fused else 3 * 4) * context.hidden
     attention = 0
     if layer.attention is not None:
@@ -140,6 +144,9 @@ def constant_transients(layer: LayerSpec, context: LayerContext, saved: Saved) -
     mlp, at_matrix = _mlp_moments(layer, context, saved)
     stack = stack_transient(layer, context)
     found = []
+    if context.setup.adapter == "dora" and context.setup.checkpointing and context.adapted:
+        norms, copies = magnitude_moment(layer, context, graph=True)
+        found.append((context.tokens * residual + copies, norms))
     if context.stacks:
         found.append((context.tokens * (residual + mlp) + stack, 0))
     if context.setup.quantized:
@@ -161,7 +168,21 @@ def forward_transient(layer: LayerSpec, context: LayerContext) -> int:
         held = score_bytes(layer.attention, context, flow.linear_out(flow.residual))
         parts = held.forward + (held.handed_on if context.setup.checkpointing else 0)
         scores = parts * layer.attention.num_heads * context.row_tokens
-    return context.tokens * max(mlp, scores)
+    if context.setup.adapter == "lora" or not context.adapted:
+        return context.tokens * max(mlp, scores)
+    mlp += forward_bytes([one for one in layer.linears if one.name in context.adapted], context.setup, flow)
+    norms = 0
+    if context.setup.adapter == "dora":
+        norms = magnitude_moment(layer, context, graph=not context.setup.checkpointing)[0] + context.tokens * mlp
+    return max(context.tokens * max(mlp, scores), norms)
+
+
+def magnitude_moment(layer: LayerSpec, context: LayerContext, *, graph: bool) -> tuple[int, int]:
+    """(bytes of DoRA's largest norm of a matrix, bytes of the copies of that matrix's input that stand beside it)."""
+    adapted = [one for one in layer.linears if one.name in context.adapted]
+    norms, width = max((norm_moment(one, context.flow, graph=graph), one.in_features) for one in adapted)
+    copies, _ = adapter_temporaries(width, context.flow.compute, context)
+    return norms, context.tokens * copies
 
 
 def stack_transient(layer: LayerSpec, context: LayerContext) -> int:

@@ -138,11 +138,20 @@ def peft_target_modules(model: ModelSpec, targets: Targets) -> str | list[str]:
     names = attention_target_names(model)
     if not any(_matches(_module_name(one), name) for one in _idle_linears(model) for name in names):
         return list(names)
-    paths = dict.fromkeys(layer.path for layer in model.layer_kinds)
-    wanted = dict.fromkeys(
-        linear.name for layer in model.layer_kinds for linear in layer.linears if linear.role in ATTENTION_ROLES
-    )
-    return f"({'|'.join(map(re.escape, paths))})\\.\\d+\\.({'|'.join(map(re.escape, wanted))})"
+    return target_pattern(model, targets)
+
+
+def target_pattern(model: ModelSpec, targets: Targets) -> str:
+    """One regular expression over full module names that adapts what `lora_linears` says; of modules alone, no stacked
+    experts."""
+    found: dict[str, dict[str, None]] = {}
+    for layer, _, linears in lora_linears(model, targets):
+        place = f"{layer.path}." + ("" if layer.kind in _NO_LIST else "#.")
+        found.setdefault(place.lstrip("."), {}).update(dict.fromkeys(one.name for one in linears))
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for place, names in found.items():
+        groups.setdefault(tuple(names), []).append(re.escape(place).replace("\\#", r"\d+"))
+    return "|".join(f"({'|'.join(places)})({'|'.join(map(re.escape, names))})" for names, places in groups.items())
 
 
 def same_targets(model: ModelSpec, names: tuple[str, ...]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from planner.engines import engine_of
 from planner.memory.dtypes import SIZE_BYTES, flow_of
+from planner.memory.trained import trained_parameters
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.throughput.conditions import CURRENT, Conditions
@@ -69,7 +70,8 @@ def traffic_of(part: ModelSpec, setup: TrainSetup, conditions: Conditions = CURR
     """The traffic of one part of a model under a setup's data types, counted once per what it depends on."""
     key = (
         id(part), setup.parallel, setup.method, setup.precision, setup.quantization, setup.kbit_fp32_cast,
-        setup.lora_rank, setup.lora_targets, setup.adapter_dtype, conditions.fp32_reduction, conditions.fsdp_1,
+        setup.lora_rank, setup.lora_targets, setup.adapter, setup.adapter_dtype, conditions.fp32_reduction,
+        conditions.fsdp_1,
     )  # fmt: skip
     found = _CACHE.get(key)
     if found is None or found[0] is not part:
@@ -102,6 +104,8 @@ def _count(part: ModelSpec, setup: TrainSetup, conditions: Conditions) -> Traffi
         size = SIZE_BYTES[flow.autocast or flow.adapter] if setup.parallel == "fsdp2" else SIZE_BYTES[flow.adapter]
         adapted = adapted_linears(part, setup.lora_targets)
         trained, root = float(setup.lora_rank * adapted.params_per_rank), 0.0
+        if not setup.kind.like_lora:
+            trained = float(trained_parameters(part, setup).num)
         small = 2 * adapted.modules if conditions.fsdp_1 else 0
         last = 0.0
         layer_bytes += trained * size

@@ -22,7 +22,6 @@ OLD_ATTENTION_SWITCHES = {
 }
 OFFLOADS = ("layer_offloading", "ple_cpu_offload", "lora_on_cpu")
 NOT_COUNTED = {
-    "peft_use_dora": "DoRA's magnitude vectors and norms are not counted",
     "lora_target_parameters": "adapters on stacked expert parameters are not counted",
     "unfrozen_parameters": "only some parameters are trained (unfrozen_parameters): counted as full fine-tuning",
     "relora": "ReLoRA's restarts are not counted",
@@ -95,6 +94,9 @@ def read(
         fields |= {"num_gpus": sharding.num_gpus, "parallel": "device-map"}
     else:
         fields |= parallel_of(settings, _parallel(settings, sharding), sharding.num_gpus)
+    kind = common.start_kind(settings.raw("peft_init_lora_weights"))
+    kind = "dora" if settings.raw("peft_use_dora") else "rslora" if settings.raw("peft_use_rslora") else kind
+    fields = common.adapter(settings, fields, kind, model)
     for key, sentence in NOT_COUNTED.items():
         if settings.raw(key):
             settings.approximate(sentence)

@@ -3,12 +3,14 @@
 from difflib import get_close_matches
 from typing import Any
 
+from planner.choices.adapters import ADAPTERS
 from planner.choices.kernels import KERNELS, LIGER_LOSS, LIGER_PARTS, kernels_refusal
 from planner.choices.optimizers import OPTIMIZERS as ROWS
 from planner.choices.precisions import PRECISIONS as PRECISION_ROWS
 from planner.errors import ConfigError, SetupError
 from planner.exporters.common import USUAL_ATTENTION_MODULES, USUAL_LINEAR_MODULES
 from planner.kernels import default_attention
+from planner.memory.trained import trained_parameters
 from planner.models.spec import ModelSpec
 from planner.models.targets import same_targets
 from planner.readers.values import Settings
@@ -150,6 +152,30 @@ def modules_to_save(settings: Settings, key: str, said_to: Settings | None = Non
     if others:
         (said_to or settings).approximate(f"{key} {', '.join(others)}: trained in full, not counted")
     return tuple(name for name in names if name in SAVED_MODULES)
+
+
+CONFIGS = {row.config: row for row in ADAPTERS.values() if row.config != "LoraConfig"}
+"""peft's configuration classes of adapters that have one of their own."""
+
+
+def adapter(settings: Settings, fields: dict[str, Any], kind: str, model: ModelSpec | None = None) -> dict[str, Any]:
+    """The fields with the kind of adapter, where it is counted in such a setup; else as they are, with a note."""
+    if fields.get("method") == "full" or kind == "lora":
+        return fields
+    found = {**fields, "adapter": kind}
+    try:
+        setup = TrainSetup(**found)
+        if model is not None:
+            trained_parameters(model, setup)
+    except SetupError as error:
+        settings.approximate(f"{ADAPTERS[kind].title.partition(' (')[0]} is counted as LoRA: {error.message}")
+        return fields
+    return found
+
+
+def start_kind(word: object) -> str:
+    """The kind of adapter that `init_lora_weights` asks for: PiSSA, or LoRA's own start."""
+    return "pissa" if isinstance(word, str) and word.startswith("pissa") else "lora"
 
 
 def build(settings: Settings, fields: dict[str, Any]) -> TrainSetup:

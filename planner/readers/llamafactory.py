@@ -22,7 +22,6 @@ ATTENTIONS = {
     "fa3": "flash-attention-2",
 }
 NOT_COUNTED = {
-    "use_dora": "DoRA's magnitude vectors and norms are not counted",
     "use_galore": "GaLore's projected optimizer states are counted as AdamW's",
     "use_apollo": "APOLLO's projected optimizer states are counted as AdamW's",
     "use_badam": "BAdam's block-wise optimizer states are counted as AdamW's for all blocks",
@@ -104,6 +103,7 @@ def read(
         inner = settings.raw("fsdp_config", {})
         spread = fsdp(settings, inner if isinstance(inner, dict) else {})
     fields |= parallel_of(settings, spread, sharding.num_gpus)
+    fields = common.adapter(settings, fields, _adapter_kind(settings), model)
     for key, sentence in NOT_COUNTED.items():
         if settings.raw(key):
             settings.approximate(sentence)
@@ -122,6 +122,14 @@ def read(
     )
 
 
+def _adapter_kind(settings: Settings) -> str:
+    """The kind of adapter that the switches ask for."""
+    if settings.text("finetuning_type", "lora") == "oft":
+        return "oft"
+    switches = {"use_dora": "dora", "use_rslora": "rslora", "pissa_init": "pissa"}
+    return next((kind for key, kind in switches.items() if settings.flag(key, False)), "lora")
+
+
 def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:
     kind = settings.text("finetuning_type", "lora")
     if kind not in ("full", "lora", "freeze", "oft"):
@@ -130,8 +138,6 @@ def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:
         settings.approximate("freeze tuning trains some layers: counted as full fine-tuning, an upper bound")
     if kind in ("full", "freeze"):
         return {"method": "full", "quantization": "none", "lora_rank": 0}
-    if kind == "oft":
-        settings.approximate("OFT's rotations are counted like LoRA of rank 8")
     quantization = "none"
     if settings.has("quantization_bit"):
         bits = settings.integer("quantization_bit", 4)
@@ -141,6 +147,14 @@ def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:
             settings.approximate("quantization by another method than bitsandbytes is counted like it")
         double = settings.flag("double_quantization", True)
         quantization = "int8" if bits == 8 else "nf4-double" if double else "nf4"
+    if kind == "oft":
+        return {
+            "method": "lora" if quantization == "none" else "qlora",
+            "quantization": quantization,
+            "lora_rank": settings.integer("oft_block_size", 32, at_least=1),
+            "lora_targets": common.targets(settings.names("oft_target") or ("all",), model, settings),
+            "adapter_dtype": "fp32",
+        }
     names = settings.names("lora_target") or ("all",)
     return {
         "method": "lora" if quantization == "none" else "qlora",

@@ -144,6 +144,8 @@ class _Script:
             fields |= common.liger(arguments, liger, "full" if liger else loss, self.model)
         fields["stack"] = "trl" if self.trl else "hf"  # Unsloth's is known by the format
         fields |= self._spread(constants)
+        if adapted:
+            fields = common.adapter(arguments, fields, self._kind(), self.model)
         self.keys |= {"optimizer": "optim", "loss": "use_liger_kernel"}
         self._note_what_is_unusual()
         parts = (arguments, self.loader, self.bnb, self.lora)
@@ -208,7 +210,7 @@ class _Script:
                 self.missing["lora_targets"] = self.missing["lora_rank"]
             elif adapter.name == "get_peft_config":
                 self.missing["method"] = f"{adapter.where}: the adapter's settings come from the command line"
-            elif adapter.name.endswith("Config") and adapter.name not in ("LoraConfig", "PeftConfig"):
+            elif adapter.name.endswith("Config") and adapter.name not in ("LoraConfig", "PeftConfig", *common.CONFIGS):
                 raise NotPlanned(
                     f"{self.name}: adapters of {adapter.name} are not planned, only LoRA's",
                     hint="plan trace -- python FILE runs it on a phantom GPU and says what it needs",
@@ -278,6 +280,28 @@ class _Script:
         bf16 = hf.autocast(self.arguments, bf16_default=self._own_arguments() and self.defaults.bf16) == "bf16"
         return self.trl and not self.unsloth and peft and self.defaults.prepares_kbit(four_bit=four_bit, bf16=bf16)
 
+    def _kind(self) -> str:
+        """The kind of adapter: by peft's configuration class, or by LoraConfig's switches."""
+        made, lora = self.found.adapter, self.lora
+        if isinstance(made, Made) and made.name in common.CONFIGS:
+            return common.CONFIGS[made.name].name
+        if lora.flag("use_dora", False):
+            return "dora"
+        return "rslora" if lora.flag("use_rslora", False) else common.start_kind(lora.raw("init_lora_weights"))
+
+    def _size(self) -> int:
+        """The adapter's size by its own name."""
+        made, lora = self.found.adapter, self.lora
+        row = common.CONFIGS.get(made.name) if isinstance(made, Made) else None
+        if row is None:
+            return lora.integer("r", 16 if self.unsloth else 8, at_least=1)
+        if row.form == "rows":
+            indices = lora.raw("token_indices")
+            return len(indices) if isinstance(indices, list) and indices else 1
+        keys = {"shared": "r", "rotations": "oft_block_size", "prompt": "num_virtual_tokens"}
+        keys |= {"prefix": "num_virtual_tokens", "low-rank": "init_r"}
+        return lora.integer(keys[row.form], row.usual_size, at_least=1) if row.size else 0
+
     def _lora(self, method: str) -> dict[str, Any]:
         lora, unsloth = self.lora, self.unsloth
         names = lora.text_or_names("target_modules")
@@ -289,11 +313,14 @@ class _Script:
             saved = tuple(dict.fromkeys((*saved, UNSLOTH_WHOLE)))
             lora.assume(f"{UNSLOTH_WHOLE} as a target: Unsloth trains it whole; counted")
         fields: dict[str, Any] = {
-            "lora_rank": lora.integer("r", 16 if unsloth else 8, at_least=1),
+            "lora_rank": self._size(),
             "modules_to_save": saved,
             "lora_dropout": lora.real("lora_dropout", 0.0),
             "lora_targets": common.targets(names or (("all-linear",) if unsloth else ()), self.model, lora),
         }
+        made = self.found.adapter
+        if isinstance(made, Made) and made.name in common.CONFIGS and not common.CONFIGS[made.name].adapts_matrices:
+            fields["lora_targets"] = "all-linear"  # it adapts none: nothing is said
         stated = plain(self.program.module.names.get("ADAPTER_DTYPE"))
         if stated in common.DTYPES:
             fields["adapter_dtype"] = common.DTYPES[stated]
@@ -392,8 +419,6 @@ class _Script:
 
     def _note_what_is_unusual(self) -> None:
         lora, arguments = self.lora, self.arguments
-        if lora.flag("use_dora", False):
-            arguments.approximate("DoRA's magnitude vectors and norms are not counted")
         if lora.has("target_parameters") and lora.raw("target_parameters"):
             arguments.approximate("adapters on stacked expert parameters are not counted")
         if training.trained_times(self.program) > 1:

@@ -147,8 +147,6 @@ def read(
         }
         if objective != "sft" and settings.flag("disable_dropout", True):
             fields["lora_dropout"] = 0.0
-        if settings.flag("use_dora", False):
-            settings.approximate("DoRA's magnitude vectors and norms are not counted")
         if settings.has("lora_target_parameters"):
             settings.approximate("adapters on stacked expert parameters are not counted")
     else:
@@ -174,6 +172,11 @@ def read(
     else:
         spread = loaded(settings, kwargs, sharding.num_gpus) or sharded(settings, sharding)
         fields |= parallel_of(settings, spread, sharding.num_gpus)
+    if peft:
+        kind = (
+            "dora" if settings.flag("use_dora", False) else "rslora" if settings.flag("use_rslora", False) else "lora"
+        )
+        fields = common.adapter(settings, fields, kind, model)
     keys |= {"seq_len_tokens": length_key, "optimizer": "optim", "packing": "packing", "lora_rank": "lora_r"}
     return ReadConfig(
         format=FORMAT,

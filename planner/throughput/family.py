@@ -5,6 +5,7 @@ from operator import attrgetter
 
 from planner.memory.dtypes import SIZE_BYTES, flow_of
 from planner.setup import SPREAD_FIELDS, TrainSetup
+from planner.throughput.adapter_kinds import kind_work
 from planner.throughput.counts import Moved
 from planner.throughput.model import SpeedModel
 
@@ -47,7 +48,8 @@ class Family:
 
     def __init__(self, speed: SpeedModel, setup: TrainSetup) -> None:
         constants, conditions, inv = speed.constants, speed.conditions, speed.inv
-        self._speed, self._setup, self._seq = speed, setup, setup.seq_len_tokens
+        self._speed, self._setup = speed, setup
+        self._seq = setup.seq_len_tokens + setup.virtual_tokens
         self._busy: dict[int, float] = {}
         self.seqs_per_sample = setup.aim.seqs_per_sample
         self.flow = flow = flow_of(setup)
@@ -74,6 +76,20 @@ class Family:
         if full:
             self.trained_params, self.trained_tensors = float(inv.num_params), inv.num_tensors
             self.trained_bytes = SIZE_BYTES[flow.table]
+        elif setup.adapter != "lora" and not setup.kind.like_lora:
+            work = kind_work(speed.model, setup, flow)
+            per_byte = bytes_left / speed.bandwidth
+            thin = work.flops / (speed.rates.matmul[flow.autocast or flow.adapter] * constants.lora_share)
+            token_s, micro_s = _token_and_micro(work.moved, per_byte, gap)
+            constant = work.constant_bytes * per_byte
+            self._lora = (token_s + work.passes * thin, micro_s + constant)
+            again_token += again * (work.moved.forward_bytes * per_byte + thin)
+            again_micro += again * (work.moved.forward_kernels * gap + constant)
+            forward_kernels += work.moved.forward_kernels
+            backward_kernels += work.moved.backward_kernels
+            lora_calls = work.modules
+            self.trained_params, self.trained_tensors = work.params, work.tensors
+            self.trained_bytes = SIZE_BYTES[flow.adapter]
         else:
             around, edges, params, modules = speed.adapters(setup, flow)
             per_byte = bytes_left / speed.bandwidth
@@ -128,6 +144,12 @@ class Family:
         if found is None:
             found = self._busy[samples] = sum(self.parts(samples).values())
         return found
+
+    def unmeasured_s(self, samples: int) -> float:
+        """Seconds of one micro-batch that an adapter costs which no measured run had; 0 for LoRA."""
+        if self._setup.method == "full" or self._setup.kind.like_lora:
+            return 0.0
+        return self._lora[0] * samples * self.seqs_per_sample * self._seq + self._lora[1]
 
     def parts(self, samples: int) -> dict[str, float]:
         """GPU seconds of the layers for one micro-batch by part."""

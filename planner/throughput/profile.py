@@ -1,6 +1,6 @@
 """`ThroughputProfile`: a family with its loss and optimizer, asked thousands of times for micro-batches."""
 
-from planner.choices.kernels import speed_band
+from planner.choices.kernels import speed_band, speed_note
 from planner.setup import TrainSetup
 from planner.throughput.family import Family
 from planner.throughput.model import SpeedModel
@@ -75,7 +75,7 @@ class ThroughputProfile:
         weights += sum(one.num_weights for one in inv.outer)
         weights += inv.head.num_weights if inv.head is not None else 0
         needed = (6.0 if full else 4.0) * weights * tokens + 3.0 * self._family.attention_flops * seqs
-        if not full:
+        if not full and setup.kind.like_lora:
             needed += 6.0 * setup.lora_rank * self._speed.adapters(setup, self._family.flow)[1] * tokens
         needed += setup.aim.extra_forwards * (2.0 * weights * tokens + self._family.attention_flops * seqs)
         return needed * accumulation_steps
@@ -98,6 +98,7 @@ class ThroughputProfile:
         parts["trainer"] = steps * self._trainer_micro_s() + self._step_s - max(self._optimizer)
         total = sum(parts.values())
         flops = self.flops(seqs, steps)
+        unmeasured = self._family.unmeasured_s(seqs) * steps / total
         return StepTime(
             step_time_s=total,
             parts_s=parts,
@@ -106,7 +107,8 @@ class ThroughputProfile:
             tokens_per_s=setup.tokens_per_step / total,
             band_fraction=speed_band(
                 self._speed.calibration.band_for(self._speed.gpu), setup.kernels, self._speed.gpu.key
-            ),
+            )
+            + unmeasured,
             notes=tuple(self.notes() + self._one_gpu_notes()),
         )
 
@@ -117,12 +119,20 @@ class ThroughputProfile:
         """What a person must know of the card and of the model, one sentence each."""
         speed = self._speed
         notes = []
+        if self._setup.method != "full" and not self._setup.kind.like_lora:
+            name = self._setup.kind.title.partition(" (")[0]
+            notes.append(
+                f"No run with {name} has been compared: what it costs is counted from peft's code, and the band is "
+                "wider by all of it."
+            )
         compute = self._family.flow.compute
         if compute in speed.rates.emulated:
             notes.append(f"{speed.gpu.name} has no {compute} units: it is emulated at fp32 speed; use fp16.")
         if speed.rates.share_source != "gpu":
             source = speed.rates.share_source
             notes.append(f"No measured matmul rate for {speed.gpu.name}: its share of peak is its {source}'s.")
+        if unmeasured := speed_note(self._setup.kernels, speed.gpu.key):
+            notes.append(unmeasured)
         if speed.inv.mixer_width:
             notes.append("Linear-attention layers are approximated by the bytes they move.")
         return notes

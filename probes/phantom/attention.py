@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ def chosen(phantom: Phantom) -> Iterator[None]:
     true = functional.scaled_dot_product_attention
     on_card = sdpa_of(phantom.log)
 
+    @wraps(true)  # Unsloth reads in its docstring what it can do
     def scaled_dot_product_attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if query.device.type != "cuda":
             return true(query, *args, **kwargs)

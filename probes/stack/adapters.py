@@ -1,11 +1,13 @@
-"""LoRA through peft, with the adapter data type that the trainer would give it."""
+"""Adapters through peft, with the data type that the trainer would give them."""
 
 import warnings
 from typing import Any
 
 import torch
 
+from planner.memory.trained import of_tokens, scaled_inputs
 from planner.models.adapters import spec_from_config
+from planner.models.spec import ModelSpec
 from planner.models.targets import Targets, peft_target_modules
 from planner.setup import TrainSetup
 from probes.stack.quantize import is_router
@@ -14,16 +16,66 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def target_modules(config: Any, targets: Targets) -> str | list[str]:
-    """PEFT's `target_modules` for transformers' configuration, at any depth: what the planner counts and writes.
+    """PEFT's `target_modules` for transformers' configuration, at any depth: what the planner counts and writes."""
+    if targets != "attention":  # words and names need no inventory
+        return targets if isinstance(targets, str) else list(targets)
+    return peft_target_modules(spec_of(config), targets)
+
+
+def spec_of(config: Any) -> ModelSpec:
+    """The inventory of transformers' configuration.
 
     Sizes of single layers (`per_layer_config`, which keeps the layers that a truncated copy no longer has) say nothing
     about names.
     """
-    if targets != "attention":  # words and names need no inventory
-        return targets if isinstance(targets, str) else list(targets)
     raw = config.to_dict()
     raw.get("text_config", raw).pop("per_layer_config", None)
-    return peft_target_modules(spec_from_config(raw, model_id=config.model_type, source="built model"), targets)
+    return spec_from_config(raw, model_id=config.model_type, source="built model")
+
+
+def peft_config(model: Any, setup: TrainSetup) -> Any:
+    """The configuration of the setup's adapter.
+
+    Source: peft 0.21 `tuners/*/config.py`.
+    """
+    import peft
+
+    row = setup.kind
+    settings = dict(row.arguments)
+    if row.start_only:  # what a step needs is LoRA's; its start values need real weights
+        settings = {name: value for name, value in settings.items() if name != "init_lora_weights"}
+    settings["task_type"] = _task(model.config, setup)
+    if row.adapts_matrices:
+        settings["target_modules"] = target_modules(model.config, setup.lora_targets)
+        settings["modules_to_save"] = list(setup.modules_to_save) or None
+        if routers := sorted(name for name, one in model.named_modules() if is_router(one)):
+            settings["exclude_modules"] = routers
+    if row.form == "low-rank":
+        size = {"init_r": setup.lora_rank} if row.name == "adalora" else {"r": setup.lora_rank}
+        settings |= {**size, "lora_alpha": 2 * setup.lora_rank, "lora_dropout": setup.lora_dropout, "bias": "none"}
+    elif row.form == "shared":
+        settings["r"] = setup.lora_rank
+    elif row.form == "rotations":
+        settings["oft_block_size"] = setup.lora_rank
+    elif row.form == "scales":
+        settings["feedforward_modules"] = scaled_inputs(spec_of(model.config), settings["target_modules"])
+    elif row.form in ("prompt", "prefix"):
+        settings["num_virtual_tokens"] = setup.lora_rank
+    elif row.form == "norms":
+        spec = spec_of(model.config)
+        settings["target_modules"] = norm_modules(model, spec)
+    elif row.form == "rows":
+        settings["token_indices"] = list(range(setup.lora_rank))
+    return getattr(peft, row.config)(**settings)
+
+
+def norm_modules(model: Any, spec: ModelSpec) -> list[str]:
+    """Full names of the norms that LN-tuning trains."""
+    inside = {one.name for layer in spec.layer_kinds for one in layer.norms if of_tokens(one)}
+    names = [name for name, _ in model.named_modules()]
+    layers = [name for name in names if any(name.endswith(f".{one}") for one in inside)]
+    last = spec.outer_norms[-1].name if spec.outer_norms else ""
+    return [*layers, *(name for name in names if last and (name == last or name.endswith(f".{last}")))]
 
 
 def _task(config: Any, setup: TrainSetup) -> str:
@@ -38,24 +90,14 @@ def add_adapters(model: Any, setup: TrainSetup) -> Any:
 
     Source: peft 0.21 `get_peft_model`; TRL 1.16 `SFTTrainer.__init__` casts a quantized base's adapters to bf16.
     """
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
-    config = LoraConfig(
-        r=setup.lora_rank,
-        lora_alpha=2 * setup.lora_rank,
-        target_modules=target_modules(model.config, setup.lora_targets),
-        lora_dropout=setup.lora_dropout,
-        exclude_modules=sorted(name for name, one in model.named_modules() if is_router(one)) or None,
-        bias="none",
-        modules_to_save=list(setup.modules_to_save) or None,
-        task_type=_task(model.config, setup),
-    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        wrapped = get_peft_model(model, config)
+        wrapped = get_peft_model(model, peft_config(model, setup))
     dtype = _DTYPES[setup.resolved_adapter_dtype]
     every = setup.quantized and setup.stack == "trl"  # TRL casts whatever is trained
     for name, parameter in wrapped.named_parameters():
-        if parameter.requires_grad and parameter.dtype is not dtype and (every or "lora_" in name):
+        if parameter.requires_grad and parameter.dtype is not dtype and (every or "modules_to_save" not in name):
             parameter.data = parameter.data.to(dtype)
     return wrapped

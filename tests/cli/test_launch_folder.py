@@ -81,7 +81,7 @@ def test_forced_files_say_in_file_and_verdict_that_they_run_out(
     shown = " ".join(capsys.readouterr().out.split())
     peak = predicted(out)["axolotl"]
     text = (out / "launch" / "axolotl" / "axolotl.yaml").read_text()
-    assert peak > json.loads((out / "plan.json").read_text())["workload"]["memory_bytes"]
+    assert peak > json.loads((out / "plan.json").read_text())["chosen"]["budget_bytes"]
     assert "PREDICTED OUT OF MEMORY" in text
     assert gib(peak) in text
     assert "launch/axolotl, written with --force: PREDICTED OUT OF MEMORY" in shown

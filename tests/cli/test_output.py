@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import os
 import sys
 import tempfile
@@ -13,6 +14,11 @@ from planner.cli.app import run
 from planner.cli.output import write_text
 from planner.errors import EnvironmentProblem
 from planner.outputs import private_directory
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 512,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
 
 
 class Gone(io.StringIO):
@@ -114,3 +120,22 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
     assert path.read_text() == "second"
     assert path.stat().st_ino != before
     assert [one.name for one in path.parent.iterdir()] == ["plan.json"]
+
+
+def test_a_strangers_names_neither_move_the_cursor_nor_turn_a_comment_round(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = "\x1b\u202e\u2066"
+    model, out = tmp_path / f"a{odd}b", tmp_path / "out"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (model / "train.jsonl").write_text(f"{json.dumps(row)}\n" * 9)
+    words = [str(model), "--gpu", "rtx-4090", "--no-dry-run", "--dataset", str(model / "train.jsonl")]
+    assert run([*words, "--out", str(out)]) == 0
+    assert run([*words, "--out", str(out)]) == 0  # and what is said of a folder that is there
+    shown = capsys.readouterr()
+    assert not set(odd) & set(shown.out + shown.err)
+    for path in out.rglob("*.yaml"):
+        assert not [line for line in path.read_text().splitlines() if set(odd) & set(line.partition("# ")[2])]
+    assert not set(odd) & set((out / "launch" / "README.md").read_text())

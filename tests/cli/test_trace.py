@@ -1,12 +1,17 @@
-"""`plan trace`: the child process, its exit codes and its answer."""
+"""`plan trace`: the child process, its exit codes and its answer.
+
+The first starts as a user starts it; the others are forked from a process that has imported torch.
+"""
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from planner.cli.app import run
+from tests.warm import programs
 
 LOOP = """
 import torch
@@ -32,10 +37,17 @@ except Exception:
 CHILDREN = f"import subprocess, sys\nLOOP = {LOOP.format(rows=8)!r}\n"
 
 
-def trace(tmp_path: Path, program: str, *options: str) -> int:
+@pytest.fixture(scope="module")
+def warm_python() -> Iterator[str]:
+    """A Python that has imported torch when it starts."""
+    with programs(("torch",)) as folder:
+        yield str(folder / "python")
+
+
+def trace(tmp_path: Path, program: str, *options: str, python: str = sys.executable) -> int:
     script = tmp_path / "train.py"
     script.write_text(program)
-    return run(["trace", "--gpu", "rtx-4090", *options, "--", sys.executable, str(script)])
+    return run(["trace", "--gpu", "rtx-4090", *options, "--", python, str(script)])
 
 
 def test_a_loop_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,9 +67,9 @@ def test_a_loop_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_loop_that_does_not_fit_names_the_line_and_what_it_needs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], warm_python: str
 ) -> None:
-    code = trace(tmp_path, LOOP.format(rows=1 << 20), "--yes")
+    code = trace(tmp_path, LOOP.format(rows=1 << 20), "--yes", python=warm_python)
     out = " ".join(capsys.readouterr().out.split())
     assert code == 1
     assert "It does not fit: " in out
@@ -86,9 +98,10 @@ def test_it_never_runs_a_program_unasked(tmp_path: Path, capsys: pytest.CaptureF
     ],
 )
 def test_what_cannot_be_traced_is_no_number(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], program: str, code: int, said: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], warm_python: str, program: str, code: int, said: str
 ) -> None:
-    assert trace(tmp_path, program, "--yes") == code
+    python = warm_python if "torch" in program.replace("'no torch'", "") else sys.executable
+    assert trace(tmp_path, program, "--yes", python=python) == code
     output = capfd.readouterr()
     assert output.out == ""
     assert said in output.err

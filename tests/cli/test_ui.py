@@ -1,9 +1,11 @@
 """`plan ui` without a browser: figures that are the formula's, a server that answers this machine alone."""
 
+import contextlib
 import json
+import socket
 import threading
 from collections.abc import Iterator
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException
 from io import BytesIO
 from pathlib import Path
 from zipfile import ZipFile
@@ -11,7 +13,7 @@ from zipfile import ZipFile
 import pytest
 
 from planner.cli.app import run
-from planner.cli.ui import HOST, Server, Shelf, launch_zip
+from planner.cli.ui import HOST, MAX_CONNECTIONS, Server, Shelf, launch_zip
 from planner.errors import UsageError
 from planner.predict import predict
 from reports.brief import GROUPS, group_bytes
@@ -76,10 +78,10 @@ def server(shelf: Shelf) -> Iterator[Server]:
         thread.join()
 
 
-def ask(server: Server, path: str, *, host: str = "", method: str = "GET") -> tuple[int, bytes]:
+def ask(server: Server, path: str, *, host: str = "", method: str = "GET", **headers: str) -> tuple[int, bytes]:
     connection = HTTPConnection(HOST, server.server_address[1])
     try:
-        connection.request(method, path, headers={"Host": host} if host else {})
+        connection.request(method, path, headers={**headers, **({"Host": host} if host else {})})
         answer = connection.getresponse()
         return answer.status, answer.read()
     finally:
@@ -110,6 +112,51 @@ def test_the_server_gives_what_is_on_offer_and_nothing_else(server: Server) -> N
 def test_another_site_s_name_is_refused(server: Server) -> None:
     assert ask(server, "/", host="evil.example")[0] == 403
     assert ask(server, "/", host=f"localhost:{server.server_address[1]}")[0] == 200
+
+
+def test_another_site_s_page_is_refused(server: Server) -> None:
+    for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):
+        assert ask(server, "/", **{"Sec-Fetch-Site": site})[0] == status, site
+
+
+def test_a_flood_of_connections_holds_no_thread_each_and_is_over_when_they_close(server: Server) -> None:
+    held = [socket.create_connection(server.server_address[:2]) for _ in range(2 * MAX_CONNECTIONS)]
+    try:
+        refused = [one for one in held[MAX_CONNECTIONS:] if one.recv(1) == b""]  # taken in the order of their coming
+        assert len(refused) == MAX_CONNECTIONS
+    finally:
+        for one in held:
+            one.close()
+    status = 0
+    while status != 200:  # until the threads have seen that nobody is there
+        with contextlib.suppress(OSError, HTTPException):
+            status = ask(server, "/")[0]
+
+
+def test_a_page_that_is_closed_early_is_no_fault(server: Server, capfd: pytest.CaptureFixture[str]) -> None:
+    try:
+        raise ConnectionResetError
+    except ConnectionResetError:
+        server.handle_error(None, (HOST, 1))
+    assert capfd.readouterr().err == ""
+    try:
+        raise ZeroDivisionError
+    except ZeroDivisionError:
+        server.handle_error(None, (HOST, 1))
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_no_request_gets_more_than_an_answer(server: Server) -> None:
+    host = f"Host: {HOST}:{server.server_address[1]}\r\n".encode()
+    for line, status in (
+        (b"GET //[ HTTP/1.1", 404), (b"GET /%00 HTTP/1.1", 404), (b"GET /" + b"a" * 70_000 + b" HTTP/1.1", 414),
+        (b"GET /launch/x/\xd9\xa3.zip HTTP/1.1", 404), (b"GET /?" + b"a" * 60_000 + b" HTTP/1.1", 200),
+        (b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 200, 431), (b"GET / HTTP/1.1\r\nHost: evil.example", 403),
+    ):  # fmt: skip
+        with socket.create_connection(server.server_address[:2]) as connection:
+            connection.sendall(line + b"\r\n" + host + b"\r\n")
+            with connection.makefile("rb") as answer:
+                assert answer.readline().split()[1] == str(status).encode(), line[:40]
 
 
 def test_a_static_site_needs_no_server(tmp_path: Path) -> None:

@@ -42,7 +42,12 @@ def ended(status: str, num_steps: int, error: str = "") -> Ended:
 
 
 def plan(
-    out: Path, monkeypatch: pytest.MonkeyPatch, answer: Callable[[TraceOrder], Ended]
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: Callable[[TraceOrder], Ended],
+    *,
+    words: tuple[str, ...] = (),
+    code: int = 0,
 ) -> tuple[dict[str, object], TraceOrder]:
     """The launch of plan.json, and what was traced for it."""
     orders: list[TraceOrder] = []
@@ -52,8 +57,8 @@ def plan(
         return answer(order)
 
     monkeypatch.setattr("probes.phantom.runner.run_traced", run_traced)
-    words = ["gpt2", "--gpu", "t4", "--no-dry-run", "--no-history", "--out", str(out), "--target", "hf"]
-    assert run([*words, "--verify", "hf"]) == 0
+    asked = ["gpt2", "--gpu", "t4", "--no-dry-run", "--no-history", "--out", str(out), "--target", "hf", *words]
+    assert run([*asked, "--verify", "hf"]) == code
     (launch,) = json.loads((out / "plan.json").read_text())["launch"]
     (order,) = orders
     return launch, order
@@ -67,7 +72,27 @@ def test_the_trace_of_the_launch_file_stands_in_the_plan(
     assert order.command[0] == "python"
     assert (tmp_path / order.command[1]).is_file()
     assert (launch["rung"], launch["peak_device_bytes"]) == ("trace", PEAK_BYTES + CONTEXT_BYTES)
-    assert "5.50 GiB on the device" in " ".join(capsys.readouterr().out.split())
+    out = " ".join(capsys.readouterr().out.split())
+    assert "5.50 GiB on the device" in out
+    chosen = json.loads((tmp_path / "plan.json").read_text())["chosen"]
+    assert (chosen["trace"]["peak_device_bytes"], chosen["fits"]) == (PEAK_BYTES + CONTEXT_BYTES, True)
+    for text in (out, (tmp_path / "report.md").read_text(), (tmp_path / "report.html").read_text()):
+        assert "It fits: 5.50 GiB" in text
+        assert "trace ±3 %" in text
+        assert "more than the error bands explain" in text  # GPT-2's formula says less than half of it
+    assert "5.50 GiB of 14.56 GiB (trace)" in (tmp_path / order.command[1]).read_text()
+    assert "5.50 GiB of 14.56 GiB (trace)" in (tmp_path / "launch" / "README.md").read_text()
+
+
+def test_a_plan_that_the_trace_refutes_says_so_and_keeps_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch, _ = plan(tmp_path, monkeypatch, lambda order: ended("done", 2), words=("--memory-gib", "4"), code=1)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Do not run this yet, it does not fit" in out
+    assert "Not written for hf: PREDICTED OUT OF MEMORY" in out
+    assert launch["files"] == []
+    assert not (tmp_path / "launch" / "hf" / "train_hf.py").exists()
 
 
 @pytest.mark.parametrize(

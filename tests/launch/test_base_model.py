@@ -20,7 +20,7 @@ pytestmark = pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["trl", "hf", "run.sh"])
 def test_a_tokenizer_without_a_template_is_given_one(
-    target: str, tmp_path: Path, tiny_model: Path, launch: Callable[..., Run], launch_cold: Callable[..., Run]
+    target: str, tmp_path: Path, tiny_model: Path, launch: Callable[..., Run]
 ) -> None:
     base = tmp_path / "tiny-base"
     shutil.copytree(tiny_model, base)
@@ -46,7 +46,7 @@ def test_a_tokenizer_without_a_template_is_given_one(
     emitted = EXPORTERS["trl" if target == "run.sh" else target](asked)
     write_launch(tmp_path, emitted)
     write_launch(tmp_path, Launch(target="launch", files=folder_files([emitted], asked)))
-    run = launch_cold("bash launch/run.sh") if target == "run.sh" else launch(emitted.command)
+    run = launch("bash launch/run.sh" if target == "run.sh" else emitted.command)
     assert len(run.losses) == 2
     saved = tmp_path / "outputs"
     assert "<|im_start|>" in (saved / chat.NAME).read_text() + (saved / "tokenizer_config.json").read_text()

@@ -42,15 +42,18 @@ from tests.launch.tiny_models import (  # noqa: E402
     tiny_spec,
     write_rows,
 )  # fmt: skip
+from tests.whole import these  # noqa: E402
 
 RANK = 4
 ATTENTIONS = {"eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash-attention-2"}
 NO_FILE = {"t5": "encoder-decoder", "internlm3": "trust_remote_code"}
 """Types that no target trains, and a word of the reason."""
 REFUSED = {
-    ("trl", "llama4"): "loads the class",
-    ("trl", "qwen3_5"): "loads the class",
-    ("trl", "qwen3_5_moe"): "loads the class",
+    **{
+        (target, kind): "loads the class"
+        for target in ("trl", "axolotl")
+        for kind in ("llama4", "qwen3_5", "qwen3_5_moe")
+    },
     ("trl", "phimoe"): "num_experts",
 }
 """What one target cannot run, and a word of the reason."""
@@ -174,17 +177,22 @@ RUNS: dict[str, tuple[Callable[[str, Path], Any], dict[str, Any]]] = {
 }
 
 
+TRAINED = [
+    (model_type, target)
+    for model_type in sorted(TYPES.keys() - NO_FILE.keys())
+    for target in RUNS
+    if (target, model_type) not in REFUSED and (target == "hf" or model_type not in PROCESSORS)
+]
+ONCE = {model_type: (model_type, target) for model_type, target in (*TRAINED, *TRAINED[::2])}
+"""Every type once, about half of them by each target."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("target", RUNS)
-@pytest.mark.parametrize("model_type", sorted(TYPES.keys() - NO_FILE.keys()))
+@pytest.mark.parametrize(("model_type", "target"), these(ONCE.values(), TRAINED))
 def test_two_steps_of_every_file_train(
     model_type: str, target: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TRL with LoRA, the plain script with 4-bit QLoRA: the class, the number of trained parameters, finite losses."""
-    if (target, model_type) in REFUSED:
-        pytest.skip("refused, see above")
-    if target == "trl" and model_type in PROCESSORS:
-        pytest.skip("TRL needs the model's image processor")
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
     monkeypatch.setattr("transformers.utils.logging._tqdm_active", False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -4,7 +4,7 @@ The same global batch: two processes with one micro-batch each against one proce
 order is the seed's. What differs is the order of fp32 sums. Seen: 2e-7 in losses and gradient norms, 8e-6 in weights,
 where Adam divides tiny gradients by their own size; the tolerances are 50 and 100 times that.
 
-The job of two nodes starts as a user starts it; the others are forked from a process that has imported the libraries.
+All are forked from a process that has imported the libraries.
 """
 
 import json
@@ -184,7 +184,7 @@ wait $first && wait $second
 
 @pytest.mark.slow
 def test_a_slurm_job_of_two_nodes_steps_like_one_process(
-    place: Path, launch_cold: Callable[..., Run], alone: Callable[[str, TrainSetup], tuple[Run, Path]]
+    place: Path, launch: Callable[..., Run], alone: Callable[[str, TrainSetup], tuple[Run, Path]]
 ) -> None:
     """The emitted script by bash, with stand-ins for scontrol and srun: torchrun's nodes meet and train."""
     lora = LORA.with_(loss="full")
@@ -203,7 +203,7 @@ def test_a_slurm_job_of_two_nodes_steps_like_one_process(
             "SLURM_JOB_ID": str(port - 20000),
             "SLURM_CPUS_PER_TASK": "8",
         }
-        run = launch_cold(command, env=THREADS | environment)
+        run = launch(command, env=THREADS | environment)
     assert said(run)["global_batch_seqs"] == 4
     reference, folder = alone("hf", lora)
     same_steps(run, reference)

@@ -4,14 +4,26 @@ import pytest
 
 from planner.choices.adapters import ADAPTERS
 from planner.errors import SetupError
+from planner.exporters import EXPORTERS
 from planner.interchange import setup_from_dict, setup_to_dict
+from planner.models import catalogue
+from planner.readers.read import read_text
 from planner.setup import TrainSetup
+from tests.planner.launch_sweep import request
+
+
+def a_setup(kind: str, **changes: object) -> TrainSetup:
+    """A setup with this kind of adapter, on a base that it takes."""
+    row = ADAPTERS[kind]
+    base = {} if "none" in row.quantizations else {"method": "qlora"}
+    return setup_from_dict({"adapter": kind, "checkpointing": row.checkpointing, **base, **changes})
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_adapter_goes_through_the_interchange_form(kind: str) -> None:
-    setup = setup_from_dict({"adapter": kind})
+    setup = a_setup(kind)
     assert setup.adapter == kind
+    assert kind == "lora" or setup.lora_rank == ADAPTERS[kind].usual_size
     assert setup_to_dict(setup).get("adapter", "lora") == kind
     assert setup_from_dict(setup_to_dict(setup)) == setup
 
@@ -26,3 +38,54 @@ def test_an_unknown_adapter_and_a_full_one_are_refused() -> None:
         setup_from_dict({"adapter": "houlsby"})
     with pytest.raises(SetupError, match="belongs to method"):
         setup_from_dict({"method": "full", "adapter": "rslora"})
+
+
+READ_BACK = {
+    "hf": set(ADAPTERS) - {"adalora"},
+    "trl": {"lora", "rslora", "dora"},
+    "axolotl": {"lora", "rslora", "pissa", "dora"},
+    "llamafactory": {"lora", "rslora", "pissa", "dora", "oft"},
+    "unsloth": {"lora"},
+}
+"""Target -> kinds that its file can ask for; of the others it says why it cannot."""
+
+
+@pytest.mark.parametrize("target", READ_BACK)
+def test_every_kind_is_written_and_read_back_or_refused(target: str) -> None:
+    """LoftQ starts otherwise than LoRA after the model is made: its script reads back as the LoRA that it trains."""
+    model = catalogue.load("Qwen/Qwen2.5-1.5B")
+    written = set()
+    for kind in ADAPTERS:
+        setup = a_setup(kind, loss="chunked", **({"lora_targets": ["k_proj", "down_proj"]} if kind == "ia3" else {}))
+        launch = EXPORTERS[target](request(setup, model=model))
+        if launch.refused:
+            assert kind == "lora" or kind not in READ_BACK[target], launch.refused
+            continue
+        written.add(kind)
+        back = read_text(launch.files[0].text, launch.files[0].path, model=model)
+        assert back.setup.adapter == ("lora" if kind == "loftq" else kind)
+        assert back.setup.lora_rank == setup.lora_rank
+        assert not back.approximations
+    assert written == READ_BACK[target]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"adapter": "ia3", "lora_rank": 4},
+        {"adapter": "vera", "lora_rank": 0},
+        {"adapter": "pissa", "method": "qlora"},
+        {"adapter": "prefix"},
+        {"adapter": "prompt", "lora_targets": "attention"},
+        {"adapter": "vera", "lora_dropout": 0.1},
+        {"adapter": "dora", "num_gpus": 2, "parallel": "zero3"},
+        {"adapter": "dora", "kernels": "fused"},
+        {"adapter": "ln-tuning", "precision": "bf16-pure"},
+        {"adapter": "boft"},
+        {"adapter": "bottleneck"},
+    ],
+    ids=lambda values: " ".join(map(str, values.values())),
+)
+def test_what_peft_does_not_take_is_refused_with_the_kinds_name(values: dict[str, object]) -> None:
+    with pytest.raises(SetupError, match=str(values["adapter"])):
+        setup_from_dict(values)

@@ -15,6 +15,8 @@ import yaml
 from planner.errors import ConfigError
 from planner.exporters import EXPORTERS, PLACEHOLDER_DATASET, DatasetChoice, Launch
 from planner.models import catalogue
+from planner.models.spec import ModelSpec
+from planner.models.targets import lora_linears
 from planner.readers import read_text, schema
 from planner.setup import TrainSetup
 from tests.planner.launch_sweep import request, setups
@@ -203,3 +205,39 @@ def test_llamafactory_adapts_the_planned_matrices_or_nothing_is_written(name: st
         assert written in launch.refused
     else:
         assert yaml.safe_load(launch.files[0].text)["lora_target"] == written
+
+
+TYPES = {entry.model_type: entry.model_id for entry in reversed(catalogue.entries())}
+
+
+def loaded(name: str) -> ModelSpec:
+    """A catalogue model."""
+    spec = catalogue.load(name)
+    assert spec is not None
+    return spec
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "attention"])
+def test_unsloths_names_adapt_the_planned_matrices_of_every_type(targets: str) -> None:
+    """Seven names for all adapted 0 to 38 % of what was planned for Phi-3, GPT-2, Pythia and 20 more types."""
+    setup = TrainSetup(lora_targets=targets, loss="chunked")
+    written = 0
+    for model_type, name in TYPES.items():
+        spec = loaded(name)
+        launch = EXPORTERS["unsloth"](request(setup, model=spec))
+        if launch.refused:
+            continue
+        said = keywords(launch.files[0].text, "get_peft_model")["target_modules"]
+        names = (said,) if isinstance(said, str) else tuple(said)
+        assert lora_linears(spec, names) == lora_linears(spec, targets), model_type
+        written += 1
+    assert written >= (25 if targets == "all-linear" else 35)
+
+
+@pytest.mark.parametrize("target", ["trl", "axolotl", "llamafactory", "unsloth"])
+def test_a_tool_that_would_load_the_towers_is_refused(target: str) -> None:
+    """Qwen 3.5 and Llama 4 are published as classes with a vision tower; the plan is of the text model alone."""
+    for name in ("Qwen/Qwen3.5-0.8B", "Qwen/Qwen3.5-35B-A3B", "meta-llama/Llama-4-Scout-17B-16E"):
+        setup = TrainSetup(loss="chunked" if target in ("trl", "unsloth") else "full", lora_targets="attention")
+        assert "with its towers" in EXPORTERS[target](request(setup, model=loaded(name))).refused
+        assert not EXPORTERS["hf"](request(setup.with_(loss="full"), model=loaded(name))).refused

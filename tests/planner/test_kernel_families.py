@@ -1,13 +1,15 @@
 """Kernel families: what they keep, where they run, what files say of them, what files are read as."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.longest_context import PUBLISHED, UNSLOTH, longest
-from planner.choices.kernels import FUSED_LORA, KERNELS, LIGER_LOSS, LIGER_PARTS, kernels_refusal, parts_of
+from planner.choices.kernels import FUSED_LORA, KERNELS, LIGER, LIGER_LOSS, LIGER_PARTS, kernels_refusal, parts_of
+from planner.choices.packages import TESTED
 from planner.cli.app import run
 from planner.errors import SetupError
 from planner.exporters import EXPORTERS
@@ -17,6 +19,8 @@ from planner.kernels import missing_kernels
 from planner.memory.micro_batch import activation_parts
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
+from planner.plan import Plan
+from planner.planning import plan_workload
 from planner.readers import read_text
 from planner.setup import TrainSetup
 from planner.space import dimension_values, walk
@@ -180,7 +184,9 @@ def test_a_tool_without_fused_lora_says_so_and_the_package_is_in_the_install_lin
     from planner.exporters.folder import requirements
 
     planned = request(TrainSetup(kernels="liger", loss="chunked"), model=load(LLAMA))
-    assert "liger-kernel" in requirements(EXPORTERS["trl"](planned), planned)[0]
+    assert f"liger-kernel=={TESTED[LIGER]}" in requirements(EXPORTERS["trl"](planned), planned)[0]
+    pinned_by_axolotl = requirements(EXPORTERS["axolotl"](planned), planned)[0]
+    assert not any("liger" in one for one in pinned_by_axolotl)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +214,47 @@ def test_a_switch_that_liger_does_not_know_for_the_model_leaves_eager_layers_and
     read = read_text("use_liger_kernel: true\nuse_peft: true\n", "trl-sft.yaml", model=load("openai-community/gpt2"))
     assert read.setup.kernels == "eager"
     assert any("no layer kernels for gpt2" in one for one in read.assumptions)
+
+
+def test_a_plan_takes_liger_where_it_runs_and_gains_and_says_what_it_buys() -> None:
+    plan = plan_workload(wish(LLAMA))
+    assert isinstance(plan, Plan)
+    assert plan.chosen.setup.kernels == "liger"
+    assert any(note.startswith("Liger kernels: -") and "% faster, needs liger-kernel and Triton" in note
+               for note in plan.notes)  # fmt: skip
+    assert any("pairs of runs measured on an A100, none on this card" in note for note in plan.chosen.notes)
+    for model, gpu in (("openai-community/gpt2", "rtx-4090"), (LLAMA, "apple-m3-max"), (LLAMA, "p100")):
+        other = plan_workload(wish(model, gpu))
+        assert isinstance(other, Plan)
+        assert other.chosen.setup.kernels == "eager"
+
+
+def test_liger_does_not_displace_eager_kernels_for_less_than_a_preference_is_worth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Liger gains some 15 % here: were that much given for fewer packages, eager kernels would stay."""
+    narrow = {"method": ("lora",), "optimizer": ("adamw-fused",), "loss": ("chunked",), "micro_batch_seqs": (4,)}
+    asked = wish(LLAMA, "h200", fixed=narrow)
+    assert {point.shared.kernels for point in walk(asked)} == {"liger"}
+    for room in ("planner.space", "planner.decision.facts"):
+        monkeypatch.setattr(f"{room}.PREFERENCE_FRACTION", 0.3)
+    plan = plan_workload(asked)
+    assert isinstance(plan, Plan)
+    assert plan.chosen.setup.kernels == "eager"
+    assert any("too little for another package" in one.reason for one in plan.walk)
+
+
+def test_on_a_machine_without_liger_eager_is_planned_and_what_it_would_buy_stands_beside() -> None:
+    here = replace(wish(LLAMA), absent_packages=("liger-kernel", "flash-attn"))
+    plan = plan_workload(here)
+    assert isinstance(plan, Plan)
+    assert (plan.chosen.setup.kernels, plan.chosen.setup.loss) == ("eager", "chunked")
+    beside = plan.alternatives[0]
+    assert (beside.label, beside.candidate.setup.kernels) == ("with liger-kernel", "liger")
+    assert any(f"pip install liger-kernel=={TESTED[LIGER]}" in note for note in plan.notes)
+    asked = plan_workload(replace(here, fixed={"kernels": ("liger",)}))
+    assert isinstance(asked, Plan)
+    assert asked.chosen.setup.kernels == "liger"
 
 
 def test_the_walk_holds_the_families_asked_for() -> None:

@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import ExitStack
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -95,6 +96,9 @@ def test_a_machine_without_amds_library_has_no_gpu_and_prints_nothing(
     with nvml() as module:
         assert module is None
     assert capsys.readouterr().out == ""
+    monkeypatch.setitem(sys.modules, "amdsmi", ModuleType("amdsmi"))  # a folder of that name on the path
+    with nvml() as module:
+        assert module is None
     machine(monkeypatch, Card(), initialises=False)
     with nvml() as module:
         assert module is None

@@ -18,11 +18,12 @@ from search_cases import problem, scenario
 from benchmarks.synthetic_gpu import SyntheticGpu
 from planner.outcome import Evidence
 from planner.setup import TrainSetup
+from search import run
 from search.dimensions import key_of
-from search.run import search
 from search.stopping import Budget
 
 HEARTBEAT_S, GRACE_S = 1, 3600
+run.MAX_RECORDED_EXCLUSIONS = 2  # each is a trial like any other, with its writes
 
 
 def main(storage: str, log: str, gates: str, max_probes: str, margin: str) -> None:
@@ -45,7 +46,7 @@ def main(storage: str, log: str, gates: str, max_probes: str, margin: str) -> No
         write("end", setup)
         return evidence
 
-    result = search(
+    result = run.search(
         problem(),
         evaluate,
         storage=storage,

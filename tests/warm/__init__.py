@@ -10,17 +10,22 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PROGRAMS = ("python", "accelerate", "torchrun", "trl")
+PYTHONS = ("python", "python3")
+PROGRAMS = (*PYTHONS, "accelerate", "torchrun", "trl")
+LIBRARIES = (
+    "torch", "torch.distributed.run", "transformers", "transformers.trainer", "peft", "datasets", "trl", "trl.cli",
+    "trl.scripts.sft", "accelerate.commands.launch",
+)  # fmt: skip
 
 
 @contextmanager
-def programs() -> Iterator[Path]:
-    """A directory for PATH in which Python and the launchers start as forks of one server."""
+def programs(libraries: Sequence[str] = LIBRARIES) -> Iterator[Path]:
+    """A directory for PATH in which Python and the launchers start as forks of one server that has imported these."""
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("PYTHONPATH", None)
     with tempfile.TemporaryDirectory(prefix="warm-") as folder:
@@ -29,7 +34,7 @@ def programs() -> Iterator[Path]:
             program = Path(folder) / name
             program.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {HERE}/client.py {path} {name} "$@"\n')
             program.chmod(0o755)
-        command = [sys.executable, "-P", str(HERE / "server.py"), str(path)]
+        command = [sys.executable, "-P", str(HERE / "server.py"), str(path), *libraries]
         log = Path(folder) / "log"
         with (
             log.open("w") as errors,

@@ -1,4 +1,4 @@
-"""`server.py SOCKET`: forks itself for every client, until its input ends. See the package."""
+"""`server.py SOCKET LIBRARY...`: forks itself for every client, until its input ends. See the package."""
 
 import gc
 import importlib
@@ -13,11 +13,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-LIBRARIES = (
-    "torch", "torch.distributed.run", "transformers", "transformers.trainer", "peft", "datasets", "trl", "trl.cli",
-    "trl.scripts.sft", "accelerate.commands.launch",
-)  # fmt: skip
 
 
 def serve(path: str) -> dict[str, Any] | None:
@@ -93,25 +88,27 @@ def run(programs: Path, job: dict[str, Any]) -> None:
     os.environ.update(job["env"])
     sys.executable = str(programs / "python")
     program, *words = job["argv"]
-    if program != "python":
+    if program not in ("python", "python3"):
         words.insert(0, str(Path(sys.prefix) / "bin" / program))
     flags = []
     while words[0] in ("-u", "-P"):
         flags.append(words.pop(0))
     sys.path[:0] = [part for part in job["env"].get("PYTHONPATH", "").split(os.pathsep) if part]
     site.execsitecustomize()
-    is_module = words[0] == "-m"
-    sys.argv = words[is_module:]
+    is_module, is_text = words[0] == "-m", words[0] == "-c"
+    sys.argv = words[is_module:] if not is_text else ["-c", *words[2:]]
     if "-P" not in flags and not job["env"].get("PYTHONSAFEPATH"):
-        sys.path.insert(0, job["cwd"] if is_module else str(Path(words[0]).resolve().parent))
-    if is_module:
+        sys.path.insert(0, job["cwd"] if is_module or is_text else str(Path(words[0]).resolve().parent))
+    if is_text:
+        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+    elif is_module:
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(words[0], run_name="__main__")
 
 
 if __name__ == "__main__":
-    for library in LIBRARIES:
+    for library in sys.argv[2:]:
         importlib.import_module(library)
     gc.collect()
     gc.freeze()

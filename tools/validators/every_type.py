@@ -1,105 +1,228 @@
-"""Lets LLaMA-Factory load a tiny model of every type of the catalogue by the file emitted for it. Run inside its venv.
+"""Lets a tool load a tiny model of every type of the catalogue by the file emitted for it: every_type.py TOOL
 
-Its own loading code takes the attention (flash attention said to be installed), the class and the LoRA targets; the
-attention that runs, the class and the number of trained parameters have to be the planned ones. Prints how many of how
-many were accepted, and each refusal. Exit 1 when one was refused.
+Run inside the tool's venv. Its own loading code takes the attention (flash attention said to be installed), the class,
+the quantization and the LoRA targets; the attention that runs, the class, the kind of matrices, the number and data
+type of trained parameters have to be the planned ones. Prints how many of how many were accepted, and each refusal.
+Exit 1 when one was refused.
 """
 
+import io
+import logging
 import os
 import sys
 import tempfile
 import warnings
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from itertools import cycle, product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
+os.environ |= {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "LLAMAFACTORY_VERBOSITY": "ERROR"}
+
+import torch
+import transformers
 import yaml
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-os.environ["LLAMAFACTORY_VERBOSITY"] = "ERROR"
 
-import llamafactory.hparams.parser as parser  # noqa: E402
-import torch  # noqa: E402
-import transformers  # noqa: E402
-import transformers.training_args as arguments  # noqa: E402
-from llamafactory.model import loader  # noqa: E402
-
-from planner.exporters.llamafactory import TARGET, export  # noqa: E402
+from planner.exporters import EXPORTERS  # noqa: E402
 from planner.gpus import find_gpu  # noqa: E402
 from planner.kernels import supported_attentions  # noqa: E402
 from planner.models import catalogue  # noqa: E402
 from planner.models.targets import num_lora_params  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
-from tests.launch.tiny_models import TYPES, tiny_config, tiny_request, tiny_spec  # noqa: E402
+from tests.launch.tiny_models import (  # noqa: E402
+    TYPES,
+    save_tiny,
+    tiny_config,
+    tiny_request,
+    tiny_spec,
+    tokenizer,
+)
 
 RANK = 4
 NAMES = {"eager": "eager", "sdpa": "sdpa", "flash-attention-2": "flash_attention_2"}
+DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
+Load = Callable[[Path, str], Any]
 
 
-def say_that_everything_is_installed() -> None:
-    """What only a GPU machine has."""
+def axolotl() -> Load:
+    """Its reader of a config file and its ModelLoader, from a checkpoint on disk."""
+    import axolotl.cli.config as config
+    from axolotl.loaders.model import ModelLoader
+
+    capabilities = {"bf16": True, "fp8": False, "tf32": True, "n_gpu": 1, "n_node": 1, "compute_capability": "sm_90"}
+    config.gpu_capabilities = lambda: (capabilities, {"torch_version": "2.13.0"})
+
+    def load(file: Path, kind: str) -> Any:
+        if not Path(kind).exists():
+            save_tiny(kind, Path(kind))
+        return ModelLoader(config.load_cfg(str(file)), tokenizer()).load()[0]
+
+    return load
+
+
+def llamafactory() -> Load:
+    """Its parser and loader, from the configuration alone."""
+    import llamafactory.hparams.parser as parser
+    import transformers.training_args as arguments
+    from llamafactory.model import loader
+
     arguments.is_torch_bf16_gpu_available = lambda: True
     parser.is_torch_bf16_gpu_available = lambda: True
+
+    def load(file: Path, kind: str) -> Any:
+        model_args, _, _, tuning, _ = parser.get_train_args(yaml.safe_load(file.read_text()))
+        config = transformers.AutoConfig.for_model(**tiny_config(TYPES[kind]))
+        loader.load_config = lambda _: config
+        model_args.train_from_scratch = True
+        nobody: Any = SimpleNamespace(init_kwargs={})
+        with torch.device("meta"):
+            return loader.load_model(nobody, model_args, tuning, is_trainable=True)
+
+    return load
+
+
+def unsloth() -> Load:
+    """Its `FastLanguageModel`, by the lines of the script before it reads data. It wants a GPU as it is imported."""
+    import unsloth
+
+    def load(file: Path, kind: str) -> Any:
+        assert unsloth
+        if not Path(kind).exists():
+            save_tiny(kind, Path(kind))
+        scope: dict[str, Any] = {}
+        exec(file.read_text().partition("\nkind = ")[0], scope)
+        return scope["model"]
+
+    return load
+
+
+class Tool(NamedTuple):
+    """How a tool loads, and what it is shown.
+
+    Attributes:
+        crossed: LoRA with every attention times both sets of targets; else each of them once.
+        more: setups beside those; `llama_more` with Llama alone, because they do not depend on the model.
+    """
+
+    load: Callable[[], Load]
+    crossed: bool = False
+    more: tuple[dict[str, Any], ...] = ()
+    llama_more: tuple[dict[str, Any], ...] = ()
+
+
+TOOLS = {
+    "axolotl": Tool(
+        load=axolotl,
+        more=(
+            {"method": "qlora", "quantization": "nf4-double"},
+            {"method": "full", "lora_rank": 0, "precision": "bf16-pure"},
+        ),
+        llama_more=(
+            {"method": "qlora", "quantization": "nf4"},
+            {"method": "qlora", "quantization": "int8"},
+            {"adapter_dtype": "bf16", "precision": "bf16-pure"},
+        ),
+    ),
+    "llamafactory": Tool(load=llamafactory, crossed=True),
+    "unsloth": Tool(load=unsloth),
+}
+
+
+def say_that_flash_attention_is_installed() -> None:
+    """What only a GPU machine has."""
+    from transformers import PreTrainedModel, modeling_flash_attention_utils, modeling_utils
+
     transformers.utils.is_flash_attn_2_available = lambda: True
-    transformers.PreTrainedModel._flash_attn_can_dispatch = lambda *args, **kwargs: True
-    transformers.modeling_utils.lazy_import_flash_attention = lambda *args, **kwargs: None
+    PreTrainedModel._flash_attn_can_dispatch = lambda *args, **kwargs: True
+    PreTrainedModel._flash_attn_import_error = lambda *args, **kwargs: None
+    modeling_utils.lazy_import_flash_attention = lambda *args, **kwargs: None
+    for row in getattr(modeling_flash_attention_utils, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", {}).values():
+        row["general_availability_check"] = lambda: True
 
 
-def check(kind: str, attention: str, targets: str) -> str:
+def setups(kind: str, tool: Tool) -> Iterator[TrainSetup]:
+    """What the tool is shown of one model type."""
+    spec = catalogue.load(TYPES[kind].model_id)
+    assert spec is not None
+    attentions = supported_attentions(spec, find_gpu("h100-sxm"))
+    sets = ("all-linear", "attention")
+    pairs = product(attentions, sets) if tool.crossed else zip((*attentions, *attentions[:1]), cycle(sets))
+    base: dict[str, Any] = {"loss": "full", "lora_rank": RANK, "seq_len_tokens": 16}
+    for attention, targets in pairs:
+        yield TrainSetup(**{**base, "attention": attention, "lora_targets": targets})
+    for fields in (*tool.more, *(tool.llama_more if kind == "llama" else ())):
+        yield TrainSetup(**{**base, "attention": attentions[0], **fields})
+
+
+def check(tool: str, load: Load, kind: str, setup: TrainSetup) -> str:
     """Loads the tiny model as the file says; why our exporter refuses, "" where the tool did what was planned."""
-    setup = TrainSetup(attention=attention, loss="full", lora_rank=RANK, lora_targets=targets, seq_len_tokens=16)
-    launch = export(tiny_request(kind, setup))
+    launch = EXPORTERS[tool](tiny_request(kind, setup))
     if launch.refused:
         return launch.refused
-    with tempfile.TemporaryDirectory() as name:
-        for file in launch.files:
-            path = Path(name) / "launch" / file.path
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(file.text)
-        values = yaml.safe_load((Path(name) / "launch" / launch.files[0].path).read_text())
-        model_args, _, _, tuning, _ = parser.get_train_args(values)
-    raw = tiny_config(TYPES[kind])
-    config = transformers.AutoConfig.for_model(**raw)
-    loader.load_config = lambda _: config
-    model_args.train_from_scratch = True  # from the configuration alone
-    tokenizer: Any = SimpleNamespace(init_kwargs={})
-    with torch.device("meta"):
-        model = loader.load_model(tokenizer, model_args, tuning, is_trainable=True)
-    base = model.get_base_model()
+    for file in launch.files:
+        path = Path("launch") / file.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(file.text)
+    model = load(Path("launch") / launch.files[0].path, kind)
+    runs = launch.runs_as(setup)
+    base = model.get_base_model() if setup.lora_rank else model
     assert type(base).__name__ == TYPES[kind].built_class, f"{type(base).__name__}, not {TYPES[kind].built_class}"
-    runs = base.config._attn_implementation
-    assert runs == NAMES[attention], f"{runs} runs, not {attention}"
-    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
-    planned = num_lora_params(tiny_spec(kind), targets, RANK)
-    assert trained == planned, f"{trained} parameters train, not {planned} ({targets})"
+    attention = base.config._attn_implementation
+    assert attention == NAMES[runs.attention], f"{attention} runs, not {runs.attention}"
+    trained = [one for one in model.parameters() if one.requires_grad]
+    num = sum(one.numel() for one in trained)
+    if setup.lora_rank:
+        planned = num_lora_params(tiny_spec(kind), setup.lora_targets, RANK)
+        assert num == planned, f"{num} parameters train, not {planned} ({setup.lora_targets})"
+    else:
+        assert len(trained) == len(list(model.parameters())), "some parameters are frozen"
+    if tool == "llamafactory":  # casts them as it prepares training, not while it loads
+        return ""
+    dtype = runs.resolved_adapter_dtype if setup.lora_rank else runs.weight_dtype
+    assert {str(one.dtype) for one in trained} == {DTYPES[dtype]}, (
+        f"{ {str(one.dtype) for one in trained} }, not {dtype}"
+    )
+    classes = {type(getattr(one, "base_layer", one)).__name__ for one in model.modules() if hasattr(one, "lora_A")}
+    matrix = {"none": "Linear", "int8": "Linear8bitLt"}.get(runs.quantization, "Linear4bit")
+    wrong = [one for one in classes if "Linear" in one and one != matrix]
+    assert not wrong, f"{wrong}, not {matrix}"
     return ""
 
 
-def main() -> int:
-    say_that_everything_is_installed()
+def main(tool: str) -> int:
+    load = TOOLS[tool].load()
+    say_that_flash_attention_is_installed()
     accepted, refused, failures = 0, Counter[str](), []
-    for kind, entry in sorted(TYPES.items()):
-        spec = catalogue.load(entry.model_id)
-        assert spec is not None
-        for attention in supported_attentions(spec, find_gpu("h100-sxm")):
-            for targets in ("all-linear", "attention"):
+    kinds = sys.argv[2:] or sorted(TYPES)
+    logging.disable(logging.WARNING)
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        for kind in kinds:
+            for setup in setups(kind, TOOLS[tool]):
                 try:
-                    with warnings.catch_warnings():
+                    with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
                         warnings.simplefilter("ignore")
-                        reason = check(kind, attention, targets)
+                        reason = check(tool, load, kind, setup)
                 except (Exception, SystemExit) as error:
-                    failures.append(f"{kind} {attention} {targets}: {type(error).__name__}: {str(error)[:300]}")
+                    words = f"{setup.method} {setup.quantization} {setup.attention} {setup.lora_targets}"
+                    failures.append(f"{kind} {words}: {type(error).__name__}: {str(error)[:300]}")
                 else:
-                    refused.update([kind] * bool(reason))
+                    refused.update([f"{kind}: {reason}"] * bool(reason))
                     accepted += not reason
     words = f"{accepted} accepted, {len(failures)} refused by the tool, {refused.total()} not expressible"
-    print(f"{TARGET}, {len(TYPES)} model types: {words} ({', '.join(refused)})")
+    print(f"{tool}, {len(kinds)} model types: {words}")
+    for reason, num in refused.items():
+        print(f"  not expressible ({num}): {reason}")
     for failure in failures:
         print(f"  {failure}")
     return 1 if failures else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1]))

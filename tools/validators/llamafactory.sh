@@ -10,5 +10,5 @@ if [ ! -e "$VENV/ready" ]; then
     touch "$VENV/ready"
 fi
 "$VENV/bin/python" tools/validators/snapshot.py llamafactory
-"$VENV/bin/python" tools/validators/every_type.py
+"$VENV/bin/python" tools/validators/every_type.py llamafactory
 exec "$VENV/bin/python" tools/validators/validate.py llamafactory "$@"

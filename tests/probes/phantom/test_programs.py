@@ -21,6 +21,7 @@ from probes.phantom.cuda import Refused
 from probes.phantom.loading import _mirrored
 from probes.phantom.mode import Phantom
 from probes.phantom.session import phantom_gpu
+from tests.whole import these
 
 CARD = card_of(find_gpu("rtx-4090"))
 
@@ -175,7 +176,12 @@ def test_copies_that_unsloth_publishes_are_quantized_as_their_name_says() -> Non
         _mirrored("unsloth/Llama-3.1-8B-unsloth-bnb-4bit")
 
 
-@pytest.mark.parametrize("index", [0, *(pytest.param(index, marks=pytest.mark.slow) for index in range(1, len(RUNS)))])
+PAIRS = (0, 2, 4, 5)
+"""Runs in which each size of the smaller two, method, length, batch and both ways of checkpointing occur."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", these(PAIRS, range(len(RUNS))))
 def test_a_public_program_holds_what_its_author_measured(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """DaoyuanLi2816/can-i-finetune-this@053ce9e benchmarks/results: an RTX 4080 (benchmarks/trace_published.py)."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

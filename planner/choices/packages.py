@@ -1,0 +1,35 @@
+"""Which choices need a package beside a plain stack of torch, transformers, TRL, peft and bitsandbytes."""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+from planner.choices.kernels import KERNELS, LIGER
+from planner.choices.losses import LOSSES
+from planner.setup import TrainSetup
+
+FLASH = "flash-attn"
+TESTED = {LIGER: "0.8.5"}
+"""The version whose own code was run here (tools/liger_parts.py, benchmarks/trace_liger.py)."""
+PACKAGED: Mapping[str, Mapping[object, str]] = {
+    "loss": {name: LIGER for name, row in LOSSES.items() if row.triton},
+    "attention": {"flash-attention-2": FLASH},
+    "kernels": {name: row.package or "another tool" for name, row in KERNELS.items() if row.triton},
+}
+"""Field of a setup -> its values that need a package -> the package."""
+_MODULES = {LIGER: "liger_kernel", FLASH: "flash_attn"}
+
+
+def absent_packages() -> tuple[str, ...]:
+    """Those that cannot be imported here."""
+    return tuple(name for name, module in _MODULES.items() if find_spec(module) is None)
+
+
+def packages_of(setup: TrainSetup) -> list[str]:
+    """Those that the choices of a setup need."""
+    needs = (packages.get(getattr(setup, name)) for name, packages in PACKAGED.items())
+    return [name for name in dict.fromkeys(needs) if name]
+
+
+def requirement(package: str) -> str:
+    """As pip takes it: with the tested version where there is one."""
+    return f"{package}=={TESTED[package]}" if package in TESTED else package

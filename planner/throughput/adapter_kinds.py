@@ -1,0 +1,112 @@
+"""The work that other adapters than LoRA add to a step: bytes, flops and kernels, counted from peft's own code.
+
+No run with any of them was compared: what is counted here stands in the speed's band in full (`Family.unmeasured_s`).
+"""
+
+from dataclasses import dataclass
+
+from planner.choices.adapters import block_size
+from planner.memory.dtypes import SIZE_BYTES, Flow
+from planner.memory.trained import kind_linears, trained_parameters
+from planner.models.spec import LinearSpec, ModelSpec
+from planner.setup import TrainSetup
+from planner.throughput.counts import Moved, adapter_traffic
+from planner.throughput.lora import adapted_linears
+
+_NOTHING = Moved(forward_bytes=0.0, backward_bytes=0.0, forward_kernels=0.0, backward_kernels=0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KindWork:
+    """What one kind of adapter adds.
+
+    Attributes:
+        moved: bytes per token and kernels per micro-batch.
+        flops: of thin products in the forward, per token.
+        passes: how often those are done: forward, the input's gradient, the trained matrices' gradients.
+        constant_bytes: moved in every forward whatever the tokens (DoRA's norms).
+        params: trained elements; `tensors`: trained tensors.
+        modules: adapted modules.
+    """
+
+    moved: Moved
+    flops: float
+    passes: float
+    constant_bytes: float
+    params: float
+    tensors: int
+    modules: int
+
+
+def kind_work(model: ModelSpec, setup: TrainSetup, flow: Flow) -> KindWork:
+    """The work of the setup's adapter.
+
+    Source: peft 0.21 `tuners/lora/dora.py`, `tuners/adalora/layer.py`, `tuners/vera/layer.py`, `tuners/ia3/layer.py`,
+    `tuners/oft/layer.py`: one read and one write per element-wise operation, in its own types.
+    Not counted: the rotations' own small products (OFT), the network of P-tuning (once per step), copies of norms.
+    """
+    kind, rank = setup.adapter, setup.lora_rank
+    params = float(trained_parameters(model, setup).num)
+    if not setup.kind.adapts_matrices:
+        return KindWork(
+            moved=_NOTHING,
+            flops=0.0,
+            passes=0.0,
+            constant_bytes=0.0,
+            params=params,
+            tensors=2 * model.num_layers if setup.kind.form == "norms" else 1,
+            modules=0,
+        )
+    kind_linears(model, kind, setup.lora_targets)  # refuses stacked experts
+    linears, _, modules = adapted_linears(model, setup.lora_targets)
+    narrow, wide = SIZE_BYTES[flow.autocast or flow.adapter], SIZE_BYTES[flow.adapter]
+    inside = sum(count * one.in_features for one, count in linears)
+    outside = sum(count * one.out_features for one, count in linears)
+    lora = _NOTHING
+    flops = constant = 0.0
+    passes, tensors = 3.0, 2
+    if kind in ("dora", "adalora"):
+        lora = adapter_traffic(linears, flow, dropout=setup.lora_dropout > 0, fused=False)
+        flops, tensors = 2.0 * rank * (inside + outside), 3
+    if kind == "dora":  # two products with a row, a scaling, two sums
+        forward, operations = outside * (4 * (narrow + wide) + 3 * wide), 14
+        constant = sum(count * norm_bytes(one, flow) for one, count in linears)
+    elif kind == "adalora":  # a scaling and a division into fp32
+        forward, operations = outside * (2 * narrow + 3 * 4), 4
+    elif kind == "vera":  # two thin products, each scaled by a vector
+        flops, passes = 2.0 * rank * (inside + outside), 2.0
+        forward, operations = outside * (4 * narrow + 3 * wide) + inside * 2 * narrow, 8
+        constant = sum(count * rank * (one.in_features + one.out_features) * (4.0 + narrow) for one, count in linears)
+    elif kind == "ia3":
+        scaled = sum(count * (one.in_features if one.role == "down" else one.out_features) for one, count in linears)
+        forward, operations, tensors = scaled * (2 * narrow + 3 * wide), 3, 1
+    else:  # oft: to the rotation's type and back, the rotation, its copy into the old order
+        flops = 2.0 * sum(count * one.in_features * block_size(one.in_features, rank) for one, count in linears)
+        forward, operations, tensors = inside * (4 * (narrow + wide) * (wide != narrow) + 4 * narrow), 16, 1
+    moved = Moved(
+        forward_bytes=lora.forward_bytes + forward,
+        backward_bytes=lora.backward_bytes + 2.0 * forward,
+        forward_kernels=lora.forward_kernels + modules * operations,
+        backward_kernels=lora.backward_kernels + 2 * modules * operations,
+    )
+    return KindWork(
+        moved=moved,
+        flops=flops,
+        passes=passes,
+        constant_bytes=constant,
+        params=params,
+        tensors=tensors * modules,
+        modules=modules,
+    )
+
+
+def norm_bytes(linear: LinearSpec, flow: Flow) -> float:
+    """Bytes that DoRA moves to find one matrix's norms: the identity made, cast and read, the product written, brought
+    to the input's type, scaled, added to the weight and read again.
+
+    Source: peft 0.21 `tuners/lora/dora.py` get_lora_weight, get_weight_norm.
+    """
+    size, narrow = SIZE_BYTES[flow.adapter], SIZE_BYTES[flow.autocast or flow.adapter]
+    identity = linear.in_features**2 * (size + (size + narrow) * (size != narrow) + narrow)
+    casts = 2 * (size + narrow) * (size != narrow)
+    return float(identity + linear.in_features * linear.out_features * (narrow + casts + 6 * size))

@@ -1,0 +1,68 @@
+"""Every kind of adapter as peft itself builds it: how many parameters it trains, and the memory of a step with it."""
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from planner.choices.adapters import ADAPTERS  # noqa: E402
+from planner.errors import SetupError  # noqa: E402
+from planner.exporters import EXPORTERS  # noqa: E402
+from planner.interchange import setup_from_dict  # noqa: E402
+from planner.memory.trained import trained_parameters  # noqa: E402
+from planner.models.adapters import spec_from_config  # noqa: E402
+from probes.stack.adapters import add_adapters  # noqa: E402
+from tests.planner.launch_sweep import request  # noqa: E402
+from tests.probes.dryrun_small import small_config  # noqa: E402
+from tests.probes.meta_models import build_on_meta  # noqa: E402
+
+TYPES = ("llama", "qwen3", "gemma2", "phi3", "gpt2", "gpt_neox")
+"""Six ways to name and shape a layer: grouped keys, norms of heads, a width of heads of its own, fused matrices, Conv1D
+with biases, LayerNorm with a parallel block."""
+
+
+def test_trained_parameters_equal_pefts_of_every_kind() -> None:
+    """All kinds on six model types; the model is built once per type and peft's wrapping is undone by building anew."""
+    for model_type in TYPES:
+        config = small_config(model_type)
+        spec = spec_from_config(config, model_id=model_type, source="test")
+        for kind, row in ADAPTERS.items():
+            setup = setup_from_dict(
+                {
+                    "adapter": kind,
+                    "checkpointing": row.checkpointing,
+                    "lora_rank": 6 if row.size else 0,
+                    **({"method": "qlora"} if "none" not in row.quantizations else {}),
+                }
+            )
+            if kind == "oft" and model_type == "gpt2":  # neither side takes Conv1D
+                with pytest.raises(SetupError, match="Conv1D"):
+                    trained_parameters(spec, setup)
+                continue
+            with torch.device("meta"):
+                wrapped = add_adapters(build_on_meta(config), setup)
+            real = sum(one.numel() for one in wrapped.parameters() if one.requires_grad)
+            assert trained_parameters(spec, setup).num == real, (model_type, kind)
+
+
+def test_the_scripts_own_lines_train_as_many_parameters() -> None:
+    """The configuration that a launch script of transformers holds, given to peft."""
+    import peft
+
+    config = small_config("llama")
+    spec = spec_from_config(config, model_id="llama", source="test")
+    for kind, row in ADAPTERS.items():
+        targets = {"lora_targets": ["k_proj", "v_proj", "down_proj"]} if kind == "ia3" else {}
+        if kind == "adalora" or "none" not in row.quantizations:
+            continue
+        setup = setup_from_dict({"adapter": kind, "checkpointing": row.checkpointing, "loss": "full", **targets})
+        text = EXPORTERS["hf"](request(setup, model=spec)).files[0].text
+        name = "lora" if row.form == "low-rank" else "adapter"
+        lines = text[text.index(f"\n{name} = ") :]
+        made: dict[str, Any] = {}
+        exec(lines[: lines.index("\n)\n") + 3].replace("pissa_niter_16", "gaussian"), vars(peft), made)
+        with torch.device("meta"):
+            wrapped = peft.get_peft_model(build_on_meta(config), made[name])
+        real = sum(one.numel() for one in wrapped.parameters() if one.requires_grad)
+        assert trained_parameters(spec, setup).num == real, kind

@@ -1,0 +1,25 @@
+"""Tests that are a product (models x cards x targets) take some of its cases; `TESTS_WHOLE=1` takes them all.
+
+What is left out goes the same way through the code as what is kept; `make whole` runs it, before a release.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+WHOLE = bool(os.environ.get("TESTS_WHOLE"))
+Case = TypeVar("Case")
+
+
+def some(cases: Sequence[Case], step: int) -> Sequence[Case]:
+    """Every `step`-th case."""
+    return cases if WHOLE else cases[::step]
+
+
+def these(chosen: Iterable[Case], cases: Sequence[Case]) -> Sequence[Case]:
+    """The cases that were chosen by hand, in their order."""
+    if WHOLE:
+        return cases
+    kept = list(chosen)
+    assert all(case in cases for case in kept), kept
+    return [case for case in cases if case in kept]
