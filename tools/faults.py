@@ -76,7 +76,7 @@ def tune(words: list[str]) -> int:
 
 
 def fail_at(number: int) -> None:
-    """From write `number` on, three writes find the disk full; a journal's line gets half on the disk."""
+    """From write `number` on (0: never), three writes find the disk full; a journal's line gets half on the disk."""
     import errno
 
     from optuna.storages.journal import JournalFileBackend
@@ -90,7 +90,8 @@ def fail_at(number: int) -> None:
 
     def full() -> bool:
         count[0] += 1
-        return number <= count[0] < number + 3
+        note("write", str(count[0]))
+        return 0 < number <= count[0] < number + 3
 
     def guarded(write: Callable[..., Any]) -> Callable[..., Any]:
         def guard(*arguments: Any, **named: Any) -> Any:
@@ -331,19 +332,19 @@ def judge(row: Row, one: Search, out: str, calm: Answer, *, same: bool) -> None:
         row.notes.append(f"{row.name}: lost {lost}, twice {twice}, wrong {wrong} in {one.folder.name}")
 
 
-def undisturbed(base: Path) -> tuple[Answer, float]:
-    """The answer that nothing disturbed, and the seconds until its first probe."""
+def undisturbed(base: Path) -> tuple[Answer, float, int]:
+    """The answer that nothing disturbed, the seconds until its first probe, and how often it wrote."""
     one = Search(base / "calm")
     start = time.monotonic()
-    process = one.start()
+    process = one.start(**{FAULT_AT: "0"})
     one.wait_for("start", 1, process)
     until_probe_s = time.monotonic() - start
     code, out, errors = one.end(process)
     if code != 0:
         raise SystemExit(f"the undisturbed search ended with {code}:\n{errors}")
-    calm = answer_of(out)
+    calm, writes = answer_of(out), one.lines("write")
     one.close()
-    return calm, until_probe_s
+    return calm, until_probe_s, writes
 
 
 def killed(row: Row, one: Search, calm: Answer, start_s: float, most: int, dice: random.Random, *, same: bool) -> None:
@@ -511,7 +512,7 @@ def restarted(row: Row, one: Search, server: "Postgres | Proxy", calm: Answer, d
 
 def rows(options: argparse.Namespace, base: Path) -> Iterator[Row]:
     """The table, line by line."""
-    calm, start_s = undisturbed(base)
+    calm, start_s, writes = undisturbed(base)
     each = -(-options.kills // 4)
     record = Record(options.record, options.seconds)
 
@@ -563,7 +564,7 @@ def rows(options: argparse.Namespace, base: Path) -> Iterator[Row]:
             if "proxy restarted" in wanted:
                 yield restarts("proxy restarted", proxy)
     if "full disk" in wanted:
-        yield record.each("full disk", full, lambda row, number: number < options.writes)
+        yield record.each("full disk", full, lambda row, number: number < (options.writes or writes))
     if "read-only home" in wanted:
         yield record.each("read-only home", read_only, lambda row, number: number < 1)
 
@@ -572,7 +573,7 @@ def main() -> int:
     """0 when the last three columns are 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=NUM_KILLS, help="over journal, SQLite, PostgreSQL and gRPC")
-    parser.add_argument("--writes", type=int, default=90, help="writes of one search that find the disk full, in turn")
+    parser.add_argument("--writes", type=int, default=0, help="only the first so many find the disk full")
     parser.add_argument("--restarts", type=int, default=5, help="of the database, and of the proxy")
     parser.add_argument("--only", action="append", default=[], choices=ROWS, help="a line; repeat for several")
     parser.add_argument("--record", type=Path, default=None, help="JSON lines of the studies; those in it stand")
