@@ -22,6 +22,6 @@ mutants: # 200 planted faults, each against its room's tests (docs/faults.md)
 	$(PY) tools/mutation.py
 faults: # kills, full disks, read-only homes and restarted databases under real searches (docs/faults.md)
 	$(PY) tools/faults.py
-audit: # known vulnerabilities of the tested set; a venv of its own, so that the set stays as tested
+audit: # known vulnerabilities of the tested set; a venv of its own; --strict: what could not be asked about is no pass
 	test -x .audit/bin/pip-audit || { $(PY) -m venv .audit && .audit/bin/python -m pip install --quiet pip-audit; }
-	.audit/bin/pip-audit -r constraints.txt --no-deps --disable-pip
+	.audit/bin/pip-audit -r constraints.txt --no-deps --disable-pip --strict

@@ -7,17 +7,24 @@ cd "$(dirname "$0")/.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 .venv/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --dest "$work" -r constraints.txt
-{
-    echo "# $(.venv/bin/python -V), $(uname -sm); made by tools/hashes.sh from constraints.txt"
-    for file in "$work"/*; do
-        .venv/bin/python - "$file" <<'PY'
-import hashlib, re, sys
+.venv/bin/python - "$work" <<'PY'
+import hashlib, platform, re, sys
 from pathlib import Path
-path = Path(sys.argv[1])
-name, version = re.match(r"(.+?)-(\d[^-]*?)(?:-|\.tar\.gz$|\.zip$)", path.name).groups()
-print(f"{name.replace('_', '-').lower()}=={version.partition('+')[0]} --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}")
+
+def plain(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+lines = [line.split("#")[0].strip() for line in Path("constraints.txt").read_text().splitlines()]
+wanted = {plain(name): version for name, _, version in (line.partition("==") for line in lines if line)}
+found = {}
+for path in sorted(Path(sys.argv[1]).iterdir()):
+    name, version = re.match(r"(.+?)-(\d[^-]*?)(?:-|\.tar\.gz$|\.zip$)", path.name).groups()
+    assert wanted[plain(name)] == version.partition("+")[0], path.name
+    found[plain(name)] = hashlib.sha256(path.read_bytes()).hexdigest()
+if missing := sorted(wanted.keys() - found.keys()):
+    sys.exit(f"no file for {', '.join(missing)}")
+head = f"# Python {platform.python_version()}, {platform.system()} {platform.machine()}; made by tools/hashes.sh from constraints.txt\n"
+text = "".join(f"{name}=={wanted[name]} --hash=sha256:{found[name]}\n" for name in sorted(found))
+Path("requirements.lock").write_text(head + text)
+print(f"requirements.lock: {len(found)} of {len(wanted)}")
 PY
-    done
-} >"$work/lock"
-mv "$work/lock" requirements.lock
-wc -l requirements.lock

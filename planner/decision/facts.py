@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from heapq import nlargest
 from types import MappingProxyType
 from typing import Any
@@ -57,6 +58,12 @@ def simplicity(setup: TrainSetup) -> int:
     )
 
 
+@lru_cache(maxsize=1 << 14)
+def _simplicity(shared: TrainSetup, attention: str, loss: str, optimizer: str) -> int:
+    """That of a walked point, which is asked for again and again."""
+    return simplicity(shared.trusted_with(attention=attention, loss=loss, optimizer=optimizer))
+
+
 def node_of_setup(setup: TrainSetup) -> str:
     """The node of the tree that a setup belongs to."""
     if setup.method != "qlora":
@@ -96,7 +103,8 @@ class NodeFacts:
             return None
 
         def preference(point: Point) -> tuple[bool, int, int]:
-            return not self.surely_fits(point), simplicity(point.family), point.peak_device_bytes
+            simple = _simplicity(point.shared, point.attention, point.loss, point.optimizer)
+            return not self.surely_fits(point), simple, point.peak_device_bytes
 
         return min(near_fastest([entry[2] for entry in entries], PREFERENCE_FRACTION), key=preference)
 
@@ -121,14 +129,17 @@ def collect_into(
     """Adds the walked points to the facts that `facts_of` gives for what they share."""
     shared = node = attention = None
     surely_bytes = 0.0
+    known: dict[str, float] = {}
     for index, point in enumerate(points):
         if point.shared is not shared or node is None:  # points come in runs that share their branch
             shared = point.shared
-            node, attention = facts_of(shared), None
+            node, attention, known = facts_of(shared), None, {}
         if point.attention != attention:
             attention = point.attention
-            surely_bytes = budget_bytes / (1 + memory_band(model, shared.trusted_with(attention=attention)))
-            node.surely_bytes[shared, attention] = surely_bytes
+            if attention not in known:
+                band = memory_band(model, shared.trusted_with(attention=attention))
+                known[attention] = node.surely_bytes[shared, attention] = budget_bytes / (1 + band)
+            surely_bytes = known[attention]
         node.walked += 1 + point.beyond
         peak = point.peak_device_bytes
         if point.micro_batch_seqs == 1:

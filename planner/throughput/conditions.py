@@ -1,8 +1,10 @@
 """What a training stack does that no field of `TrainSetup` says: fused kernels, checkpoint flavour, expert loops."""
 
 from dataclasses import dataclass
+from functools import cache
 
 from planner.setup import TrainSetup
+from planner.stacks import Stack
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,12 +47,16 @@ CURRENT = Conditions()
 
 def conditions_of(setup: TrainSetup) -> Conditions:
     """The conditions of a setup's stack (`planner.stacks`): CURRENT for trainers on transformers."""
-    by = setup.by
+    return _conditions_of(setup.by, setup.reentrant_checkpointing)
+
+
+@cache
+def _conditions_of(by: Stack, reentrant: bool) -> Conditions:
     found = Conditions(
         fused_norm_rope=by.fused,
         fused_loss=by.in_place_loss,
         fused_lora=by.fused,
-        reentrant_checkpointing=setup.reentrant_checkpointing,
+        reentrant_checkpointing=reentrant,
         gradient_clipping=by.clips_gradients,
         trainer_overhead=by.trainer_overhead,
     )
