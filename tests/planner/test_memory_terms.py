@@ -11,10 +11,11 @@ from planner.memory.allocator import allocator_gap_bytes, fixed_segments_gap_byt
 from planner.memory.loss import loss_parts
 from planner.memory.micro_batch import activation_parts, step_flow
 from planner.memory.model import predict_memory
+from planner.memory.rank_part import rank_parts
 from planner.memory.step import computing
 from planner.memory.trained import trained_parameters
 from planner.memory.traits import traits_of
-from planner.memory.workspace import cublas_workspace_bytes
+from planner.memory.workspace import cublas_workspace_bytes, dequantized_bytes
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
@@ -219,3 +220,16 @@ def test_modules_to_save_are_embeddings_and_heads() -> None:
     setup = setup_from_dict({"modules_to_save": ["lm_head"]})
     assert setup_to_dict(setup)["modules_to_save"] == ["lm_head"]
     assert "modules_to_save" not in setup_to_dict(TrainSetup())
+
+
+def test_only_quantized_matrices_are_unpacked() -> None:
+    model = load(MODELS[0])
+    linear = model.layer_kinds[0].linears[0]
+    assert dequantized_bytes(linear, TrainSetup(), "bf16") == 0
+    quantized = TrainSetup(method="qlora", quantization="nf4")
+    assert dequantized_bytes(linear, quantized, "bf16") == 2 * linear.in_features * linear.out_features
+
+
+def test_one_gpu_holds_the_first_and_the_last_layer() -> None:
+    (part,) = rank_parts(load(MODELS[0]), TrainSetup())
+    assert (part.first, part.last, part.num_ranks, part.in_flight) == (True, True, 1, 1)

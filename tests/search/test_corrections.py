@@ -146,3 +146,11 @@ def test_the_file_holds_plain_facts(tmp_path: Path) -> None:
     assert item["gpu"] == "test"
     assert item["measured_tokens_per_s"] > item["predicted_tokens_per_s"]
     assert list(tmp_path.glob("corrections.json?*")) == [tmp_path / "corrections.json.lock"]
+
+
+def test_a_file_of_corrections_above_64_mib_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "corrections.json"
+    with open(path, "wb") as file:
+        file.truncate(64 * 1024**2 + 1)
+    with pytest.raises(ConfigError, match="more than the 67,108,864 bytes"):
+        CorrectionStore(path).load("rtx-4090")

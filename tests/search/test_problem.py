@@ -1,12 +1,13 @@
 """What fits and what is out before any probe: the budget decides, not the card, and two bands of doubt."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from search_cases import measurement, problem
 
 from planner.outcome import Candidate, Prediction
-from search.problem import Problem
+from search.problem import Elsewhere, Problem, Result
+from search.stopping import Budget
 
 GIB = 1024**3
 
@@ -53,3 +54,9 @@ def test_a_dry_runs_band_counts_where_there_is_one() -> None:
     fits = replace(candidate.formula, peak_device_bytes=one.budget_bytes)
     assert isinstance(fits, Prediction)
     assert not one.too_large(replace(candidate, dry_run=fits))
+
+
+@pytest.mark.parametrize("kind", [Problem, Result, Elsewhere, Budget])
+def test_values_are_given_by_name(kind: type) -> None:
+    """Two of one type could change places unnoticed: seconds and GPU seconds, speed and memory errors."""
+    assert all(one.kw_only for one in fields(kind))

@@ -1,7 +1,9 @@
 """What the belief learns and which probe it asks for next."""
 
 from dataclasses import replace
-from math import exp, log
+from math import erf, exp, log, sqrt
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +13,8 @@ from benchmarks.synthetic_gpu import SyntheticGpu
 from planner.outcome import FailureKind, ProbeFailure, Rung
 from search.optuna_samplers import SAMPLERS, make_sampler
 from search.problem import Problem, Result
-from search.sampler import Belief, ResidualSampler, acquisition, expected_improvement
-from search.stopping import probability_of_better
+from search.sampler import MIN_PROBABILITY, WORTH, Belief, ResidualSampler, acquisition, expected_improvement
+from search.stopping import _correlated, probability_of_better
 
 
 def best_fitting(belief: Belief) -> int:
@@ -226,3 +228,23 @@ def test_a_setup_that_needs_more_than_the_budget_is_never_best() -> None:
     belief.open[index] = True
     belief.tell(Result(index=index, evidence=measurement(candidate.setup, 1e9, candidate.budget_bytes)))
     assert belief.best is not None
+
+
+def test_among_hopeless_candidates_the_likelier_improvement_decides() -> None:
+    """Nothing fits, so that gains count for next to nothing: 1e-12 of the chance to beat the best is added."""
+    mean, sd, best = np.array([9.4, 9.0]), np.array([0.5, 0.5]), 10.0
+    nothing = np.zeros(2)
+    belief: Any = SimpleNamespace(
+        score_moments=lambda: (mean, sd), probability_fits=lambda: nothing, probability_runs=lambda: nothing,
+        best_score=best,
+    )  # fmt: skip
+    added = acquisition(belief, np.array([True, True])) - MIN_PROBABILITY * expected_improvement(mean, sd, best + WORTH)
+    likely = [0.5 * (1 + erf((one - best) / 0.5 / sqrt(2))) for one in mean]
+    assert added == pytest.approx([1e-12 * one for one in likely], rel=1e-3)
+
+
+def test_two_setups_with_one_error_are_drawn_alike() -> None:
+    """Their covariance is singular: without a little on its diagonal it has no root."""
+    drawn = _correlated(np.random.default_rng(0).standard_normal((100, 2)), np.ones((2, 2)))
+    assert drawn[:, 0] == pytest.approx(drawn[:, 1], abs=0.01)
+    assert drawn[:, 0].std() > 0.5
