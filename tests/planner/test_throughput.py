@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from planner.gpus import find_gpu
+from planner.memory.rank_part import rank_parts
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
@@ -261,3 +262,11 @@ def test_a_familys_key_has_every_field_but_those_it_does_not_know() -> None:
     packed = step_time(llama, A100, setup.with_(packing=True))
     assert packed.parts_s["attention"] != padded.parts_s["attention"]
     assert step_time(llama, A100, setup.with_(loss="liger")).parts_s["attention"] == padded.parts_s["attention"]
+
+
+def test_the_stages_of_a_pipeline_need_the_operations_of_the_whole_model() -> None:
+    """The head is counted in the last stage and nothing in its place in the first."""
+    halves = rank_parts(MISTRAL, TrainSetup(num_gpus=2, pipeline_degree=2))
+    assert [part.last for part in halves] == [False, True]
+    flops = [throughput_profile(one, A100, TrainSetup()).flops(1, 1) for one in (MISTRAL, *(p.model for p in halves))]
+    assert flops[0] == sum(flops[1:])  # whole numbers below 2**53
