@@ -79,9 +79,9 @@ class Browser:
         path.write_bytes(base64.b64decode(picture["data"]))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """One Chromium for all tests of the session."""
+    """One Chromium for all tests of a file: one that only waits still takes a sixth of a core."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
     chromium = next((path for name in CHROMIUM_NAMES if (path := shutil.which(name))), None)
     chromedriver = shutil.which("chromedriver")

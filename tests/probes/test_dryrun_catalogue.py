@@ -1,4 +1,6 @@
-"""Every model type of the catalogue: the real step runs on meta tensors, and no weight is missing or counted twice."""
+"""Model types of the catalogue: the real step runs on meta tensors, and no weight is missing or counted twice.
+
+One type of each way to build a decoder; with TESTS_WHOLE=1 every type."""
 
 import pytest
 
@@ -11,10 +13,26 @@ from probes.dryrun.depths import plan_depth
 from probes.dryrun.engine import full_trace
 from probes.dryrun.startup import collection_paused
 from probes.stack import load_config
+from tests.whole import these
 
 SMALLEST = {one.model_type: one for one in sorted(catalogue.entries(), key=lambda entry: -entry.num_params)}
 FP32_KEPT = {"deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
 """Types with a few parameters that stay fp32 whatever the weights' type is."""
+EACH_WAY = (
+    "bloom",  # ALiBi, queries, keys and values in one matrix
+    "deepseek_v3",  # latent attention
+    "falcon",  # one head of keys
+    "gemma3",  # windows in a pattern, a tower
+    "gemma4",  # layers that share keys and values: none repeats
+    "gpt2",  # Conv1D, positions learned
+    "gpt_oss",  # sinks, experts in one matrix
+    "llama",
+    "llama4",  # dense layers between those with experts
+    "mixtral",
+    "phi3",  # gate and up in one matrix
+    "qwen3_5_moe",  # linear attention and experts
+    "t5",  # an encoder
+)
 
 
 def test_catalogue_has_44_types() -> None:
@@ -22,7 +40,7 @@ def test_catalogue_has_44_types() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", sorted(SMALLEST))
+@pytest.mark.parametrize("model_type", these(EACH_WAY, sorted(SMALLEST)))
 def test_dry_run_completes_and_counts_every_weight(model_type: str) -> None:
     entry = SMALLEST[model_type]
     setup = TrainSetup(seq_len_tokens=64, lora_rank=8)

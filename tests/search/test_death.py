@@ -33,6 +33,7 @@ from search.run import SearchResult
 from search.run import search as run_search
 from search.stopping import Budget
 from search.storage import JOURNAL_NAME, LockLiveness, close_storage, open_storage
+from tests.whole import WHOLE
 
 NUM_RANKED = 2
 NUM_EXCLUSIONS = 2
@@ -213,14 +214,14 @@ def undisturbed_search(storage: str) -> tuple[tuple[object, ...], list[str], int
 
 @pytest.mark.parametrize(
     ("places", "torn", "step"),
-    [("journal", False, 1), ("journal", True, 1), ("sqlite", False, 7)],
+    [("journal", False, 1), ("journal", True, 1), ("sqlite", False, 1 if WHOLE else 13)],
     indirect=["places"],
     ids=["journal", "torn journal", "sqlite"],
 )
 def test_death_at_any_write_and_resumption_is_the_undisturbed_search(
     places: Callable[[], str], torn: bool, step: int
 ) -> None:
-    """On SQLite, where a search takes ten times as long, at every seventh write."""
+    """On SQLite, where a search takes ten times as long, at every thirteenth write, with TESTS_WHOLE=1 at every one."""
     undisturbed, order, num_writes = undisturbed_search(places())
     assert num_writes > 50
     for at in range(0, num_writes, step):
