@@ -162,7 +162,7 @@ _ROWS = (
         trl=None,
         axolotl={"peft_init_lora_weights": "pissa_niter_16"},
         llamafactory={"pissa_init": True},
-        quality="Gemma 7B on GSM8K: 77.7 against LoRA's 74.5 (the paper's abstract)",
+        quality="Mistral 7B on GSM8K: 72.9 % against LoRA's 67.7 % (the paper's abstract, version 3)",
         source="Meng et al. 2024, https://arxiv.org/abs/2404.02948; peft 0.21 tuners/lora/layer.py pissa_init, which "
         "refuses a quantized base",
         **_LOW_RANK,
@@ -190,8 +190,8 @@ _ROWS = (
         trl={"use_dora": True},
         axolotl={"peft_use_dora": True},
         llamafactory={"use_dora": True},
-        quality="commonsense reasoning, average of eight tasks: Llama 7B 78.4 against LoRA's 74.7, Llama 3 8B 85.2 "
-        "against 80.8 (the paper, table 1)",
+        quality="commonsense reasoning, average of eight tasks, Llama 7B: 78.4 against LoRA's 74.7 (the paper, "
+        "table 1)",
         source="Liu et al. 2024, https://arxiv.org/abs/2402.09353; peft 0.21 tuners/lora/dora.py",
         **_LOW_RANK,
     ),
@@ -250,7 +250,7 @@ _ROWS = (
         merges=True,
         config="IA3Config",
         arguments={},
-        quality="the adapter of T-Few: T0-11B on RAFT 75.8 % against GPT-3's 62.7 % few-shot (the paper, table 2)",
+        quality="the adapter of T-Few: 75.8 % on RAFT with T0-11B, 6 points above the best before it (the paper)",
         source="Liu et al. 2022, https://arxiv.org/abs/2205.05638; peft 0.21 tuners/ia3",
         **_NO_TOOL,
     ),

@@ -11,6 +11,7 @@ from planner.choices.adapters import ADAPTERS
 from planner.errors import UsageError
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
+from planner.models.targets import scaling_targets
 from planner.rank import rank_floor
 from planner.units import GIB, gib
 from planner.workload import MIN_RANK_GIVEN, PRICE_GIVEN, Workload, default_headroom_bytes
@@ -208,8 +209,7 @@ def kind_fields(model: ModelSpec, fixed: Mapping[str, tuple[Any, ...]], *, sever
     if not row.checkpointing:
         found.setdefault("checkpointing", (0,))
     if row.form == "scales" and "lora_targets" not in found:
-        wanted = [one for layer in model.layer_kinds for one in layer.linears if one.role in ("k", "v", "qkv", "down")]
-        found["lora_targets"] = (tuple(dict.fromkeys(one.name for one in wanted if one.module != "parameter")),)
+        found["lora_targets"] = (scaling_targets(model),)
     return found
 
 

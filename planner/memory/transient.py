@@ -182,6 +182,8 @@ def magnitude_moment(layer: LayerSpec, context: LayerContext, *, graph: bool) ->
     adapted = [one for one in layer.linears if one.name in context.adapted]
     norms, width = max((norm_moment(one, context.flow, graph=graph), one.in_features) for one in adapted)
     copies, _ = adapter_temporaries(width, context.flow.compute, context)
+    if copies:  # and the input itself, which nothing keeps
+        copies += SIZE_BYTES[context.flow.compute] * width
     return norms, context.tokens * copies
 
 

@@ -122,6 +122,15 @@ def attention_target_names(model: ModelSpec) -> tuple[str, ...]:
     return tuple(dict.fromkeys(pairs))
 
 
+def scaling_targets(model: ModelSpec) -> tuple[str, ...]:
+    """What IA3 scales: keys, values and the MLP's last matrix, by their names.
+
+    Source: Liu et al. 2022, section 3.3, https://arxiv.org/abs/2205.05638.
+    """
+    linears = [one for layer in model.layer_kinds for one in layer.linears if one.module != "parameter"]
+    return tuple(dict.fromkeys(one.name for one in linears if one.role in ("k", "v", "qkv", "down")))
+
+
 def peft_target_modules(model: ModelSpec, targets: Targets) -> str | list[str]:
     """What to hand to PEFT's `target_modules` (or write into a launch file) so that it adapts what `lora_linears` says.
 

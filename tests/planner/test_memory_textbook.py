@@ -2,10 +2,14 @@
 
 import pytest
 
+from planner.errors import UnknownModelError
 from planner.gpus import find_gpu
+from planner.hyperparameters import TOKENS_PER_PARAM_PRETRAINING
 from planner.memory.optimizer import paged_bytes, state_bytes, step_bytes
+from planner.memory.trained import trained_parameters
 from planner.memory.weights import int8_bytes, nf4_bytes
 from planner.models import catalogue
+from planner.models.adapters import spec_from_config
 from planner.outcome import Prediction
 from planner.predict import predict
 from planner.setup import TrainSetup
@@ -204,3 +208,35 @@ def test_foreach_adamw_makes_a_copy_of_all_trained_parameters() -> None:
     measured_bytes = 67.4602 * 1024**3
     assert copies == pytest.approx(measured_bytes, rel=0.002)
     assert step_bytes(num, "bf16", "adamw-fused", largest_tensor=0) == 0
+
+
+def test_t_few_trains_540_thousand_parameters_of_t0_3b() -> None:
+    """Liu et al. 2022, section 3.3: vectors for keys, values and the MLP's inner layer of T5 v1.1 XL (T0-3B)."""
+    shape = {"d_model": 2048, "d_ff": 5120, "d_kv": 64, "num_heads": 32, "num_layers": 24, "vocab_size": 32128}
+    config = {"model_type": "t5", **shape, "feed_forward_proj": "gated-gelu", "is_encoder_decoder": True}
+    model = spec_from_config(config, model_id="T0-3B", source="the paper")
+    setup = TrainSetup(adapter="ia3", lora_rank=0, lora_targets=("k", "v", "wo"))
+    assert trained_parameters(model, setup).num == 540_672
+
+
+def test_how_many_adapters_lie_beside_a_base() -> None:
+    """S-LoRA's case: rank 8 on the attention of Llama-2-7B in 16 bits."""
+    model = catalogue.load("meta-llama/Llama-2-7b-hf")
+    assert model is not None
+    adapter_bytes = 2 * trained_parameters(model, TrainSetup(lora_targets="attention", lora_rank=8)).num
+    assert adapter_bytes == 16 * 1024**2
+    free_bytes = find_gpu("a100-80gb").memory_bytes - 2 * model.num_params
+    assert free_bytes // adapter_bytes == pytest.approx(4260, abs=5)
+
+
+def test_laws_and_schedules_in_numbers() -> None:
+    """Kaplan's equation 4.4 and Chinchilla's 20 tokens per parameter for 8e9; layers computed by keeping nothing."""
+    assert pytest.approx(106e9, rel=0.01) == 5e3 * 8e9**0.74
+    assert TOKENS_PER_PARAM_PRETRAINING * 8e9 == 160e9
+    assert sum(range(1, 33)) == 528
+    assert 128 * 2048 == 262_144
+
+
+def test_bart_is_refused_by_name() -> None:
+    with pytest.raises(UnknownModelError, match="bart"):
+        spec_from_config({"model_type": "bart", "d_model": 1024}, model_id="facebook/bart-large", source="test")

@@ -1,0 +1,66 @@
+"""`plan compare-adapters MODEL --gpu GPU`: every kind of adapter in the place of LoRA."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from planner.cli import options
+from planner.cli.flags import takes_options
+from planner.cli.output import console, print_json, write_text
+from planner.cli.wish import resolve_gpu, workload
+from planner.cli.wishes import SpaceOptions
+from planner.errors import EXIT_NOTHING_FITS, UsageError
+
+
+@takes_options
+def compare_adapters(
+    model: options.Model,
+    gpu: options.Gpu,
+    seq_len: options.SeqLen = None,
+    global_batch: Annotated[
+        int | None, typer.Option("--global-batch", "--batch-size", help="Sequences per optimizer step.")
+    ] = None,
+    *,
+    space: SpaceOptions,
+    memory_gib: options.MemoryGib = None,
+    headroom: options.Headroom = None,
+    revision: options.Revision = None,
+    hub: options.AskHub = False,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the table to this directory.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Trained parameters, memory and speed of every kind of adapter, and what was published of their quality.
+
+    Formula rung: plan MODEL --gpu GPU --adapter KIND then plans one of them and dry-runs it.
+    """
+    from planner.decision.kinds import compare_kinds
+    from planner.models.resolve import resolve_model
+    from planner.plan import NoPlan
+    from planner.planning import plan_workload
+    from reports.adapters import adapters_json, adapters_markdown, render_adapters
+
+    fixed = space.fixed()
+    if "adapter" in fixed:
+        raise UsageError("compare-adapters compares all of them, got --adapter", hint="leave --adapter out")
+    if "full" in fixed.get("method", ()):
+        raise UsageError("compare-adapters compares adapters, got --method full", hint="use --method lora or qlora")
+    card = resolve_gpu(gpu)
+    wish = workload(
+        resolve_model(model, revision=revision, ask_hub=hub), card,
+        fixed={"method": ("lora", "qlora"), **fixed}, seq_len=seq_len, global_batch=global_batch,
+        memory_gib=memory_gib, headroom_gib=headroom,
+    )  # fmt: skip
+    plan = plan_workload(wish)
+    if isinstance(plan, NoPlan):
+        typer.echo(f"no LoRA of {wish.model.model_id} fits on {card.name}: plan {model} --gpu {gpu} says why", err=True)
+        raise typer.Exit(EXIT_NOTHING_FITS)
+    lora = plan.chosen.setup
+    rows = compare_kinds(wish, lora)
+    if out is not None:
+        write_text(out / "report.md", adapters_markdown(rows, wish, lora))
+        typer.echo(f"wrote {out / 'report.md'}", err=True)
+    if as_json:
+        print_json([adapters_json(row, wish) for row in rows])
+    else:
+        render_adapters(rows, wish, lora, console())

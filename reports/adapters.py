@@ -1,0 +1,109 @@
+"""The kinds of adapters side by side: trained parameters, memory, speed, and what was published of their quality."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from planner.choices.adapters import REFUSED
+from planner.decision.kinds import KindChoice
+from planner.setup import TrainSetup
+from planner.units import count, gib
+from planner.workload import Workload
+from reports.markdown import escape
+from reports.markdown import table as markdown_table
+from reports.page import Page
+from reports.text import clean, setup_words
+
+NOTHING_CITED = "nothing is cited here"
+HEADER = ("adapter", "size", "trained", "memory", "tokens/s", "band", "merges")
+RIGHT = ("size", "trained", "memory", "tokens/s", "band")
+
+
+def title(wish: Workload) -> str:
+    """The first line: model, card and length."""
+    return f"Adapters for {clean(wish.model.model_id)} on {clean(wish.gpu.name)} · {wish.seq_len_tokens:,} tokens"
+
+
+def render_adapters(rows: Sequence[KindChoice], wish: Workload, lora: TrainSetup, console: Console) -> None:
+    """The table, and one line per kind on its published quality."""
+    page = Page(console)
+    page.line(title(wish), style="bold")
+    page.line(f"Each in the place of LoRA in what is planned: {setup_words(lora)}.")
+    page.line()
+    table = page.table(*HEADER, right=RIGHT, fixed=("adapter",))
+    for row in rows:
+        page.row(table, *_cells(row, wish))
+    console.print(table)
+    for sentence in _sentences(rows):
+        page.line(sentence, style="dim")
+    page.head("What was published of their quality")
+    for row in rows:
+        page.line(f"{row.kind.name}: {row.kind.quality or NOTHING_CITED}")
+
+
+def adapters_markdown(rows: Sequence[KindChoice], wish: Workload, lora: TrainSetup) -> str:
+    """The same as Markdown, with the sources."""
+    cells = [tuple(escape(cell) for cell in _cells(row, wish)) for row in rows]
+    quality = [
+        (escape(row.kind.name), escape(row.kind.quality or NOTHING_CITED), escape(row.kind.source)) for row in rows
+    ]
+    blocks = [
+        f"# {escape(title(wish))}",
+        f"Each in the place of LoRA in what is planned: {escape(setup_words(lora))}.",
+        markdown_table(HEADER, cells, right=RIGHT),
+        "\n".join(f"- {escape(sentence)}" for sentence in _sentences(rows)),
+        markdown_table(("adapter", "published quality", "source"), quality),
+    ]
+    return "\n\n".join(blocks) + "\n"
+
+
+def adapters_json(row: KindChoice, wish: Workload) -> dict[str, Any]:
+    """One kind as data: parameters, bytes, tokens/s."""
+    from reports.plan_json import candidate_to_dict
+
+    one = row.candidate
+    return {
+        "adapter": row.kind.name,
+        "num_trained_params": row.num_trained,
+        "refused": row.refused,
+        "changed": list(row.changed),
+        "fits": one is not None and one.fits,
+        "predicted_peak_device_bytes": one.formula.peak_device_bytes if one else None,
+        "tokens_per_s": one.formula.tokens_per_s if one else None,
+        "time_band_fraction": one.formula.time_band_fraction if one else None,
+        "merges": row.kind.merges,
+        "quality": row.kind.quality,
+        "source": row.kind.source,
+        "candidate": candidate_to_dict(one, wish.model.model_id, wish.gpu.key) if one else None,
+    }
+
+
+def _cells(row: KindChoice, wish: Workload) -> tuple[str, ...]:
+    one = row.candidate
+    if one is None:
+        return row.kind.name, "", "", "refused", "", "", ""
+    band = one.formula.time_band_fraction
+    return (
+        row.kind.name,
+        str(one.setup.lora_rank) if row.kind.size else "-",
+        count(row.num_trained),
+        gib(one.formula.peak_device_bytes) + ("" if one.fits else " !"),
+        f"{one.formula.tokens_per_s:,.0f}" if one.formula.tokens_per_s else "-",
+        f"±{band:.0%}" if band is not None else "-",
+        "yes" if row.kind.merges else "no",
+    )
+
+
+def _sentences(rows: Sequence[KindChoice]) -> list[str]:
+    """What the table leaves out."""
+    found = [f"{row.kind.name}: {row.refused}." for row in rows if row.refused]
+    found += [f"{row.kind.name}: {', '.join(row.changed)}." for row in rows if row.changed]
+    if any(row.candidate is not None and not row.candidate.fits for row in rows):
+        found.append("!: does not fit.")
+    found.append(
+        "Formula. The step of rsLoRA, PiSSA and LoftQ is LoRA's. No run with any other kind has been compared: what it "
+        "costs in time is counted from peft's code, and its band is wider by all of it."
+    )
+    found += [f"Not planned: {name} ({reason})." for name, reason in REFUSED.items()]
+    return found

@@ -1,0 +1,34 @@
+"""`plan compare-adapters`: one row per kind, whose LoRA is what `plan` proposes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from planner.choices.adapters import ADAPTERS
+from planner.cli.app import run
+
+
+def test_every_kind_has_a_row_and_lora_is_the_plans(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    card = ["smollm2-360m", "--gpu", "rtx-3060", "--seq-len", "1024"]
+    assert run(["compare-adapters", *card, "--json", "--out", str(tmp_path)]) == 0
+    rows = {row["adapter"]: row for row in json.loads(capsys.readouterr().out)}
+    assert list(rows) == list(ADAPTERS)
+    assert run([*card, "--method", "lora", "--method", "qlora", "--no-dry-run", "--no-history", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert rows["lora"]["candidate"]["setup"] == plan["chosen"]["setup"]
+    assert rows["lora"]["predicted_peak_device_bytes"] == rows["rslora"]["predicted_peak_device_bytes"]
+    assert rows["dora"]["num_trained_params"] > rows["lora"]["num_trained_params"] > rows["ia3"]["num_trained_params"]
+    assert rows["dora"]["tokens_per_s"] < rows["lora"]["tokens_per_s"]
+    assert rows["dora"]["time_band_fraction"] > rows["lora"]["time_band_fraction"]
+    assert "quantization" in rows["loftq"]["refused"]
+    report = (tmp_path / "report.md").read_text()
+    assert "2402.09353" in report
+    assert "nothing is cited here" in report
+
+
+def test_one_kind_is_not_compared_with_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["compare-adapters", "smollm2-360m", "--gpu", "t4", "--adapter", "dora"]) == 2
+    assert "compares all of them" in capsys.readouterr().err
+    assert run(["smollm2-360m", "--gpu", "t4", "--adapter", "boft"]) == 2
+    assert "oft" in capsys.readouterr().err
