@@ -9,6 +9,7 @@ from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS
 from planner.gpu import GpuSpec
 from planner.models.spec import AttentionSpec, ModelSpec
+from planner.models.targets import adapts_expert_stacks
 from planner.setup import TrainSetup
 
 Kernel = Literal["flash", "efficient", "math", "eager", "linear"]
@@ -133,6 +134,10 @@ def missing_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
         return f"Liger has no fused loss for {model.model_type}: the logits would be held in full"
     if reason := kernels_refusal(setup.kernels, model.model_type):
         return reason
+    if setup.quantize_experts and (reason := experts_refusal(model, setup)):
+        return reason
+    if setup.quantize_experts and gpu.vendor != "NVIDIA":
+        return f"experts in 4 bits need CUDA, not {gpu.name}"
     if gpu.vendor == "Apple" and OPTIMIZERS[setup.optimizer].bitsandbytes:
         return f"bitsandbytes has no optimizer ({setup.optimizer}) for Apple GPUs"
     triton = LOSSES[setup.loss].triton or KERNELS[setup.kernels].triton
@@ -143,6 +148,24 @@ def missing_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
     if setup.attention == "flash-attention-2" and not gpu.flash_attention_2:
         return f"flash-attention 2 has no kernels for {gpu.name}"
     return ""
+
+
+def experts_refusal(model: ModelSpec, setup: TrainSetup) -> str:
+    """Why the experts of this model cannot be stored in 4 bits under this setup, "" where they can.
+
+    Source: Axolotl 0.21 `monkeypatch/moe_quant.py` (parameters of three dimensions with "expert" in their name);
+    `utils/schemas/config.py` check_quantize_moe_experts.
+    """
+    if not has_expert_stacks(model):
+        return f"{model.model_id} has no experts in stacked parameters: there is nothing to quantize beside the base"
+    if adapts_expert_stacks(model, setup.lora_targets):
+        return "experts in 4 bits are planned without adapters of their own: use --targets attention"
+    return ""
+
+
+def has_expert_stacks(model: ModelSpec) -> bool:
+    """Whether transformers keeps the experts in bare parameters, which bitsandbytes leaves as they are."""
+    return any(one.is_stack for layer in model.layer_kinds for one in layer.linears)
 
 
 def masked(setup: TrainSetup, attention: AttentionSpec) -> bool:

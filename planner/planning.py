@@ -26,6 +26,7 @@ from planner.decision.tree import OneGpu, answers, choose_node, kernels_words, p
 from planner.engines import engine_of
 from planner.errors import SetupError, UsageError
 from planner.expressed import check_something_expressed, target_notes
+from planner.kernels import has_expert_stacks
 from planner.memory.micro_batch import checkpointed_inputs_bytes
 from planner.outcome import Candidate
 from planner.plan import Alternative, NoPlan, Plan, SpaceCount, trade
@@ -57,6 +58,8 @@ def plan_workload(
         UsageError: the user's wishes contradict each other so that no setup can exist at all, or no way of spreading
             the job suits the number of GPUs, the global batch and the options given.
     """
+    if True in workload.fixed.get("quantize_experts", ()) and not workload.targets:
+        workload = replace(workload, targets=("axolotl",))  # the one target that has it
     values = dimension_values(workload)
     facts = Facts(walks=walks if walks is not None else Walks())
     node, best = choose(workload, values, facts, corrections or {})
@@ -70,6 +73,8 @@ def plan_workload(
     installed = _with_packages(workload, chosen)
     walked = tuple(answers(workload, facts, node, best, chosen, alone))
     if node is None or best is None or chosen is None:
+        if (packed := _with_packed_experts(workload, corrections)) is not None:
+            return packed
         from planner.decision.remedies import refusal  # a plan needs none
 
         notes = (*_package_notes(workload, chosen, installed), *cluster_notes(workload.cluster))
@@ -220,6 +225,22 @@ def _one_gpu(workload: Workload) -> OneGpu:
         return plan_workload(wish)
     except UsageError:
         return None
+
+
+def _with_packed_experts(workload: Workload, corrections: Mapping[CorrectionKey, float] | None) -> Plan | None:
+    """The plan with a mixture's experts in 4 bits too, where nothing else fits; None where that is no way out."""
+    if "quantize_experts" in workload.fixed or workload.num_gpus > 1 or workload.targets not in ((), ("axolotl",)):
+        return None
+    if not has_expert_stacks(workload.model):
+        return None
+    try:
+        plan = plan_workload(replace(workload, fixed={**workload.fixed, "quantize_experts": (True,)}), corrections)
+    except UsageError:
+        return None
+    if not isinstance(plan, Plan):
+        return None
+    note = "nothing fits with the experts in 16 bits; in 4 bits Axolotl alone trains them (quantize_moe_experts)"
+    return replace(plan, notes=(note, *plan.notes))
 
 
 def _with_packages(workload: Workload, chosen: Candidate | None) -> tuple[Alternative, ...]:

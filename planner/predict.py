@@ -143,11 +143,11 @@ def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str
 
 def unquantized_expert_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     """Bytes of matrices inside the layers that a quantized base leaves as they are (all GPUs together)."""
-    if not setup.quantized:
+    if not setup.quantized or setup.quantize_experts:
         return 0
     return sum(
         linear_bytes(one, setup) * num
         for layer, num in model.layer_counts
         for one in layer.linears
-        if one.module == "parameter" and one.num > 1
+        if one.is_stack
     )

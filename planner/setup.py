@@ -94,6 +94,8 @@ class TrainSetup:
             type of their weights.
         stack: one of STACK_NAMES, whose training step it is (`planner.stacks`).
         expandable_segments: the allocator's setting, as every launch file here has it.
+        quantize_experts: stacked experts are stored in the base's 4 bits too and unpacked whole, a layer's at a time
+            (bitsandbytes' `replace_parameter_4bit`; Axolotl's `quantize_moe_experts`).
         reentrant_checkpointing: the older form of torch's checkpointing (`use_reentrant=True`).
         objective: one of OBJECTIVE_NAMES, what the step trains for (`planner.choices.objectives`).
         adapter: one of ADAPTER_KINDS (`planner.choices.adapters`); no plan proposes another than "lora" by itself.
@@ -130,6 +132,7 @@ class TrainSetup:
     stack: str = _DEFAULT_STACK
     expandable_segments: bool = True
     reentrant_checkpointing: bool = False
+    quantize_experts: bool = False
     objective: str = _DEFAULT_OBJECTIVE
     adapter: str = "lora"
 
@@ -162,6 +165,12 @@ class TrainSetup:
             raise SetupError(
                 "activation_offload moves the inputs of checkpointed layers, got checkpointing off",
                 hint="switch checkpointing on",
+            )
+        if self.quantize_experts and (not self.quantization.startswith("nf4") or self.kbit_fp32_cast):
+            raise SetupError(
+                f"quantize_experts stores experts in the base's 4 bits, got quantization {self.quantization!r}"
+                + (" with kbit_fp32_cast" if self.kbit_fp32_cast else ""),
+                hint="use --quantization nf4-double or nf4",
             )
         if self.method == "full":
             self._check_full()
@@ -217,6 +226,8 @@ class TrainSetup:
                 f"{self.pipeline_degree}",
                 hint="their product must divide the number of GPUs",
             )
+        if self.quantize_experts and self.parallel != "ddp":
+            raise SetupError("quantize_experts is planned for one GPU or ddp")
         if self.activation_offload and (split > 1 or self.parallel not in ("none", "ddp")):
             raise SetupError("activation_offload is for one GPU or ddp: sharding engines checkpoint by themselves")
         if self.tensor_degree > 1 and self.kernels != "eager":
@@ -488,7 +499,15 @@ SPREAD_FIELDS = (
 """Fields that say something only with several GPUs; left out of JSON and keys at their defaults."""
 AROUND_FIELDS = ("stack", "expandable_segments", "reentrant_checkpointing")
 """Whose code runs a setup and how it is started: no plan chooses them."""
-LATER_FIELDS = ("kernels", "activation_offload", "modules_to_save", "objective", "adapter", *AROUND_FIELDS)
+LATER_FIELDS = (
+    "kernels",
+    "activation_offload",
+    "quantize_experts",
+    "modules_to_save",
+    "objective",
+    "adapter",
+    *AROUND_FIELDS,
+)
 """Fields that came after the first studies and plans; left out of JSON and keys at their defaults as well."""
 _DEFAULTS = {field.name: field.default for field in fields(TrainSetup)}
 _NO_SPREAD = tuple(_DEFAULTS[name] for name in SPREAD_FIELDS)

@@ -114,6 +114,7 @@ def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
         "loss": PLANNED_LOSSES,
         "kernels": planned_kernels(workload.targets),
         "activation_offload": (False, True) if offloading_matters(workload) else (False,),
+        "quantize_experts": (False,),
     }
     for name, needs in PACKAGED.items():
         values[name] = tuple(value for value in values[name] if needs.get(value) not in workload.absent_packages)
@@ -141,6 +142,13 @@ def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
         if not values["method"] or not values["quantization"]:
             raise UsageError(f"a quantized base cannot be kept: {refused}", hint="use --method lora or full")
     best_attention = supported_attentions(workload.model, gpu)[0]
+    if values["quantize_experts"] == (True,):
+        if "lora_targets" not in fixed:
+            values["lora_targets"] = ("attention",)
+        fields = {"quantization": "nf4", "quantize_experts": True, "lora_targets": values["lora_targets"][0]}
+        packed = TrainSetup(method="qlora", attention=best_attention, **fields)
+        if reason := missing_kernels(workload.model, gpu, packed):
+            raise UsageError(f"--quantize-experts cannot be kept: {reason}", hint="leave --quantize-experts out")
     for name in ("optimizer", "loss", "attention", "kernels"):
         tried = {value: TrainSetup(**{"attention": best_attention, name: value}) for value in values[name]}
         missing = {value: missing_kernels(workload.model, gpu, setup) for value, setup in tried.items()}
@@ -214,6 +222,7 @@ def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Itera
                                     loss=values["loss"][0] if objective != DEFAULT_OBJECTIVE else "full",
                                     adapter="lora" if method == "full" else values.get("adapter", ("lora",))[0],
                                     checkpointing=0 if values["checkpointing"] == (0,) else 1,
+                                    quantize_experts=values["quantize_experts"][0],
                                 )
                             except SetupError:
                                 continue

@@ -82,7 +82,8 @@ def quantization_words(setup: TrainSetup) -> str:
     """How the frozen base is stored, empty for an unquantized one."""
     if not setup.quantized:
         return ""
-    return f"{setup.quantization} base" + (" with fp32 cast" if setup.kbit_fp32_cast else "")
+    more = " with fp32 cast" if setup.kbit_fp32_cast else " and experts" if setup.quantize_experts else ""
+    return f"{setup.quantization} base{more}"
 
 
 def batch_words(setup: TrainSetup) -> str:
@@ -143,7 +144,7 @@ def setup_difference(setup: TrainSetup, other: TrainSetup) -> str:
         parts.append(f"rank {other.lora_rank}")
     if other.lora_targets != setup.lora_targets and other.method != "full":
         parts.append(f"on {targets_words(other)}")
-    if other.quantized and (other.quantization, other.kbit_fp32_cast) != (setup.quantization, setup.kbit_fp32_cast):
+    if other.quantized and quantization_words(other) != quantization_words(setup):
         parts.append(quantization_words(other))
     if (other.checkpointing, other.activation_offload) != (setup.checkpointing, setup.activation_offload):
         parts.append(checkpointing_words(other))

@@ -68,6 +68,7 @@ DIMENSIONS: tuple[Dimension, ...] = (
 FIXED: dict[str, str] = {
     "accumulation_steps": "follows from the micro-batch: sequences per optimizer step are constant",
     "seq_len_tokens": "the user's: the length of the longest sequence",
+    "quantize_experts": "planned where nothing else fits, for Axolotl alone: no probe here runs it",
     "modules_to_save": "the user's: what is trained whole beside the adapters",
     "objective": "the user's: what the step trains for",
     "adapter": "the user's: a plan proposes LoRA",

@@ -59,6 +59,10 @@ ActivationOffload = Annotated[
     bool | None,
     typer.Option("--activation-offload/--no-activation-offload", help="Checkpoints in host memory or on the GPU."),
 ]
+QuantizeExperts = Annotated[
+    bool | None,
+    typer.Option("--quantize-experts/--no-quantize-experts", help="A mixture's stacked experts in 4 bits (Axolotl)."),
+]
 NoExtraPackages = Annotated[
     bool,
     typer.Option("--no-extra-packages", help="Plan without liger-kernel, flash-attn and other tools' own kernels."),
@@ -132,6 +136,7 @@ def fixed_fields(
     no_extra_packages: bool = False,
     activation_offload: bool | None = None,
     adapter: str | None = None,
+    quantize_experts: bool | None = None,
     **repeatable: list[str] | None,
 ) -> dict[str, tuple[Any, ...]]:
     """Setup fields that the user decided, each with its allowed values.
@@ -157,6 +162,8 @@ def fixed_fields(
         fixed["adapter"] = (adapter_kind(adapter),)
     if activation_offload is not None:
         fixed["activation_offload"] = (activation_offload,)
+    if quantize_experts is not None:
+        fixed["quantize_experts"] = (quantize_experts,)
     if no_extra_packages:
         _without_packages(fixed)
     adapters_only = rank is not None or targets is not None or adapter is not None

@@ -34,6 +34,7 @@ class SpaceOptions:
     loss: options.Loss = None
     kernels: options.Kernels = None
     activation_offload: options.ActivationOffload = None
+    quantize_experts: options.QuantizeExperts = None
     no_extra_packages: options.NoExtraPackages = False
 
     def fixed(self) -> dict[str, tuple[Any, ...]]:
@@ -56,6 +57,7 @@ class SpaceOptions:
             kernels=self.kernels,
             activation_offload=self.activation_offload,
             adapter=self.adapter,
+            quantize_experts=self.quantize_experts,
             no_extra_packages=self.no_extra_packages,
         )
 

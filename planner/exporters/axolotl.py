@@ -151,6 +151,7 @@ def _sections(request: ExportRequest) -> list[Section]:
             Line("load_in_8bit", setup.quantization == "int8"),
             Line("load_in_4bit", setup.quantization.startswith("nf4")),
             Line("bnb_config_kwargs", {"bnb_4bit_use_double_quant": False}) if setup.quantization == "nf4" else None,
+            Line("quantize_moe_experts", True, "stacked experts in 4 bits too") if setup.quantize_experts else None,
             Line("model_quantization_config", dequantizing) if dequantizing else None,
             Line("model_quantization_config_kwargs", {"dequantize": True}, "16-bit weights, which train")
             if dequantizing

@@ -5,7 +5,7 @@ from planner.choices.optimizers import OPTIMIZERS
 from planner.exporters.text import Line, was_absolute
 from planner.exporters.types import Difference, ExportRequest
 from planner.gpu import GpuSpec
-from planner.kernels import attention_refusal, left_unnamed
+from planner.kernels import attention_refusal, experts_refusal, left_unnamed
 from planner.models.spec import ModelSpec
 from planner.models.stored import stored_refusal
 from planner.models.targets import peft_target_modules
@@ -113,8 +113,12 @@ def model_refusal(setup: TrainSetup, model: ModelSpec | None, tool: str) -> str:
         return reason
     if setup.modules_to_save:
         return "launch files train adapters alone: add modules_to_save to one yourself"
+    if setup.quantize_experts and tool != "axolotl":
+        return "experts in 4 bits (quantize_experts) are written for Axolotl alone: plan with --target axolotl"
     if model is None:
         return ""
+    if setup.quantize_experts and (reason := experts_refusal(model, setup)):
+        return reason
     if model.is_encoder_decoder:
         return f"launch files train causal language models; {model.model_type} is an encoder-decoder"
     if model.from_tree and not model.built_class.endswith(("ForCausalLM", "LMHeadModel")):

@@ -314,7 +314,8 @@ def moe_saved(mlp: MlpSpec, layer: LayerSpec, context: LayerContext, input_dtype
     """What routed experts keep: for each of the top-k experts of a token both projections, the activated gate and the
     down projection's output (for its weighting); where experts are trained also the gathered input and the product.
 
-    peft's `ParamWrapper` keeps the merged stack of expert weights of the layer. Grouped multiplication follows the
+    peft's `ParamWrapper` keeps the merged stack of expert weights of the layer, and the graph an unpacked 4-bit one.
+    Grouped multiplication follows the
     weights' type; Llama 4's batched one is on autocast's list, so its results are 16-bit, and the graph keeps 16-bit
     copies of a frozen fp32 stack (the k-bit cast makes bare parameters fp32) or of a merged one.
 
@@ -330,7 +331,9 @@ def moe_saved(mlp: MlpSpec, layer: LayerSpec, context: LayerContext, input_dtype
     kept = routed * (copies * mlp.intermediate_size * multiplied + hidden * size)
     if context.trained or context.stacks:
         kept += routed * (mlp.intermediate_size + hidden) * multiplied
-    if context.stacks or (multiplied != size and not context.trained):
+    if context.setup.quantize_experts:
+        kept += size * sum(linear.num_weights for linear in layer.linears if linear.is_stack)
+    elif context.stacks or (multiplied != size and not context.trained):
         kept += multiplied * sum(linear.num_weights for linear in layer.linears if linear.module == "parameter")
     tokens = context.tokens
     return kept + 40 * routed + 4 * tokens * mlp.num_experts

@@ -197,7 +197,7 @@ def stack_transient(layer: LayerSpec, context: LayerContext) -> int:
     if not context.stacks:
         return 0
     size = SIZE_BYTES[context.flow.table]
-    stacks = {one.role: one.num_weights for one in layer.linears if one.module == "parameter" and one.num > 1}
+    stacks = {one.role: one.num_weights for one in layer.linears if one.is_stack}
     if not stacks:
         return 0
     down = stacks.pop("down", 0)
@@ -205,11 +205,12 @@ def stack_transient(layer: LayerSpec, context: LayerContext) -> int:
 
 
 def merged_stacks(layer: LayerSpec, context: LayerContext) -> int:
-    """Merged stacks of experts that live through a checkpointed layer's forward, where nothing is kept.
+    """Stacks of experts, merged or unpacked, that live through a checkpointed layer's forward, where nothing is kept.
 
-    Source: peft 0.21 ParamWrapper: `parametrize.cached` holds the merged parameter while the module runs.
+    Source: peft 0.21 ParamWrapper: `parametrize.cached` holds the merged parameter while the module runs; bitsandbytes
+    0.50 `nn/parametrize.py` does the same to unpacked ones.
     """
-    if not context.stacks:
+    if not (context.stacks or context.setup.quantize_experts):
         return 0
     size = SIZE_BYTES[context.flow.table]
-    return size * sum(one.num_weights for one in layer.linears if one.module == "parameter" and one.num > 1)
+    return size * sum(one.num_weights for one in layer.linears if one.is_stack)

@@ -38,10 +38,13 @@ def int8_bytes(num_weights: int, out_features: int) -> int:
 def linear_bytes(linear: LinearSpec, setup: TrainSetup) -> int:
     """Bytes of one LinearSpec (all its copies, biases included) under the setup's quantization.
 
-    bitsandbytes replaces nn.Linear and Conv1D; bare parameters (stacked experts) stay 16-bit, and so does what a
-    checkpoint published quantized keeps so.
+    bitsandbytes replaces nn.Linear and Conv1D; bare parameters (stacked experts) stay 16-bit unless the setup says
+    otherwise (a stack is one tensor), and so does what a checkpoint published quantized keeps so.
     """
     plain = SIZE_BYTES["fp32" if setup.kbit_fp32_cast else setup.weight_dtype]
+    if setup.quantize_experts and linear.is_stack:
+        stack = nf4_bytes(linear.num_weights, double=setup.quantization == "nf4-double")
+        return stack + linear.num_bias * plain
     if not setup.quantized or not linear.quantizes:
         return (linear.num_weights + linear.num_bias) * plain
     one = linear.in_features * linear.out_features

@@ -51,6 +51,11 @@ class LinearSpec:
         return self.module != "parameter" and not self.kept
 
     @property
+    def is_stack(self) -> bool:
+        """Whether it is the experts of a layer in one bare parameter."""
+        return self.module == "parameter" and self.num > 1
+
+    @property
     def leaf(self) -> str:
         """The last part of the dotted name, what `target_modules` matches."""
         return self.name.rpartition(".")[2]

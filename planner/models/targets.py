@@ -99,11 +99,7 @@ def num_lora_params(model: ModelSpec, targets: Targets, rank: int) -> int:
 def adapts_expert_stacks(model: ModelSpec, targets: Targets) -> bool:
     """Whether stacked expert parameters get adapters: PEFT then refuses dropout, and materialises the whole
     delta of every expert in each forward."""
-    return any(
-        linear.module == "parameter" and linear.num > 1
-        for _, _, linears in lora_linears(model, targets)
-        for linear in linears
-    )
+    return any(linear.is_stack for _, _, linears in lora_linears(model, targets) for linear in linears)
 
 
 def attention_target_names(model: ModelSpec) -> tuple[str, ...]:

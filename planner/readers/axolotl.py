@@ -4,7 +4,7 @@ from typing import Any
 
 from planner.choices.kernels import FUSED_LORA
 from planner.errors import ConfigError, NotPlanned
-from planner.kernels import default_attention
+from planner.kernels import default_attention, has_expert_stacks
 from planner.models.spec import ModelSpec
 from planner.readers import common, schema
 from planner.readers.sharding import Sharding, Spread, fsdp, hybrid, parallel_of, zero_stage
@@ -30,7 +30,6 @@ NOT_COUNTED = {
     "fp8": "fp8 matrix multiplications are counted as bf16",
     "processor_type": "images are not counted, text tokens only",
     "context_parallel_size": "sequences split over GPUs (context parallelism) are counted whole",
-    "quantize_moe_experts": "quantized stacked experts are counted unquantized",
     "diffusion": "a diffusion language model's noise schedule is not counted",
     "model_quantization_config": "the model's own quantization is not followed",
 }
@@ -176,8 +175,18 @@ def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:
         "lora_rank": settings.integer("lora_r", 8, at_least=1),
         "lora_dropout": settings.real("lora_dropout", 0.0),
         "lora_targets": common.targets(names, model, settings),
+        "quantize_experts": _quantizes_experts(settings, quantization, model),
         "modules_to_save": common.modules_to_save(settings, "lora_modules_to_save"),
     }
+
+
+def _quantizes_experts(settings: Settings, quantization: str, model: ModelSpec | None) -> bool:
+    """Stacked experts in the base's 4 bits."""
+    if not settings.flag("quantize_moe_experts", False) or (model is not None and not has_expert_stacks(model)):
+        return False
+    if quantization == "int8":
+        settings.approximate("stacked experts in 8 bits (quantize_moe_experts) are counted unquantized")
+    return quantization.startswith("nf4")
 
 
 def _precision(settings: Settings, method: str) -> str:

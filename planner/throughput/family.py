@@ -114,6 +114,10 @@ class Family:
             # LLM.int8() multiplies in int8 and unpacks for the backward only; NF4 unpacks every time it is used
             self._dequantization = once if setup.quantization == "int8" else 2.0 * once
             again_micro += 0.0 if setup.quantization == "int8" else again * once
+        if setup.quantize_experts:  # unpacked in each forward; the backward finds what its forward unpacked
+            once = speed.experts_s(flow)
+            self._dequantization += once
+            again_micro += again * once
         self._cast = 0.0
         if flow.autocast and setup.weight_dtype == "fp32" and not setup.quantized:
             once = _WEIGHT_CAST_BYTES * sum(group.weights for group in inv.groups) / speed.bandwidth

@@ -247,6 +247,13 @@ class SpeedModel:
         seconds = moved / (self.rates.bandwidth * self.constants.dequantize_share)
         return seconds + modules * (1 + extra) * self.constants.kernel_gap_s, modules
 
+    def experts_s(self, flow: Flow) -> float:
+        """Seconds of unpacking every stack of 4-bit experts once. Nobody measured them: taken at the rate of other
+        matrices (`dequantization_s`)."""
+        weights = sum(group.weights for group in self.inv.groups if group.linear.is_stack)
+        each = NF4_READ_BYTES + SIZE_BYTES[flow.table]
+        return weights * each / (self.rates.bandwidth * self.constants.dequantize_share)
+
     def optimizer_s(self, optimizer: str, num: float, size: int, tensors: int) -> tuple[float, float]:
         """Seconds on the GPU and on the host of one optimizer step over `num` parameters in `tensors` tensors.
 

@@ -9,6 +9,10 @@ from planner.throughput.types import StepTime
 GRADIENT_ADD_PASSES = 3.0  # accumulation reads both gradients and writes one
 
 
+EXPERTS_BAND = 0.5
+"""Half-width of the band of speeds with experts in 4 bits. Judgement: no run of it is known."""
+
+
 class ThroughputProfile:
     """Step times of all setups that differ only in micro-batch and accumulation."""
 
@@ -105,10 +109,11 @@ class ThroughputProfile:
             flops=flops,
             mfu_fraction=self.mfu_fraction(flops, total),
             tokens_per_s=setup.tokens_per_step / total,
-            band_fraction=speed_band(
-                self._speed.calibration.band_for(self._speed.gpu), setup.kernels, self._speed.gpu.key
-            )
-            + unmeasured,
+            band_fraction=max(
+                speed_band(self._speed.calibration.band_for(self._speed.gpu), setup.kernels, self._speed.gpu.key)
+                + unmeasured,
+                EXPERTS_BAND if setup.quantize_experts else 0.0,
+            ),
             notes=tuple(self.notes() + self._one_gpu_notes()),
         )
 
@@ -133,6 +138,8 @@ class ThroughputProfile:
             notes.append(f"No measured matmul rate for {speed.gpu.name}: its share of peak is its {source}'s.")
         if unmeasured := speed_note(self._setup.kernels, speed.gpu.key):
             notes.append(unmeasured)
+        if self._setup.quantize_experts:
+            notes.append("Nobody has measured the speed of experts in 4 bits: unpacking them is counted.")
         if speed.inv.mixer_width:
             notes.append("Linear-attention layers are approximated by the bytes they move.")
         return notes

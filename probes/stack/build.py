@@ -15,7 +15,7 @@ from planner.setup import TrainSetup
 from probes.stack.adapters import add_adapters
 from probes.stack.configs import load_config, truncated_config
 from probes.stack.kernels import apply_kernels
-from probes.stack.quantize import materialize_quantized, quantize_modules
+from probes.stack.quantize import materialize_quantized, quantize_experts, quantize_modules
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ATTENTION_NAMES = {"eager": "eager", "sdpa": "sdpa", "flash-attention-2": "flash_attention_2"}
@@ -79,6 +79,8 @@ def build_from_config(
             dtype = DTYPES[setup.weight_dtype]
             packed = dtype if setup.parallel in ("fsdp2", "zero3") else torch.uint8
             quantize_modules(model, setup.quantization, setup.compute_dtype, dtype, packed_dtype=packed)
+            if setup.quantize_experts:
+                quantize_experts(model, nested=setup.quantization == "nf4-double")
         if device.type != "meta":
             materialize(model, device, seed=seed)
         if setup.kbit_fp32_cast:

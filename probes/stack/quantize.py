@@ -94,6 +94,33 @@ def quantize_modules(
     return replaced
 
 
+def quantize_experts(model: nn.Module, *, nested: bool) -> int:
+    """Puts every stacked expert parameter of `model`, which is on meta, into NF4 as bitsandbytes does, by its own
+    parametrization; returns how many.
+
+    Source: Axolotl 0.21 `monkeypatch/moe_quant.py` (three dimensions and "expert" in the name); bitsandbytes 0.50
+    `nn/parametrize.py` replace_parameter_4bit.
+    """
+    from bitsandbytes.nn.parametrize import Bnb4bitParametrization, _register_parametrization_hooks
+    from torch.nn.utils import parametrize
+
+    stacks = [
+        (module, name)
+        for path, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim >= 3 and "expert" in f"{path}.{name}".lower()
+    ]
+    for module, name in stacks:
+        old = getattr(module, name)
+        packed = meta_params4bit(old.numel() // old.shape[-1], old.shape[-1], nested=nested, dtype=old.dtype)
+        state = packed.quant_state
+        state.shape = old.shape
+        setattr(module, name, nn.Parameter(packed.data, requires_grad=False))
+        parametrize.register_parametrization(module, name, Bnb4bitParametrization(state), unsafe=True)
+        _register_parametrization_hooks(module, name)
+    return len(stacks)
+
+
 def _nf4(old: Any, *, nested: bool, compute_dtype: str, storage: torch.dtype, packed: torch.dtype) -> Any:
     import bitsandbytes as bnb
 
@@ -194,10 +221,8 @@ def _int8(old: Any) -> Any:
 def quantized_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Statistics that a quantized module holds beside its parameters and buffers, as (name, tensor)."""
     weight = getattr(module, "weight", None)
-    if weight is None:
-        return []
     state = getattr(weight, "quant_state", None)
-    if state is None:  # a weight that FSDP2 cut is another object; the module keeps the statistics
+    if state is None:  # a weight that FSDP2 cut is another object; the module keeps the statistics, as stacks' own does
         state = getattr(module, "quant_state", None)
     found: list[tuple[str, torch.Tensor]] = []
     if state is not None:

@@ -1,0 +1,124 @@
+"""A mixture's stacked experts in 4 bits: bytes by hand, where they run, what the file says, who gets it."""
+
+from dataclasses import replace
+
+import pytest
+
+from planner.errors import SetupError
+from planner.exporters import EXPORTERS
+from planner.gpus import find_gpu
+from planner.interchange import setup_from_dict, setup_to_dict
+from planner.kernels import missing_kernels
+from planner.memory.micro_batch import activation_parts
+from planner.memory.weights import weight_bytes
+from planner.models import catalogue
+from planner.models.spec import ModelSpec
+from planner.plan import NoPlan, Plan
+from planner.planning import plan_workload
+from planner.readers import read_text
+from planner.setup import TrainSetup
+from planner.speed import speed_profile
+from tests.planner.helpers import wish
+from tests.planner.launch_sweep import request
+
+QWEN, GPU = "qwen/qwen3-30b-a3b", find_gpu("rtx-4090")
+PACKED = TrainSetup(method="qlora", quantization="nf4", quantize_experts=True, lora_targets="attention")
+
+
+def load(name: str) -> ModelSpec:
+    model = catalogue.load(name)
+    assert model is not None
+    return model
+
+
+def test_experts_weigh_four_and_a_half_bits() -> None:
+    """Qwen3-30B-A3B by hand: 48 layers of 128 experts, gate_up [1536, 2048] and down [2048, 768], in 16 bits or in 4
+    with one fp32 scale per 64."""
+    model = load(QWEN)
+    experts = 48 * 128 * (1536 * 2048 + 2048 * 768)
+    plain, packed = (weight_bytes(model, one)["layers"] for one in (PACKED.with_(quantize_experts=False), PACKED))
+    assert plain - packed == pytest.approx(2 * experts - experts / 2 - 4 * experts / 64, rel=1e-5)
+
+
+def test_a_layer_keeps_its_unpacked_experts_and_checkpointing_one_layer_at_a_time() -> None:
+    model = load(QWEN)
+    layer = 2 * 128 * (1536 * 2048 + 2048 * 768)
+    for checkpointing, layers in ((0, 48), (1, 0)):
+        setup = PACKED.with_(checkpointing=checkpointing)
+        plain, packed = (activation_parts(model, GPU, one) for one in (setup.with_(quantize_experts=False), setup))
+        assert packed.stored["mlp"] - plain.stored["mlp"] == layers * layer
+        if checkpointing:
+            assert packed.recomputed - plain.recomputed == layer
+            assert packed.forward_temp - plain.forward_temp == layer
+
+
+def test_unpacking_costs_time_and_the_speed_says_that_nobody_measured_it() -> None:
+    model = load(QWEN)
+    plain, packed = (
+        speed_profile(model, GPU, one).step_time(one) for one in (PACKED.with_(quantize_experts=False), PACKED)
+    )
+    assert packed.parts_s["dequantization"] > 5 * plain.parts_s["dequantization"]
+    assert packed.parts_s["recompute"] > plain.parts_s["recompute"]
+    assert packed.band_fraction >= 0.5
+    assert any("Nobody has measured the speed of experts in 4 bits" in note for note in packed.notes)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "setup", "words"),
+    [
+        (QWEN, "rtx-4090", PACKED, ""),
+        (QWEN, "mi300x", PACKED, "CUDA"),
+        (QWEN, "rtx-4090", PACKED.with_(lora_targets="all-linear"), "--targets attention"),
+        ("meta-llama/Llama-3.1-8B", "rtx-4090", PACKED, "no experts"),
+    ],
+)
+def test_what_cannot_run_is_named(model: str, gpu: str, setup: TrainSetup, words: str) -> None:
+    reason = missing_kernels(load(model), find_gpu(gpu), setup)
+    assert words in reason
+    assert bool(reason) == bool(words)
+
+
+@pytest.mark.parametrize("fields", [{"quantization": "int8"}, {"kbit_fp32_cast": True}, {"method": "lora"}])
+def test_impossible_combinations_cannot_be_built(fields: dict[str, object]) -> None:
+    values = {"method": "qlora", "quantization": "nf4", **fields}
+    if values["method"] == "lora":
+        values["quantization"] = "none"
+    with pytest.raises(SetupError, match="quantize_experts"):
+        setup_from_dict({**values, "quantize_experts": True})
+    assert "quantize_experts" not in setup_to_dict(TrainSetup())
+
+
+def test_axolotl_writes_it_and_is_read_back_and_every_other_target_refuses_it_by_name() -> None:
+    asked = request(PACKED.with_(loss="chunked"), model=load(QWEN))
+    text = EXPORTERS["axolotl"](asked).files[0].text
+    assert "quantize_moe_experts: true" in text
+    assert read_text(text, "axolotl.yaml", model=load(QWEN)).setup.quantize_experts
+    for target in ("trl", "hf", "llamafactory", "unsloth"):
+        assert "Axolotl alone" in EXPORTERS[target](asked).refused
+    assert EXPORTERS["torchtitan"](asked).refused
+
+
+def test_a_mixture_that_fits_no_other_way_gets_a_plan_with_the_target_that_runs_it() -> None:
+    """Published for Qwen3-30B-A3B QLoRA: 17.5 GB (Unsloth)."""
+    plan = plan_workload(wish(QWEN))
+    assert isinstance(plan, Plan)
+    assert plan.chosen.setup.quantize_experts
+    assert plan.workload.targets == ("axolotl",)
+    assert plan.notes[0].startswith("nothing fits with the experts in 16 bits; in 4 bits Axolotl alone")
+    assert isinstance(plan_workload(wish(QWEN, fixed={"quantize_experts": (False,)})), NoPlan)
+    assert isinstance(plan_workload(wish(QWEN, targets=("trl",))), NoPlan)
+    roomy = plan_workload(wish(QWEN, "a100-80gb"))
+    assert isinstance(roomy, Plan)
+    assert not roomy.chosen.setup.quantize_experts
+
+
+def test_a_sixteen_bit_copy_of_gpt_oss_fits_where_the_published_weights_do_not() -> None:
+    """The published MXFP4 weights do not train and are not quantized again (planner.models.stored)."""
+    published = wish("openai/gpt-oss-20b")
+    found = plan_workload(published)
+    assert isinstance(found, NoPlan)
+    assert any("16-bit copy" in one.action and one.fits for one in found.remedies)
+    config = {key: value for key, value in published.model.config.items() if key != "quantization_config"}
+    plan = plan_workload(replace(published, model=replace(published.model, config=config)))
+    assert isinstance(plan, Plan)
+    assert plan.chosen.setup.quantize_experts
