@@ -146,8 +146,5 @@ def unquantized_expert_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     if not setup.quantized or setup.quantize_experts:
         return 0
     return sum(
-        linear_bytes(one, setup) * num
-        for layer, num in model.layer_counts
-        for one in layer.linears
-        if one.is_stack
+        linear_bytes(one, setup) * num for layer, num in model.layer_counts for one in layer.linears if one.is_stack
     )
