@@ -28,8 +28,9 @@ from planner.errors import SetupError, UsageError
 from planner.expressed import check_something_expressed, target_notes
 from planner.kernels import has_expert_stacks
 from planner.memory.micro_batch import checkpointed_inputs_bytes
+from planner.models.stored import dequantizing_class
 from planner.outcome import Candidate
-from planner.plan import Alternative, NoPlan, Plan, SpaceCount, trade
+from planner.plan import Alternative, NoPlan, Plan, Remedy, SpaceCount, trade
 from planner.refine import CorrectionKey
 from planner.setup import TrainSetup
 from planner.space import BRANCH_FIELDS, Point, dimension_values, kinds, micro_batches
@@ -78,7 +79,8 @@ def plan_workload(
         from planner.decision.remedies import refusal  # a plan needs none
 
         notes = (*_package_notes(workload, chosen, installed), *cluster_notes(workload.cluster))
-        return refusal(workload, facts, walked, space, notes)
+        refused = refusal(workload, facts, walked, space, notes)
+        return replace(refused, remedies=(*_plain_copy(workload, refused.nearest), *refused.remedies))
     fastest = merged(facts.of_node(node).values()).ranked()
     ranked = [best, *(point for point in fastest if point is not best)][:NUM_RANKED]
     return Plan(
@@ -241,6 +243,23 @@ def _with_packed_experts(workload: Workload, corrections: Mapping[CorrectionKey,
         return None
     note = "nothing fits with the experts in 16 bits; in 4 bits Axolotl alone trains them (quantize_moe_experts)"
     return replace(plan, notes=(note, *plan.notes))
+
+
+def _plain_copy(workload: Workload, nearest: Candidate) -> tuple[Remedy, ...]:
+    """A 16-bit copy of weights that are published in a type that is not quantized again."""
+    if not dequantizing_class(workload.model):
+        return ()
+    config = {key: value for key, value in workload.model.config.items() if key != "quantization_config"}
+    try:
+        plan = plan_workload(replace(workload, model=replace(workload.model, config=config)))
+    except UsageError:
+        return ()
+    if not isinstance(plan, Plan):
+        return ()
+    experts = ", experts too, in Axolotl" if plan.chosen.setup.quantize_experts else ""
+    words = f"name a 16-bit copy of it: it trains in {plan.chosen.setup.quantization}{experts}"
+    saved = nearest.formula.peak_device_bytes - plan.chosen.formula.peak_device_bytes
+    return (Remedy(action=words, saves_bytes=saved, fits=True),)
 
 
 def _with_packages(workload: Workload, chosen: Candidate | None) -> tuple[Alternative, ...]:

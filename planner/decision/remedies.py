@@ -11,9 +11,8 @@ from planner.decision.spreads import FIELDS
 from planner.errors import PlannerError
 from planner.gpus import all_gpus
 from planner.models import catalogue
-from planner.models.stored import dequantizing_class
 from planner.outcome import Candidate
-from planner.plan import Answer, NoPlan, Plan, Remedy, SpaceCount
+from planner.plan import Answer, NoPlan, Remedy, SpaceCount
 from planner.predict import device_peak_bytes
 from planner.setup import SPREAD_FIELDS
 from planner.units import gib
@@ -41,7 +40,6 @@ def _remedies(workload: Workload, facts: Facts, nearest: Candidate) -> Iterator[
     """Smallest change first: options the user fixed, a shorter sequence, more GPUs or a larger host where there are
     several, another GPU of the table, a smaller model."""
     yield from _relaxed(workload)
-    yield from _plain_copy(workload, nearest)
     yield from _shorter(workload, nearest)
     if workload.num_gpus > 1:
         yield from _more_gpus(workload, nearest)
@@ -67,24 +65,6 @@ def _relaxed(workload: Workload) -> Iterator[Remedy]:
                 saved = workload.budget_bytes - point.peak_device_bytes
                 yield Remedy(action=f"leave --{flag} out ({NODE_NAMES[node]} fits)", saves_bytes=saved, fits=True)
                 return
-
-
-def _plain_copy(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
-    """A 16-bit copy of weights that are published in a type that is not quantized again."""
-    if not dequantizing_class(workload.model):
-        return
-    from planner.planning import plan_workload  # which asks for remedies itself
-
-    config = {key: value for key, value in workload.model.config.items() if key != "quantization_config"}
-    try:
-        plan = plan_workload(replace(workload, model=replace(workload.model, config=config)))
-    except PlannerError:
-        return
-    if isinstance(plan, Plan):
-        saved = nearest.formula.peak_device_bytes - plan.chosen.formula.peak_device_bytes
-        experts = ", experts too, in Axolotl" if plan.chosen.setup.quantize_experts else ""
-        words = f"name a 16-bit copy of it: it trains in {plan.chosen.setup.quantization}{experts}"
-        yield Remedy(action=words, saves_bytes=saved, fits=True)
 
 
 def _shorter(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
