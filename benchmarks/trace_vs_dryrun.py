@@ -2,12 +2,13 @@
 
     python benchmarks/trace_vs_dryrun.py [--tool trl --tool hf] [--layers 4] [--only WORDS] [--kernels liger]
 
-For method x precision x quantization x loss x checkpointing on a truncated Llama-3.2-1B: the launch file that `plan
---out` would write is run by TRL or as the plain script on a phantom GPU, two optimizer steps, and compared with the dry
-run of the same setup. Both count the same rounding and workspaces, so a difference is a difference of the step.
-With `--kernels liger` the file switches Liger's layers on: the trace runs liger-kernel's own Python (it and Triton have
-to be installed), the dry run our functions with the same tensors. Results: benchmarks/data/trace_vs_dryrun.json and
-trace_liger_vs_dryrun.json.
+For every method x precision x quantization x loss, with and without checkpointing, on a truncated Llama-3.2-1B: the
+launch file that `plan --out` would write is run by TRL or as the plain script on a phantom GPU, two optimizer steps,
+and compared with the dry run of the same setup. Both count the same rounding and workspaces, so a difference is a
+difference of the step. With `--kernels liger` the file switches Liger's layers on: the trace runs liger-kernel's own
+Python (it and Triton have to be installed, for Liger's loss too), the dry run our functions with the same tensors. What
+a tool cannot run stands in the results with the reason. Results: benchmarks/data/trace_vs_dryrun.json and
+trace_liger_vs_dryrun.json; rows of points that were left out stay.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from planner.gpus import find_gpu
 from planner.hyperparameters import choose
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
-from planner.setup import TrainSetup
+from planner.setup import LOSSES, METHODS, PRECISIONS, QUANTIZATIONS, TrainSetup
 from probes.dryrun.api import report_for_config
 from probes.dryrun.report import DryRunReport
 from probes.phantom.card import card_of
@@ -54,19 +56,22 @@ def config_of(num_layers: int | None, model: str = MODEL) -> dict[str, Any]:
     return {**config, "dtype": config.get("dtype") or config.get("torch_dtype") or "bfloat16"}
 
 
+def variants(method: str) -> Iterator[dict[str, Any]]:
+    """Every precision that the method can have; for QLoRA every quantization, with peft's fp32 cast and without."""
+    if method != "qlora":
+        yield from ({"precision": one} for one in PRECISIONS if (method, one) != ("full", "fp16-autocast"))
+        return
+    for quantization in QUANTIZATIONS[1:]:
+        yield {"quantization": quantization, "precision": "bf16-autocast"}
+    yield {"quantization": "nf4-double", "precision": "fp16-autocast"}
+    yield {"quantization": "nf4-double", "precision": "bf16-autocast", "kbit_fp32_cast": True}
+
+
 def setups(kernels: str) -> Iterator[tuple[str, TrainSetup]]:
     """Name and setup of every point."""
-    methods: tuple[tuple[str, str, tuple[dict[str, Any], ...]], ...] = (
-        ("full", "none", ({"precision": "bf16-mixed"}, {"precision": "bf16-pure"}, {"precision": "fp32"})),
-        ("lora", "none", ({"precision": "bf16-autocast"}, {"precision": "bf16-pure"}, {"precision": "fp32"})),
-        (
-            "qlora",
-            "nf4-double",
-            ({"precision": "bf16-autocast"}, {"precision": "bf16-autocast", "kbit_fp32_cast": True}),
-        ),
-    )
-    for (method, quantization, variants), loss, checkpointing in product(methods, ("chunked", "full"), (1, 0)):
-        for variant in variants:
+    for method, loss, checkpointing in product(METHODS, LOSSES, (1, 0)):
+        for variant in variants(method):
+            quantization = variant.pop("quantization", "none")
             setup = TrainSetup(
                 method=method,
                 quantization=quantization,
@@ -79,8 +84,9 @@ def setups(kernels: str) -> Iterator[tuple[str, TrainSetup]]:
                 kernels=kernels,
                 **variant,
             )
+            bits = "" if quantization in ("none", "nf4-double") else f" {quantization}"
             cast = " + fp32 cast" if setup.kbit_fp32_cast else ""
-            name = f"{method} {setup.precision}{cast}, {loss} loss, {'' if checkpointing else 'no '}checkpointing"
+            name = f"{method} {setup.precision}{bits}{cast}, {loss} loss, {'' if checkpointing else 'no '}checkpointing"
             yield name, setup
 
 
@@ -149,6 +155,8 @@ def traced(words: list[str], folder: Path, *, expandable_segments: bool) -> Any:
 
 def compare(tool: str, setup: TrainSetup, num_layers: int) -> dict[str, Any]:
     """Both peaks of one setup, and how long each took."""
+    if "liger" in (setup.loss, setup.kernels) and not (find_spec("liger_kernel") and find_spec("triton")):
+        raise NotImplementedError("liger-kernel and Triton are not installed")
     config = config_of(num_layers)
     with tempfile.TemporaryDirectory() as name, prepared(tool, setup, config, Path(name)) as words:
         began = time.monotonic()
@@ -203,12 +211,11 @@ def main() -> None:
     if arguments.json:
         print(json.dumps(rows))
         return
+    out = OUT if arguments.kernels == "eager" else OUT.with_name("trace_liger_vs_dryrun.json")
+    rows = {**(json.loads(out.read_text())["rows"] if out.exists() else {}), **rows}
     errors = sorted(abs(one["error_fraction"]) for one in rows.values() if "error_fraction" in one)
-    if errors:
-        print(f"{len(errors)} points: median {100 * statistics.median(errors):.2f} %, worst {100 * errors[-1]:.2f} %")
-    if not arguments.only and not arguments.tool:
-        out = OUT if arguments.kernels == "eager" else OUT.with_name("trace_liger_vs_dryrun.json")
-        out.write_text(json.dumps({"model": MODEL, "layers": arguments.layers, "rows": rows}, indent=1) + "\n")
+    print(f"{len(errors)} points: median {100 * statistics.median(errors):.2f} %, worst {100 * errors[-1]:.2f} %")
+    out.write_text(json.dumps({"model": MODEL, "layers": arguments.layers, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -151,11 +151,11 @@ def target_pattern(model: ModelSpec, targets: Targets) -> str:
     experts."""
     found: dict[str, dict[str, None]] = {}
     for layer, _, linears in lora_linears(model, targets):
-        place = f"{layer.path}." + ("" if layer.kind in _NO_LIST else "#.")
-        found.setdefault(place.lstrip("."), {}).update(dict.fromkeys(one.name for one in linears))
+        place = re.escape(f"{layer.path}.") + ("" if layer.kind in _NO_LIST else r"\d+\.")
+        found.setdefault(place if layer.path else r"(.*\.)?", {}).update(dict.fromkeys(one.name for one in linears))
     groups: dict[tuple[str, ...], list[str]] = {}
     for place, names in found.items():
-        groups.setdefault(tuple(names), []).append(re.escape(place).replace("\\#", r"\d+"))
+        groups.setdefault(tuple(names), []).append(place)
     return "|".join(f"({'|'.join(places)})({'|'.join(map(re.escape, names))})" for names, places in groups.items())
 
 

@@ -57,7 +57,7 @@ REFUSED = {
     ("trl", "phimoe"): "num_experts",
 }
 """What one target cannot run, and a word of the reason."""
-PROCESSORS = ("gemma3", "gemma4", "gemma4+audio")
+PROCESSORS = ("gemma3", "gemma4", "gemma4+audio", "gemma4+experts")
 """TRL loads their image processors, which a tiny checkpoint does not have: the plain script alone trains them here."""
 
 

@@ -16,11 +16,21 @@ from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 
-TYPES = {
-    entry.model_type + ("+audio" if entry.config.get("audio_config") else ""): entry
-    for entry in reversed(catalogue.entries())
-}
-"""Every model type; one with a tower that others of its type lack is a type of its own."""
+
+def kind_of(entry: catalogue.CatalogueEntry) -> str:
+    """The model type, and what its siblings lack: a tower, experts, projections beside the layers."""
+    config = entry.config
+    text = config.get("text_config", config)
+    marks = {
+        "audio": config.get("audio_config"),
+        "experts": text.get("enable_moe_block"),
+        "projections": text.get("word_embed_proj_dim", text.get("hidden_size")) != text.get("hidden_size"),
+    }
+    return "+".join([entry.model_type, *(name for name, there in marks.items() if there)])
+
+
+TYPES = {kind_of(entry): entry for entry in reversed(catalogue.entries())}
+"""Every kind of model. All models of a kind get the same settings: tests/planner/test_exporters_targets.py."""
 VOCAB, PAD, EOS = 264, 0, 1
 HEADS = ("num_attention_heads", "n_head", "num_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads")
@@ -59,6 +69,8 @@ def tiny_config(entry: catalogue.CatalogueEntry) -> dict[str, Any]:
         text.update({name: value for name in names if text.get(name)})
     width = 64 if any(text.get(name) for name in ("head_dim", "d_kv", "qk_nope_head_dim")) else None
     text.update({name: width or heads * softmax[0].head_dim for name in HIDDEN if text.get(name)})
+    if kind_of(entry) == "opt+projections":
+        text["word_embed_proj_dim"] //= 2
     text.update({name: value for name, value in SMALL.items() if text.get(name)})
     _layers(text)
     for tower in ("vision_config", "audio_config"):

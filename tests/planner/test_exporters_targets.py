@@ -13,12 +13,15 @@ import pytest
 import yaml
 
 from planner.errors import ConfigError
-from planner.exporters import EXPORTERS, PLACEHOLDER_DATASET, DatasetChoice, Launch
+from planner.exporters import EXPORTERS, PLACEHOLDER_DATASET, TARGETS, DatasetChoice, Launch
+from planner.gpus import find_gpu
+from planner.kernels import supported_attentions
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.models.targets import lora_linears
 from planner.readers import read_text, schema
-from planner.setup import TrainSetup
+from planner.setup import TARGET_SETS, TrainSetup
+from tests.launch.tiny_models import TYPES, kind_of
 from tests.planner.launch_sweep import request, setups
 
 SETUPS = setups()
@@ -207,9 +210,6 @@ def test_llamafactory_adapts_the_planned_matrices_or_nothing_is_written(name: st
         assert yaml.safe_load(launch.files[0].text)["lora_target"] == written
 
 
-TYPES = {entry.model_type: entry.model_id for entry in reversed(catalogue.entries())}
-
-
 def loaded(name: str) -> ModelSpec:
     """A catalogue model."""
     spec = catalogue.load(name)
@@ -222,14 +222,14 @@ def test_unsloths_names_adapt_the_planned_matrices_of_every_type(targets: str) -
     """Seven names for all adapted 0 to 38 % of what was planned for Phi-3, GPT-2, Pythia and 20 more types."""
     setup = TrainSetup(lora_targets=targets, loss="chunked")
     written = 0
-    for model_type, name in TYPES.items():
-        spec = loaded(name)
+    for kind, entry in TYPES.items():
+        spec = loaded(entry.model_id)
         launch = EXPORTERS["unsloth"](request(setup, model=spec))
         if launch.refused:
             continue
         said = keywords(launch.files[0].text, "get_peft_model")["target_modules"]
         names = (said,) if isinstance(said, str) else tuple(said)
-        assert lora_linears(spec, names) == lora_linears(spec, targets), model_type
+        assert lora_linears(spec, names) == lora_linears(spec, targets), kind
         written += 1
     assert written >= (25 if targets == "all-linear" else 35)
 
@@ -241,3 +241,29 @@ def test_a_tool_that_would_load_the_towers_is_refused(target: str) -> None:
         setup = TrainSetup(loss="chunked" if target in ("trl", "unsloth") else "full", lora_targets="attention")
         assert "with its towers" in EXPORTERS[target](request(setup, model=loaded(name))).refused
         assert not EXPORTERS["hf"](request(setup.with_(loss="full"), model=loaded(name))).refused
+
+
+LOSS = {"hf": "full", "unsloth": "chunked"}
+
+
+def test_every_model_gets_the_settings_of_its_kind() -> None:
+    """What a tool's loading code sees of one model of a kind it sees of all: one is loaded by each tool
+    (tests/launch/test_every_model.py, tools/validators/every_type.py)."""
+    names = ("attn_impl", "target_modules", "quantization", "load_in", "Config(")
+    gpu = find_gpu("h100-sxm")
+
+    def settings(spec: ModelSpec) -> list[object]:
+        attentions = supported_attentions(spec, gpu)
+        found: list[object] = [attentions]
+        for targets in TARGET_SETS:
+            setup = TrainSetup(lora_targets=targets, attention=attentions[0], loss="chunked")
+            found.append([bool(one.refusal(setup, spec)) for one in TARGETS.values()])
+            for target in ("hf", "unsloth"):  # the others write what hf does
+                text = EXPORTERS[target](request(setup.with_(loss=LOSS[target]), model=spec)).files
+                lines = text[0].text.splitlines() if text else []
+                found.append([line for line in lines if any(name in line for name in names)])
+        return found
+
+    of_kind = {kind: settings(loaded(entry.model_id)) for kind, entry in TYPES.items()}
+    for entry in catalogue.entries():
+        assert settings(loaded(entry.model_id)) == of_kind[kind_of(entry)], entry.model_id

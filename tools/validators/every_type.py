@@ -107,11 +107,13 @@ class Tool(NamedTuple):
 
     Attributes:
         crossed: LoRA with every attention times both sets of targets; else each of them once.
+        chooses_attention: the tool takes no name of one; both sets of targets then.
         more: setups beside those; `llama_more` with Llama alone, because they do not depend on the model.
     """
 
     load: Callable[[], Load]
     crossed: bool = False
+    chooses_attention: bool = False
     more: tuple[dict[str, Any], ...] = ()
     llama_more: tuple[dict[str, Any], ...] = ()
 
@@ -130,7 +132,7 @@ TOOLS = {
         ),
     ),
     "llamafactory": Tool(load=llamafactory, crossed=True),
-    "unsloth": Tool(load=unsloth),
+    "unsloth": Tool(load=unsloth, chooses_attention=True),
 }
 
 
@@ -150,7 +152,7 @@ def setups(kind: str, tool: Tool) -> Iterator[TrainSetup]:
     """What the tool is shown of one model type."""
     spec = catalogue.load(TYPES[kind].model_id)
     assert spec is not None
-    attentions = supported_attentions(spec, find_gpu("h100-sxm"))
+    attentions = supported_attentions(spec, find_gpu("h100-sxm"))[: 1 if tool.chooses_attention else None]
     sets = ("all-linear", "attention")
     pairs = product(attentions, sets) if tool.crossed else zip((*attentions, *attentions[:1]), cycle(sets))
     base: dict[str, Any] = {"loss": "full", "lora_rank": RANK, "seq_len_tokens": 16}
@@ -174,7 +176,8 @@ def check(tool: str, load: Load, kind: str, setup: TrainSetup) -> str:
     base = model.get_base_model() if setup.lora_rank else model
     assert type(base).__name__ == TYPES[kind].built_class, f"{type(base).__name__}, not {TYPES[kind].built_class}"
     attention = base.config._attn_implementation
-    assert attention == NAMES[runs.attention], f"{attention} runs, not {runs.attention}"
+    if not TOOLS[tool].chooses_attention:
+        assert attention == NAMES[runs.attention], f"{attention} runs, not {runs.attention}"
     trained = [one for one in model.parameters() if one.requires_grad]
     num = sum(one.numel() for one in trained)
     if setup.lora_rank:
