@@ -187,22 +187,27 @@ class ChunkedLoss(Loss):
 
 @final
 class LigerLoss(Loss):
-    """Liger's fused linear cross-entropy: a chunk of tokens so that its logits are about tokens x hidden, and the
-    hidden gradient (and the head's, where trained) held from the forward on. Moved: three passes counted, as long as
-    five; each chunk's gradient of the head is added to the sum in the weight's type.
+    """Liger's fused linear cross-entropy: a chunk of tokens so that its logits, in one buffer, are about tokens x
+    hidden, and the hidden gradient (and the head's, in the weight's type, where trained) held from the forward on.
+    Moved: three passes counted, as long as five; each chunk's gradient of the head is added to the sum.
 
-    Source: Hsu et al. 2024, Liger Kernel, section 3.2, https://arxiv.org/abs/2410.10989; `ops/cross_entropy.py`.
+    Source: Hsu et al. 2024, Liger Kernel, section 3.2, https://arxiv.org/abs/2410.10989; liger-kernel 0.8.5
+    `ops/fused_linear_cross_entropy.py`, from compute capability 8.0 on.
     """
 
     name, simplicity, coarse, triton, whole_logits = "liger", 2, True, True, False
 
     def memory(self, shape: LossShape) -> LossChain:
         hidden = shape.hidden_bytes * shape.tokens * shape.hidden_size
-        chunk = self._chunk(shape.tokens, shape.vocab_size, shape.hidden_size)
-        logits = chunk * shape.vocab_size * (2 * shape.logit_bytes + 4)
-        head = 4 * shape.vocab_size * shape.hidden_size if shape.head_trained else 0
-        held = shape.cast_bytes + hidden + head
-        return LossChain(loss_bytes=logits + held, backward_bytes=held + hidden)
+        elements, logit = shape.vocab_size * shape.hidden_size, shape.logit_bytes
+        chunk = min(shape.tokens, self._chunk(shape.tokens, shape.vocab_size, shape.hidden_size))
+        head = shape.hidden_bytes * elements if shape.head_trained else 0
+        tile = chunk * shape.vocab_size * logit
+        if shape.head_cast:  # autocast casts the weight for each product and keeps the cast of a trained one
+            tile += logit * (elements * (2 if shape.head_trained else 1) + chunk * shape.hidden_size)
+        elif shape.head_trained and logit == 4:  # the product is made beside the sum
+            tile += 4 * elements
+        return LossChain(loss_bytes=tile + hidden + head, backward_bytes=2 * hidden + head)
 
     def tiling(self, tokens: int, vocab_size: int, hidden_size: int) -> Tiling:
         chunk = self._chunk(tokens, vocab_size, hidden_size)

@@ -1,12 +1,11 @@
 """The head of a model in its trainer's own form: from the last hidden states to a loss, or to log-probabilities."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from probes.stack.autocast import emulated_autocast
 from probes.stack.configs import layers_of
 from probes.stack.losses import ChunkedNll, FusedLinearCrossEntropy
 from probes.stack.real_losses import real_loss
@@ -35,28 +34,8 @@ def head_loss(inner: Any, kind: str, hidden: torch.Tensor, labels: torch.Tensor)
         }
     padded = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
     rows = hidden.view(-1, hidden.shape[-1])
-    return {"loss": _liger(rows, weight, bias, padded.view(-1))}
-
-
-def _liger(rows: torch.Tensor, weight: torch.Tensor, bias: Any, targets: torch.Tensor) -> torch.Tensor:
-    """Liger's function under autocast: `custom_fwd` casts the inputs and runs with autocast off."""
-    from probes.stack.autocast import cached_cast, emulated_autocast_dtype, emulated_autocast_enabled
-
-    context: Any = nullcontext()
-    if emulated_autocast_enabled():
-        dtype = emulated_autocast_dtype()
-        rows, weight = cached_cast(rows, dtype), cached_cast(weight, dtype)
-        bias = cached_cast(bias, dtype) if bias is not None else None
-        context = emulated_autocast(dtype, enabled=False)
-    elif rows.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")
-        rows, weight = rows.to(dtype), weight.to(dtype)
-        bias = bias.to(dtype) if bias is not None else None
-        context = torch.autocast("cuda", enabled=False)
     real = real_loss("liger") if rows.device.type == "cuda" else None
-    with context:
-        loss: torch.Tensor = (real or FusedLinearCrossEntropy.apply)(rows, weight, bias, targets)
-    return loss
+    return {"loss": (real or FusedLinearCrossEntropy.apply)(rows, weight, bias, padded.view(-1))}
 
 
 @contextmanager

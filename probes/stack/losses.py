@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from probes.stack.autocast import emulated_autocast_dtype, emulated_autocast_enabled
+
 TOKENS_PER_TILE = 4096
 """Source: trl 1.16 kernels/chunked_logprob.py `TOKEN_CHUNK_SIZE`."""
 VOCAB_PER_TILE = 32768
@@ -156,13 +158,13 @@ class FusedLinearCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
     """Liger's fused linear cross-entropy: the gradients are computed in the forward, chunk of tokens by chunk.
 
     Chunks: vocabulary / hidden rounded up to a power of two many, so that one chunk's logits are about as large as the
-    input. The head's gradient, when it is trained, accumulates in the weight's own type (Liger's default).
+    input. Where input and weight have the type that is computed in, all chunks share one buffer of logits and the
+    products are written in place; else autocast casts the weight for each product and keeps one copy of a trained one.
+    The head's gradient accumulates in the weight's own type, for 16-bit logits without another copy of it.
 
-    Source: written from a description of liger_kernel's ops/fused_linear_cross_entropy.py and later compared with the
-    chunk loop there at commit 00eba63 (after the releases; they themselves were not read, and no Triton kernel was run
-    or measured here): the same chunks and gradients, but one logits buffer for all chunks and input gradients written
-    in place, so that form needs up to one chunk of logits less. Under autocast the function runs with `custom_fwd`,
-    inputs in the autocast type.
+    Source: liger-kernel 0.8.5 `ops/fused_linear_cross_entropy.py`, from compute capability 8.0 on; its `custom_fwd`
+    casts no inputs and leaves autocast on. On older cards each chunk has a copy of the head's gradient more.
+    Measured: traced beside it, benchmarks/trace_vs_dryrun.py.
     """
 
     @staticmethod
@@ -170,24 +172,35 @@ class FusedLinearCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
         rows, width = hidden.shape
         vocab = weight.shape[0]
         increase = -(-vocab // width)
-        chunk = 1 << max(0, (-(-rows // increase) - 1).bit_length())
+        chunk = min(rows, 1 << max(0, (-(-rows // increase) - 1).bit_length()))
+        in_place = hidden.dtype is weight.dtype and _computed_in(hidden) is hidden.dtype
         grad_input = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight) if weight.requires_grad else None
         grad_bias = torch.zeros_like(bias) if bias is not None and bias.requires_grad else None
         losses = torch.zeros(rows, dtype=torch.float32, device=hidden.device)
+        buffer = hidden.new_empty(chunk, vocab) if in_place and (bias is None or bias.dtype is hidden.dtype) else None
         for first in range(0, rows, chunk):
             last = min(first + chunk, rows)
             part = hidden[first:last]
-            logits = part @ weight.t()
-            if bias is not None:
-                logits = logits + bias
+            if buffer is not None:
+                logits = torch.mm(part, weight.t(), out=buffer[: last - first])
+                if bias is not None:
+                    logits.add_(bias)
+            else:
+                logits = part @ weight.t()
+                if bias is not None:
+                    logits = logits + bias
             logits = logits.contiguous()
             _liger_kernel(logits, targets[first:last], losses[first:last], rows)
-            grad_input[first:last] = logits @ weight
+            if in_place and logits.dtype is hidden.dtype:
+                torch.mm(logits, weight, out=grad_input[first:last])
+            else:
+                grad_input[first:last] = logits @ weight
             if grad_weight is not None:
-                grad_weight += torch.mm(logits.t(), part)
+                _accumulate(grad_weight, logits, part)
             if grad_bias is not None:
                 grad_bias += logits.sum(dim=0)
+            del logits
         loss = torch.sum(losses)
         ctx.save_for_backward(grad_input.detach(), grad_weight, grad_bias)
         return loss
@@ -200,6 +213,29 @@ class FusedLinearCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
             if one is not None and one.device.type != "meta":
                 one.mul_(grads[0].to(one.dtype))
         return grad_input, grad_weight, grad_bias, None
+
+
+def _computed_in(tensor: torch.Tensor) -> torch.dtype:
+    """The type in which a product with this tensor is computed here: autocast's, real or emulated, or its own."""
+    if emulated_autocast_enabled():
+        return emulated_autocast_dtype()
+    kind = tensor.device.type
+    on = kind != "meta" and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else tensor.dtype
+
+
+def _accumulate(gradient: torch.Tensor, logits: torch.Tensor, part: torch.Tensor) -> None:
+    """Adds a chunk's share to the head's gradient: one product into it for 16-bit logits, else one beside it."""
+    if logits.dtype is torch.float32 or gradient.dtype not in (torch.float32, logits.dtype):
+        gradient += torch.mm(logits.t(), part).to(gradient.dtype)
+    else:
+        _add_product(gradient, logits, part.to(logits.dtype))
+
+
+@_unseen
+def _add_product(gradient: torch.Tensor, logits: torch.Tensor, part: torch.Tensor) -> None:
+    """cuBLAS adds the product into the gradient, of another type too."""
+    gradient += torch.mm(logits.t(), part).to(gradient.dtype)
 
 
 @_unseen
