@@ -156,8 +156,20 @@ def test_liger_loss() -> None:
         loss="liger", tokens=512, vocab_size=1000, hidden_size=100, logits_dtype="bf16", hidden_dtype="bf16",
         head_trained=True, softcap=False,
     )  # fmt: skip
-    held = 2 * 512 * 100 + 4 * 1000 * 100
-    assert (chain.loss_bytes, chain.backward_bytes) == (64 * 1000 * (2 * 2 + 4) + held, held + 2 * 512 * 100)
+    held = 2 * 512 * 100 + 2 * 1000 * 100
+    assert (chain.loss_bytes, chain.backward_bytes) == (64 * 1000 * 2 + held, held + 2 * 512 * 100)
+
+
+def test_liger_loss_under_autocast_keeps_a_cast_head_and_makes_another() -> None:
+    """fp32 weights: gradients in fp32, the cast of the trained head kept, that of its transpose beside it."""
+    chain = loss_chain(
+        loss="liger", tokens=512, vocab_size=1000, hidden_size=100, logits_dtype="bf16", hidden_dtype="fp32",
+        head_trained=True, softcap=False, head_cast=True,
+    )  # fmt: skip
+    held = 4 * 512 * 100 + 4 * 1000 * 100
+    casts = 2 * 1000 * 100 + 2 * 1000 * 100 + 2 * 64 * 100
+    assert chain.loss_bytes == 64 * 1000 * 2 + held + casts
+    assert chain.backward_bytes == held + 4 * 512 * 100
 
 
 def test_allocator_gap_is_a_floor_and_eight_percent_of_what_changes() -> None:
