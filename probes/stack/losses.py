@@ -229,12 +229,12 @@ def _accumulate(gradient: torch.Tensor, logits: torch.Tensor, part: torch.Tensor
     if logits.dtype is torch.float32 or gradient.dtype not in (torch.float32, logits.dtype):
         gradient += torch.mm(logits.t(), part).to(gradient.dtype)
     else:
-        _add_product(gradient, logits, part.to(logits.dtype))
+        _add_share(gradient, logits, part.to(logits.dtype))
 
 
 @_unseen
-def _add_product(gradient: torch.Tensor, logits: torch.Tensor, part: torch.Tensor) -> None:
-    """cuBLAS adds the product into the gradient, of another type too."""
+def _add_share(gradient: torch.Tensor, logits: torch.Tensor, part: torch.Tensor) -> None:
+    """cuBLAS adds the product into the gradient, of 16-bit factors into fp32 too."""
     gradient += torch.mm(logits.t(), part).to(gradient.dtype)
 
 
