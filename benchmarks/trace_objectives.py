@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.trace_vs_dryrun import ROWS, config_of, prepared, traced
-from planner.choices.objectives import DEFAULT, OBJECTIVES
+from planner.choices.objectives import OBJECTIVES
 from planner.cli.wish import workload
 from planner.gpus import find_gpu
 from planner.interchange import setup_to_dict
@@ -121,7 +121,7 @@ def summary(rows: dict[str, Any]) -> list[str]:
 def main() -> None:
     """Runs the grid, or the part of it that was named, and prints each difference."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [name for name in OBJECTIVES if name != DEFAULT]
+    names = [name for name, row in OBJECTIVES.items() if not row.supervised]
     parser.add_argument("--objective", action="append", choices=names)
     parser.add_argument("--model", action="append", choices=sorted(MODELS))
     parser.add_argument("--method", action="append", choices=METHODS)

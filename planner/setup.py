@@ -196,7 +196,7 @@ class TrainSetup:
             )
         if self.packing and not row.packs:
             raise SetupError(f"objective {self.objective!r} trains on {row.sample}s, which no trainer packs")
-        if self.num_gpus > 1:
+        if self.num_gpus > 1 and not row.supervised:
             raise SetupError(
                 f"objective {self.objective!r} is planned on one GPU: how its {row.sample}s and its reference are "
                 "spread is not modelled",

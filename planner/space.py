@@ -122,7 +122,9 @@ def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
         values[name] = tuple(allowed)
     if "objective" in fixed:
         objective = OBJECTIVES[fixed["objective"][0]]
-        values["loss"] = _losses_of(objective, values["loss"], any_trainer=bool(workload.targets or "loss" in fixed))
+        values["loss"] = _losses_of(
+            objective, values["loss"], any_trainer=objective.supervised or bool(workload.targets or "loss" in fixed)
+        )
         if workload.global_batch_seqs < objective.least_samples:
             raise UsageError(
                 f"--objective {objective.name} needs {objective.least_samples} {objective.sample}s in a forward, "
@@ -216,10 +218,10 @@ def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Itera
                                     lora_rank=rank,
                                     lora_targets=targets,
                                     seq_len_tokens=workload.seq_len_tokens,
-                                    packing=bool(values.get("packing", (False,))[0]),
+                                    packing=bool(values.get("packing", (OBJECTIVES[objective].packed,))[0]),
                                     lora_dropout=values.get("lora_dropout", (0.0,))[0],
                                     objective=objective,
-                                    loss=values["loss"][0] if objective != DEFAULT_OBJECTIVE else "full",
+                                    loss="full" if OBJECTIVES[objective].supervised else values["loss"][0],
                                     adapter="lora" if method == "full" else values.get("adapter", ("lora",))[0],
                                     checkpointing=0 if values["checkpointing"] == (0,) else 1,
                                     quantize_experts=values["quantize_experts"][0],

@@ -33,7 +33,8 @@ class Objective:
         whole_logits: the chain of its own loss where all logits are there, by the stack; None: as in supervised
             training, or no trainer of it makes them.
         losses: values of `TrainSetup.loss` that some trainer of it has.
-        packs: whether several samples may fill one sequence.
+        supervised: whether its step is that of supervised training.
+        packs: whether several samples may fill one sequence; `packed`: whether a plan does it unless told otherwise.
         least_samples: of one micro-batch.
         rate_factor: on the learning rate of supervised training; `rate_reason` says whose.
         targets: launch targets that have a file for it, and what each calls it.
@@ -50,7 +51,9 @@ class Objective:
     head: Head
     whole_logits: Callable[[LossShape, str], LossChain] | None
     losses: tuple[str, ...]
+    supervised: bool
     packs: bool
+    packed: bool
     least_samples: int
     rate_factor: float
     rate_reason: str
@@ -122,7 +125,9 @@ _ROWS = (
         head="vocabulary",
         whole_logits=None,
         losses=("full", "chunked", "liger"),
+        supervised=True,
         packs=True,
+        packed=False,
         least_samples=1,
         rate_factor=1.0,
         rate_reason="",
@@ -141,6 +146,37 @@ _ROWS = (
         source="trl 1.16 trainer/sft_trainer.py",
     ),
     Objective(
+        name="pretrain",
+        title="continued pretraining",
+        sample="sequence",
+        seqs_per_sample=1,
+        reference=False,
+        extra_forwards=0,
+        head="vocabulary",
+        whole_logits=None,
+        losses=("full", "chunked", "liger"),
+        supervised=True,
+        packs=True,
+        packed=True,
+        least_samples=1,
+        rate_factor=1.0,
+        rate_reason="",
+        targets={
+            "trl": "sft",
+            "hf": "sft",
+            "axolotl": "completion",
+            "llamafactory": "pt",
+            "unsloth": "sft",
+            "accelerate": "sft",
+            "deepspeed": "sft",
+            "torchtitan": "sft",
+        },
+        columns="text",
+        data=("text",),
+        source="the supervised step on packed text: LLaMA-Factory 0.9.5 train/pt (packing on by itself); axolotl 0.21 "
+        "type completion; trl 1.16 SFTTrainer on a text column",
+    ),
+    Objective(
         name="dpo",
         title="direct preference optimization",
         sample="pair",
@@ -150,7 +186,9 @@ _ROWS = (
         head="vocabulary",
         whole_logits=_pairs_chain,
         losses=("chunked", "full"),
+        supervised=False,
         packs=False,
+        packed=False,
         least_samples=1,
         rate_factor=0.05,
         rate_reason="DPO, as TRL's DPOConfig: 1e-6 for full fine-tuning",
@@ -171,7 +209,9 @@ _ROWS = (
         head="vocabulary",
         whole_logits=None,
         losses=("chunked",),
+        supervised=False,
         packs=False,
+        packed=False,
         least_samples=2,
         rate_factor=0.05,
         rate_reason="KTO, as TRL's KTOConfig: 1e-6 for full fine-tuning",
@@ -192,7 +232,9 @@ _ROWS = (
         head="score",
         whole_logits=_score_chain,
         losses=("full",),
+        supervised=False,
         packs=False,
+        packed=False,
         least_samples=1,
         rate_factor=5.0,
         rate_reason="reward models, as TRL's RewardConfig: 1e-4 for full fine-tuning",
@@ -212,7 +254,9 @@ _ROWS = (
         head="vocabulary",
         whole_logits=_odds_ratio_chain,
         losses=("full",),
+        supervised=False,
         packs=False,
+        packed=False,
         least_samples=1,
         rate_factor=0.05,
         rate_reason="ORPO, as TRL's ORPOConfig: 1e-6 for full fine-tuning",

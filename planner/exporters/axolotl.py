@@ -118,7 +118,7 @@ def export(request: ExportRequest) -> Launch:
         notes.append(PER_NODE)
     head = header(
         request,
-        title="Axolotl" if setup.objective == "sft" else f"Axolotl {setup.aim.title}",
+        title="Axolotl" if setup.aim.supervised else f"Axolotl {setup.aim.title}",
         command=f"{prefix} {command}".strip(),
         validated_with=VALIDATED_WITH,
         differences=found,
@@ -227,9 +227,8 @@ def _datasets(request: ExportRequest) -> Section:
             "type": {"field_instruction": "prompt", "field_output": "completion", "format": "{instruction}"}
         },
     }
-    columns = dataset.columns if dataset else "messages"
-    if request.setup.objective != "sft":
-        columns = "preference"
+    columns = request.columns
+    if columns == "preference":
         fields = {"field_prompt": "prompt", "field_chosen": "chosen", "field_rejected": "rejected"}
         kinds[columns] = {"type": fields}
     entry: dict[str, object] = {"path": shown_path(dataset.path) if dataset else PLACEHOLDER_DATASET}
@@ -288,7 +287,7 @@ def _memory(setup: TrainSetup, model: ModelSpec | None) -> list[Line]:
         lines.append(Line("gradient_checkpointing", False, "fsdp_config does it" if sharded else ""))
     if setup.activation_offload:
         lines.append(Line("activation_offloading", True, "checkpoints in host memory"))
-    if setup.loss == "chunked" and setup.objective == "sft":
+    if setup.loss == "chunked" and setup.aim.supervised:
         lines.append(Line("chunked_cross_entropy", True))
     lines += _kernels(setup, model)
     if setup.compile:

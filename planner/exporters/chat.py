@@ -70,7 +70,7 @@ def _tokenizer_files(model_id: str) -> list[bool] | None:
 
 def chats(request: ExportRequest) -> bool:
     """Whether the data are chats, or may be: the placeholder says nothing."""
-    return request.dataset is None or request.dataset.columns == "messages"
+    return request.columns == "messages" or (request.dataset is None and not request.setup.aim.supervised)
 
 
 def brought_along(request: ExportRequest) -> bool:

@@ -63,7 +63,7 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     if setup.checkpointing > 1:
         reason = "its transformers has no every_n_layers: every layer is checkpointed, slower"
         found.append(Difference(field="checkpointing", planned=setup.checkpointing, runs_as=1, reason=reason))
-    if setup.objective != "sft":
+    if not setup.aim.supervised:
         return (*found, *_preference_differences(setup))
     if setup.loss == "chunked":
         reason = "no chunked loss; Liger's fused linear cross-entropy holds no logits either"
@@ -108,7 +108,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return "LLaMA-Factory trains fp32 weights under bf16 autocast: twice the memory (bf16-pure or bf16-mixed work)"
     if setup.objective == "dpo" and setup.method == "full":
         return "LLaMA-Factory holds the reference of full fine-tuning in another type than the policy: not modelled"
-    if setup.objective != "sft" and setup.kernels != "eager":
+    if not setup.aim.supervised and setup.kernels != "eager":
         return "LLaMA-Factory's Liger switch was not read for preference training; plan with --kernels eager"
     if model is not None and model.model_type == "gpt_oss":
         return f"LLaMA-Factory runs gpt_oss with vllm-flash-attn3 whatever was asked: {flash_refusal(model, VLLM_FA3)}"
@@ -122,7 +122,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return "LLaMA-Factory cannot shard a quantized base under ZeRO-3"
     if reason := model_refusal(setup, model, "llamafactory"):
         return reason
-    if setup.objective == "sft" and (reason := liger_loss_refusal(setup, model, ("chunked", "liger"), LIGER_TYPES)):
+    if setup.aim.supervised and (reason := liger_loss_refusal(setup, model, ("chunked", "liger"), LIGER_TYPES)):
         return reason
     if setup.kernels == "liger" and model is not None and model.model_type not in LIGER_TYPES & LIGER_LOSS:
         return f"LLaMA-Factory's Liger switch does not know {model.model_type}, or not its loss"
@@ -216,7 +216,7 @@ def _sections(request: ExportRequest) -> list[Section]:
     runs = setup.with_(**{one.field: one.runs_as for one in differences(setup) if one.field == "precision"})
     reasons = hyper.reasons
     title = "dataset" if request.dataset else "dataset: PUT YOURS HERE (in dataset_info.json)"
-    liger = setup.objective == "sft" and (setup.loss in ("chunked", "liger") or setup.kernels == "liger")
+    liger = setup.aim.supervised and (setup.loss in ("chunked", "liger") or setup.kernels == "liger")
     return [
         section(
             "model",
@@ -276,7 +276,7 @@ def _sections(request: ExportRequest) -> list[Section]:
 
 
 def _objective(setup: TrainSetup) -> list[Section]:
-    if setup.objective == "sft":
+    if setup.aim.supervised:
         return []
     loss = "sigmoid" if setup.objective == "dpo" else setup.objective
     return [section("objective", Line("pref_loss", loss), Line("pref_beta", 0.1, "its default"))]
@@ -333,8 +333,8 @@ def _dataset_info(request: ExportRequest) -> LaunchFile:
         entry["file_name"] = "../../" + shown_path(dataset.path).removeprefix("./")
     else:
         entry["hf_hub_url"] = shown_path(dataset.path)
-    columns = dataset.columns if dataset else "messages"
-    if request.setup.objective != "sft":
+    columns = request.columns
+    if columns == "preference":
         entry["ranking"] = True
         entry["columns"] = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
     elif columns == "messages":

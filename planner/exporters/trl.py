@@ -44,7 +44,7 @@ FILE_LOADERS = {"jsonl": "json", "json": "json", "parquet": "parquet", "csv": "c
 """Ending of a local file -> the loader of `datasets` for it; `dataset_name` takes a directory or a hub id only."""
 
 ORPO_SCRIPT = "trl/trl-orpo.py"
-TEMPLATED = ("sft", "reward")
+TEMPLATED = ("sft", "pretrain", "reward")
 """Objectives whose configuration has `chat_template_path` (TRL 1.16)."""
 
 OLDER_NAMES = (
@@ -84,7 +84,7 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
         dtype = setup.weight_dtype if zero3 else "fp32"
         reason = "TRL keeps adapters in the weights' type under ZeRO-3" if zero3 else "peft holds adapters in fp32"
         found.append(adapter_dtype_difference(runs, dtype, reason))
-    if setup.objective != "sft":
+    if not setup.aim.supervised:
         found += _objective_differences(setup)
     return tuple(one for one in found if one is not None)
 
@@ -182,7 +182,7 @@ def export(request: ExportRequest) -> Launch:
         )
     head = header(
         request,
-        title="TRL supervised fine-tuning" if setup.objective == "sft" else f"TRL {setup.aim.title}",
+        title="TRL supervised fine-tuning" if setup.aim.supervised else f"TRL {setup.aim.title}",
         command=command,
         validated_with=VALIDATED_WITH,
         differences=found,
@@ -233,7 +233,7 @@ def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
             *precision_lines(runs),
             *checkpointing_lines(setup),
             Line("loss_type", "nll", "in chunks: never holds seqs x tokens x vocabulary")
-            if setup.objective == "sft"
+            if setup.aim.supervised
             else None,
             *kernels_lines(setup.trusted_with(loss="chunked"), request.model),
             Line("torch_compile", True) if setup.compile else None,
@@ -258,7 +258,7 @@ def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
 
 
 def _lengths(setup: TrainSetup) -> list[Line | None]:
-    if setup.objective == "sft":
+    if setup.aim.supervised:
         return [
             Line("max_length", setup.seq_len_tokens, "tokens; longer samples are cut"),
             Line("packing", setup.packing),
@@ -362,8 +362,8 @@ def dataset_section(request: ExportRequest) -> Section:
 
 
 def _columns(request: ExportRequest) -> str:
-    objective = request.setup.objective
-    return "messages or text" if objective == "sft" else request.setup.aim.columns
+    aim = request.setup.aim
+    return "messages or text" if aim.name == "sft" else aim.columns
 
 
 def precision_lines(setup: TrainSetup) -> list[Line]:

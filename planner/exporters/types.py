@@ -71,6 +71,13 @@ class ExportRequest:
             )
 
     @property
+    def columns(self) -> str:
+        """The data set's columns; where nobody said, those that the objective trains on."""
+        kinds = self.setup.aim.data
+        found = self.dataset.columns if self.dataset is not None else kinds[0]
+        return found if found in kinds else kinds[0]
+
+    @property
     def gpus_per_node(self) -> int:
         """GPUs of one machine."""
         return self.setup.num_gpus // self.num_nodes

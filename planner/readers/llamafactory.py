@@ -51,7 +51,7 @@ def read(
     stage = settings.text("stage", "sft")
     if not settings.flag("do_train", False):
         raise NotATraining(f"{name}: do_train is not true: not a training config", hint="give the config of a training")
-    aim = PREFERENCES.get(settings.text("pref_loss", "sigmoid"), "") if stage == "dpo" else "sft"
+    aim = {"sft": "sft", "pt": "pretrain"}.get(stage) or PREFERENCES.get(settings.text("pref_loss", "sigmoid"), "")
     if stage not in STAGES or not aim:
         raise NotPlanned(
             f"{name}: stage {stage} (preference or reward training) is not planned", hint="stages sft, pt and dpo are"
@@ -89,7 +89,7 @@ def read(
         "optimizer": common.optimizer(settings, "optim", "adamw_torch_fused"),
         "compile": settings.flag("torch_compile", False),
     }
-    if aim != "sft":
+    if stage == "dpo":
         if settings.flag("enable_liger_kernel", False):
             settings.approximate("Liger's kernels in preference training are not counted")
         fields |= {"loss": "full", "kernels": "eager", "packing": False}

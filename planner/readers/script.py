@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from planner.choices.objectives import OBJECTIVES
 from planner.errors import ConfigError, NotPlanned
 from planner.inputs import reason
 from planner.models.spec import ModelSpec
@@ -17,13 +18,15 @@ from planner.readers.program.interpret import LENGTH_NAMES
 from planner.readers.program.source import Source, of_script
 from planner.readers.sharding import Sharding, loaded, parallel_of
 from planner.readers.training import Training
-from planner.readers.trl import sharded
+from planner.readers.trl import loss_of, sharded
 from planner.readers.types import SETTING_FIELDS, Missing, ReadConfig
 from planner.readers.values import Settings
 
 FORMAT = "hf-script"
 UNSLOTH = "unsloth-script"
 UNSLOTH_WHOLE = "embed_tokens"
+OLDER_PREFERENCES = {"tokenizer", "max_length", "max_prompt_length", "max_target_length", "label_pad_token_id"}
+"""Keywords that TRL 1.16's trainers of preferences do not take; `max_length` is one of their configuration there."""
 ARGUMENTS = ("TrainingArguments", "SFTConfig", "Seq2SeqTrainingArguments", "UnslothTrainingArguments")
 
 
@@ -70,7 +73,8 @@ class _Script:
         owner = found.loader.owner if found.loader is not None else ""
         self.unsloth = owner.startswith("Fast")
         kind = found.trainer.name if found.trainer is not None else ""
-        self.trl = self.unsloth or kind == "SFTTrainer" or self._made("SFTConfig")
+        self.aim = OBJECTIVES[found.objective]
+        self.trl = self.unsloth or kind == "SFTTrainer" or self._made("SFTConfig") or not self.aim.supervised
         self.arguments = training.settings(found.arguments, name)
         self._trainer_extras()
         self.loader = training.settings(found.loader, name)
@@ -142,6 +146,8 @@ class _Script:
         else:
             loss = self.defaults.loss(arguments.optional_text("loss_type"), liger=False) if self.trl else "full"
             fields |= common.liger(arguments, liger, "full" if liger else loss, self.model)
+        if not self.aim.supervised:
+            fields |= self._objective(fields["method"], liger)
         fields["stack"] = "trl" if self.trl else "hf"  # Unsloth's is known by the format
         fields |= self._spread(constants)
         if adapted:
@@ -171,6 +177,34 @@ class _Script:
             adapted_tables=self.lora.tables,
             call_line=_line(self.found.arguments),
         )
+
+    def _objective(self, method: str, liger: bool) -> dict[str, Any]:
+        """What another objective than supervised training makes of the fields.
+
+        Raises:
+            NotPlanned: of a TRL whose trainer makes another step.
+        """
+        arguments, trainer = self.arguments, self.found.trainer
+        gone = sorted({*OLDER_PREFERENCES, "beta", "loss_type"} & set(trainer.keywords if trainer is not None else ()))
+        gone += sorted((OLDER_PREFERENCES - {"max_length"}) & {*arguments.values, *arguments.unknown})
+        if self.unsloth or not self._own_arguments() or gone:
+            why = "Unsloth" if self.unsloth else f"an older TRL ({gone[0] if gone else 'TrainingArguments'})"
+            raise NotPlanned(
+                f"{self.name} trains {self.aim.name} with {why}, whose step is another: not modelled",
+                hint="plan trace -- python FILE runs it on a phantom GPU and says what it needs",
+            )
+        fields: dict[str, Any] = {"objective": self.aim.name, "packing": False}
+        fields |= common.liger(arguments, liger, loss_of(self.aim, self.defaults, self.name), self.model)
+        if method != "full" and arguments.flag("disable_dropout", True):
+            fields["lora_dropout"] = 0.0
+        wrapped = trainer is not None and trainer.argument("peft_config") is None
+        if method != "full" and wrapped and self.aim.reference:
+            arguments.approximate("a model that comes with adapters gets a frozen copy of them as its reference")
+        if method == "qlora" and self.aim.name == "orpo":
+            arguments.approximate("TRL's ORPO prepares a quantized base by itself (norms in fp32)")
+        if arguments.flag("precompute_ref_log_probs", False):
+            arguments.approximate("reference log-probabilities are computed beforehand: counted as if in every step")
+        return fields
 
     def _origins(self, parts: tuple[Settings, ...]) -> Mapping[str, str]:
         found: dict[str, str] = {}
@@ -334,7 +368,8 @@ class _Script:
 
         Source: TRL 1.16 `SFTTrainer.__init__`, `args.to_dict()`.
         """
-        return self.found.arguments is None or self.found.arguments.name == "SFTConfig"
+        own = training.CONFIGS.get(self.found.objective, "SFTConfig")
+        return self.found.arguments is None or self.found.arguments.name == own
 
     def _called(self, word: str) -> bool:
         return any(word in model.called for model in self.found.touched)

@@ -10,12 +10,17 @@ from planner.readers.program.library import is_trainer, trainer_of
 from planner.readers.program.values import Table, Value
 from planner.readers.values import Settings
 
+PLANNED = {"DPOTrainer": "dpo", "KTOTrainer": "kto", "ORPOTrainer": "orpo", "RewardTrainer": "reward"}
+"""TRL's trainers of other objectives that are planned."""
+CONFIGS = {"dpo": "DPOConfig", "kto": "KTOConfig", "orpo": "ORPOConfig", "reward": "RewardConfig"}
+BEHIND_REFERENCE = ("DPOTrainer", "KTOTrainer")
+"""Trainers whose second place is the reference model's."""
 OBJECTIVES = {
-    "DPOTrainer": "DPO", "OnlineDPOTrainer": "online DPO", "XPOTrainer": "XPO", "NashMDTrainer": "Nash-MD",
-    "KTOTrainer": "KTO", "BCOTrainer": "BCO", "ORPOTrainer": "ORPO", "CPOTrainer": "CPO", "GRPOTrainer": "GRPO",
+    "OnlineDPOTrainer": "online DPO", "XPOTrainer": "XPO", "NashMDTrainer": "Nash-MD",
+    "BCOTrainer": "BCO", "CPOTrainer": "CPO", "GRPOTrainer": "GRPO",
     "AsyncGRPOTrainer": "GRPO", "RLOOTrainer": "RLOO", "PPOTrainer": "PPO", "GKDTrainer": "distillation (GKD)",
     "GOLDTrainer": "distillation (GOLD)", "MiniLLMTrainer": "distillation (MiniLLM)",
-    "DistillationTrainer": "distillation", "RewardTrainer": "reward modelling", "PRMTrainer": "reward modelling",
+    "DistillationTrainer": "distillation", "PRMTrainer": "reward modelling",
     "SentenceTransformerTrainer": "embedding", "CrossEncoderTrainer": "reranking", "SetFitTrainer": "embedding",
 }  # fmt: skip
 """Trainers of other objectives, by name: what they hold beside a supervised step is not modelled."""
@@ -66,6 +71,7 @@ class Training:
     continued: Made | None = None
     prepared: Made | None = None
     touched: list[Made] = field(default_factory=list)
+    objective: str = "sft"
 
 
 def find(program: Program, name: str) -> Training:
@@ -78,7 +84,8 @@ def find(program: Program, name: str) -> Training:
     found.trainer = _trainer(program)
     if found.trainer is not None:
         kind = found.trainer.name
-        for called in (kind, found.trainer.owner):
+        found.objective = PLANNED.get(kind, "sft")
+        for called in () if kind in PLANNED else (kind, found.trainer.owner):
             parts = (said for part, said in OBJECTIVE_PARTS.items() if part in called and called.endswith("Trainer"))
             if objective := OBJECTIVES.get(called) or next(parts, ""):
                 raise _other_objective(name, objective, called)
@@ -87,13 +94,15 @@ def find(program: Program, name: str) -> Training:
                 f"{name} trains with Lightning's Trainer, whose steps cannot be read without running it",
                 hint="plan trace -- python FILE runs it on a phantom GPU and says what it needs",
             )
-        given = found.trainer.argument("args", 1)
+        given = found.trainer.argument("args", 2 if kind in BEHIND_REFERENCE else 1)
         if isinstance(given, Made):
             found.arguments = given
         elif isinstance(given, Unknown):
             found.arguments = Made("TrainingArguments", where=found.trainer.where, more=given.reason)
     if found.arguments is None:
-        found.arguments = _last(program, lambda one: one.name.endswith(("TrainingArguments", "SFTConfig")))
+        found.arguments = _last(
+            program, lambda one: one.name.endswith(("TrainingArguments", "SFTConfig", *CONFIGS.values()))
+        )
     if found.arguments is None and found.trainer is None:
         _refuse(program, name)
     if found.trainer is not None and found.arguments is None and not _of_transformers(found.trainer.name):
@@ -108,7 +117,8 @@ def find(program: Program, name: str) -> Training:
     if found.loader is None and found.model is None:
         _only_loader(found, program)
     if found.loader is not None:
-        _check_model_class(found.loader, program, name)
+        if found.objective != "reward":
+            _check_model_class(found.loader, program, name)
         found.quantization = found.loader.argument("quantization_config")
     peft = found.trainer.argument("peft_config") if found.trainer is not None else None
     if found.adapter is None and peft is not None and not (isinstance(peft, Known) and peft.data is None):
@@ -129,13 +139,13 @@ def _asked_to_train(arguments: Made | None) -> bool | None:
 
 def _of_transformers(name: str) -> bool:
     """Whether a trainer without arguments is known to take transformers' defaults for them."""
-    return name == "Trainer" or name.endswith(HF_TRAINERS)
+    return name == "Trainer" or name in PLANNED or name.endswith(HF_TRAINERS)
 
 
 def _trainer(program: Program) -> Made | None:
     certain = [trainer for trainer, maybe in program.trained if not maybe]
     maybe = [trainer for trainer, _ in program.trained]
-    others = [trainer for trainer in certain if trainer.name in OBJECTIVES]
+    others = [trainer for trainer in certain if trainer.name in OBJECTIVES or trainer.name in PLANNED]
     if others:  # a verdict on the supervised warm-up would be none on the program
         return others[0]
     if certain or maybe:

@@ -113,7 +113,7 @@ def read(
         reason = f"{name} has beta: preferences, of which kind (dpo, kto, orpo) the command that it is for says"
         missing.append(Missing(field="objective", reason=reason))
     if objective != "sft":
-        fields["loss"] = _loss_of(aim, defaults, name)
+        fields["loss"] = loss_of(aim, defaults, name)
         if settings.flag("precompute_ref_log_probs", False):
             settings.approximate("reference log-probabilities are computed beforehand: counted as if in every step")
     unused = [key for key in ("lora_r", "lora_alpha", "lora_target_modules") if settings.has(key)]
@@ -194,7 +194,7 @@ def read(
     )
 
 
-def _loss_of(aim: Objective, defaults: versions.TrlDefaults, name: str) -> str:
+def loss_of(aim: Objective, defaults: versions.TrlDefaults, name: str) -> str:
     """The loss that TRL's trainer of an objective has.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from planner.choices.objectives import DEFAULT, OBJECTIVES
+from planner.choices.objectives import OBJECTIVES
 from planner.exporters import TARGETS, DatasetChoice, ExportRequest
 from planner.hyperparameters import choose
 from planner.setup import TrainSetup
@@ -41,7 +41,7 @@ ROWS: dict[str, Callable[[int], list[dict[str, Any]]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", [name for name in OBJECTIVES if name != DEFAULT])
+@pytest.mark.parametrize("objective", list(ROWS))
 def test_trl_trains_two_steps_of_every_objective(objective: str, place: Path, launch: Callable[..., Run]) -> None:
     row = OBJECTIVES[objective]
     setup = TrainSetup(

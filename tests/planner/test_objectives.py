@@ -22,6 +22,8 @@ from planner.setup import TrainSetup
 from planner.speed import speed_profile
 
 OTHERS = [name for name in OBJECTIVES if name != DEFAULT]
+UNLIKE = [name for name in OTHERS if not OBJECTIVES[name].supervised]
+"""Objectives whose step is another."""
 CARD = find_gpu("rtx-4090")
 
 
@@ -42,7 +44,7 @@ def test_an_objective_goes_through_json_and_is_left_out_where_it_is_the_default(
     assert "objective" not in setup_to_dict(TrainSetup())
 
 
-@pytest.mark.parametrize("objective", OTHERS)
+@pytest.mark.parametrize("objective", UNLIKE)
 def test_a_loss_that_no_trainer_has_cannot_be_built(objective: str) -> None:
     with pytest.raises(SetupError, match=objective):
         setup_of(objective, loss="liger")
@@ -71,7 +73,7 @@ def test_a_loss_that_contradicts_the_objective_is_a_usage_error() -> None:
         plan_workload(wish)
 
 
-@pytest.mark.parametrize("objective", OTHERS)
+@pytest.mark.parametrize("objective", UNLIKE)
 def test_targets_without_the_objective_are_refused_by_name(objective: str) -> None:
     setup = setup_of(objective)
     for name, target in TARGETS.items():
@@ -106,7 +108,7 @@ def test_a_forward_without_gradients_costs_less_than_a_third_of_the_step_and_cou
     assert sum(dpo.parts_s.values()) == pytest.approx(dpo.step_time_s)
 
 
-@pytest.mark.parametrize("objective", OTHERS)
+@pytest.mark.parametrize("objective", UNLIKE)
 @pytest.mark.parametrize("method", ["full", "qlora"])
 def test_trl_files_are_read_back(objective: str, method: str) -> None:
     setup = setup_of(objective, method=method, accumulation_steps=4, seq_len_tokens=512).run_by("trl")
@@ -120,7 +122,7 @@ def test_trl_files_are_read_back(objective: str, method: str) -> None:
 
 @pytest.mark.parametrize(
     ("objective", "target"),
-    [(name, target) for name in OTHERS for target in OBJECTIVES[name].targets if target != "trl"],
+    [(name, target) for name in UNLIKE for target in OBJECTIVES[name].targets if target != "trl"],
 )
 def test_other_tools_run_it_on_whole_logits_and_their_files_are_read_back(objective: str, target: str) -> None:
     setup = setup_of(objective, accumulation_steps=4, seq_len_tokens=512)
@@ -130,6 +132,25 @@ def test_other_tools_run_it_on_whole_logits_and_their_files_are_read_back(object
     found = read_text(text_of(setup, target), f"{target}.yaml")
     assert not found.unknown_keys
     assert found.setup.with_(adapter_dtype="auto") == runs.with_(adapter_dtype="auto")
+
+
+def test_continued_pretraining_is_the_supervised_step_on_packed_text() -> None:
+    model = load("meta-llama/Llama-3.2-1B")
+    sft, text = (
+        plan_workload(workload(model, CARD, fixed=fixed, seq_len=1024, global_batch=8))
+        for fixed in ({"packing": (True,)}, {"objective": ("pretrain",)})
+    )
+    assert isinstance(sft, Plan)
+    assert isinstance(text, Plan)
+    setup = text.chosen.setup
+    assert setup.packing
+    assert setup.with_(objective="sft") == sft.chosen.setup
+    assert text.chosen.formula.peak_device_bytes == sft.chosen.formula.peak_device_bytes
+    assert text.chosen.formula.step_time_s == sft.chosen.formula.step_time_s
+    llamafactory = text_of(setup, "llamafactory")
+    assert "stage: pt" in llamafactory
+    assert read_text(llamafactory, "llamafactory.yaml").setup.objective == "pretrain"
+    assert "type: completion" in text_of(setup, "axolotl")
 
 
 @pytest.mark.parametrize("target", ["axolotl", "llamafactory"])
@@ -176,3 +197,34 @@ def test_preferences_behind_dataset_give_the_length_and_other_data_is_refused(
         workload_for("gpt2", "rtx-4090", WishOptions(), dataset=str(data))
     assert "--objective dpo" in str(refused.value.hint)
     capsys.readouterr()
+
+
+PROGRAM = """
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+from trl import {objective}Config, {objective}Trainer
+
+model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B", dtype="bfloat16")
+args = {objective}Config(per_device_train_batch_size=4, gradient_accumulation_steps=2, max_length=512, {more})
+adapters = LoraConfig(r=8, lora_dropout=0.1, target_modules="all-linear")
+{objective}Trainer(model, args=args, train_dataset=data, peft_config=adapters, {trainer}).train()
+"""
+
+
+@pytest.mark.parametrize("objective", UNLIKE)
+def test_programs_with_trls_trainers_are_read(objective: str) -> None:
+    name = "Reward" if objective == "reward" else objective.upper()
+    found = read_text(PROGRAM.format(objective=name, more="", trainer=""), "train.py")
+    expected = setup_of(
+        objective, lora_rank=8, micro_batch_seqs=4, accumulation_steps=2, seq_len_tokens=512, expandable_segments=False
+    )
+    assert not found.missing
+    assert found.setup.with_(expandable_segments=False) == expected
+
+
+def test_programs_of_an_older_trl_are_refused_by_what_they_hand_over() -> None:
+    text = PROGRAM.format(objective="DPO", more="max_prompt_length=128", trainer="")
+    with pytest.raises(NotPlanned, match="max_prompt_length"):
+        read_text(text, "train.py")
+    with pytest.raises(NotPlanned, match="beta"):
+        read_text(PROGRAM.format(objective="DPO", more="", trainer="beta=0.1"), "train.py")

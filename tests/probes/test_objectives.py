@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.trace_vs_dryrun import config_of
-from planner.choices.objectives import DEFAULT, OBJECTIVES
+from planner.choices.objectives import OBJECTIVES
 from planner.gpus import find_gpu
 from planner.interchange import setup_from_dict
 from planner.models.adapters import spec_from_config
@@ -26,7 +26,7 @@ TRACED = 0.001
 
 @pytest.mark.parametrize(
     ("objective", "changes"),
-    [(name, {"method": "lora"}) for name in OBJECTIVES if name != DEFAULT]
+    [(name, {"method": "lora"}) for name, row in OBJECTIVES.items() if not row.supervised]
     + [
         ("dpo", {"method": "full", "precision": "bf16-mixed"}),
         ("dpo", {"method": "lora", "loss": "full", "stack": "axolotl"}),

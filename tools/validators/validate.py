@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "tests" / "planner"))
 import stand_ins  # noqa: E402
 from launch_sweep import request, setups  # noqa: E402
 
-from planner.choices.objectives import DEFAULT, OBJECTIVES  # noqa: E402
+from planner.choices.objectives import OBJECTIVES  # noqa: E402
 from planner.exporters import EXPORTERS, Launch  # noqa: E402
 from planner.interchange import setup_from_dict  # noqa: E402
 from planner.models import catalogue  # noqa: E402
@@ -249,7 +249,7 @@ def inside(check: Check) -> Check:
 def of_objectives() -> list[TrainSetup]:
     """Every other objective than supervised training, by every method."""
     methods = ({"method": "full", "precision": "bf16-pure"}, {"method": "lora"}, {"method": "qlora"})
-    names = [name for name in OBJECTIVES if name != DEFAULT]
+    names = [name for name, row in OBJECTIVES.items() if not row.supervised]
     return [
         setup_from_dict({"objective": name, "micro_batch_seqs": 2, **method}) for name in names for method in methods
     ]
