@@ -36,6 +36,7 @@ from probes.ranks import Seat, seat_of
 from probes.request import ProbeRequest
 from probes.stack import build_model, inner_model, load_config, make_batch, make_optimizer, make_trainer, train_step
 from probes.stack.autocast import emulation_installed
+from probes.stack.build import build_reference
 from probes.stack.quantize import quantized_tensors
 from probes.stack.real_losses import loss_is_emulated
 from probes.stack.shards import fill_shards, shards_first, spread_on_meta, whole_quantized_bytes
@@ -238,11 +239,16 @@ class _DepthRunner:
                 attention=attention_name(request),
                 seed=request.seed,
             )
+            reference = build_reference(
+                inner_model(model).config, setup, device=device, attention=attention_name(request), seed=request.seed
+            )
             if sharded:
                 spread = spread_on_meta(model, setup, device)
                 fill_shards(model, device, setup, seed=request.seed)
         if isinstance(meter, CpuMeter) and not partitioned:
             _count_loaded(meter, model)
+            if reference is not None:
+                _count_loaded(meter, reference)
         with meter.following():
             if partitioned:
                 with building(what):
@@ -256,7 +262,7 @@ class _DepthRunner:
                 if setup.parallel == "zero3" and not partitioned:  # the trainer cuts the weights while it makes them
                     meter.rebase()
             else:
-                step = partial(train_step, make_trainer(model, setup, optimizer, spread))
+                step = partial(train_step, make_trainer(model, setup, optimizer, spread, reference))
             mark: Mark = meter.mark
             if setup.optimizer.startswith("paged-") and device.type == "cuda":
                 mark = _only_what_is_free(meter.mark, optimizer, setup.optimizer, device)

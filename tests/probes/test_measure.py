@@ -245,8 +245,11 @@ def test_truncated_probe_agrees_with_full_depth(family: str, checkpointing: int)
         {"method": "full", "optimizer": "adamw"},
         {"method": "qlora", "quantization": "nf4-double", "optimizer": "adamw-8bit"},
         {"loss": "chunked", "packing": True, "accumulation_steps": 6},
+        {"objective": "dpo", "loss": "chunked", "method": "full", "optimizer": "adamw"},
+        {"objective": "orpo"},
+        {"objective": "reward"},
     ],
-    ids=["full", "qlora-8bit", "chunked-packed-accumulated"],
+    ids=["full", "qlora-8bit", "chunked-packed-accumulated", "dpo-full", "orpo", "reward"],
 )
 def test_probe_runs_every_method(changes: dict[str, Any]) -> None:
     one = setup(**changes)
