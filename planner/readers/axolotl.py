@@ -22,6 +22,7 @@ OLD_ATTENTION_SWITCHES = {
 }
 OFFLOADS = ("layer_offloading", "ple_cpu_offload", "lora_on_cpu")
 NOT_COUNTED = {
+    "peft_layers_to_transform": "adapters on some layers (peft_layers_to_transform) are counted on all of them",
     "lora_target_parameters": "adapters on stacked expert parameters are not counted",
     "unfrozen_parameters": "only some parameters are trained (unfrozen_parameters): counted as full fine-tuning",
     "relora": "ReLoRA's restarts are not counted",

@@ -12,6 +12,7 @@ from planner.choices.objectives import OBJECTIVES
 from planner.errors import ConfigError, NotPlanned
 from planner.inputs import reason
 from planner.models.spec import ModelSpec
+from planner.models.targets import scaling_targets
 from planner.readers import common, hf, training, versions
 from planner.readers.program import Known, Made, Program, Unknown, plain, run
 from planner.readers.program.interpret import LENGTH_NAMES
@@ -353,8 +354,14 @@ class _Script:
             "lora_targets": common.targets(names or (("all-linear",) if unsloth else ()), self.model, lora),
         }
         made = self.found.adapter
-        if isinstance(made, Made) and made.name in common.CONFIGS and not common.CONFIGS[made.name].adapts_matrices:
+        row = common.CONFIGS.get(made.name) if isinstance(made, Made) else None
+        if row is not None and not row.adapts_matrices:
             fields["lora_targets"] = "all-linear"  # it adapts none: nothing is said
+        elif row is not None and row.form == "scales" and not names and self.model is not None:
+            fields["lora_targets"] = scaling_targets(self.model)
+            lora.assume(
+                "target_modules absent: keys, values and the MLP's last matrix (peft may scale queries for keys)"
+            )
         stated = plain(self.program.module.names.get("ADAPTER_DTYPE"))
         if stated in common.DTYPES:
             fields["adapter_dtype"] = common.DTYPES[stated]
@@ -454,6 +461,8 @@ class _Script:
 
     def _note_what_is_unusual(self) -> None:
         lora, arguments = self.lora, self.arguments
+        if lora.raw("layers_to_transform") is not None:
+            arguments.approximate("adapters on some layers (layers_to_transform) are counted on all of them")
         if lora.has("target_parameters") and lora.raw("target_parameters"):
             arguments.approximate("adapters on stacked expert parameters are not counted")
         if training.trained_times(self.program) > 1:

@@ -89,3 +89,20 @@ def test_every_kind_is_written_and_read_back_or_refused(target: str) -> None:
 def test_what_peft_does_not_take_is_refused_with_the_kinds_name(values: dict[str, object]) -> None:
     with pytest.raises(SetupError, match=str(values["adapter"])):
         setup_from_dict(values)
+
+
+def test_a_scripts_partial_layers_are_said_and_its_own_ia3_targets_taken() -> None:
+    """What is not counted is a note; what peft fills in is an assumption."""
+    head = "from peft import IA3Config, LoraConfig\nfrom trl import SFTConfig, SFTTrainer\n"
+    train = "SFTTrainer('Qwen/Qwen2.5-1.5B', args=SFTConfig(max_length=512), peft_config=adapter).train()\n"
+    model = catalogue.load("Qwen/Qwen2.5-1.5B")
+    partial = read_text(
+        f"{head}adapter = LoraConfig(r=8, target_modules='all-linear', layers_to_transform=[0, 1])\n{train}",
+        "train.py",
+        model=model,
+    )
+    assert "layers_to_transform" in " ".join(partial.approximations)
+    scaled = read_text(f"{head}adapter = IA3Config()\n{train}", "train.py", model=model)
+    assert (scaled.setup.adapter, scaled.setup.lora_rank) == ("ia3", 0)
+    assert scaled.setup.lora_targets == ("self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj")
+    assert any("target_modules absent" in one for one in scaled.assumptions)

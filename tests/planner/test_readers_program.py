@@ -175,7 +175,7 @@ REFUSED = {
     "Trainer(A.from_pretrained('gpt2'), TrainingArguments()).train()\n",
     "vision": "from unsloth import FastVisionModel\nm, t = FastVisionModel.from_pretrained('x')\n"
     "SFTTrainer(m, args=SFTConfig()).train()\n",
-    "IA3Config": "from peft import IA3Config\nSFTTrainer('gpt2', args=SFTConfig(), peft_config=IA3Config()).train()\n",
+    "LoHaConfig": "from peft import LoHaConfig as L\nSFTTrainer('gpt2', args=SFTConfig(), peft_config=L()).train()\n",
     "loop of its own": "m = AutoModelForCausalLM.from_pretrained('gpt2')\nfor b in data():\n    m(b).loss.backward()\n",
 }
 
