@@ -46,9 +46,10 @@ PAIRS = (
 )
 ENGINES = ("trl", "axolotl", "unsloth")
 RIVALS = {
-    # trl 1.16: `trl sft --use_peft` with the library's own defaults; docs/source/peft_integration, dtype bfloat16
+    # huggingface/trl@f2cd577 trl/scripts/sft.py, trainer/sft_config.py, trainer/model_config.py: `--use_peft` and the
+    # library's defaults (micro-batch 8, checkpointing, autocast, loss in chunks); of its float32 weights bfloat16 is made
     "TRL": ("trl-sft.yaml", "model_name_or_path: m\nuse_peft: true\ndtype: bfloat16\n"),
-    # axolotl-ai-cloud/axolotl examples/llama-3/lora-1b.yml
+    # axolotl-ai-cloud/axolotl@067b021 examples/llama-3/lora-1b.yml (a dropout: its LoRA kernels stay off)
     "Axolotl": (
         "axolotl.yaml",
         "base_model: m\nadapter: lora\nlora_r: 16\nlora_alpha: 32\nlora_dropout: 0.05\n"
@@ -56,13 +57,13 @@ RIVALS = {
         "sample_packing: true\nmicro_batch_size: 2\ngradient_accumulation_steps: 2\noptimizer: adamw_8bit\n"
         "bf16: auto\ngradient_checkpointing: true\nattn_implementation: flash_attention_2\n",
     ),
-    # hiyouga/LLaMA-Factory examples/train_lora/llama3_lora_sft.yaml
+    # hiyouga/LLaMA-Factory@ff6d4d1 examples/train_lora/qwen3_lora_sft.yaml
     "LLaMA-Factory": (
         "llamafactory.yaml",
         "model_name_or_path: m\nstage: sft\ndo_train: true\nfinetuning_type: lora\nlora_rank: 8\nlora_target: all\n"
         "cutoff_len: 2048\nper_device_train_batch_size: 1\ngradient_accumulation_steps: 8\nbf16: true\n",
     ),
-    # unslothai/notebooks, Llama 3.1 8B Alpaca: 4-bit, rank 16, micro-batch 2 x 4, "unsloth" checkpoints, adamw_8bit
+    # unslothai/notebooks@bdda2ef nb/Llama3.1_(8B)-Alpaca.ipynb
     "Unsloth": (
         "unsloth.yaml",
         "model: m\ntraining:\n  load_in_4bit: true\n  max_seq_length: 2048\n  batch_size: 2\n"
