@@ -47,7 +47,7 @@ PAIRS = (
 ENGINES = ("trl", "axolotl", "unsloth")
 RIVALS = {
     # huggingface/trl@f2cd577 trl/scripts/sft.py, trainer/sft_config.py, trainer/model_config.py: `--use_peft` and the
-    # library's defaults (micro-batch 8, checkpointing, autocast, loss in chunks); of its float32 weights bfloat16 is made
+    # library's defaults (micro-batch 8, checkpointing, autocast, loss in chunks), but bfloat16 for its float32 weights
     "TRL": ("trl-sft.yaml", "model_name_or_path: m\nuse_peft: true\ndtype: bfloat16\n"),
     # axolotl-ai-cloud/axolotl@067b021 examples/llama-3/lora-1b.yml (a dropout: its LoRA kernels stay off)
     "Axolotl": (

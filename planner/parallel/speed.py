@@ -181,7 +181,10 @@ class SpreadProfile:
             mfu_fraction=profile.mfu_fraction(flops, total),
             tokens_per_s=setup.tokens_per_step / total,
             band_fraction=speed_band(
-                max(band, self._calibration.bands.get("spread", band)), setup.kernels, self._cluster.gpu.key
+                max(band, self._calibration.bands.get("spread", band)),
+                setup.kernels,
+                self._cluster.gpu.key,
+                compiled=setup.compile,
             ),
             notes=(*profile.notes(), *self._notes()),
         )

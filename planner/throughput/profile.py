@@ -110,7 +110,12 @@ class ThroughputProfile:
             mfu_fraction=self.mfu_fraction(flops, total),
             tokens_per_s=setup.tokens_per_step / total,
             band_fraction=max(
-                speed_band(self._speed.calibration.band_for(self._speed.gpu), setup.kernels, self._speed.gpu.key)
+                speed_band(
+                    self._speed.calibration.band_for(self._speed.gpu),
+                    setup.kernels,
+                    self._speed.gpu.key,
+                    compiled=setup.compile,
+                )
                 + unmeasured,
                 EXPERTS_BAND if setup.quantize_experts else 0.0,
             ),
@@ -136,7 +141,7 @@ class ThroughputProfile:
         if speed.rates.share_source != "gpu":
             source = speed.rates.share_source
             notes.append(f"No measured matmul rate for {speed.gpu.name}: its share of peak is its {source}'s.")
-        if unmeasured := speed_note(self._setup.kernels, speed.gpu.key):
+        if unmeasured := speed_note(self._setup.kernels, speed.gpu.key, compiled=self._setup.compile):
             notes.append(unmeasured)
         if self._setup.quantize_experts:
             notes.append("Nobody has measured the speed of experts in 4 bits: unpacking them is counted.")

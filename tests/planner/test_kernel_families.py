@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from benchmarks.longest_context import PUBLISHED, UNSLOTH, longest
-from planner.choices.kernels import FUSED_LORA, KERNELS, LIGER, LIGER_LOSS, LIGER_PARTS, kernels_refusal, parts_of
+from planner.choices.kernels import (
+    COMPILE_BAND,
+    FUSED_LORA,
+    KERNELS,
+    LIGER,
+    LIGER_LOSS,
+    LIGER_PARTS,
+    kernels_refusal,
+    parts_of,
+)
 from planner.choices.packages import TESTED
 from planner.cli.app import run
 from planner.errors import SetupError
@@ -227,6 +236,14 @@ def test_a_plan_takes_liger_where_it_runs_and_gains_and_says_what_it_buys() -> N
         other = plan_workload(wish(model, gpu))
         assert isinstance(other, Plan)
         assert other.chosen.setup.kernels == "eager"
+
+
+def test_a_compiled_speed_says_how_little_is_known_of_it() -> None:
+    plain, compiled = (
+        speed_profile(load(LLAMA), GPU, one).step_time(one) for one in (TrainSetup(), TrainSetup(compile=True))
+    )
+    assert compiled.band_fraction**2 - plain.band_fraction**2 == pytest.approx(COMPILE_BAND**2)
+    assert any("4 pairs of runs on a B200" in note for note in compiled.notes)
 
 
 def test_liger_does_not_displace_eager_kernels_for_less_than_a_preference_is_worth(
