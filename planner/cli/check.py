@@ -191,7 +191,9 @@ def comparison_table(results: "Sequence[CheckResult]") -> Any:
             gib(prediction.peak_device_bytes),
             gib(one.margin_bytes),
             f"{prediction.tokens_per_s:,.0f}" if prediction.tokens_per_s else "?",
-            setup.method + (f" r{setup.lora_rank}" if setup.lora_rank else ""),
+            setup.method
+            + (f" {setup.adapter}" if setup.adapter != "lora" else "")
+            + (f" r{setup.lora_rank}" if setup.lora_rank else ""),
             f"{setup.micro_batch_seqs} x {setup.accumulation_steps} x {setup.num_gpus} of {setup.seq_len_tokens}",
             ", ".join(saving) or "-",
         )
@@ -225,7 +227,8 @@ def text_lines(result: "CheckResult", fixed: dict[str, Any] | None) -> list[str]
         f"{config.path} ({config.format}): {config.model_id} on {result.gpu.name}",
         f"  {setup.method}, {setup.precision}"
         + (f", {setup.quantization}" if setup.quantized else "")
-        + (f", rank {setup.lora_rank}" if setup.lora_rank else "")
+        + (f", {setup.adapter}" if setup.adapter != "lora" else "")
+        + (f", {setup.kind.size} {setup.lora_rank}" if setup.lora_rank else "")
         + f", {setup.optimizer}, {setup.attention}, checkpointing {setup.checkpointing or 'off'}, loss {setup.loss}",
         f"  {setup.micro_batch_seqs} x {setup.accumulation_steps} x {setup.num_gpus} GPU = {setup.global_batch_seqs} "
         f"sequences of {setup.seq_len_tokens} tokens",
