@@ -182,6 +182,7 @@ class Server(ThreadingHTTPServer):
     """Serves one shelf; a request takes names from it and nothing else."""
 
     daemon_threads = True
+    request_queue_size = 2 * MAX_CONNECTIONS  # a burst waits here, not a second and more for its next try
 
     def __init__(self, address: tuple[str, int], shelf: Shelf) -> None:
         super().__init__(address, Handler)
