@@ -153,7 +153,17 @@ def launch_zip(grid: "Grid", at: int) -> bytes:
     if cell is None or not cell.fits:
         raise UsageError("this setup has no launch files: it does not fit", hint="choose a smaller one")
     setup, wish = cell.setup, grid.workload
-    names = ("method", "precision", "quantization", "kbit_fp32_cast", "attention", "optimizer", "loss", "checkpointing")
+    names = (
+        "method",
+        "precision",
+        "quantization",
+        "kbit_fp32_cast",
+        "attention",
+        "optimizer",
+        "loss",
+        "checkpointing",
+        "kernels",
+    )
     fixed = {name: (getattr(setup, name),) for name in (*names, "micro_batch_seqs")}
     if setup.lora_rank:
         fixed["lora_rank"] = (setup.lora_rank,)
