@@ -236,6 +236,7 @@ def _linear(name: str, module: Any, role: Role) -> LinearSpec:
         out_features=columns,
         bias=module.bias is not None,
         module="conv1d" if conv1d else "linear",
+        kept=not conv1d and role != "router" and type(module) is not nn.Linear,
     )
 
 

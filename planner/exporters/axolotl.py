@@ -83,6 +83,13 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return "a fused loss multiplies with the whole head, which tensor parallelism cuts"
     if setup.method == "full" and setup.precision == "fp16-mixed":
         return "Axolotl's fp16 loads fp16 weights, whose gradients the loss scaler cannot unscale in full fine-tuning"
+    mixed = setup.method == "full" and setup.precision != "fp32" and setup.parallel != "fsdp2"
+    if mixed and setup.attention != "flash-attention-2":
+        # ModelLoader._configure_embedding_dtypes: back to 16 bits for adapters, FSDP and flash attention alone
+        return (
+            "without flash attention Axolotl trains embeddings and norms in fp32 beside 16-bit weights: plan with "
+            "--attention flash-attention-2"
+        )
     if setup.quantization == "int8" and setup.precision == "fp32":
         return "Axolotl loads an int8 base in fp16 when neither bf16 nor fp16 is on"
     return (
@@ -110,8 +117,6 @@ def export(request: ExportRequest) -> Launch:
     notes = ["Axolotl 0.21 needs Python 3.12 (pip on 3.11 silently takes 0.19)."]
     if "liger" in (setup.kernels, setup.loss) or setup.kernels == "fused":
         notes.append("Needs liger-kernel on a GPU with Triton; Axolotl brings it along.")
-    if setup.method == "full" and setup.attention != "flash-attention-2":
-        notes.append("Without flash attention Axolotl keeps the embeddings in fp32.")
     env = environment(request.gpu)
     prefix = " ".join(f"{name}={value}" for name, value in env.items())
     if request.num_nodes > 1:

@@ -76,10 +76,10 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return reason
     if reason := towered_refusal(model, "Unsloth"):
         return reason
-    if model is not None and setup.method != "full" and _reaches_experts(setup, model):
-        return "Unsloth adapts stacked experts by rules of its own: plan with --targets attention"
     if dequantizing_class(model):
         return f"Unsloth loads conversions of its own in place of weights published in {stored_method(model)}"
+    if model is not None and setup.method != "full" and _reaches_experts(setup, model):
+        return "Unsloth adapts stacked experts by rules of its own: plan with --targets attention"
     return ""
 
 

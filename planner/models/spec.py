@@ -32,7 +32,8 @@ class LinearSpec:
             quantizes; "parameter" is a bare nn.Parameter (stacked experts), which neither touches.
         num: how many such matrices the layer holds (experts).
         num_active: through how many of them each token passes (top-k experts); equals `num` for dense layers.
-        kept: a checkpoint that is published quantized holds it in 16 bits.
+        kept: nothing quantizes it: a checkpoint that is published quantized holds it in 16 bits, or its class is a
+            child of nn.Linear, which transformers passes over (`integrations/bitsandbytes.py`: `type(module) is`).
     """
 
     name: str

@@ -81,7 +81,7 @@ def with_kept(model: ModelSpec) -> ModelSpec:
 
 def _marked(layer: LayerSpec, index: int, names: tuple[str, ...]) -> LayerSpec:
     kept = [is_kept(f"{layer.path}.{index}.{one.name}", names) for one in layer.linears]
-    marked = (replace(one, kept=mark) for one, mark in zip(layer.linears, kept, strict=True))
+    marked = (replace(one, kept=one.kept or mark) for one, mark in zip(layer.linears, kept, strict=True))
     return replace(layer, linears=tuple(marked))
 
 

@@ -30,7 +30,8 @@ def quantizable(model: nn.Module) -> list[str]:
     """Names of the modules that transformers hands to bitsandbytes: every linear except the output head and what the
     published checkpoint keeps in 16 bits.
 
-    Source: transformers, integrations/bitsandbytes.py `replace_with_bnb_linear` (nn.Linear and Conv1D) and
+    Source: transformers, integrations/bitsandbytes.py `replace_with_bnb_linear` (nn.Linear itself, none of its
+    children, such as FalconLinear and routers, and Conv1D) and
     `get_keys_to_not_convert` (the output embedding and tied modules stay).
     """
     from transformers.pytorch_utils import Conv1D
@@ -40,7 +41,7 @@ def quantizable(model: nn.Module) -> list[str]:
     names = [
         name
         for name, one in model.named_modules()
-        if isinstance(one, (nn.Linear, Conv1D)) and one is not head and not is_router(one) and not is_kept(name, kept)
+        if (type(one) is nn.Linear or isinstance(one, Conv1D)) and one is not head and not is_kept(name, kept)
     ]
     last_modules = [name for name, _ in model.named_children()]
     keep = last_modules[-1] if head is None and last_modules else None

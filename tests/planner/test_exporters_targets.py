@@ -19,8 +19,10 @@ from planner.kernels import supported_attentions
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.models.targets import lora_linears
+from planner.predict import predict
 from planner.readers import read_text, schema
 from planner.setup import TARGET_SETS, TrainSetup
+from planner.units import GIB
 from tests.launch.tiny_models import TYPES, kind_of
 from tests.planner.launch_sweep import request, setups
 
@@ -267,3 +269,36 @@ def test_every_model_gets_the_settings_of_its_kind() -> None:
     of_kind = {kind: settings(loaded(entry.model_id)) for kind, entry in TYPES.items()}
     for entry in catalogue.entries():
         assert settings(loaded(entry.model_id)) == of_kind[kind_of(entry)], entry.model_id
+
+
+@pytest.mark.parametrize("target", ["trl", "hf", "axolotl", "llamafactory", "unsloth"])
+def test_a_model_of_which_nothing_is_quantized_has_no_qlora_file(target: str) -> None:
+    """Axolotl's loader left every matrix of a tiny Falcon in 16 bits: transformers replaces nn.Linear alone."""
+    spec = loaded("tiiuae/falcon-7b")
+    loss = "chunked" if target in ("trl", "unsloth") else "full"
+    four_bits = TrainSetup(method="qlora", quantization="nf4-double", loss=loss, kernels="eager")
+    assert "quantizes no matrix" in EXPORTERS[target](request(four_bits, model=spec)).refused
+    assert not EXPORTERS[target](request(TrainSetup(loss=loss), model=spec)).refused
+    gpu = find_gpu("a100-80gb")
+    weights = [
+        sum(term.size_bytes for term in predict(spec, gpu, one).terms if term.name == "weights: layers")
+        for one in (four_bits, TrainSetup(loss=loss))
+    ]
+    assert weights[0] == weights[1] > 12 * GIB
+
+
+@pytest.mark.parametrize(("attention", "parallel"), [("sdpa", "none"), ("eager", "none"), ("sdpa", "zero2")])
+def test_axolotl_trains_a_whole_model_in_16_bits_with_flash_attention_or_fsdp_alone(
+    attention: str, parallel: str
+) -> None:
+    """Its loader leaves embeddings and norms in fp32 otherwise: 37 of the catalogue's types, loaded by it."""
+
+    def refused(attention: str, parallel: str) -> str:
+        num_gpus = 1 if parallel == "none" else 4
+        spread: dict[str, Any] = {"attention": attention, "parallel": parallel, "num_gpus": num_gpus}
+        setup = TrainSetup(method="full", lora_rank=0, precision="bf16-pure", loss="full", **spread)
+        return EXPORTERS["axolotl"](request(setup)).refused
+
+    assert "embeddings and norms in fp32" in refused(attention, parallel)
+    assert not refused("flash-attention-2", parallel)
+    assert not refused(attention, "fsdp2")

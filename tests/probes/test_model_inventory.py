@@ -109,6 +109,8 @@ def _check_linear(model: "torch.nn.Module", prefix: str, one: LinearSpec, parame
         shape = (one.in_features, one.out_features) if conv1d else (one.out_features, one.in_features)
         assert tuple(parameters.pop(f"{name}.weight").shape) == shape, name
         bias = f"{name}.bias"
+        if one.role != "router" and type(module).__name__ != "NonDynamicallyQuantizableLinear":  # small
+            assert one.quantizes == (conv1d or type(module) is torch.nn.Linear), name  # what bitsandbytes replaces
     if one.bias:
         assert parameters.pop(bias).numel() == one.num_bias, name
     else:

@@ -159,7 +159,8 @@ def setups(kind: str, tool: Tool) -> Iterator[TrainSetup]:
     for attention, targets in pairs:
         yield TrainSetup(**{**base, "attention": attention, "lora_targets": targets})
     for fields in (*tool.more, *(tool.llama_more if kind == "llama" else ())):
-        yield TrainSetup(**{**base, "attention": attentions[0], **fields})
+        flash = fields.get("method") == "full" and "flash-attention-2" in attentions
+        yield TrainSetup(**{**base, "attention": "flash-attention-2" if flash else attentions[0], **fields})
 
 
 def check(tool: str, load: Load, kind: str, setup: TrainSetup) -> str:
@@ -193,7 +194,7 @@ def check(tool: str, load: Load, kind: str, setup: TrainSetup) -> str:
     )
     classes = {type(getattr(one, "base_layer", one)).__name__ for one in model.modules() if hasattr(one, "lora_A")}
     matrix = {"none": "Linear", "int8": "Linear8bitLt"}.get(runs.quantization, "Linear4bit")
-    wrong = [one for one in classes if "Linear" in one and one != matrix]
+    wrong = [one for one in classes if "Linear" in one and not one.endswith(matrix)]  # FalconLinear
     assert not wrong, f"{wrong}, not {matrix}"
     return ""
 

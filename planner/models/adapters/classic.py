@@ -1,5 +1,7 @@
 """The GPT lineage: GPT-2, GPT-J, GPT-Neo, GPT-NeoX, BLOOM, OPT, Falcon. Layer norms, plain MLPs, biases."""
 
+from dataclasses import replace
+
 from planner.errors import ConfigError
 from planner.models.adapters.fields import Fields, shown
 from planner.models.adapters.parts import assemble, linear, plain, plain_mlp, softmax_attention
@@ -304,7 +306,8 @@ def opt(fields: Fields, model_id: str, source: str) -> ModelSpec:
 
 
 def falcon(fields: Fields, model_id: str, source: str) -> ModelSpec:
-    """Falcon: fused qkv with one shared key/value head (7B) or groups (40B); `FalconLinear` is an nn.Linear."""
+    """Falcon: fused qkv with one shared key/value head (7B) or groups (40B); `FalconLinear` is an nn.Linear for PEFT
+    and none for bitsandbytes."""
     hidden = fields.count("n_embed", "hidden_size")
     vocab = fields.count("vocab_size", kind="vocab")
     num_layers = fields.count("num_hidden_layers", "n_layer", kind="layers")
@@ -324,13 +327,14 @@ def falcon(fields: Fields, model_id: str, source: str) -> ModelSpec:
         names: tuple[str, ...] = ("post_attention_layernorm", "input_layernorm")
     else:
         names = ("ln_attn", "ln_mlp") if num_norms == 2 else ("input_layernorm",)
+    linears = (
+        linear("self_attention.query_key_value", "qkv", hidden, (num_heads + 2 * num_kv) * head_dim, bias),
+        linear("self_attention.dense", "o", hidden, hidden, bias),
+        *plain_mlp(hidden, inner, ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"), bias),
+    )
     layer = LayerSpec(
         kind="full",
-        linears=(
-            linear("self_attention.query_key_value", "qkv", hidden, (num_heads + 2 * num_kv) * head_dim, bias),
-            linear("self_attention.dense", "o", hidden, hidden, bias),
-            *plain_mlp(hidden, inner, ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"), bias),
-        ),
+        linears=tuple(replace(one, kept=True) for one in linears),
         norms=tuple(_ln(name, hidden) for name in names),
         attention=softmax_attention(num_heads, num_kv, head_dim, rotary=not fields.flag("alibi", False)),
         mlp=plain(inner, fields.text("activation", default="gelu")),
