@@ -128,12 +128,13 @@ def collect_into(
 ) -> None:
     """Adds the walked points to the facts that `facts_of` gives for what they share."""
     shared = node = attention = None
-    surely_bytes = 0.0
+    surely_bytes, least = 0.0, 1
     known: dict[str, float] = {}
     for index, point in enumerate(points):
         if point.shared is not shared or node is None:  # points come in runs that share their branch
             shared = point.shared
             node, attention, known = facts_of(shared), None, {}
+            least = shared.aim.least_samples
         if point.attention != attention:
             attention = point.attention
             if attention not in known:
@@ -142,7 +143,7 @@ def collect_into(
             surely_bytes = known[attention]
         node.walked += 1 + point.beyond
         peak = point.peak_device_bytes
-        if point.micro_batch_seqs == 1:
+        if point.micro_batch_seqs == least:
             if point.shared.kbit_fp32_cast:
                 if node.smallest_cast is None or peak < node.smallest_cast.peak_device_bytes:
                     node.smallest_cast = point

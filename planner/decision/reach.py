@@ -63,5 +63,5 @@ def _fits(workload: Workload, setup: TrainSetup, tokens: int) -> bool:
     moved = setup.activation_offload and "activation_offload" not in workload.fixed
     if moved and not offloading_matters(replace(workload, seq_len_tokens=tokens)):
         return False
-    lone = setup.with_(seq_len_tokens=tokens, micro_batch_seqs=1)
+    lone = setup.with_(seq_len_tokens=tokens, micro_batch_seqs=setup.aim.least_samples)
     return device_peak_bytes(workload.model, workload.gpu, lone) <= workload.budget_bytes

@@ -15,7 +15,7 @@ from planner.interchange import setup_from_dict, setup_to_dict
 from planner.memory.model import predict_memory
 from planner.memory.weights import weight_bytes
 from planner.models.catalogue import load
-from planner.plan import Plan
+from planner.plan import NoPlan, Plan
 from planner.planning import plan_workload
 from planner.readers.read import read_text
 from planner.setup import TrainSetup
@@ -65,6 +65,16 @@ def test_a_plan_for_an_objective_is_a_whole_setup_that_trl_runs(objective: str) 
     assert found.chosen.setup.objective == objective
     assert found.chosen.setup.loss in OBJECTIVES[objective].losses
     assert not TARGETS["trl"].refusal(found.chosen.setup, wish.model)
+
+
+@pytest.mark.parametrize("objective", UNLIKE)
+def test_where_nothing_fits_the_refusal_names_the_smallest_and_what_would_help(objective: str) -> None:
+    """KTO's smallest micro-batch is two: no point of its walk has one."""
+    fixed = {"objective": (objective,), "method": ("full",)}
+    found = plan_workload(workload(load("meta-llama/Llama-3.1-8B"), CARD, fixed=fixed, seq_len=1024, global_batch=8))
+    assert isinstance(found, NoPlan)
+    assert found.nearest.setup.micro_batch_seqs == OBJECTIVES[objective].least_samples
+    assert found.remedies
 
 
 def test_a_loss_that_contradicts_the_objective_is_a_usage_error() -> None:
