@@ -32,6 +32,7 @@ from planner.outcome import Candidate, Evidence, FailureKind, Measurement, Predi
 from planner.setup import (
     ADAPTER_DTYPES,
     ATTENTIONS,
+    KERNEL_FAMILIES,
     LOSSES,
     METHODS,
     OFFLOADS,
@@ -81,6 +82,8 @@ _SPACE: dict[str, BaseDistribution] = {
     "micro_batch_seqs": IntDistribution(1, _MAX),
     "packing": CategoricalDistribution((False, True)),
     "compile": CategoricalDistribution((False, True)),
+    "kernels": CategoricalDistribution(KERNEL_FAMILIES),
+    "activation_offload": CategoricalDistribution((False, True)),
     "num_gpus": IntDistribution(1, _MAX),
     "parallel": CategoricalDistribution(PARALLELS),
     "tensor_degree": IntDistribution(1, _MAX),
