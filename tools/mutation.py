@@ -122,6 +122,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
         (
             "tests/probes/test_dryrun_on_record.py",
             "tests/probes/test_dryrun_depth.py::test_copies_follow_one_another_as_layers_do",
+            "tests/probes/test_dryrun_depth.py::test_a_block_that_is_told_for_many_layers_is_changed_for_none",
             "tests/probes/test_dryrun_kernels.py",
         ),
         20,

@@ -1,5 +1,6 @@
 """A truncated run with its middle layers repeated must equal the full depth, byte for byte."""
 
+from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from probes.allocator.events import Alloc, Free, Phase
 from probes.dryrun import DryRunReport, report_for_config
 from probes.dryrun.depths import plan_depth
 from probes.dryrun.engine import full_trace
+from probes.dryrun.splice import Block
 from probes.dryrun.trace import Trace
 from probes.stack import load_config, period_of
 from tests.probes.dryrun_small import assert_same_figures, catalogue_config, small_config
@@ -125,3 +127,8 @@ def test_plan_depth_runs_all_of_an_encoder_decoder() -> None:
     plan = plan_depth(load_config(catalogue_config("t5")), checkpointing=1, full_depth=False)
     assert plan.block is None
     assert plan.depth == plan.full
+
+
+def test_a_block_that_is_told_for_many_layers_is_changed_for_none() -> None:
+    with pytest.raises(FrozenInstanceError):
+        object.__new__(Block).anything = 1  # type: ignore[attr-defined]
