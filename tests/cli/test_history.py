@@ -133,7 +133,7 @@ def test_the_plan_command_uses_the_store_and_can_leave_it_out(
 
     assert QUESTION in told("--json")
     assert QUESTION not in told("--json", "--no-history")
-    assert "earlier probes" in told()
+    assert "earlier probes" in told("--all")
 
 
 def test_a_search_begins_with_what_the_store_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

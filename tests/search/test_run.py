@@ -272,7 +272,7 @@ def test_contradictory_problems_are_refused() -> None:
     candidates = small_candidates()
     with pytest.raises(UsageError, match="no candidates"):
         Problem(candidates=())
-    with pytest.raises(UsageError, match="objective"):
+    with pytest.raises(UsageError, match="goal"):
         Problem(candidates=candidates, objective="speed")  # type: ignore[arg-type]
     mixed = (candidates[0], replace(candidates[1], budget_bytes=1))
     with pytest.raises(UsageError, match="one memory budget"):
