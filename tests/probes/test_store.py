@@ -4,12 +4,14 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -251,19 +253,25 @@ READ_ONLY = textwrap.dedent("""
 """)
 
 
-def test_read_only_store_is_read_and_new_records_go_beside(tmp_path: Path) -> None:
-    folder = tmp_path / "ro"
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user reaches; pytest's are private to root, and each new run makes them so again."""
+    folder = Path(tempfile.mkdtemp(prefix="store-", dir=os.environ["PYTEST_DEBUG_TEMPROOT"]))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_read_only_store_is_read_and_new_records_go_beside(open_folder: Path) -> None:
+    folder = open_folder / "ro"
     folder.mkdir()
     path = folder / "s.jsonl"
     Store(path).append(record("a"))
     path.chmod(0o444)
     folder.chmod(0o555)
-    scratch = tmp_path / "scratch"
+    scratch = open_folder / "scratch"
     scratch.mkdir(mode=0o777)
     scratch.chmod(0o777)
-    for parent in (tmp_path, *tmp_path.parents):  # pytest's directories are private to root, xdist's one level deeper
-        if "pytest" in str(parent):
-            parent.chmod(0o755)
     environment = {**os.environ, "TMPDIR": str(scratch), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-c", READ_ONLY, str(TESTS), str(path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
