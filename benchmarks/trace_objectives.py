@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import warnings
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,9 @@ DATA = {**ROWS, "dpo": pair, "kto": completion, "reward": whole_pair, "orpo": pa
 
 def planned(model: str, gpu: str, objective: str, method: str, num_layers: int | None = None) -> TrainSetup | None:
     """The setup that a plan for TRL chooses by the formula, None where nothing fits."""
-    fixed = {"objective": (objective,), "method": (method,)}
+    fixed: dict[str, tuple[str, ...]] = {"objective": (objective,), "method": (method,)}
+    if find_spec("liger_kernel") is None:
+        fixed["kernels"] = ("eager",)  # the trainer would refuse the file
     spec = spec_from_config(config_of(num_layers, model), model_id="./model", source="benchmark")
     wish = workload(spec, find_gpu(gpu), fixed=fixed, seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH, targets=("trl",))
     found = plan_workload(wish)

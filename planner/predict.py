@@ -135,7 +135,8 @@ def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str
             f"{gib(plain)} of the experts stay 16-bit: transformers stacks them in bare parameters, which bitsandbytes "
             "does not quantize"
         )
-    paged = paged_bytes(trained_parameters(model, setup).num, setup.optimizer)
+    trained = trained_parameters(model, setup)
+    paged = paged_bytes(trained.num, setup.optimizer, wide=trained.wide)
     if paged:
         notes.append(f"{gib(paged)} of paged optimizer state lie in managed memory, outside PyTorch's count")
     return tuple(notes)

@@ -36,6 +36,7 @@ class Stack:
         expandable_segments: whether it, or what starts it, sets the allocator so.
         trainer_overhead: host time of a trainer around every step.
         fused: norm, rotary, gated-MLP and LoRA kernels of its own.
+        wide_embedding_states: optimizers of 8-bit states keep those of every embedding table in 32 bits.
         source: where all this was read.
     """
 
@@ -54,6 +55,7 @@ class Stack:
     expandable_segments: bool = False
     trainer_overhead: bool = True
     fused: bool = False
+    wide_embedding_states: bool = False
     source: str
 
     @property
@@ -83,13 +85,16 @@ _ROWS = (
         title="TRL's SFTTrainer",
         widens_outputs=True,
         quantized_adapters="bf16",
+        wide_embedding_states=True,
         source="trl 1.16 trainer/sft_trainer.py (adapters of a quantized base to bf16, use_reentrant False); "
-        "transformers 5.23 Trainer.training_step, compute_loss; accelerate 1.15 Accelerator.prepare_model",
+        "transformers 5.23 Trainer.training_step, compute_loss, create_optimizer (GlobalOptimManager overrides every "
+        "nn.Embedding); accelerate 1.15 Accelerator.prepare_model",
     ),
     Stack(
         name="hf",
         title="transformers' Trainer",
         widens_outputs=True,
+        wide_embedding_states=True,
         source="transformers 5.23 trainer.py (use_reentrant False by default); peft 0.21 autocast_adapter_dtype",
     ),
     Stack(
@@ -142,6 +147,7 @@ _ROWS = (
         in_place_loss=True,
         fused=True,
         expandable_segments=True,
+        wide_embedding_states=True,
         source="unsloth 2026.10 kernels/cross_entropy_loss.py (gradient written over the logits), models/_utils.py "
         "(PYTORCH_CUDA_ALLOC_CONF), prepare_model_for_training (trained parameters in fp32)",
     ),
@@ -150,6 +156,7 @@ _ROWS = (
         title="Axolotl",
         widens_outputs=True,
         expandable_segments=True,
+        wide_embedding_states=True,
         source="axolotl 0.21 utils/__init__.py set_pytorch_cuda_alloc_conf; peft 0.21 autocast_adapter_dtype",
     ),
     Stack(
@@ -157,6 +164,7 @@ _ROWS = (
         title="LLaMA-Factory",
         widens_outputs=True,
         reentrant_checkpointing=True,
+        wide_embedding_states=True,
         source="LLaMA-Factory 0.9.5 hparams/model_args.py use_reentrant_gc (True), model/adapter.py (trained "
         "parameters in fp32 unless pure_bf16)",
     ),

@@ -22,7 +22,16 @@ from probes.measure_meters import CudaMeter
 from probes.played_cuda import Modelled
 from probes.recording import encode, events_of_trace, meter_result
 from probes.request import ProbeRequest
-from probes.stack import build_model, inner_model, make_batch, make_optimizer, make_trainer, num_layers, train_step
+from probes.stack import (
+    build_model,
+    inner_model,
+    make_batch,
+    make_optimizer,
+    make_trainer,
+    num_layers,
+    train_step,
+    wide_parameters,
+)
 from probes.stack.autocast import emulation_installed
 from probes.stack.configs import load_config
 
@@ -129,7 +138,9 @@ def _run(request: ProbeRequest, mark: Callable[..., None]) -> None:
     model = build_model(
         request.config, setup, device=device, num_layers=layers, attention=attention_name(request), seed=0
     )
-    optimizer = make_optimizer(setup.optimizer, model.parameters(), device_type=device.type)
+    optimizer = make_optimizer(
+        setup.optimizer, model.parameters(), device_type=device.type, wide=wide_parameters(model, setup)
+    )
     trainer = make_trainer(model, setup, optimizer)
     batches = [make_batch(setup, inner_model(model).config, device=device) for _ in range(setup.accumulation_steps)]
     for _ in range(STEPS):

@@ -34,7 +34,16 @@ from probes.measure_reserved import growth_asked_for, reserved_gap, segments_gro
 from probes.measure_timing import DepthRun, Extended, extend, miss_fraction, timed_until_settled
 from probes.ranks import Seat, seat_of
 from probes.request import ProbeRequest
-from probes.stack import build_model, inner_model, load_config, make_batch, make_optimizer, make_trainer, train_step
+from probes.stack import (
+    build_model,
+    inner_model,
+    load_config,
+    make_batch,
+    make_optimizer,
+    make_trainer,
+    train_step,
+    wide_parameters,
+)
 from probes.stack.autocast import emulation_installed
 from probes.stack.build import build_reference
 from probes.stack.quantize import quantized_tensors
@@ -255,7 +264,9 @@ class _DepthRunner:
                     fill_partitions(model, device, setup, trained=self.trained, seed=request.seed)
             if spread is None and self.crew.seat.size > 1 and not zero:
                 spread = spread_model(model, setup, device=device)
-            optimizer = make_optimizer(setup.optimizer, model.parameters(), device_type=device.type)
+            optimizer = make_optimizer(
+                setup.optimizer, model.parameters(), device_type=device.type, wide=wide_parameters(model, setup)
+            )
             if zero:
                 job = make_zero_trainer(model, setup, optimizer, trained=self.trained)
                 step: Callable[..., Any] = partial(zero_step, job)

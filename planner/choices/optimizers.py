@@ -108,6 +108,10 @@ class Optimizer:
         factored = 4 * matrix_edge_sum if kept.factored else 0
         return (kept.own_type * size_bytes + 4 * kept.fp32) * num_trained + eight_bit + factored
 
+    def wide_state_bytes(self, num: int) -> int:
+        """Bytes that the states of `num` parameters take beyond `all_state_bytes` where 8-bit states are kept in 32."""
+        return self.states.eight_bit * (3 * num - 4 * (num // BLOCK_8BIT))
+
     def step_bytes(self, num_trained: int, size_bytes: int, *, largest_tensor: int) -> int:
         """Temporary bytes of one optimizer step."""
         of_largest = self.temporaries.fp32_of_largest * (1 + int(size_bytes != 4))

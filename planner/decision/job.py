@@ -42,7 +42,8 @@ def checkpoint_bytes(workload: Workload, setup: TrainSetup) -> tuple[int, int]:
     Not counted: tokenizer, random states and the scheduler, a few MB.
     """
     trained = trained_parameters(workload.model, setup)
-    states = state_bytes(trained.num, trained.dtype, setup.optimizer) + paged_bytes(trained.num, setup.optimizer)
+    states = state_bytes(trained.num, trained.dtype, setup.optimizer, wide=trained.wide)
+    states += paged_bytes(trained.num, setup.optimizer, wide=trained.wide)
     return trained.size_bytes, states
 
 

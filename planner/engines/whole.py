@@ -102,7 +102,7 @@ class OneProcess(Engine):
             one if one.resident else replace(one, moments=tuple(m for m in one.moments if m != MOMENTS[-1]))
             for one in held
         )
-        local = replace(trained, num=0, edge_sum=0, largest=0)
+        local = replace(trained, num=0, edge_sum=0, largest=0, wide=0)
         return RankState(part=part, setup=inner, trained=trained, local=local, held=before)
 
     def refuses(self, model: ModelSpec, setup: TrainSetup) -> str:

@@ -4,22 +4,28 @@ from planner.choices.optimizers import OPTIMIZERS
 from planner.memory.dtypes import SIZE_BYTES
 
 
-def state_bytes(num_trained: int, dtype: str, optimizer: str, *, matrix_edge_sum: int = 0) -> int:
+def state_bytes(num_trained: int, dtype: str, optimizer: str, *, matrix_edge_sum: int = 0, wide: int = 0) -> int:
     """Bytes of optimizer state on the GPU for `num_trained` parameters of `dtype`.
 
     Paged forms keep theirs in managed memory that PyTorch does not count: see `paged_bytes`.
 
     Args:
         matrix_edge_sum: rows + columns over the trained matrices.
+        wide: those of them whose 8-bit states are kept in 32 bits.
     """
     row = OPTIMIZERS[optimizer]
-    return 0 if row.paged else row.all_state_bytes(num_trained, SIZE_BYTES[dtype], matrix_edge_sum=matrix_edge_sum)
+    if row.paged:
+        return 0
+    states = row.all_state_bytes(num_trained, SIZE_BYTES[dtype], matrix_edge_sum=matrix_edge_sum)
+    return states + row.wide_state_bytes(wide)
 
 
-def paged_bytes(num_trained: int, optimizer: str) -> int:
+def paged_bytes(num_trained: int, optimizer: str, *, wide: int = 0) -> int:
     """Bytes in CUDA managed memory: outside PyTorch's count, evicted to the host under pressure."""
     row = OPTIMIZERS[optimizer]
-    return row.all_state_bytes(num_trained, SIZE_BYTES["fp32"], matrix_edge_sum=0) if row.paged else 0
+    if not row.paged:
+        return 0
+    return row.all_state_bytes(num_trained, SIZE_BYTES["fp32"], matrix_edge_sum=0) + row.wide_state_bytes(wide)
 
 
 def step_bytes(num_trained: int, dtype: str, optimizer: str, *, largest_tensor: int) -> int:

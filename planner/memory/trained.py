@@ -26,6 +26,8 @@ class Trained:
     """Of `num`: adapters of stacked experts, which peft itself casts to the base's type."""
     copies: int = 0
     copies_dtype: str = ""
+    wide: int = 0
+    """Of both: elements of embedding tables, whose 8-bit optimizer states the stack keeps in 32 bits."""
     """Beside `num`: whole modules trained as copies, where their type is another than the adapters'."""
 
     @property
@@ -50,7 +52,7 @@ def trained_parameters(model: ModelSpec, setup: TrainSetup) -> Trained:
     Source: Hu et al. 2021, LoRA, section 4.1, https://arxiv.org/abs/2106.09685.
     """
     if setup.method == "full":
-        return _trained_full(model, setup.weight_dtype)
+        return _trained_full(model, setup.weight_dtype, setup.by.wide_embedding_states)
     if not setup.kind.like_lora:
         adapters = _trained_kind(
             model, setup.adapter, setup.lora_targets, setup.lora_rank, setup.resolved_adapter_dtype
@@ -88,11 +90,12 @@ def with_copies(adapters: Trained, model: ModelSpec, setup: TrainSetup) -> Train
         num=adapters.num if apart else adapters.num + tables + head,
         copies=tables + head if apart else 0,
         copies_dtype=dtype if apart else "",
+        wide=tables if setup.by.wide_embedding_states else 0,
     )
 
 
 @lru_cache(maxsize=256)
-def _trained_full(model: ModelSpec, dtype: str) -> Trained:
+def _trained_full(model: ModelSpec, dtype: str, wide_tables: bool) -> Trained:
     matrices = [(one, num) for layer, num in model.layer_counts for one in layer.linears]
     edges = sum(num * one.num * (one.in_features + one.out_features) for one, num in matrices)
     idle = sum(layer.num_params * num for layer, num in model.idle_layers) + model.num_idle_other_params
@@ -106,6 +109,7 @@ def _trained_full(model: ModelSpec, dtype: str) -> Trained:
         largest=max([*tensors, *(table.num_params for table in model.embeddings), model.num_head_params]),
         head=model.head.num_weights if model.head is not None else 0,
         embeddings=max((table.num_params for table in model.embeddings), default=0),
+        wide=sum(table.num_params for table in model.embeddings) if wide_tables else 0,
     )
 
 

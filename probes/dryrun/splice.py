@@ -388,7 +388,8 @@ class _OptimizerRun:
         """Events of each of `count` optimizer steps; numbers are shared between the steps."""
         holder = torch.nn.Module()
         holder.list = torch.nn.ParameterList([one[-1] for one in self.parameters])
-        optimizer: Any = make_optimizer(self.setup.optimizer, holder.parameters(), device_type="meta")
+        wide = [parameter for _, _, one, parameter in self.parameters if one.wide]
+        optimizer: Any = make_optimizer(self.setup.optimizer, holder.parameters(), device_type="meta", wide=wide)
         scaler = make_scaler(self.setup, "meta")
         tracker = self.shards.tracker("meta")
         found: list[_StepEvents] = []

@@ -13,7 +13,16 @@ from probes.dryrun.kernels import FLASH_NAME, KernelLog, kernels_of
 from probes.dryrun.metaops import fused_dropout, meta_operators
 from probes.dryrun.tracker import Origin, Tracker, local
 from probes.dryrun.workspaces import cublas_workspace_bytes, is_matmul, temporaries
-from probes.stack import build_from_config, inner_model, layers_of, make_batch, make_optimizer, make_trainer, train_step
+from probes.stack import (
+    build_from_config,
+    inner_model,
+    layers_of,
+    make_batch,
+    make_optimizer,
+    make_trainer,
+    train_step,
+    wide_parameters,
+)
 from probes.stack.autocast import emulation_installed
 from probes.stack.build import auto_class, build_reference
 from probes.stack.quantize import quantized_tensors
@@ -33,7 +42,8 @@ class Trainable:
 
     `shape` is the whole parameter's, `local_shape` that of this rank's part, `mesh` the device mesh over which it is
     distributed (None: it is not); `gradient` is the local shape and the placements of a gradient that is laid out
-    otherwise than its parameter (None: alike), `gradient_of` the name of the parameter that its storage is known by.
+    otherwise than its parameter (None: alike), `gradient_of` the name of the parameter that its storage is known by;
+    `wide` whether its 8-bit optimizer states are kept in 32 bits.
     """
 
     name: str
@@ -46,6 +56,7 @@ class Trainable:
     mesh: Any = None
     placements: Any = None
     gradient: tuple[torch.Size, Any] | None = None
+    wide: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +164,8 @@ def trace_run(
         held = (one for one in _unique(model.parameters()) if tracker.identity(one) is not None)
         parameters = sum(one.untyped_storage().nbytes() for one in held)
         prefix = _layer_prefix(model)
-        optimizer = make_optimizer(setup.optimizer, model.parameters(), device_type=device)
+        wide = wide_parameters(model, setup)
+        optimizer = make_optimizer(setup.optimizer, model.parameters(), device_type=device, wide=wide)
         trainer = make_trainer(model, setup, optimizer, spread, reference)
         if workspaces:
             tracker.on_op = _cublas(tracker, capability)
@@ -197,6 +209,7 @@ def trace_run(
             mesh=getattr(one, "device_mesh", None),
             placements=getattr(one, "placements", None),
             gradient=otherwise.get(name),
+            wide=any(one is table for table in wide),
         )
         for name, one in model.named_parameters()
         if one.requires_grad

@@ -13,7 +13,7 @@ from probes.stack.configs import (
     period_of,
     truncated_config,
 )
-from probes.stack.optimizers import make_optimizer
+from probes.stack.optimizers import make_optimizer, wide_parameters
 from probes.stack.step import Trainer, inner_model, make_trainer, train_step
 
 __all__ = [
@@ -33,4 +33,5 @@ __all__ = [
     "period_of",
     "train_step",
     "truncated_config",
+    "wide_parameters",
 ]

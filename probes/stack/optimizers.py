@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from planner.choices.optimizers import OPTIMIZERS
+from planner.setup import TrainSetup
 
 _LEARNING_RATE = 1e-5
 
@@ -23,10 +24,27 @@ def by_mesh(parameters: Iterable[torch.nn.Parameter]) -> list[list[torch.nn.Para
     return list(found.values())
 
 
-def make_optimizer(name: str, parameters: Iterable[torch.nn.Parameter], *, device_type: str) -> Any:
+def wide_parameters(model: torch.nn.Module, setup: TrainSetup) -> list[torch.nn.Parameter]:
+    """The trained embedding tables, where the setup's stack keeps their 8-bit states in 32 bits."""
+    if not setup.by.wide_embedding_states:
+        return []
+    tables = (one for one in model.modules() if isinstance(one, torch.nn.Embedding))
+    return [weight for table in tables for weight in table.parameters() if weight.requires_grad]
+
+
+def make_optimizer(
+    name: str,
+    parameters: Iterable[torch.nn.Parameter],
+    *,
+    device_type: str,
+    wide: Iterable[torch.nn.Parameter] = (),
+) -> Any:
     """The optimizer called `name` in `planner.choices.optimizers` over `parameters`.
 
-    Source: transformers 5.23 `Trainer.get_optimizer_cls_and_kwargs`.
+    Args:
+        wide: parameters whose 8-bit states are kept in 32 bits.
+
+    Source: transformers 5.23 `Trainer.get_optimizer_cls_and_kwargs`, `create_optimizer`.
     """
     trainable: Any = [parameter for parameter in parameters if parameter.requires_grad]
     groups = by_mesh(trainable)
@@ -34,4 +52,20 @@ def make_optimizer(name: str, parameters: Iterable[torch.nn.Parameter], *, devic
         trainable = [{"params": group} for group in groups]
     row = OPTIMIZERS[name]
     module, _, cls = row.class_path.rpartition(".")
-    return getattr(import_module(module), cls)(trainable, lr=_LEARNING_RATE, **row.arguments)
+    optimizer = getattr(import_module(module), cls)(trainable, lr=_LEARNING_RATE, **row.arguments)
+    if row.bitsandbytes and row.states.eight_bit:
+        _keep_wide(optimizer, {id(one) for one in wide})
+    return optimizer
+
+
+def _keep_wide(optimizer: Any, wide: set[int]) -> None:
+    """As bitsandbytes' `GlobalOptimManager` overrides it, for this optimizer alone: the manager is one per process."""
+    configured = optimizer.get_config
+
+    def get_config(group_index: int, index: int, group: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = configured(group_index, index, group)
+        if id(optimizer.param_groups[group_index]["params"][index]) in wide:
+            found["optim_bits"] = 32
+        return found
+
+    optimizer.get_config = get_config

@@ -82,6 +82,19 @@ def test_optimizer_states(optimizer: str, dtype: str, expected: int) -> None:
     assert state_bytes(1_000_000, dtype, optimizer, matrix_edge_sum=777) == expected
 
 
+def test_transformers_trainer_keeps_8_bit_states_of_embeddings_in_32_bits() -> None:
+    """`Trainer.create_optimizer` overrides every nn.Embedding; loops of one's own do not."""
+    setup = TrainSetup(method="full", lora_rank=0, precision="bf16-pure", optimizer="adamw-8bit")
+    states = {
+        stack: next(one.size_bytes for one in predict_memory(smol(), A100, setup.with_(stack=stack)).terms
+                    if one.name == "states of adamw-8bit")
+        for stack in ("trl", "plain-loop")
+    }  # fmt: skip
+    table = VOCAB * HIDDEN
+    assert states["trl"] - states["plain-loop"] == 2 * (3 * table - 4 * (table // 256))
+    assert paged_bytes(1024, "paged-adamw-8bit", wide=1024) == 2 * 4 * 1024
+
+
 @pytest.mark.parametrize(
     ("optimizer", "expected"),
     [

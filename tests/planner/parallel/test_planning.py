@@ -161,7 +161,8 @@ MIXED = {"method": ("full",), "precision": ("bf16-mixed",)}
 
 
 def test_ddp_where_everything_fits_on_every_gpu() -> None:
-    plan = planned("Qwen/Qwen2.5-0.5B", "a100-80gb", 8, fixed=MIXED)
+    """With Liger's kernels the sharded optimizer step of FSDP2 is worth more than the two can be told apart by."""
+    plan = planned("Qwen/Qwen2.5-0.5B", "a100-80gb", 8, fixed=MIXED | {"kernels": ("eager",)})
     assert plan.chosen.setup.parallel == "ddp"
     assert answer(plan, "DDP").choice == "yes, taken"
     assert answer(plan, "sharded").choice == "nothing"
@@ -322,9 +323,9 @@ def test_fields_of_the_spread_are_all_there() -> None:
 
 
 def test_hyperparameters_follow_the_global_batch_not_the_number_of_gpus() -> None:
-    one = plan_workload(job("Qwen/Qwen2.5-1.5B", "a100-80gb", 1, global_batch=32))
+    fixed = {"method": ("full",)}
+    one = plan_workload(job("Qwen/Qwen2.5-1.5B", "a100-80gb", 1, global_batch=32, fixed=fixed))
     assert isinstance(one, Plan)
     for num_gpus in (2, 8):
-        many = planned("Qwen/Qwen2.5-1.5B", "a100-80gb", num_gpus, global_batch=32)
-        assert many.chosen.setup.method == one.chosen.setup.method
+        many = planned("Qwen/Qwen2.5-1.5B", "a100-80gb", num_gpus, global_batch=32, fixed=fixed)
         assert choose(many.chosen.setup) == choose(one.chosen.setup)
