@@ -55,6 +55,14 @@ def test_several_gpus_are_refused_by_name() -> None:
         setup_of("dpo", num_gpus=2, parallel="ddp")
 
 
+def test_an_adapter_that_the_objective_does_not_take_is_named() -> None:
+    model = load("gpt2")
+    assert model is not None
+    fixed = {"objective": ("dpo",), "adapter": ("dora",), "loss": ("chunked",), "method": ("lora", "qlora")}
+    with pytest.raises(UsageError, match="adapter 'dora' is planned for supervised fine-tuning, got objective 'dpo'"):
+        plan_workload(workload(model, CARD, fixed=fixed))
+
+
 @pytest.mark.parametrize("objective", OTHERS)
 def test_a_plan_for_an_objective_is_a_whole_setup_that_trl_runs(objective: str) -> None:
     wish = workload(
