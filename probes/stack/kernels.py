@@ -29,7 +29,7 @@ IN_PLACE_FINAL = frozenset({"olmo2", "olmo3"})
 NEEDS = ("liger_kernel", "triton")
 
 
-class KernelsMissing(RuntimeError):
+class KernelsMissing(ImportError):
     """A setup's kernels cannot run here for want of a package."""
 
 

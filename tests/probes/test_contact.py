@@ -153,6 +153,8 @@ def test_the_axes_reach_what_the_issue_asks_for() -> None:
     assert {"bf16-pure", "bf16-mixed", "fp16-mixed", "fp32"} <= {one.precision for one in setups}
     assert {512, 2048, 8192} <= {one.seq_len_tokens for one in setups}
     assert {0, 1, 2} <= {one.checkpointing for one in setups}
+    assert {"eager", "liger"} <= {one.kernels for one in setups}
+    assert {False, True} <= {one.activation_offload for one in setups}
     assert any(chain.limits.memory_bytes for chain in chains)
     assert {"Qwen/Qwen2.5-14B", "Qwen/Qwen2.5-32B"} <= {chain.model for chain in chains}
 

@@ -11,9 +11,10 @@ torch = pytest.importorskip("torch")
 from planner.gpus import find_gpu  # noqa: E402
 from planner.memory.model import predict_memory  # noqa: E402
 from planner.models import catalogue  # noqa: E402
-from planner.outcome import Prediction  # noqa: E402
+from planner.outcome import FailureKind, Prediction  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
 from probes.dryrun import dry_run  # noqa: E402
+from probes.failures import classify_exception  # noqa: E402
 from probes.stack.build import build_model  # noqa: E402
 from probes.stack.kernels import KernelsMissing  # noqa: E402
 from tests.probes.dryrun_small import small_config  # noqa: E402
@@ -52,5 +53,6 @@ def test_the_dry_run_keeps_what_ligers_own_code_keeps() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may have the packages")
 def test_a_real_device_without_the_packages_is_refused() -> None:
     setup = TrainSetup(kernels="fused", seq_len_tokens=64)
-    with pytest.raises(KernelsMissing, match="Axolotl or Unsloth"):
+    with pytest.raises(KernelsMissing, match="Axolotl or Unsloth") as missing:
         build_model(small_config("llama"), setup, device="cpu")
+    assert classify_exception(missing.value)[0] is FailureKind.UNSUPPORTED  # what may be installed later is no crash
