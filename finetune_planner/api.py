@@ -60,6 +60,8 @@ class Wish(TypedDict, total=False):
     packing: bool
     loss: str | Sequence[str]
     kernels: str | Sequence[str]
+    adapter: str
+    quantize_experts: bool
     activation_offload: bool
     no_extra_packages: bool
     memory_gib: float

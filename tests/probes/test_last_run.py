@@ -1,7 +1,9 @@
 """Whether the code that touches a GPU is still the one that ran on one."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -53,6 +55,8 @@ def test_the_summary_of_a_test_run_says_so(pytestconfig: pytest.Config) -> None:
     lines: list[str] = []
 
     class Reporter:
+        stats: Mapping[str, Sequence[object]] = MappingProxyType({})
+
         def write_line(self, text: str) -> None:
             lines.append(text)
 

@@ -23,7 +23,6 @@ from search.dimensions import key_of
 from search.stopping import Budget
 
 HEARTBEAT_S, GRACE_S = 1, 3600
-run.MAX_RECORDED_EXCLUSIONS = 2  # each is a trial like any other, with its writes
 
 
 def main(storage: str, log: str, gates: str, max_probes: str, margin: str) -> None:
@@ -60,4 +59,5 @@ def main(storage: str, log: str, gates: str, max_probes: str, margin: str) -> No
 
 
 if __name__ == "__main__":
+    run.MAX_RECORDED_EXCLUSIONS = 2  # each is a trial like any other, with its writes
     main(*sys.argv[1:])
