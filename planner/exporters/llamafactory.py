@@ -153,7 +153,8 @@ def _targets(setup: TrainSetup, model: ModelSpec | None) -> list[str]:
         return ["all"] if found == "all-linear" else list(found)
     if setup.lora_targets == "attention":
         return list(attention_target_names(model))
-    linears = [one for layer in model.layer_kinds for one in layer.linears if one.module != "parameter"]
+    of_layers = [one for layer in model.layer_kinds for one in layer.linears]
+    linears = [one for one in (*of_layers, *model.outer_linears) if one.module != "parameter"]
     return list(dict.fromkeys(one.leaf for one in linears if not chooses(one)))
 
 

@@ -248,6 +248,19 @@ def test_a_tool_that_would_load_the_towers_is_refused(target: str) -> None:
 LOSS = {"hf": "full", "unsloth": "chunked"}
 
 
+def test_llamafactory_names_the_projections_outside_the_layers() -> None:
+    """OPT-350m's project_in and project_out: its own "all linear layers" has them, names of the layers alone do not."""
+    model = catalogue.load("facebook/opt-350m")
+    assert model is not None
+    names = [one.leaf for one in model.outer_linears]
+    setup = TrainSetup(lora_targets="all-linear", loss="full")
+    launch = TARGETS["llamafactory"].export(request(setup, model=model))
+    (text,) = [one.text for one in launch.files if one.path.endswith("llamafactory.yaml")]
+    (line,) = [one for one in text.splitlines() if one.startswith("lora_target:")]
+    assert names
+    assert all(name in line for name in names)
+
+
 def test_every_model_gets_the_settings_of_its_kind() -> None:
     """What a tool's loading code sees of one model of a kind it sees of all: one is loaded by each tool
     (tests/launch/test_every_model.py, tools/validators/every_type.py)."""
