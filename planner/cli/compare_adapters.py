@@ -18,9 +18,7 @@ def compare_adapters(
     model: options.Model,
     gpu: options.Gpu,
     seq_len: options.SeqLen = None,
-    global_batch: Annotated[
-        int | None, typer.Option("--global-batch", "--batch-size", help="Sequences per optimizer step.")
-    ] = None,
+    global_batch: options.GlobalBatch = None,
     *,
     space: SpaceOptions,
     memory_gib: options.MemoryGib = None,

@@ -27,6 +27,9 @@ Gpu = Annotated[
 ]
 MemoryGib = Annotated[float | None, typer.Option("--memory-gib", help="Usable memory in GiB instead of the table's.")]
 Headroom = Annotated[float | None, typer.Option("--headroom", help="Reserve in GiB that no plan may touch.")]
+GlobalBatch = Annotated[
+    int | None, typer.Option("--global-batch", "--batch-size", help="Sequences per optimizer step.")
+]
 SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens per sequence.")]
 Methods = Annotated[list[str] | None, typer.Option("--method", help="full, lora or qlora; repeatable.")]
 Precision = Annotated[list[str] | None, typer.Option("--precision", help="/".join(fields.PRECISIONS) + "; repeatable.")]

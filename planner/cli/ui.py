@@ -40,9 +40,7 @@ def ui(
         list[str] | None, typer.Option("--model", help="Offer this model; repeatable. Default: the catalogue.")
     ] = None,
     gpu: Annotated[list[str] | None, typer.Option("--gpu", help="Offer this GPU; repeatable. Default: all.")] = None,
-    global_batch: Annotated[
-        int | None, typer.Option("--global-batch", "--batch-size", help="Sequences per optimizer step.")
-    ] = None,
+    global_batch: options.GlobalBatch = None,
     headroom: options.Headroom = None,
     port: Annotated[int, typer.Option("--port", help="0: any free one.", min=0, max=65535)] = 0,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page.")] = True,

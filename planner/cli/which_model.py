@@ -18,9 +18,7 @@ def which_model(
     gpu: options.Gpu,
     match: Annotated[str, typer.Argument(help="Only models whose names contain this.")] = "",
     seq_len: options.SeqLen = None,
-    global_batch: Annotated[
-        int | None, typer.Option("--global-batch", "--batch-size", help="Sequences per optimizer step.")
-    ] = None,
+    global_batch: options.GlobalBatch = None,
     *,
     space: SpaceOptions,
     memory_gib: options.MemoryGib = None,
