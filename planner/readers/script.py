@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from planner.choices.adapters import Adapter
 from planner.choices.objectives import OBJECTIVES
 from planner.errors import ConfigError, NotPlanned
 from planner.inputs import reason
@@ -315,19 +316,23 @@ class _Script:
         bf16 = hf.autocast(self.arguments, bf16_default=self._own_arguments() and self.defaults.bf16) == "bf16"
         return self.trl and not self.unsloth and peft and self.defaults.prepares_kbit(four_bit=four_bit, bf16=bf16)
 
+    def _adapter_row(self) -> Adapter | None:
+        """The kind that a configuration class of its own stands for; None for LoRA's and where none is made."""
+        made = self.found.adapter
+        return common.CONFIGS.get(made.name) if isinstance(made, Made) else None
+
     def _kind(self) -> str:
         """The kind of adapter: by peft's configuration class, or by LoraConfig's switches."""
-        made, lora = self.found.adapter, self.lora
-        if isinstance(made, Made) and made.name in common.CONFIGS:
-            return common.CONFIGS[made.name].name
+        row, lora = self._adapter_row(), self.lora
+        if row is not None:
+            return row.name
         if lora.flag("use_dora", False):
             return "dora"
         return "rslora" if lora.flag("use_rslora", False) else common.start_kind(lora.raw("init_lora_weights"))
 
     def _size(self) -> int:
         """The adapter's size by its own name."""
-        made, lora = self.found.adapter, self.lora
-        row = common.CONFIGS.get(made.name) if isinstance(made, Made) else None
+        row, lora = self._adapter_row(), self.lora
         if row is None:
             return lora.integer("r", 16 if self.unsloth else 8, at_least=1)
         if row.form == "rows":
@@ -353,8 +358,7 @@ class _Script:
             "lora_dropout": lora.real("lora_dropout", 0.0),
             "lora_targets": common.targets(names or (("all-linear",) if unsloth else ()), self.model, lora),
         }
-        made = self.found.adapter
-        row = common.CONFIGS.get(made.name) if isinstance(made, Made) else None
+        row = self._adapter_row()
         if row is not None and not row.adapts_matrices:
             fields["lora_targets"] = "all-linear"  # it adapts none: nothing is said
         elif row is not None and row.form == "scales" and not names and self.model is not None:

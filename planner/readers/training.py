@@ -12,7 +12,7 @@ from planner.readers.values import Settings
 
 PLANNED = {"DPOTrainer": "dpo", "KTOTrainer": "kto", "ORPOTrainer": "orpo", "RewardTrainer": "reward"}
 """TRL's trainers of other objectives that are planned."""
-CONFIGS = {"dpo": "DPOConfig", "kto": "KTOConfig", "orpo": "ORPOConfig", "reward": "RewardConfig"}
+CONFIGS = {objective: f"{trainer.removesuffix('Trainer')}Config" for trainer, objective in PLANNED.items()}
 BEHIND_REFERENCE = ("DPOTrainer", "KTOTrainer")
 """Trainers whose second place is the reference model's."""
 OBJECTIVES = {
