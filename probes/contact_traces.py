@@ -26,11 +26,10 @@ from probes.stack import (
     build_model,
     inner_model,
     make_batch,
-    make_optimizer,
     make_trainer,
     num_layers,
+    optimizer_of,
     train_step,
-    wide_parameters,
 )
 from probes.stack.autocast import emulation_installed
 from probes.stack.configs import load_config
@@ -138,9 +137,7 @@ def _run(request: ProbeRequest, mark: Callable[..., None]) -> None:
     model = build_model(
         request.config, setup, device=device, num_layers=layers, attention=attention_name(request), seed=0
     )
-    optimizer = make_optimizer(
-        setup.optimizer, model.parameters(), device_type=device.type, wide=wide_parameters(model, setup)
-    )
+    optimizer = optimizer_of(model, setup)
     trainer = make_trainer(model, setup, optimizer)
     batches = [make_batch(setup, inner_model(model).config, device=device) for _ in range(setup.accumulation_steps)]
     for _ in range(STEPS):

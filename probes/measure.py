@@ -39,10 +39,9 @@ from probes.stack import (
     inner_model,
     load_config,
     make_batch,
-    make_optimizer,
     make_trainer,
+    optimizer_of,
     train_step,
-    wide_parameters,
 )
 from probes.stack.autocast import emulation_installed
 from probes.stack.build import build_reference
@@ -264,9 +263,7 @@ class _DepthRunner:
                     fill_partitions(model, device, setup, trained=self.trained, seed=request.seed)
             if spread is None and self.crew.seat.size > 1 and not zero:
                 spread = spread_model(model, setup, device=device)
-            optimizer = make_optimizer(
-                setup.optimizer, model.parameters(), device_type=device.type, wide=wide_parameters(model, setup)
-            )
+            optimizer = optimizer_of(model, setup)
             if zero:
                 job = make_zero_trainer(model, setup, optimizer, trained=self.trained)
                 step: Callable[..., Any] = partial(zero_step, job)

@@ -389,7 +389,7 @@ class _OptimizerRun:
         holder = torch.nn.Module()
         holder.list = torch.nn.ParameterList([one[-1] for one in self.parameters])
         wide = [parameter for _, _, one, parameter in self.parameters if one.wide]
-        optimizer: Any = make_optimizer(self.setup.optimizer, holder.parameters(), device_type="meta", wide=wide)
+        optimizer: Any = make_optimizer(self.setup.optimizer, holder.parameters(), wide=wide)
         scaler = make_scaler(self.setup, "meta")
         tracker = self.shards.tracker("meta")
         found: list[_StepEvents] = []

@@ -18,8 +18,8 @@ from probes.stack import (
     inner_model,
     layers_of,
     make_batch,
-    make_optimizer,
     make_trainer,
+    optimizer_of,
     train_step,
     wide_parameters,
 )
@@ -164,8 +164,7 @@ def trace_run(
         held = (one for one in _unique(model.parameters()) if tracker.identity(one) is not None)
         parameters = sum(one.untyped_storage().nbytes() for one in held)
         prefix = _layer_prefix(model)
-        wide = wide_parameters(model, setup)
-        optimizer = make_optimizer(setup.optimizer, model.parameters(), device_type=device, wide=wide)
+        optimizer = optimizer_of(model, setup)
         trainer = make_trainer(model, setup, optimizer, spread, reference)
         if workspaces:
             tracker.on_op = _cublas(tracker, capability)
@@ -197,6 +196,7 @@ def trace_run(
         parameter_names=names,
         layer_prefix=prefix,
     )
+    wide = {id(one) for one in wide_parameters(model, setup)}
     trainables = tuple(
         Trainable(
             name=name,
@@ -209,7 +209,7 @@ def trace_run(
             mesh=getattr(one, "device_mesh", None),
             placements=getattr(one, "placements", None),
             gradient=otherwise.get(name),
-            wide=any(one is table for table in wide),
+            wide=id(one) in wide,
         )
         for name, one in model.named_parameters()
         if one.requires_grad

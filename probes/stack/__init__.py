@@ -13,7 +13,7 @@ from probes.stack.configs import (
     period_of,
     truncated_config,
 )
-from probes.stack.optimizers import make_optimizer, wide_parameters
+from probes.stack.optimizers import make_optimizer, optimizer_of, wide_parameters
 from probes.stack.step import Trainer, inner_model, make_trainer, train_step
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "make_optimizer",
     "make_trainer",
     "num_layers",
+    "optimizer_of",
     "period_of",
     "train_step",
     "truncated_config",

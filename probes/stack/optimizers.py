@@ -32,11 +32,15 @@ def wide_parameters(model: torch.nn.Module, setup: TrainSetup) -> list[torch.nn.
     return [weight for table in tables for weight in table.parameters() if weight.requires_grad]
 
 
+def optimizer_of(model: torch.nn.Module, setup: TrainSetup) -> Any:
+    """The setup's optimizer over what is trained of a model, as its stack sets it up."""
+    return make_optimizer(setup.optimizer, model.parameters(), wide=wide_parameters(model, setup))
+
+
 def make_optimizer(
     name: str,
     parameters: Iterable[torch.nn.Parameter],
     *,
-    device_type: str,
     wide: Iterable[torch.nn.Parameter] = (),
 ) -> Any:
     """The optimizer called `name` in `planner.choices.optimizers` over `parameters`.
