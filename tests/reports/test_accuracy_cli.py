@@ -1,10 +1,13 @@
 """`plan accuracy`: the formula rung over the recorded rows, files, and bad options."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 
+from benchmarks import accuracy_summary
 from planner.cli import main
 
 
@@ -35,9 +38,19 @@ def test_formula_meets_the_aim_on_allocated_memory(capsys: pytest.CaptureFixture
     assert expressed["median_error"] <= 0.02
 
 
-def test_out_writes_markdown_csv_and_charts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "--what", "all", "--newest", "--out", str(tmp_path))
+def test_out_writes_markdown_csv_and_charts_and_the_pages_hold_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tables in docs/accuracy are what the formula says today; UPDATE_DOCS=1 writes them."""
+    code, out, _ = run(capsys, "--what", "all", "--out", str(tmp_path))
     assert code == 0
+    if os.environ.get("UPDATE_DOCS"):
+        shutil.copytree(tmp_path, accuracy_summary.FOLDER, dirs_exist_ok=True)
+        for page in accuracy_summary.PAGES:
+            page.write_text(accuracy_summary.written(page), encoding="utf-8")
+    for name in ("formula.md", "formula-allocated.csv", "formula-device.csv"):
+        assert (tmp_path / name).read_text() == (accuracy_summary.FOLDER / name).read_text(), "UPDATE_DOCS=1"
+    assert all(accuracy_summary.written(page) == page.read_text("utf-8") for page in accuracy_summary.PAGES)
     names = {path.name for path in tmp_path.iterdir()}
     stems = ("allocated", "reserved", "device", "tokens-per-s")
     assert names == {"formula.md", *(f"formula-{stem}.{kind}" for stem in stems for kind in ("csv", "svg"))}
