@@ -33,7 +33,7 @@ def summary() -> str:
     """The table in Markdown: per group of runs the median and 95th error of both rungs, and the false fits."""
     formula, dry_run = (_tables(FOLDER / f"{name}.md") for name in ("formula", "dry-run"))
     lines = [
-        "| measured runs of others (configurations) | formula, median / 95th | dry run, median / 95th | versions alone |",
+        "| measured runs of others (configurations) | formula, median / 95th | dry run | versions alone |",
         "|---|---:|---:|---:|",
     ]
     for said, what, row in ROWS:
@@ -41,7 +41,8 @@ def summary() -> str:
         lines.append(
             f"| {said} ({ours['configurations']}) | {_errors(ours)} | {_errors(theirs)} | {ours['noise median']} |"
         )
-    lines.append(f"| out of memory in reality, predicted to fit | {_false_fits('formula')} | {_false_fits('dry-run')} | |")
+    false_fits = (_false_fits("formula"), _false_fits("dry-run"))
+    lines.append(f"| out of memory in reality, predicted to fit | {' | '.join(false_fits)} | |")
     return "\n".join(lines) + "\n"
 
 
@@ -54,7 +55,8 @@ def _tables(path: Path) -> dict[str, dict[str, Cells]]:
     found: dict[str, dict[str, Cells]] = {}
     for section in path.read_text(encoding="utf-8").split("\n## ")[1:]:
         what = next(word for word in ("allocated", "reserved", "device", "tokens") if word in section.lower())
-        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+        lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+        rows = [[cell.strip() for cell in line] for line in lines]
         columns = rows[0][1:]
         found[what] = {row[0]: dict(zip(columns, row[1:], strict=True)) for row in rows if len(row) == len(columns) + 1}
     return found

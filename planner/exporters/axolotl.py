@@ -21,6 +21,7 @@ from planner.setup import TrainSetup
 
 TARGET = "axolotl"
 FILE = "axolotl/axolotl.yaml"
+PYTHON = "3.12"
 VALIDATED_WITH = {"axolotl": "0.21.0", "transformers": "5.20.1", "peft": "0.21.2", "accelerate": "1.15.0"}
 LIGER = "axolotl.integrations.liger.LigerPlugin"
 
@@ -114,7 +115,7 @@ def export(request: ExportRequest) -> Launch:
         command = job
     else:
         command += f" --launcher accelerate -- --num_processes {setup.num_gpus}"
-    notes = ["Axolotl 0.21 needs Python 3.12 (pip on 3.11 silently takes 0.19)."]
+    notes = [f"Axolotl 0.21 needs Python {PYTHON} (without a version pip on 3.11 silently takes 0.19)."]
     if "liger" in (setup.kernels, setup.loss) or setup.kernels == "fused":
         notes.append("Needs liger-kernel on a GPU with Triton; Axolotl brings it along.")
     env = environment(request.gpu)
@@ -141,6 +142,7 @@ def export(request: ExportRequest) -> Launch:
         differences=found,
         notes=tuple(notes),
         validated_with=VALIDATED_WITH,
+        python=PYTHON,
     )
 
 

@@ -114,7 +114,7 @@ def _run(started: Sequence[Launch], request: ExportRequest) -> str:
     lines = [
         "#!/usr/bin/env bash",
         f"# bash launch/{RUN} [TARGET]: the run; bash launch/{RUN} install [TARGET]: what it needs, in .venv-TARGET.",
-        f"# TARGET: {names}",
+        f"# TARGET: {names}; PYTHON=python3.12 in front installs with that Python.",
         "set -euo pipefail",
         'cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."',
         "",
@@ -134,7 +134,13 @@ def _run(started: Sequence[Launch], request: ExportRequest) -> str:
         "",
         'venv=".venv-$target"',
         'if [ "$action" = install ]; then',
-        '  python3 -m venv "$venv"',
+        "  python=${PYTHON:-python3}",
+        '  if ! "$python" -c "import sys; raise SystemExit(sys.version_info < (${oldest/./, }))"; then',
+        '    echo "error: $target needs Python $oldest or newer, $python is older or not there" >&2',
+        f'    echo "hint: PYTHON=python$oldest bash launch/{RUN} install $target" >&2',
+        "    exit 3",
+        "  fi",
+        '  "$python" -m venv "$venv"',
         '  export PATH="$PWD/$venv/bin:$PATH"',
         "  install",
         f'  echo "installed in $venv; next: bash launch/{RUN} $target"',
@@ -184,7 +190,7 @@ def _case(launch: Launch, request: ExportRequest) -> list[str]:
     needed = [name for name in _BY_HAND if f"${name}" in launch.command]
     return [
         f"  {launch.target})",
-        f"    tool={shlex.quote(tool)}",
+        f"    tool={shlex.quote(tool)} oldest={launch.python}",
         f"    files=({shlex.join(f'launch/{path}' for path in placed)})",
         "    install() {",
         *(f"      pip install {shlex.join(call)}" for call in requirements(launch, request)),

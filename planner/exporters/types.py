@@ -118,6 +118,7 @@ class Launch:
         refused: why the target has no files for this setup; "" when it has.
         validated_with: distribution -> version that accepted such files.
         complete: False for a part that other files need, which its command alone does not start.
+        python: oldest Python that the tested versions install on.
         about: what is predicted of the run, as in the files' headers.
         peak_device_bytes, rung: the prediction of what really runs and its rung; 0 and "" where nobody predicted.
     """
@@ -130,6 +131,7 @@ class Launch:
     refused: str = ""
     validated_with: Mapping[str, str] = field(default_factory=dict)
     complete: bool = True
+    python: str = "3.10"
     about: tuple[str, ...] = ()
     peak_device_bytes: int = 0
     rung: str = ""

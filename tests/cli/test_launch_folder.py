@@ -135,7 +135,9 @@ def launched(tmp_path: Path, asked: ExportRequest, targets: Sequence[str] = ("tr
     return tmp_path / "launch"
 
 
-def started(folder: Path, *words: str, stubs: Sequence[str] = ("trl", "python"), token: bool = True) -> tuple[int, str]:
+def started(
+    folder: Path, *words: str, stubs: Sequence[str] = ("trl", "python"), token: bool = True, **env: str
+) -> tuple[int, str]:
     """Exit code and output of run.sh where only these tools exist; each says how it was called."""
     tools = folder.parent / "tools"
     tools.mkdir(exist_ok=True)
@@ -147,7 +149,11 @@ def started(folder: Path, *words: str, stubs: Sequence[str] = ("trl", "python"),
         if not (tools / name).exists():
             (tools / name).symlink_to(f"/usr/bin/{name}" if Path(f"/usr/bin/{name}").exists() else f"/bin/{name}")
     done = subprocess.run(
-        ["bash", str(folder / "run.sh"), *words], env={"PATH": str(tools)}, capture_output=True, text=True, check=False
+        ["bash", str(folder / "run.sh"), *words],
+        env={"PATH": str(tools), **env},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -175,6 +181,10 @@ def test_run_sh_installs_the_tested_versions_and_names_the_step_where_they_are_m
     code, said = started(folder, "install", stubs=())
     assert code == 0
     assert "CALLED python3 -m venv .venv-trl" in said
+    assert "CALLED python3 -c import sys; raise SystemExit(sys.version_info < (3, 10))" in said
+    code, said = started(folder, "install", stubs=(), PYTHON="false")
+    assert (code, "trl needs Python 3.10 or newer" in said, "venv" in said) == (3, True, False)
+    _, said = started(folder, "install", stubs=())
     called = re.search(r"CALLED pip install (.+)", said)
     assert called is not None
     assert {"trl==1.16.0", "transformers==5.23.0", "bitsandbytes==0.50.2"} <= set(called[1].split())
