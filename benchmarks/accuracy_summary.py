@@ -33,7 +33,7 @@ def summary() -> str:
     """The table in Markdown: per group of runs the median and 95th error of both rungs, and the false fits."""
     formula, dry_run = (_tables(FOLDER / f"{name}.md") for name in ("formula", "dry-run"))
     lines = [
-        "| measured runs of others (configurations) | formula, median / 95th | dry run | versions alone |",
+        "| measured runs of others (configurations) | formula: median / 95th | dry run: the same | versions alone |",
         "|---|---:|---:|---:|",
     ]
     for said, what, row in ROWS:
