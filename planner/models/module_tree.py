@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,7 +39,7 @@ class NoTree(Exception):
         self.hint = hint
 
 
-def spec_from_tree(config: Mapping[str, Any], model_type: str, *, model_id: str, source: str) -> ModelSpec:
+def spec_from_tree(config: Mapping[str, Any], model_type: str) -> ModelSpec:
     """The inventory of a configuration of any decoder that the installed transformers builds; the first time some
     five seconds, then from the cache.
 
@@ -61,7 +60,7 @@ def spec_from_tree(config: Mapping[str, Any], model_type: str, *, model_id: str,
         spec = decode(ModelSpec, _ask(config), "module tree")
         with contextlib.suppress(OSError):  # a cache that cannot be written is no error
             write_whole(path, json.dumps(to_jsonable(spec)).encode())
-    return replace(spec, model_id=model_id, config=config, config_source=source)
+    return spec
 
 
 def _named_by_transformers(model_type: str) -> bool:

@@ -234,6 +234,6 @@ def test_a_damaged_cache_is_read_anew(monkeypatch: pytest.MonkeyPatch, tmp_path:
     path.write_text('{"model_id": 3')
     monkeypatch.setattr(module_tree, "_cached", lambda config: path)
     monkeypatch.setattr(module_tree, "_ask", lambda config: json.loads(json.dumps(to_jsonable(spec))))
-    found = module_tree.spec_from_tree({"model_type": "exaone4"}, "exaone4", model_id="m", source="s")
-    assert found == replace(spec, model_id="m")
+    found = module_tree.spec_from_tree({"model_type": "exaone4"}, "exaone4")
+    assert found == spec
     assert json.loads(path.read_text())["vocab_size"] == spec.vocab_size

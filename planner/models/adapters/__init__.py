@@ -86,26 +86,25 @@ def spec_from_config(config: Mapping[str, Any], *, model_id: str, source: str) -
     fields = Fields(config, "config.json")
     model_type = fields.text("model_type")
     if model_type in _LLAMA_LIKE:
-        llama_like = import_module("planner.models.adapters.llama_like")
-        spec: ModelSpec = llama_like.build(fields, model_id, source, model_type)
+        spec: ModelSpec = import_module("planner.models.adapters.llama_like").build(fields)
     elif model_type in _OTHERS:
         module, _, function = _OTHERS[model_type].partition(":")
-        build: Callable[..., ModelSpec] = getattr(import_module(f"planner.models.adapters.{module}"), function)
-        spec = build(fields, model_id, source)
+        build: Callable[[Fields], ModelSpec] = getattr(import_module(f"planner.models.adapters.{module}"), function)
+        spec = build(fields)
     else:
-        spec = _from_tree(fields, model_type, model_id, source)
-    spec = replace(spec, config=config, config_source=spec.config_source + _taken_from_defaults(config, spec))
-    return with_kept(spec)
+        spec = _from_tree(fields, model_type)
+    source += _taken_from_defaults(config, spec)
+    return with_kept(replace(spec, model_id=model_id, model_type=model_type, config=config, config_source=source))
 
 
-def _from_tree(fields: Fields, model_type: str, model_id: str, source: str) -> ModelSpec:
+def _from_tree(fields: Fields, model_type: str) -> ModelSpec:
     """The spec read off the module tree, where transformers can build one."""
     from planner.models.module_tree import NoTree, spec_from_tree  # late: most models have an adapter
 
     for name, kind in (("hidden_size", "width"), ("num_hidden_layers", "layers"), ("vocab_size", "vocab")):
         fields.optional_count(name, kind=kind)  # absurd sizes are refused before anything is built
     try:
-        return spec_from_tree(fields.raw, model_type, model_id=model_id, source=source)
+        return spec_from_tree(fields.raw, model_type)
     except NoTree as error:
         raise _unknown(fields, model_type, str(error), error.hint) from error
 

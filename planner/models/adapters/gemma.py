@@ -8,7 +8,6 @@ from planner.models.adapters.parts import linear, norm
 from planner.models.spec import LayerSpec, LinearSpec, ModelSpec, NormSpec
 
 _TEXT = {
-    "model_type": "gemma3_text",
     "hidden_size": 2304,
     "intermediate_size": 9216,
     "num_hidden_layers": 26,
@@ -29,10 +28,10 @@ _SIGLIP = {
 }  # class defaults of transformers 5.23
 
 
-def build(fields: Fields, model_id: str, source: str) -> ModelSpec:
+def build(fields: Fields) -> ModelSpec:
     """The trunk of `gemma3_text` below `model.language_model`, the tower and the projector idle."""
     text = fields.sub("text_config", _TEXT)
-    trunk = llama_like.build(text, model_id, source, "gemma3_text", "model.language_model.layers")
+    trunk = llama_like.build(text, "gemma3_text", "model.language_model.layers")
     vision = fields.sub("vision_config", _SIGLIP)
     layers, other = _siglip(vision)
     width = vision.count("hidden_size")
@@ -40,7 +39,6 @@ def build(fields: Fields, model_id: str, source: str) -> ModelSpec:
     other += width * trunk.hidden_size + width
     return replace(
         trunk,
-        model_type="gemma3",
         built_class="Gemma3ForConditionalGeneration",
         tied=fields.flag("tie_word_embeddings", True),
         idle_layers=layers,

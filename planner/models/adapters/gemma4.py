@@ -9,19 +9,10 @@ from dataclasses import replace
 from planner.errors import ConfigError
 from planner.models.adapters.fields import Fields, shown
 from planner.models.adapters.gemma4_towers import audio_tower, vision_tower
-from planner.models.adapters.parts import assemble, expert_stack, gated, gated_mlp, linear, norm
-from planner.models.spec import (
-    AttentionSpec,
-    EmbeddingSpec,
-    LayerSpec,
-    LinearSpec,
-    MlpSpec,
-    ModelSpec,
-    NormSpec,
-)
+from planner.models.adapters.parts import Decoder, Experts, expert_stack, gated, gated_mlp, linear, norm
+from planner.models.spec import AttentionSpec, EmbeddingSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec
 
 _TEXT = {
-    "model_type": "gemma4_text",
     "hidden_size": 2304,
     "intermediate_size": 9216,
     "num_hidden_layers": 30,
@@ -38,27 +29,22 @@ _SANDWICH = (
 )
 
 
-def build(fields: Fields, model_id: str, source: str) -> ModelSpec:
+def build(fields: Fields) -> ModelSpec:
     """The multimodal model (`gemma4`) or the text model alone (`gemma4_text`)."""
     if fields.text("model_type") == "gemma4_text":
-        return _Text(fields, "model.layers").spec(model_id, source)
+        return _Text(fields, "model.layers").trunk()
     text = fields.sub("text_config", _TEXT)
-    trunk = _Text(text, "model.language_model.layers").spec(model_id, source)
+    trunk = _Text(text, "model.language_model.layers").trunk()
     idle: list[tuple[LayerSpec, int]] = []
     other = 0
-    vision = fields.optional_sub("vision_config")
-    if vision is not None:
-        layers, count = vision_tower(vision, trunk.hidden_size)
-        idle += layers
-        other += count
-    audio = fields.optional_sub("audio_config")
-    if audio is not None:
-        layers, count = audio_tower(audio, trunk.hidden_size)
-        idle += layers
-        other += count
+    for name, tower in (("vision_config", vision_tower), ("audio_config", audio_tower)):
+        given = fields.optional_sub(name)
+        if given is not None:
+            layers, count = tower(given, trunk.hidden_size)
+            idle += layers
+            other += count
     return replace(
         trunk,
-        model_type="gemma4",
         built_class="Gemma4ForConditionalGeneration",
         tied=fields.flag("tie_word_embeddings", True),
         idle_layers=tuple(idle),
@@ -66,25 +52,18 @@ def build(fields: Fields, model_id: str, source: str) -> ModelSpec:
     )
 
 
-class _Text:
+class _Text(Decoder):
     """The text trunk."""
 
     def __init__(self, text: Fields, path: str) -> None:
-        self.text = text
+        super().__init__(text, kv_heads=4, head_dim=256)
         self.path = path
-        self.hidden = text.count("hidden_size")
-        self.vocab = text.count("vocab_size", kind="vocab")
-        self.num_layers = text.count("num_hidden_layers", kind="layers")
-        self.num_heads = text.count("num_attention_heads", kind="heads")
-        self.num_kv = text.count("num_key_value_heads", kind="heads", default=4)
-        self.head_dim = text.count("head_dim", default=256)
         self.global_head_dim = text.count("global_head_dim", default=512)
         self.k_is_v = text.flag("attention_k_eq_v", False)
         self.global_kv = self.num_kv
         if self.k_is_v:
             self.global_kv = text.count("num_global_key_value_heads", kind="heads", default=self.num_kv)
-        for num_kv in (self.num_kv, self.global_kv):
-            text.divides("num_key_value_heads", num_kv, "num_attention_heads", self.num_heads)
+            text.divides("num_global_key_value_heads", self.global_kv, "num_attention_heads", self.num_heads)
         self.window = text.count("sliding_window", kind="window", default=512)
         self.intermediate = text.count("intermediate_size", kind="intermediate")
         self.double_wide = text.flag("use_double_wide_mlp", False)
@@ -93,11 +72,13 @@ class _Text:
             self.per_layer = 0
         self.bias = text.flag("attention_bias", False)
         self.activation = text.text("hidden_activation", default="gelu_pytorch_tanh")
-        self.num_experts = self.num_active = self.moe_intermediate = 0
+        self.experts = None
         if text.flag("enable_moe_block", False):
-            self.num_experts = text.count("num_experts", kind="expert")
-            self.num_active = text.count("top_k_experts", kind="expert")
-            self.moe_intermediate = text.count("moe_intermediate_size", kind="intermediate")
+            self.experts = Experts(
+                text.count("num_experts", kind="expert"),
+                text.count("top_k_experts", kind="expert"),
+                text.count("moe_intermediate_size", kind="intermediate"),
+            )
         self.full = self._pattern()
         self.first_shared = self.num_layers - text.count("num_kv_shared_layers", kind="layers", default=0, at_least=0)
         if self.first_shared < self.num_layers and (
@@ -111,7 +92,7 @@ class _Text:
 
     def _pattern(self) -> tuple[bool, ...]:
         """Whether each layer is global; the last one always is."""
-        types = self.text.texts("layer_types", self.num_layers, _TYPES)
+        types = self.fields.texts("layer_types", self.num_layers, _TYPES)
         if types is None:
             full = [(index + 1) % 6 == 0 for index in range(self.num_layers)]
         else:
@@ -122,7 +103,7 @@ class _Text:
     def _sizes(self) -> list[tuple[int, int]]:
         """Head size and key/value heads of every layer: by its type as the hub says it, or by number as transformers
         saves it (`per_layer_config`)."""
-        overrides = self.text.optional_sub("per_layer_config")
+        overrides = self.fields.optional_sub("per_layer_config")
         if overrides is None:
             return [
                 (self.global_head_dim, self.global_kv) if full else (self.head_dim, self.num_kv) for full in self.full
@@ -138,7 +119,7 @@ class _Text:
                     hint="correct the field in config.json",
                 )
             num_kv = changed.count("num_key_value_heads", kind="heads", default=self.num_kv)
-            self.text.divides("num_key_value_heads", num_kv, "num_attention_heads", self.num_heads)
+            self.fields.divides("num_key_value_heads", num_kv, "num_attention_heads", self.num_heads)
             sizes[index] = changed.count("head_dim", default=self.head_dim), num_kv
         return sizes
 
@@ -154,39 +135,12 @@ class _Text:
                 NormSpec(name="self_attn.v_norm", kind="rms", size=head_dim, weight=False, rows_per_token=num_kv)
             )
         linears = [*self._attention(full, shared, head_dim, num_kv), *gated_mlp(self.hidden, intermediate)]
-        other = 0
         if self.per_layer:
             linears.append(linear("per_layer_input_gate", "other", self.hidden, self.per_layer))
             linears.append(linear("per_layer_projection", "other", self.per_layer, self.hidden))
             norms.append(norm("post_per_layer_input_norm", self.hidden))
-        mlp = gated(intermediate, self.activation)
-        if self.num_experts:
-            linears.append(linear("router.proj", "router", self.hidden, self.num_experts))
-            linears += expert_stack(
-                self.hidden, self.moe_intermediate, self.num_experts, self.num_active, prefix="experts"
-            )
-            norms += [
-                norm(name, self.hidden)
-                for name in (
-                    "post_feedforward_layernorm_1",
-                    "post_feedforward_layernorm_2",
-                    "pre_feedforward_layernorm_2",
-                )
-            ]
-            norms.append(NormSpec(name="router.norm", kind="rms", size=self.hidden, weight=False))
-            other = self.hidden + self.num_experts  # the router's scale and per-expert scale
-            mlp = MlpSpec(
-                kind="moe",
-                intermediate_size=self.moe_intermediate,
-                activation=self.activation,
-                num_experts=self.num_experts,
-                num_active_experts=self.num_active,
-                shared_intermediate_size=intermediate,
-            )
-        return LayerSpec(
-            kind=("full" if full else f"sliding-{self.window}")
-            + ("+shared-kv" if shared else "")
-            + ("+moe" if self.num_experts else ""),
+        made = LayerSpec(
+            kind=("full" if full else f"sliding-{self.window}") + ("+shared-kv" if shared else ""),
             linears=tuple(linears),
             norms=tuple(norms),
             attention=AttentionSpec(
@@ -196,9 +150,34 @@ class _Text:
                 value_head_dim=head_dim,
                 window_tokens=None if full else self.window,
             ),
-            mlp=mlp,
-            num_other_params=other,
+            mlp=gated(intermediate, self.activation),
             path=self.path,
+        )
+        return made if self.experts is None else self._with_experts(made, self.experts)
+
+    def _with_experts(self, layer: LayerSpec, experts: Experts) -> LayerSpec:
+        """The layer with routed experts beside its dense MLP."""
+        assert layer.mlp is not None
+        router = linear("router.proj", "router", self.hidden, experts.num)
+        names = ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2")
+        return replace(
+            layer,
+            kind=f"{layer.kind}+moe",
+            linears=(*layer.linears, router, *expert_stack(self.hidden, experts, prefix="experts")),
+            norms=(
+                *layer.norms,
+                *(norm(name, self.hidden) for name in names),
+                NormSpec(name="router.norm", kind="rms", size=self.hidden, weight=False),
+            ),
+            mlp=MlpSpec(
+                kind="moe",
+                intermediate_size=experts.inner,
+                activation=self.activation,
+                num_experts=experts.num,
+                num_active_experts=experts.active,
+                shared_intermediate_size=layer.mlp.intermediate_size,
+            ),
+            num_other_params=self.hidden + experts.num,  # the router's scale and per-expert scale
         )
 
     def _attention(self, full: bool, shared: bool, head_dim: int, num_kv: int) -> list[LinearSpec]:
@@ -210,32 +189,25 @@ class _Text:
         linears.append(linear("self_attn.o_proj", "o", self.num_heads * head_dim, self.hidden, self.bias))
         return linears
 
-    def spec(self, model_id: str, source: str) -> ModelSpec:
+    def trunk(self) -> ModelSpec:
         """The text model."""
-        embeddings = [EmbeddingSpec(name="embed_tokens", num_rows=self.vocab, dim=self.hidden)]
+        tables: tuple[EmbeddingSpec, ...] = ()
         outer: tuple[LinearSpec, ...] = ()
-        norms: tuple[NormSpec, ...] = (norm("norm", self.hidden),)
         if self.per_layer:
             packed = self.num_layers * self.per_layer
-            rows = self.text.count("vocab_size_per_layer_input", kind="vocab", default=262144)
-            embeddings.append(EmbeddingSpec(name="embed_tokens_per_layer", num_rows=rows, dim=packed))
+            rows = self.fields.count("vocab_size_per_layer_input", kind="vocab", default=262144)
+            tables = (EmbeddingSpec(name="embed_tokens_per_layer", num_rows=rows, dim=packed),)
             outer = (linear("per_layer_model_projection", "other", self.hidden, packed),)
-            norms += (norm("per_layer_projection_norm", self.per_layer, rows=self.num_layers),)
-        return assemble(
-            self.text,
-            model_id=model_id,
-            source=source,
-            built_class="Gemma4ForCausalLM",
-            hidden_size=self.hidden,
-            vocab_size=self.vocab,
-            layer_keys=tuple(
+            self.final_norm += (norm("per_layer_projection_norm", self.per_layer, rows=self.num_layers),)
+        return self.spec(
+            "Gemma4ForCausalLM",
+            tuple(
                 (full, index >= self.first_shared, *sizes)
                 for index, (full, sizes) in enumerate(zip(self.full, self._sizes(), strict=True))
             ),
-            make_layer=self.layer,
-            tied=self.text.flag("tie_word_embeddings", True),
-            embeddings=tuple(embeddings),
-            final_norm=norms,
+            self.layer,
+            tied=True,
+            tables=tables,
             outer_linears=outer,
-            logit_softcap=self.text.positive("final_logit_softcapping"),
+            logit_softcap=self.fields.positive("final_logit_softcapping"),
         )

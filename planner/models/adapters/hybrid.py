@@ -1,8 +1,10 @@
 """Qwen3-Next and Qwen3.5: gated delta-rule layers with one softmax layer in four, dense or sparse MLP."""
 
+from dataclasses import replace
+
 from planner.models.adapters.fields import Fields
-from planner.models.adapters.moe import Decoder, moe_mlp, sparse_mlp
-from planner.models.adapters.parts import assemble, gated, gated_mlp, linear, norm, softmax_attention, split_attention
+from planner.models.adapters.moe import Mixture
+from planner.models.adapters.parts import linear, norm
 from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, ModelSpec, NormSpec
 
 _TYPES = ("linear_attention", "full_attention")
@@ -32,7 +34,7 @@ _MOE_TEXT = {
 }  # class defaults of transformers 5.23
 
 
-def build(fields: Fields, model_id: str, source: str) -> ModelSpec:
+def build(fields: Fields) -> ModelSpec:
     """The text trunk: `AutoModelForCausalLM` builds no vision tower and no multi-token-prediction layer."""
     model_type = fields.text("model_type")
     text = (
@@ -40,77 +42,53 @@ def build(fields: Fields, model_id: str, source: str) -> ModelSpec:
         if model_type == "qwen3_next" or model_type.endswith("_text")
         else fields.sub("text_config", _MOE_TEXT if "moe" in model_type else _TEXT)
     )
-    base = Decoder(text, head_dim=256)
-    num_layers = base.num_layers
-    sparse_type = model_type != "qwen3_5" and model_type != "qwen3_5_text"
-    moe, dense = _sparse(text, num_layers, model_type, sparse_type)
-    num_experts = num_active = intermediate = shared = 0
-    if sparse_type:
-        num_experts, num_active = base.experts("num_experts", "num_experts_per_tok", 10 if "next" in model_type else 8)
-        intermediate = text.count("moe_intermediate_size", kind="intermediate", default=512)
+    base = Mixture(text, head_dim=256)
+    moe = _sparse(base, model_type)
+    dense = 0 if all(moe) else text.count("intermediate_size", kind="intermediate")
+    if any(moe):
+        experts = base.experts("num_experts", default_active=10 if "next" in model_type else 8, default_inner=512)
         shared = text.count("shared_expert_intermediate_size", kind="intermediate", default=512)
-    interval = text.count("full_attention_interval", kind="layers", default=4)
-    types = text.texts("layer_types", num_layers, _TYPES)
-    full = [(index + 1) % interval == 0 for index in range(num_layers)]
-    if types is not None:
-        full = [one == "full_attention" for one in types]
     delta = _Delta(text)
     fraction = text.rotary_fraction(0.25)
 
     def layer(key: tuple[bool, bool]) -> LayerSpec:
         softmax, is_moe = key
         mixer = _gated_softmax(base) if softmax else delta.linears(base.hidden, model_type)
-        mlp = (
-            sparse_mlp(base, num_experts, num_active, intermediate, shared) if is_moe else gated_mlp(base.hidden, dense)
-        )
+        linears, mlp = base.qwen_routed(experts, shared) if is_moe else base.dense(dense)
         return LayerSpec(
             kind=("full" if softmax else "linear-attention") + ("+moe" if is_moe else ""),
-            linears=mixer + mlp,
+            linears=mixer + linears,
             norms=base.norms() + (base.qk_norms() if softmax else delta.norms()),
-            attention=softmax_attention(base.num_heads, base.num_kv, base.head_dim, rotary_fraction=fraction)
-            if softmax
-            else delta.attention(),
-            mlp=moe_mlp(base.activation, num_experts, num_active, intermediate, shared)
-            if is_moe
-            else gated(dense, base.activation),
+            attention=base.softmax(rotary_fraction=fraction) if softmax else delta.attention(),
+            mlp=mlp,
             num_other_params=0 if softmax else delta.num_other_params(),
         )
 
     # A multimodal config ties at its top, as the conditional-generation class would; its text_config decides here.
-    tied = text.flag("tie_word_embeddings", False)
-    return assemble(
-        fields,
-        model_id=model_id,
-        source=source,
-        built_class=_BUILT[model_type],
-        hidden_size=base.hidden,
-        vocab_size=base.vocab,
-        layer_keys=tuple(zip(full, moe, strict=True)),
-        make_layer=layer,
-        tied=tied,
-        embeddings=base.embeddings(),
-        final_norm=(norm("norm", base.hidden),),
-        max_positions=text.optional_count("max_position_embeddings", kind="position"),
-    )
+    return base.spec(_BUILT[model_type], tuple(zip(_full(base), moe, strict=True)), layer)
 
 
-def _sparse(text: Fields, num_layers: int, model_type: str, sparse_type: bool) -> tuple[tuple[bool, ...], int]:
-    """Which layers route to experts, and the width of the dense MLPs (0 where there are none)."""
-    if not sparse_type:
-        return (False,) * num_layers, text.count("intermediate_size", kind="intermediate")
-    if model_type != "qwen3_next":
-        return (True,) * num_layers, 0
-    step = text.count("decoder_sparse_step", kind="layers", default=1)
-    only = text.indices("mlp_only_layers")
-    moe = tuple(index not in only and (index + 1) % step == 0 for index in range(num_layers))
-    return moe, 0 if all(moe) else text.count("intermediate_size", kind="intermediate")
+def _full(base: Mixture) -> list[bool]:
+    """Which layers have softmax attention: `layer_types`, else every n-th."""
+    interval = base.fields.count("full_attention_interval", kind="layers", default=4)
+    types = base.fields.texts("layer_types", base.num_layers, _TYPES)
+    if types is not None:
+        return [one == "full_attention" for one in types]
+    return [(index + 1) % interval == 0 for index in range(base.num_layers)]
 
 
-def _gated_softmax(base: Decoder) -> tuple[LinearSpec, ...]:
+def _sparse(base: Mixture, model_type: str) -> tuple[bool, ...]:
+    """Which layers route to experts."""
+    if model_type == "qwen3_next":
+        return base.sparse_layers()
+    return ("moe" in model_type,) * base.num_layers
+
+
+def _gated_softmax(base: Mixture) -> tuple[LinearSpec, ...]:
     """q is twice as wide: half of it gates the output."""
     bias = base.fields.flag("attention_bias", False)
-    q, *rest = split_attention(base.hidden, base.num_heads, base.num_kv, base.head_dim, bias=bias, o_bias=bias)
-    return (linear(q.name, "q", base.hidden, 2 * base.num_heads * base.head_dim, bias), *rest)
+    q, *rest = base.attention(bias, bias)
+    return (replace(q, out_features=2 * q.out_features), *rest)
 
 
 class _Delta:

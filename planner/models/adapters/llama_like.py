@@ -9,19 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner.models.adapters.fields import Fields
-from planner.models.adapters.parts import (
-    assemble,
-    fused_mlp,
-    gated,
-    gated_mlp,
-    linear,
-    norm,
-    plain,
-    plain_mlp,
-    softmax_attention,
-    split_attention,
-)
-from planner.models.spec import EmbeddingSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormKind, NormSpec
+from planner.models.adapters.parts import Decoder, gated, gated_mlp, linear, norm, plain, plain_mlp
+from planner.models.spec import LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormKind, NormSpec
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _PRE = ("input_layernorm", "post_attention_layernorm")
@@ -36,7 +25,8 @@ class Knobs:
 
     Attributes:
         kv_heads, head_dim: the class default of an absent key; None: as many as heads, hidden / heads.
-        qkv_bias, o_bias, mlp_bias, head_bias: fixed, or the name of the config field that decides.
+        bias, o_bias, mlp_bias, head_bias: fixed, or the name of the config field that decides; `bias` is that of q,
+            k, v, and of o where `o_bias` is None.
         bias_default: of that field when absent.
         norms: names of the norms that stand in a layer; their kind, with bias or not, with weight or not.
         qk_norm: "head" (one of head size), "full" (over all heads), "per-head" (one for each head), or None.
@@ -50,8 +40,8 @@ class Knobs:
     tied: bool = False
     kv_heads: int | None = None
     head_dim: int | None = None
-    qkv_bias: bool | str = False
-    o_bias: bool | str = False
+    bias: bool | str = False
+    o_bias: bool | str | None = None
     mlp_bias: bool | str = False
     head_bias: bool = False
     bias_default: bool = False
@@ -132,21 +122,20 @@ def _window_smollm3(fields: Fields, num_layers: int) -> Windows:
 
 
 FAMILIES: dict[str, Knobs] = {
-    "llama": Knobs(built="LlamaForCausalLM", qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
+    "llama": Knobs(built="LlamaForCausalLM", bias="attention_bias", mlp_bias="mlp_bias"),
     # Remote code on the hub; its maths is Llama's (transformers builds it from a converted LlamaConfig).
-    "internlm3": Knobs(built="LlamaForCausalLM", qkv_bias="attention_bias", o_bias="attention_bias"),
+    "internlm3": Knobs(built="LlamaForCausalLM", bias="attention_bias"),
     "mistral": Knobs(
         built="MistralForCausalLM",
         kv_heads=8,
         windows=lambda fields, num_layers: window_everywhere(fields, num_layers, absent=4096),
     ),
-    "qwen2": Knobs(built="Qwen2ForCausalLM", kv_heads=32, qkv_bias=True, windows=window_qwen),
+    "qwen2": Knobs(built="Qwen2ForCausalLM", kv_heads=32, bias=True, o_bias=False, windows=window_qwen),
     "qwen3": Knobs(
         built="Qwen3ForCausalLM",
         kv_heads=32,
         head_dim=128,
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
+        bias="attention_bias",
         qk_norm="head",
         windows=window_qwen,
     ),
@@ -154,42 +143,35 @@ FAMILIES: dict[str, Knobs] = {
         built="SmolLM3ForCausalLM",
         tied=True,
         kv_heads=4,
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
+        bias="attention_bias",
         mlp_bias="mlp_bias",
         windows=_window_smollm3,
         rope=_rope_layers,
     ),
-    "granite": Knobs(
-        built="GraniteForCausalLM", qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"
-    ),
+    "granite": Knobs(built="GraniteForCausalLM", bias="attention_bias", mlp_bias="mlp_bias"),
     "ernie4_5": Knobs(
         built="Ernie4_5ForCausalLM",
         tied=True,
         kv_heads=2,
         head_dim=128,
-        qkv_bias="use_bias",
-        o_bias="use_bias",
+        bias="use_bias",
         mlp_bias="use_bias",
     ),
     "olmo": Knobs(
         built="OlmoForCausalLM",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
+        bias="attention_bias",
         norm_kind="layer",
         norm_weight=False,
     ),
     "olmo2": Knobs(
         built="Olmo2ForCausalLM",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
+        bias="attention_bias",
         norms=("post_attention_layernorm", "post_feedforward_layernorm"),
         qk_norm="full",
     ),
     "olmo3": Knobs(
         built="Olmo3ForCausalLM",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
+        bias="attention_bias",
         norms=("post_attention_layernorm", "post_feedforward_layernorm"),
         qk_norm="full",
         windows=lambda fields, num_layers: window_every_nth_full(fields, num_layers, 4),
@@ -197,8 +179,7 @@ FAMILIES: dict[str, Knobs] = {
     "cohere": Knobs(
         built="CohereForCausalLM",
         tied=True,
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
+        bias="attention_bias",
         norm_kind="layer",
         norms=("input_layernorm",),
         qk_norm="per-head",
@@ -208,7 +189,8 @@ FAMILIES: dict[str, Knobs] = {
     "stablelm": Knobs(
         built="StableLmForCausalLM",
         kv_heads=32,
-        qkv_bias="use_qkv_bias",
+        bias="use_qkv_bias",
+        o_bias=False,
         norm_kind="layer",
         norm_bias=True,
         qk_norm="per-head",
@@ -221,8 +203,7 @@ FAMILIES: dict[str, Knobs] = {
         built="Starcoder2ForCausalLM",
         tied=True,
         kv_heads=2,
-        qkv_bias="use_bias",
-        o_bias="use_bias",
+        bias="use_bias",
         mlp_bias="use_bias",
         bias_default=True,
         norm_kind="layer",
@@ -234,8 +215,7 @@ FAMILIES: dict[str, Knobs] = {
     ),
     "phi": Knobs(
         built="PhiForCausalLM",
-        qkv_bias=True,
-        o_bias=True,
+        bias=True,
         mlp_bias=True,
         head_bias=True,
         norm_kind="layer",
@@ -257,7 +237,8 @@ FAMILIES: dict[str, Knobs] = {
         built="GlmForCausalLM",
         kv_heads=2,
         head_dim=128,
-        qkv_bias="attention_bias",
+        bias="attention_bias",
+        o_bias=False,
         bias_default=True,
         rotary_fraction=0.5,
         mlp="fused",
@@ -266,7 +247,8 @@ FAMILIES: dict[str, Knobs] = {
         built="Glm4ForCausalLM",
         kv_heads=2,
         head_dim=128,
-        qkv_bias="attention_bias",
+        bias="attention_bias",
+        o_bias=False,
         bias_default=True,
         rotary_fraction=0.5,
         norms=(*_PRE, "post_self_attn_layernorm", "post_mlp_layernorm"),
@@ -277,8 +259,7 @@ FAMILIES: dict[str, Knobs] = {
         tied=True,
         kv_heads=16,
         head_dim=256,
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
+        bias="attention_bias",
         activation_default="gelu_pytorch_tanh",
     ),
     "gemma2": Knobs(
@@ -286,8 +267,7 @@ FAMILIES: dict[str, Knobs] = {
         tied=True,
         kv_heads=4,
         head_dim=256,
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
+        bias="attention_bias",
         norms=_SANDWICH,
         windows=lambda fields, num_layers: window_by_layer_types(
             fields, num_layers, lambda index: index % 2 == 1, 4096
@@ -301,8 +281,7 @@ FAMILIES: dict[str, Knobs] = {
         tied=True,
         kv_heads=4,
         head_dim=256,
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
+        bias="attention_bias",
         norms=_SANDWICH,
         qk_norm="head",
         windows=lambda fields, num_layers: window_every_nth_full(fields, num_layers, 6),
@@ -316,60 +295,39 @@ def _flag(fields: Fields, knob: bool | str, default: bool) -> bool:
     return fields.flag(knob, default) if isinstance(knob, str) else knob
 
 
-def build(fields: Fields, model_id: str, source: str, model_type: str, layer_path: str = "model.layers") -> ModelSpec:
-    """The spec of a Llama-like decoder."""
+def build(fields: Fields, family: str = "", layer_path: str = "model.layers") -> ModelSpec:
+    """The spec of a Llama-like decoder; `family` is its `model_type` where the configuration says none or another."""
+    model_type = family or fields.text("model_type")
     knobs = FAMILIES[model_type]
-    hidden = fields.count("hidden_size")
-    vocab = fields.count("vocab_size", kind="vocab")
-    num_layers = fields.count("num_hidden_layers", kind="layers")
-    num_heads = fields.count("num_attention_heads", kind="heads")
-    num_kv = _kv_heads(fields, num_heads, knobs.kv_heads)
-    head_dim = _head_dim(fields, hidden, num_heads, knobs.head_dim)
-    intermediate = fields.count("intermediate_size", kind="intermediate")
-    activation = fields.text(*knobs.activation, default=knobs.activation_default)
-
-    if model_type == "gemma" and activation == "gelu":
-        activation = "gelu_pytorch_tanh"  # what transformers makes of the first releases' wrong name
-
-    attention = _attention_linears(fields, knobs, hidden, num_heads, num_kv, head_dim)
-    mlp_linears, mlp = _mlp(fields, knobs, hidden, intermediate, activation)
-    norms = tuple(_norm(knobs, name, hidden) for name in knobs.norms) + _qk_norms(
-        fields, knobs, num_heads, num_kv, head_dim
-    )
-    softcap = fields.positive("attn_logit_softcapping")
+    base = Decoder(fields, kv_heads=knobs.kv_heads, head_dim=knobs.head_dim)
     parallel = _flag(fields, knobs.parallel, False)
+    linears = _attention_linears(base, knobs)
+    mlp_linears, mlp = _mlp(base, knobs, model_type)
+    names = knobs.norms[:1] if model_type == "stablelm" and parallel else knobs.norms
+    norms = tuple(_norm(knobs, name, base.hidden) for name in names) + _qk_norms(base, knobs)
+    softcap = fields.positive("attn_logit_softcapping")
     fraction = 1.0 if knobs.rotary_fraction is None else fields.rotary_fraction(knobs.rotary_fraction)
-    if model_type == "stablelm" and parallel:
-        norms = tuple(one for one in norms if one.name != "post_attention_layernorm")
+    base.final_norm = (_norm(knobs, knobs.final_norm, base.hidden),)
 
     def layer(key: tuple[int | None, bool]) -> LayerSpec:
         window, rope = key
         return LayerSpec(
             kind=layer_kind(window),
-            linears=attention + mlp_linears,
+            linears=linears + mlp_linears,
             norms=norms,
-            attention=softmax_attention(
-                num_heads, num_kv, head_dim, window, rotary=rope, rotary_fraction=fraction, softcap=softcap
-            ),
+            attention=base.softmax(window, rotary=rope, rotary_fraction=fraction, softcap=softcap),
             mlp=mlp,
             parallel_residual=parallel,
             path=layer_path,
         )
 
-    windows = knobs.windows(fields, num_layers) if knobs.windows else (None,) * num_layers
-    ropes = knobs.rope(fields, num_layers) if knobs.rope else (True,) * num_layers
-    return assemble(
-        fields,
-        model_id=model_id,
-        source=source,
-        built_class=knobs.built,
-        hidden_size=hidden,
-        vocab_size=vocab,
-        layer_keys=tuple(zip(windows, ropes, strict=True)),
-        make_layer=layer,
-        tied=fields.flag("tie_word_embeddings", knobs.tied),
-        embeddings=(EmbeddingSpec(name="embed_tokens", num_rows=vocab, dim=hidden),),
-        final_norm=(_norm(knobs, knobs.final_norm, hidden),),
+    windows = knobs.windows(fields, base.num_layers) if knobs.windows else (None,) * base.num_layers
+    ropes = knobs.rope(fields, base.num_layers) if knobs.rope else (True,) * base.num_layers
+    return base.spec(
+        knobs.built,
+        tuple(zip(windows, ropes, strict=True)),
+        layer,
+        tied=knobs.tied,
         head_bias=knobs.head_bias,
         logit_softcap=fields.positive("final_logit_softcapping"),
         attentions=knobs.attentions,
@@ -381,69 +339,50 @@ def layer_kind(window: int | None) -> str:
     return "full" if window is None else f"sliding-{window}"
 
 
-def _kv_heads(fields: Fields, num_heads: int, default: int | None) -> int:
-    """Key/value heads; null means as many as heads, absent means the class default."""
-    if default is None or (fields.has("num_key_value_heads") and fields.raw["num_key_value_heads"] is None):
-        default = num_heads
-    num_kv = fields.count("num_key_value_heads", kind="heads", default=default)
-    fields.divides("num_key_value_heads", num_kv, "num_attention_heads", num_heads)
-    return num_kv
-
-
-def _head_dim(fields: Fields, hidden: int, num_heads: int, default: int | None) -> int:
-    if default is None and fields.raw.get("head_dim") is None:
-        fields.divides("num_attention_heads", num_heads, "hidden_size", hidden)
-        return hidden // num_heads
-    return fields.count("head_dim", default=default)
-
-
 def _norm(knobs: Knobs, name: str, size: int) -> NormSpec:
     return NormSpec(name=name, kind=knobs.norm_kind, size=size, bias=knobs.norm_bias, weight=knobs.norm_weight)
 
 
-def _attention_linears(
-    fields: Fields, knobs: Knobs, hidden: int, num_heads: int, num_kv: int, head_dim: int
-) -> tuple[LinearSpec, ...]:
+def _attention_linears(base: Decoder, knobs: Knobs) -> tuple[LinearSpec, ...]:
     if knobs.fused_qkv:
+        width = base.num_heads * base.head_dim
         return (
-            linear("self_attn.o_proj", "o", num_heads * head_dim, hidden),
-            linear("self_attn.qkv_proj", "qkv", hidden, (num_heads + 2 * num_kv) * head_dim),
+            linear("self_attn.o_proj", "o", width, base.hidden),
+            linear("self_attn.qkv_proj", "qkv", base.hidden, width + 2 * base.num_kv * base.head_dim),
         )
-    return split_attention(
-        hidden,
-        num_heads,
-        num_kv,
-        head_dim,
-        bias=_flag(fields, knobs.qkv_bias, knobs.bias_default),
-        o_bias=_flag(fields, knobs.o_bias, knobs.bias_default),
-        o_name=knobs.o_name,
-    )
+    bias = _flag(base.fields, knobs.bias, knobs.bias_default)
+    o_bias = bias if knobs.o_bias is None else _flag(base.fields, knobs.o_bias, knobs.bias_default)
+    return base.attention(bias, o_bias, o_name=knobs.o_name)
 
 
-def _mlp(
-    fields: Fields, knobs: Knobs, hidden: int, intermediate: int, activation: str
-) -> tuple[tuple[LinearSpec, ...], MlpSpec]:
-    bias = _flag(fields, knobs.mlp_bias, knobs.bias_default)
+def _mlp(base: Decoder, knobs: Knobs, model_type: str) -> tuple[tuple[LinearSpec, ...], MlpSpec]:
+    hidden, inner = base.hidden, base.fields.count("intermediate_size", kind="intermediate")
+    activation = base.fields.text(*knobs.activation, default=knobs.activation_default)
+    if model_type == "gemma" and activation == "gelu":
+        activation = "gelu_pytorch_tanh"  # what transformers makes of the first releases' wrong name
+    bias = _flag(base.fields, knobs.mlp_bias, knobs.bias_default)
     if knobs.mlp == "plain":
-        return plain_mlp(hidden, intermediate, knobs.mlp_names, bias), plain(intermediate, activation)
-    if knobs.mlp == "fused":
-        return fused_mlp(hidden, intermediate), gated(intermediate, activation)
-    return gated_mlp(hidden, intermediate, bias=bias), gated(intermediate, activation)
+        return plain_mlp(hidden, inner, knobs.mlp_names, bias), plain(inner, activation)
+    if knobs.mlp == "gated":
+        return gated_mlp(hidden, inner, bias=bias), gated(inner, activation)
+    fused = (
+        linear("mlp.gate_up_proj", "gate_up", hidden, 2 * inner),
+        linear("mlp.down_proj", "down", inner, hidden),
+    )
+    return fused, gated(inner, activation)
 
 
-def _qk_norms(fields: Fields, knobs: Knobs, num_heads: int, num_kv: int, head_dim: int) -> tuple[NormSpec, ...]:
-    if knobs.qk_norm is None or (knobs.qk_norm_field and not fields.flag(knobs.qk_norm_field, False)):
+def _qk_norms(base: Decoder, knobs: Knobs) -> tuple[NormSpec, ...]:
+    if knobs.qk_norm is None or (knobs.qk_norm_field and not base.fields.flag(knobs.qk_norm_field, False)):
         return ()
-    specs = []
-    for name, heads in zip(knobs.qk_norm_names, (num_heads, num_kv), strict=True):
-        one_per_head = knobs.qk_norm == "head"
-        specs.append(
-            norm(
-                f"self_attn.{name}",
-                head_dim if one_per_head else heads * head_dim,
-                knobs.norm_kind,
-                bias=knobs.qk_norm_bias,
-                rows=heads if one_per_head else 1,
-            )
+    each = knobs.qk_norm == "head"
+    return tuple(
+        norm(
+            f"self_attn.{name}",
+            base.head_dim * (1 if each else heads),
+            knobs.norm_kind,
+            bias=knobs.qk_norm_bias,
+            rows=heads if each else 1,
         )
-    return tuple(specs)
+        for name, heads in zip(knobs.qk_norm_names, (base.num_heads, base.num_kv), strict=True)
+    )

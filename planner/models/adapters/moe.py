@@ -6,47 +6,17 @@ bare weight too: neither PEFT's "all-linear" nor bitsandbytes touches them.
 
 from planner.errors import ConfigError
 from planner.models.adapters.fields import Fields
-from planner.models.adapters.llama_like import (
-    layer_kind,
-    window_by_layer_types,
-    window_everywhere,
-    window_qwen,
-)
-from planner.models.adapters.parts import (
-    assemble,
-    expert_stack,
-    gated,
-    gated_mlp,
-    linear,
-    norm,
-    softmax_attention,
-    split_attention,
-)
-from planner.models.spec import EmbeddingSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormKind, NormSpec
+from planner.models.adapters.llama_like import layer_kind, window_by_layer_types, window_everywhere, window_qwen
+from planner.models.adapters.parts import Decoder, Experts, expert_stack, gated, gated_mlp, linear, norm
+from planner.models.spec import LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormKind, NormSpec
 
 
-class Decoder:
+class Mixture(Decoder):
     """What every MoE decoder of this module reads first."""
 
-    __slots__ = ("activation", "fields", "head_dim", "hidden", "num_heads", "num_kv", "num_layers", "vocab")
-
     def __init__(self, fields: Fields, *, head_dim: int | None = None) -> None:
-        self.fields = fields
-        self.hidden = fields.count("hidden_size")
-        self.vocab = fields.count("vocab_size", kind="vocab")
-        self.num_layers = fields.count("num_hidden_layers", kind="layers")
-        self.num_heads = fields.count("num_attention_heads", kind="heads")
-        self.num_kv = fields.count("num_key_value_heads", kind="heads", default=self.num_heads)
-        fields.divides("num_key_value_heads", self.num_kv, "num_attention_heads", self.num_heads)
-        if head_dim is None and fields.raw.get("head_dim") is None:
-            fields.divides("num_attention_heads", self.num_heads, "hidden_size", self.hidden)
-            head_dim = self.hidden // self.num_heads
-        self.head_dim = fields.count("head_dim", default=head_dim)
+        super().__init__(fields, head_dim=head_dim)
         self.activation = fields.text("hidden_act", default="silu")
-
-    def attention(self, bias: bool = False, o_bias: bool = False) -> tuple[LinearSpec, ...]:
-        """q, k, v, o."""
-        return split_attention(self.hidden, self.num_heads, self.num_kv, self.head_dim, bias=bias, o_bias=o_bias)
 
     def qk_norms(self) -> tuple[NormSpec, ...]:
         """One norm per head size for q and for k."""
@@ -55,298 +25,205 @@ class Decoder:
             norm("self_attn.k_norm", self.head_dim, rows=self.num_kv),
         )
 
-    def norms(self) -> tuple[NormSpec, ...]:
-        """The two RMS norms of a layer."""
-        return (norm("input_layernorm", self.hidden), norm("post_attention_layernorm", self.hidden))
+    def experts(
+        self,
+        num: str,
+        active: str = "num_experts_per_tok",
+        inner: str = "moe_intermediate_size",
+        **defaults: int,
+    ) -> Experts:
+        """The experts by the names of their fields, `default_num`, `default_active`, `default_inner` where absent.
+        transformers 5 saves the number of some types as `num_local_experts`."""
 
-    def embeddings(self) -> tuple[EmbeddingSpec, ...]:
-        """The token table."""
-        return (EmbeddingSpec(name="embed_tokens", num_rows=self.vocab, dim=self.hidden),)
+        def count(which: str, *names: str, kind: str = "expert") -> int:
+            default = {"default": defaults[which]} if which in defaults else {}
+            return self.fields.count(*names, kind=kind, **default)
 
-    def experts(self, num: str, active: str, default_active: int | None = None) -> tuple[int, int]:
-        """The number of experts and through how many a token passes. transformers 5 saves the number of some types as
-        `num_local_experts`."""
-        fields = self.fields
-        num_experts = fields.count(num, "num_local_experts", kind="expert")
-        num_active = (
-            fields.count(active, kind="expert")
-            if default_active is None
-            else fields.count(active, kind="expert", default=default_active)
+        made = Experts(
+            count("default_num", num, "num_local_experts"),
+            count("default_active", active),
+            count("default_inner", inner, kind="intermediate"),
         )
-        if num_active > num_experts:
+        if made.active > made.num:
             raise ConfigError(
-                f"{fields.where}: {active} {num_active} must not exceed {num} {num_experts}",
+                f"{self.fields.where}: {active} {made.active} must not exceed {num} {made.num}",
                 hint="correct the field in config.json",
             )
-        return num_experts, num_active
+        return made
 
-    def router(self, name: str, num_experts: int, *, is_linear: bool = False, bias: bool = False) -> LinearSpec:
+    def router(self, name: str, experts: Experts, *, is_linear: bool = False, bias: bool = False) -> LinearSpec:
         """The gate."""
-        return linear(name, "router", self.hidden, num_experts, bias, "linear" if is_linear else "parameter")
+        return linear(name, "router", self.hidden, experts.num, bias, "linear" if is_linear else "parameter")
+
+    def dense(self, inner: int, *, bias: bool = False, prefix: str = "mlp") -> tuple[tuple[LinearSpec, ...], MlpSpec]:
+        """The matrices and the channel mixer of a layer without experts."""
+        return gated_mlp(self.hidden, inner, bias=bias, prefix=prefix), gated(inner, self.activation)
+
+    def routed(
+        self,
+        experts: Experts,
+        router: LinearSpec | None = None,
+        *,
+        shared: int = 0,
+        shared_name: str = "shared_experts",
+        bias: bool = False,
+        expert_bias: bool = False,
+        prefix: str = "mlp",
+    ) -> tuple[tuple[LinearSpec, ...], MlpSpec]:
+        """The matrices and the channel mixer of a layer with experts: the router, their stack, and shared ones of the
+        width `shared`, whose matrices have a `bias` or not."""
+        linears: tuple[LinearSpec, ...] = (
+            router or self.router(f"{prefix}.gate", experts),
+            *expert_stack(self.hidden, experts, bias=expert_bias, prefix=f"{prefix}.experts"),
+        )
+        if shared:
+            linears += gated_mlp(self.hidden, shared, bias=bias, prefix=f"{prefix}.{shared_name}")
+        return linears, MlpSpec(
+            kind="moe",
+            intermediate_size=experts.inner,
+            activation=self.activation,
+            num_experts=experts.num,
+            num_active_experts=experts.active,
+            shared_intermediate_size=shared,
+        )
+
+    def qwen_routed(self, experts: Experts, shared: int) -> tuple[tuple[LinearSpec, ...], MlpSpec]:
+        """Qwen's sparse block: a shared expert stands behind a gate of its own."""
+        linears, mlp = self.routed(experts, shared=shared, shared_name="shared_expert")
+        return linears + ((linear("mlp.shared_expert_gate", "router", self.hidden, 1),) if shared else ()), mlp
+
+    def sparse_layers(self) -> tuple[bool, ...]:
+        """Qwen: every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
+        step = self.fields.count("decoder_sparse_step", kind="layers", default=1)
+        dense = self.fields.indices("mlp_only_layers")
+        return tuple(index not in dense and (index + 1) % step == 0 for index in range(self.num_layers))
 
 
-def _sparse_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
-    """Qwen: every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
-    step = fields.count("decoder_sparse_step", kind="layers", default=1)
-    dense = fields.indices("mlp_only_layers")
-    return tuple(index not in dense and (index + 1) % step == 0 for index in range(num_layers))
-
-
-def mixtral(fields: Fields, model_id: str, source: str) -> ModelSpec:
+def mixtral(fields: Fields) -> ModelSpec:
     """Mixtral; Phi-3.5-MoE is the same with layer norms and biases."""
-    base = Decoder(fields)
+    base = Mixture(fields)
     phimoe = fields.text("model_type") == "phimoe"
-    num_experts, num_active = base.experts("num_local_experts", "num_experts_per_tok", 2)
-    intermediate = fields.count("intermediate_size", kind="intermediate")
-    bias = fields.flag("attention_bias", False) if phimoe else False
-    linears = (
-        *base.attention(bias, bias),
-        base.router("mlp.router" if phimoe else "mlp.gate", num_experts, is_linear=phimoe),
-        *expert_stack(base.hidden, intermediate, num_experts, num_active),
-    )
+    experts = base.experts("num_local_experts", inner="intermediate_size", default_active=2)
+    bias = phimoe and fields.flag("attention_bias", False)
     kind: NormKind = "layer" if phimoe else "rms"
-    norms = tuple(
-        NormSpec(name=name, kind=kind, size=base.hidden, bias=phimoe)
-        for name in ("input_layernorm", "post_attention_layernorm")
-    )
-    mlp = MlpSpec(
-        kind="moe",
-        intermediate_size=intermediate,
-        activation=base.activation,
-        num_experts=num_experts,
-        num_active_experts=num_active,
-    )
+    names = ("input_layernorm", "post_attention_layernorm")
+    router = base.router("mlp.router" if phimoe else "mlp.gate", experts, is_linear=phimoe)
+    linears, mlp = base.routed(experts, router)
+    base.final_norm = (norm("norm", base.hidden, kind, phimoe),)
 
     def layer(window: int | None) -> LayerSpec:
         return LayerSpec(
             kind=f"{layer_kind(window)}+moe",
-            linears=linears,
-            norms=norms,
-            attention=softmax_attention(base.num_heads, base.num_kv, base.head_dim, window),
+            linears=base.attention(bias, bias) + linears,
+            norms=tuple(norm(name, base.hidden, kind, phimoe) for name in names),
+            attention=base.softmax(window),
             mlp=mlp,
         )
 
-    return assemble(
-        fields,
-        model_id=model_id,
-        source=source,
-        built_class="PhimoeForCausalLM" if phimoe else "MixtralForCausalLM",
-        hidden_size=base.hidden,
-        vocab_size=base.vocab,
-        layer_keys=window_everywhere(fields, base.num_layers),
-        make_layer=layer,
-        tied=fields.flag("tie_word_embeddings", False),
-        embeddings=base.embeddings(),
-        final_norm=(NormSpec(name="norm", kind=kind, size=base.hidden, bias=phimoe),),
-        head_bias=fields.flag("lm_head_bias", False) if phimoe else False,
+    return base.spec(
+        "PhimoeForCausalLM" if phimoe else "MixtralForCausalLM",
+        window_everywhere(fields, base.num_layers),
+        layer,
+        head_bias=phimoe and fields.flag("lm_head_bias", False),
     )
 
 
-def qwen_moe(fields: Fields, model_id: str, source: str) -> ModelSpec:
+def qwen_moe(fields: Fields) -> ModelSpec:
     """Qwen 1.5 / 2 MoE (a gated shared expert, biases on q, k, v) and Qwen 3 MoE (norms on q and k)."""
-    base = Decoder(fields)
+    base = Mixture(fields)
     qwen2 = fields.text("model_type") == "qwen2_moe"
-    num_experts, num_active = base.experts("num_experts", "num_experts_per_tok", 4 if qwen2 else 8)
-    intermediate = fields.count("moe_intermediate_size", kind="intermediate")
+    experts = base.experts("num_experts", default_active=4 if qwen2 else 8)
     shared = fields.count("shared_expert_intermediate_size", kind="intermediate", default=5632) if qwen2 else 0
-    if qwen2:
-        attention = base.attention(fields.flag("qkv_bias", True))
-    else:
-        bias = fields.flag("attention_bias", False)
-        attention = base.attention(bias, bias)
-    norms = base.norms() + (() if qwen2 else base.qk_norms())
-    sparse = _sparse_layers(fields, base.num_layers)
+    bias = fields.flag("qkv_bias", True) if qwen2 else fields.flag("attention_bias", False)
+    sparse = base.sparse_layers()
     dense = 0 if all(sparse) else fields.count("intermediate_size", kind="intermediate")
-    if qwen2 and fields.flag("use_sliding_window", False):
-        first = fields.count("max_window_layers", kind="layers", default=28, at_least=0)
-        windows = window_by_layer_types(
-            fields, base.num_layers, lambda index: not ((index + 1) % 2 and index < first), 4096
-        )
-    elif qwen2:
-        windows = window_qwen(fields, base.num_layers)
-    else:
-        in_use = fields.flag("use_sliding_window", False)
-        windows = window_everywhere(fields, base.num_layers, 4096) if in_use else (None,) * base.num_layers
 
     def layer(key: tuple[bool, int | None]) -> LayerSpec:
         moe, window = key
+        linears, mlp = base.qwen_routed(experts, shared) if moe else base.dense(dense)
         return LayerSpec(
             kind=layer_kind(window) + ("+moe" if moe else ""),
-            linears=attention
-            + (
-                sparse_mlp(base, num_experts, num_active, intermediate, shared)
-                if moe
-                else gated_mlp(base.hidden, dense)
-            ),
-            norms=norms,
-            attention=softmax_attention(base.num_heads, base.num_kv, base.head_dim, window),
-            mlp=moe_mlp(base.activation, num_experts, num_active, intermediate, shared)
-            if moe
-            else gated(dense, base.activation),
+            linears=base.attention(bias, bias and not qwen2) + linears,
+            norms=base.norms() + (() if qwen2 else base.qk_norms()),
+            attention=base.softmax(window),
+            mlp=mlp,
         )
 
-    return assemble(
-        fields,
-        model_id=model_id,
-        source=source,
-        built_class="Qwen2MoeForCausalLM" if qwen2 else "Qwen3MoeForCausalLM",
-        hidden_size=base.hidden,
-        vocab_size=base.vocab,
-        layer_keys=tuple(zip(sparse, windows, strict=True)),
-        make_layer=layer,
-        tied=fields.flag("tie_word_embeddings", False),
-        embeddings=base.embeddings(),
-        final_norm=(norm("norm", base.hidden),),
-    )
+    windows = _qwen_windows(fields, base.num_layers, qwen2)
+    built = "Qwen2MoeForCausalLM" if qwen2 else "Qwen3MoeForCausalLM"
+    return base.spec(built, tuple(zip(sparse, windows, strict=True)), layer)
 
 
-def sparse_mlp(
-    base: Decoder, num_experts: int, num_active: int, intermediate: int, shared: int
-) -> tuple[LinearSpec, ...]:
-    """Qwen's sparse block: router, experts, and a shared expert behind its own gate."""
-    linears = (
-        base.router("mlp.gate", num_experts),
-        *expert_stack(base.hidden, intermediate, num_experts, num_active),
-    )
-    if shared:
-        linears += (
-            *gated_mlp(base.hidden, shared, prefix="mlp.shared_expert"),
-            linear("mlp.shared_expert_gate", "router", base.hidden, 1),
-        )
-    return linears
+def _qwen_windows(fields: Fields, num_layers: int, qwen2: bool) -> tuple[int | None, ...]:
+    """The window of every layer; off unless `use_sliding_window`."""
+    if not fields.flag("use_sliding_window", False):
+        return window_qwen(fields, num_layers) if qwen2 else (None,) * num_layers
+    if not qwen2:
+        return window_everywhere(fields, num_layers, 4096)
+    first = fields.count("max_window_layers", kind="layers", default=28, at_least=0)
+    return window_by_layer_types(fields, num_layers, lambda index: not ((index + 1) % 2 and index < first), 4096)
 
 
-def moe_mlp(activation: str, num_experts: int, num_active: int, intermediate: int, shared: int) -> MlpSpec:
-    """The channel mixer of a sparse layer."""
-    return MlpSpec(
-        kind="moe",
-        intermediate_size=intermediate,
-        activation=activation,
-        num_experts=num_experts,
-        num_active_experts=num_active,
-        shared_intermediate_size=shared,
-    )
-
-
-def olmoe(fields: Fields, model_id: str, source: str) -> ModelSpec:
+def olmoe(fields: Fields) -> ModelSpec:
     """OLMoE: q and k are normalised over all heads at once."""
-    base = Decoder(fields)
-    num_experts, num_active = base.experts("num_experts", "num_experts_per_tok", 8)
-    intermediate = fields.count("intermediate_size", kind="intermediate")
+    base = Mixture(fields)
     bias = fields.flag("attention_bias", False)
+    linears, mlp = base.routed(base.experts("num_experts", inner="intermediate_size", default_active=8))
+    qk_norms = (norm("self_attn.q_norm", base.hidden), norm("self_attn.k_norm", base.num_kv * base.head_dim))
     layer = LayerSpec(
         kind="full+moe",
-        linears=(
-            *base.attention(bias, bias),
-            base.router("mlp.gate", num_experts),
-            *expert_stack(base.hidden, intermediate, num_experts, num_active),
-        ),
-        norms=(
-            *base.norms(),
-            norm("self_attn.q_norm", base.hidden),
-            norm("self_attn.k_norm", base.num_kv * base.head_dim),
-        ),
-        attention=softmax_attention(base.num_heads, base.num_kv, base.head_dim),
-        mlp=moe_mlp(base.activation, num_experts, num_active, intermediate, 0),
+        linears=base.attention(bias, bias) + linears,
+        norms=base.norms() + qk_norms,
+        attention=base.softmax(),
+        mlp=mlp,
     )
-    return assemble(
-        fields,
-        model_id=model_id,
-        source=source,
-        built_class="OlmoeForCausalLM",
-        hidden_size=base.hidden,
-        vocab_size=base.vocab,
-        layer_keys=(0,) * base.num_layers,
-        make_layer=lambda _: layer,
-        tied=fields.flag("tie_word_embeddings", False),
-        embeddings=base.embeddings(),
-        final_norm=(norm("norm", base.hidden),),
-    )
+    return base.spec("OlmoeForCausalLM", (0,) * base.num_layers, lambda _: layer)
 
 
-def gpt_oss(fields: Fields, model_id: str, source: str) -> ModelSpec:
+def gpt_oss(fields: Fields) -> ModelSpec:
     """gpt-oss: attention sinks, biases everywhere, a window of 128 in every second layer."""
-    base = Decoder(fields, head_dim=64)
+    base = Mixture(fields, head_dim=64)
     active = "num_experts_per_tok" if fields.has("num_experts_per_tok") else "experts_per_token"
-    num_experts, num_active = base.experts("num_local_experts", active, 4)
-    intermediate = fields.count("intermediate_size", kind="intermediate")
+    experts = base.experts("num_local_experts", active, "intermediate_size", default_active=4)
     bias = fields.flag("attention_bias", True)
-    linears = (
-        *base.attention(bias, bias),
-        base.router("mlp.router", num_experts, bias=True),
-        *expert_stack(base.hidden, intermediate, num_experts, num_active, bias=True),
-    )
+    linears, mlp = base.routed(experts, base.router("mlp.router", experts, bias=True), expert_bias=True)
 
     def layer(window: int | None) -> LayerSpec:
         return LayerSpec(
             kind=f"{layer_kind(window)}+moe",
-            linears=linears,
+            linears=base.attention(bias, bias) + linears,
             norms=base.norms(),
-            attention=softmax_attention(base.num_heads, base.num_kv, base.head_dim, window, sinks=True),
-            mlp=moe_mlp(base.activation, num_experts, num_active, intermediate, 0),
+            attention=base.softmax(window, sinks=True),
+            mlp=mlp,
             num_other_params=base.num_heads,  # the sinks
         )
 
-    return assemble(
-        fields,
-        model_id=model_id,
-        source=source,
-        built_class="GptOssForCausalLM",
-        hidden_size=base.hidden,
-        vocab_size=base.vocab,
-        layer_keys=window_by_layer_types(fields, base.num_layers, lambda index: index % 2 == 1, 128),
-        make_layer=layer,
-        tied=fields.flag("tie_word_embeddings", False),
-        embeddings=base.embeddings(),
-        final_norm=(norm("norm", base.hidden),),
-        attentions=("eager", "flash-attention-2"),  # SDPA has no sinks
-    )
+    windows = window_by_layer_types(fields, base.num_layers, lambda index: index % 2 == 1, 128)
+    return base.spec("GptOssForCausalLM", windows, layer, attentions=("eager", "flash-attention-2"))  # no SDPA: sinks
 
 
-def glm4_moe(fields: Fields, model_id: str, source: str) -> ModelSpec:
+def glm4_moe(fields: Fields) -> ModelSpec:
     """GLM-4.5: the first layers are dense, then routed experts with shared ones."""
-    base = Decoder(fields)
-    num_experts, num_active = base.experts("n_routed_experts", "num_experts_per_tok", 8)
-    intermediate = fields.count("moe_intermediate_size", kind="intermediate")
-    shared = intermediate * fields.count("n_shared_experts", kind="expert", default=1)
+    base = Mixture(fields)
+    experts = base.experts("n_routed_experts", default_active=8)
+    shared = experts.inner * fields.count("n_shared_experts", kind="expert", default=1)
     num_dense = fields.count("first_k_dense_replace", kind="layers", default=1, at_least=0)
     dense = fields.count("intermediate_size", kind="intermediate")
     fraction = fields.rotary_fraction(0.5)
-    attention = base.attention(fields.flag("attention_bias", False))
+    bias = fields.flag("attention_bias", False)
     norms = base.norms() + (base.qk_norms() if fields.flag("use_qk_norm", False) else ())
 
     def layer(moe: bool) -> LayerSpec:
-        if moe:
-            mlp = (
-                *expert_stack(base.hidden, intermediate, num_experts, num_active),
-                base.router("mlp.gate", num_experts),
-                *gated_mlp(base.hidden, shared, prefix="mlp.shared_experts"),
-            )
-        else:
-            mlp = gated_mlp(base.hidden, dense)
+        linears, mlp = base.routed(experts, shared=shared) if moe else base.dense(dense)
         return LayerSpec(
             kind="full+moe" if moe else "full",
-            linears=attention + mlp,
+            linears=base.attention(bias) + linears,
             norms=norms,
-            attention=softmax_attention(base.num_heads, base.num_kv, base.head_dim, rotary_fraction=fraction),
-            mlp=moe_mlp(base.activation, num_experts, num_active, intermediate, shared)
-            if moe
-            else gated(dense, base.activation),
+            attention=base.softmax(rotary_fraction=fraction),
+            mlp=mlp,
         )
 
-    return assemble(
-        fields,
-        model_id=model_id,
-        source=source,
-        built_class="Glm4MoeForCausalLM",
-        hidden_size=base.hidden,
-        vocab_size=base.vocab,
-        layer_keys=tuple(index >= num_dense for index in range(base.num_layers)),
-        make_layer=layer,
-        tied=fields.flag("tie_word_embeddings", False),
-        embeddings=base.embeddings(),
-        final_norm=(norm("norm", base.hidden),),
-    )
+    return base.spec("Glm4MoeForCausalLM", [index >= num_dense for index in range(base.num_layers)], layer)
 
 
 LLAMA4_TEXT = {
@@ -362,63 +239,47 @@ LLAMA4_TEXT = {
 """Class defaults of transformers 5.23's Llama4TextConfig."""
 
 
-def llama4(fields: Fields, model_id: str, source: str) -> ModelSpec:
+def llama4(fields: Fields) -> ModelSpec:
     """Llama 4's text trunk, which `AutoModelForCausalLM` builds alone: chunked attention but for every fourth layer
     (which has no rotary embeddings), a router that is an nn.Linear, one shared expert."""
     text = fields if fields.text("model_type") == "llama4_text" else fields.sub("text_config", LLAMA4_TEXT)
-    base = Decoder(text, head_dim=None)
-    num_layers = base.num_layers
-    num_experts, num_active = base.experts("num_local_experts", "num_experts_per_tok", 1)
-    intermediate = text.count("intermediate_size", kind="intermediate")
+    base = Mixture(text)
+    experts = base.experts("num_local_experts", inner="intermediate_size", default_active=1)
     step = text.count("interleave_moe_layer_step", kind="layers", default=1)
-    moe_layers = text.indices("moe_layers") or frozenset(range(step - 1, num_layers, step))
+    moe_layers = text.indices("moe_layers") or frozenset(range(step - 1, base.num_layers, step))
     dense = text.count("intermediate_size_mlp", kind="intermediate", default=16384)
-    interval = text.count("no_rope_layer_interval", kind="layers", default=4)
-    types = text.texts("layer_types", num_layers, ("chunked_attention", "full_attention"))
-    rope = text.bits("no_rope_layers", num_layers)  # 1 where rotary embeddings are applied
-    chunked = list(rope) if rope else [(index + 1) % interval != 0 for index in range(num_layers)]
-    if types is not None:
-        chunked = [one == "chunked_attention" for one in types]
     chunk = text.optional_count("attention_chunk_size", kind="window")
     if chunk is None and not text.has("attention_chunk_size"):
         chunk = 8192
     bias = text.flag("attention_bias", False)
-    attention = base.attention(bias, bias)
+    router = base.router("feed_forward.router", experts, is_linear=True)
 
     def layer(key: tuple[bool, bool]) -> LayerSpec:
         moe, window = key
-        if moe:
-            mlp = (
-                *expert_stack(base.hidden, intermediate, num_experts, num_active, prefix="feed_forward.experts"),
-                base.router("feed_forward.router", num_experts, is_linear=True),
-                *gated_mlp(base.hidden, intermediate, prefix="feed_forward.shared_expert"),
-            )
-        else:
-            mlp = gated_mlp(base.hidden, dense, prefix="feed_forward")
+        linears, mlp = (
+            base.routed(experts, router, shared=experts.inner, shared_name="shared_expert", prefix="feed_forward")
+            if moe
+            else base.dense(dense, prefix="feed_forward")
+        )
         return LayerSpec(
             kind=(f"chunked-{chunk}" if window else "full") + ("+moe" if moe else ""),
-            linears=attention + mlp,
+            linears=base.attention(bias, bias) + linears,
             norms=base.norms(),
-            attention=softmax_attention(
-                base.num_heads, base.num_kv, base.head_dim, chunk if window else None, rotary=window
-            ),
-            mlp=moe_mlp(base.activation, num_experts, num_active, intermediate, intermediate)
-            if moe
-            else gated(dense, base.activation),
+            attention=base.softmax(chunk if window else None, rotary=window),
+            mlp=mlp,
         )
 
-    return assemble(
-        fields,
-        model_id=model_id,
-        source=source,
-        built_class="Llama4ForCausalLM",
-        hidden_size=base.hidden,
-        vocab_size=base.vocab,
-        layer_keys=tuple((index in moe_layers, chunked[index]) for index in range(num_layers)),
-        make_layer=layer,
-        tied=text.flag("tie_word_embeddings", False),
-        embeddings=base.embeddings(),
-        final_norm=(norm("norm", base.hidden),),
-        max_positions=text.optional_count("max_position_embeddings", kind="position"),
-        attentions=("eager", "sdpa"),
-    )
+    chunked = _llama4_chunked(text, base.num_layers)
+    keys = tuple((index in moe_layers, chunked[index]) for index in range(base.num_layers))
+    return base.spec("Llama4ForCausalLM", keys, layer, attentions=("eager", "sdpa"))
+
+
+def _llama4_chunked(text: Fields, num_layers: int) -> list[bool]:
+    """Whether each layer attends inside chunks: `layer_types`, else `no_rope_layers` (1 where rotary embeddings ARE
+    applied), else all but every n-th."""
+    types = text.texts("layer_types", num_layers, ("chunked_attention", "full_attention"))
+    interval = text.count("no_rope_layer_interval", kind="layers", default=4)
+    rope = text.bits("no_rope_layers", num_layers)
+    if types is not None:
+        return [one == "chunked_attention" for one in types]
+    return list(rope) if rope else [(index + 1) % interval != 0 for index in range(num_layers)]

@@ -1,7 +1,7 @@
 """Building blocks that adapters share: matrices, norms, MLPs, expert stacks, and putting layers together."""
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from planner.models.adapters.fields import Fields
 from planner.models.spec import (
@@ -75,14 +75,6 @@ def gated_mlp(hidden: int, intermediate: int, *, bias: bool = False, prefix: str
     )
 
 
-def fused_mlp(hidden: int, intermediate: int) -> tuple[LinearSpec, ...]:
-    """gate and up in one matrix, and down."""
-    return (
-        linear("mlp.gate_up_proj", "gate_up", hidden, 2 * intermediate),
-        linear("mlp.down_proj", "down", intermediate, hidden),
-    )
-
-
 def plain_mlp(hidden: int, intermediate: int, names: tuple[str, str], bias: bool) -> tuple[LinearSpec, ...]:
     """up and down."""
     return (
@@ -91,58 +83,122 @@ def plain_mlp(hidden: int, intermediate: int, names: tuple[str, str], bias: bool
     )
 
 
+class Experts(NamedTuple):
+    """The routed experts of a layer: how many, through how many a token passes, the width of each."""
+
+    num: int
+    active: int
+    inner: int
+
+
 def expert_stack(
-    hidden: int, intermediate: int, num: int, num_active: int, *, bias: bool = False, prefix: str = "mlp.experts"
+    hidden: int, experts: Experts, *, bias: bool = False, prefix: str = "mlp.experts"
 ) -> tuple[LinearSpec, ...]:
     """Stacked experts: transformers 5 holds them as two bare parameters, gate_up_proj and down_proj."""
+    num, active, inner = experts
     return (
-        linear(f"{prefix}.gate_up_proj", "gate_up", hidden, 2 * intermediate, bias, "parameter", num, num_active),
-        linear(f"{prefix}.down_proj", "down", intermediate, hidden, bias, "parameter", num, num_active),
+        linear(f"{prefix}.gate_up_proj", "gate_up", hidden, 2 * inner, bias, "parameter", num, active),
+        linear(f"{prefix}.down_proj", "down", inner, hidden, bias, "parameter", num, active),
     )
 
 
-def assemble(
-    fields: Fields,
-    *,
-    model_id: str,
-    source: str,
-    built_class: str,
-    hidden_size: int,
-    vocab_size: int,
-    layer_keys: Sequence[Hashable],
-    make_layer: Callable[[Any], LayerSpec],
-    tied: bool,
-    embeddings: tuple[EmbeddingSpec, ...],
-    final_norm: tuple[NormSpec, ...],
-    head_bias: bool = False,
-    head_in: int | None = None,
-    max_positions: int | None = None,
-    **more: Any,
-) -> ModelSpec:
-    """Put a model together: one `LayerSpec` per distinct key, in order of first appearance.
+class Decoder:
+    """What the configuration of any decoder says first, and the model around its layers.
 
-    `layer_keys` has one entry per layer; `make_layer(key)` is called once per distinct key. `more` goes to `ModelSpec`.
+    Attributes:
+        HIDDEN, LAYERS, HEADS: the names of these fields in the configuration, as KV_HEADS and HEAD_DIM are, which are
+            empty where a family has no such field.
+        hidden, head_dim: widths; `num_kv`: heads of keys and values.
+        token_table: name of the token embedding; final_norm: what stands after the layers.
+        max_positions: tokens that positions are learned or scaled for, None where the configuration names none.
     """
-    kinds: dict[Hashable, int] = {}
-    order = tuple(kinds.setdefault(key, len(kinds)) for key in layer_keys)
-    if max_positions is None:
-        max_positions = fields.optional_count("max_position_embeddings", "n_positions", kind="position")
-    return ModelSpec(
-        model_id=model_id,
-        model_type=fields.text("model_type"),
-        built_class=built_class,
-        hidden_size=hidden_size,
-        vocab_size=vocab_size,
-        max_position_embeddings=max_positions,
-        layer_kinds=tuple(make_layer(key) for key in kinds),
-        layer_order=order,
-        embeddings=embeddings,
-        head=linear("lm_head", "other", head_in or hidden_size, vocab_size, head_bias),
-        tied=tied,
-        outer_norms=final_norm,
-        config_source=source,
-        **more,
-    )
+
+    HIDDEN: tuple[str, ...] = ("hidden_size",)
+    LAYERS: tuple[str, ...] = ("num_hidden_layers",)
+    HEADS: tuple[str, ...] = ("num_attention_heads",)
+    KV_HEADS = "num_key_value_heads"
+    HEAD_DIM = "head_dim"
+    token_table = "embed_tokens"
+
+    def __init__(self, fields: Fields, *, kv_heads: int | None = None, head_dim: int | None = None) -> None:
+        """`kv_heads` and `head_dim` are the class's defaults of absent keys; None: as many as heads, hidden / heads."""
+        self.fields = fields
+        self.hidden = fields.count(*self.HIDDEN)
+        self.vocab = fields.count("vocab_size", kind="vocab")
+        self.num_layers = fields.count(*self.LAYERS, kind="layers")
+        self.num_heads = fields.count(*self.HEADS, kind="heads")
+        self.num_kv = self._kv_heads(kv_heads)
+        if head_dim is None and fields.raw.get(self.HEAD_DIM) is None:
+            fields.divides(self.HEADS[0], self.num_heads, self.HIDDEN[0], self.hidden)
+            head_dim = self.hidden // self.num_heads
+        self.head_dim = fields.count(self.HEAD_DIM, default=head_dim)
+        self.final_norm: tuple[NormSpec, ...] = (norm("norm", self.hidden),)
+        self.max_positions = fields.optional_count("max_position_embeddings", "n_positions", kind="position")
+
+    def _kv_heads(self, default: int | None) -> int:
+        """Key/value heads; null means as many as heads, absent means the class default."""
+        if default is None or (self.fields.has(self.KV_HEADS) and self.fields.raw[self.KV_HEADS] is None):
+            default = self.num_heads
+        num_kv = self.fields.count(self.KV_HEADS, kind="heads", default=default)
+        self.fields.divides(self.KV_HEADS, num_kv, self.HEADS[0], self.num_heads)
+        return num_kv
+
+    def norms(self) -> tuple[NormSpec, ...]:
+        """The two RMS norms of a layer."""
+        return (norm("input_layernorm", self.hidden), norm("post_attention_layernorm", self.hidden))
+
+    def attention(self, bias: bool = False, o_bias: bool = False, **names: str) -> tuple[LinearSpec, ...]:
+        """q, k, v, o as four matrices."""
+        return split_attention(
+            self.hidden, self.num_heads, self.num_kv, self.head_dim, bias=bias, o_bias=o_bias, **names
+        )
+
+    def softmax(self, window: int | None = None, **more: Any) -> AttentionSpec:
+        """Scaled-dot-product attention with queries, keys and values of one width."""
+        return AttentionSpec(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv,
+            head_dim=self.head_dim,
+            value_head_dim=self.head_dim,
+            window_tokens=window,
+            **more,
+        )
+
+    def spec(
+        self,
+        built_class: str,
+        layer_keys: Sequence[Hashable],
+        make_layer: Callable[[Any], LayerSpec],
+        *,
+        tied: bool = False,
+        tables: tuple[EmbeddingSpec, ...] = (),
+        head_in: int | None = None,
+        head_bias: bool = False,
+        **more: Any,
+    ) -> ModelSpec:
+        """The whole model: one `LayerSpec` per distinct key, in order of first appearance.
+
+        `layer_keys` has one entry per layer; `tied` is the class's default; `tables` are lookup tables beside the
+        token's; `more` goes to `ModelSpec`. Who the model is, `spec_from_config` writes into it.
+        """
+        kinds: dict[Hashable, int] = {}
+        order = tuple(kinds.setdefault(key, len(kinds)) for key in layer_keys)
+        width = head_in or self.hidden
+        return ModelSpec(
+            model_id="",
+            model_type="",
+            built_class=built_class,
+            hidden_size=self.hidden,
+            vocab_size=self.vocab,
+            max_position_embeddings=self.max_positions,
+            layer_kinds=tuple(make_layer(key) for key in kinds),
+            layer_order=order,
+            embeddings=(EmbeddingSpec(name=self.token_table, num_rows=self.vocab, dim=width), *tables),
+            head=linear("lm_head", "other", width, self.vocab, head_bias),
+            tied=self.fields.flag("tie_word_embeddings", tied),
+            outer_norms=self.final_norm,
+            **more,
+        )
 
 
 def gated(intermediate: int, activation: str) -> MlpSpec:
@@ -153,17 +209,3 @@ def gated(intermediate: int, activation: str) -> MlpSpec:
 def plain(intermediate: int, activation: str) -> MlpSpec:
     """A plain MLP."""
     return MlpSpec(kind="plain", intermediate_size=intermediate, activation=activation)
-
-
-def softmax_attention(
-    num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None, **more: Any
-) -> AttentionSpec:
-    """Scaled-dot-product attention with queries, keys and values of one width."""
-    return AttentionSpec(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        value_head_dim=head_dim,
-        window_tokens=window,
-        **more,
-    )

@@ -1,89 +1,79 @@
 """T5 and Flan-T5: encoder and decoder, relative positions held by the first layer of each, no scaling of logits."""
 
+from dataclasses import replace
+
 from planner.errors import ConfigError
 from planner.models.adapters.fields import Fields
-from planner.models.adapters.parts import assemble, gated, linear, norm, plain
-from planner.models.spec import AttentionSpec, EmbeddingSpec, LayerSpec, LinearSpec, ModelSpec
+from planner.models.adapters.parts import Decoder, gated, linear, norm, plain
+from planner.models.spec import LayerSpec, LinearSpec, MlpSpec, ModelSpec
 
 
-def build(fields: Fields, model_id: str, source: str) -> ModelSpec:
-    """The layers are the encoder's, then the decoder's; transformers 5 ties the head whatever the config says."""
-    hidden = fields.count("d_model", "hidden_size")
-    vocab = fields.count("vocab_size", kind="vocab")
-    num_encoder = fields.count("num_layers", "num_hidden_layers", kind="layers")
-    num_decoder = fields.count("num_decoder_layers", kind="layers", default=num_encoder)
-    num_heads = fields.count("num_heads", "num_attention_heads", kind="heads")
-    head_dim = fields.count("d_kv", default=64)
-    inner = fields.count("d_ff", kind="intermediate")
+class _T5(Decoder):
+    """The names of T5's matrices; the head is tied whatever the config says (transformers 5)."""
+
+    HIDDEN = ("d_model", "hidden_size")
+    LAYERS = ("num_layers", "num_hidden_layers")
+    HEADS = ("num_heads", "num_attention_heads")
+    KV_HEADS = ""
+    HEAD_DIM = "d_kv"
+    token_table = "shared"
+
+    def projections(self, prefix: str) -> tuple[LinearSpec, ...]:
+        """q, k, v and o."""
+        width = self.num_heads * self.head_dim
+        inputs = (linear(f"{prefix}.{role}", role, self.hidden, width) for role in ("q", "k", "v"))
+        return (*inputs, linear(f"{prefix}.o", "o", width, self.hidden))
+
+    def mlp(self, prefix: str, mixer: MlpSpec) -> tuple[LinearSpec, ...]:
+        """wi and wo, or wi_0, wi_1 and wo where the MLP is gated."""
+        inner = mixer.intermediate_size
+        down = linear(f"{prefix}.wo", "down", inner, self.hidden)
+        if mixer.kind == "plain":
+            return (linear(f"{prefix}.wi", "up", self.hidden, inner), down)
+        gate = linear(f"{prefix}.wi_0", "gate", self.hidden, inner)
+        return (gate, linear(f"{prefix}.wi_1", "up", self.hidden, inner), down)
+
+
+def build(fields: Fields) -> ModelSpec:
+    """The layers are the encoder's, then the decoder's."""
+    base = _T5(fields, head_dim=64)
+    num_decoder = fields.count("num_decoder_layers", kind="layers", default=base.num_layers)
     buckets = fields.count("relative_attention_num_buckets", kind="intermediate", default=32)
-    projection = fields.text("feed_forward_proj", default="relu")
-    is_gated = projection.startswith("gated-")
-    if projection.count("-") > 1 or (projection.count("-") == 1 and not is_gated):
-        raise ConfigError(
-            f"{fields.where}: feed_forward_proj must be like 'relu' or 'gated-gelu', got {projection!r}",
-            hint="correct the field in config.json",
-        )
-    activation = "gelu_new" if projection == "gated-gelu" else projection.removeprefix("gated-")
-
-    def attention(prefix: str) -> tuple[LinearSpec, ...]:
-        width = num_heads * head_dim
-        return (
-            linear(f"{prefix}.q", "q", hidden, width),
-            linear(f"{prefix}.k", "k", hidden, width),
-            linear(f"{prefix}.v", "v", hidden, width),
-            linear(f"{prefix}.o", "o", width, hidden),
-        )
-
-    def mlp(prefix: str) -> tuple[LinearSpec, ...]:
-        down = linear(f"{prefix}.wo", "down", inner, hidden)
-        if not is_gated:
-            return (linear(f"{prefix}.wi", "up", hidden, inner), down)
-        return (
-            linear(f"{prefix}.wi_0", "gate", hidden, inner),
-            linear(f"{prefix}.wi_1", "up", hidden, inner),
-            down,
-        )
-
-    def softmax(cross: bool = False) -> AttentionSpec:
-        return AttentionSpec(
-            num_heads=num_heads,
-            num_kv_heads=num_heads,
-            head_dim=head_dim,
-            value_head_dim=head_dim,
-            rotary=False,
-            cross=cross,
-        )
+    mixer = _mixer(fields)
+    base.final_norm = tuple(norm(f"{side}.final_layer_norm", base.hidden) for side in ("encoder", "decoder"))
 
     def layer(key: tuple[bool, bool]) -> LayerSpec:
         decoder, first = key
         last = 2 if decoder else 1
-        linears = attention("layer.0.SelfAttention")
+        linears = base.projections("layer.0.SelfAttention")
         if decoder:
-            linears += attention("layer.1.EncDecAttention")
+            linears += base.projections("layer.1.EncDecAttention")
         return LayerSpec(
             kind="decoder" if decoder else "encoder",
-            linears=linears + mlp(f"layer.{last}.DenseReluDense"),
-            norms=tuple(norm(f"layer.{index}.layer_norm", hidden) for index in range(last + 1)),
-            attention=softmax(),
-            cross_attention=softmax(cross=True) if decoder else None,
-            mlp=gated(inner, activation) if is_gated else plain(inner, activation),
-            num_other_params=buckets * num_heads if first else 0,
+            linears=linears + base.mlp(f"layer.{last}.DenseReluDense", mixer),
+            norms=tuple(norm(f"layer.{index}.layer_norm", base.hidden) for index in range(last + 1)),
+            attention=base.softmax(rotary=False),
+            cross_attention=base.softmax(rotary=False, cross=True) if decoder else None,
+            mlp=mixer,
+            num_other_params=buckets * base.num_heads if first else 0,
             path="decoder.block" if decoder else "encoder.block",
         )
 
-    return assemble(
-        fields,
-        model_id=model_id,
-        source=source,
-        built_class="T5ForConditionalGeneration",
-        hidden_size=hidden,
-        vocab_size=vocab,
-        layer_keys=tuple((False, index == 0) for index in range(num_encoder))
-        + tuple((True, index == 0) for index in range(num_decoder)),
-        make_layer=layer,
-        tied=True,
-        embeddings=(EmbeddingSpec(name="shared", num_rows=vocab, dim=hidden),),
-        final_norm=(norm("encoder.final_layer_norm", hidden), norm("decoder.final_layer_norm", hidden)),
-        is_encoder_decoder=True,
-        attentions=("eager", "sdpa"),
-    )
+    order = [(False, index == 0) for index in range(base.num_layers)]
+    order += [(True, index == 0) for index in range(num_decoder)]
+    spec = base.spec("T5ForConditionalGeneration", order, layer, is_encoder_decoder=True, attentions=("eager", "sdpa"))
+    return replace(spec, tied=True)
+
+
+def _mixer(fields: Fields) -> MlpSpec:
+    """`feed_forward_proj`: an activation, or "gated-" and an activation."""
+    inner = fields.count("d_ff", kind="intermediate")
+    projection = fields.text("feed_forward_proj", default="relu")
+    if projection.count("-") > 1 or (projection.count("-") == 1 and not projection.startswith("gated-")):
+        raise ConfigError(
+            f"{fields.where}: feed_forward_proj must be like 'relu' or 'gated-gelu', got {projection!r}",
+            hint="correct the field in config.json",
+        )
+    if not projection.startswith("gated-"):
+        return plain(inner, projection)
+    return gated(inner, "gelu_new" if projection == "gated-gelu" else projection.removeprefix("gated-"))
