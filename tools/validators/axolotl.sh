@@ -12,6 +12,6 @@ if [ ! -e "$VENV/ready" ]; then
     touch "$VENV/ready"
 fi
 "$VENV/bin/python" tools/validators/snapshot.py axolotl
-# Its own loader on a model of every type takes about ten minutes: by hand, not in every test run.
+# Its own loader on a model of every type takes about ten minutes: by hand, not in every test run (`--kept FILE` goes on).
 [ -n "${CI:-}${VALIDATE:-}" ] || "$VENV/bin/python" tools/validators/every_type.py axolotl
 exec "$VENV/bin/python" tools/validators/validate.py axolotl "$@"

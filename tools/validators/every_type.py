@@ -1,12 +1,16 @@
-"""Lets a tool load a tiny model of every type of the catalogue by the file emitted for it: every_type.py TOOL
+"""Lets a tool load a tiny model of every type of the catalogue by the file emitted for it:
+every_type.py TOOL [--kept FILE] [TYPE ...]
 
 Run inside the tool's venv. Its own loading code takes the attention (flash attention said to be installed), the class,
 the quantization and the LoRA targets; the attention that runs, the class, the kind of matrices, the number and data
 type of trained parameters have to be the planned ones. Prints how many of how many were accepted, and each refusal.
-Exit 1 when one was refused.
+Exit 1 when one was refused. With `--kept` each type's result is a line of FILE, and a type that has one is not loaded
+again: a run that was stopped goes on where it stood. Delete the lines of what was mended.
 """
 
+import argparse
 import io
+import json
 import logging
 import os
 import sys
@@ -199,28 +203,48 @@ def check(tool: str, load: Load, kind: str, setup: TrainSetup) -> str:
     return ""
 
 
-def main(tool: str) -> int:
-    load = TOOLS[tool].load()
+def of_type(tool: str, load: Load, kind: str) -> dict[str, Any]:
+    """What became of every setup of one model type."""
+    row: dict[str, Any] = {"kind": kind, "accepted": 0, "refused": [], "failures": []}
+    for setup in setups(kind, TOOLS[tool]):
+        try:
+            with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+                warnings.simplefilter("ignore")
+                reason = check(tool, load, kind, setup)
+        except (Exception, SystemExit) as error:
+            words = f"{setup.method} {setup.quantization} {setup.attention} {setup.lora_targets}"
+            row["failures"].append(f"{kind} {words}: {type(error).__name__}: {str(error)[:300]}")
+        else:
+            row["refused"] += [f"{kind}: {reason}"] * bool(reason)
+            row["accepted"] += not reason
+    return row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tool", choices=TOOLS)
+    parser.add_argument("kinds", nargs="*", metavar="TYPE")
+    parser.add_argument("--kept", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    kept = arguments.kept.resolve() if arguments.kept else Path(os.devnull)
+    kinds = arguments.kinds or sorted(TYPES)
+    lines = kept.read_text().splitlines() if kept.is_file() else []
+    rows = {row["kind"]: row for row in map(json.loads, lines)}
+    load = TOOLS[arguments.tool].load()
     say_that_flash_attention_is_installed()
-    accepted, refused, failures = 0, Counter[str](), []
-    kinds = sys.argv[2:] or sorted(TYPES)
     logging.disable(logging.WARNING)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, kept.open("a") as out:
         os.chdir(folder)
         for kind in kinds:
-            for setup in setups(kind, TOOLS[tool]):
-                try:
-                    with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-                        warnings.simplefilter("ignore")
-                        reason = check(tool, load, kind, setup)
-                except (Exception, SystemExit) as error:
-                    words = f"{setup.method} {setup.quantization} {setup.attention} {setup.lora_targets}"
-                    failures.append(f"{kind} {words}: {type(error).__name__}: {str(error)[:300]}")
-                else:
-                    refused.update([f"{kind}: {reason}"] * bool(reason))
-                    accepted += not reason
+            if kind not in rows:
+                rows[kind] = of_type(arguments.tool, load, kind)
+                print(json.dumps(rows[kind]), file=out, flush=True)
+    found = [rows[kind] for kind in kinds]
+    accepted = sum(row["accepted"] for row in found)
+    failures = [one for row in found for one in row["failures"]]
+    refused = Counter(one for row in found for one in row["refused"])
     words = f"{accepted} accepted, {len(failures)} refused by the tool, {refused.total()} not expressible"
-    print(f"{tool}, {len(kinds)} model types: {words}")
+    print(f"{arguments.tool}, {len(kinds)} model types: {words}")
     for reason, num in refused.items():
         print(f"  not expressible ({num}): {reason}")
     for failure in failures:
@@ -229,4 +253,4 @@ def main(tool: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main())
