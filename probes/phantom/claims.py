@@ -60,6 +60,17 @@ class Claims:
         watched[key] = weakref.ref(storage, released)
 
 
+def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, which from now on says that its memory is pinned; nothing is."""
+    tensor._says_pinned = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def says_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
+    """`Tensor.is_pinned`."""
+    return getattr(tensor, "_says_pinned", False)
+
+
 @contextmanager
 def lying(claims: Claims) -> Iterator[None]:
     """Within it tensors answer their claims wherever Python asks for a device."""

@@ -15,6 +15,7 @@ from probes.phantom.mode import Phantom
 
 CUDA_VERSION = "13.0"
 CUDNN_VERSION = 91300
+NCCL_VERSION = (2, 28, 9)
 
 
 class Refused(NotImplementedError):
@@ -178,6 +179,15 @@ def _num_local() -> int:
 
 def _functions(phantom: Phantom) -> dict[str, Any]:
     card, allocator = phantom.card, phantom.allocator
+
+    def entered(stream: Any = None) -> Any:
+        if stream is not None and stream is not _current:
+            phantom.note(
+                "a stream of its own was used: on the card its blocks are kept apart from the others, and PyTorch "
+                "reserves more than was found here"
+            )
+        return stream or _current
+
     described = properties(card)
 
     def memory_stats(device: Any = None) -> dict[str, int]:
@@ -257,8 +267,8 @@ def _functions(phantom: Phantom) -> dict[str, Any]:
         "synchronize": _nothing,
         "current_stream": lambda device=None: _current,
         "default_stream": lambda device=None: _current,
-        "set_stream": _nothing,
-        "stream": lambda stream=None: stream or _current,
+        "set_stream": entered,
+        "stream": entered,
         "StreamContext": Stream,
         "Stream": Stream,
         "Event": Event,
@@ -356,6 +366,9 @@ def answered(phantom: Phantom) -> Iterator[None]:
         put(torch.cuda, "default_generators", (torch.default_generator,))
         put(torch.cuda.memory, "_record_memory_history", _nothing)
         put(torch.cuda.memory, "_dump_snapshot", _nothing)
+        put(torch.cuda.nccl, "version", lambda: NCCL_VERSION)
+        ranges = ("rangePushA", "rangePop", "rangeStartA", "rangeEnd", "markA", "deviceRangeStart", "deviceRangeEnd")
+        put(torch.cuda.nvtx, "_nvtx", SimpleNamespace(**dict.fromkeys(ranges, _zero)))
         put(torch.version, "cuda", CUDA_VERSION)
         put(torch.backends.cuda, "is_built", lambda: True)
         put(torch.backends.cudnn, "is_available", lambda: True)

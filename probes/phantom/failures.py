@@ -21,6 +21,7 @@ _WORDS = (
     "datadependentoutput",
     "torch not compiled with cuda enabled",
     "no nvidia driver",
+    "error building extension",
 )
 _PACKAGES = {
     "flash_attn": "flash-attention",
@@ -29,6 +30,7 @@ _PACKAGES = {
     "deepspeed": "DeepSpeed",
     "DeepSpeed": "DeepSpeed",
     "vllm": "vLLM",
+    "kernels": "Hugging Face's kernels",
     "triton": "Triton (it comes with PyTorch for CUDA)",
 }
 

@@ -44,6 +44,7 @@ def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
             torch.ops.bitsandbytes.optimizer_update_32bit.default,
         )
         patch(module, "matmul", int8_matmul)
+        patch(module.optim.GlobalOptimManager, "_instance", None)  # it knows parameters by their index and number
         patch(module.functional, "lib", _Kernels(phantom))
         for name, stand_in in _paged(phantom).items():
             patch(module.functional, name, stand_in)

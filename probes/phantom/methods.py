@@ -10,7 +10,7 @@ import torch
 import torch.utils._device as device_context
 from torch.overrides import _get_current_function_mode_stack
 
-from probes.phantom.claims import CPU, CUDA, META
+from probes.phantom.claims import CPU, CUDA, META, pinned, says_pinned
 from probes.phantom.mode import Phantom
 
 _is_meta = torch._C.TensorBase.is_meta.__get__
@@ -99,10 +99,7 @@ def answering(phantom: Phantom) -> Iterator[None]:
         return _base.tolist(real(host) if _is_meta(host) else host)
 
     def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
-        return self
-
-    def is_pinned(self: torch.Tensor, device: Any = None) -> bool:
-        return False
+        return self if says_pinned(self) else pinned(self.detach())
 
     def data_ptr(self: torch.Tensor) -> int:
         if not _is_meta(self) or claims.depth:
@@ -185,7 +182,8 @@ def answering(phantom: Phantom) -> Iterator[None]:
         "numpy": numpy_of,
         "tolist": tolist,
         "pin_memory": pin_memory,
-        "is_pinned": is_pinned,
+        "is_pinned": says_pinned,
+        "record_stream": lambda self, stream: None,  # C++ takes none but its own streams
         "data_ptr": data_ptr,
         "new_tensor": new_tensor,
         "__deepcopy__": deepcopy,

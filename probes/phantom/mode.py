@@ -21,7 +21,7 @@ from probes.dryrun.kernels import KernelLog
 from probes.dryrun.tracker import Temporaries, adds_in_place
 from probes.dryrun.workspaces import is_matmul
 from probes.phantom.card import Card
-from probes.phantom.claims import CPU, CUDA, META, Claims
+from probes.phantom.claims import CPU, CUDA, META, Claims, pinned
 from probes.phantom.origins import Origin, Origins
 from probes.phantom.values import (
     FINITE,
@@ -96,6 +96,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         self.handlers: dict[Any, Callable[..., Any]] = {}
         self.log = KernelLog(capability=card.capability)
         self.num_tokens = 8192
+        self.image_size = (1024, 1024)
         self.kernels: Counter[str] = Counter()
         self.num_steps: dict[int, int] = {}
         self.temporaries: Mapping[Any, Temporaries] = {}
@@ -243,6 +244,8 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
             claims.depth -= 1
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("pin_memory"):
+            return pinned(self._run(func, args, {**kwargs, "pin_memory": False}))
         device = kwargs.get("device")
         metas: list[torch.Tensor] = []
         real = False
@@ -282,8 +285,6 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         if not done:
             if kind and kind != "meta":
                 kwargs = {**kwargs, "device": META}
-            if kwargs.get("pin_memory"):
-                kwargs = {**kwargs, "pin_memory": False}
             if real:
                 args, kwargs = _on_meta(args), {name: _on_meta(one) for name, one in kwargs.items()}
             shortcut = SHORTCUTS.get(func)
@@ -359,11 +360,9 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
                 for one in shape:
                     size *= one
                 if size >= HOST_BYTES:
-                    made = func(*_on_meta(args), **{**kwargs, "device": META, "pin_memory": False})
+                    made = func(*_on_meta(args), **{**kwargs, "device": META})
                     self.adopt(made.untyped_storage(), CPU, str(func))
                     return made
-        if kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}
         return func(*args, **kwargs)
 
     def _to_host(self, tensor: torch.Tensor, kwargs: dict[str, Any]) -> Any:
@@ -375,7 +374,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
             return known.to(dtype, copy=True)
         size = tensor.numel() * dtype.itemsize
         if on_host or (size >= HOST_BYTES and dtype.is_floating_point):
-            out = _TO_COPY(tensor, **{**kwargs, "device": META, "pin_memory": False})
+            out = _TO_COPY(tensor, **{**kwargs, "device": META})
             self.adopt(out.untyped_storage(), CPU, "to cpu")
             return out
         self.origins.asked(self, "values of a GPU tensor on the host")
@@ -432,13 +431,14 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
                 return False, None
         elif func is _TO_COPY and not worth_keeping(kwargs.get("dtype") or args[0].dtype, args[0].numel()):
             return False, None
+        if func.namespace != "aten" and not torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "CPU"):
+            return False, None  # an operator of the program's own, for GPUs alone
         changes = next(iter(changed_tensors(func, args, kwargs)), None) is not None
         if not changes and aliases(func):
             return False, None
         host = {name: self._real(one) for name, one in kwargs.items()}
         if "device" in host and host["device"] is not None:
             host["device"] = CPU
-        host.pop("pin_memory", None) if host.get("pin_memory") else None
         found = func(*[self._real(one) for one in args], **host)
         if func is _EMPTY and isinstance(found, torch.Tensor):
             found.zero_()

@@ -26,10 +26,6 @@ def _equal(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> An
     return bool(args[0].shape == args[1].shape)
 
 
-def _nothing(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return None
-
-
 def _unknown_size(what: str) -> Handler:
     """Notes that the largest possible size was taken, where the values are unknown."""
 
@@ -85,7 +81,6 @@ def _histc(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> An
 HANDLERS: dict[Any, Handler] = {
     _aten._amp_foreach_non_finite_check_and_unscale_.default: _finite,
     _aten.equal.default: _equal,
-    _aten.record_stream.default: _nothing,
     _aten.nonzero.default: _unknown_size("are not zero"),
     _aten.masked_select.default: _unknown_size("a mask selects"),
     _aten._unique2.default: _unique,

@@ -9,9 +9,11 @@ import torch
 from torch import distributed, nn
 
 from planner.gpus import find_gpu
+from planner.units import MIB
 from probes.phantom.card import card_of
+from probes.phantom.compiled import EAGER
 from probes.phantom.cuda import Refused
-from probes.phantom.failures import status_of
+from probes.phantom.failures import status_of, told
 from probes.phantom.mode import Phantom
 from probes.phantom.session import phantom_gpu
 
@@ -53,6 +55,7 @@ def test_flex_attention_is_refused(phantom: Phantom) -> None:
         ("flash_attn/flash_attn_interface.py", "flash_attn_func"),
         ("flash_attn/flash_attn_interface.py", "flash_attn_varlen_qkvpacked_func"),
         ("flash_attn_interface.py", "flash_attn_varlen_func"),
+        ("flash_attn/cute/interface.py", "flash_attn_func"),
         ("xformers/ops/fmha.py", "memory_efficient_attention"),
         ("deepspeed.py", "initialize"),
     ],
@@ -79,6 +82,58 @@ def test_packages_with_memory_of_their_own_are_refused_when_called(
             del sys.modules[one]
 
 
+OPERATOR = """
+@torch.library.custom_op("finetune_planner_test::{0}", mutates_args=(), device_types="cuda")
+def {0}(tensor: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("its kernel ran")
+"""
+
+
+def test_an_operator_of_the_programs_own_is_followed_by_its_shapes(phantom: Phantom) -> None:
+    scope = {"torch": torch}
+    exec(OPERATOR.format("shaped"), scope)
+    scope["shaped"].register_fake(torch.empty_like)  # type: ignore[attr-defined]
+    for tensor in (torch.randn(1024, 1024, device="cuda"), torch.arange(1 << 20, device="cuda", dtype=torch.int32)):
+        before = torch.cuda.memory_allocated()
+        made = scope["shaped"](tensor)  # type: ignore[operator]
+        assert (made.device.type, torch.cuda.memory_allocated() - before) == ("cuda", 4 * MIB)
+        del made
+
+
+def test_what_is_compiled_runs_eagerly_and_it_is_said(phantom: Phantom) -> None:
+    layer = nn.Linear(8, 8).cuda()
+    assert torch.compile(layer) is layer
+    torch.compile(mode="reduce-overhead")(lambda rows: layer(rows))(torch.ones(2, 8, device="cuda"))
+    assert list(phantom.notes) == [EAGER]
+
+
+def test_streams_events_and_pinned_memory_are_taken_as_they_are(phantom: Phantom) -> None:
+    """Everything has happened already; blocks of another stream are PyTorch's own pool, which is said."""
+    side, event = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.stream(torch.cuda.current_stream()):
+        assert not phantom.notes
+    with torch.cuda.stream(side):
+        rows = torch.empty(MIB, pin_memory=True).to("cuda", non_blocking=True)
+        event.record()
+    torch.cuda.current_stream().wait_stream(side)
+    assert (event.query(), rows.device.type) == (True, "cuda")
+    assert any("a stream of its own" in note for note in phantom.notes)
+    ids = torch.arange(3)
+    assert [one.is_pinned() for one in (ids, ids.pin_memory(), torch.ones(2, pin_memory=True))] == [False, True, True]
+    assert ids.pin_memory().tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("version", [2, 3, 4])
+def test_flash_attention_that_is_not_installed_is_no_fault_of_the_program(phantom: Phantom, version: int) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
+    with pytest.raises(ImportError) as found:
+        LlamaForCausalLM._from_config(config, attn_implementation=f"flash_attention_{version}")
+    assert status_of(found.value, found.tb) == "untraceable"
+    assert "flash-attention is not installed in this environment" in told(found.value)
+
+
 def _failure_of(program: str) -> str:
     with phantom_gpu(CARD):
         try:
@@ -96,6 +151,11 @@ def _failure_of(program: str) -> str:
         ("torch.histogram(torch.randn(64, 64, device='cuda'), 5)", "untraceable"),
         ("raise RuntimeError('incompatible tensor type in set_data')", "untraceable"),
         ("import flash_attn", "untraceable"),
+        ("import kernels", "untraceable"),
+        ("raise RuntimeError(\"Error building extension 'mine': nvcc\")", "untraceable"),
+        (OPERATOR.format("unshaped") + "unshaped(torch.zeros(8, device='cuda'))", "untraceable"),
+        ("torch.zeros(8, device='cuda').record_stream(torch.cuda.Stream())", "ran"),
+        ("torch.cuda.nvtx.range_push(str(torch.cuda.nccl.version())); torch.cuda.nvtx.range_pop()", "ran"),
         ("raise RuntimeError('not available in CPU-only version of bitsandbytes')", "untraceable"),
         ("torch.cuda.CUDAGraph()", "refused"),
         ("torch.zeros(3, 4, device='cuda') @ torch.zeros(5, 6, device='cuda')", "failed"),
