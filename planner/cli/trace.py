@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 NUM_TOKENS = 8192
 """Of a stand-in text, where a program's data set is not at hand."""
+IMAGE_SIZE = "1024x1024"
 TIME_LIMIT_S = 1800
 
 
@@ -33,6 +34,9 @@ def trace(
     seq_len: Annotated[
         int | None, typer.Option("--seq-len", help="Tokens of stand-in texts, where a data set is not at hand.")
     ] = None,
+    image_size: Annotated[
+        str, typer.Option("--image-size", help="Pixels of stand-in pictures, WIDTHxHEIGHT.")
+    ] = IMAGE_SIZE,
     time_limit: Annotated[
         int, typer.Option("--time-limit", help="Seconds after which the program is stopped.")
     ] = TIME_LIMIT_S,
@@ -56,6 +60,7 @@ def trace(
         card,
         num_steps=positive("steps", steps) or 2,
         num_tokens=positive("seq-len", seq_len) or NUM_TOKENS,
+        image_size=_pixels(image_size),
         network=network,
         time_limit_s=float(positive("time-limit", time_limit) or TIME_LIMIT_S),
         memory_bytes=memory_and_headroom(card, memory_gib, headroom)[0],
@@ -80,6 +85,7 @@ def order_of(
     *,
     num_steps: int = 2,
     num_tokens: int = NUM_TOKENS,
+    image_size: tuple[int, int] = (1024, 1024),
     network: bool = False,
     time_limit_s: float = TIME_LIMIT_S,
     memory_bytes: int | None = None,
@@ -88,6 +94,7 @@ def order_of(
 
     Args:
         num_tokens: of stand-in texts, where a data set is not at hand.
+        image_size: of stand-in pictures, width and height in pixels.
         memory_bytes: of the card; default: the table's.
 
     Raises:
@@ -103,6 +110,7 @@ def order_of(
         card=card_of(card, memory_bytes or card.memory_bytes),
         num_steps=num_steps,
         num_tokens=num_tokens,
+        image_size=image_size,
         network=network,
         time_limit_s=time_limit_s,
     )
@@ -131,6 +139,18 @@ def answer_of(
         budget_bytes=memory - reserve,
         num_steps=order.num_steps,
     )
+
+
+def _pixels(text: str) -> tuple[int, int]:
+    """Width and height.
+
+    Raises:
+        UsageError: anything else.
+    """
+    width, _, height = text.partition("x")
+    if not (width.isdecimal() and height.isdecimal() and int(width) and int(height)):
+        raise UsageError(f"--image-size {text}: expected WIDTHxHEIGHT in pixels", hint="for example 1024x768")
+    return int(width), int(height)
 
 
 def _ask(order: "TraceOrder", executable: str, yes: bool) -> None:

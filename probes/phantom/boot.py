@@ -92,6 +92,7 @@ def _start(order: dict[str, Any], watcher: Watcher) -> None:
             expandable_segments="expandable_segments:True" in _allocator_settings(),
             num_steps=order["steps"],
             num_tokens=order["tokens"],
+            image_size=tuple(order["image_size"]),
             finished=finished,
             watcher=watcher,
         )

@@ -45,6 +45,7 @@ class TraceOrder:
         limited: whether the card runs out of memory.
         num_steps: optimizer steps after which the program is stopped.
         num_tokens: length of the texts of stand-in data sets.
+        image_size: width and height of their pictures, in pixels.
         folder: where it runs, None: here.
         time_limit_s: after which the program is stopped without a result.
     """
@@ -54,6 +55,7 @@ class TraceOrder:
     limited: bool = True
     num_steps: int = 2
     num_tokens: int = 8192
+    image_size: tuple[int, int] = (1024, 1024)
     network: bool = False
     time_limit_s: float = 1800.0
     environment: Mapping[str, str] | None = None
@@ -113,6 +115,7 @@ def run_traced(order: TraceOrder) -> Ended:
                     "limited": order.limited,
                     "steps": order.num_steps,
                     "tokens": order.num_tokens,
+                    "image_size": order.image_size,
                     "network": order.network,
                     "results": str(results),
                 }

@@ -24,6 +24,7 @@ def phantom_gpu(
     expandable_segments: bool = False,
     num_steps: int | None = None,
     num_tokens: int = 8192,
+    image_size: tuple[int, int] = (1024, 1024),
     finished: Callable[[Phantom], None] = lambda phantom: None,
     watcher: Watcher | None = None,
 ) -> Iterator[Phantom]:
@@ -32,12 +33,13 @@ def phantom_gpu(
     Args:
         limited: whether the card runs out of memory.
         num_tokens: length of stand-in texts.
+        image_size: width and height of stand-in pictures, in pixels.
         watcher: the one that has seen all imports of this process, None where none has.
         num_steps: after so many optimizer steps `finished` is called and `steps.Done` raised; None: never.
     """
     torch._C._ensureCUDADeviceGuardSet()  # what C++ asks before it moves a tensor to CUDA; this one does nothing
     phantom = Phantom(card, limited=limited, expandable_segments=expandable_segments)
-    phantom.num_tokens = num_tokens
+    phantom.num_tokens, phantom.image_size = num_tokens, image_size
     phantom.temporaries = temporaries()
     phantom.workspace_bytes = cublas_workspace_bytes(card.capability)
     with ExitStack() as stack:

@@ -6,23 +6,29 @@ length cuts them.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from probes.phantom.images import PICTURE, processor_for
 from probes.phantom.mode import Phantom
 
 Patch = Callable[[Any, str, Any], None]
 NUM_ROWS = 64
+IMAGE_SIZE = (1024, 1024)
 DEFAULT_TOKENS = 8192
 """Tokens of a stand-in text; programs cut it to their own maximum."""
 _PROMPT_TOKENS = 32
 """Of what comes before an answer: where a maximum cuts the end, something of the answer must be left."""
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json", "spiece.model")
 _TEMPLATE = (
+    "{% macro said(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content or [] %}"
+    f"{{{{ '{PICTURE}' if part['type'] == 'image' else part['text'] or '' }}}}"
+    "{% endfor %}{% endif %}{% endmacro %}"
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] if message['content'] is string else '' }}{% endgeneration %}{% else %}"
-    "{{ message['content'] if message['content'] is string else '' }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% generation %}{{ said(message['content']) }}{% endgeneration %}{% else %}{{ said(message['content']) }}"
+    "{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
@@ -66,7 +72,7 @@ def _present(name: str) -> bool:
 
 
 def processor_stands_in(phantom: Phantom, auto: Any, patch: Patch) -> None:
-    """Makes `AutoProcessor.from_pretrained` answer for models of text alone where there are no files to read."""
+    """Makes `AutoProcessor.from_pretrained` answer where there are no files to read."""
     cls = auto.AutoProcessor
     true = cls.from_pretrained.__func__
 
@@ -76,15 +82,17 @@ def processor_stands_in(phantom: Phantom, auto: Any, patch: Patch) -> None:
         except (OSError, ValueError, TypeError, AttributeError, KeyError):
             from transformers import AutoConfig, AutoTokenizer
 
-            if hasattr(AutoConfig.from_pretrained(name), "vision_config"):
-                raise
+            config = AutoConfig.from_pretrained(name)
+            if hasattr(config, "vision_config"):
+                phantom.note(f"{name}: its processor is not on this machine; one made from config.json stands in")
+                return processor_for(str(name), config, lambda tokens: stand_in_tokenizer(str(name), tokens))
             return AutoTokenizer.from_pretrained(name, **{k: v for k, v in kwargs.items() if k == "trust_remote_code"})
 
     patch(cls, "from_pretrained", classmethod(from_pretrained))
 
 
-def stand_in_tokenizer(name: str) -> Any:
-    """A tokenizer of bytes with as many entries as the vocabulary of the model `name`."""
+def stand_in_tokenizer(name: str, more: Mapping[int, str] = MappingProxyType({})) -> Any:
+    """A tokenizer of bytes with as many entries as the vocabulary of the model `name`, of which `more` are special."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoConfig, PreTrainedTokenizerFast
 
@@ -93,6 +101,7 @@ def stand_in_tokenizer(name: str) -> Any:
     size = int(getattr(text, "vocab_size", 0) or 512)
     specials = {_first(getattr(text, f"{kind}_token_id", None)): f"<|{kind}|>" for kind in ("bos", "eos", "pad")}
     specials.pop(None, None)
+    specials |= more
     names: list[str] = []
     byte_names = sorted(pre_tokenizers.ByteLevel.alphabet())
     for index in range(size):
@@ -114,6 +123,7 @@ def stand_in_tokenizer(name: str) -> Any:
         unk_token=names[0],
         model_max_length=int(getattr(text, "max_position_embeddings", 0) or 1 << 20),
     )
+    made.add_special_tokens({"additional_special_tokens": list(more.values())})
     made.chat_template = _TEMPLATE
     made.name_or_path = name
     return made
@@ -157,15 +167,27 @@ _PREFERENCE = (
 )
 _UNPAIRED = ("kto",)
 _PROMPT = ("tldr", "gsm8k", "rlaif", "prompt")
+_PICTURES = ("vsft", "llava", "vqa", "vision", "image", "ocr")
 _ALPACA = ("alpaca", "dolly", "code_instructions", "instruct")
 
 
-def columns_of(name: str, num_tokens: int) -> dict[str, Any]:
-    """One row of a data set that looks like `name`'s."""
+def columns_of(name: str, num_tokens: int, image_size: tuple[int, int] = IMAGE_SIZE) -> dict[str, Any]:
+    """One row of a data set that looks like `name`'s.
+
+    Args:
+        image_size: width and height of its picture, if it has one, in pixels.
+    """
     long = "a " * num_tokens
     short = "a " * _PROMPT_TOKENS
     talk = [{"role": "user", "content": short}, {"role": "assistant", "content": long}]
     low = name.lower()
+    if any(word in low for word in _PICTURES):
+        from PIL import Image
+
+        parts = [{"type": "image", "text": None}, {"type": "text", "text": short}]
+        answer = [{"type": "text", "text": long}]
+        talk = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
+        return {"images": [Image.new("RGB", image_size)], "messages": talk}
     if "guanaco" in low:
         return {"text": long}
     if any(word in low for word in _UNPAIRED):
@@ -199,11 +221,12 @@ def data_sets_stand_in(phantom: Phantom, datasets: Any, patch: Patch, num_tokens
         except (ConnectionError, FileNotFoundError, OSError) as error:
             if os.path.exists(str(path)) or kwargs.get("data_files"):
                 raise
-            row = columns_of(f"{path} {name or ''}", num_tokens)
+            row = columns_of(f"{path} {name or ''}", num_tokens, phantom.image_size)
+            pictures = " and a picture of {} x {} pixels".format(*phantom.image_size) if "images" in row else ""
             phantom.note(
                 f"{path}: this data set is not on this machine ({type(error).__name__}); {NUM_ROWS} stand-in rows with "
-                f"{', '.join(row)} of {num_tokens:,} tokens and more were used, which the program cuts to its own "
-                "maximum length"
+                f"{', '.join(row)} of {num_tokens:,} tokens and more{pictures} were used, which the program cuts to "
+                "its own maximum length"
             )
             made = datasets.Dataset.from_dict({key: [value] * NUM_ROWS for key, value in row.items()})
             if type(row.get("label")) is int:

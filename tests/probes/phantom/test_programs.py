@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,11 @@ from planner.units import GIB, MIB
 from probes.allocator import Alloc, Event, Free
 from probes.phantom.card import card_of
 from probes.phantom.cuda import Refused
+from probes.phantom.images import processor_for
 from probes.phantom.loading import _mirrored
 from probes.phantom.mode import Phantom
 from probes.phantom.session import phantom_gpu
+from probes.phantom.texts import columns_of
 from tests.whole import these
 
 CARD = card_of(find_gpu("rtx-4090"))
@@ -81,6 +84,54 @@ def test_paged_states_take_no_memory_of_pytorchs(phantom: Phantom) -> None:
         del optimizer
     assert peaks[0] - peaks[1] == 2 * MIB
     assert any("unified memory" in note for note in phantom.notes)
+
+
+def test_what_one_program_told_bitsandbytes_does_not_reach_the_next() -> None:
+    """Its manager is one per process and knows a parameter by its place in the optimizer."""
+    bnb = pytest.importorskip("bitsandbytes")
+    sizes = []
+    for wide in (False, True, False):
+        with phantom_gpu(CARD):
+            layer = nn.Linear(1024, 1024, bias=False, device="cuda")
+            if wide:
+                manager = bnb.optim.GlobalOptimManager.get_instance()
+                manager.register_module_override(layer, "weight", {"optim_bits": 32})
+            optimizer = bnb.optim.AdamW8bit(layer.parameters())
+            layer(torch.ones(2, 1024, device="cuda")).sum().backward()
+            before = torch.cuda.memory_allocated()
+            optimizer.step()
+            sizes.append(torch.cuda.memory_allocated() - before)
+    assert (sizes[1], sizes[2]) == (8 * MIB, sizes[0])
+
+
+@pytest.mark.parametrize(("num_pictures", "num_tokens"), [(1, 576), (2, 1152)])
+def test_a_vision_language_model_sees_pictures_as_transformers_would(
+    phantom: Phantom, tmp_path: Path, num_pictures: int, num_tokens: int
+) -> None:
+    """LLaVA: 336 pixels in patches of 14 are 24 x 24 tokens, whatever the picture's own size."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor, CLIPVisionConfig, LlamaConfig, LlavaConfig
+
+    vision = CLIPVisionConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+    text = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    vision.image_size, vision.patch_size, text.vocab_size = 336, 14, 32064
+    architectures = ["LlavaForConditionalGeneration"]
+    LlavaConfig(vision_config=vision, text_config=text, architectures=architectures).save_pretrained(tmp_path)
+    row = columns_of("llava-instruct-mix-vsft", 4, image_size=(640, 480))
+    row["messages"][0]["content"] = row["messages"][0]["content"][:1] * num_pictures
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    prompt = processor.apply_chat_template(row["messages"])
+    batch = processor(images=row["images"] * num_pictures, text=[prompt], return_tensors="pt").to("cuda")
+    assert batch["pixel_values"].shape == (num_pictures, 3, 336, 336)
+    assert int((batch["input_ids"] == 32000).sum()) == num_tokens
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path).cuda()
+    model(**batch, labels=batch["input_ids"]).loss.backward()
+    assert all(one.grad is not None for one in model.model.multi_modal_projector.parameters())
+    assert any("one made from config.json stands in" in note for note in phantom.notes)
+
+
+def test_a_processor_of_a_family_that_is_not_known_is_refused() -> None:
+    with pytest.raises(Refused, match="what florence2 makes of a picture is not known here"):
+        processor_for("someone/model", SimpleNamespace(model_type="florence2"), lambda tokens: None)
 
 
 def _highest(events: Sequence[Event]) -> int:
