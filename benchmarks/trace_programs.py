@@ -12,6 +12,7 @@ Results: benchmarks/data/trace_programs.json, by name; rows of programs that wer
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -41,6 +42,12 @@ CONFIGS = {  # each class's defaults are the published model's, but for what sta
         "max_position_embeddings": 514,
         "type_vocab_size": 1,
         "vocab_size": 50265,
+    },
+    "llava-1.5-7b-hf": {  # llava-hf/llava-1.5-7b-hf: the class's vision tower, and Vicuna 7B
+        "model_type": "llava",
+        "architectures": ["LlavaForConditionalGeneration"],
+        "text_config": {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096},
+        "dtype": "float16",
     },
 }
 
@@ -80,6 +87,13 @@ PROGRAMS = {
         "",
         f"python examples/scripts/orpo.py {MODEL} --dataset_name trl-lib/ultrafeedback_binarized "
         f"--per_device_train_batch_size 2 --gradient_accumulation_steps 1 {OUTPUT}",
+    ),
+    "trl-sft-vlm": (
+        "huggingface+trl",
+        "",
+        "python examples/scripts/sft_vlm.py --model_name_or_path MODELS/llava-1.5-7b-hf --dataset_name "
+        "HuggingFaceH4/llava-instruct-mix-vsft --per_device_train_batch_size 1 --gradient_accumulation_steps 1 "
+        f"--dtype bfloat16 --use_peft --lora_target_modules all-linear {OUTPUT}",
     ),
     "transformers-clm": (
         TRANSFORMERS,
@@ -230,18 +244,21 @@ def traced(checkouts: Path, python: str, name: str) -> dict[str, object]:
         "PATH": f"{Path(python).parent}:{os.environ['PATH']}",
     }
     environment["VIRTUAL_ENV"] = str(Path(python).parent.parent)
-    began = time.monotonic()
+    began, used = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [python, "-c", "from planner.cli import main; main()", "trace", "--gpu", GPU, "--yes", "--json",
-         "--time-limit", "400", "--seq-len", "2048", "--", *command],
+         "--time-limit", "900", "--seq-len", "2048", "--", *command],
         cwd=where, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     row: dict[str, object] = {
         "repository": repository.replace("+", "/"),
         "commit": _commit(where) if repository != "trl" else "installed package",
         "command": " ".join([*(["cd", folder, "&&"] if folder else []), text]),
+        "date": time.strftime("%Y-%m-%d"),
         "exit_code": done.returncode,
         "wall_s": round(time.monotonic() - began),
+        "cpu_s": round(spent.ru_utime + spent.ru_stime - used.ru_utime - used.ru_stime),
     }
     if done.stdout:
         answer = json.loads(done.stdout)

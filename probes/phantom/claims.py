@@ -62,7 +62,7 @@ class Claims:
 
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor`, which from now on says that its memory is pinned; nothing is."""
-    tensor._says_pinned = True  # type: ignore[attr-defined]
+    tensor._says_pinned = True
     return tensor
 
 

@@ -186,8 +186,8 @@ def columns_of(name: str, num_tokens: int, image_size: tuple[int, int] = IMAGE_S
 
         parts = [{"type": "image", "text": None}, {"type": "text", "text": short}]
         answer = [{"type": "text", "text": long}]
-        talk = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
-        return {"images": [Image.new("RGB", image_size)], "messages": talk}
+        messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
+        return {"images": [Image.new("RGB", image_size)], "messages": messages}
     if "guanaco" in low:
         return {"text": long}
     if any(word in low for word in _UNPAIRED):
