@@ -110,5 +110,6 @@ def test_what_cannot_be_traced_is_no_number(
 def test_an_unknown_program_is_the_users_mistake(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["trace", "--gpu", "rtx-4090", "--yes", "--", "no-such-program"]) == 2
     assert run(["trace", "--gpu", "rtx-4090", "--yes", "--image-size", "1024", "--", "python"]) == 2
-    assert "expected WIDTHxHEIGHT" in capsys.readouterr().err
-    assert "no program 'no-such-program'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "expected WIDTHxHEIGHT" in said
+    assert "no program 'no-such-program'" in said
