@@ -17,10 +17,10 @@ from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.optimizer import state_bytes
 from planner.models.spec import ModelSpec
 from planner.outcome import Prediction
-from planner.readers.edits import changed_fields, in_place, runnable
 from planner.readers.types import ReadConfig
 from planner.setup import TrainSetup
 from planner.stacks import STACKS
+from planner.tools import changed_fields
 from planner.units import gib, percent
 
 Predict = Callable[[TrainSetup], Prediction]
@@ -137,7 +137,7 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
     verdict = judge(prediction, budget_bytes, band)
     changes = []
     for label, setup, changes_training in single_changes(config.setup, gpu, model):
-        if not runnable(config.format, config.setup, setup):
+        if not config.allows(setup):
             continue
         after = predict(setup)
         changes.append(
@@ -151,7 +151,7 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
                 saves_bytes=prediction.peak_device_bytes - after.peak_device_bytes,
                 speedup=_speedup(prediction, after),
                 changes_training=changes_training,
-                in_place=in_place(config.format, config.setup, setup),
+                in_place=config.allows(setup, in_place=True),
             )
         )
     return CheckResult(
@@ -343,7 +343,7 @@ def _search(
             for label, after, changes_training in single_changes(setup, result.gpu, model):
                 if after in seen or (changes_training and not may_change_training):
                     continue
-                if in_place(result.config.format, setup, after):
+                if result.config.allows(after, in_place=True):
                     seen.add(after)
                     found.append((worth(after), after, (*labels, label)))
         found.sort(key=lambda one: (one[0], -len(one[2])), reverse=True)

@@ -3,7 +3,6 @@
 from planner.choices.kernels import parts_of
 from planner.exporters import deepspeed, slurm
 from planner.exporters.common import (
-    HF_OPTIMIZERS,
     attention_line,
     environment,
     liger_loss_refusal,
@@ -13,11 +12,12 @@ from planner.exporters.common import (
     towered_refusal,
 )
 from planner.exporters.spread import PER_NODE, processes, sharding_refusal, sync_lines, tensor_refusal, torchrun_flags
-from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
+from planner.exporters.text import Line, Section, header, launch_file, said, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class
 from planner.setup import TrainSetup
+from planner.tools.axolotl import AXOLOTL
 
 TARGET = "axolotl"
 FILE = "axolotl/axolotl.yaml"
@@ -174,17 +174,17 @@ def _sections(request: ExportRequest) -> list[Section]:
         _datasets(request),
         section(
             "batch",
-            Line("sequence_len", setup.seq_len_tokens),
-            Line("sample_packing", setup.packing),
+            said(AXOLOTL, setup, "seq_len_tokens"),
+            said(AXOLOTL, setup, "packing"),
             Line("pad_to_sequence_len", setup.packing),
-            Line("micro_batch_size", setup.micro_batch_seqs),
-            Line("gradient_accumulation_steps", setup.accumulation_steps),
+            said(AXOLOTL, setup, "micro_batch_seqs"),
+            said(AXOLOTL, setup, "accumulation_steps"),
         ),
         section("memory and speed", *_precision(runs), *_memory(setup, request.model)),
         section("several GPUs", *_sharding(setup)),
         section(
             "optimization",
-            Line("optimizer", HF_OPTIMIZERS[setup.optimizer]),
+            said(AXOLOTL, setup, "optimizer"),
             Line("learning_rate", hyper.learning_rate, reasons.get("learning_rate", "")),
             Line("lr_scheduler", hyper.lr_schedule, reasons.get("lr_schedule", "")),
             Line("warmup_ratio", hyper.warmup_fraction, reasons.get("warmup_fraction", "")),
@@ -210,9 +210,9 @@ def _method(request: ExportRequest) -> list[Line]:
         return []
     lines = [
         Line("adapter", "qlora" if setup.quantization.startswith("nf4") else "lora"),
-        Line("lora_r", setup.lora_rank),
+        said(AXOLOTL, setup, "lora_rank"),
         Line("lora_alpha", hyper.lora_alpha, hyper.reasons.get("lora_alpha", "")),
-        Line("lora_dropout", setup.lora_dropout),
+        said(AXOLOTL, setup, "lora_dropout"),
     ]
     targets = target_modules(setup, request.model)
     # `lora_target_linear` would hand PEFT the leaf names instead: stacked experts are not among them
@@ -298,7 +298,7 @@ def _memory(setup: TrainSetup, model: ModelSpec | None) -> list[Line]:
         lines.append(Line("chunked_cross_entropy", True))
     lines += _kernels(setup, model)
     if setup.compile:
-        lines.append(Line("torch_compile", True))
+        lines.append(said(AXOLOTL, setup, "compile"))
     return lines
 
 

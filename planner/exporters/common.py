@@ -1,7 +1,6 @@
 """What several targets share: names of optimizers, data types, attention; target modules; environment variables."""
 
 from planner.choices.kernels import KERNELS, LIGER_LOSS, LIGER_PARTS, parts_of
-from planner.choices.optimizers import OPTIMIZERS
 from planner.exporters.text import Line, was_absolute
 from planner.exporters.types import Difference, ExportRequest
 from planner.gpu import GpuSpec
@@ -10,13 +9,7 @@ from planner.models.spec import ModelSpec
 from planner.models.stored import stored_refusal
 from planner.models.targets import peft_target_modules
 from planner.setup import TrainSetup
-
-HF_OPTIMIZERS = {name: row.transformers for name, row in OPTIMIZERS.items()}
-"""transformers' `OptimizerNames` (5.23). "adamw_torch" is PyTorch's default, the foreach form."""
-
-HF_ATTENTIONS = {"eager": "eager", "sdpa": "sdpa", "flash-attention-2": "flash_attention_2"}
-
-HF_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+from planner.tools.transformers import ATTENTIONS
 
 REMOTE_TYPES = frozenset({"internlm3"})
 """Model types that only the code in their repository builds."""
@@ -29,7 +22,7 @@ def attention_line(request: ExportRequest) -> Line | None:
     """`attn_implementation`, None where transformers has to choose for each part of the model."""
     if request.model is not None and left_unnamed(request.model.config, request.setup.attention):
         return None
-    return Line("attn_implementation", HF_ATTENTIONS[request.setup.attention])
+    return Line("attn_implementation", ATTENTIONS[request.setup.attention])
 
 
 def towered_refusal(model: ModelSpec | None, tool: str) -> str:

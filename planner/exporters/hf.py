@@ -3,8 +3,6 @@
 from planner.exporters import accelerate, chat, deepspeed, slurm
 from planner.exporters.common import (
     EVAL_REASON,
-    HF_DTYPES,
-    HF_OPTIMIZERS,
     NO_FUSED_LORA,
     attention_line,
     environment,
@@ -24,12 +22,13 @@ from planner.exporters.spread import (
     torchrun,
     torchrun_flags,
 )
-from planner.exporters.text import Line, comments, header, launch_file, shown_path
+from planner.exporters.text import Line, comments, header, launch_file, said, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
 from planner.memory.trained import scaled_inputs, tuned_norms
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class
 from planner.setup import TrainSetup
+from planner.tools.transformers import DTYPES, SCRIPT, checkpointing_kwargs
 
 TARGET = "hf"
 FILE = "hf/train_hf.py"
@@ -190,10 +189,10 @@ def _model(request: ExportRequest) -> str:
             Line("load_in_4bit", True),
             Line("bnb_4bit_quant_type", "nf4"),
             Line("bnb_4bit_use_double_quant", setup.quantization == "nf4-double"),
-            Line("bnb_4bit_compute_dtype", Code(f"torch.{HF_DTYPES[setup.compute_dtype]}")),
+            Line("bnb_4bit_compute_dtype", Code(f"torch.{DTYPES[setup.compute_dtype]}")),
         ]
         if setup.parallel in ("fsdp2", "zero3"):
-            lines.append(Line("bnb_4bit_quant_storage", Code(f"torch.{HF_DTYPES[setup.weight_dtype]}"), "shardable"))
+            lines.append(Line("bnb_4bit_quant_storage", Code(f"torch.{DTYPES[setup.weight_dtype]}"), "shardable"))
         parts.append(call("quantization", "BitsAndBytesConfig", lines))
     device_map: Line | None = None
     if setup.parallel == "device-map":
@@ -207,7 +206,7 @@ def _model(request: ExportRequest) -> str:
             "model",
             "AutoModelForCausalLM.from_pretrained",
             [
-                Line("dtype", Code(f"torch.{HF_DTYPES[setup.weight_dtype]}"), "of the weights that are not quantized"),
+                Line("dtype", Code(f"torch.{DTYPES[setup.weight_dtype]}"), "of the weights that are not quantized"),
                 attention_line(request),
                 Line("quantization_config", Code("quantization")) if setup.quantized or dequantizing else None,
                 Line("distributed_config", distributed_config(setup)) if setup.tensor_degree > 1 else None,
@@ -240,7 +239,7 @@ def _adapters(request: ExportRequest) -> str:
     parts.append(f"model = get_peft_model(model, {name})\n")
     if setup.adapter == "loftq":
         parts.append("replace_lora_weights_loftq(model)  # reads the 16-bit weights again, one matrix at a time\n")
-    parts.append(constant("ADAPTER_DTYPE", Code(f"torch.{HF_DTYPES[setup.resolved_adapter_dtype]}")))
+    parts.append(constant("ADAPTER_DTYPE", Code(f"torch.{DTYPES[setup.resolved_adapter_dtype]}")))
     parts.append(
         "for parameter in model.parameters():\n    if parameter.requires_grad:\n"
         "        parameter.data = parameter.data.to(ADAPTER_DTYPE)\n"
@@ -259,7 +258,7 @@ def _adapter_lines(request: ExportRequest) -> list[Line | None]:
     if row.form == "low-rank":
         return [
             task,
-            Line("r", setup.lora_rank),
+            said(SCRIPT, setup, "lora_rank"),
             Line("lora_alpha", hyper.lora_alpha, hyper.reasons.get("lora_alpha", "")),
             Line("lora_dropout", setup.lora_dropout),
             targets,
@@ -293,11 +292,7 @@ def _arguments(request: ExportRequest, setup: TrainSetup) -> str:
     """The arguments of the setup that runs."""
     hyper = request.hyper
     sharded = accelerate.distributed_type(setup) == "FSDP" and setup.checkpointing == 1
-    kwargs: dict[str, object] = {"use_reentrant": False}
-    if setup.checkpointing > 1:
-        kwargs["every_n_layers"] = setup.checkpointing
-    if setup.activation_offload:
-        kwargs["offload"] = True
+    kwargs = checkpointing_kwargs(setup)
     save = (
         [
             Line("save_steps", 500),
@@ -314,9 +309,9 @@ def _arguments(request: ExportRequest, setup: TrainSetup) -> str:
         "TrainingArguments",
         [
             Line("output_dir", shown_path(request.output_dir)),
-            Line("per_device_train_batch_size", setup.micro_batch_seqs),
+            said(SCRIPT, setup, "micro_batch_seqs"),
             Line("per_device_eval_batch_size", setup.micro_batch_seqs, EVAL_REASON),
-            Line("gradient_accumulation_steps", setup.accumulation_steps),
+            said(SCRIPT, setup, "accumulation_steps"),
             Line("bf16", setup.autocast_dtype == "bf16", "autocast"),
             Line("fp16", setup.autocast_dtype == "fp16"),
             Line(
@@ -325,7 +320,7 @@ def _arguments(request: ExportRequest, setup: TrainSetup) -> str:
                 "fsdp_activation_checkpointing does it" if sharded else "",
             ),
             Line("activation_checkpointing_kwargs", kwargs) if setup.checkpointing and not sharded else None,
-            Line("optim", HF_OPTIMIZERS[setup.optimizer]),
+            said(SCRIPT, setup, "optimizer"),
             Line("learning_rate", hyper.learning_rate, hyper.reasons.get("learning_rate", "")),
             Line("lr_scheduler_type", hyper.lr_schedule, hyper.reasons.get("lr_schedule", "")),
             Line("warmup_steps", hyper.warmup_fraction, "below 1: a share of the steps"),
@@ -336,7 +331,7 @@ def _arguments(request: ExportRequest, setup: TrainSetup) -> str:
             *kernels_lines(setup, request.model),
             Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
             *sync_lines(setup),
-            Line("torch_compile", True) if setup.compile else None,
+            said(SCRIPT, setup, "compile") if setup.compile else None,
             Line("seed", hyper.seed),
             Line("logging_steps", request.logging_steps),
             Line("report_to", "none"),

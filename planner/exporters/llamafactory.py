@@ -6,7 +6,6 @@ from planner.choices.kernels import LIGER_LOSS
 from planner.exporters import chat, deepspeed, slurm
 from planner.exporters.common import (
     EVAL_REASON,
-    HF_OPTIMIZERS,
     NO_FUSED_LORA,
     environment,
     liger_loss_refusal,
@@ -16,7 +15,7 @@ from planner.exporters.common import (
     towered_refusal,
 )
 from planner.exporters.spread import PER_NODE, sharding_refusal, split_refusal
-from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
+from planner.exporters.text import Line, Section, header, launch_file, said, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch, LaunchFile
 from planner.kernels import flash_refusal, left_unnamed
 from planner.models.spec import ModelSpec
@@ -27,6 +26,7 @@ from planner.models.targets import (
     peft_target_modules,
 )
 from planner.setup import TARGET_SETS, TrainSetup
+from planner.tools.llamafactory import ATTENTIONS, LLAMAFACTORY
 
 TARGET = "llamafactory"
 FILE = "llamafactory/llamafactory.yaml"
@@ -39,7 +39,6 @@ LIGER_TYPES = frozenset({
 })  # fmt: skip
 """Source: LLaMA-Factory 0.9.5 `model/model_utils/liger_kernel.py`, which only warns for any other type."""
 VLLM_FA3 = "kernels-community/vllm-flash-attn3"
-ATTENTIONS = {"eager": "disabled", "sdpa": "sdpa", "flash-attention-2": "fa2"}
 
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
@@ -232,15 +231,15 @@ def _sections(request: ExportRequest) -> list[Section]:
             Line("dataset", DATASET_KEY),
             Line("template", "default", "the tokenizer has none of its own") if chat.brought_along(request) else None,
             Line("dataset_dir", f"launch/{TARGET}", "holds dataset_info.json"),
-            Line("cutoff_len", setup.seq_len_tokens, "tokens; longer samples are cut"),
-            Line("packing", setup.packing),
+            said(LLAMAFACTORY, setup, "seq_len_tokens", "tokens; longer samples are cut"),
+            said(LLAMAFACTORY, setup, "packing"),
             Line("neat_packing", True, "packed samples do not see each other") if setup.packing else None,
         ),
         section(
             "batch",
-            Line("per_device_train_batch_size", setup.micro_batch_seqs),
+            said(LLAMAFACTORY, setup, "micro_batch_seqs"),
             Line("per_device_eval_batch_size", setup.micro_batch_seqs, EVAL_REASON),
-            Line("gradient_accumulation_steps", setup.accumulation_steps),
+            said(LLAMAFACTORY, setup, "accumulation_steps"),
         ),
         section(
             "memory and speed",
@@ -249,13 +248,13 @@ def _sections(request: ExportRequest) -> list[Section]:
             Line("use_reentrant_gc", False) if setup.checkpointing else None,
             Line("use_unsloth_gc", True, "checkpoints in host memory") if setup.activation_offload else None,
             Line("enable_liger_kernel", True) if liger else None,
-            Line("torch_compile", True) if setup.compile else None,
+            said(LLAMAFACTORY, setup, "compile") if setup.compile else None,
             Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
             Line("deepspeed", f"launch/{TARGET}/{deepspeed.NAME}") if setup.parallel in deepspeed.STAGES else None,
         ),
         section(
             "optimization",
-            Line("optim", HF_OPTIMIZERS[setup.optimizer]),
+            said(LLAMAFACTORY, setup, "optimizer"),
             Line("learning_rate", hyper.learning_rate, reasons.get("learning_rate", "")),
             Line("lr_scheduler_type", hyper.lr_schedule, reasons.get("lr_schedule", "")),
             Line("warmup_ratio", hyper.warmup_fraction, reasons.get("warmup_fraction", "")),
@@ -309,9 +308,9 @@ def _method(request: ExportRequest) -> list[Line]:
         ]
     return [
         Line("finetuning_type", "lora"),
-        Line("lora_rank", setup.lora_rank),
+        said(LLAMAFACTORY, setup, "lora_rank"),
         Line("lora_alpha", hyper.lora_alpha, hyper.reasons.get("lora_alpha", "")),
-        Line("lora_dropout", setup.lora_dropout),
+        said(LLAMAFACTORY, setup, "lora_dropout"),
         Line("lora_target", ",".join(_targets(setup, request.model))),
         *(Line(name, value) for name, value in (setup.kind.llamafactory or {}).items()),
     ]

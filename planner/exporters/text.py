@@ -13,6 +13,7 @@ import yaml
 from planner import __version__
 from planner.exporters.types import Difference, ExportRequest, LaunchFile
 from planner.setup import TrainSetup
+from planner.tools import Tool
 from planner.units import gib
 
 _WIDTH = 100
@@ -35,6 +36,11 @@ class Section:
 
     title: str
     lines: tuple[Line, ...]
+
+
+def said(tool: Tool, setup: TrainSetup, of: str, comment: str = "") -> Line:
+    """The setting that says a field of the setup, by the tool's table."""
+    return Line(*tool.setting(setup, of), comment)
 
 
 def section(title: str, *lines: Line | None) -> Section:

@@ -5,8 +5,6 @@ from importlib.resources import files as files_text
 from planner.exporters import accelerate, chat, deepspeed, slurm
 from planner.exporters.common import (
     EVAL_REASON,
-    HF_DTYPES,
-    HF_OPTIMIZERS,
     NO_FUSED_LORA,
     adapter_dtype_difference,
     attention_line,
@@ -25,11 +23,13 @@ from planner.exporters.spread import (
     sync_lines,
     tensor_refusal,
 )
-from planner.exporters.text import Line, Section, header, launch_file, section, shown_path, yaml_text
+from planner.exporters.text import Line, Section, header, launch_file, said, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, stored_method
 from planner.setup import TrainSetup
+from planner.tools.transformers import DTYPES, checkpointing_kwargs
+from planner.tools.trl import TRL
 
 TARGET = "trl"
 VALIDATED_WITH = {
@@ -205,7 +205,7 @@ def export(request: ExportRequest) -> Launch:
 def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
     setup, hyper = request.setup, request.hyper
     reasons = hyper.reasons
-    dtype = HF_DTYPES[setup.weight_dtype]
+    dtype = DTYPES[setup.weight_dtype]
     env = environment(request.gpu)
     return [
         section("environment, set before the training process starts", Line("env", env) if env else None),
@@ -224,9 +224,9 @@ def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
         section(
             "batch",
             *_lengths(setup),
-            Line("per_device_train_batch_size", setup.micro_batch_seqs),
+            said(TRL, setup, "micro_batch_seqs"),
             Line("per_device_eval_batch_size", setup.micro_batch_seqs, EVAL_REASON),
-            Line("gradient_accumulation_steps", setup.accumulation_steps),
+            said(TRL, setup, "accumulation_steps"),
         ),
         section(
             "memory and speed",
@@ -236,14 +236,14 @@ def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
             if setup.aim.supervised
             else None,
             *kernels_lines(setup.trusted_with(loss="chunked"), request.model),
-            Line("torch_compile", True) if setup.compile else None,
+            said(TRL, setup, "compile") if setup.compile else None,
             Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
             *sync_lines(setup),
         ),
         *_objective(setup),
         section(
             "optimization",
-            Line("optim", HF_OPTIMIZERS[setup.optimizer]),
+            said(TRL, setup, "optimizer"),
             Line("learning_rate", hyper.learning_rate, reasons.get("learning_rate", "")),
             Line("lr_scheduler_type", hyper.lr_schedule, reasons.get("lr_schedule", "")),
             Line("warmup_steps", hyper.warmup_fraction, f"below 1: {reasons.get('warmup_fraction', 'a share')}"),
@@ -260,12 +260,12 @@ def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
 def _lengths(setup: TrainSetup) -> list[Line | None]:
     if setup.aim.supervised:
         return [
-            Line("max_length", setup.seq_len_tokens, "tokens; longer samples are cut"),
-            Line("packing", setup.packing),
+            said(TRL, setup, "seq_len_tokens", "tokens; longer samples are cut"),
+            said(TRL, setup, "packing"),
             Line("packing_strategy", "bfd") if setup.packing else None,
         ]
     each = f"tokens of each half of a {setup.aim.sample}" if setup.aim.seqs_per_sample > 1 else "tokens"
-    return [Line("max_length", setup.seq_len_tokens, f"{each}, prompt included")]
+    return [said(TRL, setup, "seq_len_tokens", f"{each}, prompt included")]
 
 
 def _objective(setup: TrainSetup) -> list[Section]:
@@ -302,14 +302,14 @@ def _quantization(setup: TrainSetup) -> list[Line]:
             Line("use_bnb_nested_quant", double, "double quantization"),
         ]
         if setup.parallel in ("fsdp2", "zero3"):
-            lines.append(Line("bnb_4bit_quant_storage", HF_DTYPES[setup.weight_dtype], "shardable like the rest"))
+            lines.append(Line("bnb_4bit_quant_storage", DTYPES[setup.weight_dtype], "shardable like the rest"))
     elif setup.quantized:
         kwargs["quantization_config"] = {
             "quant_method": "bitsandbytes",
             "load_in_4bit": True,
             "bnb_4bit_quant_type": "nf4",
             "bnb_4bit_use_double_quant": double,
-            "bnb_4bit_compute_dtype": HF_DTYPES[setup.compute_dtype],
+            "bnb_4bit_compute_dtype": DTYPES[setup.compute_dtype],
         }
     if setup.tensor_degree > 1:
         kwargs["distributed_config"] = distributed_config(setup)
@@ -328,9 +328,9 @@ def _method(request: ExportRequest) -> list[Line]:
     targets = target_modules(setup, request.model)
     return [
         Line("use_peft", True),
-        Line("lora_r", setup.lora_rank),
+        said(TRL, setup, "lora_rank"),
         Line("lora_alpha", hyper.lora_alpha, hyper.reasons.get("lora_alpha", "")),
-        Line("lora_dropout", setup.lora_dropout),
+        said(TRL, setup, "lora_dropout"),
         Line("lora_target_modules", [targets] if isinstance(targets, str) else targets),
         *(Line(name, value) for name, value in (setup.kind.trl or {}).items()),
         *([Line("lora_task_type", "SEQ_CLS", "trains the score beside the adapters")] * (setup.aim.head == "score")),
@@ -380,15 +380,10 @@ def checkpointing_lines(setup: TrainSetup) -> list[Line]:
         return [Line("activation_checkpointing", False, "fsdp_activation_checkpointing does it")]
     if setup.checkpointing == 0:
         return [Line("activation_checkpointing", False)]
-    kwargs: dict[str, object] = {"use_reentrant": False}
-    comment = "every layer"
-    if setup.checkpointing > 1:
-        kwargs["every_n_layers"] = setup.checkpointing
-        comment = f"every {setup.checkpointing} layers"
-    if setup.activation_offload:
-        kwargs["offload"] = True
-        comment += ", inputs in host memory"
-    return [Line("activation_checkpointing", True, comment), Line("activation_checkpointing_kwargs", kwargs)]
+    comment = f"every {setup.checkpointing} layers" if setup.checkpointing > 1 else "every layer"
+    comment += ", inputs in host memory" * setup.activation_offload
+    kwargs = Line("activation_checkpointing_kwargs", checkpointing_kwargs(setup))
+    return [Line("activation_checkpointing", True, comment), kwargs]
 
 
 def output_lines(request: ExportRequest) -> list[Line]:

@@ -3,7 +3,6 @@
 from planner.exporters import chat
 from planner.exporters.common import (
     EVAL_REASON,
-    HF_OPTIMIZERS,
     USUAL_ATTENTION_MODULES,
     USUAL_LINEAR_MODULES,
     environment,
@@ -11,12 +10,13 @@ from planner.exporters.common import (
     towered_refusal,
 )
 from planner.exporters.python_text import Code, call, constant
-from planner.exporters.text import Line, comments, header, launch_file, shown_path
+from planner.exporters.text import Line, comments, header, launch_file, said, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, stored_method
 from planner.models.targets import adapts_expert_stacks, peft_target_modules, same_targets, target_pattern
 from planner.setup import TrainSetup
+from planner.tools.unsloth import SCRIPT
 
 TARGET = "unsloth"
 FILE = "unsloth/train_unsloth.py"
@@ -215,13 +215,13 @@ def _config(request: ExportRequest) -> str:
             Line("output_dir", shown_path(request.output_dir)),
             Line("max_length", setup.seq_len_tokens),
             Line("packing", setup.packing),
-            Line("per_device_train_batch_size", setup.micro_batch_seqs),
+            said(SCRIPT, setup, "micro_batch_seqs"),
             Line("per_device_eval_batch_size", setup.micro_batch_seqs, EVAL_REASON),
-            Line("gradient_accumulation_steps", setup.accumulation_steps),
+            said(SCRIPT, setup, "accumulation_steps"),
             Line("gradient_checkpointing", setup.checkpointing > 0),
             Line("bf16", setup.autocast_dtype == "bf16"),
             Line("fp16", setup.autocast_dtype == "fp16"),
-            Line("optim", HF_OPTIMIZERS[setup.optimizer]),
+            said(SCRIPT, setup, "optimizer"),
             Line("learning_rate", hyper.learning_rate, hyper.reasons.get("learning_rate", "")),
             Line("lr_scheduler_type", hyper.lr_schedule, hyper.reasons.get("lr_schedule", "")),
             Line("warmup_steps", hyper.warmup_fraction, "below 1: a share of the steps"),

@@ -7,9 +7,11 @@ from planner.errors import ConfigError, NotPlanned
 from planner.kernels import default_attention, has_expert_stacks
 from planner.models.spec import ModelSpec
 from planner.readers import common, schema
+from planner.readers.fields import adapter_kind, said
 from planner.readers.sharding import Sharding, Spread, fsdp, hybrid, parallel_of, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
+from planner.tools.axolotl import AXOLOTL
 
 FORMAT = "axolotl"
 ADAPTERS = ("lora", "qlora")
@@ -45,26 +47,12 @@ def read(
         ConfigError: an unknown key, a wrong value, another kind of training than supervised fine-tuning.
     """
     settings = Settings(values, name)
-    settings.note_unknown(schema.known(FORMAT), FORMAT)
+    settings.note_unknown(schema.known(FORMAT), AXOLOTL)
     _refuse_other_training(settings)
     sharding = sharding or Sharding()
-    keys = {
-        "micro_batch_seqs": "micro_batch_size",
-        "accumulation_steps": "gradient_accumulation_steps",
-        "seq_len_tokens": "sequence_len",
-        "optimizer": "optimizer",
-        "packing": "sample_packing",
-        "checkpointing": "gradient_checkpointing",
-        "attention": "attn_implementation",
-        "lora_rank": "lora_r",
-        "precision": "bf16",
-    }
-    micro = settings.integer("micro_batch_size", 1, at_least=1)
-    fields: dict[str, Any] = {
-        "micro_batch_seqs": micro,
-        "accumulation_steps": _accumulation(settings, micro),
-        "seq_len_tokens": settings.integer("sequence_len", 512, at_least=1),
-        "packing": settings.flag("sample_packing", False),
+    fields = said(settings, AXOLOTL, "micro_batch_seqs", "seq_len_tokens", "packing")
+    fields |= {
+        "accumulation_steps": _accumulation(settings, fields["micro_batch_seqs"]),
         "optimizer": common.optimizer(settings, "optimizer", "adamw_torch_fused"),
         "compile": settings.raw("torch_compile") is True,
         "attention": _attention(settings, model),
@@ -76,9 +64,6 @@ def read(
             settings.approximate("Liger's DPO loss holds no logits: counted as if all were there")
         if settings.raw("precompute_ref_log_probs"):
             settings.approximate("reference log-probabilities are computed beforehand: counted as if in every step")
-    for key, default in (("micro_batch_size", 1), ("sequence_len", 512)):
-        if not settings.has(key):
-            settings.assume(f"{key} absent: {default}, Axolotl's default")
     fields |= _method(settings, model)
     if settings.raw("rl"):
         fields |= {"lora_dropout": 0.0} if fields["method"] != "full" else {}
@@ -94,9 +79,7 @@ def read(
         fields |= {"num_gpus": sharding.num_gpus, "parallel": "device-map"}
     else:
         fields |= parallel_of(settings, _parallel(settings, sharding), sharding.num_gpus)
-    kind = common.start_kind(settings.raw("peft_init_lora_weights"))
-    kind = "dora" if settings.raw("peft_use_dora") else "rslora" if settings.raw("peft_use_rslora") else kind
-    fields = common.adapter(settings, fields, kind, model)
+    fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT), model)
     for key, sentence in NOT_COUNTED.items():
         if settings.raw(key):
             settings.approximate(sentence)
@@ -113,7 +96,6 @@ def read(
         assumptions=tuple(settings.assumptions),
         approximations=tuple(settings.approximations),
         dataset=_dataset(settings),
-        keys=keys,
         values=values,
     )
 
@@ -136,12 +118,10 @@ def _refuse_other_training(settings: Settings) -> None:
 
 
 def _accumulation(settings: Settings, micro: int) -> int:
-    if settings.has("gradient_accumulation_steps"):
-        return settings.integer("gradient_accumulation_steps", 1, at_least=1)
-    if settings.has("batch_size"):
+    if not settings.has("gradient_accumulation_steps") and settings.has("batch_size"):
         return max(1, settings.integer("batch_size", micro, at_least=1) // micro)
-    settings.assume("gradient_accumulation_steps absent: 1, Axolotl's default")
-    return 1
+    steps: int = said(settings, AXOLOTL, "accumulation_steps")["accumulation_steps"]
+    return steps
 
 
 def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:
@@ -173,8 +153,7 @@ def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:
     return {
         "method": "qlora" if quantization != "none" else "lora",
         "quantization": quantization,
-        "lora_rank": settings.integer("lora_r", 8, at_least=1),
-        "lora_dropout": settings.real("lora_dropout", 0.0),
+        **said(settings, AXOLOTL, "lora_rank", "lora_dropout"),
         "lora_targets": common.targets(names, model, settings),
         "quantize_experts": _quantizes_experts(settings, quantization, model),
         "modules_to_save": common.modules_to_save(settings, "lora_modules_to_save"),

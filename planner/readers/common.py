@@ -173,11 +173,6 @@ def adapter(settings: Settings, fields: dict[str, Any], kind: str, model: ModelS
     return found
 
 
-def start_kind(word: object) -> str:
-    """The kind of adapter that `init_lora_weights` asks for: PiSSA, or LoRA's own start."""
-    return "pissa" if isinstance(word, str) and word.startswith("pissa") else "lora"
-
-
 def build(settings: Settings, fields: dict[str, Any]) -> TrainSetup:
     """A validated setup; an impossible combination is the file's mistake.
 

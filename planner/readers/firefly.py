@@ -5,9 +5,11 @@ from typing import Any
 from planner.errors import NotPlanned
 from planner.models.spec import ModelSpec
 from planner.readers import common, hf
+from planner.readers.fields import said
 from planner.readers.sharding import Sharding, parallel_of, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
+from planner.tools.others import FIREFLY
 
 FORMAT = "firefly"
 MODES = {"full": "full", "lora": "lora", "qlora": "qlora"}
@@ -31,23 +33,20 @@ def read(
     mode = settings.text("train_mode", "qlora")
     if mode not in MODES:
         raise settings.error("train_mode", f"one of {', '.join(MODES)}", mode)
-    keys: dict[str, str] = {}
     autocast = hf.autocast(settings, bf16_default=False)
     weights = "fp16" if autocast == "fp16" else "bf16"
     fields: dict[str, Any] = {
-        **hf.batch(settings, keys),
+        **said(settings, FIREFLY, "micro_batch_seqs", "accumulation_steps", "seq_len_tokens"),
         "method": mode,
         "quantization": "nf4-double" if mode == "qlora" else "none",
         "kbit_fp32_cast": mode == "qlora",
         "precision": common.precision(settings, weights if mode != "full" else "fp32", autocast, mode),
-        "lora_rank": settings.integer("lora_rank", 64, at_least=1) if mode != "full" else 0,
-        "lora_dropout": settings.real("lora_dropout", 0.05) if mode != "full" else 0.0,
+        **(said(settings, FIREFLY, "lora_rank", "lora_dropout") if mode != "full" else {"lora_rank": 0}),
         "adapter_dtype": "fp32" if mode == "qlora" else "auto",
         "optimizer": common.optimizer(settings, "optim", "adamw_torch_fused"),
         "attention": "sdpa",
-        "checkpointing": hf.checkpointing(settings, False, keys),
+        "checkpointing": hf.checkpointing(settings, False),
         "loss": "full",
-        "seq_len_tokens": settings.integer("max_seq_length", 512, at_least=1),
         "packing": task == "pretrain",
     }
     spread = zero_stage(settings, settings.raw("deepspeed"), sharding) if settings.has("deepspeed") else {}
@@ -59,6 +58,5 @@ def read(
         setup=common.build(settings, fields),
         assumptions=tuple(settings.assumptions),
         approximations=tuple(settings.approximations),
-        keys=keys,
         values=values,
     )

@@ -1,16 +1,13 @@
 """Settings that every tool on top of transformers' TrainingArguments writes in the same words."""
 
-from typing import Any
-
 from planner.models.spec import ModelSpec
 from planner.readers import common
 from planner.readers.values import Settings
 
 
-def checkpointing(settings: Settings, default: bool, keys: dict[str, str]) -> int:
+def checkpointing(settings: Settings, default: bool) -> int:
     """0, 1 or n, by the current names or the deprecated ones."""
     key = settings.first("activation_checkpointing", "gradient_checkpointing")
-    keys["checkpointing"] = key
     if not settings.has(key):
         settings.assume(f"{key} absent: {'on' if default else 'off'}, the tool's default")
     if not settings.flag(key, default):
@@ -36,19 +33,6 @@ def autocast(settings: Settings, bf16_default: bool) -> str | None:
     if settings.flag("bf16", bf16_default and not fp16):
         return "bf16"
     return "fp16" if fp16 else None
-
-
-def batch(settings: Settings, keys: dict[str, str]) -> dict[str, Any]:
-    """Micro-batch and accumulation."""
-    keys["micro_batch_seqs"] = "per_device_train_batch_size"
-    keys["accumulation_steps"] = "gradient_accumulation_steps"
-    for key, default in (("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1)):
-        if not settings.has(key):
-            settings.assume(f"{key} absent: {default}, the tool's default")
-    return {
-        "micro_batch_seqs": settings.integer("per_device_train_batch_size", 8, at_least=1),
-        "accumulation_steps": settings.integer("gradient_accumulation_steps", 1, at_least=1),
-    }
 
 
 def weight_dtype(settings: Settings, key: str, default: str, model: ModelSpec | None) -> str:

@@ -8,6 +8,8 @@ from planner.readers.sharding import Sharding, Spread, fsdp, hybrid, parallel_of
 from planner.readers.types import Missing, ReadConfig
 from planner.readers.values import Settings
 from planner.setup import SPREAD_FIELDS, TrainSetup
+from planner.tools.deepspeed import DEEPSPEED
+from planner.tools.others import ACCELERATE
 
 OLD_ACCELERATE = (
     "dynamo_backend", "deepspeed_plugin", "megatron_lm_plugin", "tpu_name", "tpu_zone", "command_file", "commands",
@@ -38,7 +40,7 @@ def read_accelerate(
     missing = _not_in_the_file(name) if base is None else {}
     base = base or TrainSetup()
     settings = Settings(values, name)
-    settings.note_unknown({*schema.known("accelerate"), *OLD_ACCELERATE}, "accelerate")
+    settings.note_unknown({*schema.known("accelerate"), *OLD_ACCELERATE}, ACCELERATE)
     kind = settings.text("distributed_type", "NO").upper()
     if kind not in (*PLANNED_TYPES, *OTHER_TYPES):
         raise settings.error("distributed_type", f"one of {', '.join(PLANNED_TYPES)}", kind)
@@ -132,7 +134,7 @@ def read_deepspeed(values: dict[str, Any], name: str, base: TrainSetup | None, n
     missing = _not_in_the_file(name) if base is None else {}
     base = base or TrainSetup()
     settings = Settings(values, name)
-    settings.note_unknown(DEEPSPEED_KEYS, "deepspeed")
+    settings.note_unknown(DEEPSPEED_KEYS, DEEPSPEED)
     changes: dict[str, Any] = {}
     for key, field in (
         ("train_micro_batch_size_per_gpu", "micro_batch_seqs"),
@@ -156,7 +158,6 @@ def read_deepspeed(values: dict[str, Any], name: str, base: TrainSetup | None, n
         missing=_without(missing, changes),
         assumptions=tuple(settings.assumptions),
         approximations=tuple(settings.approximations),
-        keys={"micro_batch_seqs": "train_micro_batch_size_per_gpu"},
         values=values,
     )
 

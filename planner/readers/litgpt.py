@@ -5,9 +5,11 @@ from typing import Any
 from planner.errors import NotPlanned
 from planner.models.spec import ModelSpec
 from planner.readers import common
+from planner.readers.fields import said
 from planner.readers.sharding import Sharding, parallel_of
 from planner.readers.types import Missing, ReadConfig
 from planner.readers.values import Settings
+from planner.tools.others import LITGPT
 
 FORMAT = "litgpt"
 PRECISIONS = {"bf16-true": "bf16-pure", "16-true": "bf16-pure", "bf16-mixed": "bf16-mixed", "16-mixed": "fp16-mixed",
@@ -42,7 +44,7 @@ def read(
     if word not in PRECISIONS:
         raise NotPlanned(f"{name}: precision {word} is not planned", hint=f"{', '.join(PRECISIONS)} are")
     devices = settings.integer("devices", sharding.num_gpus if sharding is not None else 1, at_least=1)
-    micro = train.integer("micro_batch_size", 1, at_least=1)
+    micro: int = said(train, LITGPT, "micro_batch_seqs")["micro_batch_seqs"]
     per_step = train.integer("global_batch_size", 16, at_least=1)
     missing = []
     if not train.has("max_seq_length"):
@@ -54,7 +56,7 @@ def read(
         "method": "full" if not adapted else "lora" if quantization == "none" else "qlora",
         "quantization": QUANTIZATIONS[quantization] if quantization != "none" and adapted else "none",
         "precision": PRECISIONS[word],
-        "lora_rank": settings.integer("lora_r", 8, at_least=1) if adapted else 0,
+        **(said(settings, LITGPT, "lora_rank", "lora_dropout") if adapted else {"lora_rank": 0}),
         "micro_batch_seqs": micro,
         "accumulation_steps": max(1, per_step // (devices * micro)),
         "seq_len_tokens": train.integer("max_seq_length", 2048, at_least=1),
@@ -68,7 +70,6 @@ def read(
         if settings.flag("lora_mlp", False):
             targets += ["gate_proj", "up_proj", "down_proj"]
         fields["lora_targets"] = common.targets(tuple(targets), model, settings)
-        fields["lora_dropout"] = settings.real("lora_dropout", 0.05)
     fields |= parallel_of(settings, {"parallel": "fsdp2"} if devices > 1 else {}, devices)
     folder = settings.optional_text("checkpoint_dir")
     return ReadConfig(

@@ -6,21 +6,17 @@ from planner.errors import NotATraining, NotPlanned
 from planner.kernels import default_attention
 from planner.models.spec import ModelSpec
 from planner.readers import common, hf, schema
+from planner.readers.fields import adapter_kind, said
 from planner.readers.sharding import Sharding, Spread, fsdp, parallel_of, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
+from planner.tools.llamafactory import ATTENTIONS, LLAMAFACTORY
 
 FORMAT = "llamafactory"
 STAGES = ("sft", "pt", "dpo")
 PREFERENCES = {**dict.fromkeys(("sigmoid", "hinge", "ipo", "kto_pair"), "dpo"), "orpo": "orpo"}
 """Values of `pref_loss` at stage dpo -> the objective whose step it is."""
-ATTENTIONS = {
-    "auto": "sdpa",
-    "disabled": "eager",
-    "sdpa": "sdpa",
-    "fa2": "flash-attention-2",
-    "fa3": "flash-attention-2",
-}
+READ_ATTENTIONS = {word: kind for kind, word in ATTENTIONS.items()} | {"auto": "sdpa", "fa3": "flash-attention-2"}
 NOT_COUNTED = {
     "use_galore": "GaLore's projected optimizer states are counted as AdamW's",
     "use_apollo": "APOLLO's projected optimizer states are counted as AdamW's",
@@ -46,7 +42,7 @@ def read(
         ConfigError: an unknown key, a wrong value, not a training config, another stage than sft or pt.
     """
     settings = Settings(values, name)
-    settings.note_unknown({*schema.known(FORMAT), *schema.LEGACY_HF}, FORMAT)
+    settings.note_unknown({*schema.known(FORMAT), *schema.LEGACY_HF}, LLAMAFACTORY)
     sharding = sharding or Sharding()
     stage = settings.text("stage", "sft")
     if not settings.flag("do_train", False):
@@ -56,38 +52,23 @@ def read(
         raise NotPlanned(
             f"{name}: stage {stage} (preference or reward training) is not planned", hint="stages sft, pt and dpo are"
         )
-    keys = {
-        "optimizer": "optim",
-        "seq_len_tokens": "cutoff_len",
-        "packing": "packing",
-        "attention": "flash_attn",
-        "lora_rank": "lora_rank",
-        "checkpointing": "disable_gradient_checkpointing",
-        "precision": "bf16",
-        "loss": "enable_liger_kernel",
-    }
-    fields: dict[str, Any] = hf.batch(settings, keys)
+    fields = said(settings, LLAMAFACTORY, "micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "compile")
     fields |= _method(settings, model)
     fields["objective"] = aim
     fields["precision"] = _precision(settings, fields["method"])
+    # under packing samples fill one token less, and padding brings the row back to cutoff_len
     packing = settings.flag("packing", stage == "pt") or settings.flag("neat_packing", False)
-    if not settings.has("cutoff_len"):
-        settings.assume("cutoff_len absent: 2048 tokens, LLaMA-Factory's default")
-    cutoff = settings.integer("cutoff_len", 2048, at_least=2)
     word = settings.text("flash_attn", "auto")
-    if word not in ATTENTIONS:
-        raise settings.error("flash_attn", f"one of {', '.join(ATTENTIONS)}", word)
+    if word not in READ_ATTENTIONS:
+        raise settings.error("flash_attn", f"one of {', '.join(READ_ATTENTIONS)}", word)
     off = settings.flag("disable_gradient_checkpointing", False)
     fields |= {
         "packing": packing,
-        # under packing samples fill one token less, and padding brings the row back to cutoff_len
-        "seq_len_tokens": cutoff,
-        "attention": default_attention(model) if word == "auto" else ATTENTIONS[word],
+        "attention": default_attention(model) if word == "auto" else READ_ATTENTIONS[word],
         "checkpointing": 0 if off else 1,
         "activation_offload": not off and settings.flag("use_unsloth_gc", False),
         **common.liger(settings, settings.flag("enable_liger_kernel", False), "full", model),
         "optimizer": common.optimizer(settings, "optim", "adamw_torch_fused"),
-        "compile": settings.flag("torch_compile", False),
     }
     if stage == "dpo":
         if settings.flag("enable_liger_kernel", False):
@@ -103,7 +84,7 @@ def read(
         inner = settings.raw("fsdp_config", {})
         spread = fsdp(settings, inner if isinstance(inner, dict) else {})
     fields |= parallel_of(settings, spread, sharding.num_gpus)
-    fields = common.adapter(settings, fields, _adapter_kind(settings), model)
+    fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT), model)
     for key, sentence in NOT_COUNTED.items():
         if settings.raw(key):
             settings.approximate(sentence)
@@ -117,17 +98,8 @@ def read(
         assumptions=tuple(settings.assumptions),
         approximations=tuple(settings.approximations),
         dataset=_dataset(settings),
-        keys=keys,
         values=values,
     )
-
-
-def _adapter_kind(settings: Settings) -> str:
-    """The kind of adapter that the switches ask for."""
-    if settings.text("finetuning_type", "lora") == "oft":
-        return "oft"
-    switches = {"use_dora": "dora", "use_rslora": "rslora", "pissa_init": "pissa"}
-    return next((kind for key, kind in switches.items() if settings.flag(key, False)), "lora")
 
 
 def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:
@@ -159,8 +131,7 @@ def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:
     return {
         "method": "lora" if quantization == "none" else "qlora",
         "quantization": quantization,
-        "lora_rank": settings.integer("lora_rank", 8, at_least=1),
-        "lora_dropout": settings.real("lora_dropout", 0.0),
+        **said(settings, LLAMAFACTORY, "lora_rank", "lora_dropout"),
         "lora_targets": common.targets(names, model, settings),
         "modules_to_save": common.modules_to_save(settings, "additional_target"),
         "adapter_dtype": "fp32",

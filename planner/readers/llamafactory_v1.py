@@ -4,9 +4,11 @@ from typing import Any
 
 from planner.models.spec import ModelSpec
 from planner.readers import common
+from planner.readers.fields import said
 from planner.readers.sharding import Sharding, Spread, parallel_of, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
+from planner.tools.llamafactory import V1
 
 FORMAT = "llamafactory-v1"
 KNOWN = (
@@ -29,14 +31,13 @@ def read(
         ConfigError: an unknown key, a wrong value, not a training.
     """
     settings = Settings(values, name)
-    settings.note_unknown(KNOWN, FORMAT)
+    settings.note_unknown(KNOWN, V1)
     sharding = sharding or Sharding()
     peft = Settings(settings.mapping("peft_config"), f"{name}: peft_config")
     quant = Settings(settings.mapping("quant_config"), f"{name}: quant_config")
     dist = Settings(settings.mapping("dist_config"), f"{name}: dist_config")
     fields: dict[str, Any] = {
-        "micro_batch_seqs": settings.integer("micro_batch_size", 1, at_least=1),
-        "seq_len_tokens": settings.integer("cutoff_len", 2048, at_least=1),
+        **said(settings, V1, "micro_batch_seqs", "seq_len_tokens"),
         "checkpointing": int(settings.flag("enable_activation_checkpointing", True)),
         "precision": "bf16-autocast",
         "packing": "padding_free" in settings.text("batching_strategy", "normal"),
@@ -49,7 +50,7 @@ def read(
         fields |= {
             "method": "lora" if quantization == "none" else "qlora",
             "quantization": quantization,
-            "lora_rank": peft.integer("r", 8, at_least=1),
+            **said(peft, V1, "lora_rank"),
             "lora_dropout": peft.real("lora_dropout", 0.0),
             "lora_targets": common.targets(peft.names("target_modules") or ("all",), model, peft),
         }
@@ -87,6 +88,5 @@ def read(
         assumptions=(*settings.assumptions, *dist.assumptions, *peft.assumptions),
         approximations=(*settings.approximations, *dist.approximations),
         dataset=settings.raw("train_dataset") if isinstance(settings.raw("train_dataset"), str) else None,
-        keys={"micro_batch_seqs": "micro_batch_size", "seq_len_tokens": "cutoff_len"},
         values=values,
     )

@@ -1,7 +1,8 @@
 """Files from strangers into plain values: bounded in size, depth and expansion; no tags, no links, no execution."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -14,6 +15,8 @@ MAX_FILE_BYTES = 128 * 1024
 
 MAX_NODES = 20_000
 MAX_DEPTH = 40
+MAX_BLOCKS = 3
+"""Blocks inside blocks in which a setting's line is noted."""
 MAX_BRACKETS = 200
 """Open brackets at a time, those inside comments and quotes counted too."""
 FLAT = "a launch config is a flat list of settings with a few blocks"
@@ -25,6 +28,7 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self.duplicates: list[str] = []
+        self.lines: dict[str, int] = {}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -45,8 +49,16 @@ def read_bounded(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> str:
     return read_text(path, max_bytes=max_bytes, follow=False, hint="give the path of a config file, saved as UTF-8")
 
 
-def parse_yaml(text: str, name: str) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """A YAML mapping as plain values, and the keys written twice.
+class Parsed(NamedTuple):
+    """A file's settings: plain values, the keys that it writes twice, and the line of each (dotted) key."""
+
+    values: dict[str, Any]
+    duplicates: tuple[str, ...]
+    lines: dict[str, int]
+
+
+def parse_yaml(text: str, name: str) -> Parsed:
+    """A YAML mapping as plain values.
 
     Raises:
         ConfigError: not YAML, a tag that would build an object, a bomb, or not a mapping.
@@ -58,6 +70,7 @@ def parse_yaml(text: str, name: str) -> tuple[dict[str, Any], tuple[str, ...]]:
             node = loader.get_single_node()
             if node is not None:
                 _count_nodes(node, name)  # before anything is built: merge keys copy what they merge
+                loader.lines = dict(_lines(node))
             value = loader.construct_document(node) if node is not None else None
         finally:
             loader.dispose()
@@ -68,7 +81,17 @@ def parse_yaml(text: str, name: str) -> tuple[dict[str, Any], tuple[str, ...]]:
         raise ConfigError(f"{name}{where} is not valid YAML: {problem}", hint="correct that line") from error
     except (RecursionError, ValueError, TypeError, OverflowError, AttributeError, LookupError) as error:
         raise ConfigError(f"{name} is not a YAML file that can be read: {reason(error)}", hint=FLAT) from error
-    return _mapping(value, name), tuple(dict.fromkeys(loader.duplicates))
+    return Parsed(_mapping(value, name), tuple(dict.fromkeys(loader.duplicates)), loader.lines)
+
+
+def _lines(node: yaml.Node, above: str = "") -> Iterator[tuple[str, int]]:
+    """(dotted key, line) of every setting that stands below blocks."""
+    if not isinstance(node, yaml.MappingNode) or above.count(".") > MAX_BLOCKS:
+        return
+    for key, value in node.value:
+        if isinstance(key, yaml.ScalarNode):
+            yield f"{above}{key.value}", key.start_mark.line + 1
+            yield from _lines(value, f"{above}{key.value}.")
 
 
 def parse_json(text: str, name: str) -> dict[str, Any]:

@@ -6,9 +6,11 @@ from typing import Any
 from planner.errors import NotPlanned
 from planner.models.spec import ModelSpec
 from planner.readers import common, hf
+from planner.readers.fields import adapter_kind, said
 from planner.readers.sharding import Sharding, parallel_of
 from planner.readers.types import Missing, ReadConfig
 from planner.readers.values import Settings
+from planner.tools.others import NEMO
 
 FORMAT = "nemo-automodel"
 OPTIMIZERS = {
@@ -55,8 +57,8 @@ def read(
     recipe = str(values.get("recipe", "")) + inner.text("_target_", "")
     other = next((word for word in OTHERS if word in recipe), "teacher_model" if "teacher_model" in values else "")
     if other or not inner.has("_target_") or "step_scheduler" not in values:
-        said = other or values.get("recipe") or "without model and step_scheduler"
-        raise NotPlanned(f"{name}: a recipe of AutoModel ({said}) that is not planned", hint="next-token training is")
+        kind = other or values.get("recipe") or "without model and step_scheduler"
+        raise NotPlanned(f"{name}: a recipe of AutoModel ({kind}) that is not planned", hint="next-token training is")
     num_gpus = sharding.num_gpus if sharding is not None else 1
     where = Settings(inner.mapping("config") if isinstance(inner.raw("config"), dict) else {}, f"{name}: model.config")
     named = inner.raw("pretrained_model_name_or_path") or where.raw("pretrained_model_name_or_path")
@@ -67,7 +69,7 @@ def read(
     quantization = "none" if not adapted or not (four or eight) else "int8" if eight else "nf4"
     quantization += "-double" if quantization == "nf4" and double else ""
     steps = parts["step_scheduler"]
-    local = steps.integer("local_batch_size", 1, at_least=1)
+    local: int = said(steps, NEMO, "micro_batch_seqs")["micro_batch_seqs"]
     spread, copies = _spread(parts["distributed"], num_gpus)
     weights = hf.weight_dtype(inner, inner.first("dtype", "torch_dtype"), "auto", model)
     used = parts["optimizer"].text("_target_", "torch.optim.AdamW")
@@ -86,7 +88,7 @@ def read(
         "method": "full" if not adapted else "qlora" if quantization != "none" else "lora",
         "quantization": quantization,
         "precision": common.precision(top, weights, None, "lora" if adapted else "full"),
-        "lora_rank": peft.integer("dim", 8, at_least=1) if adapted else 0,
+        **(said(peft, NEMO, "lora_rank", "lora_dropout") if adapted else {"lora_rank": 0}),
         "micro_batch_seqs": local,
         "accumulation_steps": max(1, steps.integer("global_batch_size", 32, at_least=1) // (local * copies)),
         "seq_len_tokens": packed or parts["dataset"].integer(length, 2048, at_least=1),
@@ -99,14 +101,10 @@ def read(
     }
     if adapted:
         fields["lora_targets"] = _targets(peft, model)
-        fields["lora_dropout"] = peft.real("dropout", 0.0)
         fields["adapter_dtype"] = weights
-    for block, key, sentence in (
-        (peft, "use_dora", "DoRA's magnitude vectors and norms are not counted"),
-        (parts["fp8"], "enabled", "fp8 matrix multiplications are counted as bf16"),
-    ):
-        if block.flag(key, False):
-            top.approximate(sentence)
+        fields = common.adapter(top, fields, adapter_kind(peft, FORMAT), model)
+    if parts["fp8"].flag("enabled", False):
+        top.approximate("fp8 matrix multiplications are counted as bf16")
     if inner.flag("use_liger_kernel", True):
         top.approximate("AutoModel puts Liger's kernels into the model: counted as transformers' own")
     if inner.has("backend"):
@@ -121,11 +119,6 @@ def read(
         missing=tuple(missing),
         assumptions=tuple(one for part in every for one in part.assumptions),
         approximations=tuple(one for part in every for one in part.approximations),
-        keys={
-            "micro_batch_seqs": "step_scheduler.local_batch_size",
-            "checkpointing": "distributed.activation_checkpointing",
-            "lora_rank": "peft.dim",
-        },
         values=values,
     )
 

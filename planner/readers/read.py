@@ -10,6 +10,7 @@ from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.readers import (
     axolotl,
+    fields,
     firefly,
     launchers,
     litgpt,
@@ -26,12 +27,13 @@ from planner.readers import (
     trl,
     unsloth,
 )
-from planner.readers.loading import MAX_FILE_BYTES, parse_json, parse_toml, parse_yaml, read_bounded
+from planner.readers.loading import MAX_FILE_BYTES, Parsed, parse_json, parse_toml, parse_yaml, read_bounded
 from planner.readers.program.source import of_notebook, of_requirements
 from planner.readers.sharding import Sharding
-from planner.readers.types import SETTING_FIELDS, Missing, ReadConfig
+from planner.readers.types import Missing, ReadConfig
 from planner.setup import TrainSetup
 from planner.stacks import STACKS
+from planner.tools import FIELD_OF, TOOLS
 
 FORMATS = (
     "trl", "axolotl", "llamafactory", "unsloth", "accelerate", "deepspeed", "torchtitan", "ms-swift", "torchtune",
@@ -84,7 +86,7 @@ def detect(values: dict[str, Any]) -> str:
         return litgpt.FORMAT
     if {"train_file", "model_name_or_path", "max_seq_length"} <= keys and keys & {"train_mode", "template_name"}:
         return firefly.FORMAT
-    if "model" in keys and keys & swift.MARKS:
+    if keys & swift.MODELS and keys & swift.MARKS:
         return swift.FORMAT
     flat = not any(isinstance(value, dict) for value in values.values())
     if {"base_model", "model"} & keys == {"base_model"} and (keys & AXOLOTL_KEYS or flat):
@@ -135,7 +137,9 @@ def read_text(
     stack = STACK_OF.get(found.format, found.setup.stack)
     default = STACKS[stack].reentrant_checkpointing and found.setup.checkpointing > 0
     reentrant = _reentrant(found.values, default=default)
-    found = replace(found, setup=found.setup.with_(stack=stack, reentrant_checkpointing=reentrant))
+    named = fields.keys(TOOLS[found.format], found.values) if found.format in TOOLS else {}
+    setup = found.setup.with_(stack=stack, reentrant_checkpointing=reentrant)
+    found = replace(found, setup=setup, keys={**named, **found.keys})
     if not _keeps_whole_gradients(found):
         return found
     return replace(found, approximations=(*found.approximations, WHOLE_GRADIENTS))
@@ -192,7 +196,7 @@ def _read(
 ) -> ReadConfig:
     """`read_text` without its last word."""
     if launcher is not None:
-        values, _ = parse_yaml(launcher, "accelerate config")
+        values = parse_yaml(launcher, "accelerate config").values
         processes = launchers.num_processes(values, "accelerate config")
         inside = replace(sharding, num_gpus=processes)
         inner = _read(text, name, model=model, base=base, sharding=inside)
@@ -216,26 +220,25 @@ def _read(
         return _of_commands(text, name, model=model, base=base, sharding=sharding)
     if name.endswith(".toml"):
         return torchtitan.read(parse_toml(text, name), name, model, sharding=sharding)
-    duplicates: tuple[str, ...] = ()
-    if name.endswith(".json"):
-        values = parse_json(text, name)
-    else:
-        values, duplicates = parse_yaml(text, name)
-    kind = detect(values)
+    parsed = Parsed(parse_json(text, name), (), {}) if name.endswith(".json") else parse_yaml(text, name)
+    kind = detect(parsed.values)
     if kind == "deepspeed":
-        return launchers.read_deepspeed(values, name, base, sharding.num_gpus)
-    if kind == "accelerate":
-        return launchers.read_accelerate(values, name, base, sharding=sharding)
-    return _of_mapping(values, duplicates, kind, name, model, sharding)
+        found = launchers.read_deepspeed(parsed.values, name, base, sharding.num_gpus)
+    elif kind == "accelerate":
+        found = launchers.read_accelerate(parsed.values, name, base, sharding=sharding)
+    else:
+        found = _of_mapping(parsed.values, kind, name, model, sharding)
+    said = tuple(f"{key} is written twice: the last one counts" for key in parsed.duplicates)
+    where: dict[str, str] = {}
+    if kind in TOOLS:
+        where = fields.origins(TOOLS[kind], parsed.values, parsed.lines, name, sharding.versions)
+    elif kind == own.FORMAT:
+        where = {of: f"{name}:{parsed.lines[key]}" for of, key in found.keys.items() if key in parsed.lines}
+    return replace(found, assumptions=(*said, *found.assumptions), origins=where)
 
 
 def _of_mapping(
-    values: dict[str, Any],
-    duplicates: tuple[str, ...],
-    kind: str,
-    name: str,
-    model: ModelSpec | None,
-    sharding: Sharding,
+    values: dict[str, Any], kind: str, name: str, model: ModelSpec | None, sharding: Sharding
 ) -> ReadConfig:
     """The setup of settings that stand as a mapping, in a file or on a command line."""
     other = next((tool for tool, marks in OTHER_TOOLS.items() if marks <= set(values)), "") if not kind else ""
@@ -251,11 +254,7 @@ def _of_mapping(
             f"{name}: preferences or rewards in a program's own settings are not planned, its memory is not modelled",
             hint="plan trace runs other programs on a phantom GPU",
         )
-    found = READERS[kind](values, name, model, sharding=sharding)
-    if not duplicates:
-        return found
-    warned = tuple(f"{key} is written twice: the last one counts" for key in duplicates)
-    return replace(found, assumptions=(*warned, *found.assumptions))
+    return READERS[kind](values, name, model, sharding=sharding)
 
 
 def _of_commands(
@@ -350,10 +349,10 @@ def _of_flags(
     found = READERS[kind](
         {key: value for key, value in given.items() if key not in opened}, name, model, sharding=sharding
     )
-    missing = {
-        SETTING_FIELDS[key]: f"{name}: --{key} {value} is set when the script runs"
+    missing: dict[str, str] = {
+        FIELD_OF[key]: f"{name}: --{key} {value} is set when the script runs"
         for key, value in opened.items()
-        if key in SETTING_FIELDS
+        if key in FIELD_OF
     }
     if sharding.num_gpus == 1:
         missing.pop("parallel", None)

@@ -15,14 +15,16 @@ from planner.inputs import reason
 from planner.models.spec import ModelSpec
 from planner.models.targets import scaling_targets
 from planner.readers import common, hf, training, versions
+from planner.readers.fields import adapter_kind, said
 from planner.readers.program import Known, Made, Program, Unknown, plain, run
 from planner.readers.program.interpret import LENGTH_NAMES
 from planner.readers.program.source import Source, of_script
 from planner.readers.sharding import Sharding, loaded, parallel_of
 from planner.readers.training import Training
 from planner.readers.trl import loss_of, sharded
-from planner.readers.types import SETTING_FIELDS, Missing, ReadConfig
+from planner.readers.types import Missing, ReadConfig
 from planner.readers.values import Settings
+from planner.tools import FIELD_OF, TOOLS
 
 FORMAT = "hf-script"
 UNSLOTH = "unsloth-script"
@@ -82,7 +84,6 @@ class _Script:
         self.loader = training.settings(found.loader, name)
         self.bnb = training.settings(found.quantization, name)
         self.lora = training.settings(found.adapter, name)
-        self.keys: dict[str, str] = {}
         named = {**dict(source.pins), **sharding.versions}
         trainer = found.trainer.keywords if found.trainer is not None else {}
         config = found.arguments if found.arguments is not None and found.arguments.name == "SFTConfig" else None
@@ -114,7 +115,7 @@ class _Script:
     def config(self) -> ReadConfig:
         """The answer."""
         name, arguments = self.name, self.arguments
-        fields: dict[str, Any] = hf.batch(arguments, self.keys)
+        fields = said(arguments, TOOLS[FORMAT], "micro_batch_seqs", "accumulation_steps", "compile")
         adapted = self._adapted()
         quantization = self._quantization()
         fields["method"] = "full" if not adapted else "lora" if quantization == "none" else "qlora"
@@ -139,7 +140,6 @@ class _Script:
         fields["attention"] = (
             "sdpa" if self.unsloth else common.attention(self.loader, "attn_implementation", self.model)
         )
-        fields["compile"] = arguments.flag("torch_compile", False)
         liger = arguments.flag("use_liger_kernel", False)
         if self.unsloth:
             fields |= {"loss": "chunked", "kernels": common.unsloth_kernels(fields)}
@@ -154,14 +154,13 @@ class _Script:
         fields |= self._spread(constants)
         if adapted:
             fields = common.adapter(arguments, fields, self._kind(), self.model)
-        self.keys |= {"optimizer": "optim", "loss": "use_liger_kernel"}
         self._note_what_is_unusual()
         parts = (arguments, self.loader, self.bnb, self.lora)
         alone = ("parallel",) if self.sharding.num_gpus == 1 else ()
         for part in parts:
             for key, why in part.undetermined.items():
-                if key in SETTING_FIELDS and SETTING_FIELDS[key] not in ("model", *alone):
-                    self.missing.setdefault(SETTING_FIELDS[key], why)
+                if key in FIELD_OF and FIELD_OF[key] not in ("model", *alone):
+                    self.missing.setdefault(FIELD_OF[key], why)
         model_id = self._model_id()
         dataset = plain(constants.get("DATASET"))
         return ReadConfig(
@@ -174,7 +173,8 @@ class _Script:
             assumptions=tuple(dict.fromkeys(one for part in parts for one in part.assumptions)),
             approximations=tuple(dict.fromkeys(one for part in parts for one in part.approximations)),
             dataset=dataset if isinstance(dataset, str) else None,
-            keys=self.keys,
+            keys=self.transformers.keys,
+            only=self.transformers.only,
             values=arguments.values,
             adapted_tables=self.lora.tables,
             call_line=_line(self.found.arguments),
@@ -212,8 +212,8 @@ class _Script:
         found: dict[str, str] = {}
         for part in parts:
             for key, where in part.where.items():
-                if key in SETTING_FIELDS and where:
-                    found.setdefault(SETTING_FIELDS[key], where)
+                if key in FIELD_OF and where:
+                    found.setdefault(FIELD_OF[key], where)
         return found
 
     def _model_id(self) -> str | None:
@@ -323,12 +323,8 @@ class _Script:
 
     def _kind(self) -> str:
         """The kind of adapter: by peft's configuration class, or by LoraConfig's switches."""
-        row, lora = self._adapter_row(), self.lora
-        if row is not None:
-            return row.name
-        if lora.flag("use_dora", False):
-            return "dora"
-        return "rslora" if lora.flag("use_rslora", False) else common.start_kind(lora.raw("init_lora_weights"))
+        row = self._adapter_row()
+        return row.name if row is not None else adapter_kind(self.lora, FORMAT)
 
     def _size(self) -> int:
         """The adapter's size by its own name."""
@@ -403,7 +399,7 @@ class _Script:
         if old and self._quantization() != "none" and self._trainer_prepares(self._quantization()):
             arguments.assume(f"{self.defaults.said} switches gradient checkpointing on for a quantized base")
             return 1
-        on = hf.checkpointing(arguments, self.trl and own_default, self.keys)
+        on = hf.checkpointing(arguments, self.trl and own_default)
         if on:
             return on
         inner = training.settings(prepared, self.name)

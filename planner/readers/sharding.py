@@ -176,7 +176,9 @@ def zero_stage(settings: Settings, value: Any, sharding: Sharding) -> Spread:
     found = _find(value, sharding)
     if found is not None:
         text = read_bounded(found)
-        return stage_of(settings, parse_json(text, value) if found.suffix == ".json" else parse_yaml(text, value)[0])
+        return stage_of(
+            settings, parse_json(text, value) if found.suffix == ".json" else parse_yaml(text, value).values
+        )
     named = re.search(r"(?:zero|z|stage)[_-]?([0-3])", Path(value).name.lower())
     if named:
         settings.assume(f"deepspeed {Path(value).name} is not at hand: its name says ZeRO stage {named[1]}")

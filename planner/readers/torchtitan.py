@@ -66,7 +66,6 @@ def read(
         assumptions=tuple(one for settings in parts.values() for one in settings.assumptions),
         approximations=tuple(one for settings in parts.values() for one in settings.approximations),
         dataset=training.optional_text("dataset_path") or training.optional_text("dataset"),
-        keys={"seq_len_tokens": "training.seq_len", "micro_batch_seqs": "training.local_batch_size"},
         values=values,
     )
 

@@ -104,7 +104,6 @@ class _Config:
             found,
             model_id=None if "model" in missing else found.model_id,
             missing=tuple(Missing(field=field, reason=reason) for field, reason in missing.items()),
-            keys={},
         )
 
     def checkpointing(self) -> dict[str, Any]:

@@ -6,9 +6,11 @@ from typing import Any
 from planner.errors import NotPlanned
 from planner.models.spec import ModelSpec
 from planner.readers import common
+from planner.readers.fields import adapter_kind, said
 from planner.readers.sharding import Sharding, parallel_of
 from planner.readers.types import Missing, ReadConfig
 from planner.readers.values import Settings
+from planner.tools.others import TORCHTUNE
 
 FORMAT = "torchtune"
 OTHER_RECIPES = ("dpo", "ppo", "grpo", "kd", "distillation", "reward", "qat", "eval", "generate", "quantiz")
@@ -61,15 +63,12 @@ def read(
         settings.approximate("activations offloaded to host memory are counted as if they stayed on the GPU")
     if settings.flag("optimizer_in_bwd", False):
         settings.approximate("the optimizer in the backward frees gradients early: they are counted whole")
-    if inner.flag("use_dora", False):
-        settings.approximate("DoRA's magnitude vectors and norms are not counted")
     fields: dict[str, Any] = {
         "method": method,
         "quantization": "nf4-double" if method == "qlora" else "none",
         "precision": "bf16-pure" if pure else "fp32",
-        "lora_rank": inner.integer("lora_rank", 8, at_least=1) if adapted else 0,
-        "micro_batch_seqs": settings.integer("batch_size", 1, at_least=1),
-        "accumulation_steps": settings.integer("gradient_accumulation_steps", 1, at_least=1),
+        **(said(inner, TORCHTUNE, "lora_rank", "lora_dropout") if adapted else {"lora_rank": 0}),
+        **said(settings, TORCHTUNE, "micro_batch_seqs", "accumulation_steps"),
         "seq_len_tokens": tokenizer.integer("max_seq_len", 2048, at_least=1),
         "packing": Settings(settings.mapping("dataset"), f"{name}: dataset").flag("packed", False),
         "optimizer": common.optimizer(words, "optim", "adamw_torch"),
@@ -83,8 +82,8 @@ def read(
         if inner.flag("apply_lora_to_mlp", False):
             targets += ["gate_proj", "up_proj", "down_proj"]
         fields["lora_targets"] = common.targets(tuple(targets), model, settings)
-        fields["lora_dropout"] = inner.real("lora_dropout", 0.0)
         fields["adapter_dtype"] = "bf16" if pure else "fp32"
+        fields = common.adapter(settings, fields, adapter_kind(inner, FORMAT), model)
     fields |= parallel_of(settings, {"parallel": "fsdp2"} if num_gpus > 1 else {}, num_gpus)
     folder = Settings(settings.mapping("checkpointer"), f"{name}: checkpointer").optional_text("checkpoint_dir")
     parts = (settings, tokenizer, optimizer, inner, words)

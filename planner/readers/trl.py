@@ -8,10 +8,12 @@ from planner.choices.objectives import OBJECTIVES, Objective
 from planner.errors import NotPlanned
 from planner.models.spec import ModelSpec
 from planner.readers import common, hf, schema, versions
+from planner.readers.fields import adapter_kind, said
 from planner.readers.sharding import Sharding, Spread, fsdp, fsdp_words, loaded, parallel_of, zero_stage
 from planner.readers.shell import TRL_COMMANDS
 from planner.readers.types import Missing, ReadConfig
 from planner.readers.values import Settings
+from planner.tools.trl import TRL
 
 FORMAT = "trl"
 EXTRA_KEYS = (
@@ -84,8 +86,7 @@ def read(
         ConfigError: an unknown key, a wrong value, an impossible combination.
     """
     settings = Settings(values, name)
-    settings.note_unknown(known_keys(), FORMAT)
-    keys: dict[str, str] = {}
+    settings.note_unknown(known_keys(), TRL)
     sharding = sharding or Sharding()
     objective, certain = objective_of(values, name, next(iter(sharding.arguments or ()), ""))
     if objective not in OBJECTIVES:
@@ -96,13 +97,17 @@ def read(
     aim = OBJECTIVES[objective]
     bound = versions.taking((), (key for key in values if settings.has(key)))
     defaults = versions.trl(sharding.versions.get("trl"), bound)
+    of_transformers = versions.transformers(sharding.versions.get("transformers"), values, defaults)
     if defaults.assumed:
         settings.assume(f"no TRL version named: the defaults of {defaults.said} (--assume trl==VERSION for another)")
     liger = settings.flag(settings.first("use_liger_kernel", "use_liger"), False)
     loss = defaults.loss(settings.optional_text("loss_type"), liger=False)
     if liger and defaults.loss(None, liger=True) == "liger":
         loss = "full"  # before 1.16 the switch takes the loss, whatever its type
-    fields: dict[str, Any] = {**common.liger(settings, liger, loss, model), **hf.batch(settings, keys)}
+    fields: dict[str, Any] = {
+        **common.liger(settings, liger, loss, model),
+        **said(settings, TRL, "micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "packing", "compile"),
+    }
 
     kwargs = Settings(settings.mapping("model_init_kwargs"), f"{name}: model_init_kwargs")
     quantization, compute = _quantization(settings, kwargs)
@@ -123,7 +128,6 @@ def read(
     fields["method"] = "full" if not peft else "lora" if quantization == "none" else "qlora"
     fields["quantization"] = quantization if peft else "none"
     dtype_key = settings.first("dtype", "torch_dtype")
-    keys["precision"] = dtype_key
     if not settings.has(dtype_key):
         settings.assume("dtype absent: float32 weights, TRL's default")
     weights = hf.weight_dtype(settings, dtype_key, "float32", model)
@@ -137,11 +141,8 @@ def read(
     if compute is None and weights == "fp32" and autocast and quantization.startswith("nf4"):
         settings.approximate("4-bit weights compute in float32 here (TRL takes the compute type from dtype)")
     if peft:
-        if not settings.has("lora_dropout"):
-            settings.assume("lora_dropout absent: 0.05, TRL's default")
         fields |= {
-            "lora_rank": settings.integer("lora_r", 16, at_least=1),
-            "lora_dropout": settings.real("lora_dropout", 0.05),
+            **said(settings, TRL, "lora_rank", "lora_dropout"),
             "lora_targets": common.targets(settings.names("lora_target_modules"), model, settings),
             "modules_to_save": common.modules_to_save(settings, "lora_modules_to_save"),
         }
@@ -157,27 +158,16 @@ def read(
         fields["attention"] = common.attention(kwargs, "attn_implementation", model)
     else:
         fields["attention"] = common.attention(settings, attention_key, model)
-    keys["attention"] = attention_key
     fields["optimizer"] = common.optimizer(settings, "optim", "adamw_torch_fused")
-    fields["checkpointing"] = hf.checkpointing(settings, defaults.checkpointing, keys)
+    fields["checkpointing"] = hf.checkpointing(settings, defaults.checkpointing)
     fields["activation_offload"] = hf.offloads(settings, fields["checkpointing"])
-    length_key = settings.first("max_length", "max_seq_length")
-    if not settings.has(length_key):
-        settings.assume("max_length absent: 1024 tokens, TRL's default")
-    fields["seq_len_tokens"] = settings.integer(length_key, 1024, at_least=1)
-    fields["packing"] = settings.flag("packing", False)
-    fields["compile"] = settings.flag("torch_compile", False)
     if kwargs.raw("device_map") == "auto" and sharding.num_gpus > 1:
         fields |= {"num_gpus": sharding.num_gpus, "parallel": "device-map"}
     else:
         spread = loaded(settings, kwargs, sharding.num_gpus) or sharded(settings, sharding)
         fields |= parallel_of(settings, spread, sharding.num_gpus)
     if peft:
-        kind = (
-            "dora" if settings.flag("use_dora", False) else "rslora" if settings.flag("use_rslora", False) else "lora"
-        )
-        fields = common.adapter(settings, fields, kind, model)
-    keys |= {"seq_len_tokens": length_key, "optimizer": "optim", "packing": "packing", "lora_rank": "lora_r"}
+        fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT), model)
     return ReadConfig(
         format=FORMAT,
         path=name,
@@ -185,11 +175,12 @@ def read(
         model_id=settings.optional_text("model_name_or_path"),
         setup=common.build(settings, fields),
         missing=tuple(missing),
+        keys=of_transformers.keys,
+        only=of_transformers.only,
         adapted_tables=settings.tables,
         assumptions=(*settings.assumptions, *kwargs.assumptions),
         approximations=(*settings.approximations, *kwargs.approximations),
         dataset=settings.raw("dataset_name"),
-        keys=keys,
         values=values,
     )
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planner.setup import TrainSetup
+from planner.tools import tool_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,7 @@ class ReadConfig:
         approximations: features the memory model does not follow exactly; they widen the error band.
         dataset: hub id or path, None where none is named.
         keys: TrainSetup field -> (key in the file, value in the file), for `--fix`; nested keys dotted.
+        only: TrainSetup field -> the values of it that the versions of this file can run; others: all.
         adapted_tables: names of token tables that get adapters.
         unknown_keys: settings of the file that its tool does not have.
         call_line: of a program, the line of the call that holds the training arguments.
@@ -85,51 +87,17 @@ class ReadConfig:
     approximations: tuple[str, ...] = ()
     dataset: str | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     adapted_tables: tuple[str, ...] = ()
     unknown_keys: tuple[str, ...] = ()
     call_line: int = 0
 
-
-SETTING_FIELDS = {
-    "per_device_train_batch_size": "micro_batch_seqs",
-    "gradient_accumulation_steps": "accumulation_steps",
-    "max_length": "seq_len_tokens",
-    "max_seq_length": "seq_len_tokens",
-    "model_max_length": "seq_len_tokens",
-    "cutoff_len": "seq_len_tokens",
-    "packing": "packing",
-    "r": "lora_rank",
-    "lora_r": "lora_rank",
-    "lora_rank": "lora_rank",
-    "target_modules": "lora_targets",
-    "lora_target": "lora_targets",
-    "lora_target_modules": "lora_targets",
-    "load_in_4bit": "quantization",
-    "load_in_8bit": "quantization",
-    "quantization_bit": "quantization",
-    "quant_bits": "quantization",
-    "full_finetuning": "method",
-    "finetuning_type": "method",
-    "tuner_type": "method",
-    "train_type": "method",
-    "sft_type": "method",
-    "use_peft": "method",
-    "gradient_checkpointing": "checkpointing",
-    "activation_checkpointing": "checkpointing",
-    "use_gradient_checkpointing": "checkpointing",
-    "bf16": "precision",
-    "fp16": "precision",
-    "dtype": "precision",
-    "torch_dtype": "precision",
-    "optim": "optimizer",
-    "attn_implementation": "attention",
-    "model": "model",
-    "model_name_or_path": "model",
-    "deepspeed": "parallel",
-    "fsdp": "parallel",
-}
-"""Settings of the libraries and tools -> the setup's field that they decide ("model": the model's name)."""
+    def allows(self, after: TrainSetup, *, in_place: bool = False) -> bool:
+        """Whether the file's tool, in its versions, can run a changed setup; `in_place`: and `--fix` can write it."""
+        tool = tool_of(self.format)
+        fits = all(getattr(after, name) in values for name, values in self.only.items())
+        return fits and (tool.fixes(self.setup, after) if in_place else tool.runs(self.setup, after))
 
 
 def canonical(setup: TrainSetup) -> TrainSetup:

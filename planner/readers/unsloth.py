@@ -4,9 +4,11 @@ from typing import Any
 
 from planner.models.spec import ModelSpec
 from planner.readers import common
+from planner.readers.fields import adapter_kind, said
 from planner.readers.sharding import Sharding, parallel_of
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
+from planner.tools.unsloth import UNSLOTH
 
 FORMAT = "unsloth"
 SECTIONS = {
@@ -65,23 +67,20 @@ def read(
         "method": "full" if full else "qlora" if four else "lora",
         "quantization": "nf4-double" if four else "none",
         "precision": "bf16-pure" if full else "bf16-autocast",
-        "lora_rank": 0 if full else lora.integer("lora_r", 64, at_least=1),
-        "lora_dropout": lora.real("lora_dropout", 0.0),
+        **({"lora_rank": 0} if full else said(lora, UNSLOTH, "lora_rank", "lora_dropout")),
         "adapter_dtype": "fp32" if not full else "auto",
         "optimizer": "adamw-8bit",
         "attention": "sdpa",
         "loss": "chunked",
         "checkpointing": int(on),
         "activation_offload": offload,
-        "micro_batch_seqs": training.integer("batch_size", 2, at_least=1),
-        "accumulation_steps": training.integer("gradient_accumulation_steps", 4, at_least=1),
-        "seq_len_tokens": training.integer("max_seq_length", 2048, at_least=1),
-        "packing": training.flag("packing", False),
+        **said(training, UNSLOTH, "micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "packing"),
     }
     if not full:
         default = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
         names = lora.names("target_modules") or tuple(default.split(","))
         fields["lora_targets"] = common.targets(names, model, lora)
+        fields = common.adapter(lora, fields, adapter_kind(lora, FORMAT), model)
     fields["kernels"] = common.unsloth_kernels(fields)
     training.assume("Unsloth's config names no optimizer: its adamw_8bit")
     fields |= parallel_of(top, {}, (sharding or Sharding()).num_gpus)
@@ -95,13 +94,5 @@ def read(
         assumptions=(*top.assumptions, *training.assumptions, *lora.assumptions),
         approximations=(*training.approximations, *lora.approximations),
         dataset=data if isinstance(data, str) else None,
-        keys={
-            "micro_batch_seqs": "training.batch_size",
-            "accumulation_steps": "training.gradient_accumulation_steps",
-            "seq_len_tokens": "training.max_seq_length",
-            "packing": "training.packing",
-            "checkpointing": "training.gradient_checkpointing",
-            "lora_rank": "lora.lora_r",
-        },
         values=values,
     )

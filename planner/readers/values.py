@@ -5,19 +5,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from planner.errors import ConfigError
-
-DECIDING = frozenset({
-    "model_name_or_path", "base_model", "per_device_train_batch_size", "gradient_accumulation_steps",
-    "micro_batch_size", "batch_size", "sequence_len", "max_length", "max_seq_length", "cutoff_len", "lora_r",
-    "lora_rank", "lora_target_modules", "lora_target", "lora_target_linear", "target_modules", "use_peft", "adapter",
-    "finetuning_type", "training_type", "load_in_4bit", "load_in_8bit", "quantization_bit", "bnb_4bit_quant_type",
-    "use_bnb_nested_quant", "double_quantization", "gradient_checkpointing", "activation_checkpointing",
-    "disable_gradient_checkpointing", "optim", "optimizer", "bf16", "fp16", "bfloat16", "pure_bf16", "dtype",
-    "torch_dtype", "attn_implementation", "flash_attn", "flash_attention", "packing", "neat_packing",
-    "sample_packing", "deepspeed", "fsdp", "fsdp_config", "zero_optimization", "train_micro_batch_size_per_gpu",
-    "use_liger_kernel", "enable_liger_kernel", "distributed_type", "num_processes", "context_parallel_size",
-})  # fmt: skip
-"""Settings on which memory hangs: a slip of the pen in one of these changes the answer."""
+from planner.tools import Tool
 
 _TRUE = {"true", "yes", "on", "1"}
 _FALSE = {"false", "no", "off", "0"}
@@ -155,21 +143,24 @@ class Settings:
                 hint = f"did you mean {close[0]}?" if close else f"remove it, or check which {tool} version it is for"
                 raise ConfigError(f"{self.name}: {tool} has no setting {_short(key)}", hint=hint)
 
-    def note_unknown(self, known: Iterable[str], tool: str) -> None:
+    def note_unknown(self, known: Iterable[str], tool: Tool) -> None:
         """Notes keys that the tool does not know: other tools' and wrappers' keys stand in many files that run.
 
         Raises:
             ConfigError: one that is nearly a key on which memory hangs: the tool would take a default for that.
         """
         names = set(known)
+        deciding = names & set(tool.names)
         strangers = [key for key in self.values if key not in names]
         for key in strangers:
-            close = get_close_matches(key, sorted(names & DECIDING - set(self.values)), n=1, cutoff=0.84)
+            close = get_close_matches(key, sorted(deciding - set(self.values)), n=1, cutoff=0.84)
             if close:
-                raise ConfigError(f"{self.name}: {tool} has no setting {_short(key)}", hint=f"did you mean {close[0]}?")
+                raise ConfigError(
+                    f"{self.name}: {tool.name} has no setting {_short(key)}", hint=f"did you mean {close[0]}?"
+                )
         if strangers:
             shown = ", ".join(_short(key) for key in strangers)
-            self.assume(f"no setting{'s' if len(strangers) > 1 else ''} of {tool}, left out here: {shown}")
+            self.assume(f"no setting{'s' if len(strangers) > 1 else ''} of {tool.name}, left out here: {shown}")
             self.unknown_keys += tuple(strangers)
 
     def _number(self, key: str, value: Any, expected: str) -> float:

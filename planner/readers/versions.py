@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 NEWEST_TRL = (1, 16)
+NEWEST_TRANSFORMERS = (5, 23)
 TRL_CHECKPOINTING_SINCE = (0, 22)
 TRL_BF16_SINCE = (0, 19)
 TRL_CHUNKED_BY_DEFAULT_SINCE = (1, 7)
@@ -45,6 +46,10 @@ NOT_IN_TRANSFORMERS_5 = frozenset({
 """Arguments of `TrainingArguments` that version 5 does not take any more."""
 TRL_WITH_TRANSFORMERS_5 = (0, 26)
 """Older TRL is taken to run on transformers 4: 5.0 is younger than it."""
+ACTIVATION_CHECKPOINTING_SINCE = (5, 23)
+"""From here on `gradient_checkpointing` is called `activation_checkpointing` (5.22 does not know the new name)."""
+EVERY_N_LAYERS_SINCE = (5, 17)
+"""From here on some layers alone can be checkpointed."""
 TRANSFORMERS_FUSED_SINCE = (4, 54)
 """From here on the default optimizer is the fused one (with torch 2.8 and newer)."""
 
@@ -60,6 +65,17 @@ class TransformersDefaults:
     def dtype(self) -> str:
         """The data type of `from_pretrained` without one."""
         return "auto" if self.version >= (5,) else "float32"
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """Field of a setup -> what the arguments call it, where that is not today's name."""
+        old = self.version < ACTIVATION_CHECKPOINTING_SINCE
+        return {"checkpointing": "gradient_checkpointing"} if old else {}
+
+    @property
+    def only(self) -> dict[str, tuple[int, ...]]:
+        """Field of a setup -> the values that this version can run."""
+        return {"checkpointing": (0, 1)} if self.version < EVERY_N_LAYERS_SINCE else {}
 
     @property
     def optimizer(self) -> str:
@@ -78,7 +94,7 @@ def transformers(version: str | None, arguments: Iterable[str], trl: "TrlDefault
         return TransformersDefaults(version=(4, 57), why=f"{trl.said} goes with transformers 4")
     if gone:
         return TransformersDefaults(version=(4, 57), why=f"{gone[0]} is not in transformers 5")
-    return TransformersDefaults(version=(5,))
+    return TransformersDefaults(version=NEWEST_TRANSFORMERS)
 
 
 def taking(trainer: Iterable[str], config: Iterable[str]) -> tuple[str, str] | None:

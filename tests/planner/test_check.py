@@ -16,9 +16,9 @@ from planner.models import catalogue
 from planner.outcome import Prediction, Rung
 from planner.predict import predict
 from planner.readers import canonical, read_text
-from planner.readers.edits import changed_fields, settings_for
 from planner.readers.rewrite import rewrite
 from planner.setup import TrainSetup
+from planner.tools import changed_fields, tool_of
 from planner.units import GIB
 from tests.planner.launch_sweep import request, setups
 
@@ -166,10 +166,10 @@ def test_fix_writes_what_reads_back_and_changes_nothing_else(name: str) -> None:
     setup, labels = improve(check(config, MODEL, GPU, 20 * GIB, prediction_of), MODEL, prediction_of)
     assert labels
     assert setup.global_batch_seqs == config.setup.global_batch_seqs
-    fixed = rewrite(text, name, settings_for(config, setup))
+    fixed = rewrite(text, name, tool_of(config.format).edits(config.keys, config.setup, setup, name))
     assert canonical(read_text(fixed, name, model=MODEL).setup) == canonical(setup)
     before, after = text.splitlines(), fixed.splitlines()
-    edited = {key.rpartition(".")[2] for key in settings_for(config, setup)}
+    edited = {key.rpartition(".")[2] for key in tool_of(config.format).edits(config.keys, config.setup, setup, name)}
     for line in before:
         key = line.strip().split(":")[0].split("=")[0].strip()
         if key not in edited and not any(f"{one}=" in line for one in edited):
@@ -190,7 +190,9 @@ def test_any_change_of_the_sweep_can_be_written_or_is_said_not_to(target: str) -
         config = read_text(launch.files[0].text, name, model=MODEL)
         for one in check(config, MODEL, GPU, 20 * GIB, prediction_of).changes:
             if one.in_place:
-                fixed = rewrite(launch.files[0].text, name, settings_for(config, one.setup))
+                fixed = rewrite(
+                    launch.files[0].text, name, tool_of(config.format).edits(config.keys, config.setup, one.setup, name)
+                )
                 back = read_text(fixed, name, model=MODEL).setup
                 wrong = changed_fields(canonical(back), canonical(one.setup))
                 assert not wrong, (planned, one.label, wrong)

@@ -11,6 +11,7 @@ from planner.exporters import EXPORTERS, Launch, trl
 from planner.memory.dtypes import flow_of
 from planner.readers import read_text
 from planner.setup import TrainSetup
+from planner.tools.transformers import OPTIMIZERS
 from tests.planner.launch_sweep import request, setups
 
 SETUPS = setups()
@@ -48,7 +49,7 @@ def test_trl_parser_accepts_every_file_and_reads_the_planned_values(tmp_path: Pa
         autocast = launch.runs_as(setup).autocast_dtype
         assert (args.bf16, args.fp16) == (autocast == "bf16", autocast == "fp16")
         assert model.use_peft == (setup.method != "full")
-        assert args.optim == trl.HF_OPTIMIZERS[setup.optimizer]
+        assert args.optim == OPTIMIZERS[setup.optimizer]
         sharded_checkpoints = setup.parallel == "fsdp2" and setup.tensor_degree == 1 and setup.checkpointing == 1
         assert args.activation_checkpointing == (setup.checkpointing > 0 and not sharded_checkpoints)
         if setup.checkpointing > 1:

@@ -219,7 +219,7 @@ def test_modules_and_settings_beside_a_script_are_read(tmp_path: Path) -> None:
     )
     found = read_config(script)
     assert (found.setup.micro_batch_seqs, found.setup.lora_rank) == (3, 12)
-    assert found.origins["lora_rank"] == "run.yaml"
+    assert found.origins["lora_rank"] == "run.yaml:1"
 
 
 def test_notebooks_are_read_cell_by_cell_with_their_pins(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Everything else becomes a `Made`: the call itself, to be looked at by whoever kn
 """
 
 import ast
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -209,13 +210,15 @@ def in_format(value: Value, spec: Value, place: str) -> Value:
         return Unknown(f"{place}: text put together while the program runs")
 
 
-def to_value(data: Any, where: str) -> Value:
-    """Plain data (of a YAML or JSON file) as values."""
+def to_value(data: Any, where: str, lines: Mapping[str, int] | None = None, above: str = "") -> Value:
+    """Plain data (of a YAML or JSON file) as values; `lines` tells where each dotted key stands."""
+    line = (lines or {}).get(above.removesuffix("."))
+    place = f"{where}:{line}" if line else where
     if isinstance(data, dict):
-        return Table({str(key): to_value(one, where) for key, one in data.items()}, where)
+        return Table({str(key): to_value(one, where, lines, f"{above}{key}.") for key, one in data.items()}, place)
     if isinstance(data, list):
-        return Items([to_value(one, where) for one in data], where)
-    return Known(data, where)
+        return Items([to_value(one, place) for one in data], place)
+    return Known(data, place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -641,7 +644,7 @@ def _loaded(reader: "Reader", made: Made) -> Value:
         return Unknown(f"{made.where}: settings of another file ({path if isinstance(path, str) else 'not known'})")
     reader.program.sources.append(path)
     try:
-        data = parse_json(text, path) if path.endswith(".json") else parse_yaml(text, path)[0]
+        data = parse_json(text, path) if path.endswith(".json") else (parsed := parse_yaml(text, path)).values
     except ConfigError as error:
         return Unknown(f"{made.where}: {error.message}")
-    return to_value(data, path)
+    return to_value(data, path, {} if path.endswith(".json") else parsed.lines)

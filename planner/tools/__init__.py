@@ -1,0 +1,40 @@
+"""The tools' own words: one table of fields a tool. Its reader, its exporter and `--fix` take names, defaults and
+values from it, and slips of the pen are told by it. To add a setting of a tool, add its row."""
+
+from collections.abc import Mapping
+
+from planner.tools import axolotl, deepspeed, llamafactory, others, transformers, trl, unsloth
+from planner.tools.field import Field, Tool, changed_fields
+
+TOOLS: Mapping[str, Tool] = {
+    one.name: one
+    for one in (
+        transformers.SCRIPT,
+        trl.TRL,
+        axolotl.AXOLOTL,
+        llamafactory.LLAMAFACTORY,
+        llamafactory.V1,
+        unsloth.UNSLOTH,
+        unsloth.SCRIPT,
+        deepspeed.DEEPSPEED,
+        *others.TOOLS,
+    )
+}
+"""Every tool whose files are read, by the format's name."""
+
+
+def tool_of(name: str) -> Tool:
+    """The tool of a format; one without settings of its own where the format is nobody's."""
+    return TOOLS.get(name) or Tool(name=name, title=name, fields=())
+
+
+FIELD_OF: Mapping[str, str] = {
+    name: field.of
+    for tool in (others.SWIFT, trl.TRL, unsloth.SCRIPT, transformers.SCRIPT)
+    for field in tool.fields
+    for name in field.names
+}
+"""What programs and command lines call the libraries' settings -> the setup's field that they decide ("model": the
+model's name)."""
+
+__all__ = ["FIELD_OF", "TOOLS", "Field", "Tool", "changed_fields", "tool_of"]

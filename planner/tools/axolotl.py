@@ -1,0 +1,50 @@
+"""Axolotl's YAML (0.21)."""
+
+from typing import Any
+
+from planner.setup import TrainSetup
+from planner.tools.field import Field, Tool
+from planner.tools.transformers import ATTENTIONS, COMPILE, OPTIMIZERS
+
+
+def _four_bits(_: str, before: TrainSetup, after: TrainSetup) -> dict[str, Any]:
+    edits: dict[str, Any] = {"adapter": "qlora", "load_in_4bit": True}
+    if before.quantization == "nf4":
+        edits["bnb_config_kwargs"] = {"bnb_4bit_use_double_quant": after.quantization == "nf4-double"}
+    return edits | ({"load_in_8bit": False} if before.quantization == "int8" else {})
+
+
+AXOLOTL = Tool(
+    name="axolotl",
+    title="Axolotl",
+    fields=(
+        Field(of="model", key="base_model", fix=False),
+        Field(of="micro_batch_seqs", key="micro_batch_size", default=1),
+        Field(of="accumulation_steps", key="gradient_accumulation_steps", more=("batch_size",), default=1),
+        Field(of="seq_len_tokens", key="sequence_len", default=512),
+        Field(of="packing", key="sample_packing", default=False),
+        Field(of="optimizer", key="optimizer", default="adamw-fused", words=OPTIMIZERS),
+        Field(of="attention", key="attn_implementation", older=("flash_attention",), words=ATTENTIONS),
+        Field(
+            of="checkpointing",
+            key="gradient_checkpointing",
+            edit=lambda key, _, after: {key: after.checkpointing > 0},
+            runs=(0, 1),
+        ),
+        Field(
+            of="loss",
+            key="chunked_cross_entropy",
+            edit=lambda key, _, after: {key: after.loss == "chunked"},
+            fixes=("chunked",),  # Liger is a plugin
+        ),
+        COMPILE,
+        Field(of="method", key="adapter", edit=_four_bits),
+        Field(of="quantization", key="load_in_4bit", more=("load_in_8bit",), edit=_four_bits),
+        Field(of="precision", key="bf16", more=("fp16", "bfloat16"), fix=False),
+        Field(of="lora_rank", key="lora_r", default=8, fix=False),
+        Field(of="lora_dropout", key="lora_dropout", default=0.0, fix=False),
+        Field(of="lora_targets", key="lora_target_modules", more=("lora_target_linear",), fix=False),
+        Field(of="modules_to_save", key="lora_modules_to_save", fix=False),
+        Field(of="parallel", key="deepspeed", more=("fsdp", "fsdp_config", "context_parallel_size"), fix=False),
+    ),
+)

@@ -1,0 +1,45 @@
+"""Unsloth's YAML (`unsloth train -c FILE`, 2026.10), and programs with its FastLanguageModel."""
+
+from planner.setup import TrainSetup
+from planner.tools.field import Field, Tool
+from planner.tools.transformers import BATCH, CHECKPOINTING, OPTIMIZER
+
+
+def _four_bits(_: str, __: TrainSetup, after: TrainSetup) -> dict[str, bool]:
+    return {"training.load_in_4bit": after.quantization.startswith("nf4")}
+
+
+UNSLOTH = Tool(
+    name="unsloth",
+    title="Unsloth",
+    fields=(
+        Field(of="model", key="model", fix=False),
+        Field(of="micro_batch_seqs", key="training.batch_size", default=2),
+        Field(of="accumulation_steps", key="training.gradient_accumulation_steps", default=4),
+        Field(of="seq_len_tokens", key="training.max_seq_length", default=2048),
+        Field(of="packing", key="training.packing", default=False),
+        Field(
+            of="checkpointing",
+            key="training.gradient_checkpointing",
+            edit=lambda key, _, after: {key: "true" if after.checkpointing else "none"},
+            runs=(0, 1),
+        ),
+        Field(of="method", key="training.training_type", edit=_four_bits),
+        Field(of="quantization", key="training.load_in_4bit", edit=_four_bits),
+        Field(of="lora_rank", key="lora.lora_r", default=64, fix=False),
+        Field(of="lora_dropout", key="lora.lora_dropout", default=0.0, fix=False),
+        Field(of="lora_targets", key="lora.target_modules", fix=False),
+    ),
+    fixed=("kernels", "attention", "optimizer"),
+)
+SCRIPT = Tool(
+    name="unsloth-script",
+    title="Unsloth",
+    fields=(
+        *BATCH,
+        OPTIMIZER,
+        Field(of="checkpointing", key=CHECKPOINTING.key, more=("use_gradient_checkpointing",), fix=False, runs=(0, 1)),
+        Field(of="method", key="full_finetuning", fix=False),
+    ),
+    fixed=("kernels", "attention"),
+)

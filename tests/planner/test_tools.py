@@ -1,0 +1,42 @@
+"""The tools' tables of fields: names that the tools' own parsers know, defaults that the readers take, places told."""
+
+import pytest
+
+from planner.readers import read_text, schema
+from planner.setup import TrainSetup
+from planner.tools import TOOLS
+
+MINIMAL = {
+    "trl": "model_name_or_path: gpt2\nuse_peft: true\n",
+    "axolotl": "base_model: gpt2\nadapter: lora\n",
+    "llamafactory": "model_name_or_path: gpt2\nstage: sft\ndo_train: true\nfinetuning_type: lora\n",
+    "unsloth": "model: gpt2\ntraining:\n  training_type: lora\nlora: {}\n",
+    "ms-swift": "model: gpt2\ntuner_type: lora\nmax_length: 1024\n",
+}
+
+
+@pytest.mark.parametrize("name", ["trl", "axolotl", "llamafactory", "torchtitan", "accelerate"])
+def test_every_name_in_a_table_is_one_that_the_tools_parser_knows(name: str) -> None:
+    known = schema.known(name) | {key.partition(".")[0] for key in schema.known(name)}
+    for field in TOOLS[name].fields:
+        assert {field.key, field.key.partition(".")[0]} & known, (name, field.key)
+
+
+@pytest.mark.parametrize("name", MINIMAL)
+def test_what_a_file_leaves_out_is_the_tables_default_and_told_so(name: str) -> None:
+    found = read_text(MINIMAL[name], "run.yaml")
+    assert found.format == name
+    for field in TOOLS[name].fields:
+        if field.default is not None and field.of in TrainSetup.__dataclass_fields__ and field.key not in found.values:
+            assert getattr(found.setup, field.of) == field.default, field.of
+            assert found.origins.get(field.of, "run.yaml:").startswith(("default of ", "run.yaml:")), field.of
+
+
+def test_every_value_of_a_yaml_file_is_told_with_its_line() -> None:
+    text = "# a run\nbase_model: gpt2\nadapter: lora\n\nmicro_batch_size: 3\nlora_r: 4\n"
+    found = read_text(text, "run.yaml").origins
+    assert found["micro_batch_seqs"] == "run.yaml:5"
+    assert (found["lora_rank"], found["method"], found["model"]) == ("run.yaml:6", "run.yaml:3", "run.yaml:2")
+    assert found["seq_len_tokens"] == "default of Axolotl 0.21.0"
+    nested = "model: gpt2\ntraining:\n  training_type: lora\n  batch_size: 3\nlora: {lora_r: 4}\n"
+    assert read_text(nested, "run.yaml").origins["micro_batch_seqs"] == "run.yaml:4"
