@@ -160,7 +160,7 @@ class Planned(_Answer):
         Raises:
             UsageError: an unknown target. EnvironmentProblem: the folder cannot be written.
         """
-        from planner.cli.rungs import chosen_timeline
+        from planner.app.climb import chosen_timeline
         from planner.cli.writing import check_launch_words, write_out
 
         place, wish = Path(folder), self.answer.workload
@@ -313,7 +313,8 @@ def plan(model: str, gpu: str, *, dry_run: bool = True, dataset: str | None = No
     Raises:
         PlannerError: a model, GPU or option that cannot be meant, with a hint.
     """
-    from planner.cli.answer import answered, workload_for
+    from planner.app.climb import answered
+    from planner.cli.answer import workload_for
     from planner.cli.wishes import WishOptions
 
     asked = WishOptions(**_options(wish))

@@ -34,11 +34,16 @@ def modules(package: str) -> list[Path]:
 
 @pytest.mark.parametrize("path", modules("planner"), ids=lambda path: str(path.relative_to(ROOT)))
 def test_planner_imports_no_sibling_and_nothing_heavy(path: Path) -> None:
-    composition_root = ROOT / "planner" / "cli"
+    composition_roots = {ROOT / "planner" / "app", ROOT / "planner" / "cli"}
     packages = imported_packages(path)
-    if composition_root not in path.parents and path.name != "cli.py":
+    if not composition_roots & set(path.parents):
         assert not packages & set(SIBLINGS)
     assert not packages & {*HEAVY, "optuna"}
+
+
+def test_use_cases_know_no_flags() -> None:
+    for path in (ROOT / "planner" / "app").glob("*.py"):
+        assert "planner.cli" not in path.read_text().replace("`planner/cli`", ""), path
 
 
 def test_nothing_imports_the_python_interface() -> None:

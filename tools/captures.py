@@ -11,7 +11,8 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, SVG_EXPORT_THEME
 
-from planner.cli.answer import answered, workload_for
+from planner.app.climb import answered
+from planner.cli.answer import workload_for
 from planner.cli.wishes import WishOptions
 from planner.plan import Plan
 from reports.terminal import render_plan

@@ -1,18 +1,17 @@
-"""From names and wishes to a plan, for the command line and for `finetune_planner` alike."""
+"""From names and wishes to a `Workload`, for the command line and for `finetune_planner` alike."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from planner.app.progress import say
 from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES, Objective
 from planner.choices.packages import absent_packages
-from planner.cli.output import say
 from planner.cli.wish import resolve_gpu
 from planner.cli.wishes import WishOptions
 from planner.errors import UsageError
-from planner.plan import NoPlan, Plan
 from planner.workload import Workload
 
 if TYPE_CHECKING:
@@ -59,20 +58,6 @@ def workload_for(
     if gpu.lower() != "local" or "axolotl" in targets[:1]:  # which brings them along
         return asked
     return replace(asked, absent_packages=absent_packages())
-
-
-def answered(workload: Workload, *, dry_run: bool = True, history: bool = True) -> Plan | NoPlan:
-    """The plan from the formula, proven by dry runs where torch is there, with what was measured on this GPU before."""
-    from planner.cli.history import history_of, with_history
-
-    known = history_of(workload) if history else ()
-    if dry_run:
-        from planner.cli.rungs import climb_dry_run
-
-        return climb_dry_run(workload, known)
-    from planner.planning import plan_workload
-
-    return with_history(plan_workload(workload), known)
 
 
 def _lengths(dataset: str, spec: "ModelSpec", aim: Objective) -> "LengthChoice | None":

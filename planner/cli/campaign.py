@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from planner.app import machine
+from planner.app.progress import ProgressLine
 from planner.cli import options, probing
 from planner.cli.output import console, print_json
 from planner.errors import EXIT_ENVIRONMENT, EnvironmentProblem, UsageError
@@ -58,19 +60,19 @@ def campaign(
     budget_s = parse_budget(budget) if budget is not None else None
     if dry:
         return _list(plan, as_json=as_json)
-    devices = probing.pick_devices(device if slurm is None else device or "cuda:0")
-    gpu = None if devices == ("cpu",) else probing.gpu_of(plan.gpu, devices[0])
-    kept = probing.open_store(store if store is not None else out)
+    devices = machine.pick_devices(device if slurm is None else device or "cuda:0")
+    gpu = None if devices == ("cpu",) else machine.gpu_of(plan.gpu, devices[0])
+    kept = machine.open_store(store if store is not None else out)
     resolve = _Resolver()
     for chain in plan.chains:
         resolve(chain)  # a wrong name shows before the first probe, not after an hour
-    line = probing.ProgressLine(budget_s=budget_s)
+    line = ProgressLine(budget_s=budget_s)
 
     def show(step: "Step", report: "CampaignReport") -> None:
         line.advance("" if step.from_store else step_line(step))
 
     stopped: BaseException | None = None
-    with probing.executor_for(
+    with machine.executor_for(
         devices, slurm=slurm, partition=partition, ahead=0 if devices == ("cpu",) else ahead, on_progress=line.event
     ) as executor:
         try:
@@ -189,7 +191,7 @@ def export(
     store: probing.StorePath = None,
 ) -> None:
     """Write the last outcome of every setup as JSON lines."""
-    kept = probing.open_store(store)
+    kept = machine.open_store(store)
     print_json({"exported": kept.export(target), "to": str(target)})
 
 
@@ -199,7 +201,7 @@ def import_(
     store: probing.StorePath = None,
 ) -> None:
     """Add another store's outcomes; what is here already is left alone."""
-    kept = probing.open_store(store)
+    kept = machine.open_store(store)
     added, known = kept.merge(source)
     print_json({"added": added, "already_here": known, "store": str(kept.path)})
 
@@ -207,7 +209,7 @@ def import_(
 @store_app.command("show")
 def show(store: probing.StorePath = None) -> None:
     """How much the store holds, and where it lies."""
-    kept = probing.open_store(store)
+    kept = machine.open_store(store)
     records = kept.latest()
     models: dict[str, int] = {}
     for record in records:

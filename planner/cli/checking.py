@@ -177,7 +177,7 @@ def corrected(predict: Any, setup: "TrainSetup", spec: "ModelSpec", card: "GpuSp
     the formula's peak times what the dry run found over it. The formula alone where no dry run is possible."""
     from dataclasses import replace
 
-    from planner.cli.rungs import dry_run_possible, with_dry_run
+    from planner.app.climb import dry_run_possible, with_dry_run
     from planner.outcome import Candidate, Prediction
 
     formula = predict(setup)

@@ -67,7 +67,7 @@ def estimate(
     cluster = spread.cluster_of(card, setup.num_gpus, nodes, interconnect)
     result = candidate_of(spec, card, setup, memory_gib, headroom, dry=False, cluster=cluster)
     if not no_dry_run:
-        from planner.cli.rungs import with_dry_run
+        from planner.app.climb import with_dry_run
 
         result = with_dry_run(
             result,
@@ -125,7 +125,7 @@ def candidate_of(
         raise UsageError(f"no engine runs this setup: {refused}", hint="change what the sentence names")
     result = Candidate(setup=setup, budget_bytes=memory - reserve, formula=predict(spec, card, setup, cluster))
     if dry:
-        from planner.cli.rungs import with_dry_run
+        from planner.app.climb import with_dry_run
 
         result = with_dry_run(result, spec, card, memory_bytes=memory)
     return result

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 
 from planner import __version__
-from planner.cli.output import printable
+from planner.app.progress import printable
 from planner.errors import EXIT_INTERNAL
 
 _SECRETS = ((r"(://[^/@:\s]*):[^@\s]*@", r"\1:...@"), (r"((?:token|password|secret|key)\w*[=:]\s*)\S+", r"\1..."))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from planner.cli.output import printable
+from planner.app.progress import printable
 from planner.errors import PlannerError
 
 METHODS = ("any", "full", "lora", "qlora")

@@ -53,7 +53,8 @@ def make(
     as_json: options.Json = False,
 ) -> None:
     """Plan MODEL on a GPU, or on several: the fastest setup that fits, why, and what stands beside it."""
-    from planner.cli.answer import answered, workload_for
+    from planner.app.climb import answered
+    from planner.cli.answer import workload_for
     from planner.cli.writing import check_launch_words, known_targets
     from planner.plan import NoPlan, Plan
 
@@ -74,7 +75,7 @@ def make(
         raise
     plan = answered(asked, dry_run=not no_dry_run, history=not no_history)
     if isinstance(plan, Plan) and gpu.lower() == "local" and not no_probe:
-        from planner.cli.tune import climb_probe
+        from planner.app.tuning import climb_probe
 
         plan = climb_probe(plan)
     unwritten: EnvironmentProblem | None = None
@@ -82,7 +83,7 @@ def make(
     said: tuple[str, ...] = ()
     following = ""
     if out is not None:
-        from planner.cli.rungs import chosen_timeline
+        from planner.app.climb import chosen_timeline
         from planner.cli.writing import launch_sentences, next_command, write_out
 
         try:
@@ -135,7 +136,7 @@ def make(
 
 def _answer_each(cards: Sequence[str], workload: "Callable[[str], Workload]") -> None:
     """What each card that a name may mean would do, by the formula; the error that follows asks which it is."""
-    from planner.cli.answer import answered
+    from planner.app.climb import answered
     from reports.comparison_text import render_comparison
 
     render_comparison(

@@ -6,25 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
+from planner.app.progress import printable
 from planner.errors import EXIT_BAD_INPUT, EXIT_ENVIRONMENT, EnvironmentProblem, PlannerError
 
 _UNDECODABLE = "surrogateescape"
 """File names that Python could not decode are written as the bytes they were."""
-
-
-def printable(text: str) -> str:
-    """Text for a terminal: what would move its cursor, change its title or hide what follows is shown as an escape.
-
-    Names of files, columns and settings come from strangers.
-    """
-    if text.isprintable():
-        return text
-    return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in text)
-
-
-def say(text: str) -> None:
-    """One line for a person, on stderr."""
-    print(printable(text), file=sys.stderr)
 
 
 def show_warning(message: Warning | str, category: type[Warning], *place: object, **named: object) -> None:

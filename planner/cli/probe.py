@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from planner.app import machine
+from planner.app.progress import ProgressLine
 from planner.cli import options, probing
 from planner.cli.flags import takes_options
 from planner.cli.output import console, print_json
@@ -52,22 +54,22 @@ def probe(
     from probes.evaluate import Prober
     from probes.request import Limits
 
-    line = probing.ProgressLine()
+    line = ProgressLine()
     line.say(f"reading the configuration of {model}")
     spec = resolve_model(model, revision=revision, ask_hub=hub)
     devices = (
-        probing.pick_devices(device or "cuda:0") if slurm is not None else probing.job_devices(device, setup.num_gpus)
+        machine.pick_devices(device or "cuda:0") if slurm is not None else machine.job_devices(device, setup.num_gpus)
     )
-    card = probing.gpu_of(gpu, devices[0]) if slurm is None or gpu else None
+    card = machine.gpu_of(gpu, devices[0]) if slurm is None or gpu else None
     limits = Limits(time_s=limit, measure_s=measure_seconds, **_memory_limit(memory_gib, devices[0], card))
     ranks = f"{setup.num_gpus} ranks on " if setup.num_gpus > 1 else ""
     line.say(f"starting {ranks}{devices[0] if len(devices) == 1 else ', '.join(devices)}, at most {limit:g} s")
-    with probing.executor_for(devices, slurm=slurm, partition=partition, on_progress=line.event) as executor:
+    with machine.executor_for(devices, slurm=slurm, partition=partition, on_progress=line.event) as executor:
         prober = Prober(
             model=spec,
             gpu=card,
             executor=executor,
-            store=probing.open_store(store),
+            store=machine.open_store(store),
             device=devices[0],
             limits=limits,
             depths=(0,) if full_depth else (),
@@ -171,19 +173,19 @@ def confirm(
     plan = plan_from_dict(read_plan_json(directory))
     if not isinstance(plan, Plan):
         raise UsageError("this directory holds a refusal: nothing fits", hint="plan again with a larger GPU")
-    line = probing.ProgressLine()
+    line = ProgressLine()
     line.say("reading the plan")
     workload, chosen = plan.workload, plan.chosen
     setup = chosen.setup if target is None else _launched_setup(directory, target, workload.model, chosen.setup)
     spec = resolve_model(workload.model.model_id)
-    devices = probing.job_devices(device, setup.num_gpus)
-    card = probing.gpu_of(None, devices[0])
-    with probing.executor_for(devices, on_progress=line.event) as executor:
+    devices = machine.job_devices(device, setup.num_gpus)
+    card = machine.gpu_of(None, devices[0])
+    with machine.executor_for(devices, on_progress=line.event) as executor:
         prober = Prober(
             model=spec,
             gpu=card,
             executor=executor,
-            store=probing.open_store(store),
+            store=machine.open_store(store),
             device=devices[0],
             limits=Limits(time_s=limit, measure_s=measure_seconds),
         )

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from planner.app.progress import say
 from planner.cli import options
-from planner.cli.output import print_json, print_lines, say, write_text
+from planner.cli.output import print_json, print_lines, write_text
 from planner.cli.wish import memory_and_headroom, positive, resolve_gpu
 from planner.errors import EXIT_NOTHING_FITS, EXIT_OK, EnvironmentProblem, UsageError
 

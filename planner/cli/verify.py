@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from planner.cli.output import say
+from planner.app.progress import say
 from planner.errors import EnvironmentProblem, PlannerError, UsageError
 from planner.exporters import Launch
 from planner.expressed import as_run

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from planner.app.progress import say
 from planner.cli import options, spread
 from planner.cli.completion import complete_gpu
 from planner.cli.flags import takes_options
-from planner.cli.output import console, print_json, say, write_text
+from planner.cli.output import console, print_json, write_text
 from planner.cli.wish import positive, resolve_gpu, workload
 from planner.cli.wishes import SpaceOptions
 from planner.errors import EXIT_NOTHING_FITS, UsageError

@@ -132,7 +132,7 @@ class WishOptions(SpaceOptions):
         num = self.gpus or 1
         if num == 1 or name.lower() != "local" or self.interconnect is not None:
             return self
-        from planner.cli.probing import local_link
+        from planner.app.machine import local_link
 
         link = local_link(num)
         return replace(self, interconnect=link) if link == "pcie" or (link and gpu.nvlink_bytes_per_s) else self

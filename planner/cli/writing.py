@@ -12,7 +12,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from planner import __version__
-from planner.cli.output import say, write_text
+from planner.app.progress import say
+from planner.cli.output import write_text
 from planner.errors import ConfigError, EnvironmentProblem, UsageError
 from planner.outcome import Candidate, Prediction, ProbeFailure
 from planner.plan import NoPlan, Plan
@@ -202,7 +203,7 @@ def launch_files(
 
 def _evaluate(plan: Plan | NoPlan, chosen: Candidate, setup: TrainSetup) -> Candidate:
     """What a target makes of the chosen setup, on the rung of the plan."""
-    from planner.cli.rungs import dry_run_setup
+    from planner.app.climb import dry_run_setup
     from planner.decision.candidates import candidate
 
     workload = plan.workload

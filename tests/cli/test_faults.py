@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from planner.app.progress import printable
 from planner.cli import lists
 from planner.cli.app import run
-from planner.cli.output import console, printable
+from planner.cli.output import console
 from planner.errors import EXIT_INTERNAL
 
 

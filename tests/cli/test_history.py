@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from planner.app.history import QUESTION, history_of, with_history
+from planner.app.tuning import tune_plan
 from planner.cli.app import run
-from planner.cli.history import QUESTION, history_of, with_history
-from planner.cli.tune import tune_plan
 from planner.outcome import Environment, FailureKind, Measurement, ProbeFailure, Rung
 from planner.plan import Plan
 from planner.planning import plan_workload

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from planner.cli import probing
-from planner.cli.probing import CHANGE_S, STILL_S, ProgressLine
+from planner.app import progress
+from planner.app.progress import CHANGE_S, STILL_S, ProgressLine
 
 
 class Clock:
@@ -19,7 +19,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(probing.time, "monotonic", made.monotonic)
+    monkeypatch.setattr(progress.time, "monotonic", made.monotonic)
     return made
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from planner.app.machine import default_store_path, local_link
 from planner.cli.app import run
 from planner.cli.estimate import estimate
 from planner.cli.make import make
 from planner.cli.probe import probe
-from planner.cli.probing import default_store_path, local_link
 from planner.cli.report import which_gpu
 from planner.cli.setups import AnySetupOptions, SetupOptions
 from planner.cli.spread import PARALLELS, one_setup, spread_fields
@@ -420,8 +420,8 @@ def test_plan_on_this_machines_gpus_climbs_to_probes(monkeypatch: pytest.MonkeyP
         return plan
 
     monkeypatch.setattr("planner.cli.answer.resolve_gpu", lambda name: find_gpu("rtx-4090"))
-    monkeypatch.setattr("planner.cli.probing.local_link", lambda num: "pcie")
-    monkeypatch.setattr("planner.cli.tune.climb_probe", climb)
+    monkeypatch.setattr("planner.app.machine.local_link", lambda num: "pcie")
+    monkeypatch.setattr("planner.app.tuning.climb_probe", climb)
     words = ["Qwen/Qwen2.5-1.5B", "--gpu", "local", "--gpus", "2", "--method", "lora", *FAST]
     assert run(words) == 0
     assert [plan.workload.num_gpus for plan in climbed] == [2]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.cli import probing
+from planner.app import machine
 from planner.errors import EnvironmentProblem
 from planner.gpus import find_gpu
 from planner.models.resolve import resolve_model
@@ -115,9 +115,9 @@ def test_key_of_a_job_knows_the_library_that_wraps_it() -> None:
 
 def test_devices_of_a_job_from_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("probes.executors.local_devices", lambda: FOUR)
-    assert probing.job_devices("cpu", 2) == ("cpu",)
-    assert probing.job_devices(None, 1) == ("cuda:0",)
-    assert probing.job_devices(None, 4) == FOUR
-    assert probing.job_devices("cuda:2", 2) == ("cuda:2", "cuda:3")
+    assert machine.job_devices("cpu", 2) == ("cpu",)
+    assert machine.job_devices(None, 1) == ("cuda:0",)
+    assert machine.job_devices(None, 4) == FOUR
+    assert machine.job_devices("cuda:2", 2) == ("cuda:2", "cuda:3")
     with pytest.raises(EnvironmentProblem, match=r"--gpus 2: this machine has 4 GPUs, counted from cuda:3"):
-        probing.job_devices("cuda:3", 2)
+        machine.job_devices("cuda:3", 2)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from search_cases import measurement
 
-from planner.cli.tune import search_candidates, trial_line, tune_plan
+from planner.app.tuning import search_candidates, trial_line, tune_plan
 from planner.cli.wish import workload
 from planner.gpus import find_gpu
 from planner.models import catalogue

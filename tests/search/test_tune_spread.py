@@ -12,8 +12,8 @@ import pytest
 from optuna.trial import TrialState
 from search_cases import measurement
 
-from planner.cli import rungs
-from planner.cli.tune import climb_probe, on_this_machine, search_candidates, study_name, trial_line, tune_plan
+from planner.app import climb
+from planner.app.tuning import climb_probe, on_this_machine, search_candidates, study_name, trial_line, tune_plan
 from planner.cli.wish import workload
 from planner.cluster import make_cluster
 from planner.errors import UsageError
@@ -218,8 +218,8 @@ def test_dry_run_that_breaks_or_does_not_follow_leaves_the_answer_to_the_probe(
             raise ZeroDivisionError("float division by zero")
         return ProbeFailure(rung=Rung.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="it does not follow this spread")
 
-    monkeypatch.setattr(rungs, "dry_run_setup", dry_run)
-    monkeypatch.setattr(rungs, "dry_run_possible", lambda: "")
+    monkeypatch.setattr(climb, "dry_run_setup", dry_run)
+    monkeypatch.setattr(climb, "dry_run_possible", lambda: "")
     tuned = tuned_plan(tmp_path, dry_run=True, budget=Budget(max_probes=3))
     assert len(asked) == 3
     rows = tuned.search["trials"]

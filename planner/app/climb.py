@@ -1,4 +1,4 @@
-"""Climbing the ladder from the command line: dry runs and probes of a plan's finalists, with progress on stderr."""
+"""Climbing the ladder: the formula's plan, dry runs of it, and what was measured before, with progress on stderr."""
 
 import importlib.util
 import os
@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from planner.app.history import history_of, with_history
 from planner.gpu import GpuSpec
 from planner.install import install_command
 from planner.models.spec import ModelSpec
@@ -86,9 +87,19 @@ def chosen_timeline(plan: Plan | NoPlan) -> "Timeline | None":
     return timeline_of(known.timeline, known.phase_groups.get(known.prediction.peak_phase, {}))
 
 
+def answered(workload: Workload, *, dry_run: bool = True, history: bool = True) -> Plan | NoPlan:
+    """The plan from the formula, proven by dry runs where torch is there, with what was measured on this GPU before."""
+
+    known = history_of(workload) if history else ()
+    if dry_run:
+        return climb_dry_run(workload, known)
+    from planner.planning import plan_workload
+
+    return with_history(plan_workload(workload), known)
+
+
 def climb_dry_run(workload: Workload, known: "Sequence[Observation]" = ()) -> Plan | NoPlan:
     """The plan on which formula and dry run agree (see `planner.refine`); `known`: what was measured on this GPU."""
-    from planner.cli.history import with_history
     from planner.decision.facts import Walks
     from planner.planning import plan_workload
     from planner.refine import refine

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.cli import probing
+from planner.app import machine
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.outcome import Candidate, Measurement
@@ -32,13 +32,13 @@ def history_of(workload: Workload, store: Path | None = None) -> tuple["Observat
     Args:
         store: default: the user's.
     """
-    path = store if store is not None else probing.default_store_path()
+    path = store if store is not None else machine.default_store_path()
     if not path.exists():
         return ()
     from search.corrections import MAX_PER_GPU
 
     found = []
-    for record in probing.open_store(path).latest():
+    for record in machine.open_store(path).latest():
         one = _observation(record, workload)
         if one is not None:
             found.append(one)
