@@ -1,5 +1,6 @@
 """How long the sequences of a method can be on one GPU, micro-batch 1, by the formula."""
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -18,21 +19,32 @@ UNKNOWN_CONTEXT_TOKENS = 131_072
 def longest_tokens(workload: Workload) -> dict[str, int]:
     """Method -> the longest sequence (a multiple of STEP_TOKENS, at most what the model takes) of which one at a time
     fits with every layer checkpointed; 0 where none does. A method that the options rule out is left out."""
-    most = (workload.model.max_position_embeddings or UNKNOWN_CONTEXT_TOKENS) // STEP_TOKENS
+    most = max(1, (workload.model.max_position_embeddings or UNKNOWN_CONTEXT_TOKENS) // STEP_TOKENS)
     found = {}
     for method in METHODS:
         if "method" in workload.fixed and method not in workload.fixed["method"]:
             continue
-        setups = tuple(_leanest(workload, method))
-        low, high = 0, max(1, most)
-        while setups and low < high:
-            middle = (low + high + 1) // 2
-            if any(_fits(workload, setup, middle * STEP_TOKENS) for setup in setups):
-                low = middle
-            else:
-                high = middle - 1
-        found[method] = low * STEP_TOKENS
+        steps = 0
+        for setup in _leanest(workload, method):
+            steps = _reached(workload, setup, steps, most)
+        found[method] = steps * STEP_TOKENS
     return found
+
+
+def _reached(workload: Workload, setup: TrainSetup, reached: int, most: int) -> int:
+    """The most steps of a setup's sequence, where it goes beyond what others `reached`: most setups end with one look
+    at the next step, so that the search is one setup's."""
+
+    def too_long(steps: int) -> bool:
+        return not _fits(workload, setup, steps * STEP_TOKENS)
+
+    first = reached + 1
+    if setup.activation_offload and "activation_offload" not in workload.fixed:
+        lengths = (replace(workload, seq_len_tokens=steps * STEP_TOKENS) for steps in range(first, most + 1))
+        first += next((more for more, one in enumerate(lengths) if offloading_matters(one)), most)
+    if first > most or too_long(first):
+        return reached
+    return first + bisect_left(range(first + 1, most + 1), True, key=too_long)
 
 
 def _leanest(workload: Workload, method: str) -> Iterator[TrainSetup]:
@@ -44,7 +56,7 @@ def _leanest(workload: Workload, method: str) -> Iterator[TrainSetup]:
         return
     values["lora_rank"] = values["lora_rank"][:1]
     if "activation_offload" not in fixed:
-        values["activation_offload"] = (False, True)  # where a sequence is long enough for it: `_fits`
+        values["activation_offload"] = (False, True)  # where a sequence is long enough for it: `_reached`
     if "kernels" not in fixed and not workload.targets:
         values["kernels"] = values["kernels"][:1]  # a later family is not smaller
     open_method = dict(workload.fixed)  # the branches of a plan that leaves the method open: no 16-bit masters
@@ -60,8 +72,5 @@ def _leanest(workload: Workload, method: str) -> Iterator[TrainSetup]:
 
 
 def _fits(workload: Workload, setup: TrainSetup, tokens: int) -> bool:
-    moved = setup.activation_offload and "activation_offload" not in workload.fixed
-    if moved and not offloading_matters(replace(workload, seq_len_tokens=tokens)):
-        return False
     lone = setup.with_(seq_len_tokens=tokens, micro_batch_seqs=setup.aim.least_samples)
     return device_peak_bytes(workload.model, workload.gpu, lone) <= workload.budget_bytes
