@@ -181,7 +181,7 @@ class Planned(_Answer):
         if isinstance(self.answer, Plan):
             render_plan(self.answer, console, show=())
         else:
-            render_no_plan(self.answer, console)
+            render_no_plan(self.answer, console, show=())
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,5 +1,5 @@
-"""The short answer: what to train with, where the memory goes, what stands beside it, what to type next, the verdict
-last. At most MAX_LINES at 80 columns; the tree, every term and every note are asked for."""
+"""The short answer: what to train with, where the memory goes, what stands beside it or would make it fit, what to type
+next, the verdict last. At most MAX_LINES at 80 columns; the tree, every term and every note are asked for."""
 
 from collections.abc import Sequence
 from io import StringIO
@@ -7,19 +7,22 @@ from io import StringIO
 from rich.console import Console
 
 from planner.outcome import Candidate
-from planner.plan import Plan
+from planner.plan import NoPlan, Plan
 from planner.units import gib
 from reports.page import Page
-from reports.rows import MIN_SHOWN_BYTES, best_terms, breakdown, compared
+from reports.rows import MIN_SHOWN_BYTES, best_terms, breakdown, compared, notes_of, place_of_note
 from reports.text import (
     clean,
     epoch_sentence,
     memory_mark,
     memory_sentence,
+    nearest_sentence,
+    nothing_sentence,
     plural,
     speed_sentence,
     spread_sentence,
     verdict_sentence,
+    verdict_style,
     workload_words,
 )
 
@@ -34,6 +37,8 @@ GROUPS = (
 )
 """Every category of memory in one of five groups; what is free and kept free follows."""
 BAR_CELLS = 24
+RISK = 1
+MORE = "--why: the decision tree, --memory: every term, --all: the rest"
 FREE = "free"
 
 
@@ -44,55 +49,67 @@ def group_bytes(candidate: Candidate, memory_bytes: int) -> dict[str, int]:
     return {label: sum(row.size_bytes for row in rows if row.category in kinds) for label, kinds in groups}
 
 
-def render_brief(plan: Plan, console: Console, *, next_command: str, launches: Sequence[str] = ()) -> None:
-    """The answer in MAX_LINES: notes and alternatives as far as there is room for them, else their number."""
-    notes = list(dict.fromkeys(clean(note) for note in (*plan.chosen.notes, *plan.notes) if note))
+def render_brief(
+    answer: Plan | NoPlan, console: Console, *, next_command: str = "", launches: Sequence[str] = ()
+) -> None:
+    """The answer in MAX_LINES: risks before alternatives, other notes as far as there is room for them, else their
+    number."""
+    notes = notes_of(answer)
 
     def write(page: Page, shown: int, beside: int) -> None:
-        _brief(page, plan, notes[:shown], len(notes) - shown, beside, next_command, launches)
+        _brief(page, answer, notes[:shown], len(notes) - shown, beside, next_command, launches)
 
     def height(shown: int, beside: int) -> int:
         text = StringIO()
         write(Page(Console(file=text, width=console.width)), shown, beside)
-        return text.getvalue().count("\n")
+        return sum(max(1, -(-len(line) // console.width)) for line in text.getvalue().splitlines())
 
-    rooms = [(shown, NUM_BESIDE) for shown in range(len(notes), -1, -1)]
-    rooms += [(0, beside) for beside in range(NUM_BESIDE - 1, -1, -1)]
+    urgent = sum(place_of_note(note) <= RISK for note in notes)
+    rooms = [(shown, NUM_BESIDE) for shown in range(len(notes), urgent - 1, -1)]
+    rooms += [(shown, beside) for shown in range(urgent, 0, -1) for beside in (NUM_BESIDE, NUM_BESIDE - 1)]
+    rooms += [(0, beside) for beside in range(NUM_BESIDE, -1, -1)]
     write(Page(console), *next((room for room in rooms if height(*room) <= MAX_LINES), rooms[-1]))
 
 
 def _brief(
-    page: Page, plan: Plan, notes: list[str], left: int, beside: int, command: str, launches: Sequence[str]
+    page: Page, answer: Plan | NoPlan, notes: list[str], left: int, beside: int, command: str, launches: Sequence[str]
 ) -> None:
-    chosen = plan.chosen
-    page.line(workload_words(plan.workload), style="bold")
-    page.line(verdict_sentence(plan))
-    for sentence in (spread_sentence(chosen), epoch_sentence(plan.workload, chosen)):
-        if sentence:
+    chosen = answer.chosen if isinstance(answer, Plan) else answer.nearest
+    page.line(workload_words(answer.workload), style="bold")
+    page.line(verdict_sentence(answer) if isinstance(answer, Plan) else nearest_sentence(answer))
+    for sentence in (spread_sentence(chosen), epoch_sentence(answer.workload, chosen)):
+        if sentence and isinstance(answer, Plan):
             page.line(sentence)
     page.line()
-    _groups(page, plan)
-    _beside(page, plan, beside)
-    if notes or left:
+    _groups(page, chosen, answer.workload.memory_bytes)
+    if isinstance(answer, Plan):
+        _beside(page, answer, beside)
+    elif answer.remedies and beside:
+        page.line()
+        page.line("What would make it fit, smallest change first", style="bold")
+        _remedies(page, answer, beside)
+    if notes:
         page.line()
     for note in notes:
         page.line(f"· {note}")
-    if left:
-        page.line(f"· {left} more {plural(left, 'note')}: --all", style="dim")
     page.line()
-    page.line("Next (--why: the decision tree, --memory: every term, --all: everything)", style="dim")
-    page.command(command)
+    more = f"{MORE}, {left} {plural(left, 'note')}" if left else MORE
+    page.line(f"Next ({more})" if command else more, style="dim")
+    if command:
+        page.command(command)
     for sentence in launches:
         page.line(clean(sentence), style="bold red" if "PREDICTED" in sentence else "")
-    verdict = " ".join(one for one in (memory_sentence(chosen), speed_sentence(chosen)) if one)
-    page.line(verdict, style="bold green" if chosen.fits else "bold red")
+    if isinstance(answer, Plan):
+        verdict = " ".join(one for one in (memory_sentence(chosen), speed_sentence(chosen)) if one)
+    else:
+        verdict = nothing_sentence(answer)
+    page.line(verdict, style=verdict_style(chosen))
 
 
-def _groups(page: Page, plan: Plan) -> None:
+def _groups(page: Page, candidate: Candidate, memory_bytes: int) -> None:
     """Five groups of memory as bars against the card."""
-    memory_bytes = plan.workload.memory_bytes
-    sizes = group_bytes(plan.chosen, memory_bytes)
-    kept_free = sum(row.size_bytes for row in breakdown(plan.chosen, memory_bytes).rows if row.category == "headroom")
+    sizes = group_bytes(candidate, memory_bytes)
+    kept_free = sum(row.size_bytes for row in breakdown(candidate, memory_bytes).rows if row.category == "headroom")
     table = page.table("memory", "size", "bar", right=("size",), fixed=("bar",), header=False)
     for label, size in sizes.items():
         cells = min(BAR_CELLS, max(1, round(BAR_CELLS * size / memory_bytes)))
@@ -100,13 +117,13 @@ def _groups(page: Page, plan: Plan) -> None:
             words = f"free, {gib(kept_free)} of it kept free" if label == FREE else label
             page.row(table, words, gib(size), ("░" if label == FREE else "█") * cells)
     page.console.print(table)
-    mark = memory_mark(best_terms(plan.chosen))
+    mark = memory_mark(best_terms(candidate))
     page.line(f"of {gib(memory_bytes)} at the peak [{mark}]", style="dim")
 
 
 def _beside(page: Page, plan: Plan, number: int) -> None:
     """A few alternatives with what they cost or buy."""
-    rows = compared(plan)[1 : number + 1]
+    rows = [row for row in compared(plan)[1:] if row.candidate.fits][:number]
     if not rows:
         return
     page.line()
@@ -115,3 +132,9 @@ def _beside(page: Page, plan: Plan, number: int) -> None:
         speed = f"{row.speed.tokens_per_s:,.0f} tokens/s" if row.speed.tokens_per_s else "-"
         page.row(table, clean(row.label), speed, gib(row.peak.peak_device_bytes), clean(row.trade))
     page.console.print(table)
+
+
+def _remedies(page: Page, no_plan: NoPlan, number: int) -> None:
+    """A few changes that would make it fit, smallest change first."""
+    for remedy in [one for one in no_plan.remedies if one.fits][:number]:
+        page.line(f"→ {clean(remedy.action)}")

@@ -23,7 +23,7 @@ from reports.charts import (
 )
 from reports.costs import cost_words
 from reports.extras import Extras
-from reports.rows import beside, breakdown, compared, evidence_columns
+from reports.rows import beside, breakdown, compared, evidence_columns, notes_of
 from reports.text import (
     clean,
     cut_words,
@@ -92,7 +92,7 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
         "terms_note": f"Peak: {memory_mark(parts.peak_evidence)}. Terms: {named}.",
         "tree": _tree(plan.walk),
         "space": space_sentence(plan),
-        "notes": [clean(note) for note in dict.fromkeys((*plan.notes, *chosen.notes))],
+        "notes": notes_of(plan),
         "environment": _environment(plan, extras, chosen),
         "tiles": _tiles(plan, chosen),
         "search_note": "",

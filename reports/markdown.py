@@ -7,7 +7,7 @@ from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import Answer, NoPlan, Plan
 from planner.units import gib, percent, seconds
 from reports.extras import Extras
-from reports.rows import breakdown, compared, evidence_columns
+from reports.rows import breakdown, compared, evidence_columns, notes_of
 from reports.text import (
     clean,
     cut_words,
@@ -58,7 +58,7 @@ def plan_markdown(plan: Plan | NoPlan, extras: Extras | None = None) -> str:
         blocks += _sensitivity(extras)
     blocks += [escape(space_sentence(plan))]
     blocks += _rungs(chosen)
-    notes = dict.fromkeys((*plan.notes, *chosen.notes))
+    notes = notes_of(plan)
     if notes:
         blocks += ["## Notes", bullets(notes)]
     blocks += _environment(plan, extras)

@@ -19,7 +19,7 @@ from planner.units import GIB, TERA, count, gib, percent, seconds
 from planner.workload import MIN_RANK_GIVEN, PRICE_GIVEN, Workload, default_headroom_bytes
 from reports.brief import render_brief
 from reports.page import Page
-from reports.rows import MemoryRow, best_terms, breakdown, compared, evidence_columns
+from reports.rows import MemoryRow, best_terms, breakdown, compared, evidence_columns, notes_of
 from reports.text import (
     clean,
     cut_words,
@@ -29,7 +29,9 @@ from reports.text import (
     hanging,
     memory_mark,
     memory_sentence,
+    nearest_sentence,
     needs_words,
+    nothing_sentence,
     plural,
     rank_floor_sentence,
     rank_peaks_rows,
@@ -42,6 +44,7 @@ from reports.text import (
     speed_sentence,
     spread_sentence,
     verdict_sentence,
+    verdict_style,
     workload_words,
 )
 
@@ -77,18 +80,12 @@ def render_plan(
     """
     page = Page(console)
     if "all" not in show:
-        if "why" in show:
-            _walk(page, plan.walk)
-            page.line(space_sentence(plan))
-        if "memory" in show:
-            _memory(page, plan.chosen, plan.workload.memory_bytes)
-        if show:
-            page.line()
+        _asked_for(page, plan, plan.chosen, show)
         render_brief(plan, console, next_command=next_command or default_next_command(plan), launches=launches)
         return
     page.line(workload_words(plan.workload), style="bold")
     page.line()
-    page.line(verdict_sentence(plan), style="bold green" if plan.chosen.fits else "bold red")
+    page.line(verdict_sentence(plan), style=verdict_style(plan.chosen))
     for sentence in (
         memory_sentence(plan.chosen),
         speed_sentence(plan.chosen),
@@ -104,7 +101,7 @@ def render_plan(
     _alternatives(page, plan)
     page.line()
     page.line(space_sentence(plan))
-    _notes(page, (*plan.notes, *plan.chosen.notes))
+    _notes(page, notes_of(plan))
     page.head("Next")
     if plan.chosen.fits:
         page.command(next_command or default_next_command(plan))
@@ -113,14 +110,20 @@ def render_plan(
         page.command(default_next_command(plan))
 
 
-def render_no_plan(no_plan: NoPlan, console: Console, *, launches: Sequence[str] = ()) -> None:
-    """Why nothing fits, how many bytes are missing, and what would make it fit, smallest change first."""
+def render_no_plan(
+    no_plan: NoPlan, console: Console, *, launches: Sequence[str] = (), show: Collection[str] = EVERYTHING
+) -> None:
+    """Why nothing fits, how many bytes are missing, and what would make it fit, smallest change first; `show` as for a
+    plan."""
     page = Page(console)
+    if "all" not in show:
+        _asked_for(page, no_plan, no_plan.nearest, show)
+        render_brief(no_plan, console, launches=launches)
+        return
     page.line(workload_words(no_plan.workload), style="bold")
     page.line()
-    page.line(f"Nothing fits: {gib(no_plan.missing_bytes)} missing.", style="bold red")
-    page.line(f"The nearest setup is {setup_words(no_plan.nearest.setup)}.")
-    page.line(memory_sentence(no_plan.nearest))
+    page.line(nothing_sentence(no_plan), style="bold red")
+    page.line(nearest_sentence(no_plan))
     _launches(page, launches)
     page.head("What would make it fit, smallest change first")
     if no_plan.remedies:
@@ -134,7 +137,18 @@ def render_no_plan(no_plan: NoPlan, console: Console, *, launches: Sequence[str]
     _walk(page, no_plan.walk)
     page.line()
     page.line(space_sentence(no_plan))
-    _notes(page, (*no_plan.notes, *no_plan.nearest.notes))
+    _notes(page, notes_of(no_plan))
+
+
+def _asked_for(page: Page, answer: Plan | NoPlan, candidate: Candidate, show: Collection[str]) -> None:
+    """The tree ("why") and every term ("memory") before the short answer."""
+    if "why" in show:
+        _walk(page, answer.walk)
+        page.line(space_sentence(answer))
+    if "memory" in show:
+        _memory(page, candidate, answer.workload.memory_bytes)
+    if show:
+        page.line()
 
 
 def _launches(page: Page, sentences: Sequence[str]) -> None:
@@ -158,7 +172,7 @@ def render_estimate(
     page.line(f"{clean(model.model_id)} ({count(model.num_params)} parameters) on {card}", style="bold")
     page.line(f"{setup_words(candidate.setup)}.")
     page.line()
-    page.line(memory_sentence(candidate), style="bold green" if candidate.fits else "bold red")
+    page.line(memory_sentence(candidate), style=verdict_style(candidate))
     for words in (speed_sentence(candidate), spread_sentence(candidate)):
         if words:
             page.line(words)

@@ -259,6 +259,11 @@ def fit_verdict(candidate: Candidate) -> str:
     return "tight" if evidence.peak_device_bytes * (1 + band) > candidate.budget_bytes else "fits"
 
 
+def verdict_style(candidate: Candidate) -> str:
+    """The colour of a verdict: what only should fit is no green."""
+    return f"bold {({'fits': 'green', 'tight': 'yellow', 'over': 'red'})[fit_verdict(candidate)]}"
+
+
 def fit_word(candidate: Candidate) -> str:
     """ "yes", "tight" or "no"."""
     return {"fits": "yes", "tight": "tight", "over": "no"}[fit_verdict(candidate)]
@@ -274,6 +279,19 @@ def verdict_sentence(plan: Plan) -> str:
     """What to do, in one sentence. A plan whose choice a higher rung refuted says so instead of recommending it."""
     words = setup_words(plan.chosen.setup)
     return f"Train with {words}." if plan.chosen.fits else f"Do not run this yet, it does not fit: {words}."
+
+
+def nearest_sentence(no_plan: NoPlan) -> str:
+    """The setup that came nearest to fitting."""
+    return f"The nearest setup is {setup_words(no_plan.nearest.setup)}."
+
+
+def nothing_sentence(no_plan: NoPlan) -> str:
+    """The verdict where nothing fits, with what is missing."""
+    nearest = no_plan.nearest
+    needed, mark = gib(nearest.memory_evidence.peak_device_bytes), memory_mark(nearest.memory_evidence)
+    words = f"The nearest setup needs {needed} of a budget of {gib(nearest.budget_bytes)} ({mark})."
+    return f"Nothing fits: {gib(no_plan.missing_bytes)} missing. {words}"
 
 
 def memory_sentence(candidate: Candidate) -> str:

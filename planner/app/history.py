@@ -122,6 +122,7 @@ def with_history(plan: Plan | NoPlan, known: Sequence["Observation"]) -> Plan | 
             if each.candidate.setup != chosen.setup
         ),
         walk=(*plan.walk, answer),
+        notes=(f"measured on this GPU: {answer.reason}", *plan.notes),
     )
 
 

@@ -118,11 +118,11 @@ def make(
     else:
         from reports.terminal import render_no_plan, render_plan
 
+        asked_for = {"why": why, "memory": memory, "all": everything}
+        show = frozenset(name for name, wanted in asked_for.items() if wanted)
         if isinstance(plan, NoPlan):
-            render_no_plan(plan, console(), launches=said)
+            render_no_plan(plan, console(), launches=said, show=show)
         else:
-            asked_for = {"why": why, "memory": memory, "all": everything}
-            show = frozenset(name for name, wanted in asked_for.items() if wanted)
             render_plan(plan, console(), next_command=following, launches=said, show=show)
     if as_json:
         print("\n".join(said), end="\n" * bool(said), file=sys.stderr)

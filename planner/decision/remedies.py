@@ -39,7 +39,7 @@ def refusal(
 def _remedies(workload: Workload, facts: Facts, nearest: Candidate) -> Iterator[Remedy]:
     """Smallest change first: options the user fixed, a shorter sequence, more GPUs or a larger host where there are
     several, another GPU of the table, a smaller model."""
-    yield from _relaxed(workload)
+    yield from _relaxed(workload, nearest)
     yield from _shorter(workload, nearest)
     if workload.num_gpus > 1:
         yield from _more_gpus(workload, nearest)
@@ -48,7 +48,7 @@ def _remedies(workload: Workload, facts: Facts, nearest: Candidate) -> Iterator[
     yield from _smaller_model(workload, nearest)
 
 
-def _relaxed(workload: Workload) -> Iterator[Remedy]:
+def _relaxed(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
     """The first of the user's own restrictions (target, spread, method, ...) without which something fits."""
     wishes = [("target", replace(workload, targets=()))] if workload.targets else []
     spread = ("parallel", *SPREAD_FIELDS) if workload.num_gpus > 1 else ()
@@ -62,8 +62,8 @@ def _relaxed(workload: Workload) -> Iterator[Remedy]:
     for flag, wish in wishes:
         for node, point in best_points(wish).items():
             if point is not None:
-                saved = workload.budget_bytes - point.peak_device_bytes
-                yield Remedy(action=f"leave --{flag} out ({NODE_NAMES[node]} fits)", saves_bytes=saved, fits=True)
+                saved = nearest.formula.peak_device_bytes - point.peak_device_bytes
+                yield Remedy(action=f"leave --{flag} out: {NODE_NAMES[node]} fits", saves_bytes=saved, fits=True)
                 return
 
 

@@ -196,7 +196,7 @@ def test_nothing_fits_offers_a_sequence_length_that_does() -> None:
 def test_nothing_fits_offers_to_drop_the_users_own_restriction() -> None:
     no_plan = plan_workload(wish("meta-llama/Llama-3.1-8B", "rtx-4090", fixed={"method": ("full",)}))
     assert isinstance(no_plan, NoPlan)
-    assert no_plan.remedies[0].action.startswith("leave --method out")
+    assert no_plan.remedies[0].action.startswith("leave --method out: ")
 
 
 def test_contradicting_wishes_are_an_error() -> None:

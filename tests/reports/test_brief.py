@@ -1,38 +1,91 @@
 """The short answer: at most 25 lines at 80 columns, the verdict last, nothing said twice; the rest when asked for."""
 
+from dataclasses import replace
 from io import StringIO
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from planner.cli.wish import workload
+from planner.cluster import make_cluster
 from planner.gpus import find_gpu
 from planner.models import catalogue
 from planner.models.resolve import resolve_model
-from planner.plan import Plan
+from planner.plan import NoPlan, Plan
 from planner.planning import plan_workload
 from reports.brief import MAX_LINES
-from reports.terminal import render_plan
+from reports.rows import notes_of
+from reports.terminal import render_no_plan, render_plan
+from reports.text import verdict_style
 from tests.reports.factories import make_plan
 from tests.whole import some
 
 CARDS = ("t4", "rtx-3060", "rtx-4090", "a100-80gb", "h100-sxm")
 
 
-def shown(plan: Plan, width: int = 80, show: frozenset[str] = frozenset()) -> list[str]:
+def shown(answer: Plan | NoPlan, width: int = 80, show: frozenset[str] = frozenset()) -> list[str]:
     text = StringIO()
-    render_plan(plan, Console(file=text, width=width), show=show)
+    render = render_plan if isinstance(answer, Plan) else render_no_plan
+    render(answer, Console(file=text, width=width), show=show)  # type: ignore[arg-type]
     return text.getvalue().splitlines()
+
+
+def height(answer: Plan | NoPlan, width: int = 80) -> int:
+    """Rows of the screen: a command is not broken by us, but by the terminal."""
+    return sum(max(1, -(-len(line) // width)) for line in shown(answer, width))
+
+
+def planned(name: str, gpu: str, **wish: Any) -> Plan | NoPlan:
+    return plan_workload(workload(resolve_model(name), find_gpu(gpu), **{"fixed": {}, **wish}))
 
 
 @pytest.mark.parametrize("gpu", CARDS)
 def test_the_answer_has_at_most_25_lines(gpu: str) -> None:
-    """Every 40th model of the catalogue on each card; with TESTS_WHOLE=1 every one."""
-    names = some(catalogue.names()[CARDS.index(gpu) :], 40)
-    plans = [plan_workload(workload(resolve_model(name), find_gpu(gpu), fixed={})) for name in names]
-    heights = [len(shown(plan)) for plan in plans if isinstance(plan, Plan)]
-    assert heights
-    assert max(heights) <= MAX_LINES
+    """Every 40th model of the catalogue on each card, refusals too; with TESTS_WHOLE=1 every one."""
+    answers = [planned(name, gpu) for name in some(catalogue.names()[CARDS.index(gpu) :], 40)]
+    assert any(isinstance(answer, Plan) for answer in answers)
+    assert max(map(height, answers)) <= MAX_LINES
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"fixed": {"objective": ("dpo",)}},
+        {"fixed": {"method": ("full",)}},
+        {"cluster": make_cluster(find_gpu("rtx-4090"), 4)},
+        {"dataset_tokens": 20_000_000, "price": 2.0},
+    ],
+    ids=["objective", "refusal", "several-gpus", "cost"],
+)
+def test_other_answers_have_at_most_25_lines_too(wish: dict[str, Any]) -> None:
+    answer = planned("meta-llama/Llama-3.1-8B", "rtx-4090", **wish)
+    assert height(answer) <= MAX_LINES
+    assert height(answer, 120) <= MAX_LINES
+
+
+def test_a_refusal_ends_with_the_verdict_and_says_what_would_make_it_fit() -> None:
+    lines = shown(planned("meta-llama/Llama-3.1-8B", "rtx-4090", fixed={"method": ("full",)}))
+    assert lines[-2].startswith("Nothing fits:")
+    assert any(line.startswith("→ leave --method out") for line in lines)
+    assert not any("decision tree, question by question" in line for line in lines)
+
+
+def test_what_only_should_fit_is_no_green() -> None:
+    one = make_plan().chosen
+    peak = one.formula.peak_device_bytes
+    for room, style in ((1.5, "bold green"), (1.001, "bold yellow"), (0.9, "bold red")):
+        assert verdict_style(replace(one, budget_bytes=int(room * peak))) == style
+
+
+def test_risks_stand_before_what_holds_of_every_plan() -> None:
+    plan = planned("tiiuae/falcon-7b", "rx-7900-xtx")
+    notes = notes_of(plan)
+    assert notes[0].startswith("SDPA falls back to its math kernel")
+    assert notes[-1].startswith("merging the adapter")
+    learned = replace(plan, notes=(*plan.notes, "measured on this GPU: 3 measurements correct its prediction"))
+    assert notes_of(learned)[0].startswith("measured on this GPU")
+    assert any("SDPA falls back" in line for line in shown(plan))
 
 
 def test_the_verdict_stands_last_and_the_command_before_it() -> None:
