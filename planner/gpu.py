@@ -1,6 +1,6 @@
 """`GpuSpec`: facts about one accelerator, as one row of the GPU table. Fitted constants live in `calibration`."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,15 +56,3 @@ class GpuSpec:
     def bf16(self) -> bool:
         """Whether bf16 runs on the hardware's own units."""
         return self.bf16_flops_per_s is not None
-
-    def for_memory(self) -> "GpuSpec":
-        """This GPU with nothing left in it but what decides how much memory a setup takes: its kernels and links.
-
-        Cards that differ in size, speed and name only are equal after this, and share what was computed for one.
-        """
-        return replace(
-            self, key="", name="", driver_name="", arch="", memory_bytes=1, memory_basis="", bf16_flops_per_s=None,
-            fp16_flops_per_s=None, fp32_flops_per_s=None, tf32_flops_per_s=None, memory_bandwidth_bytes_per_s=1.0,
-            nvlink_bytes_per_s=float(self.nvlink_bytes_per_s > 0), pcie="", sm_count=None, l2_bytes=None,
-            tdp_w=None, source="", unsourced=(), note="",
-        )  # fmt: skip

@@ -21,7 +21,7 @@ than one."""
 MAX_FUSED_HEAD_DIM = 256
 """Widest head of SDPA's flash kernel, and of transformers' grouped-query form."""
 TRITON_FROM = (7, 0)
-_ADA = ((8, 6), (8, 9), (12, 0), (12, 1))
+_SMALL = ((8, 6), (8, 9), (12, 0), (12, 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,6 +183,14 @@ def masked(setup: TrainSetup, attention: AttentionSpec) -> bool:
     )
 
 
+def attention_generation(gpu: GpuSpec) -> str:
+    """What of a card decides which attention kernels run: cards of one generation run the same."""
+    if gpu.vendor == "Apple":
+        return "metal"
+    capability = gpu.compute_capability or (8, 0)
+    return "before 8.0" if capability < (8, 0) else "small" if capability in _SMALL else "large"
+
+
 def attention_kernel(
     model: ModelSpec, setup: TrainSetup, gpu: GpuSpec, attention: AttentionSpec, qkv_dtype: str
 ) -> Kernel:
@@ -207,20 +215,21 @@ def attention_kernel(
         return "flash" if taken else "eager"  # such a model is refused; counted as what a person would have to run
     if setup.attention == "eager" or "sdpa" not in model.attentions:
         return "eager"
-    if gpu.vendor == "Apple":
+    generation = attention_generation(gpu)
+    if generation == "metal":
         return "math"
     half = qkv_dtype != "fp32"
-    capability = gpu.compute_capability or (8, 0)
+    old = generation == "before 8.0"
     equal_heads = attention.head_dim == attention.value_head_dim
     fused_width = attention.head_dim <= MAX_FUSED_HEAD_DIM
     always = model.model_type in ALWAYS_MASKED
     has_mask = always or masked(setup, attention)
-    no_backward = capability in _ADA and 192 < attention.head_dim <= 224
-    if half and capability >= (8, 0) and equal_heads and fused_width and not has_mask and not no_backward:
+    no_backward = generation == "small" and 192 < attention.head_dim <= 224
+    if half and not old and equal_heads and fused_width and not has_mask and not no_backward:
         return "flash"
     if always and attention.num_kv_heads == 1:
         return "math"
     grouped = attention.num_kv_heads != attention.num_heads and equal_heads and fused_width and not has_mask
-    if grouped or (qkv_dtype == "bf16" and capability < (8, 0)):
+    if grouped or (qkv_dtype == "bf16" and old):
         return "math"
     return "efficient"

@@ -33,8 +33,9 @@ from planner.outcome import Candidate
 from planner.plan import Alternative, NoPlan, Plan, Remedy, SpaceCount, trade
 from planner.refine import CorrectionKey
 from planner.setup import TrainSetup
-from planner.space import BRANCH_FIELDS, Point, dimension_values, kinds, micro_batches
+from planner.space import BRANCH_FIELDS, dimension_values, kinds, micro_batches
 from planner.units import gib
+from planner.walk import Point
 from planner.workload import Workload
 
 if TYPE_CHECKING:
@@ -47,13 +48,18 @@ _FIRST = ("replicate", "shard", "other")
 
 
 def plan_workload(
-    workload: Workload, corrections: Mapping[CorrectionKey, float] | None = None, walks: Walks | None = None
+    workload: Workload,
+    corrections: Mapping[CorrectionKey, float] | None = None,
+    walks: Walks | None = None,
+    *,
+    num_ranked: int = NUM_RANKED,
 ) -> Plan | NoPlan:
     """The formula rung's whole answer.
 
     Args:
         corrections: multiply the formula's peaks (see `refine`).
         walks: kept by whoever plans the same workload again.
+        num_ranked: how many of the fastest points the plan lists, the chosen one first.
 
     Raises:
         UsageError: the user's wishes contradict each other so that no setup can exist at all, or no way of spreading
@@ -74,7 +80,7 @@ def plan_workload(
     installed = _with_packages(workload, chosen)
     walked = tuple(answers(workload, facts, node, best, chosen, alone))
     if node is None or best is None or chosen is None:
-        if (packed := _with_packed_experts(workload, corrections)) is not None:
+        if (packed := _with_packed_experts(workload, corrections, facts.walks)) is not None:
             return packed
         from planner.decision.remedies import refusal  # a plan needs none
 
@@ -82,7 +88,7 @@ def plan_workload(
         refused = refusal(workload, facts, walked, space, notes)
         return replace(refused, remedies=(*_plain_copy(workload, refused.nearest), *refused.remedies))
     fastest = merged(facts.of_node(node).values()).ranked()
-    ranked = [best, *(point for point in fastest if point is not best)][:NUM_RANKED]
+    ranked = [best, *(point for point in fastest if point is not best)][:num_ranked]
     return Plan(
         workload=workload,
         chosen=chosen,
@@ -231,14 +237,18 @@ def _one_gpu(workload: Workload) -> OneGpu:
         return None
 
 
-def _with_packed_experts(workload: Workload, corrections: Mapping[CorrectionKey, float] | None) -> Plan | None:
+def _with_packed_experts(
+    workload: Workload, corrections: Mapping[CorrectionKey, float] | None, walks: Walks
+) -> Plan | None:
     """The plan with a mixture's experts in 4 bits too, where nothing else fits; None where that is no way out."""
     if "quantize_experts" in workload.fixed or workload.num_gpus > 1 or workload.targets not in ((), ("axolotl",)):
         return None
     if not has_expert_stacks(workload.model):
         return None
     try:
-        plan = plan_workload(replace(workload, fixed={**workload.fixed, "quantize_experts": (True,)}), corrections)
+        plan = plan_workload(
+            replace(workload, fixed={**workload.fixed, "quantize_experts": (True,)}), corrections, walks
+        )
     except UsageError:
         return None
     if not isinstance(plan, Plan):

@@ -1,5 +1,6 @@
 """The speed of a setup on any number of GPUs: the one-GPU model's, or that of a spread with its communication."""
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from planner.gpu import GpuSpec
@@ -10,6 +11,10 @@ from planner.throughput import StepTime, conditions_of, throughput_profile
 
 if TYPE_CHECKING:
     from planner.cluster import Cluster  # late: one GPU needs none of it
+
+
+Pairs = Sequence[tuple[int, int]]
+"""(micro-batch, accumulation)."""
 
 
 class SpeedProfile(Protocol):
@@ -35,6 +40,23 @@ def speed_profile(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "C
 
     conditions = conditions_of(setup)
     return spread_profile(model, gpu, setup, cluster_of(gpu, setup, cluster), conditions=conditions)
+
+
+def family_speeds(
+    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster | None" = None
+) -> Callable[[str, Pairs], list[float]]:
+    """What gives tokens/s of all GPUs, at every (micro-batch, accumulation), for an optimizer beside the setup's own
+    rest."""
+    if setup.num_gpus == 1:
+        return throughput_profile(
+            headed(model, setup.aim.head), gpu, setup, conditions=conditions_of(setup)
+        ).tokens_per_s
+
+    def speeds(optimizer: str, pairs: Pairs) -> list[float]:
+        at = speed_profile(model, gpu, setup.trusted_with(optimizer=optimizer), cluster).at
+        return [at(*pair)[1] for pair in pairs]
+
+    return speeds
 
 
 def cluster_of(gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster | None") -> "Cluster":

@@ -17,7 +17,7 @@ from planner.setup import TrainSetup
 from planner.workload import Workload
 
 if TYPE_CHECKING:
-    from planner.space import Point
+    from planner.walk import Point
     from search.problem import Evaluate, Unprobed
     from search.run import SearchResult
     from search.sampler import Belief
@@ -217,7 +217,8 @@ def search_candidates(plan: Plan, unprobed: "Unprobed" = lambda setup: "") -> tu
 
 def _walked(plan: Plan) -> "Iterable[Point]":
     """The space of one GPU, or that of every spread; states on the host only where the plan or the user wants them."""
-    from planner.space import dimension_values, walk
+    from planner.space import dimension_values
+    from planner.walk import walk
 
     wish = plan.workload
     if wish.num_gpus == 1:

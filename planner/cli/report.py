@@ -122,7 +122,16 @@ def which_gpu(
     def cluster(card: "GpuSpec") -> "Cluster | None":
         return spread.cluster_of(card, num_gpus, nodes, interconnect)
 
-    answers = _plans(spec, cards, fixed, cluster, seq_len=seq_len, global_batch=global_batch, headroom_gib=headroom)
+    answers = _plans(
+        spec,
+        cards,
+        fixed,
+        cluster,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        headroom_gib=headroom,
+        charts=out is not None,
+    )
     choices = rank_gpus(answers, sort=sort)
     if out is not None:
         from reports.html import Entry
@@ -142,17 +151,22 @@ def _plans(
     cards: list[Any],
     fixed: Mapping[str, tuple[Any, ...]],
     cluster: "Callable[[GpuSpec], Cluster | None]",
+    *,
+    charts: bool,
     **wish: Any,
 ) -> "list[Plan | NoPlan]":
     """One plan per card; a card on which the options contradict each other (no kernel for them) is left out.
+
+    Args:
+        charts: the plans are drawn, with their runners-up.
 
     Raises:
         UsageError: on every card.
     """
     from planner.cli.wish import workload
     from planner.decision.facts import Walks
-    from planner.planning import plan_workload
-    from planner.space import Known
+    from planner.planning import NUM_RANKED, plan_workload
+    from planner.walk import Known
     from reports.progress import steps
 
     answers: list[Plan | NoPlan] = []
@@ -162,7 +176,7 @@ def _plans(
     for card in steps(cards, "planning", console(stderr=True)):
         try:
             asked = workload(spec, card, fixed=fixed, cluster=cluster(card), **wish)
-            answers.append(plan_workload(asked, walks=Walks(memory, once=True)))
+            answers.append(plan_workload(asked, walks=Walks(memory, once=True), num_ranked=NUM_RANKED if charts else 1))
         except UsageError as error:
             problem = error
             left_out.append(card.key)

@@ -15,7 +15,8 @@ from planner.decision.candidates import candidate
 from planner.decision.facts import NODES, Facts, add_spreads, best_spread
 from planner.decision.spreads import FIRST_STAGES, ONE_GPU, Spread, spreads
 from planner.outcome import Candidate
-from planner.space import Point, dimension_values
+from planner.space import dimension_values
+from planner.walk import Point
 from planner.workload import Workload
 
 COARSE: Mapping[str, tuple[Any, ...]] = {

@@ -19,8 +19,9 @@ from planner.models.spec import ModelSpec
 from planner.refine import ANY_SETUP, CorrectionKey, correction_key, spread_correction_key
 from planner.setup import TrainSetup
 from planner.space import PREFERENCE_FRACTION as PREFERENCE_FRACTION
-from planner.space import Known, Point, branches, walk
+from planner.space import branches
 from planner.units import gib
+from planner.walk import Known, Point, walk
 from planner.workload import Workload
 
 NODES = ("full", "lora", "qlora-8bit", "qlora-4bit")
@@ -108,6 +109,10 @@ class NodeFacts:
 
         return min(near_fastest([entry[2] for entry in entries], PREFERENCE_FRACTION), key=preference)
 
+    def floor(self) -> float:
+        """Tokens/s up to which no further point is kept."""
+        return min(_floor(self.fastest), _floor(self.fastest_sure))
+
     def surely_fits(self, point: Point) -> bool:
         """Whether a point's peak is below the budget by more than the formula errs."""
         return point.peak_device_bytes <= self.surely_bytes[point.shared, point.attention]
@@ -141,7 +146,7 @@ def collect_into(
                 band = memory_band(model, shared.trusted_with(attention=attention))
                 known[attention] = node.surely_bytes[shared, attention] = budget_bytes / (1 + band)
             surely_bytes = known[attention]
-        node.walked += 1 + point.beyond
+        node.walked += 1 + point.beyond + point.slower
         peak = point.peak_device_bytes
         if point.micro_batch_seqs == least:
             if point.shared.kbit_fp32_cast:
@@ -160,6 +165,11 @@ def collect_into(
             _keep(node.fastest, point, index)
             if peak <= surely_bytes:
                 _keep(node.fastest_sure, point, index)
+
+
+def _floor(heap: list[tuple[float, int, Point]]) -> float:
+    """Tokens/s that a further point must exceed to be kept."""
+    return heap[0][0] if len(heap) == KEEP else -1.0
 
 
 def _keep(heap: list[tuple[float, int, Point]], point: Point, index: int) -> None:
@@ -185,7 +195,8 @@ class Walks:
 
     Args:
         memory: what walks on other cards computed.
-        once: one workload is asked for, without corrections: what cannot fit is counted and not listed.
+        once: one workload is asked for, without corrections: what cannot fit, or is slower than what is kept, is
+            counted and not listed.
     """
 
     def __init__(self, memory: Known | None = None, *, once: bool = False) -> None:
@@ -193,11 +204,15 @@ class Walks:
         self._known: list[tuple[Workload, Mapping[str, tuple[Any, ...]], tuple[Spread, ...], tuple[Point, ...]]] = []
 
     def points(
-        self, workload: Workload, values: Mapping[str, tuple[Any, ...]], chosen: tuple[Spread, ...]
-    ) -> tuple[Point, ...]:
+        self,
+        workload: Workload,
+        values: Mapping[str, tuple[Any, ...]],
+        chosen: tuple[Spread, ...],
+        floor: Callable[[TrainSetup], float],
+    ) -> Iterable[Point]:
         """The points of these spreads, walked where they are not known yet."""
         if self._once:
-            return tuple(walk(workload, values, chosen, self._memory, workload.budget_bytes))
+            return walk(workload, values, chosen, self._memory, workload.budget_bytes, floor)
         for known_workload, known_values, known_spreads, points in self._known:
             if known_values == values and known_spreads == chosen and _walked_alike(known_workload, workload):
                 return points
@@ -315,7 +330,9 @@ def add_spreads(
     if not chosen:
         return
     facts.walked += [one for one in chosen if one not in facts.walked]
-    points: Iterable[Point] = facts.walks.points(workload, values, tuple(chosen))
+    points: Iterable[Point] = facts.walks.points(
+        workload, values, tuple(chosen), lambda shared: facts.of(shared).floor()
+    )
     if any(one.stage == "offload" for one in chosen) and "offload" not in workload.fixed:
         points = _that_hosts_hold(workload, facts, points)
     collect_into(corrected(points, corrections), workload.model, workload.budget_bytes, facts.of)

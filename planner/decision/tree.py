@@ -22,9 +22,9 @@ from planner.plan import Answer, Cut, NoPlan, Plan
 from planner.predict import attention_kernels
 from planner.rank import BITS_PER_PARAMETER, BITS_PER_TOKEN, MAX_RANK
 from planner.setup import TrainSetup
-from planner.space import Point
 from planner.speed import speed_profile
 from planner.units import gib, percent
+from planner.walk import Point
 from planner.workload import Workload
 
 METHOD_BAND = 0.10

@@ -70,6 +70,7 @@ class SpeedModel:
         self.bandwidth = self.rates.bandwidth * self.constants.bandwidth_share
         self._matmuls: dict[tuple[str, int, bool], LayerMatmuls] = {}
         self._losses: dict[tuple[str, str, int, bool], float] = {}
+        self._optimizers: dict[tuple[str, float, int, int], tuple[float, float]] = {}
         self._traffic: dict[tuple[Flow, bool, str], Moved] = {}
         self._adapters: dict[tuple[object, ...], tuple[Moved, int, float, int]] = {}
         self._attention: dict[tuple[object, ...], tuple[float, float, float]] = {}
@@ -262,6 +263,10 @@ class SpeedModel:
         Source: bitsandbytes 0.50 `optim/optimizer.py` prefetch_state; CUDA's managed memory moves over the link to the
         host, taken at the rate of pinned copies (page faults are slower: this is the least that it takes).
         """
+        key = (optimizer, num, size, tensors)
+        found = self._optimizers.get(key)
+        if found is not None:
+            return found
         row = OPTIMIZERS[optimizer]
         constants = self.constants
         moved = num * (row.passes * size + row.extra_bytes)
@@ -273,4 +278,5 @@ class SpeedModel:
         host = tensors * (constants.host_optimizer_tensor_s if row.looped else 4.0e-6)
         host += tensors * row.kernels_per_tensor * constants.host_forward_s
         part = self.conditions.optimizer_part
-        return gpu * part, host * constants.host_scale * part
+        found = self._optimizers[key] = (gpu * part, host * constants.host_scale * part)
+        return found

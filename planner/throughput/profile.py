@@ -1,5 +1,7 @@
 """`ThroughputProfile`: a family with its loss and optimizer, asked thousands of times for micro-batches."""
 
+from collections.abc import Sequence
+
 from planner.choices.kernels import speed_band, speed_note
 from planner.setup import TrainSetup
 from planner.throughput.family import Family
@@ -16,7 +18,17 @@ EXPERTS_BAND = 0.5
 class ThroughputProfile:
     """Step times of all setups that differ only in micro-batch and accumulation."""
 
-    __slots__ = ("_add_s", "_family", "_head_dtype", "_optimizer", "_setup", "_speed", "_step_s", "_times")
+    __slots__ = (
+        "_add_s",
+        "_family",
+        "_head_dtype",
+        "_optimizer",
+        "_setup",
+        "_speed",
+        "_step_s",
+        "_times",
+        "_trainer_s",
+    )
 
     def __init__(
         self, speed: SpeedModel, setup: TrainSetup, family: Family | None = None, times: dict[int, float] | None = None
@@ -30,8 +42,8 @@ class ThroughputProfile:
         )
         trained_bytes = self._family.trained_params * self._family.trained_bytes
         self._add_s = GRADIENT_ADD_PASSES * trained_bytes / speed.bandwidth
-        trainer = speed.conditions.trainer_overhead
-        self._step_s = max(self._optimizer) + (speed.constants.step_overhead_s if trainer else 0.0)
+        self._trainer_s = speed.constants.step_overhead_s if speed.conditions.trainer_overhead else 0.0
+        self._step_s = max(self._optimizer) + self._trainer_s
 
     @property
     def family(self) -> Family:
@@ -46,12 +58,28 @@ class ThroughputProfile:
 
     def at(self, micro_batch_seqs: int, accumulation_steps: int) -> tuple[float, float]:
         """Step time in seconds and tokens/s of one GPU."""
-        micro = self._times.get(micro_batch_seqs)
-        if micro is None:
-            busy = self._family.busy_s(micro_batch_seqs) + self._loss_s(micro_batch_seqs)
-            micro = self._times[micro_batch_seqs] = self._with_host(busy) + self._trainer_micro_s()
-        step = accumulation_steps * micro + (accumulation_steps - 1) * self._add_s + self._step_s
+        pair = (micro_batch_seqs, accumulation_steps)
+        step = self._steps_s(self._step_s, (pair,))[0]
         return step, self._tokens(micro_batch_seqs) * accumulation_steps / step
+
+    def tokens_per_s(self, optimizer: str, pairs: Sequence[tuple[int, int]]) -> list[float]:
+        """Tokens/s of one GPU at every (micro-batch, accumulation), with an optimizer that may be another one."""
+        family, speed = self._family, self._speed
+        step_s = max(speed.optimizer_s(optimizer, family.trained_params, family.trained_bytes, family.trained_tensors))
+        seconds = self._steps_s(step_s + self._trainer_s, pairs)
+        one = self._tokens(1)
+        return [micro * one * steps / step for (micro, steps), step in zip(pairs, seconds, strict=True)]
+
+    def _steps_s(self, step_s: float, pairs: Sequence[tuple[int, int]]) -> list[float]:
+        """Seconds of each step, of which `step_s` after the last backward."""
+        times, add_s, found = self._times, self._add_s, []
+        for samples, steps in pairs:
+            micro = times.get(samples)
+            if micro is None:
+                busy = self._family.busy_s(samples) + self._loss_s(samples)
+                micro = times[samples] = self._with_host(busy) + self._trainer_micro_s()
+            found.append(steps * micro + (steps - 1) * add_s + step_s)
+        return found
 
     def _tokens(self, samples: int) -> int:
         return samples * self._family.seqs_per_sample * self._setup.seq_len_tokens

@@ -32,8 +32,9 @@ from planner.plan import Plan
 from planner.planning import plan_workload
 from planner.readers import read_text
 from planner.setup import TrainSetup
-from planner.space import dimension_values, walk
+from planner.space import dimension_values
 from planner.speed import speed_profile
+from planner.walk import walk
 from tests.planner.helpers import wish
 from tests.planner.launch_sweep import request
 

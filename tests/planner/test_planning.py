@@ -15,8 +15,9 @@ from planner.plan import NoPlan, Plan
 from planner.planning import plan_workload
 from planner.predict import predict
 from planner.setup import TrainSetup
-from planner.space import Known, Point, dimension_values, walk
+from planner.space import dimension_values
 from planner.units import GIB
+from planner.walk import Known, Point, walk
 from tests.planner.helpers import wish
 
 AFFINE = 0.015  # the chunked loss tile stops growing at 4,096 tokens, the walk extends it: never below, 1 % above

@@ -13,7 +13,8 @@ from planner.gpus import find_gpu
 from planner.models.resolve import resolve_model
 from planner.plan import Plan
 from planner.planning import choose, plan_workload
-from planner.space import dimension_values, walk
+from planner.space import dimension_values
+from planner.walk import walk
 from planner.workload import Workload
 
 

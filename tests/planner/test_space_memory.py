@@ -7,7 +7,7 @@ import pytest
 from planner.gpus import find_gpu
 from planner.memory.model import predict_memory
 from planner.models import catalogue
-from planner.space import walk
+from planner.walk import walk
 from planner.workload import Workload
 
 ROUNDING = 1e-6
