@@ -1,5 +1,6 @@
 """The speed of a setup on any number of GPUs: the one-GPU model's, or that of a spread with its communication."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -44,15 +45,17 @@ def speed_profile(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "C
 
 def family_speeds(
     model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster | None" = None
-) -> Callable[[str, Pairs], list[float]]:
-    """What gives tokens/s of all GPUs, at every (micro-batch, accumulation), for an optimizer beside the setup's own
-    rest."""
+) -> Callable[[str | None, Pairs], list[float]]:
+    """What gives tokens/s of all GPUs at every (micro-batch, accumulation), for the setup with any optimizer; for None,
+    at least those with the fastest."""
     if setup.num_gpus == 1:
         return throughput_profile(
             headed(model, setup.aim.head), gpu, setup, conditions=conditions_of(setup)
         ).tokens_per_s
 
-    def speeds(optimizer: str, pairs: Pairs) -> list[float]:
+    def speeds(optimizer: str | None, pairs: Pairs) -> list[float]:
+        if optimizer is None:
+            return [math.inf]
         at = speed_profile(model, gpu, setup.trusted_with(optimizer=optimizer), cluster).at
         return [at(*pair)[1] for pair in pairs]
 

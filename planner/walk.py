@@ -5,6 +5,7 @@ micro-batch's peak comes from the moments' straight lines. It evaluates the comp
 compares it with `predict_memory`).
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -46,8 +47,8 @@ class Point(NamedTuple):
     """One walked setup in short: what was shared, what is its own, and its figures. `setup` builds the whole.
 
     Attributes:
-        beyond, slower: how many larger micro-batches of it are counted here and not listed, because they do not fit or
-            are slower than what is looked at.
+        beyond, slower: how many setups beside it are counted here and not listed, because they do not fit or are slower
+            than what is looked at.
     """
 
     shared: TrainSetup
@@ -86,10 +87,8 @@ def walk(
 
     Args:
         known: what walks of the same model on other cards computed.
-        limit_bytes: of micro-batches larger than the largest within it, only the number is told (`Point.beyond`), and
-            what does not fit at all has no speed.
-        floor: tokens/s up to which points that fit are only counted (`Point.slower`), asked anew all along; only with a
-            limit.
+        limit_bytes: what does not fit into it, micro-batches larger than the largest that fits, is only counted.
+        floor: tokens/s up to which points that fit are only counted, asked anew all along; only with a limit.
     """
     values = values if values is not None else dimension_values(workload)
     limit_bytes = None if workload.targets else limit_bytes
@@ -121,6 +120,28 @@ def _expressed(points: Iterable[Point], workload: Workload) -> Iterator[Point]:
         yield point if peak == point.peak_device_bytes else point._replace(peak_device_bytes=peak)
 
 
+class _Peaks(NamedTuple):
+    """The device peaks of a run with one loss.
+
+    Attributes:
+        by_optimizer: at every (micro-batch, accumulation); `first`: which of them is the smallest at the first.
+        lowest: the smallest of all optimizers at every pair.
+        ordered: all of them, rising.
+    """
+
+    by_optimizer: list[list[int]]
+    first: int
+    lowest: list[int]
+    ordered: list[int]
+
+    @classmethod
+    def of(cls, by_optimizer: list[list[int]]) -> "_Peaks":
+        """All of it from the peaks."""
+        first = min(range(len(by_optimizer)), key=lambda number: by_optimizer[number][0])
+        lowest = [min(column) for column in zip(*by_optimizer, strict=True)]
+        return cls(by_optimizer, first, lowest, sorted(peak for peaks in by_optimizer for peak in peaks))
+
+
 @dataclass(slots=True)
 class _Run:
     """A branch under one spread with its attention kernels and layers: only loss, optimizer and micro-batch are open.
@@ -132,7 +153,7 @@ class _Run:
         rivals: the setup at the first loss and optimizer, and the same with the first kernel family; None where this is
             the first family, or all are asked for.
         ranks: shared by all runs of the branch and spread, made when the first of them asks.
-        peaks: loss -> per optimizer the device peaks at every pair.
+        peaks: by loss.
     """
 
     setup: TrainSetup
@@ -144,7 +165,7 @@ class _Run:
     pairs: tuple[tuple[int, int], ...]
     rivals: tuple[TrainSetup, TrainSetup] | None
     ranks: "list[_Rank]"
-    peaks: dict[str, list[list[int]]] = field(default_factory=dict)
+    peaks: dict[str, _Peaks] = field(default_factory=dict)
 
 
 def _walk(
@@ -155,33 +176,46 @@ def _walk(
     limit_bytes: int | None,
     floor: Callable[[TrainSetup], float] | None,
 ) -> Iterator[Point]:
+    """Attention implementations that run the same kernels in every layer share their figures."""
     model, gpu, cluster = workload.model, workload.gpu, workload.cluster
     for run in known.runs(workload, values, spreads):
         if run.rivals is not None and _outrun(workload, run):
             continue
         shared, pairs = run.shared, run.pairs
         for loss, optimizers in run.choices.items():
-            speeds_of = None
-            least = floor(shared) if floor is not None else -1.0
-            for optimizer, peaks in zip(optimizers, known.peaks(workload, run, loss), strict=True):
-                listed = _num_listed(peaks, limit_bytes)
-                if limit_bytes is not None and peaks[listed - 1] > limit_bytes:
-                    speeds = [0.0]
-                else:
-                    speeds_of = speeds_of or family_speeds(model, gpu, run.wholes[loss], cluster)
-                    speeds = speeds_of(optimizer, pairs[:listed])
-                beyond, slower = len(pairs) - listed, 0
-                if limit_bytes is not None and listed > 1 and max(speeds) <= least:
-                    slower = sum(peak <= limit_bytes for peak in peaks[1:listed])
-                    beyond, listed = len(pairs) - 1 - slower, 1
+            peaks, speeds_of = known.peaks(workload, run, loss), None
+            if limit_bytes is not None:
+                if peaks.ordered[0] > limit_bytes:
+                    yield _counted(run, loss, peaks, limit_bytes)
+                    continue
+                speeds_of = family_speeds(model, gpu, run.wholes[loss], cluster)
+                least = floor(shared) if floor is not None else -1.0
+                most = pairs[: _num_listed(peaks.lowest, limit_bytes)]
+                if least > 0 and max(speeds_of(None, most)) <= least:
+                    yield _counted(run, loss, peaks, limit_bytes)
+                    continue
+            speeds_of = speeds_of or family_speeds(model, gpu, run.wholes[loss], cluster)
+            for optimizer, own in zip(optimizers, peaks.by_optimizer, strict=True):
+                listed = _num_listed(own, limit_bytes)
+                speeds = speeds_of(optimizer, pairs[:listed])
                 for attention in run.attentions:
-                    last = listed - 1
-                    for index in range(listed):
-                        micro, steps = pairs[index]
-                        more = (beyond, slower) if index == last else (0, 0)
-                        yield Point(
-                            shared, attention, loss, optimizer, micro, steps, peaks[index], speeds[index], *more
-                        )
+                    left = len(pairs)
+                    for (micro, steps), peak, speed in zip(pairs, own, speeds, strict=False):
+                        left -= 1
+                        beyond = left if left + listed == len(pairs) else 0
+                        yield Point(shared, attention, loss, optimizer, micro, steps, peak, speed, beyond)
+
+
+def _counted(run: _Run, loss: str, peaks: _Peaks, limit_bytes: int) -> Point:
+    """The smallest of a run's points with one loss, without a speed, for all of them: none can be kept."""
+    optimizer, own = run.choices[loss][peaks.first], peaks.by_optimizer[peaks.first]
+    fitting = bisect_right(peaks.ordered, limit_bytes) * len(run.attentions)
+    others = len(peaks.ordered) * len(run.attentions) - fitting
+    mine = own[0] <= limit_bytes
+    micro, steps = run.pairs[0]
+    return Point(
+        run.shared, run.attentions[0], loss, optimizer, micro, steps, own[0], 0.0, others - (not mine), fitting - mine
+    )
 
 
 def _outrun(workload: Workload, run: _Run) -> bool:
@@ -314,7 +348,7 @@ class Known:
     def __init__(self) -> None:
         self._model: ModelSpec | None = None
         self._runs: dict[Any, tuple[_Run, ...]] = {}
-        self._peaks: dict[Any, list[list[int]]] = {}
+        self._peaks: dict[Any, _Peaks] = {}
         self._activations: dict[Any, _Activations] = {}
 
     def runs(
@@ -334,8 +368,8 @@ class Known:
             found = self._runs[key] = tuple(_runs(workload, values, spreads))
         return found
 
-    def peaks(self, workload: Workload, run: _Run, loss: str) -> list[list[int]]:
-        """Per optimizer of the loss, the device peak of the fullest rank at every (micro-batch, accumulation)."""
+    def peaks(self, workload: Workload, run: _Run, loss: str) -> _Peaks:
+        """The peaks of a run with one loss, of the fullest rank."""
         found = run.peaks.get(loss)
         if found is None:
             optimizers = run.choices[loss]
@@ -346,7 +380,7 @@ class Known:
                     parts = _distinct(workload.model, run.setup)
                     run.ranks.extend(_Rank(part, workload.gpu, run.setup, self._activations) for part in parts)
                 families = [_Family(rank, run.shared, run.kernels) for rank in run.ranks]
-                found = self._peaks[key] = _worst_peaks(families, loss, optimizers, run.pairs)
+                found = self._peaks[key] = _Peaks.of(_worst_peaks(families, loss, optimizers, run.pairs))
             run.peaks[loss] = found
         return found
 

@@ -62,11 +62,14 @@ class ThroughputProfile:
         step = self._steps_s(self._step_s, (pair,))[0]
         return step, self._tokens(micro_batch_seqs) * accumulation_steps / step
 
-    def tokens_per_s(self, optimizer: str, pairs: Sequence[tuple[int, int]]) -> list[float]:
-        """Tokens/s of one GPU at every (micro-batch, accumulation), with an optimizer that may be another one."""
-        family, speed = self._family, self._speed
-        step_s = max(speed.optimizer_s(optimizer, family.trained_params, family.trained_bytes, family.trained_tensors))
-        seconds = self._steps_s(step_s + self._trainer_s, pairs)
+    def tokens_per_s(self, optimizer: str | None, pairs: Sequence[tuple[int, int]]) -> list[float]:
+        """Tokens/s of one GPU at every (micro-batch, accumulation), with an optimizer that may be another one; None:
+        with one that takes no time."""
+        family, step_s = self._family, self._trainer_s
+        if optimizer is not None:
+            trained = (family.trained_params, family.trained_bytes, family.trained_tensors)
+            step_s = max(self._speed.optimizer_s(optimizer, *trained)) + self._trainer_s
+        seconds = self._steps_s(step_s, pairs)
         one = self._tokens(1)
         return [micro * one * steps / step for (micro, steps), step in zip(pairs, seconds, strict=True)]
 

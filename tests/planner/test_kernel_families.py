@@ -254,7 +254,7 @@ def test_liger_does_not_displace_eager_kernels_for_less_than_a_preference_is_wor
     narrow = {"method": ("lora",), "optimizer": ("adamw-fused",), "loss": ("chunked",), "micro_batch_seqs": (4,)}
     asked = wish(LLAMA, "h200", fixed=narrow)
     assert {point.shared.kernels for point in walk(asked)} == {"liger"}
-    for room in ("planner.space", "planner.decision.facts"):
+    for room in ("planner.walk", "planner.decision.facts"):
         monkeypatch.setattr(f"{room}.PREFERENCE_FRACTION", 0.3)
     plan = plan_workload(asked)
     assert isinstance(plan, Plan)

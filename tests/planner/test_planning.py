@@ -50,24 +50,34 @@ def test_walk_predicts_what_predict_predicts() -> None:
 def test_walks_on_several_cards_share_their_memory_and_find_the_same() -> None:
     """What differs in memory is told apart (kernels, cuBLAS's workspaces), what differs in speed and size only is
     computed once."""
-    known = Known()
+    known, asked = Known(), wish("Qwen/Qwen2.5-0.5B", global_batch=4)
+    runs = {}
     for card in ("rtx-4090", "rtx-3090", "l4", "h200", "t4"):
-        asked = wish("Qwen/Qwen2.5-0.5B", card, global_batch=4)
-        assert list(walk(asked, known=known)) == list(walk(asked))
-    l4, rtx_4090, h200 = (find_gpu(name).for_memory() for name in ("l4", "rtx-4090", "h200"))
-    assert l4 == rtx_4090
-    assert l4 != h200
+        mine = replace(wish("Qwen/Qwen2.5-0.5B", card, global_batch=4), model=asked.model)
+        assert list(walk(mine, known=known)) == list(walk(mine))
+        runs[card] = known.runs(mine, dimension_values(mine), ())
+    assert runs["l4"] is runs["rtx-4090"]
+    assert runs["l4"] is not runs["h200"]
 
 
-@pytest.mark.parametrize("card", ["t4", "rtx-4090", "h200"])
-def test_what_cannot_fit_is_counted_without_being_listed(card: str) -> None:
-    asked = wish("Qwen/Qwen2.5-1.5B", card, global_batch=720)
-    walks = Walks(once=True)
-    assert plan_workload(asked, walks=walks) == plan_workload(asked)
-    listed = walks.points(asked, dimension_values(asked), (ONE_GPU,))
-    every = list(walk(asked, spreads=[ONE_GPU]))
-    assert sum(1 + point.beyond for point in listed) == len(every)
-    assert len(listed) < len(every)
+def test_what_cannot_be_kept_is_counted_without_being_listed() -> None:
+    """A ranking of cards walks less and answers the same, and every setup is counted."""
+    memory, model = Known(), wish("Qwen/Qwen2.5-1.5B").model
+    for card in ("t4", "rtx-4090", "h200", "mi300x", "apple-m3-max"):
+        asked = replace(wish("Qwen/Qwen2.5-1.5B", card, global_batch=720), model=model)
+        whole = plan_workload(asked)
+        assert plan_workload(asked, walks=Walks(memory, once=True)) == whole
+        short = plan_workload(asked, walks=Walks(memory, once=True), num_ranked=1)
+        if isinstance(whole, Plan):
+            assert short == replace(whole, ranked=whole.ranked[:1])
+        every = list(walk(asked, spreads=[ONE_GPU]))
+        for floor in (0.0, max(point.tokens_per_s for point in every)):
+            listed = list(walk(asked, None, [ONE_GPU], memory, asked.budget_bytes, lambda _, least=floor: least))
+            assert sum(1 + point.beyond + point.slower for point in listed) == len(every)
+            fitting = sum(point.peak_device_bytes <= asked.budget_bytes for point in every)
+            mine = sum(point.peak_device_bytes <= asked.budget_bytes for point in listed)
+            assert mine + sum(point.slower for point in listed) == fitting
+            assert len(listed) < len(every)
 
 
 def test_every_walked_setup_keeps_the_global_batch() -> None:
