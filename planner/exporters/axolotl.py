@@ -18,6 +18,7 @@ from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class
 from planner.setup import TrainSetup
 from planner.tools.axolotl import AXOLOTL
+from planner.units import gib
 
 TARGET = "axolotl"
 FILE = "axolotl/axolotl.yaml"
@@ -120,6 +121,12 @@ def export(request: ExportRequest) -> Launch:
         notes.append("Needs liger-kernel on a GPU with Triton; Axolotl brings it along.")
     env = environment(request.gpu)
     prefix = " ".join(f"{name}={value}" for name, value in env.items())
+    if setup.method == "full" and setup.precision != "fp32" and (routers := _wide_routers(request.model)):
+        # ModelLoader._convert_embedding_modules_dtype: *.gate to fp32, and back to 16 bits nothing but norms
+        notes.append(
+            f"Axolotl trains the routers ({routers / 1e6:.1f} M parameters) in fp32 beside 16-bit weights: up to "
+            f"{gib(8 * routers)} more than planned."
+        )
     if request.num_nodes > 1:
         notes.append(PER_NODE)
     head = header(
@@ -144,6 +151,15 @@ def export(request: ExportRequest) -> Launch:
         validated_with=VALIDATED_WITH,
         python=PYTHON,
     )
+
+
+def _wide_routers(model: ModelSpec | None) -> int:
+    """Parameters of the routers by the name that Axolotl looks for."""
+    if model is None:
+        return 0
+    layers = [model.layer_kinds[index] for index in model.layer_order]
+    found = [one for layer in layers for one in layer.linears if one.role == "router" and one.leaf == "gate"]
+    return sum(one.num_weights + one.num_bias for one in found)
 
 
 def _sections(request: ExportRequest) -> list[Section]:

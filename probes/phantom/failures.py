@@ -22,6 +22,7 @@ _WORDS = (
     "torch not compiled with cuda enabled",
     "no nvidia driver",
     "error building extension",
+    "flash-attn build",
 )
 _PACKAGES = {
     "flash_attn": "flash-attention",

@@ -156,13 +156,13 @@ _DOWNLOAD = (
 
 
 def _mirrored(name: str) -> tuple[catalogue.CatalogueEntry | None, dict[str, Any]]:
-    """The catalogue's model that `unsloth/...` holds a copy of, and what its config.json has beyond the original's.
+    """The catalogue's model of which `unsloth/...` or `NousResearch/...` is a copy, and what its config.json has more.
 
     Raises:
         Refused: a copy of which some layers alone are quantized.
     """
     owner, _, model = name.lower().partition("/")
-    if owner != "unsloth":
+    if owner not in ("unsloth", "nousresearch"):
         return None, {}
     if model.endswith("-unsloth-bnb-4bit"):
         raise Refused(

@@ -33,6 +33,8 @@ OFFLINE = {
     "HF_DATASETS_OFFLINE": "1",
     "WANDB_MODE": "disabled",
     "HF_HUB_DISABLE_TELEMETRY": "1",
+    "DO_NOT_TRACK": "1",  # a tool that cannot send its figures tries for minutes
+    "AXOLOTL_DO_NOT_TRACK": "1",
 }
 
 

@@ -315,3 +315,16 @@ def test_axolotl_trains_a_whole_model_in_16_bits_with_flash_attention_or_fsdp_al
     assert "embeddings and norms in fp32" in refused(attention, parallel)
     assert not refused("flash-attention-2", parallel)
     assert not refused(attention, "fsdp2")
+
+
+def test_axolotl_says_that_it_trains_routers_in_fp32() -> None:
+    """By its own loader (tools/validators/every_type.py): eight types with a router named `gate`. Qwen3-30B-A3B has 48
+    layers of 2048 x 128; of gpt-oss, whose router has another name, nothing is said."""
+    for name, said in (("Qwen/Qwen3-30B-A3B", "12.6 M parameters"), ("openai/gpt-oss-20b", "")):
+        setup = TrainSetup(
+            method="full", lora_rank=0, precision="bf16-pure", loss="full", attention="flash-attention-2"
+        )
+        launch = EXPORTERS["axolotl"](request(setup, model=loaded(name)))
+        notes = [note for note in launch.notes if "trains the routers" in note]
+        assert bool(notes) == bool(said)
+        assert all(said in note and note in launch.files[0].text.replace("\n#   ", " ") for note in notes)

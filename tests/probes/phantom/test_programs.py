@@ -221,7 +221,7 @@ def test_copies_that_unsloth_publishes_are_quantized_as_their_name_says() -> Non
     assert entry is not None
     assert entry.names[0] == "meta-llama/llama-3.1-8b"
     assert extra["quantization_config"]["load_in_4bit"]
-    assert _mirrored("unsloth/Llama-3.1-8B") == (entry, {})
+    assert _mirrored("unsloth/Llama-3.1-8B") == _mirrored("NousResearch/Meta-Llama-3.1-8B") == (entry, {})
     assert _mirrored("someone/Llama-3.1-8B") == _mirrored("unsloth/no-such") == (None, {})
     with pytest.raises(Refused, match="4 bits"):
         _mirrored("unsloth/Llama-3.1-8B-unsloth-bnb-4bit")
