@@ -4,7 +4,7 @@
 
 CHECKOUTS holds one directory per repository, owner+name, as cloned (the table's commits); `trl` needs none, its scripts
 come with the package. The programs are read and run, never copied: the table says repository, commit, path and command.
-MODELS stands for a folder of this run with a `config.json` per encoder that the catalogue does not have. LLaMA-Factory,
+MODELS stands for a folder of this run with a `config.json` per model that the catalogue does not have. LLaMA-Factory,
 Axolotl and Unsloth run in environments of their own (--python).
 Results: benchmarks/data/trace_programs.json, by name; rows of programs that were not named stay.
 """
@@ -120,11 +120,18 @@ PROGRAMS = {
         "python -m llamafactory.cli train examples/train_lora/qwen3_lora_dpo.yaml gradient_accumulation_steps=1",
     ),
     "unsloth-llama3.1-8b": (NOTEBOOKS, "python_scripts", "python Llama3.1_(8B)-Alpaca.py"),
-    "axolotl-lora-1b": (AXOLOTL, "", "python -m axolotl.cli.train examples/llama-3/lora-1b.yml"),
+    "unsloth-mistral-7b": (NOTEBOOKS, "python_scripts", "python Mistral_v0.3_(7B)-Alpaca.py"),
+    "axolotl-lora-1b": (
+        AXOLOTL,
+        "",
+        "python -m axolotl.cli.train examples/llama-3/lora-1b.yml --attn_implementation=sdpa --sample_packing=False "
+        "--eval_sample_packing=False",  # as the file stands Axolotl asks for flash-attn and ends
+    ),
     "litgpt-lora": (
         "Lightning-AI+litgpt",
         "",
-        "litgpt finetune_lora meta-llama/Llama-3.2-1B --data Alpaca2k --precision bf16-true --out_dir OUT",
+        "litgpt finetune_lora MODELS/litgpt --data JSON --data.json_path MODELS/litgpt/rows.json "
+        "--data.val_split_fraction 0.1 --precision bf16-true --train.max_seq_length 2048 --out_dir OUT",
     ),
     "qlora-guanaco": (
         "artidoro+qlora",
@@ -235,6 +242,8 @@ def traced(checkouts: Path, python: str, name: str) -> dict[str, object]:
     repository, folder, text = PROGRAMS[name]
     where = checkouts / repository / folder if repository != "trl" else checkouts
     command = text.replace("OUT", f"/tmp/trace-programs/{name}").replace("MODELS", str(models())).split()
+    if name.startswith("litgpt"):
+        subprocess.run([python, "-c", _LITGPT, str(models() / "litgpt")], check=True)
     if name.startswith("unsloth"):
         command = ["python", text.removeprefix("python ")]
     own = [str(checkouts / FACTORY / "src"), str(checkouts / AXOLOTL / "src"), os.environ.get("PYTHONPATH", "")]
@@ -280,12 +289,34 @@ def traced(checkouts: Path, python: str, name: str) -> dict[str, object]:
 
 
 def models() -> Path:
-    """The folder with a `config.json` per encoder."""
+    """The folder with a `config.json` per model."""
     folder = Path("/tmp/trace-programs/models")
     for name, config in CONFIGS.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(config))
     return folder
+
+
+_LITGPT = """
+import json, sys, torch, yaml
+from dataclasses import asdict
+from pathlib import Path
+from litgpt import Config
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+folder = Path(sys.argv[1])
+folder.mkdir(parents=True, exist_ok=True)
+(folder / "model_config.yaml").write_text(yaml.dump(asdict(Config.from_name("Llama-3.2-1B"))))
+torch.save({}, folder / "lit_model.pth")
+bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
+tokenizer = Tokenizer(models.BPE(vocab={one: index for index, one in enumerate(bytes_)}, merges=[]))
+tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+tokenizer.save(str(folder / "tokenizer.json"))
+words = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "!", "eos_token": "!"}
+(folder / "tokenizer_config.json").write_text(json.dumps(words))
+(folder / "rows.json").write_text(json.dumps([{"instruction": "a", "input": "", "output": "b" * 4096}] * 64))
+"""
+"""What litgpt calls a checkpoint: its own configuration by name, no weights, a token of every byte; and rows."""
 
 
 def _commit(folder: Path) -> str:

@@ -21,7 +21,7 @@ SHRINKERS = {
     "optimizer temporaries": "the fused form of the optimizer (adamw_torch_fused)",
     "gradients": "LoRA, or fewer trained parameters",
     "trained weights": "16-bit weights, or LoRA",
-    "weights and buffers": "4-bit weights (QLoRA), or 16-bit where they are fp32",
+    "weights and buffers": "4-bit weights (QLoRA) where they have more, or 16-bit where they are fp32",
 }
 """What makes each category smaller."""
 _ROWS = 8
