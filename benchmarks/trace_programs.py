@@ -244,6 +244,10 @@ def traced(checkouts: Path, python: str, name: str) -> dict[str, object]:
     command = text.replace("OUT", f"/tmp/trace-programs/{name}").replace("MODELS", str(models())).split()
     if name.startswith("litgpt"):
         subprocess.run([python, "-c", _LITGPT, str(models() / "litgpt")], check=True)
+    if rows := _ROWS.get(name.partition("-")[0]):
+        path = (models() / "litgpt" if name.startswith("litgpt") else where) / rows
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps([{"instruction": "a", "input": "", "output": "b" * 4096}] * 64))
     if name.startswith("unsloth"):
         command = ["python", text.removeprefix("python ")]
     own = [str(checkouts / FACTORY / "src"), str(checkouts / AXOLOTL / "src"), os.environ.get("PYTHONPATH", "")]
@@ -314,9 +318,10 @@ tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
 tokenizer.save(str(folder / "tokenizer.json"))
 words = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "!", "eos_token": "!"}
 (folder / "tokenizer_config.json").write_text(json.dumps(words))
-(folder / "rows.json").write_text(json.dumps([{"instruction": "a", "input": "", "output": "b" * 4096}] * 64))
 """
-"""What litgpt calls a checkpoint: its own configuration by name, no weights, a token of every byte; and rows."""
+"""What litgpt calls a checkpoint: its own configuration by name, no weights, a token of every byte."""
+_ROWS = {"litgpt": "rows.json", "axolotl": "teknium/GPT4-LLM-Cleaned/rows.json"}
+"""Where a program looks for rows that are not a data set of the hub: with its checkpoint, and beside it."""
 
 
 def _commit(folder: Path) -> str:
