@@ -11,12 +11,13 @@ from planner.errors import EnvironmentProblem
 from planner.outcome import Candidate, FailureKind, Prediction, ProbeFailure
 from planner.setup import TrainSetup
 from search.dimensions import key_of
+from search.liveness import GRACE_S, HEARTBEAT_S
 from search.optuna_samplers import make_sampler
 from search.pareto import pareto_set
 from search.problem import Elsewhere, Evaluate, Problem, Result, with_evidence
 from search.sampler import Belief, Sampler
 from search.stopping import MARGIN, Budget, converged
-from search.storage import GRACE_S, HEARTBEAT_S, close_storage, open_storage
+from search.storage import close_storage, open_storage
 from search.study import Study, describe_problem, still_excluded
 from search.trials import TrialRecord
 

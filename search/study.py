@@ -45,8 +45,8 @@ from planner.setup import (
     TrainSetup,
 )
 from search.dimensions import NAMES, key_of, value_of
+from search.liveness import Liveness
 from search.problem import Problem, memory_excess, with_evidence
-from search.storage import Liveness
 from search.trials import (
     EXCLUDED,
     GIVEN_UP_ATTR,

@@ -530,7 +530,8 @@ def cache_case(folder: Path, dice: random.Random) -> Case:
 def journal_case(folder: Path, dice: random.Random) -> Case:
     import optuna
 
-    from search.storage import JOURNAL_NAME, close_storage, open_storage
+    from search.journal import JOURNAL_NAME
+    from search.storage import close_storage, open_storage
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     storage, liveness = open_storage(folder / "study")

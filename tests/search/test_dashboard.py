@@ -9,9 +9,9 @@ import pytest
 from search_cases import problem, scenario
 
 from benchmarks.synthetic_gpu import SyntheticGpu
+from search.journal import JOURNAL_NAME
 from search.run import search
 from search.stopping import Budget
-from search.storage import JOURNAL_NAME
 
 
 def get(app: Any, path: str) -> Any:

@@ -28,11 +28,13 @@ from planner.outcome import Evidence, Prediction, ProbeFailure, Rung
 from planner.setup import TrainSetup
 from planner.units import GIB
 from search.dimensions import key_of
+from search.journal import JOURNAL_NAME
+from search.liveness import LockLiveness
 from search.problem import Problem
 from search.run import SearchResult
 from search.run import search as run_search
 from search.stopping import Budget
-from search.storage import JOURNAL_NAME, LockLiveness, close_storage, open_storage
+from search.storage import close_storage, open_storage
 from tests.whole import WHOLE
 
 NUM_RANKED = 2

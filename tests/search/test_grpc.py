@@ -16,7 +16,8 @@ from workers import PATIENCE_S, Workers, all_workers
 
 import search.storage
 from planner.errors import EnvironmentProblem
-from search.storage import AttributeLiveness, close_storage, open_storage
+from search.liveness import AttributeLiveness
+from search.storage import close_storage, open_storage
 from search.trials import ALIVE_ATTR
 from tests.ports import own_port
 

@@ -16,8 +16,9 @@ from optuna.trial import TrialState, create_trial
 
 import search.outage
 from planner.errors import EnvironmentProblem, PlannerError, UsageError
+from search.journal import JOURNAL_NAME
 from search.outage import at_once, make_patient
-from search.storage import JOURNAL_NAME, close_storage, open_storage, shown
+from search.storage import close_storage, open_storage, shown
 
 
 def journal(tmp_path: Path) -> optuna.storages.BaseStorage:
@@ -123,7 +124,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.filterwarnings("ignore::search.storage.StudyWarning")
+@pytest.mark.filterwarnings("ignore::search.journal.StudyWarning")
 def test_lines_that_are_no_operation_are_passed_over(tmp_path: Path, damage: str) -> None:
     study_with_trials(tmp_path, 3)
     path = tmp_path / JOURNAL_NAME

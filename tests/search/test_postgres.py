@@ -18,7 +18,8 @@ from search_worker import GRACE_S
 from workers import PATIENCE_S, Workers, all_workers
 
 from search.dimensions import key_of
-from search.storage import DatabaseLiveness, close_storage, open_storage
+from search.liveness import DatabaseLiveness
+from search.storage import close_storage, open_storage
 from search.study import Study
 from tests.servers import server_programs
 

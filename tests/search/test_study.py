@@ -17,17 +17,9 @@ from planner.errors import EnvironmentProblem, UsageError
 from planner.interchange import setup_from_dict
 from planner.outcome import FailureKind, Measurement, ProbeFailure, Rung
 from search.dimensions import key_of
-from search.storage import (
-    JOURNAL_NAME,
-    AttributeLiveness,
-    FlockLock,
-    Liveness,
-    LockLiveness,
-    NoLiveness,
-    close_storage,
-    open_storage,
-    repair_journal,
-)
+from search.journal import JOURNAL_NAME, FlockLock, repair_journal
+from search.liveness import AttributeLiveness, Liveness, LockLiveness, NoLiveness
+from search.storage import close_storage, open_storage
 from search.study import _SPACE, MAX_RETRIES, Study, _constraints
 from search.trials import ALIVE_ATTR, INTENT_ATTR, LOST_ATTR
 

@@ -12,17 +12,11 @@ from planner.errors import EnvironmentProblem, UsageError
 from planner.interchange import setup_to_dict
 from planner.setup import TrainSetup
 from search.dimensions import key_of
+from search.journal import JOURNAL_NAME, repair_journal
+from search.liveness import AttributeLiveness, LockLiveness, NoLiveness
 from search.run import search
 from search.stopping import Budget
-from search.storage import (
-    JOURNAL_NAME,
-    AttributeLiveness,
-    LockLiveness,
-    NoLiveness,
-    close_storage,
-    open_storage,
-    repair_journal,
-)
+from search.storage import close_storage, open_storage
 from search.study import Study
 from search.trials import marks_of, record_of
 
