@@ -17,8 +17,8 @@ from planner.setup import TrainSetup
 from probes.allocator.events import Event
 from probes.dryrun.tracker import Tracker
 from probes.failures import classify_exception
-from probes.measure import attention_name
 from probes.measure_meters import CudaMeter
+from probes.measure_run import attention_name
 from probes.played_cuda import Modelled
 from probes.recording import encode, events_of_trace, meter_result
 from probes.request import ProbeRequest

@@ -134,7 +134,7 @@ def test_managed_states_are_no_context(cuda: FakeCuda) -> None:
 
 def test_paged_optimizer_never_asks_for_more_than_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     from probes.failures import UnsupportedProbe
-    from probes.measure import _only_what_is_free
+    from probes.measure_run import _only_what_is_free
 
     parameter = torch.empty(GIB, device="meta")
     optimizer = SimpleNamespace(param_groups=[{"params": [parameter]}])

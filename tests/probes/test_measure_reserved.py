@@ -11,6 +11,7 @@ from planner.outcome import Prediction
 from planner.setup import TrainSetup
 from planner.units import GIB, MIB
 from probes import measure as measuring
+from probes import measure_run
 from probes.child import StatusPipe
 from probes.crew import crew_of
 from probes.device import Turn
@@ -59,7 +60,7 @@ def run_at(depth: int) -> DepthRun:
     )
 
 
-class Runs(measuring._DepthRunner):
+class Runs(measure_run.DepthRunner):
     """Depths that the allocator's model answers instead of a GPU."""
 
     def run(self, depth: int, *, timed: bool) -> DepthRun:
