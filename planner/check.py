@@ -224,6 +224,20 @@ def single_changes(setup: TrainSetup, gpu: GpuSpec, model: ModelSpec) -> list[tu
     return found
 
 
+def enough_alone(
+    setup: TrainSetup, model: ModelSpec, gpu: GpuSpec, budget_bytes: int, predict: Predict
+) -> tuple[str, ...]:
+    """The single changes that make a setup fit which does not: those that leave the training as it is first, the
+    fastest first."""
+    before = predict(setup)
+    found = []
+    for label, other, changes_training in single_changes(setup, gpu, model):
+        after = predict(other)
+        if after.peak_device_bytes <= budget_bytes:
+            found.append((changes_training, -_speedup(before, after), label))
+    return tuple(label for *_, label in sorted(found))
+
+
 def _spreads(setup: TrainSetup) -> list[tuple[str, dict[str, object], bool]]:
     """Other ways of spreading the same job over its GPUs; none on one GPU, and none of a job that is split."""
     if setup.data_degree < 2 or setup.data_degree != setup.num_gpus:

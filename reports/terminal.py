@@ -51,6 +51,7 @@ from reports.text import (
 MAX_TERMS = 12
 BAR_MIN, BAR_MAX = 16, 48
 MAX_TERM_WIDTH = 34
+NUM_ENOUGH = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,8 +166,10 @@ def render_estimate(
     *,
     memory_bytes: int | None = None,
     notes: Sequence[str] = (),
+    enough: Sequence[str] = (),
 ) -> None:
-    """One setup: does it fit, the rungs side by side, and where the memory goes; `notes` beside those of the rung."""
+    """One setup: does it fit, else what is `enough` alone, the rungs side by side, and where the memory goes; `notes`
+    beside those of the rung."""
     page = Page(console)
     card = clean(gpu.name) if candidate.setup.num_gpus == 1 else f"{candidate.setup.num_gpus} × {clean(gpu.name)}"
     page.line(f"{clean(model.model_id)} ({count(model.num_params)} parameters) on {card}", style="bold")
@@ -176,6 +179,8 @@ def render_estimate(
     for words in (speed_sentence(candidate), spread_sentence(candidate)):
         if words:
             page.line(words)
+    if enough:
+        page.line(f"One change should be enough: {', or '.join(enough[:NUM_ENOUGH])}.")
     page.head("Every rung")
     present = evidence_columns(candidate)
     table = page.table("", *(name for name, _ in present), right=tuple(name for name, _ in present))

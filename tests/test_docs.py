@@ -9,6 +9,7 @@ difference before committing.
 MODEL stands for a model, FILE and config.yaml for a launch file."""
 
 import io
+import json
 import os
 import re
 import shlex
@@ -32,6 +33,25 @@ FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.MULTILINE | 
 SHELLS = ("bash", "sh", "shell", "console")
 MODEL = "Qwen/Qwen2.5-1.5B"
 DRY_RUNNING = ("make", "estimate", "check", "compare", "probe", "tune")
+
+
+UNLISTED = "Qwen2.5-VL-7B-Instruct"
+"""A model that people download and the catalogue lacks, as its config.json has it."""
+UNLISTED_CONFIG = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 128000,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 152064,
+    "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584},
+}
 
 
 class Command(NamedTuple):
@@ -83,6 +103,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("fsdp.yaml").write_text(EXPORTERS["accelerate"](sharded).files[0].text)
     zero = request(TrainSetup(num_gpus=8, parallel="zero3", method="full", lora_rank=0, precision="bf16-mixed"))
     Path("ds_z3.json").write_text(EXPORTERS["deepspeed"](zero).files[0].text)
+    lines = [json.dumps({"messages": [{"role": "user", "content": "word " * (1 + n % 400)}]}) for n in range(400)]
+    Path("chats.jsonl").write_text("\n".join(lines))
+    Path(UNLISTED).mkdir()
+    Path(UNLISTED, "config.json").write_text(json.dumps(UNLISTED_CONFIG))
     return tmp_path
 
 
@@ -201,6 +225,15 @@ def test_the_pictures_show_what_is_printed() -> None:
 def test_the_pages_have_commands_and_few_are_only_parsed() -> None:
     assert len(ALL) >= 20
     assert sum(not command.runs for command in ALL) <= 20
+
+
+def test_every_question_has_one_command_which_runs() -> None:
+    """But for the one that ends by asking."""
+    page = ROOT / "docs" / "questions.md"
+    parts = page.read_text().split('\n**"')[1:]
+    assert sum(bool(re.search(r"/\S+ \d+", one)) for one in parts) >= 25
+    assert [len(FENCE.findall(one)) for one in parts] == [1] * len(parts)
+    assert sum(not command.runs for command in commands(page)) <= 1
 
 
 def test_every_block_with_our_commands_is_one_that_is_tested() -> None:

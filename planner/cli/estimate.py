@@ -90,7 +90,13 @@ def estimate(
             from planner.planning import cluster_notes
 
             notes = cluster_notes(cluster)
-        render_estimate(result, spec, card, console(), memory_bytes=memory, notes=notes)
+        enough: tuple[str, ...] = ()
+        if not result.fits:
+            from planner.check import enough_alone
+            from planner.cli.checking import predictor
+
+            enough = enough_alone(setup, spec, card, result.budget_bytes, predictor(spec, card, cluster))
+        render_estimate(result, spec, card, console(), memory_bytes=memory, notes=notes, enough=enough)
 
 
 @lru_cache(maxsize=64)

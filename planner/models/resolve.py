@@ -16,6 +16,7 @@ _HUB_PAGE = re.compile(
     r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]{1,96}(?:/[\w.-]{1,96})?)(?:[/?#].*)?"
 )
 """The address of a model's page, as people paste it; group 1 is the hub id."""
+_NAME_PARTS = re.compile(r"[a-z]+|\d[\d.]*[bm]?")
 
 
 def resolve_model(name: str, *, revision: str | None = None, ask_hub: bool = False) -> ModelSpec:
@@ -84,13 +85,20 @@ def _spec(name: str, answers: list[hub.HubAnswer], note: str = "") -> ModelSpec:
     )
 
 
+def _with_all_parts(wanted: str, names: tuple[str, ...]) -> list[str]:
+    """The shortest names that have every word and number of `wanted`: "llama-7b" means a Llama of 7b."""
+    parts = [re.compile(rf"(?<![\d.]){re.escape(part)}") for part in _NAME_PARTS.findall(wanted)]
+    return sorted((one for one in names if parts and all(part.search(one) for part in parts)), key=len)[:8]
+
+
 def _hint(name: str) -> str:
     """Close names of the catalogue, and the way out without a network."""
     from difflib import get_close_matches  # late: the formula path does not need it
 
     everything = catalogue.all_names()
     wanted = name.lower()[:100]
-    close = get_close_matches(wanted, everything, n=8, cutoff=0.6)
+    close = _with_all_parts(wanted.rpartition("/")[2], everything)
+    close += get_close_matches(wanted, everything, n=8, cutoff=0.6)
     close += get_close_matches(wanted.rpartition("/")[2], everything, n=4, cutoff=0.6)
     ids: dict[str, None] = {}
     for one in close:

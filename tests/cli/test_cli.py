@@ -74,6 +74,16 @@ def test_bad_input_exits_with_two_and_a_hint(
     assert hint in captured.err
 
 
+def test_an_estimate_that_does_not_fit_says_what_alone_would(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["estimate", "Qwen/Qwen2.5-1.5B", "--gpu", "rtx-3060", "--no-dry-run", "--micro-batch", "8"]
+    assert run([*words, "--no-checkpointing"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "does not fit" in said
+    assert "One change should be enough: micro-batch 1" in said
+    assert run([*words[:-2], "--checkpointing"]) == 0
+    assert "One change" not in capsys.readouterr().out
+
+
 def test_estimate_gives_the_interchange_answer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     lines = [json.dumps(INTERCHANGE), "{broken", json.dumps({**INTERCHANGE, "gpu": "none"}), json.dumps(INTERCHANGE)]
     path = tmp_path / "setups.jsonl"

@@ -355,6 +355,10 @@ def test_an_unknown_name_gets_close_names_and_the_way_out() -> None:
     assert "meta-llama/Llama-3.1-8B" in error.value.hint
     assert "local directory" in error.value.hint
     with pytest.raises(UnknownModelError) as error:
+        resolve_model("llama-7b")
+    assert "meta-llama/Llama-2-7b-hf" in error.value.hint
+    assert "17B" not in error.value.hint
+    with pytest.raises(UnknownModelError) as error:
         resolve_model("zzzz/qqqqqq")
     assert "plan models" in error.value.hint
 
