@@ -166,10 +166,10 @@ def render_estimate(
     *,
     memory_bytes: int | None = None,
     notes: Sequence[str] = (),
-    enough: Sequence[str] = (),
+    enough: Sequence[str] | None = None,
 ) -> None:
-    """One setup: does it fit, else what is `enough` alone, the rungs side by side, and where the memory goes; `notes`
-    beside those of the rung."""
+    """One setup: does it fit, else what is `enough` alone (empty: nothing is), the rungs side by side, and where the
+    memory goes; `notes` beside those of the rung."""
     page = Page(console)
     card = clean(gpu.name) if candidate.setup.num_gpus == 1 else f"{candidate.setup.num_gpus} × {clean(gpu.name)}"
     page.line(f"{clean(model.model_id)} ({count(model.num_params)} parameters) on {card}", style="bold")
@@ -181,6 +181,8 @@ def render_estimate(
             page.line(words)
     if enough:
         page.line(f"One change should be enough: {', or '.join(enough[:NUM_ENOUGH])}.")
+    elif enough is not None:
+        page.line("No single change is enough: plan MODEL --gpu GPU looks for a setup that fits.")
     page.head("Every rung")
     present = evidence_columns(candidate)
     table = page.table("", *(name for name, _ in present), right=tuple(name for name, _ in present))

@@ -90,7 +90,7 @@ def estimate(
             from planner.planning import cluster_notes
 
             notes = cluster_notes(cluster)
-        enough: tuple[str, ...] = ()
+        enough: tuple[str, ...] | None = None
         if not result.fits:
             from planner.check import enough_alone
             from planner.cli.checking import predictor
