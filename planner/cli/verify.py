@@ -106,6 +106,7 @@ def _traced(plan: Plan, launch: Launch, folder: Path) -> Prediction | ProbeFailu
                 card=card_of(gpu, plan.workload.memory_bytes),
                 limited=False,
                 num_tokens=setup.seq_len_tokens + 1,
+                objective=setup.objective,
                 environment=environment,
                 folder=folder,
             )

@@ -93,6 +93,7 @@ def _start(order: dict[str, Any], watcher: Watcher) -> None:
             num_steps=order["steps"],
             num_tokens=order["tokens"],
             image_size=tuple(order["image_size"]),
+            objective=order["objective"],
             finished=finished,
             watcher=watcher,
         )

@@ -97,6 +97,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         self.log = KernelLog(capability=card.capability)
         self.num_tokens = 8192
         self.image_size = (1024, 1024)
+        self.objective = ""
         self.kernels: Counter[str] = Counter()
         self.num_steps: dict[int, int] = {}
         self.temporaries: Mapping[Any, Temporaries] = {}

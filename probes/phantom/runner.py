@@ -48,6 +48,7 @@ class TraceOrder:
         num_steps: optimizer steps after which the program is stopped.
         num_tokens: length of the texts of stand-in data sets.
         image_size: width and height of their pictures, in pixels.
+        objective: what their rows are for, "" where nobody knows.
         folder: where it runs, None: here.
         time_limit_s: after which the program is stopped without a result.
     """
@@ -58,6 +59,7 @@ class TraceOrder:
     num_steps: int = 2
     num_tokens: int = 8192
     image_size: tuple[int, int] = (1024, 1024)
+    objective: str = ""
     network: bool = False
     time_limit_s: float = 1800.0
     environment: Mapping[str, str] | None = None
@@ -118,6 +120,7 @@ def run_traced(order: TraceOrder) -> Ended:
                     "steps": order.num_steps,
                     "tokens": order.num_tokens,
                     "image_size": order.image_size,
+                    "objective": order.objective,
                     "network": order.network,
                     "results": str(results),
                 }

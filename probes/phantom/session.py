@@ -25,6 +25,7 @@ def phantom_gpu(
     num_steps: int | None = None,
     num_tokens: int = 8192,
     image_size: tuple[int, int] = (1024, 1024),
+    objective: str = "",
     finished: Callable[[Phantom], None] = lambda phantom: None,
     watcher: Watcher | None = None,
 ) -> Iterator[Phantom]:
@@ -34,12 +35,13 @@ def phantom_gpu(
         limited: whether the card runs out of memory.
         num_tokens: length of stand-in texts.
         image_size: width and height of stand-in pictures, in pixels.
+        objective: what the rows of stand-in data sets are for, "" where nobody knows.
         watcher: the one that has seen all imports of this process, None where none has.
         num_steps: after so many optimizer steps `finished` is called and `steps.Done` raised; None: never.
     """
     torch._C._ensureCUDADeviceGuardSet()  # what C++ asks before it moves a tensor to CUDA; this one does nothing
     phantom = Phantom(card, limited=limited, expandable_segments=expandable_segments)
-    phantom.num_tokens, phantom.image_size = num_tokens, image_size
+    phantom.num_tokens, phantom.image_size, phantom.objective = num_tokens, image_size, objective
     phantom.temporaries = temporaries()
     phantom.workspace_bytes = cublas_workspace_bytes(card.capability)
     with ExitStack() as stack:

@@ -171,16 +171,21 @@ _PICTURES = ("vsft", "llava", "vqa", "vision", "image", "ocr")
 _ALPACA = ("alpaca", "dolly", "code_instructions", "instruct")
 
 
-def columns_of(name: str, num_tokens: int, image_size: tuple[int, int] = IMAGE_SIZE) -> dict[str, Any]:
+def columns_of(
+    name: str, num_tokens: int, image_size: tuple[int, int] = IMAGE_SIZE, objective: str = ""
+) -> dict[str, Any]:
     """One row of a data set that looks like `name`'s.
 
     Args:
+        objective: what is trained for, where it is known: "dpo", "kto", "orpo", "reward".
         image_size: width and height of its picture, if it has one, in pixels.
     """
     long = "a " * num_tokens
     short = "a " * _PROMPT_TOKENS
     talk = [{"role": "user", "content": short}, {"role": "assistant", "content": long}]
-    low = name.lower()
+    low = f"{name} {objective}".lower()
+    if objective == "reward":  # TRL leaves out what is too long instead of cutting it; a token ends each
+        return {"chosen": "b" * (num_tokens - 2), "rejected": "c" * (num_tokens - 2)}
     if any(word in low for word in _PICTURES):
         from PIL import Image
 
@@ -221,7 +226,7 @@ def data_sets_stand_in(phantom: Phantom, datasets: Any, patch: Patch, num_tokens
         except (ConnectionError, FileNotFoundError, OSError) as error:
             if os.path.exists(str(path)) or kwargs.get("data_files"):
                 raise
-            row = columns_of(f"{path} {name or ''}", num_tokens, phantom.image_size)
+            row = columns_of(f"{path} {name or ''}", num_tokens, phantom.image_size, phantom.objective)
             pictures = " and a picture of {} x {} pixels".format(*phantom.image_size) if "images" in row else ""
             phantom.note(
                 f"{path}: this data set is not on this machine ({type(error).__name__}); {NUM_ROWS} stand-in rows with "

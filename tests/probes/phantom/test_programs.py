@@ -129,6 +129,24 @@ def test_a_vision_language_model_sees_pictures_as_transformers_would(
     assert any("one made from config.json stands in" in note for note in phantom.notes)
 
 
+@pytest.mark.parametrize(
+    ("objective", "columns"),
+    [
+        ("sft", {"text"}),
+        ("dpo", {"chosen", "rejected", "score_chosen", "score_rejected"}),
+        ("kto", {"prompt", "completion", "label"}),
+        ("orpo", {"chosen", "rejected", "score_chosen", "score_rejected"}),
+        ("reward", {"chosen", "rejected"}),
+    ],
+)
+def test_stand_in_rows_are_of_the_objective_that_is_known(objective: str, columns: set[str]) -> None:
+    """The placeholder of a launch file says nothing of what its rows hold."""
+    row = columns_of("YOUR_DATASET", 65, objective=objective)
+    assert set(row) == columns
+    if objective == "reward":
+        assert len(row["chosen"]) + 1 == 64  # and the token that ends it: its trainer drops what is longer
+
+
 def test_a_processor_of_a_family_that_is_not_known_is_refused() -> None:
     with pytest.raises(Refused, match="what florence2 makes of a picture is not known here"):
         processor_for("someone/model", SimpleNamespace(model_type="florence2"), lambda tokens: None)
