@@ -10,8 +10,9 @@ from unittest import mock
 import torch
 
 from probes.phantom.card import Card
-from probes.phantom.claims import CPU, CUDA
+from probes.phantom.claims import CPU
 from probes.phantom.mode import Phantom
+from probes.phantom.streams import Device, Event, Stream
 
 CUDA_VERSION = "13.0"
 CUDNN_VERSION = 91300
@@ -61,83 +62,6 @@ def properties(card: Card) -> Properties:
         pci_device_id=0,
         pci_domain_id=0,
     )
-
-
-class Stream:
-    """A stream on which everything has happened."""
-
-    cuda_stream = 0
-    stream_id = 0
-    device_index = 0
-    device_type = 1
-    priority = 0
-
-    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
-        self.device = CUDA
-
-    def __enter__(self) -> "Stream":
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        pass
-
-    def record_event(self, event: Any = None) -> Any:
-        """An event that has happened."""
-        return event or Event()
-
-    def query(self) -> bool:
-        """Whether all work is done."""
-        return True
-
-    def is_capturing(self) -> bool:
-        """No graph is recorded."""
-        return False
-
-    def synchronize(self) -> None:
-        """There is nothing to wait for."""
-
-    def wait_event(self, event: Any) -> None:
-        """There is nothing to wait for."""
-
-    def wait_stream(self, stream: Any) -> None:
-        """There is nothing to wait for."""
-
-
-class Event:
-    """An event that has happened; between two of them no time passes."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.device = CUDA
-
-    def record(self, stream: Any = None) -> None:
-        """It has happened."""
-
-    def wait(self, stream: Any = None) -> None:
-        """There is nothing to wait for."""
-
-    def query(self) -> bool:
-        """It has happened."""
-        return True
-
-    def synchronize(self) -> None:
-        """There is nothing to wait for."""
-
-    def elapsed_time(self, end: Any) -> float:
-        """A millisecond, as divisions by it are common."""
-        return 1.0
-
-
-class _Device:
-    """`torch.cuda.device`."""
-
-    def __init__(self, device: Any = None) -> None:
-        self.idx = 0
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exc: Any) -> None:
-        pass
 
 
 _current = Stream()
@@ -235,8 +159,8 @@ def _functions(phantom: Phantom) -> dict[str, Any]:
         "set_device": _nothing,
         "_exchange_device": _zero,
         "_maybe_exchange_device": _zero,
-        "device": _Device,
-        "device_of": _Device,
+        "device": Device,
+        "device_of": Device,
         "get_device_name": lambda device=None: card.name,
         "get_device_capability": lambda device=None: card.capability,
         "get_device_properties": lambda device=None: described,
@@ -395,7 +319,7 @@ def answered(phantom: Phantom) -> Iterator[None]:
             "max_memory_reserved": functions["max_memory_reserved"],
             "reset_peak_memory_stats": functions["reset_peak_memory_stats"],
             "get_memory_info": functions["mem_get_info"],
-            "device_index": _Device,
+            "device_index": Device,
         }.items():
             if hasattr(accelerator, name):
                 put(accelerator, name, value)
