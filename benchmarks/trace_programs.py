@@ -244,6 +244,11 @@ def traced(checkouts: Path, python: str, name: str) -> dict[str, object]:
     command = text.replace("OUT", f"/tmp/trace-programs/{name}").replace("MODELS", str(models())).split()
     if name.startswith("litgpt"):
         subprocess.run([python, "-c", _LITGPT, str(models() / "litgpt")], check=True)
+    if name.startswith("nanogpt"):
+        for part in ("train", "val"):
+            path = where / "data" / "phantom" / f"{part}.bin"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(bytes(1 << 21))
     if rows := _ROWS.get(name.partition("-")[0]):
         path = (models() / "litgpt" if name.startswith("litgpt") else where) / rows
         path.parent.mkdir(parents=True, exist_ok=True)
