@@ -33,6 +33,8 @@ OTHER_OPTIMIZERS = frozenset({
 })
 # fmt: on
 
+KNOWN_OPTIMIZERS = frozenset({*OPTIMIZERS, *STAND_INS, *OTHER_OPTIMIZERS})
+
 ATTENTIONS = {
     "eager": "eager",
     "sdpa": "sdpa",
@@ -74,9 +76,8 @@ def optimizer(settings: Settings, key: str, default: str) -> str:
     name = settings.text(key, default).lower().removeprefix("optimizernames.")
     if name in OPTIMIZERS:
         return OPTIMIZERS[name]
-    known = {*OPTIMIZERS, *STAND_INS, *OTHER_OPTIMIZERS}
-    if name not in known:
-        close = get_close_matches(name, sorted(known), n=1, cutoff=0.6)
+    if name not in KNOWN_OPTIMIZERS:
+        close = get_close_matches(name, sorted(KNOWN_OPTIMIZERS), n=1, cutoff=0.6)
         raise ConfigError(
             f"{settings.name}: {key} names no optimizer: {name!r:.80}",
             hint=f"did you mean {close[0]}?" if close else "adamw_torch_fused is the usual one",

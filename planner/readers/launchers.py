@@ -46,7 +46,7 @@ def read_accelerate(
         raise settings.error("distributed_type", f"one of {', '.join(PLANNED_TYPES)}", kind)
     if kind in OTHER_TYPES:
         raise NotPlanned(f"{name}: distributed_type {kind} is not planned", hint="NO, MULTI_GPU, DEEPSPEED, FSDP are")
-    processes = num_processes(values, name)
+    processes = num_processes(values, name, sharding.num_gpus if sharding is not None else 1)
     changes: dict[str, Any] = {}
     spread: Spread = {"parallel": "none"}
     if kind == "DEEPSPEED":
@@ -96,9 +96,9 @@ def read_accelerate(
     )
 
 
-def num_processes(values: dict[str, Any], name: str) -> int:
-    """GPUs of a launch, over all machines."""
-    return Settings(values, name).integer("num_processes", 1, at_least=1)
+def num_processes(values: dict[str, Any], name: str, num_gpus: int = 1) -> int:
+    """GPUs of a launch, over all machines; 0 leaves it to the machine: those that the run is said to have."""
+    return Settings(values, name).integer("num_processes", 1) or num_gpus
 
 
 def _mesh(settings: Settings, processes: int) -> Spread:

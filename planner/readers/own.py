@@ -9,7 +9,8 @@ from typing import Any
 
 from planner.errors import NotPlanned
 from planner.models.spec import ModelSpec
-from planner.readers import common
+from planner.readers import common, hydra
+from planner.readers.fields import adapter_kind
 from planner.readers.program.interpret import PARTS_OF_LENGTH
 from planner.readers.sharding import Sharding, parallel_of
 from planner.readers.types import Missing, ReadConfig
@@ -18,8 +19,9 @@ from planner.readers.values import Settings
 FORMAT = "own settings"
 NAMES = {
     "model": (
-        "model_name_or_path", "base_model", "model_name", "model_id", "pretrained_model_name_or_path", "model_path",
-        "base_model_name", "hf_model_name", "model.name", "model.path", "model.id", "model.base", "model",
+        "model_name_or_path", "pretrained_model_name_or_path", "pretrained_model_name", "base_model", "model_name",
+        "model_id", "base_model_name", "hf_model_name", "model_path", "model.name", "model.path", "model.id",
+        "model.base", "model",
     ),
     "micro": (
         "per_device_train_batch_size", "micro_batch_size", "per_device_batch_size", "local_batch_size",
@@ -34,7 +36,10 @@ NAMES = {
     "targets": ("lora_target_modules", "target_modules"),
     "four": ("load_in_4bit", "use_4bit", "use_qlora", "qlora"),
     "eight": ("load_in_8bit", "use_8bit"),
-    "lora": ("use_lora", "use_peft", "lora.enabled", "peft.enabled"),
+    "quantized": ("is_quantized", "use_quantization", "quantization.enabled", "quantized", "use_bnb"),
+    "lora": (
+        "use_lora", "use_peft", "is_peft", "is_lora", "enable_lora", "lora_enabled", "lora.enabled", "peft.enabled",
+    ),
     "checkpointing": ("gradient_checkpointing", "use_gradient_checkpointing", "activation_checkpointing"),
     "optimizer": ("optim", "optimizer", "optimizer.name", "optimizer.type"),
     "dtype": ("torch_dtype", "dtype", "model_dtype"),
@@ -42,8 +47,15 @@ NAMES = {
     "fp16": ("fp16",),
     "attention": ("attn_implementation",),
     "packing": ("packing",),
+    "liger": ("use_liger_kernel", "use_liger"),
+    "dropout": ("lora_dropout", "lora.dropout", "peft.dropout"),
+    "saved": ("modules_to_save", "lora_modules_to_save"),
+    "use_dora": ("use_dora",),
+    "use_rslora": ("use_rslora",),
 }  # fmt: skip
 """What is asked -> the names that it has; one with a dot stands in a block of that name."""
+SPOKEN = frozenset(name for names in NAMES.values() for name in names if "." not in name)
+"""Names that stand in a file of a program that is not known."""
 OTHER_BLOCKS = ("eval", "test", "valid", "infer", "generat", "serv", "vllm", "data")
 """Parts of the names of blocks that do not hold the training's settings."""
 OBJECTIVES = re.compile(r"(?:^|[^a-z])(dpo|grpo|orpo|ppo|kto|rloo|rlhf|reward|distill\w*|classif\w*)(?:[^a-z]|$)")
@@ -53,12 +65,34 @@ FIELD_OF = {
 }  # fmt: skip
 
 
+OPEN_AS = FIELD_OF | {
+    "targets": "lora_targets", "four": "quantization", "eight": "quantization", "lora": "method", "dtype": "precision",
+    "bf16": "precision", "optimizer": "optimizer", "packing": "packing",
+}  # fmt: skip
+"""What is asked -> the field that is open where only composing Hydra's files would tell it."""
+
+
 def is_training(values: Mapping[str, Any]) -> bool:
     """Whether a mapping names a batch and a model or a length: less is no training's."""
     found = _found(values)
     certain = "micro" in found and found["micro"][0].endswith("per_device_train_batch_size")
     known = {"model", "length"} & set(found)
     return certain or ("micro" in found and bool(known) and bool({"accumulation", "rank"} & set(found)))
+
+
+NUMBERS = ("micro", "accumulation", "length", "rank")
+SWITCHES = ("four", "eight", "quantized", "lora", "bf16", "fp16", "packing", "liger", "use_dora", "use_rslora")
+
+
+def _makes_sense(key: str, value: Any) -> bool:
+    """Whether a value is of the kind that is asked: another program's name may mean something else ("auto")."""
+    if key in NUMBERS:
+        return str(value).isdigit() and int(str(value)) > 0
+    if key in SWITCHES:
+        return isinstance(value, bool) or str(value).lower() in ("true", "false")
+    if key == "optimizer":
+        return isinstance(value, str) and value.lower() in common.KNOWN_OPTIMIZERS
+    return isinstance(value, str) if key in ("dtype", "attention", "model") else True
 
 
 def read(
@@ -75,6 +109,8 @@ def read(
             hint="supervised fine-tuning is; plan trace runs other programs on a phantom GPU",
         )
     found = _found(values)
+    opened = {key: value for key, (_, value) in found.items() if hydra.is_open(value)}
+    found = {key: one for key, one in found.items() if key not in opened and _makes_sense(key, one[1])}
     settings = Settings({key: value for key, (_, value) in found.items()}, name)
     settings.assume("settings read by their usual names: the program that reads this file is not known")
     settings.approximate("loss and optimizer are taken to be transformers' defaults where the file says nothing")
@@ -83,20 +119,29 @@ def read(
         for key, field in FIELD_OF.items()
         if key not in found
     }
+    for key, text in opened.items():
+        if key in OPEN_AS:
+            missing[OPEN_AS[key]] = f"{name}: {key} is {text}"
     adapted = settings.flag("lora", "rank" in found or "targets" in found)
-    four, eight = settings.flag("four", False), settings.flag("eight", False)
+    plain = not settings.flag("quantized", True)
+    four, eight = (not plain and settings.flag(key, False) for key in ("four", "eight"))
     if not adapted:
         missing.pop("rank", None)
         missing.pop("lora_rank", None)
         if "lora" not in found:
             missing["method"] = f"{name} names no adapter; the program that reads it may"
-    elif not {"four", "eight"} & set(found):
+    elif not {"four", "eight"} & set(found) and not plain:
         missing["quantization"] = f"{name} does not say; the program that reads it may"
+    if adapted and "targets" not in found:
+        missing["lora_targets"] = f"{name} names none; the program that reads it may"
+    if not adapted and "optimizer" not in found:
+        missing["optimizer"] = f"{name} names none; the program that reads it may"
     word = settings.text("dtype", "auto").removeprefix("torch.")
     autocast = "bf16" if settings.flag("bf16", False) else "fp16" if settings.flag("fp16", False) else None
     if word not in common.DTYPES and autocast is None:
         missing["precision"] = f"{name} names no data type; the program that reads it may"
     weights = common.DTYPES.get(word, "bf16")
+    of_trl = any(str(value).endswith("SFTConfig") for path, value in _leaves(values, ()) if path[-1] == "_target_")
     method = "full" if not adapted else "qlora" if four or eight else "lora"
     fields: dict[str, Any] = {
         "method": method,
@@ -110,10 +155,13 @@ def read(
         "optimizer": common.optimizer(settings, "optimizer", "adamw_torch_fused"),
         "attention": common.attention(settings, "attention", model),
         "packing": settings.flag("packing", False),
-        "loss": "full",
+        **common.liger(settings, settings.flag("liger", False), "chunked" if of_trl else "full", model),
     }
     if adapted:
         fields["lora_targets"] = common.targets(settings.text_or_names("targets"), model, settings)
+        fields["lora_dropout"] = settings.real("dropout", 0.0)
+        fields["modules_to_save"] = common.modules_to_save(settings, "saved")
+        fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT), model)
     fields |= parallel_of(settings, {}, (sharding or Sharding()).num_gpus)
     named = settings.raw("model")
     return ReadConfig(
@@ -136,7 +184,12 @@ def _found(values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     for key, names in NAMES.items():
         for name in names:
             said = [(path, value) for path, value in leaves if _is_named(path, name)]
-            if said and (key != "model" or isinstance(said[0][1], str)):
+            if key == "model":  # a name without an owner may be a run's: it stands where nothing better does
+                said = [one for one in said if isinstance(one[1], str)]
+                if said and "/" not in said[0][1]:
+                    found.setdefault(key, (".".join(said[0][0]), said[0][1]))
+                    continue
+            if said:
                 if len({str(value) for _, value in said}) == 1:
                     found[key] = (".".join(said[0][0]), said[0][1])
                 break

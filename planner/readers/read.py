@@ -12,6 +12,7 @@ from planner.readers import (
     axolotl,
     fields,
     firefly,
+    hydra,
     launchers,
     litgpt,
     llamafactory,
@@ -33,7 +34,7 @@ from planner.readers.sharding import Sharding
 from planner.readers.types import Missing, ReadConfig
 from planner.setup import TrainSetup
 from planner.stacks import STACKS
-from planner.tools import FIELD_OF, TOOLS
+from planner.tools import ASKED, TOOLS, tool_of
 
 FORMATS = (
     "trl", "axolotl", "llamafactory", "unsloth", "accelerate", "deepspeed", "torchtitan", "ms-swift", "torchtune",
@@ -108,7 +109,10 @@ def detect(values: dict[str, Any]) -> str:
         return llamafactory_v1.FORMAT
     if keys & LLAMAFACTORY_KEYS:
         return llamafactory.FORMAT
-    strangers = len(keys - trl.known_keys())
+    others = keys - trl.known_keys()
+    if others & own.SPOKEN and own.is_training(values):
+        return own.FORMAT  # another program's names, no slips of the pen
+    strangers = len(others)
     if keys & {"model_name_or_path", "per_device_train_batch_size"} and 2 * strangers <= len(keys):
         return trl.FORMAT
     if own.is_training(values):
@@ -197,7 +201,7 @@ def _read(
     """`read_text` without its last word."""
     if launcher is not None:
         values = parse_yaml(launcher, "accelerate config").values
-        processes = launchers.num_processes(values, "accelerate config")
+        processes = launchers.num_processes(values, "accelerate config", sharding.num_gpus)
         inside = replace(sharding, num_gpus=processes)
         inner = _read(text, name, model=model, base=base, sharding=inside)
         spread = launchers.read_accelerate(values, "accelerate config", inner.setup, sharding=inside)
@@ -219,22 +223,45 @@ def _read(
     if name.endswith(shell.SUFFIXES) or name in MAKEFILES:
         return _of_commands(text, name, model=model, base=base, sharding=sharding)
     if name.endswith(".toml"):
-        return torchtitan.read(parse_toml(text, name), name, model, sharding=sharding)
+        values = parse_toml(text, name)
+        if torchtitan.is_config(values):
+            return torchtitan.read(values, name, model, sharding=sharding)
+        return _of_mapping(values, detect(values), name, model, sharding)
     parsed = Parsed(parse_json(text, name), (), {}) if name.endswith(".json") else parse_yaml(text, name)
+    said: tuple[str, ...] = ()
+    opened: dict[str, str] = {}
+    if hydra.is_composed(parsed.values):
+        composed, files = hydra.composed(parsed.values, sharding.exactly, "", sharding.arguments or ())
+        parsed = parsed._replace(values=composed)
+        said = tuple(f"{file} beside it was read as well" for file in files)
     kind = detect(parsed.values)
+    if kind != own.FORMAT:
+        known, opened = hydra.without_open(parsed.values)
+        parsed = parsed._replace(values=known)
     if kind == "deepspeed":
         found = launchers.read_deepspeed(parsed.values, name, base, sharding.num_gpus)
     elif kind == "accelerate":
         found = launchers.read_accelerate(parsed.values, name, base, sharding=sharding)
     else:
-        found = _of_mapping(parsed.values, kind, name, model, sharding)
-    said = tuple(f"{key} is written twice: the last one counts" for key in parsed.duplicates)
+        inner = _of_mapping(parsed.values, kind, name, model, sharding)
+        found = _with_open(inner, opened, name, sharding.num_gpus) if opened else inner
+    said += tuple(f"{key} is written twice: the last one counts" for key in parsed.duplicates)
     where: dict[str, str] = {}
     if kind in TOOLS:
         where = fields.origins(TOOLS[kind], parsed.values, parsed.lines, name, sharding.versions)
     elif kind == own.FORMAT:
         where = {of: f"{name}:{parsed.lines[key]}" for of, key in found.keys.items() if key in parsed.lines}
     return replace(found, assumptions=(*said, *found.assumptions), origins=where)
+
+
+def _with_open(found: ReadConfig, opened: Mapping[str, str], name: str, num_gpus: int) -> ReadConfig:
+    """A reading with the settings as open that only the shell, or Hydra, would fill in."""
+    names = {one: field.of for field in tool_of(found.format).fields if field.of in ASKED for one in field.names}
+    missing = {names[key]: f"{name}: {key} is {text}" for key, text in opened.items() if key in names}
+    if num_gpus == 1:
+        missing.pop("parallel", None)
+    others = tuple(one for one in found.missing if one.field not in missing)
+    return replace(found, missing=(*(Missing(field=field, reason=why) for field, why in missing.items()), *others))
 
 
 def _of_mapping(
@@ -349,15 +376,8 @@ def _of_flags(
     found = READERS[kind](
         {key: value for key, value in given.items() if key not in opened}, name, model, sharding=sharding
     )
-    missing: dict[str, str] = {
-        FIELD_OF[key]: f"{name}: --{key} {value} is set when the script runs"
-        for key, value in opened.items()
-        if key in FIELD_OF
-    }
-    if sharding.num_gpus == 1:
-        missing.pop("parallel", None)
-    others = tuple(one for one in found.missing if one.field not in missing)
-    return replace(found, missing=(*(Missing(field=field, reason=why) for field, why in missing.items()), *others))
+    said = {key: f"{value}, which is set when the script runs" for key, value in opened.items()}
+    return _with_open(found, said, name, sharding.num_gpus)
 
 
 def read_config(

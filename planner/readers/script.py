@@ -24,7 +24,7 @@ from planner.readers.training import Training
 from planner.readers.trl import loss_of, sharded
 from planner.readers.types import Missing, ReadConfig
 from planner.readers.values import Settings
-from planner.tools import FIELD_OF, TOOLS
+from planner.tools import ASKED, FIELD_OF, TOOLS
 
 FORMAT = "hf-script"
 UNSLOTH = "unsloth-script"
@@ -159,7 +159,7 @@ class _Script:
         alone = ("parallel",) if self.sharding.num_gpus == 1 else ()
         for part in parts:
             for key, why in part.undetermined.items():
-                if key in FIELD_OF and FIELD_OF[key] not in ("model", *alone):
+                if FIELD_OF.get(key) in ASKED and FIELD_OF[key] not in ("model", *alone):
                     self.missing.setdefault(FIELD_OF[key], why)
         model_id = self._model_id()
         dataset = plain(constants.get("DATASET"))
@@ -428,6 +428,9 @@ class _Script:
                 places = ", ".join(dict.fromkeys(f"{value.data} ({value.where})" for value in found))
                 self.missing["seq_len_tokens"] = f"{self.name} names several lengths: {places[:200]}"
                 return distinct[-1]
+            whole = [value for value in named if int(value.data) > distinct[-1]] if len(distinct) > 1 else []
+            if whole:  # prompt and answer are cut one by one, and their sum has a name
+                found, distinct = whole, [max(int(value.data) for value in whole)]
             if distinct:
                 longest = max(found, key=lambda value: int(value.data))
                 self.arguments.where.setdefault("max_length", longest.where)

@@ -40,11 +40,16 @@ class Sharding:
             bf16=gpu.bf16 if gpu is not None else True,
             capability=(gpu.compute_capability if gpu is not None else None) or (8, 0),
             read=self.beside,
+            exactly=self.exactly,
         )
 
-    def beside(self, path: str) -> str | None:
+    def exactly(self, path: str) -> str | None:
+        """As `beside`, by no other path than this."""
+        return self.beside(path, exact=True)
+
+    def beside(self, path: str, *, exact: bool = False) -> str | None:
         """The text of a file that lies beside the config by a relative path, None where there is none."""
-        found = _find(path, self)
+        found = _find(path, self, exact=exact)
         if found is None:
             return None
         try:
@@ -231,12 +236,14 @@ def zero_spread(settings: Settings, stage: int, *, optimizer: str, parameters: s
     return spread
 
 
-def _find(value: str, sharding: Sharding) -> Path | None:
+def _find(value: str, sharding: Sharding, *, exact: bool = False) -> Path | None:
     if not sharding.roots or Path(value).is_absolute() or value.startswith("~"):
         return None
     tops = [root.absolute() for root in sharding.roots]
-    exact = [Path(os.path.normpath(root / value)) for root in tops]
-    candidates = [path for path in exact if any(path.is_relative_to(top) for top in tops)]
-    if ".." not in Path(value).parts:
+    places = [Path(os.path.normpath(root / value)) for root in tops]
+    candidates = [path for path in places if any(path.is_relative_to(top) for top in tops)]
+    if value.endswith(".py"):  # packages may lie in `src`
+        candidates += [root / "src" / value for root in tops]
+    if ".." not in Path(value).parts and not exact:
         candidates += [root / Path(value).name for root in (*tops[:2], tops[-1])]
     return next((path for path in candidates if path.is_file() and not path.is_symlink()), None)

@@ -22,6 +22,12 @@ OPTIMIZERS = {word: name for name, row in ROWS.items() for word in row.torchtita
 SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe"}
 
 
+def is_config(values: dict[str, Any]) -> bool:
+    """Whether a TOML file's blocks are torchtitan's, and settings of its training among them."""
+    titles = {key.partition(".")[0] for key in schema.known(FORMAT)}
+    return len(titles & set(values)) * 2 >= len(values) and isinstance(values.get("training"), dict)
+
+
 def read(
     values: dict[str, Any], name: str, model: ModelSpec | None = None, *, sharding: Sharding | None = None
 ) -> ReadConfig:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.choices.objectives import OBJECTIVES, Objective
-from planner.errors import NotPlanned
+from planner.errors import NotATraining, NotPlanned
 from planner.models.spec import ModelSpec
 from planner.readers import common, hf, schema, versions
 from planner.readers.fields import adapter_kind, said
@@ -94,6 +94,8 @@ def read(
             f"{name}: objective {objective} is not planned, its memory is not modelled",
             hint="plan trace runs other programs on a phantom GPU",
         )
+    if settings.raw("do_train") is False and settings.raw("do_eval") is True:
+        raise NotATraining(f"{name}: do_train is false: not a training", hint="give the config of a training")
     aim = OBJECTIVES[objective]
     bound = versions.taking((), (key for key in values if settings.has(key)))
     defaults = versions.trl(sharding.versions.get("trl"), bound)

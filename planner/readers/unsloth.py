@@ -50,10 +50,10 @@ def read(
         ConfigError: an unknown key or section, a wrong value.
     """
     top = Settings(values, name)
-    top.refuse_unknown(("model", *SECTIONS), FORMAT)
+    top.note_unknown(("model", *SECTIONS), UNSLOTH)
     parts = {section: Settings(top.mapping(section), f"{name}: {section}") for section in SECTIONS}
     for section, known in SECTIONS.items():
-        parts[section].refuse_unknown(known, f"{FORMAT}'s section {section}")
+        parts[section].note_unknown(known, UNSLOTH)
     training, lora = parts["training"], parts["lora"]
     full = training.text("training_type", "lora").strip().lower() == "full"
     four = training.flag("load_in_4bit", True) and not full
@@ -83,12 +83,14 @@ def read(
         fields = common.adapter(lora, fields, adapter_kind(lora, FORMAT), model)
     fields["kernels"] = common.unsloth_kernels(fields)
     training.assume("Unsloth's config names no optimizer: its adamw_8bit")
+    if unknown := [key for part in (top, *parts.values()) for key in part.unknown_keys]:
+        top.assume(f"unsloth train does not start with settings that it does not know ({', '.join(unknown)[:200]})")
     fields |= parallel_of(top, {}, (sharding or Sharding()).num_gpus)
     data = parts["data"].raw("dataset")
     return ReadConfig(
         format=FORMAT,
         path=name,
-        unknown_keys=(*top.unknown_keys, *training.unknown_keys, *lora.unknown_keys),
+        unknown_keys=tuple(key for part in (top, *parts.values()) for key in part.unknown_keys),
         model_id=top.optional_text("model"),
         setup=common.build(top, fields),
         assumptions=(*top.assumptions, *training.assumptions, *lora.assumptions),

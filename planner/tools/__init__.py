@@ -28,6 +28,11 @@ def tool_of(name: str) -> Tool:
     return TOOLS.get(name) or Tool(name=name, title=name, fields=())
 
 
+ASKED = (
+    "model", "method", "quantization", "precision", "lora_rank", "lora_targets", "micro_batch_seqs",
+    "accumulation_steps", "seq_len_tokens", "packing", "checkpointing", "attention", "optimizer", "parallel",
+)  # fmt: skip
+"""Fields without which there is no verdict: where nobody says them they are asked for."""
 FIELD_OF: Mapping[str, str] = {
     name: field.of
     for tool in (others.SWIFT, trl.TRL, unsloth.SCRIPT, transformers.SCRIPT)
@@ -37,4 +42,4 @@ FIELD_OF: Mapping[str, str] = {
 """What programs and command lines call the libraries' settings -> the setup's field that they decide ("model": the
 model's name)."""
 
-__all__ = ["FIELD_OF", "TOOLS", "Field", "Tool", "changed_fields", "tool_of"]
+__all__ = ["ASKED", "FIELD_OF", "TOOLS", "Field", "Tool", "changed_fields", "tool_of"]

@@ -7,7 +7,7 @@ import pytest
 
 from planner.errors import ConfigError, Undetermined, UsageError
 from planner.gpus import find_gpu
-from planner.readers import Sharding, read_config, read_text
+from planner.readers import Sharding, hydra, read_config, read_text
 from planner.readers.supply import determined, parse_sets, parse_versions, supply
 from planner.readers.types import ReadConfig
 
@@ -566,6 +566,10 @@ def test_settings_of_an_unknown_program_count_and_what_they_leave_open_is_asked_
     assert (setup.method, setup.lora_rank, setup.checkpointing, setup.seq_len_tokens) == ("qlora", 16, 1, 512)
     assert (setup.micro_batch_seqs, setup.accumulation_steps, setup.precision) == (2, 8, "bf16-autocast")
     assert open_fields(read_text(OWN + "other: {max_seq_length: 1024}\n", "c.yaml")) >= {"seq_len_tokens"}
+    off = read_text(whole + "is_peft: false\nis_quantized: false\nuse_liger_kernel: true\n", "config.yaml").setup
+    assert (off.method, off.quantization, off.kernels) == ("full", "none", "liger")
+    strange = read_text(whole.replace("batch_size: 2", "batch_size: auto"), "config.yaml")
+    assert "micro_batch_seqs" in open_fields(strange)
     with pytest.raises(ConfigError, match="dpo"):
         read_text(OWN, "config_dpo.yaml")
     with pytest.raises(ConfigError, match="no config of a known tool"):
@@ -598,3 +602,73 @@ def test_a_deepspeed_file_that_is_not_there_is_asked_for_where_it_decides() -> N
     assert any("shards nothing" in one for one in read(body).assumptions)
     with pytest.raises(Undetermined, match="decides how the job is spread"):
         read_text(HEAD + body, "train.py", sharding=Sharding(num_gpus=8))
+
+
+def _hydra_folder(folder: Path) -> Path:
+    """A program of Hydra's with its files: two groups, an interpolation, a value that nobody gives."""
+    for name, text in {
+        "conf/config.yaml": "defaults:\n  - model: small\n  - training: usual\n  - _self_\nlength: 256\n"
+        "use_lora: true\nload_in_4bit: false\n",
+        "conf/model/small.yaml": "name: org/gpt2\ndtype: bfloat16\n",
+        "conf/model/large.yaml": "name: org/gpt2-xl\ndtype: bfloat16\n",
+        "conf/training/usual.yaml": "per_device_train_batch_size: 3\ngradient_accumulation_steps: ${oc.env:STEPS,4}\n"
+        "max_length: ${length}\noptim: adamw_torch\nlora_r: 8\ntarget_modules: [q_proj]\ngradient_checkpointing: true\n"
+        "bf16: true\noutput_dir: ${oc.env:OUT}\n",
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    script = folder / "train.py"
+    script.write_text(
+        HEAD + "import hydra\n@hydra.main(config_path='conf', config_name='config', version_base=None)\n"
+        "def main(cfg):\n    SFTTrainer(cfg.model.name, args=SFTConfig("
+        "per_device_train_batch_size=cfg.training.per_device_train_batch_size, "
+        "gradient_accumulation_steps=cfg.training.gradient_accumulation_steps, "
+        "max_length=cfg.training.max_length)).train()\nmain()\n"
+    )
+    return script
+
+
+def test_hydras_files_are_composed_and_filled_in(tmp_path: Path) -> None:
+    script = _hydra_folder(tmp_path)
+    found = read_config(tmp_path / "conf" / "config.yaml")
+    setup = found.setup
+    assert not found.missing, found.missing
+    assert (found.model_id, setup.micro_batch_seqs, setup.accumulation_steps, setup.seq_len_tokens) == (
+        "org/gpt2", 3, 4, 256,
+    )  # fmt: skip
+    assert any("training/usual.yaml beside it" in said for said in found.assumptions)
+    asked = read_config(tmp_path / "conf" / "training" / "usual.yaml")
+    assert {"model", "seq_len_tokens"} <= {one.field for one in asked.missing}
+    assert "max_length is ${length}" in str(asked.missing) or "length is ${length}" in str(asked.missing)
+    ran = read_config(script, arguments=("model=large", "length=512"))
+    assert (ran.model_id, ran.setup.micro_batch_seqs, ran.setup.accumulation_steps, ran.setup.seq_len_tokens) == (
+        "org/gpt2-xl", 3, 4, 512,
+    )  # fmt: skip
+
+
+def test_hydras_bombs_and_circles_end() -> None:
+    values = {"a": "${b}", "b": "${a}", "c0": "x" * 100} | {f"c{n}": f"${{c{n - 1}}}" * 9 for n in range(1, 30)}
+    done = hydra.filled(values)
+    assert hydra.is_open(done["a"])
+    assert all(len(str(value)) <= hydra.MAX_FILLED for value in done.values())
+
+
+def test_environment_variables_without_a_default_are_taken_as_not_set(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        HEAD + "import os\ndef of(name, otherwise):\n    value = os.getenv(name)\n"
+        "    return otherwise if value is None else int(value)\n"
+        "SFTTrainer('gpt2', args=SFTConfig(per_device_train_batch_size=of('B', 3))).train()\n"
+    )
+    assert read_config(script).setup.micro_batch_seqs == 3
+
+
+def test_prompt_and_answer_cut_one_by_one_are_as_long_as_their_named_sum(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        HEAD + "from transformers import Trainer\na, b = 2048, 1024\nmax_seq_length = a + b\n"
+        "def rows(row):\n    tokenizer(row, max_length=a, truncation=True)\n"
+        "    tokenizer(row, max_length=b, truncation=True)\n"
+        "data = data.map(rows)\nTrainer(AutoModelForCausalLM.from_pretrained('gpt2'), TrainingArguments('o')).train()\n"
+    )
+    assert read_config(script).setup.seq_len_tokens == 3072

@@ -12,6 +12,7 @@ from typing import Any
 
 from planner.readers.program import library
 from planner.readers.program.operators import binary, compare, unary
+from planner.readers.program.source import parsable
 from planner.readers.program.values import (
     Class,
     Dotted,
@@ -59,7 +60,8 @@ class Outside:
         environment: variables that the launcher sets.
         open_switches: whether flags that nobody gave are not known (else they are off).
         bf16: whether the card computes in bf16; capability: its compute capability.
-        read: the text of a file named by the program (relative to it), None where it may not or cannot be read.
+        read: the text of a file named by the program (relative to it), None where it may not or cannot be read;
+            exactly: by no other path than that.
     """
 
     arguments: Sequence[str] | None = None
@@ -68,6 +70,7 @@ class Outside:
     bf16: bool = True
     capability: tuple[int, int] = (8, 0)
     read: Callable[[str], str | None] = field(default=lambda _: None)
+    exactly: Callable[[str], str | None] = field(default=lambda _: None)
 
 
 @dataclass(slots=True)
@@ -337,7 +340,7 @@ class Reader:
                 self.source_bytes += len(text)
                 scope = Scope({"__name__": Known(name)}, file=path)
                 try:
-                    self.block(ast.parse(text).body, scope)
+                    self.block(ast.parse(parsable(text)).body, scope)
                 except _Leave:
                     pass  # it ends itself: what it set until then counts
                 except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -356,6 +359,8 @@ class Reader:
                 if isinstance(made, Made) and made.name in ("option", "argument"):
                     option = library.Option.of(made)
                     function.options[option.name] = option.value(self.outside)
+                if isinstance(made, Made) and (made.owner, made.name) == ("hydra", "main") and node.args.args:
+                    function.options[node.args.args[0].arg] = library.hydra_settings(self, made)
         return function
 
     def class_of(self, node: ast.ClassDef, scope: Scope) -> Class:

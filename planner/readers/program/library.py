@@ -6,9 +6,11 @@ Everything else becomes a `Made`: the call itself, to be looked at by whoever kn
 import ast
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from planner.errors import ConfigError
+from planner.readers import hydra
 from planner.readers.loading import parse_json, parse_yaml
 from planner.readers.program.values import (
     Class,
@@ -160,6 +162,8 @@ def attribute(reader: "Reader", value: Value, name: str, place: str) -> Value:
             if name == "__dict__" and isinstance(value, Instance):
                 return Table(dict(value.attributes), place)
             return Unknown(f"{place}: {name} is not set in the program")
+        case Table() if name in value.entries:  # of OmegaConf: settings are its attributes
+            return value.entries[name]
         case Made():
             if name in value.attributes:
                 return value.attributes[name]
@@ -214,6 +218,8 @@ def to_value(data: Any, where: str, lines: Mapping[str, int] | None = None, abov
     """Plain data (of a YAML or JSON file) as values; `lines` tells where each dotted key stands."""
     line = (lines or {}).get(above.removesuffix("."))
     place = f"{where}:{line}" if line else where
+    if hydra.is_open(data):
+        return Unknown(f"{place}: {above.removesuffix('.')} is {data}")
     if isinstance(data, dict):
         return Table({str(key): to_value(one, where, lines, f"{above}{key}.") for key, one in data.items()}, place)
     if isinstance(data, list):
@@ -387,6 +393,17 @@ def _of_module(reader: "Reader", callee: Dotted, made: Made) -> Value | None:
     """Functions of modules and built-in ones."""
     first = made.positional[0] if made.positional else None
     match callee.path:
+        case "omegaconf.OmegaConf.load" | "OmegaConf.load" if first is not None:
+            return _loaded(reader, Made("load", positional=[Made("open", positional=[first])], where=made.where))
+        case "omegaconf.OmegaConf.to_container" | "omegaconf.OmegaConf.create" | "omegaconf.OmegaConf.structured":
+            return first
+        case "omegaconf.OmegaConf.merge":
+            return _merged(made)
+        case "omegaconf.OmegaConf.from_cli":
+            data, _ = hydra.composed({}, reader.outside.exactly, words=reader.outside.arguments or ())
+            return to_value(data, "the command line")
+        case "hydra.utils.instantiate" | "hydra.utils.call" if first is not None:
+            return _instantiated(reader, first, made)
         case "os.environ.get" | "os.getenv" | "getenv" | "environ.get":
             return _environment(reader, made)
         case "torch.cuda.is_available":
@@ -600,6 +617,8 @@ def _environment(reader: "Reader", made: Made) -> Value:
     if isinstance(name, str) and name in reader.outside.environment:
         return Known(reader.outside.environment[name], "the launch")
     default = made.positional[1] if len(made.positional) > 1 else made.keywords.get("default")
+    if default is None and made.name in ("get", "getenv"):
+        return Known(None, f"{made.where}, the environment variable {name} taken not to be set")
     if isinstance(default, Known):
         return Known(default.data, f"{made.where}, default of the environment variable {name}")
     return Unknown(f"{made.where}: the environment variable {name}")
@@ -631,6 +650,55 @@ def _number(name: str, made: Made) -> Value:
         return Known(NUMBERS[name](*arguments), where_of(made.positional[0]) or made.where)
     except (TypeError, ValueError, OverflowError):
         return Unknown(f"{made.where}: computed while the program runs")
+
+
+def _merged(made: Made) -> Value:
+    """What `OmegaConf.merge` gives: of each setting the last."""
+    found = Table({}, made.where)
+    for one in made.positional:
+        inner = as_table(one)
+        if inner is None:
+            found.more = f"{made.where}: merged with what is not known"
+            continue
+        for key, value in inner.entries.items():
+            before = found.entries.get(key)
+            both = isinstance(before, Table) and isinstance(value, Table)
+            inside = Made("", positional=[one for one in (before, value) if one is not None], where=made.where)
+            found.entries[key] = _merged(inside) if both else value
+        found.more = found.more or inner.more
+    return found
+
+
+def _instantiated(reader: "Reader", settings: Value, made: Made) -> Value:
+    """What Hydra makes of settings with a `_target_`: the call of that."""
+    table = as_table(settings)
+    target = plain(table.entries.get("_target_")) if table is not None else None
+    if table is None or not isinstance(target, str):
+        return Unknown(f"{made.where}: made from settings that are not known")
+    keywords = {key: value for key, value in table.entries.items() if not key.startswith("_")}
+    call_ = Made(target.rpartition(".")[2], keywords={**keywords, **made.keywords}, where=made.where, more=table.more)
+    return call(reader, Dotted(target), call_)
+
+
+def hydra_settings(reader: "Reader", made: Made) -> Value:
+    """The settings that `@hydra.main` hands to its function: those of the named file, composed."""
+    folder, name = (plain(made.keywords.get(key)) for key in ("config_path", "config_name"))
+    words = list(reader.outside.arguments or ())
+    for flag, value in pairwise(words):
+        name = value if flag in ("--config-name", "-cn") else name
+    if not isinstance(name, str):
+        return Unknown(f"{made.where}: settings of Hydra that are not known")
+    folder = folder.removeprefix("./").rstrip("/") if isinstance(folder, str) else ""
+    path = "/".join(part for part in (folder, name) if part).removesuffix(".yaml") + ".yaml"
+    text = reader.outside.exactly(path)
+    if text is None:
+        return Unknown(f"{made.where}: settings of another file ({path})")
+    try:
+        values, files = hydra.composed(parse_yaml(text, path).values, reader.outside.exactly, folder, words)
+    except ConfigError as error:
+        return Unknown(f"{made.where}: {error.message}")
+    reader.program.sources += [path, *files]
+    return to_value(values, path)
 
 
 def _loaded(reader: "Reader", made: Made) -> Value:
