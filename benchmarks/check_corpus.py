@@ -1,9 +1,10 @@
 """`plan check`'s reading of published training files: how each was answered, and what was open.
 
-    python benchmarks/check_corpus.py DIRECTORY [--gpu a100-80gb] [--model STAND_IN] [--out FILE] [--fix]
+    python benchmarks/check_corpus.py DIRECTORY [--gpu GPU] [--model STAND_IN] [--out FILE] [--fix [--fixed FOLDER]]
 
---fix also makes, in memory alone, what `plan check --fix` would write, and counts how it ends. Readings that a person
-compared with their files stand in benchmarks/data/check_expected.jsonl: any that differs is told.
+--fix also makes, in memory alone, what `plan check --fix` would write, and counts how it ends; --fixed keeps the files
+and their originals for `tools/validators/validate_fixed.py`. Readings that a person compared with their files stand in
+benchmarks/data/check_expected.jsonl: any that differs is told.
 
 DIRECTORY holds the files of benchmarks/data/check_corpus.txt (repository:path@commit, one a line) as OWNER+NAME/PATH.
 Only reading and the formula are run: no network, no dry run. Outcomes: read (an answer), asked (exit 3, naming what is
@@ -27,7 +28,10 @@ EXPECTED = Path(__file__).parent / "data" / "check_expected.jsonl"
 HEADROOM_FRACTION = 0.04
 
 
-def fixed(path: Path, config: Any, spec: Any, card: Any) -> str:
+VALIDATORS = ("trl", "axolotl", "llamafactory")
+
+
+def fixed(path: Path, config: Any, spec: Any, card: Any, keep: Path | None) -> str:
     """How `--fix` ends on the formula rung: "fits already", "fixed", "no change helps", "not writable" or a fault."""
     predict = predictor(spec, card)
     budget = round(card.memory_bytes * (1 - HEADROOM_FRACTION))
@@ -41,9 +45,19 @@ def fixed(path: Path, config: Any, spec: Any, card: Any) -> str:
     if setup.global_batch_seqs != config.setup.global_batch_seqs:
         return "another effective batch"
     try:
-        fixed_text(path, config, setup, spec, card=card)
-    except PlannerError:
-        return "not writable"
+        text = fixed_text(path, config, setup, spec, card=card)
+    except PlannerError as error:
+        return f"not writable ({error.message})"
+    if keep is not None:
+        program = path.suffix in (".py", ".ipynb")
+        tool = "python" if program else config.format if config.format in VALIDATORS else ""
+        number = len(list(keep.glob("*-after*")))
+        before, after = f"{number}-before{path.suffix}", f"{number}-after{path.suffix}"
+        (keep / before).write_bytes(path.read_bytes())
+        (keep / after).write_text(text, "utf-8")
+        line = {"file": str(path), "validator": tool, "original": before, "fixed": after, "changes": labels}
+        with (keep / "fixed.jsonl").open("a") as lines:
+            lines.write(json.dumps(line) + "\n")
     return f"fixed ({', '.join(labels)})"
 
 
@@ -58,7 +72,14 @@ def differences(name: str, config: Any, expected: dict[str, dict[str, Any]]) -> 
 
 
 def one(
-    path: Path, gpu: str, model: str | None, expected: dict[str, dict[str, Any]], name: str, *, fix: bool
+    path: Path,
+    gpu: str,
+    model: str | None,
+    expected: dict[str, dict[str, Any]],
+    name: str,
+    *,
+    fix: bool,
+    keep: Path | None = None,
 ) -> dict[str, Any]:
     """How one file is answered."""
     start = time.perf_counter()
@@ -77,7 +98,7 @@ def one(
             "assumed": list(config.assumptions),
         }
         line |= {"differs": wrong} if (wrong := differences(name, config, expected)) else {}
-        line |= {"fix": fixed(path, config, spec, card)} if fix else {}
+        line |= {"fix": fixed(path, config, spec, card, keep)} if fix else {}
     except UnknownModelError as error:
         line = {"outcome": "model not at hand", "said": error.message}
     except Undetermined as error:
@@ -104,8 +125,11 @@ def main() -> None:
     parser.add_argument("--list", type=Path, help="repository:path@commit, one a line: those files alone")
     parser.add_argument("--only", default="")
     parser.add_argument("--fix", action="store_true")
+    parser.add_argument("--fixed", type=Path, help="an empty folder for the rewritten files and their originals")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.fixed is not None:
+        args.fixed.mkdir(parents=True)
     if args.list:
         every = [args.directory / place(line) for line in args.list.read_text().splitlines()]
     else:
@@ -118,9 +142,12 @@ def main() -> None:
     fixes: Counter[str] = Counter()
     for path in files:
         name = str(path.relative_to(args.directory))
-        found = one(path, args.gpu, None, expected, name, fix=args.fix)
+        found = one(path, args.gpu, None, expected, name, fix=args.fix, keep=args.fixed)
         if found["outcome"] == "model not at hand" and args.model:
-            found = {**one(path, args.gpu, args.model, expected, name, fix=args.fix), "stand_in": args.model}
+            found = {
+                **one(path, args.gpu, args.model, expected, name, fix=args.fix, keep=args.fixed),
+                "stand_in": args.model,
+            }
         counts[found["outcome"]] += 1
         fixes[found.get("fix", "").partition(" (")[0]] += 1
         lines.append({"file": str(path.relative_to(args.directory)), **found})

@@ -20,12 +20,12 @@ FORMAT = "own settings"
 NAMES = {
     "model": (
         "model_name_or_path", "pretrained_model_name_or_path", "pretrained_model_name", "base_model", "model_name",
-        "model_id", "base_model_name", "hf_model_name", "model_path", "model.name", "model.path", "model.id",
-        "model.base", "model",
+        "model_id", "base_model_name", "hf_model_name", "hf_model_ckpt", "pretrained_ckpt", "model_path", "model.name",
+        "model.path", "model.id", "model.base", "model",
     ),
     "micro": (
         "per_device_train_batch_size", "micro_batch_size", "per_device_batch_size", "local_batch_size",
-        "train_batch_size", "batch_size",
+        "train_batch_size", "batch_size", "batch.size",
     ),
     "accumulation": ("gradient_accumulation_steps", "grad_accum_steps", "gradient_accumulation", "grad_accum"),
     "length": (
@@ -54,11 +54,20 @@ NAMES = {
     "use_rslora": ("use_rslora",),
 }  # fmt: skip
 """What is asked -> the names that it has; one with a dot stands in a block of that name."""
-SPOKEN = frozenset(name for names in NAMES.values() for name in names if "." not in name)
-"""Names that stand in a file of a program that is not known."""
-OTHER_BLOCKS = ("eval", "test", "valid", "infer", "generat", "serv", "vllm", "data")
+SPOKEN = frozenset(
+    name for key in ("model", "targets", "rank", "micro", "four", "lora") for name in NAMES[key] if "." not in name
+)
+"""Names that make a file another program's, where the tool that it looks like has others for them."""
+OTHER_BLOCKS = ("eval", "test", "valid", "infer", "generat", "serv", "vllm", "bench")
 """Parts of the names of blocks that do not hold the training's settings."""
-OBJECTIVES = re.compile(r"(?:^|[^a-z])(dpo|grpo|orpo|ppo|kto|rloo|rlhf|reward|distill\w*|classif\w*)(?:[^a-z]|$)")
+DATA_BLOCKS = ("data", "token", "preprocess")
+"""Parts of the names of blocks in which the length of sequences stands, and nothing else of the training."""
+OBJECTIVES = re.compile(
+    r"(?:^|[^a-z])(dpo|grpo|orpo|ppo|kto|rloo|rlhf|reward|distill\w*|classif\w*|embedding\w*|rerank\w*|diffusion|sdxl|stt|"
+    r"asr|tts|whisper|vision|vlm)(?:[^a-z]|$)"
+)
+IMAGES = {"resolution", "prediction_type", "noise_offset", "snr_gamma", "center_crop", "num_validation_images"}
+"""Settings of the training of image models."""
 FIELD_OF = {
     "model": "model", "micro": "micro_batch_seqs", "accumulation": "accumulation_steps", "length": "seq_len_tokens",
     "rank": "lora_rank", "checkpointing": "checkpointing",
@@ -103,6 +112,11 @@ def read(
     Raises:
         ConfigError: of another objective by its name, or a value that makes no sense.
     """
+    if len(IMAGES & set(values)) > 1:
+        raise NotPlanned(
+            f"{name}: settings of diffusion: not planned, its memory is not modelled",
+            hint="plan trace runs other programs on a phantom GPU",
+        )
     if objective := OBJECTIVES.search(name.lower()):
         raise NotPlanned(
             f"{name}: {objective[1]} by its name: not planned, its memory is not modelled",
@@ -208,9 +222,10 @@ def _is_named(path: tuple[str, ...], name: str) -> bool:
 
 
 def _leaves(values: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    of_data = any(part in block.lower() for block in above for part in DATA_BLOCKS)
     for key, value in values.items():
         if isinstance(value, Mapping):
             if not any(part in key.lower() for part in OTHER_BLOCKS):
                 yield from _leaves(value, (*above, key))
-        elif value is not None:
+        elif value is not None and (not of_data or key.lower() in NAMES["length"]):
             yield (*above, key), value

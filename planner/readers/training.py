@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from planner.errors import NotATraining, NotPlanned
 from planner.readers.program import Known, Made, Program, Unknown, plain
-from planner.readers.program.library import is_trainer, trainer_of
+from planner.readers.program.objects import is_trainer, trainer_of
 from planner.readers.program.values import Table, Value
 from planner.readers.values import Settings
 

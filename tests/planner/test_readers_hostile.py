@@ -158,7 +158,7 @@ def test_any_mapping_is_read_or_refused_with_a_reason(values: dict[str, object],
 TOML = {
     "not toml": ("[training\n", "not valid TOML"),
     "deep": ("a = " + "[" * 5000 + "]" * 5000 + "\n", "nested too deep"),
-    "unknown table": ("[trainin]\nseq_len = 1\n", "no setting 'trainin'"),
+    "unknown table": ("[training]\nseq_len = 1\n[trainin]\nseq_len = 1\n", "no setting 'trainin'"),
     "unknown key": ("[training]\nseq_length = 1\n", "no setting 'seq_length'"),
     "wrong type": ("[training]\nseq_len = [1]\n", "must be a whole number"),
     "a value for a table": ("training = 3\n", "must be a block"),

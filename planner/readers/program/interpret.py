@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from planner.readers.program import library
+from planner.readers.program import files, library, objects, options
 from planner.readers.program.operators import binary, compare, unary
 from planner.readers.program.source import parsable
 from planner.readers.program.values import (
@@ -25,6 +25,7 @@ from planner.readers.program.values import (
     Table,
     Unknown,
     Value,
+    either,
     plain,
     same,
 )
@@ -159,7 +160,7 @@ class Reader:
 
     def makes_trainer(self) -> bool:
         """Whether a trainer or its arguments were made so far."""
-        return any(library.is_trainer(made) or library.holds_arguments(made) for made in self.program.made)
+        return any(objects.is_trainer(made) or objects.holds_arguments(made) for made in self.program.made)
 
     # statements
 
@@ -224,7 +225,7 @@ class Reader:
                         scope.names.pop(target.id, None)
 
     def branch(self, node: ast.If, scope: Scope) -> None:
-        truth = library.truth(self.value(node.test, scope))
+        truth = objects.truth(self.value(node.test, scope))
         if truth is not None:
             self.block(node.body if truth else node.orelse, scope)
             return
@@ -263,7 +264,7 @@ class Reader:
 
     def loop(self, node: ast.For | ast.AsyncFor, scope: Scope) -> None:
         over = self.value(node.iter, scope)
-        items = library.items_of(over)
+        items = objects.items_of(over)
         if items is None or len(items) > MAX_LOOP:
             self.assign(node.target, Unknown(f"{self.place(node, scope)}: a loop over what is not known"), scope)
             self.once(node.body, scope)
@@ -281,7 +282,7 @@ class Reader:
                 scope.names[target.id] = value
                 self.note_length(target.id, value)
             case ast.Tuple() | ast.List():
-                parts = library.unpacked(value, len(target.elts))
+                parts = objects.unpacked(value, len(target.elts))
                 for one, part in zip(target.elts, parts, strict=True):
                     self.assign(one.value if isinstance(one, ast.Starred) else one, part, scope)
             case ast.Attribute():
@@ -357,10 +358,10 @@ class Reader:
             if isinstance(decorator, ast.Call):
                 made = self.value(decorator, scope)
                 if isinstance(made, Made) and made.name in ("option", "argument"):
-                    option = library.Option.of(made)
+                    option = options.Option.of(made)
                     function.options[option.name] = option.value(self.outside)
                 if isinstance(made, Made) and (made.owner, made.name) == ("hydra", "main") and node.args.args:
-                    function.options[node.args.args[0].arg] = library.hydra_settings(self, made)
+                    function.options[node.args.args[0].arg] = files.hydra_settings(self, made)
         return function
 
     def class_of(self, node: ast.ClassDef, scope: Scope) -> Class:
@@ -385,12 +386,12 @@ class Reader:
             self.statement(statement, inner)
         made.fields = tuple(dict.fromkeys(fields))
         for name, value in inner.names.items():
-            inner.names[name] = library.field_default(self, value)
+            inner.names[name] = options.field_default(self, value)
         return made
 
     def instance(self, made_by: Class, call: Made) -> Value:
         """An object of a class of the program; one that extends foreign code is a call of that with its defaults."""
-        if made_by.base and library.is_followed(made_by.base):
+        if made_by.base and objects.is_followed(made_by.base):
             defaults = {name: made_by.attributes[name] for name in made_by.fields if name in made_by.attributes}
             call.name, call.owner = made_by.base.rpartition(".")[2], made_by.name
             call.keywords = {**defaults, **call.keywords}
@@ -468,7 +469,7 @@ class Reader:
             elif name in function.options:
                 value = function.options[name]
             elif default is not None:
-                value = library.option_default(self, name, self.value(default, function.scope))
+                value = options.option_default(self, name, self.value(default, function.scope))
             else:
                 value = Unknown(f"{call.where or _file(function.scope)}: the argument {name} is not known")
             scope.names[name] = value
@@ -480,7 +481,7 @@ class Reader:
 
     def uncalled(self, scope: Scope) -> None:
         """Functions that nothing calls, where the program trains nothing otherwise: a script may be all functions."""
-        if any(library.is_trainer(made) for made in self.program.made):
+        if any(objects.is_trainer(made) for made in self.program.made):
             return
         for value in list(scope.names.values()):
             methods = value.attributes.values() if isinstance(value, Class) else ()
@@ -515,10 +516,10 @@ class Reader:
             case ast.List() | ast.Tuple() | ast.Set():
                 return self.items(node.elts, scope, self.place(node, scope))
             case ast.JoinedStr():
-                return library.formatted([self.value(part, scope) for part in node.values], self.place(node, scope))
+                return objects.formatted([self.value(part, scope) for part in node.values], self.place(node, scope))
             case ast.FormattedValue():
                 spec = self.value(node.format_spec, scope) if node.format_spec is not None else Known("")
-                return library.in_format(self.value(node.value, scope), spec, self.place(node, scope))
+                return objects.in_format(self.value(node.value, scope), spec, self.place(node, scope))
             case ast.BinOp():
                 left, right = self.value(node.left, scope), self.value(node.right, scope)
                 return binary(node.op, left, right, self.place(node, scope))
@@ -529,18 +530,16 @@ class Reader:
             case ast.Compare():
                 return self.comparison(node, scope)
             case ast.IfExp():
-                truth = library.truth(self.value(node.test, scope))
+                truth = objects.truth(self.value(node.test, scope))
                 if truth is not None:
                     return self.value(node.body if truth else node.orelse, scope)
                 one, other = self.value(node.body, scope), self.value(node.orelse, scope)
-                if same(one, other):
-                    return one
-                return Unknown(f"{self.place(node, scope)}: depends on a condition")
+                return either(one, other, f"{self.place(node, scope)}: depends on a condition")
             case ast.Subscript():
                 key = self.value(node.slice, scope) if not isinstance(node.slice, ast.Slice) else Unknown("a slice")
                 if isinstance(node.slice, ast.Slice):
                     self.cut(node.value, node.slice, scope)
-                return library.element(self.value(node.value, scope), key, self.place(node, scope))
+                return objects.element(self.value(node.value, scope), key, self.place(node, scope))
             case ast.Lambda():
                 return Function(node, scope)
             case ast.NamedExpr():
@@ -566,7 +565,7 @@ class Reader:
         found = Table({}, self.place(node, scope))
         for key, value in zip(node.keys, node.values, strict=True):
             if key is None:
-                inner = library.as_table(self.value(value, scope))
+                inner = objects.as_table(self.value(value, scope))
                 if inner is None:
                     found.more = f"{self.place(value, scope)}: ** of what is not known"
                 else:
@@ -585,7 +584,7 @@ class Reader:
         for node in nodes:
             value = self.value(node, scope)
             if isinstance(node, ast.Starred):
-                inner = library.items_of(value)
+                inner = objects.items_of(value)
                 if inner is None:
                     return Unknown(f"{place}: * of what is not known")
                 found += inner
@@ -599,7 +598,7 @@ class Reader:
         unknown: Value | None = None
         for part in node.values:
             value = self.value(part, scope)
-            truth = library.truth(value)
+            truth = objects.truth(value)
             if truth is None:
                 unknown = unknown or Unknown(f"{self.place(node, scope)}: depends on a condition")
             elif truth == stops_at:
@@ -614,21 +613,21 @@ class Reader:
         for op, right_node in zip(node.ops, node.comparators, strict=True):
             right = self.value(right_node, scope)
             result = compare(op, left, right, self.place(node, scope))
-            if library.truth(result) is not True:
+            if objects.truth(result) is not True:
                 return result
             left = right
         return result
 
     def comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp, scope: Scope) -> Value:
         generator = node.generators[0]
-        over = library.items_of(self.value(generator.iter, scope))
+        over = objects.items_of(self.value(generator.iter, scope))
         if over is None or len(node.generators) > 1 or len(over) > MAX_LOOP:
             return Unknown(f"{self.place(node, scope)}: a list over what is not known")
         inner = Scope(parent=scope, file=_file(scope))
         found: list[Value] = []
         for item in over:
             self.assign(generator.target, item, inner)
-            tests = [library.truth(self.value(test, inner)) for test in generator.ifs]
+            tests = [objects.truth(self.value(test, inner)) for test in generator.ifs]
             if None in tests:
                 return Unknown(f"{self.place(node, scope)}: a list with conditions that are not known")
             if all(tests):
@@ -651,7 +650,7 @@ class Reader:
         for one in node.args:
             value = self.value(one, scope)
             if isinstance(one, ast.Starred):
-                call.positional += library.items_of(value) or [Unknown(f"{call.where}: * of what is not known")]
+                call.positional += objects.items_of(value) or [Unknown(f"{call.where}: * of what is not known")]
             else:
                 call.positional.append(value)
         for keyword in node.keywords:
@@ -659,7 +658,7 @@ class Reader:
             if keyword.arg is not None:
                 call.keywords[keyword.arg] = value
                 continue
-            inner = library.as_table(value)
+            inner = objects.as_table(value)
             if inner is None:
                 call.more = f"{call.where}: ** of what is not known"
             else:
@@ -686,7 +685,7 @@ def _joined(one: dict[str, Value], other: dict[str, Value], place: str) -> dict[
     for name in {**one, **other}:
         if name in one and name in other and not same(one[name], other[name]):
             keep = next((end[name] for end in (one, other) if isinstance(end[name], (Made, Function, Class))), None)
-            different = Unknown(f"{place} ({name})")
+            different = either(one[name], other[name], f"{place} ({name})")
             # one object or another of the same kind: what was made last stands for both, its settings are compared
             found[name] = different if keep is None or _kinds(one[name], other[name]) else keep
         else:

@@ -177,6 +177,18 @@ def where_of(value: Value | None) -> str:
     return getattr(value, "where", "")
 
 
+def either(one: Value, other: Value, reason: str) -> Value:
+    """One of two values, where it is not known which: what they have in common is."""
+    if same(one, other):
+        return one
+    if isinstance(one, Table) and isinstance(other, Table):
+        absent = Unknown(reason)
+        names = {**one.entries, **other.entries}
+        entries = {key: either(one.entries.get(key, absent), other.entries.get(key, absent), reason) for key in names}
+        return Table(entries, one.where, one.more or other.more)
+    return Unknown(reason)
+
+
 def same(one: Value | None, other: Value | None) -> bool:
     """Whether two values are certainly the same."""
     if one is other:

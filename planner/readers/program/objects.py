@@ -1,0 +1,149 @@
+"""What values are where a program asks them: true or not, their elements and settings, as text; which are trainers."""
+
+from planner.readers.program.values import (
+    Class,
+    Dotted,
+    Function,
+    Instance,
+    Items,
+    Known,
+    Made,
+    Table,
+    Unknown,
+    Value,
+    plain,
+    where_of,
+)
+
+ARGUMENT_CLASSES = ("TrainingArguments", "Config", "Arguments")
+TOKENIZER_TRAINERS = ("BpeTrainer", "WordPieceTrainer", "UnigramTrainer", "WordLevelTrainer")
+ARGUMENT_DEFAULTS = {
+    "fp16": False, "gradient_checkpointing": False, "per_device_train_batch_size": 8, "deepspeed": None,
+    "gradient_accumulation_steps": 1, "max_steps": -1, "do_train": False, "do_eval": False, "fsdp": None,
+    "torch_compile": False, "use_liger_kernel": False, "resume_from_checkpoint": None,
+}  # fmt: skip
+"""Fields of transformers' arguments that programs ask, and what they are where nobody sets them."""
+
+
+def is_trainer(made: Made) -> bool:
+    """Whether a call makes a trainer."""
+    return made.name.endswith("Trainer") and made.name not in TOKENIZER_TRAINERS
+
+
+def holds_arguments(made: Made) -> bool:
+    """Whether a call makes a trainer's arguments."""
+    return made.name.endswith(("TrainingArguments", "SFTConfig"))
+
+
+def is_followed(path: str) -> bool:
+    """Whether objects of this foreign class are looked at by their settings."""
+    return path.rpartition(".")[2].endswith((*ARGUMENT_CLASSES, "Trainer"))
+
+
+def truth(value: Value) -> bool | None:
+    """Whether a value is true; None where that is not known."""
+    if isinstance(value, Instance):  # true, where its class does not say when
+        own = value.made_by.attributes if value.made_by is not None else {}
+        return None if {"__bool__", "__len__"} & set(own) else True
+    if isinstance(value, (Made, Function, Class)):
+        return None if isinstance(value, Made) else True
+    if isinstance(value, Items):
+        return bool(value.items)
+    if isinstance(value, Table):
+        return True if value.entries else None if value.more else False
+    if isinstance(value, Known):
+        return bool(value.data)
+    return None
+
+
+def items_of(value: Value) -> list[Value] | None:
+    """The elements of something a program may loop over, None where they are not known."""
+    match value:
+        case Items():
+            return list(value.items)
+        case Table() if not value.more:
+            return [Known(key, value.where) for key in value.entries]
+        case Known(data=str()):
+            return [Known(part, value.where) for part in value.data]
+    return None
+
+
+def unpacked(value: Value, count: int) -> list[Value]:
+    """The parts of a value that is assigned to `count` names."""
+    if isinstance(value, Items):
+        if len(value.items) == count:
+            return value.items
+        return [*value.items[:count], *[Unknown(f"{value.where}: too few parts")] * (count - len(value.items))]
+    if isinstance(value, Made):
+        # what loads a model gives (model, tokenizer) where two names take it
+        rest = [Made("item", receiver=value, where=value.where) for _ in range(count - 1)]
+        return [value, *rest]
+    reason = value.reason if isinstance(value, Unknown) else f"{where_of(value)}: taken apart while the program runs"
+    return [Unknown(reason)] * count
+
+
+def as_table(value: Value) -> Table | None:
+    """What ** of a value gives."""
+    if isinstance(value, Table):
+        return value
+    if isinstance(value, Instance):
+        return Table(dict(value.attributes), more=value.more)
+    if isinstance(value, Made) and is_followed(value.name):
+        more = value.more or f"{value.where}: what {value.name} itself takes for it"
+        own = {} if value.more else argument_defaults(value)
+        return Table({**own, **value.keywords, **value.attributes}, value.where, more)
+    return None
+
+
+def argument_defaults(made: Made) -> dict[str, Value]:
+    """What transformers' arguments are where nobody sets them."""
+    if not holds_arguments(made):
+        return {}
+    bf16 = {"bf16": False} if made.name.endswith("TrainingArguments") else {}
+    return {name: Known(data, f"{made.name}'s default") for name, data in (ARGUMENT_DEFAULTS | bf16).items()}
+
+
+def element(value: Value, key: Value, place: str) -> Value:
+    """value[key]"""
+    name = plain(key)
+    if isinstance(value, Instance):
+        value = Table(value.attributes, place, value.more)
+    if isinstance(value, Table):
+        if isinstance(name, str) and name in value.entries:
+            return value.entries[name]
+        return Unknown(value.more or f"{place}: {name!r} is not set in the program")
+    if isinstance(value, Items) and isinstance(name, int) and -len(value.items) <= name < len(value.items):
+        return value.items[name]
+    if isinstance(value, Dotted) and value.path == "os.environ":
+        return Unknown(f"{place}: the environment variable {name}")
+    return value if isinstance(value, Unknown) else Unknown(f"{place}: computed while the program runs")
+
+
+def formatted(parts: list[Value], place: str) -> Value:
+    """An f-string."""
+    texts = [plain(part) for part in parts]
+    missing = next((text for text in texts if isinstance(text, Unknown)), None)
+    return missing if missing is not None else Known("".join(str(text) for text in texts)[:10_000], place)
+
+
+def in_format(value: Value, spec: Value, place: str) -> Value:
+    """One value of an f-string."""
+    data, form = plain(value), plain(spec)
+    if isinstance(data, Unknown) or isinstance(form, Unknown):
+        return data if isinstance(data, Unknown) else Unknown(f"{place}: text put together while the program runs")
+    if form and not (isinstance(data, (int, float)) and len(form) < 8):
+        return Unknown(f"{place}: text put together while the program runs")
+    try:
+        return Known(format(data, form), place)
+    except (ValueError, TypeError):
+        return Unknown(f"{place}: text put together while the program runs")
+
+
+def trainer_of(made: Made) -> Made:
+    """The trainer itself behind functions that hand one back (`train_on_responses_only(trainer)`)."""
+    for _ in range(8):
+        first = made.positional[0] if made.positional else made.keywords.get("trainer")
+        if is_trainer(made) or not isinstance(first, Made):
+            return made
+        made = first
+    return made

@@ -1,0 +1,223 @@
+"""Command lines: what argparse, click, typer, fire and parsers of dataclasses make of a program's words."""
+
+import ast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from planner.readers.program.objects import items_of
+from planner.readers.program.values import (
+    Class,
+    Dotted,
+    Function,
+    Instance,
+    Items,
+    Known,
+    Made,
+    Table,
+    Unknown,
+    Value,
+    plain,
+    where_of,
+)
+from planner.readers.shell import flags, is_open
+
+if TYPE_CHECKING:
+    from planner.readers.program.interpret import Outside, Reader
+
+PARSERS = ("HfArgumentParser", "TrlParser", "DPOTrainerParser", "H4ArgumentParser")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of a command line, as argparse or click declare it."""
+
+    name: str
+    flags: tuple[str, ...]
+    default: Value
+    kind: str
+    switch: bool | None
+    required: bool
+    where: str
+
+    @classmethod
+    def of(cls, made: Made) -> "Option":
+        """From the call of `add_argument`, `option` or `argument`."""
+        flags = tuple(text for text in (plain(one) for one in made.positional) if isinstance(text, str))
+        long = next((flag for flag in flags if flag.startswith("--")), flags[0] if flags else "")
+        name = plain(made.keywords.get("dest")) or long.lstrip("-").replace("-", "_")
+        action = plain(made.keywords.get("action"))
+        switch = {"store_true": True, "store_false": False}.get(action) if isinstance(action, str) else None
+        if plain(made.keywords.get("is_flag")) is True:
+            switch = True
+        kind = made.keywords.get("type")
+        default = made.keywords.get("default")
+        if default is None:
+            default = Known(not switch, made.where) if switch is not None else Known(None, made.where)
+        words = kind.name if isinstance(kind, Dotted) else ""
+        if isinstance(kind, Function) and not isinstance(kind.node, ast.Lambda):
+            words = kind.node.name
+        required = plain(made.keywords.get("required")) is True or not long.startswith("-")
+        return cls(str(name), flags, default, words, switch, required, made.where)
+
+    def value(self, outside: "Outside") -> Value:
+        """What the option is: the command line's word, else its default."""
+        words = list(outside.arguments or ())
+        for index, word in enumerate(words):
+            flag, equals, rest = word.partition("=")
+            if flag.replace("_", "-") not in [one.replace("_", "-") for one in self.flags]:
+                continue
+            if self.switch is not None and not equals:
+                return Known(self.switch, "the command line")
+            text = rest if equals else words[index + 1] if index + 1 < len(words) else ""
+            return _open(flag, text) or Known(_converted(text, self.kind), "the command line")
+        if self.required or (self.switch is not None and outside.open_switches):
+            return Unknown(f"{self.where}: {self.flags[0] if self.flags else self.name} comes from the command line")
+        if isinstance(self.default, Known):
+            return Known(_converted(self.default.data, self.kind), f"{self.where}, default of {self.flags[0]}")
+        return self.default
+
+
+def _open(flag: str, text: Any) -> Unknown | None:
+    """Why a word of a command line is not known, where only the shell would fill it in."""
+    opened = isinstance(text, str) and is_open(text)
+    return Unknown(f"the command line: {flag} {text} is set when the script runs") if opened else None
+
+
+def _converted(text: Any, kind: str) -> Any:
+    if not isinstance(text, str):
+        return text
+    try:
+        if kind in ("int", "float"):
+            return int(text) if kind == "int" else float(text)
+    except ValueError:
+        return text
+    if kind in ("bool", "str2bool", "strtobool") and text.lower() in ("true", "1", "yes", "false", "0", "no"):
+        return text.lower() in ("true", "1", "yes")
+    return _word(text) if not kind else text
+
+
+def _word(text: str) -> Any:
+    """A word of a command line as the value that it means."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def on_command_line(arguments: Any) -> dict[str, Value]:
+    """--name value pairs of a command line, for parsers whose options are a library's fields."""
+    found: dict[str, Value] = {}
+    for name, given in flags(tuple(arguments or ())).items():
+        if given is True:
+            found[name] = Known(True, "the command line")
+            if name.startswith("no_"):
+                found[name[3:]] = Known(False, "the command line")
+        else:
+            texts = [given] if isinstance(given, str) else given
+            data = [_open(f"--{name}", text) or Known(_word(text), "the command line") for text in texts]
+            found[name] = data[0] if len(data) == 1 else Items(list(data))
+    return found
+
+
+def field_default(reader: "Reader", value: Value) -> Value:
+    """The default of a dataclass field."""
+    if isinstance(value, Made) and value.name in ("field", "Field"):
+        if "default" in value.keywords:
+            return value.keywords["default"]
+        factory = value.keywords.get("default_factory")
+        if isinstance(factory, Function):
+            return reader.called(factory, Made("", where=value.where))
+        if isinstance(factory, Dotted) and factory.name in ("list", "dict"):
+            return Items([]) if factory.name == "list" else Table({})
+        if value.positional and value.name == "Field":
+            return value.positional[0]
+        return Unknown(f"{value.where}: no default")
+    return value
+
+
+def option_default(reader: "Reader", name: str, value: Value) -> Value:
+    """A function's default where typer or the command line may say another."""
+    if isinstance(value, Made) and value.name in ("Option", "Argument"):
+        default = value.keywords.get("default", value.positional[0] if value.positional else None)
+        if default is None or (isinstance(default, (Known, Dotted)) and plain(default) in (..., "Ellipsis")):
+            default = Unknown(f"{value.where}: {name} comes from the command line")
+        return on_command_line(reader.outside.arguments).get(name, default)
+    return value
+
+
+def _namespace(options: list[Option], outside: "Outside") -> Instance:
+    return Instance({option.name: option.value(outside) for option in options})
+
+
+def of_parser(reader: "Reader", owner: Made, made: Made) -> Value | None:
+    arguments = reader.outside.arguments
+    match made.name:
+        case "add_argument":
+            owner.positional.append(made)
+            return made
+        case "add_argument_group" | "add_mutually_exclusive_group":
+            return owner
+        case "add_subparsers":
+            chosen = plain(made.keywords.get("dest"))
+            if isinstance(chosen, str):
+                word = next((word for word in arguments or () if not word.startswith("-")), None)
+                came = Unknown(f"{made.where}: {chosen} comes from the command line")
+                owner.attributes[chosen] = Known(word, "the command line") if word is not None else came
+            return owner
+        case "add_parser":
+            return owner
+        case "set_defaults":
+            owner.attributes |= made.keywords
+            return Known(None)
+        case "parse_args" | "parse_known_args" if owner.name == "ArgumentParser":
+            options = [Option.of(one) for one in owner.positional if isinstance(one, Made)]
+            found = _namespace(options, reader.outside)
+            found.attributes |= owner.attributes
+            return Items([found, Items([])]) if made.name == "parse_known_args" else found
+        case (
+            "parse_args_into_dataclasses"
+            | "parse_args_and_config"
+            | "parse"
+            | "parse_dict"
+            | "parse_json_file"
+            | "parse_yaml_file"
+            | "parse_yaml_and_args"
+        ):
+            return _dataclasses(reader, owner, made)
+    return None
+
+
+def _dataclasses(reader: "Reader", owner: Made, made: Made) -> Value:
+    """What a parser of dataclasses gives: defaults of the program's own, the command line on top."""
+    given = owner.argument("dataclass_types", 0)
+    classes = items_of(given) if given is not None else None
+    if classes is None and given is not None:
+        classes = [given]
+    words = on_command_line(reader.outside.arguments)
+    more = "" if reader.outside.arguments is not None else f"{made.where}: settings come from the command line"
+    found: list[Value] = []
+    for one in classes or []:
+        if isinstance(one, Class):
+            keywords = {key: value for key, value in words.items() if key in one.fields}
+            value = reader.instance(one, Made(one.name, keywords=dict(keywords) if not one.base else dict(words)))
+            if isinstance(value, Instance):
+                for key in one.fields:
+                    if key not in words and more and isinstance(value.attributes.get(key), Known):
+                        default = value.attributes[key]
+                        value.attributes[key] = Known(plain(default), f"{where_of(default)}, default of --{key}")
+            elif isinstance(value, Made):
+                value.more = more
+            found.append(value)
+        elif isinstance(one, Dotted):
+            library = Made(one.name, keywords=dict(words), where=made.where, more=more)
+            reader.program.made.append(library)
+            found.append(library)
+        else:
+            found.append(Unknown(f"{made.where}: a class that is not known"))
+    if plain(made.keywords.get("return_remaining_strings")) is True:
+        found.append(Items([]))
+    return Items(found, made.where)

@@ -1,0 +1,165 @@
+"""Shows every file that `check_corpus.py --fix --fixed FOLDER` wrote to the parser of the tool that runs it.
+
+    python tools/validators/validate_fixed.py TOOL FOLDER     (in the tool's venv; "trl" and "python": the project's)
+
+TOOL: trl, axolotl, llamafactory (YAML by the tool's own parser), python (programs: the text by Python's, and every
+keyword of the arguments by the signature of their class). Prints how many of how many were accepted, and each refusal.
+A file whose original the parser refuses in the same words is counted apart: it was written for another version, or for
+a wrapper with settings of its own. Exit 1 where one is refused for what was written.
+"""
+
+import ast
+import inspect
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import yaml
+
+Check = Callable[[str], None]
+WRITTEN = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "packing", "optim", "dtype", "bf16",
+    "fp16", "attn_implementation", "activation_checkpointing", "activation_checkpointing_kwargs", "use_liger_kernel",
+    "liger_kernel_config", "torch_compile", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type",
+    "use_bnb_nested_quant",
+)  # fmt: skip
+"""What `--fix` writes into TRL's files: none of it may be left out."""
+ARGUMENTS = ("SFTConfig", "TrainingArguments", "Seq2SeqTrainingArguments")
+
+
+def trl() -> Check:
+    import transformers.training_args as arguments
+
+    arguments.is_torch_bf16_gpu_available = lambda: True
+    arguments.is_torch_tf32_available = lambda: True
+    import tempfile
+
+    from trl import DPOConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
+    from trl.scripts.utils import DatasetMixtureConfig
+
+    def check(text: str) -> None:
+        values = yaml.safe_load(text)
+        kind = DPOConfig if "beta" in values else SFTConfig
+        classes = (ScriptArguments, kind, ModelConfig, DatasetMixtureConfig)
+        known = {field.name for one in classes for field in fields(one)}
+        values = {key: value for key, value in values.items() if key in known or key in WRITTEN}  # wrappers add some
+        parser = TrlParser(classes)
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+            file.write(yaml.safe_dump(values))
+            file.flush()
+            parser.parse_args_and_config(["--config", file.name], fail_with_unknown_args=True)
+
+    return check
+
+
+def axolotl() -> Check:
+    from axolotl.utils.config import prepare_plugins, validate_config
+    from axolotl.utils.dict import DictDefault
+
+    def check(text: str) -> None:
+        values = yaml.safe_load(text)
+        config = DictDefault(values)
+        prepare_plugins(config)
+        capabilities = {
+            "bf16": True, "fp8": False, "tf32": True, "n_gpu": 1, "n_node": 1, "compute_capability": "sm_89",
+        }  # fmt: skip
+        validate_config(config, capabilities=capabilities, env_capabilities={"torch_version": "2.13.0"})
+
+    return check
+
+
+def llamafactory() -> Check:
+    import os
+
+    import transformers.training_args as arguments
+
+    arguments.is_torch_bf16_gpu_available = lambda: True
+    arguments.is_torch_tf32_available = lambda: True
+    import llamafactory.hparams.parser as parser
+    from llamafactory.hparams import get_train_args
+
+    parser.is_torch_bf16_gpu_available = lambda: True
+
+    def check(text: str) -> None:
+        values = yaml.safe_load(text)
+        for key in ("deepspeed", "plot_loss"):
+            values.pop(key, None)  # a file beside it, and a package for pictures
+        os.environ.pop("FORCE_TORCHRUN", None)
+        get_train_args(values)
+
+    return check
+
+
+def python() -> Check:
+    """Programs: the text parses, and what was written into the arguments' call is a keyword of that class."""
+    import transformers
+    import trl
+
+    known: dict[str, set[str]] = {}
+
+    def keywords(name: str) -> set[str]:
+        if name not in known:
+            found = getattr(trl, name, None) or getattr(transformers, name, None)
+            known[name] = set(inspect.signature(found).parameters) if found is not None else set()
+        return known[name]
+
+    def check(text: str) -> None:
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call):
+                name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                fields = (
+                    keywords(name) if name in ("SFTConfig", "TrainingArguments", "Seq2SeqTrainingArguments") else set()
+                )
+                strangers = {one.arg for one in node.keywords if one.arg} - fields if fields else set()
+                if strangers:
+                    raise TypeError(f"{name} takes no {sorted(strangers)}")
+
+    return check
+
+
+def text_of(path: Path) -> str:
+    """A file's text; of a program its Python, without lines for the shell."""
+    text = path.read_text("utf-8")
+    if path.suffix not in (".py", ".ipynb"):
+        return text
+    from planner.readers.program.source import of_notebook, of_script
+
+    return (of_script(text) if path.suffix == ".py" else of_notebook(text, path.name)).text
+
+
+def refusal(check: Check, text: str) -> str:
+    """Why the parser refuses a text, "" where it does not."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            check(text)
+    except (Exception, SystemExit) as error:
+        return f"{type(error).__name__}: {str(error)[:300]}"
+    return ""
+
+
+def main() -> None:
+    tool, folder = sys.argv[1], Path(sys.argv[2])
+    check = {"trl": trl, "axolotl": axolotl, "llamafactory": llamafactory, "python": python}[tool]()
+    lines = [json.loads(line) for line in (folder / "fixed.jsonl").read_text().splitlines()]
+    mine = [one for one in lines if one["validator"] == tool]
+    wrong = before = 0
+    for one in mine:
+        after = refusal(check, text_of(folder / one["fixed"]))
+        if after and (old := refusal(check, text_of(folder / one["original"]))):
+            same = old == after
+            before, wrong = before + same, wrong + (not same)
+            print(f"{'refused as before' if same else f'REFUSED otherwise than {old}'}: {one['file']}: {after}")
+        elif after:
+            wrong += 1
+            print(f"REFUSED: {one['file']}: {after}")
+    accepted = len(mine) - wrong - before
+    print(f"{tool}: {len(mine)} rewritten, {accepted} accepted, {before} refused as their originals are, {wrong} wrong")
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
