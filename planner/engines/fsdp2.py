@@ -9,7 +9,7 @@ from planner.engines.gather import Groups, gathered_groups, scales_bytes
 from planner.engines.splits import gathered_head
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.rank_part import RankPart
-from planner.memory.state import COMPUTE, Held, RankState, halves_stay_apart, part_trained
+from planner.memory.state import COMPUTE, Held, RankState, gradients_held, halves_stay_apart, part_trained, weights_held
 from planner.memory.trained import Trained
 from planner.memory.weights import weight_bytes
 from planner.models.spec import ModelSpec
@@ -45,7 +45,7 @@ class Fsdp2(Engine):
         weights = _weights(model, setup, groups, local)
         on_host = setup.offload == "parameters"
         held = [] if on_host else list(weights)
-        held.append(Held(category="weights", name="quantization states", size_bytes=scales_bytes(model, setup)))
+        held.append(weights_held("quantization states", scales_bytes(model, setup)))
         loss_forward = loss_backward = 0
         if setup.pipeline_degree > 1:
             held += _in_schedule(groups, setup, trained, local)
@@ -106,7 +106,7 @@ def _block_by_block(
     held = _gathered(model, groups, keep=keep, adapters=setup.method != "full")
     held += gathered_head(model, setup, inner.weight_dtype)
     if model.tied and setup.tensor_degree > 1:  # transformers wraps both ends of the tie
-        again = Held(category="weights", name="tied table, gathered twice", size_bytes=groups.tail, moments=COMPUTE)
+        again = weights_held("tied table, gathered twice", groups.tail, *COMPUTE)
         held.append(again)
     held += _reducing(model, groups, trained, local, setup, halves=halves, keep=keep, accumulated=accumulated)
     if accumulated and setup.tensor_degree > 1:
@@ -138,9 +138,9 @@ def _in_schedule(groups: Groups, setup: TrainSetup, trained: Trained, local: Tra
     alive = (*COMPUTE, "end")
     name = f"gradients / {setup.shards}"
     return [
-        Held(category="weights", name="gathered weights", size_bytes=whole, moments=alive),
-        Held(category="gradients", name="unsharded gradients", size_bytes=reduced, moments=alive),
-        Held(category="gradients", name=name, size_bytes=local.size_bytes, moments=("step",)),
+        weights_held("gathered weights", whole, *alive),
+        gradients_held("unsharded gradients", reduced, *alive),
+        gradients_held(name, local.size_bytes, "step"),
     ]
 
 
@@ -164,26 +164,16 @@ def _gathered(model: ModelSpec, groups: Groups, *, keep: bool, adapters: bool) -
     name, buffer = "gathered weights", "all-gather buffer"
     arriving = max(2 * groups.layer + max(behind + groups.layer, groups.layer), kept + groups.layer + 2 * arriving_tail)
     return [
-        Held(category="weights", name=name, size_bytes=tied + arriving, moments=("gather",)),
-        Held(category="weights", name=name, size_bytes=tied + max(kept, groups.layer), moments=("forward",)),
-        Held(category="weights", name=buffer, size_bytes=groups.layer, moments=("forward",)),
-        Held(category="weights", name=name, size_bytes=groups.tail + kept, moments=("loss",)),
-        Held(category="weights", name=name, size_bytes=tied + kept, moments=("head",)),
-        Held(category="weights", name=name, size_bytes=tied + max(kept, groups.layer), moments=("first",)),
-        Held(
-            category="weights",
-            name=name,
-            size_bytes=tied + groups.layer + (groups.embedding if keep else 0),
-            moments=("last",),
-        ),
-        Held(category="weights", name=buffer, size_bytes=ahead, moments=("head", "first")),
-        Held(
-            category="weights",
-            name=buffer,
-            size_bytes=0 if keep else max(ahead, groups.embedding),
-            moments=("last",),
-        ),
-        Held(category="weights", name="gathered root group", size_bytes=groups.root, moments=(*COMPUTE, "end")),
+        weights_held(name, tied + arriving, "gather"),
+        weights_held(name, tied + max(kept, groups.layer), "forward"),
+        weights_held(buffer, groups.layer, "forward"),
+        weights_held(name, groups.tail + kept, "loss"),
+        weights_held(name, tied + kept, "head"),
+        weights_held(name, tied + max(kept, groups.layer), "first"),
+        weights_held(name, tied + groups.layer + (groups.embedding if keep else 0), "last"),
+        weights_held(buffer, ahead, "head", "first"),
+        weights_held(buffer, 0 if keep else max(ahead, groups.embedding), "last"),
+        weights_held("gathered root group", groups.root, *COMPUTE, "end"),
     ]
 
 
@@ -198,9 +188,7 @@ def _waiting_gradients(model: ModelSpec, setup: TrainSetup, trained: Trained) ->
     size = SIZE_BYTES["fp32" if setup.autocast_dtype is not None else trained.dtype]
     alive = (*COMPUTE, "end", "step")
     whole = (setup.tensor_degree - (not model.tied)) * model.num_embedding_params
-    return Held(
-        category="gradients", name="unsharded gradients", size_bytes=size * (trained.num + whole), moments=alive
-    )
+    return gradients_held("unsharded gradients", size * (trained.num + whole), *alive)
 
 
 def _sharded_gradients(groups: Groups, local: Trained, shards: int, accumulated: bool) -> list[Held]:
@@ -209,12 +197,12 @@ def _sharded_gradients(groups: Groups, local: Trained, shards: int, accumulated:
     size = SIZE_BYTES[local.dtype]
     if accumulated:
         name, alive = f"accumulated gradients / {shards}", (*COMPUTE, "end", "step")
-        return [Held(category="gradients", name=name, size_bytes=local.size_bytes, moments=alive)]
+        return [gradients_held(name, local.size_bytes, *alive)]
     name = f"gradients / {shards}"
     missing = size * (groups.layer_trained + max(groups.embedding_trained, groups.tail_trained)) // shards
     return [
-        Held(category="gradients", name=name, size_bytes=max(0, local.size_bytes - missing), moments=("last",)),
-        Held(category="gradients", name=name, size_bytes=local.size_bytes, moments=("end", "step")),
+        gradients_held(name, max(0, local.size_bytes - missing), "last"),
+        gradients_held(name, local.size_bytes, "end", "step"),
     ]
 
 
@@ -275,25 +263,13 @@ def _reducing(
     matrix = size * min(groups.matrix, groups.layer_trained)
     buffer = "reduce-scatter buffer"
     return [
-        Held(category="gradients", name="gradients being reduced", size_bytes=max(0, head), moments=("head",)),
-        Held(
-            category="gradients", name="one matrix's unsharded gradient", size_bytes=matrix, moments=("first", "last")
-        ),
-        Held(category="gradients", name=buffer, size_bytes=tail, moments=("first",)),
-        Held(category="gradients", name=buffer, size_bytes=before + waiting, moments=("last",)),
-        Held(category="gradients", name="last gradients being reduced", size_bytes=end, moments=("end",)),
-        Held(
-            category="gradients",
-            name="all-reduced gradients before the cast",
-            size_bytes=max(0, reduced - unreduced),
-            moments=("last",),
-        ),
-        Held(
-            category="gradients",
-            name="all-reduced gradients before the cast",
-            size_bytes=reduced,
-            moments=("end",),
-        ),
+        gradients_held("gradients being reduced", max(0, head), "head"),
+        gradients_held("one matrix's unsharded gradient", matrix, "first", "last"),
+        gradients_held(buffer, tail, "first"),
+        gradients_held(buffer, before + waiting, "last"),
+        gradients_held("last gradients being reduced", end, "end"),
+        gradients_held("all-reduced gradients before the cast", max(0, reduced - unreduced), "last"),
+        gradients_held("all-reduced gradients before the cast", reduced, "end"),
     ]
 
 
@@ -329,10 +305,10 @@ def _weights(model: ModelSpec, setup: TrainSetup, groups: Groups, local: Trained
     name = f"weights / {shards}"
     if setup.method == "full":
         size = -(-(model.num_params + groups.padding[1]) * SIZE_BYTES[local.dtype] // shards)
-        return [Held(category="weights", name=name, size_bytes=size)]
+        return [weights_held(name, size)]
     loaded = sum(weight_bytes(model, setup).values()) - scales_bytes(model, setup)
     loaded += groups.padding[0] * SIZE_BYTES[setup.weight_dtype]
     return [
-        Held(category="weights", name=name, size_bytes=-(-loaded // shards)),
+        weights_held(name, -(-loaded // shards)),
         Held(category="adapters", name=f"LoRA matrices / {shards}", size_bytes=local.size_bytes),
     ]

@@ -7,7 +7,7 @@ from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.rank_part import RankPart
-from planner.memory.state import COMPUTE, Held
+from planner.memory.state import COMPUTE, Held, gradients_held, weights_held
 from planner.memory.trained import Trained
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
@@ -27,10 +27,10 @@ def split_tables(part: RankPart, setup: TrainSetup, trained: Trained, accumulate
     own = sum(table.num_params for table in model.embeddings) * SIZE_BYTES[trained.dtype]
     name = "a split table's whole gradient"
     if model.tied:  # added to the head's, which is split
-        return [Held(category="gradients", name=name, size_bytes=(setup.tensor_degree - 1) * own, moments=("end",))]
+        return [gradients_held(name, (setup.tensor_degree - 1) * own, "end")]
     alive = (*COMPUTE, "end", "step") if accumulated else ("end", "step")
     return [
-        Held(category="gradients", name=name, size_bytes=(setup.tensor_degree - 1) * own, moments=alive),
+        gradients_held(name, (setup.tensor_degree - 1) * own, *alive),
         Held(category="workspace", name="the optimizer's rows of it", size_bytes=own, moments=("step",)),
     ]
 
@@ -44,7 +44,7 @@ def gathered_head(model: ModelSpec, setup: TrainSetup, weight_dtype: str) -> lis
         return []
     own = model.num_embedding_params if model.tied else model.num_head_params
     size = setup.tensor_degree * own * SIZE_BYTES[weight_dtype]
-    return [Held(category="weights", name="gathered head", size_bytes=size, moments=("loss",))]
+    return [weights_held("gathered head", size, "loss")]
 
 
 def tensor_refuses(model: ModelSpec, setup: TrainSetup) -> str:

@@ -5,7 +5,7 @@ from typing import final
 
 from planner.engines.base import Engine
 from planner.memory.rank_part import RankPart
-from planner.memory.state import MOMENTS, Held, RankState, part_trained, whole_gradients, whole_weights
+from planner.memory.state import MOMENTS, Held, RankState, gradients_held, part_trained, whole_gradients, whole_weights
 from planner.memory.trained import Trained
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
@@ -62,7 +62,7 @@ class Ddp(_Whole):
     sends = "only gradients are sent, once per step"
 
     def _beside(self, trained: Trained) -> tuple[Held, ...]:
-        return (Held(category="gradients", name="DDP's buckets", size_bytes=trained.size_bytes),)
+        return (gradients_held("DDP's buckets", trained.size_bytes),)
 
 
 @final
@@ -95,7 +95,7 @@ class OneProcess(Engine):
         held = _whole(part, inner, setup, trained, accumulated and not part.follower)
         if not part.follower:
             name = "sum of all GPUs' gradients"
-            held.append(Held(category="gradients", name=name, size_bytes=trained.size_bytes, moments=("last", "end")))
+            held.append(gradients_held(name, trained.size_bytes, "last", "end"))
             return RankState(part=part, setup=inner, trained=trained, local=trained, held=tuple(held))
         # its gradients are gone when GPU 0 has added them up
         before = tuple(

@@ -12,8 +12,10 @@ from planner.memory.state import (
     COMPUTE,
     Held,
     RankState,
+    gradients_held,
     halves_stay_apart,
     part_trained,
+    weights_held,
     whole_gradients,
     whole_weights,
 )
@@ -141,50 +143,15 @@ def _stages_1_and_2(
     masters = 4 * local.num
     if not offloaded:
         held.append(Held(category="optimizer", name=f"fp32 master weights / {shards}", size_bytes=masters))
-    bucket = size * zero_bucket_elements(trained.num)
-    # the gradient partition takes the whole of every parameter that it touches: on the first rank a whole table
-    own = size * max(local.num, trained.embeddings)
-    # this rank's part is made after the first full bucket: with a single one, when its flattened copy is gone
-    single = bucket == size * trained.num
-    late = max(0, own - bucket) if single or setup.parallel == "zero1" else own
-    if setup.parallel == "zero1":
-        whole = whole_gradients(part.model, inner, trained, accumulated)
-        held += [one for one in whole if one.moments != ("step",)]
-        buffer = (*COMPUTE, "end") if accumulated else BACKWARD
-        held.append(Held(category="gradients", name="ZeRO's reduce bucket", size_bytes=bucket, moments=buffer))
-        # gradients move through the bucket: its flattened copy, and then this rank's part, take the place they leave
-        late = 0 if offloaded else late
-        held.append(Held(category="gradients", name=f"gradients / {shards}", size_bytes=late, moments=("end",)))
-    else:
-        held.append(Held(category="gradients", name="ZeRO's reduce bucket", size_bytes=bucket, moments=BACKWARD))
-        matrix = _stacks(part.model)[2]
-        held += _gradients_and_copy(part.model, inner, trained, bucket, matrix, "flattened bucket on its way")
-        kept = 0 if offloaded else late
-        held.append(Held(category="gradients", name=f"gradients / {shards}", size_bytes=kept, moments=("last", "end")))
-        if accumulated and not offloaded:
-            held.append(
-                Held(
-                    category="gradients",
-                    name=f"accumulated gradients / {shards}",
-                    size_bytes=own,
-                    moments=(*COMPUTE, "end"),
-                )
-            )
+    held += _bucketed(part.model, setup, inner, trained, local, accumulated)
     host = gone = 0
     if offloaded:
         # masters, gradients and a 16-bit copy of the partition lie in host memory, pinned; one parameter's on the GPU
         host = masters + 4 * local.num + size * local.num
-        held.append(Held(category="gradients", name="offload's gradient buffer", size_bytes=size * trained.largest))
+        held.append(gradients_held("offload's gradient buffer", size * trained.largest))
         held.append(_norm(min(local.num, trained.embeddings)))
     else:
-        held.append(
-            Held(
-                category="gradients",
-                name=f"gradients / {shards}, flat and in fp32",
-                size_bytes=(2 * size + 4) * local.num,
-                moments=("step",),
-            )
-        )
+        held.append(gradients_held(f"gradients / {shards}, flat and in fp32", (2 * size + 4) * local.num, "step"))
         gone = 2 * size * local.num
     return RankState(
         part=part,
@@ -196,6 +163,36 @@ def _stages_1_and_2(
         gone_in_step_bytes=gone,
         host_bytes=host,
     )
+
+
+def _bucketed(
+    model: ModelSpec, setup: TrainSetup, inner: TrainSetup, trained: Trained, local: Trained, accumulated: bool
+) -> list[Held]:
+    """Gradients on their way through the bucket, and this rank's part of them."""
+    shards, size, offloaded = setup.shards, SIZE_BYTES[trained.dtype], setup.offload != "none"
+    bucket = size * zero_bucket_elements(trained.num)
+    # the gradient partition takes the whole of every parameter that it touches: on the first rank a whole table
+    own = size * max(local.num, trained.embeddings)
+    # this rank's part is made after the first full bucket: with a single one, when its flattened copy is gone
+    single = bucket == size * trained.num
+    late = max(0, own - bucket) if single or setup.parallel == "zero1" else own
+    if setup.parallel == "zero1":
+        whole = whole_gradients(model, inner, trained, accumulated)
+        held = [one for one in whole if one.moments != ("step",)]
+        buffer = (*COMPUTE, "end") if accumulated else BACKWARD
+        held.append(gradients_held("ZeRO's reduce bucket", bucket, *buffer))
+        # gradients move through the bucket: its flattened copy, and then this rank's part, take the place they leave
+        late = 0 if offloaded else late
+        return [*held, gradients_held(f"gradients / {shards}", late, "end")]
+    matrix = _stacks(model)[2]
+    held = [
+        gradients_held("ZeRO's reduce bucket", bucket, *BACKWARD),
+        *_gradients_and_copy(model, inner, trained, bucket, matrix, "flattened bucket on its way"),
+        gradients_held(f"gradients / {shards}", 0 if offloaded else late, "last", "end"),
+    ]
+    if accumulated and not offloaded:
+        held.append(gradients_held(f"accumulated gradients / {shards}", own, *COMPUTE, "end"))
+    return held
 
 
 def _stage_3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trained, accumulated: bool) -> RankState:
@@ -216,50 +213,22 @@ def _stage_3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trai
     """
     shards, size, model = setup.shards, SIZE_BYTES[trained.dtype], part.model
     local = _flat(trained, shards)
-    on_host = setup.offload == "parameters"
-    offloaded = setup.offload != "none"
     stepped = min(ZERO3_SUB_GROUP_ELEMENTS, local.num)
-    scales = scales_bytes(model, inner)
-    loaded = sum(weight_bytes(model, inner).values()) - scales
-    weights = [Held(category="weights", name=f"weights / {shards}", size_bytes=-(-loaded // shards))]
-    if setup.method != "full":
-        weights.append(
-            Held(category="adapters", name=f"LoRA matrices / {shards}", size_bytes=-(-trained.size_bytes // shards))
-        )
-    held = [] if on_host else list(weights)
-    host = sum(one.size_bytes for one in weights) if on_host else 0
-    held.append(Held(category="weights", name="quantization states", size_bytes=scales))
-    masters = 4 * local.num if trained.dtype != "fp32" else 0  # fp32 partitions are their own masters
-    own = size * local.num
-    if offloaded:
-        host += masters + 4 * local.num + own
-        held.append(_norm(min(NORM_CHUNK_ELEMENTS, -(-trained.embeddings // shards))))
-    else:
-        held.append(Held(category="optimizer", name=f"fp32 master weights / {shards}", size_bytes=masters))
-        held.append(Held(category="gradients", name=f"gradients / {shards}", size_bytes=own))
-        copies = size + 4 if trained.dtype != "fp32" else 4
-        held.append(
-            Held(
-                category="gradients",
-                name="one sub-group's gradients in fp32",
-                size_bytes=copies * stepped,
-                moments=("step",),
-            )
-        )
+    held, host = _cut(part, setup, inner, trained, local, stepped)
     bucket = size * zero_bucket_elements(trained.num)
-    held.append(Held(category="gradients", name="ZeRO's reduce bucket", size_bytes=bucket))
+    held.append(gradients_held("ZeRO's reduce bucket", bucket))
     _, block_stacks, largest = _stacks(model)
     waiting = max(largest, block_stacks) if model.model_type in ZERO3_LEAVES else largest
     held += _gradients_and_copy(model, inner, trained, bucket, waiting, "reduce-scatter's copy of the bucket")
     layer = gathered_groups(model, inner, 1).layer
     held += _gathered(model, inner, max(layer, layer * (model.num_layers - _blocks_per_bucket(model, trained))))
-    held.append(Held(category="weights", name="weights that stay gathered", size_bytes=persistent_bytes(model, inner)))
+    held.append(weights_held("weights that stay gathered", persistent_bytes(model, inner)))
     return RankState(
         part=part,
         setup=inner,
         trained=trained,
         local=local,
-        optimizer_on_device=not offloaded,
+        optimizer_on_device=setup.offload == "none",
         held=tuple(one for one in held if one.size_bytes),
         stepped=stepped,
         gone_in_step_bytes=size * stepped if trained.dtype != "fp32" else 0,
@@ -267,12 +236,41 @@ def _stage_3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trai
     )
 
 
+def _cut(
+    part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trained, local: Trained, stepped: int
+) -> tuple[list[Held], int]:
+    """(weights, masters and gradients of which this rank keeps its part, bytes of those in the host's memory)."""
+    shards, size, model = setup.shards, SIZE_BYTES[trained.dtype], part.model
+    on_host = setup.offload == "parameters"
+    scales = scales_bytes(model, inner)
+    loaded = sum(weight_bytes(model, inner).values()) - scales
+    weights = [weights_held(f"weights / {shards}", -(-loaded // shards))]
+    if setup.method != "full":
+        weights.append(
+            Held(category="adapters", name=f"LoRA matrices / {shards}", size_bytes=-(-trained.size_bytes // shards))
+        )
+    held = [] if on_host else list(weights)
+    host = sum(one.size_bytes for one in weights) if on_host else 0
+    held.append(weights_held("quantization states", scales))
+    masters = 4 * local.num if trained.dtype != "fp32" else 0  # fp32 partitions are their own masters
+    own = size * local.num
+    if setup.offload != "none":
+        host += masters + 4 * local.num + own
+        held.append(_norm(min(NORM_CHUNK_ELEMENTS, -(-trained.embeddings // shards))))
+        return held, host
+    held.append(Held(category="optimizer", name=f"fp32 master weights / {shards}", size_bytes=masters))
+    held.append(gradients_held(f"gradients / {shards}", own))
+    copies = size + 4 if trained.dtype != "fp32" else 4
+    held.append(gradients_held("one sub-group's gradients in fp32", copies * stepped, "step"))
+    return held, host
+
+
 def _norm(elements: int) -> Held:
     """The norm of one parameter's gradient is taken in fp64 before it goes to the host: of the embedding's, the last.
 
     Source: DeepSpeed 0.19.8 `set_norm_for_param_grad_in_gpu`, `_offload_grad_partition_at_boundary`.
     """
-    return Held(category="gradients", name="gradient in fp64 for its norm", size_bytes=8 * elements, moments=("end",))
+    return gradients_held("gradient in fp64 for its norm", 8 * elements, "end")
 
 
 def persistent_bytes(model: ModelSpec, setup: TrainSetup) -> int:
@@ -334,11 +332,11 @@ def _gathered(model: ModelSpec, inner: TrainSetup, late: int) -> list[Held]:
         last, end = last + groups.tail, end + groups.tail  # read for the whole forward and backward
     name = "gathered weights"
     return [
-        Held(category="weights", name=name, size_bytes=forward, moments=("gather", "forward")),
-        Held(category="weights", name=name, size_bytes=loss, moments=("loss", "head")),
-        Held(category="weights", name=name, size_bytes=first, moments=("first",)),
-        Held(category="weights", name=name, size_bytes=last, moments=("last",)),
-        Held(category="weights", name=name, size_bytes=end, moments=("end",)),
+        weights_held(name, forward, "gather", "forward"),
+        weights_held(name, loss, "loss", "head"),
+        weights_held(name, first, "first"),
+        weights_held(name, last, "last"),
+        weights_held(name, end, "end"),
     ]
 
 
@@ -396,16 +394,16 @@ def _gradients_and_copy(
     if not single:
         end = max(end, size * trained.embeddings + bucket)
     found = [
-        Held(category="gradients", name=gradient, size_bytes=size * trained.head, moments=("head",)),
-        Held(category="gradients", name=gradient, size_bytes=size * (waiting + matrix), moments=("first",)),
-        Held(category="gradients", name=gradient, size_bytes=size * (waiting + matrix), moments=("last",)),
-        Held(category="gradients", name=name, size_bytes=copy, moments=("last",)),
+        gradients_held(gradient, size * trained.head, "head"),
+        gradients_held(gradient, size * (waiting + matrix), "first"),
+        gradients_held(gradient, size * (waiting + matrix), "last"),
+        gradients_held(name, copy, "last"),
     ]
     if EARLY_BUCKET * blocks <= model.num_layers:
-        found.append(Held(category="gradients", name=name, size_bytes=copy, moments=("first",)))
+        found.append(gradients_held(name, copy, "first"))
     if end > bucket:
-        return [*found, Held(category="gradients", name=gradient, size_bytes=end, moments=("end",))]
-    return [*found, Held(category="gradients", name=name, size_bytes=bucket, moments=("end",))]
+        return [*found, gradients_held(gradient, end, "end")]
+    return [*found, gradients_held(name, bucket, "end")]
 
 
 def _flat(trained: Trained, shards: int) -> Trained:

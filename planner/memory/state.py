@@ -38,6 +38,16 @@ class Held:
         return len(self.moments) == len(MOMENTS)
 
 
+def weights_held(name: str, size_bytes: int, *moments: str) -> Held:
+    """Weights at these moments; all along where none is named."""
+    return Held(category="weights", name=name, size_bytes=size_bytes, moments=moments or MOMENTS)
+
+
+def gradients_held(name: str, size_bytes: int, *moments: str) -> Held:
+    """Gradients, and the buffers that they travel in, at these moments; all along where none is named."""
+    return Held(category="gradients", name=name, size_bytes=size_bytes, moments=moments or MOMENTS)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankState:
     """One rank's states and buffers.
