@@ -12,7 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from planner.gpus import find_gpu
 from planner.models.catalogue import load
-from planner.setup import LOSSES, TrainSetup
+from planner.setup import TrainSetup
+from planner.setup_fields import LOSSES
 from planner.throughput import speed_model, step_time, throughput_profile
 
 LIMIT_S = 100e-6

@@ -29,7 +29,8 @@ from planner.models.adapters import spec_from_config
 from planner.plan import NoPlan
 from planner.planning import plan_workload
 from planner.predict import predict
-from planner.setup import METHODS, TrainSetup
+from planner.setup import TrainSetup
+from planner.setup_fields import METHODS
 from probes.dryrun.api import report_for_config
 from probes.dryrun.report import DryRunReport
 

@@ -33,7 +33,8 @@ from planner.gpus import find_gpu
 from planner.hyperparameters import choose
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
-from planner.setup import LOSSES, METHODS, PRECISIONS, QUANTIZATIONS, TrainSetup
+from planner.setup import TrainSetup
+from planner.setup_fields import LOSSES, METHODS, PRECISIONS, QUANTIZATIONS
 from probes.dryrun.api import report_for_config
 from probes.dryrun.report import DryRunReport
 from probes.phantom.card import card_of

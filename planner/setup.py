@@ -9,56 +9,18 @@ from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, Self
 
-from planner.choices.adapters import ADAPTERS as _ADAPTERS
-from planner.choices.adapters import Adapter
-from planner.choices.adapters import refusal as _adapter_refusal
-from planner.choices.kernels import KERNELS as _KERNELS
-from planner.choices.losses import LOSSES as _LOSSES
+from planner.choices.adapters import ADAPTERS, Adapter
 from planner.choices.objectives import DEFAULT as _DEFAULT_OBJECTIVE
-from planner.choices.objectives import OBJECTIVES as _OBJECTIVES
-from planner.choices.objectives import Objective
-from planner.choices.optimizers import OPTIMIZERS as _OPTIMIZERS
-from planner.choices.precisions import PRECISIONS as _PRECISIONS
-from planner.errors import SetupError
+from planner.choices.objectives import OBJECTIVES, Objective
+from planner.choices.precisions import PRECISIONS
+from planner.setup_fields import SHARDED, check
 from planner.stacks import DEFAULT as _DEFAULT_STACK
-from planner.stacks import STACKS as _STACKS
-from planner.stacks import Stack
-
-METHODS = ("full", "lora", "qlora")
-PRECISIONS = tuple(name for name, row in _PRECISIONS.items() if row.offered)
-"""fp32; bf16-pure: bf16 weights, no autocast; bf16-autocast: bf16 weights under autocast; bf16-mixed: fp32 weights
-under autocast; fp16-autocast: frozen fp16 weights under autocast with loss scaling (adapters only: a scaler cannot
-unscale fp16 gradients); fp16-mixed: fp32 weights under fp16 autocast with loss scaling."""
-QUANTIZATIONS = ("none", "int8", "nf4", "nf4-double")
-OPTIMIZERS = tuple(_OPTIMIZERS)
-ATTENTIONS = ("eager", "sdpa", "flash-attention-2")
-LOSSES = tuple(_LOSSES)
-KERNEL_FAMILIES = tuple(_KERNELS)
-OBJECTIVE_NAMES = tuple(_OBJECTIVES)
-ADAPTER_KINDS = tuple(_ADAPTERS)
-ADAPTER_DTYPES = ("auto", "fp32", "bf16", "fp16")
-TARGET_SETS = ("attention", "all-linear")
-PARALLELS = ("none", "dp", "ddp", "zero1", "zero2", "zero3", "fsdp2", "device-map")
-"""What the data-parallel copies share: nothing ("none": there is one copy), gradients within one process
-(nn.DataParallel, "dp") or over processes ("ddp"), optimizer states and more (DeepSpeed ZeRO 1 to 3, FSDP2).
-"device-map" is one copy spread over the GPUs by layers, one GPU at work at a time."""
-SHARDED = ("zero1", "zero2", "zero3", "fsdp2")
-SAVED_EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
-SAVED_HEADS = ("lm_head", "embed_out")
-SAVED_MODULES = (*SAVED_EMBEDDINGS, *SAVED_HEADS)
-"""What `modules_to_save` may name: the input embeddings and the output head, as model classes call them."""
-STACK_NAMES = tuple(_STACKS)
-"""Whose training step a setup is for (`planner.stacks`)."""
-PIPELINE_SCHEDULES = ("1f1b", "gpipe")
-OFFLOADS = ("none", "optimizer", "parameters")
-"""What lies in the host's memory between its uses: optimizer states, or those and the weights (and gradients)."""
-
-_MAX_COUNT = 1 << 40  # anything larger is a typing mistake, and would overflow nothing but patience
+from planner.stacks import STACKS, Stack
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainSetup:
-    """One complete training setup.
+    """One complete training setup; what its fields may be, in capitals: `planner.setup_fields`.
 
     Attributes:
         method: "full", "lora" (16- or 32-bit frozen base) or "qlora" (quantized frozen base).
@@ -137,244 +99,27 @@ class TrainSetup:
     adapter: str = "lora"
 
     def __post_init__(self) -> None:
-        _one_of("method", self.method, METHODS)
-        _one_of("precision", self.precision, PRECISIONS)
-        _one_of("quantization", self.quantization, QUANTIZATIONS)
-        _one_of("optimizer", self.optimizer, OPTIMIZERS)
-        _one_of("attention", self.attention, ATTENTIONS)
-        _one_of("loss", self.loss, LOSSES)
-        _one_of("kernels", self.kernels, KERNEL_FAMILIES)
-        _one_of("adapter_dtype", self.adapter_dtype, ADAPTER_DTYPES)
-        if self.adapter not in _ADAPTERS and (refused := _adapter_refusal(str(self.adapter))):
-            raise SetupError(f"adapter {self.adapter!r} is not planned: {refused}")
-        _one_of("adapter", self.adapter, ADAPTER_KINDS)
-        _one_of("parallel", self.parallel, PARALLELS)
-        _one_of("stack", self.stack, STACK_NAMES)
-        _one_of("objective", self.objective, OBJECTIVE_NAMES)
-        for name in ("micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "num_gpus"):
-            _count(name, getattr(self, name), at_least=1)
-        _count("lora_rank", self.lora_rank, at_least=0)
-        _count("checkpointing", self.checkpointing, at_least=0)
-        if not 0.0 <= self.lora_dropout < 1.0:
-            raise SetupError(f"lora_dropout must be in [0, 1), got {self.lora_dropout}")
-        if isinstance(self.lora_targets, str):
-            _one_of("lora_targets", self.lora_targets, TARGET_SETS, hint="or a list of module names")
-        elif not self.lora_targets or not all(isinstance(name, str) and name for name in self.lora_targets):
-            raise SetupError(f"lora_targets must name at least one module, got {self.lora_targets!r}")
-        if self.activation_offload and not self.checkpointing:
-            raise SetupError(
-                "activation_offload moves the inputs of checkpointed layers, got checkpointing off",
-                hint="switch checkpointing on",
-            )
-        if self.quantize_experts and (not self.quantization.startswith("nf4") or self.kbit_fp32_cast):
-            raise SetupError(
-                f"quantize_experts stores experts in the base's 4 bits, got quantization {self.quantization!r}"
-                + (" with kbit_fp32_cast" if self.kbit_fp32_cast else ""),
-                hint="use --quantization nf4-double or nf4",
-            )
-        if self.method == "full":
-            self._check_full()
-        else:
-            self._check_adapter()
-        if self.attention == "flash-attention-2" and self.precision == "fp32":
-            raise SetupError(
-                "flash-attention-2 has no fp32 kernel, got precision 'fp32'",
-                hint="use --attention sdpa, or a 16-bit precision",
-            )
-        if self.num_gpus > 1 or self.parallel != "none" or self._spread_fields() != _NO_SPREAD:
-            self._check_spread()
-        if self.objective != _DEFAULT_OBJECTIVE:
-            self._check_objective()
-
-    def _check_objective(self) -> None:
-        """What another objective than supervised training leaves of the other fields."""
-        row = self.aim
-        if self.loss not in row.losses:
-            raise SetupError(
-                f"no trainer of objective {self.objective!r} has loss {self.loss!r}",
-                hint=f"use --loss {' or '.join(row.losses)}",
-            )
-        if self.packing and not row.packs:
-            raise SetupError(f"objective {self.objective!r} trains on {row.sample}s, which no trainer packs")
-        if self.num_gpus > 1 and not row.supervised:
-            raise SetupError(
-                f"objective {self.objective!r} is planned on one GPU: how its {row.sample}s and its reference are "
-                "spread is not modelled",
-                hint="leave --gpus out",
-            )
+        check(self)
 
     def _spread_fields(self) -> tuple[object, ...]:
         return tuple(getattr(self, name) for name in SPREAD_FIELDS)
-
-    def _check_spread(self) -> None:
-        """How the job is spread over GPUs."""
-        for name in ("tensor_degree", "pipeline_degree"):
-            _count(name, getattr(self, name), at_least=1)
-        _count("shard_degree", self.shard_degree, at_least=0)
-        _one_of("pipeline_schedule", self.pipeline_schedule, PIPELINE_SCHEDULES)
-        _one_of("offload", self.offload, OFFLOADS)
-        if not isinstance(self.reshard_after_forward, bool):
-            raise SetupError(f"reshard_after_forward must be true or false, got {self.reshard_after_forward!r}")
-        if self.num_gpus == 1:
-            if self.parallel != "none":
-                raise SetupError(f"parallel {self.parallel!r} needs more than one GPU", hint="give --gpus 2 or more")
-            raise SetupError("tensor, pipeline and shard degrees, and offloading, need more than one GPU")
-        split = self.tensor_degree * self.pipeline_degree
-        if self.num_gpus % split:
-            raise SetupError(
-                f"{self.num_gpus} GPUs cannot be cut into tensor_degree {self.tensor_degree} x pipeline_degree "
-                f"{self.pipeline_degree}",
-                hint="their product must divide the number of GPUs",
-            )
-        if self.quantize_experts and self.parallel != "ddp":
-            raise SetupError("quantize_experts is planned for one GPU or ddp")
-        if self.activation_offload and (split > 1 or self.parallel not in ("none", "ddp")):
-            raise SetupError("activation_offload is for one GPU or ddp: sharding engines checkpoint by themselves")
-        if self.tensor_degree > 1 and self.kernels != "eager":
-            raise SetupError(f"kernels {self.kernels!r} do not take matrices and norms that tensor parallelism cuts")
-        if self.parallel in ("dp", "device-map") and split > 1:
-            raise SetupError(f"parallel {self.parallel!r} does not combine with tensor or pipeline parallelism")
-        if (self.parallel == "none") != (self.num_gpus == split):
-            raise SetupError(
-                f"parallel {self.parallel!r} does not suit {self.num_gpus // split} data-parallel copies",
-                hint="'none' with one copy; else one of " + ", ".join(PARALLELS[1:]),
-            )
-        if self.shard_degree and (self.parallel != "fsdp2" or self.data_degree % self.shard_degree):
-            raise SetupError(
-                f"shard_degree {self.shard_degree} needs parallel 'fsdp2' and must divide its {self.data_degree} copies"
-            )
-        if not self.reshard_after_forward and self.parallel != "fsdp2":
-            raise SetupError("reshard_after_forward off belongs to parallel 'fsdp2'")
-        allowed = {"zero1": OFFLOADS[:2], "zero2": OFFLOADS[:2], "zero3": OFFLOADS, "fsdp2": ("none", "parameters")}
-        if self.offload not in allowed.get(self.parallel, ("none",)):
-            raise SetupError(
-                f"parallel {self.parallel!r} cannot offload {self.offload!r}",
-                hint="zero1 and zero2 offload 'optimizer', zero3 'optimizer' or 'parameters', fsdp2 'parameters'",
-            )
-
-    def _check_full(self) -> None:
-        if self.quantization != "none":
-            raise SetupError(
-                f"method 'full' cannot train {self.quantization} weights",
-                hint="quantized weights are frozen: use --method qlora, or --quantization none",
-            )
-        if self.lora_rank != 0:
-            raise SetupError(f"method 'full' has no LoRA rank, got {self.lora_rank}", hint="leave --rank out")
-        if not _PRECISIONS[self.precision].trains_weights:
-            raise SetupError(
-                "method 'full' cannot train fp16 weights: the loss scaler cannot unscale fp16 gradients",
-                hint="use --precision fp16-mixed (fp32 weights under fp16 autocast)",
-            )
-        if self.kbit_fp32_cast:
-            raise SetupError("kbit_fp32_cast belongs to method 'qlora', got method 'full'")
-        if self.modules_to_save:
-            raise SetupError("modules_to_save belongs to adapters, method 'full' trains every module")
-        if self.adapter != "lora":
-            raise SetupError(f"adapter {self.adapter!r} belongs to method 'lora' or 'qlora', got method 'full'")
-        if "lora" in _KERNELS[self.kernels].parts:
-            raise SetupError(f"kernels {self.kernels!r} fuse adapters, got method 'full'", hint="use --kernels liger")
-
-    def _check_adapter(self) -> None:
-        unknown = [name for name in self.modules_to_save if name not in SAVED_MODULES]
-        if unknown or not isinstance(self.modules_to_save, tuple):
-            raise SetupError(
-                f"modules_to_save must name embeddings or the head, got {', '.join(map(str, unknown))}",
-                hint=f"names: {', '.join(SAVED_MODULES)}",
-            )
-        if self.adapter != "lora":
-            self._check_kind()
-        elif self.lora_rank < 1:
-            raise SetupError(f"method {self.method!r} needs a LoRA rank of at least 1, got {self.lora_rank}")
-        if self.method == "qlora" and self.quantization == "none":
-            raise SetupError(
-                "method 'qlora' needs a quantization, got 'none'",
-                hint="use --quantization nf4-double, nf4 or int8; or --method lora",
-            )
-        if self.method == "lora" and self.quantization != "none":
-            raise SetupError(
-                f"method 'lora' has an unquantized base, got quantization {self.quantization!r}",
-                hint="use --method qlora for a quantized base",
-            )
-        if self.kbit_fp32_cast and self.method != "qlora":
-            raise SetupError(f"kbit_fp32_cast belongs to method 'qlora', got method {self.method!r}")
-        if "lora" in _KERNELS[self.kernels].parts and not isinstance(self.lora_targets, str):
-            raise SetupError(
-                f"kernels {self.kernels!r} take attention or all linear layers whole, got lora_targets "
-                f"{self.lora_targets!r}",
-                hint="use --kernels liger",
-            )
-        if "lora" in _KERNELS[self.kernels].parts and (self.lora_dropout or self.quantization == "int8"):
-            raise SetupError(
-                f"kernels {self.kernels!r} have neither a LoRA dropout nor 8-bit weights, got lora_dropout "
-                f"{self.lora_dropout:g}, quantization {self.quantization!r}",
-                hint="use --kernels liger",
-            )
-
-    def _check_kind(self) -> None:
-        """What another adapter than LoRA needs."""
-        row = _ADAPTERS[self.adapter]
-        if row.size and self.lora_rank < 1:
-            raise SetupError(f"adapter {row.name!r} needs a {row.size} of at least 1, got {self.lora_rank}")
-        if not row.size and self.lora_rank:
-            raise SetupError(f"adapter {row.name!r} has no size, got rank {self.lora_rank}", hint="give lora_rank 0")
-        if self.quantization not in row.quantizations:
-            raise SetupError(
-                f"adapter {row.name!r} does not take quantization {self.quantization!r}",
-                hint=f"it takes {', '.join(row.quantizations)}",
-            )
-        if self.lora_dropout and not row.dropout:
-            raise SetupError(f"adapter {row.name!r} has no dropout here, got lora_dropout {self.lora_dropout:g}")
-        if not row.adapts_matrices and (self.lora_targets != "all-linear" or self.modules_to_save or self.packing):
-            raise SetupError(
-                f"adapter {row.name!r} adapts no matrices: it takes no lora_targets, no modules_to_save and no packing"
-            )
-        if self.checkpointing and not row.checkpointing:
-            raise SetupError(
-                f"peft refuses adapter {row.name!r} under gradient checkpointing", hint="use --checkpointing off"
-            )
-        if row.like_lora:
-            return
-        if self.objective != _DEFAULT_OBJECTIVE:
-            raise SetupError(
-                f"adapter {row.name!r} is planned for supervised fine-tuning, got objective {self.objective!r}",
-                hint="use --adapter lora, rslora, pissa or loftq",
-            )
-        if "lora" in _KERNELS[self.kernels].parts:
-            raise SetupError(
-                f"kernels {self.kernels!r} fuse LoRA, got adapter {row.name!r}", hint="use --kernels liger"
-            )
-        if self.num_gpus > 1 and self.parallel != "ddp":
-            raise SetupError(
-                f"adapter {row.name!r} is planned for one GPU or for ddp, got parallel {self.parallel!r}",
-                hint="lora, rslora, pissa and loftq take every way of sharing",
-            )
-        if (
-            row.form in ("norms", "shared")
-            and not self.autocast_dtype
-            and self.resolved_adapter_dtype != self.weight_dtype
-        ):
-            raise SetupError(
-                f"adapter {row.name!r} computes in {self.resolved_adapter_dtype} beside {self.weight_dtype} weights, "
-                "which only autocast can bring together",
-                hint="use --precision bf16-autocast",
-            )
 
     # What the fields mean, in one place for formula, dry run, probe and exporters.
 
     @property
     def autocast_dtype(self) -> str | None:
         """ "bf16" or "fp16" under autocast, else None."""
-        return _PRECISIONS[self.precision].autocast
+        return PRECISIONS[self.precision].autocast
 
     @property
     def weight_dtype(self) -> str:
         """Data type of weights that are not quantized, before any k-bit cast: "fp32", "bf16" or "fp16"."""
-        return _PRECISIONS[self.precision].weights
+        return PRECISIONS[self.precision].weights
 
     @property
     def compute_dtype(self) -> str:
         """Data type of matrix multiplications: "fp32", "bf16" or "fp16"."""
-        return _PRECISIONS[self.precision].compute
+        return PRECISIONS[self.precision].compute
 
     @property
     def resolved_adapter_dtype(self) -> str:
@@ -400,22 +145,22 @@ class TrainSetup:
     @property
     def aim(self) -> Objective:
         """The objective's row."""
-        return _OBJECTIVES[self.objective]
+        return OBJECTIVES[self.objective]
 
     @property
     def kind(self) -> Adapter:
         """The adapter's row."""
-        return _ADAPTERS[self.adapter]
+        return ADAPTERS[self.adapter]
 
     @property
     def by(self) -> Stack:
         """The stack's row."""
-        return _STACKS[self.stack]
+        return STACKS[self.stack]
 
     def run_by(self, target: str) -> Self:
         """The setup as a launch target's own stack runs it from a file written here; itself where it is no stack."""
         around: dict[str, Any] = {"stack": target, "expandable_segments": True, "reentrant_checkpointing": False}
-        if target not in _STACKS or all(getattr(self, name) == value for name, value in around.items()):
+        if target not in STACKS or all(getattr(self, name) == value for name, value in around.items()):
             return self
         moved = replace(self, **around)
         if moved.resolved_adapter_dtype != self.resolved_adapter_dtype:
@@ -514,16 +259,3 @@ _NO_SPREAD = tuple(_DEFAULTS[name] for name in SPREAD_FIELDS)
 _VALUES = attrgetter(*_DEFAULTS)
 _PUTTER: dict[str, Callable[[TrainSetup, Any], None]] = {name: getattr(TrainSetup, name).__set__ for name in _DEFAULTS}
 _PUTTERS = tuple(_PUTTER.values())
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...], *, hint: str = "") -> None:
-    if value not in allowed:
-        options = ", ".join(allowed)
-        raise SetupError(f"{name} must be one of {options}; got {value!r}", hint=hint or f"choose one of {options}")
-
-
-def _count(name: str, value: object, *, at_least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise SetupError(f"{name} must be a whole number, got {value!r}")
-    if not at_least <= value <= _MAX_COUNT:
-        raise SetupError(f"{name} must be at least {at_least} and at most {_MAX_COUNT}, got {value}")

@@ -21,7 +21,8 @@ from planner.errors import SetupError, UsageError
 from planner.expressed import branches_as_run
 from planner.kernels import missing_kernels, supported_attentions
 from planner.models.stored import stored_bits, stored_refusal
-from planner.setup import METHODS, TrainSetup
+from planner.setup import TrainSetup
+from planner.setup_fields import METHODS
 from planner.workload import Workload
 
 if TYPE_CHECKING:

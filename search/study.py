@@ -29,7 +29,8 @@ from planner.codec import evidence_to_dict
 from planner.errors import UsageError
 from planner.interchange import setup_from_dict, setup_to_dict
 from planner.outcome import Candidate, Evidence, FailureKind, Measurement, Prediction, ProbeFailure
-from planner.setup import (
+from planner.setup import TrainSetup
+from planner.setup_fields import (
     ADAPTER_DTYPES,
     ATTENTIONS,
     KERNEL_FAMILIES,
@@ -42,7 +43,6 @@ from planner.setup import (
     PRECISIONS,
     QUANTIZATIONS,
     TARGET_SETS,
-    TrainSetup,
 )
 from search.dimensions import NAMES, key_of, value_of
 from search.liveness import Liveness

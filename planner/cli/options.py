@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from planner import setup as fields
+from planner import setup_fields as fields
 from planner.choices.adapters import refusal as adapter_refusal
 from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES

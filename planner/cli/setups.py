@@ -7,7 +7,7 @@ import typer
 
 from planner.cli import options, spread
 from planner.cli.wish import parse_targets, positive
-from planner.setup import STACK_NAMES
+from planner.setup_fields import STACK_NAMES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner import setup as fields
+from planner import setup_fields as fields
 from planner.cli.wish import choices, positive
 from planner.errors import UsageError
 from planner.gpu import GpuSpec

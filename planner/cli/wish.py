@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from planner import setup as fields
+from planner import setup_fields as fields
 from planner import steps
 from planner.choices.adapters import ADAPTERS
 from planner.errors import UsageError

@@ -7,7 +7,8 @@ from itertools import product
 
 from planner.errors import SetupError, UsageError
 from planner.predict import device_peak_bytes
-from planner.setup import METHODS, TrainSetup
+from planner.setup import TrainSetup
+from planner.setup_fields import METHODS
 from planner.space import branches, dimension_values, offloading_matters, own_layers
 from planner.workload import Workload
 

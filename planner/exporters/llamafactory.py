@@ -25,7 +25,8 @@ from planner.models.targets import (
     chooses,
     peft_target_modules,
 )
-from planner.setup import TARGET_SETS, TrainSetup
+from planner.setup import TrainSetup
+from planner.setup_fields import TARGET_SETS
 from planner.tools.llamafactory import ATTENTIONS, LLAMAFACTORY
 
 TARGET = "llamafactory"

@@ -4,7 +4,8 @@ from planner.choices.losses import LOSSES, LossChain, LossShape
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.micro_batch import step_flow
 from planner.models.spec import ModelSpec
-from planner.setup import SAVED_HEADS, TrainSetup
+from planner.setup import TrainSetup
+from planner.setup_fields import SAVED_HEADS
 
 
 def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:

@@ -9,7 +9,8 @@ from planner.errors import SetupError
 from planner.memory.dtypes import SIZE_BYTES
 from planner.models.spec import ModelSpec, NormSpec
 from planner.models.targets import Adapted, lora_linears, lora_params, lora_rank
-from planner.setup import SAVED_EMBEDDINGS, SAVED_HEADS, TrainSetup
+from planner.setup import TrainSetup
+from planner.setup_fields import SAVED_EMBEDDINGS, SAVED_HEADS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 from planner.errors import SetupError
 from planner.models.spec import LayerSpec, LinearSpec, ModelSpec
-from planner.setup import TARGET_SETS
+from planner.setup_fields import TARGET_SETS
 
 Targets = str | tuple[str, ...]
 Adapted = tuple[tuple[LayerSpec, int, tuple[LinearSpec, ...]], ...]

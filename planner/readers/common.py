@@ -14,7 +14,8 @@ from planner.memory.trained import trained_parameters
 from planner.models.spec import ModelSpec
 from planner.models.targets import same_targets
 from planner.readers.values import Settings
-from planner.setup import SAVED_MODULES, TrainSetup
+from planner.setup import TrainSetup
+from planner.setup_fields import SAVED_MODULES
 
 OPTIMIZERS = {alias: name for name, row in ROWS.items() for alias in (row.transformers, *row.aliases)}
 STAND_INS = {alias: name for name, row in ROWS.items() for alias in row.nearest_of}

@@ -27,8 +27,8 @@ from planner.cluster import links
 from planner.errors import UsageError
 from planner.gpus import find_gpu
 from planner.plan import Plan
-from planner.setup import PARALLELS as FIELD_VALUES
 from planner.setup import TrainSetup
+from planner.setup_fields import PARALLELS as FIELD_VALUES
 from probes.dryrun.cache import default_directory
 from probes.topology import Topology
 from tests.whole import WHOLE

@@ -9,16 +9,8 @@ from typing import Any
 from planner.errors import SetupError
 from planner.exporters import DatasetChoice, ExportRequest
 from planner.hyperparameters import choose
-from planner.setup import (
-    ATTENTIONS,
-    KERNEL_FAMILIES,
-    LOSSES,
-    OPTIMIZERS,
-    PARALLELS,
-    PRECISIONS,
-    QUANTIZATIONS,
-    TrainSetup,
-)
+from planner.setup import TrainSetup
+from planner.setup_fields import ATTENTIONS, KERNEL_FAMILIES, LOSSES, OPTIMIZERS, PARALLELS, PRECISIONS, QUANTIZATIONS
 
 NUM_SETUPS = 300
 SEED = 7

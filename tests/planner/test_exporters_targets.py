@@ -21,7 +21,8 @@ from planner.models.spec import ModelSpec
 from planner.models.targets import lora_linears
 from planner.predict import predict
 from planner.readers import read_text, schema
-from planner.setup import TARGET_SETS, TrainSetup
+from planner.setup import TrainSetup
+from planner.setup_fields import TARGET_SETS
 from planner.units import GIB
 from tests.launch.tiny_models import TYPES, kind_of
 from tests.planner.launch_sweep import request, setups

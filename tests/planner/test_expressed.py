@@ -15,7 +15,8 @@ from planner.models.spec import ModelSpec
 from planner.plan import NoPlan, Plan
 from planner.planning import plan_workload
 from planner.predict import device_peak_bytes
-from planner.setup import KERNEL_FAMILIES, TrainSetup
+from planner.setup import TrainSetup
+from planner.setup_fields import KERNEL_FAMILIES
 from planner.walk import walk
 from planner.workload import Workload, default_headroom_bytes
 from tests.planner.launch_sweep import request, setups

@@ -5,7 +5,8 @@ from math import sqrt
 import pytest
 
 from planner.hyperparameters import REFERENCE_BATCH_SEQS, batch_factor, choose
-from planner.setup import OPTIMIZERS, TrainSetup
+from planner.setup import TrainSetup
+from planner.setup_fields import OPTIMIZERS
 
 FULL = TrainSetup(method="full", precision="bf16-pure", lora_rank=0, accumulation_steps=REFERENCE_BATCH_SEQS)
 LORA = TrainSetup(accumulation_steps=REFERENCE_BATCH_SEQS)

@@ -11,7 +11,8 @@ from planner.memory.loss import loss_parts
 from planner.memory.model import predict_memory
 from planner.memory.step import KEPT_OUTPUTS
 from planner.models import catalogue
-from planner.setup import STACK_NAMES, TrainSetup
+from planner.setup import TrainSetup
+from planner.setup_fields import STACK_NAMES
 from planner.stacks import STACKS
 from planner.throughput import CURRENT, conditions_of
 

@@ -225,7 +225,7 @@ def test_a_process_on_the_gpu_makes_it_shared_however_little_it_holds(monkeypatc
 
 def test_setup_names_paged_optimizers() -> None:
     """`paged-` is how the meter knows them."""
-    from planner.setup import OPTIMIZERS
+    from planner.setup_fields import OPTIMIZERS
 
     paged = [name for name in OPTIMIZERS if "paged" in name]
     assert paged

@@ -9,7 +9,8 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from planner.outcome import FailureKind, ProbeFailure
-from planner.setup import PARALLELS, TrainSetup
+from planner.setup import TrainSetup
+from planner.setup_fields import PARALLELS
 from probes.dryrun import DryRunReport, report_for_config
 from probes.dryrun.fakeworld import fake_world
 from probes.dryrun.followed import OWN_CODE, why_not_traced

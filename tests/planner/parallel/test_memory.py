@@ -22,7 +22,8 @@ from planner.memory.workspace import (
 )
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
-from planner.setup import SHARDED, TrainSetup
+from planner.setup import TrainSetup
+from planner.setup_fields import SHARDED
 from planner.units import GB
 from tests.planner import textbook
 

@@ -6,7 +6,8 @@ from planner.choices.optimizers import OPTIMIZERS as ROWS
 from planner.engines import ENGINES, engine_named, why_not
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
-from planner.setup import OPTIMIZERS, PARALLELS, SHARDED, TrainSetup
+from planner.setup import TrainSetup
+from planner.setup_fields import OPTIMIZERS, PARALLELS, SHARDED
 
 FULL = {"method": "full", "precision": "bf16-mixed", "lora_rank": 0}
 INT8 = {"method": "qlora", "quantization": "int8"}

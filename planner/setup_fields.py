@@ -1,0 +1,326 @@
+"""What each field of a `TrainSetup` may be, and which of them cannot be combined: a message and the way out."""
+
+from typing import TYPE_CHECKING
+
+from planner.choices.adapters import ADAPTERS as _ADAPTERS
+from planner.choices.adapters import Adapter, refusal
+from planner.choices.kernels import KERNELS as _KERNELS
+from planner.choices.losses import LOSSES as _LOSSES
+from planner.choices.objectives import DEFAULT as _DEFAULT_OBJECTIVE
+from planner.choices.objectives import OBJECTIVES as _OBJECTIVES
+from planner.choices.optimizers import OPTIMIZERS as _OPTIMIZERS
+from planner.choices.precisions import PRECISIONS as _PRECISIONS
+from planner.errors import SetupError
+from planner.stacks import STACKS as _STACKS
+
+if TYPE_CHECKING:
+    from planner.setup import TrainSetup
+
+METHODS = ("full", "lora", "qlora")
+PRECISIONS = tuple(name for name, row in _PRECISIONS.items() if row.offered)
+"""fp32; bf16-pure: bf16 weights, no autocast; bf16-autocast: bf16 weights under autocast; bf16-mixed: fp32 weights
+under autocast; fp16-autocast: frozen fp16 weights under autocast with loss scaling (adapters only: a scaler cannot
+unscale fp16 gradients); fp16-mixed: fp32 weights under fp16 autocast with loss scaling."""
+QUANTIZATIONS = ("none", "int8", "nf4", "nf4-double")
+OPTIMIZERS = tuple(_OPTIMIZERS)
+ATTENTIONS = ("eager", "sdpa", "flash-attention-2")
+LOSSES = tuple(_LOSSES)
+KERNEL_FAMILIES = tuple(_KERNELS)
+OBJECTIVE_NAMES = tuple(_OBJECTIVES)
+ADAPTER_KINDS = tuple(_ADAPTERS)
+ADAPTER_DTYPES = ("auto", "fp32", "bf16", "fp16")
+TARGET_SETS = ("attention", "all-linear")
+PARALLELS = ("none", "dp", "ddp", "zero1", "zero2", "zero3", "fsdp2", "device-map")
+"""What the data-parallel copies share: nothing ("none": there is one copy), gradients within one process
+(nn.DataParallel, "dp") or over processes ("ddp"), optimizer states and more (DeepSpeed ZeRO 1 to 3, FSDP2).
+"device-map" is one copy spread over the GPUs by layers, one GPU at work at a time."""
+SHARDED = ("zero1", "zero2", "zero3", "fsdp2")
+SAVED_EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
+SAVED_HEADS = ("lm_head", "embed_out")
+SAVED_MODULES = (*SAVED_EMBEDDINGS, *SAVED_HEADS)
+"""What `modules_to_save` may name: the input embeddings and the output head, as model classes call them."""
+STACK_NAMES = tuple(_STACKS)
+"""Whose training step a setup is for (`planner.stacks`)."""
+PIPELINE_SCHEDULES = ("1f1b", "gpipe")
+OFFLOADS = ("none", "optimizer", "parameters")
+"""What lies in the host's memory between its uses: optimizer states, or those and the weights (and gradients)."""
+
+_MAX_COUNT = 1 << 40  # anything larger is a typing mistake, and would overflow nothing but patience
+_ONE_OF = {
+    "method": METHODS,
+    "precision": PRECISIONS,
+    "quantization": QUANTIZATIONS,
+    "optimizer": OPTIMIZERS,
+    "attention": ATTENTIONS,
+    "loss": LOSSES,
+    "kernels": KERNEL_FAMILIES,
+    "adapter_dtype": ADAPTER_DTYPES,
+    "adapter": ADAPTER_KINDS,
+    "parallel": PARALLELS,
+    "stack": STACK_NAMES,
+    "objective": OBJECTIVE_NAMES,
+}
+_COUNTS = {
+    "micro_batch_seqs": 1,
+    "accumulation_steps": 1,
+    "seq_len_tokens": 1,
+    "num_gpus": 1,
+    "lora_rank": 0,
+    "checkpointing": 0,
+}
+
+
+def check(setup: "TrainSetup") -> None:
+    """Refuses what no training step can be.
+
+    Raises:
+        SetupError: a value that its field does not take, or fields that contradict each other.
+    """
+    _check_values(setup)
+    _check_base(setup)
+    if setup.method == "full":
+        _check_full(setup)
+    else:
+        _check_adapter(setup)
+    if setup.num_gpus > 1 or setup.parallel != "none" or setup.spread:
+        _check_degrees(setup)
+        _check_sharing(setup)
+    if setup.objective != _DEFAULT_OBJECTIVE:
+        _check_objective(setup)
+
+
+def _check_values(setup: "TrainSetup") -> None:
+    """Each field by itself."""
+    if setup.adapter not in _ADAPTERS and (refused := refusal(str(setup.adapter))):
+        raise SetupError(f"adapter {setup.adapter!r} is not planned: {refused}")
+    for name, allowed in _ONE_OF.items():
+        _one_of(name, getattr(setup, name), allowed)
+    for name, at_least in _COUNTS.items():
+        _count(name, getattr(setup, name), at_least=at_least)
+    if not 0.0 <= setup.lora_dropout < 1.0:
+        raise SetupError(f"lora_dropout must be in [0, 1), got {setup.lora_dropout}")
+    if isinstance(setup.lora_targets, str):
+        _one_of("lora_targets", setup.lora_targets, TARGET_SETS, hint="or a list of module names")
+    elif not setup.lora_targets or not all(isinstance(name, str) and name for name in setup.lora_targets):
+        raise SetupError(f"lora_targets must name at least one module, got {setup.lora_targets!r}")
+
+
+def _check_base(setup: "TrainSetup") -> None:
+    """What concerns full fine-tuning and adapters alike."""
+    if setup.activation_offload and not setup.checkpointing:
+        raise SetupError(
+            "activation_offload moves the inputs of checkpointed layers, got checkpointing off",
+            hint="switch checkpointing on",
+        )
+    if setup.quantize_experts and (not setup.quantization.startswith("nf4") or setup.kbit_fp32_cast):
+        raise SetupError(
+            f"quantize_experts stores experts in the base's 4 bits, got quantization {setup.quantization!r}"
+            + (" with kbit_fp32_cast" if setup.kbit_fp32_cast else ""),
+            hint="use --quantization nf4-double or nf4",
+        )
+    if setup.attention == "flash-attention-2" and setup.precision == "fp32":
+        raise SetupError(
+            "flash-attention-2 has no fp32 kernel, got precision 'fp32'",
+            hint="use --attention sdpa, or a 16-bit precision",
+        )
+
+
+def _check_full(setup: "TrainSetup") -> None:
+    if setup.quantization != "none":
+        raise SetupError(
+            f"method 'full' cannot train {setup.quantization} weights",
+            hint="quantized weights are frozen: use --method qlora, or --quantization none",
+        )
+    if setup.lora_rank != 0:
+        raise SetupError(f"method 'full' has no LoRA rank, got {setup.lora_rank}", hint="leave --rank out")
+    if not _PRECISIONS[setup.precision].trains_weights:
+        raise SetupError(
+            "method 'full' cannot train fp16 weights: the loss scaler cannot unscale fp16 gradients",
+            hint="use --precision fp16-mixed (fp32 weights under fp16 autocast)",
+        )
+    if setup.kbit_fp32_cast:
+        raise SetupError("kbit_fp32_cast belongs to method 'qlora', got method 'full'")
+    if setup.modules_to_save:
+        raise SetupError("modules_to_save belongs to adapters, method 'full' trains every module")
+    if setup.adapter != "lora":
+        raise SetupError(f"adapter {setup.adapter!r} belongs to method 'lora' or 'qlora', got method 'full'")
+    if "lora" in _KERNELS[setup.kernels].parts:
+        raise SetupError(f"kernels {setup.kernels!r} fuse adapters, got method 'full'", hint="use --kernels liger")
+
+
+def _check_adapter(setup: "TrainSetup") -> None:
+    unknown = [name for name in setup.modules_to_save if name not in SAVED_MODULES]
+    if unknown or not isinstance(setup.modules_to_save, tuple):
+        raise SetupError(
+            f"modules_to_save must name embeddings or the head, got {', '.join(map(str, unknown))}",
+            hint=f"names: {', '.join(SAVED_MODULES)}",
+        )
+    if setup.adapter != "lora":
+        _check_kind(setup)
+    elif setup.lora_rank < 1:
+        raise SetupError(f"method {setup.method!r} needs a LoRA rank of at least 1, got {setup.lora_rank}")
+    if setup.method == "qlora" and setup.quantization == "none":
+        raise SetupError(
+            "method 'qlora' needs a quantization, got 'none'",
+            hint="use --quantization nf4-double, nf4 or int8; or --method lora",
+        )
+    if setup.method == "lora" and setup.quantization != "none":
+        raise SetupError(
+            f"method 'lora' has an unquantized base, got quantization {setup.quantization!r}",
+            hint="use --method qlora for a quantized base",
+        )
+    if setup.kbit_fp32_cast and setup.method != "qlora":
+        raise SetupError(f"kbit_fp32_cast belongs to method 'qlora', got method {setup.method!r}")
+    if "lora" in _KERNELS[setup.kernels].parts:
+        _check_fused(setup)
+
+
+def _check_fused(setup: "TrainSetup") -> None:
+    """What kernels that fuse LoRA take."""
+    if not isinstance(setup.lora_targets, str):
+        raise SetupError(
+            f"kernels {setup.kernels!r} take attention or all linear layers whole, got lora_targets "
+            f"{setup.lora_targets!r}",
+            hint="use --kernels liger",
+        )
+    if setup.lora_dropout or setup.quantization == "int8":
+        raise SetupError(
+            f"kernels {setup.kernels!r} have neither a LoRA dropout nor 8-bit weights, got lora_dropout "
+            f"{setup.lora_dropout:g}, quantization {setup.quantization!r}",
+            hint="use --kernels liger",
+        )
+
+
+def _check_kind(setup: "TrainSetup") -> None:
+    """What another adapter than LoRA needs."""
+    row = _ADAPTERS[setup.adapter]
+    if row.size and setup.lora_rank < 1:
+        raise SetupError(f"adapter {row.name!r} needs a {row.size} of at least 1, got {setup.lora_rank}")
+    if not row.size and setup.lora_rank:
+        raise SetupError(f"adapter {row.name!r} has no size, got rank {setup.lora_rank}", hint="give lora_rank 0")
+    if setup.quantization not in row.quantizations:
+        raise SetupError(
+            f"adapter {row.name!r} does not take quantization {setup.quantization!r}",
+            hint=f"it takes {', '.join(row.quantizations)}",
+        )
+    if setup.lora_dropout and not row.dropout:
+        raise SetupError(f"adapter {row.name!r} has no dropout here, got lora_dropout {setup.lora_dropout:g}")
+    if not row.adapts_matrices and (setup.lora_targets != "all-linear" or setup.modules_to_save or setup.packing):
+        raise SetupError(
+            f"adapter {row.name!r} adapts no matrices: it takes no lora_targets, no modules_to_save and no packing"
+        )
+    if setup.checkpointing and not row.checkpointing:
+        raise SetupError(
+            f"peft refuses adapter {row.name!r} under gradient checkpointing", hint="use --checkpointing off"
+        )
+    if not row.like_lora:
+        _check_unlike_lora(setup, row)
+
+
+def _check_unlike_lora(setup: "TrainSetup", row: Adapter) -> None:
+    """What is planned for LoRA's own kind alone."""
+    if setup.objective != _DEFAULT_OBJECTIVE:
+        raise SetupError(
+            f"adapter {row.name!r} is planned for supervised fine-tuning, got objective {setup.objective!r}",
+            hint="use --adapter lora, rslora, pissa or loftq",
+        )
+    if "lora" in _KERNELS[setup.kernels].parts:
+        raise SetupError(f"kernels {setup.kernels!r} fuse LoRA, got adapter {row.name!r}", hint="use --kernels liger")
+    if setup.num_gpus > 1 and setup.parallel != "ddp":
+        raise SetupError(
+            f"adapter {row.name!r} is planned for one GPU or for ddp, got parallel {setup.parallel!r}",
+            hint="lora, rslora, pissa and loftq take every way of sharing",
+        )
+    if (
+        row.form in ("norms", "shared")
+        and not setup.autocast_dtype
+        and setup.resolved_adapter_dtype != setup.weight_dtype
+    ):
+        raise SetupError(
+            f"adapter {row.name!r} computes in {setup.resolved_adapter_dtype} beside {setup.weight_dtype} weights, "
+            "which only autocast can bring together",
+            hint="use --precision bf16-autocast",
+        )
+
+
+def _check_degrees(setup: "TrainSetup") -> None:
+    """Over how many GPUs, cut how."""
+    for name in ("tensor_degree", "pipeline_degree"):
+        _count(name, getattr(setup, name), at_least=1)
+    _count("shard_degree", setup.shard_degree, at_least=0)
+    _one_of("pipeline_schedule", setup.pipeline_schedule, PIPELINE_SCHEDULES)
+    _one_of("offload", setup.offload, OFFLOADS)
+    if not isinstance(setup.reshard_after_forward, bool):
+        raise SetupError(f"reshard_after_forward must be true or false, got {setup.reshard_after_forward!r}")
+    if setup.num_gpus == 1:
+        if setup.parallel != "none":
+            raise SetupError(f"parallel {setup.parallel!r} needs more than one GPU", hint="give --gpus 2 or more")
+        raise SetupError("tensor, pipeline and shard degrees, and offloading, need more than one GPU")
+    split = setup.tensor_degree * setup.pipeline_degree
+    if setup.num_gpus % split:
+        raise SetupError(
+            f"{setup.num_gpus} GPUs cannot be cut into tensor_degree {setup.tensor_degree} x pipeline_degree "
+            f"{setup.pipeline_degree}",
+            hint="their product must divide the number of GPUs",
+        )
+
+
+def _check_sharing(setup: "TrainSetup") -> None:
+    """What the copies share, and what does not go with it."""
+    split = setup.tensor_degree * setup.pipeline_degree
+    if setup.quantize_experts and setup.parallel != "ddp":
+        raise SetupError("quantize_experts is planned for one GPU or ddp")
+    if setup.activation_offload and (split > 1 or setup.parallel not in ("none", "ddp")):
+        raise SetupError("activation_offload is for one GPU or ddp: sharding engines checkpoint by themselves")
+    if setup.tensor_degree > 1 and setup.kernels != "eager":
+        raise SetupError(f"kernels {setup.kernels!r} do not take matrices and norms that tensor parallelism cuts")
+    if setup.parallel in ("dp", "device-map") and split > 1:
+        raise SetupError(f"parallel {setup.parallel!r} does not combine with tensor or pipeline parallelism")
+    if (setup.parallel == "none") != (setup.num_gpus == split):
+        raise SetupError(
+            f"parallel {setup.parallel!r} does not suit {setup.num_gpus // split} data-parallel copies",
+            hint="'none' with one copy; else one of " + ", ".join(PARALLELS[1:]),
+        )
+    if setup.shard_degree and (setup.parallel != "fsdp2" or setup.data_degree % setup.shard_degree):
+        raise SetupError(
+            f"shard_degree {setup.shard_degree} needs parallel 'fsdp2' and must divide its {setup.data_degree} copies"
+        )
+    if not setup.reshard_after_forward and setup.parallel != "fsdp2":
+        raise SetupError("reshard_after_forward off belongs to parallel 'fsdp2'")
+    allowed = {"zero1": OFFLOADS[:2], "zero2": OFFLOADS[:2], "zero3": OFFLOADS, "fsdp2": ("none", "parameters")}
+    if setup.offload not in allowed.get(setup.parallel, ("none",)):
+        raise SetupError(
+            f"parallel {setup.parallel!r} cannot offload {setup.offload!r}",
+            hint="zero1 and zero2 offload 'optimizer', zero3 'optimizer' or 'parameters', fsdp2 'parameters'",
+        )
+
+
+def _check_objective(setup: "TrainSetup") -> None:
+    """What another objective than supervised training leaves of the other fields."""
+    row = setup.aim
+    if setup.loss not in row.losses:
+        raise SetupError(
+            f"no trainer of objective {setup.objective!r} has loss {setup.loss!r}",
+            hint=f"use --loss {' or '.join(row.losses)}",
+        )
+    if setup.packing and not row.packs:
+        raise SetupError(f"objective {setup.objective!r} trains on {row.sample}s, which no trainer packs")
+    if setup.num_gpus > 1 and not row.supervised:
+        raise SetupError(
+            f"objective {setup.objective!r} is planned on one GPU: how its {row.sample}s and its reference are "
+            "spread is not modelled",
+            hint="leave --gpus out",
+        )
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...], *, hint: str = "") -> None:
+    if value not in allowed:
+        options = ", ".join(allowed)
+        raise SetupError(f"{name} must be one of {options}; got {value!r}", hint=hint or f"choose one of {options}")
+
+
+def _count(name: str, value: object, *, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise SetupError(f"{name} must be a whole number, got {value!r}")
+    if not at_least <= value <= _MAX_COUNT:
+        raise SetupError(f"{name} must be at least {at_least} and at most {_MAX_COUNT}, got {value}")
