@@ -5,7 +5,7 @@ follow the data types of `Flow`; one walk over a layer's modules, no closed-form
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.kernels import Kernel, masked
 from planner.memory.adapter_kinds import kept_by_matrix
@@ -381,8 +381,8 @@ def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:
     saved.late = sum(norm_saved(norm, context, residual) for norm in late_norms)
     if layer.mlp is None:
         return saved
-    dense = [one for role in ("gate", "up", "gate_up") for one in by_role.get(role, ()) if one.module != "parameter"]
-    down = [one for one in by_role.get("down", ()) if one.module != "parameter"]
+    dense = [one for role in ("gate", "up", "gate_up") for one in by_role.get(role, ()) if not one.is_expert]
+    down = [one for one in by_role.get("down", ()) if not one.is_expert]
     if dense:
         parallel = layer.parallel_residual
         shared = inputs_saved(
@@ -405,8 +405,25 @@ def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:
         saved.down = of_down.base + of_down.adapters
     if layer.mlp.kind == "moe":
         saved.mlp += moe_saved(layer.mlp, layer, context, normed)
+        _experts_as_modules(saved, layer, context)
     saved.late += saved.total - before
     return saved
+
+
+def _experts_as_modules(saved: Saved, layer: LayerSpec, context: LayerContext) -> None:
+    """What experts that are modules of their own keep beside `moe_saved`: the rows that each adds to the result, and
+    with adapters the rows gathered for each expert."""
+    experts = [one for one in layer.linears if one.is_expert and not one.is_stack]
+    if not experts:
+        return
+    saved.mlp += SIZE_BYTES[context.flow.table] * context.tokens * experts[0].num_active * context.hidden
+    if context.trained:
+        return
+    routed = replace(context, tokens=context.tokens * experts[0].num_active)
+    dtype = context.flow.residual if context.flow.autocast is None else context.flow.linear_out(context.flow.residual)
+    for group in _by_input(experts):
+        one_of_each = [replace(one, num=1, num_active=1) for one in group]
+        _add(saved, "mlp", inputs_saved(one_of_each, routed, dtype))
 
 
 def _pinned_by_values(layer: LayerSpec, context: LayerContext, qkv_dtype: str) -> int:

@@ -12,16 +12,26 @@ from planner.memory.activations import (
 from planner.memory.adapter_kinds import forward_bytes, gradient_bytes, norm_moment
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.workspace import dequantized_bytes
+from planner.models.earlier import has_expert_modules
 from planner.models.spec import LayerSpec
 
 
 def _mlp_width(layer: LayerSpec) -> int:
-    """Intermediate elements per token of the layer's MLP, routed experts counted as often as they are active."""
-    if layer.mlp is None:
+    """Intermediate elements per token of the layer's MLP that are worked on at once."""
+    mlp = layer.mlp
+    if mlp is None:
         return 0
-    if layer.mlp.kind == "moe":
-        return layer.mlp.num_active_experts * layer.mlp.intermediate_size + layer.mlp.shared_intermediate_size
-    return layer.mlp.intermediate_size
+    if mlp.kind != "moe":
+        return mlp.intermediate_size
+    return _rows_at_once(layer, mlp.intermediate_size) + mlp.shared_intermediate_size
+
+
+def _rows_at_once(layer: LayerSpec, width: int) -> int:
+    """Elements per token of a tensor so wide that holds routed rows: those of all active experts where they are stacked,
+    of one expert after another where they are modules. Tokens are taken to spread evenly over the experts."""
+    assert layer.mlp is not None
+    rows = layer.mlp.num_active_experts * width
+    return -(-rows // layer.mlp.num_experts) if has_expert_modules(layer) else rows
 
 
 def adapter_temporaries(width: int, dtype: str, context: LayerContext) -> tuple[int, int]:
@@ -59,7 +69,7 @@ def routed_gradients(layer: LayerSpec, context: LayerContext) -> int:
         return 0
     fp32 = ("autocast" if flow.autocast else "plain") in context.traits.fp32_routed
     size = 4 if fp32 else SIZE_BYTES[flow.table]
-    return 3 * size * mlp.num_active_experts * context.hidden
+    return 3 * size * _rows_at_once(layer, context.hidden)
 
 
 def _mlp_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple[int, int]:
@@ -85,7 +95,7 @@ def _mlp_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple
             return 2 * gradients, gradients
     else:
         gradients = (3 if gated else 2) * size * width
-    downs = [one for one in layer.linears if one.role == "down" and one.module != "parameter"]
+    downs = [one for one in layer.linears if one.role == "down" and not one.is_expert]
     if mlp.kind == "moe" or not downs:
         return gradients, gradients
     gone = saved.down // context.tokens

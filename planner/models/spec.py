@@ -57,6 +57,11 @@ class LinearSpec:
         return self.module == "parameter" and self.num > 1
 
     @property
+    def is_expert(self) -> bool:
+        """Whether it stands for routed experts, stacked or modules of their own (`planner.models.earlier`)."""
+        return self.num > 1
+
+    @property
     def leaf(self) -> str:
         """The last part of the dotted name, what `target_modules` matches."""
         return self.name.rpartition(".")[2]

@@ -37,6 +37,12 @@ qwen3_5_moe, phimoe, llama4 and gpt_oss have no such mapping: their experts stay
 """
 
 
+def _converted(model: ModelSpec) -> dict[str, str]:
+    """Old module names -> stacked parameters, where the model has stacks."""
+    stacked = any(one.is_stack for layer in model.layer_kinds for one in layer.linears)
+    return _CONVERTED.get(model.model_type, {}) if stacked else {}
+
+
 def lora_linears(model: ModelSpec, targets: Targets) -> Adapted:
     """The matrices that get an adapter, as (layer, how often it occurs, its adapted matrices).
 
@@ -177,14 +183,14 @@ def available_names(model: ModelSpec) -> tuple[str, ...]:
     """The names that explicit targets can use, shortest form, each once."""
     linears = [one for _, _, group in _modules(model, with_head=True) for one in group]
     names = dict.fromkeys(one.leaf for one in linears if not one.name.endswith(CLIPPED))
-    return tuple(names) + tuple(name for name in _CONVERTED.get(model.model_type, {}) if name not in names)
+    return tuple(names) + tuple(name for name in _converted(model) if name not in names)
 
 
 def unmatched_targets(model: ModelSpec, targets: Targets) -> tuple[str, ...]:
     """The explicit names that match nothing. PEFT skips them silently as long as another name matches."""
     if isinstance(targets, str) or _is_pattern(targets):
         return ()
-    converted = _CONVERTED.get(model.model_type, {})
+    converted = _converted(model)
     linears = [one for _, _, group in _modules(model, with_head=True) for one in group]
     return tuple(
         name
@@ -222,8 +228,8 @@ def chooses(linear: LinearSpec) -> bool:
 
 
 def _all_linear(model: ModelSpec) -> list[tuple[LayerSpec, int, tuple[LinearSpec, ...]]]:
-    converted = _CONVERTED.get(model.model_type)
-    if converted is None:
+    converted = _converted(model)
+    if not converted:
         return [
             (layer, num, tuple(one for one in linears if not chooses(one))) for layer, num, linears in _modules(model)
         ]
@@ -291,8 +297,8 @@ def _patterned(model: ModelSpec, pattern: str) -> list[tuple[LayerSpec, int, tup
 
 def _convert(model: ModelSpec, names: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
     """Which stacked parameters the names stand for, by role, and the names that stay module names."""
-    converted = _CONVERTED.get(model.model_type)
-    if converted is None:
+    converted = _converted(model)
+    if not converted:
         return frozenset(), names
     hits = {name: name.rpartition(".")[2] for name in names if name.rpartition(".")[2] in converted}
     halves = {leaf for leaf in hits.values() if converted[leaf] == "gate_up"}

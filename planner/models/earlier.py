@@ -1,0 +1,55 @@
+"""Mixtures as transformers 4 builds them: every expert is a module of `nn.Linear`s, where version 5 stacks them in bare
+parameters.
+
+Source: transformers 4.57.1 `models/*/modeling_*.py`, classes `MixtralSparseMoeBlock`, `PhimoeSparseMoeBlock`,
+`Qwen2MoeSparseMoeBlock`, `Qwen3MoeSparseMoeBlock`, `Qwen3NextSparseMoeBlock`, `OlmoeSparseMoeBlock`, `DeepseekV2Moe`,
+`DeepseekV3MoE`, `Glm4MoeMoE`. gpt-oss, Llama 4, Qwen3-VL, Granite and DBRX had stacks there already.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+from planner.models.spec import LayerSpec, LinearSpec, ModelSpec
+
+_QWEN = ("mlp", "gate_proj", "up_proj", "down_proj")
+_MIXTRAL = ("block_sparse_moe", "w1", "w3", "w2")
+_NAMES = {
+    **dict.fromkeys(("mixtral", "phimoe"), _MIXTRAL),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe"), _QWEN),
+}
+"""Model type -> (the block's name in a layer, an expert's first gate, its up and its down projection)."""
+_BARE_ROUTERS = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe"})
+"""Types whose router held a bare weight in transformers 4 too."""
+
+
+@lru_cache(maxsize=64)
+def of_transformers_4(model: ModelSpec) -> ModelSpec:
+    """The model with its experts as modules, which bitsandbytes quantizes and PEFT adapts; itself where nothing
+    differs."""
+    if model.model_type not in _NAMES:
+        return model
+    kinds = tuple(
+        replace(layer, linears=tuple(one for linear in layer.linears for one in _modules(linear, model.model_type)))
+        for layer in model.layer_kinds
+    )
+    return replace(model, layer_kinds=kinds)
+
+
+def has_expert_modules(layer: LayerSpec) -> bool:
+    """Whether the layer's experts are modules of their own."""
+    return any(one.is_expert and not one.is_stack for one in layer.linears)
+
+
+def _modules(linear: LinearSpec, model_type: str) -> Iterator[LinearSpec]:
+    """The modules that stand for one matrix or stack of version 5."""
+    block, *leaves = _NAMES[model_type]
+    if linear.is_stack:
+        halves = ((leaves[0], "gate"), (leaves[1], "up")) if linear.role == "gate_up" else ((leaves[2], "down"),)
+        width = linear.out_features // len(halves)
+        for leaf, role in halves:
+            yield replace(linear, name=f"{block}.experts.{leaf}", role=role, out_features=width, module="linear")
+    elif linear.role == "router" and linear.name in ("mlp.gate", "mlp.router") and model_type not in _BARE_ROUTERS:
+        yield replace(linear, name=f"{block}.gate", module="linear")
+    else:
+        yield linear
