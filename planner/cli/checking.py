@@ -69,6 +69,7 @@ def load(
 
     from planner.errors import ConfigError, UnknownModelError
     from planner.models import catalogue
+    from planner.models.earlier import of_transformers_4
     from planner.models.resolve import resolve_model
     from planner.readers import read_config
     from planner.readers.supply import determined, supply
@@ -111,13 +112,17 @@ def load(
         if found is None:
             raise
         spec, copy_of = found, f"{name} is not at hand: taken to be a copy of {found.model_id}"
+    built, spec = spec, of_transformers_4(spec) if first.older else spec
+    modules = ""
+    if spec is not built:
+        modules = f"{first.older}: experts are modules of their own there, which are quantized; no dry run builds them"
     config = determined(read(spec))
     other_gpus = other_model = ""
     if num_gpus not in (1, config.setup.num_gpus):
         other_gpus = f"the launch config starts {config.setup.num_gpus} processes: --gpus {num_gpus} is not followed"
     if model is not None and first.model_id not in (None, model):
         other_model = f"planned for {model} (--model); the file names {first.model_id}"
-    said = tuple(sentence for sentence in (copy_of, other_model, other_gpus) if sentence)
+    said = tuple(sentence for sentence in (copy_of, other_model, other_gpus, modules) if sentence)
     model_id = config.model_id if model is None else spec.model_id
     return replace(config, model_id=model_id, assumptions=(*said, *config.assumptions)), spec, card
 
@@ -178,10 +183,11 @@ def corrected(predict: Any, setup: "TrainSetup", spec: "ModelSpec", card: "GpuSp
     from dataclasses import replace
 
     from planner.app.climb import dry_run_possible, with_dry_run
+    from planner.models.earlier import built_by_transformers_4
     from planner.outcome import Candidate, Prediction
 
     formula = predict(setup)
-    if dry_run_possible():
+    if dry_run_possible() or built_by_transformers_4(spec):
         return predict
     candidate = Candidate(setup=setup, budget_bytes=0, formula=formula)
     dry = with_dry_run(candidate, spec, card, memory_bytes=memory_bytes).dry_run

@@ -27,7 +27,7 @@ def _mlp_width(layer: LayerSpec) -> int:
 
 
 def _rows_at_once(layer: LayerSpec, width: int) -> int:
-    """Elements per token of a tensor so wide that holds routed rows: those of all active experts where they are stacked,
+    """Elements per token of a tensor so wide that holds routed rows: of all active experts where they are stacked,
     of one expert after another where they are modules. Tokens are taken to spread evenly over the experts."""
     assert layer.mlp is not None
     rows = layer.mlp.num_active_experts * width

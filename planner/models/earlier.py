@@ -41,6 +41,11 @@ def has_expert_modules(layer: LayerSpec) -> bool:
     return any(one.is_expert and not one.is_stack for one in layer.linears)
 
 
+def built_by_transformers_4(model: ModelSpec) -> bool:
+    """Whether the model is one that `of_transformers_4` changed: today's libraries cannot build it."""
+    return any(map(has_expert_modules, model.layer_kinds))
+
+
 def _modules(linear: LinearSpec, model_type: str) -> Iterator[LinearSpec]:
     """The modules that stand for one matrix or stack of version 5."""
     block, *leaves = _NAMES[model_type]

@@ -27,6 +27,7 @@ from planner.readers import (
     torchtune,
     trl,
     unsloth,
+    versions,
 )
 from planner.readers.loading import MAX_FILE_BYTES, Parsed, parse_json, parse_toml, parse_yaml, read_bounded
 from planner.readers.program.source import of_notebook, of_requirements
@@ -144,6 +145,8 @@ def read_text(
     named = fields.keys(TOOLS[found.format], found.values) if found.format in TOOLS else {}
     setup = found.setup.with_(stack=stack, reentrant_checkpointing=reentrant)
     found = replace(found, setup=setup, keys={**named, **found.keys})
+    if sharding is not None and not found.older and found.format in TRAINERS:
+        found = replace(found, older=versions.older(sharding.versions))
     if not _keeps_whole_gradients(found):
         return found
     return replace(found, approximations=(*found.approximations, WHOLE_GRADIENTS))

@@ -177,6 +177,7 @@ class _Script:
             only=self.transformers.only,
             values=arguments.values,
             adapted_tables=self.lora.tables,
+            older=self.transformers.why if self.transformers.version < (5,) else "",
             call_line=_line(self.found.arguments),
         )
 

@@ -74,6 +74,7 @@ class ReadConfig:
         only: TrainSetup field -> the values of it that the versions of this file can run; others: all.
         adapted_tables: names of token tables that get adapters.
         unknown_keys: settings of the file that its tool does not have.
+        older: how it is known that transformers 4 runs it; "" where today's does.
         call_line: of a program, the line of the call that holds the training arguments.
     """
 
@@ -91,6 +92,7 @@ class ReadConfig:
     values: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     adapted_tables: tuple[str, ...] = ()
     unknown_keys: tuple[str, ...] = ()
+    older: str = ""
     call_line: int = 0
 
     def allows(self, after: TrainSetup, *, in_place: bool = False) -> bool:

@@ -4,6 +4,7 @@
 per data flow, optimizer cost per trained set. A whole space is ranked through `profile(setup).at(micro, accumulation)`.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from planner.choices.kernels import parts_of
@@ -12,6 +13,7 @@ from planner.choices.optimizers import OPTIMIZERS
 from planner.gpu import GpuSpec
 from planner.kernels import attention_kernel
 from planner.memory.dtypes import SIZE_BYTES, Flow
+from planner.models.earlier import built_by_transformers_4
 from planner.models.spec import AttentionSpec, LinearSpec, ModelSpec
 from planner.setup import TrainSetup
 from planner.throughput.calibration import Calibration, Constants
@@ -63,6 +65,8 @@ class SpeedModel:
         self.gpu = gpu
         self.calibration = calibration
         self.conditions = conditions
+        if built_by_transformers_4(model):
+            self.conditions = replace(conditions, loop_experts=True)
         self.inv: Inventory = inventory(model)
         self.constants: Constants = calibration.constants_for(gpu)
         self.rates: Rates = rates_of(gpu, calibration, self.constants)

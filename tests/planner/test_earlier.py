@@ -1,0 +1,85 @@
+"""Mixtures under transformers 4: experts are modules, which bitsandbytes quantizes and PEFT adapts one by one."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.experts_of_transformers_4 import CONFIG, setups
+from planner.cli.checking import corrected, load, predictor
+from planner.cli.wish import resolve_gpu
+from planner.memory.workspace import cublas_workspace_bytes
+from planner.models.adapters import spec_from_config
+from planner.models.earlier import built_by_transformers_4, of_transformers_4
+from planner.models.resolve import resolve_model
+from planner.models.targets import num_lora_params
+from planner.predict import predict
+from planner.units import GIB
+
+MEASURED = (201750016, 100641280, 242590720, 122179072, 161114112, 60193792, 201958912, 81508864)
+"""Peaks of real steps, transformers 4.57.1 on a CPU: `benchmarks/experts_of_transformers_4.py`, 22 November 2026."""
+
+
+@pytest.mark.parametrize(("number", "measured"), list(enumerate(MEASURED)))
+def test_the_formula_is_within_four_percent_of_a_real_step(number: int, measured: int) -> None:
+    model = of_transformers_4(spec_from_config(CONFIG, model_id="tiny", source="here"))
+    card = resolve_gpu("a100-40gb")
+    said = predict(model, card, setups()[number]).peak_allocated_bytes - cublas_workspace_bytes(card)
+    assert said == pytest.approx(measured, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mistralai/Mixtral-8x7B-v0.1",
+        "microsoft/Phi-3.5-MoE-instruct",
+        "Qwen/Qwen1.5-MoE-A2.7B",
+        "Qwen/Qwen3-30B-A3B",
+        "allenai/OLMoE-1B-7B-0924",
+        "deepseek-ai/DeepSeek-V2-Lite",
+    ],
+)
+def test_it_is_the_same_model_with_all_its_experts_as_modules(name: str) -> None:
+    now = resolve_model(name)
+    then = of_transformers_4(now)
+    assert built_by_transformers_4(then)
+    assert not built_by_transformers_4(now)
+    assert (then.num_params, then.num_active_params) == (now.num_params, now.num_active_params)
+    assert all(one.quantizes for layer in then.layer_kinds for one in layer.linears if one.is_expert)
+    plain = sum(num * (one.in_features + one.out_features) * one.num for layer, num in then.layer_counts
+                for one in layer.linears if one.module == "linear")  # fmt: skip
+    assert num_lora_params(then, "all-linear", 1) == plain
+
+
+def test_what_has_stacks_in_both_stays_as_it_is() -> None:
+    for name in ("openai/gpt-oss-20b", "meta-llama/Llama-3.1-8B"):
+        model = resolve_model(name)
+        assert of_transformers_4(model) is model
+
+
+PROGRAM = """
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B", torch_dtype=torch.bfloat16,
+    quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
+                                           bnb_4bit_compute_dtype=torch.bfloat16))
+args = SFTConfig(per_device_train_batch_size=1, gradient_accumulation_steps=8, max_length=1024, bf16=True)
+SFTTrainer(model=model, args=args, peft_config=LoraConfig(r=16, target_modules=["q_proj", "v_proj"])).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("pins", "fits", "said"), [("transformers==4.57.1", True, "modules of their own"), ("", False, "")]
+)
+def test_a_pinned_version_decides_whether_a_mixture_fits(tmp_path: Path, pins: str, fits: bool, said: str) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    (tmp_path / "requirements.txt").write_text(f"{pins}\ntrl==0.26.0\n" if pins else "trl==1.16.0\n")
+    config, model, card = load(tmp_path / "train.py", "a100-40gb")
+    assert built_by_transformers_4(model) == fits
+    assert any("modules of their own" in one for one in config.assumptions) == fits
+    found = predictor(model, card)(config.setup)
+    assert (found.peak_device_bytes < 24 * GIB) == fits
+    if fits:  # today's libraries build another model: no dry run stands in for it
+        formula = predictor(model, card)
+        assert corrected(formula, config.setup, model, card, card.memory_bytes) is formula
