@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from planner.models.spec import LayerSpec, LinearSpec, ModelSpec
+from planner.models.spec import LayerSpec, LinearSpec, ModelSpec, Role
 
 _QWEN = ("mlp", "gate_proj", "up_proj", "down_proj")
 _MIXTRAL = ("block_sparse_moe", "w1", "w3", "w2")
@@ -50,7 +50,8 @@ def _modules(linear: LinearSpec, model_type: str) -> Iterator[LinearSpec]:
     """The modules that stand for one matrix or stack of version 5."""
     block, *leaves = _NAMES[model_type]
     if linear.is_stack:
-        halves = ((leaves[0], "gate"), (leaves[1], "up")) if linear.role == "gate_up" else ((leaves[2], "down"),)
+        gate_up: tuple[tuple[str, Role], ...] = ((leaves[0], "gate"), (leaves[1], "up"))
+        halves = gate_up if linear.role == "gate_up" else ((leaves[2], linear.role),)
         width = linear.out_features // len(halves)
         for leaf, role in halves:
             yield replace(linear, name=f"{block}.experts.{leaf}", role=role, out_features=width, module="linear")
