@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from planner.errors import ConfigError, PlannerError, UnknownModelError
 from planner.models import catalogue
-from planner.models.adapters import MODEL_TYPES, spec_from_config
+from planner.models.adapters import model_types, spec_from_config
 from planner.models.config_file import MAX_CONFIG_BYTES, parse_config
 from planner.models.spec import ModelSpec
 
@@ -85,7 +85,7 @@ def test_any_single_field_missing_is_refused_or_understood(model_type: str) -> N
         accept_or_refuse(changed)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", model_types())
 def test_a_config_of_nothing_but_a_type_is_refused(model_type: str) -> None:
     with pytest.raises(ConfigError, match="missing"):
         build({"model_type": model_type})

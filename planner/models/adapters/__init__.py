@@ -1,4 +1,7 @@
-"""From `config.json` to `ModelSpec`: one small module per architecture family, loaded when asked for."""
+"""From `config.json` to `ModelSpec`: one small module per architecture family, loaded when asked for.
+
+What is shaped like Llama is one row of `llama_like.FAMILIES`.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -10,30 +13,6 @@ from planner.errors import UnknownModelError
 from planner.models.adapters.fields import Fields, shown
 from planner.models.spec import ModelSpec
 from planner.models.stored import with_kept
-
-_LLAMA_LIKE = [
-    "llama",
-    "internlm3",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "smollm3",
-    "granite",
-    "ernie4_5",
-    "olmo",
-    "olmo2",
-    "olmo3",
-    "cohere",
-    "stablelm",
-    "starcoder2",
-    "phi",
-    "phi3",
-    "glm",
-    "glm4",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-]
 
 _OTHERS = {
     "mixtral": "moe:mixtral",
@@ -65,9 +44,6 @@ _OTHERS = {
     "t5": "t5:build",
 }
 
-MODEL_TYPES: tuple[str, ...] = tuple(sorted((*_LLAMA_LIKE, *_OTHERS)))
-"""Every `model_type` that an adapter knows."""
-
 _CORE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
 
@@ -85,16 +61,28 @@ def spec_from_config(config: Mapping[str, Any], *, model_id: str, source: str) -
     """
     fields = Fields(config, "config.json")
     model_type = fields.text("model_type")
-    if model_type in _LLAMA_LIKE:
-        spec: ModelSpec = import_module("planner.models.adapters.llama_like").build(fields)
-    elif model_type in _OTHERS:
-        module, _, function = _OTHERS[model_type].partition(":")
-        build: Callable[[Fields], ModelSpec] = getattr(import_module(f"planner.models.adapters.{module}"), function)
-        spec = build(fields)
-    else:
-        spec = _from_tree(fields, model_type)
+    build = _adapter(model_type)
+    spec = build(fields) if build is not None else _from_tree(fields, model_type)
     source += _taken_from_defaults(config, spec)
     return with_kept(replace(spec, model_id=model_id, model_type=model_type, config=config, config_source=source))
+
+
+def model_types() -> tuple[str, ...]:
+    """Every `model_type` that an adapter knows."""
+    from planner.models.adapters.llama_like import FAMILIES
+
+    return tuple(sorted((*FAMILIES, *_OTHERS)))
+
+
+def _adapter(model_type: str) -> Callable[[Fields], ModelSpec] | None:
+    """What reads a configuration of this type, loaded when asked for; None where no adapter does."""
+    if model_type in _OTHERS:
+        module, _, function = _OTHERS[model_type].partition(":")
+        found: Callable[[Fields], ModelSpec] = getattr(import_module(f"planner.models.adapters.{module}"), function)
+        return found
+    from planner.models.adapters import llama_like
+
+    return llama_like.build if model_type in llama_like.FAMILIES else None
 
 
 def _from_tree(fields: Fields, model_type: str) -> ModelSpec:
@@ -130,8 +118,8 @@ def _taken_from_defaults(config: Mapping[str, Any], spec: ModelSpec) -> str:
 
 
 def _unknown(fields: Fields, model_type: str, why: str, remedy: str) -> UnknownModelError:
-    close = get_close_matches(model_type.lower(), MODEL_TYPES, n=3, cutoff=0.6)
-    hint = f"close types: {', '.join(close)}" if close else f"known types: {', '.join(MODEL_TYPES)}"
+    close = get_close_matches(model_type.lower(), model_types(), n=3, cutoff=0.6)
+    hint = f"close types: {', '.join(close)}" if close else f"known types: {', '.join(model_types())}"
     if all(fields.has(name) for name in _CORE):
         hint += "; it looks like a Llama-shaped decoder: if its maths is Llama's, set model_type to llama in a copy"
     message = f"model_type {shown(model_type)} is not known to the formula rung; {why}"
