@@ -18,6 +18,8 @@ from planner.models.spec import ModelSpec
 from planner.outcome import Prediction
 from planner.setup import TrainSetup
 
+DRY_RUN_BAND = 0.02
+"""What the dry run errs by on a trainer's step with current versions (docs/accuracy)."""
 USUAL_BAND = 0.04
 """One fused attention kernel, experts, linear or eager attention alike: 90th percentile against the dry run 1 to 3 %,
 and about 1 % between dry run and card."""

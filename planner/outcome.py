@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 from planner.memory.types import MemoryTerm
 from planner.setup import TrainSetup
@@ -154,6 +155,7 @@ class ProbeFailure:
 
 
 Evidence = Prediction | Measurement | ProbeFailure
+Verdict = Literal["fits", "tight", "over"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +204,15 @@ class Candidate:
         if isinstance(self.probe, ProbeFailure) and self.probe.kind is FailureKind.OUT_OF_MEMORY:
             return False
         return self.memory_evidence.peak_device_bytes <= self.budget_bytes
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether it fits for sure: "tight" where a predicted peak's error band reaches past the budget."""
+        evidence = self.memory_evidence
+        band = evidence.memory_band_fraction if isinstance(evidence, Prediction) else 0.0
+        if not self.fits:
+            return "over"
+        return "tight" if evidence.peak_device_bytes * (1 + band) > self.budget_bytes else "fits"
 
     @property
     def tokens_per_s(self) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from planner.outcome import Candidate, Measurement, Prediction
+from planner.outcome import Candidate, Measurement, Prediction, Verdict
 from planner.units import gib, percent
 from planner.workload import Workload
 
@@ -65,14 +65,14 @@ def on_one_rung(candidates: Sequence[Candidate]) -> list[tuple[Prediction | Meas
 
 def trade(chosen: Candidate, other: Candidate) -> str:
     """What `other` costs or buys against `chosen`, in words: speed, memory, whether it fits."""
-    return _trade(*on_one_rung((chosen, other)), fits=other.fits)
+    return _trade(*on_one_rung((chosen, other)), verdict=other.verdict)
 
 
 def with_trades(chosen: Candidate, others: Sequence[Alternative]) -> tuple[Alternative, ...]:
     """The alternatives with what each costs or buys against `chosen`, in the figures of one rung for all of them."""
     mine, *theirs = on_one_rung((chosen, *(one.candidate for one in others)))
     return tuple(
-        replace(one, trade=_trade(mine, other, fits=one.candidate.fits))
+        replace(one, trade=_trade(mine, other, verdict=one.candidate.verdict))
         for one, other in zip(others, theirs, strict=True)
     )
 
@@ -81,14 +81,14 @@ def _trade(
     mine: tuple[Prediction | Measurement, Prediction | Measurement],
     theirs: tuple[Prediction | Measurement, Prediction | Measurement],
     *,
-    fits: bool,
+    verdict: Verdict,
 ) -> str:
     ratio = (theirs[1].tokens_per_s or 0.0) / (mine[1].tokens_per_s or math.inf)
     delta = theirs[0].peak_device_bytes - mine[0].peak_device_bytes
     change = percent(abs(ratio - 1))
     speed = "as fast" if change == percent(0) else f"{change} {'faster' if ratio >= 1 else 'slower'}"
     memory = f"{'+' if delta >= 0 else '-'}{gib(abs(delta))}" if delta else "as much memory"
-    return f"{speed}, {memory}" + ("" if fits else ", does not fit")
+    return f"{speed}, {memory}" + {"fits": "", "tight": ", may not fit", "over": ", does not fit"}[verdict]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from math import prod
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from planner.choices.kernels import KERNELS
@@ -57,7 +56,7 @@ def plan_workload(
     """The formula rung's whole answer.
 
     Args:
-        corrections: multiply the formula's peaks (see `refine`).
+        corrections: multiply the formula's peaks, and dry runs follow (see `refine`); None: the formula stands alone.
         walks: kept by whoever plans the same workload again.
         num_ranked: how many of the fastest points the plan lists, the chosen one first.
 
@@ -69,7 +68,7 @@ def plan_workload(
         workload = replace(workload, targets=("axolotl",))  # the one target that has it
     values = dimension_values(workload)
     facts = Facts(walks=walks if walks is not None else Walks())
-    node, best = choose(workload, values, facts, corrections or {})
+    node, best = choose(workload, values, facts, corrections)
     space = _space_count(workload, values, facts)
     if not space.walked:
         spreads = facts.walked if workload.num_gpus > 1 else ()
@@ -115,7 +114,7 @@ def choose(
     workload: Workload,
     values: Mapping[str, tuple[Any, ...]],
     facts: Facts,
-    corrections: Mapping[CorrectionKey, float] = MappingProxyType({}),
+    corrections: Mapping[CorrectionKey, float] | None = None,
 ) -> tuple[str | None, Point | None]:
     """The node of the tree that is taken and its point, None where nothing fits; the facts learn what was walked."""
     node = _walk(workload, values, facts, corrections)
@@ -126,7 +125,7 @@ def _walk(
     workload: Workload,
     values: Mapping[str, tuple[Any, ...]],
     facts: Facts,
-    corrections: Mapping[CorrectionKey, float],
+    corrections: Mapping[CorrectionKey, float] | None,
 ) -> str | None:
     """Walks as many stages as it takes; the node of the tree that is taken, None where nothing fits."""
     if workload.num_gpus == 1:

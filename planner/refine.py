@@ -15,7 +15,7 @@ MAX_DRY_RUNS = 6
 
 CorrectionKey = tuple[object, ...]
 DryRun = Callable[[TrainSetup], Prediction | ProbeFailure]
-PlanWith = Callable[[Mapping[CorrectionKey, float]], Plan | NoPlan]
+PlanWith = Callable[[Mapping[CorrectionKey, float] | None], Plan | NoPlan]
 
 
 def correction_key(setup: TrainSetup) -> CorrectionKey:
@@ -48,8 +48,9 @@ def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS
     """The plan on which formula and dry run agree, with the dry run beside the formula of all that was run.
 
     `plan_with(corrections)` plans with each family's formula peak multiplied by the ratio that its dry run showed. A
-    setup that the dry run rejects thus falls out, and one that the formula rejected wrongly comes in. Where the dry
-    run cannot trace the model, the formula's plan stands and says so.
+    setup that the dry run rejects thus falls out, and one that the formula rejected wrongly comes in. What only may fit
+    by the formula is dry-run first where it is the fastest, and taken where the dry run's own, narrower band fits.
+    Where the dry run cannot trace the model, the formula's plan alone (`plan_with(None)`) stands and says so.
     """
     runs: dict[TrainSetup, Prediction] = {}
     corrections: dict[CorrectionKey, float] = {}
@@ -59,7 +60,7 @@ def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS
         chosen = plan.chosen
         found = dry_run(chosen.setup)
         if isinstance(found, ProbeFailure):
-            return _untraced(plan, found)
+            return _untraced(plan_with(None), found)
         runs[chosen.setup] = found
         ratio = found.peak_device_bytes / chosen.formula.peak_device_bytes
         key = correction_key(chosen.setup)
@@ -91,13 +92,15 @@ def _with_run(candidate: Candidate, runs: Mapping[TrainSetup, Prediction]) -> Ca
 
 
 def _fits(plan: Plan, found: Prediction) -> bool:
-    return found.peak_device_bytes <= plan.workload.budget_bytes
+    return found.peak_device_bytes * (1 + found.memory_band_fraction) <= plan.workload.budget_bytes
 
 
 def _confirmed(plan: Plan, runs: Mapping[TrainSetup, Prediction]) -> Plan:
-    for candidate in plan.ranked:
-        if candidate.setup in runs and _fits(plan, runs[candidate.setup]):
-            return replace(plan, chosen=candidate)
+    ran = [_with_run(candidate, runs) for candidate in plan.ranked if candidate.setup in runs]
+    for verdict in ("fits", "tight"):
+        for candidate in ran:
+            if candidate.verdict == verdict:
+                return replace(plan, chosen=candidate)
     return replace(plan, notes=(*plan.notes, "no dry run has confirmed this setup yet: give more --headroom"))
 
 
@@ -122,6 +125,9 @@ def _answers(
     elif peak > first.budget_bytes:
         choice = "rejected, another taken"
         reason = f"the formula's first choice needs {gib(peak)} in the dry run; this one needs {gib(mine)}"
+    elif mine <= peak:
+        choice = "too tight, another taken"
+        reason = f"the formula's first choice needs {gib(peak)} in the dry run, within its error of the budget"
     else:
         choice = "a faster one fits"
         reason = f"the formula was too careful: this one needs {gib(mine)} in the dry run"
@@ -130,7 +136,9 @@ def _answers(
     )
 
 
-def _untraced(plan: Plan, failure: ProbeFailure) -> Plan:
+def _untraced(plan: Plan | NoPlan, failure: ProbeFailure) -> Plan | NoPlan:
+    if isinstance(plan, NoPlan):
+        return plan
     chosen = replace(plan.chosen, dry_run=failure)
     band = percent(chosen.formula.memory_band_fraction)
     note = f"no dry run: {failure.message}; the formula's band of {band} stands"

@@ -14,7 +14,7 @@ from planner.units import gib, seconds
 from reports.extras import Extras, Timeline
 from reports.pareto import pareto_front
 from reports.rows import CATEGORY_WORDS, beside, best_terms, category_bytes
-from reports.text import clean, memory_mark, parameter_words, rate, setup_difference
+from reports.text import FIT_WORDS, clean, memory_mark, parameter_words, rate, setup_difference
 
 MAX_BARS = 14
 PHASE_WORDS = {"load": "load", "forward": "forward", "loss": "loss", "backward": "backward", "step": "optimizer step"}
@@ -95,7 +95,7 @@ def speed_memory(plan: Plan) -> Chart:
             "peak_device_bytes": one.memory_evidence.peak_device_bytes,
             "tokens_per_s": one.tokens_per_s,
             "method": one.setup.method,
-            "fits": one.fits,
+            "verdict": one.verdict,
             "difference": "the plan" if one is chosen else setup_difference(chosen.setup, one.setup),
         }
         for one in candidates
@@ -185,7 +185,7 @@ def sensitivity_charts(extras: Extras, budget_bytes: int) -> list[Chart]:
                 "values": [point.value for point in points],
                 "bytes": [point.peak_device_bytes for point in points],
                 "tokens_per_s": [point.tokens_per_s for point in points],
-                "fits": [point.fits for point in points],
+                "verdicts": [point.verdict for point in points],
                 "chosen": next((index for index, point in enumerate(points) if point.chosen), None),
                 "budget_bytes": budget_bytes,
                 "table": table_of(
@@ -194,7 +194,7 @@ def sensitivity_charts(extras: Extras, budget_bytes: int) -> list[Chart]:
                         (
                             f"{point.value:,}" + (" (planned)" if point.chosen else ""),
                             gib(point.peak_device_bytes),
-                            "yes" if point.fits else "no",
+                            FIT_WORDS[point.verdict],
                             rate(point.tokens_per_s),
                             clean(point.rung.replace("_", " ")),
                         )

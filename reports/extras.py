@@ -9,6 +9,7 @@ from typing import Any
 
 from planner.codec import decode
 from planner.interchange import to_jsonable
+from planner.outcome import Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,12 @@ class SensitivityPoint:
     tokens_per_s: float
     rung: str
     chosen: bool = False
+    tight: bool = False
+
+    @property
+    def verdict(self) -> Verdict:
+        """As a candidate's."""
+        return "over" if not self.fits else "tight" if self.tight else "fits"
 
 
 @dataclass(frozen=True, kw_only=True)

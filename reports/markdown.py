@@ -9,6 +9,7 @@ from planner.units import gib, percent, seconds
 from reports.extras import Extras
 from reports.rows import breakdown, compared, evidence_columns, notes_of
 from reports.text import (
+    FIT_WORDS,
     clean,
     cut_words,
     epoch_sentence,
@@ -193,7 +194,7 @@ def _sensitivity(extras: Extras) -> list[str]:
             f"{point.value:,}" + (" (planned)" if point.chosen else ""),
             f"{point.tokens_per_s:,.0f}" if point.tokens_per_s else "-",
             gib(point.peak_device_bytes),
-            "yes" if point.fits else "no",
+            FIT_WORDS[point.verdict],
             escape(point.rung.replace("_", " ")),
         )
         for point in extras.sensitivity

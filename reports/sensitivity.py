@@ -46,6 +46,7 @@ def sensitivity(chosen: Candidate, predict: Callable[[TrainSetup], Candidate]) -
                 parameter=parameter,
                 value=value,
                 fits=candidate.fits,
+                tight=candidate.verdict == "tight",
                 peak_device_bytes=candidate.memory_evidence.peak_device_bytes,
                 tokens_per_s=candidate.tokens_per_s,
                 rung=candidate.memory_evidence.rung.value,

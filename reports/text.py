@@ -3,11 +3,11 @@
 Every figure a person sees goes through here, so that the three reports agree to the digit.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from planner.choices.kernels import KERNELS
 from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
-from planner.outcome import Candidate, Evidence, Measurement, Prediction, ProbeFailure, Rung
+from planner.outcome import Candidate, Evidence, Measurement, Prediction, ProbeFailure, Rung, Verdict
 from planner.plan import Answer, Cut, NoPlan, Plan
 from planner.setup import TrainSetup
 from planner.stacks import DEFAULT as DEFAULT_STACK
@@ -250,23 +250,18 @@ def failure_words(failure: ProbeFailure) -> str:
     return f"{RUNG_WORDS[failure.rung]}: {failure.kind.value.replace('_', ' ')}" + (f" ({message})" if message else "")
 
 
-def fit_verdict(candidate: Candidate) -> str:
-    """ "fits", "tight" (the error band reaches past the budget), or "over"."""
-    if not candidate.fits:
-        return "over"
-    evidence = candidate.memory_evidence
-    band = evidence.memory_band_fraction if isinstance(evidence, Prediction) else 0.0
-    return "tight" if evidence.peak_device_bytes * (1 + band) > candidate.budget_bytes else "fits"
+FIT_WORDS: Mapping[Verdict, str] = {"fits": "yes", "tight": "tight", "over": "no"}
+FIT_COLOURS: Mapping[Verdict, str] = {"fits": "green", "tight": "yellow", "over": "red"}
 
 
 def verdict_style(candidate: Candidate) -> str:
-    """The colour of a verdict: what only should fit is no green."""
-    return f"bold {({'fits': 'green', 'tight': 'yellow', 'over': 'red'})[fit_verdict(candidate)]}"
+    """The colour of a verdict: what only may fit is no green."""
+    return f"bold {FIT_COLOURS[candidate.verdict]}"
 
 
 def fit_word(candidate: Candidate) -> str:
     """ "yes", "tight" or "no"."""
-    return {"fits": "yes", "tight": "tight", "over": "no"}[fit_verdict(candidate)]
+    return FIT_WORDS[candidate.verdict]
 
 
 def parameter_words(parameter: str) -> str:
@@ -300,9 +295,9 @@ def memory_sentence(candidate: Candidate) -> str:
     peak, budget = gib(evidence.peak_device_bytes), gib(candidate.budget_bytes)
     words = {
         "fits": f"It fits: {peak} of the {budget} budget",
-        "tight": f"It should fit: {peak} of the {budget} budget, but the error band reaches past it",
+        "tight": f"Tight, it may run out of memory: {peak} of the {budget} budget, and the error band reaches past it",
         "over": f"It does not fit: {peak} against a budget of {budget}",
-    }[fit_verdict(candidate)]
+    }[candidate.verdict]
     return joined((f"{words} ({memory_mark(evidence)}).", _disagreement(candidate)), " ")
 
 

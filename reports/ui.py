@@ -13,7 +13,7 @@ from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.outcome import Candidate
 from reports.brief import GROUPS, group_bytes
-from reports.text import clean, fit_verdict, memory_mark, speed_mark
+from reports.text import clean, memory_mark, speed_mark
 
 VERDICTS = ("fits", "tight", "over")
 
@@ -78,7 +78,7 @@ def page(
 def _cell(one: Candidate, memory_bytes: int) -> list[int]:
     groups = group_bytes(one, memory_bytes)
     return [
-        VERDICTS.index(fit_verdict(one)),
+        VERDICTS.index(one.verdict),
         one.formula.peak_device_bytes,
         round(one.formula.tokens_per_s or 0),
         *(groups[label] for label, _ in GROUPS),

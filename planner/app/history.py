@@ -127,8 +127,8 @@ def with_history(plan: Plan | NoPlan, known: Sequence["Observation"]) -> Plan | 
 
 
 def _choice(chosen: Candidate, ranked: Sequence[Candidate], workload: Workload) -> Candidate:
-    """The fastest that fits, where it is clearly faster than the choice or the choice does not fit."""
-    fitting = [one for one in ranked if one.fits]
+    """The fastest that surely fits, where it is clearly faster than the choice or the choice does not fit."""
+    fitting = [one for one in ranked if one.verdict == "fits"] or [one for one in ranked if one.fits]
     if workload.objective == "memory" or not fitting:
         return chosen
     best = max(fitting, key=lambda one: one.tokens_per_s)

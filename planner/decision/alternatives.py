@@ -47,9 +47,9 @@ def _of_one_spread(
         other = candidate(workload, setup)
         found.append(Alternative(label=label, candidate=other, trade=trade(chosen, other)))
 
-    best, sure = facts[node].best(), facts[node].best_sure()
-    if best is not None and sure is not None and not facts[node].surely_fits(best):
-        offer("room to spare", sure.setup)
+    tight = facts[node].best_tight()
+    if tight is not None and not facts[node].surely_fits(tight):  # then faster by more than a preference is worth
+        offer("tight", tight.setup)
     for other in NODES:
         best = facts[other].best()
         if other != node and best is not None:

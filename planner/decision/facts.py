@@ -1,14 +1,13 @@
 """What the walk learned, by spread and by node of the decision tree, and which point is the best of it."""
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from heapq import nlargest
-from types import MappingProxyType
 from typing import Any
 
-from planner.calibration_bands import memory_band
+from planner.calibration_bands import DRY_RUN_BAND, memory_band
 from planner.choices.kernels import KERNELS
 from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS
@@ -77,8 +76,10 @@ class NodeFacts:
     """What the walk learned about one node.
 
     Attributes:
-        surely_bytes: (shared setup, attention) -> peak below which a point fits by more than the formula errs.
-        fastest: (tokens/s, -number, point) of the KEEP fastest that fit, a heap; `fastest_sure` of those that fit so.
+        surely_bytes: (shared setup, attention) -> peak below which a point fits by more than its rung errs.
+        fastest: (tokens/s, -number, point) of the KEEP fastest that fit, a heap; `fastest_sure` of those that fit for
+            sure, or that a dry run will look at before anything is said (`Limits`).
+        nearest: (peak over what would surely fit, point) of the point that fits and has the least of it.
     """
 
     walked: int = 0
@@ -89,15 +90,26 @@ class NodeFacts:
     smallest_cast: Point | None = None
     fastest: list[tuple[float, int, Point]] = field(default_factory=list)
     fastest_sure: list[tuple[float, int, Point]] = field(default_factory=list)
+    nearest: tuple[float, Point] | None = None
 
     def best(self) -> Point | None:
-        """Of the points that fit and are no slower than the fastest by more than PREFERENCE_FRACTION: one whose fitting
-        is sure, then the simplest, then the smallest."""
-        return self._preferred(self.fastest)
+        """The best that surely fits; where nothing does, what comes nearest to it: more memory then never means less
+        speed, because it surely fits first."""
+        return self.best_sure() or (self.nearest[1] if self.nearest else None)
 
     def best_sure(self) -> Point | None:
-        """The same of the points that fit by more than the formula errs."""
+        """Of the points that surely fit and are no slower than the fastest of them by more than PREFERENCE_FRACTION:
+        the simplest, then the smallest."""
         return self._preferred(self.fastest_sure)
+
+    def best_tight(self) -> Point | None:
+        """The same of all points that fit, whether or not the error band reaches past the budget."""
+        return self._preferred(self.fastest)
+
+    @property
+    def fit_words(self) -> str:
+        """Whether its best fits: "fits", or "may fit" where the error band reaches past the budget."""
+        return "fits" if self.fastest_sure else "may fit"
 
     def _preferred(self, entries: list[tuple[float, int, Point]]) -> Point | None:
         if not entries:
@@ -114,7 +126,7 @@ class NodeFacts:
         return min(_floor(self.fastest), _floor(self.fastest_sure))
 
     def surely_fits(self, point: Point) -> bool:
-        """Whether a point's peak is below the budget by more than the formula errs."""
+        """Whether a point's peak is below the budget by more than its rung errs."""
         return point.peak_device_bytes <= self.surely_bytes[point.shared, point.attention]
 
     def ranked(self) -> list[Point]:
@@ -128,12 +140,37 @@ def near_fastest(points: list[Point], fraction: float) -> list[Point]:
     return [point for point in points if point.tokens_per_s >= floor]
 
 
-def collect_into(
-    points: Iterable[Point], model: ModelSpec, budget_bytes: int, facts_of: Callable[[TrainSetup], NodeFacts]
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When a point surely fits: the one rule by which a tight fit does not win.
+
+    A figure's own band is the reserve that it needs beside the budget: peak x (1 + band) must fit. The band is the
+    formula's (`memory_band`), and the dry run's for a family that it has corrected. Where dry runs follow (`refine`)
+    the others may come first by their peak alone: a dry run sees them before they are taken.
+
+    Attributes:
+        corrections: ratios that dry runs showed, by family; None: the formula stands alone.
+    """
+
+    model: ModelSpec
+    budget_bytes: int
+    corrections: Mapping[CorrectionKey, float] | None = None
+
+    def surely_bytes(self, setup: TrainSetup) -> float:
+        """The largest peak at which this setup fits by more than its rung errs."""
+        ran = self.corrections is not None and correction_key(setup) in self.corrections
+        return self.budget_bytes / (1 + (DRY_RUN_BAND if ran else memory_band(self.model, setup)))
+
+    def taken_bytes(self, setup: TrainSetup) -> float:
+        """The largest peak at which this setup is taken before one that only may fit."""
+        awaited = self.corrections is not None and correction_key(setup) not in self.corrections
+        return self.budget_bytes if awaited else self.surely_bytes(setup)
+
+
+def collect_into(points: Iterable[Point], limits: Limits, facts_of: Callable[[TrainSetup], NodeFacts]) -> None:
     """Adds the walked points to the facts that `facts_of` gives for what they share."""
     shared = node = attention = None
-    surely_bytes, least = 0.0, 1
+    taken_bytes, least, budget_bytes = 0.0, 1, limits.budget_bytes
     known: dict[str, float] = {}
     for index, point in enumerate(points):
         if point.shared is not shared or node is None:  # points come in runs that share their branch
@@ -143,9 +180,10 @@ def collect_into(
         if point.attention != attention:
             attention = point.attention
             if attention not in known:
-                band = memory_band(model, shared.trusted_with(attention=attention))
-                known[attention] = node.surely_bytes[shared, attention] = budget_bytes / (1 + band)
-            surely_bytes = known[attention]
+                setup = shared.trusted_with(attention=attention)
+                node.surely_bytes[shared, attention] = limits.surely_bytes(setup)
+                known[attention] = limits.taken_bytes(setup)
+            taken_bytes = known[attention]
         node.walked += 1 + point.beyond + point.slower
         peak = point.peak_device_bytes
         if point.micro_batch_seqs == least:
@@ -163,8 +201,10 @@ def collect_into(
             node.infeasible += 1
         else:
             _keep(node.fastest, point, index)
-            if peak <= surely_bytes:
+            if peak <= taken_bytes:
                 _keep(node.fastest_sure, point, index)
+            if node.nearest is None or peak / taken_bytes < node.nearest[0]:
+                node.nearest = peak / taken_bytes, point
 
 
 def _floor(heap: list[tuple[float, int, Point]]) -> float:
@@ -254,11 +294,11 @@ class Facts:
             whole = found[node] = merged(known.values())
             best = best_spread(known)
             taken = known[spread_key(best.shared)] if best is not None else NodeFacts()
-            whole.fastest, whole.fastest_sure = taken.fastest, taken.fastest_sure
+            whole.fastest, whole.fastest_sure, whole.nearest = taken.fastest, taken.fastest_sure, taken.nearest
         return found
 
 
-def merged(parts: Iterable[NodeFacts]) -> NodeFacts:
+def merged(parts: Collection[NodeFacts]) -> NodeFacts:
     """The facts of several spreads as those of one node."""
     whole = NodeFacts()
     entries = []
@@ -272,6 +312,8 @@ def merged(parts: Iterable[NodeFacts]) -> NodeFacts:
             if other is not None and (mine is None or other.peak_device_bytes < mine.peak_device_bytes):
                 setattr(whole, name, other)
     whole.fastest = nlargest(KEEP, entries, key=lambda entry: entry[:2])
+    sure = (entry for part in parts for entry in part.fastest_sure)
+    whole.fastest_sure = nlargest(KEEP, sure, key=lambda entry: entry[:2])
     return whole
 
 
@@ -280,10 +322,11 @@ def best_spread(known: Mapping[SpreadKey, NodeFacts]) -> Point | None:
 
     DDP needs no gathering and no tuning, FSDP2 no package beside PyTorch, DeepSpeed no other training loop: each gives
     way to the next only where that is clearly faster. Within a family the fastest counts; within one percent the
-    simplest.
+    simplest. A spread that surely fits goes before all that only may.
     """
+    sure = [facts for facts in known.values() if facts.fastest_sure]
     families: dict[int, list[Point]] = {}
-    for facts in known.values():
+    for facts in sure or known.values():
         point = facts.best()
         if point is not None:
             families.setdefault(_family(point.shared), []).append(point)
@@ -313,7 +356,7 @@ def walk_stages(
     values: Mapping[str, tuple[Any, ...]],
     facts: Facts,
     stages: tuple[str, ...],
-    corrections: Mapping[CorrectionKey, float],
+    corrections: Mapping[CorrectionKey, float] | None,
 ) -> None:
     """Adds the points of these stages' spreads to the facts."""
     add_spreads(workload, values, facts, spreads(workload, stages), corrections)
@@ -324,9 +367,9 @@ def add_spreads(
     values: Mapping[str, tuple[Any, ...]],
     facts: Facts,
     chosen: Sequence[Spread],
-    corrections: Mapping[CorrectionKey, float] = MappingProxyType({}),
+    corrections: Mapping[CorrectionKey, float] | None = None,
 ) -> None:
-    """Adds the points of these spreads to the facts."""
+    """Adds the points of these spreads to the facts; `corrections` as in `Limits`."""
     if not chosen:
         return
     facts.walked += [one for one in chosen if one not in facts.walked]
@@ -335,7 +378,8 @@ def add_spreads(
     )
     if any(one.stage == "offload" for one in chosen) and "offload" not in workload.fixed:
         points = _that_hosts_hold(workload, facts, points)
-    collect_into(corrected(points, corrections), workload.model, workload.budget_bytes, facts.of)
+    limits = Limits(workload.model, workload.budget_bytes, corrections)
+    collect_into(corrected(points, corrections or {}), limits, facts.of)
     for known in facts.facts.values():
         if known.smallest is None:
             known.smallest = known.smallest_cast

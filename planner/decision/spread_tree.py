@@ -113,7 +113,8 @@ def _replicated(workload: Workload, facts: Facts, node: str, chosen: Candidate) 
         elif taken:
             choice, reason = "yes, taken", f"{engine_named('ddp').sends}; nothing has to be gathered"
         else:
-            choice, reason = "yes, not taken", _slower(workload, known, chosen, spread.name)
+            choice = "yes, not taken" if known.fastest_sure else "may fit, not taken"
+            reason = _slower(workload, known, chosen, spread.name)
         return Answer(
             question=question, choice=choice, reason=reason, needed_bytes=need, budget_bytes=workload.budget_bytes
         )
@@ -337,8 +338,9 @@ def _slower(workload: Workload, known: NodeFacts, chosen: Candidate, name: str) 
     assert best is not None
     other = candidate(workload, best.setup)
     ratio = other.tokens_per_s / chosen.tokens_per_s if chosen.tokens_per_s else 0.0
-    words = f"fits at {ratio:.2f} times the speed, {percent(communication_share(other))} of its step communication"
-    if ratio > 1 - TIE_FRACTION:
+    fit = known.fit_words
+    words = f"{fit} at {ratio:.2f} times the speed, {percent(communication_share(other))} of its step communication"
+    if fit == "fits" and ratio > 1 - TIE_FRACTION:
         words = f"fits at {ratio:.2f} times the speed: not clearly faster, and {spread_name(chosen.setup)} is simpler"
     return f"{name} {words}".strip()
 

@@ -31,6 +31,7 @@ METHOD_BAND = 0.10
 """How far the predicted ratio of two methods' speeds errs: 90th percentile of full / LoRA over 66 measured pairs, of
 QLoRA / LoRA 6 % over 54 (docs/speed-accuracy.md, "Ratios"). What is not known of a card is common to both."""
 
+TIGHT = "by less than the formula errs"
 OneGpu = Plan | NoPlan | None
 """The answer for the same work on one GPU; None where the options leave nothing to plan there."""
 
@@ -90,7 +91,7 @@ def data_too_small_for_full(workload: Workload) -> bool:
 
 
 def choose_node(facts: Mapping[str, NodeFacts], workload: Workload, *, from_host: bool = False) -> str | None:
-    """The node taken: the first of `preferred_nodes` with a setup that fits.
+    """The node taken: the first of `preferred_nodes` with a setup that surely fits, else the first with one that may.
 
     Two exceptions. Full fine-tuning replaces a LoRA that fits where it fits for sure, is not slower by more than such a
     comparison errs (METHOD_BAND), and the data is not known to be too small for it. A quantized base replaces it where
@@ -98,7 +99,8 @@ def choose_node(facts: Mapping[str, NodeFacts], workload: Workload, *, from_host
     (`from_host`) unless it loses more than that, because a quarter of the base then crosses the link.
     """
     speeds = {node: best.tokens_per_s for node, known in facts.items() if (best := known.best()) is not None}
-    taken = next((node for node in preferred_nodes(workload) if node in speeds), None)
+    sure = [node for node in speeds if facts[node].fastest_sure]
+    taken = next((node for node in preferred_nodes(workload) if node in (sure or speeds)), None)
     if taken != "lora":
         return taken
     full = facts["full"].best_sure()
@@ -107,7 +109,7 @@ def choose_node(facts: Mapping[str, NodeFacts], workload: Workload, *, from_host
         return "full"
     if workload.prefer == "speed" or from_host:
         gain = -METHOD_BAND if from_host else METHOD_BAND
-        if speeds.get("qlora-4bit", 0.0) > speeds["lora"] * (1 + gain):
+        if "qlora-4bit" in (sure or speeds) and speeds["qlora-4bit"] > speeds["lora"] * (1 + gain):
             return "qlora-4bit"
     return taken
 
@@ -128,8 +130,10 @@ def method_answers(facts: dict[str, NodeFacts], chosen: str | None, workload: Wo
             reason = f"the smallest {name} setup needs {gib(need)}, {gib(need - budget)} more than the budget"
             cuts = (Cut(branch=name, reason=reason, num_setups=known.walked, needed_bytes=need, budget_bytes=budget),)
         elif node == chosen:
-            choice = "yes, taken"
+            choice = "yes, taken" if known.fastest_sure else "it may, taken"
             reason = f"one sequence needs {gib(need)} at least, {gib(budget - need)} are left for activations"
+            if not known.fastest_sure:
+                reason = f"one sequence needs {gib(need)}, {TIGHT}; nothing surely fits"
             rival, mine = facts["lora"].best(), known.best()
             if node.startswith("qlora") and rival and mine and mine.tokens_per_s > rival.tokens_per_s:
                 reason += "; the whole is faster than 16-bit LoRA, and speed is preferred"
@@ -139,7 +143,7 @@ def method_answers(facts: dict[str, NodeFacts], chosen: str | None, workload: Wo
                 limit = percent(METHOD_BAND)
                 reason += f"; nothing is approximated, and it is not slower than LoRA by more than {limit}"
         else:
-            choice = "fits, not taken"
+            choice = f"{known.fit_words}, not taken"
             reason = _not_taken(node, facts, chosen, workload)
         answers.append(
             Answer(
@@ -166,6 +170,8 @@ def class_answer(facts: Mapping[str, NodeFacts], chosen: str, workload: Workload
         if known.smallest is not None and known.best() is None:
             more = known.smallest.peak_device_bytes - workload.budget_bytes
             why.append(f"{NODE_NAMES[node]} needs {gib(more)} more than there is")
+        elif known.best() is not None and not known.fastest_sure and node != "full":
+            why.append(f"{NODE_NAMES[node]} may fit, {TIGHT}")
     if chosen == "full" and data_needs_full(workload):
         why.append(f"{workload.dataset_tokens:,} tokens are more than an adapter of rank {MAX_RANK} holds")
     lora = facts["lora"].best()
@@ -193,9 +199,9 @@ def _full_passed_over(full: NodeFacts, mine: Point, workload: Workload) -> str:
     assert best is not None
     if data_too_small_for_full(workload):
         return f"full fine-tuning fits and overfits {workload.dataset_tokens:,} tokens"
-    if sure is None and best.tokens_per_s >= mine.tokens_per_s * (1 - METHOD_BAND):
-        return "full fine-tuning fits by less than the formula errs"
     shown = (sure or best).tokens_per_s / mine.tokens_per_s
+    if sure is None:
+        return f"full fine-tuning may fit, {TIGHT}, and would run at {shown:.2f} times the speed"
     return f"full fine-tuning fits and runs at {shown:.2f} times the speed"
 
 
@@ -208,10 +214,12 @@ def _not_taken(node: str, facts: Mapping[str, NodeFacts], chosen: str | None, wo
     speed = f"it would run at {ratio:.2f} times the speed"
     if node == "full":
         if data_too_small_for_full(workload):
-            return f"fits, but overfits {workload.dataset_tokens:,} tokens; {speed} (--method full)"
-        return f"fits, but is taken only when asked for (--method full), needed by the data, or as fast; {speed}"
+            return f"overfits {workload.dataset_tokens:,} tokens; {speed} (--method full)"
+        return f"{facts[node].fit_words}, but is taken only when asked for (--method full), needed by the data, or as fast; {speed}"
     if node == "qlora-8bit":
-        return f"fits, but 8 bits are taken only when asked for (--quantization int8); {speed}"
+        return f"{facts[node].fit_words}, but 8 bits are taken only when asked for (--quantization int8); {speed}"
+    if not facts[node].fastest_sure and facts[chosen].fastest_sure:
+        return f"it may fit, {TIGHT}; {speed}"
     if taken.shared.offload != "none" and chosen.startswith("qlora"):
         return f"fits, but {NODE_NAMES[chosen]} leaves a quarter of its base in the host's memory; {speed}"
     if node == "lora" and chosen == "full":

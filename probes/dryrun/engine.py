@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from planner.calibration_bands import DRY_RUN_BAND
 from planner.memory.types import PHASES, MemoryTerm
 from planner.outcome import Prediction, Rung
 from planner.setup import TrainSetup
@@ -22,7 +23,6 @@ from probes.dryrun.startup import load_libraries
 from probes.dryrun.trace import Trace, World, trace_run
 from probes.stack import load_config
 
-BAND_FRACTION = 0.02
 CONTEXT_BYTES = 500 * 1024**2
 """What the driver and libraries hold outside PyTorch's count, when nobody measured it."""
 
@@ -114,7 +114,7 @@ def _report(plan: DepthPlan, trace: Trace, setup: TrainSetup, limit_bytes: int |
         peak_phase=peak_phase,
         phase_peaks_bytes=by_phase,
         terms=_terms(peak, peak_phase),
-        memory_band_fraction=BAND_FRACTION,
+        memory_band_fraction=DRY_RUN_BAND,
         notes=_notes(trace) + retry_notes,
     )
     return DryRunReport(

@@ -10,6 +10,7 @@
   };
   const METHODS = { full: ["rect", "#D55E00", "#ff9a52"], lora: ["circle", "#0072B2", "#56B4E9"], qlora: ["triangle", "#009E73", "#3ddbab"] };
   const METHOD_WORDS = { full: "full fine-tuning", lora: "LoRA", qlora: "QLoRA" };
+  const FIT_WORDS = { fits: "", tight: ", tight: may not fit", over: ", does not fit" };
 
   // The same text as planner.units writes.
   const gib = (bytes) => Math.abs(bytes) < 0.1 * GIB ? (bytes / MIB).toFixed(1) + " MiB" : (bytes / GIB).toFixed(2) + " GiB";
@@ -108,7 +109,7 @@
       option.tooltip.formatter = (item) => {
         const point = item.data && item.data.point;
         return point ? lines(point.difference, METHOD_WORDS[point.method] || point.method, rate(point.tokens_per_s),
-                             gib(point.peak_device_bytes) + (point.fits ? "" : ", does not fit")) : "";
+                             gib(point.peak_device_bytes) + FIT_WORDS[point.verdict]) : "";
       };
       option.xAxis = gibAxis(t, Object.assign({ name: "device peak, GiB" }, gibScale(largest, t.width)));
       option.yAxis = axis(t, { type: "value", name: "tokens/s", nameGap: 50, scale: true, boundaryGap: ["5%", "10%"], axisLabel: { color: t.soft, formatter: whole } });
@@ -176,7 +177,7 @@
       option.tooltip.trigger = "axis";
       option.tooltip.formatter = (rows) => {
         const index = rows[0].dataIndex;
-        return lines(chart.parameter + " " + whole(chart.values[index]), gib(chart.bytes[index]) + (chart.fits[index] ? "" : ", does not fit"),
+        return lines(chart.parameter + " " + whole(chart.values[index]), gib(chart.bytes[index]) + FIT_WORDS[chart.verdicts[index]],
                      rate(chart.tokens_per_s[index]));
       };
       option.axisPointer = { link: [{ xAxisIndex: "all" }] };
@@ -187,7 +188,7 @@
                       axis(t, { type: "value", name: "tokens/s", nameGap: 46, gridIndex: 1, axisLabel: { color: t.soft, formatter: whole } })];
       const size = (value, item) => item.dataIndex === chart.chosen ? 15 : 8;
       option.series = [
-        { type: "line", name: "device peak", xAxisIndex: 0, yAxisIndex: 0, data: chart.bytes, symbol: (v, item) => chart.fits[item.dataIndex] ? "circle" : "emptyCircle",
+        { type: "line", name: "device peak", xAxisIndex: 0, yAxisIndex: 0, data: chart.bytes, symbol: (v, item) => chart.verdicts[item.dataIndex] === "fits" ? "circle" : "emptyCircle",
           symbolSize: size, lineStyle: { color: t.accent }, itemStyle: { color: t.accent },
           markLine: { silent: true, symbol: "none", data: [limit(t, chart.budget_bytes, "budget", t.bad, "yAxis", "dashed", { position: "insideStartTop" })] } },
         { type: "line", name: "tokens/s", xAxisIndex: 1, yAxisIndex: 1, data: chart.tokens_per_s, symbol: "diamond", symbolSize: size,

@@ -7,15 +7,17 @@ import pytest
 
 from benchmarks.speed_accuracy import JSON_FILE
 from planner.cli.wish import workload
-from planner.decision.facts import PREFERENCE_FRACTION, Facts, NodeFacts, Walks, collect_into, node_of_setup
+from planner.decision.facts import PREFERENCE_FRACTION, Facts, Limits, NodeFacts, Walks, collect_into, node_of_setup
 from planner.decision.tree import METHOD_BAND
 from planner.gpus import find_gpu
 from planner.models.resolve import resolve_model
 from planner.plan import Plan
 from planner.planning import choose, plan_workload
+from planner.refine import correction_key
 from planner.space import dimension_values
 from planner.walk import walk
 from planner.workload import Workload
+from reports.text import memory_sentence
 
 
 def wish(model: str, gpu: str, **options: object) -> Workload:
@@ -30,11 +32,11 @@ def chosen(model: str, gpu: str, **options: object) -> Plan:
 
 
 def fastest_of(asked: Workload, node: str) -> float:
-    """Tokens/s of the fastest setup of a class that fits, over the whole space."""
+    """Tokens/s of the fastest setup of a class that surely fits, over the whole space."""
     known = NodeFacts()
     points = (point for point in walk(asked, dimension_values(asked)) if node_of_setup(point.shared) == node)
-    collect_into(points, asked.model, asked.budget_bytes, lambda _: known)
-    return max(point.tokens_per_s for point in known.ranked())
+    collect_into(points, Limits(asked.model, asked.budget_bytes), lambda _: known)
+    return max(known.fastest_sure)[0]
 
 
 @pytest.mark.parametrize(
@@ -93,19 +95,42 @@ def test_more_memory_does_not_bring_8_bits_between_4_and_16() -> None:
     for gib in (14, 15, 16, 17, 18, 20):
         asked = wish("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=gib)
         classes[gib] = choose(asked, dimension_values(asked), Facts(walks=walks))[0]
-    assert classes == dict.fromkeys((14, 15, 16, 17), "qlora-4bit") | dict.fromkeys((18, 20), "lora")
+    assert classes == dict.fromkeys((14, 15, 16, 17, 18), "qlora-4bit") | {20: "lora"}
 
 
-def test_a_choice_that_only_just_fits_has_the_next_that_surely_does_beside_it() -> None:
-    """0.23 GiB of the budget are left; what surely fits is 15 % slower, more than a preference is worth."""
-    plan = chosen("meta-llama/Llama-3.1-8B", "rtx-4090")
-    assert plan.chosen.formula.peak_device_bytes * 1.04 > plan.workload.budget_bytes
-    safe = next(one.candidate for one in plan.alternatives if one.label == "room to spare")
-    assert safe.formula.peak_device_bytes * 1.04 <= plan.workload.budget_bytes
-    assert safe.setup.method == "lora"
-    assert safe.tokens_per_s < plan.chosen.tokens_per_s * (1 - PREFERENCE_FRACTION)
+def test_a_tight_fit_does_not_win() -> None:
+    """LoRA with half its layers checkpointed has 0.23 GiB of the budget left, less than the formula errs: what surely
+    fits is taken, and the faster one stands beside it as tight. A dry run that confirms it brings it back."""
+    asked = wish("meta-llama/Llama-3.1-8B", "rtx-4090")
+    plan = plan_workload(asked)
+    assert isinstance(plan, Plan)
+    assert plan.chosen.verdict == "fits"
+    tight = next(one for one in plan.alternatives if one.label == "tight")
+    assert (tight.candidate.verdict, tight.candidate.setup.method) == ("tight", "lora")
+    assert tight.trade.endswith("may not fit")
+    assert tight.candidate.tokens_per_s > plan.chosen.tokens_per_s * (1 + PREFERENCE_FRACTION)
     roomy = chosen("Qwen/Qwen2.5-1.5B", "rtx-4090")
-    assert all(one.label != "room to spare" for one in roomy.alternatives)
+    assert all(one.label != "tight" for one in roomy.alternatives)
+    hoped = plan_workload(asked, {})  # dry runs follow
+    assert isinstance(hoped, Plan)
+    assert hoped.chosen.setup == tight.candidate.setup
+    for ratio, every in ((0.985, 2), (1.05, 1)):
+        ran = plan_workload(asked, {correction_key(tight.candidate.setup): ratio})
+        assert isinstance(ran, Plan)
+        assert ran.chosen.setup.checkpointing == every
+
+
+def test_a_class_that_only_may_fit_gives_way_to_one_that_surely_does() -> None:
+    """At 18 GiB a LoRA has 0.37 GiB left; NF4 is smaller and faster. Where nothing surely fits, what may is taken."""
+    plan = chosen("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=18)
+    assert (plan.chosen.setup.method, plan.chosen.verdict) == ("qlora", "fits")
+    answer = next(one for one in plan.walk if "LoRA (16-bit base)" in one.question)
+    assert (answer.choice, "may fit, by less than the formula errs" in answer.reason) == ("may fit, not taken", True)
+    asked = chosen("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=18, fixed={"method": ("lora",)})
+    assert (asked.chosen.setup.method, asked.chosen.verdict) == ("lora", "tight")
+    words = memory_sentence(asked.chosen)
+    assert words.startswith("Tight, it may run out of memory")
+    assert "fits" not in words
 
 
 @pytest.mark.parametrize("gpu", ["apple-m2-ultra", "rtx-5090"])
