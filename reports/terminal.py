@@ -17,6 +17,7 @@ from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import Answer, NoPlan, Plan
 from planner.units import GIB, TERA, count, gib, percent, seconds
 from planner.workload import MIN_RANK_GIVEN, PRICE_GIVEN, Workload, default_headroom_bytes
+from reports.around import around
 from reports.brief import render_brief
 from reports.page import Page
 from reports.rows import MemoryRow, best_terms, breakdown, compared, evidence_columns, notes_of
@@ -98,6 +99,7 @@ def render_plan(
             page.line(sentence)
     _launches(page, launches)
     _memory(page, plan.chosen, plan.workload.memory_bytes)
+    around(page, plan.workload, plan.chosen)
     _walk(page, plan.walk)
     _alternatives(page, plan)
     page.line()
@@ -148,6 +150,7 @@ def _asked_for(page: Page, answer: Plan | NoPlan, candidate: Candidate, show: Co
         page.line(space_sentence(answer))
     if "memory" in show:
         _memory(page, candidate, answer.workload.memory_bytes)
+        around(page, answer.workload, candidate)
     if show:
         page.line()
 

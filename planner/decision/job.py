@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from planner.memory.around import DEFAULT_EVAL_SEQS, evaluation_bytes, logits_bytes
 from planner.memory.dtypes import SIZE_BYTES
-from planner.memory.model import predict_memory
 from planner.memory.optimizer import paged_bytes, state_bytes
 from planner.memory.trained import trained_parameters
 from planner.outcome import Candidate
@@ -11,9 +11,6 @@ from planner.setup import TrainSetup
 from planner.steps import small_data_note, steps_per_epoch
 from planner.units import gib
 from planner.workload import Workload
-
-DEFAULT_EVAL_SEQS = 8
-"""transformers' per_device_eval_batch_size where nobody sets one, whatever the training micro-batch is."""
 
 
 def job_notes(workload: Workload, chosen: Candidate) -> Iterator[str]:
@@ -47,37 +44,15 @@ def checkpoint_bytes(workload: Workload, setup: TrainSetup) -> tuple[int, int]:
     return trained.size_bytes, states
 
 
-def evaluation_bytes(workload: Workload, setup: TrainSetup, seqs: int) -> int:
-    """Device peak of evaluating `seqs` sequences at once between two training steps, at most.
-
-    Without gradients nothing is kept but the layer at hand, and the loss is the same: a training step under
-    checkpointing up to its loss holds all of it, and the layers' inputs besides.
-    """
-    every = int(setup.method == "full" or setup.kind.checkpointing)
-    forward = setup.with_(micro_batch_seqs=seqs, accumulation_steps=1, checkpointing=every)
-    memory = predict_memory(workload.model, workload.gpu, forward)
-    return (
-        memory.peak_device_bytes
-        - memory.peak_allocated_bytes
-        + max(memory.phase_bytes[phase] for phase in ("forward", "loss"))
-    )
-
-
-def logits_bytes(workload: Workload, setup: TrainSetup) -> int:
-    """Logits of one sequence as `compute_metrics` gets them: in fp32 under autocast (accelerate
-    `convert_outputs_to_fp32`), on the GPU until the evaluation's end unless eval_accumulation_steps is set."""
-    size = SIZE_BYTES["fp32" if setup.autocast_dtype else setup.weight_dtype]
-    return workload.seq_len_tokens * workload.model.vocab_size * size
-
-
 def evaluation_note(workload: Workload, setup: TrainSetup) -> str:
     """What evaluating takes, and the settings that keep it below the training peak."""
     micro = setup.micro_batch_seqs
     words = f"evaluation at {micro} at once (per_device_eval_batch_size, set in the launch files) stays below the peak"
-    usual = evaluation_bytes(workload, setup, DEFAULT_EVAL_SEQS)
+    model, gpu = workload.model, workload.gpu
+    usual = evaluation_bytes(model, gpu, setup, DEFAULT_EVAL_SEQS)
     if micro < DEFAULT_EVAL_SEQS and usual > workload.budget_bytes:
         words += f"; transformers' default of {DEFAULT_EVAL_SEQS} could take {gib(usual)}"
     return (
-        f"{words}; with compute_metrics {gib(logits_bytes(workload, setup))} of logits a sequence stay on the GPU "
-        "unless eval_accumulation_steps is 1"
+        f"{words}; with compute_metrics {gib(2 * logits_bytes(model, setup))} for every sequence evaluated, unless "
+        "eval_accumulation_steps sends each batch's logits to the host, as the launch files do (--memory)"
     )

@@ -215,7 +215,8 @@ def _not_taken(node: str, facts: Mapping[str, NodeFacts], chosen: str | None, wo
     if node == "full":
         if data_too_small_for_full(workload):
             return f"overfits {workload.dataset_tokens:,} tokens; {speed} (--method full)"
-        return f"{facts[node].fit_words}, but is taken only when asked for (--method full), needed by the data, or as fast; {speed}"
+        when = "only when asked for (--method full), needed by the data, or as fast"
+        return f"{facts[node].fit_words}, but is taken {when}; {speed}"
     if node == "qlora-8bit":
         return f"{facts[node].fit_words}, but 8 bits are taken only when asked for (--quantization int8); {speed}"
     if not facts[node].fastest_sure and facts[chosen].fastest_sure:

@@ -82,6 +82,7 @@ def kernels_lines(setup: TrainSetup, model: ModelSpec | None) -> list[Line]:
 
 
 EVAL_REASON = "as in training: transformers' own 8 may need more than the step"
+METRICS_REASON = "compute_metrics' logits wait on the host, not on the GPU"
 
 
 ADAPTER_TOOLS = {"trl": "trl sft", "axolotl": "Axolotl", "llamafactory": "LLaMA-Factory", "unsloth": "Unsloth"}

@@ -3,6 +3,7 @@
 from planner.exporters import accelerate, chat, deepspeed, slurm
 from planner.exporters.common import (
     EVAL_REASON,
+    METRICS_REASON,
     NO_FUSED_LORA,
     attention_line,
     environment,
@@ -311,6 +312,7 @@ def _arguments(request: ExportRequest, setup: TrainSetup) -> str:
             Line("output_dir", shown_path(request.output_dir)),
             said(SCRIPT, setup, "micro_batch_seqs"),
             Line("per_device_eval_batch_size", setup.micro_batch_seqs, EVAL_REASON),
+            Line("eval_accumulation_steps", 1, METRICS_REASON),
             said(SCRIPT, setup, "accumulation_steps"),
             Line("bf16", setup.autocast_dtype == "bf16", "autocast"),
             Line("fp16", setup.autocast_dtype == "fp16"),

@@ -6,6 +6,7 @@ from planner.choices.kernels import LIGER_LOSS
 from planner.exporters import chat, deepspeed, slurm
 from planner.exporters.common import (
     EVAL_REASON,
+    METRICS_REASON,
     NO_FUSED_LORA,
     environment,
     liger_loss_refusal,
@@ -240,6 +241,7 @@ def _sections(request: ExportRequest) -> list[Section]:
             "batch",
             said(LLAMAFACTORY, setup, "micro_batch_seqs"),
             Line("per_device_eval_batch_size", setup.micro_batch_seqs, EVAL_REASON),
+            Line("eval_accumulation_steps", 1, METRICS_REASON),
             said(LLAMAFACTORY, setup, "accumulation_steps"),
         ),
         section(

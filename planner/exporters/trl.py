@@ -5,6 +5,7 @@ from importlib.resources import files as files_text
 from planner.exporters import accelerate, chat, deepspeed, slurm
 from planner.exporters.common import (
     EVAL_REASON,
+    METRICS_REASON,
     NO_FUSED_LORA,
     adapter_dtype_difference,
     attention_line,
@@ -226,6 +227,7 @@ def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
             *_lengths(setup),
             said(TRL, setup, "micro_batch_seqs"),
             Line("per_device_eval_batch_size", setup.micro_batch_seqs, EVAL_REASON),
+            Line("eval_accumulation_steps", 1, METRICS_REASON),
             said(TRL, setup, "accumulation_steps"),
         ),
         section(

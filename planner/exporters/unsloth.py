@@ -3,6 +3,7 @@
 from planner.exporters import chat
 from planner.exporters.common import (
     EVAL_REASON,
+    METRICS_REASON,
     USUAL_ATTENTION_MODULES,
     USUAL_LINEAR_MODULES,
     environment,
@@ -217,6 +218,7 @@ def _config(request: ExportRequest) -> str:
             Line("packing", setup.packing),
             said(SCRIPT, setup, "micro_batch_seqs"),
             Line("per_device_eval_batch_size", setup.micro_batch_seqs, EVAL_REASON),
+            Line("eval_accumulation_steps", 1, METRICS_REASON),
             said(SCRIPT, setup, "accumulation_steps"),
             Line("gradient_checkpointing", setup.checkpointing > 0),
             Line("bf16", setup.autocast_dtype == "bf16"),

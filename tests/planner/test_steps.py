@@ -7,10 +7,11 @@ import pytest
 
 from planner.cli.wish import workload
 from planner.dataset import choose_length, measure
-from planner.decision.job import checkpoint_bytes, evaluation_bytes, logits_bytes
+from planner.decision.job import checkpoint_bytes
 from planner.exporters import EXPORTERS
 from planner.gpus import find_gpu
 from planner.hyperparameters import rate_batch
+from planner.memory.around import evaluation_bytes, logits_bytes, occasions
 from planner.models.resolve import resolve_model
 from planner.plan import Plan
 from planner.planning import plan_workload
@@ -43,9 +44,14 @@ def test_what_evaluating_and_saving_take() -> None:
     plan = plan_workload(asked)
     assert isinstance(plan, Plan)
     setup = plan.chosen.setup
-    assert evaluation_bytes(asked, setup, setup.micro_batch_seqs) <= plan.chosen.formula.peak_device_bytes
-    assert evaluation_bytes(asked, setup, 8) < evaluation_bytes(asked, setup, 16)
-    assert logits_bytes(asked, setup) == 2048 * 128_256 * 4
+    peak = plan.chosen.formula.peak_device_bytes
+    at = {one.name: one for one in occasions(asked.model, asked.gpu, setup)}
+    assert at["evaluation, 1 at once"].device_bytes <= peak
+    assert at["saving"].device_bytes < peak
+    assert at["saving"].host_bytes == 41_943_040 * 4
+    assert 0 < at["merging"].device_bytes - 2 * asked.model.num_params < 1.2e9  # the base, and little more
+    assert evaluation_bytes(asked.model, asked.gpu, setup, 8) < evaluation_bytes(asked.model, asked.gpu, setup, 16)
+    assert logits_bytes(asked.model, setup) == 2048 * 128_256 * 4
     weights, states = checkpoint_bytes(asked, setup)
     assert states == 2 * weights == 2 * 41_943_040 * 4
     notes = " ".join(plan.notes)
@@ -65,7 +71,9 @@ def test_every_launch_file_evaluates_at_the_micro_batch() -> None:
         "hf": "per_device_eval_batch_size=2",
         "unsloth": "per_device_eval_batch_size=2",
     }.items():
-        assert words in EXPORTERS[target](request(setup)).files[0].text
+        text = EXPORTERS[target](request(setup)).files[0].text
+        assert words in text
+        assert "eval_accumulation_steps" in text
 
 
 def test_every_gpu_gets_a_sequence() -> None:

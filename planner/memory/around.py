@@ -1,0 +1,119 @@
+"""What a job holds around its steps: evaluating, saving, merging; one GPU. Settings that keep each below the step.
+
+How the trainers behave (transformers 5.23, TRL 1.16, peft 0.21): `evaluate` without `compute_metrics` keeps losses
+only; with it every batch's logits stay on the GPU in fp32, and joining them (`eval_do_concat_batches`) holds them
+twice, unless `eval_accumulation_steps` sends each batch to the host. TRL makes them with a second, whole forward.
+`save_model` writes tensor by tensor and takes nothing of the GPU; `merge_and_unload` adds one matrix after the other.
+Measured: benchmarks/trace_evaluation.py, on a GPU that computes nothing.
+"""
+
+from dataclasses import dataclass
+
+from planner.gpu import GpuSpec
+from planner.memory.dtypes import SIZE_BYTES
+from planner.memory.model import predict_memory
+from planner.memory.trained import trained_parameters
+from planner.memory.workspace import context_bytes
+from planner.models.spec import ModelSpec
+from planner.models.targets import lora_linears
+from planner.setup import TrainSetup
+
+DEFAULT_EVAL_SEQS = 8
+"""transformers' per_device_eval_batch_size where nobody sets one, whatever the training micro-batch is."""
+SHARD_BYTES = 50 * 10**9
+"""The largest file that transformers writes of a model (`max_shard_size`): as much lies on the host at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Occasion:
+    """One thing that a job does beside its steps.
+
+    Attributes:
+        device_bytes: peak on the device, at most; host_bytes: of the host's memory beside it.
+        setting: what keeps it so.
+    """
+
+    name: str
+    device_bytes: int
+    host_bytes: int = 0
+    setting: str = ""
+
+
+def occasions(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[Occasion, ...]:
+    """Evaluating, saving and merging in the order in which a job comes to them."""
+    seqs, whole = setup.micro_batch_seqs, SIZE_BYTES["bf16"] * model.num_params
+    kept = logits_bytes(model, setup)
+    trained = trained_parameters(model, setup).size_bytes
+    found = [
+        Occasion(
+            name=f"evaluation, {seqs} at once",
+            device_bytes=evaluation_bytes(model, gpu, setup, seqs),
+            setting="per_device_eval_batch_size",
+        ),
+        Occasion(
+            name="the same, compute_metrics",
+            device_bytes=evaluation_bytes(model, gpu, setup, seqs, logits=True),
+            host_bytes=kept * seqs,
+            setting="eval_accumulation_steps 1",
+        ),
+        Occasion(
+            name="saving",
+            device_bytes=between_steps_bytes(model, gpu, setup),
+            host_bytes=min(trained, SHARD_BYTES),
+            setting="written tensor by tensor",
+        ),
+    ]
+    if setup.method != "full" and setup.kind.merges and setup.kind.adapts_matrices:
+        merging = merging_bytes(model, gpu, setup)
+        found.append(Occasion(name="merging", device_bytes=merging, setting="a process of its own, base in 16 bits"))
+        found.append(Occasion(name="merging on the host", device_bytes=0, host_bytes=whole, setting='device_map "cpu"'))
+    return tuple(found)
+
+
+def evaluation_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, seqs: int, *, logits: bool = False) -> int:
+    """Device peak of evaluating `seqs` sequences at once between two training steps, at most.
+
+    Without gradients nothing is kept but the layer at hand, and the loss is the same: a training step under
+    checkpointing up to its loss holds all of it, and the layers' inputs besides.
+
+    Args:
+        logits: whether a metric wants them, of this batch alone: whole, whatever the loss.
+    """
+    every = int(setup.method == "full" or setup.kind.checkpointing)
+    forward = setup.with_(micro_batch_seqs=seqs, accumulation_steps=1, checkpointing=every, activation_offload=False)
+    memory = predict_memory(model, gpu, forward)
+    phases = [memory.phase_bytes["forward"], memory.phase_bytes["loss"]]
+    if logits:  # whole, in the weights' type and in fp32
+        made = seqs * setup.seq_len_tokens * model.vocab_size * SIZE_BYTES[setup.weight_dtype]
+        phases.append(phases[0] + made + seqs * logits_bytes(model, setup))
+    return max(phases) + memory.peak_device_bytes - memory.peak_allocated_bytes
+
+
+def logits_bytes(model: ModelSpec, setup: TrainSetup) -> int:
+    """Logits of one sequence as `compute_metrics` gets them: in fp32 under autocast (accelerate
+    `convert_outputs_to_fp32`), twice that on the GPU while they are joined at the evaluation's end, unless
+    `eval_accumulation_steps` is set."""
+    size = SIZE_BYTES["fp32" if setup.autocast_dtype else setup.weight_dtype]
+    return setup.seq_len_tokens * model.vocab_size * size
+
+
+def between_steps_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> int:
+    """Device memory between two steps: weights, adapters and states; the gradients are gone (`set_to_none`)."""
+    memory = predict_memory(model, gpu, setup)
+    resident = (term for term in memory.terms if "load" in term.phases or term.category == "optimizer")
+    held = sum(term.size_bytes for term in resident)
+    return held + memory.peak_device_bytes - memory.peak_reserved_bytes
+
+
+def merging_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> int:
+    """Device peak of `merge_and_unload` in a process of its own: the base in 16 bits, the adapters, and the largest
+    matrix's difference twice in the adapters' type (the product, and scaled).
+
+    Source: peft 0.21.2 tuners/lora/layer.py, `Linear.get_delta_weight`. A quantized base is loaded again in 16 bits:
+    merged into 4 bits it would be rounded anew.
+    """
+    adapters = trained_parameters(model, setup)
+    matrices = [one for _, _, linears in lora_linears(model, setup.lora_targets) for one in linears]
+    largest = max(one.in_features * one.out_features for one in matrices)
+    base = SIZE_BYTES["bf16"] * model.num_params
+    return base + adapters.size_bytes + 2 * SIZE_BYTES[adapters.dtype] * largest + context_bytes(gpu)
