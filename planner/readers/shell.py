@@ -217,6 +217,8 @@ def _command(words: list[str], variables: dict[str, str]) -> Command | None:
     per_node = variables.get("NPROC_PER_NODE", "")
     started = int(per_node) if per_node.isdigit() else None
     tool = PurePosixPath(words[0]).name
+    if is_open(tool) and re.search(r"PYTHON|PYBIN|\bPY\b", tool, re.IGNORECASE):
+        tool = "python"
     if tool in ("bash", "sh") and len(words) > 2 and re.fullmatch(r"-l?c", words[1]):
         return _command(_words(words[2].replace("\n", " ")), variables)
     if tool in LAUNCHERS:

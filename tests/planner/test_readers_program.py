@@ -672,3 +672,32 @@ def test_prompt_and_answer_cut_one_by_one_are_as_long_as_their_named_sum(tmp_pat
         "data = data.map(rows)\nTrainer(AutoModelForCausalLM.from_pretrained('gpt2'), TrainingArguments('o')).train()\n"
     )
     assert read_config(script).setup.seq_len_tokens == 3072
+
+
+def test_a_way_that_ends_in_an_error_is_not_the_programs(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        HEAD + "import importlib, json, os\nwrong = []\nfor name in ('trl', 'peft'):\n"
+        "    if importlib.metadata.version(name) != '1':\n        wrong.append(name)\n"
+        "if wrong:\n    raise RuntimeError(wrong)\ntoken = os.getenv('HF_TOKEN')\n"
+        "if token is None:\n    raise ValueError('no token')\n"
+        "SETTINGS = json.loads('{\"batch\": 5}')\n"
+        "def train(settings):\n    if not settings:\n        raise ValueError\n"
+        "    SFTTrainer('gpt2', args=SFTConfig(per_device_train_batch_size=settings['batch'])).train()\n"
+        "train(SETTINGS)\n"
+    )
+    assert read_config(script).setup.micro_batch_seqs == 5
+
+
+def test_choices_between_settings_keep_what_both_have(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        HEAD + "from pathlib import Path\nclass Settings:\n    batch = 6\n"
+        "more = {} if Path('/data').exists() else {'revision': 'abc'}\n"
+        "def train(settings=None):\n    settings = settings or Settings()\n"
+        "    model = AutoModelForCausalLM.from_pretrained('gpt2', dtype=torch.bfloat16, **more)\n"
+        "    SFTTrainer(model, args=SFTConfig(per_device_train_batch_size=settings.batch, max_length=64)).train()\n"
+        "train(Settings())\n"
+    )
+    found = read_config(script)
+    assert (found.setup.micro_batch_seqs, found.missing) == (6, ())

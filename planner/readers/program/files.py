@@ -62,6 +62,11 @@ def hydra_settings(reader: "Reader", made: Made) -> Value:
 def loaded(reader: "Reader", made: Made) -> Value:
     """A YAML or JSON file beside the program."""
     source = made.positional[0] if made.positional else None
+    if made.name in ("loads", "safe_load") and isinstance(source, Known) and isinstance(source.data, str):
+        try:  # text that stands in the program
+            return to_value(parse_yaml(source.data, made.where).values, source.where or made.where)
+        except ConfigError as error:
+            return Unknown(f"{made.where}: {error.message}")
     while isinstance(source, Made) and source.name != "open" and source.receiver is not None:
         source = source.receiver
     path = plain(source.positional[0]) if isinstance(source, Made) and source.positional else None

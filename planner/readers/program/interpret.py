@@ -107,6 +107,10 @@ class _Return(_Leave):
     """Leaves the function."""
 
 
+class _Raise(_Return):
+    """Ends in an error: a way that a program which runs does not take."""
+
+
 class _Loop(_Leave):
     """Leaves this turn of the loop."""
 
@@ -215,7 +219,7 @@ class Reader:
             case ast.Break() | ast.Continue():
                 raise _Loop
             case ast.Raise():
-                raise _Return(Known(None))
+                raise _Raise(Known(None))
             case ast.Match():
                 for case in node.cases:
                     self.once(case.body, scope)
@@ -227,7 +231,10 @@ class Reader:
     def branch(self, node: ast.If, scope: Scope) -> None:
         truth = objects.truth(self.value(node.test, scope))
         if truth is not None:
-            self.block(node.body if truth else node.orelse, scope)
+            try:
+                self.block(node.body if truth else node.orelse, scope)
+            except _Raise:
+                self.block(node.orelse if truth else node.body, scope)
             return
         place = f"{self.place(node, scope)}: depends on a condition"
         before = dict(scope.names)
