@@ -701,3 +701,23 @@ def test_choices_between_settings_keep_what_both_have(tmp_path: Path) -> None:
     )
     found = read_config(script)
     assert (found.setup.micro_batch_seqs, found.missing) == (6, ())
+
+
+def test_what_a_loop_may_have_skipped_is_open(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        HEAD + "PROFILES = [{'gib': 80, 'batch': 8}, {'gib': 16, 'batch': 1}]\nchosen = None\n"
+        "for one in sorted(PROFILES, key=lambda one: one['gib'], reverse=True):\n"
+        "    if torch.cuda.get_device_properties(0).total_memory < one['gib']:\n        continue\n"
+        "    chosen = one\n    break\n"
+        "for one in PROFILES:\n"
+        "    if torch.cuda.get_device_properties(0).total_memory < one['gib']:\n        continue\n    other = one\n"
+        "SFTTrainer('gpt2', args=SFTConfig(per_device_train_batch_size=chosen['batch'], "
+        "gradient_accumulation_steps=other['batch'])).train()\n"
+    )
+    assert {"micro_batch_seqs", "accumulation_steps"} <= open_fields(read_config(script))
+    found = read(
+        "for size in sorted([7, 3, 5]):\n    if size > 4:\n        batch = size\n        break\n"
+        + TRAIN.format(batch="batch")
+    )
+    assert found.setup.micro_batch_seqs == 5

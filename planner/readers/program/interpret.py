@@ -115,6 +115,10 @@ class _Loop(_Leave):
     """Leaves this turn of the loop."""
 
 
+class _Break(_Loop):
+    """Leaves the loop."""
+
+
 class _TooLong(Exception):
     """The budget of steps is spent."""
 
@@ -153,6 +157,7 @@ class Reader:
         self.running: list[Any] = []
         self.entered: set[int] = set()
         self.maybe_returned: list[list[Value]] = []
+        self.maybe_left: list[bool] = []
 
     def whole(self, tree: ast.Module) -> None:
         """The main module, as far as it can be read."""
@@ -216,7 +221,9 @@ class Reader:
                 if self.uncertain and self.maybe_returned:
                     self.maybe_returned[-1].append(value)
                 raise _Return(value)
-            case ast.Break() | ast.Continue():
+            case ast.Break():
+                raise _Break
+            case ast.Continue():
                 raise _Loop
             case ast.Raise():
                 raise _Raise(Known(None))
@@ -248,6 +255,8 @@ class Reader:
                 ends.append(scope.names)
             except _Leave as leave:
                 left_by.append(leave)
+                if isinstance(leave, _Loop) and self.maybe_left:
+                    self.maybe_left[-1] = True
             finally:
                 self.uncertain -= 1
         if not ends:  # both sides leave
@@ -276,12 +285,22 @@ class Reader:
             self.assign(node.target, Unknown(f"{self.place(node, scope)}: a loop over what is not known"), scope)
             self.once(node.body, scope)
             return
-        for item in items:
-            self.assign(node.target, item, scope)
-            try:
-                self.block(node.body, scope)
-            except _Loop:
-                continue
+        before = dict(scope.names)
+        self.maybe_left.append(False)
+        try:
+            for item in items:
+                self.assign(node.target, item, scope)
+                try:
+                    self.block(node.body, scope)
+                except _Break:
+                    break
+                except _Loop:
+                    continue
+        finally:
+            skipped = self.maybe_left.pop()
+        for name, value in scope.names.items() if skipped else ():
+            if not same(before.get(name), value) and not isinstance(value, (Function, Class)):
+                scope.names[name] = Unknown(f"{self.place(node, scope)}: which turn of the loop sets {name}")
 
     def assign(self, target: ast.expr, value: Value, scope: Scope) -> None:
         match target:

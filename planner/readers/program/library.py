@@ -154,7 +154,17 @@ def _of_module(reader: "Reader", callee: Dotted, made: Made) -> Value | None:
             if callee.name in ("dict",):
                 return Table({**inner.entries, **made.keywords}, made.where, inner.more or made.more)
             return Instance({**inner.entries, **made.keywords}, more=inner.more or made.more)
-        case "list" | "tuple" | "set" | "sorted" if first is not None:
+        case "sorted" | "reversed" if first is not None:
+            found = items_of(first)
+            values = [plain(one) for one in found or ()]
+            alike = len({type(one) for one in values}) <= 1 and all(
+                isinstance(one, (int, float, str)) for one in values
+            )
+            if found is None or not alike or "key" in made.keywords or callee.path == "reversed":
+                return Unknown(f"{made.where}: the order of a list")
+            down = plain(made.keywords.get("reverse")) is True
+            return Items(sorted(found, key=plain, reverse=down), made.where)
+        case "list" | "tuple" | "set" if first is not None:
             found = items_of(first)
             return Items(found, made.where) if found is not None else Unknown(f"{made.where}: a list not known")
         case "vars" | "dataclasses.asdict" | "asdict" if first is not None:
