@@ -10,6 +10,7 @@ from typing import Any
 
 from planner.choices.adapters import ADAPTERS
 from planner.choices.objectives import OBJECTIVES
+from planner.choices.rollouts import Rollout
 from planner.errors import SetupError
 from planner.setup import AROUND_FIELDS, LATER_FIELDS, SPREAD_FIELDS, TrainSetup
 from planner.stacks import STACKS
@@ -34,6 +35,8 @@ def setup_to_dict(setup: TrainSetup) -> dict[str, Any]:
     for name in _LISTS:
         if isinstance(values.get(name), tuple):
             values[name] = list(values[name])
+    if "rollout" in values:
+        values["rollout"] = values["rollout"].values
     return values
 
 
@@ -74,7 +77,11 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
     for name in _SWITCHES:
         if name in clean and not isinstance(clean[name], bool):
             raise SetupError(f"{name} must be true or false, got {clean[name]!r}")
+    if clean.get("rollout") is not None:
+        clean["rollout"] = _rollout(clean["rollout"], clean.get("seq_len_tokens", _DEFAULTS["seq_len_tokens"]))
     for name, value in clean.items():
+        if name == "rollout":
+            continue
         if name in _LISTS and isinstance(value, (tuple, str)):
             continue  # TrainSetup looks at the names
         if isinstance(_DEFAULTS[name], str) and not isinstance(value, str):
@@ -108,6 +115,12 @@ def _own_of(stack: str) -> dict[str, Any]:
     """What a stack sets by itself around its step; nothing of one that is not known."""
     row = STACKS.get(stack)
     return {} if row is None else {name: getattr(row, name) for name in AROUND_FIELDS if name != "stack"}
+
+
+def _rollout(values: object, seq_len_tokens: object) -> Rollout:
+    if isinstance(values, Rollout):
+        return values
+    return Rollout.read(values, seq_len_tokens if isinstance(seq_len_tokens, int) else 2)
 
 
 def _checkpointing(value: object) -> int:

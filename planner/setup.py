@@ -13,6 +13,7 @@ from planner.choices.adapters import ADAPTERS, Adapter
 from planner.choices.objectives import DEFAULT as _DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES, Objective
 from planner.choices.precisions import PRECISIONS
+from planner.choices.rollouts import Rollout
 from planner.setup_fields import SHARDED, check
 from planner.stacks import DEFAULT as _DEFAULT_STACK
 from planner.stacks import STACKS, Stack
@@ -61,6 +62,7 @@ class TrainSetup:
         reentrant_checkpointing: the older form of torch's checkpointing (`use_reentrant=True`).
         objective: one of OBJECTIVE_NAMES, what the step trains for (`planner.choices.objectives`).
         adapter: one of ADAPTER_KINDS (`planner.choices.adapters`); no plan proposes another than "lora" by itself.
+        rollout: how an objective that generates its completions does so; None: as its trainer by itself (`rolls`).
     """
 
     method: str = "lora"
@@ -97,6 +99,7 @@ class TrainSetup:
     quantize_experts: bool = False
     objective: str = _DEFAULT_OBJECTIVE
     adapter: str = "lora"
+    rollout: Rollout | None = None
 
     def __post_init__(self) -> None:
         check(self)
@@ -146,6 +149,30 @@ class TrainSetup:
     def aim(self) -> Objective:
         """The objective's row."""
         return OBJECTIVES[self.objective]
+
+    @property
+    def rolls(self) -> Rollout:
+        """How completions come about, of an objective that generates them."""
+        return self.rollout or Rollout.usual(self.seq_len_tokens)
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the step also asks the model as it was before training."""
+        return self.aim.reference or (self.aim.rolls_out and self.rolls.reference)
+
+    @property
+    def extra_forwards(self) -> int:
+        """Forwards of every micro-batch without gradients."""
+        if not self.aim.rolls_out:
+            return self.aim.extra_forwards
+        return int(self.rolls.reference) + int(self.rolls.old_log_probs(self.global_batch_seqs))
+
+    @property
+    def scored_tokens(self) -> int:
+        """Tokens of one micro-batch whose logits are asked for: all, or those of the completions."""
+        if not self.aim.rolls_out:
+            return self.tokens_per_micro_batch
+        return self.micro_batch_seqs * self.rolls.completion_tokens
 
     @property
     def kind(self) -> Adapter:
@@ -232,6 +259,13 @@ class TrainSetup:
         """A copy with some fields changed, validated anew."""
         return replace(self, **changes)
 
+    def of_length(self, tokens: int) -> Self:
+        """A copy with sequences of so many tokens; completions take at most half of shorter ones."""
+        roll = self.rollout
+        if roll is not None and tokens < self.seq_len_tokens:
+            roll = replace(roll, completion_tokens=max(1, min(roll.completion_tokens, tokens // 2)))
+        return replace(self, seq_len_tokens=tokens, rollout=roll)
+
 
 SPREAD_FIELDS = (
     "tensor_degree",
@@ -251,6 +285,7 @@ LATER_FIELDS = (
     "modules_to_save",
     "objective",
     "adapter",
+    "rollout",
     *AROUND_FIELDS,
 )
 """Fields that came after the first studies and plans; left out of JSON and keys at their defaults as well."""

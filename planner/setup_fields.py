@@ -10,6 +10,7 @@ from planner.choices.objectives import DEFAULT as _DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES as _OBJECTIVES
 from planner.choices.optimizers import OPTIMIZERS as _OPTIMIZERS
 from planner.choices.precisions import PRECISIONS as _PRECISIONS
+from planner.choices.rollouts import Rollout
 from planner.errors import SetupError
 from planner.stacks import STACKS as _STACKS
 
@@ -85,7 +86,7 @@ def check(setup: "TrainSetup") -> None:
     if setup.num_gpus > 1 or setup.parallel != "none" or setup.spread:
         _check_degrees(setup)
         _check_sharing(setup)
-    if setup.objective != _DEFAULT_OBJECTIVE:
+    if setup.objective != _DEFAULT_OBJECTIVE or setup.rollout is not None:
         _check_objective(setup)
 
 
@@ -311,6 +312,26 @@ def _check_objective(setup: "TrainSetup") -> None:
             "spread is not modelled",
             hint="leave --gpus out",
         )
+    if row.rolls_out:
+        _check_rollout(setup, setup.rolls)
+    elif setup.rollout is not None:
+        raise SetupError(f"objective {setup.objective!r} generates nothing, got a rollout")
+
+
+def _check_rollout(setup: "TrainSetup", rolls: Rollout) -> None:
+    """How completions are generated, beside how they are trained on."""
+    if rolls.completion_tokens >= setup.seq_len_tokens:
+        raise SetupError(
+            f"completions of {rolls.completion_tokens} tokens leave no room for a prompt in {setup.seq_len_tokens}",
+            hint="give a longer --seq-len or a shorter --completion-len",
+        )
+    if rolls.generation_batch_seqs % setup.micro_batch_seqs:
+        raise SetupError(
+            f"a generation of {rolls.generation_batch_seqs} completions is not cut into micro-batches of "
+            f"{setup.micro_batch_seqs}"
+        )
+    if rolls.colocated and setup.quantization == "int8":
+        raise SetupError("vLLM has no 8-bit quantization in flight", hint="use another --generator")
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...], *, hint: str = "") -> None:

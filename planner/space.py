@@ -17,6 +17,7 @@ from planner.choices.objectives import OBJECTIVES, Objective
 from planner.choices.optimizers import PLANNED_OPTIMIZERS
 from planner.choices.packages import PACKAGED
 from planner.choices.precisions import PRECISIONS, precision_of
+from planner.choices.rollouts import GENERATORS, Rollout
 from planner.errors import SetupError, UsageError
 from planner.expressed import branches_as_run
 from planner.kernels import missing_kernels, supported_attentions
@@ -82,6 +83,8 @@ def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
                 f"--global-batch is {workload.global_batch_seqs}",
                 hint=f"give --global-batch {objective.least_samples} or more",
             )
+        if objective.rolls_out:
+            values["rollout"] = planned_rollouts(workload)
     quantized = TrainSetup(method="qlora", quantization="nf4")
     if bits := stored_bits(workload.model):
         values["method"] = tuple(one for one in values["method"] if one == "qlora")
@@ -129,6 +132,30 @@ def _losses_of(objective: Objective, losses: tuple[str, ...], *, any_trainer: bo
     return found
 
 
+def planned_rollouts(workload: Workload) -> tuple[Rollout, ...]:
+    """The rollouts of a plan: all completions of a step at once, as TRL has it, or half of them, a quarter, and so on
+    in whole groups of a prompt's completions, where what was asked for leaves that open.
+
+    Raises:
+        UsageError: an optimizer step does not hold whole groups.
+    """
+    asked = workload.fixed.get("rollout", (Rollout.usual(workload.seq_len_tokens),))[0]
+    step, group = workload.global_batch_seqs, asked.num_generations
+    if step % group or step % (asked.generation_batch_seqs or step):
+        made = f" and whole generations of {asked.generation_batch_seqs}" if asked.generation_batch_seqs else ""
+        raise UsageError(
+            f"a step of {step} completions is no whole groups of {group} (num_generations){made}",
+            hint=f"give --global-batch {-(-step // group) * group}, or --num-generations",
+        )
+    found = [asked]
+    part = step // 2
+    while asked.generator == GENERATORS[0] and not asked.generation_batch_seqs and part >= group:
+        if step % part == 0 and part % group == 0:
+            found.append(replace(asked, generation_batch_seqs=part))
+        part //= 2
+    return tuple(found)
+
+
 def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Iterator[TrainSetup]:
     """One setup for every branch that can exist (method, precision, quantization, cast, rank, targets).
 
@@ -159,7 +186,8 @@ def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Itera
             for quantization in quantizations:
                 for cast in values["kbit_fp32_cast"] if method == "qlora" else (False,):
                     for rank in ranks[:1] if cast else ranks:  # the cast is there to be compared
-                        for targets in values["lora_targets"] if method != "full" else ("all-linear",):
+                        kinds_of = values["lora_targets"] if method != "full" else ("all-linear",)
+                        for targets, rollout in product(kinds_of, values.get("rollout", (None,))):
                             try:
                                 branch = TrainSetup(
                                     method=method,
@@ -174,6 +202,7 @@ def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Itera
                                     objective=objective,
                                     loss="full" if OBJECTIVES[objective].supervised else values["loss"][0],
                                     adapter="lora" if method == "full" else values.get("adapter", ("lora",))[0],
+                                    rollout=rollout,
                                     checkpointing=0 if values["checkpointing"] == (0,) else 1,
                                     quantize_experts=values["quantize_experts"][0],
                                 )

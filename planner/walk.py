@@ -21,6 +21,7 @@ from planner.memory.micro_batch import ActivationParts, activation_parts
 from planner.memory.model import predict_memory
 from planner.memory.rank_part import RankPart, rank_parts
 from planner.memory.rank_part import in_flight as micro_batches_in_flight
+from planner.memory.rollout import generation_terms, resident_vllm
 from planner.memory.state import RankState
 from planner.memory.step import (
     Lines,
@@ -247,6 +248,8 @@ def _runs(workload: Workload, values: Mapping[str, tuple[Any, ...]], spreads: "S
             batches = values.get("micro_batch_seqs") or micro_batches(own_batch)
             least = setup.aim.least_samples
             pairs = tuple([(m, own_batch // m) for m in batches if own_batch % m == 0 and m >= least])
+            if branch.rollout is not None and (made := branch.rollout.generation_batch_seqs):
+                pairs = tuple([one for one in pairs if made % one[0] == 0])
             if not pairs:
                 continue
             ranks: list[_Rank] = []
@@ -389,7 +392,9 @@ def _memory_kind(workload: Workload) -> tuple[Any, ...]:
     """What of a card decides how much memory a setup takes there."""
     gpu = workload.gpu
     linked = workload.num_gpus > 1 and gpu.nvlink_bytes_per_s > 0
-    return attention_generation(gpu), cublas_workspace_bytes(gpu), context_bytes(gpu), gpu.vendor == "Apple", linked
+    shared = gpu.memory_bytes if "rollout" in workload.fixed else 0  # of which vLLM takes its share
+    apple = gpu.vendor == "Apple"
+    return attention_generation(gpu), cublas_workspace_bytes(gpu), context_bytes(gpu), apple, linked, shared
 
 
 class _Rank:
@@ -400,9 +405,14 @@ class _Rank:
         self.engine = engine_of(setup)
         self.workspace = cublas_workspace_bytes(gpu)
         self.outside = context_bytes(gpu) + communicator_bytes(gpu, setup)
+        self.beside = resident_vllm(gpu, setup)
         self._states: dict[tuple[bool, str, bool], tuple[RankState, dict[str, tuple[int, int]]]] = {}
         self._losses: dict[tuple[str, int, int], tuple[LossChain, int, int]] = {}
         self._in_loss: dict[tuple[str, int, int, int, bool], tuple[int, int]] = {}
+
+    def generating(self, setup: TrainSetup, state: RankState) -> int:
+        """Bytes of generation at its largest moment beyond what is resident."""
+        return total_bytes(generation_terms(self.part.model, self._gpu, setup, state.trained.size_bytes))
 
     def activations(self, inner: TrainSetup, kernels: tuple[str, ...]) -> _Activations:
         """The part's activations with these attention kernels; `inner` has micro-batch 1."""
@@ -462,7 +472,7 @@ class _Family:
         variants = [self._variant(loss, optimizers, accumulated=accumulated) for accumulated in (False, True)]
         for micro, steps in pairs:
             state, lines, stepping = variants[steps > 1]
-            resident = state.moment_bytes["resident"] + rank.workspace
+            resident = state.moment_bytes["resident"] + rank.workspace + rank.beside
             flight = in_flight = in_loss = 0
             if setup.pipeline_degree > 1:
                 flight = micro_batches_in_flight(setup, part.stage, steps)
@@ -474,6 +484,9 @@ class _Family:
                 in_loss, kept_outputs = rank.in_loss(setup, loss, micro, flight, state, parts)
                 resident += kept_outputs
             largest = lines.largest(micro, in_flight=in_flight, in_loss=in_loss)
+            if setup.aim.rolls_out:
+                whole = setup.trusted_with(micro_batch_seqs=micro, accumulation_steps=steps)
+                largest = max(largest, rank.generating(whole, state))
             for peaks, (states, step) in zip(found, stepping, strict=True):
                 peaks.append(peak_bytes(resident, largest, states, step, rank.outside))
         return found

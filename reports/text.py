@@ -91,7 +91,22 @@ def batch_words(setup: TrainSetup) -> str:
     gpus = f" on {setup.num_gpus} GPUs ({spread_words(setup)})" if setup.num_gpus > 1 else ""
     return (
         f"micro-batch {setup.micro_batch_seqs} × accumulation {setup.accumulation_steps}{gpus} "
-        f"of {setup.seq_len_tokens:,} tokens"
+        f"of {setup.seq_len_tokens:,} tokens{rollout_words(setup)}"
+    )
+
+
+def rollout_words(setup: TrainSetup) -> str:
+    """How completions come about, as the end of a sentence; "" of an objective that generates none."""
+    if not setup.aim.rolls_out:
+        return ""
+    roll = setup.rolls
+    names = {"vllm": "vLLM beside it", "vllm-sleep": "a vLLM that sleeps meanwhile", "vllm-server": "a vLLM server"}
+    at_once = roll.generation_batch_seqs or setup.global_batch_seqs
+    share = f" on {roll.vllm_fraction:.0%} of the card" if roll.colocated else ""
+    held = ", with a reference" if roll.reference else ""
+    return (
+        f", completions of {roll.completion_tokens:,} tokens generated {at_once} at a time by "
+        f"{names.get(roll.generator, roll.generator)}{share}{held}"
     )
 
 

@@ -37,6 +37,7 @@ class Objective:
         packs: whether several samples may fill one sequence; `packed`: whether a plan does it unless told otherwise.
         least_samples: of one micro-batch.
         rate_factor: on the learning rate of supervised training; `rate_reason` says whose.
+        rolls_out: whether a step begins by generating its completions (`planner.choices.rollouts`).
         targets: launch targets that have a file for it, and what each calls it.
         columns: what its data must have, for people; `data`: the kinds of it (`planner.dataset.columns_of`).
         source: where all this was read.
@@ -61,6 +62,7 @@ class Objective:
     columns: str
     data: tuple[str, ...]
     source: str
+    rolls_out: bool = False
 
 
 def _chain(shape: LossShape, forward: float, backward: float, *, beside: int = 0) -> LossChain:
@@ -266,6 +268,30 @@ _ROWS = (
         source="trl 1.16 experimental/orpo/orpo_trainer.py: concatenated_forward keeps the logits of both halves, "
         "cross-entropy of the chosen one, selective_log_softmax of both; no reference. LLaMA-Factory 0.9.5 "
         "train/dpo/trainer.py (pref_loss orpo)",
+    ),
+    Objective(
+        name="grpo",
+        title="group relative policy optimization",
+        sample="completion",
+        seqs_per_sample=1,
+        reference=False,
+        extra_forwards=0,
+        head="vocabulary",
+        whole_logits=None,
+        losses=("chunked",),
+        supervised=False,
+        packs=False,
+        packed=False,
+        least_samples=1,
+        rate_factor=0.05,
+        rate_reason="GRPO, as TRL's GRPOConfig: 1e-6 for full fine-tuning",
+        rolls_out=True,
+        targets={"trl": "grpo"},
+        columns="prompt, and what its reward functions ask for",
+        data=("prompt",),
+        source="trl 1.16 trainer/grpo_trainer.py: _generate_single_turn (generate outside accelerate's autocast where "
+        "there are adapters), _get_per_token_logps_and_entropies and _compute_loss (the fused head on the "
+        "completions' tokens), no reference at beta 0",
     ),
 )
 

@@ -71,7 +71,7 @@ def _shorter(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
     """The longest sequence length (a multiple of 64) at which the setup fits."""
 
     def peak(seq_len_tokens: int) -> int:
-        return device_peak_bytes(workload.model, workload.gpu, nearest.setup.with_(seq_len_tokens=seq_len_tokens))
+        return device_peak_bytes(workload.model, workload.gpu, nearest.setup.of_length(seq_len_tokens))
 
     low, high = 0, workload.seq_len_tokens // 64
     while low < high:

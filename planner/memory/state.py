@@ -140,7 +140,7 @@ def whole_weights(model: ModelSpec, setup: TrainSetup, trained: Trained) -> Iter
             if model.tied and setup.loss == "full" and not setup.kbit_fp32_cast:
                 name = "the tied head with its rows"  # multiplied from a copy of the table
                 yield Held(category="weights", name=name, size_bytes=table, moments=("loss", "head"))
-    elif setup.aim.reference:
+    elif setup.has_reference:
         size = sum(weight_bytes(model, setup).values())
         yield Held(category="weights", name="reference model (a frozen copy)", size_bytes=size)
 

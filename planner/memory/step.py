@@ -18,6 +18,7 @@ from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.loss import loss_parts
 from planner.memory.micro_batch import ActivationParts, activation_parts, step_flow
 from planner.memory.rank_part import RankPart
+from planner.memory.rollout import VLLM, generation_terms, resident_vllm
 from planner.memory.state import BACKWARD, RankState
 from planner.memory.types import PHASES, Category, MemoryBreakdown, MemoryTerm, Phase
 from planner.memory.workspace import communicator_bytes, context_bytes, cublas_workspace_bytes
@@ -297,6 +298,7 @@ def breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState)
     )
     resident: list[Term] = [(one.category, one.name, one.size_bytes) for one in state.held if one.resident]
     resident += [
+        ("other", VLLM, resident_vllm(gpu, setup)),
         ("workspace", "cuBLAS workspaces", cublas_workspace_bytes(gpu)),
         (
             "activations",
@@ -306,11 +308,15 @@ def breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState)
     ]
     shown = _Shown(resident)
     shown.add(AFTER_LOAD, [("optimizer", f"states of {setup.optimizer}", states), ("loss", KEPT_OUTPUTS, kept_outputs)])
+    generated = generation_terms(part.model, gpu, setup, state.trained.size_bytes)
     for phase in AFTER_LOAD[:-1]:
         best = max(
             (place for place, moment in enumerate(moments) if moment.name in _MOMENTS_OF[phase]),
             key=lambda place: (totals[place], moments[place].name == "forward"),
         )
+        if phase == "forward" and total_bytes(generated) > totals[best]:
+            shown.add((phase,), generated)
+            continue
         shown.add((phase,), moments[best].terms)
         if moments[best].terms or phase != "loss":
             shown.add((phase,), [in_flight])
@@ -319,7 +325,8 @@ def breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState)
     shown.add(("step",), [*_held_at(state, "step"), ("optimizer", f"temporaries of {setup.optimizer}", temporaries)])
     if setup.expandable_segments:
         whole = total_bytes(resident) + states + kept_outputs
-        gap = allocator_gap_bytes(whole, max(*totals, state.moment_bytes["step"] + temporaries))
+        step = state.moment_bytes["step"] + temporaries
+        gap = allocator_gap_bytes(whole, max(*totals, step, total_bytes(generated)))
     else:
         largest = {
             phase: max(

@@ -16,7 +16,7 @@ from planner.models.earlier import has_expert_modules
 from planner.models.spec import LayerSpec
 
 
-def _mlp_width(layer: LayerSpec) -> int:
+def mlp_width(layer: LayerSpec) -> int:
     """Intermediate elements per token of the layer's MLP that are worked on at once."""
     mlp = layer.mlp
     if mlp is None:
@@ -82,7 +82,7 @@ def _mlp_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple
     flow, mlp = context.flow, layer.mlp
     if mlp is None:
         return 0, 0
-    width = _mlp_width(layer)
+    width = mlp_width(layer)
     hidden_dtype = flow.linear_out(flow.residual)
     size = SIZE_BYTES[hidden_dtype]
     gated = mlp.kind != "plain"
@@ -172,7 +172,7 @@ def forward_transient(layer: LayerSpec, context: LayerContext) -> int:
     """
     flow = context.flow
     size = SIZE_BYTES[flow.linear_out(flow.residual)]
-    mlp = 3 * size * _mlp_width(layer)
+    mlp = 3 * size * mlp_width(layer)
     scores = 0
     if layer.attention is not None:
         held = score_bytes(layer.attention, context, flow.linear_out(flow.residual))

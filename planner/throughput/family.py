@@ -35,15 +35,16 @@ class Family:
         trained_params, trained_tensors: what the optimizer updates.
         trained_bytes: size of one trained parameter.
         seqs_per_sample: sequences of one forward for each sample of the micro-batch.
-        host_s: host time to issue one micro-batch's kernels.
+        host_s: host time to issue one micro-batch's kernels; forward_host_s: those of one forward alone.
+        unpacking_s: of every quantized matrix once, or of autocast's copies of all weights, in a forward.
         power: of the p-norm that joins GPU and host time.
         attention_flops: needed forward flops of attention, per sequence.
     """
 
     __slots__ = (
         "_attention", "_busy", "_cast", "_dequantization", "_elementwise", "_extra", "_lora", "_recompute", "_seq",
-        "_setup", "_skip_first", "_skip_last", "_speed", "attention_flops", "flow", "host_s", "power",
-        "seqs_per_sample", "trained_bytes", "trained_params", "trained_tensors",
+        "_setup", "_skip_first", "_skip_last", "_speed", "attention_flops", "flow", "forward_host_s", "host_s",
+        "power", "seqs_per_sample", "trained_bytes", "trained_params", "trained_tensors", "unpacking_s",
     )  # fmt: skip
 
     def __init__(self, speed: SpeedModel, setup: TrainSetup) -> None:
@@ -137,7 +138,12 @@ class Family:
         host += (_LOSS_KERNELS + _EMBEDDING_KERNELS) * (constants.host_forward_s + constants.host_backward_s)
         host += quantized_calls * (2 + again) * constants.host_quantized_s
         host += lora_calls * (1 + again) * constants.host_lora_s
-        if extra := setup.aim.extra_forwards:
+        forward_host = forward_kernels * constants.host_forward_s + quantized_calls * constants.host_quantized_s
+        self.forward_host_s = (forward_host + lora_calls * constants.host_lora_s) * constants.host_scale
+        self.unpacking_s = (0.0 if setup.quantization == "int8" else self._dequantization / 2.0) + self._cast / (
+            1 + full
+        )
+        if extra := setup.extra_forwards:
             host += extra * (moved.forward_kernels * constants.host_forward_s)
             host += extra * quantized_calls * constants.host_quantized_s
         self.host_s = host * constants.host_scale * (constants.compile_host if setup.compile else 1.0)
@@ -178,12 +184,17 @@ class Family:
             "lora": self._lora[0] * cached + self._lora[1],
             "dequantization": self._dequantization,
         }
-        if extra := setup.aim.extra_forwards:
-            once = layers.forward + self._extra[0] * cached + self._extra[1] * seqs + self._extra[2]
-            if setup.quantization != "int8":
-                once += self._dequantization / 2.0
-            parts["forwards without gradients"] = extra * once
+        if extra := setup.extra_forwards:
+            parts["forwards without gradients"] = extra * self.forward_s(seqs, self._seq)
         return parts
+
+    def forward_s(self, seqs: int, length: int) -> float:
+        """GPU seconds of the layers in one forward without gradients, of the base alone."""
+        tokens = seqs * length
+        layers = self._speed.matmuls(self.flow.compute, tokens, self._setup.quantization == "int8")
+        cached = tokens / self._speed.cache_gain(tokens)
+        attention = self._extra[1] * seqs * (length / self._seq) ** 2
+        return layers.forward + self._extra[0] * cached + attention + self._extra[2] + self.unpacking_s
 
 
 def _token_and_micro(moved: Moved, per_byte: float, gap: float) -> tuple[float, float]:

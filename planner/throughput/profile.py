@@ -6,6 +6,7 @@ from planner.choices.kernels import speed_band, speed_note
 from planner.setup import TrainSetup
 from planner.throughput.family import Family
 from planner.throughput.model import SpeedModel
+from planner.throughput.rollout import Generation
 from planner.throughput.types import StepTime
 
 GRADIENT_ADD_PASSES = 3.0  # accumulation reads both gradients and writes one
@@ -21,6 +22,7 @@ class ThroughputProfile:
     __slots__ = (
         "_add_s",
         "_family",
+        "_generation",
         "_head_dtype",
         "_optimizer",
         "_setup",
@@ -40,6 +42,7 @@ class ThroughputProfile:
         self._optimizer = speed.optimizer_s(
             setup.optimizer, self._family.trained_params, self._family.trained_bytes, self._family.trained_tensors
         )
+        self._generation = Generation(speed, self._family, setup) if setup.aim.rolls_out else None
         trained_bytes = self._family.trained_params * self._family.trained_bytes
         self._add_s = GRADIENT_ADD_PASSES * trained_bytes / speed.bandwidth
         self._trainer_s = speed.constants.step_overhead_s if speed.conditions.trainer_overhead else 0.0
@@ -82,14 +85,22 @@ class ThroughputProfile:
                 busy = self._family.busy_s(samples) + self._loss_s(samples)
                 micro = times[samples] = self._with_host(busy) + self._trainer_micro_s()
             found.append(steps * micro + (steps - 1) * add_s + step_s)
+        if self._generation is not None:
+            found = [one + self.generation_s(samples * steps) for one, (samples, steps) in zip(found, pairs, strict=True)]
         return found
+
+    def generation_s(self, step_seqs: int) -> float:
+        """Seconds of generating an optimizer step's completions; 0 of objectives that are given theirs."""
+        return self._generation.seconds(step_seqs) if self._generation is not None else 0.0
 
     def _tokens(self, samples: int) -> int:
         return samples * self._family.seqs_per_sample * self._setup.seq_len_tokens
 
     def _loss_s(self, samples: int) -> float:
         setup, tokens = self._setup, self._tokens(samples)
-        again = setup.aim.extra_forwards
+        if setup.aim.rolls_out:
+            tokens = samples * setup.rolls.completion_tokens
+        again = setup.extra_forwards
         found = self._speed.loss_s(setup.loss, self._head_dtype, tokens, setup.method == "full")
         return found + again * self._speed.head_forward_s(self._head_dtype, tokens) if again else found
 
@@ -112,7 +123,7 @@ class ThroughputProfile:
         needed = (6.0 if full else 4.0) * weights * tokens + 3.0 * self._family.attention_flops * seqs
         if not full and setup.kind.like_lora:
             needed += 6.0 * setup.lora_rank * self._speed.adapters(setup, self._family.flow)[1] * tokens
-        needed += setup.aim.extra_forwards * (2.0 * weights * tokens + self._family.attention_flops * seqs)
+        needed += setup.extra_forwards * (2.0 * weights * tokens + self._family.attention_flops * seqs)
         return needed * accumulation_steps
 
     def mfu_fraction(self, flops: float, seconds: float) -> float:
@@ -131,9 +142,11 @@ class ThroughputProfile:
         parts["optimizer"] = gpu + (steps - 1) * self._add_s
         parts["host"] += max(host - gpu, 0.0)
         parts["trainer"] = steps * self._trainer_micro_s() + self._step_s - max(self._optimizer)
+        if generation := self.generation_s(seqs * steps):
+            parts["generation"] = generation
         total = sum(parts.values())
         flops = self.flops(seqs, steps)
-        unmeasured = self._family.unmeasured_s(seqs) * steps / total
+        unmeasured = (self._family.unmeasured_s(seqs) * steps + generation) / total
         return StepTime(
             step_time_s=total,
             parts_s=parts,
@@ -165,6 +178,11 @@ class ThroughputProfile:
             notes.append(
                 f"No run with {name} has been compared: what it costs is counted from peft's code, and the band is "
                 "wider by all of it."
+            )
+        if self._generation is not None:
+            notes.append(
+                "No run with generation has been compared: it is counted from the bytes of each token and the host's "
+                "time to issue its kernels, for prompts of one length and completions that all reach theirs."
             )
         compute = self._family.flow.compute
         if compute in speed.rates.emulated:

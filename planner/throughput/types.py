@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 PARTS = (
+    "generation",
     "forwards without gradients",
     "matmul",
     "recompute",
@@ -16,8 +17,9 @@ PARTS = (
     "host",
     "trainer",
 )
-"""Where time goes. recompute: everything that checkpointing runs a second time; host: time that the GPU waits for the
-Python side to issue kernels; trainer: the trainer's stated constant."""
+"""Where time goes. generation: of completions, where the objective makes its own; recompute: everything that
+checkpointing runs a second time; host: time that the GPU waits for the Python side to issue kernels; trainer: the
+trainer's stated constant."""
 
 
 @dataclass(frozen=True, kw_only=True)

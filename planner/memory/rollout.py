@@ -1,0 +1,110 @@
+"""What generating the completions of a step holds, before its first micro-batch: keys and values, one forward's
+temporaries, or vLLM's share of the card."""
+
+from functools import lru_cache
+
+from planner.gpu import GpuSpec
+from planner.memory.dtypes import SIZE_BYTES, flow_of
+from planner.memory.transient import mlp_width
+from planner.memory.types import Category
+from planner.models.spec import AttentionSpec, LayerSpec, ModelSpec
+from planner.setup import TrainSetup
+
+Term = tuple[Category, str, int]
+VLLM = "vLLM's share of the card"
+
+
+def vllm_bytes(gpu: GpuSpec, setup: TrainSetup) -> int:
+    """Bytes of the card that a colocated vLLM takes: its weights, keys and values, and workspaces lie within.
+
+    Source: vLLM's `gpu_memory_utilization` is a share of the whole card, whatever else lies there.
+    Not counted: CUDA graphs beyond it, and what of it stays when it sleeps.
+    """
+    if not setup.aim.rolls_out or not setup.rolls.colocated:
+        return 0
+    return int(setup.rolls.vllm_fraction * gpu.memory_bytes)
+
+
+def resident_vllm(gpu: GpuSpec, setup: TrainSetup) -> int:
+    """Of `vllm_bytes`, what is there while the model trains too: nothing where it sleeps."""
+    return vllm_bytes(gpu, setup) if setup.rolls.generator == "vllm" else 0
+
+
+def generation_terms(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, gradients: int) -> tuple[Term, ...]:
+    """The largest moment of generation beside what is resident: the prompts' forward, or the last token's.
+
+    Args:
+        gradients: bytes of accumulated gradients, which are there where a step generates more than once.
+
+    Not counted: masks of prompts of unequal length, under which SDPA also repeats keys and values of grouped queries.
+    """
+    if not setup.aim.rolls_out or setup.rolls.generator == "vllm-server":
+        return ()
+    again = setup.rolls.generations(setup.global_batch_seqs) > 1
+    beside: tuple[Term, ...] = (("gradients", "accumulated gradients", gradients),) if again else ()
+    if setup.rolls.colocated:
+        awake = vllm_bytes(gpu, setup) - resident_vllm(gpu, setup)
+        return (*beside, ("other", VLLM, awake))
+    seqs = setup.rolls.generation_batch_seqs or setup.global_batch_seqs
+    shared = setup.trusted_with(micro_batch_seqs=1, accumulation_steps=1)
+    return (*beside, *_by_the_model(model, shared, seqs))
+
+
+@lru_cache(maxsize=256)
+def _by_the_model(model: ModelSpec, setup: TrainSetup, seqs: int) -> tuple[Term, ...]:
+    """transformers' `generate` of so many completions at once.
+
+    Source: transformers 5.23 `GenerationMixin._sample`, `DynamicLayer.update` (a longer copy beside the old one);
+    accelerate's autocast wraps the forward of the model, which peft's `generate` goes around.
+    """
+    stream, out = _sizes(setup)
+    prompt = setup.seq_len_tokens - setup.rolls.completion_tokens
+    layers = [model.layer_kinds[kind] for kind in model.layer_order]
+    weights = [one.num_weights for layer in layers for one in layer.linears]
+    head = [model.head.num_weights] if model.head is not None else []
+    casts = out * sum(weights + head) if out < stream else 0
+
+    def held(tokens: int, beside: int) -> tuple[Term, ...]:
+        return (
+            ("activations", f"keys and values of {seqs} completions", cache_bytes(model, setup, seqs, tokens)),
+            ("activations", "one forward's temporaries in generation", beside),
+            ("activations", "autocast copies of the weights in generation", casts),
+        )
+
+    before = seqs * prompt * max(_widest(model, layer, setup, stream, out) for layer in layers)
+    longest = setup.seq_len_tokens - 1
+    grown = seqs * max((_kept(one.attention, longest, stream, 0) for one in layers if one.attention), default=0)
+    sampled = seqs * model.vocab_size * (out + 3 * SIZE_BYTES["fp32"])
+    return max(held(prompt, before), held(longest, max(grown, sampled)), key=lambda terms: sum(one[2] for one in terms))
+
+
+def cache_bytes(model: ModelSpec, setup: TrainSetup, seqs: int, tokens: int) -> int:
+    """Keys and values of so many sequences in all layers; a rotary embedding widens keys to the stream's type."""
+    stream, out = _sizes(setup)
+    layers = [model.layer_kinds[kind].attention for kind in model.layer_order]
+    return seqs * sum(_kept(one, tokens, stream, out) for one in layers if one is not None)
+
+
+def _sizes(setup: TrainSetup) -> tuple[int, int]:
+    """Bytes of an element of the hidden states, and of a matrix's result, in generation."""
+    flow = flow_of(setup)
+    return SIZE_BYTES[flow.table], SIZE_BYTES[(flow.autocast if setup.method == "full" else None) or flow.table]
+
+
+def _kept(attention: AttentionSpec, tokens: int, key: int, value: int) -> int:
+    """Bytes of one sequence's keys and values in one layer."""
+    tokens = min(tokens, attention.window_tokens or tokens)
+    return tokens * attention.num_kv_heads * (key * attention.head_dim + value * attention.value_head_dim)
+
+
+def _widest(model: ModelSpec, layer: LayerSpec, setup: TrainSetup, stream: int, out: int) -> int:
+    """Bytes per token of a layer's forward where its MLP is widest: the residual stream, the activated gate, and the
+    next matrix with its adapter's product before and after scaling. Seen in the trainer's trace."""
+    gated = layer.mlp is not None and layer.mlp.kind != "plain"
+    width = mlp_width(layer)
+    found = 4 * stream * model.hidden_size + (1 + gated) * out * width
+    if setup.method == "full" or not setup.kind.adapts_matrices:
+        return found + out * width
+    adapter = SIZE_BYTES[flow_of(setup).adapter]
+    cast = adapter * model.hidden_size if adapter != stream else 0
+    return found + 2 * adapter * width + cast
