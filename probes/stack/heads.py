@@ -11,8 +11,14 @@ from probes.stack.losses import ChunkedNll, FusedLinearCrossEntropy
 from probes.stack.real_losses import real_loss
 
 
-def head_loss(inner: Any, kind: str, hidden: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a fused head returns for the hidden states of a micro-batch: TRL's ("chunked") or Liger's."""
+def head_loss(
+    inner: Any, kind: str, hidden: torch.Tensor, labels: torch.Tensor, scored: int | None = None
+) -> dict[str, torch.Tensor]:
+    """What a fused head returns for the hidden states of a micro-batch: TRL's ("chunked") or Liger's.
+
+    Args:
+        scored: tokens at the end of every sequence whose labels count; None: all.
+    """
     head = inner.get_output_embeddings()
     weight, bias = head.weight, getattr(head, "bias", None)
     if kind == "chunked":
@@ -20,6 +26,8 @@ def head_loss(inner: Any, kind: str, hidden: torch.Tensor, labels: torch.Tensor)
             weight = weight.full_tensor()
             bias = bias.full_tensor() if bias is not None else None
         shifted, wanted = hidden[:, :-1], labels[:, 1:]
+        if scored is not None:
+            shifted, wanted = shifted[:, -scored:], wanted[:, -scored:]
         valid = wanted != -100
         rows = shifted.reshape(-1, shifted.shape[-1])  # every label counts, so boolean indexing copies all of them
         if rows.data_ptr() == hidden.data_ptr() and shifted.shape[0] == 1 and rows._is_view():

@@ -10,6 +10,7 @@ import torch
 from planner.setup import TrainSetup
 from probes.stack.batch import Batch
 from probes.stack.heads import head_loss, headless
+from probes.stack.rollouts import without_checkpointing
 
 BETA = 0.1
 _log_sigmoid = torch.nn.functional.logsigmoid
@@ -34,14 +35,15 @@ class Asked(NamedTuple):
 
     def outputs(self, inner: Any, forward: Any) -> Any:
         """What a model returns under TRL's fused head."""
-        with headless(inner, partial(head_loss, inner, self.setup.loss)):
+        scored = self.setup.rolls.completion_tokens if self.setup.aim.rolls_out else None
+        with headless(inner, partial(head_loss, inner, self.setup.loss, scored=scored)):
             return forward(**self.batch.model_inputs, labels=self.batch.labels)
 
-    def log_probs(self, inner: Any, forward: Any) -> torch.Tensor:
-        """The log-probability of every sequence, without gradients and with nothing left but it."""
+    def log_probs(self, inner: Any, forward: Any, *, summed: bool = True) -> torch.Tensor:
+        """The log-probability of every sequence, or of its tokens, without gradients and with nothing left but it."""
         with torch.no_grad():
-            found: torch.Tensor = self.outputs(inner, forward)["log_probs"].sum(dim=1)
-        return found
+            found: torch.Tensor = self.outputs(inner, forward)["log_probs"]
+            return found.sum(dim=1) if summed else found
 
     @contextmanager
     def before_training(self) -> Iterator[tuple[Any, Any]]:
@@ -51,10 +53,7 @@ class Asked(NamedTuple):
                 yield self.reference
                 return
             stack.enter_context(self.model.disable_adapter())
-            for module in self.inner.modules():
-                if getattr(module, "gradient_checkpointing", False):
-                    module.gradient_checkpointing = False
-                    stack.callback(setattr, module, "gradient_checkpointing", True)
+            stack.enter_context(without_checkpointing(self.inner))
             yield self.inner, self.forward
 
 
@@ -116,6 +115,24 @@ def reward(asked: Asked) -> torch.Tensor:
     return -_log_sigmoid(chosen - rejected).mean()
 
 
+def grpo(asked: Asked) -> torch.Tensor:
+    """The clipped loss of completions under their advantages. Source: TRL 1.16 `GRPOTrainer._compute_loss`, dapo; it
+    asks the reference as it generates, where nothing of this forward is there."""
+    reference = None
+    if asked.setup.has_reference:
+        with asked.before_training() as models:
+            reference = asked.log_probs(*models, summed=False)
+        asked.again()
+    log_probs = asked.outputs(asked.inner, asked.forward)["log_probs"]
+    advantages = torch.ones((log_probs.shape[0], 1), device=log_probs.device)
+    ratio = torch.exp(log_probs - log_probs.detach())
+    loss = -torch.min(ratio * advantages, torch.clamp(ratio, 0.8, 1.2) * advantages)
+    if reference is not None:
+        apart = reference - log_probs
+        loss = loss + BETA * (torch.exp(apart) - apart - 1) * ratio
+    return loss.sum() / asked.setup.scored_tokens
+
+
 def orpo(asked: Asked) -> torch.Tensor:
     """Cross-entropy of the chosen halves and the odds ratio of both. Source: TRL 1.16 `ORPOTrainer`."""
     labels = asked.batch.labels
@@ -160,5 +177,11 @@ class SelectedLogProbs(torch.autograd.Function):  # type: ignore[misc]
         return gradient, None
 
 
-LOSSES: Mapping[str, Callable[[Asked], torch.Tensor]] = {"dpo": dpo, "kto": kto, "reward": reward, "orpo": orpo}
+LOSSES: Mapping[str, Callable[[Asked], torch.Tensor]] = {
+    "dpo": dpo,
+    "kto": kto,
+    "reward": reward,
+    "orpo": orpo,
+    "grpo": grpo,
+}
 """Objective -> its loss; one that is not here has supervised training's."""

@@ -21,6 +21,7 @@ from probes.stack.losses import InPlaceCrossEntropy
 from probes.stack.objectives import LOSSES as OBJECTIVE_LOSSES
 from probes.stack.objectives import Asked
 from probes.stack.optimizers import by_mesh
+from probes.stack.rollouts import generate
 
 MAX_GRAD_NORM = 1.0
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -158,6 +159,8 @@ def train_step(trainer: Trainer, batches: list[Batch], mark: Mark | None = None)
         stack.enter_context(kernels_running(trainer.inner, setup))
         if mark is not None:  # hooks cost time: none while timing
             stack.enter_context(_marks(trainer, tell))
+        if setup.aim.rolls_out:
+            generate(setup, trainer.inner, trainer.forward, tell)
         for index, batch in enumerate(batches):
             tell("forward", None)
             with trainer.no_sync() if index < len(batches) - 1 else nullcontext():
