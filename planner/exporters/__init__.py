@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from types import ModuleType
 
-from planner.exporters import accelerate, axolotl, deepspeed, hf, llamafactory, torchtitan, trl, unsloth
+from planner.exporters import accelerate, axolotl, deepspeed, hf, llamafactory, rollouts, torchtitan, trl, unsloth
 from planner.exporters.types import (
     PLACEHOLDER_DATASET,
     DatasetChoice,
@@ -37,6 +37,7 @@ def _export(room: ModuleType, request: ExportRequest) -> Launch:
     reason = objective_refusal(setup, room.TARGET)
     if not reason and setup.micro_batch_seqs < setup.aim.least_samples:
         reason = f"{setup.objective} needs a micro-batch of at least {setup.aim.least_samples} {setup.aim.sample}s"
+    reason = reason or rollouts.refusal(setup)
     found: Launch = Launch(target=room.TARGET, refused=reason) if reason else room.export(request)
     return found
 

@@ -2,7 +2,7 @@
 
 from importlib.resources import files as files_text
 
-from planner.exporters import accelerate, chat, deepspeed, slurm
+from planner.exporters import accelerate, chat, deepspeed, rollouts, slurm
 from planner.exporters.common import (
     EVAL_REASON,
     METRICS_REASON,
@@ -93,11 +93,12 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
 def _objective_differences(setup: TrainSetup) -> list[Difference]:
     """What TRL's trainers of pairs and rewards run otherwise than a setup says."""
     found = []
-    if setup.lora_dropout:
+    if setup.lora_dropout and not setup.aim.rolls_out:
         reason = "TRL switches every dropout off for this objective (disable_dropout)"
         found.append(Difference(field="lora_dropout", planned=setup.lora_dropout, runs_as=0.0, reason=reason))
-    if setup.aim.reference and setup.checkpointing > 1:
-        reason = "TRL switches checkpointing off for the reference's forward, and on again for every layer"
+    if (setup.has_reference or setup.aim.rolls_out) and setup.checkpointing > 1:
+        asked = "generation" if setup.aim.rolls_out else "the reference's forward"
+        reason = f"TRL switches checkpointing off for {asked}, and on again for every layer"
         found.append(Difference(field="checkpointing", planned=setup.checkpointing, runs_as=1, reason=reason))
     return found
 
@@ -150,6 +151,8 @@ def export(request: ExportRequest) -> Launch:
     if setup.objective == "orpo":  # no command of TRL 1.16 trains it
         files.append(launch_file(ORPO_SCRIPT, orpo_script()))
         command = f"python launch/{ORPO_SCRIPT} --config launch/{file}"
+    if setup.aim.rolls_out:
+        files.append(launch_file(rollouts.REWARDS, rollouts.rewards_text()))
     notes = [OLDER_NAMES]
     if accelerate.needed(setup):
         files += accelerate.config_files(request, TARGET)
@@ -266,16 +269,20 @@ def _lengths(setup: TrainSetup) -> list[Line | None]:
             said(TRL, setup, "packing"),
             Line("packing_strategy", "bfd") if setup.packing else None,
         ]
+    if setup.aim.rolls_out:
+        return rollouts.length_lines(setup)
     each = f"tokens of each half of a {setup.aim.sample}" if setup.aim.seqs_per_sample > 1 else "tokens"
     return [said(TRL, setup, "seq_len_tokens", f"{each}, prompt included")]
 
 
 def _objective(setup: TrainSetup) -> list[Section]:
     """What the objective's own trainer is told."""
+    if setup.aim.rolls_out:
+        return rollouts.sections(setup)
     beta = Line("beta", 0.1, "TRL's default: how far the policy may leave the reference")
     if setup.objective == "orpo":
         return [section("objective", Line("beta", 0.1, "TRL's default: weight of the odds ratio"))]
-    if not setup.aim.reference:
+    if not setup.has_reference:
         return []
     loss = Line("loss_type", "sigmoid" if setup.objective == "dpo" else setup.objective, "TRL's default")
     kept = "a second copy of the weights" if setup.method == "full" else "the base with its adapters switched off"

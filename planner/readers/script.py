@@ -19,6 +19,7 @@ from planner.readers.fields import adapter_kind, said
 from planner.readers.program import Known, Made, Program, Unknown, plain, run
 from planner.readers.program.interpret import LENGTH_NAMES
 from planner.readers.program.source import Source, of_script
+from planner.readers.rollouts import rollout_fields
 from planner.readers.sharding import Sharding, loaded, parallel_of
 from planner.readers.training import Training
 from planner.readers.trl import loss_of, sharded
@@ -149,7 +150,7 @@ class _Script:
             loss = self.defaults.loss(arguments.optional_text("loss_type"), liger=False) if self.trl else "full"
             fields |= common.liger(arguments, liger, "full" if liger else loss, self.model)
         if not self.aim.supervised:
-            fields |= self._objective(fields["method"], liger)
+            fields |= self._objective(fields, liger)
         fields["stack"] = "trl" if self.trl else "hf"  # Unsloth's is known by the format
         fields |= self._spread(constants)
         if adapted:
@@ -181,13 +182,13 @@ class _Script:
             call_line=_line(self.found.arguments),
         )
 
-    def _objective(self, method: str, liger: bool) -> dict[str, Any]:
+    def _objective(self, base: Mapping[str, Any], liger: bool) -> dict[str, Any]:
         """What another objective than supervised training makes of the fields.
 
         Raises:
             NotPlanned: of a TRL whose trainer makes another step.
         """
-        arguments, trainer = self.arguments, self.found.trainer
+        arguments, trainer, method = self.arguments, self.found.trainer, base["method"]
         gone = sorted({*OLDER_PREFERENCES, "beta", "loss_type"} & set(trainer.keywords if trainer is not None else ()))
         gone += sorted((OLDER_PREFERENCES - {"max_length"}) & {*arguments.values, *arguments.unknown})
         if self.unsloth or not self._own_arguments() or gone:
@@ -198,10 +199,15 @@ class _Script:
             )
         fields: dict[str, Any] = {"objective": self.aim.name, "packing": False}
         fields |= common.liger(arguments, liger, loss_of(self.aim, self.defaults, self.name), self.model)
-        if method != "full" and arguments.flag("disable_dropout", True):
+        if method != "full" and arguments.flag("disable_dropout", not self.aim.rolls_out):
             fields["lora_dropout"] = 0.0
+        if self.aim.rolls_out:
+            rolled, open_fields = rollout_fields(arguments, base, self.name)
+            fields |= rolled
+            self.missing |= {one.field: one.reason for one in open_fields}
         wrapped = trainer is not None and trainer.argument("peft_config") is None
-        if method != "full" and wrapped and self.aim.reference:
+        asked = self.aim.reference or ("rollout" in fields and fields["rollout"].reference)
+        if method != "full" and wrapped and asked:
             arguments.approximate("a model that comes with adapters gets a frozen copy of them as its reference")
         if method == "qlora" and self.aim.name == "orpo":
             arguments.approximate("TRL's ORPO prepares a quantized base by itself (norms in fp32)")
@@ -410,6 +416,8 @@ class _Script:
         return int(self._called("gradient_checkpointing_enable") and not self._called("gradient_checkpointing_disable"))
 
     def _length(self) -> int:
+        if self.aim.rolls_out:
+            return 0  # `rollout_fields` says it
         for settings in (self.arguments, self.loader):
             key = settings.first("max_length", "max_seq_length")
             if settings.has(key):

@@ -10,14 +10,16 @@ from planner.readers.program.objects import is_trainer, trainer_of
 from planner.readers.program.values import Table, Value
 from planner.readers.values import Settings
 
-PLANNED = {"DPOTrainer": "dpo", "KTOTrainer": "kto", "ORPOTrainer": "orpo", "RewardTrainer": "reward"}
+PLANNED = {
+    "DPOTrainer": "dpo", "KTOTrainer": "kto", "ORPOTrainer": "orpo", "RewardTrainer": "reward", "GRPOTrainer": "grpo",
+}  # fmt: skip
 """TRL's trainers of other objectives that are planned."""
 CONFIGS = {objective: f"{trainer.removesuffix('Trainer')}Config" for trainer, objective in PLANNED.items()}
-BEHIND_REFERENCE = ("DPOTrainer", "KTOTrainer")
-"""Trainers whose second place is the reference model's."""
+BEHIND_REFERENCE = ("DPOTrainer", "KTOTrainer", "GRPOTrainer")
+"""Trainers whose second place is the reference model's, or the rewards'."""
 OBJECTIVES = {
     "OnlineDPOTrainer": "online DPO", "XPOTrainer": "XPO", "NashMDTrainer": "Nash-MD",
-    "BCOTrainer": "BCO", "CPOTrainer": "CPO", "GRPOTrainer": "GRPO",
+    "BCOTrainer": "BCO", "CPOTrainer": "CPO",
     "AsyncGRPOTrainer": "GRPO", "RLOOTrainer": "RLOO", "PPOTrainer": "PPO", "GKDTrainer": "distillation (GKD)",
     "GOLDTrainer": "distillation (GOLD)", "MiniLLMTrainer": "distillation (MiniLLM)",
     "DistillationTrainer": "distillation", "PRMTrainer": "reward modelling",

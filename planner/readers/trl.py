@@ -7,7 +7,7 @@ from typing import Any
 from planner.choices.objectives import OBJECTIVES, Objective
 from planner.errors import NotATraining, NotPlanned
 from planner.models.spec import ModelSpec
-from planner.readers import common, hf, schema, versions
+from planner.readers import common, hf, rollouts, schema, versions
 from planner.readers.fields import adapter_kind, said
 from planner.readers.sharding import Sharding, Spread, fsdp, fsdp_words, loaded, parallel_of, zero_stage
 from planner.readers.shell import TRL_COMMANDS
@@ -18,9 +18,10 @@ from planner.tools.trl import TRL
 FORMAT = "trl"
 EXTRA_KEYS = (
     "env", "config", "accelerate_config", "num_processes", "num_machines", "machine_rank", "main_process_port",
-    "main_process_ip", "mixed_precision", "multi_gpu", "dynamo_backend", "gpu_ids",
+    "main_process_ip", "mixed_precision", "multi_gpu", "dynamo_backend", "gpu_ids", "reward_funcs",
+    "reward_model_name_or_path",
 )  # fmt: skip
-"""What `trl sft` accepts beside its own arguments: its environment block and `accelerate launch`'s."""
+"""What `trl` accepts beside its trainers' arguments: its environment block, `accelerate launch`'s, who rewards."""
 
 
 MARKS = {
@@ -108,7 +109,8 @@ def read(
         loss = "full"  # before 1.16 the switch takes the loss, whatever its type
     fields: dict[str, Any] = {
         **common.liger(settings, liger, loss, model),
-        **said(settings, TRL, "micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "packing", "compile"),
+        **said(settings, TRL, "micro_batch_seqs", "accumulation_steps", "packing", "compile"),
+        **({} if aim.rolls_out else said(settings, TRL, "seq_len_tokens")),
     }
 
     kwargs = Settings(settings.mapping("model_init_kwargs"), f"{name}: model_init_kwargs")
@@ -148,7 +150,7 @@ def read(
             "lora_targets": common.targets(settings.names("lora_target_modules"), model, settings),
             "modules_to_save": common.modules_to_save(settings, "lora_modules_to_save"),
         }
-        if objective != "sft" and settings.flag("disable_dropout", True):
+        if objective != "sft" and settings.flag("disable_dropout", not aim.rolls_out):
             fields["lora_dropout"] = 0.0
         if settings.has("lora_target_parameters"):
             settings.approximate("adapters on stacked expert parameters are not counted")
@@ -163,6 +165,10 @@ def read(
     fields["optimizer"] = common.optimizer(settings, "optim", "adamw_torch_fused")
     fields["checkpointing"] = hf.checkpointing(settings, defaults.checkpointing)
     fields["activation_offload"] = hf.offloads(settings, fields["checkpointing"])
+    if aim.rolls_out:
+        rolled, asked = rollouts.rollout_fields(settings, fields, name)
+        fields |= rolled
+        missing += asked
     if kwargs.raw("device_map") == "auto" and sharding.num_gpus > 1:
         fields |= {"num_gpus": sharding.num_gpus, "parallel": "device-map"}
     else:

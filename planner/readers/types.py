@@ -27,7 +27,7 @@ class Missing:
 
 
 OPTIONS = {
-    "objective": "--set objective=dpo|kto|orpo",
+    "objective": "--set objective=dpo|kto|orpo|grpo",
     "model": "--model MODEL",
     "method": "--set method=full|lora|qlora",
     "quantization": "--set quantization=none|int8|nf4|nf4-double",

@@ -1,0 +1,68 @@
+"""What an objective that generates its completions is told in TRL's file: the rollout, and who rewards it."""
+
+from importlib.resources import files as files_text
+
+from planner.exporters.text import Line, Section, section
+from planner.setup import TrainSetup
+
+REWARDS = "trl/rewards.py"
+REWARD = "launch.trl.rewards.contains_answer"
+BETA = 0.04
+"""Weight of the distance to the reference where there is one: Shao et al. 2024, DeepSeekMath, section 4.2."""
+
+
+def rewards_text() -> str:
+    """The module of rewards beside the file."""
+    return files_text("planner").joinpath("data/trl_rewards.py.txt").read_text("utf-8")
+
+
+def refusal(setup: TrainSetup) -> str:
+    """Why TRL cannot generate as the setup says, "" when it can."""
+    if not setup.aim.rolls_out:
+        return ""
+    roll, step = setup.rolls, setup.global_batch_seqs
+    batch = roll.generation_batch_seqs or step
+    if batch % roll.num_generations or batch % setup.micro_batch_seqs:
+        return (
+            f"a generation of {batch} completions is not whole groups of {roll.num_generations} in micro-batches of "
+            f"{setup.micro_batch_seqs}"
+        )
+    return ""
+
+
+def length_lines(setup: TrainSetup) -> list[Line | None]:
+    """How long completions get; prompts are what the data has."""
+    prompt = setup.seq_len_tokens - setup.rolls.completion_tokens
+    return [
+        Line("max_completion_length", setup.rolls.completion_tokens, f"planned for prompts of {prompt} tokens, not cut")
+    ]
+
+
+def sections(setup: TrainSetup) -> list[Section]:
+    """The rollout as GRPOConfig's settings."""
+    roll = setup.rolls
+    kept = "a second copy of the weights" if setup.method == "full" else "the base with its adapters switched off"
+    engine = [
+        Line("use_vllm", roll.generator != "transformers"),
+        Line("vllm_mode", "server" if roll.generator == "vllm-server" else "colocate"),
+    ]
+    if roll.colocated:
+        engine += [
+            Line("vllm_gpu_memory_utilization", roll.vllm_fraction, "of the whole card"),
+            Line("vllm_enable_sleep_mode", roll.generator == "vllm-sleep"),
+            Line("vllm_max_model_length", setup.seq_len_tokens),
+        ]
+    return [
+        section(
+            "objective",
+            Line("reward_funcs", [REWARD], "an example: needs a column `answer`"),
+            Line("loss_type", "dapo", "TRL's default"),
+            Line("beta", BETA if roll.reference else 0.0, f"the reference is {kept}" if roll.reference else "none"),
+        ),
+        section(
+            "completions",
+            Line("num_generations", roll.num_generations, "of each prompt"),
+            Line("generation_batch_size", roll.generation_batch_seqs or setup.global_batch_seqs, "made at once"),
+            *(engine if roll.generator != "transformers" else engine[:1]),
+        ),
+    ]
