@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks.trace_vs_dryrun import ROWS, config_of, prepared, traced
 from planner.choices.objectives import OBJECTIVES
+from planner.choices.rollouts import Rollout
 from planner.cli.wish import workload
 from planner.gpus import find_gpu
 from planner.interchange import setup_to_dict
@@ -56,7 +57,12 @@ def whole_pair(num: int) -> dict[str, Any]:
     return {"chosen": "b" * (num // 2 - 1), "rejected": "c" * (num // 2 - 1)}  # and the token that ends it
 
 
-DATA = {**ROWS, "dpo": pair, "kto": completion, "reward": whole_pair, "orpo": pair}
+def prompt(num: int) -> dict[str, Any]:
+    """A prompt that leaves room for TRL's longest completion; prompts are not cut."""
+    return {"prompt": "a" * (num // 2 - Rollout.usual(num // 2).completion_tokens), "answer": "b"}
+
+
+DATA = {**ROWS, "dpo": pair, "kto": completion, "reward": whole_pair, "orpo": pair, "grpo": prompt}
 
 
 def planned(model: str, gpu: str, objective: str, method: str, num_layers: int | None = None) -> TrainSetup | None:

@@ -250,9 +250,11 @@ def columns_of(row: dict[str, Any], text_field: str, name: str) -> str:
         return "preference"
     if text_field in row:
         return "text"
+    if "prompt" in row:
+        return "prompt"
     raise ConfigError(
         f"{name}: columns {', '.join(sorted(map(str, row))[:8])} are not known",
-        hint=f"messages; prompt and completion; instruction and output; chosen and rejected; or {text_field}",
+        hint=f"messages; prompt and completion; instruction and output; chosen and rejected; prompt; or {text_field}",
     )
 
 
@@ -260,6 +262,8 @@ def _length(row: dict[str, Any], columns: str, text_field: str, count: CountToke
     try:
         if columns == "messages":
             return sum(count(_content(one)) + TOKENS_PER_MESSAGE for one in _of(list, row["messages"]))
+        if columns == "prompt":
+            return count(_content(row["prompt"]))
         if columns == "preference":
             halves = (count(_content(row[half])) for half in ("chosen", "rejected"))
             return count(_content(row.get("prompt") or "")) + max(halves) + 1

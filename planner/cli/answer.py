@@ -9,6 +9,7 @@ from planner.app.progress import say
 from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES, Objective
 from planner.choices.packages import absent_packages
+from planner.choices.rollouts import Rollout
 from planner.cli.wish import resolve_gpu
 from planner.cli.wishes import WishOptions
 from planner.errors import UsageError
@@ -41,6 +42,8 @@ def workload_for(
     wish = wish.on_links_of(gpu, card)
     aim = OBJECTIVES[wish.fixed().get("objective", (DEFAULT_OBJECTIVE,))[0]]
     lengths = _lengths(dataset, spec, aim) if dataset is not None else None
+    if lengths is not None and aim.rolls_out:
+        lengths = _with_completions(lengths, wish)
     if lengths is not None:
         wish = replace(
             wish,
@@ -58,6 +61,18 @@ def workload_for(
     if gpu.lower() != "local" or "axolotl" in targets[:1]:  # which brings them along
         return asked
     return replace(asked, absent_packages=absent_packages())
+
+
+def _with_completions(prompts: "LengthChoice", wish: WishOptions) -> "LengthChoice":
+    """Lengths of prompts as those of the samples that are made of them."""
+    rollout = wish.fixed().get("rollout", (Rollout(),))[0]
+    more = rollout.num_generations * prompts.epoch_seqs
+    return replace(
+        prompts,
+        seq_len_tokens=prompts.seq_len_tokens + rollout.completion_tokens,
+        epoch_seqs=more,
+        epoch_tokens=rollout.num_generations * prompts.epoch_tokens + more * rollout.completion_tokens,
+    )
 
 
 def _lengths(dataset: str, spec: "ModelSpec", aim: Objective) -> "LengthChoice | None":

@@ -87,7 +87,7 @@ class SetupOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnySetupOptions(SetupOptions):
+class AnySetupOptions(SetupOptions, options.RolloutOptions):
     """With what a formula can say and no probe here runs: split matrices and layers, other stacks."""
 
     tensor_degree: spread.TensorDegree = None
@@ -125,6 +125,7 @@ class AnySetupOptions(SetupOptions):
             "stack": self.stack,
             "expandable_segments": self.expandable_segments,
             "reentrant_checkpointing": self.reentrant,
+            "rollout": self.rollout(self.objective, self.seq_len),
         }
 
     def _spread(self) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class SpaceOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WishOptions(SpaceOptions):
+class WishOptions(SpaceOptions, options.RolloutOptions):
     """What a person asks for on the command line, beside model and GPU; None: planned, or a stated default."""
 
     objective: options.Objective = None
@@ -112,6 +112,8 @@ class WishOptions(SpaceOptions):
         options.check_ranks(self.rank, self.min_rank)
         num_gpus = self.gpus or 1
         aim = options.objective_fields(self.objective, packing=self.packing, num_gpus=num_gpus)
+        if rollout := self.rollout(self.objective, self.seq_len):
+            aim["rollout"] = (rollout,)
         return (
             aim
             | super().fixed()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from planner.choices.objectives import OBJECTIVES
+from planner.choices.rollouts import Rollout
 from planner.exporters import TARGETS, DatasetChoice, ExportRequest
 from planner.hyperparameters import choose
 from planner.setup import TrainSetup
@@ -32,11 +33,17 @@ def completions(num: int) -> list[dict[str, Any]]:
     ]
 
 
+def prompts(num: int) -> list[dict[str, Any]]:
+    """Questions with the answer that the example's reward looks for."""
+    return [{"prompt": row["prompt"], "answer": row["chosen"]} for row in pairs(num)]
+
+
 ROWS: dict[str, Callable[[int], list[dict[str, Any]]]] = {
     "dpo": pairs,
     "kto": completions,
     "reward": pairs,
     "orpo": pairs,
+    "grpo": prompts,
 }
 
 
@@ -52,6 +59,7 @@ def test_trl_trains_two_steps_of_every_objective(objective: str, place: Path, la
         micro_batch_seqs=2,
         accumulation_steps=2,
         seq_len_tokens=64,
+        rollout=Rollout(num_generations=2, completion_tokens=8) if row.rolls_out else None,
     )
     write_jsonl(place / "data" / "train.jsonl", ROWS[objective](16))
     emitted = TARGETS["trl"].export(
@@ -69,8 +77,9 @@ def test_trl_trains_two_steps_of_every_objective(objective: str, place: Path, la
     run = launch(emitted.command)
     assert run.state["global_step"] == 2
     assert run.state["train_batch_size"] == setup.micro_batch_seqs
-    assert run.state["epoch"] == pytest.approx(2 * setup.global_batch_seqs / 16)
-    assert all(loss > 0 for loss in run.losses)
+    prompts_each = setup.rolls.num_generations if row.rolls_out else 1
+    assert run.state["epoch"] == pytest.approx(2 * setup.global_batch_seqs / prompts_each / 16)
+    assert all(loss > 0 for loss in run.losses) or row.rolls_out  # alike rewards leave nothing to learn
     assert len(run.losses) == 2
     assert json.loads((place / "outputs" / "adapter_config.json").read_text())["r"] == 4
     score = HIDDEN if row.head == "score" else 0

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from planner.choices.objectives import DEFAULT, OBJECTIVES
+from planner.choices.rollouts import Rollout
 from planner.cli.wish import workload
 from planner.errors import NotPlanned, SetupError, UsageError
 from planner.exporters import TARGETS, ExportRequest
@@ -18,6 +19,7 @@ from planner.models.catalogue import load
 from planner.plan import NoPlan, Plan
 from planner.planning import plan_workload
 from planner.readers.read import read_text
+from planner.readers.types import ReadConfig
 from planner.setup import TrainSetup
 from planner.speed import speed_profile
 
@@ -126,16 +128,29 @@ def test_a_forward_without_gradients_costs_less_than_a_third_of_the_step_and_cou
     assert sum(dpo.parts_s.values()) == pytest.approx(dpo.step_time_s)
 
 
+ROLLOUT = Rollout(
+    num_generations=4, completion_tokens=128, generation_batch_seqs=8, generator="vllm-sleep", reference=True
+)
+
+
+def asked_length(found: ReadConfig, objective: str) -> TrainSetup:
+    """What was read, of an objective whose file does not say how long prompts are."""
+    unsaid = OBJECTIVES[objective].rolls_out and found.setup.rolls.generator != "vllm-sleep"
+    assert [one.field for one in found.missing] == ["seq_len_tokens"] * unsaid
+    return found.setup
+
+
 @pytest.mark.parametrize("objective", UNLIKE)
 @pytest.mark.parametrize("method", ["full", "qlora"])
 def test_trl_files_are_read_back(objective: str, method: str) -> None:
     setup = setup_of(objective, method=method, accumulation_steps=4, seq_len_tokens=512).run_by("trl")
     if method == "qlora":
         setup = setup.with_(adapter_dtype="bf16")
+    if OBJECTIVES[objective].rolls_out:
+        setup = setup.with_(micro_batch_seqs=4, rollout=ROLLOUT)
     found = read_text(text_of(setup), f"{objective}.yaml")
-    assert not found.missing
     assert not found.unknown_keys
-    assert found.setup == setup.with_(adapter_dtype="auto")
+    assert asked_length(found, objective).with_(seq_len_tokens=512) == setup.with_(adapter_dtype="auto")
 
 
 @pytest.mark.parametrize(
@@ -236,8 +251,9 @@ def test_programs_with_trls_trainers_are_read(objective: str) -> None:
     expected = setup_of(
         objective, lora_rank=8, micro_batch_seqs=4, accumulation_steps=2, seq_len_tokens=512, expandable_segments=False
     )
-    assert not found.missing
-    assert found.setup.with_(expandable_segments=False) == expected
+    if OBJECTIVES[objective].rolls_out:
+        expected = expected.with_(seq_len_tokens=1024, rollout=Rollout(), lora_dropout=0.1)
+    assert asked_length(found, objective).with_(expandable_segments=False) == expected
 
 
 def test_programs_of_an_older_trl_are_refused_by_what_they_hand_over() -> None:
@@ -246,3 +262,83 @@ def test_programs_of_an_older_trl_are_refused_by_what_they_hand_over() -> None:
         read_text(text, "train.py")
     with pytest.raises(NotPlanned, match="beta"):
         read_text(PROGRAM.format(objective="DPO", more="", trainer="beta=0.1"), "train.py")
+
+
+def generated(**changes: object) -> TrainSetup:
+    return setup_of("grpo", accumulation_steps=16, seq_len_tokens=1024, precision="bf16-pure", **changes)
+
+
+def at_generation(setup: TrainSetup) -> dict[str, int]:
+    found = predict_memory(load("meta-llama/Llama-3.2-1B"), CARD, setup)
+    assert found.peak_phase == "forward"
+    return {one.name: one.size_bytes for one in found.at_peak()}
+
+
+def test_generation_holds_keys_and_values_and_one_forwards_temporaries_of_all_prompts() -> None:
+    """By hand, Llama 3.2 1B: 16 layers, 8 heads of 64 for keys and as many for values, 2 bytes; 32 prompts of 512
+    tokens whose forward holds four times the hidden states (2,048) and, with adapters of 4 bytes a value, the gate, the
+    base's product, the adapter's twice and a copy of its input."""
+    parts = at_generation(generated())
+    assert parts["keys and values of 32 completions"] == 32 * 512 * 16 * 8 * 64 * 2 * 2
+    widest = 4 * 2 * 2048 + 2 * 2 * 8192 + 2 * 4 * 8192 + 4 * 2048
+    assert parts["one forward's temporaries in generation"] == 32 * 512 * widest
+
+
+def test_vllm_takes_its_share_for_good_or_while_it_is_awake() -> None:
+    model = load("meta-llama/Llama-3.2-1B")
+    alone, beside, asleep = (
+        predict_memory(model, CARD, generated(rollout={"generator": one}))
+        for one in ("vllm-server", "vllm", "vllm-sleep")
+    )
+    share = int(0.3 * CARD.memory_bytes)
+    assert beside.peak_allocated_bytes == alone.peak_allocated_bytes + share
+    assert alone.peak_allocated_bytes < asleep.peak_allocated_bytes < beside.peak_allocated_bytes
+    assert asleep.phase_bytes["backward"] == alone.phase_bytes["backward"]
+
+
+def test_a_reference_in_full_fine_tuning_is_a_copy_and_a_forward() -> None:
+    model = load("meta-llama/Llama-3.2-1B")
+    without, held = (generated(method="full", rollout={"reference": on}) for on in (False, True))
+    copy = sum(weight_bytes(model, without).values())
+    peaks = [predict_memory(model, CARD, one).peak_allocated_bytes for one in (without, held)]
+    assert peaks[1] - peaks[0] == copy
+    assert (without.extra_forwards, held.extra_forwards) == (0, 1)
+    assert generated(rollout={"generator": "vllm"}).extra_forwards == 1  # its log-probabilities are not the model's
+
+
+def test_a_plan_generates_in_parts_where_all_at_once_does_not_fit() -> None:
+    """And what the walk said of its memory is what the composition says."""
+    fixed = {"objective": ("grpo",), "method": ("lora",)}
+    asked = workload(load("meta-llama/Llama-3.1-8B"), CARD, fixed=fixed, seq_len=2048, global_batch=32)
+    found = plan_workload(asked)
+    assert isinstance(found, Plan)
+    setup = found.chosen.setup
+    assert setup.rolls.generation_batch_seqs in (8, 16)
+    assert setup.rolls.generation_batch_seqs % setup.micro_batch_seqs == 0
+    predicted = predict_memory(asked.model, CARD, setup).peak_device_bytes
+    assert found.chosen.formula.peak_device_bytes == predicted <= asked.budget_bytes
+    with pytest.raises(UsageError, match="whole groups of 8"):
+        plan_workload(workload(asked.model, CARD, fixed=fixed, seq_len=2048, global_batch=12))
+
+
+def test_generation_is_bound_by_the_bus_and_vllm_spares_the_hosts_time() -> None:
+    model = load("meta-llama/Llama-3.2-1B")
+    own, vllm = (
+        speed_profile(model, CARD, one).step_time(one)
+        for one in (generated(), generated(rollout={"generator": "vllm"}))
+    )
+    assert own.parts_s["generation"] > 2 * vllm.parts_s["generation"]
+    bus = CARD.memory_bandwidth_bytes_per_s
+    assert vllm.parts_s["generation"] > 512 * 2 * model.num_params / bus  # every token reads every weight
+    assert sum(own.parts_s.values()) == pytest.approx(own.step_time_s)
+
+
+def test_flags_of_generation_need_an_objective_that_generates() -> None:
+    from planner.cli.wishes import WishOptions
+
+    asked = WishOptions(objective="grpo", seq_len=4096, generator="vllm", num_generations=4).fixed()["rollout"]
+    assert asked == (Rollout(num_generations=4, generator="vllm"),)
+    with pytest.raises(UsageError, match="objectives that generate"):
+        WishOptions(generator="vllm").fixed()
+    with pytest.raises(SetupError, match="no room for a prompt"):
+        setup_of("grpo", seq_len_tokens=512, rollout={"completion_tokens": 512})
