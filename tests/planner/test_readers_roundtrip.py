@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from planner.choices.rollouts import Rollout
 from planner.exporters import EXPORTERS, Launch, accelerate
 from planner.models import catalogue
 from planner.readers import Sharding, canonical, read_text
@@ -91,6 +92,7 @@ def test_every_field_is_written_or_declared(target: str) -> None:
         "checkpointing": base.with_(checkpointing=0),
         "loss": base.with_(loss="full"),
         "objective": base.with_(objective="dpo"),
+        "rollout": base.with_(objective="grpo", accumulation_steps=8, rollout=Rollout(generator="vllm")),
         "micro_batch_seqs": base.with_(micro_batch_seqs=2),
         "accumulation_steps": base.with_(accumulation_steps=2),
         "seq_len_tokens": base.with_(seq_len_tokens=512),
@@ -111,6 +113,7 @@ def test_every_field_is_written_or_declared(target: str) -> None:
     # what a field is compared with: the same job without it
     spread = {
         "pipeline_schedule": base.with_(num_gpus=2, pipeline_degree=2),
+        "rollout": base.with_(objective="grpo", accumulation_steps=8),
         **dict.fromkeys(("shard_degree", "reshard_after_forward", "offload"), base.with_(num_gpus=4, parallel="fsdp2")),
     }
     # a file is run by its target's own stack, started as every launch file here is: `TrainSetup.run_by`
