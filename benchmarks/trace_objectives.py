@@ -62,7 +62,25 @@ def prompt(num: int) -> dict[str, Any]:
     return {"prompt": "a" * (num // 2 - Rollout.usual(num // 2).completion_tokens), "answer": "b"}
 
 
-DATA = {**ROWS, "dpo": pair, "kto": completion, "reward": whole_pair, "orpo": pair, "grpo": prompt}
+def labelled(num: int) -> dict[str, Any]:
+    """A text of one class."""
+    return {"text": "a" * num, "label": "b"}
+
+
+DATA = {
+    **ROWS,
+    "dpo": pair,
+    "kto": completion,
+    "reward": whole_pair,
+    "orpo": pair,
+    "grpo": prompt,
+    "classification": labelled,
+}
+
+
+def home(objective: str) -> str:
+    """The tool whose own trainer is the truth."""
+    return OBJECTIVES[objective].stack("trl")
 
 
 def planned(model: str, gpu: str, objective: str, method: str, num_layers: int | None = None) -> TrainSetup | None:
@@ -71,7 +89,9 @@ def planned(model: str, gpu: str, objective: str, method: str, num_layers: int |
     if find_spec("liger_kernel") is None:
         fixed["kernels"] = ("eager",)  # the trainer would refuse the file
     spec = spec_from_config(config_of(num_layers, model), model_id="./model", source="benchmark")
-    wish = workload(spec, find_gpu(gpu), fixed=fixed, seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH, targets=("trl",))
+    wish = workload(
+        spec, find_gpu(gpu), fixed=fixed, seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH, targets=(home(objective),)
+    )
     found = plan_workload(wish)
     return None if isinstance(found, NoPlan) else found.chosen.setup
 
@@ -94,7 +114,10 @@ def compare(
     }
     if not trace:
         return row
-    with tempfile.TemporaryDirectory() as name, prepared("trl", setup, config, Path(name), DATA) as words:
+    with (
+        tempfile.TemporaryDirectory() as name,
+        prepared(home(setup.objective), setup, config, Path(name), DATA) as words,
+    ):
         began = time.monotonic()
         found = traced(words, Path(name), expandable_segments=setup.expandable_segments)
     return {

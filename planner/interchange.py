@@ -13,6 +13,7 @@ from planner.choices.objectives import OBJECTIVES
 from planner.choices.rollouts import Rollout
 from planner.errors import SetupError
 from planner.setup import AROUND_FIELDS, LATER_FIELDS, SPREAD_FIELDS, TrainSetup
+from planner.stacks import DEFAULT as DEFAULT_STACK
 from planner.stacks import STACKS
 
 SCHEMA_VERSION = 1
@@ -63,6 +64,7 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
     row = OBJECTIVES.get(str(clean.get("objective", "")))
     if row is not None and row.name != _DEFAULTS["objective"]:
         clean.setdefault("loss", row.losses[0])
+        clean.setdefault("stack", row.stack(DEFAULT_STACK))
     if clean.get("lora_rank", 0) is None:
         del clean["lora_rank"]
     if clean.get("adapter") in ADAPTERS and clean["adapter"] != "lora":

@@ -24,6 +24,7 @@ from planner.kernels import missing_kernels, supported_attentions
 from planner.models.stored import stored_bits, stored_refusal
 from planner.setup import TrainSetup
 from planner.setup_fields import METHODS
+from planner.stacks import DEFAULT as DEFAULT_STACK
 from planner.workload import Workload
 
 if TYPE_CHECKING:
@@ -200,6 +201,7 @@ def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Itera
                                     packing=bool(values.get("packing", (OBJECTIVES[objective].packed,))[0]),
                                     lora_dropout=values.get("lora_dropout", (0.0,))[0],
                                     objective=objective,
+                                    stack=OBJECTIVES[objective].stack(DEFAULT_STACK),
                                     loss="full" if OBJECTIVES[objective].supervised else values["loss"][0],
                                     adapter="lora" if method == "full" else values.get("adapter", ("lora",))[0],
                                     rollout=rollout,

@@ -64,6 +64,10 @@ class Objective:
     source: str
     rolls_out: bool = False
 
+    def stack(self, usual: str) -> str:
+        """Whose step it is: the usual stack's where that has a trainer of it, else its first target's."""
+        return usual if usual in self.targets else next(iter(self.targets))
+
 
 def _chain(shape: LossShape, forward: float, backward: float, *, beside: int = 0) -> LossChain:
     """So many times the logits as they leave the model, in the forward (and `beside`) and in the backward."""
@@ -268,6 +272,28 @@ _ROWS = (
         source="trl 1.16 experimental/orpo/orpo_trainer.py: concatenated_forward keeps the logits of both halves, "
         "cross-entropy of the chosen one, selective_log_softmax of both; no reference. LLaMA-Factory 0.9.5 "
         "train/dpo/trainer.py (pref_loss orpo)",
+    ),
+    Objective(
+        name="classification",
+        title="sequence classification",
+        sample="sequence",
+        seqs_per_sample=1,
+        reference=False,
+        extra_forwards=0,
+        head="score",
+        whole_logits=_score_chain,
+        losses=("full",),
+        supervised=False,
+        packs=False,
+        packed=False,
+        least_samples=1,
+        rate_factor=1.0,
+        rate_reason="",
+        targets={"hf": "classification"},
+        columns="text and label",
+        data=("text",),
+        source="transformers 5.23 GenericForSequenceClassification under the plain Trainer: the layers, a matrix to "
+        "the labels on every token, cross-entropy on the last; counted with one label",
     ),
     Objective(
         name="grpo",

@@ -13,7 +13,7 @@ from planner.exporters.common import (
     target_modules,
 )
 from planner.exporters.python_text import Code, call, constant
-from planner.exporters.script_data import LOAD, PACKED, PADDED
+from planner.exporters.script_data import LABELLED, LOAD, PACKED, PADDED
 from planner.exporters.spread import (
     PER_NODE,
     distributed_config,
@@ -89,7 +89,7 @@ def export(request: ExportRequest) -> Launch:
         notes.append("Needs liger-kernel on a GPU with Triton.")
     head = header(
         request,
-        title="Plain transformers + peft",
+        title="Plain transformers + peft" if setup.aim.supervised else f"Plain transformers + peft: {setup.aim.title}",
         command=command,
         validated_with=VALIDATED_WITH,
         differences=found,
@@ -143,20 +143,22 @@ def _script(request: ExportRequest, head: list[str], found: tuple[Difference, ..
         prepare = ", prepare_model_for_kbit_training" if setup.kbit_fp32_cast else ""
         loftq = ", replace_lora_weights_loftq" if setup.adapter == "loftq" else ""
         parts.append(f"from peft import {setup.kind.config}, get_peft_model{prepare}{loftq}\n")
-    names = ["AutoModelForCausalLM", "AutoTokenizer", "Trainer", "TrainingArguments"]
+    names = [_auto_class(setup), "AutoTokenizer", "Trainer", "TrainingArguments"]
     names += ["BitsAndBytesConfig"] * setup.quantized + ["set_seed"] * (setup.method != "full")
     names += [dequantizing_class(request.model)] * bool(dequantizing_class(request.model))
     parts.append(f"from transformers import {', '.join(sorted(names))}\n")
     parts.append("\n" + _constants(request))
     parts.append("\ntokenizer = AutoTokenizer.from_pretrained(MODEL)\nif tokenizer.pad_token is None:\n")
     parts.append("    tokenizer.pad_token = tokenizer.eos_token\n" + chat.FALLBACK + "\n")
-    parts.append(_model(request))
+    scored = setup.aim.head == "score"
+    parts.append((LOAD + "\n" + LABELLED + "\n") * scored + _model(request))
     if setup.method != "full":
         parts.append("\n" + _adapters(request))
     if setup.parallel == "dp":
         parts.append("\n" + constant("PARALLEL", "dp", "nn.DataParallel: one process drives all GPUs"))
-    parts.append("\n" + LOAD + "\n" + (PACKED if setup.packing else PADDED) + "\n\n")
-    parts.append("rows = load_rows()\nrows = rows.map(tokenize, remove_columns=rows.column_names)\n")
+    if not scored:
+        parts.append("\n" + LOAD + "\n" + (PACKED if setup.packing else PADDED) + "\n\n")
+        parts.append("rows = load_rows()\nrows = rows.map(tokenize, remove_columns=rows.column_names)\n")
     if setup.packing:
         parts.append('rows = rows.map(pack, batched=True, batch_size=None, remove_columns=["input_ids"])\n')
     parts.append("\n" + _arguments(request, runs))
@@ -176,6 +178,10 @@ def _constants(request: ExportRequest) -> str:
         + constant("MAX_LENGTH", setup.seq_len_tokens, "tokens; longer samples are cut")
         + constant("PACKING", setup.packing)
     )
+
+
+def _auto_class(setup: TrainSetup) -> str:
+    return "AutoModelForSequenceClassification" if setup.aim.head == "score" else "AutoModelForCausalLM"
 
 
 def _model(request: ExportRequest) -> str:
@@ -205,8 +211,9 @@ def _model(request: ExportRequest) -> str:
     parts.append(
         call(
             "model",
-            "AutoModelForCausalLM.from_pretrained",
+            f"{_auto_class(setup)}.from_pretrained",
             [
+                Line("num_labels", Code("len(LABELS)")) if setup.aim.head == "score" else None,
                 Line("dtype", Code(f"torch.{DTYPES[setup.weight_dtype]}"), "of the weights that are not quantized"),
                 attention_line(request),
                 Line("quantization_config", Code("quantization")) if setup.quantized or dequantizing else None,
@@ -217,6 +224,8 @@ def _model(request: ExportRequest) -> str:
         )
     )
     parts.append("model.config.use_cache = False\n")
+    if setup.aim.head == "score":
+        parts.append("model.config.pad_token_id = tokenizer.pad_token_id  # the last token before it gets the score\n")
     return "".join(parts)
 
 
@@ -241,10 +250,11 @@ def _adapters(request: ExportRequest) -> str:
     if setup.adapter == "loftq":
         parts.append("replace_lora_weights_loftq(model)  # reads the 16-bit weights again, one matrix at a time\n")
     parts.append(constant("ADAPTER_DTYPE", Code(f"torch.{DTYPES[setup.resolved_adapter_dtype]}")))
-    parts.append(
-        "for parameter in model.parameters():\n    if parameter.requires_grad:\n"
-        "        parameter.data = parameter.data.to(ADAPTER_DTYPE)\n"
-    )
+    if setup.aim.head == "score":  # whose input has the weights' type without autocast
+        parts.append('for name, parameter in model.named_parameters():\n    if "lora_" in name:\n')
+    else:
+        parts.append("for parameter in model.parameters():\n    if parameter.requires_grad:\n")
+    parts.append("        parameter.data = parameter.data.to(ADAPTER_DTYPE)\n")
     if setup.checkpointing:
         parts.append("model.enable_input_require_grads()  # checkpointed segments need an input with a gradient\n")
     return "".join(parts)
@@ -253,7 +263,7 @@ def _adapters(request: ExportRequest) -> str:
 def _adapter_lines(request: ExportRequest) -> list[Line | None]:
     """What peft's configuration of the setup's adapter is given."""
     setup, hyper = request.setup, request.hyper
-    row, task = setup.kind, Line("task_type", "CAUSAL_LM")
+    row, task = setup.kind, Line("task_type", "SEQ_CLS" if setup.aim.head == "score" else "CAUSAL_LM")
     settings = [Line(name, value) for name, value in row.arguments.items()]
     targets = Line("target_modules", target_modules(setup, request.model)) if row.adapts_matrices else None
     if row.form == "low-rank":

@@ -51,3 +51,20 @@ def collate(samples):
     ids = torch.tensor([sample["input_ids"] for sample in samples])
     return {"input_ids": ids, "labels": ids.clone()}
 '''
+
+LABELLED = '''
+def collate(samples):
+    """Pads to the longest sample of the batch; the last token that is no padding gets the score."""
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    pad = tokenizer.pad_token_id
+    ids = [sample["input_ids"] + [pad] * (longest - len(sample["input_ids"])) for sample in samples]
+    mask = [[1] * len(sample["input_ids"]) + [0] * (longest - len(sample["input_ids"])) for sample in samples]
+    labels = [LABELS.index(sample["label"]) for sample in samples]
+    return {name: torch.tensor(rows) for name, rows in
+            (("input_ids", ids), ("attention_mask", mask), ("labels", labels))}
+
+
+rows = load_rows()
+LABELS = sorted(set(rows["label"]))
+rows = rows.map(tokenize, remove_columns=[name for name in rows.column_names if name != "label"])
+'''

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.choices.adapters import Adapter
-from planner.choices.objectives import OBJECTIVES
+from planner.choices.objectives import OBJECTIVES, Objective
 from planner.errors import ConfigError, NotPlanned
 from planner.inputs import reason
 from planner.models.spec import ModelSpec
@@ -60,6 +60,11 @@ def read(
     return _Script(program, training.find(program, name), source, name, model, outside).config()
 
 
+def _has_trainer(aim: Objective) -> bool:
+    """Whether TRL has a trainer of the objective, beside SFTTrainer."""
+    return not aim.supervised and "trl" in aim.targets
+
+
 class _Script:
     """One program's training on its way to a setup."""
 
@@ -79,7 +84,7 @@ class _Script:
         self.unsloth = owner.startswith("Fast")
         kind = found.trainer.name if found.trainer is not None else ""
         self.aim = OBJECTIVES[found.objective]
-        self.trl = self.unsloth or kind == "SFTTrainer" or self._made("SFTConfig") or not self.aim.supervised
+        self.trl = self.unsloth or kind == "SFTTrainer" or self._made("SFTConfig") or _has_trainer(self.aim)
         self.arguments = training.settings(found.arguments, name)
         self._trainer_extras()
         self.loader = training.settings(found.loader, name)
@@ -149,8 +154,10 @@ class _Script:
         else:
             loss = self.defaults.loss(arguments.optional_text("loss_type"), liger=False) if self.trl else "full"
             fields |= common.liger(arguments, liger, "full" if liger else loss, self.model)
-        if not self.aim.supervised:
+        if _has_trainer(self.aim):
             fields |= self._objective(fields, liger)
+        elif not self.aim.supervised:
+            fields |= {"objective": self.aim.name, "loss": self.aim.losses[0]}
         fields["stack"] = "trl" if self.trl else "hf"  # Unsloth's is known by the format
         fields |= self._spread(constants)
         if adapted:

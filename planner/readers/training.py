@@ -119,7 +119,9 @@ def find(program: Program, name: str) -> Training:
     if found.loader is None and found.model is None:
         _only_loader(found, program)
     if found.loader is not None:
-        if found.objective != "reward":
+        if found.objective == "sft" and "SequenceClassification" in found.loader.owner and _plain(found.trainer):
+            found.objective = "classification"
+        if found.objective not in ("reward", "classification"):
             _check_model_class(found.loader, program, name)
         found.quantization = found.loader.argument("quantization_config")
     peft = found.trainer.argument("peft_config") if found.trainer is not None else None
@@ -131,6 +133,11 @@ def find(program: Program, name: str) -> Training:
     if found.adapter is None and found.trainer is None:
         found.adapter = _last(program, lambda one: one.name == "LoraConfig")
     return found
+
+
+def _plain(trainer: Made | None) -> bool:
+    """Whether a program's trainer is transformers' own."""
+    return trainer is not None and trainer.name == "Trainer"
 
 
 def _asked_to_train(arguments: Made | None) -> bool | None:

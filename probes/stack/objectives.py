@@ -115,6 +115,13 @@ def reward(asked: Asked) -> torch.Tensor:
     return -_log_sigmoid(chosen - rejected).mean()
 
 
+def classification(asked: Asked) -> torch.Tensor:
+    """The cross-entropy of one label a sequence. Source: transformers 5.23 `ForSequenceClassificationLoss`."""
+    outputs = asked.forward(**asked.batch.model_inputs, use_cache=False)
+    labels = torch.zeros(asked.batch.labels.shape[0], dtype=torch.int64, device=asked.batch.labels.device)
+    return torch.nn.functional.cross_entropy(outputs["logits"], labels)
+
+
 def grpo(asked: Asked) -> torch.Tensor:
     """The clipped loss of completions under their advantages. Source: TRL 1.16 `GRPOTrainer._compute_loss`, dapo; it
     asks the reference as it generates, where nothing of this forward is there."""
@@ -183,5 +190,6 @@ LOSSES: Mapping[str, Callable[[Asked], torch.Tensor]] = {
     "reward": reward,
     "orpo": orpo,
     "grpo": grpo,
+    "classification": classification,
 }
 """Objective -> its loss; one that is not here has supervised training's."""

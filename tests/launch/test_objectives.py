@@ -38,18 +38,24 @@ def prompts(num: int) -> list[dict[str, Any]]:
     return [{"prompt": row["prompt"], "answer": row["chosen"]} for row in pairs(num)]
 
 
+def labelled(num: int) -> list[dict[str, Any]]:
+    """Right and wrong answers with what they are."""
+    return [{"text": row["completion"], "label": "yes" if row["label"] else "no"} for row in completions(num)]
+
+
 ROWS: dict[str, Callable[[int], list[dict[str, Any]]]] = {
     "dpo": pairs,
     "kto": completions,
     "reward": pairs,
     "orpo": pairs,
     "grpo": prompts,
+    "classification": labelled,
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", list(ROWS))
-def test_trl_trains_two_steps_of_every_objective(objective: str, place: Path, launch: Callable[..., Run]) -> None:
+def test_two_steps_of_every_objective_train(objective: str, place: Path, launch: Callable[..., Run]) -> None:
     row = OBJECTIVES[objective]
     setup = TrainSetup(
         objective=objective,
@@ -62,12 +68,12 @@ def test_trl_trains_two_steps_of_every_objective(objective: str, place: Path, la
         rollout=Rollout(num_generations=2, completion_tokens=8) if row.rolls_out else None,
     )
     write_jsonl(place / "data" / "train.jsonl", ROWS[objective](16))
-    emitted = TARGETS["trl"].export(
+    emitted = TARGETS[row.stack("trl")].export(
         ExportRequest(
             model_id="./tiny-llama",
             setup=setup,
             hyper=choose(setup, max_steps=2),
-            dataset=DatasetChoice(path="./data", local=True),
+            dataset=DatasetChoice(path="./data", local=True, columns=row.data[0]),
             logging_steps=1,
             lacks_template=False,
         )
@@ -82,5 +88,5 @@ def test_trl_trains_two_steps_of_every_objective(objective: str, place: Path, la
     assert all(loss > 0 for loss in run.losses) or row.rolls_out  # alike rewards leave nothing to learn
     assert len(run.losses) == 2
     assert json.loads((place / "outputs" / "adapter_config.json").read_text())["r"] == 4
-    score = HIDDEN if row.head == "score" else 0
+    score = HIDDEN * (2 if objective == "classification" else 1) if row.head == "score" else 0
     assert num_saved(place / "outputs") == lora_params(4) + score

@@ -26,6 +26,7 @@ from planner.speed import speed_profile
 OTHERS = [name for name in OBJECTIVES if name != DEFAULT]
 UNLIKE = [name for name in OTHERS if not OBJECTIVES[name].supervised]
 """Objectives whose step is another."""
+BY_TRL = [name for name in UNLIKE if "trl" in OBJECTIVES[name].targets]
 CARD = find_gpu("rtx-4090")
 
 
@@ -74,7 +75,7 @@ def test_a_plan_for_an_objective_is_a_whole_setup_that_trl_runs(objective: str) 
     assert isinstance(found, Plan)
     assert found.chosen.setup.objective == objective
     assert found.chosen.setup.loss in OBJECTIVES[objective].losses
-    assert not TARGETS["trl"].refusal(found.chosen.setup, wish.model)
+    assert not TARGETS[found.chosen.setup.stack].refusal(found.chosen.setup, wish.model)
 
 
 @pytest.mark.parametrize("objective", UNLIKE)
@@ -140,7 +141,7 @@ def asked_length(found: ReadConfig, objective: str) -> TrainSetup:
     return found.setup
 
 
-@pytest.mark.parametrize("objective", UNLIKE)
+@pytest.mark.parametrize("objective", BY_TRL)
 @pytest.mark.parametrize("method", ["full", "qlora"])
 def test_trl_files_are_read_back(objective: str, method: str) -> None:
     setup = setup_of(objective, method=method, accumulation_steps=4, seq_len_tokens=512).run_by("trl")
@@ -155,7 +156,7 @@ def test_trl_files_are_read_back(objective: str, method: str) -> None:
 
 @pytest.mark.parametrize(
     ("objective", "target"),
-    [(name, target) for name in UNLIKE for target in OBJECTIVES[name].targets if target != "trl"],
+    [(name, target) for name in BY_TRL for target in OBJECTIVES[name].targets if target != "trl"],
 )
 def test_other_tools_run_it_on_whole_logits_and_their_files_are_read_back(objective: str, target: str) -> None:
     setup = setup_of(objective, accumulation_steps=4, seq_len_tokens=512)
@@ -244,7 +245,7 @@ adapters = LoraConfig(r=8, lora_dropout=0.1, target_modules="all-linear")
 """
 
 
-@pytest.mark.parametrize("objective", UNLIKE)
+@pytest.mark.parametrize("objective", BY_TRL)
 def test_programs_with_trls_trainers_are_read(objective: str) -> None:
     name = "Reward" if objective == "reward" else objective.upper()
     found = read_text(PROGRAM.format(objective=name, more="", trainer=""), "train.py")
@@ -342,3 +343,24 @@ def test_flags_of_generation_need_an_objective_that_generates() -> None:
         WishOptions(generator="vllm").fixed()
     with pytest.raises(SetupError, match="no room for a prompt"):
         setup_of("grpo", seq_len_tokens=512, rollout={"completion_tokens": 512})
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_a_classifier_is_a_script_of_transformers_that_is_read_back(method: str) -> None:
+    setup = setup_of("classification", method=method, accumulation_steps=4, seq_len_tokens=512)
+    assert (setup.stack, setup.loss) == ("hf", "full")
+    emitted = TARGETS["hf"].export(ExportRequest(model_id="gpt2", setup=setup, hyper=choose(setup)))
+    found = read_text(next(file.text for file in emitted.files if file.path.endswith(".py")), "train.py")
+    assert not found.missing
+    assert found.setup.with_(expandable_segments=True) == setup.with_(
+        adapter_dtype=found.setup.adapter_dtype, lora_targets=found.setup.lora_targets
+    )
+
+
+def test_a_classifier_holds_no_logits_over_the_vocabulary() -> None:
+    """By hand, Llama 3.2 1B in full fine-tuning: of the tied head nothing but a vector is left, and no logits."""
+    model = load("meta-llama/Llama-3.2-1B")
+    fields = {"method": "full", "precision": "bf16-pure", "seq_len_tokens": 512, "micro_batch_seqs": 8}
+    scored = predict_memory(model, CARD, setup_of("classification", **fields))
+    plain = predict_memory(model, CARD, setup_from_dict({**fields, "stack": "hf"}))
+    assert plain.phase_bytes["loss"] - scored.phase_bytes["loss"] > 8 * 512 * model.vocab_size * 4
