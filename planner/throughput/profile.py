@@ -86,7 +86,9 @@ class ThroughputProfile:
                 micro = times[samples] = self._with_host(busy) + self._trainer_micro_s()
             found.append(steps * micro + (steps - 1) * add_s + step_s)
         if self._generation is not None:
-            found = [one + self.generation_s(samples * steps) for one, (samples, steps) in zip(found, pairs, strict=True)]
+            found = [
+                one + self.generation_s(samples * steps) for one, (samples, steps) in zip(found, pairs, strict=True)
+            ]
         return found
 
     def generation_s(self, step_seqs: int) -> float:

@@ -170,8 +170,8 @@ def test_the_inference_cell_that_is_switched_off_does_not_override_the_training(
 
 REFUSED = {
     "DPO": "from trl import OnlineDPOTrainer\nOnlineDPOTrainer(model='gpt2', args=None).train()\n",
-    "GRPO": "from trl import GRPOTrainer\nSFTTrainer('gpt2').train()\nGRPOTrainer(model='gpt2').train()\n",
-    "classification": "from transformers import AutoModelForSequenceClassification as A\n"
+    "RLOO": "from trl import RLOOTrainer\nSFTTrainer('gpt2').train()\nRLOOTrainer(model='gpt2').train()\n",
+    "token classification": "from transformers import AutoModelForTokenClassification as A\n"
     "Trainer(A.from_pretrained('gpt2'), TrainingArguments()).train()\n",
     "vision": "from unsloth import FastVisionModel\nm, t = FastVisionModel.from_pretrained('x')\n"
     "SFTTrainer(m, args=SFTConfig()).train()\n",
