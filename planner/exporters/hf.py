@@ -13,7 +13,7 @@ from planner.exporters.common import (
     target_modules,
 )
 from planner.exporters.python_text import Code, call, constant
-from planner.exporters.script_data import LABELLED, LOAD, PACKED, PADDED
+from planner.exporters.script_data import LABELLED, PACKED, PADDED, ROWS, SAMPLES
 from planner.exporters.spread import (
     PER_NODE,
     distributed_config,
@@ -151,13 +151,13 @@ def _script(request: ExportRequest, head: list[str], found: tuple[Difference, ..
     parts.append("\ntokenizer = AutoTokenizer.from_pretrained(MODEL)\nif tokenizer.pad_token is None:\n")
     parts.append("    tokenizer.pad_token = tokenizer.eos_token\n" + chat.FALLBACK + "\n")
     scored = setup.aim.head == "score"
-    parts.append((LOAD + "\n" + LABELLED + "\n") * scored + _model(request))
+    parts.append((ROWS + "\n" + LABELLED + "\n") * scored + _model(request))
     if setup.method != "full":
         parts.append("\n" + _adapters(request))
     if setup.parallel == "dp":
         parts.append("\n" + constant("PARALLEL", "dp", "nn.DataParallel: one process drives all GPUs"))
     if not scored:
-        parts.append("\n" + LOAD + "\n" + (PACKED if setup.packing else PADDED) + "\n\n")
+        parts.append("\n" + ROWS + "\n" + SAMPLES + "\n" + (PACKED if setup.packing else PADDED) + "\n\n")
         parts.append("rows = load_rows()\nrows = rows.map(tokenize, remove_columns=rows.column_names)\n")
     if setup.packing:
         parts.append('rows = rows.map(pack, batched=True, batch_size=None, remove_columns=["input_ids"])\n')

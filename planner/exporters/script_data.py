@@ -1,14 +1,15 @@
 """The data part of the plain script: a dataset with chat, prompt-completion, instruction or text columns to tokens."""
 
-LOAD = '''
+ROWS = '''
 def load_rows():
     """The training split: a hub id, a directory, or one .jsonl, .json or .parquet file."""
     kind = {"jsonl": "json", "json": "json", "parquet": "parquet"}.get(DATASET.rpartition(".")[2])
     if kind and os.path.isfile(DATASET):
         return load_dataset(kind, data_files=DATASET, split="train")
     return load_dataset(DATASET, split=SPLIT)
+'''
 
-
+SAMPLES = '''
 def to_text(row):
     """One sample as text, by the columns it has."""
     if row.get("messages"):
@@ -53,6 +54,10 @@ def collate(samples):
 '''
 
 LABELLED = '''
+def tokenize(row):
+    return {"input_ids": tokenizer(row[TEXT_FIELD], truncation=True, max_length=MAX_LENGTH)["input_ids"]}
+
+
 def collate(samples):
     """Pads to the longest sample of the batch; the last token that is no padding gets the score."""
     longest = max(len(sample["input_ids"]) for sample in samples)
