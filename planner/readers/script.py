@@ -88,6 +88,8 @@ class _Script:
         self.arguments = training.settings(found.arguments, name)
         self._trainer_extras()
         self.loader = training.settings(found.loader, name)
+        if found.loader is None and isinstance(handed := self.arguments.raw("model_init_kwargs"), dict):
+            self.loader = Settings(handed, f"{name}: model_init_kwargs")
         self.bnb = training.settings(found.quantization, name)
         self.lora = training.settings(found.adapter, name)
         named = {**dict(source.pins), **sharding.versions}

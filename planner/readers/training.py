@@ -124,6 +124,8 @@ def find(program: Program, name: str) -> Training:
         if found.objective not in ("reward", "classification"):
             _check_model_class(found.loader, program, name)
         found.quantization = found.loader.argument("quantization_config")
+    elif found.trainer is not None:  # TRL's trainers load a model that is only named
+        found.quantization = found.trainer.argument("quantization_config")
     peft = found.trainer.argument("peft_config") if found.trainer is not None else None
     if found.adapter is None and peft is not None and not (isinstance(peft, Known) and peft.data is None):
         found.adapter = peft

@@ -364,3 +364,18 @@ def test_a_classifier_holds_no_logits_over_the_vocabulary() -> None:
     scored = predict_memory(model, CARD, setup_of("classification", **fields))
     plain = predict_memory(model, CARD, setup_from_dict({**fields, "stack": "hf"}))
     assert plain.phase_bytes["loss"] - scored.phase_bytes["loss"] > 8 * 512 * model.vocab_size * 4
+
+
+def test_a_trainer_that_loads_the_model_itself_quantizes_it_as_it_is_told() -> None:
+    text = """
+from transformers import BitsAndBytesConfig
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+
+bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+args = GRPOConfig(model_init_kwargs={"attn_implementation": "eager", "dtype": "float32"}, max_completion_length=256)
+GRPOTrainer("gpt2", reward, args, data, quantization_config=bits, peft_config=LoraConfig(r=32)).train()
+"""
+    found = read_text(text, "train.py").setup
+    assert (found.method, found.quantization, found.precision) == ("qlora", "nf4-double", "bf16-mixed")
+    assert (found.attention, found.rolls.completion_tokens, found.lora_rank) == ("eager", 256, 32)
