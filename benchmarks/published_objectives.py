@@ -1,0 +1,58 @@
+"""Published memory of other objectives than supervised text, and the formula's error where a row says enough.
+
+    python -m benchmarks.published_objectives
+
+Each row of benchmarks/data/published_objectives.jsonl has its source (repository:path@commit, or an address), what it
+says, and either `open` (why nothing predicts it) or a `setup` with what was assumed. Half of the rows are held out of
+any fit (`held_out`, by the source's checksum); no constant has been fitted to any of them.
+"""
+
+import json
+import statistics
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from planner.gpus import find_gpu
+from planner.interchange import setup_from_dict
+from planner.memory.model import predict_memory
+from planner.models.catalogue import load
+
+ROWS = Path(__file__).parent / "data" / "published_objectives.jsonl"
+GIB = 2**30
+
+
+def read() -> list[dict[str, Any]]:
+    """Every row."""
+    return [json.loads(line) for line in ROWS.read_text().splitlines()]
+
+
+def error(row: dict[str, Any]) -> float | None:
+    """The formula's relative error, None where the row does not say enough or the model is not in the catalogue."""
+    model = load(row["model"]) if "setup" in row and "model" in row else None
+    if model is None:
+        return None
+    found = predict_memory(model, find_gpu(row["gpu"]), setup_from_dict(row["setup"]))
+    if "reserved_gib" in row:
+        return found.peak_reserved_bytes / (row["reserved_gib"] * GIB) - 1
+    return found.peak_device_bytes / (row["device_gib"] * GIB) - 1
+
+
+def main() -> None:
+    """Prints what is open, each error, and their median."""
+    rows = read()
+    errors = {row["source"]: found for row in rows if (found := error(row)) is not None}
+    print(f"{len(rows)} rows, {sum(row['held_out'] for row in rows)} held out; {len(errors)} predicted")
+    for why, number in Counter(row["open"] for row in rows if "open" in row).most_common():
+        print(f"{number:3d} open: {why}")
+    for row in rows:
+        if row["source"] in errors:
+            held = "held out" if row["held_out"] else ""
+            print(f"{100 * errors[row['source']]:+6.1f} % {row['objective']:14s} {row['model']} {held}")
+            print(f"         {row['source']}: {row['assumed']}")
+    if errors:
+        print(f"median {100 * statistics.median(map(abs, errors.values())):.1f} % of {len(errors)}")
+
+
+if __name__ == "__main__":
+    main()
