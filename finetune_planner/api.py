@@ -46,6 +46,12 @@ class Wish(TypedDict, total=False):
     reshard: bool
     offload: str | Sequence[str]
     objective: str
+    num_generations: int
+    completion_len: int
+    generation_batch: int
+    generator: str
+    vllm_fraction: float
+    reference: bool
     method: str | Sequence[str]
     prefer: str
     rank: int
