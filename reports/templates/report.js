@@ -250,6 +250,7 @@
     const t = theme();
     while (drawn.length) drawn.pop().dispose();
     for (const element of document.querySelectorAll(".chart")) {
+      if (!element.clientWidth) continue; // in a plan that is closed, or not for paper
       const chart = charts[element.id];
       const renderer = (chart.points || []).length > MANY_POINTS ? "canvas" : "svg";
       t.width = element.clientWidth;
@@ -328,20 +329,26 @@
     document.getElementById("theme").textContent = "Theme: " + name;
     draw();
   }
-  let chosen = "auto", opened = [];
+  let chosen = "auto";
   document.getElementById("theme").addEventListener("click", () => {
     chosen = THEMES[(THEMES.indexOf(chosen) + 1) % THEMES.length];
     setTheme(chosen);
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   addEventListener("beforeprint", () => {
-    opened = [...document.querySelectorAll("details:not([open])")];
-    opened.forEach((one) => { one.open = true; });
     document.documentElement.dataset.theme = "light";
     document.body.classList.add("paper"); // the width of paper, so that pictures are drawn for it
     draw();
   });
-  addEventListener("afterprint", () => { document.body.classList.remove("paper"); opened.forEach((one) => { one.open = false; }); setTheme(chosen); });
+  addEventListener("afterprint", () => { document.body.classList.remove("paper"); setTheme(chosen); });
+  // Of several plans each is closed until somebody opens it or follows a link to it.
+  const reveal = () => {
+    const plan = document.getElementById(location.hash.slice(1)), whole = plan && plan.querySelector("details.whole");
+    if (whole) whole.open = true;
+  };
+  addEventListener("hashchange", reveal);
+  reveal();
+  for (const one of document.querySelectorAll("details.whole")) one.addEventListener("toggle", draw);
   for (const button of document.querySelectorAll("[data-copy]")) button.addEventListener("click", () => copy(button));
   document.querySelectorAll("[data-sortable]").forEach(sortable);
   draw();

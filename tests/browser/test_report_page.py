@@ -1,16 +1,23 @@
 """The HTML report in a real browser: it is quiet, asks the network for nothing, and shows plan.json's numbers."""
 
+import base64
 import dataclasses
 import itertools
 import json
 import math
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from planner.cli.wish import workload
+from planner.cluster import make_cluster
+from planner.gpus import find_gpu
+from planner.models.resolve import resolve_model
 from planner.outcome import Rung
+from planner.planning import plan_workload
 from planner.units import GIB, gib
 from reports.extras import Extras, PeakTensor, Timeline, TimelinePhase
 from reports.html import Entry, report_html
@@ -22,6 +29,7 @@ from tests.reports.test_markdown import full_extras
 
 pytestmark = pytest.mark.processes
 
+A4 = {"paperWidth": 8.27, "paperHeight": 11.69}
 MAX_PAGE_BYTES = 2 * 1000**2
 HOSTILE = "evil</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1>'\"&{{7*7}}"
 CHART_KINDS = {
@@ -281,8 +289,6 @@ def test_page_never_scrolls_sideways(browser: Browser, page: Path, width: int) -
 
 
 def test_page_prints(browser: Browser, page: Path) -> None:
-    import base64
-
     browser.open(page, dark=True)
     browser.js("dispatchEvent(new Event('beforeprint'))")
     drawn = browser.all(".chart svg", "[e.getBoundingClientRect().width, +e.getAttribute('width')]")
@@ -298,6 +304,33 @@ def test_page_prints(browser: Browser, page: Path) -> None:
     assert browser.js("return document.documentElement.dataset.theme || 'auto'") == "auto"
 
 
+def test_real_plans_print_on_six_pages_and_four_compare_on_a_few_screens(browser: Browser, tmp_path: Path) -> None:
+    """Pages of A4; 6,000 px at 1,280. What is closed comes back with a link to it."""
+    wishes: list[tuple[str, str, dict[str, Any]]] = [
+        ("meta-llama/Llama-3.1-8B", "rtx-4090", {}),
+        ("Qwen/Qwen2.5-32B", "a100-80gb", {"cluster": make_cluster(find_gpu("a100-80gb"), 8)}),
+        ("Qwen/Qwen2.5-7B", "a100-80gb", {"fixed": {"objective": ("dpo",)}, "dataset_tokens": 20_000_000}),
+        ("Qwen/Qwen2.5-72B", "t4", {}),
+    ]
+    entries = [
+        Entry(
+            plan=plan_workload(workload(resolve_model(name), find_gpu(gpu), **{"fixed": {}, **wish})), name=str(number)
+        )
+        for number, (name, gpu, wish) in enumerate(wishes)
+    ]
+    for entry in entries[:3]:
+        browser.open(write(tmp_path, report_html([entry])), width=1280)
+        printed = base64.b64decode(browser.driver.execute_cdp_cmd("Page.printToPDF", A4)["data"])
+        assert 2 <= len(re.findall(rb"/Type\s*/Page\b", printed)) <= 6
+    browser.open(write(tmp_path, report_html(entries)), width=1280)
+    assert browser.js("return document.documentElement.scrollHeight") <= 6000
+    assert not any(browser.all("details.whole", "e.open"))
+    browser.js("location.hash = 'plan-2'")
+    browser.wait("document.querySelector('#plan-2 details.whole').open")
+    browser.wait("document.querySelector('#plan-2 .chart svg')")
+    assert browser.problems() == []
+
+
 def test_hostile_names_are_only_text(browser: Browser, tmp_path: Path) -> None:
     model, gpu = make_model(HOSTILE), make_gpu(name=HOSTILE, source=HOSTILE)
     plan = make_plan(make_workload(model=model, gpu=gpu), notes=(HOSTILE,), search={"trials": [{"reason": HOSTILE}]})
@@ -308,6 +341,8 @@ def test_hostile_names_are_only_text(browser: Browser, tmp_path: Path) -> None:
     )
     for entries in ([Entry(plan=plan)], [Entry(plan=plan, name=HOSTILE), Entry(plan=make_no_plan(), name=HOSTILE)]):
         browser.open(write(tmp_path, report_html(entries)))
+        browser.all("details.whole", "e.open = true")
+        browser.wait("[...document.querySelectorAll('.chart')].every((e) => e.firstElementChild)")
         for chart in browser.driver.find_elements("css selector", ".chart"):
             chart.send_keys("\ue014\ue014")  # arrow right twice: the tooltip is HTML
         assert browser.js("return window.hacked === undefined")
