@@ -201,6 +201,8 @@ class Seeds:
             "model": MODEL, "gpu": GPU, "method": "lora", "lora_rank": 8, "lora_targets": ["q_proj", "v_proj"],
             "optimizer": "adamw-8bit", "attention": "sdpa", "checkpointing": True, "seq_len_tokens": 512,
             "micro_batch_seqs": 2, "lora_dropout": 0.1, "packing": False, "precision": "bf16-autocast",
+            "objective": "dpo", "adapter": "rslora", "kernels": "liger", "activation_offload": True,
+            "quantize_experts": False, "modules_to_save": ["lm_head"],
         }  # fmt: skip
         self.trl = {
             "model_name_or_path": MODEL, "use_peft": True, "lora_r": 16, "lora_target_modules": ["q_proj"],
@@ -215,13 +217,15 @@ class Seeds:
             "gradient_accumulation_steps": 8, "optimizer": "adamw_bnb_8bit", "bf16": "auto", "tf32": True,
             "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False},
             "plugins": ["axolotl.integrations.liger.LigerPlugin"], "fsdp_config": {"fsdp_version": 2},
-            "learning_rate": 2e-4,
+            "learning_rate": 2e-4, "rl": "dpo", "rl_beta": 0.1, "quantize_moe_experts": True, "peft_use_dora": True,
+            "lora_mlp_kernel": True, "activation_offloading": "legacy", "val_set_size": 0.05, "sample_packing": False,
         }  # fmt: skip
         self.llamafactory = {
             "model_name_or_path": MODEL, "stage": "sft", "finetuning_type": "lora", "lora_rank": 8,
             "lora_target": "all",
             "dataset": "alpaca", "template": "qwen", "cutoff_len": 1024, "per_device_train_batch_size": 1,
             "gradient_accumulation_steps": 8, "bf16": True, "quantization_bit": 4, "optim": "adamw_torch",
+            "pref_beta": 0.1, "pref_loss": "sigmoid", "use_dora": False, "enable_liger_kernel": True,
         }  # fmt: skip
         self.accelerate = {
             "compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "mixed_precision": "bf16",
@@ -240,6 +244,10 @@ class Seeds:
                 "variants": [{"optimizer": "adamw"}], "depths": "truncated", "why": "x", "memory_gib": 24,
             }],
         }  # fmt: skip
+        self.preferences = (
+            "from trl import DPOConfig, DPOTrainer\nargs = DPOConfig(per_device_train_batch_size=2, beta=0.1,\n"
+            f"    max_length=512, bf16=True)\nDPOTrainer(model={MODEL!r}, args=args).train()\n"
+        )
         self.script = (
             "from trl import SFTConfig, SFTTrainer\nargs = SFTConfig(per_device_train_batch_size=2, bf16=True,\n"
             f"    optim='adamw_torch', max_length=512)\ntrainer = SFTTrainer(model={MODEL!r}, args=args)\n"
@@ -251,6 +259,7 @@ class Seeds:
         )
         self.record = self._record()
         self.plan = self._plan()
+        self.preference_plan = self._plan("--objective", "dpo")
 
     def _record(self) -> dict[str, Any]:
         from planner.interchange import setup_from_dict, setup_to_dict
@@ -272,12 +281,12 @@ class Seeds:
             key="k", model_id=MODEL, config_digest="d", setup=setup, request=request, outcome=outcome, recorded_at="now"
         ).to_dict()
 
-    def _plan(self) -> dict[str, Any]:
+    def _plan(self, *options: str) -> dict[str, Any]:
         from planner.cli.app import run
 
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
-            run([MODEL, "--gpu", GPU, "--no-dry-run", "--json"])
+            run([MODEL, "--gpu", GPU, "--no-dry-run", "--json", *options])
         document: dict[str, Any] = json.loads(out.getvalue())
         return document
 
@@ -323,7 +332,7 @@ def check_case(folder: Path, dice: random.Random) -> Case:
     elif kind == 4:
         file = put(folder / "accelerate.yaml", as_yaml(mutate(one.accelerate, dice), dice), dice)
     elif kind == 5:
-        file = put(folder / "train.py", damage(one.script.encode(), dice), dice)
+        file = put(folder / "train.py", damage(dice.choice((one.script, one.preferences)).encode(), dice), dice)
     elif kind == 6:
         file = put(folder / "job.toml", damage(one.toml.encode(), dice), dice)
     else:
@@ -472,9 +481,12 @@ def campaign_case(folder: Path, dice: random.Random) -> Case:
 
 
 def report_case(folder: Path, dice: random.Random) -> Case:
-    file = put(folder / "p" / "plan.json", as_json(mutate(seeds().plan, dice), dice), dice)
+    plan = seeds().preference_plan if dice.random() < 0.4 else seeds().plan
+    file = put(folder / "p" / "plan.json", as_json(mutate(plan, dice), dice), dice)
     if dice.random() < 0.5:
-        return Case("report", ["compare", str(file), str(file)])
+        return Case("report", ["compare", str(file), str(file), *dice.choice(([], ["--json"]))])
+    if dice.random() < 0.4:
+        return Case("report", ["confirm", str(folder / "p"), "--device", "cuda:9", "--store", str(folder / "s.jsonl")])
     if dice.random() < 0.2:
         (folder / "p" / "report.md").symlink_to(folder / "victim")
     return Case("report", ["report", str(folder / "p")])
@@ -499,6 +511,8 @@ def dataset_case(folder: Path, dice: random.Random) -> Case:
     rows: list[Any] = [
         {"messages": [{"role": "user", "content": "hello " * 20}, {"role": "assistant", "content": "x"}]},
         {"prompt": "a", "completion": "b"}, {"instruction": "a", "input": "", "output": "c"}, {"text": "word " * 50},
+        {"prompt": "a", "chosen": "b " * 9, "rejected": "c"}, {"prompt": "a", "completion": "b", "label": True},
+        {"chosen": [{"role": "user", "content": "a"}], "rejected": [{"role": "assistant", "content": "c"}]},
     ]  # fmt: skip
     row = dice.choice(rows)
     good = json.dumps(row).encode()
@@ -627,6 +641,10 @@ def words_case(folder: Path, dice: random.Random) -> Case:
         "--price",
         "--budget",
         "--deadline",
+        "--objective",
+        "--adapter",
+        "--kernels",
+        "--quantize-experts",
         "-x",
     ]
     words = [command]
@@ -639,11 +657,117 @@ def words_case(folder: Path, dice: random.Random) -> Case:
     return Case("words", words)
 
 
+CHOICES: tuple[tuple[str, ...], ...] = (
+    ("--objective", "sft", "dpo", "kto", "orpo", "reward", "pretrain", "ppo", ""),
+    ("--adapter", "lora", "dora", "pissa", "loftq", "adalora", "vera", "oft", "ia3", "prompt", "p-tuning", "prefix",
+     "ln-tuning", "trainable-tokens", "boft"),
+    ("--quantize-experts",), ("--no-quantize-experts",), ("--activation-offload",), ("--no-extra-packages",),
+    ("--kernels", "eager", "liger", "fused", "x"), ("--method", "full", "lora", "qlora"),
+    ("--quantization", "nf4", "nf4-double", "int8", "none"), ("--checkpoint-every", "0", "2", "3", "-1"),
+    ("--global-batch", "1", "2", "1000", "997", "0"), ("--seq-len", "1", "7", "512", "131072", "99999999"),
+    ("--rank", "1", "64", "4096", "0"), ("--loss", "full", "chunked", "liger"), ("--headroom", "0", "1", "nan", "23"),
+    ("--precision", "fp32", "bf16-pure", "fp16-mixed"), ("--targets", "attention", "all-linear", "q_proj,lm_head"),
+)  # fmt: skip
+"""Options of the space with values that are allowed, now and then, together."""
+FAMILIES = (MODEL, "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b", "google-t5/t5-small", "openai-community/gpt2")
+OUTPUTS = (
+    "plan.json", "report.md", "report.html", "trl.yaml", "trl_dpo.yaml", "run.sh", "axolotl.yaml", "llamafactory.yaml",
+    "index.html", "grid", "README.md", "requirements.txt", "config.fixed.yaml", "accelerate.yaml", "x.jsonl",
+)  # fmt: skip
+"""Names that commands write."""
+
+
+def options_case(folder: Path, dice: random.Random) -> Case:
+    """Options of the space against each other, in every command that takes them."""
+    model = dice.choice(FAMILIES)
+    words = dice.choice((
+        [model, "--gpu", GPU, "--no-dry-run"], ["estimate", model, "--gpu", GPU, "--no-dry-run"],
+        ["compare-adapters", model, "--gpu", dice.choice(("t4", GPU, "h200"))],
+        ["which-gpu", model, "--vendor", dice.choice(("Apple", "x"))],
+        [model, "--gpu", GPU, "--gpus", "2", "--no-dry-run"],
+    ))  # fmt: skip
+    for option, *values in dice.sample(CHOICES, dice.randint(1, 4)):
+        words = [*words, option, *([dice.choice(values)] if values else [])]
+    return Case("options", [*words, *dice.choice(([], ["--json"]))])
+
+
+def places_case(folder: Path, dice: random.Random) -> Case:
+    """A folder to write to in which links, folders and pipes have the names of what is written."""
+    out = folder / "out"
+    out.mkdir()
+    for name in dice.sample(OUTPUTS, dice.randint(1, 6)):
+        what = dice.randrange(4)
+        if what < 2:
+            (out / name).symlink_to(folder / "victim")
+        elif what == 2:
+            (out / name).mkdir()
+        else:
+            os.mkfifo(out / name)
+    if dice.random() < 0.1:
+        shutil.rmtree(out)
+        out.symlink_to(folder / "elsewhere")
+    config = put(folder / "config.yaml", as_yaml(seeds().axolotl, dice), dice)
+    plan = put(folder / "p" / "plan.json", json.dumps(seeds().plan).encode(), random.Random(7))
+    words = dice.choice((
+        [MODEL, "--gpu", GPU, "--no-dry-run"], [MODEL, "--gpu", GPU, "--no-dry-run", "--target", "axolotl"],
+        [MODEL, "--gpu", GPU, "--no-dry-run", "--objective", "dpo"], ["which-gpu", MODEL, "--vendor", "Apple"],
+        ["compare-adapters", MODEL, "--gpu", GPU],
+        ["which-cluster", MODEL, "--gpu", GPU, "--max-gpus", "2", "--dataset-tokens", "1000000"],
+        ["compare", str(plan), str(plan)], ["check", str(config), "--gpu", GPU, "--no-dry-run"],
+        ["store", "export"], ["ui", "--model", MODEL, "--gpu", GPU],
+    ))  # fmt: skip
+    place = {"store": [str(out / "x.jsonl")], "ui": ["--static", str(out)], "check": ["--fix"]}
+    return Case("places", [*words, *place.get(words[0], ["--out", str(out)])])
+
+
+def page_case(folder: Path, dice: random.Random) -> Case:
+    """What a stranger sends to the page's server."""
+    import socket
+    import threading
+
+    from planner.cli.ui import Server, Shelf
+
+    paths = (
+        "/", "/grid/smollm2.js", "/grid/../../etc/passwd.js", "/launch/x/0.zip", "/launch/x/999999.zip", "/%00",
+        "/" + "a" * 70_000, "//", "/grid/%2e%2e%2f.js", "http://evil/", "/\xff", "*", "", "/launch/x/-1.zip",
+        "/?" + "&" * 999,
+    )  # fmt: skip
+
+    def call() -> object:
+        server = Server(("127.0.0.1", 0), Shelf([MODEL], [GPU]))
+        port = server.server_address[1]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        host = dice.choice((f"127.0.0.1:{port}", "evil.example", "", "localhost", "\x00"))
+        path = dice.choice((*paths, f"/grid/{_grid_name()}.js", f"/launch/{_grid_name()}/{dice.randrange(99)}.zip"))
+        verb, version = dice.choice(("GET", "GET", "POST", "HEAD", "X" * 300, "")), dice.choice(("1.1", "1.0", "9"))
+        more = dice.choice(("Sec-Fetch-Site: cross-site", "X: " + "y" * 70_000, ": ", "Host: x", "Accept: */*"))
+        lines = [f"{verb} {path} HTTP/{version}", f"Host: {host}", more]
+        request = "\r\n".join(lines).encode("latin-1", "replace") + b"\r\n\r\n"
+        request = damage(request, dice) if dice.random() < 0.4 else request
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as asked:
+            asked.sendall(request)
+            asked.shutdown(socket.SHUT_WR)
+            answer = b""
+            with contextlib.suppress(ConnectionError):
+                while part := asked.recv(1 << 16):
+                    answer += part
+        server.shutdown()
+        return answer
+
+    return Case("page", ["GET"], call=call)
+
+
+def _grid_name() -> str:
+    from reports.ui import grid_name
+
+    return str(grid_name(MODEL, GPU))
+
+
 MAKERS: tuple[tuple[Maker, int], ...] = (
     (config_case, 20), (check_case, 20), (program_case, 12), (folder_case, 6), (trace_case, 2),
     (setups_case, 8), (store_case, 12), (campaign_case, 8), (report_case, 8),
     (calibration_case, 8), (dataset_case, 8), (cache_case, 3), (journal_case, 6), (corrections_case, 4),
-    (storage_url_case, 2), (words_case, 8),
+    (storage_url_case, 2), (words_case, 8), (options_case, 12), (places_case, 8), (page_case, 4),
 )  # fmt: skip
 
 
