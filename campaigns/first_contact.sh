@@ -6,6 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 call=${1:?which call, 1 to 4}
+"${PYTHON:-python3}" -P -c 'import torch, transformers' >/dev/null 2>&1 & # reads them from the disk while wheels unpack
 if compgen -G ".whl/*.whl" >/dev/null; then
     site=${TMPDIR:-/tmp}/planner-site
     [ -d "$site" ] || python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" .whl/*.whl

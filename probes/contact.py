@@ -1,10 +1,10 @@
 """First contact with a GPU: `python -m probes.contact CALL`, on a bare machine, in calls of at most ten minutes.
 
 Four calls, each useful alone: 1 guards, raw readings and three smoke probes; 2 every model by every method; 3 one axis
-at a time; 4 a search, its plan and the confirmation. A call is a list of jobs with limits of their own, run one after
-another until the call's budget is spent. What is done is written down at once: a call that was cut short, or that is
-made again on another machine with the kept files, goes on where it stopped. Every call begins with the guard: where
-torch, driver, NF4 or Triton do not work, it ends at once with exit 3.
+at a time, and torch.compile; 4 a search, its plan and the confirmation. A call is a list of jobs with limits of their
+own, run one after another until the call's budget is spent. What is done is written down at once: a call that was cut
+short, or that is made again on another machine with the kept files, goes on where it stopped. Every call begins with
+the guard: where torch, driver, NF4 or Triton do not work, it ends at once with exit 3.
 
     python -m probes.contact 2 --out OUT --budget 540     results in OUT, at most eight files
     python -m probes.contact 2 --out OUT --rehearse        the same jobs on the CPU with a tiny model
@@ -26,7 +26,7 @@ from pathlib import Path
 
 from planner.children import ROOT, child_environment, python_argv
 from planner.errors import EXIT_BAD_INPUT, EXIT_ENVIRONMENT
-from probes.contact_readings import TINY
+from probes.contact_readings import BESIDE, IMPORT_S, LIMITS_S, TINY
 from probes.environment import child_settings, device_status, library_versions
 from probes.last_run import describe_run
 from probes.recording import REHEARSAL, header
@@ -39,17 +39,9 @@ COMMAND = "from planner.cli.app import main; main()"
 MODEL = "Qwen/Qwen3-8B"
 WISH = ("--seq-len", "2048", "--global-batch", "8")
 """Of the search and its file: 20 steps of 16,384 tokens take less than a minute."""
-READINGS_S = {
-    "known": 30.0,
-    "teardown": 30.0,
-    "refusals": 80.0,
-    "traces": 90.0,
-    "attention": 40.0,
-    "rates": 30.0,
-    "trainer": 50.0,
-}
-"""Raw readings (`probes.contact_readings`) and what each may take."""
-ON_A_CPU = ("refusals", "traces", "rates", "trainer")
+READINGS = ("trainer", "known", "teardown", "refusals", "attention", "rates", "traces")
+"""Raw readings of the first call (`probes.contact_readings`); of the third it is "compile"."""
+ON_A_CPU = ("trainer", "refusals", "rates", "traces")
 NEEDED = ("gpus", "triton", "nf4")
 """The doctor's checks without which nothing here is worth the machine's time."""
 
@@ -63,7 +55,7 @@ class Job:
     Attributes:
         words: of the child's command after the interpreter.
         limit_s: it is ended after this long; a campaign is given it as its budget.
-        resumes: it knows itself what is done already (a campaign, a study): it is run in every call.
+        resumes: it knows itself what is done already (a campaign, readings by name): it is run in every call.
         makes: what later jobs need of it and does not travel: without it here, it is not done.
     """
 
@@ -133,6 +125,13 @@ class Kept:
             self.last_run,
         )
 
+    def read(self) -> set[str]:
+        """Names of the readings that ended well."""
+        if not self.readings.exists():
+            return set()
+        lines = [json.loads(line) for line in self.readings.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return {one["reading"] for one in lines if one.get("ended") == 0}
+
     def done(self) -> set[str]:
         """Names of the jobs that ended well."""
         if not self.jobs.exists():
@@ -156,16 +155,18 @@ def jobs_of(call: int, kept: Kept, *, rehearse: bool = False) -> tuple[Job, ...]
         words = plan_words("campaign", str(spec), "--store", str(kept.store), "--ahead", "3", *on)
         return Job(name=name, words=words, limit_s=limit_s, resumes=True)
 
-    def reading(name: str) -> Job:
-        return Job(name=name, words=("-m", "probes.contact_readings", name, device), limit_s=READINGS_S[name])
+    def readings(name: str, wanted: Sequence[str]) -> tuple[Job, ...]:
+        left = [one for one in wanted if one not in kept.read()]
+        limit_s = IMPORT_S + sum(LIMITS_S[one] for one in left if one not in BESIDE)
+        words = ("-m", "probes.contact_readings", ",".join(left), device, str(REHEARSED_SLOWER if rehearse else 1))
+        return (Job(name=name, words=words, limit_s=limit_s, resumes=True),) if left else ()
 
     if call == 1:
-        names = [name for name in READINGS_S if not rehearse or name in ON_A_CPU]
-        return (*(reading(name) for name in names), campaign("smoke", 110.0))
+        return (*readings("readings", ON_A_CPU if rehearse else READINGS), campaign("smoke", 110.0))
     if call == 2:
         return (campaign("models", 540.0),)
     if call == 3:
-        return (campaign("axes", 540.0),)
+        return (campaign("axes", 370.0), *readings("compile", ("compile",)))
     out = str(kept.folder / "tuned")
     gpu = ("--gpu", "rtx-4090", "--seq-len", "64", "--global-batch", "4") if rehearse else (*WISH, "--gpu", "local")
     model = _tiny_model(kept.folder) if rehearse else MODEL
@@ -279,7 +280,7 @@ def run_call(
         took_s = clock() - began
         _append(kept.jobs, {"job": job.name, "call": call, "status": status, "seconds": round(took_s, 1)})
         say(f"{job.name}: status {status}, {took_s:.0f} s")
-        if status == EXIT_ENVIRONMENT and job.resumes:
+        if status == EXIT_ENVIRONMENT and "campaign" in job.words:
             return EXIT_ENVIRONMENT
     return 0
 
@@ -294,6 +295,7 @@ def run_job(job: Job, limit_s: float, kept: Kept) -> int:
         words = (*words, "--budget", f"{max(5.0, limit_s - GIVE_UP_S):g}s")
     reading = words[:1] == ("-m",)
     environment = {**child_environment(), **child_settings(), "PYTHONUNBUFFERED": "1"}
+    environment |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     with open(kept.log, "ab") as log:
         log.write(f"\n== {job.name}\n".encode())
         log.flush()

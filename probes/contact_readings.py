@@ -1,23 +1,21 @@
-"""Raw readings of a GPU that was never seen: `python -m probes.contact_readings NAME`, one JSON line per reading.
+"""Raw readings of a GPU that was never seen: `python -m probes.contact_readings NAME,NAME`, one JSON line per reading.
 
 What the meters, the classifier and the device's turn assume, measured by itself: what the driver shows for allocations
 of known size, how long a killed process's memory stays, every library's words for a refused allocation, which SDPA
 backend runs. Recorded once, they can be replayed for ever.
 """
 
-import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-from planner.children import child_environment, python_argv
 from planner.driver import device_handle, nvml
 from planner.units import GIB, MIB
-from probes.environment import child_settings
+from probes.contact_forks import begin, end, run_each, warm_up
 from probes.failures import classify_exception
 from probes.measure_kernels import attention_backend, kernels_of_step
 
@@ -27,6 +25,7 @@ SAMPLE_S = 0.01
 ATTENTION_SHAPES = ((4, 32, 2048, 64), (4, 32, 2048, 128), (1, 32, 8192, 128))
 """[seqs, heads, tokens, head size]."""
 LEFT_FREE_BYTES = 2 * MIB
+REFUSAL_S = 15.0
 
 TINY = {
     "model_type": "llama",
@@ -97,33 +96,39 @@ def known() -> Iterator[Reading]:
 
 
 def hold() -> Iterator[Reading]:
-    """Takes 4 GiB, says so and waits to be killed."""
+    """Takes 4 GiB, says so and waits to be killed: whoever asks for more than the first line waits for ever."""
     import torch
 
     kept = torch.empty(4 * GIB, dtype=torch.uint8, device=DEVICE)
     torch.cuda.synchronize()
     yield {"step": "holding", "bytes": kept.numel()}
-    time.sleep(600)
+    signal.pause()
 
 
 def teardown() -> Iterator[Reading]:
     """The driver's view every 10 ms after a process that held 4 GiB was killed."""
     rest = driver_view()
-    child = subprocess.Popen(
-        python_argv("-m", "probes.contact_readings", "hold"), stdout=subprocess.PIPE, env=environment(), text=True
-    )
+    told, says = os.pipe()
+
+    def holding() -> Iterator[Reading]:
+        for one in hold():
+            os.write(says, b"x")
+            yield one
+
+    child = begin("hold", holding)
+    os.close(says)
     try:
-        assert child.stdout is not None
-        child.stdout.readline()
+        os.read(told, 1)  # nothing where it has died
         full = driver_view()
     finally:
-        child.send_signal(signal.SIGKILL)
+        os.kill(child, signal.SIGKILL)
+        os.close(told)
     killed = time.perf_counter()
     samples = []
     while time.perf_counter() - killed < TEARDOWN_S:
         samples.append([round(time.perf_counter() - killed, 4), driver_view().get("used_bytes")])
         time.sleep(SAMPLE_S)
-    child.wait()
+    os.waitpid(child, 0)
     yield {"step": "teardown", "rest": rest, "full": full, "samples": changes(samples)}
 
 
@@ -223,7 +228,9 @@ def refusal(name: str) -> Iterator[Reading]:
 def refusals() -> Iterator[Reading]:
     """Every library's word for a refused allocation, each in a process of its own; on the CPU only PyTorch's."""
     for name in REFUSALS if DEVICE != "cpu" else ("torch",):
-        yield from _child(f"refusal:{name}", 40.0)
+        status = end(begin(f"refusal:{name}", partial(refusal, name)), REFUSAL_S)
+        if status:
+            yield {"step": name, "problem": f"status {status}"}
 
 
 def attention() -> Iterator[Reading]:
@@ -275,49 +282,54 @@ def trainer() -> Iterator[Reading]:
     yield trainer_host_times()
 
 
+def compiled() -> Iterator[Reading]:
+    """One model's steps through torch.compile against eager ones."""
+    from planner.models.resolve import resolve_model
+    from probes import contact_compile
+
+    if DEVICE == "cpu":
+        yield from contact_compile.compared(TINY, DEVICE, seq_len_tokens=64)
+    else:
+        yield from contact_compile.compared(resolve_model(contact_compile.MODEL).config, DEVICE)
+
+
 READINGS: dict[str, Callable[[], Iterator[Reading]]] = {
+    "trainer": trainer,
     "known": known,
     "teardown": teardown,
     "refusals": refusals,
     "attention": attention,
     "rates": rates,
     "traces": traces,
-    "trainer": trainer,
-    "hold": hold,
+    "compile": compiled,
 }
-
-
-def environment() -> dict[str, str]:
-    """As a probe's child."""
-    return {**child_environment(), **child_settings(), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-
-
-def _child(name: str, limit_s: float) -> list[Reading]:
-    """The readings of another process of this module; how it ended where it brought none."""
-    command = python_argv("-m", "probes.contact_readings", name, DEVICE)
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, env=environment())
-    except subprocess.TimeoutExpired:
-        return [{"reading": name, "problem": f"no answer within {limit_s:g} s"}]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode != 0:
-        found.append({"reading": name, "problem": f"status {done.returncode}", "log": done.stderr[-1500:]})
-    return found
+LIMITS_S = {
+    "trainer": 50.0,
+    "known": 12.0,
+    "teardown": 12.0,
+    "refusals": 35.0,
+    "attention": 12.0,
+    "rates": 15.0,
+    "traces": 55.0,
+    "compile": 120.0,
+}
+"""What each reading may take once the libraries are imported."""
+BESIDE = frozenset({"trainer"})
+"""Needs no GPU, and runs while the others do."""
+IMPORT_S = 25.0
+"""What importing the libraries may take."""
 
 
 def main(arguments: list[str]) -> int:
-    """Prints one reading's lines: NAME [DEVICE]."""
+    """Prints the lines of some readings: NAME,NAME [DEVICE [SLOWER]], with SLOWER times the limits; 1 where one of them
+    did not end well."""
     global DEVICE
     DEVICE = arguments[1] if len(arguments) > 1 else DEVICE
-    name, _, part = arguments[0].partition(":")
-    found = refusal(part) if name == "refusal" else READINGS[name]()
-    for one in found:
-        sys.stdout.write(json.dumps({"reading": arguments[0], **one}) + "\n")
-        sys.stdout.flush()
-    return 0
+    slower = float(arguments[2]) if len(arguments) > 2 else 1.0
+    chosen = {name: READINGS[name] for name in arguments[0].split(",")}
+    warm_up()
+    return run_each(chosen, {name: slower * limit_s for name, limit_s in LIMITS_S.items()}, BESIDE)
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(code)  # as a probe's child: tearing a full device down may hang
+    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,9 @@
 """First contact: what a call runs, how it ends, what comes back; and the clock that plays GPU times."""
 
+import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +13,7 @@ import torch
 
 from planner.outcome import FailureKind
 from planner.units import GIB, MIB
-from probes import contact, contact_plan, contact_readings
+from probes import contact, contact_compile, contact_plan, contact_readings
 from probes.campaign_spec import read_spec
 from probes.contact import Job, Kept, deliver, jobs_of, run_call
 from probes.request import Limits
@@ -54,14 +57,88 @@ def test_a_call_ends_within_ten_minutes_whatever_its_jobs_take(call: int, tmp_pa
 
 def test_what_is_done_is_not_done_again_and_campaigns_go_on(tmp_path: Path, fit: None) -> None:
     first, second = Clock(job_s=20.0), Clock(job_s=20.0)
-    first.call(1, tmp_path, budget_s=75.0)
-    second.call(1, tmp_path)
-    names = [job.name for job in jobs_of(1, Kept(tmp_path))]
-    assert [name for name, _ in first.ran] == names[:4]  # with 75 s no fifth begins
-    assert [name for name, _ in second.ran] == names[4:]
-    third = Clock(job_s=20.0)
-    third.call(1, tmp_path)
-    assert [name for name, _ in third.ran] == ["smoke"]  # the store knows what it holds
+    first.call(4, tmp_path, budget_s=45.0)
+    names = [job.name for job in jobs_of(4, Kept(tmp_path))]
+    assert [name for name, _ in first.ran] == names[:2]  # with 45 s no third begins
+    (tmp_path / "tuned").mkdir()
+    (tmp_path / "tuned" / "plan.json").write_text("{}")
+    second.call(4, tmp_path)
+    assert [name for name, _ in second.ran] == names[2:]
+    for _ in range(2):
+        campaign = Clock(job_s=20.0)
+        campaign.call(2, tmp_path)
+        assert [name for name, _ in campaign.ran] == ["models"]  # the store knows what it holds
+
+
+def test_readings_that_ended_well_are_not_taken_again(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    whole = jobs_of(1, kept)[0]
+    assert whole.words[2].split(",") == list(contact.READINGS)
+    kept.readings.write_text(
+        "".join(
+            json.dumps({"reading": name, "ended": status}) + "\n" for name, status in (("known", 0), ("rates", 124))
+        )
+    )
+    left = jobs_of(1, kept)[0]
+    assert "known" not in left.words[2]
+    assert "rates" in left.words[2]
+    assert left.limit_s == whole.limit_s - contact_readings.LIMITS_S["known"]
+    for name in (*contact.READINGS, "compile"):
+        with kept.readings.open("a") as file:
+            file.write(json.dumps({"reading": name, "ended": 0}) + "\n")
+    assert [job.name for job in jobs_of(1, kept)] == ["smoke"]
+    assert [job.name for job in jobs_of(3, kept)] == ["axes"]
+
+
+FORKS = """
+import os, sys, time
+from probes.contact_forks import run_each
+
+def good():
+    yield {"step": "here", "parent": os.getppid()}
+
+def broken():
+    yield {"step": "before"}
+    raise RuntimeError("no such library")
+
+def hangs():
+    yield {"step": "begun"}
+    time.sleep(600)
+
+found = run_each({"aside": good, "good": good, "broken": broken, "hangs": hangs}, dict(
+    aside=60, good=60, broken=60, hangs=float(sys.argv[1])), frozenset({"aside"}))
+sys.exit(10 + found)
+"""
+
+
+def test_readings_are_forks_that_end_alone() -> None:
+    """One that breaks or hangs loses its own later lines and nothing else."""
+    run = subprocess.run(
+        [sys.executable, "-c", FORKS, "3"], capture_output=True, text=True, timeout=600, cwd=contact.ROOT, check=False
+    )
+    assert run.returncode == 11, run.stderr[-2000:]
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    ended = {one["reading"]: one["ended"] for one in lines if "ended" in one}
+    assert ended == {"aside": 0, "good": 0, "broken": 1, "hangs": 124}
+    assert {one["reading"]: one["step"] for one in lines if "step" in one} == {
+        "aside": "here", "good": "here", "broken": "before", "hangs": "begun",
+    }  # fmt: skip
+    assert len({one["parent"] for one in lines if "parent" in one}) == 1
+    assert "no such library" in run.stderr
+
+
+def test_what_cannot_be_compiled_leaves_the_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(config: Any, setup: Any, device: str, *, compiled: bool) -> dict[str, Any]:
+        if compiled:
+            raise RuntimeError("Failed to find C compiler")
+        return {"step_seconds": [0.1]}
+
+    monkeypatch.setattr(contact_compile, "_timed", timed)
+    found = list(contact_compile.compared(contact_readings.TINY, "cpu"))
+    assert [(one["step"], one["compiled"]) for one in found] == list(
+        itertools.product(contact_compile.SETUPS, (False, True))
+    )
+    assert ["problem" in one for one in found] == [False, True, False, True]
 
 
 def test_a_job_that_failed_is_tried_again(tmp_path: Path, fit: None) -> None:
@@ -172,6 +249,7 @@ def test_the_plan_of_every_call_stays_below_ten_minutes(gpu: str) -> None:
     totals = [float(line.split("at most ")[1].split("*")[0]) for line in lines if "**all**" in line]
     assert len(totals) == len(CALLS)
     assert all(0 < minutes < 10 for minutes in totals)
+    assert totals[0] <= 4
 
 
 def test_timing_plays_the_rule_of_the_limits() -> None:
