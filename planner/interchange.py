@@ -67,8 +67,9 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
         clean.setdefault("stack", row.stack(DEFAULT_STACK))
     if clean.get("lora_rank", 0) is None:
         del clean["lora_rank"]
-    if clean.get("adapter") in ADAPTERS and clean["adapter"] != "lora":
-        clean.setdefault("lora_rank", ADAPTERS[clean["adapter"]].usual_size)
+    kind = ADAPTERS.get(str(clean.get("adapter", "lora")))
+    if kind is not None and kind.name != "lora":
+        clean.setdefault("lora_rank", kind.usual_size)
     if "checkpointing" in clean:
         clean["checkpointing"] = _checkpointing(clean["checkpointing"])
     for name in _LISTS:

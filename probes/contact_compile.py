@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from planner.setup import TrainSetup
-from probes.measure import attention_name
+from probes.measure_run import attention_name
 from probes.request import ProbeRequest
 from probes.stack import build_model, inner_model, make_batch, make_trainer, num_layers, optimizer_of, train_step
 from probes.stack.configs import load_config

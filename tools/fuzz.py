@@ -629,7 +629,7 @@ def words_case(folder: Path, dice: random.Random) -> Case:
     from planner.cli.app import COMMANDS
 
     command = dice.choice(
-        [name for name in COMMANDS if name not in ("doctor", "accuracy", "tune", "probe", "campaign")]
+        [name for name in COMMANDS if name not in ("doctor", "accuracy", "tune", "probe", "campaign", "ui")]
     )
     options = ["--gpu", "--rank", "--seq-len", "--global-batch", "--micro-batch", "--json", "--method", "--precision"]
     options += [

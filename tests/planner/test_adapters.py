@@ -34,6 +34,9 @@ def test_lora_is_the_default_and_is_not_written() -> None:
 
 
 def test_an_unknown_adapter_and_a_full_one_are_refused() -> None:
+    for name in ([], {"a": 1}):
+        with pytest.raises(SetupError, match="adapter must be text"):
+            setup_from_dict({"adapter": name})
     with pytest.raises(SetupError, match="adapter must be one of"):
         setup_from_dict({"adapter": "houlsby"})
     with pytest.raises(SetupError, match="belongs to method"):
