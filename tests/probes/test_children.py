@@ -87,6 +87,11 @@ def test_commands_that_read_run_nothing_of_the_current_folder(folder: Path) -> N
         ["store", "export", "x.jsonl"],
         ["trace", *card, "--", "true"],
         ["which-model", *card, "--model", "."],
+        ["compare-adapters", ".", *card, "--out", "adapters"],
+        ["which-cluster", ".", *card, "--max-gpus", "2", "--dataset-tokens", "1000000", "--out", "clusters"],
+        ["which-gpu", ".", "--vendor", "Apple", "--out", "cards"],
+        ["ui", "--model", ".", *card, "--static", "page"],
+        ["confirm", "out", "--device", "cuda:9"],
     ]
     script = f"from planner.cli.app import run\nprint([run(words) for words in {commands!r}], flush=True)"
     known = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_DATA_HOME": str(folder.parent / "data")}
