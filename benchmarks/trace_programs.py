@@ -252,7 +252,7 @@ def traced(checkouts: Path, python: str, name: str) -> dict[str, object]:
     if rows := _ROWS.get(name.partition("-")[0]):
         path = (models() / "litgpt" if name.startswith("litgpt") else where) / rows
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps([{"instruction": "a", "input": "", "output": "b" * 4096}] * 64))
+        path.write_text(json.dumps([{"instruction": "a", "input": "", "output": "b" * 1700}] * 64))
     if name.startswith("unsloth"):
         command = ["python", text.removeprefix("python ")]
     own = [str(checkouts / FACTORY / "src"), str(checkouts / AXOLOTL / "src"), os.environ.get("PYTHONPATH", "")]

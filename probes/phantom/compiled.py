@@ -1,4 +1,4 @@
-"""`torch.compile` on the phantom GPU: the program runs eagerly, and it is said."""
+"""`torch.compile` and `torch.jit.script` on the phantom GPU: the program runs eagerly, and it is said."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,8 +11,8 @@ from probes.phantom.mode import Phantom
 from probes.phantom.origins import from_library
 
 EAGER = (
-    "torch.compile was asked for and the program ran eagerly: compiled code usually keeps less for the backward, so "
-    "the figures are an upper bound there"
+    "torch.compile (or torch.jit) was asked for and the program ran eagerly: compiled code usually keeps less for the "
+    "backward, so the figures are an upper bound there"
 )
 
 
@@ -30,13 +30,20 @@ def eager(phantom: Phantom) -> Iterator[None]:
     def compile_module(self: Any, *args: Any, **kwargs: Any) -> None:
         phantom.note(EAGER)
 
+    def script_nothing(one: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _of_a_library(one):
+            phantom.note(EAGER)
+        return one
+
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.jit, "script", script_nothing))
         stack.enter_context(mock.patch.object(torch, "compile", compile_nothing))
         stack.enter_context(mock.patch.object(torch.nn.Module, "compile", compile_module))
         yield
 
 
 def _of_a_library(model: Any) -> bool:
-    """Whether a decorator of an installed library asks; those are small functions."""
-    code = getattr(model, "__code__", None)
+    """Whether a decorator of an installed library asks; those are small functions and classes."""
+    function = vars(model).get("__init__") if isinstance(model, type) else model
+    code = getattr(function, "__code__", None)
     return code is not None and from_library(code.co_filename)

@@ -121,6 +121,8 @@ FINITE: dict[Any, bool] = {
     _aten.all.default: True,
     _aten.all.dim: True,
     _aten.all.dims: True,
+    _aten._is_all_true.default: True,
+    _aten._is_any_true.default: False,
 }
 """What operators on unknown values are assumed to give."""
 
@@ -131,6 +133,8 @@ KEEPS_UNIFORM: dict[Any, Callable[[Sequence[bool | None]], bool | None]] = {
     _aten.all.default: _same,
     _aten.all.dim: _same,
     _aten.all.dims: _same,
+    _aten._is_all_true.default: _same,
+    _aten._is_any_true.default: _same,
     _aten.bitwise_or.Tensor: _same,
     _aten.logical_or.default: _same,
     _aten.bitwise_and.Tensor: _same,

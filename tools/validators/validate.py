@@ -171,9 +171,37 @@ def accelerate() -> Check:
     return inside(check)
 
 
+def same_models() -> None:
+    """torchtitan's registry builds the planned parameters for every model of the catalogue that a file names."""
+    import torch
+    from torchtitan.config import ConfigManager
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    setup = TrainSetup(method="full", lora_rank=0, precision="bf16-mixed", loss="full", num_gpus=8, parallel="fsdp2")
+    for entry in catalogue.entries():
+        model = catalogue.load(entry.model_id)
+        assert model is not None
+        launch = EXPORTERS["torchtitan"](request(setup, model=model))
+        if launch.refused:
+            continue
+        with tempfile.TemporaryDirectory() as name:
+            file = Path(name, "torchtitan.toml")
+            file.write_text(launch.files[0].text)
+            read = ConfigManager().parse_args(["--job.config_file", str(file)])
+        spec = get_train_spec(read.model.name)
+        arguments = spec.model_args[read.model.flavor]
+        arguments.update_from_config(read)
+        with torch.device("meta"):
+            built = spec.model_cls(arguments)
+        num = sum(one.numel() for one in built.parameters())
+        assert num == model.num_params, f"{entry.model_id}: {num}, not {model.num_params}"
+        print(f"torchtitan {read.model.name} {read.model.flavor}: {num:,} parameters, as planned")
+
+
 def torchtitan() -> Check:
-    """torchtitan's parser, its check of the degrees against the number of GPUs, and its cut into pipeline stages."""
+    """torchtitan's registry, its parser, its check of the degrees against the number of GPUs, its cut into stages."""
     stand_ins.install()
+    same_models()
     from torchtitan.config import ConfigManager
     from torchtitan.distributed.parallel_dims import ParallelDims
     from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part

@@ -106,6 +106,12 @@ def test_what_is_compiled_runs_eagerly_and_it_is_said(phantom: Phantom) -> None:
     torch.compile(mode="reduce-overhead")(lambda rows: layer(rows))(torch.ones(2, 8, device="cuda"))
     assert list(phantom.notes) == [EAGER]
 
+    @torch.jit.script
+    def of_any_arguments(*rows: torch.Tensor) -> torch.Tensor:  # which TorchScript would refuse
+        return torch.tensor(rows[0].sum())
+
+    assert of_any_arguments(torch.ones(2, device="cuda")).device.type == "cuda"
+
 
 def test_streams_events_and_pinned_memory_are_taken_as_they_are(phantom: Phantom) -> None:
     """Everything has happened already; blocks of another stream are PyTorch's own pool, which is said."""
