@@ -6,6 +6,7 @@ Prints how many of how many were accepted, and each refusal. Exit 1 when one was
 
 import json
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import Callable
@@ -98,15 +99,53 @@ def llamafactory() -> Check:
     return inside(check)
 
 
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def starts(values: dict[str, object]) -> None:
+    """`deepspeed.initialize` on a tiny model in one process on the CPU."""
+    import deepspeed
+    import torch
+
+    if not deepspeed.comm.is_initialized():
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        os.environ |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+        }
+        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # for ranks on one CPU, and compiled
+        deepspeed.init_distributed(dist_backend="gloo")
+    model = torch.nn.Linear(8, 8)
+    # Accelerate hands over DeepSpeed's own Adam where states are offloaded, which is compiled for the machine
+    own = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    engine, optimizer, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters()), config={**values, **own}
+    )
+    stage = values["zero_optimization"]["stage"]  # type: ignore[index]
+    assert (engine.zero_optimization_stage(), type(optimizer).__name__[:13]) == (stage, "DeepSpeedZero")
+
+
 def deepspeed() -> Check:
     from deepspeed.runtime.config import DeepSpeedConfig
+
+    started: set[str] = set()
 
     def check(launch: Launch, setup: TrainSetup, folder: Path) -> None:
         values = json.loads(file_of(launch, folder).read_text())
         os.environ["WORLD_SIZE"] = str(setup.num_gpus)
         replicas = values["train_batch_size"] // (setup.micro_batch_seqs * setup.accumulation_steps)
         assert replicas == setup.num_gpus
-        read = DeepSpeedConfig({**values, "train_batch_size": values["train_batch_size"] // replicas})  # one process
+        alone = {**values, "train_batch_size": values["train_batch_size"] // replicas}  # one process
+        read = DeepSpeedConfig(alone)
+        settings = json.dumps({name: one for name, one in values.items() if name not in BATCH}, sort_keys=True)
+        if settings not in started and setup.compute_dtype != "fp16":  # which DeepSpeed has on GPUs alone
+            starts(alone)
+            started.add(settings)
         assert read.train_micro_batch_size_per_gpu == setup.micro_batch_seqs
         assert read.gradient_accumulation_steps == setup.accumulation_steps
         zero = read.zero_config
