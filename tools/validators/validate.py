@@ -107,6 +107,7 @@ def starts(values: dict[str, object]) -> None:
     import deepspeed
     import torch
 
+    os.environ["WORLD_SIZE"] = "1"
     if not deepspeed.comm.is_initialized():
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
