@@ -255,7 +255,7 @@ def traced(checkouts: Path, python: str, name: str) -> dict[str, object]:
         path.write_text(json.dumps([{"instruction": "a", "input": "", "output": "b" * 1700}] * 64))
     if name.startswith("unsloth"):
         command = ["python", text.removeprefix("python ")]
-    own = [str(checkouts / FACTORY / "src"), str(checkouts / AXOLOTL / "src"), os.environ.get("PYTHONPATH", "")]
+    own = [str(checkouts / FACTORY / "src"), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, own)]),
