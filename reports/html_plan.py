@@ -95,34 +95,45 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
         "notes": notes_of(plan),
         "environment": _environment(plan, extras, chosen),
         "tiles": _tiles(plan, chosen),
-        "search_note": "",
-        "beside": [],
-        "remedies": None,
+        **(_found(plan) if isinstance(plan, Plan) else _missing(plan)),
     }
-    if isinstance(plan, Plan):
-        view["verdict"] = verdict_sentence(plan)
-        lines = (
-            memory_sentence(chosen),
-            speed_sentence(chosen),
-            spread_sentence(chosen),
-            epoch_sentence(wish, chosen),
-        )
-        view["sentences"] = [line for line in (*lines, rank_floor_sentence(plan)) if line]
-        view["leaf"] = method_words(chosen.setup)
-        if chosen.setup.num_gpus > 1:
-            view["leaf"] += f", {spread_words(chosen.setup)}"
-        view["beside"] = _beside(plan) if plan.alternatives else []
-        view["search_note"] = clean(str(plan.search.get("stop_reason") or ""))
-    else:
-        view["verdict"] = f"Nothing fits: {gib(plan.missing_bytes)} missing."
-        view["sentences"] = [f"The nearest setup is {setup_words(chosen.setup)}.", memory_sentence(chosen)]
-        view["leaf"] = "nothing fits"
-        view["remedies"] = table_of(
-            ("change", "saves", "enough?"),
-            ((clean(one.action), gib(one.saves_bytes), "yes" if one.fits else "not alone") for one in plan.remedies),
-        )
     view["sections"] = _sections(view)
     return view
+
+
+def _found(plan: Plan) -> dict[str, Any]:
+    """The words of a plan."""
+    chosen = plan.chosen
+    lines = (
+        memory_sentence(chosen),
+        speed_sentence(chosen),
+        spread_sentence(chosen),
+        epoch_sentence(plan.workload, chosen),
+        rank_floor_sentence(plan),
+    )
+    spread = f", {spread_words(chosen.setup)}" if chosen.setup.num_gpus > 1 else ""
+    return {
+        "verdict": verdict_sentence(plan),
+        "sentences": [line for line in lines if line],
+        "leaf": f"{method_words(chosen.setup)}{spread}",
+        "beside": _beside(plan) if plan.alternatives else [],
+        "search_note": clean(str(plan.search.get("stop_reason") or "")),
+        "remedies": None,
+    }
+
+
+def _missing(plan: NoPlan) -> dict[str, Any]:
+    """The words of a refusal."""
+    nearest = plan.nearest
+    rows = ((clean(one.action), gib(one.saves_bytes), "yes" if one.fits else "not alone") for one in plan.remedies)
+    return {
+        "verdict": f"Nothing fits: {gib(plan.missing_bytes)} missing.",
+        "sentences": [f"The nearest setup is {setup_words(nearest.setup)}.", memory_sentence(nearest)],
+        "leaf": "nothing fits",
+        "beside": [],
+        "search_note": "",
+        "remedies": table_of(("change", "saves", "enough?"), rows),
+    }
 
 
 def _ranks(chosen: Candidate) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +17,7 @@ from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UnknownGpuErro
 
 if TYPE_CHECKING:
     from planner.exporters import Launch
+    from planner.plan import NoPlan, Plan
     from planner.workload import Workload
 
 MAX_CARDS = 6
@@ -78,60 +80,88 @@ def make(
         from planner.app.tuning import climb_probe
 
         plan = climb_probe(plan)
-    unwritten: EnvironmentProblem | None = None
-    launches: tuple[Launch, ...] = ()
-    said: tuple[str, ...] = ()
-    following = ""
+    written = _Written(plan)
     if out is not None:
-        from planner.app.climb import chosen_timeline
-        from planner.cli.writing import launch_sentences, next_command, write_out
-
-        try:
-            write = partial(
-                write_out,
-                folder=out,
-                targets=target,
-                dataset=dataset,
-                command=_command(model, gpu),
-                timeline=chosen_timeline(plan),
-                force=force,
-            )
-            launches = write(plan)
-            if verify and isinstance(plan, Plan):
-                from planner.cli.verify import trace_files, with_trace, withdraw
-
-                found, before = trace_files(plan, launches, out, verify), launches
-                plan = with_trace(plan, found)
-                launches = write(plan, traces=found)
-                withdraw(before, launches, out)
-            said, following = launch_sentences(launches, named=bool(target)), next_command(launches, out)
-            if verify:
-                from planner.cli.verify import sentences
-
-                said = (*said, *sentences(launches))
-        except EnvironmentProblem as problem:  # a full disk must not cost the answer
-            unwritten = problem
+        _write(written, out, target, dataset, _command(model, gpu), force=force, verify=verify)
+        plan = written.plan
     if as_json:
         from reports.plan_json import plan_to_dict
 
         print_json(plan_to_dict(plan))
+        print("\n".join(written.said), end="\n" * bool(written.said), file=sys.stderr)
     else:
-        from reports.terminal import render_no_plan, render_plan
-
         asked_for = {"why": why, "memory": memory, "all": everything}
-        show = frozenset(name for name, wanted in asked_for.items() if wanted)
-        if isinstance(plan, NoPlan):
-            render_no_plan(plan, console(), launches=said, show=show)
-        else:
-            render_plan(plan, console(), next_command=following, launches=said, show=show)
-    if as_json:
-        print("\n".join(said), end="\n" * bool(said), file=sys.stderr)
-    if unwritten is not None:
-        raise unwritten
-    missing = [launch.target for launch in launches if launch.refused]
+        _show(written, frozenset(name for name, wanted in asked_for.items() if wanted))
+    if written.problem is not None:
+        raise written.problem
+    missing = [launch.target for launch in written.launches if launch.refused]
     refuted = not isinstance(plan, NoPlan) and not plan.chosen.fits
-    if isinstance(plan, NoPlan) or refuted or (missing and (target or len(missing) == len(launches))):
+    if isinstance(plan, NoPlan) or refuted or (missing and (target or len(missing) == len(written.launches))):
         raise typer.Exit(EXIT_NOTHING_FITS)
+
+
+@dataclass
+class _Written:
+    """The answer, and what became of its files.
+
+    Attributes:
+        said: a sentence for each launch file; following: the command that starts one.
+        problem: why the files could not be written: a full disk must not cost the answer.
+    """
+
+    plan: "Plan | NoPlan"
+    launches: "tuple[Launch, ...]" = ()
+    said: tuple[str, ...] = ()
+    following: str = ""
+    problem: EnvironmentProblem | None = None
+
+
+def _write(
+    written: _Written,
+    folder: Path,
+    target: list[str] | None,
+    dataset: str | None,
+    command: list[str],
+    *,
+    force: bool,
+    verify: list[str] | None,
+) -> None:
+    """The plan's directory; with `verify` its launch files are traced and written anew with what came of it."""
+    from planner.app.climb import chosen_timeline
+    from planner.cli.writing import launch_sentences, next_command, write_out
+    from planner.plan import NoPlan
+
+    timeline = chosen_timeline(written.plan)
+    write = partial(
+        write_out, folder=folder, targets=target, dataset=dataset, command=command, timeline=timeline, force=force
+    )
+    try:
+        written.launches = write(written.plan)
+        if verify and not isinstance(written.plan, NoPlan):
+            from planner.cli.verify import trace_files, with_trace, withdraw
+
+            found, before = trace_files(written.plan, written.launches, folder, verify), written.launches
+            written.plan = with_trace(written.plan, found)
+            written.launches = write(written.plan, traces=found)
+            withdraw(before, written.launches, folder)
+        written.said = launch_sentences(written.launches, named=bool(target))
+        written.following = next_command(written.launches, folder)
+        if verify:
+            from planner.cli.verify import sentences
+
+            written.said = (*written.said, *sentences(written.launches))
+    except EnvironmentProblem as problem:
+        written.problem = problem
+
+
+def _show(written: _Written, show: frozenset[str]) -> None:
+    from planner.plan import NoPlan
+    from reports.terminal import render_no_plan, render_plan
+
+    if isinstance(written.plan, NoPlan):
+        render_no_plan(written.plan, console(), launches=written.said, show=show)
+    else:
+        render_plan(written.plan, console(), next_command=written.following, launches=written.said, show=show)
 
 
 def _answer_each(cards: Sequence[str], workload: "Callable[[str], Workload]") -> None:

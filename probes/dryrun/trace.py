@@ -26,7 +26,7 @@ from probes.stack import (
 from probes.stack.autocast import emulation_installed
 from probes.stack.build import auto_class, build_reference
 from probes.stack.quantize import quantized_tensors
-from probes.stack.step import optimizer_phase
+from probes.stack.step import Mark, Trainer, optimizer_phase
 
 STEPS = 2
 """The optimizer's state appears in the first step; the second shows the peak of every later one."""
@@ -174,12 +174,7 @@ def trace_run(
             otherwise: dict[str, tuple[torch.Size, Any]] = {}
             for _ in range(steps):
                 mark = _marker(tracker, model, owners, shared, otherwise)
-                if spread is not None and spread.run is not None:
-                    spread.run(batches, mark)
-                    mark("step", None)
-                    optimizer_phase(model, optimizer, trainer.scaler, device, clips=setup.by.clips_gradients)
-                else:
-                    train_step(trainer, batches, mark)
+                _step(trainer, spread, batches, mark, device)
                 own_optimizer_state(tracker, optimizer, owners)
             del batches
         tracker.close()
@@ -196,8 +191,26 @@ def trace_run(
         parameter_names=names,
         layer_prefix=prefix,
     )
+    return replace(trace, trainables=_trainables(trace, model, setup, shared, otherwise))
+
+
+def _step(trainer: Trainer, spread: Any, batches: Any, mark: Mark, device: str) -> None:
+    """One optimizer step: the spread's own way through the model where it has one, as pipelines do."""
+    if spread is None or spread.run is None:
+        train_step(trainer, batches, mark)
+        return
+    spread.run(batches, mark)
+    mark("step", None)
+    clips = trainer.setup.by.clips_gradients
+    optimizer_phase(trainer.model, trainer.optimizer, trainer.scaler, device, clips=clips)
+
+
+def _trainables(
+    trace: Trace, model: Any, setup: TrainSetup, shared: dict[str, str], otherwise: dict[str, tuple[torch.Size, Any]]
+) -> tuple[Trainable, ...]:
+    """What is trained, with where its gradient was found."""
     wide = {id(one) for one in wide_parameters(model, setup)}
-    trainables = tuple(
+    return tuple(
         Trainable(
             name=name,
             layer=trace.layer_of(name),
@@ -214,7 +227,6 @@ def trace_run(
         for name, one in model.named_parameters()
         if one.requires_grad
     )
-    return replace(trace, trainables=trainables)
 
 
 def _layer_prefix(model: Any) -> str:
