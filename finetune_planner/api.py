@@ -69,6 +69,7 @@ class Wish(TypedDict, total=False):
     adapter: str
     quantize_experts: bool
     activation_offload: bool
+    selective_checkpointing: bool
     no_extra_packages: bool
     memory_gib: float
     headroom: float

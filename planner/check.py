@@ -174,6 +174,7 @@ def single_changes(setup: TrainSetup, gpu: GpuSpec, model: ModelSpec) -> list[tu
         tried.append(("checkpoint every layer", {"checkpointing": 1, **form}, False))
     if setup.checkpointing != 0:
         off = {"checkpointing": 0, "activation_offload": False, "reentrant_checkpointing": False}
+        off["selective_checkpointing"] = False
         tried.append(("no gradient checkpointing", dict(off), False))
     if setup.checkpointing != 2:
         tried.append(("checkpoint every 2nd layer", {"checkpointing": 2, **form}, False))

@@ -187,8 +187,19 @@ def attention_generation(gpu: GpuSpec) -> str:
     """What of a card decides which attention kernels run: cards of one generation run the same."""
     if gpu.vendor == "Apple":
         return "metal"
+    if gpu.arch == "Hopper":
+        return "hopper"
     capability = gpu.compute_capability or (8, 0)
     return "before 8.0" if capability < (8, 0) else "small" if capability in _SMALL else "large"
+
+
+def takes_cudnn(gpu: GpuSpec, attention: str) -> bool:
+    """Whether SDPA hands unmasked attention to cuDNN's kernels: Hopper, under PyTorch 2.13 with cuDNN above 9.15.
+
+    Source: PyTorch 2.13 `sdp_utils.cpp` check_prefer_cudnn_attention (which takes it on data-centre Blackwell too: no
+    comparison with flash-attention 2 is known there).
+    """
+    return attention == "sdpa" and attention_generation(gpu) == "hopper"
 
 
 def attention_kernel(

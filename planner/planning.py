@@ -222,7 +222,8 @@ def _contradiction(values: Mapping[str, tuple[Any, ...]]) -> str:
 def _num_combinations(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> int:
     """Size of the plain product of all dimensions, impossible combinations included."""
     batches = len(values.get("micro_batch_seqs") or micro_batches(workload.global_batch_seqs))
-    dimensions = (*BRANCH_FIELDS, "attention", "checkpointing", "loss", "kernels", "activation_offload", "optimizer")
+    layers = ("attention", "checkpointing", "selective_checkpointing", "loss", "kernels", "activation_offload")
+    dimensions = (*BRANCH_FIELDS, *layers, "optimizer")
     return batches * prod(len(values[name]) for name in dimensions)
 
 

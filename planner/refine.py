@@ -28,6 +28,7 @@ def correction_key(setup: TrainSetup) -> CorrectionKey:
         setup.checkpointing,
         setup.kernels,
         setup.activation_offload,
+        setup.selective_checkpointing,
         setup.quantize_experts,
         *((setup.num_gpus, setup.parallel, *setup.spread.items()) if setup.num_gpus > 1 else ()),
     )

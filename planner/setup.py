@@ -61,6 +61,8 @@ class TrainSetup:
             (bitsandbytes' `replace_parameter_4bit`; Axolotl's `quantize_moe_experts`).
         reentrant_checkpointing: the older form of torch's checkpointing (`use_reentrant=True`).
         objective: one of OBJECTIVE_NAMES, what the step trains for (`planner.choices.objectives`).
+        selective_checkpointing: checkpointed layers keep what their attention gave and recompute the rest (TRL's and
+            Axolotl's selective activation checkpointing).
         adapter: one of ADAPTER_KINDS (`planner.choices.adapters`); no plan proposes another than "lora" by itself.
         rollout: how an objective that generates its completions does so; None: as its trainer by itself (`rolls`).
     """
@@ -100,6 +102,7 @@ class TrainSetup:
     objective: str = _DEFAULT_OBJECTIVE
     adapter: str = "lora"
     rollout: Rollout | None = None
+    selective_checkpointing: bool = False
 
     def __post_init__(self) -> None:
         check(self)
@@ -286,6 +289,7 @@ LATER_FIELDS = (
     "objective",
     "adapter",
     "rollout",
+    "selective_checkpointing",
     *AROUND_FIELDS,
 )
 """Fields that came after the first studies and plans; left out of JSON and keys at their defaults as well."""

@@ -106,6 +106,20 @@ def _check_values(setup: "TrainSetup") -> None:
         raise SetupError(f"lora_targets must name at least one module, got {setup.lora_targets!r}")
 
 
+def _check_selective(setup: "TrainSetup") -> None:
+    """What keeping the attention of checkpointed layers needs."""
+    other = {
+        "checkpointing off": not setup.checkpointing,
+        "activation_offload": setup.activation_offload,
+        "reentrant_checkpointing": setup.reentrant_checkpointing,
+    }
+    if found := [name for name, here in other.items() if here]:
+        raise SetupError(
+            f"selective_checkpointing keeps the attention of checkpointed layers, got {found[0]}",
+            hint="leave --selective-checkpointing out",
+        )
+
+
 def _check_base(setup: "TrainSetup") -> None:
     """What concerns full fine-tuning and adapters alike."""
     if setup.activation_offload and not setup.checkpointing:
@@ -113,6 +127,8 @@ def _check_base(setup: "TrainSetup") -> None:
             "activation_offload moves the inputs of checkpointed layers, got checkpointing off",
             hint="switch checkpointing on",
         )
+    if setup.selective_checkpointing:
+        _check_selective(setup)
     if setup.quantize_experts and (not setup.quantization.startswith("nf4") or setup.kbit_fp32_cast):
         raise SetupError(
             f"quantize_experts stores experts in the base's 4 bits, got quantization {setup.quantization!r}"

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from planner.decision.spreads import Spread
 
 BRANCH_FIELDS = ("method", "precision", "quantization", "kbit_fp32_cast", "lora_rank", "lora_targets")
-PLANNED_CHECKPOINTING = (0, 2, 1)
+PLANNED_CHECKPOINTING = (0, 16, 8, 4, 3, 2, 1)
+"""None, every n-th layer, every layer: what transformers' `every_n_layers` says (TRL, Axolotl, the plain script)."""
 PREFERENCE_FRACTION = 0.03
 """So much speed, less than the speed model can tell apart, is given for what is preferred: memory to spare by more than
 the formula errs, then what is simpler (`decision.facts`), then the smaller peak."""
@@ -68,6 +69,7 @@ def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
         "kernels": planned_kernels(workload.targets),
         "activation_offload": (False, True) if offloading_matters(workload) else (False,),
         "quantize_experts": (False,),
+        "selective_checkpointing": (False, True) if selecting_matters(workload) else (False,),
     }
     for name, needs in PACKAGED.items():
         values[name] = tuple(value for value in values[name] if needs.get(value) not in workload.absent_packages)
@@ -240,15 +242,25 @@ OFFLOADED_CHECKPOINTING = 1
 """Checkpoints go to the host only where every layer has one: what else a walk keeps would be larger than they are."""
 
 
+def selecting_matters(workload: Workload) -> bool:
+    """Whether sequences are so long that recomputing attention takes more than about 8 % of a forward: longer than the
+    stream is wide (causal scores of s tokens against 12 products of the stream's width)."""
+    return workload.seq_len_tokens > workload.model.hidden_size
+
+
 def own_layers(setup: TrainSetup, values: Mapping[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
     """How layers are computed and kept: the kernel families, checkpointing and offloading that can exist beside what a
     branch and a spread decide."""
     found = []
     asked = False not in values["activation_offload"]
-    for kernels, every, offload in product(values["kernels"], values["checkpointing"], values["activation_offload"]):
-        if offload and not asked and every != OFFLOADED_CHECKPOINTING:
+    names = ("kernels", "checkpointing", "activation_offload", "selective_checkpointing")
+    chosen = False not in values["selective_checkpointing"]
+    for kernels, every, offload, selective in product(*(values[name] for name in names)):
+        if ((offload and not asked) or (selective and not chosen)) and every != OFFLOADED_CHECKPOINTING:
             continue
-        layers = {"kernels": kernels, "checkpointing": every, "activation_offload": offload}
+        if selective and not chosen and setup.parallel not in ("none", "ddp"):
+            continue  # no dry run of it there
+        layers = dict(zip(names, (kernels, every, offload, selective), strict=True))
         with suppress(SetupError):
             setup.with_(**layers)
             found.append(layers)

@@ -15,7 +15,7 @@ from planner.engines import engine_of, why_not
 from planner.errors import SetupError
 from planner.expressed import variants_as_run
 from planner.gpu import GpuSpec
-from planner.kernels import attention_generation, attention_kernel
+from planner.kernels import attention_generation, attention_kernel, takes_cudnn
 from planner.memory.dtypes import flow_of
 from planner.memory.micro_batch import ActivationParts, activation_parts
 from planner.memory.model import predict_memory
@@ -315,7 +315,9 @@ def same_kernels(
             attention_kernel(model, attended, gpu, layer.attention, dtype) if layer.attention else "none"
             for layer in model.layer_kinds
         )
-        groups.setdefault(kernels, []).append(attention)
+        alike = groups.setdefault(kernels, [])
+        if not (alike and takes_cudnn(gpu, alike[0])):  # the same bytes at a lower rate are not walked
+            alike.append(attention)
     return groups
 
 

@@ -75,6 +75,8 @@ def checkpointing_words(setup: TrainSetup) -> str:
     if setup.checkpointing == 0:
         return "no checkpointing"
     words = "checkpointing" if setup.checkpointing == 1 else f"checkpointing every {setup.checkpointing} layers"
+    if setup.selective_checkpointing:
+        words += " but attention"
     return f"{words}, offloaded" if setup.activation_offload else words
 
 
@@ -161,7 +163,7 @@ def setup_difference(setup: TrainSetup, other: TrainSetup) -> str:
         parts.append(f"on {targets_words(other)}")
     if other.quantized and quantization_words(other) != quantization_words(setup):
         parts.append(quantization_words(other))
-    if (other.checkpointing, other.activation_offload) != (setup.checkpointing, setup.activation_offload):
+    if checkpointing_words(other) != checkpointing_words(setup):
         parts.append(checkpointing_words(other))
     if (other.micro_batch_seqs, other.accumulation_steps) != (setup.micro_batch_seqs, setup.accumulation_steps):
         parts.append(f"micro-batch {other.micro_batch_seqs} × {other.accumulation_steps}")

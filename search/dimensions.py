@@ -55,6 +55,7 @@ DIMENSIONS: tuple[Dimension, ...] = (
     Dimension(name="compile", kind="category", speed_sd=0.04, memory_sd=0.006, blame=10),
     Dimension(name="kernels", kind="category", speed_sd=0.05, memory_sd=0.008, blame=10),
     Dimension(name="activation_offload", kind="category", speed_sd=0.05, memory_sd=0.008, blame=2),
+    Dimension(name="selective_checkpointing", kind="category", speed_sd=0.04, memory_sd=0.008, blame=3),
     Dimension(name="num_gpus", kind="log2", speed_sd=0.05, memory_sd=0.01, blame=2),
     Dimension(name="parallel", kind="category", speed_sd=0.06, memory_sd=0.02, blame=5),
     Dimension(name="tensor_degree", kind="log2", speed_sd=0.06, memory_sd=0.02, blame=5),

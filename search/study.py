@@ -84,6 +84,7 @@ _SPACE: dict[str, BaseDistribution] = {
     "compile": CategoricalDistribution((False, True)),
     "kernels": CategoricalDistribution(KERNEL_FAMILIES),
     "activation_offload": CategoricalDistribution((False, True)),
+    "selective_checkpointing": CategoricalDistribution((False, True)),
     "num_gpus": IntDistribution(1, _MAX),
     "parallel": CategoricalDistribution(PARALLELS),
     "tensor_degree": IntDistribution(1, _MAX),

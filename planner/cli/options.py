@@ -64,6 +64,13 @@ ActivationOffload = Annotated[
     bool | None,
     typer.Option("--activation-offload/--no-activation-offload", help="Checkpoints in host memory or on the GPU."),
 ]
+SelectiveCheckpointing = Annotated[
+    bool | None,
+    typer.Option(
+        "--selective-checkpointing/--no-selective-checkpointing",
+        help="Checkpointed layers keep their attention (TRL, Axolotl).",
+    ),
+]
 QuantizeExperts = Annotated[
     bool | None,
     typer.Option("--quantize-experts/--no-quantize-experts", help="A mixture's stacked experts in 4 bits (Axolotl)."),
@@ -189,6 +196,7 @@ def fixed_fields(
     activation_offload: bool | None = None,
     adapter: str | None = None,
     quantize_experts: bool | None = None,
+    selective_checkpointing: bool | None = None,
     **repeatable: list[str] | None,
 ) -> dict[str, tuple[Any, ...]]:
     """Setup fields that the user decided, each with its allowed values.
@@ -214,6 +222,8 @@ def fixed_fields(
         fixed["adapter"] = (adapter_kind(adapter),)
     if activation_offload is not None:
         fixed["activation_offload"] = (activation_offload,)
+    if selective_checkpointing is not None:
+        fixed["selective_checkpointing"] = (selective_checkpointing,)
     if quantize_experts is not None:
         fixed["quantize_experts"] = (quantize_experts,)
     if no_extra_packages:

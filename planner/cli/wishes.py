@@ -34,6 +34,7 @@ class SpaceOptions:
     loss: options.Loss = None
     kernels: options.Kernels = None
     activation_offload: options.ActivationOffload = None
+    selective_checkpointing: options.SelectiveCheckpointing = None
     quantize_experts: options.QuantizeExperts = None
     no_extra_packages: options.NoExtraPackages = False
 
@@ -58,6 +59,7 @@ class SpaceOptions:
             activation_offload=self.activation_offload,
             adapter=self.adapter,
             quantize_experts=self.quantize_experts,
+            selective_checkpointing=self.selective_checkpointing,
             no_extra_packages=self.no_extra_packages,
         )
 

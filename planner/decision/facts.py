@@ -51,6 +51,7 @@ def simplicity(setup: TrainSetup) -> int:
         + LOSSES[setup.loss].simplicity
         + KERNELS[setup.kernels].simplicity
         + setup.activation_offload
+        + setup.selective_checkpointing
         + sum(
             values.index(getattr(setup, name)) if getattr(setup, name) in values else len(values)
             for name, values in SIMPLE_FIRST.items()

@@ -62,6 +62,6 @@ def _changes(model: ModelSpec, lora: TrainSetup, row: Adapter) -> tuple[dict[str
     if row.name == "ln-tuning" and lora.quantized:
         changes["adapter_dtype"] = "auto"
     if lora.checkpointing and not row.checkpointing:
-        changes |= {"checkpointing": 0, "activation_offload": False}
+        changes |= {"checkpointing": 0, "activation_offload": False, "selective_checkpointing": False}
         said.append("checkpointing off")
     return changes, tuple(said)

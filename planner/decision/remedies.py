@@ -53,7 +53,7 @@ def _relaxed(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
     wishes = [("target", replace(workload, targets=()))] if workload.targets else []
     spread = ("parallel", *SPREAD_FIELDS) if workload.num_gpus > 1 else ()
     wanted = ("method", "precision", "quantization", "optimizer", "checkpointing", "attention", "loss", "kernels")
-    for name in (*spread, *wanted, "activation_offload"):
+    for name in (*spread, *wanted, "activation_offload", "selective_checkpointing"):
         if name in workload.fixed:
             left_out = {name, "method", "quantization", "precision"} if name in ("method", "quantization") else {name}
             freer = {key: value for key, value in workload.fixed.items() if key not in left_out}

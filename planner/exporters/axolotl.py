@@ -50,8 +50,8 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
         runs = runs.with_(kbit_fp32_cast=False)
         reason = "Axolotl casts norms and embeddings back to 16 bits after peft's k-bit preparation"
         found.append(Difference(field="kbit_fp32_cast", planned=True, runs_as=False, reason=reason))
-    if setup.checkpointing > 1:
-        reason = "every_n_layers does not reach peft models in Axolotl: every layer is checkpointed, slower"
+    if setup.checkpointing > 1 and setup.parallel == "fsdp2":
+        reason = "Axolotl's FSDP configuration checkpoints every layer"
         found.append(Difference(field="checkpointing", planned=setup.checkpointing, runs_as=1, reason=reason))
     if setup.objective == "dpo" and setup.loss == "chunked":
         reason = "Axolotl 0.21 runs TRL 1.14, whose DPO makes the logits of policy and reference"
@@ -305,11 +305,18 @@ def _memory(setup: TrainSetup, model: ModelSpec | None) -> list[Line]:
     lines = []
     sharded = setup.parallel == "fsdp2" and setup.checkpointing > 0
     if setup.checkpointing and not sharded:
-        lines += [Line("gradient_checkpointing", True), Line("gradient_checkpointing_kwargs", {"use_reentrant": False})]
+        # the Trainer takes every_n_layers out when it starts (transformers 5.20; seen on a peft model)
+        every = {"every_n_layers": setup.checkpointing} if setup.checkpointing > 1 else {}
+        lines += [
+            Line("gradient_checkpointing", True),
+            Line("gradient_checkpointing_kwargs", {"use_reentrant": False, **every}),
+        ]
     else:
         lines.append(Line("gradient_checkpointing", False, "fsdp_config does it" if sharded else ""))
+    if setup.selective_checkpointing:
+        lines.append(Line("selective_checkpointing", True, "attention is kept"))
     if setup.activation_offload:
-        lines.append(Line("activation_offloading", True, "checkpoints in host memory"))
+        lines.append(Line("activation_offloading", "hidden_states", "checkpoints in host memory"))
     if setup.loss == "chunked" and setup.aim.supervised:
         lines.append(Line("chunked_cross_entropy", True))
     lines += _kernels(setup, model)

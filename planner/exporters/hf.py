@@ -48,6 +48,9 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     if setup.loss == "chunked":
         reason = "transformers has no chunked loss; Liger's fused linear cross-entropy holds no logits either"
         found.append(Difference(field="loss", planned="chunked", runs_as="liger", reason=reason))
+    if setup.selective_checkpointing:
+        reason = "transformers' Trainer recomputes the attention of checkpointed layers, slower"
+        found.append(Difference(field="selective_checkpointing", planned=True, runs_as=False, reason=reason))
     return tuple(found)
 
 

@@ -61,6 +61,9 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
         runs = runs.with_(kbit_fp32_cast=False)
         reason = "LLaMA-Factory does not call prepare_model_for_kbit_training"
         found.append(Difference(field="kbit_fp32_cast", planned=True, runs_as=False, reason=reason))
+    if setup.selective_checkpointing:
+        reason = "LLaMA-Factory has no selective checkpointing: attention is recomputed, slower"
+        found.append(Difference(field="selective_checkpointing", planned=True, runs_as=False, reason=reason))
     if setup.checkpointing > 1:
         reason = "its transformers has no every_n_layers: every layer is checkpointed, slower"
         found.append(Difference(field="checkpointing", planned=setup.checkpointing, runs_as=1, reason=reason))

@@ -58,6 +58,7 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     for name, value, reason in (
         ("loss", "full", "torchtitan computes the logits in full"),
         ("attention", "sdpa", "torchtitan's models call SDPA"),
+        ("selective_checkpointing", False, "torchtitan's selection by operation keeps products of matrices too"),
         ("activation_offload", False, "torchtitan's checkpoints stay on the GPU"),
         ("kernels", "eager", "torchtitan has kernels of its own, by torch.compile"),
         ("packing", True, "torchtitan fills every sequence with the next samples"),

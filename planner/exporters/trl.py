@@ -96,6 +96,9 @@ def _objective_differences(setup: TrainSetup) -> list[Difference]:
     if setup.lora_dropout and not setup.aim.rolls_out:
         reason = "TRL switches every dropout off for this objective (disable_dropout)"
         found.append(Difference(field="lora_dropout", planned=setup.lora_dropout, runs_as=0.0, reason=reason))
+    if setup.selective_checkpointing:
+        reason = "of TRL's trainers only SFTTrainer keeps the attention of checkpointed layers"
+        found.append(Difference(field="selective_checkpointing", planned=True, runs_as=False, reason=reason))
     if (setup.has_reference or setup.aim.rolls_out) and setup.checkpointing > 1:
         asked = "generation" if setup.aim.rolls_out else "the reference's forward"
         reason = f"TRL switches checkpointing off for {asked}, and on again for every layer"
@@ -390,7 +393,7 @@ def checkpointing_lines(setup: TrainSetup) -> list[Line]:
     if setup.checkpointing == 0:
         return [Line("activation_checkpointing", False)]
     comment = f"every {setup.checkpointing} layers" if setup.checkpointing > 1 else "every layer"
-    comment += ", inputs in host memory" * setup.activation_offload
+    comment += ", attention kept" * setup.selective_checkpointing + ", inputs in host memory" * setup.activation_offload
     kwargs = Line("activation_checkpointing_kwargs", checkpointing_kwargs(setup))
     return [Line("activation_checkpointing", True, comment), kwargs]
 

@@ -42,6 +42,9 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
         runs = runs.with_(kbit_fp32_cast=False)
         reason = "Unsloth prepares k-bit models itself and leaves embeddings in 16 bits"
         found.append(Difference(field="kbit_fp32_cast", planned=True, runs_as=False, reason=reason))
+    if setup.selective_checkpointing:
+        reason = "Unsloth has no selective checkpointing: attention is recomputed, slower"
+        found.append(Difference(field="selective_checkpointing", planned=True, runs_as=False, reason=reason))
     if setup.checkpointing > 1:
         reason = "Unsloth checkpoints all layers or none: slower"
         found.append(Difference(field="checkpointing", planned=setup.checkpointing, runs_as=1, reason=reason))

@@ -246,6 +246,19 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
     return 4 * tokens * (2 * query_width + value_width), scores * held.kept
 
 
+def attention_held(layer: LayerSpec, context: LayerContext) -> int:
+    """Bytes that a fused attention gives: its output, and one fp32 number per head and token; 0 for other kernels,
+    which selective checkpointing does not know.
+
+    Source: TRL 1.16 `models/selective_activation_checkpointing.py`; torch 2.13 `create_selective_checkpoint_contexts`.
+    """
+    found = [one for one in (layer.attention, layer.cross_attention) if one is not None]
+    if context.kernel not in ("flash", "efficient"):
+        return 0
+    size = SIZE_BYTES[context.flow.attention_input]
+    return sum(context.tokens * one.num_heads * (size * one.value_head_dim + 4) for one in found)
+
+
 def score_bytes(attention: AttentionSpec, context: LayerContext, qkv_dtype: str) -> ScoreBytes:
     """Bytes per score of the layer's kernel; none for a kernel that keeps no tokens x tokens matrix."""
     if context.kernel == "eager":

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from planner.choices.kernels import parts_of
 from planner.gpu import GpuSpec
 from planner.kernels import Kernel, attention_kernel, masked
-from planner.memory.activations import LayerContext, layer_saved, norm_fused, norm_saved
+from planner.memory.activations import LayerContext, attention_held, layer_saved, norm_fused, norm_saved
 from planner.memory.dtypes import SIZE_BYTES, Flow, flow_of
 from planner.memory.position_bias import position_bias
 from planner.memory.scores import mask_bytes
@@ -141,12 +141,14 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
             elif not (traits.post_norm and saved.pinned):  # int8 keeps that very input
                 stored["inputs"] += again * inputs
             stored["pinned"] += again * saved.pinned
+            held = attention_held(layer, context) if setup.selective_checkpointing else 0
+            stored["attention"] += again * held
         here = ((backward_transient(layer, context, saved), 0), *constant_transients(layer, context, saved))
         if counts[index] > kept[index]:
             # copied to the host when its layer is done, and back when its turn comes
             here_inputs = inputs if setup.activation_offload else 0
             in_again.append(forward_transient(layer, context) + merged_stacks(layer, context) + here_inputs)
-            again_bytes = saved.total - _kept_input(layer, context) + here_inputs
+            again_bytes = saved.total - _kept_input(layer, context) + here_inputs - held
             moments.append([LayerMoment(recomputed=again_bytes, transient=a, dequantized=b) for a, b in here])
         if kept[index]:
             in_kept.append(forward_transient(layer, context) - saved.total)

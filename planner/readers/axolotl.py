@@ -1,12 +1,13 @@
 """Axolotl configs (`axolotl train FILE`) as setups. Defaults of Axolotl 0.21."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from planner.choices.kernels import FUSED_LORA
 from planner.errors import ConfigError, NotPlanned
 from planner.kernels import default_attention, has_expert_stacks
 from planner.models.spec import ModelSpec
-from planner.readers import common, schema
+from planner.readers import common, hf, schema
 from planner.readers.fields import adapter_kind, said
 from planner.readers.sharding import Sharding, Spread, fsdp, hybrid, parallel_of, zero_stage
 from planner.readers.types import ReadConfig
@@ -71,6 +72,7 @@ def read(
     fields["precision"] = _precision(settings, fields["method"])
     fields["checkpointing"] = _checkpointing(settings)
     fields["activation_offload"] = _offloads(settings, fields["checkpointing"])
+    fields["selective_checkpointing"] = _selects(settings, fields)
     if settings.raw("peft_autocast_adapter_dtype") is False and fields["method"] == "lora":
         fields["adapter_dtype"] = "bf16" if "bf16" in fields["precision"] else "auto"
     elif fields["method"] != "full":
@@ -196,9 +198,6 @@ def _checkpointing(settings: Settings) -> int:
     fsdp = Settings(settings.mapping("fsdp_config"), f"{settings.name}: fsdp_config")
     if fsdp.raw("activation_checkpointing") is True or fsdp.raw("fsdp_activation_checkpointing") is True:
         return 1
-    if settings.raw("selective_checkpointing"):
-        settings.approximate("selective checkpointing is counted as checkpointing every layer")
-        return 1
     kwargs = Settings(
         settings.mapping("gradient_checkpointing_kwargs"), f"{settings.name}: gradient_checkpointing_kwargs"
     )
@@ -207,12 +206,24 @@ def _checkpointing(settings: Settings) -> int:
     return kwargs.integer("every_n_layers", 1, at_least=1)
 
 
+def _selects(settings: Settings, fields: Mapping[str, Any]) -> bool:
+    """Whether checkpointed layers keep their attention, which is what `true` means."""
+    value = settings.raw("selective_checkpointing")
+    if value and value is not True:
+        settings.approximate("of what selective_checkpointing keeps only attention is counted")
+    return bool(value) and hf.keeps_attention(settings, fields)
+
+
 def _offloads(settings: Settings, checkpointing: int) -> bool:
     """Checkpoints in host memory, by Axolotl's older or its present setting."""
     everything = settings.raw("activation_offloading", False)
     if everything and not checkpointing:
         settings.approximate("activation_offloading without checkpoints: counted as if nothing left the GPU")
         return False
+    if everything is True and settings.raw("adapter"):
+        settings.approximate(
+            "activation_offloading: true moves all activations of an adapter's run, not only checkpoints"
+        )
     return bool(checkpointing) and (
         bool(everything) or settings.raw("gradient_checkpointing") in ("offload", "offload_disk", "unsloth")
     )

@@ -1,5 +1,8 @@
 """Settings that every tool on top of transformers' TrainingArguments writes in the same words."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from planner.models.spec import ModelSpec
 from planner.readers import common
 from planner.readers.values import Settings
@@ -15,6 +18,21 @@ def checkpointing(settings: Settings, default: bool) -> int:
     kwargs = settings.mapping(settings.first("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"))
     inner = Settings(kwargs, f"{settings.name}: {key}_kwargs")
     return inner.integer("every_n_layers", 1, at_least=1)
+
+
+def selects(settings: Settings, fields: Mapping[str, Any]) -> bool:
+    """Whether checkpointed layers keep their attention: a key of TRL's SFTTrainer among transformers' arguments."""
+    key = settings.first("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+    asked = Settings(settings.mapping(key), f"{settings.name}: {key}").flag("selective", False)
+    return asked and keeps_attention(settings, fields)
+
+
+def keeps_attention(settings: Settings, fields: Mapping[str, Any]) -> bool:
+    """Whether a file that asks for selective checkpointing gets it, as the other fields are; says so where not."""
+    if fields["checkpointing"] and not fields["activation_offload"]:
+        return True
+    settings.approximate("selective checkpointing is counted as recomputing whole layers")
+    return False
 
 
 def offloads(settings: Settings, checkpointing: int) -> bool:

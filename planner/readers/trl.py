@@ -165,6 +165,7 @@ def read(
     fields["optimizer"] = common.optimizer(settings, "optim", "adamw_torch_fused")
     fields["checkpointing"] = hf.checkpointing(settings, defaults.checkpointing)
     fields["activation_offload"] = hf.offloads(settings, fields["checkpointing"])
+    fields["selective_checkpointing"] = hf.selects(settings, fields)
     if aim.rolls_out:
         rolled, asked = rollouts.rollout_fields(settings, fields, name)
         fields |= rolled

@@ -9,7 +9,8 @@ from planner.stacks import Stack
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conditions:
-    """The software around a setup; the defaults are the current stack (transformers 5, TRL 1, peft 0.21).
+    """The software around a setup; the defaults are transformers 5, TRL 1 and peft 0.21 on the PyTorch of the
+    measured runs; CURRENT has today's.
 
     Attributes:
         fused_norm_rope: norm, rotary and gated-MLP kernels are fused (Liger, fms fast kernels): one pass over memory.
@@ -21,6 +22,7 @@ class Conditions:
         trainer_overhead: count the trainer's constant per step and per micro-batch; False for a bare loop.
         masked_attention: batches are really padded. SDPA then gets an explicit mask and skips no causal half;
             flash attention unpads in each layer, which waits for the GPU.
+        cudnn_attention: SDPA takes cuDNN's kernels on Hopper: PyTorch 2.13 with cuDNN above 9.15.
         flash_1: attention is the first FlashAttention (before July 2023) or its Triton form.
         optimizer_part: share of the optimizer step that this GPU does (0: none runs; 1/n: sharded over n).
         fp32_reduction: gradients travel between GPUs in fp32 although weights are gathered in 16 bit.
@@ -36,13 +38,14 @@ class Conditions:
     gradient_clipping: bool = True
     trainer_overhead: bool = True
     masked_attention: bool = False
+    cudnn_attention: bool = False
     flash_1: bool = False
     optimizer_part: float = 1.0
     fp32_reduction: bool = False
     fsdp_1: bool = False
 
 
-CURRENT = Conditions()
+CURRENT = Conditions(cudnn_attention=True)
 
 
 def conditions_of(setup: TrainSetup) -> Conditions:
@@ -59,5 +62,6 @@ def _conditions_of(by: Stack, reentrant: bool) -> Conditions:
         reentrant_checkpointing=reentrant,
         gradient_clipping=by.clips_gradients,
         trainer_overhead=by.trainer_overhead,
+        cudnn_attention=True,
     )
     return CURRENT if found == CURRENT else found

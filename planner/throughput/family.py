@@ -10,6 +10,9 @@ from planner.throughput.counts import Moved
 from planner.throughput.model import SpeedModel
 
 _WEIGHT_CAST_BYTES = 6.0  # autocast reads a fp32 weight and writes it in 16 bit
+SELECTIVE_HOST = 1.7
+"""Further host time of an operation under selective checkpointing, in the forward and in the recomputation, as a
+multiple of its own: torch calls Python for each. Timed on a CPU (docs/kernels.md)."""
 _LOSS_KERNELS = 14
 _EMBEDDING_KERNELS = 12
 
@@ -129,7 +132,8 @@ class Family:
             host_token = 2.0 * inputs / speed.host_rate
         else:
             host_token = 0.0
-        self._recompute = (again_token, again * forward + host_token * self._seq, again_micro, again)
+        attended = 0.0 if setup.selective_checkpointing and speed.attention_is_fused(setup, flow) else again * forward
+        self._recompute = (again_token, attended + host_token * self._seq, again_micro, again)
         self._extra = (alone[0], forward, alone[1])  # a forward without gradients: adapters off, or a copy's
         self._skip_last = full and not conditions.reentrant_checkpointing
         self._skip_first = not full and not every
@@ -146,6 +150,8 @@ class Family:
         if extra := setup.extra_forwards:
             host += extra * (moved.forward_kernels * constants.host_forward_s)
             host += extra * quantized_calls * constants.host_quantized_s
+        if setup.selective_checkpointing:
+            host += 2.0 * again * forward_kernels * SELECTIVE_HOST * constants.host_forward_s
         self.host_s = host * constants.host_scale * (constants.compile_host if setup.compile else 1.0)
 
     def busy_s(self, samples: int) -> float:

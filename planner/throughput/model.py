@@ -11,7 +11,7 @@ from planner.choices.kernels import parts_of
 from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS
 from planner.gpu import GpuSpec
-from planner.kernels import attention_kernel
+from planner.kernels import attention_kernel, takes_cudnn
 from planner.memory.dtypes import SIZE_BYTES, Flow
 from planner.models.earlier import built_by_transformers_4
 from planner.models.spec import AttentionSpec, LinearSpec, ModelSpec
@@ -31,6 +31,13 @@ from planner.throughput.rates import Rates, matmul_s, rates_of
 INT8_UNPACK_BYTES = 7.0  # bitsandbytes copies to 16 bit (read 1, write 2), then scales in place (read 2, write 2)
 NF4_READ_BYTES = 0.53  # packed code and block scale of one weight
 _FLASH_BACKWARD = 2.5  # five matmuls for the forward's two
+CUDNN_ON_HOPPER, CUDNN_MAX_HEAD_DIM = 1.7, 128
+"""How many times faster cuDNN's attention trains than flash-attention 2 on Hopper; the widest head it is counted for.
+
+Source: "1.7-2.3x faster for training shapes", the least of it (github.com/huggingface/transformers/pull/48163; on
+Ampere it is slower, on Ada alike). As fast as flash-attention 3: 631 and 632 TFLOP/s forward on an H100 (pytorch issue
+142132).
+"""
 _EAGER_PASSES = 1.7  # transformers' eager attention scales, masks, upcasts to fp32, normalises and casts back: 48 bytes
 
 
@@ -209,14 +216,23 @@ class SpeedModel:
         forward = backward = flops = 0.0
         for spec, count in self.inv.attentions:
             kernel = attention_kernel(self.model, setup, self.gpu, spec, dtype)
-            one = self._attention_one(spec, setup.seq_len_tokens, dtype, kernel)
+            cudnn = self.conditions.cudnn_attention and takes_cudnn(self.gpu, setup.attention)
+            one = self._attention_one(spec, setup.seq_len_tokens, dtype, kernel, cudnn=cudnn)
             forward += count * one[0]
             backward += count * one[1]
             flops += count * one[2]
         self._attention[key] = (forward, backward, flops)
         return forward, backward, flops
 
-    def _attention_one(self, spec: AttentionSpec, seq: int, dtype: str, kernel: str) -> tuple[float, float, float]:
+    def attention_is_fused(self, setup: TrainSetup, flow: Flow) -> bool:
+        """Whether one kernel computes the attention of every layer that has one."""
+        dtype = flow.attention_input
+        kernels = {attention_kernel(self.model, setup, self.gpu, spec, dtype) for spec, _ in self.inv.attentions}
+        return kernels <= {"flash", "efficient"}
+
+    def _attention_one(
+        self, spec: AttentionSpec, seq: int, dtype: str, kernel: str, *, cudnn: bool
+    ) -> tuple[float, float, float]:
         constants = self.constants
         full = float(seq) * seq
         window = spec.window_tokens
@@ -228,6 +244,8 @@ class SpeedModel:
             masked = self.conditions.masked_attention and kernel != "flash"
             done = 2.0 * spec.num_heads * (full if masked else pairs) * wide
             slower = 1.0 if kernel == "flash" else 0.6
+            if kernel == "flash" and cudnn and max(spec.head_dim, spec.value_head_dim) <= CUDNN_MAX_HEAD_DIM:
+                slower = CUDNN_ON_HOPPER
             if self.conditions.flash_1:
                 slower *= constants.flash_1_share
             forward = done / (rate * constants.attention_forward_share * slower)

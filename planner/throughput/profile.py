@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from planner.choices.kernels import speed_band, speed_note
+from planner.choices.kernels import KERNELS, LARGEST_GAIN, speed_band, speed_note
 from planner.setup import TrainSetup
 from planner.throughput.family import Family
 from planner.throughput.model import SpeedModel
@@ -148,7 +148,8 @@ class ThroughputProfile:
             parts["generation"] = generation
         total = sum(parts.values())
         flops = self.flops(seqs, steps)
-        unmeasured = (self._family.unmeasured_s(seqs) * steps + generation) / total
+        beyond = max(0.0, self._kernels_gain(seqs, steps) - LARGEST_GAIN)
+        unmeasured = (self._family.unmeasured_s(seqs) * steps + generation) / total + beyond
         return StepTime(
             step_time_s=total,
             parts_s=parts,
@@ -165,8 +166,16 @@ class ThroughputProfile:
                 + unmeasured,
                 EXPERTS_BAND if setup.quantize_experts else 0.0,
             ),
-            notes=tuple(self.notes() + self._one_gpu_notes()),
+            notes=tuple(self.notes() + self._one_gpu_notes() + _beyond_note(beyond)),
         )
+
+    def _kernels_gain(self, micro_batch_seqs: int, accumulation_steps: int) -> float:
+        """How much faster than with eager kernels the setup is predicted to be, as a fraction; 0 for those."""
+        if not KERNELS[self._setup.kernels].parts:
+            return 0.0
+        plain = ThroughputProfile(self._speed, self._setup.trusted_with(kernels="eager"))
+        steps = (micro_batch_seqs, accumulation_steps)
+        return plain.at(*steps)[0] / self.at(*steps)[0] - 1.0
 
     def _one_gpu_notes(self) -> list[str]:
         return ["Communication between GPUs is not counted."] if self._setup.num_gpus > 1 else []
@@ -199,3 +208,11 @@ class ThroughputProfile:
         if speed.inv.mixer_width:
             notes.append("Linear-attention layers are approximated by the bytes they move.")
         return notes
+
+
+def _beyond_note(beyond: float) -> list[str]:
+    """One sentence where the gain of fused kernels is predicted to be larger than any that was measured."""
+    if not beyond:
+        return []
+    gain = LARGEST_GAIN + beyond
+    return [f"Their predicted gain of {gain:.0%} is above the largest measured ({LARGEST_GAIN:.0%}): a wider band."]

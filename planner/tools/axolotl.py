@@ -14,6 +14,16 @@ def _four_bits(_: str, before: TrainSetup, after: TrainSetup) -> dict[str, Any]:
     return edits | ({"load_in_8bit": False} if before.quantization == "int8" else {})
 
 
+def _checkpointing(key: str, before: TrainSetup, after: TrainSetup) -> dict[str, Any]:
+    edits: dict[str, Any] = {key: after.checkpointing > 0}
+    if max(after.checkpointing, before.checkpointing) > 1:
+        every = {"every_n_layers": after.checkpointing} if after.checkpointing > 1 else {}
+        edits[f"{key}_kwargs"] = {"use_reentrant": False, **every}
+    if before.selective_checkpointing:
+        edits["selective_checkpointing"] = after.selective_checkpointing
+    return edits
+
+
 AXOLOTL = Tool(
     name="axolotl",
     title="Axolotl",
@@ -28,8 +38,7 @@ AXOLOTL = Tool(
         Field(
             of="checkpointing",
             key="gradient_checkpointing",
-            edit=lambda key, _, after: {key: after.checkpointing > 0},
-            runs=(0, 1),
+            edit=_checkpointing,
         ),
         Field(
             of="loss",

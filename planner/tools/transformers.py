@@ -18,12 +18,15 @@ def checkpointing_kwargs(after: TrainSetup) -> dict[str, Any]:
     block: dict[str, Any] = {"use_reentrant": False}
     if after.checkpointing > 1:
         block["every_n_layers"] = after.checkpointing
+    if after.selective_checkpointing:  # a key of TRL's SFTTrainer
+        block["selective"] = True
     return block | ({"offload": True} if after.activation_offload else {})
 
 
 def _checkpointing(key: str, before: TrainSetup, after: TrainSetup) -> dict[str, Any]:
     edits: dict[str, Any] = {key: after.checkpointing > 0}
-    if after.checkpointing > 1 or before.checkpointing > 1 or after.activation_offload:
+    told = any(one.checkpointing > 1 or one.selective_checkpointing for one in (before, after))
+    if told or after.activation_offload:
         edits[f"{key}_kwargs"] = checkpointing_kwargs(after)
     return edits
 

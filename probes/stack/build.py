@@ -88,9 +88,7 @@ def build_from_config(
 
             model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         if setup.checkpointing:
-            enable_checkpointing(
-                model, setup.checkpointing, reentrant=setup.reentrant_checkpointing, offload=setup.activation_offload
-            )
+            enable_checkpointing(model, setup)
         if setup.method != "full":
             with torch.device(device):
                 model = add_adapters(model, setup)
@@ -213,16 +211,30 @@ def _offloaded(function: Any, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
-def enable_checkpointing(model: Any, every: int, *, reentrant: bool = False, offload: bool = False) -> None:
-    """Checkpointing of every `every`-th layer through transformers, under whichever name it has there.
+def _keeping_attention() -> Any:
+    """The context that keeps what fused attention gave and recomputes the rest, as TRL 1.16
+    `enable_selective_activation_checkpointing` makes it."""
+    from functools import partial
 
-    Args:
-        offload: the layers' inputs lie in pinned host memory until their backward.
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    def policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> Any:
+        kept = "_scaled_dot_product_" in str(operator) or "flash_attn" in str(operator)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return partial(create_selective_checkpoint_contexts, policy)
+
+
+def enable_checkpointing(model: Any, setup: TrainSetup) -> None:
+    """A setup's checkpointing through transformers, under whichever name it has there.
 
     Source: transformers 5.23 `activation_checkpointing_enable(every_n_layers=)`; 5.17 has only
     `gradient_checkpointing_enable`, and layers are then switched off one by one.
     """
-    kwargs = {"use_reentrant": reentrant}
+    every, offload = setup.checkpointing, setup.activation_offload
+    kwargs: dict[str, Any] = {"use_reentrant": setup.reentrant_checkpointing}
+    if setup.selective_checkpointing:
+        kwargs["context_fn"] = _keeping_attention()
     if hasattr(model, "activation_checkpointing_enable"):
         real = offload and next(model.parameters()).device.type != "meta"
         host = {"offload": True} if real else {}

@@ -33,6 +33,7 @@ def _all_values() -> Iterator[TrainSetup]:
         "compile": (False, True),
         "kernels": KERNEL_FAMILIES,
         "activation_offload": (False, True),
+        "selective_checkpointing": (False, True),
         "lora_rank": (1, 8, 256),
         "lora_dropout": (0.0, 0.05, 0.5),
         "lora_targets": ("attention", "all-linear", ("q_proj", "v_proj"), ("down_proj",)),

@@ -50,7 +50,7 @@ def fastest_of(asked: Workload, node: str) -> float:
 )
 def test_where_lora_does_not_fit_the_base_has_4_bits(model: str, gpu: str) -> None:
     plan = chosen(model, gpu)
-    assert plan.chosen.setup.quantization == "nf4-double"
+    assert plan.chosen.setup.quantization in ("nf4-double", "nf4")
     answer = next(one for one in plan.walk if "8-bit" in one.question)
     assert "only when asked for" in answer.reason or answer.choice == "no"
 

@@ -100,6 +100,7 @@ def test_every_field_is_written_or_declared(target: str) -> None:
         "compile": base.with_(compile=True),
         "kernels": base.with_(kernels="liger"),
         "activation_offload": base.with_(activation_offload=True),
+        "selective_checkpointing": base.with_(selective_checkpointing=True),
         "quantize_experts": base.with_(quantize_experts=True),
         "num_gpus": base.with_(num_gpus=2, parallel="ddp"),
         "parallel": base.with_(num_gpus=2, parallel="zero2"),
