@@ -51,6 +51,7 @@ def simplicity(setup: TrainSetup) -> int:
         + LOSSES[setup.loss].simplicity
         + KERNELS[setup.kernels].simplicity
         + setup.activation_offload
+        + (setup.checkpointing > 1)  # not every tool can, and a little memory alone is no reason
         + setup.selective_checkpointing
         + sum(
             values.index(getattr(setup, name)) if getattr(setup, name) in values else len(values)
