@@ -208,7 +208,8 @@ def _origin_lines(config: "ReadConfig") -> list[str]:
         by_place.setdefault(place, []).append(words.get(name, name.removeprefix("lora_").replace("_", " ")))
     if not by_place:
         return []
-    return ["  read: " + "; ".join(f"{', '.join(names)} ({place})" for place, names in by_place.items())]
+    places = sorted(by_place, key=lambda place: place.startswith("default of"))
+    return ["  read: " + "; ".join(f"{', '.join(by_place[place])} ({place})" for place in places)]
 
 
 def _term_words(term: "MemoryTerm") -> str:

@@ -78,9 +78,15 @@ def finding(path: Path, gpu: str, **options: Any) -> Finding | None:
         outcome=verdict,
         level=LEVELS[verdict],
         message=f"{config.model_id} on {card.name}: {summary(result)} [formula]",
-        line=config.call_line or 1,
+        line=config.call_line or _line(path.name, config.origins.get("micro_batch_seqs", "")),
         document=as_document(result, None),
     )
+
+
+def _line(name: str, place: str) -> int:
+    """The line of a place "file:line" in the file itself, else its first."""
+    file, _, line = place.rpartition(":")
+    return int(line) if file == name and line.isdigit() else 1
 
 
 def findings(folder: Path, gpu: str, **options: Any) -> list[Finding]:

@@ -11,7 +11,7 @@ from planner.errors import NotPlanned
 from planner.models.spec import ModelSpec
 from planner.readers import common, hydra
 from planner.readers.fields import adapter_kind
-from planner.readers.program.interpret import PARTS_OF_LENGTH
+from planner.readers.program.reading import PARTS_OF_LENGTH
 from planner.readers.sharding import Sharding, parallel_of
 from planner.readers.types import Missing, ReadConfig
 from planner.readers.values import Settings

@@ -17,7 +17,7 @@ from planner.models.targets import scaling_targets
 from planner.readers import common, hf, training, versions
 from planner.readers.fields import adapter_kind, said
 from planner.readers.program import Known, Made, Program, Unknown, plain, run
-from planner.readers.program.interpret import LENGTH_NAMES
+from planner.readers.program.reading import LENGTH_NAMES
 from planner.readers.program.source import Source, of_script
 from planner.readers.rollouts import rollout_fields
 from planner.readers.sharding import Sharding, loaded, parallel_of

@@ -62,7 +62,7 @@ def test_github_annotations_name_file_line_and_level(folder: Path, run: Run) -> 
     lines = text.splitlines()
     assert code == 1
     assert [line.split(" ")[0] for line in lines] == ["::error", "::warning", "::notice", "::notice"]
-    assert "sub/large.yaml,line=1,title=plan check::" in lines[0]
+    assert "sub/large.yaml,line=3,title=plan check::" in lines[0]
     assert "--set seq_len=N" in lines[1]
 
 

@@ -4,7 +4,8 @@
 simple branches) up to the call that trains. What only running the program would tell is `Unknown`, with the reason.
 """
 
-from planner.readers.program.interpret import Outside, Program, Reader, run
+from planner.readers.program.interpret import Reader, run
+from planner.readers.program.reading import Outside, Program
 from planner.readers.program.values import Function, Known, Made, Unknown, plain
 
 __all__ = ["Function", "Known", "Made", "Outside", "Program", "Reader", "Unknown", "plain", "run"]

@@ -10,7 +10,7 @@ from planner.readers.loading import parse_json, parse_yaml
 from planner.readers.program.values import Items, Known, Made, Table, Unknown, Value, plain
 
 if TYPE_CHECKING:
-    from planner.readers.program.interpret import Reader
+    from planner.readers.program.reading import Reading
 
 
 def to_value(data: Any, where: str, lines: Mapping[str, int] | None = None, above: str = "") -> Value:
@@ -26,7 +26,7 @@ def to_value(data: Any, where: str, lines: Mapping[str, int] | None = None, abov
     return Known(data, place)
 
 
-def environment(reader: "Reader", made: Made) -> Value:
+def environment(reader: "Reading", made: Made) -> Value:
     name = plain(made.positional[0]) if made.positional else ""
     if isinstance(name, str) and name in reader.outside.environment:
         return Known(reader.outside.environment[name], "the launch")
@@ -38,7 +38,7 @@ def environment(reader: "Reader", made: Made) -> Value:
     return Unknown(f"{made.where}: the environment variable {name}")
 
 
-def hydra_settings(reader: "Reader", made: Made) -> Value:
+def hydra_settings(reader: "Reading", made: Made) -> Value:
     """The settings that `@hydra.main` hands to its function: those of the named file, composed."""
     folder, name = (plain(made.keywords.get(key)) for key in ("config_path", "config_name"))
     words = list(reader.outside.arguments or ())
@@ -59,7 +59,7 @@ def hydra_settings(reader: "Reader", made: Made) -> Value:
     return to_value(values, path)
 
 
-def loaded(reader: "Reader", made: Made) -> Value:
+def loaded(reader: "Reading", made: Made) -> Value:
     """A YAML or JSON file beside the program."""
     source = made.positional[0] if made.positional else None
     if made.name in ("loads", "safe_load") and isinstance(source, Known) and isinstance(source.data, str):

@@ -25,7 +25,7 @@ from planner.readers.program.values import (
 )
 
 if TYPE_CHECKING:
-    from planner.readers.program.interpret import Reader
+    from planner.readers.program.reading import Reading
 
 BF16_QUESTIONS = ("is_bfloat16_supported", "is_bf16_supported", "is_torch_bf16_gpu_available")
 SAME_OBJECT = (
@@ -44,13 +44,13 @@ NUMBERS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _command_line(reader: "Reader") -> Items:
+def _command_line(reader: "Reading") -> Items:
     """`sys.argv`: the program's name, and what is said of its words."""
     words = reader.outside.arguments or ()
     return Items([Known(reader.name), *(Known(word, "the command line") for word in words)], "the command line")
 
 
-def attribute(reader: "Reader", value: Value, name: str, place: str) -> Value:
+def attribute(reader: "Reading", value: Value, name: str, place: str) -> Value:
     """value.name"""
     if name == "do_train" and reader.outside.arguments is not None:
         reader.program.do_train_decides = True
@@ -88,7 +88,7 @@ def attribute(reader: "Reader", value: Value, name: str, place: str) -> Value:
     return Made(name, receiver=value, where=place)
 
 
-def call(reader: "Reader", callee: Value, made: Made) -> Value:
+def call(reader: "Reading", callee: Value, made: Made) -> Value:
     """What a call of foreign code gives."""
     outside = reader.outside
     if isinstance(callee, Dotted):
@@ -113,7 +113,7 @@ def call(reader: "Reader", callee: Value, made: Made) -> Value:
     return made
 
 
-def _run_handed_functions(reader: "Reader", made: Made) -> None:
+def _run_handed_functions(reader: "Reading", made: Made) -> None:
     """Functions handed to foreign code (`dataset.map(tokenize)`) will be called with what is not known."""
     for value in (*made.positional, *made.keywords.values()):
         if isinstance(value, Function) and id(value.node) not in reader.entered:
@@ -124,7 +124,7 @@ def _run_handed_functions(reader: "Reader", made: Made) -> None:
                 reader.uncertain -= 1
 
 
-def _of_module(reader: "Reader", callee: Dotted, made: Made) -> Value | None:
+def _of_module(reader: "Reading", callee: Dotted, made: Made) -> Value | None:
     """Functions of modules and built-in ones."""
     first = made.positional[0] if made.positional else None
     match callee.path:
@@ -199,7 +199,7 @@ def _of_module(reader: "Reader", callee: Dotted, made: Made) -> Value | None:
     return None
 
 
-def _of_object(reader: "Reader", owner: Value, made: Made) -> Value | None:
+def _of_object(reader: "Reading", owner: Value, made: Made) -> Value | None:
     """Methods of objects."""
     name = made.name
     first = made.positional[0] if made.positional else None
@@ -277,7 +277,7 @@ def _of_table(owner: Table, made: Made) -> Value | None:
     return None
 
 
-def _getattr(reader: "Reader", made: Made) -> Value:
+def _getattr(reader: "Reading", made: Made) -> Value:
     owner, name = made.positional[0], plain(made.positional[1])
     if isinstance(name, str):
         if isinstance(owner, Instance) and name not in owner.attributes and not owner.more and len(made.positional) > 2:
@@ -322,7 +322,7 @@ def _merged(made: Made) -> Value:
     return found
 
 
-def _instantiated(reader: "Reader", settings: Value, made: Made) -> Value:
+def _instantiated(reader: "Reading", settings: Value, made: Made) -> Value:
     """What Hydra makes of settings with a `_target_`: the call of that."""
     table = as_table(settings)
     target = plain(table.entries.get("_target_")) if table is not None else None

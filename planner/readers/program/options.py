@@ -22,7 +22,7 @@ from planner.readers.program.values import (
 from planner.readers.shell import flags, is_open
 
 if TYPE_CHECKING:
-    from planner.readers.program.interpret import Outside, Reader
+    from planner.readers.program.reading import Outside, Reading
 
 PARSERS = ("HfArgumentParser", "TrlParser", "DPOTrainerParser", "H4ArgumentParser")
 
@@ -123,7 +123,7 @@ def on_command_line(arguments: Any) -> dict[str, Value]:
     return found
 
 
-def field_default(reader: "Reader", value: Value) -> Value:
+def field_default(reader: "Reading", value: Value) -> Value:
     """The default of a dataclass field."""
     if isinstance(value, Made) and value.name in ("field", "Field"):
         if "default" in value.keywords:
@@ -139,7 +139,7 @@ def field_default(reader: "Reader", value: Value) -> Value:
     return value
 
 
-def option_default(reader: "Reader", name: str, value: Value) -> Value:
+def option_default(reader: "Reading", name: str, value: Value) -> Value:
     """A function's default where typer or the command line may say another."""
     if isinstance(value, Made) and value.name in ("Option", "Argument"):
         default = value.keywords.get("default", value.positional[0] if value.positional else None)
@@ -153,7 +153,7 @@ def _namespace(options: list[Option], outside: "Outside") -> Instance:
     return Instance({option.name: option.value(outside) for option in options})
 
 
-def of_parser(reader: "Reader", owner: Made, made: Made) -> Value | None:
+def of_parser(reader: "Reading", owner: Made, made: Made) -> Value | None:
     arguments = reader.outside.arguments
     match made.name:
         case "add_argument":
@@ -191,7 +191,7 @@ def of_parser(reader: "Reader", owner: Made, made: Made) -> Value | None:
     return None
 
 
-def _dataclasses(reader: "Reader", owner: Made, made: Made) -> Value:
+def _dataclasses(reader: "Reading", owner: Made, made: Made) -> Value:
     """What a parser of dataclasses gives: defaults of the program's own, the command line on top."""
     given = owner.argument("dataclass_types", 0)
     classes = items_of(given) if given is not None else None

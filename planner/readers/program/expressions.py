@@ -1,0 +1,206 @@
+"""Expressions of a program: their values, as far as they are known without running it."""
+
+import ast
+from collections.abc import Sequence
+
+from planner.readers.program import library, objects
+from planner.readers.program.operators import binary, compare, unary
+from planner.readers.program.reading import CUT_NAMES, MAX_LOOP, MAX_STEPS, PARTS_OF_LENGTH, Reading, TooLong, file_of
+from planner.readers.program.values import (
+    Class,
+    Dotted,
+    Function,
+    Items,
+    Known,
+    Made,
+    Scope,
+    Table,
+    Unknown,
+    Value,
+    either,
+    plain,
+)
+
+
+class Expressions(Reading):
+    """Reads expressions."""
+
+    def value(self, node: ast.expr, scope: Scope) -> Value:
+        """The value of an expression."""
+        self.steps += 1
+        if self.steps > MAX_STEPS:
+            raise TooLong
+        match node:
+            case ast.Constant():
+                return Known(node.value, self.place(node, scope))
+            case ast.Name():
+                return scope.find(node.id) or Dotted(node.id)
+            case ast.Attribute():
+                return library.attribute(self, self.value(node.value, scope), node.attr, self.place(node, scope))
+            case ast.Call():
+                return self.call(node, scope)
+            case ast.Dict():
+                return self.table(node, scope)
+            case ast.List() | ast.Tuple() | ast.Set():
+                return self.items(node.elts, scope, self.place(node, scope))
+            case ast.JoinedStr():
+                return objects.formatted([self.value(part, scope) for part in node.values], self.place(node, scope))
+            case ast.FormattedValue():
+                spec = self.value(node.format_spec, scope) if node.format_spec is not None else Known("")
+                return objects.in_format(self.value(node.value, scope), spec, self.place(node, scope))
+            case ast.BinOp():
+                left, right = self.value(node.left, scope), self.value(node.right, scope)
+                return binary(node.op, left, right, self.place(node, scope))
+            case ast.UnaryOp():
+                return unary(node.op, self.value(node.operand, scope), self.place(node, scope))
+            case ast.BoolOp():
+                return self.boolean(node, scope)
+            case ast.Compare():
+                return self.comparison(node, scope)
+            case ast.IfExp():
+                truth = objects.truth(self.value(node.test, scope))
+                if truth is not None:
+                    return self.value(node.body if truth else node.orelse, scope)
+                one, other = self.value(node.body, scope), self.value(node.orelse, scope)
+                return either(one, other, f"{self.place(node, scope)}: depends on a condition")
+            case ast.Subscript():
+                key = self.value(node.slice, scope) if not isinstance(node.slice, ast.Slice) else Unknown("a slice")
+                if isinstance(node.slice, ast.Slice):
+                    self.cut(node.value, node.slice, scope)
+                return objects.element(self.value(node.value, scope), key, self.place(node, scope))
+            case ast.Lambda():
+                return Function(node, scope)
+            case ast.NamedExpr():
+                value = self.value(node.value, scope)
+                self.assign(node.target, value, scope)
+                return value
+            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp():
+                return self.comprehension(node, scope)
+            case ast.Await() | ast.Starred():
+                return self.value(node.value, scope)
+        return Unknown(f"{self.place(node, scope)}: computed while the program runs")
+
+    def cut(self, node: ast.expr, by: ast.Slice, scope: Scope) -> None:
+        """Remembers the length to which a list of tokens is cut."""
+        name = _last(node) or (
+            node.slice.value if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) else ""
+        )
+        upper = self.value(by.upper, scope) if by.upper is not None and by.lower is None else None
+        if isinstance(upper, Known) and type(upper.data) is int and upper.data >= 16 and str(name).endswith(CUT_NAMES):
+            self.program.cuts.append(upper)
+
+    def table(self, node: ast.Dict, scope: Scope) -> Table:
+        found = Table({}, self.place(node, scope))
+        for key, value in zip(node.keys, node.values, strict=True):
+            if key is None:
+                inner = objects.as_table(self.value(value, scope))
+                if inner is None:
+                    found.more = f"{self.place(value, scope)}: ** of what is not known"
+                else:
+                    found.entries |= inner.entries
+                    found.more = found.more or inner.more
+                continue
+            name = plain(self.value(key, scope))
+            if isinstance(name, str):
+                found.entries[name] = self.value(value, scope)
+            else:
+                self.value(value, scope)
+        return found
+
+    def items(self, nodes: Sequence[ast.expr], scope: Scope, place: str) -> Value:
+        found: list[Value] = []
+        for node in nodes:
+            value = self.value(node, scope)
+            if isinstance(node, ast.Starred):
+                inner = objects.items_of(value)
+                if inner is None:
+                    return Unknown(f"{place}: * of what is not known")
+                found += inner
+            else:
+                found.append(value)
+        return Items(found, place)
+
+    def boolean(self, node: ast.BoolOp, scope: Scope) -> Value:
+        stops_at = isinstance(node.op, ast.Or)
+        value: Value = Known(None)
+        unknown: Value | None = None
+        for part in node.values:
+            value = self.value(part, scope)
+            truth = objects.truth(value)
+            if truth is None:
+                unknown = unknown or Unknown(f"{self.place(node, scope)}: depends on a condition")
+            elif truth == stops_at:
+                return (
+                    value if unknown is None or (isinstance(value, Known) and isinstance(value.data, bool)) else unknown
+                )
+        return unknown if unknown is not None else value
+
+    def comparison(self, node: ast.Compare, scope: Scope) -> Value:
+        left = self.value(node.left, scope)
+        result: Value = Known(True)
+        for op, right_node in zip(node.ops, node.comparators, strict=True):
+            right = self.value(right_node, scope)
+            result = compare(op, left, right, self.place(node, scope))
+            if objects.truth(result) is not True:
+                return result
+            left = right
+        return result
+
+    def comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp, scope: Scope) -> Value:
+        generator = node.generators[0]
+        over = objects.items_of(self.value(generator.iter, scope))
+        if over is None or len(node.generators) > 1 or len(over) > MAX_LOOP:
+            return Unknown(f"{self.place(node, scope)}: a list over what is not known")
+        inner = Scope(parent=scope, file=file_of(scope))
+        found: list[Value] = []
+        for item in over:
+            self.assign(generator.target, item, inner)
+            tests = [objects.truth(self.value(test, inner)) for test in generator.ifs]
+            if None in tests:
+                return Unknown(f"{self.place(node, scope)}: a list with conditions that are not known")
+            if all(tests):
+                found.append(self.value(node.elt, inner))
+        return Items(found, self.place(node, scope))
+
+    def note_lengths(self, callee: Value, call: Made) -> None:
+        """Remembers lengths handed to the program's own code and to data sets."""
+        if isinstance(callee, (Function, Class)) or call.name.endswith(("Dataset", "Collator")):
+            for name, value in call.keywords.items():
+                self.note_length(name, value, call.name)
+        for one, other in PARTS_OF_LENGTH:
+            parts = (plain(call.keywords.get(one)), plain(call.keywords.get(other)))
+            if all(type(part) is int for part in parts):
+                self.program.cuts.append(Known(sum(parts), f"{call.where}, {one} + {other}"))
+
+    def call(self, node: ast.Call, scope: Scope) -> Value:
+        callee = self.value(node.func, scope)
+        call = Made(_last(node.func), where=self.place(node, scope))
+        for one in node.args:
+            value = self.value(one, scope)
+            if isinstance(one, ast.Starred):
+                call.positional += objects.items_of(value) or [Unknown(f"{call.where}: * of what is not known")]
+            else:
+                call.positional.append(value)
+        for keyword in node.keywords:
+            value = self.value(keyword.value, scope)
+            if keyword.arg is not None:
+                call.keywords[keyword.arg] = value
+                continue
+            inner = objects.as_table(value)
+            if inner is None:
+                call.more = f"{call.where}: ** of what is not known"
+            else:
+                call.keywords |= inner.entries
+                call.more = call.more or inner.more
+        self.note_lengths(callee, call)
+        if isinstance(callee, Function):
+            return self.called(callee, call)
+        if isinstance(callee, Class):
+            return self.instance(callee, call)
+        return library.call(self, callee, call)
+
+
+def _last(node: ast.expr) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    return node.attr if isinstance(node, ast.Attribute) else ""

@@ -1,0 +1,165 @@
+"""What one reading of a program knows and keeps: the outside, what was found, where it stands."""
+
+import ast
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from planner.readers.program.values import Class, Function, Known, Made, Scope, Value
+
+MAX_STEPS = 200_000
+MAX_DEPTH = 24
+MAX_LOOP = 64
+MAX_MODULES = 40
+MAX_SOURCE_BYTES = 600_000
+"""Of modules beside the program: what lies behind is taken for foreign code."""
+LENGTH_NAMES = frozenset({
+    "max_length", "max_seq_length", "max_seq_len", "max_len", "seq_len", "seq_length", "sequence_length", "cutoff_len",
+    "block_size", "context_length", "model_max_length", "max_token_length", "max_tokens_length",
+})  # fmt: skip
+"""Names (in lower case) under which programs keep the length to which they cut sequences."""
+PARTS_OF_LENGTH = (
+    ("source_max_len", "target_max_len"),
+    ("max_input_length", "max_output_length"),
+    ("max_source_length", "max_target_length"),
+)
+"""Two lengths that one sequence is put together from."""
+CUT_NAMES = ("input_ids", "ids", "labels", "attention_mask", "tokens")
+NOT_DATA = ("generat", "predict", "infer", "eval", "chat", "test", "sample", "plot", "print")
+"""Parts of the names of functions whose lengths are not the training data's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outside:
+    """What is known from outside the program.
+
+    Attributes:
+        arguments: the words after the program's name on its command line; None: nobody said.
+        environment: variables that the launcher sets.
+        open_switches: whether flags that nobody gave are not known (else they are off).
+        bf16: whether the card computes in bf16; capability: its compute capability.
+        read: the text of a file named by the program (relative to it), None where it may not or cannot be read;
+            exactly: by no other path than that.
+    """
+
+    arguments: Sequence[str] | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    open_switches: bool = False
+    bf16: bool = True
+    capability: tuple[int, int] = (8, 0)
+    read: Callable[[str], str | None] = field(default=lambda _: None)
+    exactly: Callable[[str], str | None] = field(default=lambda _: None)
+
+
+@dataclass(slots=True)
+class Program:
+    """What was found while reading.
+
+    Attributes:
+        trained: objects whose `train` was called, in order, and whether only under an unknown condition.
+        made: every call of foreign code, in order.
+        module: the names of the main module at the end.
+        sources: files read beside the program.
+        do_train_decides: whether it trains only where its command line, which was said, asks for it.
+        cuts: lengths to which lists of tokens are cut by slices; lengths: values of names that say a length.
+    """
+
+    trained: list[tuple[Made, bool]] = field(default_factory=list)
+    made: list[Made] = field(default_factory=list)
+    module: Scope = field(default_factory=Scope)
+    sources: list[str] = field(default_factory=list)
+    do_train_decides: bool = False
+    cuts: list[Known] = field(default_factory=list)
+    lengths: list[Known] = field(default_factory=list)
+
+
+class Leave(Exception):
+    """A return, break or continue on the way that is certainly taken."""
+
+    def __init__(self, value: Value | None = None) -> None:
+        self.value = value
+
+
+class Return(Leave):
+    """Leaves the function."""
+
+
+class Raise(Return):
+    """Ends in an error: a way that a program which runs does not take."""
+
+
+class Loop(Leave):
+    """Leaves this turn of the loop."""
+
+
+class Break(Loop):
+    """Leaves the loop."""
+
+
+class TooLong(Exception):
+    """The budget of steps is spent."""
+
+
+class Reading(ABC):
+    """One reading of one program."""
+
+    def __init__(self, name: str, outside: Outside, label: Callable[[int], str] | None = None) -> None:
+        self.outside = outside
+        self.name, self.label = name, label
+        self.program = Program()
+        self.modules: dict[str, Scope | None] = {}
+        self.steps = 0
+        self.source_bytes = 0
+        self.depth = 0
+        self.uncertain = 0
+        self.running: list[Any] = []
+        self.entered: set[int] = set()
+        self.maybe_returned: list[list[Value]] = []
+        self.maybe_left: list[bool] = []
+
+    def place(self, node: ast.AST, scope: Scope) -> str:
+        """ "file:line" of a node."""
+        file, line = file_of(scope), getattr(node, "lineno", 0)
+        return f"{file}:{line}" if self.label is None or file != self.name else f"{file}:{self.label(line)}"
+
+    def note_length(self, name: str, value: Value, called: str = "") -> None:
+        """Remembers what a name for a length stands for; `called` is the function that it is handed to."""
+        if name.lower() not in LENGTH_NAMES or not isinstance(value, Known) or type(value.data) is not int:
+            return
+        running = [node.name for node in self.running if isinstance(node, ast.FunctionDef)]
+        inside = [name.lower() for name in (*running, called)]
+        if value.data >= 16 and not any(part in name for name in inside for part in NOT_DATA):
+            self.program.lengths.append(value)
+
+    @abstractmethod
+    def block(self, body: Sequence[ast.stmt], scope: Scope) -> None:
+        """Statements in order."""
+
+    @abstractmethod
+    def statement(self, node: ast.stmt, scope: Scope) -> None:
+        """One statement."""
+
+    @abstractmethod
+    def assign(self, target: ast.expr, value: Value, scope: Scope) -> None:
+        """Gives a value to what stands left of an equals sign."""
+
+    @abstractmethod
+    def value(self, node: ast.expr, scope: Scope) -> Value:
+        """The value of an expression."""
+
+    @abstractmethod
+    def called(self, function: Function, call: Made) -> Value:
+        """What a function of the program returns for these arguments."""
+
+    @abstractmethod
+    def instance(self, made_by: Class, call: Made) -> Value:
+        """An object of a class of the program."""
+
+
+def file_of(scope: Scope | None) -> str:
+    while scope is not None:
+        if scope.file:
+            return scope.file
+        scope = scope.parent
+    return ""
