@@ -13,7 +13,7 @@ Run = Callable[..., tuple[int, str]]
 FITS = "model_name_or_path: HuggingFaceTB/SmolLM2-135M\ndtype: bfloat16\nmax_length: 256\n"
 TOO_LARGE = "model_name_or_path: meta-llama/Llama-3.1-70B\ndtype: bfloat16\nper_device_train_batch_size: 1\n"
 OPEN = "from trl import SFTConfig, SFTTrainer\nSFTTrainer('gpt2', args=SFTConfig(max_length=find())).train()\n"
-GRPO = "from trl import GRPOTrainer\nGRPOTrainer(model='gpt2').train()\n"
+ONLINE = "from trl import OnlineDPOTrainer\nOnlineDPOTrainer(model='gpt2').train()\n"
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "fits.yaml").write_text(FITS)
     (tmp_path / "sub" / "large.yaml").write_text(TOO_LARGE)
     (tmp_path / "open.py").write_text(OPEN)
-    (tmp_path / "grpo.py").write_text(GRPO)
+    (tmp_path / "online.py").write_text(ONLINE)
     (tmp_path / "helper.py").write_text("def f():\n    return 1\n")
     (tmp_path / "docker-compose.yml").write_text("services: {db: {image: postgres}}\n")
     (tmp_path / ".venv" / "fits.yaml").write_text(FITS)
@@ -48,7 +48,7 @@ def test_a_folder_is_searched_and_the_worst_file_decides(folder: Path, run: Run)
         "large.yaml": "does_not_fit",
         "open.py": "undetermined",
         "fits.yaml": "fits",
-        "grpo.py": "not_planned",
+        "online.py": "not_planned",
     }
     assert code == 1
     (folder / "sub" / "large.yaml").unlink()
@@ -82,5 +82,5 @@ def test_one_file_can_be_annotated_too(folder: Path, run: Run) -> None:
 
 
 def test_hidden_folders_and_other_files_are_no_candidates(folder: Path) -> None:
-    assert [one.name for one in candidates(folder)] == ["docker-compose.yml", "fits.yaml", "grpo.py", "helper.py",
+    assert [one.name for one in candidates(folder)] == ["docker-compose.yml", "fits.yaml", "online.py", "helper.py",
                                                         "open.py", "large.yaml"]  # fmt: skip
