@@ -82,5 +82,5 @@ def test_one_file_can_be_annotated_too(folder: Path, run: Run) -> None:
 
 
 def test_hidden_folders_and_other_files_are_no_candidates(folder: Path) -> None:
-    assert [one.name for one in candidates(folder)] == ["docker-compose.yml", "fits.yaml", "online.py", "helper.py",
+    assert [one.name for one in candidates(folder)] == ["docker-compose.yml", "fits.yaml", "helper.py", "online.py",
                                                         "open.py", "large.yaml"]  # fmt: skip
