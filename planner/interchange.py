@@ -75,7 +75,7 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
     for name in _LISTS:
         if isinstance(clean.get(name), list):
             clean[name] = tuple(clean[name])
-    if isinstance(clean.get("modules_to_save"), str):
+    if not isinstance(clean.get("modules_to_save", ()), tuple):
         raise SetupError("modules_to_save must be a list of module names", hint='["embed_tokens", "lm_head"]')
     for name in _SWITCHES:
         if name in clean and not isinstance(clean[name], bool):

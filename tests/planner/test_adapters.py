@@ -37,6 +37,8 @@ def test_an_unknown_adapter_and_a_full_one_are_refused() -> None:
     for name in ([], {"a": 1}):
         with pytest.raises(SetupError, match="adapter must be text"):
             setup_from_dict({"adapter": name})
+    with pytest.raises(SetupError, match="must be a list of module names"):
+        setup_from_dict({"modules_to_save": 3})
     with pytest.raises(SetupError, match="adapter must be one of"):
         setup_from_dict({"adapter": "houlsby"})
     with pytest.raises(SetupError, match="belongs to method"):
