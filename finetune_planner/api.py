@@ -70,6 +70,7 @@ class Wish(TypedDict, total=False):
     quantize_experts: bool
     activation_offload: bool
     selective_checkpointing: bool
+    compile: bool
     no_extra_packages: bool
     memory_gib: float
     headroom: float

@@ -141,8 +141,8 @@ def missing_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
     if gpu.vendor == "Apple" and OPTIMIZERS[setup.optimizer].bitsandbytes:
         return f"bitsandbytes has no optimizer ({setup.optimizer}) for Apple GPUs"
     triton = LOSSES[setup.loss].triton or KERNELS[setup.kernels].triton
-    if triton and (gpu.vendor == "Apple" or (gpu.compute_capability or TRITON_FROM) < TRITON_FROM):
-        return f"Liger's kernels are Triton's, which does not compile for {gpu.name}"
+    if (triton or setup.compile) and (gpu.vendor == "Apple" or (gpu.compute_capability or TRITON_FROM) < TRITON_FROM):
+        return f"{'Liger' if triton else 'torch.compile'}'s kernels are Triton's, which does not compile for {gpu.name}"
     if setup.kernels == "fused" and gpu.vendor != "NVIDIA":
         return f"fused LoRA kernels are known to run on NVIDIA's cards only, not on {gpu.name}"
     if setup.attention == "flash-attention-2" and not gpu.flash_attention_2:

@@ -108,7 +108,7 @@ def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
         packed = TrainSetup(method="qlora", attention=best_attention, **fields)
         if reason := missing_kernels(workload.model, gpu, packed):
             raise UsageError(f"--quantize-experts cannot be kept: {reason}", hint="leave --quantize-experts out")
-    for name in ("optimizer", "loss", "attention", "kernels"):
+    for name in ("optimizer", "loss", "attention", "kernels", *(("compile",) if "compile" in values else ())):
         tried = {value: TrainSetup(**{"attention": best_attention, name: value}) for value in values[name]}
         missing = {value: missing_kernels(workload.model, gpu, setup) for value, setup in tried.items()}
         values[name] = tuple(value for value in values[name] if not missing[value])
@@ -209,6 +209,7 @@ def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Itera
                                     rollout=rollout,
                                     checkpointing=0 if values["checkpointing"] == (0,) else 1,
                                     quantize_experts=values["quantize_experts"][0],
+                                    compile=values.get("compile", (False,))[0],
                                 )
                             except SetupError:
                                 continue

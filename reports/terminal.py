@@ -274,7 +274,7 @@ def _flag(name: str, value: object) -> list[str]:
         if value > 1:
             return ["--checkpoint-every", str(value)]
         return ["--checkpointing" if value else "--no-checkpointing"]
-    if name in ("packing", "activation_offload", "selective_checkpointing"):
+    if name in ("packing", "compile", "activation_offload", "selective_checkpointing"):
         word = name.replace("_", "-")
         return [f"--{word}" if value else f"--no-{word}"]
     if name == "reshard_after_forward":

@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from importlib.resources import files
 
+from planner.choices.kernels import KERNELS
 from planner.decision.grid import Grid
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
@@ -93,5 +94,5 @@ def _fixed_words(known: Sequence[Candidate]) -> str:
     precisions = dict.fromkeys(one.setup.precision for one in known)
     return clean(
         f"{' or '.join(precisions)}, {setup.attention} attention, {setup.optimizer}, {setup.loss} loss, "
-        "LoRA on all linear layers, nf4-double for QLoRA"
+        f"{KERNELS[setup.kernels].words}, LoRA on all linear layers, nf4-double for QLoRA"
     )

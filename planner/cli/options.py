@@ -64,6 +64,9 @@ ActivationOffload = Annotated[
     bool | None,
     typer.Option("--activation-offload/--no-activation-offload", help="Checkpoints in host memory or on the GPU."),
 ]
+Compile = Annotated[
+    bool | None, typer.Option("--compile/--no-compile", help="torch.compile, which no plan takes unasked.")
+]
 SelectiveCheckpointing = Annotated[
     bool | None,
     typer.Option(
@@ -197,6 +200,7 @@ def fixed_fields(
     adapter: str | None = None,
     quantize_experts: bool | None = None,
     selective_checkpointing: bool | None = None,
+    compiled: bool | None = None,
     **repeatable: list[str] | None,
 ) -> dict[str, tuple[Any, ...]]:
     """Setup fields that the user decided, each with its allowed values.
@@ -222,6 +226,8 @@ def fixed_fields(
         fixed["adapter"] = (adapter_kind(adapter),)
     if activation_offload is not None:
         fixed["activation_offload"] = (activation_offload,)
+    if compiled is not None:
+        fixed["compile"] = (compiled,)
     if selective_checkpointing is not None:
         fixed["selective_checkpointing"] = (selective_checkpointing,)
     if quantize_experts is not None:

@@ -27,6 +27,7 @@ class SetupOptions:
     kernels: options.OneKernels = None
     activation_offload: options.ActivationOffload = None
     selective_checkpointing: options.SelectiveCheckpointing = None
+    compile: options.Compile = None
     quantize_experts: options.QuantizeExperts = None
     seq_len: options.SeqLen = None
     micro_batch: Annotated[int | None, typer.Option("--micro-batch", help="Sequences per forward.")] = None
@@ -72,6 +73,7 @@ class SetupOptions:
             "kernels": self.kernels,
             "activation_offload": self.activation_offload,
             "selective_checkpointing": self.selective_checkpointing,
+            "compile": self.compile,
             "quantize_experts": self.quantize_experts,
             "seq_len_tokens": positive("seq-len", self.seq_len),
             "micro_batch_seqs": positive("micro-batch", self.micro_batch),

@@ -35,6 +35,7 @@ class SpaceOptions:
     kernels: options.Kernels = None
     activation_offload: options.ActivationOffload = None
     selective_checkpointing: options.SelectiveCheckpointing = None
+    compile: options.Compile = None
     quantize_experts: options.QuantizeExperts = None
     no_extra_packages: options.NoExtraPackages = False
 
@@ -60,6 +61,7 @@ class SpaceOptions:
             adapter=self.adapter,
             quantize_experts=self.quantize_experts,
             selective_checkpointing=self.selective_checkpointing,
+            compiled=self.compile,
             no_extra_packages=self.no_extra_packages,
         )
 

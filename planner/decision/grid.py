@@ -35,8 +35,8 @@ class Grid:
 
 
 def grid_of(workload: Workload) -> Grid:
-    """The grid of a workload's model and GPU: 4-bit for QLoRA, 8-bit AdamW, the loss and attention that a plan tries
-    first; global batch as in the workload."""
+    """The grid of a workload's model and GPU: 4-bit for QLoRA, 8-bit AdamW, the loss, attention and kernels that a plan
+    tries first; global batch as in the workload."""
     most = workload.model.max_position_embeddings
     lengths = tuple(length for length in LENGTHS if most is None or length <= most) or LENGTHS[:1]
     methods = (("full", 0), *product(("lora", "qlora"), RANKS))
@@ -61,6 +61,7 @@ def _setups(
     common = {
         "attention": values["attention"][0],
         "loss": values["loss"][0],
+        "kernels": values["kernels"][0],
         "optimizer": (eight_bit or list(values["optimizer"]))[0],
     }
     for method, rank in methods:

@@ -20,7 +20,7 @@ from planner.choices.kernels import (
 )
 from planner.choices.packages import TESTED
 from planner.cli.app import run
-from planner.errors import SetupError
+from planner.errors import SetupError, UsageError
 from planner.exporters import EXPORTERS
 from planner.gpus import find_gpu
 from planner.interchange import setup_from_dict, setup_to_dict
@@ -422,3 +422,13 @@ def test_selective_checkpointing_is_walked_for_long_sequences() -> None:
     assert dimension_values(wish(LLAMA))["selective_checkpointing"] == (False,)
     long = wish(LLAMA, seq_len=16_384)
     assert {point.shared.checkpointing for point in walk(long) if point.shared.selective_checkpointing} == {1}
+
+
+def test_compile_is_planned_where_asked_and_refused_where_triton_is_not() -> None:
+    assert "compile" not in dimension_values(wish(LLAMA))
+    plan = plan_workload(wish(LLAMA, fixed={"compile": (True,)}))
+    assert isinstance(plan, Plan)
+    assert plan.chosen.setup.compile
+    assert any("torch.compile" in note for note in plan.chosen.formula.notes)
+    with pytest.raises(UsageError, match=r"torch\.compile's kernels are Triton's"):
+        dimension_values(wish(LLAMA, gpu="p100", fixed={"compile": (True,)}))
