@@ -108,8 +108,9 @@ def test_tuned_on_several_gpus_is_measured_and_what_no_probe_runs_is_only_predic
     plan = made_plan()
     tuned = tuned_plan(tmp_path)
     assert isinstance(tuned.chosen.probe, Measurement)
-    assert tuned.chosen.setup.parallel == "fsdp2"
-    assert tuned.chosen.setup.reshard_after_forward  # there a rank dies: failed trials, not the end
+    chosen = tuned.chosen.setup
+    assert chosen.parallel in ("ddp", "fsdp2")
+    assert chosen.parallel == "ddp" or chosen.reshard_after_forward  # there a rank dies: failed trials, not the end
     assert tuned.chosen.probe.peak_device_bytes <= plan.workload.budget_bytes
     rows = tuned.search["trials"]
     assert isinstance(rows, list)
