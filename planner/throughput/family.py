@@ -26,8 +26,9 @@ _NOT_THE_FAMILYS = {
     "parallel",
     *SPREAD_FIELDS,
 }
-family_key = attrgetter(*(one.name for one in fields(TrainSetup) if one.name not in _NOT_THE_FAMILYS))
-"""What setups of one family share: every field that is not named here, so that a new one cannot be forgotten."""
+family_key = attrgetter(*(one.name for one in fields(TrainSetup) if one.name not in _NOT_THE_FAMILYS), "extra_forwards")
+"""What setups of one family share: every field that is not named here, so that a new one cannot be forgotten, and the
+forwards without gradients, which for completions follow from the global batch."""
 
 
 class Family:

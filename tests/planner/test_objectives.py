@@ -307,6 +307,18 @@ def test_a_reference_in_full_fine_tuning_is_a_copy_and_a_forward() -> None:
     assert generated(rollout={"generator": "vllm"}).extra_forwards == 1  # its log-probabilities are not the model's
 
 
+def test_the_forwards_without_gradients_are_those_of_this_global_batch() -> None:
+    """A generation of 32 serves one step of 32 completions and, in turn, parts of steps of 48: asked in one process."""
+    model = load("meta-llama/Llama-3.2-1B")
+    even, odd = (
+        generated(rollout={"generation_batch_seqs": 32}).with_(micro_batch_seqs=2, accumulation_steps=steps)
+        for steps in (16, 24)
+    )
+    assert (even.extra_forwards, odd.extra_forwards) == (0, 1)
+    rates = [speed_profile(model, CARD, one).at(2, one.accumulation_steps)[1] for one in (even, odd)]
+    assert rates[1] < 0.97 * rates[0]
+
+
 def test_a_plan_generates_in_parts_where_all_at_once_does_not_fit() -> None:
     """And what the walk said of its memory is what the composition says."""
     fixed = {"objective": ("grpo",), "method": ("lora",)}
