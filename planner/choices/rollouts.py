@@ -82,9 +82,9 @@ class Rollout:
         """Whether vLLM has a share of the card."""
         return self.generator in COLOCATED
 
-    def generations(self, step_seqs: int) -> int:
-        """Generations of an optimizer step of so many completions, at least one."""
-        return max(1, step_seqs // (self.generation_batch_seqs or step_seqs))
+    def within_a_step(self, step_seqs: int) -> bool:
+        """Whether some generation falls between the micro-batches of an optimizer step, beside its gradients."""
+        return bool((self.generation_batch_seqs or step_seqs) % step_seqs)
 
     def old_log_probs(self, step_seqs: int) -> bool:
         """Whether a forward without gradients asks the policy as it generated: of vLLM's completions always, of its own

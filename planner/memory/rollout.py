@@ -40,7 +40,7 @@ def generation_terms(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, gradient
     """
     if not setup.aim.rolls_out or setup.rolls.generator == "vllm-server":
         return ()
-    again = setup.rolls.generations(setup.global_batch_seqs) > 1
+    again = setup.rolls.within_a_step(setup.global_batch_seqs)
     beside: tuple[Term, ...] = (("gradients", "accumulated gradients", gradients),) if again else ()
     if setup.rolls.colocated:
         awake = vllm_bytes(gpu, setup) - resident_vllm(gpu, setup)

@@ -38,10 +38,9 @@ class Generation:
             self._host_s = family.forward_host_s + sampling
 
     def seconds(self, step_seqs: int) -> float:
-        """Of one optimizer step."""
-        roll = self._setup.rolls
-        seqs = roll.generation_batch_seqs or step_seqs
-        return roll.generations(step_seqs) * self._of(seqs)
+        """Of one optimizer step, in the mean of those that a generation serves."""
+        seqs = self._setup.rolls.generation_batch_seqs or step_seqs
+        return step_seqs / seqs * self._of(seqs)
 
     def _of(self, seqs: int) -> float:
         setup, family, roll = self._setup, self._family, self._setup.rolls
