@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -140,7 +141,8 @@ def run_traced(order: TraceOrder) -> Ended:
                 f"{executable} cannot be started: {error.strerror or error}", hint="check the program's permissions"
             ) from error
         try:
-            code = child.wait(timeout=order.time_limit_s)
+            with _terminable():
+                code = child.wait(timeout=order.time_limit_s)
         except subprocess.TimeoutExpired:
             _kill(child)
             raise EnvironmentProblem(
@@ -171,6 +173,23 @@ def _has_descriptor(stream: object) -> bool:
     except (AttributeError, OSError, ValueError):
         return False
     return True
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM unwinds this process: the child has a session of its own, so nothing else would end it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _kill(child: "subprocess.Popen[bytes]") -> None:

@@ -4,7 +4,11 @@ The first starts as a user starts it; the others are forked from a process that 
 """
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,3 +117,33 @@ def test_an_unknown_program_is_the_users_mistake(capsys: pytest.CaptureFixture[s
     said = capsys.readouterr().err
     assert "expected WIDTHxHEIGHT" in said
     assert "no program 'no-such-program'" in said
+
+
+WAITS = """
+import os, sys, time
+from pathlib import Path
+Path("pid.part").write_text(str(os.getpid()))
+Path("pid.part").rename("pid")
+time.sleep(600)
+"""
+
+
+@pytest.mark.processes
+def test_a_trace_that_is_terminated_takes_its_program_along(tmp_path: Path) -> None:
+    """As Slurm and `timeout` end it; the program has a session of its own."""
+    (tmp_path / "train.py").write_text(WAITS)
+    words = ["trace", "--gpu", "rtx-4090", "--yes", "--", sys.executable, "train.py"]
+    code = f"from planner.cli.app import run; raise SystemExit(run({words!r}))"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    planner = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
+    try:
+        while not (tmp_path / "pid").exists():
+            assert planner.poll() is None
+            time.sleep(0.02)
+        program = int((tmp_path / "pid").read_text())
+        planner.send_signal(signal.SIGTERM)
+        assert planner.wait(timeout=300) == 128 + signal.SIGTERM
+    finally:
+        planner.kill()
+    with pytest.raises(ProcessLookupError):
+        os.kill(program, 0)
