@@ -154,8 +154,8 @@ def find_gpu(name: str) -> GpuSpec:
         return local_gpu()
     wanted = normalized(name)
     known = _table()[1]
-    found = known.get(wanted) or known.get("rtx" + wanted if wanted[:4].isdigit() else wanted)
-    if found is not None:  # "4090" is a GeForce RTX 4090, "4070 ti super" that one
+    found = known.get(wanted) or known.get(f"rtx{wanted}")
+    if found is not None:  # "4090" is a GeForce RTX 4090, "a6000" an RTX A6000
         return found
     could_be = [spec.key for spec in all_gpus() if wanted and _may_mean(wanted, spec)]
     if could_be:

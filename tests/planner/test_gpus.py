@@ -23,6 +23,8 @@ KNOWN_NAMES = [
     ("geforce_rtx_4090", "rtx-4090"),
     ("4090", "rtx-4090"),
     ("4070 ti super", "rtx-4070-ti-super"),
+    ("a6000", "rtx-a6000"),
+    ("6000 ada", "rtx-6000-ada"),
     ("NVIDIA GeForce RTX 4090", "rtx-4090"),
     ("A100 80GB", "a100-80gb"),
     ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
