@@ -107,8 +107,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
     lost = {one.nodeid for name in ("failed", "error") for one in terminalreporter.stats.get(name, [])}
     for report in terminalreporter.stats.get("rerun", []):
-        if report.nodeid not in lost:
-            terminalreporter.write_line(f"passed only the second time: {report.nodeid}\n{report.longreprtext}")
+        what = "failed twice; the first time" if report.nodeid in lost else "passed only the second time"
+        terminalreporter.write_line(f"{what}: {report.nodeid}\n{report.longreprtext}")
     terminalreporter.write_line(f"GPU: {words()}")
 
 

