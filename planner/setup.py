@@ -159,6 +159,16 @@ class TrainSetup:
         return self.rollout or Rollout.usual(self.seq_len_tokens)
 
     @property
+    def prompt_tokens(self) -> int:
+        """What is left of a sequence for the prompt, of an objective that generates the rest."""
+        return self.seq_len_tokens - self.rolls.completion_tokens
+
+    @property
+    def generation_seqs(self) -> int:
+        """Completions that are generated at once."""
+        return self.rolls.at_once(self.global_batch_seqs)
+
+    @property
     def has_reference(self) -> bool:
         """Whether the step also asks the model as it was before training."""
         return self.aim.reference or (self.aim.rolls_out and self.rolls.reference)

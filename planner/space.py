@@ -144,7 +144,7 @@ def planned_rollouts(workload: Workload) -> tuple[Rollout, ...]:
     """
     asked = workload.fixed.get("rollout", (Rollout.usual(workload.seq_len_tokens),))[0]
     step, group = workload.global_batch_seqs, asked.num_generations
-    if step % group or step % (asked.generation_batch_seqs or step):
+    if step % group or step % asked.at_once(step):
         made = f" and whole generations of {asked.generation_batch_seqs}" if asked.generation_batch_seqs else ""
         raise UsageError(
             f"a step of {step} completions is no whole groups of {group} (num_generations){made}",

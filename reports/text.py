@@ -103,11 +103,10 @@ def rollout_words(setup: TrainSetup) -> str:
         return ""
     roll = setup.rolls
     names = {"vllm": "vLLM beside it", "vllm-sleep": "a vLLM that sleeps meanwhile", "vllm-server": "a vLLM server"}
-    at_once = roll.generation_batch_seqs or setup.global_batch_seqs
     share = f" on {roll.vllm_fraction:.0%} of the card" if roll.colocated else ""
     held = ", with a reference" if roll.reference else ""
     return (
-        f", completions of {roll.completion_tokens:,} tokens generated {at_once} at a time by "
+        f", completions of {roll.completion_tokens:,} tokens generated {setup.generation_seqs} at a time by "
         f"{names.get(roll.generator, roll.generator)}{share}{held}"
     )
 

@@ -82,9 +82,13 @@ class Rollout:
         """Whether vLLM has a share of the card."""
         return self.generator in COLOCATED
 
+    def at_once(self, step_seqs: int) -> int:
+        """Completions of one generation: those of an optimizer step where nothing else was said."""
+        return self.generation_batch_seqs or step_seqs
+
     def within_a_step(self, step_seqs: int) -> bool:
         """Whether some generation falls between the micro-batches of an optimizer step, beside its gradients."""
-        return bool((self.generation_batch_seqs or step_seqs) % step_seqs)
+        return bool(self.at_once(step_seqs) % step_seqs)
 
     def old_log_probs(self, step_seqs: int) -> bool:
         """Whether a forward without gradients asks the policy as it generated: of vLLM's completions always, of its own
@@ -92,5 +96,4 @@ class Rollout:
 
         Source: trl 1.16 GRPOTrainer._generate_and_score_completions (num_iterations 1).
         """
-        batch = self.generation_batch_seqs or step_seqs
-        return self.generator != GENERATORS[0] or bool(step_seqs % batch)
+        return self.generator != GENERATORS[0] or bool(step_seqs % self.at_once(step_seqs))

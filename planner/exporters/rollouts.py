@@ -20,8 +20,7 @@ def refusal(setup: TrainSetup) -> str:
     """Why TRL cannot generate as the setup says, "" when it can."""
     if not setup.aim.rolls_out:
         return ""
-    roll, step = setup.rolls, setup.global_batch_seqs
-    batch = roll.generation_batch_seqs or step
+    roll, batch = setup.rolls, setup.generation_seqs
     if batch % roll.num_generations or batch % setup.micro_batch_seqs:
         return (
             f"a generation of {batch} completions is not whole groups of {roll.num_generations} in micro-batches of "
@@ -32,10 +31,8 @@ def refusal(setup: TrainSetup) -> str:
 
 def length_lines(setup: TrainSetup) -> list[Line | None]:
     """How long completions get; prompts are what the data has."""
-    prompt = setup.seq_len_tokens - setup.rolls.completion_tokens
-    return [
-        Line("max_completion_length", setup.rolls.completion_tokens, f"planned for prompts of {prompt} tokens, not cut")
-    ]
+    why = f"planned for prompts of {setup.prompt_tokens} tokens, not cut"
+    return [Line("max_completion_length", setup.rolls.completion_tokens, why)]
 
 
 def sections(setup: TrainSetup) -> list[Section]:
@@ -62,7 +59,7 @@ def sections(setup: TrainSetup) -> list[Section]:
         section(
             "completions",
             Line("num_generations", roll.num_generations, "of each prompt"),
-            Line("generation_batch_size", roll.generation_batch_seqs or setup.global_batch_seqs, "made at once"),
+            Line("generation_batch_size", setup.generation_seqs, "made at once"),
             *(engine if roll.generator != "transformers" else engine[:1]),
         ),
     ]

@@ -34,7 +34,7 @@ def generation_terms(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, gradient
     """The largest moment of generation beside what is resident: the prompts' forward, or the last token's.
 
     Args:
-        gradients: bytes of accumulated gradients, which are there where a step generates more than once.
+        gradients: bytes of accumulated gradients, which are there where a step generates between its micro-batches.
 
     Not counted: masks of prompts of unequal length, under which SDPA also repeats keys and values of grouped queries.
     """
@@ -45,9 +45,8 @@ def generation_terms(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, gradient
     if setup.rolls.colocated:
         awake = vllm_bytes(gpu, setup) - resident_vllm(gpu, setup)
         return (*beside, ("other", VLLM, awake))
-    seqs = setup.rolls.generation_batch_seqs or setup.global_batch_seqs
     shared = setup.trusted_with(micro_batch_seqs=1, accumulation_steps=1)
-    return (*beside, *_by_the_model(model, shared, seqs))
+    return (*beside, *_by_the_model(model, shared, setup.generation_seqs))
 
 
 @lru_cache(maxsize=256)
@@ -58,7 +57,6 @@ def _by_the_model(model: ModelSpec, setup: TrainSetup, seqs: int) -> tuple[Term,
     accelerate's autocast wraps the forward of the model, which peft's `generate` goes around.
     """
     stream, out = _sizes(setup)
-    prompt = setup.seq_len_tokens - setup.rolls.completion_tokens
     layers = [model.layer_kinds[kind] for kind in model.layer_order]
     weights = [one.num_weights for layer in layers for one in layer.linears]
     head = [model.head.num_weights] if model.head is not None else []
@@ -71,11 +69,15 @@ def _by_the_model(model: ModelSpec, setup: TrainSetup, seqs: int) -> tuple[Term,
             ("activations", "autocast copies of the weights in generation", casts),
         )
 
-    before = seqs * prompt * max(_widest(model, layer, setup, stream, out) for layer in layers)
+    before = seqs * setup.prompt_tokens * max(_widest(model, layer, setup, stream, out) for layer in layers)
     longest = setup.seq_len_tokens - 1
     grown = seqs * max((_kept(one.attention, longest, stream, 0) for one in layers if one.attention), default=0)
     sampled = seqs * model.vocab_size * (out + 3 * SIZE_BYTES["fp32"])
-    return max(held(prompt, before), held(longest, max(grown, sampled)), key=lambda terms: sum(one[2] for one in terms))
+    return max(
+        held(setup.prompt_tokens, before),
+        held(longest, max(grown, sampled)),
+        key=lambda terms: sum(one[2] for one in terms),
+    )
 
 
 def cache_bytes(model: ModelSpec, setup: TrainSetup, seqs: int, tokens: int) -> int:

@@ -146,7 +146,7 @@ def read_text(
     setup = found.setup.with_(stack=stack, reentrant_checkpointing=reentrant)
     found = replace(found, setup=setup, keys={**named, **found.keys})
     if sharding is not None and not found.older and found.format in TRAINERS:
-        found = replace(found, older=versions.older(sharding.versions))
+        found = replace(found, older=versions.transformers(sharding.versions.get("transformers"), (), None).older)
     if not _keeps_whole_gradients(found):
         return found
     return replace(found, approximations=(*found.approximations, WHOLE_GRADIENTS))

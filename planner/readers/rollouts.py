@@ -31,12 +31,7 @@ def rollout_fields(settings: Settings, fields: Mapping[str, Any], name: str) -> 
     batch = settings.integer("generation_batch_size", 0) or micro * settings.integer("steps_per_generation", 0)
     if settings.integer("num_iterations", 1) > 1:
         settings.approximate("each generation trains several times (num_iterations): its speed is counted as if once")
-    for key in (
-        "reward_model_name_or_path",
-        "cast_lm_head_to_fp32",
-        "use_transformers_continuous_batching",
-        "cache_implementation",
-    ):
+    for key in UNCOUNTED:
         if settings.raw(key) not in (None, False, ""):
             settings.approximate(f"{key} is not counted")
     generator = "transformers"

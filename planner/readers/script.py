@@ -187,7 +187,7 @@ class _Script:
             only=self.transformers.only,
             values=arguments.values,
             adapted_tables=self.lora.tables,
-            older=self.transformers.why if self.transformers.version < (5,) else "",
+            older=self.transformers.older,
             call_line=_line(self.found.arguments),
         )
 

@@ -6,7 +6,7 @@ Source: the tags of huggingface/trl v0.9.3 to v1.9.0 (`sft_config.py`, `base_con
 0.4.7 to 0.28 on PyPI and the installed 1.16; transformers 5.23 (`TrainingArguments`), read in November 2026.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 NEWEST_TRL = (1, 16)
@@ -62,9 +62,14 @@ class TransformersDefaults:
     why: str = ""
 
     @property
+    def older(self) -> str:
+        """How it is known that a version before 5 runs; "" where it does not."""
+        return self.why if self.version < (5,) else ""
+
+    @property
     def dtype(self) -> str:
         """The data type of `from_pretrained` without one."""
-        return "auto" if self.version >= (5,) else "float32"
+        return "float32" if self.older else "auto"
 
     @property
     def keys(self) -> dict[str, str]:
@@ -95,12 +100,6 @@ def transformers(version: str | None, arguments: Iterable[str], trl: "TrlDefault
     if gone:
         return TransformersDefaults(version=(4, 57), why=f"{gone[0]} is not in transformers 5")
     return TransformersDefaults(version=NEWEST_TRANSFORMERS)
-
-
-def older(pins: Mapping[str, str]) -> str:
-    """The pinned transformers in words where it is one before version 5, else ""."""
-    version = pins.get("transformers")
-    return f"transformers {version}" if version is not None and parsed(version) < (5,) else ""
 
 
 def taking(trainer: Iterable[str], config: Iterable[str]) -> tuple[str, str] | None:

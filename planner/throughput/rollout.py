@@ -39,12 +39,12 @@ class Generation:
 
     def seconds(self, step_seqs: int) -> float:
         """Of one optimizer step, in the mean of those that a generation serves."""
-        seqs = self._setup.rolls.generation_batch_seqs or step_seqs
+        seqs = self._setup.rolls.at_once(step_seqs)
         return step_seqs / seqs * self._of(seqs)
 
     def _of(self, seqs: int) -> float:
         setup, family, roll = self._setup, self._family, self._setup.rolls
-        prompt = setup.seq_len_tokens - roll.completion_tokens
+        prompt = setup.prompt_tokens
         cache = cache_bytes(self._speed.model, setup, seqs, prompt + roll.completion_tokens // 2)
         passes = CACHE_PASSES.get(roll.generator, 1.0)
         busy = self._weights_s + passes * cache / self._speed.bandwidth + family.unpacking_s

@@ -1,5 +1,7 @@
 """Tools whose files are read and not written, but for torchtitan's."""
 
+from dataclasses import replace
+
 from planner.choices.optimizers import OPTIMIZERS
 from planner.tools.field import Field, Tool
 from planner.tools.transformers import BATCH, CHECKPOINTING, KERNELS, OPTIMIZER, PARALLEL
@@ -7,10 +9,7 @@ from planner.tools.transformers import BATCH, CHECKPOINTING, KERNELS, OPTIMIZER,
 
 def _read_only(*fields: Field) -> tuple[Field, ...]:
     """The rows as they are read where `--fix` writes nothing."""
-    return tuple(
-        Field(of=one.of, key=one.key, older=one.older, more=one.more, default=one.default, words=one.words, fix=False)
-        for one in fields
-    )
+    return tuple(replace(one, fix=False) for one in fields)
 
 
 SWIFT = Tool(

@@ -1,6 +1,7 @@
 """transformers' `TrainingArguments` (5.23), which TRL, LLaMA-Factory, ms-swift and Firefly take over, and what programs
 hand to its models and to peft."""
 
+from dataclasses import replace
 from typing import Any
 
 from planner.choices.optimizers import OPTIMIZERS as ROWS
@@ -71,7 +72,7 @@ SCRIPT = Tool(
         CHECKPOINTING,
         KERNELS,
         Field(of="loss", key="use_liger_kernel", edit=_liger, runs=("full", "liger")),
-        Field(of="compile", key="torch_compile", default=False, fix=False),
+        replace(COMPILE, fix=False),
         Field(of="seq_len_tokens", key="max_length", older=("max_seq_length", "model_max_length"), fix=False),
         Field(of="packing", key="packing", fix=False),
         Field(of="attention", key="attn_implementation", words=ATTENTIONS, fix=False),

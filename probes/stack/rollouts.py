@@ -26,15 +26,13 @@ def generate(setup: TrainSetup, inner: Any, forward: Any, tell: Tell) -> None:
     if setup.rolls.generator != "transformers":
         return
     device = next(inner.parameters()).device
-    seqs = setup.rolls.generation_batch_seqs or setup.global_batch_seqs
-    prompt = setup.seq_len_tokens - setup.rolls.completion_tokens
     vocab = int(inner.config.get_text_config().vocab_size)
     run = forward if setup.method == "full" else inner.__call__
     with torch.no_grad(), without_checkpointing(inner):
-        ids = torch.randint(0, vocab, (seqs, setup.seq_len_tokens), device=device)
+        ids = torch.randint(0, vocab, (setup.generation_seqs, setup.seq_len_tokens), device=device)
         cache = DynamicCache(config=inner.config)
         tell("forward", None)
-        _next_token(run, ids[:, :prompt], cache)
+        _next_token(run, ids[:, : setup.prompt_tokens], cache)
         for index, layer in enumerate(cache.layers):
             tell("forward", index)
             _grow(layer, setup.seq_len_tokens - 2)
