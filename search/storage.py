@@ -106,9 +106,9 @@ def _database(kind: str, scheme: str, rest: str, *, heartbeat_s: int, grace_s: i
         raise UsageError(
             f"{shown(url)} is no URL of a database", hint="for example --storage postgresql://user@host:5432/database"
         ) from error
-    if kind == "sqlite" and (not name or name == ":memory:"):
+    file = Path(name or "")
+    if kind == "sqlite" and (name == ":memory:" or not file.name):
         raise UsageError(f"{shown(url)} names no file", hint="for example --storage sqlite:///study.db")
-    file = Path(str(name))
     locks = file.with_name(f"{file.name}.workers") if kind == "sqlite" else None
     engine = {"connect_args": {"timeout": SQLITE_WAIT_S}} if kind == "sqlite" else {"pool_pre_ping": True}
     for attempt in range(OPEN_ATTEMPTS):

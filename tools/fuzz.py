@@ -26,6 +26,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -69,11 +70,11 @@ def mutate(value: Any, dice: random.Random) -> Any:
     for _ in range(dice.choice((1, 1, 1, 2, 3))):
         places = list(_places(value))
         if not places:
-            return dice.choice(NASTY)
+            return deepcopy(dice.choice(NASTY))
         parent, key = dice.choice(places)
         what = dice.random()
         if what < 0.6:
-            parent[key] = dice.choice(NASTY)
+            parent[key] = deepcopy(dice.choice(NASTY))  # else the next change may put it into itself
         elif what < 0.75 and isinstance(parent, dict):
             del parent[key]
         elif what < 0.85 and isinstance(parent, dict):

@@ -225,6 +225,7 @@ def test_a_heartbeat_is_tried_once() -> None:
         "sqlite:///",
         "sqlite://",
         "sqlite:///:memory:",
+        "sqlite+x:////",
         "redis://u:secret@h/0",
         "foo+bar://u:secret@x@h/d?password=secret",
         "mysql://u:secret@h:1:2/d",
