@@ -26,6 +26,7 @@ class FakeCuda:
         self.others_bytes = 0
         self.context_bytes = 0
         self.managed_bytes = 0
+        self.num_retries = 1
         self.reserved = 0
         self._peak_from = 0
 
@@ -60,7 +61,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda *_: {"num_alloc_retries": 0})
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda *_: {"num_alloc_retries": fake.num_retries})
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     module = nvml_module([Card("NVIDIA H200", "GPU-1", 143771, used=fake.used_bytes)])
 
@@ -117,6 +118,15 @@ def test_context_that_cannot_be_read_is_the_formulas_and_says_so(cuda: FakeCuda)
         assert meter.flags() == {"context-unread"}
         blind = CudaMeter("cuda:0", resources, None)
         assert (blind.context_bytes(), blind.has_nvml) == (CONTEXT_BYTES, False)
+
+
+def test_memory_that_was_given_back_and_asked_for_again_is_told(cuda: FakeCuda) -> None:
+    """Only since the meter began: what an earlier depth had to do is that one's."""
+    with ExitStack() as resources:
+        meter = CudaMeter("cuda:0", resources, driver_used(cuda))
+        assert not meter.flags()
+        cuda.num_retries += 1
+        assert meter.flags() == {"allocator-retries"}
 
 
 def test_managed_states_are_no_context(cuda: FakeCuda) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from planner.outcome import Prediction
+from planner.outcome import SPEED_SPOILING_FLAGS, Prediction
 from planner.setup import TrainSetup
 from planner.units import GIB, MIB
 from probes import measure as measuring
@@ -69,21 +69,23 @@ class Runs(measure_run.DepthRunner):
         return found if timed else replace(found, step_times_s=())
 
 
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> Callable[..., Any]:
+def on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, free_bytes: int, *, setup: TrainSetup = FULL, shared_bytes: int = 0
+) -> Callable[..., Any]:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free_bytes, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: HOPPER)
     properties = type("P", (), {"total_memory": 80 * GIB})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
-    request = ProbeRequest(model_id="m", config=CONFIG, setup=FULL, device="cuda:0")
+    request = ProbeRequest(model_id="m", config=CONFIG, setup=setup, device="cuda:0")
 
     def assemble() -> Any:
         with crew_of(Seat(), "cpu", 10.0) as crew:
             runner = Runs(
                 request=request,
                 status=StatusPipe(None),
-                turn=Turn(descriptor=None, before=None),
+                turn=Turn(descriptor=None, before=None, shared_bytes=shared_bytes),
                 crew=crew,
                 devices=("cuda:0",),
                 resources=None,  # type: ignore[arg-type]
@@ -151,6 +153,28 @@ def test_segments_that_do_not_grow_although_asked_to_are_replayed_so(monkeypatch
     assert found.peak_reserved_bytes == found.peak_allocated_bytes + gap
     assert any("ignores expandable_segments" in note for note in found.notes)
     assert not any("ignores expandable_segments" in note for note in grown.notes)
+
+
+@pytest.mark.parametrize("flag", ["", *sorted(SPEED_SPOILING_FLAGS), "power-capped"])
+def test_a_run_that_is_not_the_setups_own_gives_memory_and_no_speed(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
+    """Before: four flags were written down, and the time counted all the same."""
+    setup = replace(FULL, loss="liger") if flag == "loss-emulated" else FULL
+    monkeypatch.setattr(measuring, "loss_is_emulated", lambda setup: setup.loss != "full")
+    run = DepthRun(depth=2, phase_peaks_bytes={"step": GIB}, reserved_bytes=2 * GIB, context_bytes=CONTEXT)
+    of_the_run = (flag,) if flag in ("allocator-retries", "power-capped") else ()
+
+    def answer(depth: int) -> DepthRun:
+        times = (0.01 * depth,)
+        return replace(run, depth=depth, step_times_s=times, settled=flag != "unstable", flags=of_the_run)
+
+    monkeypatch.setitem(globals(), "run_at", answer)
+    shared = 3 * GIB if flag == "device-shared" else 0
+    found, _ = on_a_gpu(monkeypatch, 79 * GIB, setup=setup, shared_bytes=shared)()
+    assert found.flags == ((flag,) if flag else ())
+    assert found.peak_device_bytes == 2 * GIB + CONTEXT
+    assert found.speed_spoiled_by == ((flag,) if flag in SPEED_SPOILING_FLAGS else ())
+    speed = None if flag in SPEED_SPOILING_FLAGS else setup.tokens_per_step / (0.01 * LAYERS)
+    assert found.tokens_per_s == (speed if speed is None else pytest.approx(speed))
 
 
 def test_growth_is_read_off_the_allocators_segments() -> None:
