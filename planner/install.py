@@ -1,4 +1,4 @@
-"""The command that installs what is missing, as it works on this machine: from the checkout, or by the name."""
+"""The command that installs what is missing, as it works on this machine: from where this came, into where it runs."""
 
 import json
 import shlex
@@ -11,15 +11,24 @@ DISTRIBUTION = "finetune-planner"
 
 
 def install_command(extra: str) -> str:
-    """`pip install ...` with the libraries of one extra ("torch", "search", "train", "cluster", "report")."""
-    source = _checkout()
-    what = DISTRIBUTION if source is None else str(source)
-    editable = "-e " if source is not None else ""
-    return f"{shlex.quote(sys.executable)} -m pip install {editable}{shlex.quote(f'{what}[{extra}]')}"
+    """The command that adds the libraries of one extra ("torch", "search", "train", "cluster", "report").
+
+    An environment that `uvx` or `pipx run` made for one call is not added to: the command makes another with the extra.
+    uv's environments have no pip. Source: `uv` in pyvenv.cfg, and CACHEDIR.TAG in what either tool makes for one call.
+    """
+    prefix = Path(sys.prefix)
+    config = prefix / "pyvenv.cfg"
+    by_uv = config.is_file() and any(line.startswith("uv =") for line in config.read_text("utf-8").splitlines())
+    *flags, what = _source(extra)
+    if (prefix / "CACHEDIR.TAG").exists():
+        command = ["uvx", "--from"] if by_uv else ["pipx", "run", "--spec"]
+        return f"{shlex.join([*command, what])} plan ..."
+    pip = ["uv", "pip", "install", "--python", sys.executable] if by_uv else [sys.executable, "-m", "pip", "install"]
+    return shlex.join([*pip, *flags, what])
 
 
-def _checkout() -> Path | None:
-    """The folder that this was installed from, None where it came from an index or is not installed.
+def _source(extra: str) -> list[str]:
+    """What an installer is given: the checkout (editable), the wheel, or the name, with the extra.
 
     Source: PEP 610, direct_url.json.
     """
@@ -28,5 +37,9 @@ def _checkout() -> Path | None:
     except PackageNotFoundError:
         text = None
     address = json.loads(text).get("url", "") if text else ""
-    folder = Path(unquote(urlsplit(address).path)) if address.startswith("file:") else None
-    return folder if folder is not None and (folder / "pyproject.toml").is_file() else None
+    path = Path(unquote(urlsplit(address).path)) if address.startswith("file:") else None
+    if path is not None and (path / "pyproject.toml").is_file():
+        return ["-e", f"{path}[{extra}]"]
+    if path is not None and path.suffix == ".whl" and path.is_file():
+        return [f"{DISTRIBUTION}[{extra}] @ {address}"]
+    return [f"{DISTRIBUTION}[{extra}]"]

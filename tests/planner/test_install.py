@@ -32,3 +32,27 @@ def test_a_checkout_is_named_by_its_folder(tmp_path: Path, monkeypatch: pytest.M
 def test_what_came_from_an_index_is_named_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(install, "distribution", lambda name: _Installed(None))
     assert install.install_command("search").endswith("-m pip install 'finetune-planner[search]'")
+
+
+@pytest.mark.parametrize(
+    ("config", "one_call", "command"),
+    [
+        ("version = 3.12.1\n", False, f"{install.sys.executable} -m pip install WHAT"),
+        ("uv = 0.13.9\n", False, f"uv pip install --python {install.sys.executable} WHAT"),
+        ("uv = 0.13.9\n", True, "uvx --from WHAT plan ..."),
+        ("version = 3.12.1\n", True, "pipx run --spec WHAT plan ..."),
+    ],
+)
+def test_a_wheel_is_named_as_the_tool_of_its_environment_takes_it(
+    config: str, one_call: bool, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `uvx --from WHEEL plan` and `pipx run --spec WHEEL plan` leave on the disk (uv 0.13.9, pipx 1.18)."""
+    wheel = tmp_path / "finetune_planner-0.1.0-py3-none-any.whl"
+    wheel.touch()
+    (tmp_path / "pyvenv.cfg").write_text(config, "utf-8")
+    if one_call:
+        (tmp_path / "CACHEDIR.TAG").touch()
+    monkeypatch.setattr(install.sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(install, "distribution", lambda name: _Installed(f'{{"url": "{wheel.as_uri()}"}}'))
+    said = install.install_command("torch")
+    assert shlex.split(said) == shlex.split(command.replace("WHAT", f"'finetune-planner[torch] @ {wheel.as_uri()}'"))
