@@ -30,6 +30,14 @@ class Card:
         """What is left for PyTorch's segments."""
         return self.memory_bytes - self.context_bytes
 
+    @property
+    def threads_per_sm(self) -> int:
+        """Threads that one multiprocessor holds at once.
+
+        Source: CUDA C++ Programming Guide 13.0, table "Technical Specifications per Compute Capability".
+        """
+        return {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}.get(self.capability, 2048)
+
     def to_text(self) -> str:
         """As one line, for the traced process's environment."""
         return json.dumps(asdict(self))

@@ -46,7 +46,7 @@ def properties(card: Card) -> Properties:
         minor=minor,
         total_memory=card.memory_bytes,
         multi_processor_count=card.num_sms,
-        max_threads_per_multi_processor=1536 if card.capability in ((8, 6), (8, 9), (12, 0)) else 2048,
+        max_threads_per_multi_processor=card.threads_per_sm,
         max_threads_per_block=1024,
         warp_size=32,
         regs_per_multiprocessor=65536,

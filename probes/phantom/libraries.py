@@ -48,7 +48,7 @@ def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
         patch(module.functional, "lib", _Kernels(phantom))
         for name, stand_in in _paged(phantom).items():
             patch(module.functional, name, stand_in)
-        phantom.temporaries = temporaries()
+        phantom.temporaries = {**phantom.temporaries, **temporaries()}
 
     def modeling(module: Any) -> None:
         load_without_weights(phantom, module, patch)

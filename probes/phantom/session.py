@@ -7,6 +7,7 @@ from unittest import mock
 import torch
 
 from probes.dryrun.metaops import fused_dropout, quick_checks
+from probes.dryrun.reductions import reductions
 from probes.dryrun.workspaces import cublas_workspace_bytes, temporaries
 from probes.phantom import attention, compiled, cuda, libraries, methods, operators, refusals, steps, tritons, world
 from probes.phantom.card import Card
@@ -42,7 +43,7 @@ def phantom_gpu(
     torch._C._ensureCUDADeviceGuardSet()  # what C++ asks before it moves a tensor to CUDA; this one does nothing
     phantom = Phantom(card, limited=limited, expandable_segments=expandable_segments)
     phantom.num_tokens, phantom.image_size, phantom.objective = num_tokens, image_size, objective
-    phantom.temporaries = temporaries()
+    phantom.temporaries = {**temporaries(), **reductions(card.num_sms, card.threads_per_sm)}
     phantom.workspace_bytes = cublas_workspace_bytes(card.capability)
     with ExitStack() as stack:
         for one in (

@@ -8,6 +8,7 @@ from torch import nn
 
 from planner.gpus import find_gpu
 from planner.units import GIB, MIB
+from probes.dryrun.reductions import buffers
 from probes.phantom.card import card_of
 from probes.phantom.mode import Phantom
 from probes.phantom.session import phantom_gpu
@@ -57,6 +58,24 @@ def test_memory_of_a_linear_layer_is_what_a_gpu_holds(phantom: Phantom) -> None:
     del out, rows
     layer.zero_grad()
     assert torch.cuda.memory_allocated() == 4 * MIB + 2 * WORKSPACE
+
+
+@pytest.mark.parametrize(
+    ("gpu", "hidden", "expected_mib"),
+    [("a100-80gb", 1024, 16), ("a100-80gb", 8192, 108), ("h100-sxm", 16384, 136), ("h100-sxm", 32768, 144)],
+)
+def test_a_sum_over_rows_takes_partial_sums(gpu: str, hidden: int, expected_mib: int) -> None:
+    """Liger's benchmark: what its RMS norms' weight gradients take beyond their tensors (`kernel_bench_liger.csv`)."""
+    with phantom_gpu(card_of(find_gpu(gpu))):
+        rows = torch.empty(2048, hidden, device="cuda")
+        for dim, sums in ((0, expected_mib * MIB), (1, 0)):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            held = rows.sum(dim)
+            spent = torch.cuda.max_memory_allocated() - before - held.numel() * 4
+            assert spent - sums in (0, 512, 1024)  # and a semaphore for each group of blocks
+            del held
+    assert buffers((4, 512, 256), (512 * 256, 256, 1), {0, 1}, 1 << 18) == buffers((2048, 256), (256, 1), {0}, 1 << 18)
 
 
 def test_a_module_moved_from_the_host_takes_memory_only_there(phantom: Phantom) -> None:
