@@ -1,19 +1,23 @@
 """Liger's kernels on a phantom GPU against the memory that others measured (Liger's own benchmark files).
 
     python benchmarks/trace_liger.py kernel_bench_liger.csv     # needs liger-kernel and triton; writes the table below
+    git -C Liger-Kernel archive 6a2c4913 src | tar -x -C OLD
+    python benchmarks/trace_liger.py kernel_bench_liger.csv --liger OLD/src --at 6a2c4913
 
 Each row of the measurements is one call of a kernel's forward and backward; here the same shapes run through today's
-liger-kernel and transformers, Triton launches as no-ops. Two rows differ by what PyTorch itself holds: cuBLAS's
-workspaces, which the phantom GPU counts as the measurement does. Results: benchmarks/data/trace_liger.json.
+liger-kernel and transformers (or the code that was measured: COMMITS), Triton launches as no-ops. cuBLAS's workspaces
+and the buffers of PyTorch's sums are counted as the measurement does. Results: benchmarks/data/trace_liger.json.
 """
 
 import argparse
 import csv
 import json
 import statistics
+import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,6 +32,7 @@ OUT = Path(__file__).parent / "data" / "trace_liger.json"
 CARDS = {"NVIDIA A100-SXM4-80GB": "a100-80gb", "NVIDIA H100 80GB HBM3": "h100-sxm"}
 LEFT_OUT = {
     "embedding": "the measured process held tensors of earlier benchmarks too (12 GB for 50 MB of output)",
+    "fused_linear_orpo_loss": "the measured function was compiled, and no driver of ours runs it",
 }
 Full = Callable[[], Any]
 
@@ -38,7 +43,7 @@ def _random(*shape: int, dtype: torch.dtype, grad: bool = True) -> torch.Tensor:
 
 def cross_entropy(provider: str, x: int, extra: dict[str, Any]) -> Full:
     """Logits [8 x 2048, x] in fp32 and their loss."""
-    from liger_kernel.transformers import LigerCrossEntropyLoss
+    from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
 
     loss = (LigerCrossEntropyLoss if provider == "liger" else nn.CrossEntropyLoss)()
     logits = _random(extra["B"] * extra["T"], x, dtype=torch.float32)
@@ -51,7 +56,8 @@ def cross_entropy(provider: str, x: int, extra: dict[str, Any]) -> Full:
 
 
 def _mlp(provider: str, name: str, rows: tuple[int, int], extra: dict[str, Any], mode: str) -> Full:
-    from liger_kernel.transformers import LigerGEGLUMLP, LigerSwiGLUMLP
+    from liger_kernel.transformers.geglu import LigerGEGLUMLP
+    from liger_kernel.transformers.swiglu import LigerSwiGLUMLP
     from transformers.models.llama.configuration_llama import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -96,7 +102,7 @@ def _norm(module: nn.Module, x: torch.Tensor) -> Full:
 
 def layer_norm(provider: str, x: int, extra: dict[str, Any]) -> Full:
     """[4096, x] in fp32."""
-    from liger_kernel.transformers import LigerLayerNorm
+    from liger_kernel.transformers.layer_norm import LigerLayerNorm
 
     module = (LigerLayerNorm if provider == "liger" else nn.LayerNorm)(x, eps=extra["eps"]).to("cuda")
     return _norm(module, _random(extra["M"], x, dtype=torch.float32))
@@ -120,7 +126,7 @@ class _LlamaNorm(nn.Module):  # type: ignore[misc]
 
 def rms_norm(provider: str, x: int, extra: dict[str, Any]) -> Full:
     """[2048, x] in bf16; the weight stays in fp32, as in the benchmark."""
-    from liger_kernel.transformers import LigerRMSNorm
+    from liger_kernel.transformers.rms_norm import LigerRMSNorm
 
     module = (LigerRMSNorm if provider == "liger" else _LlamaNorm)(x, eps=extra["eps"]).to("cuda")
     return _norm(module, _random(extra["M"], x, dtype=torch.bfloat16))
@@ -152,7 +158,7 @@ def rope(provider: str, x: int, extra: dict[str, Any], x_name: str) -> Full:
 
 def fused_linear_cross_entropy(provider: str, x: int, extra: dict[str, Any]) -> Full:
     """Output head and loss of x tokens."""
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+    from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 
     head, _other = (
         nn.Linear(extra["H"], extra["V"], bias=False, dtype=torch.bfloat16, device="cuda") for _ in range(2)
@@ -171,8 +177,8 @@ def fused_linear_cross_entropy(provider: str, x: int, extra: dict[str, Any]) -> 
 
 def fused_add_rms_norm(provider: str, x: int, extra: dict[str, Any]) -> Full:
     """Residual addition and norm of [2048, x] in fp32."""
-    from liger_kernel.transformers import LigerRMSNorm
     from liger_kernel.transformers.fused_add_rms_norm import LigerFusedAddRMSNorm
+    from liger_kernel.transformers.rms_norm import LigerRMSNorm
 
     fused = provider == "liger_fused_add_rms_norm"
     weight = nn.Parameter(torch.ones(x, device="cuda")) if provider == "liger_rms_norm" else None
@@ -231,18 +237,43 @@ def peak_mib(row: dict[str, str]) -> float | None:
     return found
 
 
+COMMITS = {
+    "rms_norm": ("0.2.1", "0.2.1"),
+    "fused_linear_cross_entropy": ("0.4.2", "0.4.2"),  # as released
+    "layer_norm": ("0.6.0", "6a2c4913"),
+}
+"""Kernels that today's version runs otherwise: the version that their rows name, and the commit (linkedin/Liger-Kernel)
+whose code was measured. Rows are measured on the way to a commit and name the last release."""
+
+
+def use(folder: Path) -> None:
+    """Makes `liger_kernel` the one in `folder`, its kernels alone: what an old version patches of transformers is no
+    longer there."""
+    sys.path.insert(0, str(folder))
+    package = ModuleType("liger_kernel.transformers")
+    package.__path__ = [str(folder / "liger_kernel" / "transformers")]
+    sys.modules[package.__name__] = package
+
+
 def main() -> None:
     """Runs every memory row and prints the error of each kernel."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measurements", type=Path)
     parser.add_argument("--kernel", action="append")
+    parser.add_argument("--liger", type=Path, help="a folder with the code of --at, whose measurements alone are run")
+    parser.add_argument("--at", default="", help="a commit of COMMITS")
     arguments = parser.parse_args()
+    if arguments.liger:
+        use(arguments.liger)
+    old = {name: release for name, (release, commit) in COMMITS.items() if commit == arguments.at}
     with arguments.measurements.open(newline="") as file:
         rows = [one for one in csv.DictReader(file) if one["metric_name"] == "memory"]
     table: dict[str, list[Any]] = {}
     left_out: dict[str, int] = {}
     for row in rows:
         if arguments.kernel and row["kernel_name"] not in arguments.kernel:
+            continue
+        if arguments.at and (row["kernel_provider"], row["liger_version"]) != ("liger", old.get(row["kernel_name"])):
             continue
         found = peak_mib(row)
         if found is None:
@@ -252,6 +283,24 @@ def main() -> None:
         key = " ".join((row["kernel_name"], row["kernel_provider"], row["kernel_operation_mode"], row["x_name"]))
         key += f" ({row['gpu_name'].split()[1][:4]}, liger {row['liger_version']})"
         table.setdefault(key, []).append([int(float(row["x_value"])), measured, round(found, 3)])
+    print_errors(table, left_out)
+    document = json.loads(OUT.read_text())
+    if arguments.at:
+        document["of_the_measured_code"][arguments.at] = table
+    elif arguments.kernel:
+        return
+    else:
+        document |= {
+            "liger_kernel": version("liger-kernel"),
+            "torch": torch.__version__,
+            "rows": table,
+            "left_out": {name: [number, LEFT_OUT.get(name, "")] for name, number in left_out.items()},
+        }
+    OUT.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def print_errors(table: dict[str, list[Any]], left_out: dict[str, int]) -> None:
+    """One line for each kernel, then the whole."""
     errors: list[float] = []
     for key, points in table.items():
         each = [100 * (found - measured) / measured for _, measured, found in points]
@@ -262,15 +311,6 @@ def main() -> None:
         within = sum(one <= 1 for one in absolute)
         median = statistics.median(absolute)
         print(f"{len(absolute)} rows: median {median:.2f} %, within 1 %: {within}; not run: {left_out}")
-    if not arguments.kernel:
-        document = {
-            "liger_kernel": version("liger-kernel"),
-            "torch": torch.__version__,
-            "columns": ["x", "measured MiB", "traced MiB"],
-            "rows": table,
-            "left_out": {name: [number, LEFT_OUT.get(name, "")] for name, number in left_out.items()},
-        }
-        OUT.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":
