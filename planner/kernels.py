@@ -143,8 +143,8 @@ def missing_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
     triton = LOSSES[setup.loss].triton or KERNELS[setup.kernels].triton
     if (triton or setup.compile) and (gpu.vendor == "Apple" or (gpu.compute_capability or TRITON_FROM) < TRITON_FROM):
         return f"{'Liger' if triton else 'torch.compile'}'s kernels are Triton's, which does not compile for {gpu.name}"
-    if setup.kernels == "fused" and gpu.vendor != "NVIDIA":
-        return f"fused LoRA kernels are known to run on NVIDIA's cards only, not on {gpu.name}"
+    if KERNELS[setup.kernels].nvidia and gpu.vendor != "NVIDIA":
+        return f"{KERNELS[setup.kernels].words} are known to run on NVIDIA's cards only, not on {gpu.name}"
     if setup.attention == "flash-attention-2" and not gpu.flash_attention_2:
         return f"flash-attention 2 has no kernels for {gpu.name}"
     return ""

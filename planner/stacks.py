@@ -1,4 +1,6 @@
-"""The stacks: whose training step a figure is for, and what each does otherwise than another. To add one, add its row.
+"""The stacks: whose training step a figure is for, and what each does otherwise than another; and the launch targets,
+most of them stacks too: what each calls things. To add one, add its row; a target's files are
+`planner/exporters/NAME.py`.
 
 A `TrainSetup` says what is trained; its `stack` says by whose code. What a field of the setup says itself (precision,
 loss, adapters' type where it is not "auto") is never changed by the stack: a row holds what no field says, and the
@@ -8,6 +10,7 @@ stack's own default where a published run does not say it. Every stack here rele
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import final
 
 DEFAULT = "trl"
@@ -172,3 +175,61 @@ _ROWS = (
 
 STACKS: Mapping[str, Stack] = {row.name: row for row in _ROWS}
 """Every stack by its name."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetRow:
+    """One launch target: a tool for which files are written.
+
+    Attributes:
+        title: what a refusal calls it.
+        objectives: those that it has a file for, and what it calls each.
+        kernels: kernel families that a plan for it tries, its own first; (): what every tool on transformers runs.
+        program: what starts its file where a trace can follow that; "" where it starts processes of others.
+    """
+
+    title: str
+    objectives: Mapping[str, str]
+    kernels: tuple[str, ...] = ()
+    program: str = ""
+
+
+_SUPERVISED = {"sft": "sft", "pretrain": "sft"}
+TARGET_ROWS: Mapping[str, TargetRow] = {
+    "trl": TargetRow(
+        title="trl sft",
+        objectives={
+            **_SUPERVISED,
+            **{name: name for name in ("dpo", "kto", "reward", "orpo", "grpo")},
+        },
+        program="trl",
+    ),
+    "hf": TargetRow(
+        title="the Trainer", objectives={**_SUPERVISED, "classification": "classification"}, program="python"
+    ),
+    "axolotl": TargetRow(
+        title="Axolotl",
+        objectives={"sft": "sft", "pretrain": "completion", "dpo": "dpo"},
+        kernels=("fused", "liger", "eager"),
+        program="axolotl",
+    ),
+    "llamafactory": TargetRow(
+        title="LLaMA-Factory",
+        objectives={"sft": "sft", "pretrain": "pt", "dpo": "dpo", "orpo": "dpo"},
+        kernels=("liger", "eager"),
+        program="llamafactory-cli",
+    ),
+    "unsloth": TargetRow(title="Unsloth", objectives=_SUPERVISED, kernels=("fused", "eager")),
+    "accelerate": TargetRow(title="Accelerate", objectives=_SUPERVISED),
+    "deepspeed": TargetRow(title="DeepSpeed", objectives=_SUPERVISED),
+    "torchtitan": TargetRow(title="torchtitan", objectives=_SUPERVISED, kernels=("eager",)),
+}
+"""Every launch target by its name."""
+
+
+@cache
+def written_by(objective: str) -> Mapping[str, str]:
+    """Launch targets that have a file for an objective, and what each calls it."""
+    rows = TARGET_ROWS.items()
+    return {name: row.objectives[objective] for name, row in rows if objective in row.objectives}

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
+from planner.stacks import TARGET_ROWS
+
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,6 +19,8 @@ class KernelFamily:
             (a matrix and its adapter as one autograd function; an MLP of three such as one).
         triton: whether its kernels are Triton's.
         package: what a plain transformers stack installs for it; "" for none. Axolotl and Unsloth bring "fused" along.
+        only: launch targets whose files alone can ask for it; (): every tool on transformers can.
+        nvidia: whether it is known to run on NVIDIA's cards only.
         simplicity: breaks ties in speed: fewer packages; smaller is simpler.
         words: what it is called where a person reads.
     """
@@ -27,6 +31,8 @@ class KernelFamily:
     package: str
     simplicity: int
     words: str
+    only: tuple[str, ...] = ()
+    nvidia: bool = False
 
 
 LIGER = "liger-kernel"
@@ -35,7 +41,14 @@ _ROWS = (
     KernelFamily(name="eager", parts=frozenset(), triton=False, package="", simplicity=0, words="eager kernels"),
     KernelFamily(name="liger", parts=_LAYER, triton=True, package=LIGER, simplicity=1, words="Liger kernels"),
     KernelFamily(
-        name="fused", parts=_LAYER | {"lora"}, triton=True, package="", simplicity=2, words="fused LoRA kernels"
+        name="fused",
+        parts=_LAYER | {"lora"},
+        triton=True,
+        package="",
+        simplicity=2,
+        words="fused LoRA kernels",
+        only=("axolotl", "unsloth"),
+        nvidia=True,
     ),
 )
 KERNELS: Mapping[str, KernelFamily] = {row.name: row for row in _ROWS}
@@ -87,8 +100,9 @@ def kernels_refusal(kernels: str, model_type: str) -> str:
     """Why a family does not run a model type on any card, "" where it does."""
     if not KERNELS[kernels].parts:
         return ""
-    if kernels == "fused" and model_type not in FUSED_LORA:
-        return f"no tool has fused LoRA kernels for {model_type}"
+    row = KERNELS[kernels]
+    if "lora" in row.parts and model_type not in FUSED_LORA:
+        return f"no tool has {row.words} for {model_type}"
     return "" if model_type in LIGER_PARTS else f"Liger has no layer kernels for {model_type}"
 
 
@@ -129,15 +143,13 @@ def speed_note(kernels: str, gpu_key: str, *, compiled: bool = False) -> str:
 
 PLANNED_KERNELS = ("liger", "eager")
 """What is walked where neither a family nor a launch target was named; eager stays where the others gain too little."""
-TOOL_KERNELS: Mapping[str, tuple[str, ...]] = {
-    "axolotl": ("fused", "liger", "eager"),
-    "unsloth": ("fused", "eager"),
-    "llamafactory": ("liger", "eager"),
-    "torchtitan": ("eager",),
-}
-"""Launch target -> what is tried for it, where that is more than what every tool on transformers runs."""
 
 
 def planned_kernels(targets: Sequence[str]) -> tuple[str, ...]:
     """What a plan for these launch targets tries: the first one's, as the others are held to it."""
-    return TOOL_KERNELS.get(targets[0], PLANNED_KERNELS) if targets else PLANNED_KERNELS
+    return (TARGET_ROWS[targets[0]].kernels if targets else ()) or PLANNED_KERNELS
+
+
+def running(parts: frozenset[str]) -> str:
+    """The family that computes just these parts of a layer, "" where none does."""
+    return next((row.name for row in _ROWS if row.parts == parts), "")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, final
 
 from planner.choices.losses import LossChain, LossShape
+from planner.stacks import written_by
 
 DEFAULT = "sft"
 """The objective of a plan for which nobody names one."""
@@ -38,7 +39,7 @@ class Objective:
         least_samples: of one micro-batch.
         rate_factor: on the learning rate of supervised training; `rate_reason` says whose.
         rolls_out: whether a step begins by generating its completions (`planner.choices.rollouts`).
-        targets: launch targets that have a file for it, and what each calls it.
+        trainer: TRL's class for it; "" where it has none of its own.
         columns: what its data must have, for people; `data`: the kinds of it (`planner.dataset.columns_of`).
         source: where all this was read.
     """
@@ -58,11 +59,16 @@ class Objective:
     least_samples: int
     rate_factor: float
     rate_reason: str
-    targets: Mapping[str, str]
     columns: str
     data: tuple[str, ...]
     source: str
+    trainer: str = ""
     rolls_out: bool = False
+
+    @property
+    def targets(self) -> Mapping[str, str]:
+        """Launch targets that have a file for it, and what each calls it."""
+        return written_by(self.name)
 
     def stack(self, usual: str) -> str:
         """Whose step it is: the usual stack's where that has a trainer of it, else its first target's."""
@@ -137,16 +143,6 @@ _ROWS = (
         least_samples=1,
         rate_factor=1.0,
         rate_reason="",
-        targets={
-            "trl": "sft",
-            "hf": "sft",
-            "axolotl": "sft",
-            "llamafactory": "sft",
-            "unsloth": "sft",
-            "accelerate": "sft",
-            "deepspeed": "sft",
-            "torchtitan": "sft",
-        },
         columns="messages, prompt and completion, or text",
         data=("messages", "prompt-completion", "alpaca", "text"),
         source="trl 1.16 trainer/sft_trainer.py",
@@ -167,16 +163,6 @@ _ROWS = (
         least_samples=1,
         rate_factor=1.0,
         rate_reason="",
-        targets={
-            "trl": "sft",
-            "hf": "sft",
-            "axolotl": "completion",
-            "llamafactory": "pt",
-            "unsloth": "sft",
-            "accelerate": "sft",
-            "deepspeed": "sft",
-            "torchtitan": "sft",
-        },
         columns="text",
         data=("text",),
         source="the supervised step on packed text: LLaMA-Factory 0.9.5 train/pt (packing on by itself); axolotl 0.21 "
@@ -198,7 +184,7 @@ _ROWS = (
         least_samples=1,
         rate_factor=0.05,
         rate_reason="DPO, as TRL's DPOConfig: 1e-6 for full fine-tuning",
-        targets={"trl": "dpo", "axolotl": "dpo", "llamafactory": "dpo"},
+        trainer="DPOTrainer",
         columns="chosen and rejected, with or without prompt",
         data=("preference",),
         source="trl 1.16 trainer/dpo_trainer.py: DataCollatorForPreference puts chosen and rejected into one batch; "
@@ -221,7 +207,7 @@ _ROWS = (
         least_samples=2,
         rate_factor=0.05,
         rate_reason="KTO, as TRL's KTOConfig: 1e-6 for full fine-tuning",
-        targets={"trl": "kto"},
+        trainer="KTOTrainer",
         columns="prompt, completion and label (true or false); or chosen and rejected",
         data=("prompt-completion", "preference"),
         source="trl 1.16 trainer/kto_trainer.py: _compute_loss runs the policy on completions of other prompts under "
@@ -244,7 +230,7 @@ _ROWS = (
         least_samples=1,
         rate_factor=5.0,
         rate_reason="reward models, as TRL's RewardConfig: 1e-4 for full fine-tuning",
-        targets={"trl": "reward"},
+        trainer="RewardTrainer",
         columns="chosen and rejected, with or without prompt",
         data=("preference",),
         source="trl 1.16 trainer/reward_trainer.py: AutoModelForSequenceClassification with one label, both halves in "
@@ -266,7 +252,7 @@ _ROWS = (
         least_samples=1,
         rate_factor=0.05,
         rate_reason="ORPO, as TRL's ORPOConfig: 1e-6 for full fine-tuning",
-        targets={"trl": "orpo", "llamafactory": "dpo"},
+        trainer="ORPOTrainer",
         columns="chosen and rejected, with or without prompt",
         data=("preference",),
         source="trl 1.16 experimental/orpo/orpo_trainer.py: concatenated_forward keeps the logits of both halves, "
@@ -289,7 +275,6 @@ _ROWS = (
         least_samples=1,
         rate_factor=1.0,
         rate_reason="",
-        targets={"hf": "classification"},
         columns="text and label",
         data=("text",),
         source="transformers 5.23 GenericForSequenceClassification under the plain Trainer: the layers, a matrix to "
@@ -312,7 +297,7 @@ _ROWS = (
         rate_factor=0.05,
         rate_reason="GRPO, as TRL's GRPOConfig: 1e-6 for full fine-tuning",
         rolls_out=True,
-        targets={"trl": "grpo"},
+        trainer="GRPOTrainer",
         columns="prompt, and what its reward functions ask for",
         data=("prompt",),
         source="trl 1.16 trainer/grpo_trainer.py: _generate_single_turn (generate outside accelerate's autocast where "

@@ -68,7 +68,6 @@ class Optimizer:
             take over.
         aliases: other names that those tools read as the same.
         nearest_of: names of optimizers that are not in this table and whose states are nearest to this one's.
-        torchtitan: names of its implementations of AdamW in torchtitan that are this one; () where it has none.
         class_path: the class that the dry run and the probe build, with its `arguments`.
     """
 
@@ -91,7 +90,6 @@ class Optimizer:
     transformers: str
     aliases: tuple[str, ...]
     nearest_of: tuple[str, ...]
-    torchtitan: tuple[str, ...]
     class_path: str
     arguments: Mapping[str, Any]
 
@@ -124,7 +122,6 @@ _USUAL: dict[str, Any] = {
     "cpu_looped": True,
     "rate_rule": "Adam",
     "nearest_of": (),
-    "torchtitan": (),
 }
 """What most of them have in common; bytes and passes are every row's own to say."""
 _TORCH: dict[str, Any] = {
@@ -164,7 +161,6 @@ _ROWS = (
             "kernels_per_tensor": 0.3,
             "transformers": "adamw_torch",
             "aliases": ("adamw_hf", "adamw"),
-            "torchtitan": ("foreach", "for-loop"),
             "class_path": "torch.optim.AdamW",
             "arguments": {"weight_decay": 0.0, "foreach": True},
         }
@@ -183,7 +179,6 @@ _ROWS = (
             "cpu_looped": False,
             "transformers": "adamw_torch_fused",
             "aliases": ("adamw_apex_fused",),
-            "torchtitan": ("fused",),
             "class_path": "torch.optim.AdamW",
             "arguments": {"weight_decay": 0.0, "fused": True},
         }

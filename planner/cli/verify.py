@@ -11,11 +11,12 @@ from planner.exporters import Launch
 from planner.expressed import as_run
 from planner.outcome import FailureKind, Measurement, Prediction, ProbeFailure, Rung
 from planner.plan import Plan
+from planner.stacks import TARGET_ROWS
 from planner.units import gib
 
 BAND_FRACTION = 0.03
 """Half-width of the error band: the worst of 11 public runs, in reserved bytes (docs/trace.md)."""
-_PROGRAMS = {"trl": "trl", "hf": "python", "axolotl": "axolotl", "llamafactory": "llamafactory-cli"}
+_PROGRAMS = {name: row.program for name, row in TARGET_ROWS.items() if row.program}
 """Target -> what starts its launch file; the other targets start several processes, none of their own, or Unsloth."""
 
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from functools import partial
+from importlib import import_module
 from types import ModuleType
 
-from planner.exporters import accelerate, axolotl, deepspeed, hf, llamafactory, rollouts, torchtitan, trl, unsloth
+from planner.exporters import rollouts
 from planner.exporters.types import (
     PLACEHOLDER_DATASET,
     DatasetChoice,
@@ -17,6 +18,7 @@ from planner.exporters.types import (
 )
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
+from planner.stacks import TARGET_ROWS
 
 
 def objective_refusal(setup: TrainSetup, target: str) -> str:
@@ -49,7 +51,7 @@ TARGETS: Mapping[str, Target] = {
         differences=room.differences,
         export=partial(_export, room),
     )
-    for room in (trl, hf, axolotl, llamafactory, unsloth, accelerate, deepspeed, torchtitan)
+    for room in [import_module(f"planner.exporters.{name}") for name in TARGET_ROWS]
 }
 """Target name -> what it makes of a setup, and its files."""
 

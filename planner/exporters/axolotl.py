@@ -1,6 +1,6 @@
 """Axolotl YAML: `axolotl train FILE`. Field names of Axolotl 0.21 (transformers 5.20)."""
 
-from planner.choices.kernels import parts_of
+from planner.choices.kernels import KERNELS, parts_of
 from planner.exporters import deepspeed, slurm
 from planner.exporters.common import (
     attention_line,
@@ -17,7 +17,7 @@ from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportReque
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class
 from planner.setup import TrainSetup
-from planner.tools.axolotl import AXOLOTL
+from planner.tools.axolotl import AXOLOTL, LIGER_SWITCHES, LORA_SWITCHES, MLP_SWITCH
 from planner.units import gib
 
 TARGET = "axolotl"
@@ -117,7 +117,7 @@ def export(request: ExportRequest) -> Launch:
     else:
         command += f" --launcher accelerate -- --num_processes {setup.num_gpus}"
     notes = [f"Axolotl 0.21 needs Python {PYTHON} (without a version pip on 3.11 silently takes 0.19)."]
-    if "liger" in (setup.kernels, setup.loss) or setup.kernels == "fused":
+    if KERNELS[setup.kernels].parts or setup.loss == "liger":
         notes.append("Needs liger-kernel on a GPU with Triton; Axolotl brings it along.")
     env = environment(request.gpu)
     prefix = " ".join(f"{name}={value}" for name, value in env.items())
@@ -287,17 +287,12 @@ def _kernels(setup: TrainSetup, model: ModelSpec | None) -> list[Line]:
     parts = parts_of(setup.kernels, model.model_type if model is not None else "llama")
     if parts or setup.loss == "liger":
         lines.append(Line("plugins", [LIGER]))
-    for name, part in (("liger_rope", "rotary"), ("liger_rms_norm", "norm"), ("liger_glu_activation", "gated")):
-        lines += [Line(name, True)] * (part in parts)
+    lines += [Line(switch, True) for part, switch in LIGER_SWITCHES.items() if part in parts]
     if setup.loss == "liger":
         lines.append(Line("liger_fused_linear_cross_entropy", True))
     if setup.method != "full":
-        whole = setup.lora_targets == "all-linear"
-        lines += [
-            Line("lora_mlp_kernel", setup.kernels == "fused" and whole),
-            Line("lora_qkv_kernel", setup.kernels == "fused"),
-            Line("lora_o_kernel", setup.kernels == "fused"),
-        ]
+        fused, whole = "lora" in KERNELS[setup.kernels].parts, setup.lora_targets == "all-linear"
+        lines += [Line(switch, fused and (whole or switch != MLP_SWITCH)) for switch in LORA_SWITCHES]
     return lines
 
 

@@ -1,6 +1,6 @@
 """What several targets share: names of optimizers, data types, attention; target modules; environment variables."""
 
-from planner.choices.kernels import KERNELS, LIGER_LOSS, LIGER_PARTS, parts_of
+from planner.choices.kernels import KERNELS, LIGER_LOSS, LIGER_PARTS, PLANNED_KERNELS, parts_of
 from planner.exporters.text import Line, was_absolute
 from planner.exporters.types import Difference, ExportRequest
 from planner.gpu import GpuSpec
@@ -9,6 +9,7 @@ from planner.models.spec import ModelSpec
 from planner.models.stored import stored_refusal
 from planner.models.targets import peft_target_modules
 from planner.setup import TrainSetup
+from planner.stacks import TARGET_ROWS
 from planner.tools.transformers import ATTENTIONS
 
 REMOTE_TYPES = frozenset({"internlm3"})
@@ -55,7 +56,13 @@ def liger_loss_refusal(
     return f"Liger is not applied to {model.model_type}: the logits would be held in full; plan with --loss full"
 
 
-NO_FUSED_LORA = "fused LoRA kernels are Axolotl's and Unsloth's; plan with --kernels liger, or with --target axolotl"
+def family_refusal(setup: TrainSetup, tool: str) -> str:
+    """Why a tool's file cannot ask for the setup's kernel family, "" where it can."""
+    row = KERNELS[setup.kernels]
+    if not row.only or tool in row.only:
+        return ""
+    whose = " and ".join(f"{TARGET_ROWS[one].title}'s" for one in row.only)
+    return f"{row.words} are {whose}; plan with --kernels {PLANNED_KERNELS[0]}, or with --target {row.only[0]}"
 
 
 def kernels_lines(setup: TrainSetup, model: ModelSpec | None) -> list[Line]:
@@ -85,10 +92,6 @@ EVAL_REASON = "as in training: transformers' own 8 may need more than the step"
 METRICS_REASON = "compute_metrics' logits wait on the host, not on the GPU"
 
 
-ADAPTER_TOOLS = {"trl": "trl sft", "axolotl": "Axolotl", "llamafactory": "LLaMA-Factory", "unsloth": "Unsloth"}
-"""Targets that take adapters by name; transformers' script takes peft's own classes."""
-
-
 def adapter_refusal(setup: TrainSetup, tool: str) -> str:
     """Why a tool's file cannot ask for the setup's kind of adapter, "" where it can."""
     row = setup.kind
@@ -96,9 +99,9 @@ def adapter_refusal(setup: TrainSetup, tool: str) -> str:
         return ""
     if row.name == "adalora":
         return "AdaLoRA has to be told of every optimizer step (update_and_allocate), which no trainer here does"
-    if tool == "hf":
+    if tool == "hf":  # whose script takes peft's own classes, where the others take adapters by name
         return ""
-    return f"{ADAPTER_TOOLS[tool]}'s file has no {row.title.partition(' (')[0]}; use the hf target"
+    return f"{TARGET_ROWS[tool].title}'s file has no {row.title.partition(' (')[0]}; use the hf target"
 
 
 def model_refusal(setup: TrainSetup, model: ModelSpec | None, tool: str) -> str:

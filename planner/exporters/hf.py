@@ -4,9 +4,9 @@ from planner.exporters import accelerate, chat, deepspeed, slurm
 from planner.exporters.common import (
     EVAL_REASON,
     METRICS_REASON,
-    NO_FUSED_LORA,
     attention_line,
     environment,
+    family_refusal,
     kernels_lines,
     liger_loss_refusal,
     model_refusal,
@@ -60,8 +60,8 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return reason
     if setup.tensor_degree > 1 and setup.loss != "full":
         return "a fused loss multiplies with the whole head, which tensor parallelism cuts"
-    if setup.kernels == "fused":
-        return NO_FUSED_LORA
+    if reason := family_refusal(setup, TARGET):
+        return reason
     return (
         setup.scaler_refusal
         or model_refusal(setup, model, "hf")

@@ -7,8 +7,8 @@ from planner.exporters import chat, deepspeed, slurm
 from planner.exporters.common import (
     EVAL_REASON,
     METRICS_REASON,
-    NO_FUSED_LORA,
     environment,
+    family_refusal,
     liger_loss_refusal,
     model_line,
     model_refusal,
@@ -116,8 +116,8 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return "LLaMA-Factory's Liger switch was not read for preference training; plan with --kernels eager"
     if model is not None and model.model_type == "gpt_oss":
         return f"LLaMA-Factory runs gpt_oss with vllm-flash-attn3 whatever was asked: {flash_refusal(model, VLLM_FA3)}"
-    if setup.kernels == "fused":
-        return NO_FUSED_LORA
+    if reason := family_refusal(setup, TARGET):
+        return reason
     if reason := towered_refusal(model, "LLaMA-Factory"):
         return reason
     if model is not None and (reason := _targets_refusal(setup, model)):

@@ -6,13 +6,13 @@ architectures, loaded from and saved to transformers' format.
 
 import json
 
-from planner.choices.optimizers import OPTIMIZERS
 from planner.exporters import slurm
 from planner.exporters.spread import PER_NODE, sharding_refusal, torchrun, torchrun_flags
 from planner.exporters.text import Line, Section, comments, header, launch_file, one_line, section, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
+from planner.tools.others import TORCHTITAN, TORCHTITAN_ADAMW
 
 TARGET = "torchtitan"
 FILE = "torchtitan/torchtitan.toml"
@@ -85,7 +85,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return "torchtitan computes in bf16 or fp32, without loss scaling"
     if setup.parallel == "none" and setup.autocast_dtype is not None:
         return "torchtitan mixes precision only under FSDP or DDP: bf16-pure works with tensor or pipeline parallelism"
-    if not OPTIMIZERS[setup.optimizer].torchtitan:
+    if setup.optimizer not in TORCHTITAN_ADAMW.values():
         return f"torchtitan steps with Adam or AdamW, not {setup.optimizer}"
     return sharding_refusal(setup, model)
 
@@ -148,7 +148,7 @@ def _sections(request: ExportRequest) -> list[Section]:
         section(
             "optimizer",
             Line("name", "AdamW"),
-            Line("implementation", OPTIMIZERS[setup.optimizer].torchtitan[0]),
+            Line(*TORCHTITAN.setting(setup, "optimizer")),
             Line("lr", float(hyper.learning_rate), reasons.get("learning_rate", "")),
             Line("beta2", 0.999),
             Line("weight_decay", float(hyper.weight_decay)),

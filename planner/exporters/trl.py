@@ -6,10 +6,10 @@ from planner.exporters import accelerate, chat, deepspeed, rollouts, slurm
 from planner.exporters.common import (
     EVAL_REASON,
     METRICS_REASON,
-    NO_FUSED_LORA,
     adapter_dtype_difference,
     attention_line,
     environment,
+    family_refusal,
     kernels_lines,
     model_line,
     model_refusal,
@@ -122,8 +122,8 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return reason
     if setup.parallel == "dp":
         return "one process for all GPUs (nn.DataParallel) is not trl sft's way; ddp holds less and is faster"
-    if setup.kernels == "fused":
-        return NO_FUSED_LORA
+    if reason := family_refusal(setup, TARGET):
+        return reason
     if reason := towered_refusal(model, "trl sft"):
         return reason
     if model is not None and model.model_type == "phimoe":

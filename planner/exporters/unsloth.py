@@ -17,6 +17,7 @@ from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, stored_method
 from planner.models.targets import adapts_expert_stacks, peft_target_modules, same_targets, target_pattern
 from planner.setup import TrainSetup
+from planner.stacks import TARGET_ROWS
 from planner.tools.unsloth import SCRIPT
 
 TARGET = "unsloth"
@@ -31,7 +32,8 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     if setup.loss != "chunked":
         reason = "Unsloth computes the loss in chunks by its own kernel"
         found.append(Difference(field="loss", planned=setup.loss, runs_as="chunked", reason=reason))
-    own = "fused" if _takes_own_kernels(setup) else "eager"
+    fused, plain = TARGET_ROWS[TARGET].kernels
+    own = fused if _takes_own_kernels(setup) else plain
     if setup.kernels != own:
         reason = "Unsloth runs kernels of its own, for adapters without dropout on 16 or 4 bits"
         found.append(Difference(field="kernels", planned=setup.kernels, runs_as=own, reason=reason))

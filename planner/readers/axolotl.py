@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from planner.choices.kernels import FUSED_LORA
+from planner.choices.kernels import FUSED_LORA, KERNELS, running
 from planner.errors import ConfigError, NotPlanned
 from planner.kernels import default_attention, has_expert_stacks
 from planner.models.spec import ModelSpec
@@ -12,7 +12,7 @@ from planner.readers.fields import adapter_kind, said
 from planner.readers.sharding import Sharding, Spread, fsdp, hybrid, parallel_of, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
-from planner.tools.axolotl import AXOLOTL
+from planner.tools.axolotl import AXOLOTL, LIGER_SWITCHES, LORA_SWITCHES
 
 FORMAT = "axolotl"
 ADAPTERS = ("lora", "qlora")
@@ -253,32 +253,24 @@ def _loss(settings: Settings) -> str:
     return "full"
 
 
-LIGER_KEYS: dict[str, tuple[str, ...]] = {
-    "norm": ("liger_rms_norm",),
-    "rotary": ("liger_rope",),
-    "gated": ("liger_glu_activation",),
-}
-LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
-
-
 def _kernels(settings: Settings, fields: dict[str, Any], model: ModelSpec | None) -> str:
     """The Liger plugin's layers, and Axolotl's own LoRA kernels: on by themselves for adapters without dropout where
     the config says nothing of them.
 
     Source: Axolotl 0.21 `integrations/liger/args.py`, `utils/schemas/config.py` check_auto_enable_lora_kernels.
     """
-    options = {name: settings.raw(name, False) is True for names in LIGER_KEYS.values() for name in names}
+    options = {name: settings.raw(name, False) is True for name in LIGER_SWITCHES.values()}
     liger = "eager"
     if any("liger" in one.lower() for one in _plugins(settings)) and any(options.values()):
-        liger = common.liger_kernels(settings, LIGER_KEYS, options, model)
-    said = [settings.raw(name) for name in LORA_KERNELS]
+        liger = common.liger_kernels(settings, {part: (name,) for part, name in LIGER_SWITCHES.items()}, options, model)
+    said = [settings.raw(name) for name in LORA_SWITCHES]
     plain = fields["method"] != "full" and not fields["lora_dropout"] and fields["quantization"] != "int8"
     plain = plain and isinstance(fields["lora_targets"], str)
     on = plain and (all(one is None for one in said) or any(one is True for one in said))
     if not on or (model is not None and model.model_type not in FUSED_LORA):
         return liger
-    if liger == "liger":
-        return "fused"
+    if fused := running(KERNELS[liger].parts | {"lora"}):
+        return fused
     settings.approximate("Axolotl's LoRA kernels without Liger's layers: counted as eager ones, slower and larger")
     return "eager"
 

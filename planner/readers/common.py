@@ -16,6 +16,7 @@ from planner.models.targets import same_targets
 from planner.readers.values import Settings
 from planner.setup import TrainSetup
 from planner.setup_fields import SAVED_MODULES
+from planner.stacks import TARGET_ROWS
 
 OPTIMIZERS = {alias: name for name, row in ROWS.items() for alias in (row.transformers, *row.aliases)}
 STAND_INS = {alias: name for name, row in ROWS.items() for alias in row.nearest_of}
@@ -234,4 +235,5 @@ def unsloth_kernels(fields: dict[str, Any]) -> str:
     Source: Unsloth `models/llama.py` (patch_peft_model: fast patching needs lora_dropout 0 and bias "none").
     """
     plain = fields["method"] != "full" and not fields.get("lora_dropout") and fields.get("quantization") != "int8"
-    return "fused" if plain and isinstance(fields.get("lora_targets", "all-linear"), str) else "eager"
+    own, others = TARGET_ROWS["unsloth"].kernels
+    return own if plain and isinstance(fields.get("lora_targets", "all-linear"), str) else others

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from planner.choices.objectives import OBJECTIVES as ROWS
 from planner.errors import NotPlanned
 from planner.models.spec import ModelSpec
 from planner.readers import common, hydra
@@ -63,8 +64,8 @@ OTHER_BLOCKS = ("eval", "test", "valid", "infer", "generat", "serv", "vllm", "be
 DATA_BLOCKS = ("data", "token", "preprocess")
 """Parts of the names of blocks in which the length of sequences stands, and nothing else of the training."""
 OBJECTIVES = re.compile(
-    r"(?:^|[^a-z])(dpo|grpo|orpo|ppo|kto|rloo|rlhf|reward|distill\w*|classif\w*|embedding\w*|rerank\w*|diffusion|sdxl|stt|"
-    r"asr|tts|whisper|vision|vlm)(?:[^a-z]|$)"
+    rf"(?:^|[^a-z])({'|'.join(row.name for row in ROWS.values() if row.trainer)}|ppo|rloo|rlhf|distill\w*|classif\w*|"
+    r"embedding\w*|rerank\w*|diffusion|sdxl|stt|asr|tts|whisper|vision|vlm)(?:[^a-z]|$)"
 )
 IMAGES = {"resolution", "prediction_type", "noise_offset", "snr_gamma", "center_crop", "num_validation_images"}
 """Settings of the training of image models."""

@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 from typing import Literal
 
 from planner.errors import NotATraining
+from planner.stacks import TARGET_ROWS
 
 SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
 _SET = re.compile(r"^\s*(?:export\s+|declare\s+\S*\s*|local\s+)?([A-Za-z_]\w*)\s*[:?+]?=\s*(.*)$", re.DOTALL)
@@ -31,7 +32,7 @@ UTILITIES = ("pip", "venv", "ensurepip", "http.server", "json.tool", "pytest", "
 MAX_CONTINUED = 200
 MAX_FILLED = 1 << 17
 """Characters that variables add to one word: Linux takes no longer argument (`MAX_ARG_STRLEN`)."""
-TRL_COMMANDS = ("sft", "dpo", "kto", "orpo", "reward", "grpo", "rloo", "distillation")
+TRL_COMMANDS = (*dict.fromkeys(TARGET_ROWS["trl"].objectives.values()), "rloo", "distillation")
 """What `trl` trains, and "orpo", which only scripts written here start."""
 TOOLS_AS_MODULES = ("axolotl", "trl", "litgpt")
 TOOLS = ("trl", "axolotl", "llamafactory-cli", "swift", "litgpt", "tune", "unsloth")

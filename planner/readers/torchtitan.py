@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from planner.choices.optimizers import OPTIMIZERS as ROWS
 from planner.errors import ConfigError
 from planner.models.spec import ModelSpec
 from planner.readers import common, schema
 from planner.readers.sharding import Sharding
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
+from planner.tools.others import TORCHTITAN_ADAMW
 
 FORMAT = "torchtitan"
 PRECISIONS = {
@@ -18,7 +18,6 @@ PRECISIONS = {
     ("bfloat16", "float32"): "bf16-pure",
 }
 """(training.dtype, training.mixed_precision_param) -> precision."""
-OPTIMIZERS = {word: name for name, row in ROWS.items() for word in row.torchtitan}
 SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe"}
 
 
@@ -81,9 +80,9 @@ def _optimizer(settings: Settings) -> str:
     if settings.text("name", "AdamW") not in ("Adam", "AdamW"):
         raise settings.error("name", "Adam or AdamW", settings.raw("name"))
     word = settings.text("implementation", "fused")
-    if word not in OPTIMIZERS:
-        raise settings.error("implementation", f"one of {', '.join(OPTIMIZERS)}", word)
-    return OPTIMIZERS[word]
+    if word not in TORCHTITAN_ADAMW:
+        raise settings.error("implementation", f"one of {', '.join(TORCHTITAN_ADAMW)}", word)
+    return TORCHTITAN_ADAMW[word]
 
 
 def _checkpointing(settings: Settings) -> int:

@@ -4,18 +4,18 @@ import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from planner.choices.objectives import OBJECTIVES as ROWS
 from planner.errors import NotATraining, NotPlanned
 from planner.readers.program import Known, Made, Program, Unknown, plain
 from planner.readers.program.objects import is_trainer, trainer_of
 from planner.readers.program.values import Table, Value
 from planner.readers.values import Settings
 
-PLANNED = {
-    "DPOTrainer": "dpo", "KTOTrainer": "kto", "ORPOTrainer": "orpo", "RewardTrainer": "reward", "GRPOTrainer": "grpo",
-}  # fmt: skip
+PLANNED = {row.trainer: row.name for row in ROWS.values() if row.trainer}
 """TRL's trainers of other objectives that are planned."""
-CONFIGS = {objective: f"{trainer.removesuffix('Trainer')}Config" for trainer, objective in PLANNED.items()}
-BEHIND_REFERENCE = ("DPOTrainer", "KTOTrainer", "GRPOTrainer")
+_SHORT = {trainer.removesuffix("Trainer"): objective for trainer, objective in PLANNED.items()}
+CONFIGS = {objective: f"{name}Config" for name, objective in _SHORT.items()}
+BEHIND_REFERENCE = tuple(row.trainer for row in ROWS.values() if row.reference or row.rolls_out)
 """Trainers whose second place is the reference model's, or the rewards'."""
 OBJECTIVES = {
     "OnlineDPOTrainer": "online DPO", "XPOTrainer": "XPO", "NashMDTrainer": "Nash-MD",
@@ -27,8 +27,9 @@ OBJECTIVES = {
 }  # fmt: skip
 """Trainers of other objectives, by name: what they hold beside a supervised step is not modelled."""
 OBJECTIVE_PARTS = {
-    "GRPO": "GRPO", "DPO": "DPO", "PPO": "PPO", "KTO": "KTO", "ORPO": "ORPO", "CPO": "CPO", "RLOO": "RLOO",
-    "Reward": "reward modelling", "Distill": "distillation", "GKD": "distillation", "SentenceTransformer": "embedding",
+    **{name: name if name.isupper() else ROWS[objective].title for name, objective in _SHORT.items()},
+    "PPO": "PPO", "CPO": "CPO", "RLOO": "RLOO", "Distill": "distillation", "GKD": "distillation",
+    "SentenceTransformer": "embedding",
     "Pairwise": "reward modelling", "Diffusion": "diffusion", "Flux": "diffusion", "LLaVA": "vision", "VLM": "vision",
     "Embedding": "embedding", "Contrastive": "embedding", "Classification": "classification",
 }  # fmt: skip

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from planner.choices.objectives import OBJECTIVES
 from planner.setup import TrainSetup
 from planner.tools import tool_of
 
@@ -27,7 +28,7 @@ class Missing:
 
 
 OPTIONS = {
-    "objective": "--set objective=dpo|kto|orpo|grpo",
+    "objective": f"--set objective={'|'.join(row.name for row in OBJECTIVES.values() if row.trainer)}",
     "model": "--model MODEL",
     "method": "--set method=full|lora|qlora",
     "quantization": "--set quantization=none|int8|nf4|nf4-double",

@@ -6,6 +6,12 @@ from planner.setup import TrainSetup
 from planner.tools.field import Field, Tool
 from planner.tools.transformers import ATTENTIONS, COMPILE, OPTIMIZERS
 
+LIGER_SWITCHES = {"rotary": "liger_rope", "norm": "liger_rms_norm", "gated": "liger_glu_activation"}
+"""Part of a layer -> the switch of the Liger plugin that computes it. Source: 0.21 `integrations/liger/args.py`."""
+MLP_SWITCH = "lora_mlp_kernel"
+LORA_SWITCHES = (MLP_SWITCH, "lora_qkv_kernel", "lora_o_kernel")
+"""Axolotl's own LoRA functions."""
+
 
 def _four_bits(_: str, before: TrainSetup, after: TrainSetup) -> dict[str, Any]:
     edits: dict[str, Any] = {"adapter": "qlora", "load_in_4bit": True}

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from planner.choices.optimizers import OPTIMIZERS
 from planner.tools.field import Field, Tool
 from planner.tools.transformers import BATCH, CHECKPOINTING, KERNELS, OPTIMIZER, PARALLEL
 
@@ -107,6 +106,8 @@ NEMO = Tool(
         Field(of="parallel", key="distributed.strategy"),
     ),
 )
+TORCHTITAN_ADAMW = {"foreach": "adamw", "for-loop": "adamw", "fused": "adamw-fused"}
+"""torchtitan's implementations of AdamW -> the optimizer that each is."""
 TORCHTITAN = Tool(
     name="torchtitan",
     title="torchtitan",
@@ -124,7 +125,8 @@ TORCHTITAN = Tool(
             of="optimizer",
             key="optimizer.implementation",
             fix=False,
-            runs=tuple(name for name, row in OPTIMIZERS.items() if row.torchtitan),
+            words={name: word for word, name in reversed(TORCHTITAN_ADAMW.items())},
+            runs=tuple(TORCHTITAN_ADAMW.values()),
         ),
     ),
     fixed=("kernels", "method", "loss", "attention"),
