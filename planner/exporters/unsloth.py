@@ -17,8 +17,7 @@ from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, stored_method
 from planner.models.targets import adapts_expert_stacks, peft_target_modules, same_targets, target_pattern
 from planner.setup import TrainSetup
-from planner.stacks import TARGET_ROWS
-from planner.tools.unsloth import SCRIPT
+from planner.tools.unsloth import SCRIPT, own_kernels
 
 TARGET = "unsloth"
 FILE = "unsloth/train_unsloth.py"
@@ -32,8 +31,7 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     if setup.loss != "chunked":
         reason = "Unsloth computes the loss in chunks by its own kernel"
         found.append(Difference(field="loss", planned=setup.loss, runs_as="chunked", reason=reason))
-    fused, plain = TARGET_ROWS[TARGET].kernels
-    own = fused if _takes_own_kernels(setup) else plain
+    own = own_kernels({name: getattr(setup, name) for name in setup.__dataclass_fields__})
     if setup.kernels != own:
         reason = "Unsloth runs kernels of its own, for adapters without dropout on 16 or 4 bits"
         found.append(Difference(field="kernels", planned=setup.kernels, runs_as=own, reason=reason))
@@ -136,15 +134,6 @@ def _script(request: ExportRequest) -> str:
     parts.append(_config(request))
     parts.append(_RUN)
     return "".join(parts)
-
-
-def _takes_own_kernels(setup: TrainSetup) -> bool:
-    """Whether adapters run in Unsloth's functions: of whole attention, without dropout, on 16 or 4 bits.
-
-    Source: Unsloth `models/llama.py` patch_peft_model (all of q, k, v with adapters, lora_dropout 0, bias "none").
-    """
-    plain = setup.method != "full" and not setup.lora_dropout and setup.quantization != "int8"
-    return plain and isinstance(setup.lora_targets, str)
 
 
 def _reaches_experts(setup: TrainSetup, model: ModelSpec) -> bool:

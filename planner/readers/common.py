@@ -16,7 +16,6 @@ from planner.models.targets import same_targets
 from planner.readers.values import Settings
 from planner.setup import TrainSetup
 from planner.setup_fields import SAVED_MODULES
-from planner.stacks import TARGET_ROWS
 
 OPTIMIZERS = {alias: name for name, row in ROWS.items() for alias in (row.transformers, *row.aliases)}
 STAND_INS = {alias: name for name, row in ROWS.items() for alias in row.nearest_of}
@@ -227,13 +226,3 @@ def liger_kernels(
     if left:
         settings.approximate(f"of Liger's kernels {', '.join(sorted(left))} is off: counted as if all ran")
     return "liger"
-
-
-def unsloth_kernels(fields: dict[str, Any]) -> str:
-    """The kernel family of a run by Unsloth: its own, which take adapters without dropout and no 8-bit weights.
-
-    Source: Unsloth `models/llama.py` (patch_peft_model: fast patching needs lora_dropout 0 and bias "none").
-    """
-    plain = fields["method"] != "full" and not fields.get("lora_dropout") and fields.get("quantization") != "int8"
-    own, others = TARGET_ROWS["unsloth"].kernels
-    return own if plain and isinstance(fields.get("lora_targets", "all-linear"), str) else others

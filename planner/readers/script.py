@@ -26,6 +26,7 @@ from planner.readers.trl import loss_of, sharded
 from planner.readers.types import Missing, ReadConfig
 from planner.readers.values import Settings
 from planner.tools import ASKED, FIELD_OF, TOOLS
+from planner.tools.unsloth import own_kernels
 
 FORMAT = "hf-script"
 UNSLOTH = "unsloth-script"
@@ -150,7 +151,7 @@ class _Script:
         )
         liger = arguments.flag("use_liger_kernel", False)
         if self.unsloth:
-            fields |= {"loss": "chunked", "kernels": common.unsloth_kernels(fields)}
+            fields |= {"loss": "chunked", "kernels": own_kernels(fields)}
         elif self.trl and self.defaults.loss(None, liger=True) == "chunked":
             fields |= common.liger(arguments, liger, "chunked", self.model)
         else:

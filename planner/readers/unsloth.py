@@ -8,7 +8,7 @@ from planner.readers.fields import adapter_kind, said
 from planner.readers.sharding import Sharding, parallel_of
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
-from planner.tools.unsloth import UNSLOTH
+from planner.tools.unsloth import UNSLOTH, own_kernels
 
 FORMAT = "unsloth"
 SECTIONS = {
@@ -81,7 +81,7 @@ def read(
         names = lora.names("target_modules") or tuple(default.split(","))
         fields["lora_targets"] = common.targets(names, model, lora)
         fields = common.adapter(lora, fields, adapter_kind(lora, FORMAT), model)
-    fields["kernels"] = common.unsloth_kernels(fields)
+    fields["kernels"] = own_kernels(fields)
     training.assume("Unsloth's config names no optimizer: its adamw_8bit")
     if unknown := [key for part in (top, *parts.values()) for key in part.unknown_keys]:
         top.assume(f"unsloth train does not start with settings that it does not know ({', '.join(unknown)[:200]})")

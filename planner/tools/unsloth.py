@@ -1,6 +1,10 @@
 """Unsloth's YAML (`unsloth train -c FILE`, 2026.10), and programs with its FastLanguageModel."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from planner.setup import TrainSetup
+from planner.stacks import TARGET_ROWS
 from planner.tools.field import Field, Tool
 from planner.tools.transformers import BATCH, CHECKPOINTING, OPTIMIZER
 
@@ -43,3 +47,14 @@ SCRIPT = Tool(
     ),
     fixed=("kernels", "attention"),
 )
+
+
+def own_kernels(fields: Mapping[str, Any]) -> str:
+    """The kernel family of a run by Unsloth: its own, which take adapters of whole attention without dropout, and 16 or
+    4 bits.
+
+    Source: Unsloth `models/llama.py` patch_peft_model (all of q, k, v with adapters, lora_dropout 0, bias "none").
+    """
+    own, others = TARGET_ROWS["unsloth"].kernels
+    plain = fields["method"] != "full" and not fields.get("lora_dropout") and fields.get("quantization") != "int8"
+    return own if plain and isinstance(fields.get("lora_targets", "all-linear"), str) else others
