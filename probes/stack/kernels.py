@@ -37,14 +37,15 @@ def apply_kernels(model: Any, setup: TrainSetup) -> None:
     """Puts the setup's kernel family into a transformers model or a peft model, in place.
 
     Raises:
-        KernelsMissing: a real device without the packages.
+        KernelsMissing: a real device without the packages, or one that no Triton kernel runs on.
     """
     inner = model.get_base_model() if hasattr(model, "peft_config") else model
     parts = parts_of(setup.kernels, inner.config.model_type)
     if not parts:
         return
-    if next(model.parameters()).device.type != "meta":
-        _apply_liger(inner, setup)
+    device = next(model.parameters()).device.type
+    if device != "meta":
+        _apply_liger(inner, setup, device)
         return
     kind = inner.config.model_type
     for name, module in inner.named_modules():
@@ -64,12 +65,14 @@ def apply_kernels(model: Any, setup: TrainSetup) -> None:
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
-def _apply_liger(inner: Any, setup: TrainSetup) -> None:
+def _apply_liger(inner: Any, setup: TrainSetup, device: str) -> None:
     """Liger's own switch, as the Trainer throws it; the loss is the step's."""
     if setup.kernels == "fused":
         raise KernelsMissing("fused LoRA kernels run in Axolotl or Unsloth, not in a probe")
     if any(find_spec(name) is None for name in NEEDS):
         raise KernelsMissing("kernels 'liger' need liger-kernel and Triton: pip install liger-kernel")
+    if device == "cpu":
+        raise KernelsMissing("kernels 'liger' are Triton's, which run on a GPU only")
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     options = {"fused_linear_cross_entropy": False, "cross_entropy": False}

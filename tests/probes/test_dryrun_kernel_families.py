@@ -50,9 +50,16 @@ def test_the_dry_run_keeps_what_ligers_own_code_keeps() -> None:
     assert max(map(abs, compared)) < AGREES, rows
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may have the packages")
-def test_a_real_device_without_the_packages_is_refused() -> None:
-    setup = TrainSetup(kernels="fused", seq_len_tokens=64)
-    with pytest.raises(KernelsMissing, match="Axolotl or Unsloth") as missing:
+@pytest.mark.parametrize(
+    ("kernels", "there", "words"),
+    [("fused", True, "Axolotl or Unsloth"), ("liger", False, "pip install"), ("liger", True, "on a GPU only")],
+)
+def test_a_real_device_that_cannot_run_the_kernels_is_refused(
+    monkeypatch: pytest.MonkeyPatch, kernels: str, there: bool, words: str
+) -> None:
+    """Before: Liger's on a CPU were "crashed: 0 active drivers ([])", and tried once more."""
+    monkeypatch.setattr("probes.stack.kernels.find_spec", lambda name: object() if there else None)
+    setup = TrainSetup(kernels=kernels, seq_len_tokens=64)
+    with pytest.raises(KernelsMissing, match=words) as missing:
         build_model(small_config("llama"), setup, device="cpu")
     assert classify_exception(missing.value)[0] is FailureKind.UNSUPPORTED  # what may be installed later is no crash

@@ -60,6 +60,7 @@ def test_a_kernel_that_cannot_be_built_here_is_unsupported(error: Exception) -> 
 
 
 MACHINE_TEXTS = (
+    "0 active drivers ([]). There should only be one.",  # Triton on a machine whose driver it does not find
     "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and installed a driver from https",
     "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver",
     "CUDA error: CUDA driver version is insufficient for CUDA runtime version",
