@@ -33,6 +33,7 @@ _MORE = (
 """Calls of single storages beside those that every one has: what Optuna's own cache before a database asks it for."""
 _FOR_GOOD = ("disk is full", "readonly database", "malformed", "not a database", "no space left")
 """What waiting does not mend."""
+GO_ON = "what was measured is in the store of measurements: once it is mended, call it again to go on"
 
 _here = threading.local()
 
@@ -49,12 +50,21 @@ def is_outage(error: BaseException) -> bool:
         status = getattr(error, "code", lambda: None)()
         # UNKNOWN: the proxy's own database failed; it told so by raising.
         return getattr(status, "name", "") in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "UNKNOWN", "INTERNAL", "CANCELLED")
+    return _is_a_databases(error) and not is_for_good(error)
+
+
+def is_for_good(error: BaseException) -> bool:
+    """Whether a database's error is one that waiting does not mend: a full disk, a file that is none of its own."""
+    reason = f"{error} {error.__cause__}".lower()
+    return _is_a_databases(error) and any(word in reason for word in _FOR_GOOD)
+
+
+def _is_a_databases(error: BaseException) -> bool:
     sqlalchemy = sys.modules.get("sqlalchemy.exc")
     known: tuple[type[BaseException], ...] = (StorageInternalError,)
     if sqlalchemy is not None:
         known += (sqlalchemy.OperationalError, sqlalchemy.InterfaceError, sqlalchemy.InternalError)
-    reason = f"{error} {error.__cause__}".lower()
-    return isinstance(error, known) and not any(word in reason for word in _FOR_GOOD)
+    return isinstance(error, known)
 
 
 @contextmanager
@@ -91,13 +101,17 @@ def _patient(call: Callable[..., Any], limit_s: float | None, say: Callable[[str
                 with at_once():
                     result = call(*arguments, **named)
             except Exception as error:
+                if is_for_good(error):
+                    raise EnvironmentProblem(
+                        f"the study's storage does not work: {first_line(error)}", hint=GO_ON
+                    ) from error
                 if not is_outage(error):
                     raise
                 away_s = time.monotonic() - since
                 if away_s >= limit:
                     raise EnvironmentProblem(
                         f"the study's storage has not answered for {away_s:.0f} s: {first_line(error)}",
-                        hint="what was measured is in the store of measurements: call it again to go on",
+                        hint=GO_ON,
                     ) from error
                 if not said:
                     say(f"the study's storage does not answer ({first_line(error)}): trying for {limit:.0f} s")

@@ -14,7 +14,9 @@ store holds it twice. A probe that was under way when its planner was killed has
 
 import argparse
 import contextlib
+import errno
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -25,9 +27,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +43,14 @@ SEED = 22
 NUM_KILLS = 200
 MOST_KILLS = 12
 """In one study; then it may end."""
-ROWS = ["journal", "sqlite", "postgresql", "database restarted", "grpc", "proxy restarted", "full disk"]
-ROWS += ["read-only home"]
+ROWS = ["journal", "sqlite", "postgresql", "database restarted", "grpc", "proxy restarted"]
+ROWS += ["full disk", "full disk, sqlite", "read-only disk", "read-only disk, sqlite", "read-only home"]
 MAX_PROBES = 5
 PATIENCE_S = 300.0
 PROBE_S = 0.2
 HEARTBEAT_S, GRACE_S = 1, 3
 """Instead of 20 and 60 s: a killed worker on a database is found out by its silence."""
-LOG, FAULT_AT = "FAULTS_LOG", "FAULTS_FAIL_WRITE"
+LOG, FAULT_AT, FAULT = "FAULTS_LOG", "FAULTS_FAIL_WRITE", "FAULTS_DISK"
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 512,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
@@ -54,6 +59,22 @@ WORDS = ["--gpu", "rtx-4090", "--device", "cpu", "--method", "full", "--precisio
 WORDS += ["--optimizer", "adamw", "--optimizer", "adamw-fused", "--attention", "sdpa", "--attention", "eager"]
 WORDS += ["--loss", "full", "--loss", "chunked", "--seq-len", "64", "--global-batch", "4", "--no-dry-run", "--json"]
 WORDS += ["--max-probes", str(MAX_PROBES), "--budget", "10h"]
+
+
+@dataclass(frozen=True)
+class Disk:
+    """How a disk refuses: so many writes, with this error, and with these words of SQLite's."""
+
+    errno: int
+    num_writes: int
+    words: str
+    tears: bool = False
+
+
+DISKS = {
+    "full": Disk(errno.ENOSPC, 3, "database or disk is full", tears=True),
+    "read-only": Disk(errno.EROFS, 10**9, "attempt to write a readonly database"),
+}
 
 
 # The two programs: the command, and a probe's child
@@ -71,15 +92,16 @@ def tune(words: list[str]) -> int:
     executors.LocalExecutor = partial(executors.LocalExecutor, argv=argv)  # type: ignore[assignment, misc]
     search_run.search = partial(search_run.search, heartbeat_s=HEARTBEAT_S, grace_s=GRACE_S)
     if FAULT_AT in os.environ:
-        fail_at(int(os.environ[FAULT_AT]))
+        fail_at(int(os.environ[FAULT_AT]), DISKS[os.environ.get(FAULT, "full")])
     return run(["tune", *words])
 
 
-def fail_at(number: int) -> None:
-    """From write `number` on (0: never), three writes find the disk full; a journal's line gets half on the disk."""
-    import errno
+def fail_at(number: int, disk: Disk) -> None:
+    """From write `number` on (0: never) the disk takes no more; a full one gets half of a journal's line."""
+    import sqlite3
 
     from optuna.storages.journal import JournalFileBackend
+    from sqlalchemy import Engine, event
 
     import planner.outputs
     import probes.request
@@ -88,15 +110,15 @@ def fail_at(number: int) -> None:
 
     count = [0]
 
-    def full() -> bool:
+    def fails() -> bool:
         count[0] += 1
         note("write", str(count[0]))
-        return 0 < number <= count[0] < number + 3
+        return 0 < number <= count[0] < number + disk.num_writes
 
     def guarded(write: Callable[..., Any]) -> Callable[..., Any]:
         def guard(*arguments: Any, **named: Any) -> Any:
-            if full():
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if fails():
+                raise OSError(disk.errno, os.strerror(disk.errno))
             return write(*arguments, **named)
 
         return guard
@@ -104,11 +126,12 @@ def fail_at(number: int) -> None:
     append = JournalFileBackend.append_logs
 
     def torn(self: Any, logs: list[dict[str, Any]]) -> None:
-        if full():
-            with open(self._file_path, "ab") as file:
-                text = json.dumps(logs[0]).encode()
-                file.write(text[: len(text) // 2])
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if fails():
+            if disk.tears:
+                with open(self._file_path, "ab") as file:
+                    text = json.dumps(logs[0]).encode()
+                    file.write(text[: len(text) // 2])
+            raise OSError(disk.errno, os.strerror(disk.errno))
         append(self, logs)
 
     JournalFileBackend.append_logs = torn  # type: ignore[method-assign]
@@ -116,6 +139,11 @@ def fail_at(number: int) -> None:
     whole = guarded(planner.outputs.write_whole)
     for module in (planner.outputs, probes.request, probes.store, search.corrections):
         module.write_whole = whole  # type: ignore[attr-defined]
+
+    @event.listens_for(Engine, "do_execute")
+    def _statement(cursor: Any, statement: str, parameters: Any, context: Any) -> None:
+        if statement.split(None, 1)[0] in ("INSERT", "UPDATE", "DELETE", "CREATE", "COMMIT") and fails():
+            raise sqlite3.OperationalError(disk.words)
 
 
 def probe() -> int:
@@ -234,20 +262,51 @@ class Search:
 
     def start(self, **environment: str) -> "subprocess.Popen[str]":
         """One more `plan tune` on this study."""
-        words = [str(self.folder / "model"), *WORDS, "--storage", self.storage, "--store", str(self.store)]
-        known = {
-            **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
-            LOG: str(self.log),
-            "XDG_DATA_HOME": str(self.folder / "home"), "TMPDIR": str(self.folder), **environment,
-        }  # fmt: skip
         self.number += 1
         with self._said("out", self.number).open("w") as out, self._said("errors", self.number).open("w") as errors:
             process = subprocess.Popen(  # files: nobody reads a pipe while it is waited for, and a plan fills one
-                [sys.executable, "-P", __file__, "--tune", *words],
-                env=known, stdout=out, stderr=errors, text=True, cwd=self.folder,
+                [sys.executable, "-P", __file__, "--tune", *self._words()],
+                env=self._environment(environment), stdout=out, stderr=errors, text=True, cwd=self.folder,
             )  # fmt: skip
         self.running[process] = self.number
         return process
+
+    def run(self, **environment: str) -> tuple[int, str, str]:
+        """The command to its end, in a fork of this process, which has imported it: (exit code, stdout, stderr).
+
+        Only for rows that start no server and no thread: half the CPU seconds of a process of its own.
+        """
+        imports()
+        self.number += 1
+        out, errors = self._said("out", self.number), self._said("errors", self.number)
+        child = os.fork()
+        if child == 0:
+            code = 70
+            try:
+                os.environ.update(self._environment(environment))
+                os.chdir(self.folder)
+                for path, number in ((out, 1), (errors, 2)):
+                    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), number)
+                warnings.simplefilter("ignore")
+                code = tune(self._words())
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        return os.waitstatus_to_exitcode(status), out.read_text(), errors.read_text()
+
+    def _words(self) -> list[str]:
+        return [str(self.folder / "model"), *WORDS, "--storage", self.storage, "--store", str(self.store)]
+
+    def _environment(self, more: dict[str, str]) -> dict[str, str]:
+        return {
+            **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
+            LOG: str(self.log),
+            "XDG_DATA_HOME": str(self.folder / "home"), "TMPDIR": str(self.folder), **more,
+        }  # fmt: skip
 
     def _said(self, what: str, number: int) -> Path:
         return self.folder / f"{what}-{number}"
@@ -332,9 +391,18 @@ def judge(row: Row, one: Search, out: str, calm: Answer, *, same: bool) -> None:
         row.notes.append(f"{row.name}: lost {lost}, twice {twice}, wrong {wrong} in {one.folder.name}")
 
 
-def undisturbed(base: Path) -> tuple[Answer, float, int]:
+@cache
+def imports() -> None:
+    """What `Search.run`'s forks would import, each."""
+    for name in ("planner.cli.tune", "planner.app.tuning", "search.run", "search.optuna_samplers", "probes.executors"):
+        importlib.import_module(name)
+    for name in ("sqlalchemy.dialects.sqlite", "alembic.command", "optuna.storages._rdb.storage", "reports.terminal"):
+        importlib.import_module(name)
+
+
+def undisturbed(base: Path, storage: str | None = None) -> tuple[Answer, float, int]:
     """The answer that nothing disturbed, the seconds until its first probe, and how often it wrote."""
-    one = Search(base / "calm")
+    one = Search(base / "calm", storage)
     start = time.monotonic()
     process = one.start(**{FAULT_AT: "0"})
     one.wait_for("start", 1, process)
@@ -371,15 +439,15 @@ def killed(row: Row, one: Search, calm: Answer, start_s: float, most: int, dice:
         row.fault(f"exit code {code}: {errors.strip().splitlines()[-2:]}")
 
 
-def full_disk(row: Row, one: Search, number: int, calm: Answer) -> None:
-    """The disk is full at this write; what is called again has to give the undisturbed answer."""
-    code, out, errors = one.end(one.start(**{FAULT_AT: str(number)}))
+def refused(row: Row, one: Search, number: int, disk: str, calm: Answer) -> None:
+    """The disk takes nothing more from this write on; what is called again has to give the undisturbed answer."""
+    code, out, errors = one.run(**{FAULT_AT: str(number), FAULT: disk})
     row.kills += 1
     if code not in (0, 3):
         row.fault(f"at write {number}: exit code {code}: {errors.strip().splitlines()[-2:]}")
     if code != 0:
         row.resumes += 1
-        code, out, errors = one.end(one.start())
+        code, out, errors = one.run()
     if code == 0:
         judge(row, one, out, calm, same=True)
     else:
@@ -389,7 +457,7 @@ def full_disk(row: Row, one: Search, number: int, calm: Answer) -> None:
 def read_only_home(row: Row, one: Search, calm: Answer) -> None:
     """Home, data and cache cannot be written; study and store lie elsewhere."""
     nowhere = dict.fromkeys(("HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"), "/dev/null/x")
-    code, out, errors = one.end(one.start(**nowhere))
+    code, out, errors = one.run(**nowhere)
     row.kills += 1
     if code == 0:
         judge(row, one, out, calm, same=True)
@@ -538,9 +606,16 @@ def rows(options: argparse.Namespace, base: Path) -> Iterator[Row]:
 
         return record.each(name, study, lambda row, number: number < options.restarts)
 
-    def full(row: Row, number: int) -> None:
-        with search(row, number) as (one, _):
-            full_disk(row, one, number + 1, calm)
+    def sweep(name: str) -> Row:
+        disk, _, kind = name.partition(" disk")
+        num = undisturbed(base, f"sqlite:///{base}/calm.db")[2] if kind else writes
+
+        def study(row: Row, number: int) -> None:
+            storage = f"sqlite:///{base}/{disk}-{number}.db" if kind else None
+            with search(row, number, storage) as (one, _):
+                refused(row, one, 1 + number * options.every, disk, calm)
+
+        return record.each(name, study, lambda row, number: number * options.every < (options.writes or num))
 
     def read_only(row: Row, number: int) -> None:
         with search(row, number) as (one, _):
@@ -563,8 +638,9 @@ def rows(options: argparse.Namespace, base: Path) -> Iterator[Row]:
                 yield kills("grpc", lambda number: proxy.fresh(), same=False)
             if "proxy restarted" in wanted:
                 yield restarts("proxy restarted", proxy)
-    if "full disk" in wanted:
-        yield record.each("full disk", full, lambda row, number: number < (options.writes or writes))
+    for name in ROWS:
+        if " disk" in name and name in wanted:
+            yield sweep(name)
     if "read-only home" in wanted:
         yield record.each("read-only home", read_only, lambda row, number: number < 1)
 
@@ -574,6 +650,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=NUM_KILLS, help="over journal, SQLite, PostgreSQL and gRPC")
     parser.add_argument("--writes", type=int, default=0, help="only the first so many find the disk full")
+    parser.add_argument("--every", type=int, default=1, help="only every so many writes find it full (or read-only)")
     parser.add_argument("--restarts", type=int, default=5, help="of the database, and of the proxy")
     parser.add_argument("--only", action="append", default=[], choices=ROWS, help="a line; repeat for several")
     parser.add_argument("--record", type=Path, default=None, help="JSON lines of the studies; those in it stand")

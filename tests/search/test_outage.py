@@ -13,6 +13,7 @@ import pytest
 from optuna.exceptions import StorageInternalError
 from optuna.storages._cached_storage import _CachedStorage
 from optuna.trial import TrialState, create_trial
+from sqlalchemy.exc import OperationalError
 
 import search.outage
 from planner.errors import EnvironmentProblem, PlannerError, UsageError
@@ -201,13 +202,24 @@ def test_patience_is_bounded() -> None:
     assert "store of measurements" in caught.value.hint
 
 
-@pytest.mark.parametrize("error", [KeyError("no trial"), StorageInternalError("database or disk is full")])
-def test_what_waiting_does_not_mend_is_raised_at_once(error: Exception) -> None:
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (KeyError("no trial"), KeyError),
+        (StorageInternalError("database or disk is full"), EnvironmentProblem),
+        (OperationalError("UPDATE", {}, Exception("attempt to write a readonly database")), EnvironmentProblem),
+    ],
+)
+def test_what_waiting_does_not_mend_is_raised_at_once(error: Exception, raised: type[Exception]) -> None:
+    """Before: a full disk under SQLite was an internal error (exit 70) that spoke of values too long to commit."""
     said: list[str] = []
     storage = storage_with(away(1, error), said)
-    with pytest.raises(type(error)):
+    with pytest.raises(raised) as caught:
         storage.set_trial_user_attr(1, "evidence", "x")
     assert said == []
+    if isinstance(caught.value, EnvironmentProblem):
+        assert re.search("does not work: .*(disk is full|readonly database)", caught.value.message)
+        assert "store of measurements" in caught.value.hint
 
 
 def test_a_heartbeat_is_tried_once() -> None:
