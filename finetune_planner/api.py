@@ -349,7 +349,8 @@ def estimate(
         PlannerError: a name that is not known, or a setup that cannot exist.
     """
     from planner.cli.estimate import candidate_of
-    from planner.cli.wish import memory_and_headroom, resolve_gpu
+    from planner.cli.options import Memory
+    from planner.cli.wish import resolve_gpu
     from planner.interchange import asked_setup
     from planner.kernels import default_attention
     from planner.models.resolve import resolve_model
@@ -359,8 +360,9 @@ def estimate(
         raise UsageError("estimate answers for one GPU", hint="plan(MODEL, GPU, gpus=N), or plan estimate --gpus N")
     if "attention" not in setup:
         wanted = wanted.with_(attention=default_attention(spec))
-    found = candidate_of(spec, card, wanted, memory_gib, headroom, dry=dry_run)
-    return Estimate(found, spec, card, memory_and_headroom(card, memory_gib, headroom)[0])
+    memory = Memory(memory_gib=memory_gib, headroom=headroom)
+    found = candidate_of(spec, card, wanted, memory, dry=dry_run)
+    return Estimate(found, spec, card, memory.of(card)[0])
 
 
 def check(

@@ -10,6 +10,7 @@ from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES, Objective
 from planner.choices.packages import absent_packages
 from planner.choices.rollouts import Rollout
+from planner.cli.options import Lookup
 from planner.cli.wish import resolve_gpu
 from planner.cli.wishes import WishOptions
 from planner.errors import UsageError
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from planner.dataset import LengthChoice
     from planner.models.spec import ModelSpec
 
+HERE = Lookup()
+"""The catalogue and the cache before the hub."""
+
 
 def workload_for(
     model: str,
@@ -27,17 +31,14 @@ def workload_for(
     *,
     dataset: str | None = None,
     targets: Sequence[str] = (),
-    revision: str | None = None,
-    hub: bool = False,
+    lookup: Lookup = HERE,
 ) -> Workload:
     """The workload that the words mean; a local `dataset` decides what of length, packing and batch was left open.
 
     Raises:
         PlannerError: a name that is not known, or a wish that contradicts itself.
     """
-    from planner.models.resolve import resolve_model
-
-    spec = resolve_model(model, revision=revision, ask_hub=hub)
+    spec = lookup.model(model)
     card = resolve_gpu(gpu)
     wish = wish.on_links_of(gpu, card)
     aim = OBJECTIVES[wish.fixed().get("objective", (DEFAULT_OBJECTIVE,))[0]]

@@ -21,10 +21,8 @@ def compare_adapters(
     global_batch: options.GlobalBatch = None,
     *,
     space: SpaceOptions,
-    memory_gib: options.MemoryGib = None,
-    headroom: options.Headroom = None,
-    revision: options.Revision = None,
-    hub: options.AskHub = False,
+    memory: options.Memory,
+    lookup: options.Lookup,
     out: Annotated[Path | None, typer.Option("--out", help="Write the table to this directory.")] = None,
     as_json: options.Json = False,
 ) -> None:
@@ -33,7 +31,6 @@ def compare_adapters(
     Formula rung: plan MODEL --gpu GPU --adapter KIND then plans one of them and dry-runs it.
     """
     from planner.decision.kinds import compare_kinds
-    from planner.models.resolve import resolve_model
     from planner.plan import NoPlan
     from planner.planning import plan_workload
     from reports.adapters import adapters_json, adapters_markdown, render_adapters
@@ -45,9 +42,9 @@ def compare_adapters(
         raise UsageError("compare-adapters compares adapters, got --method full", hint="use --method lora or qlora")
     card = resolve_gpu(gpu)
     wish = workload(
-        resolve_model(model, revision=revision, ask_hub=hub), card,
+        lookup.model(model), card,
         fixed={"method": ("lora", "qlora"), **fixed}, seq_len=seq_len, global_batch=global_batch,
-        memory_gib=memory_gib, headroom_gib=headroom,
+        memory_gib=memory.memory_gib, headroom_gib=memory.headroom,
     )  # fmt: skip
     plan = plan_workload(wish)
     if isinstance(plan, NoPlan):

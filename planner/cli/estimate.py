@@ -13,7 +13,7 @@ from planner.cli.completion import complete_gpu, complete_model
 from planner.cli.flags import takes_options
 from planner.cli.output import console, json_text, print_json
 from planner.cli.setups import AnySetupOptions
-from planner.cli.wish import memory_and_headroom, resolve_gpu
+from planner.cli.wish import resolve_gpu
 from planner.cluster import Cluster
 from planner.errors import ConfigError, PlannerError, UsageError
 from planner.gpu import GpuSpec
@@ -38,81 +38,72 @@ def estimate(
     *,
     one: AnySetupOptions,
     setups: Annotated[Path | None, typer.Option("--setups", help="JSON lines, one setup each ('-': stdin).")] = None,
-    nodes: spread.Nodes = None,
-    interconnect: spread.Interconnect = None,
-    memory_gib: options.MemoryGib = None,
-    headroom: options.Headroom = None,
+    links: spread.Links,
+    memory: options.Memory,
     no_dry_run: options.NoDryRun = False,
     full_depth: Annotated[
         bool, typer.Option("--full-depth", help="Dry run every layer instead of truncating.")
     ] = False,
-    revision: options.Revision = None,
-    hub: options.AskHub = False,
+    lookup: options.Lookup,
     as_json: options.Json = False,
 ) -> None:
     """Memory and speed of one setup: formula beside dry run."""
     if setups is not None:
         if model is not None:
             raise UsageError("--setups names the models itself", hint="leave MODEL out, or leave --setups out")
-        _many(setups, memory_gib, headroom, dry=not no_dry_run, as_json=as_json)
+        _many(setups, memory, dry=not no_dry_run, as_json=as_json)
         return
     if model is None or gpu is None:
         raise UsageError(
             "plan estimate needs MODEL and --gpu, or --setups FILE", hint="plan estimate MODEL --gpu rtx-4090"
         )
     setup = asked_setup(one.values())
-    spec, card = _resolve(model, gpu, revision, hub)
+    spec, card = _resolve(model, gpu, lookup)
     if one.attention is None:
         setup = setup.with_(attention=default_attention(spec))
-    cluster = spread.cluster_of(card, setup.num_gpus, nodes, interconnect)
-    result = candidate_of(spec, card, setup, memory_gib, headroom, dry=False, cluster=cluster)
+    cluster = spread.cluster_of(card, setup.num_gpus, links.nodes, links.interconnect)
+    result = candidate_of(spec, card, setup, memory, dry=False, cluster=cluster)
     if not no_dry_run:
         from planner.app.climb import with_dry_run
 
-        result = with_dry_run(
-            result,
-            spec,
-            card,
-            full_depth=full_depth,
-            memory_bytes=memory_and_headroom(card, memory_gib, headroom)[0],
-        )
+        result = with_dry_run(result, spec, card, full_depth=full_depth, memory_bytes=memory.of(card)[0])
     if as_json:
         from reports.plan_json import candidate_to_dict
 
         document = candidate_to_dict(result, spec.model_id, card.key, detail=True)
         print_json(document | ({} if cluster is None else {"cluster": cluster_to_dict(cluster)}))
     else:
-        from reports.terminal import render_estimate
+        _show(result, spec, card, cluster, memory.of(card)[0])
 
-        memory, _ = memory_and_headroom(card, memory_gib, headroom)
-        notes: tuple[str, ...] = ()
-        if cluster is not None:
-            from planner.planning import cluster_notes
 
-            notes = cluster_notes(cluster)
-        enough: tuple[str, ...] | None = None
-        if not result.fits:
-            from planner.check import enough_alone
-            from planner.cli.checking import predictor
+def _show(result: Candidate, spec: ModelSpec, card: GpuSpec, cluster: Cluster | None, memory_bytes: int) -> None:
+    """The estimate for a person, with what alone would be enough where it does not fit."""
+    from reports.terminal import render_estimate
 
-            enough = enough_alone(setup, spec, card, result.budget_bytes, predictor(spec, card, cluster))
-        render_estimate(result, spec, card, console(), memory_bytes=memory, notes=notes, enough=enough)
+    notes: tuple[str, ...] = ()
+    if cluster is not None:
+        from planner.planning import cluster_notes
+
+        notes = cluster_notes(cluster)
+    enough: tuple[str, ...] | None = None
+    if not result.fits:
+        from planner.check import enough_alone
+        from planner.cli.checking import predictor
+
+        enough = enough_alone(result.setup, spec, card, result.budget_bytes, predictor(spec, card, cluster))
+    render_estimate(result, spec, card, console(), memory_bytes=memory_bytes, notes=notes, enough=enough)
 
 
 @lru_cache(maxsize=64)
-def _resolve(model: str, gpu: str, revision: str | None = None, hub: bool = False) -> tuple[ModelSpec, GpuSpec]:
-    from planner.models.resolve import resolve_model
-
-    spec = resolve_model(model, revision=revision, ask_hub=hub)
-    return spec, resolve_gpu(gpu)
+def _resolve(model: str, gpu: str, lookup: options.Lookup) -> tuple[ModelSpec, GpuSpec]:
+    return lookup.model(model), resolve_gpu(gpu)
 
 
 def candidate_of(
     spec: ModelSpec,
     card: GpuSpec,
     setup: TrainSetup,
-    memory_gib: float | None,
-    headroom: float | None,
+    limits: options.Memory,
     *,
     dry: bool,
     cluster: Cluster | None = None,
@@ -124,7 +115,7 @@ def candidate_of(
     """
     from planner.predict import predict
 
-    memory, reserve = memory_and_headroom(card, memory_gib, headroom)
+    memory, reserve = limits.of(card)
     spread.check_vendor(card, setup.num_gpus)
     refused = why_not_run(spec, setup)
     if refused:
@@ -152,15 +143,15 @@ def why_not_run(model: ModelSpec, setup: TrainSetup) -> str:
     return why_not(model, setup)
 
 
-def _many(path: Path, memory_gib: float | None, headroom: float | None, *, dry: bool, as_json: bool) -> None:
+def _many(path: Path, memory: options.Memory, *, dry: bool, as_json: bool) -> None:
     """One JSON line out per line in, in order; a bad line gives an "error" line and the rest goes on."""
     from reports.plan_json import candidate_to_dict
 
     for number, line in _lines(path):
         try:
             model, gpu, setup = parse_line(line)
-            spec, card = _resolve(model, gpu)
-            result = candidate_of(spec, card, setup, memory_gib, headroom, dry=dry)
+            spec, card = _resolve(model, gpu, options.Lookup())
+            result = candidate_of(spec, card, setup, memory, dry=dry)
             answer: Mapping[str, Any] = candidate_to_dict(result, spec.model_id, card.key)
         except PlannerError as error:
             answer = {"error": error.message, "hint": error.hint, "line": number}

@@ -24,34 +24,54 @@ MAX_CARDS = 6
 """Cards that an inexact name may mean and that are all answered for."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class FileOptions:
+    """What is written of a plan, and where."""
+
+    out: Annotated[Path | None, typer.Option("--out", help="Directory for plan.json, report.md, launch files.")] = None
+    target: Annotated[
+        list[str] | None,
+        typer.Option("--target", help="Plan what this target can run; repeatable. Default: files for all."),
+    ] = None
+    force: Annotated[
+        bool, typer.Option("--force", help="Write launch files that are predicted to run out of memory too.")
+    ] = False
+    verify: Annotated[
+        list[str] | None,
+        typer.Option("--verify", help="Trace this target's launch file with its own tool; repeatable. Needs --out."),
+    ] = None
+    dataset: Annotated[str | None, typer.Option("--dataset", help="Hub id or local file for the launch files.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions:
+    """What is shown of a plan beside the answer."""
+
+    why: Annotated[bool, typer.Option("--why", help="Show the decision tree with the bytes that decided.")] = False
+    memory: Annotated[bool, typer.Option("--memory", help="Show every term of memory.")] = False
+    everything: Annotated[bool, typer.Option("--all", help="Show everything: tree, terms, notes.")] = False
+
+    @property
+    def names(self) -> frozenset[str]:
+        """As the reports call it."""
+        wanted = {"why": self.why, "memory": self.memory, "all": self.everything}
+        return frozenset(name for name, on in wanted.items() if on)
+
+
 @takes_options
 def make(
     model: options.Model,
     gpu: options.Gpu,
+    *,
     wish: WishOptions,
-    out: Annotated[Path | None, typer.Option("--out", help="Directory for plan.json, report.md, launch files.")] = None,
-    target: Annotated[
-        list[str] | None,
-        typer.Option("--target", help="Plan what this target can run; repeatable. Default: files for all."),
-    ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Write launch files that are predicted to run out of memory too.")
-    ] = False,
-    verify: Annotated[
-        list[str] | None,
-        typer.Option("--verify", help="Trace this target's launch file with its own tool; repeatable. Needs --out."),
-    ] = None,
-    dataset: Annotated[str | None, typer.Option("--dataset", help="Hub id or local file for the launch files.")] = None,
+    files: FileOptions,
     no_dry_run: options.NoDryRun = False,
     no_history: Annotated[
         bool, typer.Option("--no-history", help="Leave out what was measured on this GPU before.")
     ] = False,
     no_probe: Annotated[bool, typer.Option("--no-probe", help="No GPU probes, even with --gpu local.")] = False,
-    revision: options.Revision = None,
-    hub: options.AskHub = False,
-    why: Annotated[bool, typer.Option("--why", help="Show the decision tree with the bytes that decided.")] = False,
-    memory: Annotated[bool, typer.Option("--memory", help="Show every term of memory.")] = False,
-    everything: Annotated[bool, typer.Option("--all", help="Show everything: tree, terms, notes.")] = False,
+    lookup: options.Lookup,
+    show: ShowOptions,
     as_json: options.Json = False,
 ) -> None:
     """Plan MODEL on a GPU, or on several: the fastest setup that fits, why, and what stands beside it."""
@@ -61,19 +81,20 @@ def make(
     from planner.plan import NoPlan, Plan
 
     wish.fixed()  # what the flags alone contradict is said before anything is looked up
-    check_launch_words(target, dataset, out)
-    if verify:
-        if out is None or wish.gpus not in (None, 1):
+    check_launch_words(files.target, files.dataset, files.out)
+    if files.verify:
+        if files.out is None or wish.gpus not in (None, 1):
             raise UsageError("--verify traces a launch file of one GPU", hint="add --out DIR, leave --gpus out")
         from planner.cli.verify import check_tools
 
-        check_tools(known_targets(verify))
-    names = known_targets(target) if target else ()
+        check_tools(known_targets(files.verify))
+    names = known_targets(files.target) if files.target else ()
+    asked_for = partial(workload_for, model, wish=wish, dataset=files.dataset, targets=names)
     try:
-        asked = workload_for(model, gpu, wish, dataset=dataset, targets=names, revision=revision, hub=hub)
+        asked = asked_for(gpu=gpu, lookup=lookup)
     except UnknownGpuError as error:
         if 1 < len(error.could_be) <= MAX_CARDS and not as_json:
-            _answer_each(error.could_be, lambda card: workload_for(model, card, wish, dataset=dataset, targets=names))
+            _answer_each(error.could_be, lambda card: asked_for(gpu=card))
         raise
     plan = answered(asked, dry_run=not no_dry_run, history=not no_history)
     if isinstance(plan, Plan) and gpu.lower() == "local" and not no_probe:
@@ -81,22 +102,20 @@ def make(
 
         plan = climb_probe(plan)
     written = _Written(plan)
-    if out is not None:
-        _write(written, out, target, dataset, _command(model, gpu), force=force, verify=verify)
-        plan = written.plan
+    if files.out is not None:
+        _write(written, files, files.out, _command(model, gpu))
     if as_json:
         from reports.plan_json import plan_to_dict
 
-        print_json(plan_to_dict(plan))
+        print_json(plan_to_dict(written.plan))
         print("\n".join(written.said), end="\n" * bool(written.said), file=sys.stderr)
     else:
-        asked_for = {"why": why, "memory": memory, "all": everything}
-        _show(written, frozenset(name for name, wanted in asked_for.items() if wanted))
+        _show(written, show.names)
     if written.problem is not None:
         raise written.problem
     missing = [launch.target for launch in written.launches if launch.refused]
-    refuted = not isinstance(plan, NoPlan) and not plan.chosen.fits
-    if isinstance(plan, NoPlan) or refuted or (missing and (target or len(missing) == len(written.launches))):
+    refuted = isinstance(written.plan, NoPlan) or not written.plan.chosen.fits
+    if refuted or (missing and (files.target or len(missing) == len(written.launches))):
         raise typer.Exit(EXIT_NOTHING_FITS)
 
 
@@ -116,25 +135,18 @@ class _Written:
     problem: EnvironmentProblem | None = None
 
 
-def _write(
-    written: _Written,
-    folder: Path,
-    target: list[str] | None,
-    dataset: str | None,
-    command: list[str],
-    *,
-    force: bool,
-    verify: list[str] | None,
-) -> None:
-    """The plan's directory; with `verify` its launch files are traced and written anew with what came of it."""
+def _write(written: _Written, files: FileOptions, folder: Path, command: list[str]) -> None:
+    """The plan's directory; with `--verify` its launch files are traced and written anew with what came of it."""
     from planner.app.climb import chosen_timeline
     from planner.cli.writing import launch_sentences, next_command, write_out
     from planner.plan import NoPlan
 
     timeline = chosen_timeline(written.plan)
     write = partial(
-        write_out, folder=folder, targets=target, dataset=dataset, command=command, timeline=timeline, force=force
-    )
+        write_out, folder=folder, targets=files.target, dataset=files.dataset, command=command, timeline=timeline,
+        force=files.force,
+    )  # fmt: skip
+    verify = files.verify
     try:
         written.launches = write(written.plan)
         if verify and not isinstance(written.plan, NoPlan):
@@ -144,7 +156,7 @@ def _write(
             written.plan = with_trace(written.plan, found)
             written.launches = write(written.plan, traces=found)
             withdraw(before, written.launches, folder)
-        written.said = launch_sentences(written.launches, named=bool(target))
+        written.said = launch_sentences(written.launches, named=bool(files.target))
         written.following = next_command(written.launches, folder)
         if verify:
             from planner.cli.verify import sentences

@@ -1,7 +1,7 @@
 """Option declarations that several commands share, and their way into setup fields."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,8 +12,12 @@ from planner.choices.objectives import OBJECTIVES
 from planner.choices.packages import PACKAGED
 from planner.choices.rollouts import GENERATORS, Rollout
 from planner.cli.completion import complete_gpu, complete_model
-from planner.cli.wish import DEFAULT_SEQ_LEN, choices, parse_targets, positive
+from planner.cli.wish import DEFAULT_SEQ_LEN, choices, memory_and_headroom, positive
 from planner.errors import UsageError
+from planner.gpu import GpuSpec
+
+if TYPE_CHECKING:
+    from planner.models.spec import ModelSpec
 
 Model = Annotated[
     str,
@@ -84,18 +88,43 @@ NoExtraPackages = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, nothing else there.")]
 NoDryRun = Annotated[bool, typer.Option("--no-dry-run", help="Formula only: no torch is needed.")]
-Revision = Annotated[str | None, typer.Option("--revision", help="Hub revision; asks the hub first.")]
-AskHub = Annotated[bool, typer.Option("--hub", help="Ask the hub before the catalogue and the cache.")]
 
-_CHOICES = {
+CHOICES = {
     "method": fields.METHODS,
+    "optimizer": fields.OPTIMIZERS,
     "precision": fields.PRECISIONS,
     "quantization": fields.QUANTIZATIONS,
-    "optimizer": fields.OPTIMIZERS,
     "attention": fields.ATTENTIONS,
     "loss": fields.LOSSES,
     "kernels": fields.KERNEL_FAMILIES,
 }
+"""Repeatable options -> the values that each may have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lookup:
+    """Where a model's configuration is looked for."""
+
+    revision: Annotated[str | None, typer.Option("--revision", help="Hub revision; asks the hub first.")] = None
+    hub: Annotated[bool, typer.Option("--hub", help="Ask the hub before the catalogue and the cache.")] = False
+
+    def model(self, name: str) -> "ModelSpec":
+        """The model that the word means."""
+        from planner.models.resolve import resolve_model
+
+        return resolve_model(name, revision=self.revision, ask_hub=self.hub)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What of a card's memory may be used."""
+
+    memory_gib: MemoryGib = None
+    headroom: Headroom = None
+
+    def of(self, card: GpuSpec) -> tuple[int, int]:
+        """(usable, reserved) in bytes."""
+        return memory_and_headroom(card, self.memory_gib, self.headroom)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,64 +218,6 @@ def objective_fields(objective: str | None, *, packing: bool | None, num_gpus: i
     return {"objective": (row.name,)}
 
 
-def fixed_fields(
-    *,
-    targets: str | None,
-    rank: int | None,
-    checkpointing: int | None,
-    packing: bool | None,
-    no_extra_packages: bool = False,
-    activation_offload: bool | None = None,
-    adapter: str | None = None,
-    quantize_experts: bool | None = None,
-    selective_checkpointing: bool | None = None,
-    compiled: bool | None = None,
-    **repeatable: list[str] | None,
-) -> dict[str, tuple[Any, ...]]:
-    """Setup fields that the user decided, each with its allowed values.
-
-    A quantization other than none means QLoRA unless a method was given; a rank or targets rule full fine-tuning out.
-
-    Raises:
-        UsageError: an unknown value, or flags that contradict each other.
-    """
-    fixed: dict[str, tuple[Any, ...]] = {}
-    for name, values in repeatable.items():
-        if values:
-            fixed[name] = choices(name, values, _CHOICES[name])
-    if rank is not None:
-        fixed["lora_rank"] = (positive("rank", rank, maximum=65_536),)
-    if targets is not None:
-        fixed["lora_targets"] = (parse_targets(targets),)
-    if checkpointing is not None:
-        fixed["checkpointing"] = (checkpointing,)
-    if packing is not None:
-        fixed["packing"] = (packing,)
-    if adapter is not None:
-        fixed["adapter"] = (adapter_kind(adapter),)
-    if activation_offload is not None:
-        fixed["activation_offload"] = (activation_offload,)
-    if compiled is not None:
-        fixed["compile"] = (compiled,)
-    if selective_checkpointing is not None:
-        fixed["selective_checkpointing"] = (selective_checkpointing,)
-    if quantize_experts is not None:
-        fixed["quantize_experts"] = (quantize_experts,)
-    if no_extra_packages:
-        _without_packages(fixed)
-    adapters_only = rank is not None or targets is not None or adapter is not None
-    if adapters_only and fixed.get("method") == ("full",):
-        flag = "--rank" if rank is not None else "--targets" if targets is not None else "--adapter"
-        raise UsageError(f"{flag} has no meaning with --method full", hint=f"leave {flag} out, or use --method lora")
-    if "method" not in fixed:
-        quantized = [value for value in fixed.get("quantization", ()) if value != "none"]
-        if quantized and "none" not in fixed["quantization"]:
-            fixed["method"] = ("qlora",)
-        elif adapters_only:
-            fixed["method"] = ("lora", "qlora")
-    return fixed
-
-
 def adapter_kind(name: str) -> str:
     """The name of a kind of adapter.
 
@@ -258,7 +229,7 @@ def adapter_kind(name: str) -> str:
     return str(choices("adapter", (name,), fields.ADAPTER_KINDS)[0])
 
 
-def _without_packages(fixed: dict[str, tuple[Any, ...]]) -> None:
+def without_packages(fixed: dict[str, tuple[Any, ...]]) -> None:
     """Keeps of the fields' values those that need no further package.
 
     Raises:

@@ -1,6 +1,6 @@
 """`plan probe`: measure one setup on a GPU. `plan confirm`: hold a written plan to its promise at full depth."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +25,28 @@ Limit = Annotated[float, typer.Option("--limit", help="Seconds one probe may tak
 MeasureSeconds = Annotated[float, typer.Option("--measure-seconds", help="Cap on the timed steps of one depth.")]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProbeOptions:
+    """How one setup is measured."""
+
+    full_depth: Annotated[bool, typer.Option("--full-depth", help="Run every layer instead of two depths.")] = False
+    memory_gib: Annotated[
+        float | None, typer.Option("--memory-gib", help="Let this card stand in for one with that much (GiB).")
+    ] = None
+    limit: Limit = 180.0
+    measure_seconds: MeasureSeconds = 20.0
+    store: probing.StorePath = None
+    again: Annotated[bool, typer.Option("--again", help="Measure even if the store knows the answer.")] = False
+    slurm: probing.Slurm = None
+    partition: probing.Partition = None
+
+    def devices(self, device: str | None, num_gpus: int) -> tuple[str, ...]:
+        """What it runs on: this machine's, or the first of the one that Slurm gives."""
+        if self.slurm is not None:
+            return machine.pick_devices(device or "cuda:0")
+        return machine.job_devices(device, num_gpus)
+
+
 @takes_options
 def probe(
     model: Annotated[str, typer.Argument(help="Hub id, directory or catalogue name.", show_default=False)],
@@ -32,49 +54,37 @@ def probe(
     device: probing.Device = None,
     *,
     one: SetupOptions,
-    full_depth: Annotated[bool, typer.Option("--full-depth", help="Run every layer instead of two depths.")] = False,
-    memory_gib: Annotated[
-        float | None, typer.Option("--memory-gib", help="Let this card stand in for one with that much (GiB).")
-    ] = None,
-    limit: Limit = 180.0,
-    measure_seconds: MeasureSeconds = 20.0,
-    store: probing.StorePath = None,
-    again: Annotated[bool, typer.Option("--again", help="Measure even if the store knows the answer.")] = False,
-    slurm: probing.Slurm = None,
-    partition: probing.Partition = None,
-    revision: options.Revision = None,
-    hub: options.AskHub = False,
+    how: ProbeOptions,
+    lookup: options.Lookup,
     as_json: options.Json = False,
 ) -> int:
     """Measure memory and speed of one setup in a child process (under torchrun with --gpus); random weights, nothing is
     downloaded."""
     setup = setup_from_dict(one.values())
 
-    from planner.models.resolve import resolve_model
     from probes.evaluate import Prober
     from probes.request import Limits
 
     line = ProgressLine()
     line.say(f"reading the configuration of {model}")
-    spec = resolve_model(model, revision=revision, ask_hub=hub)
-    devices = (
-        machine.pick_devices(device or "cuda:0") if slurm is not None else machine.job_devices(device, setup.num_gpus)
-    )
-    card = machine.gpu_of(gpu, devices[0]) if slurm is None or gpu else None
-    limits = Limits(time_s=limit, measure_s=measure_seconds, **_memory_limit(memory_gib, devices[0], card))
+    spec = lookup.model(model)
+    devices = how.devices(device, setup.num_gpus)
+    card = machine.gpu_of(gpu, devices[0]) if how.slurm is None or gpu else None
+    memory = _memory_limit(how.memory_gib, devices[0], card)
+    limits = Limits(time_s=how.limit, measure_s=how.measure_seconds, **memory)
     ranks = f"{setup.num_gpus} ranks on " if setup.num_gpus > 1 else ""
-    line.say(f"starting {ranks}{devices[0] if len(devices) == 1 else ', '.join(devices)}, at most {limit:g} s")
-    with machine.executor_for(devices, slurm=slurm, partition=partition, on_progress=line.event) as executor:
+    line.say(f"starting {ranks}{devices[0] if len(devices) == 1 else ', '.join(devices)}, at most {how.limit:g} s")
+    with machine.executor_for(devices, slurm=how.slurm, partition=how.partition, on_progress=line.event) as executor:
         prober = Prober(
             model=spec,
             gpu=card,
             executor=executor,
-            store=machine.open_store(store),
+            store=machine.open_store(how.store),
             device=devices[0],
             limits=limits,
-            depths=(0,) if full_depth else (),
+            depths=(0,) if how.full_depth else (),
         )
-        known = None if again else prober.stored(setup)
+        known = None if how.again else prober.stored(setup)
         outcome = known or prober.finish(setup, prober.submit(setup))
     line.close()
     if as_json:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -76,23 +77,44 @@ def compare(
     return 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class TableOptions:
+    """Which cards are shown, and in which order."""
+
+    vendor: Annotated[str | None, typer.Option("--vendor", help="Only cards of this maker.")] = None
+    sort: Annotated[str, typer.Option("--sort", help="size (smallest that fits first), speed or cost.")] = "size"
+    fitting: Annotated[bool, typer.Option("--fitting", help="Leave out cards that do not fit.")] = False
+
+    def cards(self) -> "list[GpuSpec]":
+        """The cards.
+
+        Raises:
+            UsageError: no such order, or no such maker.
+        """
+        from planner.gpus import all_gpus
+        from reports.which_gpu import SORTS
+
+        if self.sort not in SORTS:
+            raise UsageError(f"--sort must be one of {', '.join(SORTS)}; got {self.sort!r}", hint="use --sort size")
+        cards = [one for one in all_gpus() if self.vendor is None or one.vendor.lower() == self.vendor.lower()]
+        if not cards:
+            known = ", ".join(sorted({card.vendor for card in all_gpus()}))
+            raise UsageError(f"no card of {self.vendor!r} in the GPU table", hint=f"makers: {known}")
+        return cards
+
+
 @takes_options
 def which_gpu(
     model: options.Model,
-    gpus: spread.Gpus = None,
-    nodes: spread.Nodes = None,
-    interconnect: spread.Interconnect = None,
+    *,
+    gathering: spread.Gathering,
     seq_len: options.SeqLen = None,
     global_batch: Annotated[int | None, typer.Option("--global-batch", help="Sequences per optimizer step.")] = None,
-    *,
     space: SpaceOptions,
     headroom: options.Headroom = None,
-    vendor: Annotated[str | None, typer.Option("--vendor", help="Only cards of this maker.")] = None,
-    sort: Annotated[str, typer.Option("--sort", help="size (smallest that fits first), speed or cost.")] = "size",
-    fitting: Annotated[bool, typer.Option("--fitting", help="Leave out cards that do not fit.")] = False,
+    table: TableOptions,
     out: Out = None,
-    revision: options.Revision = None,
-    hub: options.AskHub = False,
+    lookup: options.Lookup,
     as_json: options.Json = False,
 ) -> None:
     """Rank the GPU table for MODEL by tokens/s and by cost per million tokens, smallest card that fits first.
@@ -100,39 +122,27 @@ def which_gpu(
     Formula rung: plan MODEL --gpu GPU then looks closer at one card. With --gpus every card stands for so many of them,
     over a coarse choice of setups (DDP and FSDP2).
     """
-    from planner.gpus import all_gpus
-    from planner.models.resolve import resolve_model
-    from reports.which_gpu import SORTS, rank_gpus, render_which_gpu, which_gpu_markdown
+    from reports.which_gpu import rank_gpus, render_which_gpu, which_gpu_markdown
 
-    if sort not in SORTS:
-        raise UsageError(f"--sort must be one of {', '.join(SORTS)}; got {sort!r}", hint="use --sort size")
-    cards = [card for card in all_gpus() if vendor is None or card.vendor.lower() == vendor.lower()]
-    if not cards:
-        known = ", ".join(sorted({card.vendor for card in all_gpus()}))
-        raise UsageError(f"no card of {vendor!r} in the GPU table", hint=f"makers: {known}")
+    cards = table.cards()
     fixed = space.fixed()
-    spec = resolve_model(model, revision=revision, ask_hub=hub)
-    num_gpus = positive("gpus", gpus, maximum=spread.MAX_GPUS) or 1
-    if num_gpus > 1:
+    spec = lookup.model(model)
+    if (positive("gpus", gathering.gpus, maximum=spread.MAX_GPUS) or 1) > 1:
         from planner.decision.clusters import COARSE, COARSE_SPREADS
 
         coarse = {name: COARSE[name] for name in ("optimizer", "loss", "checkpointing", "kbit_fp32_cast")}
         fixed = {**coarse, "parallel": COARSE_SPREADS, **fixed}
-
-    def cluster(card: "GpuSpec") -> "Cluster | None":
-        return spread.cluster_of(card, num_gpus, nodes, interconnect)
-
     answers = _plans(
         spec,
         cards,
         fixed,
-        cluster,
+        gathering.of,
         seq_len=seq_len,
         global_batch=global_batch,
         headroom_gib=headroom,
         charts=out is not None,
     )
-    choices = rank_gpus(answers, sort=sort)
+    choices = rank_gpus(answers, sort=table.sort)
     if out is not None:
         from reports.html import Entry
 
@@ -141,7 +151,7 @@ def which_gpu(
     if as_json:
         print_json([_choice_json(one) for one in choices])
     else:
-        render_which_gpu(choices, console(), only_fitting=fitting)
+        render_which_gpu(choices, console(), only_fitting=table.fitting)
     if not any(one.fits for one in choices):
         raise typer.Exit(EXIT_NOTHING_FITS)
 

@@ -1,6 +1,7 @@
 """Options for several GPUs, and their way into a `Cluster` and into setup fields."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,6 +27,29 @@ Interconnect = Annotated[
         help="Within a node nvlink or pcie; between nodes ib-400, ethernet-25, ...; both joined: pcie+ethernet-25.",
     ),
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """How the GPUs of a job are linked."""
+
+    nodes: Nodes = None
+    interconnect: Interconnect = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathering:
+    """The GPUs of a job and their links."""
+
+    gpus: Gpus = None
+    nodes: Nodes = None
+    interconnect: Interconnect = None
+
+    def of(self, card: GpuSpec) -> "Cluster | None":
+        """The cluster of such cards, None for one."""
+        return cluster_of(card, self.gpus, self.nodes, self.interconnect)
+
+
 Parallels = Annotated[list[str] | None, typer.Option("--parallel", help="/".join(PARALLELS) + "; repeatable.")]
 Parallel = Annotated[str | None, typer.Option("--parallel", help="/".join(PARALLELS) + ".")]
 TensorDegrees = Annotated[

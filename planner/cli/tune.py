@@ -1,8 +1,8 @@
 """`plan tune`: search with GPU probes for the fastest setup that fits."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,30 +18,47 @@ from planner.errors import EXIT_NOTHING_FITS
 from planner.plan import NoPlan, Plan
 from planner.workload import Workload
 
+if TYPE_CHECKING:
+    from search.stopping import Budget
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """What is searched for, how, and how long."""
+
+    goal: Annotated[str, typer.Option("--goal", help="What is best: tokens, cost or memory.")] = "tokens"
+    budget: Annotated[str, typer.Option("--budget", help="Stop after this long: 5m, 90s, 1.5h.")] = "5m"
+    max_probes: Annotated[int, typer.Option("--max-probes", help="Stop after this many probes.")] = DEFAULT_PROBES
+    sampler: Annotated[str, typer.Option("--sampler", help="residual (ours), tpe, gp, random or grid.")] = "residual"
+    storage: Annotated[
+        str | None,
+        typer.Option("--storage", help="Study: a directory, or sqlite://, postgresql://, mysql://, grpc://."),
+    ] = None
+    study: Annotated[
+        str | None,
+        typer.Option("--study", help="Name of the study: workers that share it work together. Default: plan."),
+    ] = None
+
+    def limits(self) -> "Budget":
+        """When it stops."""
+        from planner.cli.campaign import parse_budget
+        from search.stopping import Budget
+
+        return Budget(max_probes=positive("max-probes", self.max_probes), seconds=parse_budget(self.budget))
+
 
 @takes_options
 def tune(
     model: options.Model,
+    *,
     wish: WishOptions,
     gpu: Annotated[str, typer.Option("--gpu", help="Table row of this machine's GPU, or 'local'.")] = "local",
-    goal: Annotated[str, typer.Option("--goal", help="What is best: tokens, cost or memory.")] = "tokens",
-    budget: Annotated[str, typer.Option("--budget", help="Stop after this long: 5m, 90s, 1.5h.")] = "5m",
-    max_probes: Annotated[int, typer.Option("--max-probes", help="Stop after this many probes.")] = DEFAULT_PROBES,
-    sampler: Annotated[str, typer.Option("--sampler", help="residual (ours), tpe, gp, random or grid.")] = "residual",
-    storage: Annotated[
-        str | None,
-        typer.Option("--storage", help="Study: a directory, or sqlite://, postgresql://, mysql://, grpc://."),
-    ] = None,
-    study: Annotated[
-        str | None,
-        typer.Option("--study", help="Name of the study: workers that share it work together. Default: plan."),
-    ] = None,
+    how: SearchOptions,
     out: Annotated[Path | None, typer.Option("--out", help="Directory for the study and the plan's files.")] = None,
     no_dry_run: options.NoDryRun = False,
     device: probing.Device = None,
     store: probing.StorePath = None,
-    revision: options.Revision = None,
-    hub: options.AskHub = False,
+    lookup: options.Lookup,
     as_json: options.Json = False,
 ) -> None:
     """Search with GPU probes for the fastest setup that fits, on one GPU of this machine or on several (--gpus).
@@ -49,19 +66,15 @@ def tune(
     Call it again to go on where it stopped.
     """
     needs_search()
-    from planner.cli.campaign import parse_budget
-    from planner.cli.output import console, print_json
-    from planner.models.resolve import resolve_model
     from planner.planning import plan_workload
-    from search.stopping import Budget
 
     wish.fixed()  # what the flags alone contradict is said before anything is looked up
-    limits = Budget(max_probes=positive("max-probes", max_probes), seconds=parse_budget(budget))
+    limits = how.limits()
     line = ProgressLine()
     line.say(f"planning {model} by the formula")
-    spec = resolve_model(model, revision=revision, ask_hub=hub)
+    spec = lookup.model(model)
     card = resolve_gpu(gpu)
-    asked = wish.on_links_of(gpu, card).workload(spec, card, objective=goal)
+    asked = wish.on_links_of(gpu, card).workload(spec, card, objective=how.goal)
     asked = replace(asked, absent_packages=absent_packages())
     on_this_machine(asked)
     plan = plan_workload(asked)
@@ -70,9 +83,9 @@ def tune(
         plan = tune_plan(
             plan,
             budget=limits,
-            sampler=sampler,
-            storage=storage if storage is not None else (str(out) if out is not None else None),
-            study=study,
+            sampler=how.sampler,
+            storage=how.storage if how.storage is not None else (str(out) if out is not None else None),
+            study=how.study,
             dry_run=not no_dry_run,
             device=device,
             store=store,
@@ -81,19 +94,22 @@ def tune(
         from planner.cli.writing import write_out
 
         write_out(plan, out, targets=None, dataset=None, command=["tune", *_job(model, gpu, asked)])
-    if as_json:
-        from reports.plan_json import plan_to_dict
-
-        print_json(plan_to_dict(plan))
-    else:
-        from reports.terminal import render_no_plan, render_plan
-
-        if isinstance(plan, NoPlan):
-            render_no_plan(plan, console())
-        else:
-            render_plan(plan, console())
+    _show(plan, as_json=as_json)
     if isinstance(plan, NoPlan):
         raise typer.Exit(EXIT_NOTHING_FITS)
+
+
+def _show(plan: Plan | NoPlan, *, as_json: bool) -> None:
+    from planner.cli.output import console, print_json
+    from reports.plan_json import plan_to_dict
+    from reports.terminal import render_no_plan, render_plan
+
+    if as_json:
+        print_json(plan_to_dict(plan))
+    elif isinstance(plan, NoPlan):
+        render_no_plan(plan, console())
+    else:
+        render_plan(plan, console())
 
 
 def _job(model: str, gpu: str, wish: Workload) -> list[str]:

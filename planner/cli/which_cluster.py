@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,17 +27,39 @@ DEFAULT_MAX_GPUS = 64
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 
-@takes_options
-def which_cluster(
-    model: options.Model,
+@dataclass(frozen=True, kw_only=True)
+class WorkOptions:
+    """The work to be done, and what it may cost."""
+
     dataset_tokens: Annotated[
         int | None, typer.Option("--dataset-tokens", help="Tokens of one epoch: the work to be done.")
-    ] = None,
-    epochs: Annotated[float, typer.Option("--epochs", help="How often they are trained on.")] = 1.0,
+    ] = None
+    epochs: Annotated[float, typer.Option("--epochs", help="How often they are trained on.")] = 1.0
     deadline: Annotated[
         str | None, typer.Option("--deadline", help="Longest time the training may take: 90m, 24h, 3d.")
-    ] = None,
-    budget: Annotated[float | None, typer.Option("--budget", help="Most it may cost, in US dollars.")] = None,
+    ] = None
+    budget: Annotated[float | None, typer.Option("--budget", help="Most it may cost, in US dollars.")] = None
+
+    def limits(self) -> dict[str, Any]:
+        """Tokens, seconds and US dollars.
+
+        Raises:
+            UsageError: none, or what cannot be meant.
+        """
+        if self.dataset_tokens is None:
+            hint = "give --dataset-tokens, for example --dataset-tokens 100000000"
+            raise UsageError("how much work is it?", hint=hint)
+        tokens = (positive("dataset-tokens", self.dataset_tokens, maximum=1 << 60) or 1) * _epochs(self.epochs)
+        if self.budget is not None and not (math.isfinite(self.budget) and self.budget > 0):
+            raise UsageError(f"--budget must be US dollars above 0, got {self.budget}", hint="for example --budget 500")
+        deadline_s = None if self.deadline is None else parse_deadline(self.deadline)
+        return {"tokens": round(tokens), "deadline_s": deadline_s, "budget_usd": self.budget}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClustersOptions:
+    """The sets of GPUs that are considered."""
+
     gpu: Annotated[
         list[str] | None,
         typer.Option(
@@ -44,23 +67,36 @@ def which_cluster(
             help="GPU to consider; repeatable. Default: those with a known price.",
             autocompletion=complete_gpu,
         ),
-    ] = None,
-    max_gpus: Annotated[int, typer.Option("--max-gpus", help="Largest number of GPUs to consider.")] = DEFAULT_MAX_GPUS,
-    interconnect: spread.Interconnect = None,
+    ] = None
+    max_gpus: Annotated[int, typer.Option("--max-gpus", help="Largest number of GPUs to consider.")] = DEFAULT_MAX_GPUS
+    interconnect: spread.Interconnect = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardOptions:
+    """What is said of every card."""
+
+    headroom: options.Headroom = None
+    price: Annotated[
+        float | None, typer.Option("--price", help="US dollars per GPU hour, instead of the price table.")
+    ] = None
+
+
+@takes_options
+def which_cluster(
+    model: options.Model,
+    *,
+    work: WorkOptions,
+    clusters: ClustersOptions,
     seq_len: options.SeqLen = None,
     global_batch: Annotated[
         int | None,
         typer.Option("--global-batch", help="Sequences per optimizer step, the same on every cluster."),
     ] = None,
-    *,
     space: SpaceOptions,
-    headroom: options.Headroom = None,
-    price: Annotated[
-        float | None, typer.Option("--price", help="US dollars per GPU hour, instead of the price table.")
-    ] = None,
+    card: CardOptions,
     out: Annotated[Path | None, typer.Option("--out", help="Write the whole answer to this directory.")] = None,
-    revision: options.Revision = None,
-    hub: options.AskHub = False,
+    lookup: options.Lookup,
     as_json: options.Json = False,
 ) -> None:
     """The smallest, the cheapest and the fastest set of GPUs that keeps a deadline and a budget.
@@ -68,34 +104,25 @@ def which_cluster(
     Formula rung: plan MODEL --gpu GPU --gpus N then looks closer at one of them.
     """
     from planner.decision.clusters import counts
-    from planner.models.resolve import resolve_model
 
-    if dataset_tokens is None:
-        raise UsageError("how much work is it?", hint="give --dataset-tokens, for example --dataset-tokens 100000000")
-    tokens = (positive("dataset-tokens", dataset_tokens, maximum=1 << 60) or 1) * _epochs(epochs)
-    if budget is not None and not (math.isfinite(budget) and budget > 0):
-        raise UsageError(f"--budget must be US dollars above 0, got {budget}", hint="for example --budget 500")
-    deadline_s = None if deadline is None else parse_deadline(deadline)
-    most = positive("max-gpus", max_gpus, maximum=spread.MAX_GPUS) or 1
+    asked = work.limits()
+    most = positive("max-gpus", clusters.max_gpus, maximum=spread.MAX_GPUS) or 1
     fixed = space.fixed()
-    _known_links(interconnect)
-    cards = _cards(gpu)
-    spec = resolve_model(model, revision=revision, ask_hub=hub)
+    _known_links(clusters.interconnect)
+    cards = _cards(clusters.gpu)
+    spec = lookup.model(model)
     numbers = counts(most)
     batch = positive("global-batch", global_batch) or max(DEFAULT_GLOBAL_BATCH, numbers[-1])
-    wish = {"fixed": fixed, "seq_len": seq_len, "global_batch": batch, "headroom_gib": headroom, "price": price}
-    wish["dataset_tokens"] = dataset_tokens
-    found = _options(
-        spec,
-        cards,
-        [number for number in numbers if batch % number == 0],
-        wish,
-        interconnect,
-        tokens=round(tokens),
-        deadline_s=deadline_s,
-        budget_usd=budget,
-    )
-    limits = {"tokens": round(tokens), "deadline_s": deadline_s, "budget_usd": budget, "global_batch_seqs": batch}
+    wish: dict[str, Any] = {
+        "fixed": fixed,
+        "seq_len": seq_len,
+        "global_batch": batch,
+        "dataset_tokens": work.dataset_tokens,
+    }
+    wish |= {"headroom_gib": card.headroom, "price": card.price}
+    dividing = [number for number in numbers if batch % number == 0]
+    found = _options(spec, cards, dividing, wish, clusters.interconnect, **asked)
+    limits = {**asked, "global_batch_seqs": batch}
     if out is not None:
         from reports.which_cluster import which_cluster_markdown
 

@@ -21,8 +21,7 @@ def which_model(
     global_batch: options.GlobalBatch = None,
     *,
     space: SpaceOptions,
-    memory_gib: options.MemoryGib = None,
-    headroom: options.Headroom = None,
+    memory: options.Memory,
     every: Annotated[bool, typer.Option("--all", help="Show models that do not fit too.")] = False,
     out: Annotated[Path | None, typer.Option("--out", help="Write the whole table to this directory.")] = None,
     as_json: options.Json = False,
@@ -47,8 +46,8 @@ def which_model(
         spec = catalogue.load(name)
         assert spec is not None
         wish = workload(
-            spec, card, fixed=fixed, seq_len=seq_len, global_batch=global_batch, memory_gib=memory_gib,
-            headroom_gib=headroom,
+            spec, card, fixed=fixed, seq_len=seq_len, global_batch=global_batch, memory_gib=memory.memory_gib,
+            headroom_gib=memory.headroom,
         )  # fmt: skip
         wishes.append(wish)
         longest = longest_tokens(wish)

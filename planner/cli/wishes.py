@@ -1,13 +1,14 @@
 """The options of a wish, declared once for every command that plans: `plan MODEL`, `plan tune`, `plan which-gpu`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
 from planner.cli import options, spread
-from planner.cli.wish import workload
+from planner.cli.wish import choices, parse_targets, positive, workload
+from planner.errors import UsageError
 from planner.gpu import GpuSpec
 from planner.workload import Workload
 
@@ -45,25 +46,43 @@ class SpaceOptions:
         Raises:
             UsageError: unknown values, or flags that contradict each other.
         """
-        return options.fixed_fields(
-            targets=self.targets,
-            rank=self.rank,
-            checkpointing=options.checkpointing_value(self.checkpointing, self.checkpoint_every),
-            packing=self.packing,
-            method=self.method,
-            optimizer=self.optimizer,
-            precision=self.precision,
-            quantization=self.quantization,
-            attention=self.attention,
-            loss=self.loss,
-            kernels=self.kernels,
-            activation_offload=self.activation_offload,
-            adapter=self.adapter,
-            quantize_experts=self.quantize_experts,
-            selective_checkpointing=self.selective_checkpointing,
-            compiled=self.compile,
-            no_extra_packages=self.no_extra_packages,
-        )
+        fixed: dict[str, tuple[Any, ...]] = {
+            name: choices(name, values, known)
+            for name, known in options.CHOICES.items()
+            if (values := getattr(self, name))
+        }
+        said = {
+            "lora_rank": positive("rank", self.rank, maximum=65_536),
+            "lora_targets": None if self.targets is None else parse_targets(self.targets),
+            "checkpointing": options.checkpointing_value(self.checkpointing, self.checkpoint_every),
+            "packing": self.packing,
+            "adapter": None if self.adapter is None else options.adapter_kind(self.adapter),
+            "activation_offload": self.activation_offload,
+            "compile": self.compile,
+            "selective_checkpointing": self.selective_checkpointing,
+            "quantize_experts": self.quantize_experts,
+        }
+        fixed |= {name: (value,) for name, value in said.items() if value is not None}
+        if self.no_extra_packages:
+            options.without_packages(fixed)
+        return fixed | self._method(fixed)
+
+    def _method(self, fixed: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+        """The methods that the other flags leave: a quantization other than none means QLoRA unless a method was given;
+        a rank, targets or a kind of adapter rule full fine-tuning out."""
+        flags = (("--rank", self.rank), ("--targets", self.targets), ("--adapter", self.adapter))
+        of_adapters = [flag for flag, value in flags if value is not None]
+        if "method" in fixed:
+            if of_adapters and fixed["method"] == ("full",):
+                flag = of_adapters[0]
+                raise UsageError(
+                    f"{flag} has no meaning with --method full", hint=f"leave {flag} out, or use --method lora"
+                )
+            return {}
+        quantized = fixed.get("quantization", ("none",))
+        if "none" not in quantized:
+            return {"method": ("qlora",)}
+        return {"method": ("lora", "qlora")} if of_adapters else {}
 
 
 @dataclass(frozen=True, kw_only=True)
