@@ -36,19 +36,29 @@ TREE_MIXTURE_BAND = 0.50
 """Mixtures among them: how the experts are called decides what they keep. The worst of 10 points, two types."""
 SMALL_PARAMS = 1_000_000_000
 SPREAD_BAND = 0.10
-"""Added with several GPUs. Against the dry run of a rank the formula errs no more than on one GPU (DDP and FSDP2: 90th
-percentile 2 %), but no card has confirmed it here: with one GPU's band it makes 14 %, the 90th percentile against 106
-published configurations, nearly all of them FSDP 1 (docs/accuracy/multi-gpu.md, November 2026). ZeRO has the same band
-and less behind it: -7 % of two published ZeRO-2 runs, the phases of a small model under DeepSpeed 0.19.8 on two CPU
-ranks, and 253 setups in a model of its engine (worst 11 %; docs/accuracy/spread-formula-vs-dry-run.md)."""
+"""Added with several GPUs where no dry run followed the engine often: ZeRO (253 setups in a model of its engine: worst
+11 %; -7 % of two published ZeRO-2 runs), tensor and pipeline parallelism, offloading, one process for all GPUs. With
+one GPU's band it makes 14 %, the 90th percentile against 106 published configurations, nearly all of them FSDP 1."""
+SPREAD_BANDS = {"ddp": 0.02, "fsdp2": 0.04}
+"""The same for PyTorch's own data parallelism, from 236 dry runs of a rank: 95th percentile 1.1 % (DDP), 1.2 % (FSDP2,
+kept gathered), 4.4 % (FSDP2), 5.8 % (in groups). No card has confirmed it here: DDP's 2 % are NCCL's buffers twice
+over (0.13 to 0.69 GiB). What FSDP2's streams cache apart PyTorch gives back before it runs out of memory. The published
+runs that miss more are of FSDP 1, which keeps inputs of frozen layers, or of one script whose DDP runs miss alike; full
+fine-tuning under FSDP 1, which keeps none, misses by 1.5 % (docs/accuracy/multi-gpu.md, November 2026)."""
 
 
 def memory_band(model: ModelSpec, setup: TrainSetup) -> float:
-    """Half-width of the formula's memory band for one setup, as a fraction: one GPU's, and SPREAD_BAND with several.
+    """Half-width of the formula's memory band for one setup, as a fraction: one GPU's, and more with several.
 
-    Source: docs/accuracy/formula-vs-dry-run.md, 90th percentiles by kind of setup (November 2026).
+    Source: docs/accuracy/formula-vs-dry-run.md, 90th percentiles by kind of setup (November 2026); SPREAD_BANDS.
     """
-    return _one_gpu_band(model, setup) + (SPREAD_BAND if setup.num_gpus > 1 else 0.0)
+    return _one_gpu_band(model, setup) + (_spread_band(setup) if setup.num_gpus > 1 else 0.0)
+
+
+def _spread_band(setup: TrainSetup) -> float:
+    if setup.tensor_degree > 1 or setup.pipeline_degree > 1 or setup.offload != "none":
+        return SPREAD_BAND
+    return SPREAD_BANDS.get(setup.parallel, SPREAD_BAND)
 
 
 def _one_gpu_band(model: ModelSpec, setup: TrainSetup) -> float:
