@@ -75,6 +75,7 @@ class Wish(TypedDict, total=False):
     memory_gib: float
     headroom: float
     dataset_tokens: int
+    samples: int
     price: float
     epochs: float
     lr: float

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from planner.errors import ConfigError, EnvironmentProblem
 from planner.inputs import open_regular, parse_json, read_lines
+from planner.steps import PADDING_LIMIT
 
 T = TypeVar("T")
 
@@ -27,10 +28,6 @@ MAX_ARRAY_BYTES = 64 * 1024 * 1024
 """Python's values take several times the bytes of the text."""
 MAX_SAMPLES = 20_000
 """Samples that are tokenized; of a larger file a fixed random choice."""
-
-PADDING_LIMIT = 0.1
-"""Share of padded batches that may be padding before samples are packed. Packing changes which samples share a row, and
-takes a kernel that keeps them apart: a judgement."""
 
 CountTokens = Callable[[str], int]
 
@@ -98,30 +95,26 @@ class DatasetStats:
                 room.insert(_first_at_least(room, left), left)
         return self.kept_tokens(seq_len_tokens) / self.scale / (rows * seq_len_tokens)
 
-    def padding_fraction(self, micro_batch_seqs: int, seq_len_tokens: int, *, seed: int = 0) -> float:
-        """Share of real tokens in batches padded to their longest sample, samples in random order."""
-        lengths = [min(length, seq_len_tokens) for length in self.lengths_tokens]
-        random.Random(seed).shuffle(lengths)
-        real = padded = 0
-        for start in range(0, len(lengths), micro_batch_seqs):
-            batch = lengths[start : start + micro_batch_seqs]
-            real += sum(batch)
-            padded += max(batch) * len(batch)
-        return real / padded if padded else 1.0
-
-    def worst_batch_tokens(self, micro_batch_seqs: int, seq_len_tokens: int) -> int:
-        """Tokens of the largest padded micro-batch that can come: memory must hold this one."""
-        return micro_batch_seqs * min(self.lengths_tokens[-1], seq_len_tokens)
+    def padding_fraction(self, micro_batch_seqs: int, seq_len_tokens: int) -> float:
+        """Share of real tokens in batches padded to their longest sample: the mean length over that of the longest of
+        `micro_batch_seqs` samples drawn at random, no sample twice."""
+        num = len(self.lengths_tokens)
+        drawn = min(micro_batch_seqs, num)
+        longest, share = 0.0, drawn / num  # the chance that the n-th shortest is the longest drawn, from n = num down
+        for shorter in range(num - 1, drawn - 2, -1):
+            longest += share * min(self.lengths_tokens[shorter], seq_len_tokens)
+            share *= (shorter + 1 - drawn) / max(1, shorter)
+        return min(1.0, self.kept_tokens(seq_len_tokens) / self.num_samples / longest) if longest else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthChoice:
     """A sequence length for a data set, with its reason and what it costs; `epoch_seqs` are its rows once packed, of
-    `samples_per_seq` samples each."""
+    `samples_per_seq` samples each, `real_fractions` the share of a batch that is not padding (`Workload`)."""
 
     seq_len_tokens: int
     packing: bool
-    real_fraction: float
+    real_fractions: tuple[float, ...]
     cut_fraction: float
     epoch_tokens: int
     epoch_seqs: int
@@ -130,25 +123,31 @@ class LengthChoice:
 
 
 def choose_length(
-    stats: DatasetStats, *, max_tokens: int | None = None, micro_batch_seqs: int = 4, packs: bool = True
+    stats: DatasetStats,
+    *,
+    max_tokens: int | None = None,
+    micro_batch_seqs: int = 4,
+    packs: bool = True,
+    seq_len_tokens: int | None = None,
+    packing: bool | None = None,
 ) -> LengthChoice:
     """A sequence length that cuts at most 1 % of the samples, and packing where padding would waste PADDING_LIMIT.
 
     Lengths are multiples of 256 (64 below that). Rows of packed samples are long enough for the longest where that is
     at most twice as long: nothing is cut then. `max_tokens` is what the model can take; without `packs` no trainer of
-    the objective packs.
+    the objective packs. `seq_len_tokens` and `packing` are the user's where not None.
     """
     wanted = max(64, stats.percentile(0.99))
     step = 64 if wanted <= 256 else 256
     length = -(-wanted // step) * step
     if stats.lengths_tokens[-1] <= length:
         length = max(64, -(-stats.lengths_tokens[-1] // 64) * 64)
-    if max_tokens is not None:
-        length = min(length, max_tokens)
+    length = seq_len_tokens or min(length, max_tokens or length)
     padded = stats.padding_fraction(micro_batch_seqs, length)
     packed = stats.packing_fraction(length)
-    packing = packs and padded < 1 - PADDING_LIMIT and packed > padded
-    if packing and length < stats.lengths_tokens[-1] <= 2 * length:
+    if packing is None:
+        packing = packs and padded < 1 - PADDING_LIMIT and packed > padded
+    if packing and seq_len_tokens is None and length < stats.lengths_tokens[-1] <= 2 * length:
         length = min(-(-stats.lengths_tokens[-1] // step) * step, max_tokens or 2 * length)
         padded, packed = stats.padding_fraction(micro_batch_seqs, length), stats.packing_fraction(length)
     cut = stats.cut_fraction(length)
@@ -158,10 +157,11 @@ def choose_length(
         f"real tokens: {padded:.0%} of a padded batch of {micro_batch_seqs}, {packed:.0%} of packed rows"
     )
     rows = ceil(stats.kept_tokens(length) / (packed * length)) if packing else stats.num_samples
+    doublings = [1 << power for power in range(len(stats.lengths_tokens).bit_length())]
     return LengthChoice(
         seq_len_tokens=length,
         packing=packing,
-        real_fraction=packed if packing else padded,
+        real_fractions=(packed,) if packing else tuple(stats.padding_fraction(num, length) for num in doublings),
         cut_fraction=cut,
         epoch_tokens=stats.kept_tokens(length),
         epoch_seqs=rows,

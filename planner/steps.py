@@ -16,6 +16,10 @@ MAX_EPOCHS = 3
 """Epochs that small data is given. Source: Taori et al. 2023, Stanford Alpaca: 3 epochs; repeated data is worth as much
 as new for about 4 (Muennighoff et al. 2023, https://arxiv.org/abs/2305.16264)."""
 
+PADDING_LIMIT = 0.1
+"""Share of padded batches that may be padding before samples are packed. Packing changes which samples share a row, and
+takes a kernel that keeps them apart: a judgement."""
+
 
 def global_batch(epoch_seqs: int | None, num_gpus: int = 1, *, samples_per_seq: float = 1.0) -> int:
     """Sequences per step where nobody says: DEFAULT_GLOBAL_BATCH, halved while an epoch has fewer than MIN_STEPS steps,
@@ -44,7 +48,8 @@ def small_data_note(epoch_seqs: int | None, global_batch_seqs: int, epochs: floa
         return ""
     steps, epochs = steps_per_epoch(epoch_seqs, global_batch_seqs), epochs or num_epochs(epoch_seqs, global_batch_seqs)
     note = (
-        f"{steps} optimizer steps an epoch at {global_batch_seqs} sequences: the launch files train {epochs:g} epochs"
+        f"{steps} optimizer steps an epoch at {global_batch_seqs} sequence{'s' if global_batch_seqs > 1 else ''}: "
+        f"the launch files train {epochs:g} epochs"
     )
     if steps * epochs < MIN_STEPS:
         note += f", {round(steps * epochs)} steps, still fewer than {MIN_STEPS}: more data helps most"

@@ -38,6 +38,7 @@ from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.space import PREFERENCE_FRACTION, branches, dimension_values, micro_batches, own_layers
 from planner.speed import family_speeds
+from planner.useful import useful_speeds
 from planner.workload import Workload
 
 if TYPE_CHECKING:
@@ -178,7 +179,6 @@ def _walk(
     floor: Callable[[TrainSetup], float] | None,
 ) -> Iterator[Point]:
     """Attention implementations that run the same kernels in every layer share their figures."""
-    model, gpu, cluster = workload.model, workload.gpu, workload.cluster
     for run in known.runs(workload, values, spreads):
         if run.rivals is not None and _outrun(workload, run):
             continue
@@ -189,13 +189,13 @@ def _walk(
                 if peaks.ordered[0] > limit_bytes:
                     yield _counted(run, loss, peaks, limit_bytes)
                     continue
-                speeds_of = family_speeds(model, gpu, run.wholes[loss], cluster)
+                speeds_of = useful_speeds(workload, run.wholes[loss])
                 least = floor(shared) if floor is not None else -1.0
                 most = pairs[: _num_listed(peaks.lowest, limit_bytes)]
                 if least > 0 and max(speeds_of(None, most)) <= least:
                     yield _counted(run, loss, peaks, limit_bytes)
                     continue
-            speeds_of = speeds_of or family_speeds(model, gpu, run.wholes[loss], cluster)
+            speeds_of = speeds_of or useful_speeds(workload, run.wholes[loss])
             for optimizer, own in zip(optimizers, peaks.by_optimizer, strict=True):
                 listed = _num_listed(own, limit_bytes)
                 speeds = speeds_of(optimizer, pairs[:listed])

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from planner import steps
-from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
-from planner.choices.objectives import OBJECTIVES
+from planner.choices.objectives import Objective, aim_of
 from planner.errors import UsageError
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
@@ -41,6 +41,9 @@ class Workload:
         prefer: "quality" (the least approximate class that fits) or "speed" (a quantized base where it is faster).
         epoch_seqs: sequences of one epoch (packed rows or samples); None when unknown.
         samples_per_seq: samples that lie in one of them: more than one where rows are packed.
+        real_fractions: share of a micro-batch's tokens that is no padding, at 1, 2, 4, ... sequences padded to their
+            longest, or one value for packed rows; empty where the samples' lengths are not known.
+        dataset: the local file that they were read from; num_samples: what the user said of data without a file.
         num_epochs, learning_rate: decided by the user; None: by the rules of `steps` and `hyperparameters`.
         targets: launch targets that the user named: the plan is what the first of them runs, and all of them can.
         price_per_hour: US dollars per GPU hour, None when unknown.
@@ -65,6 +68,9 @@ class Workload:
     prefer: str = "quality"
     epoch_seqs: int | None = None
     samples_per_seq: float = 1.0
+    real_fractions: tuple[float, ...] = ()
+    dataset: str = ""
+    num_samples: int | None = None
     num_epochs: float | None = None
     learning_rate: float | None = None
     absent_packages: tuple[str, ...] = ()
@@ -81,9 +87,9 @@ class Workload:
             )
 
     @property
-    def sample(self) -> str:
-        """What one sample of a step is, for people."""
-        return OBJECTIVES[self.fixed.get("objective", (DEFAULT_OBJECTIVE,))[0]].sample
+    def aim(self) -> Objective:
+        """What the step trains for."""
+        return aim_of(self.fixed)
 
     @property
     def num_gpus(self) -> int:
@@ -94,6 +100,19 @@ class Workload:
     def epochs(self) -> float:
         """Passes over the data that the launch files train: the user's, or those that give enough optimizer steps."""
         return self.num_epochs or steps.num_epochs(self.epoch_seqs, self.global_batch_seqs)
+
+    def real_fraction(self, num_seqs: int) -> float:
+        """Share of the tokens of so many sequences at once that is no padding; 1 where nobody knows."""
+        if not self.real_fractions:
+            return 1.0
+        return self.real_fractions[min((num_seqs - 1).bit_length(), len(self.real_fractions) - 1)]
+
+    def row_tokens(self, num_seqs: int) -> int:
+        """Mean tokens of a row of so many sequences at once, padding included; the whole length where nobody knows."""
+        if len(self.real_fractions) < 2 or not self.dataset_tokens or not self.epoch_seqs:
+            return self.seq_len_tokens
+        mean = self.dataset_tokens / (self.epoch_seqs * self.aim.seqs_per_sample)
+        return min(self.seq_len_tokens, ceil(mean / self.real_fraction(num_seqs)))
 
     @property
     def budget_bytes(self) -> int:

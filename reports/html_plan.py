@@ -28,6 +28,7 @@ from reports.text import (
     clean,
     cut_words,
     dollars,
+    epoch_s,
     epoch_sentence,
     failure_words,
     fit_word,
@@ -212,8 +213,7 @@ def _tiles(plan: Plan | NoPlan, chosen: Candidate) -> list[dict[str, Any]]:
         if speed.mfu_fraction:
             tiles.append(("Of the GPU's peak", percent(speed.mfu_fraction), (mark,)))
         if wish.dataset_tokens:
-            duration_s = wish.dataset_tokens / speed.tokens_per_s
-            tiles.append(("One epoch", seconds(duration_s), (f"{count(wish.dataset_tokens)} tokens", mark)))
+            tiles.append(("One epoch", seconds(epoch_s(wish, chosen)), (f"{count(wish.dataset_tokens)} tokens", mark)))
         if isinstance(plan, Plan) and wish.price_per_hour is not None:
             price = f"{dollars(wish.price_per_hour)} per GPU hour"
             tiles.append(("Million tokens", cost_words(plan), (price, mark)))

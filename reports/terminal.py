@@ -244,8 +244,12 @@ def default_next_command(answer: Plan) -> str:
         words += ["--headroom", f"{wish.headroom_bytes / GIB:g}"]
     if wish.min_rank_reason == MIN_RANK_GIVEN:
         words += ["--min-rank", str(wish.min_rank)]
-    if wish.dataset_tokens:
+    if wish.dataset:
+        words += ["--dataset", clean(wish.dataset)]
+    elif wish.dataset_tokens:
         words += ["--dataset-tokens", str(wish.dataset_tokens)]
+        if wish.num_samples is not None:
+            words += ["--samples", str(wish.num_samples)]
     if wish.price_source == PRICE_GIVEN:
         words += ["--price", f"{wish.price_per_hour:g}"]
     return shlex.join([*words, "--out", "my-plan"])

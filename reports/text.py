@@ -12,6 +12,7 @@ from planner.plan import Answer, Cut, NoPlan, Plan
 from planner.setup import TrainSetup
 from planner.stacks import DEFAULT as DEFAULT_STACK
 from planner.units import count, gib, percent, seconds
+from planner.useful import useful_tokens_per_s
 from planner.workload import Workload
 
 METHOD_WORDS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
@@ -22,6 +23,8 @@ RUNG_WORDS = {
     Rung.PROBE: "probe",
     Rung.CONFIRM: "confirmed",
 }
+SHARE_SHOWN = 0.005
+"""Difference between tokens/s and those that are no padding from which it is worth a word."""
 TARGET_WORDS = {"all-linear": "all linear layers", "attention": "the attention layers"}
 
 _TO_ASCII = str.maketrans(
@@ -206,7 +209,7 @@ def workload_words(workload: Workload) -> str:
     return (
         f"{model} ({count(workload.model.num_params)} parameters) on {gpus_words(workload)} · "
         f"{workload.seq_len_tokens:,} tokens · "
-        f"{workload.global_batch_seqs:,} {plural(workload.global_batch_seqs, workload.sample)} per step"
+        f"{workload.global_batch_seqs:,} {plural(workload.global_batch_seqs, workload.aim.sample)} per step"
     )
 
 
@@ -348,7 +351,7 @@ def epoch_sentence(workload: Workload, candidate: Candidate) -> str:
     if not workload.dataset_tokens or not candidate.tokens_per_s:
         return ""
     epochs = workload.epochs
-    duration_s = epochs * workload.dataset_tokens / candidate.tokens_per_s
+    duration_s = epochs * epoch_s(workload, candidate)
     one = epochs == 1
     words = f"{'One epoch' if one else f'{epochs:g} epochs'} of {count(workload.dataset_tokens)} tokens"
     words += f" {'takes' if one else 'take'} {seconds(duration_s)}"
@@ -357,7 +360,15 @@ def epoch_sentence(workload: Workload, candidate: Candidate) -> str:
         source = f", {clean(workload.price_source)}" if workload.price_source else ""
         words += f" and {'costs' if one else 'cost'} {dollars(cost)}"
         words += f" (at {dollars(workload.price_per_hour)} per GPU hour{source})"
+    useful = useful_tokens_per_s(workload, candidate)
+    if abs(useful / candidate.tokens_per_s - 1) > SHARE_SHOWN:
+        words += f": {rate(useful)} of the samples' own"
     return f"{words} ({speed_mark(candidate.speed_evidence)})."
+
+
+def epoch_s(workload: Workload, candidate: Candidate) -> float:
+    """Seconds of one pass over the data, padding included."""
+    return (workload.dataset_tokens or 0) / useful_tokens_per_s(workload, candidate)
 
 
 def spread_sentence(candidate: Candidate) -> str:

@@ -7,7 +7,7 @@ micro-batch, and the loss that `TrainSetup.loss` names.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Any, Literal, final
 
 from planner.choices.losses import LossChain, LossShape
 from planner.stacks import written_by
@@ -308,3 +308,8 @@ _ROWS = (
 
 OBJECTIVES: Mapping[str, Objective] = {row.name: row for row in _ROWS}
 """Every objective by its name."""
+
+
+def aim_of(fixed: Mapping[str, tuple[Any, ...]]) -> Objective:
+    """The objective among the setup fields that a user decided."""
+    return OBJECTIVES[fixed.get("objective", (DEFAULT,))[0]]

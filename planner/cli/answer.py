@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.app.progress import say
-from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
-from planner.choices.objectives import OBJECTIVES, Objective
+from planner.choices.objectives import OBJECTIVES, Objective, aim_of
 from planner.choices.packages import absent_packages
 from planner.choices.rollouts import Rollout
 from planner.cli.options import Lookup
@@ -41,8 +40,8 @@ def workload_for(
     spec = lookup.model(model)
     card = resolve_gpu(gpu)
     wish = wish.on_links_of(gpu, card)
-    aim = OBJECTIVES[wish.fixed().get("objective", (DEFAULT_OBJECTIVE,))[0]]
-    lengths = _lengths(dataset, spec, aim) if dataset is not None else None
+    aim = aim_of(wish.fixed())
+    lengths = _lengths(dataset, spec, aim, wish) if dataset is not None else None
     if lengths is not None and aim.rolls_out:
         lengths = _with_completions(lengths, wish)
     if lengths is not None:
@@ -59,6 +58,8 @@ def workload_for(
         samples_per_seq=lengths.samples_per_seq if lengths is not None else 1.0,
         targets=targets,
     )
+    if lengths is not None:
+        asked = replace(asked, real_fractions=lengths.real_fractions, dataset=str(dataset))
     if gpu.lower() != "local" or "axolotl" in targets[:1]:  # which brings them along
         return asked
     return replace(asked, absent_packages=absent_packages())
@@ -70,17 +71,18 @@ def _with_completions(prompts: "LengthChoice", wish: WishOptions) -> "LengthChoi
     more = rollout.num_generations * prompts.epoch_seqs
     return replace(
         prompts,
+        real_fractions=(),  # of prompts alone
         seq_len_tokens=prompts.seq_len_tokens + rollout.completion_tokens,
         epoch_seqs=more,
         epoch_tokens=rollout.num_generations * prompts.epoch_tokens + more * rollout.completion_tokens,
     )
 
 
-def _lengths(dataset: str, spec: "ModelSpec", aim: Objective) -> "LengthChoice | None":
+def _lengths(dataset: str, spec: "ModelSpec", aim: Objective, wish: WishOptions) -> "LengthChoice | None":
     """Sequence length, packing and tokens per epoch of a local data set; None for one on the hub.
 
     Raises:
-        UsageError: data of another objective.
+        UsageError: data of another objective, or a number of samples beside the file that has them.
     """
     from planner.dataset import choose_length, measure, tokenizer_file
 
@@ -94,6 +96,15 @@ def _lengths(dataset: str, spec: "ModelSpec", aim: Objective) -> "LengthChoice |
             f"{dataset} has {stats.columns} columns, --objective {aim.name} trains on {aim.columns}",
             hint=f"--objective {fitting.name} is for such data",
         )
-    choice = choose_length(stats, max_tokens=spec.max_position_embeddings, packs=aim.packs)
+    if wish.samples is not None:
+        raise UsageError(f"{dataset} has {stats.num_samples:,} samples", hint="leave --samples out")
+    seq_len = None if aim.rolls_out else wish.seq_len
+    choice = choose_length(
+        stats,
+        max_tokens=spec.max_position_embeddings,
+        packs=aim.packs,
+        seq_len_tokens=seq_len,
+        packing=wish.packing,
+    )
     say(f"{dataset}: {stats.num_samples:,} samples, {stats.counted_with}; {choice.reason}")
     return choice

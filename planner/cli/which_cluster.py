@@ -32,7 +32,7 @@ class WorkOptions:
     """The work to be done, and what it may cost."""
 
     dataset_tokens: Annotated[
-        int | None, typer.Option("--dataset-tokens", help="Tokens of one epoch: the work to be done.")
+        int | None, typer.Option("--dataset-tokens", "--tokens", help="Tokens of one epoch: the work to be done.")
     ] = None
     epochs: Annotated[float, typer.Option("--epochs", help="How often they are trained on.")] = 1.0
     deadline: Annotated[

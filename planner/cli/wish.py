@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from planner import setup_fields as fields
 from planner import steps
 from planner.choices.adapters import ADAPTERS
+from planner.choices.objectives import aim_of
+from planner.choices.rollouts import Rollout
 from planner.errors import UsageError
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
@@ -125,6 +127,7 @@ def workload(
     headroom_gib: float | None = None,
     min_rank: int | None = None,
     dataset_tokens: int | None = None,
+    samples: int | None = None,
     price: float | None = None,
     cluster: "Cluster | None" = None,
     objective: str = "tokens",
@@ -141,6 +144,9 @@ def workload(
         DEFAULT_SEQ_LEN, model.max_position_embeddings or DEFAULT_SEQ_LEN
     )
     dataset_tokens = positive("dataset-tokens", dataset_tokens, maximum=1 << 60)
+    if epoch_seqs is None:
+        samples = positive("samples", samples)
+        dataset_tokens, epoch_seqs, samples_per_seq = _epoch(fixed, samples, dataset_tokens, seq_len_tokens)
     fixed, kind = kind_fields(model, fixed, several=cluster is not None), fixed.get("adapter", ("lora",))[0]
     modules = fixed.get("lora_targets", ("all-linear",))[0]
     ranks = fixed.get("lora_rank")
@@ -152,8 +158,6 @@ def workload(
         floor, reason = positive("min-rank", min_rank, maximum=4096) or 1, MIN_RANK_GIVEN
     else:
         floor, reason = rank_floor(model, modules, dataset_tokens)
-    if epoch_seqs is None and dataset_tokens is not None:
-        epoch_seqs = -(-dataset_tokens // seq_len_tokens)
     usd, source = _price(gpu, price)
     return Workload(
         model=model,
@@ -175,11 +179,30 @@ def workload(
         dataset_tokens=dataset_tokens,
         epoch_seqs=epoch_seqs,
         samples_per_seq=samples_per_seq,
+        num_samples=samples,
         num_epochs=_between("epochs", num_epochs, 10_000, "3"),
         learning_rate=_between("lr", learning_rate, 10, "2e-4"),
         price_per_hour=usd,
         price_source=source,
     )
+
+
+def _epoch(
+    fixed: Mapping[str, tuple[Any, ...]], samples: int | None, tokens: int | None, seq_len_tokens: int
+) -> tuple[int | None, int | None, float]:
+    """(tokens, sequences, samples in each) of one pass over data of which only numbers are known: samples of full
+    length where their tokens are not given, and full rows where the samples are not, or rows are packed."""
+    if samples is None:
+        return tokens, None if tokens is None else math.ceil(tokens / seq_len_tokens), 1.0
+    aim = aim_of(fixed)
+    if aim.rolls_out:
+        samples *= fixed.get("rollout", (Rollout(),))[0].num_generations
+    whole = samples * seq_len_tokens * aim.seqs_per_sample
+    tokens = min(tokens or whole, whole)
+    if fixed.get("packing") != (True,):
+        return tokens, samples, 1.0
+    rows = math.ceil(tokens / seq_len_tokens)
+    return tokens, rows, samples / rows
 
 
 def kind_fields(model: ModelSpec, fixed: Mapping[str, tuple[Any, ...]], *, several: bool) -> dict[str, tuple[Any, ...]]:

@@ -116,7 +116,12 @@ class WishOptions(SpaceOptions, options.RolloutOptions):
     memory_gib: options.MemoryGib = None
     headroom: options.Headroom = None
     dataset_tokens: Annotated[
-        int | None, typer.Option("--dataset-tokens", help="Tokens of one epoch: gives rank floor, time and cost.")
+        int | None,
+        typer.Option("--dataset-tokens", "--tokens", help="Tokens of one epoch: rank floor, steps, time, cost."),
+    ] = None
+    samples: Annotated[
+        int | None,
+        typer.Option("--samples", help="Samples of one epoch, of full length unless --tokens is given."),
     ] = None
     price: Annotated[float | None, typer.Option("--price", help="US dollars per GPU hour.")] = None
     epochs: Annotated[
@@ -195,6 +200,7 @@ class WishOptions(SpaceOptions, options.RolloutOptions):
             headroom_gib=self.headroom,
             min_rank=self.min_rank,
             dataset_tokens=self.dataset_tokens,
+            samples=self.samples,
             price=self.price,
             cluster=self.cluster(gpu),
             objective=objective,

@@ -8,7 +8,7 @@ from planner.memory.optimizer import paged_bytes, state_bytes
 from planner.memory.trained import trained_parameters
 from planner.outcome import Candidate
 from planner.setup import TrainSetup
-from planner.steps import small_data_note, steps_per_epoch
+from planner.steps import PADDING_LIMIT, small_data_note, steps_per_epoch
 from planner.units import gib
 from planner.workload import Workload
 
@@ -25,11 +25,26 @@ def job_notes(workload: Workload, chosen: Candidate) -> Iterator[str]:
     yield disk
     if note := small_data_note(epoch_seqs, batch, workload.epochs):
         yield note
+    if note := unknown_padding_note(workload):
+        yield note
     if chosen.setup.num_gpus == 1:
         yield evaluation_note(workload, chosen.setup)
     if chosen.setup.method != "full":
         whole = SIZE_BYTES["bf16"] * workload.model.num_params
         yield f"merging the adapter needs the base in 16 bits, {gib(whole)}, on the GPU or in the host's memory"
+
+
+def unknown_padding_note(workload: Workload) -> str:
+    """What is not known of samples that are given as numbers and do not fill their rows; else ""."""
+    if not workload.num_samples or workload.real_fractions or workload.samples_per_seq != 1:
+        return ""
+    mean = (workload.dataset_tokens or 0) / (workload.epoch_seqs or 1)
+    if mean >= (1 - PADDING_LIMIT) * workload.seq_len_tokens * workload.aim.seqs_per_sample:
+        return ""
+    return (
+        f"samples of {mean:,.0f} tokens on average in rows of {workload.seq_len_tokens:,}: time and cost count no "
+        "padding, whose share --dataset FILE measures; --packing takes it away"
+    )
 
 
 def checkpoint_bytes(workload: Workload, setup: TrainSetup) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Token lengths of local data sets: hand-counted cases, packing and padding against brute force, broken files."""
 
 import json
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,15 @@ def test_padding_by_hand() -> None:
     assert stats(5, 5, 5, 5).padding_fraction(2, 10) == 1.0
     assert stats(10, 2).padding_fraction(2, 10) == pytest.approx(12 / 20)
     assert stats(10, 2).padding_fraction(1, 10) == 1.0
-    assert stats(100, 2).worst_batch_tokens(4, 64) == 256
+    assert stats(100, 2).padding_fraction(8, 64) == pytest.approx(33 / 64)
+
+
+@pytest.mark.parametrize("drawn", [1, 2, 3, 5])
+def test_padding_is_that_of_every_batch_that_can_come(drawn: int) -> None:
+    lengths = (3, 7, 7, 20, 64)
+    longest = [min(50, max(batch)) for batch in combinations(lengths, drawn)]
+    real = sum(min(50, length) for length in lengths) / len(lengths)
+    assert stats(*lengths).padding_fraction(drawn, 50) == pytest.approx(real * len(longest) / sum(longest))
 
 
 def test_packing_never_beats_full_rows_nor_loses_to_one_sample_a_row() -> None:
@@ -99,6 +108,16 @@ def test_packed_rows_hold_the_longest_sample_where_that_is_not_much_longer() -> 
     near = choose_length(stats(*([100] * 900 + [600] * 98 + [1100] * 2)))
     assert (near.seq_len_tokens, near.cut_fraction) == (1280, 0.0)
     assert near.samples_per_seq == pytest.approx(8, rel=0.2)
+
+
+def test_a_wished_length_and_packing_are_what_is_counted() -> None:
+    data = stats(*([50] * 95 + [2000] * 5))
+    padded = choose_length(data, packing=False)
+    assert (padded.packing, padded.epoch_seqs, padded.samples_per_seq) == (False, 100, 1.0)
+    assert list(padded.real_fractions) == sorted(padded.real_fractions, reverse=True)
+    short = choose_length(data, seq_len_tokens=512)
+    assert (short.seq_len_tokens, short.cut_fraction, short.epoch_tokens) == (512, 0.05, 95 * 50 + 5 * 512)
+    assert short.real_fractions == (data.packing_fraction(512),)
 
 
 def test_large_files_are_sampled_and_scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

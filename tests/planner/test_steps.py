@@ -1,13 +1,18 @@
 """Small data gets enough optimizer steps, by a smaller batch and then by more epochs; a wish is never overruled."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from planner.cli.answer import workload_for
 from planner.cli.wish import workload
+from planner.cli.wishes import WishOptions
 from planner.dataset import choose_length, measure
+from planner.decision.facts import PREFERENCE_FRACTION
 from planner.decision.job import checkpoint_bytes
+from planner.errors import UsageError
 from planner.exporters import EXPORTERS
 from planner.gpus import find_gpu
 from planner.hyperparameters import rate_batch
@@ -17,6 +22,9 @@ from planner.plan import Plan
 from planner.planning import plan_workload
 from planner.setup import TrainSetup
 from planner.steps import global_batch, num_epochs, small_data_note, steps_per_epoch
+from planner.useful import useful_speeds, useful_tokens_per_s
+from reports.terminal import default_next_command
+from reports.text import epoch_s, epoch_sentence
 from tests.planner.helpers import wish
 from tests.planner.launch_sweep import request
 
@@ -96,6 +104,68 @@ def test_five_hundred_short_chats_are_warned_about(tmp_path: Path) -> None:
     assert any("optimizer steps an epoch" in note for note in plan.notes)
     asked = workload(model, find_gpu("rtx-4090"), fixed={}, global_batch=64, **options)
     assert asked.global_batch_seqs == 64
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "epoch"),
+    [
+        ({}, {"samples": 500}, (500 * 2048, 500, 1.0)),
+        ({}, {"samples": 500, "dataset_tokens": 84_000}, (84_000, 500, 1.0)),
+        ({}, {"samples": 10, "dataset_tokens": 84_000}, (10 * 2048, 10, 1.0)),  # longer ones are cut
+        ({"packing": (True,)}, {"samples": 500, "dataset_tokens": 84_000}, (84_000, 42, 500 / 42)),
+        ({"objective": ("dpo",)}, {"samples": 500}, (2 * 500 * 2048, 500, 1.0)),
+        ({"objective": ("grpo",)}, {"samples": 500}, (8 * 500 * 2048, 4000, 1.0)),
+        ({}, {"dataset_tokens": 84_000}, (84_000, 42, 1.0)),
+        ({}, {}, (None, None, 1.0)),
+    ],
+)
+def test_a_job_is_planned_from_numbers_alone(
+    fields: dict[str, tuple[object, ...]], options: dict[str, int], epoch: tuple[int | None, int | None, float]
+) -> None:
+    asked = wish("HuggingFaceTB/SmolLM2-135M", "rtx-4090", fixed=fields, **options)
+    assert (asked.dataset_tokens, asked.epoch_seqs, asked.samples_per_seq) == epoch
+    assert asked.real_fractions == ()
+
+
+def test_numbers_alone_give_steps_time_cost_and_what_is_not_known() -> None:
+    asked = wish("HuggingFaceTB/SmolLM2-135M", "rtx-4090", samples=500, dataset_tokens=84_000)
+    plan = plan_workload(asked)
+    assert isinstance(plan, Plan)
+    notes = " ".join(plan.notes)
+    for words in ("126 optimizer steps", "63 optimizer steps an epoch", "168 tokens on average", "--packing"):
+        assert words in notes
+    assert "2 epochs of 84 k tokens take" in epoch_sentence(asked, plan.chosen)
+    assert "--dataset-tokens 84000 --samples 500" in default_next_command(plan)
+    full = plan_workload(wish("HuggingFaceTB/SmolLM2-135M", "rtx-4090", samples=500))
+    assert isinstance(full, Plan)
+    assert "on average" not in " ".join(full.notes)
+
+
+def test_what_is_no_padding_decides_the_micro_batch(tmp_path: Path) -> None:
+    """Rows shorter than the plan's length, padded to their longest: another setup is the best then."""
+    file = tmp_path / "uneven.jsonl"
+    file.write_text("\n".join(json.dumps({"text": "word" * number}) for number in [400] * 56 + [1990] * 8))
+    epochs = {}
+    for packing in (True, False):
+        options = WishOptions(packing=packing, method=["lora"])
+        asked = workload_for("HuggingFaceTB/SmolLM2-135M", "t4", options, dataset=str(file))
+        plan, blind = plan_workload(asked), plan_workload(replace(asked, real_fractions=()))
+        assert isinstance(plan, Plan)
+        assert isinstance(blind, Plan)
+        setup, useful = plan.chosen.setup, useful_tokens_per_s(asked, plan.chosen)
+        pairs = [(micro, asked.global_batch_seqs // micro) for micro in (1, 2, 4, 8)]
+        assert useful >= (1 - PREFERENCE_FRACTION) * max(useful_speeds(asked, setup)(setup.optimizer, pairs))
+        epochs[packing] = epoch_s(asked, plan.chosen), epoch_s(asked, blind.chosen)
+        assert f"{useful:,.0f} tokens/s of the samples' own" in epoch_sentence(asked, plan.chosen)
+    assert epochs[False][0] < 0.95 * epochs[False][1]
+    assert epochs[True][0] < 0.7 * epochs[False][0]
+
+
+def test_a_file_has_its_own_number_of_samples(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "hello"}')
+    with pytest.raises(UsageError, match="has 1 sample"):
+        workload_for("HuggingFaceTB/SmolLM2-135M", "rtx-4090", WishOptions(samples=3), dataset=str(file))
 
 
 def test_large_data_is_not_warned_about() -> None:
