@@ -1,5 +1,6 @@
 """From a path to a `ReadConfig`: which format it is, and the reader for it."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -70,6 +71,11 @@ OTHER_TOOLS = {
 }
 """Engines that are not planned -> settings that only their files have together."""
 OTHER_ENGINES = ("verl", "openrlhf", "megatron", "nanotron", "mlx_lm", "mlx", "xtuner", "colossalai", "skyrl_train")
+FLAGS_OF = {"trl": trl.FORMAT, "litgpt": litgpt.FORMAT, "llamafactory-cli": llamafactory.FORMAT}
+"""Tools that take every setting as a flag -> the format that the flags are of."""
+NOT_TRAINING = re.compile(r"^(?:run_?)?(?:eval|infer|generat|merge|convert|prepare|preprocess|download|test|plot|serve)")
+MAX_SCRIPTS = 4
+"""Scripts that start scripts."""
 AXOLOTL_KEYS = {
     "micro_batch_size", "sequence_len", "adapter", "datasets", "sample_packing", "lora_target_linear", "num_epochs",
     "pretraining_dataset", "deepspeed", "fsdp", "val_set_size", "special_tokens", "rl",
@@ -296,17 +302,21 @@ def _of_commands(
         ConfigError: no launch, or what the first one says where none can be read.
     """
     problems: list[ConfigError] = []
-    launches = shell.commands(text, name, sharding.num_gpus)
+    launches = shell.commands(text, name, sharding.num_gpus, sharding.arguments or ())
     given_up: set[str] = set()
-    for command in launches:
+    waiting = list(reversed(launches))
+    while waiting:
+        command = waiting.pop()
         if command.target in given_up:
             continue  # a loop over sizes or seeds of a program in which nothing is read
         try:
             found = _of_command(command, name, model=model, base=base, sharding=sharding)
         except ConfigError as error:
             problems.append(error)
-            if command.tool == "python":
+            if command.tool in ("python", "script"):
                 given_up.add(command.target)
+            inner = shell.nested(command.arguments) if command.tool == "python" else None
+            waiting += [inner] if inner is not None else []  # what a program that submits jobs is told to start
             continue
         said = (f"read from the launch in {name}",)
         if len(launches) > 1:
@@ -325,23 +335,32 @@ def _of_command(
     command: shell.Command, name: str, *, model: ModelSpec | None, base: TrainSetup | None, sharding: Sharding
 ) -> ReadConfig:
     inside = replace(sharding, num_gpus=command.num_gpus or sharding.num_gpus, arguments=command.arguments)
-    launcher = inside.beside(command.launcher) if command.launcher else None
+    inside = inside.below(command.folder)
+    launcher = inside.by_end(command.launcher) if command.launcher else None
+    if command.tool == "script":
+        text = inside.by_end(command.target) if sharding.depth < MAX_SCRIPTS else None
+        if text is None:
+            raise NotATraining(f"{name} starts {command.target}, which is not beside it", hint="give that script")
+        inside = replace(inside, depth=sharding.depth + 1)
+        return _of_commands(text, command.target.rpartition("/")[2], model=model, base=base, sharding=inside)
     if command.tool == "swift":
         extra = {"rlhf_type": "rlhf"} if "rlhf" in command.arguments[:1] else {}
         return _of_flags(command, swift.FORMAT, name, model, inside, extra)
-    if command.tool in ("trl", "litgpt") and not command.target:
-        return _of_flags(command, command.tool, name, model, inside)
+    kind = FLAGS_OF.get(command.tool)
+    if kind is not None and not command.target:
+        return _of_flags(command, kind, name, model, inside)
     if not command.target:
         raise ConfigError(f"{name}: {command.tool} names no config", hint="give the config itself")
     target = command.target
-    engine = target.partition("/")[0]
+    of_verl = any(word.startswith("actor_rollout_ref.") for word in command.arguments)
+    engine = "verl" if of_verl else target.partition("/")[0]
     if engine in OTHER_ENGINES:
         raise NotPlanned(f"{name} trains with {engine}: not planned", hint="plan trace runs programs on a phantom GPU")
     if target == "torchtitan/train.py":
         module = shell.flags(command.arguments).get("module")
         places = (f"torchtitan/{part}/{module}/config_registry.py" for part in ("models", "experiments"))
         target = next((place for place in places if inside.beside(place) is not None), target)
-    text = inside.beside(target)
+    text = inside.by_end(target)
     problem: ConfigError | None = None
     if text is not None:
         try:
@@ -350,7 +369,7 @@ def _of_command(
             problem = error
     if command.tool == "python":
         config = next(iter(command.arguments), "")
-        if config.endswith((".yaml", ".yml", ".json")) and (text := inside.beside(config)) is not None:
+        if config.endswith((".yaml", ".yml", ".json")) and (text := inside.by_end(config)) is not None:
             return _read(text, config.rpartition("/")[2], model=model, base=base, sharding=inside, launcher=launcher)
         values = shell.flags(command.arguments)
         kind = detect(dict(values))
@@ -358,6 +377,12 @@ def _of_command(
             return _of_flags(command, kind, name, model, inside)
     if problem is not None:
         raise problem
+    if shell.is_open(target):
+        raise Undetermined(
+            f"{name} starts {target}: what that is its own command line says", hint='give its words: --args "WORDS"'
+        )
+    if NOT_TRAINING.search(target.rpartition("/")[2]):
+        raise NotATraining(f"{name} starts {target}, which does not train by its name", hint="give what trains")
     words = f' --args "{" ".join(command.arguments)[:200]}"' if command.tool == "python" else ""
     raise Undetermined(
         f"{name} starts {command.target}, which is not beside it and says what trains",

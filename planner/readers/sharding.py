@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ class Sharding:
         gpu: the card, for programs that ask it; None: one that computes in bf16.
         arguments: the words behind a program's name on its command line; None: nobody said.
         versions: package -> version that the run is said or pinned to use.
+        depth: shell scripts that started one another on the way here.
     """
 
     num_gpus: int = 1
@@ -30,6 +31,22 @@ class Sharding:
     gpu: GpuSpec | None = None
     arguments: tuple[str, ...] | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
+    depth: int = 0
+
+    def below(self, folder: str) -> "Sharding":
+        """As this, from a folder that a script goes to first: those of it that lie within the folders known here."""
+        tops = [root.absolute() for root in self.roots]
+        places = [Path(os.path.normpath(root / folder)) for root in tops]
+        inner = [place for place in places if place not in tops and any(place.is_relative_to(top) for top in tops)]
+        return replace(self, roots=(*inner, *self.roots)) if inner else self
+
+    def by_end(self, path: str) -> str | None:
+        """As `beside`, by the end of the path where another machine, or only the shell, knows its beginning."""
+        parts = path.split("/")
+        if not path.startswith("/") and "$" not in path:
+            return self.beside(path)
+        ends = ("/".join(parts[start:]) for start in range(1, len(parts)))
+        return next((text for end in ends if end and "$" not in end and (text := self.beside(end)) is not None), None)
 
     def of_program(self) -> Outside:
         """What a program that is read may learn from outside."""

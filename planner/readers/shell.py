@@ -3,10 +3,11 @@
 Variables that the script itself sets are put in; nothing is executed, no command is substituted.
 """
 
+import os
 import re
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Literal
 
@@ -19,6 +20,10 @@ _USE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}]*))?\}|\((\w+)\)|(\w
 _SUM = re.compile(r"\$\(expr\s+([^()]*)\)|\$\(\(([^()]*)\)\)")
 _SUBSTITUTION = re.compile(r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")
 _OPEN = re.compile(r"\$[\w{(@*]|`")
+_QUOTED = re.compile(r"\"(?:\\.|[^\"\\])*\"|'[^']*'")
+_OPTION = re.compile(r"^([ \t]*(?:-\w\s*\|\s*)?(--[\w-]+)\)\s*)(\w+)=[\"']?\$\{?2\}?[\"']?", re.MULTILINE)
+"""A script's own option in its `case`: `--name) NAME="$2"`."""
+_OWN_FOLDER = re.compile(r"dirname|BASH_SOURCE|\$\{?0")
 _CONTROL = ("if", "then", "else", "elif", "do", "while", "until", "!", "{", "(")
 LAUNCHERS = {
     "accelerate": ("--num_processes", "--num-processes"),
@@ -26,6 +31,12 @@ LAUNCHERS = {
     "deepspeed": ("--num_gpus",),
 }
 """Launcher -> its flags for the number of processes."""
+SAID_ONLY = (
+    "echo", "printf", "cat", "grep", "which", "pkill", "kill", "rm", "cp", "mv", "ls", "sed", "awk", "tee", "find",
+    "alias", "trap", "test", "[", "[[",
+)  # fmt: skip
+"""Commands in whose words a launch is only named."""
+SCRIPT_STARTERS = ("bash", "sh", "sbatch")
 FLAGS_WITHOUT_VALUE = {"-m", "--module", "-q", "-u"}
 UTILITIES = ("pip", "venv", "ensurepip", "http.server", "json.tool", "pytest", "ipykernel", "wandb", "virtualenv")
 """Modules that `python -m` starts in setup scripts."""
@@ -43,11 +54,12 @@ class Command:
     """One launch.
 
     Attributes:
-        tool: "python" for a program, else the tool's own name ("trl", "swift", ...).
+        tool: "python" for a program, "script" for another shell script, else the tool's own name ("trl", "swift", ...).
         target: the program or config file, "" where the words say all.
         arguments: the words behind it.
         num_gpus: processes that the launcher starts, None where it does not say.
         launcher: Accelerate's config file, "" where none is named.
+        folder: where the script went with `cd` before, relative to its own folder.
     """
 
     tool: str
@@ -55,19 +67,33 @@ class Command:
     arguments: tuple[str, ...]
     num_gpus: int | None = None
     launcher: str = ""
+    folder: str = ""
 
 
-def commands(text: str, name: str, num_gpus: int = 1) -> tuple[Command, ...]:
+def commands(text: str, name: str, num_gpus: int = 1, arguments: Sequence[str] = ()) -> tuple[Command, ...]:
     """The launches in a script, in order; `num_gpus` is what it is told where it counts the machine's GPUs.
+
+    Args:
+        arguments: the words behind the script's own name.
 
     Raises:
         ConfigError: none in it.
     """
 
-    def counted(match: re.Match[str]) -> str:
-        return str(num_gpus) if re.search("device_count|nvidia-smi", match[0]) else match[0]
+    def put_in(match: re.Match[str]) -> str:
+        if re.search("device_count|nvidia-smi", match[0]):
+            return str(num_gpus)
+        above = "/".join([".", *[".."] * (match[0].count("dirname") - 1)])
+        below = re.search(r"\)\"?(/[\w./-]+)\"?\s*(?:&&|;|\))", match[0])
+        return above + (below[1] if below else "") if _OWN_FOLDER.search(match[0]) else match[0]
 
-    found = tuple(_commands(_SUBSTITUTION.sub(counted, text)))
+    def given(match: re.Match[str]) -> str:
+        if match[2] not in arguments[:-1]:
+            return match[1] if arguments else match[0]
+        return f"{match[1]}{match[3]}={shlex.quote(arguments[arguments.index(match[2]) + 1])}"
+
+    variables = {str(place): word for place, word in enumerate(arguments, start=1)} | {"@": shlex.join(arguments)}
+    found = tuple(_commands(_SUBSTITUTION.sub(put_in, _OPTION.sub(given, text)), variables))
     if not found:
         raise NotATraining(
             f"{name} starts no training that is known (accelerate, torchrun, deepspeed, python, {', '.join(TOOLS)})",
@@ -76,35 +102,60 @@ def commands(text: str, name: str, num_gpus: int = 1) -> tuple[Command, ...]:
     return found
 
 
-def _commands(text: str) -> Iterator[Command]:
-    variables: dict[str, str] = {}
+def _commands(text: str, variables: dict[str, str]) -> Iterator[Command]:
+    folder = "."
     for line in _lines(text):
         assigned = _SET.match(line)
         if assigned and _is_assignment(assigned[2]):
             _assign(assigned, line, variables)
             continue
-        for part in re.split(r"&&|;|\|\||\|(?!\|)", line):
+        for part in _parts(line):
             own = dict(variables)
-            command = _command(_expanded(_words(part), own), own)
+            words = _expanded(_words(part), own)
+            if words[:1] == ["cd"] and len(words) == 2 and not is_open(words[1]):
+                folder = os.path.normpath(os.path.join(folder, words[1]))
+            command = _command(words, own)
             if command is not None:
-                yield command
+                yield replace(command, folder=folder)
+
+
+def _parts(line: str) -> list[str]:
+    """The commands of a line, cut where no quotes are open."""
+    held: list[str] = []
+
+    def hold(match: re.Match[str]) -> str:
+        held.append(match[0])
+        return f"\x01{len(held) - 1}\x01"
+
+    parts = re.split(r"&&|;|\|\||\|(?!\|)", _QUOTED.sub(hold, line))
+    return [re.sub(r"\x01(\d+)\x01", lambda match: held[int(match[1])], part) for part in parts]
 
 
 def _lines(text: str) -> Iterator[str]:
     """Logical lines: continued ones, quotes and arrays that go over several lines in one piece."""
     held = ""
-    for line in re.sub(r"[ \t]*\\\r?\n[ \t]*", " ", text.rstrip("\\ \n")).splitlines():
+    for line in re.sub(r"[ \t]*\\\n[ \t]*", " ", _without_comments(text).rstrip("\\ \n")).splitlines():
         line = line if held else line.strip().removeprefix("@")
         if not held and (not line or line.startswith("#")):
             continue
         held = f"{held}\n{line}" if held else line
         starts = re.match(r"(?:export\s+|local\s+|declare\s+\S*\s*)?[A-Za-z_]\w*\+?=([\"'(])", held)
+        starts = starts or re.search(r"\b(?:bash|sh)\s+-l?c\s+([\"'])", held)
         if starts and _is_open(held[starts.start(1) :], starts[1]) and held.count("\n") < MAX_CONTINUED:
             continue
         yield held
         held = ""
     if held:
         yield from held.splitlines()
+
+
+def _without_comments(text: str) -> str:
+    """The text without lines that are comments: a backslash at their end continues nothing."""
+    kept: list[str] = []
+    for line in text.splitlines():
+        if line.lstrip()[:1] != "#" or kept[-1:] and kept[-1].endswith("\\"):
+            kept.append(line)
+    return "\n".join(kept)
 
 
 def _is_open(value: str, opens: str) -> bool:
@@ -126,6 +177,8 @@ def _assign(assigned: re.Match[str], line: str, variables: dict[str, str]) -> No
     else:
         text = _filled("".join(_words(value)), variables)
     if re.fullmatch(r"\$\{?[\d@*#]\}?", text):
+        if not variables.get(name):
+            variables[name] = f"${name}"
         return
     if re.match(r"\w+\+=", line.strip()):
         text = f"{variables.get(name, '')} {text}".strip()
@@ -136,10 +189,13 @@ def _expanded(words: list[str], variables: dict[str, str]) -> list[str]:
     """Words with the script's variables put in; one that is nothing but a variable may stand for several words."""
     found: list[str] = []
     for word in words:
+        if word in ("$@", "$*", "${@}", "${*}"):
+            found += shlex.split(variables.get("@", ""))
+            continue
         filled = _filled(word, variables)
         alone = _USE.fullmatch(word) is not None
         found += (_words(filled.replace("\n", " ")) or [""]) if alone and re.search(r"\s", filled) else [filled]
-    return [word for word in found if word and word not in ("$@", "$*", "${@}", "${*}")]
+    return [word for word in found if word]
 
 
 def _sum(text: str) -> str | None:
@@ -220,8 +276,9 @@ def _command(words: list[str], variables: dict[str, str]) -> Command | None:
     tool = PurePosixPath(words[0]).name
     if is_open(tool) and re.search(r"PYTHON|PYBIN|\bPY\b", tool, re.IGNORECASE):
         tool = "python"
-    if tool in ("bash", "sh") and len(words) > 2 and re.fullmatch(r"-l?c", words[1]):
-        return _command(_words(words[2].replace("\n", " ")), variables)
+    if tool in ("bash", "sh") and len(words) > 2 and re.fullmatch(r"-\w*c", words[1]):
+        found = (_command(_words(part.replace("\n", " ")), variables) for part in _parts(words[2]))
+        return next((one for one in found if one is not None), None)
     if tool in LAUNCHERS:
         return _launched(tool, words[1:], shown)
     if re.fullmatch(r"python[\d.]*", tool):
@@ -238,6 +295,25 @@ def _command(words: list[str], variables: dict[str, str]) -> Command | None:
         return _program(rest, shown if shown and shown > 1 else None, "")
     if tool in TOOLS and len(words) > 1:
         return _of_tool(tool, words[1:], started or shown)
+    if tool in SCRIPT_STARTERS or tool.endswith(SUFFIXES):
+        for index, word in enumerate(words):
+            if word.endswith(SUFFIXES):
+                return Command(tool="script", target=word, arguments=tuple(words[index + 1 :]))
+    return None if tool in SAID_ONLY else nested(words, variables)
+
+
+def nested(words: Sequence[str], variables: dict[str, str] | None = None) -> Command | None:
+    """The launch that another command's words hold: a container's, a cluster's `submit ... -- python train.py`."""
+    for index, word in enumerate(words[1:], start=1):
+        tool = PurePosixPath(word).name
+        if words[index - 1] == "--entrypoint":
+            rest = [*words[index + 1 :]]
+            start = next((at for at, one in enumerate(rest) if one == "-m" or one.endswith(".py")), len(rest))
+            return _command([tool, *rest[start:]], variables or {})
+        if tool in (*LAUNCHERS, *TOOLS, "bash", "sh") or re.fullmatch(r"python[\d.]*", tool):
+            command = _command([*words[index:]], variables or {})
+            if command is not None:
+                return command
     return None
 
 
@@ -268,6 +344,9 @@ def _program(words: list[str], num_gpus: int | None, config: str) -> Command | N
     if words[:1] in (["-m"], ["--module"]) and len(words) > 1:
         if words[1].partition(".")[0] in UTILITIES or words[1] in UTILITIES:
             return None
+        tool, _, verb = words[1].partition(".")
+        if tool in TOOLS_AS_MODULES and verb:
+            return _of_tool(tool, [verb.rpartition(".")[2], *words[2:]], num_gpus)
         words = [words[1].replace(".", "/") + ".py", *words[2:]]
     if not words or not words[0].endswith(".py"):
         return None
