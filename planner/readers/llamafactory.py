@@ -67,11 +67,13 @@ def read(
         "attention": default_attention(model) if word == "auto" else READ_ATTENTIONS[word],
         "checkpointing": 0 if off else 1,
         "activation_offload": not off and settings.flag("use_unsloth_gc", False),
-        **common.liger(settings, settings.flag("enable_liger_kernel", False), "full", model),
+        **common.liger(
+            settings, settings.flag(settings.first("enable_liger_kernel", "use_liger_kernel"), False), "full", model
+        ),
         "optimizer": common.optimizer(settings, "optim", "adamw_torch_fused"),
     }
     if stage == "dpo":
-        if settings.flag("enable_liger_kernel", False):
+        if settings.flag(settings.first("enable_liger_kernel", "use_liger_kernel"), False):
             settings.approximate("Liger's kernels in preference training are not counted")
         fields |= {"loss": "full", "kernels": "eager", "packing": False}
         fields |= {"lora_dropout": 0.0} if fields["method"] != "full" else {}

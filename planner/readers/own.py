@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from planner.choices.objectives import OBJECTIVES as ROWS
-from planner.errors import NotPlanned
+from planner.errors import NotATraining, NotPlanned
 from planner.models.spec import ModelSpec
 from planner.readers import common, hydra
 from planner.readers.fields import adapter_kind
@@ -22,7 +22,7 @@ NAMES = {
     "model": (
         "model_name_or_path", "pretrained_model_name_or_path", "pretrained_model_name", "base_model", "model_name",
         "model_id", "base_model_name", "hf_model_name", "hf_model_ckpt", "pretrained_ckpt", "model_path", "model.name",
-        "model.path", "model.id", "model.base", "model",
+        "model.path", "model.id", "model.base", "pretrained_model_path", "model",
     ),
     "micro": (
         "per_device_train_batch_size", "micro_batch_size", "per_device_batch_size", "local_batch_size",
@@ -31,7 +31,7 @@ NAMES = {
     "accumulation": ("gradient_accumulation_steps", "grad_accum_steps", "gradient_accumulation", "grad_accum"),
     "length": (
         "max_seq_length", "max_seq_len", "sequence_len", "cutoff_len", "seq_length", "seq_len", "max_length",
-        "model_max_length", "block_size", "context_length",
+        "model_max_length", "block_size", "context_length", "data_max_length",
     ),
     "rank": ("lora_r", "lora_rank", "lora.r", "lora.rank", "peft.r", "peft_config.r", "peft.rank", "lora_config.r"),
     "targets": ("lora_target_modules", "target_modules"),
@@ -47,6 +47,9 @@ NAMES = {
     "bf16": ("bf16",),
     "fp16": ("fp16",),
     "attention": ("attn_implementation",),
+    "flash": ("use_flash_attn", "use_flash_attention_2", "use_flash_attention", "flash_attn", "flash_attention"),
+    "adapter": ("peft_type", "adapter", "finetuning_type", "train_type", "tuner_type", "peft.method"),
+    "bits": ("quantization", "quantization_bit", "load_in_kbits", "bits"),
     "packing": ("packing",),
     "liger": ("use_liger_kernel", "use_liger"),
     "dropout": ("lora_dropout", "lora.dropout", "peft.dropout"),
@@ -69,6 +72,8 @@ OBJECTIVES = re.compile(
 )
 IMAGES = {"resolution", "prediction_type", "noise_offset", "snr_gamma", "center_crop", "num_validation_images"}
 """Settings of the training of image models."""
+EMBEDDINGS = {"pooling_mode", "simcse_dropout", "mlm_probability", "mask_token_type"}
+"""Settings of the training of embeddings, and of masked words."""
 FIELD_OF = {
     "model": "model", "micro": "micro_batch_seqs", "accumulation": "accumulation_steps", "length": "seq_len_tokens",
     "rank": "lora_rank", "checkpointing": "checkpointing",
@@ -91,7 +96,9 @@ def is_training(values: Mapping[str, Any]) -> bool:
 
 
 NUMBERS = ("micro", "accumulation", "length", "rank")
-SWITCHES = ("four", "eight", "quantized", "lora", "bf16", "fp16", "packing", "liger", "use_dora", "use_rslora")
+ADAPTERS = {"lora": True, "qlora": True, "full": False, "none": False}
+BITS = {"4": "four", "4bit": "four", "4-bit": "four", "nf4": "four", "8": "eight", "8bit": "eight", "8-bit": "eight"}
+SWITCHES = ("four", "eight", "quantized", "lora", "bf16", "fp16", "packing", "liger", "flash", "use_dora", "use_rslora")
 
 
 def _makes_sense(key: str, value: Any) -> bool:
@@ -118,6 +125,13 @@ def read(
             f"{name}: settings of diffusion: not planned, its memory is not modelled",
             hint="plan trace runs other programs on a phantom GPU",
         )
+    if values.get("do_train") is False:
+        raise NotATraining(f"{name}: do_train is false: not a training", hint="give the config of a training")
+    if EMBEDDINGS & set(values):
+        raise NotPlanned(
+            f"{name}: settings of embedding: not planned, its memory is not modelled",
+            hint="plan trace runs other programs on a phantom GPU",
+        )
     if objective := OBJECTIVES.search(name.lower()):
         raise NotPlanned(
             f"{name}: {objective[1]} by its name: not planned, its memory is not modelled",
@@ -126,6 +140,7 @@ def read(
     found = _found(values)
     opened = {key: value for key, (_, value) in found.items() if hydra.is_open(value)}
     found = {key: one for key, one in found.items() if key not in opened and _makes_sense(key, one[1])}
+    found = _in_words(found) | found
     settings = Settings({key: value for key, (_, value) in found.items()}, name)
     settings.assume("settings read by their usual names: the program that reads this file is not known")
     settings.approximate("loss and optimizer are taken to be transformers' defaults where the file says nothing")
@@ -190,6 +205,22 @@ def read(
         keys={FIELD_OF[key]: path for key, (path, _) in found.items() if key in FIELD_OF and key != "model"},
         values=values,
     )
+
+
+def _in_words(found: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
+    """Switches that a file says in words: `peft_type: qlora`, `quantization: 4bit`, `use_flash_attn: true`."""
+    said: dict[str, tuple[str, Any]] = {}
+    path, word = found.get("adapter", ("", ""))
+    if str(word).lower() in ADAPTERS:
+        said["lora"] = (path, ADAPTERS[str(word).lower()])
+        said |= {"four": (path, True)} if str(word).lower() == "qlora" else {}
+    path, word = found.get("bits", ("", ""))
+    if key := BITS.get(str(word).lower()):
+        said[key] = (path, True)
+    path, word = found.get("flash", ("", False))
+    if str(word).lower() == "true":
+        said["attention"] = (path, "flash_attention_2")
+    return said
 
 
 def _found(values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:

@@ -73,7 +73,11 @@ OTHER_TOOLS = {
 OTHER_ENGINES = ("verl", "openrlhf", "megatron", "nanotron", "mlx_lm", "mlx", "xtuner", "colossalai", "skyrl_train")
 FLAGS_OF = {"trl": trl.FORMAT, "litgpt": litgpt.FORMAT, "llamafactory-cli": llamafactory.FORMAT}
 """Tools that take every setting as a flag -> the format that the flags are of."""
-NOT_TRAINING = re.compile(r"^(?:run_?)?(?:eval|infer|generat|merge|convert|prepare|preprocess|download|test|plot|serve)")
+NOT_TRAINING = re.compile(
+    r"^(?:run_?)?(?:eval|infer|generat|merge|convert|prepare|preprocess|download|test|plot|serve|setup)"
+)
+MAX_STRANGERS = 0.25
+"""Part of a TRL config's settings that TRL does not know: recipes built on it add to 24 %, other programs' have more."""
 MAX_SCRIPTS = 4
 """Scripts that start scripts."""
 AXOLOTL_KEYS = {
@@ -114,13 +118,13 @@ def detect(values: dict[str, Any]) -> str:
         return unsloth.FORMAT
     if "model" in keys and keys & {"train_dataset", "dist_config", "peft_config", "micro_batch_size"}:
         return llamafactory_v1.FORMAT
-    if keys & LLAMAFACTORY_KEYS:
-        return llamafactory.FORMAT
     others = keys - trl.known_keys()
+    if keys & LLAMAFACTORY_KEYS and ("model_name_or_path" in keys or not own.is_training(values)):
+        return llamafactory.FORMAT
     if others & own.SPOKEN and own.is_training(values):
         return own.FORMAT  # another program's names, no slips of the pen
     strangers = len(others)
-    if keys & {"model_name_or_path", "per_device_train_batch_size"} and 2 * strangers <= len(keys):
+    if keys & {"model_name_or_path", "per_device_train_batch_size"} and max(2, MAX_STRANGERS * len(keys)) >= strangers:
         return trl.FORMAT
     if own.is_training(values):
         return own.FORMAT

@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Literal
 
@@ -17,6 +18,7 @@ from planner.stacks import TARGET_ROWS
 SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
 _SET = re.compile(r"^\s*(?:export\s+|declare\s+\S*\s*|local\s+)?([A-Za-z_]\w*)\s*[:?+]?=\s*(.*)$", re.DOTALL)
 _USE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}]*))?\}|\((\w+)\)|(\w+))")
+_ELEMENT = re.compile(r"\$\{(\w+)\[(\$?\w+)\]\}")
 _SUM = re.compile(r"\$\(expr\s+([^()]*)\)|\$\(\(([^()]*)\)\)")
 _SUBSTITUTION = re.compile(r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")
 _OPEN = re.compile(r"\$[\w{(@*]|`")
@@ -89,8 +91,8 @@ def commands(text: str, name: str, num_gpus: int = 1, arguments: Sequence[str] =
 
     def given(match: re.Match[str]) -> str:
         if match[2] not in arguments[:-1]:
-            return match[1] if arguments else match[0]
-        return f"{match[1]}{match[3]}={shlex.quote(arguments[arguments.index(match[2]) + 1])}"
+            return match[1] if arguments else f"{match[1]}\n{match[3]}=$2\n"
+        return f"{match[1]}\n{match[3]}={shlex.quote(arguments[arguments.index(match[2]) + 1])}\n"
 
     variables = {str(place): word for place, word in enumerate(arguments, start=1)} | {"@": shlex.join(arguments)}
     found = tuple(_commands(_SUBSTITUTION.sub(put_in, _OPTION.sub(given, text)), variables))
@@ -114,6 +116,8 @@ def _commands(text: str, variables: dict[str, str]) -> Iterator[Command]:
             words = _expanded(_words(part), own)
             if words[:1] == ["cd"] and len(words) == 2 and not is_open(words[1]):
                 folder = os.path.normpath(os.path.join(folder, words[1]))
+            if words[:1] == ["for"] and words[2:3] == ["in"] and len(words) > 3 and not is_open(words[3]):
+                variables[words[1]] = words[3]  # the first turn
             command = _command(words, own)
             if command is not None:
                 yield replace(command, folder=folder)
@@ -223,10 +227,11 @@ def _words(line: str) -> list[str]:
         return f"\x00{len(held) - 1}\x00"
 
     try:
-        words = shlex.split(_SUBSTITUTION.sub(hold, line), comments=True)
+        words = shlex.split(re.sub(r"(?<=\S)#", "\x02", _SUBSTITUTION.sub(hold, line)), comments=True)
     except ValueError:
         return []
-    return [re.sub(r"\x00(\d+)\x00", lambda match: held[int(match[1])], word) for word in words]
+    back = (re.sub(r"\x00(\d+)\x00", lambda match: held[int(match[1])], word) for word in words)
+    return [word.replace("\x02", "#") for word in back]  # a comment starts a word
 
 
 def _filled(word: str, variables: dict[str, str]) -> str:
@@ -252,7 +257,11 @@ def _filled(word: str, variables: dict[str, str]) -> str:
         bare = re.sub(r"(?<![\w$])([A-Za-z_]\w*)", lambda name: variables.get(name[1], name[1]), text)
         return _sum(_USE.sub(value, bare)) or match[0]
 
-    return _USE.sub(value, _SUM.sub(summed, word))
+    def element(match: re.Match[str]) -> str:
+        items, place = _words(variables.get(match[1], "")), int(match[2]) if match[2].isdigit() else 0
+        return items[place] if place < len(items) else match[0]
+
+    return _USE.sub(value, _SUM.sub(summed, _ELEMENT.sub(element, word)))
 
 
 def is_open(word: str) -> bool:
@@ -361,7 +370,8 @@ def _of_tool(tool: str, words: list[str], num_gpus: int | None) -> Command | Non
     if not words or words[0] not in verbs:
         return None
     rest = words[1:]
-    config = next((word for word in rest if word.endswith((".yaml", ".yml", ".json", ".toml"))), "")
+    named = [word for before, word in pairwise(["--config", *rest]) if before[:2] != "--" or before == "--config"]
+    config = next((word for word in named if word.endswith((".yaml", ".yml", ".json", ".toml"))), "")
     return Command(tool=tool, target=config, arguments=tuple(words), num_gpus=num_gpus)
 
 

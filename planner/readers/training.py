@@ -108,6 +108,12 @@ def find(program: Program, name: str) -> Training:
         )
     if found.arguments is None and found.trainer is None:
         _refuse(program, name)
+    if found.trainer is None and found.arguments is not None:
+        aim = next((aim for aim, config in CONFIGS.items() if found.arguments.name == config), "")
+        if aim and not program.module.names.get("OBJECTIVE"):
+            raise _other_objective(name, aim, "a trainer of its own")
+    if found.trainer is not None and not program.trained and _only_measures(program, found.trainer):
+        raise NotATraining(f"{name} evaluates and trains nothing", hint="give the script that trains")
     if found.trainer is not None and found.arguments is None and not _of_transformers(found.trainer.name):
         raise NotPlanned(
             f"{name} trains with a trainer of its own ({found.trainer.name}), which cannot be read without running it",
@@ -136,6 +142,12 @@ def find(program: Program, name: str) -> Training:
     if found.adapter is None and found.trainer is None:
         found.adapter = _last(program, lambda one: one.name == "LoraConfig")
     return found
+
+
+def _only_measures(program: Program, trainer: Made) -> bool:
+    """Whether a trainer is made for its evaluation alone."""
+    asked = {one.name for one in program.made if isinstance(one.receiver, Made) and trainer_of(one.receiver) is trainer}
+    return bool(asked & {"evaluate", "predict"})
 
 
 def _plain(trainer: Made | None) -> bool:
@@ -240,7 +252,7 @@ def _only_loader(found: Training, program: Program) -> None:
     loaders = [one for one in program.made if one.name == "from_pretrained" and _loads_model(one.owner)]
     names = {_said(plain(named_model(one))) for one in loaders}
     if len(names) == 1:
-        found.loader, found.unknown_model = loaders[0], ""
+        found.loader, found.unknown_model = max(loaders, key=lambda one: "CausalLM" in one.owner), ""
         wrapped = [one for one in program.made if one.name == "get_peft_model"]
         if found.adapter is None and wrapped:
             last = wrapped[-1]

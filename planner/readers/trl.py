@@ -62,10 +62,10 @@ def objective_of(values: Mapping[str, Any], name: str, command: str = "") -> tup
     """
     if command in TRL_COMMANDS:
         return command, True
-    if found := next((objective for objective, marks in MARKS.items() if marks & set(values)), ""):
-        return found, True
     loss = values.get("loss_type")
     if found := next((objective for objective, types in LOSS_TYPES.items() if loss in types), ""):
+        return found, True
+    if found := next((objective for objective, marks in MARKS.items() if marks & set(values)), ""):
         return found, True
     if len(named := set(NAMED.findall(name.lower()))) == 1:
         return named.pop(), True

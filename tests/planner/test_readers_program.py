@@ -176,6 +176,8 @@ REFUSED = {
     "vision": "from unsloth import FastVisionModel\nm, t = FastVisionModel.from_pretrained('x')\n"
     "SFTTrainer(m, args=SFTConfig()).train()\n",
     "LoHaConfig": "from peft import LoHaConfig as L\nSFTTrainer('gpt2', args=SFTConfig(), peft_config=L()).train()\n",
+    "grpo": "from trl import GRPOConfig\nfrom mine import MyTrainerOfGroups as T\nT('gpt2', args=GRPOConfig()).train()\n",
+    "evaluates": "t = Trainer('gpt2', TrainingArguments())\nprint(t.evaluate())\n",
     "loop of its own": "m = AutoModelForCausalLM.from_pretrained('gpt2')\nfor b in data():\n    m(b).loss.backward()\n",
 }
 
@@ -220,6 +222,27 @@ def test_modules_and_settings_beside_a_script_are_read(tmp_path: Path) -> None:
     found = read_config(script)
     assert (found.setup.micro_batch_seqs, found.setup.lora_rank) == (3, 12)
     assert found.origins["lora_rank"] == "run.yaml:1"
+
+
+def test_packages_and_paths_from_the_programs_own_folder_are_read(tmp_path: Path) -> None:
+    package = tmp_path / "mine" / "parts"
+    package.mkdir(parents=True)
+    (tmp_path / "mine" / "__init__.py").write_text("from .parts import load\n")
+    (package / "__init__.py").write_text("from ..sizes import BATCH\nfrom . import loading\nload = loading.load\n")
+    (package / "loading.py").write_text("from transformers import AutoModelForCausalLM as A\ndef load(name):\n"
+                                        "    return A.from_pretrained(name, dtype='bfloat16')\n")  # fmt: skip
+    (tmp_path / "mine" / "sizes.py").write_text("BATCH = 3\n")
+    (tmp_path / "run.yaml").write_text("length: 96\n")
+    (tmp_path / "scripts").mkdir()
+    script = tmp_path / "scripts" / "train.py"
+    script.write_text(
+        HEAD + "import os, yaml\nfrom pathlib import Path\nfrom mine import load\nfrom mine.parts import BATCH\n"
+        "ROOT = Path(__file__).resolve().parents[1]\ncfg = yaml.safe_load((ROOT / 'run.yaml').read_text())\n"
+        "HERE = os.path.dirname(os.path.abspath(__file__))\nmodel = load(os.path.join(HERE, 'models', 'gpt2'))\n"
+        "SFTTrainer(model, args=SFTConfig(per_device_train_batch_size=BATCH, max_length=cfg['length'])).train()\n"
+    )
+    found = read_config(script)
+    assert (found.model_id, found.setup.micro_batch_seqs, found.setup.seq_len_tokens) == ("./models/gpt2", 3, 96)
 
 
 def test_notebooks_are_read_cell_by_cell_with_their_pins(tmp_path: Path) -> None:
@@ -275,7 +298,38 @@ def test_launches_in_shell_scripts_are_followed(name: str, tmp_path: Path) -> No
     assert (found.setup.micro_batch_seqs, found.setup.num_gpus) == (2, num_gpus)
 
 
+def test_settings_of_another_program_are_not_taken_for_a_tools() -> None:
+    strange = "refresh: false\ndata_tag: base\ntag: x\nwarmup: 0.1\nclip_grad_norm: 1.0\n"
+    own = read_text(
+        "model_name_or_path: gpt2\nper_device_train_batch_size: 4\ndata_max_length: 64\n" + strange, "a.yaml"
+    )
+    assert (own.format, own.setup.seq_len_tokens) == ("own settings", 64)
+    assert {"method", "precision", "checkpointing"} <= open_fields(own)
+    words = read_text(
+        '{"pretrained_model_path": "gpt2", "peft_type": "qlora", "quantization": "4bit", "lora_rank": 8, '
+        '"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "seq_length": 64, "use_flash_attn": true}',
+        "a.json",
+    )
+    assert (words.setup.method, words.setup.quantization, words.setup.attention) == (
+        "qlora",
+        "nf4",
+        "flash-attention-2",
+    )
+    with pytest.raises(ConfigError, match="embedding"):
+        read_text("model_name_or_path: a\nper_device_train_batch_size: 1\npooling_mode: mean\n" + strange, "a.yaml")
+    dpo = "loss_type: sigmoid\nbeta: 0.1\nmax_length: 640\nmax_completion_length: 128\n"
+    assert (
+        read_text("model_name_or_path: gpt2\nper_device_train_batch_size: 1\n" + dpo, "a.yaml").setup.objective == "dpo"
+    )
+
+
 def test_other_tools_files_are_read() -> None:
+    flags = read_text(
+        "llamafactory-cli train --deepspeed ds.json --stage sft --do_train True --model_name_or_path gpt2 "
+        "--finetuning_type full --cutoff_len 64 --use_liger_kernel",
+        "a.sh",
+    )
+    assert (flags.format, flags.setup.seq_len_tokens, flags.setup.loss) == ("llamafactory", 64, "liger")
     swift = read_text("swift sft --model Qwen/Qwen2.5-7B --tuner_type lora --max_length 2048 --lora_rank 8", "a.sh")
     assert (swift.format, swift.setup.accumulation_steps, swift.setup.loss) == ("ms-swift", 16, "full")
     litgpt = read_text("checkpoint_dir: checkpoints/a/b\nlora_r: 4\ntrain: {max_seq_length: 512}\n", "a.yaml")
@@ -364,6 +418,16 @@ LAUNCHES = {
     "a default of a parameter": "B=${1}\nB=${B:-2}\ntorchrun --nproc_per_node 2 train.py --batch $B\n",
     "GPUs that are counted": 'N=$(python -c "import torch; print(torch.cuda.device_count())")\n'
     "torchrun --nproc_per_node $N train.py --batch $((4 / N))\n",
+    "a comment that ends in a backslash": "# torchrun old.py \\\ntorchrun --nproc_per_node 2 train.py --batch 2\n",
+    "a container": "docker run --rm -v $PWD:/app image torchrun --nproc_per_node 2 train.py --batch 2\n",
+    "a cluster's submit": 'submit --gpu 2 -- /bin/bash -lc "set -e && cd /x && torchrun --nproc_per_node 2 train.py '
+    '--batch 2"\n',
+    "a program that submits": "python submit.py --gpus 2 -- torchrun --nproc_per_node 2 train.py --batch 2\n",
+    "a loop over an array": "sizes=(2 4)\nfor i in 0 1; do\n  torchrun --nproc_per_node 2 train.py --batch ${sizes[$i]}\n"
+    "done\n",
+    "a folder that it goes to": 'cd "$(dirname "${BASH_SOURCE[0]}")/below"\ntorchrun --nproc_per_node 2 train.py\n',
+    "another script": "bash below/other.sh --batch 2\n",
+    "a job whose task is one of its words": "sbatch --gpus 2 below/job.slurm --task train --size 2\n",
     "set-up before it": "python -m venv .venv\npip install trl\ndeepspeed --include localhost:0,1 train.py --batch 2\n",
 }
 
@@ -371,6 +435,15 @@ LAUNCHES = {
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_what_shell_scripts_put_together_is_followed(name: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(HEAD + PARSED)
+    below = tmp_path / "below"
+    below.mkdir()
+    (below / "train.py").write_text(HEAD + TRAIN.format(batch=2))
+    (below / "other.sh").write_text('torchrun --nproc_per_node 2 train.py "$@"\n')
+    (below / "job.slurm").write_text(
+        'TASK=""\nwhile [[ $# -gt 0 ]]; do\n  case $1 in\n    --task)\n      TASK="$2"\n      shift 2\n      ;;\n'
+        '    --size) B="$2"; shift 2 ;;\n  esac\ndone\nexport CMD=" \\\n  $TASK.py --batch $B\n"\n'
+        'clear; srun --wait=60 bash -c "torchrun --nproc_per_node 2 $CMD" 2>&1\n'
+    )
     script = tmp_path / "run.sh"
     script.write_text(LAUNCHES[name])
     found = read_config(script, num_gpus=2)
@@ -386,6 +459,11 @@ def test_words_that_only_the_shell_knows_are_asked_for(tmp_path: Path) -> None:
         "swift sft --model $MODEL --tuner_type lora --max_length 512 --per_device_train_batch_size ${1}\n"
     )
     assert open_fields(read_config(script)) == {"model", "micro_batch_seqs"}
+    script.write_text('TASK=""\ncase $1 in\n  --task)\n    TASK="$2"\n    ;;\nesac\npython $TASK.py --batch 2\n')
+    with pytest.raises(Undetermined, match=r"\$TASK\.py") as caught:
+        read_config(script)
+    assert "--args" in caught.value.hint
+    assert read_config(script, arguments=("--task", "train")).setup.micro_batch_seqs == 2
 
 
 def test_a_launch_is_read_by_its_config_or_its_words_where_the_program_is_a_wrapper(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ A loop of unknown length is read once. Nothing is imported or executed; modules 
 """
 
 import ast
+import posixpath
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -13,6 +14,7 @@ from planner.readers.program import objects
 from planner.readers.program.functions import Functions
 from planner.readers.program.operators import binary
 from planner.readers.program.reading import (
+    LIBRARIES,
     MAX_LOOP,
     MAX_MODULES,
     MAX_SOURCE_BYTES,
@@ -25,6 +27,7 @@ from planner.readers.program.reading import (
     Raise,
     Return,
     TooLong,
+    file_of,
 )
 from planner.readers.program.source import parsable
 from planner.readers.program.values import (
@@ -70,7 +73,7 @@ class Reader(Functions):
         """The main module, as far as it can be read."""
         scope = self.program.module
         scope.file = self.name
-        scope.names["__name__"] = Known("__main__")
+        scope.names |= {"__name__": Known("__main__"), "__file__": Known(self.name)}
         with suppress(TooLong, Leave):
             self.block(tree.body, scope)
 
@@ -235,33 +238,41 @@ class Reader(Functions):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 top = alias.name.partition(".")[0]
-                found = self.module(alias.name)
+                found = self.module(alias.name.replace(".", "/"))
                 name = alias.asname or top
                 path = alias.name if alias.asname else top
                 scope.names[name] = Dotted(path) if found is None else Instance(found.names)
             return
         module = node.module or ""
-        found = self.module(module) if module else None
+        path = module.replace(".", "/")
+        if node.level:
+            above = [posixpath.dirname(file_of(scope)), *[".."] * (node.level - 1)]
+            path = posixpath.normpath(posixpath.join(*above, path))
+        found = self.module(path) if path != "." else None
         for alias in node.names:
             if alias.name == "*":
                 scope.names |= found.names if found is not None else {}
                 continue
             value = found.names.get(alias.name) if found is not None else None
             if value is None:
-                inner = self.module(f"{module}.{alias.name}".strip(".")) if node.level or found is None else None
+                inner = self.module(posixpath.normpath(posixpath.join(path, alias.name)))
                 value = Instance(inner.names) if inner is not None else Dotted(f"{module}.{alias.name}")
             scope.names[alias.asname or alias.name] = value
 
     def module(self, name: str) -> Scope | None:
-        """A module beside the program, read once; None where there is none."""
+        """A module or package ("a/b") beside the program, read once; None where there is none."""
         if name not in self.modules:
             self.modules[name] = None
-            path = name.replace(".", "/") + ".py"
+            path = f"{name}.py"
             enough = len(self.modules) > 400 or len(self.program.sources) >= MAX_MODULES
-            text = None if enough or self.source_bytes > MAX_SOURCE_BYTES else self.outside.read(path)
+            enough = enough or self.source_bytes > MAX_SOURCE_BYTES or name.partition("/")[0] in LIBRARIES
+            text = None if enough else self.outside.read(path)
+            if text is None and not enough:
+                path = f"{name}/__init__.py"
+                text = self.outside.exactly(path)
             if text is not None:
                 self.source_bytes += len(text)
-                scope = Scope({"__name__": Known(name)}, file=path)
+                scope = Scope({"__name__": Known(name), "__file__": Known(path)}, file=path)
                 try:
                     self.block(ast.parse(parsable(text)).body, scope)
                 except Leave:

@@ -3,6 +3,9 @@
 Everything else becomes a `Made`: the call itself, to be looked at by whoever knows the library.
 """
 
+import posixpath
+from collections.abc import Callable
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from planner.readers import hydra
@@ -27,6 +30,23 @@ from planner.readers.program.values import (
 if TYPE_CHECKING:
     from planner.readers.program.reading import Reading
 
+MAX_PARENTS = 8
+
+
+def _above(path: str) -> str:
+    """The folder that holds a path, which may be relative to the program's own folder."""
+    beyond = path in (".", "") or path.endswith("..")
+    return posixpath.normpath(posixpath.join(path, "..")) if beyond else posixpath.dirname(path) or "."
+
+
+PATH_PARTS: dict[str, Callable[[str], str]] = {
+    "parent": _above,
+    "name": posixpath.basename,
+    "stem": lambda path: posixpath.splitext(posixpath.basename(path))[0],
+    "suffix": lambda path: posixpath.splitext(path)[1],
+}
+"""Attributes of a `Path`, which is read as its text."""
+SAME_PATH = ("resolve", "absolute", "expanduser", "as_posix")
 BF16_QUESTIONS = ("is_bfloat16_supported", "is_bf16_supported", "is_torch_bf16_gpu_available")
 SAME_OBJECT = (
     "to", "cuda", "train", "eval", "half", "bfloat16", "float", "requires_grad_", "for_training", "for_inference",
@@ -74,6 +94,11 @@ def attribute(reader: "Reading", value: Value, name: str, place: str) -> Value:
             return Unknown(f"{place}: {name} is not set in the program")
         case Table() if name in value.entries:  # of OmegaConf: settings are its attributes
             return value.entries[name]
+        case Known(data=str()) if name in PATH_PARTS:
+            return Known(PATH_PARTS[name](value.data), place)
+        case Known(data=str()) if name == "parents":
+            above = list(accumulate(range(MAX_PARENTS), lambda path, _: _above(path), initial=value.data))
+            return Items([Known(path, place) for path in above[1:]], place)
         case Made():
             if name in value.attributes:
                 return value.attributes[name]
@@ -183,8 +208,18 @@ def _of_module(reader: "Reading", callee: Dotted, made: Made) -> Value | None:
         case _ if callee.name == "snapshot_download":  # of the hub or of ModelScope: the folder holds that model
             named = [made.keywords.get(key) for key in ("repo_id", "model_id")]
             return next((one for one in (first, *named) if one is not None), None)
+        case "os.path.dirname":
+            return (
+                Known(_above(first.data), made.where) if isinstance(first, Known) and type(first.data) is str else None
+            )
+        case "os.path.abspath" | "os.path.realpath" | "os.path.normpath":
+            return first
+        case "os.getcwd" | "pathlib.Path.cwd" | "Path.cwd":
+            return Known(".", made.where)
         case "os.path.join" | "pathlib.Path" | "Path" | "os.path.expanduser" | "str" if made.positional:
             parts = [plain(one) for one in made.positional]
+            if isinstance(parts[0], Unknown) and callee.path == "str":
+                return parts[0]
             known = all(isinstance(part, (str, int, float)) for part in parts)
             return Known("/".join(str(part) for part in parts), made.where) if known else None
         case "fire.Fire" | "Fire" | "typer.run" if isinstance(first, Function):
@@ -231,9 +266,15 @@ def _of_object(reader: "Reading", owner: Value, made: Made) -> Value | None:
 
 
 def _of_text(owner: Known, made: Made) -> Value | None:
+    if made.name in SAME_PATH:
+        return owner
+    if made.name in ("open", "read_text"):
+        return Made("open", positional=[owner], where=made.where)
     arguments = [plain(one) for one in made.positional]
     if any(isinstance(one, Unknown) for one in arguments):
         return Unknown(f"{made.where}: text put together while the program runs")
+    if made.name == "joinpath" and all(isinstance(one, str) for one in arguments):
+        return Known("/".join([owner.data, *arguments]), made.where)
     if made.name == "join" and arguments and isinstance(arguments[0], list):
         return Known(owner.data.join(str(one) for one in arguments[0])[:10_000], made.where)
     if made.name not in TEXT_METHODS or len(owner.data) > 10_000:

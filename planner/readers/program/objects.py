@@ -106,6 +106,8 @@ def argument_defaults(made: Made) -> dict[str, Value]:
 def element(value: Value, key: Value, place: str) -> Value:
     """value[key]"""
     name = plain(key)
+    if isinstance(name, Unknown) and isinstance(value, (Table, Items, Instance)) and name.reason != "a slice":
+        return name
     if isinstance(value, Instance):
         value = Table(value.attributes, place, value.more)
     if isinstance(value, Table):

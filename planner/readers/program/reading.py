@@ -14,6 +14,11 @@ MAX_LOOP = 64
 MAX_MODULES = 40
 MAX_SOURCE_BYTES = 600_000
 """Of modules beside the program: what lies behind is taken for foreign code."""
+LIBRARIES = frozenset({
+    "accelerate", "bitsandbytes", "datasets", "deepspeed", "evaluate", "numpy", "pandas", "peft", "torch",
+    "transformers", "trl", "unsloth", "vllm", "wandb",
+})  # fmt: skip
+"""Packages that stay foreign code where their own source lies beside the program."""
 LENGTH_NAMES = frozenset({
     "max_length", "max_seq_length", "max_seq_len", "max_len", "seq_len", "seq_length", "sequence_length", "cutoff_len",
     "block_size", "context_length", "model_max_length", "max_token_length", "max_tokens_length",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from planner.errors import ConfigError
 
-_SHELL = re.compile(r"^(\s*)[!%?].*$")
+_SHELL = re.compile(r"^(\s*)(?:!(?!=)|[%?]).*$")
 _PIN = re.compile(r"([A-Za-z][A-Za-z0-9_.-]*)\s*==\s*([0-9][0-9A-Za-z.+-]*)")
 _INSTALL = re.compile(r"pip3?['\"]?,?\s+install\b(.*)")
 MAX_REPAIRS = 200
