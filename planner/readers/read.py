@@ -77,7 +77,7 @@ NOT_TRAINING = re.compile(
     r"^(?:run_?)?(?:eval|infer|generat|merge|convert|prepare|preprocess|download|test|plot|serve|setup)"
 )
 MAX_STRANGERS = 0.25
-"""Part of a TRL config's settings that TRL does not know: recipes built on it add to 24 %, other programs' have more."""
+"""Part of a TRL config's settings that TRL does not know: recipes built on it add to 24 %, other programs have more."""
 MAX_SCRIPTS = 4
 """Scripts that start scripts."""
 AXOLOTL_KEYS = {

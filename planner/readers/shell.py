@@ -157,7 +157,7 @@ def _without_comments(text: str) -> str:
     """The text without lines that are comments: a backslash at their end continues nothing."""
     kept: list[str] = []
     for line in text.splitlines():
-        if line.lstrip()[:1] != "#" or kept[-1:] and kept[-1].endswith("\\"):
+        if line.lstrip()[:1] != "#" or (kept[-1:] and kept[-1].endswith("\\")):
             kept.append(line)
     return "\n".join(kept)
 

@@ -176,7 +176,8 @@ REFUSED = {
     "vision": "from unsloth import FastVisionModel\nm, t = FastVisionModel.from_pretrained('x')\n"
     "SFTTrainer(m, args=SFTConfig()).train()\n",
     "LoHaConfig": "from peft import LoHaConfig as L\nSFTTrainer('gpt2', args=SFTConfig(), peft_config=L()).train()\n",
-    "grpo": "from trl import GRPOConfig\nfrom mine import MyTrainerOfGroups as T\nT('gpt2', args=GRPOConfig()).train()\n",
+    "grpo": "from trl import GRPOConfig\nfrom mine import MyTrainerOfGroups as T\n"
+    "T('gpt2', args=GRPOConfig()).train()\n",
     "evaluates": "t = Trainer('gpt2', TrainingArguments())\nprint(t.evaluate())\n",
     "loop of its own": "m = AutoModelForCausalLM.from_pretrained('gpt2')\nfor b in data():\n    m(b).loss.backward()\n",
 }
@@ -423,8 +424,8 @@ LAUNCHES = {
     "a cluster's submit": 'submit --gpu 2 -- /bin/bash -lc "set -e && cd /x && torchrun --nproc_per_node 2 train.py '
     '--batch 2"\n',
     "a program that submits": "python submit.py --gpus 2 -- torchrun --nproc_per_node 2 train.py --batch 2\n",
-    "a loop over an array": "sizes=(2 4)\nfor i in 0 1; do\n  torchrun --nproc_per_node 2 train.py --batch ${sizes[$i]}\n"
-    "done\n",
+    "a loop over an array": "sizes=(2 4)\nfor i in 0 1; do\n"
+    "  torchrun --nproc_per_node 2 train.py --batch ${sizes[$i]}\ndone\n",
     "a folder that it goes to": 'cd "$(dirname "${BASH_SOURCE[0]}")/below"\ntorchrun --nproc_per_node 2 train.py\n',
     "another script": "bash below/other.sh --batch 2\n",
     "a job whose task is one of its words": "sbatch --gpus 2 below/job.slurm --task train --size 2\n",
