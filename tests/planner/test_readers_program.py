@@ -127,6 +127,35 @@ def test_settings_of_a_parser_of_dataclasses_come_from_the_command_line() -> Non
     assert setup.seq_len_tokens == 256  # the longest that the tokenizer is told to cut to
 
 
+TRL_SCRIPT = """
+from trl import ModelConfig, ScriptArguments, TrlParser, get_kbit_device_map, get_peft_config, get_quantization_config
+def main(script_args, training_args, model_args):
+    kwargs = dict(attn_implementation=model_args.attn_implementation, dtype=model_args.dtype)
+    quantization_config = get_quantization_config(model_args)
+    if quantization_config is not None:
+        kwargs["device_map"] = get_kbit_device_map()
+        kwargs["quantization_config"] = quantization_config
+    model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, **kwargs)
+    SFTTrainer(model=model, args=training_args, peft_config=get_peft_config(model_args)).train()
+main(*TrlParser((ScriptArguments, SFTConfig, ModelConfig)).parse_args_and_config())
+"""
+
+
+def test_scripts_in_the_form_of_trls_own_are_read_with_their_recipe(tmp_path: Path) -> None:
+    (tmp_path / "sft.py").write_text(HEAD + TRL_SCRIPT)
+    (tmp_path / "recipe.yaml").write_text(
+        "model_name_or_path: gpt2\ndtype: bfloat16\nload_in_4bit: true\nuse_peft: true\nlora_r: 4\nmax_length: 64\n"
+    )
+    (tmp_path / "run.sh").write_text("accelerate launch sft.py --config recipe.yaml --max_length 128\n")
+    found = read_config(tmp_path / "run.sh")
+    setup = found.setup
+    assert (found.model_id, setup.method, setup.quantization, setup.lora_rank) == ("gpt2", "qlora", "nf4", 4)
+    assert (setup.seq_len_tokens, found.origins["lora_rank"], open_fields(found)) == (128, "recipe.yaml:5", set())
+    bare = read_config(tmp_path / "sft.py", arguments=("--model_name_or_path", "gpt2"))
+    assert (bare.setup.method, bare.setup.precision, open_fields(bare)) == ("full", "bf16-mixed", set())
+    assert {"model", "method", "quantization", "attention"} <= open_fields(read_config(tmp_path / "sft.py"))
+
+
 def test_training_arguments_given_to_trl_switch_checkpointing_off() -> None:
     body = 'SFTTrainer("gpt2", args={kind}(per_device_train_batch_size=1, bf16=True)).train()\n'
     assert read(body.format(kind="TrainingArguments")).setup.checkpointing == 0

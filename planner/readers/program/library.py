@@ -138,6 +138,22 @@ def call(reader: "Reading", callee: Value, made: Made) -> Value:
     return made
 
 
+def _of_model_config(model: Made, made: Made) -> Value:
+    """What TRL's helpers make of its `ModelConfig`. Source: TRL 1.16 `trainer/utils.py`."""
+    said = {**argument_defaults(model), **model.keywords, **model.attributes}
+    if made.name == "get_peft_config":
+        if plain(said["use_peft"]) is not True:
+            return Known(None, made.where)
+        names = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
+        names |= {name: name for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")}
+        return Made("LoraConfig", keywords={key: said[name] for key, name in names.items()}, where=made.where)
+    bits = next((key for key in ("load_in_4bit", "load_in_8bit") if plain(said[key]) is True), "")
+    if not bits:
+        return Known(None, made.where)
+    double = {"bnb_4bit_use_double_quant": said["use_bnb_nested_quant"]} if bits == "load_in_4bit" else {}
+    return Made("BitsAndBytesConfig", keywords={bits: said[bits], **double}, where=made.where)
+
+
 def _run_handed_functions(reader: "Reading", made: Made) -> None:
     """Functions handed to foreign code (`dataset.map(tokenize)`) will be called with what is not known."""
     for value in (*made.positional, *made.keywords.values()):
@@ -205,6 +221,8 @@ def _of_module(reader: "Reading", callee: Dotted, made: Made) -> Value | None:
             if all(isinstance(one, int) for one in bounds) and len(range(*bounds)) <= 64:
                 return Items([Known(number, made.where) for number in range(*bounds)])
             return None
+        case _ if callee.name in ("get_peft_config", "get_quantization_config") and isinstance(first, Made):
+            return _of_model_config(first, made) if first.name == "ModelConfig" and not first.more else None
         case _ if callee.name == "snapshot_download":  # of the hub or of ModelScope: the folder holds that model
             named = [made.keywords.get(key) for key in ("repo_id", "model_id")]
             return next((one for one in (first, *named) if one is not None), None)

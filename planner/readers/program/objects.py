@@ -25,6 +25,17 @@ ARGUMENT_DEFAULTS = {
 """Fields of transformers' arguments that programs ask, and what they are where nobody sets them."""
 
 
+MODEL_DEFAULTS = {
+    "model_name_or_path": None, "model_revision": "main", "dtype": "float32", "torch_dtype": "float32",
+    "trust_remote_code": False, "attn_implementation": None, "use_peft": False, "lora_r": 16, "lora_alpha": 32,
+    "lora_dropout": 0.05, "lora_target_modules": None, "lora_modules_to_save": None, "lora_target_parameters": None,
+    "use_rslora": False, "use_dora": False, "load_in_8bit": False, "load_in_4bit": False, "bnb_4bit_quant_type": "nf4",
+    "use_bnb_nested_quant": False,
+}  # fmt: skip
+"""Fields of TRL's `ModelConfig`. Source: TRL 1.16 `trainer/model_config.py`; before 0.24 `torch_dtype` was None, which
+transformers 4 loads in float32."""
+
+
 def is_trainer(made: Made) -> bool:
     """Whether a call makes a trainer."""
     return made.name.endswith("Trainer") and made.name not in TOKENIZER_TRAINERS
@@ -97,6 +108,8 @@ def as_table(value: Value) -> Table | None:
 
 def argument_defaults(made: Made) -> dict[str, Value]:
     """What transformers' arguments are where nobody sets them."""
+    if made.name == "ModelConfig":
+        return {name: Known(data, "ModelConfig's default") for name, data in MODEL_DEFAULTS.items()}
     if not holds_arguments(made):
         return {}
     bf16 = {"bf16": False} if made.name.endswith("TrainingArguments") else {}

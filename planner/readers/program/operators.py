@@ -5,7 +5,18 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from planner.readers.program.values import Items, Known, Unknown, Value, plain
+from planner.readers.program.values import (
+    Class,
+    Function,
+    Instance,
+    Items,
+    Known,
+    Made,
+    Table,
+    Unknown,
+    Value,
+    plain,
+)
 
 MAX_TEXT = 10_000
 MAX_NUMBER = 1 << 80
@@ -57,6 +68,13 @@ def binary(op: ast.operator, left: Value, right: Value, place: str) -> Value:
     return _checked(lambda: function(one, other), place)
 
 
+def _is_object(value: Value) -> bool:
+    """Whether a value is certainly not None: a list, an object of a class."""
+    if isinstance(value, Made):
+        return value.name[:1].isupper() or value.name == "from_pretrained"
+    return isinstance(value, (Items, Table, Instance, Function, Class))
+
+
 def unary(op: ast.unaryop, operand: Value, place: str) -> Value:
     """op operand."""
     value = plain(operand)
@@ -71,6 +89,8 @@ def unary(op: ast.unaryop, operand: Value, place: str) -> Value:
 
 def compare(op: ast.cmpop, left: Value, right: Value, place: str) -> Value:
     """left op right, for one comparison."""
+    if isinstance(op, (ast.Is, ast.IsNot)) and isinstance(right, Known) and right.data is None and _is_object(left):
+        return Known(isinstance(op, ast.IsNot), place)
     one, other = plain(left), plain(right)
     for part in (one, other):
         if isinstance(part, Unknown):

@@ -4,7 +4,8 @@ import ast
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from planner.readers.program.objects import items_of
+from planner.readers.program.files import loaded
+from planner.readers.program.objects import as_table, items_of
 from planner.readers.program.values import (
     Class,
     Dotted,
@@ -191,13 +192,30 @@ def of_parser(reader: "Reading", owner: Made, made: Made) -> Value | None:
     return None
 
 
+def _of_file(reader: "Reading", owner: Made, made: Made) -> dict[str, Value]:
+    """Settings of the YAML or JSON file that a parser of dataclasses reads: `--config FILE`, or the first word."""
+    words = list(reader.outside.arguments or ())
+    path: Any = None
+    if made.name in ("parse_yaml_file", "parse_json_file"):
+        path = plain(made.positional[0] if made.positional else next(iter(made.keywords.values()), None))
+    elif owner.name != "HfArgumentParser" and made.name in ("parse_args_and_config", "parse"):
+        first = words[0] if words and owner.name != "TrlParser" else None
+        path = plain(on_command_line(words).get("config", Known(first)))
+    if not isinstance(path, str) or not path.endswith((".yaml", ".yml", ".json")):
+        return {}
+    found = as_table(
+        loaded(reader, Made("load", positional=[Made("open", positional=[Known(path)])], where=made.where))
+    )
+    return {} if found is None else found.entries
+
+
 def _dataclasses(reader: "Reading", owner: Made, made: Made) -> Value:
     """What a parser of dataclasses gives: defaults of the program's own, the command line on top."""
     given = owner.argument("dataclass_types", 0)
     classes = items_of(given) if given is not None else None
     if classes is None and given is not None:
         classes = [given]
-    words = on_command_line(reader.outside.arguments)
+    words = {**_of_file(reader, owner, made), **on_command_line(reader.outside.arguments)}
     more = "" if reader.outside.arguments is not None else f"{made.where}: settings come from the command line"
     found: list[Value] = []
     for one in classes or []:
