@@ -28,7 +28,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from planner.exporters import DatasetChoice, ExportRequest, hf, trl
+from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest
 from planner.gpus import find_gpu
 from planner.hyperparameters import choose
 from planner.models import catalogue
@@ -42,7 +42,7 @@ from probes.phantom.card import card_of
 OUT = Path(__file__).parent / "data" / "trace_vs_dryrun.json"
 MODEL = "meta-llama/Llama-3.2-1B"
 GPU = "a100-80gb"
-TOOLS = {"trl": trl, "hf": hf}
+TOOLS = ("hf", "trl")
 SEQ_LEN = 512
 ROWS: dict[str, Callable[[int], dict[str, Any]]] = {"sft": lambda num: {"text": "a" * num}}
 """Objective -> a row of its data that is so many letters long."""
@@ -113,7 +113,7 @@ def prepared(
         dataset=DatasetChoice(path="./train.jsonl", columns="text", local=True),
         gpu=find_gpu(GPU),
     )
-    emitted = TOOLS[tool].export(request)
+    emitted = EXPORTERS[tool](request)
     if emitted.unsupported:
         raise NotImplementedError("; ".join(map(str, emitted.unsupported)))
     for file in emitted.files:
@@ -183,7 +183,7 @@ def compare(tool: str, setup: TrainSetup, num_layers: int) -> dict[str, Any]:
 def main() -> None:
     """Runs the grid and prints each difference."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tool", action="append", choices=sorted(TOOLS))
+    parser.add_argument("--tool", action="append", choices=TOOLS)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--only", default="")
     parser.add_argument("--point", action="append", help="exact name of a point; repeatable")
@@ -192,7 +192,7 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     rows: dict[str, Any] = {}
-    for (name, setup), tool in product(setups(arguments.kernels), arguments.tool or sorted(TOOLS)):
+    for (name, setup), tool in product(setups(arguments.kernels), arguments.tool or TOOLS):
         key = f"{tool}: {name}"
         if arguments.only not in name or (arguments.point and key not in arguments.point):
             continue

@@ -10,6 +10,7 @@ from planner.exporters.types import (
     PLACEHOLDER_DATASET,
     DatasetChoice,
     Difference,
+    Draft,
     Exporter,
     ExportRequest,
     Launch,
@@ -39,9 +40,11 @@ def _export(room: ModuleType, request: ExportRequest) -> Launch:
     reason = objective_refusal(setup, room.TARGET)
     if not reason and setup.micro_batch_seqs < setup.aim.least_samples:
         reason = f"{setup.objective} needs a micro-batch of at least {setup.aim.least_samples} {setup.aim.sample}s"
-    reason = reason or rollouts.refusal(setup)
-    found: Launch = Launch(target=room.TARGET, refused=reason) if reason else room.export(request)
-    return found
+    if reason := reason or rollouts.refusal(setup) or room.refusal(setup, request.model):
+        return Launch(target=room.TARGET, refused=reason)
+    found = room.differences(setup)
+    draft: Draft = room.export(request, found)
+    return Launch(target=room.TARGET, differences=found, validated_with=room.VALIDATED_WITH, **vars(draft))
 
 
 TARGETS: Mapping[str, Target] = {

@@ -3,7 +3,7 @@
 from planner.exporters import deepspeed
 from planner.exporters.spread import PER_NODE, accelerate_flags, processes, sharding_refusal, split_refusal
 from planner.exporters.text import Line, Section, header, launch_file, section, yaml_text
-from planner.exporters.types import Difference, ExportRequest, Launch, LaunchFile
+from planner.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 
@@ -51,21 +51,16 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     return deepspeed.differences(setup)
 
 
-def export(request: ExportRequest) -> Launch:
+def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     """The config alone, as a target of its own."""
-    if reason := refusal(request.setup, request.model):
-        return Launch(target=TARGET, refused=reason)
     notes = ["holds processes, precision and sharding only: use it with the hf or trl target"]
     if request.num_nodes > 1:
         notes.append(PER_NODE)
-    return Launch(
-        target=TARGET,
+    return Draft(
         files=tuple(config_files(request)),
         command=command(request, "SCRIPT", TARGET),
         complete=False,
-        differences=differences(request.setup),
         notes=tuple(notes),
-        validated_with=VALIDATED_WITH,
     )
 
 

@@ -13,7 +13,7 @@ from planner.exporters.common import (
 )
 from planner.exporters.spread import PER_NODE, processes, sharding_refusal, sync_lines, tensor_refusal, torchrun_flags
 from planner.exporters.text import Line, Section, header, launch_file, said, section, shown_path, yaml_text
-from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
+from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class
 from planner.setup import TrainSetup
@@ -102,12 +102,9 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     )
 
 
-def export(request: ExportRequest) -> Launch:
+def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     """`axolotl.yaml`, with a DeepSpeed JSON beside it for ZeRO."""
     setup = request.setup
-    if reason := refusal(setup, request.model):
-        return Launch(target=TARGET, refused=reason)
-    found = differences(setup)
     command = f"axolotl train launch/{FILE}"
     job = f"{command} --launcher torchrun -- {torchrun_flags(request)}"
     if processes(setup) == 1:
@@ -121,6 +118,7 @@ def export(request: ExportRequest) -> Launch:
         notes.append("Needs liger-kernel on a GPU with Triton; Axolotl brings it along.")
     env = environment(request.gpu)
     prefix = " ".join(f"{name}={value}" for name, value in env.items())
+    command = f"{prefix} {command}".strip()
     if setup.method == "full" and setup.precision != "fp32" and (routers := _wide_routers(request.model)):
         # ModelLoader._convert_embedding_modules_dtype: *.gate to fp32, and back to 16 bits nothing but norms
         notes.append(
@@ -132,7 +130,7 @@ def export(request: ExportRequest) -> Launch:
     head = header(
         request,
         title="Axolotl" if setup.aim.supervised else f"Axolotl {setup.aim.title}",
-        command=f"{prefix} {command}".strip(),
+        command=command,
         validated_with=VALIDATED_WITH,
         differences=found,
         notes=notes,
@@ -142,15 +140,7 @@ def export(request: ExportRequest) -> Launch:
         files.append(deepspeed.config_file(request, TARGET))
     if slurm.needed(request):
         files.append(slurm.job_file(request, TARGET, f"{prefix} {job}".strip(), VALIDATED_WITH))
-    return Launch(
-        target=TARGET,
-        files=tuple(files),
-        command=f"{prefix} {command}".strip(),
-        differences=found,
-        notes=tuple(notes),
-        validated_with=VALIDATED_WITH,
-        python=PYTHON,
-    )
+    return Draft(files=tuple(files), command=command, notes=tuple(notes), python=PYTHON)
 
 
 def _wide_routers(model: ModelSpec | None) -> int:
@@ -163,25 +153,10 @@ def _wide_routers(model: ModelSpec | None) -> int:
 
 
 def _sections(request: ExportRequest) -> list[Section]:
-    setup, hyper = request.setup, request.hyper
+    setup = request.setup
     runs = setup.with_(**{one.field: one.runs_as for one in deepspeed.differences(setup)})
-    reasons = hyper.reasons
-    dequantizing = dequantizing_class(request.model)
     return [
-        section(
-            "model",
-            model_line("base_model", request, shown_path(request.model_id)),
-            Line("load_in_8bit", setup.quantization == "int8"),
-            Line("load_in_4bit", setup.quantization.startswith("nf4")),
-            Line("bnb_config_kwargs", {"bnb_4bit_use_double_quant": False}) if setup.quantization == "nf4" else None,
-            Line("quantize_moe_experts", True, "stacked experts in 4 bits too") if setup.quantize_experts else None,
-            Line("model_quantization_config", dequantizing) if dequantizing else None,
-            Line("model_quantization_config_kwargs", {"dequantize": True}, "16-bit weights, which train")
-            if dequantizing
-            else None,
-            attention_line(request),
-            Line("device_map", "auto", "layers spread over the GPUs") if setup.parallel == "device-map" else None,
-        ),
+        section("model", *_model(request)),
         section("method", *_method(request)),
         *(
             [section("objective", Line("rl", "dpo"), Line("rl_beta", 0.1, "TRL's default"))]
@@ -198,18 +173,7 @@ def _sections(request: ExportRequest) -> list[Section]:
         ),
         section("memory and speed", *_precision(runs), *_memory(setup, request.model)),
         section("several GPUs", *_sharding(setup)),
-        section(
-            "optimization",
-            said(AXOLOTL, setup, "optimizer"),
-            Line("learning_rate", hyper.learning_rate, reasons.get("learning_rate", "")),
-            Line("lr_scheduler", hyper.lr_schedule, reasons.get("lr_schedule", "")),
-            Line("warmup_ratio", hyper.warmup_fraction, reasons.get("warmup_fraction", "")),
-            Line("weight_decay", hyper.weight_decay),
-            Line("max_grad_norm", hyper.max_grad_norm),
-            Line("num_epochs", hyper.num_epochs),
-            Line("max_steps", hyper.max_steps) if hyper.max_steps is not None else None,
-            Line("seed", hyper.seed),
-        ),
+        section("optimization", *_optimization(request)),
         section(
             "output",
             Line("output_dir", shown_path(request.output_dir)),
@@ -217,6 +181,38 @@ def _sections(request: ExportRequest) -> list[Section]:
             Line("saves_per_epoch", 1 if request.save else 0),
             Line("val_set_size", 0.0),
         ),
+    ]
+
+
+def _optimization(request: ExportRequest) -> list[Line | None]:
+    setup, hyper, reasons = request.setup, request.hyper, request.hyper.reasons
+    return [
+        said(AXOLOTL, setup, "optimizer"),
+        Line("learning_rate", hyper.learning_rate, reasons.get("learning_rate", "")),
+        Line("lr_scheduler", hyper.lr_schedule, reasons.get("lr_schedule", "")),
+        Line("warmup_ratio", hyper.warmup_fraction, reasons.get("warmup_fraction", "")),
+        Line("weight_decay", hyper.weight_decay),
+        Line("max_grad_norm", hyper.max_grad_norm),
+        Line("num_epochs", hyper.num_epochs),
+        Line("max_steps", hyper.max_steps) if hyper.max_steps is not None else None,
+        Line("seed", hyper.seed),
+    ]
+
+
+def _model(request: ExportRequest) -> list[Line | None]:
+    setup, dequantizing = request.setup, dequantizing_class(request.model)
+    return [
+        model_line("base_model", request, shown_path(request.model_id)),
+        Line("load_in_8bit", setup.quantization == "int8"),
+        Line("load_in_4bit", setup.quantization.startswith("nf4")),
+        Line("bnb_config_kwargs", {"bnb_4bit_use_double_quant": False}) if setup.quantization == "nf4" else None,
+        Line("quantize_moe_experts", True, "stacked experts in 4 bits too") if setup.quantize_experts else None,
+        Line("model_quantization_config", dequantizing) if dequantizing else None,
+        Line("model_quantization_config_kwargs", {"dequantize": True}, "16-bit weights, which train")
+        if dequantizing
+        else None,
+        attention_line(request),
+        Line("device_map", "auto", "layers spread over the GPUs") if setup.parallel == "device-map" else None,
     ]
 
 

@@ -1,15 +1,17 @@
 """What several targets share: names of optimizers, data types, attention; target modules; environment variables."""
 
 from planner.choices.kernels import KERNELS, LIGER_LOSS, LIGER_PARTS, PLANNED_KERNELS, parts_of
-from planner.exporters.text import Line, was_absolute
+from planner.exporters.text import Line, said, was_absolute
 from planner.exporters.types import Difference, ExportRequest
 from planner.gpu import GpuSpec
+from planner.hyperparameters import Hyperparameters
 from planner.kernels import attention_refusal, experts_refusal, left_unnamed
 from planner.models.spec import ModelSpec
 from planner.models.stored import stored_refusal
 from planner.models.targets import peft_target_modules
 from planner.setup import TrainSetup
 from planner.stacks import TARGET_ROWS
+from planner.tools import Tool
 from planner.tools.transformers import ATTENTIONS
 
 REMOTE_TYPES = frozenset({"internlm3"})
@@ -90,6 +92,31 @@ def kernels_lines(setup: TrainSetup, model: ModelSpec | None) -> list[Line]:
 
 EVAL_REASON = "as in training: transformers' own 8 may need more than the step"
 METRICS_REASON = "compute_metrics' logits wait on the host, not on the GPU"
+
+
+def batch_lines(tool: Tool, setup: TrainSetup) -> list[Line]:
+    """Sequences of a micro-batch, in training and in evaluation, and micro-batches of a step, as transformers says
+    them."""
+    return [
+        said(tool, setup, "micro_batch_seqs"),
+        Line("per_device_eval_batch_size", setup.micro_batch_seqs, EVAL_REASON),
+        Line("eval_accumulation_steps", 1, METRICS_REASON),
+        said(tool, setup, "accumulation_steps"),
+    ]
+
+
+def step_lines(hyper: Hyperparameters, warmup: Line, decay_reason: str = "") -> list[Line]:
+    """Learning rate, decay, clipping and length of a run, as transformers says them."""
+    reasons = hyper.reasons
+    length = Line("num_train_epochs", hyper.num_epochs)
+    return [
+        Line("learning_rate", hyper.learning_rate, reasons.get("learning_rate", "")),
+        Line("lr_scheduler_type", hyper.lr_schedule, reasons.get("lr_schedule", "")),
+        warmup,
+        Line("weight_decay", hyper.weight_decay, decay_reason),
+        Line("max_grad_norm", hyper.max_grad_norm),
+        length if hyper.max_steps is None else Line("max_steps", hyper.max_steps),
+    ]
 
 
 def adapter_refusal(setup: TrainSetup, tool: str) -> str:

@@ -13,7 +13,7 @@ from planner.engines.zero import (
     zero_bucket_elements,
 )
 from planner.exporters.spread import deepspeed_precision, sharding_refusal, split_refusal
-from planner.exporters.types import Difference, ExportRequest, Launch, LaunchFile
+from planner.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.memory.state import part_trained
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
@@ -82,18 +82,12 @@ def config_file(request: ExportRequest, folder: str = TARGET) -> LaunchFile:
     return LaunchFile(path=f"{folder}/{NAME}", text=json.dumps(config(request), indent=2) + "\n")
 
 
-def export(request: ExportRequest) -> Launch:
+def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     """The JSON alone, as a target of its own."""
-    setup = request.setup
-    if reason := refusal(setup, request.model):
-        return Launch(target=TARGET, refused=reason)
     nodes = f" --num_nodes {request.num_nodes}" if request.num_nodes > 1 else ""
-    return Launch(
-        target=TARGET,
+    return Draft(
         files=(config_file(request),),
         complete=False,
         command=f"deepspeed{nodes} --num_gpus {request.gpus_per_node} SCRIPT  # with deepspeed= this file",
-        differences=differences(setup),
         notes=("holds batch, precision and sharding only: method and model stand in the hf target's script",),
-        validated_with=VALIDATED_WITH,
     )

@@ -108,6 +108,35 @@ def _plain(text: str, *, code: bool = False) -> str:
     return found if code else found.replace("`", "'")
 
 
+_INSTALL_AND_CHECKS = (
+    'venv=".venv-$target"',
+    'if [ "$action" = install ]; then',
+    "  python=${PYTHON:-python3}",
+    '  if ! "$python" -c "import sys; raise SystemExit(sys.version_info < (${oldest/./, }))"; then',
+    '    echo "error: $target needs Python $oldest or newer, $python is older or not there" >&2',
+    f'    echo "hint: PYTHON=python$oldest bash launch/{RUN} install $target" >&2',
+    "    exit 3",
+    "  fi",
+    '  "$python" -m venv "$venv"',
+    '  export PATH="$PWD/$venv/bin:$PATH"',
+    "  install",
+    f'  echo "installed in $venv; next: bash launch/{RUN} $target"',
+    "  exit 0",
+    "fi",
+    'if [ -d "$venv" ]; then export PATH="$PWD/$venv/bin:$PATH"; fi',
+    'if ! command -v "$tool" >/dev/null; then',
+    '  echo "error: no $tool here" >&2',
+    f'  echo "hint: bash launch/{RUN} install $target" >&2',
+    "  exit 3",
+    "fi",
+    f'if grep -n {PLACEHOLDER_DATASET} -- "${{files[@]}}" >&2; then',
+    f'  echo "error: put your data set where {PLACEHOLDER_DATASET} stands" >&2',
+    "  exit 2",
+    "fi",
+)
+"""The installation, and what has to be there before a run."""
+
+
 def _run(started: Sequence[Launch], request: ExportRequest) -> str:
     first = started[0].target
     names = " ".join(launch.target for launch in started)
@@ -132,30 +161,7 @@ def _run(started: Sequence[Launch], request: ExportRequest) -> str:
         "    ;;",
         "esac",
         "",
-        'venv=".venv-$target"',
-        'if [ "$action" = install ]; then',
-        "  python=${PYTHON:-python3}",
-        '  if ! "$python" -c "import sys; raise SystemExit(sys.version_info < (${oldest/./, }))"; then',
-        '    echo "error: $target needs Python $oldest or newer, $python is older or not there" >&2',
-        f'    echo "hint: PYTHON=python$oldest bash launch/{RUN} install $target" >&2',
-        "    exit 3",
-        "  fi",
-        '  "$python" -m venv "$venv"',
-        '  export PATH="$PWD/$venv/bin:$PATH"',
-        "  install",
-        f'  echo "installed in $venv; next: bash launch/{RUN} $target"',
-        "  exit 0",
-        "fi",
-        'if [ -d "$venv" ]; then export PATH="$PWD/$venv/bin:$PATH"; fi',
-        'if ! command -v "$tool" >/dev/null; then',
-        '  echo "error: no $tool here" >&2',
-        f'  echo "hint: bash launch/{RUN} install $target" >&2',
-        "  exit 3",
-        "fi",
-        f'if grep -n {PLACEHOLDER_DATASET} -- "${{files[@]}}" >&2; then',
-        f'  echo "error: put your data set where {PLACEHOLDER_DATASET} stands" >&2',
-        "  exit 2",
-        "fi",
+        *_INSTALL_AND_CHECKS,
     ]
     gate = gated.gate_of(request.model_id) if gated.on_hub(request.model_id) else None
     if gate is not None and gate.asks:

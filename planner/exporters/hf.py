@@ -2,14 +2,14 @@
 
 from planner.exporters import accelerate, chat, deepspeed, slurm
 from planner.exporters.common import (
-    EVAL_REASON,
-    METRICS_REASON,
     attention_line,
+    batch_lines,
     environment,
     family_refusal,
     kernels_lines,
     liger_loss_refusal,
     model_refusal,
+    step_lines,
     target_modules,
 )
 from planner.exporters.python_text import Code, call, constant
@@ -24,7 +24,7 @@ from planner.exporters.spread import (
     torchrun_flags,
 )
 from planner.exporters.text import Line, comments, header, launch_file, said, shown_path
-from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
+from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest
 from planner.memory.trained import scaled_inputs, tuned_norms
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class
@@ -70,12 +70,9 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     )
 
 
-def export(request: ExportRequest) -> Launch:
+def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     """`train_hf.py`, with an Accelerate config beside it for more than one GPU."""
     setup = request.setup
-    if reason := refusal(setup, request.model):
-        return Launch(target=TARGET, refused=reason)
-    found = differences(setup)
     command = f"python launch/{FILE}"
     files = []
     if setup.parallel == "dp":
@@ -99,14 +96,7 @@ def export(request: ExportRequest) -> Launch:
         notes=notes,
     )
     files.insert(0, launch_file(FILE, _script(request, head, found)))
-    return Launch(
-        target=TARGET,
-        files=tuple(files),
-        command=command,
-        differences=found,
-        notes=tuple(notes),
-        validated_with=VALIDATED_WITH,
-    )
+    return Draft(files=tuple(files), command=command, notes=tuple(notes))
 
 
 def _needs_no_config(setup: TrainSetup) -> bool:
@@ -189,21 +179,8 @@ def _auto_class(setup: TrainSetup) -> str:
 
 def _model(request: ExportRequest) -> str:
     setup, parts = request.setup, []
-    dequantizing = dequantizing_class(request.model)
-    if dequantizing:
-        parts.append(call("quantization", dequantizing, [Line("dequantize", True, "16-bit weights, which train")]))
-    if setup.quantization == "int8":
-        parts.append(call("quantization", "BitsAndBytesConfig", [Line("load_in_8bit", True)]))
-    elif setup.quantized:
-        lines = [
-            Line("load_in_4bit", True),
-            Line("bnb_4bit_quant_type", "nf4"),
-            Line("bnb_4bit_use_double_quant", setup.quantization == "nf4-double"),
-            Line("bnb_4bit_compute_dtype", Code(f"torch.{DTYPES[setup.compute_dtype]}")),
-        ]
-        if setup.parallel in ("fsdp2", "zero3"):
-            lines.append(Line("bnb_4bit_quant_storage", Code(f"torch.{DTYPES[setup.weight_dtype]}"), "shardable"))
-        parts.append(call("quantization", "BitsAndBytesConfig", lines))
+    quantization = _quantization(request)
+    parts.append(quantization)
     device_map: Line | None = None
     if setup.parallel == "device-map":
         device_map = Line("device_map", "auto", "layers spread over the GPUs")
@@ -219,7 +196,7 @@ def _model(request: ExportRequest) -> str:
                 Line("num_labels", Code("len(LABELS)")) if setup.aim.head == "score" else None,
                 Line("dtype", Code(f"torch.{DTYPES[setup.weight_dtype]}"), "of the weights that are not quantized"),
                 attention_line(request),
-                Line("quantization_config", Code("quantization")) if setup.quantized or dequantizing else None,
+                Line("quantization_config", Code("quantization")) if quantization else None,
                 Line("distributed_config", distributed_config(setup)) if setup.tensor_degree > 1 else None,
                 device_map,
             ],
@@ -229,6 +206,26 @@ def _model(request: ExportRequest) -> str:
     parts.append("model.config.use_cache = False\n")
     if setup.aim.head == "score":
         parts.append("model.config.pad_token_id = tokenizer.pad_token_id  # the last token before it gets the score\n")
+    return "".join(parts)
+
+
+def _quantization(request: ExportRequest) -> str:
+    setup, parts = request.setup, []
+    dequantizing = dequantizing_class(request.model)
+    if dequantizing:
+        parts.append(call("quantization", dequantizing, [Line("dequantize", True, "16-bit weights, which train")]))
+    if setup.quantization == "int8":
+        parts.append(call("quantization", "BitsAndBytesConfig", [Line("load_in_8bit", True)]))
+    elif setup.quantized:
+        lines = [
+            Line("load_in_4bit", True),
+            Line("bnb_4bit_quant_type", "nf4"),
+            Line("bnb_4bit_use_double_quant", setup.quantization == "nf4-double"),
+            Line("bnb_4bit_compute_dtype", Code(f"torch.{DTYPES[setup.compute_dtype]}")),
+        ]
+        if setup.parallel in ("fsdp2", "zero3"):
+            lines.append(Line("bnb_4bit_quant_storage", Code(f"torch.{DTYPES[setup.weight_dtype]}"), "shardable"))
+        parts.append(call("quantization", "BitsAndBytesConfig", lines))
     return "".join(parts)
 
 
@@ -307,26 +304,12 @@ def _arguments(request: ExportRequest, setup: TrainSetup) -> str:
     hyper = request.hyper
     sharded = accelerate.distributed_type(setup) == "FSDP" and setup.checkpointing == 1
     kwargs = checkpointing_kwargs(setup)
-    save = (
-        [
-            Line("save_steps", 500),
-            Line("save_total_limit", 1),
-            Line("save_only_model", True, "all that can be saved of a model sharded at loading")
-            if setup.tensor_degree > 1
-            else None,
-        ]
-        if request.save
-        else [Line("save_strategy", "no", "the final model is saved all the same")]
-    )
     return call(
         "arguments",
         "TrainingArguments",
         [
             Line("output_dir", shown_path(request.output_dir)),
-            said(SCRIPT, setup, "micro_batch_seqs"),
-            Line("per_device_eval_batch_size", setup.micro_batch_seqs, EVAL_REASON),
-            Line("eval_accumulation_steps", 1, METRICS_REASON),
-            said(SCRIPT, setup, "accumulation_steps"),
+            *batch_lines(SCRIPT, setup),
             Line("bf16", setup.autocast_dtype == "bf16", "autocast"),
             Line("fp16", setup.autocast_dtype == "fp16"),
             Line(
@@ -336,13 +319,7 @@ def _arguments(request: ExportRequest, setup: TrainSetup) -> str:
             ),
             Line("activation_checkpointing_kwargs", kwargs) if setup.checkpointing and not sharded else None,
             said(SCRIPT, setup, "optimizer"),
-            Line("learning_rate", hyper.learning_rate, hyper.reasons.get("learning_rate", "")),
-            Line("lr_scheduler_type", hyper.lr_schedule, hyper.reasons.get("lr_schedule", "")),
-            Line("warmup_steps", hyper.warmup_fraction, "below 1: a share of the steps"),
-            Line("weight_decay", hyper.weight_decay),
-            Line("max_grad_norm", hyper.max_grad_norm),
-            Line("num_train_epochs", hyper.num_epochs) if hyper.max_steps is None else None,
-            Line("max_steps", hyper.max_steps) if hyper.max_steps is not None else None,
+            *step_lines(hyper, Line("warmup_steps", hyper.warmup_fraction, "below 1: a share of the steps")),
             *kernels_lines(setup, request.model),
             Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
             *sync_lines(setup),
@@ -351,9 +328,18 @@ def _arguments(request: ExportRequest, setup: TrainSetup) -> str:
             Line("logging_steps", request.logging_steps),
             Line("report_to", "none"),
             Line("remove_unused_columns", False),
-            *save,
+            *_saving(request, setup),
         ],
     )
+
+
+def _saving(request: ExportRequest, setup: TrainSetup) -> list[Line]:
+    if not request.save:
+        return [Line("save_strategy", "no", "the final model is saved all the same")]
+    lines = [Line("save_steps", 500), Line("save_total_limit", 1)]
+    if setup.tensor_degree > 1:
+        lines.append(Line("save_only_model", True, "all that can be saved of a model sharded at loading"))
+    return lines
 
 
 _RUN = """

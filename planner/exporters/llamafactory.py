@@ -5,19 +5,19 @@ import json
 from planner.choices.kernels import LIGER_LOSS
 from planner.exporters import chat, deepspeed, slurm
 from planner.exporters.common import (
-    EVAL_REASON,
-    METRICS_REASON,
+    batch_lines,
     environment,
     family_refusal,
     liger_loss_refusal,
     model_line,
     model_refusal,
+    step_lines,
     target_modules,
     towered_refusal,
 )
 from planner.exporters.spread import PER_NODE, sharding_refusal, split_refusal
 from planner.exporters.text import Line, Section, header, launch_file, said, section, shown_path, yaml_text
-from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch, LaunchFile
+from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile
 from planner.kernels import flash_refusal, left_unnamed
 from planner.models.spec import ModelSpec
 from planner.models.targets import (
@@ -162,12 +162,9 @@ def _targets(setup: TrainSetup, model: ModelSpec | None) -> list[str]:
     return list(dict.fromkeys(one.leaf for one in linears if not chooses(one)))
 
 
-def export(request: ExportRequest) -> Launch:
+def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     """`llamafactory.yaml` with its `dataset_info.json`, and a DeepSpeed JSON for ZeRO."""
     setup = request.setup
-    if reason := refusal(setup, request.model):
-        return Launch(target=TARGET, refused=reason)
-    found = differences(setup)
     env = environment(request.gpu)
     if setup.num_gpus > 1:
         env |= {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(request.gpus_per_node)}
@@ -195,14 +192,7 @@ def export(request: ExportRequest) -> Launch:
         files.append(deepspeed.config_file(request, TARGET))
     if slurm.needed(request):
         files.append(slurm.job_file(request, TARGET, job, VALIDATED_WITH))
-    return Launch(
-        target=TARGET,
-        files=tuple(files),
-        command=command,
-        differences=found,
-        notes=tuple(notes),
-        validated_with=VALIDATED_WITH,
-    )
+    return Draft(files=tuple(files), command=command, notes=tuple(notes))
 
 
 def _attention(request: ExportRequest) -> str:
@@ -218,10 +208,6 @@ def _command(env: dict[str, str]) -> str:
 
 def _sections(request: ExportRequest) -> list[Section]:
     setup, hyper = request.setup, request.hyper
-    runs = setup.with_(**{one.field: one.runs_as for one in differences(setup) if one.field == "precision"})
-    reasons = hyper.reasons
-    title = "dataset" if request.dataset else "dataset: PUT YOURS HERE (in dataset_info.json)"
-    liger = setup.aim.supervised and (setup.loss in ("chunked", "liger") or setup.kernels == "liger")
     return [
         section(
             "model",
@@ -232,7 +218,7 @@ def _sections(request: ExportRequest) -> list[Section]:
         section("method", Line("stage", setup.aim.targets[TARGET]), Line("do_train", True), *_method(request)),
         *_objective(setup),
         section(
-            title,
+            "dataset" if request.dataset else "dataset: PUT YOURS HERE (in dataset_info.json)",
             Line("dataset", DATASET_KEY),
             Line("template", "default", "the tokenizer has none of its own") if chat.brought_along(request) else None,
             Line("dataset_dir", f"launch/{TARGET}", "holds dataset_info.json"),
@@ -242,32 +228,13 @@ def _sections(request: ExportRequest) -> list[Section]:
         ),
         section(
             "batch",
-            said(LLAMAFACTORY, setup, "micro_batch_seqs"),
-            Line("per_device_eval_batch_size", setup.micro_batch_seqs, EVAL_REASON),
-            Line("eval_accumulation_steps", 1, METRICS_REASON),
-            said(LLAMAFACTORY, setup, "accumulation_steps"),
+            *batch_lines(LLAMAFACTORY, setup),
         ),
-        section(
-            "memory and speed",
-            *_precision(runs),
-            Line("disable_gradient_checkpointing", setup.checkpointing == 0),
-            Line("use_reentrant_gc", False) if setup.checkpointing else None,
-            Line("use_unsloth_gc", True, "checkpoints in host memory") if setup.activation_offload else None,
-            Line("enable_liger_kernel", True) if liger else None,
-            said(LLAMAFACTORY, setup, "compile") if setup.compile else None,
-            Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
-            Line("deepspeed", f"launch/{TARGET}/{deepspeed.NAME}") if setup.parallel in deepspeed.STAGES else None,
-        ),
+        section("memory and speed", *_memory(setup)),
         section(
             "optimization",
             said(LLAMAFACTORY, setup, "optimizer"),
-            Line("learning_rate", hyper.learning_rate, reasons.get("learning_rate", "")),
-            Line("lr_scheduler_type", hyper.lr_schedule, reasons.get("lr_schedule", "")),
-            Line("warmup_ratio", hyper.warmup_fraction, reasons.get("warmup_fraction", "")),
-            Line("weight_decay", hyper.weight_decay),
-            Line("max_grad_norm", hyper.max_grad_norm),
-            Line("num_train_epochs", hyper.num_epochs) if hyper.max_steps is None else None,
-            Line("max_steps", hyper.max_steps) if hyper.max_steps is not None else None,
+            *step_lines(hyper, Line("warmup_ratio", hyper.warmup_fraction, hyper.reasons.get("warmup_fraction", ""))),
             Line("seed", hyper.seed),
         ),
         section(
@@ -278,6 +245,21 @@ def _sections(request: ExportRequest) -> list[Section]:
             Line("save_strategy", "steps" if request.save else "no"),
             Line("save_steps", 500) if request.save else None,
         ),
+    ]
+
+
+def _memory(setup: TrainSetup) -> list[Line | None]:
+    runs = setup.with_(**{one.field: one.runs_as for one in differences(setup) if one.field == "precision"})
+    liger = setup.aim.supervised and (setup.loss in ("chunked", "liger") or setup.kernels == "liger")
+    return [
+        *_precision(runs),
+        Line("disable_gradient_checkpointing", setup.checkpointing == 0),
+        Line("use_reentrant_gc", False) if setup.checkpointing else None,
+        Line("use_unsloth_gc", True, "checkpoints in host memory") if setup.activation_offload else None,
+        Line("enable_liger_kernel", True) if liger else None,
+        said(LLAMAFACTORY, setup, "compile") if setup.compile else None,
+        Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
+        Line("deepspeed", f"launch/{TARGET}/{deepspeed.NAME}") if setup.parallel in deepspeed.STAGES else None,
     ]
 
 

@@ -9,7 +9,7 @@ import json
 from planner.exporters import slurm
 from planner.exporters.spread import PER_NODE, sharding_refusal, torchrun, torchrun_flags
 from planner.exporters.text import Line, Section, comments, header, launch_file, one_line, section, shown_path
-from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
+from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.tools.others import TORCHTITAN, TORCHTITAN_ADAMW
@@ -90,12 +90,8 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     return sharding_refusal(setup, model)
 
 
-def export(request: ExportRequest) -> Launch:
+def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     """`torchtitan.toml` and a Slurm job."""
-    setup = request.setup
-    if reason := refusal(setup, request.model):
-        return Launch(target=TARGET, refused=reason)
-    found = differences(setup)
     command = torchrun(request, MODULE)
     notes = [
         "The model's folder must be on disk: config, tokenizer and safetensors in transformers' format.",
@@ -115,13 +111,10 @@ def export(request: ExportRequest) -> Launch:
     )
     text = comments(head) + "".join(_table(block) for block in _sections(request))
     job = f"torchrun {torchrun_flags(request)} {MODULE}"
-    return Launch(
-        target=TARGET,
+    return Draft(
         files=(launch_file(FILE, text), slurm.job_file(request, TARGET, job, VALIDATED_WITH)),
         command=command,
-        differences=found,
         notes=tuple(notes),
-        validated_with=VALIDATED_WITH,
     )
 
 
@@ -133,10 +126,6 @@ def _sections(request: ExportRequest) -> list[Section]:
     setup, hyper = request.setup, request.hyper
     reasons = hyper.reasons
     assert request.model is not None
-    dataset = request.dataset
-    staged = setup.pipeline_degree > 1
-    half = setup.precision == "bf16-pure"
-    compute = "float32" if setup.precision == "fp32" else "bfloat16"
     return [
         section("job", Line("dump_folder", shown_path(request.output_dir))),
         section(
@@ -159,27 +148,7 @@ def _sections(request: ExportRequest) -> list[Section]:
             Line("decay_type", "cosine" if hyper.lr_schedule == "cosine" else "linear"),
             Line("min_lr_factor", 0.0),
         ),
-        section(
-            "training",
-            Line("dataset", "c4_test", "its loader reads any data set with a text column"),
-            Line(
-                "dataset_path",
-                shown_path(dataset.path) if dataset else PLACEHOLDER_DATASET,
-                "" if dataset else "PUT YOURS HERE",
-            ),
-            Line(
-                "local_batch_size",
-                setup.micro_batch_seqs * (setup.accumulation_steps if staged else 1),
-                "all micro-batches of the pipeline" if staged else "",
-            ),
-            Line("global_batch_size", setup.global_batch_seqs),
-            Line("seq_len", setup.seq_len_tokens),
-            Line("max_norm", float(hyper.max_grad_norm)),
-            Line("steps", _steps(request)),
-            Line("dtype", "bfloat16" if half else "float32", "of weights, gradients and optimizer states"),
-            Line("mixed_precision_param", compute),
-            Line("enable_cpu_offload", setup.offload == "parameters"),
-        ),
+        section("training", *_training(request)),
         section("parallelism", *_parallelism(setup)),
         section("activation_checkpoint", *_checkpointing(setup)),
         section("compile", Line("enable", setup.compile)),
@@ -192,6 +161,34 @@ def _sections(request: ExportRequest) -> list[Section]:
         ),
         section("metrics", Line("log_freq", request.logging_steps)),
         section("debug", Line("seed", hyper.seed)),
+    ]
+
+
+def _training(request: ExportRequest) -> list[Line]:
+    setup, dataset = request.setup, request.dataset
+    staged = setup.pipeline_degree > 1
+    half = setup.precision == "bf16-pure"
+    compute = "float32" if setup.precision == "fp32" else "bfloat16"
+    max_norm = float(request.hyper.max_grad_norm)
+    return [
+        Line("dataset", "c4_test", "its loader reads any data set with a text column"),
+        Line(
+            "dataset_path",
+            shown_path(dataset.path) if dataset else PLACEHOLDER_DATASET,
+            "" if dataset else "PUT YOURS HERE",
+        ),
+        Line(
+            "local_batch_size",
+            setup.micro_batch_seqs * (setup.accumulation_steps if staged else 1),
+            "all micro-batches of the pipeline" if staged else "",
+        ),
+        Line("global_batch_size", setup.global_batch_seqs),
+        Line("seq_len", setup.seq_len_tokens),
+        Line("max_norm", max_norm),
+        Line("steps", _steps(request)),
+        Line("dtype", "bfloat16" if half else "float32", "of weights, gradients and optimizer states"),
+        Line("mixed_precision_param", compute),
+        Line("enable_cpu_offload", setup.offload == "parameters"),
     ]
 
 

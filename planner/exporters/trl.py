@@ -4,15 +4,15 @@ from importlib.resources import files as files_text
 
 from planner.exporters import accelerate, chat, deepspeed, rollouts, slurm
 from planner.exporters.common import (
-    EVAL_REASON,
-    METRICS_REASON,
     adapter_dtype_difference,
     attention_line,
+    batch_lines,
     environment,
     family_refusal,
     kernels_lines,
     model_line,
     model_refusal,
+    step_lines,
     target_modules,
     towered_refusal,
 )
@@ -25,7 +25,8 @@ from planner.exporters.spread import (
     tensor_refusal,
 )
 from planner.exporters.text import Line, Section, header, launch_file, said, section, shown_path, yaml_text
-from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
+from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest
+from planner.hyperparameters import Hyperparameters
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, stored_method
 from planner.setup import TrainSetup
@@ -142,12 +143,9 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     return setup.scaler_refusal or model_refusal(setup, model, "trl") or sharding_refusal(setup, model)
 
 
-def export(request: ExportRequest) -> Launch:
+def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     """`trl-sft.yaml`, or of another command, with an Accelerate config beside it for more than one GPU."""
     setup = request.setup
-    if reason := refusal(setup, request.model):
-        return Launch(target=TARGET, refused=reason)
-    found = differences(setup)
     file, spoken = file_of(setup), setup.aim.targets[TARGET]
     command = f"trl {spoken} --config launch/{file}"
     files = []
@@ -156,7 +154,6 @@ def export(request: ExportRequest) -> Launch:
         command = f"python launch/{ORPO_SCRIPT} --config launch/{file}"
     if setup.aim.rolls_out:
         files.append(launch_file(rollouts.REWARDS, rollouts.rewards_text()))
-    notes = [OLDER_NAMES]
     if accelerate.needed(setup):
         files += accelerate.config_files(request, TARGET)
         command += f" --accelerate_config launch/{TARGET}/{accelerate.NAME}"
@@ -165,11 +162,29 @@ def export(request: ExportRequest) -> Launch:
         command += accelerate_flags(request)
     else:
         command += "" if setup.objective == "orpo" else " --num_processes 1"
+    notes = _notes(request)
+    head = header(
+        request,
+        title="TRL supervised fine-tuning" if setup.aim.supervised else f"TRL {setup.aim.title}",
+        command=command,
+        validated_with=VALIDATED_WITH,
+        differences=found,
+        notes=notes,
+    )
+    runs = setup.with_(**{one.field: one.runs_as for one in found})
+    files.insert(0, launch_file(file, yaml_text(head, _sections(request, runs))))
+    if setup.objective in TEMPLATED and chat.chats(request) and request.lacks_template is not False:
+        files.append(launch_file(f"{TARGET}/{chat.NAME}", chat.TEMPLATE))
+    return Draft(files=tuple(files), command=command, notes=tuple(notes))
+
+
+def _notes(request: ExportRequest) -> list[str]:
+    setup, notes = request.setup, [OLDER_NAMES]
     templates = setup.objective in TEMPLATED
     if not templates and chat.chats(request) and request.lacks_template is not False:
         notes.append(
-            f"`trl {spoken}` takes no chat template: for a tokenizer without one (a base model's often has none) write "
-            "the data as plain text, or save a template with the model first."
+            f"`trl {setup.aim.targets[TARGET]}` takes no chat template: for a tokenizer without one (a base model's "
+            "often has none) write the data as plain text, or save a template with the model first."
         )
     if templates and chat.chats(request) and request.lacks_template is None:
         notes.append(
@@ -187,31 +202,11 @@ def export(request: ExportRequest) -> Launch:
             "packing without flash attention: transformers keeps packed samples apart through position_ids where the "
             "attention mask allows it; flash_attention_2 is the form TRL recommends."
         )
-    head = header(
-        request,
-        title="TRL supervised fine-tuning" if setup.aim.supervised else f"TRL {setup.aim.title}",
-        command=command,
-        validated_with=VALIDATED_WITH,
-        differences=found,
-        notes=notes,
-    )
-    runs = setup.with_(**{one.field: one.runs_as for one in found})
-    files.insert(0, launch_file(file, yaml_text(head, _sections(request, runs))))
-    if templates and chat.chats(request) and request.lacks_template is not False:
-        files.append(launch_file(f"{TARGET}/{chat.NAME}", chat.TEMPLATE))
-    return Launch(
-        target=TARGET,
-        files=tuple(files),
-        command=command,
-        differences=found,
-        notes=tuple(notes),
-        validated_with=VALIDATED_WITH,
-    )
+    return notes
 
 
 def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
     setup, hyper = request.setup, request.hyper
-    reasons = hyper.reasons
     dtype = DTYPES[setup.weight_dtype]
     env = environment(request.gpu)
     return [
@@ -231,38 +226,36 @@ def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
         section(
             "batch",
             *_lengths(setup),
-            said(TRL, setup, "micro_batch_seqs"),
-            Line("per_device_eval_batch_size", setup.micro_batch_seqs, EVAL_REASON),
-            Line("eval_accumulation_steps", 1, METRICS_REASON),
-            said(TRL, setup, "accumulation_steps"),
+            *batch_lines(TRL, setup),
         ),
-        section(
-            "memory and speed",
-            *precision_lines(runs),
-            *checkpointing_lines(setup),
-            Line("loss_type", "nll", "in chunks: never holds seqs x tokens x vocabulary")
-            if setup.aim.supervised
-            else None,
-            *kernels_lines(setup.trusted_with(loss="chunked"), request.model),
-            said(TRL, setup, "compile") if setup.compile else None,
-            Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
-            *sync_lines(setup),
-        ),
+        section("memory and speed", *_memory(request, runs)),
         *_objective(setup),
         section(
             "optimization",
             said(TRL, setup, "optimizer"),
-            Line("learning_rate", hyper.learning_rate, reasons.get("learning_rate", "")),
-            Line("lr_scheduler_type", hyper.lr_schedule, reasons.get("lr_schedule", "")),
-            Line("warmup_steps", hyper.warmup_fraction, f"below 1: {reasons.get('warmup_fraction', 'a share')}"),
-            Line("weight_decay", hyper.weight_decay, reasons.get("weight_decay", "")),
-            Line("max_grad_norm", hyper.max_grad_norm),
-            Line("num_train_epochs", hyper.num_epochs) if hyper.max_steps is None else None,
-            Line("max_steps", hyper.max_steps) if hyper.max_steps is not None else None,
+            *step_lines(hyper, _warmup(hyper), hyper.reasons.get("weight_decay", "")),
             Line("seed", hyper.seed),
         ),
         section("output", *output_lines(request)),
     ]
+
+
+def _memory(request: ExportRequest, runs: TrainSetup) -> list[Line | None]:
+    setup = request.setup
+    return [
+        *precision_lines(runs),
+        *checkpointing_lines(setup),
+        Line("loss_type", "nll", "in chunks: never holds seqs x tokens x vocabulary") if setup.aim.supervised else None,
+        *kernels_lines(setup.trusted_with(loss="chunked"), request.model),
+        said(TRL, setup, "compile") if setup.compile else None,
+        Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
+        *sync_lines(setup),
+    ]
+
+
+def _warmup(hyper: Hyperparameters) -> Line:
+    reason = hyper.reasons.get("warmup_fraction", "a share")
+    return Line("warmup_steps", hyper.warmup_fraction, f"below 1: {reason}")
 
 
 def _lengths(setup: TrainSetup) -> list[Line | None]:

@@ -107,31 +107,39 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
-    """What one target gets: its files and command, or why there are none.
+class Draft:
+    """What a target's module makes of a setup that the target can run.
 
     Attributes:
-        files: empty when refused.
         command: the one command that starts the run, from the directory that holds `launch/`.
+        complete: False for a part that other files need, which its command alone does not start.
+        python: oldest Python that the tested versions install on.
+    """
+
+    files: tuple[LaunchFile, ...] = ()
+    command: str = ""
+    notes: tuple[str, ...] = ()
+    complete: bool = True
+    python: str = "3.10"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch(Draft):
+    """What one target gets: its files and command, or why there are none (and then no files).
+
+    Attributes:
         differences: settings that run otherwise than planned. Reading the files back gives the setup with exactly
             these changed.
         refused: why the target has no files for this setup; "" when it has.
         validated_with: distribution -> version that accepted such files.
-        complete: False for a part that other files need, which its command alone does not start.
-        python: oldest Python that the tested versions install on.
         about: what is predicted of the run, as in the files' headers.
         peak_device_bytes, rung: the prediction of what really runs and its rung; 0 and "" where nobody predicted.
     """
 
     target: str
-    files: tuple[LaunchFile, ...] = ()
-    command: str = ""
     differences: tuple[Difference, ...] = ()
-    notes: tuple[str, ...] = ()
     refused: str = ""
     validated_with: Mapping[str, str] = field(default_factory=dict)
-    complete: bool = True
-    python: str = "3.10"
     about: tuple[str, ...] = ()
     peak_device_bytes: int = 0
     rung: str = ""

@@ -2,17 +2,17 @@
 
 from planner.exporters import chat
 from planner.exporters.common import (
-    EVAL_REASON,
-    METRICS_REASON,
     USUAL_ATTENTION_MODULES,
     USUAL_LINEAR_MODULES,
+    batch_lines,
     environment,
     model_refusal,
+    step_lines,
     towered_refusal,
 )
 from planner.exporters.python_text import Code, call, constant
 from planner.exporters.text import Line, comments, header, launch_file, said, shown_path
-from planner.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest, Launch
+from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, stored_method
 from planner.models.targets import adapts_expert_stacks, peft_target_modules, same_targets, target_pattern
@@ -87,12 +87,8 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     return ""
 
 
-def export(request: ExportRequest) -> Launch:
+def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     """`train_unsloth.py`."""
-    setup = request.setup
-    if reason := refusal(setup, request.model):
-        return Launch(target=TARGET, refused=reason)
-    found = differences(setup)
     notes = [
         "Written with the names of trl <= 1.15 and transformers <= 5.17, which Unsloth pins.",
         "Checked against the signatures and config classes in Unsloth's source; it was not run here (no GPU).",
@@ -107,14 +103,7 @@ def export(request: ExportRequest) -> Launch:
         notes=notes,
     )
     text = comments(head) + _script(request)
-    return Launch(
-        target=TARGET,
-        files=(launch_file(FILE, text),),
-        command=command,
-        differences=found,
-        notes=tuple(notes),
-        validated_with=VALIDATED_WITH,
-    )
+    return Draft(files=(launch_file(FILE, text),), command=command, notes=tuple(notes))
 
 
 def _script(request: ExportRequest) -> str:
@@ -210,21 +199,12 @@ def _config(request: ExportRequest) -> str:
             Line("output_dir", shown_path(request.output_dir)),
             Line("max_length", setup.seq_len_tokens),
             Line("packing", setup.packing),
-            said(SCRIPT, setup, "micro_batch_seqs"),
-            Line("per_device_eval_batch_size", setup.micro_batch_seqs, EVAL_REASON),
-            Line("eval_accumulation_steps", 1, METRICS_REASON),
-            said(SCRIPT, setup, "accumulation_steps"),
+            *batch_lines(SCRIPT, setup),
             Line("gradient_checkpointing", setup.checkpointing > 0),
             Line("bf16", setup.autocast_dtype == "bf16"),
             Line("fp16", setup.autocast_dtype == "fp16"),
             said(SCRIPT, setup, "optimizer"),
-            Line("learning_rate", hyper.learning_rate, hyper.reasons.get("learning_rate", "")),
-            Line("lr_scheduler_type", hyper.lr_schedule, hyper.reasons.get("lr_schedule", "")),
-            Line("warmup_steps", hyper.warmup_fraction, "below 1: a share of the steps"),
-            Line("weight_decay", hyper.weight_decay),
-            Line("max_grad_norm", hyper.max_grad_norm),
-            Line("num_train_epochs", hyper.num_epochs) if hyper.max_steps is None else None,
-            Line("max_steps", hyper.max_steps) if hyper.max_steps is not None else None,
+            *step_lines(hyper, Line("warmup_steps", hyper.warmup_fraction, "below 1: a share of the steps")),
             Line("seed", hyper.seed),
             Line("logging_steps", request.logging_steps),
             Line("report_to", "none"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.exporters import DatasetChoice, ExportRequest, accelerate, hf
+from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest, hf
 from planner.hyperparameters import choose
 from planner.setup import TrainSetup
 from tests.launch.conftest import Run, num_saved, write_launch
@@ -75,7 +75,7 @@ def check(name: str, run: Run, place: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["full-every-2-layers", "qlora-packed-cast"])
 def test_the_plain_script_trains_as_planned(name: str, place: Path, launch: Callable[..., Run]) -> None:
-    emitted = hf.export(request(SETUPS[name]))
+    emitted = EXPORTERS["hf"](request(SETUPS[name]))
     assert not emitted.unsupported
     write_launch(place, emitted)
     check(name, launch(emitted.command), place)
@@ -84,7 +84,7 @@ def test_the_plain_script_trains_as_planned(name: str, place: Path, launch: Call
 @pytest.mark.slow
 def test_accelerate_launches_the_plain_script(place: Path, launch_cold: Callable[..., Run]) -> None:
     name = "lora"
-    write_launch(place, hf.export(request(SETUPS[name])))
-    emitted = accelerate.export(request(SETUPS[name]))
+    write_launch(place, EXPORTERS["hf"](request(SETUPS[name])))
+    emitted = EXPORTERS["accelerate"](request(SETUPS[name]))
     write_launch(place, emitted)
     check(name, launch_cold(emitted.command.replace("SCRIPT", f"launch/{hf.FILE}")), place)

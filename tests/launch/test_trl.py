@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.exporters import DatasetChoice, ExportRequest, trl
+from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest
 from planner.hyperparameters import choose
 from planner.setup import TrainSetup
 from tests.launch.conftest import Run, chats, num_saved, write_jsonl, write_launch
@@ -41,7 +41,7 @@ def test_trl_trains_the_tiny_model_as_planned(place: Path, launch_cold: Callable
         dataset=DatasetChoice(path="./chats/train.jsonl", local=True),
         logging_steps=1,
     )
-    emitted = trl.export(request)
+    emitted = EXPORTERS["trl"](request)
     assert not emitted.unsupported
     write_launch(place, emitted)
     run = launch_cold(emitted.command)
@@ -79,7 +79,7 @@ def test_trl_fine_tunes_smollm2_from_the_file(tmp_path: Path, smollm2: Path, lau
         dataset=DatasetChoice(path="./chats", local=True),
         logging_steps=1,
     )
-    emitted = trl.export(request)
+    emitted = EXPORTERS["trl"](request)
     write_launch(tmp_path, emitted)
     run = launch(emitted.command)
     assert len(run.losses) == 6

@@ -33,7 +33,7 @@ def test_trl_parser_accepts_every_file_and_reads_the_planned_values(tmp_path: Pa
     path = tmp_path / "trl-sft.yaml"
     accepted = 0
     for setup in SETUPS:
-        launch = trl.export(request(setup, output_dir="outputs"))
+        launch = EXPORTERS["trl"](request(setup, output_dir="outputs"))
         if launch.refused:
             continue
         path.write_text(text_of(launch))
@@ -68,7 +68,7 @@ def test_trl_parser_accepts_every_file_and_reads_the_planned_values(tmp_path: Pa
 
 def test_every_difference_is_said_in_the_file() -> None:
     for setup in SETUPS:
-        launch = trl.export(request(setup))
+        launch = EXPORTERS["trl"](request(setup))
         for one in launch.differences:
             assert one.planned != one.runs_as
             words = " ".join(text_of(launch).replace("\n#", " ").split())
@@ -82,7 +82,8 @@ def test_the_same_request_gives_the_same_text(name: str) -> None:
 
 
 def test_machine_paths_and_line_breaks_stay_out() -> None:
-    launch = trl.export(request(SETUPS[0], model_id="/home/someone/secret\nbf16: false/model", output_dir="/root/out"))
+    asked = request(SETUPS[0], model_id="/home/someone/secret\nbf16: false/model", output_dir="/root/out")
+    launch = EXPORTERS["trl"](asked)
     text = text_of(launch)
     assert "/home" not in text
     assert "/root" not in text
