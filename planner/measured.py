@@ -29,6 +29,8 @@ STACK_OF = {
     "ms-swift": "hf",
     "peft-loop": "plain-loop-drops-outputs",  # its reserved figures say so: with the outputs kept 3.5 % too much
     "plain-loop": "plain-loop",
+    "torchtitan": "torchtitan",
+    "torchtune": "torchtune",
     "unsloth": "unsloth",
 }
 """The program that a row names -> the stack of its setup."""
@@ -142,7 +144,12 @@ def load_rows(kind: Kind = "all") -> tuple[MeasuredRow, ...]:
 @lru_cache(maxsize=2)
 def _read(names: tuple[str, ...]) -> tuple[MeasuredRow, ...]:
     texts = [(resources.files("planner") / "data" / name).read_text(encoding="utf-8") for name in names]
-    return tuple(_row(json.loads(line)) for text in texts for line in text.splitlines() if line)
+    return tuple(row for text in texts for row in read_rows(text))
+
+
+def read_rows(text: str) -> tuple[MeasuredRow, ...]:
+    """Rows from JSON lines in the form of the recorded files."""
+    return tuple(_row(json.loads(line)) for line in text.splitlines() if line)
 
 
 def _row(values: dict[str, Any]) -> MeasuredRow:

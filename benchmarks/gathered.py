@@ -1,0 +1,171 @@
+"""Published runs gathered after the models were built, against the formula: the first look at each, and today.
+
+    python -m benchmarks.gathered            # the page docs/accuracy/gathered.md, from the formula of today
+    python -m benchmarks.gathered --first    # also records the first look at rows that have none
+
+Rows are `benchmarks/data/gathered.jsonl`, in the form of `planner.measured`, each with its source
+(repository@commit:path). Half of each source, by the checksum of its configuration, is *kept out*: no constant and no
+band is ever fitted on it. The first look (`benchmarks/data/gathered_first.json`) is what the formula said before
+anybody here had seen the row's error; it is written once and never again.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from planner.cli.accuracy import _lookup
+from planner.errors import PlannerError
+from planner.measured import MeasuredRow, Quantity, read_rows
+from planner.predict import predict
+from reports.accuracy import predicted_figure
+
+ROOT = Path(__file__).resolve().parent.parent
+ROWS = ROOT / "benchmarks" / "data" / "gathered.jsonl"
+FIRST = ROOT / "benchmarks" / "data" / "gathered_first.json"
+PAGE = ROOT / "docs" / "accuracy" / "gathered.md"
+METRICS: tuple[Quantity, ...] = ("allocated", "reserved", "device", "tokens_per_s")
+NAMES = {"tokens_per_s": "tokens/s"}
+
+Looks = Mapping[str, Mapping[str, float]]
+"""Row -> figure -> predicted over measured."""
+
+
+@lru_cache(maxsize=1)
+def rows() -> tuple[MeasuredRow, ...]:
+    """Every gathered row."""
+    return read_rows(ROWS.read_text(encoding="utf-8"))
+
+
+def kept_out(row: MeasuredRow) -> bool:
+    """Whether the row stays out of every fit: half of each source, repeats of a configuration together."""
+    return zlib.crc32(f"{row.group}|{row.config_id}".encode()) % 2 == 1
+
+
+def look(row: MeasuredRow) -> tuple[dict[str, float], dict[str, bool]]:
+    """(predicted over measured, whether measured lies inside the stated band) of each figure; tokens/s a GPU's."""
+    ratios, inside = {}, {}
+    model, gpu = _lookup(row)
+    for what in METRICS:
+        measured = row.measured(what)
+        setup = row.speed_setup if what == "tokens_per_s" else row.setup
+        if measured is None or setup is None or not row.comparable(what):
+            continue
+        found = predict(model, gpu, setup)
+        predicted = predicted_figure(found, what)
+        if predicted is None:
+            continue
+        ratios[what] = predicted / (setup.num_gpus if what == "tokens_per_s" else 1) / measured
+        below, above = found.bands[what]
+        if what == "tokens_per_s":
+            below = max(below, 1 - 1 / (1 + (found.time_band_fraction or 0.0)))
+            above = max(above, found.time_band_fraction or 0.0)
+        inside[what] = 1 - below <= 1 / ratios[what] <= 1 + above
+    return ratios, inside
+
+
+def looks() -> tuple[dict[str, dict[str, float]], dict[str, dict[str, bool]], dict[str, str]]:
+    """Ratios and coverage of every row that a setup expresses, and why the others are none."""
+    ratios, inside, refused = {}, {}, {}
+    for row in rows():
+        if row.unmapped or row.setup is None:
+            refused[row.id] = row.unmapped
+            continue
+        try:
+            ratios[row.id], inside[row.id] = look(row)
+        except PlannerError as problem:
+            refused[row.id] = problem.message
+    return ratios, inside, refused
+
+
+def _share(values: Sequence[float]) -> str:
+    errors = [abs(value - 1) for value in values]
+    return f"{statistics.median(errors):.1%} / {max(errors):.1%}" if errors else ""
+
+
+def _configs(found: Iterable[MeasuredRow], ratios: Looks, what: str) -> list[float]:
+    """One ratio per configuration, the median of its runs."""
+    each: dict[str, list[float]] = defaultdict(list)
+    for row in found:
+        if what in ratios.get(row.id, {}):
+            each[row.config_id].append(ratios[row.id][what])
+    return [statistics.median(values) for values in each.values()]
+
+
+def page(first: Looks) -> str:
+    """The Markdown tables."""
+    ratios, inside, refused = looks()
+    groups: dict[str, list[MeasuredRow]] = defaultdict(list)
+    for row in rows():
+        groups[row.group].append(row)
+    lines = [
+        "# Runs gathered afterwards",
+        "",
+        "Written by `python -m benchmarks.gathered`; do not edit by hand. Errors of the formula on published runs that "
+        "were gathered after it was built: median / worst over configurations. *First look*: before anybody here had "
+        "seen the error. *Kept out*: the half of the source that no constant and no band is fitted on. *Inside*: share "
+        "of runs inside the band that the prediction carries.",
+        "",
+        "| source | figure | runs | configurations | first look | today | today, kept out | inside |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for group, members in sorted(groups.items()):
+        for what in METRICS:
+            today = _configs(members, ratios, what)
+            if not today:
+                continue
+            held = _configs([row for row in members if kept_out(row)], ratios, what)
+            flags = [inside[row.id][what] for row in members if what in inside.get(row.id, {})]
+            lines.append(
+                f"| {group} | {NAMES.get(what, what)} | {len(flags)} | {len(today)} | "
+                f"{_share(_configs(members, first, what))} | {_share(today)} | {_share(held)} | "
+                f"{sum(flags) / len(flags):.0%} |"
+            )
+    ooms = [row for row in rows() if row.status == "oom" and row.id not in refused]
+    false = [row.id for row in ooms if _fits(row)]
+    ran = [row for row in rows() if row.status == "ok" and row.id not in refused and not row.unmapped_memory]
+    wrong = [row.id for row in ran if not _fits(row)]
+    lines += [
+        "",
+        f"Of {len(ooms)} runs that went out of memory {len(false)} were predicted to fit"
+        + (f" ({', '.join(false)})" if false else "")
+        + f"; of {len(ran)} that ran, {len(wrong)} were predicted not to"
+        + (f" ({', '.join(wrong)})." if wrong else "."),
+        "",
+        f"{len(rows())} rows, {len(rows()) - len(refused)} expressed as a setup, {sum(map(kept_out, rows()))} kept out.",
+        "",
+        "| not expressed | rows |",
+        "|---|---:|",
+        *(f"| {why} | {number} |" for why, number in Counter(refused.values()).most_common()),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _fits(row: MeasuredRow) -> bool:
+    model, gpu = _lookup(row)
+    assert row.setup is not None
+    return predict(model, gpu, row.setup).peak_device_bytes <= gpu.memory_bytes
+
+
+def main() -> None:
+    """Records first looks when asked, and writes the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first", action="store_true", help="record the first look at rows that have none")
+    asked = parser.parse_args()
+    first: dict[str, dict[str, float]] = json.loads(FIRST.read_text()) if FIRST.exists() else {}
+    if asked.first:
+        new = {name: {what: round(one, 4) for what, one in found.items()} for name, found in looks()[0].items()}
+        first = new | first
+        FIRST.write_text(json.dumps(first, indent=0, sort_keys=True) + "\n", encoding="utf-8")
+    PAGE.write_text(page(first), encoding="utf-8")
+    sys.stdout.write(page(first))
+
+
+if __name__ == "__main__":
+    main()
