@@ -49,7 +49,8 @@ def kept_out(row: MeasuredRow) -> bool:
 
 def look(row: MeasuredRow) -> tuple[dict[str, float], dict[str, bool]]:
     """(predicted over measured, whether measured lies inside the stated band) of each figure; tokens/s a GPU's."""
-    ratios, inside = {}, {}
+    ratios: dict[str, float] = {}
+    inside: dict[str, bool] = {}
     model, gpu = _lookup(row)
     for what in METRICS:
         measured = row.measured(what)
@@ -137,7 +138,8 @@ def page(first: Looks) -> str:
         + f"; of {len(ran)} that ran, {len(wrong)} were predicted not to"
         + (f" ({', '.join(wrong)})." if wrong else "."),
         "",
-        f"{len(rows())} rows, {len(rows()) - len(refused)} expressed as a setup, {sum(map(kept_out, rows()))} kept out.",
+        f"{len(rows())} rows, {len(rows()) - len(refused)} expressed as a setup, "
+        f"{sum(map(kept_out, rows()))} kept out.",
         "",
         "| not expressed | rows |",
         "|---|---:|",

@@ -26,6 +26,7 @@ class Stack:
         title: its name for people.
         keeps_outputs: the loop's variable holds the model's outputs, and so all logits of a full loss, until the next
             forward's replace them. A trainer drops them as its loss function returns.
+        compiles_loss: torch.compile reaches the full loss: in the model's own forward, or compiled beside the layers.
         widens_outputs: accelerate casts the outputs of a forward under autocast to fp32.
         upcasts_logits: the full loss is computed on an fp32 copy of the logits.
         loss_chunks, loss_chunk_tokens: the full loss is cut into so many pieces, or into pieces of so many tokens; 0:
@@ -39,6 +40,7 @@ class Stack:
         expandable_segments: whether it, or what starts it, sets the allocator so.
         trainer_overhead: host time of a trainer around every step.
         fused: norm, rotary, gated-MLP and LoRA kernels of its own.
+        overlaps_offload: what is offloaded of activations is copied beside the computation.
         wide_embedding_states: optimizers of 8-bit states keep those of every embedding table in 32 bits.
         source: where all this was read.
     """
@@ -46,6 +48,7 @@ class Stack:
     name: str
     title: str
     keeps_outputs: bool = False
+    compiles_loss: bool = True
     widens_outputs: bool = False
     upcasts_logits: bool = True
     loss_chunks: int = 0
@@ -58,6 +61,7 @@ class Stack:
     expandable_segments: bool = False
     trainer_overhead: bool = True
     fused: bool = False
+    overlaps_offload: bool = False
     wide_embedding_states: bool = False
     source: str
 
@@ -104,6 +108,7 @@ _ROWS = (
         name="plain-loop",
         title="a loop of one's own that keeps `outputs`",
         keeps_outputs=True,
+        compiles_loss=False,
         clips_gradients=False,
         trainer_overhead=False,
         source="Python: a loop variable holds `outputs = model(...)` until it is assigned again; transformers 5.23 "
@@ -112,6 +117,7 @@ _ROWS = (
     Stack(
         name="plain-loop-drops-outputs",
         title="a loop of one's own that drops `outputs`",
+        compiles_loss=False,
         clips_gradients=False,
         trainer_overhead=False,
         source="as plain-loop, with `loss = model(...).loss`",
@@ -120,10 +126,12 @@ _ROWS = (
         name="torchtune",
         title="torchtune's recipes",
         loss_chunks=8,
+        overlaps_offload=True,
         quantized_adapters="",
         plain_adapters="",
         source="torchtune 0.6 modules/loss/ce_chunked_output_loss.py (8 chunks, fp32 per chunk), recipes/"
-        "lora_finetune_single_device.py (one dtype for all parameters, `del logits` before the backward)",
+        "lora_finetune_single_device.py (one dtype for all parameters, `del logits` before the backward), "
+        "training/_activation_offloading.py (use_streams)",
     ),
     Stack(
         name="torchtitan",
@@ -138,6 +146,7 @@ _ROWS = (
         keeps_outputs=True,
         upcasts_logits=False,
         loss_chunk_tokens=128,
+        compiles_loss=False,
         clips_gradients=False,
         quantized_adapters="",
         plain_adapters="",

@@ -195,9 +195,9 @@ def ml_engineering(row: Row) -> Mapped:
 
     Flash attention 3 or 4, Liger's norms, rotary embedding and MLP with its fused loss in the offloaded runs.
     """
-    liger = "liger" in str(row.get("loss_impl"))
+    liger, blackwell = "liger" in str(row.get("loss_impl")), row.get("gpu_key") == "B200"
     setup = single.base(row) | {
-        "attention": "flash-attention-2", "precision": "bf16-mixed", "method": "full",
+        "attention": "sdpa" if blackwell else "flash-attention-2", "precision": "bf16-mixed", "method": "full",
         "loss": "liger" if liger else "full", "parallel": "zero2" if "ZeRO-2" in row["parallelism"] else "zero3",
     }  # fmt: skip
     if "offload" in row["parallelism"]:
@@ -206,7 +206,7 @@ def ml_engineering(row: Row) -> Mapped:
     mapped.loose_memory = liger
     if liger:
         mapped.assumed.append("Liger's kernels keep other activations: memory shown apart")
-    mapped.assumed.append("flash attention 3 and 4 taken as 2")
+    mapped.assumed.append(f"flash attention 3 and 4 taken as {'SDPA' if blackwell else '2'}")
     mapped.loose_speed = row["seq_len"] > 8192  # attention is then most of the step
     return mapped
 

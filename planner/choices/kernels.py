@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from planner.setup import TrainSetup
 
 from planner.stacks import TARGET_ROWS
 
@@ -94,6 +97,20 @@ def parts_of(kernels: str, model_type: str) -> frozenset[str]:
     if model_type in FUSED_LORA:
         known |= {"lora"}
     return KERNELS[kernels].parts & known
+
+
+COMPILED = _LAYER | {"lora", "inputs"}
+"""What torch.compile makes one kernel of in any layer; "inputs": what a matrix multiplied is made anew in the backward
+where single operations make it from something that is kept.
+
+Source: PyTorch 2.13 `torch/_functorch/partitioners.py` min_cut_rematerialization_partition: of what the backward needs
+the cut with the fewest bytes is kept, chains of elementwise operations, norms and casts are recomputed.
+"""
+
+
+def fused_parts(setup: "TrainSetup", model_type: str) -> frozenset[str]:
+    """What of this type's layers runs as kernels of its own under the setup: its family's, and the compiler's."""
+    return parts_of(setup.kernels, model_type) | (COMPILED if setup.compile else frozenset())
 
 
 def kernels_refusal(kernels: str, model_type: str) -> str:

@@ -39,6 +39,7 @@ class LossShape:
         in_place: the stack's own kernel of the full loss writes the gradient over the logits.
         kept: the loop holds the model's outputs, and with them the logits, until the next forward's.
         widened: the outputs of the model are cast to fp32.
+        compiled: torch.compile makes one kernel of the full loss each way, which keeps the logits as they come.
     """
 
     tokens: int
@@ -54,6 +55,7 @@ class LossShape:
     in_place: bool = False
     kept: bool = False
     widened: bool = False
+    compiled: bool = False
 
     @property
     def cast_bytes(self) -> int:
@@ -139,6 +141,13 @@ class FullLoss(Loss):
         if shape.in_place:
             return LossChain(
                 loss_bytes=logit * elements + beside, backward_bytes=logit * elements + beside, kept_bytes=held
+            )
+        if shape.compiled:
+            return LossChain(
+                loss_bytes=logit * elements + beside,
+                backward_bytes=logit * elements + beside,
+                logits_bytes=logit * elements // shape.chunks,
+                kept_bytes=held,
             )
         return LossChain(
             loss_bytes=logit * elements + copy // shape.chunks + wide * elements + beside,

@@ -171,7 +171,9 @@ def inputs_saved(
     if "lora" in context.fused and any(linear.name in context.adapted for linear in linears):
         return Inputs(adapters=0 if kept_elsewhere else SIZE_BYTES[input_dtype] * elements)
     base = pinned = 0
-    if context.trained:
+    if "inputs" in context.fused and linears[0].role != "o":  # the compiler makes them anew
+        base = 0
+    elif context.trained:
         if flow.autocast and input_dtype != flow.autocast:
             base = sum(SIZE_BYTES[flow.autocast] * elements * linear.num_active for linear in linears)
         elif not kept_elsewhere:

@@ -26,6 +26,7 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
         chunks=by.num_chunks(setup.tokens_per_micro_batch),
         in_place=by.in_place_loss,
         kept=by.keeps_outputs,
+        compiled=setup.compile and by.compiles_loss,
         widened=by.widens_outputs and flow.autocast is not None,
     )
     if aim.whole_logits is not None and LOSSES[setup.loss].whole_logits:

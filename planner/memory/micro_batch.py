@@ -6,7 +6,7 @@ computes it once for each precision, adapter, kernel and checkpointing.
 
 from dataclasses import dataclass, replace
 
-from planner.choices.kernels import parts_of
+from planner.choices.kernels import fused_parts
 from planner.gpu import GpuSpec
 from planner.kernels import Kernel, attention_kernel, masked
 from planner.memory.activations import LayerContext, attention_held, layer_saved, norm_fused, norm_saved
@@ -94,7 +94,7 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
     adapted = adapted_names(model, targets)
     stacks = targets is not None and adapts_expert_stacks(model, targets)
     counts, kept = _checkpointed(model, setup.checkpointing)
-    fused = parts_of(setup.kernels, model.model_type)
+    fused = fused_parts(setup, model.model_type)
     stored = {
         "norm": 0,
         "attention": 0,

@@ -50,14 +50,14 @@ CURRENT = Conditions(cudnn_attention=True)
 
 def conditions_of(setup: TrainSetup) -> Conditions:
     """The conditions of a setup's stack (`planner.stacks`): CURRENT for trainers on transformers."""
-    return _conditions_of(setup.by, setup.reentrant_checkpointing)
+    return _conditions_of(setup.by, setup.reentrant_checkpointing, setup.compile)
 
 
 @cache
-def _conditions_of(by: Stack, reentrant: bool) -> Conditions:
+def _conditions_of(by: Stack, reentrant: bool, compiled: bool) -> Conditions:
     found = Conditions(
         fused_norm_rope=by.fused,
-        fused_loss=by.in_place_loss,
+        fused_loss=by.in_place_loss or (compiled and by.compiles_loss),
         fused_lora=by.fused,
         reentrant_checkpointing=reentrant,
         gradient_clipping=by.clips_gradients,

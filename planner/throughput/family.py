@@ -68,7 +68,7 @@ class Family:
         waits = waits or setup.quantization == "int8"  # the outlier search asks the GPU for its columns, per matrix
         self.power = constants.waiting_power if waits else constants.overlap_power
 
-        moved = speed.traffic(flow, full, setup.kernels)
+        moved = speed.traffic(flow, full, setup.kernels, setup.compile)
         forward_kernels, backward_kernels = moved.forward_kernels, moved.backward_kernels
         per_byte = bytes_left * constants.elementwise_scale / speed.bandwidth
         self._elementwise = _token_and_micro(moved, per_byte, gap)
@@ -128,7 +128,7 @@ class Family:
             once = _WEIGHT_CAST_BYTES * sum(group.weights for group in inv.groups) / speed.bandwidth
             self._cast = once * (2.0 if full else 1.0)
             again_micro += again * once
-        if setup.activation_offload:  # out and back on the compute stream
+        if setup.activation_offload and not setup.by.overlaps_offload:  # out and back on the compute stream
             inputs = SIZE_BYTES[flow.residual] * inv.hidden_size * again * inv.num_layers
             host_token = 2.0 * inputs / speed.host_rate
         else:

@@ -7,7 +7,7 @@ per data flow, optimizer cost per trained set. A whole space is ranked through `
 from dataclasses import replace
 from typing import NamedTuple
 
-from planner.choices.kernels import parts_of
+from planner.choices.kernels import COMPILED, fused_parts, parts_of
 from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS
 from planner.gpu import GpuSpec
@@ -37,6 +37,21 @@ CUDNN_ON_HOPPER, CUDNN_MAX_HEAD_DIM = 1.7, 128
 Source: "1.7-2.3x faster for training shapes", the least of it (github.com/huggingface/transformers/pull/48163; on
 Ampere it is slower, on Ada alike). As fast as flash-attention 3: 631 and 632 TFLOP/s forward on an H100 (pytorch issue
 142132).
+"""
+FLASH_2_ON_BLACKWELL = 0.35
+"""Rate of flash-attention 2 on a B200, as a share of what attention reaches there otherwise: its kernels are Ampere's
+(`mma.sync`), while SDPA has cuDNN's own.
+
+Source: prime-rl benchmarks/baselines, 8 x B200 with flash_attention_2 (Qwen3-4B, 16,384 tokens, the half of its rows
+that benchmarks/gathered.py does not keep out): about 300 TFLOP/s.
+"""
+UNALIGNED_HEAD = 0.5
+"""Rate of a head whose vocabulary is no multiple of 8 in 16 bits, as a share of an aligned one: rows do not begin on 16
+bytes, so that wide loads and the fastest kernels are out.
+
+Source: "simply increase vocab size from 50257 to 50304": "~25% speedup" of nanoGPT on an A100, a quarter of whose
+arithmetic is the head (https://x.com/karpathy/status/1621578354024677377); NVIDIA, Matrix multiplication background,
+section 3, tensor core requirements.
 """
 _EAGER_PASSES = 1.7  # transformers' eager attention scales, masks, upcasts to fp32, normalises and casts back: 48 bytes
 
@@ -82,7 +97,7 @@ class SpeedModel:
         self._matmuls: dict[tuple[str, int, bool], LayerMatmuls] = {}
         self._losses: dict[tuple[str, str, int, bool], float] = {}
         self._optimizers: dict[tuple[str, float, int, int], tuple[float, float]] = {}
-        self._traffic: dict[tuple[Flow, bool, str], Moved] = {}
+        self._traffic: dict[tuple[Flow, bool, str, bool], Moved] = {}
         self._adapters: dict[tuple[object, ...], tuple[Moved, int, float, int]] = {}
         self._attention: dict[tuple[object, ...], tuple[float, float, float]] = {}
 
@@ -155,7 +170,7 @@ class SpeedModel:
             return 0.0
         vocab, hidden = head.out_features, head.in_features
         size = SIZE_BYTES[dtype]
-        rate = self.rates.matmul[dtype]
+        rate = self.head_rate(dtype, vocab)
         tiling = LOSSES[loss].tiling(tokens, vocab, hidden)
         chunk = tiling.tokens
         chunks = -(-tokens // chunk)
@@ -169,12 +184,17 @@ class SpeedModel:
         self._losses[key] = made
         return made
 
+    def head_rate(self, dtype: str, vocab: int) -> float:
+        """Flops per second of the head's matrices."""
+        aligned = dtype == "fp32" or vocab % 8 == 0 or vocab < 8
+        return self.rates.matmul[dtype] * (1.0 if aligned else UNALIGNED_HEAD)
+
     def head_forward_s(self, dtype: str, tokens: int) -> float:
         """Seconds of the head alone over so many tokens, without gradients."""
         head = self.inv.head
         if head is None:
             return 0.0
-        size, rate = SIZE_BYTES[dtype], self.rates.matmul[dtype]
+        size, rate = SIZE_BYTES[dtype], self.head_rate(dtype, head.out_features)
         return matmul_s(tokens, head.out_features, head.in_features, rate, size, self.rates, self.constants)
 
     def loss_chain_s(self, loss: str, dtype: str, tokens: int, vocab: int) -> float:
@@ -183,12 +203,12 @@ class SpeedModel:
         moved = LOSSES[loss].moved_per_logit(SIZE_BYTES[dtype], fused=fused, softcap=softcap, drag=self.drag)
         return moved * tokens * vocab / (self.rates.bandwidth * self.constants.loss_bandwidth_share)
 
-    def traffic(self, flow: Flow, trained: bool, kernels: str) -> Moved:
+    def traffic(self, flow: Flow, trained: bool, kernels: str, compiled: bool = False) -> Moved:
         """Elementwise traffic of the layers for one data flow and kernel family."""
-        key = (flow, trained, kernels)
+        key = (flow, trained, kernels, compiled)
         found = self._traffic.get(key)
         if found is None:
-            fused = parts_of(kernels, self.model.model_type)
+            fused = COMPILED if compiled else parts_of(kernels, self.model.model_type)
             found = self._traffic[key] = layer_traffic(
                 self.inv, flow, self.conditions, trained=trained, drag=self.drag, fused=fused
             )
@@ -196,7 +216,7 @@ class SpeedModel:
 
     def adapters(self, setup: TrainSetup, flow: Flow) -> tuple[Moved, int, float, int]:
         """LoRA's traffic, its sum of edges (in + out) per rank and token, parameters per rank, and modules."""
-        fused = self.conditions.fused_lora or "lora" in parts_of(setup.kernels, self.model.model_type)
+        fused = self.conditions.fused_lora or "lora" in fused_parts(setup, self.model.model_type)
         key = (setup.lora_targets, flow, setup.lora_dropout > 0, fused)
         found = self._adapters.get(key)
         if found is None:
@@ -213,11 +233,12 @@ class SpeedModel:
         if found is not None:
             return found
         dtype = flow.attention_input
+        older = setup.attention == "flash-attention-2" and (self.gpu.compute_capability or (0, 0))[0] == 10
         forward = backward = flops = 0.0
         for spec, count in self.inv.attentions:
             kernel = attention_kernel(self.model, setup, self.gpu, spec, dtype)
             cudnn = self.conditions.cudnn_attention and takes_cudnn(self.gpu, setup.attention)
-            one = self._attention_one(spec, setup.seq_len_tokens, dtype, kernel, cudnn=cudnn)
+            one = self._attention_one(spec, setup.seq_len_tokens, dtype, kernel, cudnn=cudnn, older=older)
             forward += count * one[0]
             backward += count * one[1]
             flops += count * one[2]
@@ -231,7 +252,7 @@ class SpeedModel:
         return kernels <= {"flash", "efficient"}
 
     def _attention_one(
-        self, spec: AttentionSpec, seq: int, dtype: str, kernel: str, *, cudnn: bool
+        self, spec: AttentionSpec, seq: int, dtype: str, kernel: str, *, cudnn: bool, older: bool
     ) -> tuple[float, float, float]:
         constants = self.constants
         full = float(seq) * seq
@@ -246,6 +267,8 @@ class SpeedModel:
             slower = 1.0 if kernel == "flash" else 0.6
             if kernel == "flash" and cudnn and max(spec.head_dim, spec.value_head_dim) <= CUDNN_MAX_HEAD_DIM:
                 slower = CUDNN_ON_HOPPER
+            if older and kernel == "flash":
+                slower = FLASH_2_ON_BLACKWELL
             if self.conditions.flash_1:
                 slower *= constants.flash_1_share
             forward = done / (rate * constants.attention_forward_share * slower)

@@ -1,9 +1,11 @@
 """The recorded measurements: every row is complete, sourced, and its setup one that can exist."""
 
+import json
 from collections import Counter
 
 import pytest
 
+from benchmarks import gathered
 from planner.gpus import all_gpus
 from planner.measured import MeasuredRow, load_rows, newest_versions, version_noise
 from planner.models import catalogue
@@ -109,3 +111,13 @@ def test_comparable_needs_setup_card_and_figure() -> None:
     assert not a_row().comparable("allocated")  # no setup
     whole = next(row for row in SINGLE if row.comparable("allocated") and row.status == "ok")
     assert not whole.comparable("reserved") or whole.reserved_bytes is not None
+
+
+def test_gathered_rows_have_a_first_look_and_half_is_kept_out() -> None:
+    """benchmarks/gathered.py: each row that a setup expresses was looked at once; repeats share one lot."""
+    rows = gathered.rows()
+    first = json.loads(gathered.FIRST.read_text(encoding="utf-8"))
+    figures = [row for row in rows if any(row.comparable(what) and row.measured(what) for what in gathered.METRICS)]
+    assert len(rows) == len({row.id for row in rows}) >= 300
+    assert {row.id for row in figures} <= set(first)
+    assert 0.35 < sum(map(gathered.kept_out, rows)) / len(rows) < 0.65

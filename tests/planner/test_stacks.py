@@ -15,6 +15,7 @@ from planner.setup import TrainSetup
 from planner.setup_fields import STACK_NAMES
 from planner.stacks import STACKS
 from planner.throughput import CURRENT, conditions_of
+from planner.units import GIB
 
 PUBLISHED = 0.02
 """The worst allocated peak of the plain-loop runs that a setup says in full: 1.6 %, with no checkpointing."""
@@ -144,3 +145,24 @@ def test_reentrant_checkpointing_keeps_no_gathered_weight() -> None:
     graph = predict_memory(model, card, asked_setup(recipe))
     assert reentrant.peak_device_bytes == pytest.approx(PUBLISHED_70B, rel=0.06)
     assert reentrant.peak_device_bytes < card.memory_bytes < graph.peak_device_bytes
+
+
+def test_a_compiled_step_of_torchtune_needs_what_was_published() -> None:
+    """Llama 3.1 8B QLoRA, 2 x 2,048, compiled: 7.4 GiB active (torchtune@9bafd16fc:README.md); counted eager 9.7."""
+    model, card = catalogue.load("meta-llama/Llama-3.1-8B"), find_gpu("rtx-4090")
+    assert model is not None
+    values = {"precision": "bf16-pure", "micro_batch_seqs": 2, "method": "qlora", "quantization": "nf4-double"}
+    setup = asked_setup({**values, "stack": "torchtune", "loss": "full", "lora_rank": 8, "packing": True})
+    compiled, eager = (
+        predict_memory(model, card, setup.with_(compile=on)).peak_allocated_bytes for on in (True, False)
+    )
+    assert compiled == pytest.approx(7.4 * GIB, rel=0.03)
+    assert eager > 1.25 * compiled
+
+
+def test_a_loss_outside_the_compiled_model_stays_whole() -> None:
+    """A plain loop's own loss is not compiled: its fp32 copies of the logits stay; torchtitan compiles its own."""
+    eager, plain = (loss_parts(MODEL, by("plain-loop-drops-outputs", loss="full", compile=on)) for on in (False, True))
+    assert plain == eager
+    compiled = loss_parts(MODEL, by("torchtitan", loss="full", compile=True))
+    assert (compiled.loss_bytes, compiled.backward_bytes, compiled.logits_bytes) == (2 * LOGITS,) * 3

@@ -18,6 +18,7 @@ from planner.throughput import (
     Conditions,
     Constants,
     load_calibration,
+    speed_model,
     step_time,
     throughput_profile,
 )
@@ -270,3 +271,26 @@ def test_the_stages_of_a_pipeline_need_the_operations_of_the_whole_model() -> No
     assert [part.last for part in halves] == [False, True]
     flops = [throughput_profile(one, A100, TrainSetup()).flops(1, 1) for one in (MISTRAL, *(p.model for p in halves))]
     assert flops[0] == sum(flops[1:])  # whole numbers below 2**53
+
+
+def test_a_vocabulary_off_the_alignment_halves_the_heads_rate() -> None:
+    """GPT-2's 50,257 rows against 50,304 (nanoGPT: about 25 % of a step); fp32 does not care."""
+    model, gpu = catalogue.load("openai-community/gpt2"), find_gpu("a100-80gb")
+    assert model is not None
+    speed = speed_model(model, gpu)
+    assert speed.head_rate("bf16", 50257) == 0.5 * speed.head_rate("bf16", 50304)
+    assert speed.head_rate("fp32", 50257) == speed.head_rate("fp32", 50304)
+
+
+def test_flash_attention_2_is_slow_on_a_b200_alone() -> None:
+    """Its kernels are Ampere's: on a B200 SDPA is faster, on an A100 they are one."""
+    model = catalogue.load("Qwen/Qwen3-4B")
+    assert model is not None
+    setup = TrainSetup(method="full", lora_rank=0, seq_len_tokens=16384, precision="bf16-mixed")
+    times = {
+        (card, kind): step_time(model, find_gpu(card), setup.with_(attention=kind)).parts_s["attention"]
+        for card in ("b200", "a100-80gb")
+        for kind in ("sdpa", "flash-attention-2")
+    }
+    assert times["b200", "flash-attention-2"] > 2 * times["b200", "sdpa"]
+    assert times["a100-80gb", "flash-attention-2"] == times["a100-80gb", "sdpa"]
