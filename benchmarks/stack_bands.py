@@ -5,8 +5,8 @@
 
 Writes `benchmarks/data/stack_errors.jsonl` (every comparison), `planner/data/bands.json` (what predictions carry) and
 `docs/accuracy/bands.md`. A source is one published file, or the folder of files that hold one run each: a measurement
-campaign under its own versions. It is left out whole; a stack without ten other rows then has the band of stacks that
-nobody measured.
+campaign under its own versions; a source of `benchmarks/gathered.py` is one. It is left out whole; a stack without ten
+other rows then has the band of stacks that nobody measured.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import gathered
 from planner.calibration_bands import LEAST_ROWS, Cell, fit_cell, metric_of, pooled_cell
 from planner.cli.accuracy import _lookup
 from planner.errors import PlannerError
@@ -32,21 +33,37 @@ PAGE = ROOT / "docs" / "accuracy" / "bands.md"
 METRICS: tuple[Quantity, ...] = ("allocated", "reserved", "device", "tokens_per_s")
 VARYING = frozenset({"ms_swift_benchmark"})
 """Runs whose lengths vary up to the one that their setup says, on fixed segments: their reserved peak is no setup's."""
+OTHER_LOSS = frozenset({"fms_fused"})
+"""Runs with a cross-entropy kernel that no setup names: their memory stands in docs/accuracy/gathered.md alone."""
 TARGET = (0.85, 0.95)
+
+GATHERED = frozenset(row.group for row in gathered.rows())
 
 Error = dict[str, Any]
 
 
 def comparable_rows() -> list[MeasuredRow]:
     """Published runs that a prediction can be held against: one GPU and several."""
-    rows = (*load_rows(), *load_rows("multi"))
+    rows = (*load_rows(), *load_rows("multi"), *gathered.rows())
     return [row for row in rows if row.status == "ok" and row.setup is not None and row.group not in VARYING]
+
+
+def _said(row: MeasuredRow, what: Quantity) -> bool:
+    """Whether a gathered figure says enough to fit on; the other files hold no others."""
+    if row.group not in GATHERED:
+        return True
+    if what == "tokens_per_s":
+        return row.speed_confidence in ("A", "B")
+    return row.memory_confidence in ("A", "B") and row.group not in OTHER_LOSS
 
 
 def sources(rows: Iterable[MeasuredRow]) -> dict[str, str]:
     """Row id -> source."""
     files: dict[str, set[str]] = defaultdict(set)
     for row in rows:
+        if row.group in GATHERED:
+            files[row.group].add(row.id)
+            continue
         files[row.source.partition("#")[0]].add(row.id)
     found = {}
     for file, ids in files.items():
@@ -61,7 +78,7 @@ def errors_of(row: MeasuredRow, prediction: Prediction, rung: str, source: str) 
     for what in METRICS:
         predicted = predicted_figure(prediction, what)
         measured = row.measured(what)
-        if predicted is None or measured is None or not row.comparable(what):
+        if predicted is None or measured is None or not row.comparable(what) or not _said(row, what):
             continue
         setup = row.speed_setup if what == "tokens_per_s" else row.setup
         assert setup is not None
@@ -76,6 +93,7 @@ def errors_of(row: MeasuredRow, prediction: Prediction, rung: str, source: str) 
                 "source": source,
                 "config": f"{row.group}|{row.config_id}",
                 "ratio": round(measured / predicted, 5),
+                **({"kept": True} if row.group in GATHERED and gathered.kept_out(row) else {}),
             }
         )
     return found
@@ -130,9 +148,14 @@ def dry_run_errors(rows: Sequence[MeasuredRow], known: Sequence[Error], num: int
 
 
 def fitted(errors: Sequence[Error]) -> dict[tuple[str, str, str, str], Cell]:
-    """A cell for every (rung, metric, one or several GPUs, stack) with enough rows, and "" for any other stack."""
+    """A cell for every (rung, metric, one or several GPUs, stack) with enough rows, and "" for any other stack.
+
+    Rows that `benchmarks/gathered.py` keeps out are not fitted on; they are judged all the same (`left_out`).
+    """
     groups: dict[tuple[str, str, str], dict[str, list[Error]]] = defaultdict(lambda: defaultdict(list))
     for one in errors:
+        if one.get("kept"):
+            continue
         groups[one["rung"], one["metric"], one["gpus"]][one["stack"]].append(one)
     cells = {}
     for (rung, metric, gpus), by_stack in groups.items():
@@ -143,7 +166,8 @@ def fitted(errors: Sequence[Error]) -> dict[tuple[str, str, str, str], Cell]:
                     num_sources=len({one["source"] for one in rows}),
                     cards=sorted({one["gpu"] for one in rows}),
                 )
-        cells[rung, metric, gpus, ""] = pooled_cell([[one["ratio"] for one in rows] for rows in by_stack.values()])
+        if sum(map(len, by_stack.values())) >= LEAST_ROWS:
+            cells[rung, metric, gpus, ""] = pooled_cell([[one["ratio"] for one in rows] for rows in by_stack.values()])
     return cells
 
 
@@ -178,7 +202,8 @@ def page(errors: Sequence[Error]) -> str:
         "band that the other sources give (a source is one published file, or a folder of files of one run each);",
         "*as unmeasured*: how many of them then had the band of a stack that nobody measured, because fewer than ten",
         "other rows were left. ms-swift's 57 runs of varying lengths on fixed segments stand apart: they reserve up to",
-        "twice what batches of the longest length would (README.md beside this page).",
+        "twice what batches of the longest length would (README.md beside this page). Half of the gathered rows",
+        "([gathered.md](gathered.md)) is never fitted on, and judged like the rest.",
         "",
         "| rung | metric | GPUs, attention | stack | rows | sources | band | left out: inside | as unmeasured |",
         "|---|---|---|---|---:|---:|---|---:|---:|",
