@@ -85,13 +85,13 @@ def test_an_estimate_that_does_not_fit_says_what_alone_would(capsys: pytest.Capt
 
 
 def test_estimate_gives_the_interchange_answer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    lines = [json.dumps(INTERCHANGE), "{broken", json.dumps({**INTERCHANGE, "gpu": "none"}), json.dumps(INTERCHANGE)]
+    wrong = [{**INTERCHANGE, "gpu": "none"}, {**INTERCHANGE, "lora_targets": [3]}]
+    lines = [json.dumps(INTERCHANGE), "{broken", *map(json.dumps, wrong), json.dumps(INTERCHANGE)]
     path = tmp_path / "setups.jsonl"
     path.write_text("\n".join(lines) + "\n")
     assert run(["estimate", "--setups", str(path), "--json", *FAST]) == 0
     answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(answers) == 4
-    good, broken, unknown, again = answers
+    good, broken, unknown, targets, again = answers
     assert good == again
     assert {key: good["setup"][key] for key in INTERCHANGE} == INTERCHANGE
     assert set(good["formula"]) >= RUNG_KEYS
@@ -100,6 +100,7 @@ def test_estimate_gives_the_interchange_answer(capsys: pytest.CaptureFixture[str
     assert 1 * GIB < good["formula"]["peak_allocated_bytes"] < 16 * GIB
     assert "error" in broken
     assert "error" in unknown
+    assert "lora_targets" in targets["error"]
 
 
 def test_out_writes_plan_reports_and_launch_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

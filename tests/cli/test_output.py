@@ -68,6 +68,28 @@ def test_nothing_below_a_named_folder_leads_out_of_it(tmp_path: Path) -> None:
     assert (folder / "plan.json").read_text() == "new"
 
 
+def test_no_command_writes_through_a_link_of_a_stranger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before: `check repo/trl.yaml --fix` wrote what the next shell ran into `~/.bashrc`, and `report DIR` likewise."""
+    folder, victim = tmp_path / "plan", tmp_path / "bashrc"
+    card = ["--gpu", "rtx-4090", "--no-dry-run"]
+    assert run(["HuggingFaceTB/SmolLM2-135M", *card, "--no-extra-packages", "--out", str(folder)]) == 0
+    file = tmp_path / "trl.yaml"
+    file.write_text(
+        "model_name_or_path: HuggingFaceTB/SmolLM2-135M\nper_device_train_batch_size: 64\nmax_length: 1024\n"
+    )
+    commands = {
+        tmp_path / "trl.fixed.yaml": ["check", str(file), *card, "--memory-gib", "6", "--fix"],
+        folder / "report.md": ["report", str(folder)],
+    }
+    for written, words in commands.items():
+        written.unlink(missing_ok=True)
+        written.symlink_to(victim)
+        assert run(words) in (0, 1), capsys.readouterr().err
+        assert not victim.exists(), words
+        assert written.is_file(), words
+        assert not written.is_symlink(), words
+
+
 def test_devices_and_pipes_are_written_to(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_text(Path(os.devnull), "new")
     assert Path(os.devnull).is_char_device()
