@@ -251,3 +251,18 @@ def test_every_page_is_in_the_site_and_links_to_what_is_there() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", FENCE.sub("", page.read_text())):
             assert re.match(r"https?:", target) or (page.parent / target).exists(), f"{page}: {target}"
+
+
+def test_every_test_that_a_page_names_exists() -> None:
+    """A page names the test that holds a promise; `::name` alone is one of the file named before it."""
+    named = 0
+    for page in PAGES:
+        file = ""
+        for path, name in re.findall(r"`(tests/[\w/]+\.py)?(?:::(\w+))?`", page.read_text()):
+            file = path or file
+            if not (path or name):
+                continue
+            assert (ROOT / file).is_file(), f"{page}: {file}"
+            assert not name or f"\ndef {name}(" in (ROOT / file).read_text(), f"{page}: {file}::{name}"
+            named += bool(name)
+    assert named > 40
