@@ -33,9 +33,11 @@ ST_FOLDER = "examples/sentence_transformer/training"
 FACTORY = "hiyouga+LLaMA-Factory"
 NOTEBOOKS = "unslothai+notebooks"
 AXOLOTL = "axolotl-ai-cloud+axolotl"
+MINIMIND = "jingyaogong+minimind"
 CONFIGS = {  # each class's defaults are the published model's, but for what stands here
     "bert-base-uncased": {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
     "distilbert-base-uncased": {"model_type": "distilbert", "architectures": ["DistilBertForMaskedLM"]},
+    "t5-small": {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "decoder_start_token_id": 0},
     "roberta-base": {
         "model_type": "roberta",
         "architectures": ["RobertaForMaskedLM"],
@@ -48,6 +50,46 @@ CONFIGS = {  # each class's defaults are the published model's, but for what sta
         "architectures": ["LlavaForConditionalGeneration"],
         "text_config": {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096},
         "dtype": "float16",
+    },
+    "Qwen2.5-VL-3B-Instruct": {
+        "model_type": "qwen2_5_vl",
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "dtype": "bfloat16",
+        "tie_word_embeddings": True,
+        "text_config": {
+            "hidden_size": 2048,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "intermediate_size": 11008,
+            "vocab_size": 151936,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+        },
+        "vision_config": {"intermediate_size": 3420, "hidden_size": 1280, "out_hidden_size": 2048},
+    },
+    "Qwen3-VL-4B-Instruct": {
+        "model_type": "qwen3_vl",
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "dtype": "bfloat16",
+        "tie_word_embeddings": True,
+        "text_config": {
+            "hidden_size": 2560,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "intermediate_size": 9728,
+            "vocab_size": 151936,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
+        },
+        "vision_config": {
+            "depth": 24,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "out_hidden_size": 2560,
+            "deepstack_visual_indexes": [5, 11, 17],
+        },
     },
 }
 
@@ -94,6 +136,115 @@ PROGRAMS = {
         "python examples/scripts/sft_vlm.py --model_name_or_path MODELS/llava-1.5-7b-hf --dataset_name "
         "HuggingFaceH4/llava-instruct-mix-vsft --per_device_train_batch_size 1 --gradient_accumulation_steps 1 "
         f"--dtype bfloat16 --use_peft --lora_target_modules all-linear {OUTPUT}",
+    ),
+    "trl-cpo": (
+        "huggingface+trl",
+        "",
+        "python examples/scripts/cpo.py --dataset_name trl-lib/ultrafeedback_binarized --model_name_or_path "
+        f"openai-community/gpt2 --per_device_train_batch_size 4 --gradient_accumulation_steps 1 {OUTPUT}",
+    ),
+    "trl-prm": (
+        "huggingface+trl",
+        "",
+        "python examples/scripts/prm.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name trl-lib/prm800k "
+        f"--per_device_train_batch_size 8 {OUTPUT}",
+    ),
+    "trl-gkd": (
+        "huggingface+trl",
+        "",
+        "python examples/scripts/gkd.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --teacher_model_name_or_path "
+        "Qwen/Qwen2.5-1.5B-Instruct --dataset_name trl-lib/chatbot_arena_completions --max_length 4096 "
+        f"--per_device_train_batch_size 1 --gradient_accumulation_steps 8 {OUTPUT}",  # rows here are all of 2,048
+    ),
+    "trl-ppo": (
+        "huggingface+trl",
+        "",
+        "python examples/scripts/ppo/ppo.py --dataset_name trl-internal-testing/descriptiveness-sentiment-trl-style "
+        "--dataset_train_split descriptiveness --output_dir OUT --per_device_train_batch_size 64 "
+        "--gradient_accumulation_steps 1 --total_episodes 10000 --model_name_or_path EleutherAI/pythia-1b-deduped "
+        "--missing_eos_penalty 1.0 --report_to none",
+    ),
+    "trl-sft-gemma3-vlm": (
+        "huggingface+trl",
+        "",
+        "python examples/scripts/sft_vlm_gemma3.py --dataset_name HuggingFaceH4/llava-instruct-mix-vsft "
+        "--model_name_or_path google/gemma-3-4b-it --per_device_train_batch_size 1 --dtype bfloat16 --use_peft "
+        f"--lora_target_modules all-linear --attn_implementation eager {OUTPUT}",
+    ),
+    "trl-sft-qwen2.5-vl": (
+        "huggingface+trl",
+        "",
+        "python examples/scripts/sft_vlm.py --dataset_name HuggingFaceH4/llava-instruct-mix-vsft --model_name_or_path "
+        "MODELS/Qwen2.5-VL-3B-Instruct --per_device_train_batch_size 1 --gradient_accumulation_steps 1 "
+        f"--dtype bfloat16 --use_peft --lora_target_modules all-linear {OUTPUT}",
+    ),
+    "trl-sft-qwen3-vl": (
+        "huggingface+trl",
+        "",
+        "python examples/scripts/sft_vlm.py --dataset_name HuggingFaceH4/llava-instruct-mix-vsft --model_name_or_path "
+        "MODELS/Qwen3-VL-4B-Instruct --per_device_train_batch_size 1 --gradient_accumulation_steps 1 "
+        f"--dtype bfloat16 --use_peft --lora_target_modules all-linear {OUTPUT}",
+    ),
+    "transformers-mlm": (
+        TRANSFORMERS,
+        "examples/pytorch/language-modeling",
+        "python run_mlm.py --model_name_or_path MODELS/roberta-base --dataset_name wikitext --dataset_config_name "
+        "wikitext-2-raw-v1 --per_device_train_batch_size 8 --do_train --output_dir OUT",
+    ),
+    "transformers-summarization": (
+        TRANSFORMERS,
+        "examples/pytorch/summarization",
+        "python run_summarization.py --model_name_or_path MODELS/t5-small --do_train --dataset_name cnn_dailymail "
+        "--dataset_config 3.0.0 --source_prefix summarize: --output_dir OUT --per_device_train_batch_size=4",
+    ),
+    "minimind-pretrain": (
+        MINIMIND,
+        "trainer",
+        "python train_pretrain.py --data_path MODELS/rows/text.jsonl --from_weight none --save_dir OUT",
+    ),
+    "minimind-sft": (
+        MINIMIND,
+        "trainer",
+        "python train_full_sft.py --data_path MODELS/rows/conversations.jsonl --from_weight none --save_dir OUT",
+    ),
+    "minimind-dpo": (
+        MINIMIND,
+        "trainer",
+        "python train_dpo.py --data_path MODELS/rows/pairs.jsonl --from_weight none --save_dir OUT",
+    ),
+    "fastchat-sft": (
+        "lm-sys+FastChat",
+        "",
+        "python -m fastchat.train.train --model_name_or_path meta-llama/Llama-3.2-1B --data_path "
+        "MODELS/rows/shared.json --bf16 True --output_dir OUT --per_device_train_batch_size 2 --model_max_length 2048 "
+        "--gradient_checkpointing True --lazy_preprocess True --report_to none",
+    ),
+    "stanford-alpaca": (
+        "tatsu-lab+stanford_alpaca",
+        "",
+        "python train.py --model_name_or_path Qwen/Qwen2.5-0.5B --data_path MODELS/rows/alpaca.json --bf16 True "
+        "--output_dir OUT --per_device_train_batch_size 4 --report_to none",
+    ),
+    "open-r1-sft": (
+        "huggingface+open-r1",
+        "src",
+        "python -m open_r1.sft --config ../recipes/OpenR1-Distill-7B/sft/config_distill.yaml --output_dir OUT "
+        "--report_to none --push_to_hub false",
+    ),
+    "handbook-sft": (
+        "huggingface+alignment-handbook",
+        "",
+        "python scripts/sft.py --config recipes/zephyr-7b-beta/sft/config_qlora.yaml --output_dir OUT --report_to none",
+    ),
+    "st-cross-encoder": (
+        ST,
+        "examples/cross_encoder/training/nli",
+        "python training_nli.py MODELS/distilbert-base-uncased",
+    ),
+    "st-splade": (
+        ST,
+        "examples/sparse_encoder/training/nli",
+        "python train_splade_nli.py",
     ),
     "transformers-clm": (
         TRANSFORMERS,
@@ -255,7 +406,7 @@ def traced(checkouts: Path, python: str, name: str) -> dict[str, object]:
         path.write_text(json.dumps([{"instruction": "a", "input": "", "output": "b" * 1700}] * 64))
     if name.startswith("unsloth"):
         command = ["python", text.removeprefix("python ")]
-    own = [str(checkouts / FACTORY / "src"), os.environ.get("PYTHONPATH", "")]
+    own = [str(checkouts / FACTORY / "src"), str(where / "src"), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, own)]),
@@ -265,7 +416,7 @@ def traced(checkouts: Path, python: str, name: str) -> dict[str, object]:
     began, used = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [python, "-c", "from planner.cli import main; main()", "trace", "--gpu", GPU, "--yes", "--json",
-         "--time-limit", "900", "--seq-len", "2048", "--", *command],
+         "--time-limit", "600", "--seq-len", "2048", "--", *command],
         cwd=where, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -303,9 +454,24 @@ def models() -> Path:
     for name, config in CONFIGS.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(config))
+    (folder / "rows").mkdir(exist_ok=True)
+    for name, row in _OWN_ROWS.items():
+        rows = [row] * 64
+        text = json.dumps(rows) if name.endswith(".json") else "\n".join(map(json.dumps, rows))
+        (folder / "rows" / name).write_text(text)
     return folder
 
 
+_LONG = "b " * 4096
+_TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _LONG}]
+_OWN_ROWS = {
+    "text.jsonl": {"text": _LONG},
+    "conversations.jsonl": {"conversations": _TALK},
+    "pairs.jsonl": {"chosen": _TALK, "rejected": _TALK},
+    "alpaca.json": {"instruction": "a", "input": "", "output": _LONG},
+    "shared.json": {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": _LONG}]},
+}
+"""Rows of the program's user, who would have them in a file: MODELS/rows."""
 _LITGPT = """
 import json, sys, torch, yaml
 from dataclasses import asdict

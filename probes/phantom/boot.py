@@ -110,9 +110,9 @@ def _start(order: dict[str, Any], watcher: Watcher) -> None:
         if isinstance(error, torch.OutOfMemoryError):
             state["status"] = "out of memory"
         else:
-            state["status"] = status_of(error, trace)
+            state["status"] = status_of(error, trace, phantom.stand_in_rows)
         if not issubclass(kind, SystemExit):
-            state["error"] = told(error)
+            state["error"] = told(error, phantom.stand_in_rows)
         hook(kind, error, trace)
 
     sys.excepthook = excepthook

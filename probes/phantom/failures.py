@@ -7,6 +7,7 @@ from types import TracebackType
 from probes.phantom.cuda import Refused
 
 _ROOMS = tuple(str(Path(__file__).parent.parent / name) for name in ("phantom", "dryrun", "stack"))
+_OFFLINE = ("connect to 'https://huggingface.co'", "outgoing traffic has been disabled")
 _WORDS = (
     "meta tensor",
     "no fake impl",
@@ -23,6 +24,7 @@ _WORDS = (
     "no nvidia driver",
     "error building extension",
     "flash-attn build",
+    *_OFFLINE,
 )
 _PACKAGES = {
     "flash_attn": "flash-attention",
@@ -36,11 +38,17 @@ _PACKAGES = {
 }
 
 
-def status_of(error: BaseException, trace: TracebackType | None) -> str:
+_OF_ROWS = (KeyError, IndexError, ValueError)
+"""What a program raises over rows of another form or length than its own."""
+
+
+def status_of(error: BaseException, trace: TracebackType | None, stand_in_rows: str = "") -> str:
     """refused, untraceable or failed: what a program that ended with `error` says of itself."""
     if isinstance(error, Refused):
         return "refused"
     if isinstance(error, ImportError) and missing_package(error):
+        return "untraceable"
+    if stand_in_rows and isinstance(error, _OF_ROWS):
         return "untraceable"
     cause: BaseException | None = error
     while cause is not None:
@@ -56,9 +64,16 @@ def missing_package(error: BaseException) -> str:
     return next((name for word, name in _PACKAGES.items() if word in text), "")
 
 
-def told(error: BaseException) -> str:
-    """What is said of `error`, with the way to get a package for GPUs that it misses."""
+def told(error: BaseException, stand_in_rows: str = "") -> str:
+    """What is said of `error`, with the way to get what it misses: a package for GPUs, or the rows of a data set."""
     text = f"{type(error).__name__}: {error}"
+    if stand_in_rows and isinstance(error, _OF_ROWS):
+        text += (
+            f" [its rows were stand-ins, as {stand_in_rows} is not on this machine: run it where the data set is, or "
+            "with --network, or with another --seq-len]"
+        )
+    if any(one in text.lower() for one in _OFFLINE):
+        text += " [a file of the hub is not on this machine, and the network is off: --network allows it]"
     missing = missing_package(error) if isinstance(error, ImportError) else ""
     hint = "; pip install triton" if "Triton" in missing else ""
     return f"{text} [{missing} is not installed in this environment{hint}]" if missing else text

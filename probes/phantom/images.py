@@ -4,7 +4,9 @@ configuration. A picture becomes as many patches and tokens as their code makes 
 
 from collections.abc import Callable
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 from probes.phantom.cuda import Refused
 
@@ -18,36 +20,43 @@ class _Kind(NamedTuple):
             its number.
         sizes: of its image processor, from the configuration.
         arguments: of its processor, from the configuration.
-        videos: it takes videos too, which transformers reads with torchvision.
+        video_processor: its class, where it takes videos too. transformers reads them with torchvision; without that
+            an empty one stands in, which nobody asks as long as there are none.
     """
 
     picture: str
     tokens: dict[str, tuple[str, str]]
     sizes: Callable[[Any], dict[str, Any]]
     arguments: Callable[[Any], dict[str, Any]] = lambda config: {}
-    videos: bool = False
+    video_processor: str = ""
 
 
 def _square(config: Any) -> dict[str, int]:
     return {"height": config.vision_config.image_size, "width": config.vision_config.image_size}
 
 
-_QWEN = _Kind(
-    picture="<|vision_start|><|image_pad|><|vision_end|>",
-    tokens={
-        "image_token": ("<|image_pad|>", "image_token_id"),
-        "video_token": ("<|video_pad|>", "video_token_id"),
-        "vision_start_token": ("<|vision_start|>", "vision_start_token_id"),
-        "vision_end_token": ("<|vision_end|>", "vision_end_token_id"),
-    },
-    sizes=lambda config: {
-        "patch_size": config.vision_config.patch_size,
-        "merge_size": config.vision_config.spatial_merge_size,
-        "temporal_patch_size": config.vision_config.temporal_patch_size,
-        "size": {"shortest_edge": 3136, "longest_edge": 12845056},  # pixels; preprocessor_config.json of both families
-    },
-    videos=True,
-)
+def _qwen(video_processor: str, fewest_pixels: int, most_pixels: int) -> _Kind:
+    """A family of Qwen's; the pixels as in its published preprocessor_config.json."""
+    return _Kind(
+        picture="<|vision_start|><|image_pad|><|vision_end|>",
+        tokens={
+            "image_token": ("<|image_pad|>", "image_token_id"),
+            "video_token": ("<|video_pad|>", "video_token_id"),
+            "vision_start_token": ("<|vision_start|>", "vision_start_token_id"),
+            "vision_end_token": ("<|vision_end|>", "vision_end_token_id"),
+        },
+        sizes=lambda config: {
+            "patch_size": config.vision_config.patch_size,
+            "merge_size": config.vision_config.spatial_merge_size,
+            "temporal_patch_size": config.vision_config.temporal_patch_size,
+            "size": {"shortest_edge": fewest_pixels, "longest_edge": most_pixels},
+        },
+        video_processor=video_processor,
+    )
+
+
+_QWEN2 = _qwen("Qwen2VLVideoProcessor", 56 * 56, 16384 * 28 * 28)
+_QWEN3 = _qwen("Qwen3VLVideoProcessor", 256 * 256, 4096 * 4096)
 PICTURE = "PICTURE"
 """In a stand-in's template: where the family's own words for a picture go."""
 KINDS = {
@@ -74,8 +83,10 @@ KINDS = {
         sizes=lambda config: {"size": _square(config)},
         arguments=lambda config: {"image_seq_length": config.mm_tokens_per_image},
     ),
-    "qwen2_vl": _QWEN,
-    "qwen2_5_vl": _QWEN,
+    "qwen2_vl": _QWEN2,
+    "qwen2_5_vl": _QWEN2,
+    "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": _QWEN3,
 }
 
 
@@ -86,7 +97,7 @@ def processor_for(name: str, config: Any, tokenizer: Callable[[dict[int, str]], 
         tokenizer: makes one that has these tokens beside its own.
 
     Raises:
-        Refused: of a family that is not known here, or one whose processor needs a package that is not installed.
+        Refused: of a family that is not known here.
     """
     kind = KINDS.get(config.model_type)
     if kind is None:
@@ -94,8 +105,7 @@ def processor_for(name: str, config: Any, tokenizer: Callable[[dict[int, str]], 
             f"{name}: its processor is not on this machine, and what {config.model_type} makes of a picture is not "
             f"known here ({', '.join(KINDS)} are)"
         )
-    if kind.videos and find_spec("torchvision") is None:
-        raise Refused(f"{name}: its processor takes videos too, for which transformers needs torchvision")
+    import transformers
     from transformers.models.auto import image_processing_auto, processing_auto
 
     text = tokenizer({getattr(config, field): token for token, field in kind.tokens.values()})
@@ -106,10 +116,12 @@ def processor_for(name: str, config: Any, tokenizer: Callable[[dict[int, str]], 
         image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES[config.model_type]["pil"]
     )
     parts = {"image_processor": image_class(**kind.sizes(config)), "tokenizer": text}
-    if kind.videos:
-        from transformers import Qwen2VLVideoProcessor
-
-        parts["video_processor"] = Qwen2VLVideoProcessor()
     text.chat_template = text.chat_template.replace(PICTURE, kind.picture)
     cls = processing_auto.processor_class_from_name(processing_auto.PROCESSOR_MAPPING_NAMES[config.model_type])
-    return cls(**parts, **kind.arguments(config), chat_template=text.chat_template)
+    arguments = {"chat_template": text.chat_template, **kind.arguments(config)}
+    if not kind.video_processor:
+        return cls(**parts, **arguments)
+    if find_spec("torchvision") is not None:
+        return cls(**parts, video_processor=getattr(transformers, kind.video_processor)(), **arguments)
+    with mock.patch.object(cls, "check_argument_for_proper_class", return_value=None):
+        return cls(**parts, video_processor=SimpleNamespace(model_input_names=[]), **arguments)

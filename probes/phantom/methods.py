@@ -151,6 +151,7 @@ def answering(phantom: Phantom) -> Iterator[None]:
             if type(device) is int:
                 device = CUDA
             device = _default() if device is None else device
+            data = _numbers(data)
             if device is None or torch.device(device).type != "cuda":
                 options = {"requires_grad": True} if requires_grad else {}
                 return true(data, *args, device=device, **options, **kwargs)
@@ -252,3 +253,10 @@ def _with_numbers(true: Callable[..., Any]) -> Callable[..., Any]:
         return true(*args, **kwargs)
 
     return make
+
+
+def _numbers(data: Any) -> Any:
+    """Data for a new tensor, with the GPU's tensors among its entries as the numbers that C++ would fetch."""
+    if type(data) not in (list, tuple):
+        return data
+    return [one.tolist() if isinstance(one, torch.Tensor) and _is_meta(one) else _numbers(one) for one in data]

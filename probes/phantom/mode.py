@@ -78,6 +78,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         allocator: the card's memory as it is now.
         notes: what the program's user must know, in order, each once.
         handlers: operators that have no meta form, or another one than on a GPU.
+        stand_in_rows: the data set whose rows are ours, "" where none is.
     """
 
     def __init__(self, card: Card, *, limited: bool = True, expandable_segments: bool = False) -> None:
@@ -98,6 +99,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         self.num_tokens = 8192
         self.image_size = (1024, 1024)
         self.objective = ""
+        self.stand_in_rows = ""
         self.kernels: Counter[str] = Counter()
         self.num_steps: dict[int, int] = {}
         self.temporaries: Mapping[Any, Temporaries] = {}
@@ -175,6 +177,13 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         tensor = torch.empty(shape, dtype=dtype, device=META)
         self.adopt(tensor.untyped_storage(), CUDA, "handler")
         return tensor
+
+    def adopted(self, out: Any, source: torch.Tensor, func: Any) -> Any:
+        """What an operator made of `source`, on the same device; for handlers."""
+        target = self._target("", [source], func)
+        if target is not None:
+            self._follow(out, target, func)
+        return out
 
     def unfilled(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
         """A tensor that claims the CPU and takes no memory there."""

@@ -78,10 +78,35 @@ def _histc(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> An
     return phantom.made((bins,), args[0].dtype)
 
 
+def _by_masks(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Indexing by masks: those whose values are known select as many elements as they truly do."""
+    tensor, indices = args[0], args[1]
+    masks = [one for one in indices if one is not None and one.dtype in (torch.bool, torch.uint8)]
+    if not masks or not tensor.is_meta or phantom.values.known(tensor) is not None:
+        return NotImplemented
+    known = [phantom.values.known(one) if one.is_meta else one for one in masks]
+    if any(one is None for one in known):
+        phantom.origins.asked(phantom, "how many elements a mask selects (all were assumed)")
+        return NotImplemented
+    places = {id(mask): value.nonzero() for mask, value in zip(masks, known, strict=True)}
+    chosen: list[Any] = []
+    for one in indices:
+        if one is not None and id(one) in places:
+            held = phantom.made(places[id(one)].shape, torch.int64)
+            chosen += held.unbind(1)
+        else:
+            chosen.append(one)
+    return phantom.adopted(func(tensor, chosen, *args[2:], **kwargs), tensor, func)
+
+
 HANDLERS: dict[Any, Handler] = {
     _aten._amp_foreach_non_finite_check_and_unscale_.default: _finite,
     _aten.equal.default: _equal,
     _aten.nonzero.default: _unknown_size("are not zero"),
+    _aten.index.Tensor: _by_masks,
+    _aten.index_put.default: _by_masks,
+    _aten.index_put_.default: _by_masks,
+    _aten._index_put_impl_.default: _by_masks,
     _aten.masked_select.default: _unknown_size("a mask selects"),
     _aten._unique2.default: _unique,
     _aten.repeat_interleave.Tensor: _repeated,

@@ -95,6 +95,7 @@ def stand_in_tokenizer(name: str, more: Mapping[int, str] = MappingProxyType({})
     """A tokenizer of bytes with as many entries as the vocabulary of the model `name`, of which `more` are special."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoConfig, PreTrainedTokenizerFast
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     config = AutoConfig.from_pretrained(name)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -124,9 +125,16 @@ def stand_in_tokenizer(name: str, more: Mapping[int, str] = MappingProxyType({})
         model_max_length=int(getattr(text, "max_position_embeddings", 0) or 1 << 20),
     )
     made.add_special_tokens({"additional_special_tokens": list(more.values())})
+    if getattr(config, "model_type", "") in MODEL_FOR_MASKED_LM_MAPPING_NAMES and size > _MARKS_AT:
+        for index, kind in enumerate(("mask_token", "cls_token", "sep_token")):
+            setattr(made, kind, names[_MARKS_AT + index])
     made.chat_template = _TEMPLATE
     made.name_or_path = name
     return made
+
+
+_MARKS_AT = 300
+"""Where an encoder's own tokens stand: past the bytes."""
 
 
 def _first(value: Any) -> Any:
@@ -216,6 +224,11 @@ def columns_of(
     return {"text": long}
 
 
+_STAND_IN = "stand-in rows"
+_ASKS = ("instruction", "question", "query", "prompt", "input", "context", "system")
+"""Columns that stand before an answer."""
+
+
 def data_sets_stand_in(phantom: Phantom, datasets: Any, patch: Patch, num_tokens: int) -> None:
     """Makes `datasets.load_dataset` answer where the data set cannot be read."""
     true = datasets.load_dataset
@@ -233,7 +246,9 @@ def data_sets_stand_in(phantom: Phantom, datasets: Any, patch: Patch, num_tokens
                 f"{', '.join(row)} of {num_tokens:,} tokens and more{pictures} were used, which the program cuts to "
                 "its own maximum length"
             )
+            phantom.stand_in_rows = str(path)
             made = datasets.Dataset.from_dict({key: [value] * NUM_ROWS for key, value in row.items()})
+            made.info.description = _STAND_IN
             if type(row.get("label")) is int:
                 made = made.cast_column("label", datasets.ClassLabel(num_classes=2))
             if kwargs.get("streaming"):
@@ -248,7 +263,25 @@ def data_sets_stand_in(phantom: Phantom, datasets: Any, patch: Patch, num_tokens
     def select_present(self: Any, indices: Any, *args: Any, **kwargs: Any) -> Any:
         return select(self, [one for one in indices if one < len(self)], *args, **kwargs)
 
+    true_map = datasets.Dataset.map
+
+    def map_present(self: Any, function: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """A column that the program reads and a stand-in lacks is added: it knows which the data set has."""
+        while True:
+            try:
+                return true_map(self, function, *args, **kwargs)
+            except KeyError as error:
+                column = error.args[0] if error.args else None
+                if self.info.description != _STAND_IN or not isinstance(column, str) or column in self.column_names:
+                    raise
+                phantom.note(f"the stand-in rows got a column {column!r}, which the program reads")
+                if set(kwargs.get("remove_columns") or ()) == set(self.column_names):
+                    kwargs["remove_columns"] = [*self.column_names, column]
+                text = "a " * (_PROMPT_TOKENS if column in _ASKS else num_tokens)
+                self = self.add_column(column, [text] * len(self))
+
     patch(datasets, "load_dataset", load_dataset)
+    patch(datasets.Dataset, "map", map_present)
     patch(datasets.load, "load_dataset", load_dataset)
     patch(datasets.Dataset, "select", select_present)
 

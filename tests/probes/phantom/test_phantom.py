@@ -78,6 +78,21 @@ def test_a_sum_over_rows_takes_partial_sums(gpu: str, hidden: int, expected_mib:
     assert buffers((4, 512, 256), (512 * 256, 256, 1), {0, 1}, 1 << 18) == buffers((2048, 256), (256, 1), {0}, 1 << 18)
 
 
+def test_a_mask_that_is_known_selects_what_it_would(phantom: Phantom) -> None:
+    rows = torch.randn(64, 1024, device="cuda", requires_grad=True)
+    mask = (torch.arange(64) % 4 == 0).cuda()
+    picked = rows[mask]
+    assert (picked.shape, picked.device.type) == ((16, 1024), "cuda")
+    picked.sum().backward()
+    changed = rows.detach().clone()
+    changed[mask, :] = changed[mask, :] + torch.ones(16, 1024, device="cuda")
+    assert not phantom.notes
+    assert not phantom.origins.questions
+    assert rows[rows[:, 0] > 0].shape == (64, 1024)
+    assert [what for what, _ in phantom.origins.questions] == ["how many elements a mask selects (all were assumed)"]
+    assert torch.tensor([mask.sum(), 2], device="cuda").tolist() == [16, 2]
+
+
 def test_a_module_moved_from_the_host_takes_memory_only_there(phantom: Phantom) -> None:
     layer = nn.Linear(8192, 8192, bias=False)
     assert layer.weight.device.type == "cpu"

@@ -19,6 +19,7 @@ from planner.units import GIB, MIB
 from probes.allocator import Alloc, Event, Free
 from probes.phantom.card import card_of
 from probes.phantom.cuda import Refused
+from probes.phantom.failures import status_of, told
 from probes.phantom.images import processor_for
 from probes.phantom.loading import _mirrored
 from probes.phantom.mode import Phantom
@@ -129,6 +130,49 @@ def test_a_vision_language_model_sees_pictures_as_transformers_would(
     assert any("one made from config.json stands in" in note for note in phantom.notes)
 
 
+_QWEN_TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+}
+_QWEN_EYES = {"depth": 2, "num_heads": 2, "hidden_size": 64, "intermediate_size": 64, "out_hidden_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("kind", "built", "eyes", "num_patches"),
+    [
+        ("qwen2_5_vl", "Qwen2_5_VL", {"fullatt_block_indexes": [1]}, 74 * 74),  # 1024 pixels become 1036 of 14 each
+        ("qwen3_vl", "Qwen3VL", {"deepstack_visual_indexes": [0]}, 64 * 64),
+    ],
+)
+def test_qwens_pictures_have_as_many_tokens_as_their_size_makes(
+    phantom: Phantom, tmp_path: Path, kind: str, built: str, eyes: dict[str, Any], num_patches: int
+) -> None:
+    """Also without torchvision, which transformers wants for videos."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    document = {
+        "model_type": kind,
+        "architectures": [f"{built}ForConditionalGeneration"],
+        "text_config": _QWEN_TEXT | {"vocab_size": 151936},
+        "vision_config": _QWEN_EYES | eyes,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    row = columns_of("llava-instruct-mix-vsft", 4, image_size=(1024, 1024))
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    prompt = processor.apply_chat_template(row["messages"])
+    batch = processor(images=row["images"], text=[prompt], return_tensors="pt").to("cuda")
+    assert batch["pixel_values"].shape[0] == num_patches
+    assert int((batch["input_ids"] == processor.image_token_id).sum()) == num_patches // 4
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path).cuda()
+    model(**batch, labels=batch["input_ids"]).loss.backward()
+    assert all(one.grad is not None for one in model.parameters())
+
+
 @pytest.mark.parametrize(
     ("objective", "columns"),
     [
@@ -145,6 +189,22 @@ def test_stand_in_rows_are_of_the_objective_that_is_known(objective: str, column
     assert set(row) == columns
     if objective == "reward":
         assert len(row["chosen"]) + 1 == 64  # and the token that ends it: its trainer drops what is longer
+
+
+def test_a_column_that_stand_in_rows_lack_is_added(phantom: Phantom, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program reads the columns that its data set has; its name does not always tell them."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    rows = datasets.load_dataset("nobody/knows-this", split="train")
+    made = rows.map(lambda row: {"joined": row["query"] + row["response"]}, remove_columns=rows.column_names)
+    assert (made.column_names, len(made[0]["joined"])) == (["joined"], 2 * (32 + phantom.num_tokens))
+    with pytest.raises(KeyError):
+        datasets.Dataset.from_dict({"text": ["a"]}).map(lambda row: row["query"])
+    error = ValueError("no prompt left")
+    assert status_of(error, None) == "failed"
+    assert status_of(error, None, phantom.stand_in_rows) == "untraceable"
+    assert "nobody/knows-this is not on this machine" in told(error, phantom.stand_in_rows)
 
 
 def test_a_processor_of_a_family_that_is_not_known_is_refused() -> None:

@@ -163,6 +163,7 @@ def _failure_of(program: str) -> str:
         ("torch.zeros(8, device='cuda').record_stream(torch.cuda.Stream())", "ran"),
         ("torch.cuda.nvtx.range_push(str(torch.cuda.nccl.version())); torch.cuda.nvtx.range_pop()", "ran"),
         ("raise RuntimeError('not available in CPU-only version of bitsandbytes')", "untraceable"),
+        ("raise OSError(\"We couldn't connect to 'https://huggingface.co' to load the files\")", "untraceable"),
         ("torch.cuda.CUDAGraph()", "refused"),
         ("torch.zeros(3, 4, device='cuda') @ torch.zeros(5, 6, device='cuda')", "failed"),
         ("nn.Linear(4, 4).cuda()(torch.zeros(2, 8, device='cuda'))", "failed"),
