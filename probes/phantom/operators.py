@@ -84,11 +84,13 @@ def _by_masks(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) ->
     masks = [one for one in indices if one is not None and one.dtype in (torch.bool, torch.uint8)]
     if not masks or not tensor.is_meta or phantom.values.known(tensor) is not None:
         return NotImplemented
-    known = [phantom.values.known(one) if one.is_meta else one for one in masks]
-    if any(one is None for one in known):
-        phantom.origins.asked(phantom, "how many elements a mask selects (all were assumed)")
-        return NotImplemented
-    places = {id(mask): value.nonzero() for mask, value in zip(masks, known, strict=True)}
+    places: dict[int, torch.Tensor] = {}
+    for one in masks:
+        known = phantom.values.known(one) if one.is_meta else one
+        if known is None:
+            phantom.origins.asked(phantom, "how many elements a mask selects (all were assumed)")
+            return NotImplemented
+        places[id(one)] = known.nonzero()
     chosen: list[Any] = []
     for one in indices:
         if one is not None and id(one) in places:
