@@ -9,6 +9,7 @@ from planner.memory.dtypes import flow_of
 from planner.memory.model import predict_memory, rank_memories
 from planner.memory.optimizer import paged_bytes
 from planner.memory.trained import trained_parameters
+from planner.memory.traits import traits_of
 from planner.memory.types import RankMemory
 from planner.memory.weights import linear_bytes
 from planner.models.spec import ModelSpec
@@ -94,6 +95,8 @@ def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str
             f"no adapter knows {model.model_type}: the formula stands on the module tree that transformers builds, and "
             "assumes that its layers keep what others' do"
         )
+    if traits_of(model).streams > 1:
+        notes.append("the speed leaves out what several residual streams move (AltUp): it is an upper bound")
     if "math" in attention_kernels(model, gpu, setup):
         notes.append(
             "SDPA falls back to its math kernel here (no fused kernel takes this dtype, card and head layout): "

@@ -34,6 +34,8 @@ from probes.stack.configs import layers_of, load_config
 MAX_LAYERS = 1000
 _ATTENTION = re.compile(r"att|mixer", re.IGNORECASE)
 _IDLE = re.compile(r"vision|visual|audio|image|multi_modal|embed_vision")
+_BESIDE = re.compile(r"altup|laurel|per_layer")
+"""Gemma 3n's matrices beside attention and MLP."""
 _ROLES: tuple[tuple[Role, str], ...] = (
     ("qkv", r"qkv|qkv_proj|query_key_value|c_attn|in_proj|wqkv|Wqkv|qkv_layer|attn_qkv"),
     ("q", r"q|q_proj|query|q_lin|wq|query_proj"),
@@ -175,7 +177,7 @@ def _layer(layer: nn.Module, index: int, text: Any, path: str, rotary: bool) -> 
     kind = "full" if window is None else f"sliding-{window}"
     if attention is not None and attention.kind == "linear":
         kind = "linear-attention"
-    mlp = _mlp(linears, text)
+    mlp = _mlp(linears, modules, text)
     return LayerSpec(
         kind=f"{kind}+moe" if mlp is not None and mlp.kind == "moe" else kind,
         linears=tuple(linears),
@@ -243,6 +245,8 @@ def _linear(name: str, module: Any, role: Role) -> LinearSpec:
 def _role(one: LinearSpec, modules: Mapping[str, nn.Module], hidden: int, text: Any) -> Role:
     """What a matrix does, by its place, its name, and in an MLP its shape."""
     place = one.name.rpartition(".")[0]
+    if _BESIDE.search(one.name):
+        return "other"
     experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts")
     if one.in_features == hidden and one.out_features in (1, experts):
         return "router"
@@ -279,6 +283,8 @@ def _attention(
     elif "qkv" in roles:
         num_kv = max(1, (roles["qkv"].out_features // dim - heads) // 2)
         value_dim = dim
+    elif getattr(module, "is_kv_shared_layer", False):  # another layer's keys and values
+        num_kv, value_dim = int(text.num_key_value_heads), dim
     else:
         raise ValueError("queries without keys: latent attention needs an adapter")
     rotated = getattr(text, "no_rope_layers", None)  # holds 1 where rotary embeddings ARE applied
@@ -302,7 +308,7 @@ def _attention(
     )
 
 
-def _mlp(linears: list[LinearSpec], text: Any) -> MlpSpec | None:
+def _mlp(linears: list[LinearSpec], modules: Mapping[str, nn.Module], text: Any) -> MlpSpec | None:
     activation = str(_first(text, "hidden_activation", "hidden_act", "activation_function", "activation") or "gelu")
     stacks = [one for one in linears if one.module == "parameter"]
     dense = {one.role: one for one in linears if one.module != "parameter"}
@@ -321,6 +327,8 @@ def _mlp(linears: list[LinearSpec], text: Any) -> MlpSpec | None:
         )
     if "down" not in dense:
         return None
+    if any(getattr(one, "activation_sparsity", 0) > 0 for one in modules.values()):
+        activation = f"sparse-{activation}"
     kind = "gated" if {"gate", "gate_up"} & dense.keys() else "plain"
     return MlpSpec(kind=kind, intermediate_size=dense["down"].in_features, activation=activation)  # type: ignore[arg-type]
 

@@ -270,9 +270,10 @@ def score_bytes(attention: AttentionSpec, context: LayerContext, qkv_dtype: str)
     return ScoreBytes(kept=0, forward=0, backward=0)
 
 
-ACTIVATION_COPIES = {"gelu_new": 4, "gelu_fast": 7, "relu2": 2}
+ACTIVATION_COPIES = {"gelu_new": 4, "gelu_fast": 7, "relu2": 2, "sparse-gelu_pytorch_tanh": 2}
 """How many tensors of the intermediate size an activation function keeps for its backward: those composed of single
-operations ("gelu_fast" cubes by products, each of which keeps its factors); every other is one kernel that keeps its
+operations ("gelu_fast" cubes by products, each of which keeps its factors; Gemma 3n's sparse one cuts at a deviation
+first, which keeps its input); every other is one kernel that keeps its
 input (relu: its output).
 Source: transformers 5.23 `activations.py`."""
 

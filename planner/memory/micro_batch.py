@@ -13,6 +13,7 @@ from planner.memory.activations import LayerContext, attention_held, layer_saved
 from planner.memory.dtypes import SIZE_BYTES, Flow, flow_of
 from planner.memory.position_bias import position_bias
 from planner.memory.scores import mask_bytes
+from planner.memory.streams import kept_around_the_layers, kept_in_a_layer
 from planner.memory.trained import adapted_names, trained_parameters
 from planner.memory.traits import traits_of
 from planner.memory.transient import (
@@ -82,7 +83,7 @@ def step_flow(model: ModelSpec, setup: TrainSetup) -> Flow:
     """
     flow = flow_of(setup)
     widens = flow.quantized or traits_of(model).embedding_norm
-    if widens and flow.autocast and traits_of(model).norm == "layer":
+    if flow.autocast and (traits_of(model).streams > 1 or (widens and traits_of(model).norm == "layer")):
         return replace(flow, residual="fp32")
     return flow
 
@@ -103,6 +104,7 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
         "adapters": 0,
         "pinned": 0,
         "inputs": 0,
+        "streams": 0,
         "bias": 0,
         "masks": 0,
     }
@@ -125,6 +127,7 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
             fused=fused,
         )
         saved = layer_saved(layer, context)
+        saved.norm += kept_in_a_layer(context)
         if layer.attention is not None:
             each = mask_bytes(kernel, flow, masked=masked(setup, layer.attention))
             masks[layer.attention.window_tokens] = each * tokens * context.row_tokens
@@ -135,7 +138,7 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
             stored["pinned"] += kept[index] * (saved.pinned - saved.pinned_again)
         if counts[index] > kept[index]:
             again = counts[index] - kept[index]
-            inputs = SIZE_BYTES[flow.residual] * model.hidden_size * tokens
+            inputs = SIZE_BYTES[flow.residual] * model.hidden_size * tokens * traits.streams
             if setup.activation_offload:  # one on its way, and the first, which the model's forward holds
                 stored["inputs"] = ON_DEVICE_INPUTS * inputs
             elif not (traits.post_norm and saved.pinned):  # int8 keeps that very input
@@ -158,6 +161,7 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
         if setup.quantized:
             dequantized = max(dequantized, *(dequantized_bytes(one, setup, flow.residual) for one in layer.linears))
     biases = position_bias(model, setup, flow, kernel, row_tokens=context.row_tokens, num_kept=sum(kept))
+    stored["streams"] = kept_around_the_layers(model, flow, tokens, traits.streams)
     stored["bias"], stored["masks"] = biases.stored, sum(masks.values())
     # with every n-th layer checkpointed, the kept layers behind the last checkpointed one are gone by its turn
     gone = (model.num_layers - 1) % setup.checkpointing if setup.checkpointing else 0
@@ -209,7 +213,9 @@ def checkpointed_inputs_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     """Bytes of the inputs of all checkpointed layers of one micro-batch: what offloading puts into host memory."""
     counts, kept = _checkpointed(model, setup.checkpointing)
     size = SIZE_BYTES[step_flow(model, setup).residual]
-    return (sum(counts) - sum(kept)) * size * model.hidden_size * setup.tokens_per_micro_batch
+    return (
+        (sum(counts) - sum(kept)) * size * traits_of(model).streams * model.hidden_size * setup.tokens_per_micro_batch
+    )
 
 
 def _kept_input(layer: LayerSpec, context: LayerContext) -> int:

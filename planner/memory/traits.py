@@ -53,6 +53,10 @@ ALIBI_SUM = frozenset({"bloom"})
 """Types whose eager attention holds the biased scores, their masked sum and the last layer's probabilities at once."""
 DENSE_EXPERTS = frozenset({"llama4"})
 """Types that push every token through every expert, weighted by zero where it was not routed."""
+ALTUP = frozenset({"gemma3n", "gemma3n_text"})
+ALTUP_STREAMS = 4
+"""Types whose layers update one of several residual streams and predict the others: Baykal et al. 2023, Alternating
+Updates for Efficient Transformers, https://arxiv.org/abs/2301.13310; the class's default number."""
 EXTRA_EXPERT_COPIES = {"gpt_oss": 3}
 """Further tensors of the intermediate size that an expert keeps: gpt-oss clamps, scales and shifts its gate."""
 ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout")
@@ -82,6 +86,8 @@ class Traits:
     alibi_sum: bool
     mask_buffers: bool
     fp32_routed: tuple[str, ...]
+    streams: int
+    """Residual streams side by side (Gemma 3n's AltUp), elsewhere one."""
 
 
 @lru_cache(maxsize=512)
@@ -120,8 +126,14 @@ def traits_of(model: ModelSpec) -> Traits:
         alibi_sum=model.model_type in ALIBI_SUM,
         mask_buffers=model.model_type in MASK_BUFFERS,
         fp32_routed=FP32_ROUTED.get(model.model_type, ()),
+        streams=_streams(model),
         inner_dropout=model.model_type in POSITION_BIAS and _rate(model, RESIDUAL_DROPOUTS, residual) > 0,
     )
+
+
+def _streams(model: ModelSpec) -> int:
+    given = model.config.get("text_config", model.config).get("altup_num_inputs", ALTUP_STREAMS)
+    return given if model.model_type in ALTUP and isinstance(given, int) else 1
 
 
 def _rate(model: ModelSpec, names: tuple[str, ...], default: float) -> float:

@@ -115,5 +115,8 @@ def _ask(config: Mapping[str, Any]) -> dict[str, Any]:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise NoTree(f"its module tree could not be read: {last[:300]}") from error
     if not isinstance(spec, dict):
-        raise NoTree(f"its module tree is of no form that the formula knows: {answer.get('failure', 'no answer')}")
+        failure = str(answer.get("failure", "no answer"))
+        if failure.startswith("ImportError"):
+            raise NoTree(f"transformers needs another package to build it: {failure.partition(': ')[2]}")
+        raise NoTree(f"its module tree is of no form that the formula knows: {failure}")
     return spec

@@ -92,8 +92,14 @@ def kept_fraction(model: ModelSpec) -> float:
     return sum(one.num_weights * num for one, num in linears if one.kept) / whole if whole else 0.0
 
 
+CLAMPS_WEIGHTS = frozenset({"gemma3n", "gemma3n_text"})
+"""Source: transformers 5.23 Gemma3nTextAltUp.predict; the dry run ends there with bitsandbytes' layers."""
+
+
 def stored_refusal(setup: TrainSetup, model: ModelSpec | None) -> str:
     """Why a setup cannot train the published checkpoint, "" where it can."""
+    if model is not None and setup.quantized and model.model_type in CLAMPS_WEIGHTS:
+        return f"{model.model_type} clamps weights in place while it trains (AltUp), which packed ones cannot be"
     if model is not None and setup.quantized and dequantizing_class(model):
         return (
             f"{model.model_id} is published in {stored_method(model)}, which bitsandbytes cannot quantize again: name "
