@@ -105,6 +105,14 @@ def load(name: str) -> ModelSpec | None:
     asked = name.strip().lower()
     spelled = (entry.model_id, *entry.aliases)
     model_id = next(one for one in spelled if asked in (one.lower(), one.lower().rpartition("/")[2]))
+    return _spec(entry.model_id, model_id)
+
+
+@cache
+def _spec(own_id: str, model_id: str) -> ModelSpec:
+    """One object for each name: specs are keys of caches, where equal ones are compared field by field at every look."""
+    entry = find(own_id)
+    assert entry is not None
     same = "" if model_id == entry.model_id else f" (same configuration as {entry.model_id})"
     source = f"built-in catalogue{same}: {entry.config_source}"
     if entry.guessed_fields:
