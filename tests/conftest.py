@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
@@ -53,8 +54,10 @@ def _move_into_own_home() -> None:
 
 _move_into_own_home()
 
+from planner.children import python_argv  # noqa: E402
 from planner.models import module_tree  # noqa: E402
 from probes.dryrun.standins import give_up  # noqa: E402
+from tests.warm import programs  # noqa: E402
 
 module_tree.LIMIT_S = 1200.0  # a loaded machine takes its time to import torch: only what hangs reaches this
 
@@ -67,6 +70,27 @@ settings.register_profile("explore", _ANY_SPEED, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 _numbers = count()
+WARM = Path(os.environ[HOME_VARIABLE]) / "warm"
+"""Programs that start with the training libraries loaded (tests/warm): one server for all workers of the run."""
+_until_the_end = ExitStack()
+
+
+@pytest.fixture(scope="session")
+def warm_programs() -> Path:
+    """A directory of programs that start with everything imported."""
+    return WARM
+
+
+@pytest.fixture
+def warm_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Python processes that the planner starts itself are warm; tests/probes/test_children.py starts them cold."""
+    from probes import runner
+    from probes.executors import LocalExecutor
+
+    monkeypatch.setattr(sys, "executable", str(WARM / "python"))
+    monkeypatch.setattr(runner, "AGENT_ARGV", python_argv("-m", "probes.agent"))
+    for starts in (runner.run_probe, LocalExecutor.__init__):
+        monkeypatch.setitem(starts.__kwdefaults__, "argv", python_argv("-m", "probes.worker"))
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +113,12 @@ def _process_as_before() -> Iterator[None]:
     os.environ.update(variables)
 
 
+def pytest_configure() -> None:
+    """Nothing is started here: the server starts when the first test asks."""
+    if MADE_HERE:
+        _until_the_end.enter_context(programs(WARM))
+
+
 def pytest_collection_finish() -> None:
     """Loaded libraries are not looked through for garbage again and again (a sixth of the time), as `plan` does it."""
     gc.freeze()
@@ -98,6 +128,7 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """The run's home goes with the process that made it."""
     if MADE_HERE:
+        _until_the_end.close()
         shutil.rmtree(os.environ[HOME_VARIABLE], ignore_errors=True)
 
 

@@ -42,9 +42,9 @@ CHILDREN = f"import subprocess, sys\nLOOP = {LOOP.format(rows=8)!r}\n"
 
 
 @pytest.fixture(scope="module")
-def warm_python() -> Iterator[str]:
-    """A Python that has imported torch when it starts."""
-    with programs(("torch",)) as folder:
+def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Python that has imported torch, and nothing else, when it starts."""
+    with programs(tmp_path_factory.mktemp("warm") / "programs", ("torch",)) as folder:
         yield str(folder / "python")
 
 

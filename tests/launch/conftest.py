@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from planner.exporters import Launch
-from tests.warm import programs
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -118,13 +117,6 @@ class Run:
 def launch_cold(tmp_path: Path) -> Callable[..., Run]:
     """Runs a launch command in the temporary directory on CPU, offline, and reads the trainer's own state back."""
     return partial(run_launch, tmp_path, Path(sys.executable).parent)
-
-
-@pytest.fixture(scope="session")
-def warm_programs() -> Iterator[Path]:
-    """A directory of programs that start with everything imported."""
-    with programs() as folder:
-        yield folder
 
 
 @pytest.fixture

@@ -237,6 +237,7 @@ def test_laws_and_schedules_in_numbers() -> None:
     assert 128 * 2048 == 262_144
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_bart_is_refused_by_name() -> None:
     with pytest.raises(UnknownModelError, match="bart"):
         spec_from_config({"model_type": "bart", "d_model": 1024}, model_id="facebook/bart-large", source="test")

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -73,14 +72,14 @@ Job = Callable[[str, dict[str, Any], Path], dict[str, int]]
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+def real(tmp_path_factory: pytest.TempPathFactory, warm_programs: Path) -> Iterator[Job]:
     """Runs a real job of two processes; rank 0's peaks."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     words = tmp_path_factory.mktemp("ranks") / "words"
     with (
         words.open("w") as errors,
         subprocess.Popen(
-            [sys.executable, "-m", "tests.probes.spread_rank", "2"],
+            [str(warm_programs / "python"), "-m", "tests.probes.spread_rank", "2"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

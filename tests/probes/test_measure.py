@@ -263,6 +263,7 @@ def test_probe_runs_every_method(changes: dict[str, Any]) -> None:
         assert any("accumulation" in note for note in found.notes)
 
 
+@pytest.mark.usefixtures("warm_children")
 @pytest.mark.slow
 def test_probe_in_its_own_process_brings_the_same_memory(tmp_path: Path) -> None:
     child = measurement(probe(LLAMA, setup(), tmp_path))
@@ -270,6 +271,7 @@ def test_probe_in_its_own_process_brings_the_same_memory(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_probe_that_needs_more_than_its_memory_is_out_of_memory(tmp_path: Path) -> None:
     """A real refusal of the operating system: the child may map 256 MiB, one logits tensor needs 1 GiB."""
     wide = {**LLAMA, "vocab_size": 262_144, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
@@ -280,6 +282,7 @@ def test_probe_that_needs_more_than_its_memory_is_out_of_memory(tmp_path: Path) 
     assert outcome.kind is FailureKind.OUT_OF_MEMORY, outcome.message
 
 
+@pytest.mark.usefixtures("warm_children")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what a machine without CUDA answers")
 def test_probe_of_a_gpu_that_is_not_there_is_the_machines_fault(tmp_path: Path) -> None:
     outcome = run_probe(

@@ -39,6 +39,7 @@ def answer(capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.usefixtures("warm_children")
 @pytest.mark.slow
 def test_probe_measures_stores_and_then_answers_at_once(
     tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -124,6 +125,7 @@ def test_campaign_with_an_unknown_model_fails_before_the_first_probe(
     assert not (tmp_path / "s.jsonl").exists()
 
 
+@pytest.mark.usefixtures("warm_children")
 @pytest.mark.slow
 def test_confirm_runs_a_written_plan_at_full_depth(
     tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -80,6 +80,7 @@ def weight_bytes(alone: Measurement) -> int:
     return alone.phase_peaks_bytes["load"]
 
 
+@pytest.mark.usefixtures("warm_children")
 @pytest.mark.slow
 def test_ddp_is_measured_at_truncated_depth_and_holds_its_buckets(alone: Measurement, tmp_path: Path) -> None:
     """DDP's buckets are as large as the gradients and there from the start: twice the weights after loading. Extended
@@ -93,6 +94,7 @@ def test_ddp_is_measured_at_truncated_depth_and_holds_its_buckets(alone: Measure
     )
 
 
+@pytest.mark.usefixtures("warm_children")
 @pytest.mark.slow
 def test_fsdp2_is_probed_from_the_command_line_and_holds_half_of_the_states(
     alone: Measurement, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -117,6 +119,7 @@ def test_fsdp2_is_probed_from_the_command_line_and_holds_half_of_the_states(
     assert "(from the store)" in told
 
 
+@pytest.mark.usefixtures("warm_children")
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
@@ -140,6 +143,7 @@ def test_deepspeeds_configuration_counts_the_whole_model_and_the_whole_batch(sta
     assert host["offload_param"]["device"] == host["offload_optimizer"]["device"] == "cpu"
 
 
+@pytest.mark.usefixtures("warm_children")
 @pytest.mark.slow
 def test_rank_killed_in_the_middle_of_a_step_ends_the_job_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

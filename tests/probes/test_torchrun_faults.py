@@ -79,6 +79,7 @@ def failure(tmp_path: Path, **changes: Any) -> ProbeFailure:
     return outcome
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_two_ranks_bring_one_measurement_and_leave_nothing(tmp_path: Path) -> None:
     seen: list[str] = []
     outcome = runner.run_probe(
@@ -91,6 +92,7 @@ def test_two_ranks_bring_one_measurement_and_leave_nothing(tmp_path: Path) -> No
     assert list((tmp_path / "work").iterdir()) == []
 
 
+@pytest.mark.usefixtures("warm_children")
 @pytest.mark.parametrize(
     ("faults", "kind", "words"),
     [
@@ -125,6 +127,7 @@ def test_ranks_that_never_end_are_a_timeout_at_the_limit(tmp_path: Path, clock: 
     assert not any(alive(pid) for pid in pids_in(folder))
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_hung_collective_is_a_timeout_that_names_what_the_ranks_did(tmp_path: Path) -> None:
     """Rank 1 sleeps instead of coming to an exchange over gloo: rank 0's time-out ends the job, before the limit."""
     outcome = failure(tmp_path, rank0="meets", rank1="meets-and-sleeps")

@@ -1,47 +1,68 @@
 """Python processes that start with the training libraries loaded.
 
 Importing transformers' trainer, TRL and Accelerate takes 10 to 14 CPU seconds in every process that trains. Here one
-server imports them, and each `python`, `accelerate`, `torchrun` or `trl` that a test starts is a fork of it: with its
-own arguments, directory, environment, files, process group and end, as if it had been started. The programs are the
-real ones; what is not tested this way is that they start, so one test of every kind of launch starts them.
+server imports them when it is first asked, and each `python`, `accelerate`, `torchrun` or `trl` that a test starts is a
+fork of it: with its own arguments, directory, environment, files, process group and end, as if it had been started.
+The programs are the real ones; what is not tested this way is that they start, so one test of every kind of launch
+starts them.
 """
 
 import os
+import select
+import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 
 HERE = Path(__file__).parent
+PYTHON = sys.executable
+"""The real one: a test may have put a warm one in its place."""
 PYTHONS = ("python", "python3")
 PROGRAMS = (*PYTHONS, "accelerate", "torchrun", "trl")
 LIBRARIES = (
-    "torch", "torch.distributed.run", "transformers", "transformers.trainer", "peft", "datasets", "trl", "trl.cli",
-    "trl.scripts.sft", "accelerate.commands.launch",
+    "torch", "torch.distributed.run", "torch.distributed.fsdp", "transformers", "transformers.trainer", "bitsandbytes",
+    "peft", "datasets", "trl", "trl.cli", "trl.scripts.sft", "accelerate.commands.launch",
 )  # fmt: skip
 
 
 @contextmanager
-def programs(libraries: Sequence[str] = LIBRARIES) -> Iterator[Path]:
-    """A directory for PATH in which Python and the launchers start as forks of one server that has imported these."""
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
-    environment.pop("PYTHONPATH", None)
-    with tempfile.TemporaryDirectory(prefix="warm-") as folder:
-        path = Path(folder) / "socket"
-        for name in PROGRAMS:
-            program = Path(folder) / name
-            program.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {HERE}/client.py {path} {name} "$@"\n')
-            program.chmod(0o755)
-        command = [sys.executable, "-P", str(HERE / "server.py"), str(path), *libraries]
-        log = Path(folder) / "log"
-        with (
-            log.open("w") as errors,
-            subprocess.Popen(
-                command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
-            ) as server,
-        ):
-            assert server.stdout
-            assert server.stdout.readline() == "ready\n", log.read_text()
-            yield Path(folder)
+def programs(folder: Path, libraries: Sequence[str] = LIBRARIES) -> Iterator[Path]:
+    """`folder`, for PATH: Python and the launchers in it are forks of one server that has imported these.
+
+    The server starts at the first use of a program, and ends with this process.
+    """
+    folder.mkdir()
+    for name in PROGRAMS:
+        program = folder / name
+        program.write_text(f'#!/bin/sh\nexec {PYTHON} -IS {HERE}/client.py {folder}/socket {name} "$@"\n')
+        program.chmod(0o755)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / "socket"))
+    listener.listen(64)
+    end, open_until_the_end = os.pipe()
+    waiting = Thread(target=_serve_when_asked, args=(listener, end, folder, libraries))
+    waiting.start()
+    try:
+        yield folder
+    finally:
+        os.close(open_until_the_end)
+        waiting.join()
+        os.close(end)
+
+
+def _serve_when_asked(listener: socket.socket, end: int, folder: Path, libraries: Sequence[str]) -> None:
+    with listener:
+        if end in select.select([listener, end], [], [])[0]:
+            return
+        environment = {**os.environ, "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
+        environment.pop("PYTHONPATH", None)
+        number = listener.fileno()
+        with (folder / "log").open("w") as log:
+            server = subprocess.Popen(
+                [PYTHON, "-P", str(HERE / "server.py"), str(number), str(folder), *libraries],
+                env=environment, pass_fds=[number], stdin=end, stdout=log, stderr=log,
+            )  # fmt: skip
+    server.wait()  # this end of the socket is closed: nobody waits for a server that died

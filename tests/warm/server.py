@@ -1,5 +1,7 @@
-"""`server.py SOCKET LIBRARY...`: forks itself for every client, until its input ends. See the package."""
+"""`server.py SOCKET_NUMBER PROGRAMS LIBRARY...`: forks itself for every client of a socket that it was given, until its
+input ends. See the package."""
 
+import fcntl
 import gc
 import importlib
 import json
@@ -15,17 +17,14 @@ from pathlib import Path
 from typing import Any
 
 
-def serve(path: str) -> dict[str, Any] | None:
-    """The job that this process, a fork, shall run; None in the server itself.
+def serve(number: int) -> tuple[dict[str, Any], list[int]] | None:
+    """The job that this process, a fork, shall run, and its files; None in the server itself.
 
     The server passes a client's signals to its fork and the fork's end to the client; it ends the fork, and all that
     the fork started, when the client is gone.
     """
     running: dict[int, tuple[socket.socket, int]] = {}  # by a file that can be read when the process ended
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen(64)
-        print("ready", flush=True)
+    with socket.socket(fileno=number) as listener:
         while True:
             clients = [client for client, _ in running.values()]
             ready, _, _ = select.select([listener, sys.stdin, *running, *clients], [], [])
@@ -51,8 +50,7 @@ def serve(path: str) -> dict[str, Any] | None:
                     continue
                 pid = os.fork()
                 if not pid:
-                    become(files)
-                    return job
+                    return job, files
                 running[os.pidfd_open(pid)] = client, pid
                 for file in files:
                     os.close(file)
@@ -61,8 +59,8 @@ def serve(path: str) -> dict[str, Any] | None:
 
 
 def receive(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """What to run, and the client's standard input, output and error; nothing of a client that was killed meanwhile."""
-    head, files, _, _ = socket.recv_fds(client, 8, 3)
+    """What to run, and the client's files; nothing of a client that was killed meanwhile."""
+    head, files, _, _ = socket.recv_fds(client, 8, 64)
     text = b""
     while len(text) < int.from_bytes(head, "big") and (part := client.recv(1 << 20)):
         text += part
@@ -73,10 +71,13 @@ def receive(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return {}, []
 
 
-def become(files: list[int]) -> None:
-    """A new process group with these standard files."""
+def become(numbers: list[int], files: list[int]) -> None:
+    """A new process group whose files have the numbers that they have in the client."""
     os.setsid()
     for number, file in enumerate(files):
+        files[number] = fcntl.fcntl(file, fcntl.F_DUPFD, 256)
+        os.close(file)
+    for number, file in zip(numbers, files, strict=True):
         os.dup2(file, number)
         os.close(file)
 
@@ -86,6 +87,7 @@ def run(programs: Path, job: dict[str, Any]) -> None:
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(job["env"])
+    os.getppid = lambda: int(job["parent"])
     sys.executable = str(programs / "python")
     program, *words = job["argv"]
     if program not in ("python", "python3"):
@@ -108,10 +110,11 @@ def run(programs: Path, job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    for library in sys.argv[2:]:
+    for library in sys.argv[3:]:
         importlib.import_module(library)
     gc.collect()
     gc.freeze()
-    job = serve(sys.argv[1])
-    if job:
-        run(Path(sys.argv[1]).parent, job)
+    given = serve(int(sys.argv[1]))
+    if given:
+        become(given[0]["files"], given[1])
+        run(Path(sys.argv[2]), given[0])
