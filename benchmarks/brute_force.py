@@ -77,11 +77,6 @@ def peak(wish: Workload, setup: TrainSetup) -> int:
     return predict_memory(wish.model, wish.gpu, setup).peak_device_bytes
 
 
-def sure(wish: Workload, setup: TrainSetup) -> bool:
-    """Whether it fits by more than the formula errs."""
-    return peak(wish, setup) * (1 + memory_band(wish.model, setup)) <= wish.budget_bytes
-
-
 def everything(wish: Workload, node: str) -> Iterator[TrainSetup]:
     """Every setup of a class, micro-batches rising."""
     values = dimension_values(wish)
@@ -111,17 +106,20 @@ def search(model: str, gpu: str, global_batch: int) -> Found | None:
     if not isinstance(plan, Plan):
         return None
     node = node_of_setup(plan.chosen.setup)
-    best: dict[bool, tuple[float, TrainSetup]] = {}
-    count = 0
-    for setup in everything(wish, node):
-        count += 1
-        speed = speed_profile(wish.model, wish.gpu, setup).at(setup.micro_batch_seqs, setup.accumulation_steps)[1]
-        slower = [fit for fit in (True, False) if fit not in best or speed > best[fit][0]]
-        for fit in slower:
-            if sure(wish, setup) if fit else peak(wish, setup) <= wish.budget_bytes:
-                best[fit] = speed, setup
-    speed, setup = best.get(True) or best[False]  # the plan has a choice, so something fits
-    return Found(plan, node, setup, speed, count)
+    speeds = [
+        (speed_profile(wish.model, wish.gpu, setup).at(setup.micro_batch_seqs, setup.accumulation_steps)[1], setup)
+        for setup in everything(wish, node)
+    ]
+    may = None
+    for speed, setup in sorted(speeds, key=lambda pair: -pair[0]):
+        needed = peak(wish, setup)
+        if needed * (1 + memory_band(wish.model, setup)) <= wish.budget_bytes:
+            break
+        may = may or (needed <= wish.budget_bytes and (speed, setup))
+    else:
+        assert may  # the plan has a choice, so something fits
+        speed, setup = may
+    return Found(plan, node, setup, speed, len(speeds))
 
 
 def line(found: Found) -> str:
