@@ -1,7 +1,8 @@
 """Over the catalogue and five cards: no file is written that its own prediction calls out of memory, and every place
 that names the number names the same one.
 
-A fixed stride through the grid by default; all of it with `LAUNCH_GRID_STRIDE=1 pytest tests/cli/test_launch_grid.py`.
+A fixed stride through the grid by default; all of it with `LAUNCH_GRID_STRIDE=1 pytest tests/cli/test_launch_grid.py`
+(`-k t4`: one card).
 """
 
 import io
@@ -29,6 +30,7 @@ CARDS = ("t4", "rtx-3060", "rtx-4090", "a100-80gb", "h100-sxm")
 STRIDE = int(os.environ.get("LAUNCH_GRID_STRIDE", "29"))
 MODELS = sorted({model.model_id for name in catalogue.names() if (model := catalogue.load(name)) is not None})
 GRID = list(product(MODELS, CARDS))[::STRIDE]
+TWO = [("meta-llama/Llama-3.1-8B", "rtx-4090"), ("Qwen/Qwen2.5-1.5B", "rtx-3060")]
 
 
 @pytest.mark.parametrize(("name", "card"), GRID)
@@ -38,10 +40,11 @@ def test_no_written_file_is_predicted_to_run_out(name: str, card: str, tmp_path:
     plan = plan_workload(workload(model, gpu, fixed={}))
     if not isinstance(plan, Plan):
         return
-    written = 0
+    written, refused = 0, {}
     for launch in launch_files(plan, None, None, tmp_path):
         if launch.target not in TARGETS or not launch.files:
             assert launch.refused or launch.target == "launch"
+            refused[launch.target] = launch.refused
             continue
         written += 1
         runs = launch.runs_as(plan.chosen.setup)
@@ -49,16 +52,17 @@ def test_no_written_file_is_predicted_to_run_out(name: str, card: str, tmp_path:
         words = f"peak {gib(launch.peak_device_bytes)} of {gib(gpu.memory_bytes)} (formula)"
         text = " ".join(launch.files[0].text.replace("\n#", " ").split())
         assert words in text
-    refused = {one.target: one.refused for one in launch_files(plan, None, None, tmp_path) if one.refused}
     assert written, refused
 
 
-@pytest.mark.parametrize(("name", "card"), [("meta-llama/Llama-3.1-8B", "rtx-4090"), ("Qwen/Qwen2.5-1.5B", "rtx-3060")])
+@pytest.mark.parametrize(("name", "card"), GRID if STRIDE == 1 else TWO)
 def test_every_place_names_the_same_numbers(name: str, card: str, tmp_path: Path) -> None:
     model, gpu = catalogue.load(name), find_gpu(card)
     assert model is not None
     plan = plan_workload(workload(model, gpu, fixed={}))
-    assert isinstance(plan, Plan)
+    if not isinstance(plan, Plan):
+        assert (name, card) not in TWO
+        return
     launches = write_out(plan, tmp_path, targets=None, dataset=None, command=["x"])
     document = json.loads((tmp_path / "plan.json").read_text())
     printed = json.loads(json.dumps(plan_to_dict(plan)))
