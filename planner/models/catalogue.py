@@ -110,7 +110,7 @@ def load(name: str) -> ModelSpec | None:
 
 @cache
 def _spec(own_id: str, model_id: str) -> ModelSpec:
-    """One object for each name: specs are keys of caches, where equal ones are compared field by field at every look."""
+    """One object for each name: specs are keys of caches, where equal ones are compared field by field."""
     entry = find(own_id)
     assert entry is not None
     same = "" if model_id == entry.model_id else f" (same configuration as {entry.model_id})"
