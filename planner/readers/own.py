@@ -33,7 +33,9 @@ NAMES = {
         "max_seq_length", "max_seq_len", "sequence_len", "cutoff_len", "seq_length", "seq_len", "max_length",
         "model_max_length", "block_size", "context_length", "data_max_length",
     ),
-    "rank": ("lora_r", "lora_rank", "lora.r", "lora.rank", "peft.r", "peft_config.r", "peft.rank", "lora_config.r"),
+    "rank": (
+        "lora_r", "lora_rank", "lora.r", "lora.rank", "peft.r", "peft_config.r", "peft.rank", "lora_config.r", "r",
+    ),
     "targets": ("lora_target_modules", "target_modules"),
     "four": ("load_in_4bit", "use_4bit", "use_qlora", "qlora"),
     "eight": ("load_in_8bit", "use_8bit"),

@@ -248,6 +248,14 @@ def _read(
         parsed = parsed._replace(values=composed)
         said = tuple(f"{file} beside it was read as well" for file in files)
     kind = detect(parsed.values)
+    if kind in ("", own.FORMAT):  # a wrapper's file may hold a tool's whole config as a block of its name
+        inside = {key: parsed.values.get(key) for key in READERS}
+        block = next((key for key, one in inside.items() if isinstance(one, dict) and detect(one) == key), "")
+        if block:
+            lines = {key.removeprefix(f"{block}."): line for key, line in parsed.lines.items()}
+            kind, parsed = block, parsed._replace(values=parsed.values[block], lines=lines)
+    if kind == trl.FORMAT and name.endswith(".json") and own.is_training(parsed.values):
+        kind = own.FORMAT  # `trl` reads YAML: another program's, with defaults of its own
     if kind != own.FORMAT:
         known, opened = hydra.without_open(parsed.values)
         parsed = parsed._replace(values=known)

@@ -268,7 +268,7 @@ class _Script:
                     f"{self.name}: adapters of {adapter.name} are not planned, only LoRA's",
                     hint="plan trace -- python FILE runs it on a phantom GPU and says what it needs",
                 )
-            elif adapter.name != "LoraConfig":
+            elif adapter.name != "LoraConfig" and adapter.name not in common.CONFIGS:
                 self.missing["method"] = f"{adapter.where}: what {adapter.name}() returns"
         return adapter is not None
 

@@ -308,7 +308,12 @@ def _command(words: list[str], variables: dict[str, str]) -> Command | None:
         for index, word in enumerate(words):
             if word.endswith(SUFFIXES):
                 return Command(tool="script", target=word, arguments=tuple(words[index + 1 :]))
-    return None if tool in SAID_ONLY else nested(words, variables)
+    if tool in SAID_ONLY:
+        return None
+    inner = nested(words, variables)
+    if inner is None and "--model_name_or_path" in words:  # a program that is installed as a command
+        return Command(tool="python", target=tool, arguments=tuple(words[1:]), num_gpus=started or shown)
+    return inner
 
 
 def nested(words: Sequence[str], variables: dict[str, str] | None = None) -> Command | None:

@@ -28,7 +28,7 @@ OBJECTIVES = {
 """Trainers of other objectives, by name: what they hold beside a supervised step is not modelled."""
 OBJECTIVE_PARTS = {
     **{name: name if name.isupper() else ROWS[objective].title for name, objective in _SHORT.items()},
-    "PPO": "PPO", "CPO": "CPO", "RLOO": "RLOO", "Distill": "distillation", "GKD": "distillation",
+    "PPO": "PPO", "CPO": "CPO", "SimPO": "SimPO", "RLOO": "RLOO", "Distill": "distillation", "GKD": "distillation",
     "SentenceTransformer": "embedding",
     "Pairwise": "reward modelling", "Diffusion": "diffusion", "Flux": "diffusion", "LLaVA": "vision", "VLM": "vision",
     "Embedding": "embedding", "Contrastive": "embedding", "Classification": "classification",

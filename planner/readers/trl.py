@@ -25,6 +25,7 @@ EXTRA_KEYS = (
 
 
 MARKS = {
+    "simpo": {"simpo_gamma", "gamma_beta_ratio"},
     "kto": {"desirable_weight", "undesirable_weight"},
     "reward": {"center_rewards_coefficient"},
     "dpo": {"ref_model_mixup_alpha", "ld_alpha", "f_divergence_type", "use_weighting", "discopop_tau"},

@@ -205,6 +205,7 @@ REFUSED = {
     "vision": "from unsloth import FastVisionModel\nm, t = FastVisionModel.from_pretrained('x')\n"
     "SFTTrainer(m, args=SFTConfig()).train()\n",
     "LoHaConfig": "from peft import LoHaConfig as L\nSFTTrainer('gpt2', args=SFTConfig(), peft_config=L()).train()\n",
+    "SimPO": "from mine import SimPOTrainer\nSimPOTrainer('gpt2', args=TrainingArguments()).train()\n",
     "grpo": "from trl import GRPOConfig\nfrom mine import MyTrainerOfGroups as T\n"
     "T('gpt2', args=GRPOConfig()).train()\n",
     "evaluates": "t = Trainer('gpt2', TrainingArguments())\nprint(t.evaluate())\n",
@@ -216,6 +217,14 @@ REFUSED = {
 def test_other_objectives_and_adapters_are_refused_by_name(word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         read(REFUSED[word])
+
+
+def test_other_adapters_of_peft_leave_nothing_open() -> None:
+    found = read(
+        "from peft import PromptTuningConfig\n"
+        "SFTTrainer('gpt2', args=SFTConfig(), peft_config=PromptTuningConfig(num_virtual_tokens=8)).train()\n"
+    )
+    assert (found.setup.adapter, found.setup.lora_rank, open_fields(found)) == ("prompt", 8, set())
 
 
 def test_adapters_of_peft_loaded_for_training_ask_for_their_rank() -> None:
@@ -345,6 +354,15 @@ def test_settings_of_another_program_are_not_taken_for_a_tools() -> None:
         "nf4",
         "flash-attention-2",
     )
+    json_of_a_program = '{"model_name_or_path": "gpt2", "per_device_train_batch_size": 4, "max_seq_length": 64}'
+    assert {"method", "precision"} <= open_fields(read_text(json_of_a_program, "a.json"))
+    block = (
+        "backend: llamafactory\nllamafactory:\n  model_name_or_path: gpt2\n  do_train: true\n  finetuning_type: full\n"
+    )
+    held = read_text(f"{block}  cutoff_len: 64\n", "a.yaml")
+    assert (held.format, held.origins["seq_len_tokens"], open_fields(held)) == ("llamafactory", "a.yaml:6", set())
+    with pytest.raises(ConfigError, match="simpo"):
+        read_text("model_name_or_path: a\nper_device_train_batch_size: 1\nbeta: 2.0\ngamma_beta_ratio: 0.8\n", "a.yaml")
     with pytest.raises(ConfigError, match="embedding"):
         read_text("model_name_or_path: a\nper_device_train_batch_size: 1\npooling_mode: mean\n" + strange, "a.yaml")
     dpo = "loss_type: sigmoid\nbeta: 0.1\nmax_length: 640\nmax_completion_length: 128\n"
