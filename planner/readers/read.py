@@ -249,8 +249,8 @@ def _read(
         said = tuple(f"{file} beside it was read as well" for file in files)
     kind = detect(parsed.values)
     if kind in ("", own.FORMAT):  # a wrapper's file may hold a tool's whole config as a block of its name
-        inside = {key: parsed.values.get(key) for key in READERS}
-        block = next((key for key, one in inside.items() if isinstance(one, dict) and detect(one) == key), "")
+        blocks = {key: parsed.values.get(key) for key in READERS}
+        block = next((key for key, one in blocks.items() if isinstance(one, dict) and detect(one) == key), "")
         if block:
             lines = {key.removeprefix(f"{block}."): line for key, line in parsed.lines.items()}
             kind, parsed = block, parsed._replace(values=parsed.values[block], lines=lines)
