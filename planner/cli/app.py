@@ -45,6 +45,7 @@ COMMANDS = {
     "compare": Command("report", "compare", "Several plans side by side."),
     "which-gpu": Command("report", "which_gpu", "Rank the GPU table for a model."),
     "compare-adapters": Command("compare_adapters", "compare_adapters", "Every kind of adapter in LoRA's place."),
+    "compare-targets": Command("compare_targets", "compare_targets", "Which program runs a wish fastest."),
     "which-model": Command("which_model", "which_model", "What a card can fine-tune, how long, how fast."),
     "init": Command("init", "init", "Five questions, then a plan and the command that made it."),
     "ui": Command("ui", "ui", "A local page with sliders: memory and speed at once."),

@@ -1,0 +1,87 @@
+"""The launch targets side by side: what each would run for one wish, how fast, in how much memory."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from planner.app.targets import TargetChoice, as_fast, tokens_per_s
+from planner.units import gib
+from planner.workload import Workload
+from reports.markdown import escape
+from reports.markdown import table as markdown_table
+from reports.page import Page
+from reports.text import clean, setup_words
+
+HEADER = ("target", "program", "tokens/s", "band", "memory", "setup")
+RIGHT = ("tokens/s", "band", "memory")
+
+
+def title(wish: Workload) -> str:
+    """The first line: model, card and length."""
+    cards = f"{wish.num_gpus} x " if wish.num_gpus > 1 else ""
+    return f"Targets for {clean(wish.model.model_id)} on {cards}{clean(wish.gpu.name)} · {wish.seq_len_tokens:,} tokens"
+
+
+def render_targets(rows: Sequence[TargetChoice], wish: Workload, console: Console) -> None:
+    """The table, fastest first, and what to make of it."""
+    page = Page(console)
+    page.line(title(wish), style="bold")
+    page.line()
+    table = page.table(*HEADER, right=RIGHT, fixed=("target", "tokens/s", "memory"))
+    for row in rows:
+        if row.candidate is not None:
+            page.row(table, *_cells(row))
+    console.print(table)
+    for sentence in sentences(rows):
+        page.line(sentence)
+
+
+def targets_markdown(rows: Sequence[TargetChoice], wish: Workload) -> str:
+    """The same as Markdown."""
+    cells = [tuple(escape(cell) for cell in _cells(row)) for row in rows if row.candidate is not None]
+    said = "\n".join(f"- {escape(sentence)}" for sentence in sentences(rows))
+    return f"# {escape(title(wish))}\n\n{markdown_table(HEADER, cells, right=RIGHT)}\n\n{said}\n"
+
+
+def targets_json(row: TargetChoice, wish: Workload) -> dict[str, Any]:
+    """One target as data; `candidate` as in plan.json."""
+    from reports.plan_json import candidate_to_dict
+
+    one = row.candidate
+    return {
+        "target": row.target,
+        "title": row.title,
+        "refused": row.refused,
+        "tokens_per_s": tokens_per_s(row),
+        "time_band_fraction": one.formula.time_band_fraction if one else None,
+        "predicted_peak_device_bytes": one.formula.peak_device_bytes if one else None,
+        "candidate": candidate_to_dict(one, wish.model.model_id, wish.gpu.key) if one else None,
+    }
+
+
+def sentences(rows: Sequence[TargetChoice]) -> list[str]:
+    """Which is fastest, which may be, and why the others are not in the table."""
+    found = []
+    if rows[0].candidate is not None:
+        found.append(
+            f"Fastest: {rows[0].title}. --target {rows[0].target} --out DIR plans for it and writes its files."
+        )
+        if near := as_fast(rows):
+            found.append(f"Not surely slower (within its band): {', '.join(row.title for row in near)}.")
+        found.append("Formula, each target's own fastest plan; no run has compared the programs with each other here.")
+    return [*found, *(f"{row.title}: {row.refused}." for row in rows if row.refused)]
+
+
+def _cells(row: TargetChoice) -> tuple[str, ...]:
+    assert row.candidate is not None
+    formula = row.candidate.formula
+    band = formula.time_band_fraction
+    return (
+        row.target,
+        row.title,
+        f"{formula.tokens_per_s:,.0f}" if formula.tokens_per_s else "-",
+        f"±{band:.0%}" if band is not None else "-",
+        gib(formula.peak_device_bytes),
+        setup_words(row.candidate.setup),
+    )
