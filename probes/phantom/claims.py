@@ -41,6 +41,9 @@ class Claims:
         if not _is_meta(tensor):
             true: torch.device = _device(tensor)
             return true
+        local = getattr(tensor, "_local_tensor", None)
+        if local is not None:  # a DTensor, which has no storage of its own
+            return self.of(local)
         try:
             return self.devices.get(tensor.untyped_storage()._cdata, META)
         except (NotImplementedError, RuntimeError):  # a wrapper without a storage of its own

@@ -334,5 +334,6 @@ def answered(phantom: Phantom) -> Iterator[None]:
             put(torch._C, name, _zero)
         put(torch._C, "_cuda_getDeviceCount", _num_local)
         put(torch._C, "_cuda_getCurrentRawStream", _zero)
-        put(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
+        for name in ("_accelerator_getAccelerator", "_get_accelerator"):
+            put(torch._C, name, lambda check=None: torch.device("cuda"))
         yield

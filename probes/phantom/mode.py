@@ -224,6 +224,12 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         if device.type == "cpu":
             self.claims.claim(storage, CPU, self.values.drop)
             return
+        self.claims.devices[key] = CUDA
+        self._alive[key] = self._held(storage, op)
+
+    def _held(self, storage: Any, op: str) -> tuple[int, Any, Callable[[], None]]:
+        """A new block for `storage`: its number, what waits for the storage's end, and what gives the block back."""
+        key = storage._cdata
         number, release = self.allocate(storage.nbytes(), op)
         devices, alive, drop = self.claims.devices, self._alive, self.values.drop
 
@@ -233,8 +239,14 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
             drop(key)
             release()
 
-        devices[key] = CUDA
-        alive[key] = (number, weakref.ref(storage, released))
+        return number, weakref.ref(storage, released), release
+
+    def resized(self, storage: Any) -> None:
+        """A storage of the GPU has another size: for the allocator one block dies and another is made."""
+        key = storage._cdata
+        if key in self._alive:
+            self._alive.pop(key)[2]()
+            self._alive[key] = self._held(storage, "gathered weights")
 
     # Dispatch
 

@@ -1,4 +1,4 @@
-"""What is refused by name: models in shards, and attention whose memory nobody here knows."""
+"""What is refused by name: models split otherwise than by FSDP2, and attention whose memory nobody here knows."""
 
 import re
 from collections.abc import Callable
@@ -26,15 +26,15 @@ def hooks(stack: ExitStack) -> dict[str, Hook]:
     def sharded(module: Any) -> None:
         said = _refused("FullyShardedDataParallel")
         stack.enter_context(mock.patch.object(module.FullyShardedDataParallel, "__init__", said))
-        stack.enter_context(mock.patch.object(module, "fully_shard", _refused("fully_shard")))
 
     kernel = refuse(_ATTENTION.fullmatch, "the buffers of this package's kernels are not known here; SDPA is followed")
+    split = refuse({"parallelize_module", "distribute_tensor"}.__contains__, "tensor parallelism is not followed")
     return {
+        "torch.distributed.tensor.parallel": split,
+        "transformers.distributed.tensor_parallel": split,
+        "transformers.distributed.expert_parallel": split,
         "deepspeed": refuse({"initialize"}.__contains__, "DeepSpeed's engine allocates outside PyTorch's operators"),
         "torch.distributed.fsdp": sharded,
-        "torch.distributed.tensor": refuse(
-            {"distribute_tensor", "distribute_module"}.__contains__, "a model in shards is not followed"
-        ),
         "torch.nn.attention.flex_attention": refuse(
             {"flex_attention"}.__contains__, "it runs eagerly here and would hold the scores; SDPA is followed"
         ),

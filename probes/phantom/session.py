@@ -9,7 +9,19 @@ import torch
 from probes.dryrun.metaops import fused_dropout, quick_checks
 from probes.dryrun.reductions import reductions
 from probes.dryrun.workspaces import cublas_workspace_bytes, temporaries
-from probes.phantom import attention, compiled, cuda, libraries, methods, operators, refusals, steps, tritons, world
+from probes.phantom import (
+    attention,
+    compiled,
+    cuda,
+    libraries,
+    methods,
+    operators,
+    refusals,
+    shards,
+    steps,
+    tritons,
+    world,
+)
 from probes.phantom.card import Card
 from probes.phantom.claims import lying
 from probes.phantom.imports import WATCHED, Hook, Watcher
@@ -54,6 +66,7 @@ def phantom_gpu(
             operators.handled(phantom),
             attention.chosen(phantom),
             world.fake_world(phantom),
+            shards.resized(phantom),
             compiled.eager(phantom),
             methods.answering(phantom),
             lying(phantom.claims),
@@ -63,7 +76,13 @@ def phantom_gpu(
         ):
             stack.enter_context(one)
         hooks: dict[str, list[Hook]] = {}
-        for found in (libraries.hooks(phantom, stack), tritons.hooks(phantom, stack), refusals.hooks(stack)):
+        rooms = (
+            libraries.hooks(phantom, stack),
+            tritons.hooks(phantom, stack),
+            shards.hooks(stack),
+            refusals.hooks(stack),
+        )
+        for found in rooms:
             for name, hook in found.items():
                 hooks.setdefault(name, []).append(hook)
         if watcher is None:

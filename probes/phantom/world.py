@@ -1,7 +1,7 @@
 """Rank 0 of a job of several processes: a fake process group answers every collective at once, and the other ranks end
 before they begin. All ranks are taken to be alike; what only rank 0 holds is counted.
 
-DistributedDataParallel runs as it is, with its buckets. What shards a model over the ranks is refused by name.
+DistributedDataParallel runs as it is, with its buckets, and FSDP2 with its shards (`shards`); others are refused.
 """
 
 import os

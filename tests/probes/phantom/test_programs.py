@@ -28,6 +28,7 @@ from probes.phantom.texts import columns_of
 from tests.whole import these
 
 CARD = card_of(find_gpu("rtx-4090"))
+WORKSPACE = 8320 * 1024  # of cuBLAS, one for the forward's thread and one for the backward's
 
 
 @pytest.fixture
@@ -283,6 +284,32 @@ def test_ddp_holds_its_buckets_beside_the_gradients(phantom: Phantom, monkeypatc
     assert held[1] - held[0] == 32 * MIB
     assert phantom.group_bytes > 0
     assert any(note.startswith("rank 0 of 4 processes") for note in phantom.notes)
+
+
+def test_fsdp2_holds_its_part_and_gathers_a_layer_at_a_time(phantom: Phantom) -> None:
+    """By hand, over 4 ranks: a weight of 4 MiB is 1 MiB here, its gradient too; gathered it is whole."""
+    from torch.distributed.fsdp import fully_shard
+
+    distributed.init_process_group("nccl", rank=0, world_size=4)
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(3)))
+    for one in (*model, model):
+        fully_shard(one)
+    assert torch.cuda.memory_allocated() == 0
+    model.to_empty(device="cuda")
+    for layer in model:
+        layer.reset_parameters()
+    assert {one.device.type for one in model.parameters()} == {"cuda"}
+    assert torch.cuda.memory_allocated() == 3 * MIB
+    rows = torch.ones(8, 1024, device="cuda")
+    model(rows).sum().backward()
+    after = torch.cuda.memory_allocated() - rows.numel() * 4 - 2 * WORKSPACE
+    assert after == 6 * MIB
+    # two layers gathered at once (the next one is fetched ahead): their buffers and whole weights, beside the parts
+    assert 15 * MIB < torch.cuda.max_memory_allocated() - 2 * WORKSPACE < 27 * MIB
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    assert torch.cuda.memory_allocated() - rows.numel() * 4 - 2 * WORKSPACE - 6 * MIB in range(6 * MIB, 6 * MIB + 8192)
 
 
 def test_devices_by_number_and_default_devices(phantom: Phantom) -> None:

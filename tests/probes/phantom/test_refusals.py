@@ -26,17 +26,16 @@ def phantom() -> Iterator[Phantom]:
         yield found
 
 
-def test_models_in_shards_are_refused(phantom: Phantom) -> None:
-    from torch.distributed import fsdp, tensor
+def test_what_splits_a_model_otherwise_than_fsdp2_is_refused(phantom: Phantom) -> None:
+    from torch.distributed import fsdp
+    from torch.distributed.tensor import parallel
 
     distributed.init_process_group("nccl", rank=0, world_size=2)
     layer = nn.Linear(8, 8).cuda()
-    with pytest.raises(Refused, match="fully_shard"):
-        fsdp.fully_shard(layer)
     with pytest.raises(Refused, match="FullyShardedDataParallel"):
         fsdp.FullyShardedDataParallel(layer)
-    with pytest.raises(Refused, match="distribute_tensor"):
-        tensor.distribute_tensor(layer.weight, distributed.init_device_mesh("cuda", (2,)))
+    with pytest.raises(Refused, match="tensor parallelism"):
+        parallel.parallelize_module(layer, distributed.init_device_mesh("cuda", (2,)), parallel.ColwiseParallel())
     with pytest.raises(Refused, match="communication hook"):
         nn.parallel.DistributedDataParallel(layer, device_ids=[0]).register_comm_hook(None, None)
 
