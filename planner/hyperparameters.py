@@ -115,6 +115,26 @@ def choose(
     `num_params` is the model's size, `num_trained_params` what the optimizer updates, `dataset_tokens` the tokens of
     one epoch; each only sharpens the rate or adds a note. A `learning_rate` that the user decided stays as it is.
     """
+    rate, why = _rate(setup, num_params, samples_per_seq)
+    reasons = {
+        "learning_rate": why if learning_rate is None else "given with --lr",
+        "lora_alpha": "fixed over ranks, so the rate does not move with the rank",
+        "warmup_fraction": f"{WARMUP_FRACTION:.0%} of the steps, as Alpaca and QLoRA",
+        "lr_schedule": "decays to zero: the run ends with a cooldown",
+        "weight_decay": "none, as Alpaca and QLoRA",
+    }
+    return Hyperparameters(
+        learning_rate=float(f"{rate:.3g}") if learning_rate is None else learning_rate,
+        num_epochs=num_epochs,
+        max_steps=max_steps,
+        seed=seed,
+        reasons=reasons,
+        notes=scaling_notes(setup, num_params, num_trained_params, dataset_tokens, num_epochs),
+    )
+
+
+def _rate(setup: TrainSetup, num_params: int | None, samples_per_seq: float) -> tuple[float, str]:
+    """The learning rate by the rules above, and its factors in words."""
     rate = BASE_LEARNING_RATE
     why = [f"{BASE_LEARNING_RATE:g} (Adam, full, {REFERENCE_BATCH_SEQS} sequences)"]
     if setup.method in LORA_METHODS:
@@ -138,21 +158,7 @@ def choose(
     rule = "linear" if setup.optimizer == "sgd" else "square root"
     if factor != 1.0:
         why.append(f"x {factor:.3g} for a batch of {batch} ({rule})")
-    reasons = {
-        "learning_rate": " ".join(why) if learning_rate is None else "given with --lr",
-        "lora_alpha": "fixed over ranks, so the rate does not move with the rank",
-        "warmup_fraction": f"{WARMUP_FRACTION:.0%} of the steps, as Alpaca and QLoRA",
-        "lr_schedule": "decays to zero: the run ends with a cooldown",
-        "weight_decay": "none, as Alpaca and QLoRA",
-    }
-    return Hyperparameters(
-        learning_rate=float(f"{rate * factor:.3g}") if learning_rate is None else learning_rate,
-        num_epochs=num_epochs,
-        max_steps=max_steps,
-        seed=seed,
-        reasons=reasons,
-        notes=scaling_notes(setup, num_params, num_trained_params, dataset_tokens, num_epochs),
-    )
+    return rate * factor, " ".join(why)
 
 
 def scaling_notes(

@@ -3,7 +3,6 @@
 import json
 import shlex
 import sys
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -32,6 +31,8 @@ def _source(extra: str) -> list[str]:
 
     Source: PEP 610, direct_url.json.
     """
+    from importlib.metadata import PackageNotFoundError, distribution  # late: it loads a mail reader, 20 modules
+
     try:
         text = distribution(DISTRIBUTION).read_text("direct_url.json")
     except PackageNotFoundError:

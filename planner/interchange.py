@@ -56,6 +56,25 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
     if unknown:
         raise SetupError(f"unknown setup key {unknown[0]!r:.80}", hint=f"known keys: {', '.join(SETUP_FIELDS)}")
     clean = dict(values)
+    _take_defaults(clean)
+    if "checkpointing" in clean:
+        clean["checkpointing"] = _checkpointing(clean["checkpointing"])
+    for name in _LISTS:
+        if isinstance(clean.get(name), list):
+            clean[name] = tuple(clean[name])
+    if not isinstance(clean.get("modules_to_save", ()), tuple):
+        raise SetupError("modules_to_save must be a list of module names", hint='["embed_tokens", "lm_head"]')
+    for name in _SWITCHES:
+        if name in clean and not isinstance(clean[name], bool):
+            raise SetupError(f"{name} must be true or false, got {clean[name]!r}")
+    if clean.get("rollout") is not None:
+        clean["rollout"] = _rollout(clean["rollout"], clean.get("seq_len_tokens", _DEFAULTS["seq_len_tokens"]))
+    _check_types(clean)
+    return TrainSetup(**clean)
+
+
+def _take_defaults(clean: dict[str, Any]) -> None:
+    """Writes in what the method, the objective and the adapter bring along."""
     method = clean.get("method", "lora")
     if method == "full":
         clean["lora_rank"] = clean.get("lora_rank") or 0
@@ -70,18 +89,10 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
     kind = ADAPTERS.get(str(clean.get("adapter", "lora")))
     if kind is not None and kind.name != "lora":
         clean.setdefault("lora_rank", kind.usual_size)
-    if "checkpointing" in clean:
-        clean["checkpointing"] = _checkpointing(clean["checkpointing"])
-    for name in _LISTS:
-        if isinstance(clean.get(name), list):
-            clean[name] = tuple(clean[name])
-    if not isinstance(clean.get("modules_to_save", ()), tuple):
-        raise SetupError("modules_to_save must be a list of module names", hint='["embed_tokens", "lm_head"]')
-    for name in _SWITCHES:
-        if name in clean and not isinstance(clean[name], bool):
-            raise SetupError(f"{name} must be true or false, got {clean[name]!r}")
-    if clean.get("rollout") is not None:
-        clean["rollout"] = _rollout(clean["rollout"], clean.get("seq_len_tokens", _DEFAULTS["seq_len_tokens"]))
+
+
+def _check_types(clean: Mapping[str, Any]) -> None:
+    """Raises: SetupError: a value of the wrong type."""
     for name, value in clean.items():
         if name == "rollout":
             continue
@@ -94,7 +105,6 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
     dropout = clean.get("lora_dropout", 0.0)
     if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):
         raise SetupError(f"lora_dropout must be a number, got {dropout!r}")
-    return TrainSetup(**clean)
 
 
 def asked_form(setup: TrainSetup) -> dict[str, Any]:

@@ -112,20 +112,7 @@ def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str
     unmatched = () if setup.method == "full" else unmatched_targets(model, setup.lora_targets)
     if unmatched:
         notes.append(f"LoRA targets {', '.join(unmatched)[:200]} match no module: PEFT leaves them out without a word")
-    if refused := stored_refusal(setup, model):
-        notes.append(f"this cannot run: {refused}")
-    elif dequantizing_class(model):
-        notes.append(f"the checkpoint is stored in {stored_method(model)}: its weights are loaded dequantized")
-    elif bits := stored_bits(model):
-        kept = kept_fraction(model)
-        notes.append(
-            f"the checkpoint is published in {bits}" + (f", {percent(kept)} of its matrices in 16 bits" if kept else "")
-        )
-    elif method := stored_method(model):
-        notes.append(
-            f"the checkpoint is stored quantized ({method}): planned as if its weights were the original ones; name "
-            "the original model, or load it dequantized"
-        )
+    notes += _stored_notes(model, setup)
     positions = model.max_position_embeddings
     if positions is not None and setup.seq_len_tokens > positions:
         notes.append(
@@ -143,6 +130,25 @@ def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str
     if paged:
         notes.append(f"{gib(paged)} of paged optimizer state lie in managed memory, outside PyTorch's count")
     return tuple(notes)
+
+
+def _stored_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:
+    """What is said of the form in which the weights were published."""
+    if refused := stored_refusal(setup, model):
+        return [f"this cannot run: {refused}"]
+    if dequantizing_class(model):
+        return [f"the checkpoint is stored in {stored_method(model)}: its weights are loaded dequantized"]
+    if bits := stored_bits(model):
+        kept = kept_fraction(model)
+        return [
+            f"the checkpoint is published in {bits}" + (f", {percent(kept)} of its matrices in 16 bits" if kept else "")
+        ]
+    if method := stored_method(model):
+        return [
+            f"the checkpoint is stored quantized ({method}): planned as if its weights were the original ones; name "
+            "the original model, or load it dequantized"
+        ]
+    return []
 
 
 def unquantized_expert_bytes(model: ModelSpec, setup: TrainSetup) -> int:

@@ -52,13 +52,13 @@ def price_per_hour(gpu_key: str) -> tuple[float, str, str] | None:
     On-demand prices where there are any, else posted rates (often spot). Of several the median counts (a range by its
     middle), so that one provider's offer or one hyperscaler's list price does not decide; the date is the newest one's.
     """
-    import statistics  # late: the formula path does not need it
-
     known = [price for price in all_prices() if price.gpu_key == gpu_key]
     prices = [price for price in known if price.kind.startswith("on-demand")] or known
     if not prices:
         return None
-    value = round(statistics.median(price.usd_per_h for price in prices), 2)
+    usd = sorted(price.usd_per_h for price in prices)
+    half = len(usd) // 2
+    value = round((usd[half] + usd[~half]) / 2, 2)  # `statistics` costs a formula-only plan several milliseconds
     dated = [price.as_of for price in prices if price.as_of[:1].isdigit()]
     as_of = max(dated) if dated else "undated"
     if len(prices) == 1:

@@ -1,6 +1,7 @@
 """The short answer: what to train with, where the memory goes, what stands beside it or would make it fit, what to type
 next, the verdict last. At most MAX_LINES at 80 columns; the tree, every term and every note are asked for."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from io import StringIO
 
@@ -65,8 +66,12 @@ def render_brief(
         return sum(max(1, -(-len(line) // console.width)) for line in text.getvalue().splitlines())
 
     urgent = sum(place_of_note(note) <= RISK for note in notes)
-    rooms = [(shown, NUM_BESIDE) for shown in range(len(notes), urgent - 1, -1)]
-    rooms += [(shown, beside) for shown in range(urgent, 0, -1) for beside in (NUM_BESIDE, NUM_BESIDE - 1)]
+    whole = range(len(notes), urgent - 1, -1)
+    found = bisect_left(whole, True, key=lambda shown: height(shown, NUM_BESIDE) <= MAX_LINES)  # fewer are never higher
+    if found < len(whole):
+        write(Page(console), whole[found], NUM_BESIDE)
+        return
+    rooms = [(shown, beside) for shown in range(urgent, 0, -1) for beside in (NUM_BESIDE, NUM_BESIDE - 1)]
     rooms += [(0, beside) for beside in range(NUM_BESIDE, -1, -1)]
     write(Page(console), *next((room for room in rooms if height(*room) <= MAX_LINES), rooms[-1]))
 

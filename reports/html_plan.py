@@ -22,7 +22,7 @@ from reports.charts import (
     timeline_chart,
 )
 from reports.costs import cost_words
-from reports.extras import Extras
+from reports.extras import Extras, LaunchTarget
 from reports.rows import beside, breakdown, compared, evidence_columns, notes_of
 from reports.text import (
     clean,
@@ -70,15 +70,7 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
         "title": workload_words(wish),
         "short": f"{clean(wish.model.model_id)} on {gpus_words(wish)}, {wish.seq_len_tokens:,} tokens",
         "charts": charts,
-        "launch": [
-            {
-                "target": clean(one.target),
-                "command": one.command,
-                "files": [{"path": clean(file.path), "text": file.text} for file in one.files],
-                "notes": [clean(note) for note in one.notes],
-            }
-            for one in extras.launch
-        ],
+        "launch": [_launch_view(one) for one in extras.launch],
         "setup_json": _setup_json(plan, chosen),
         "rungs": _rungs(chosen),
         "failures": [failure_words(one) for _, one in evidence_columns(chosen) if isinstance(one, ProbeFailure)],
@@ -100,6 +92,15 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
     }
     view["sections"] = _sections(view)
     return view
+
+
+def _launch_view(one: LaunchTarget) -> dict[str, Any]:
+    return {
+        "target": clean(one.target),
+        "command": one.command,
+        "files": [{"path": clean(file.path), "text": file.text} for file in one.files],
+        "notes": [clean(note) for note in one.notes],
+    }
 
 
 def _found(plan: Plan) -> dict[str, Any]:

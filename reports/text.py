@@ -175,7 +175,12 @@ def setup_difference(setup: TrainSetup, other: TrainSetup) -> str:
         parts.append(f"{other.num_gpus} GPUs ({spread_words(other)})" if other.num_gpus > 1 else "one GPU")
     elif (other.parallel, other.spread) != (setup.parallel, setup.spread):
         parts.append(spread_words(other))
-    parts += [
+    return ", ".join([*parts, *_names_difference(setup, other)])
+
+
+def _names_difference(setup: TrainSetup, other: TrainSetup) -> list[str]:
+    """What it calls by another name, or switches."""
+    parts = [
         f"{getattr(other, name)}{suffix}"
         for name, suffix in (
             ("precision", ""),
@@ -194,7 +199,7 @@ def setup_difference(setup: TrainSetup, other: TrainSetup) -> str:
         for name, words in (("packing", "packing"), ("compile", "torch.compile"))
         if getattr(other, name) != getattr(setup, name)
     ]
-    return ", ".join(parts)
+    return parts
 
 
 def gpus_words(workload: Workload) -> str:

@@ -93,28 +93,29 @@ def campaign(
         export_for_commit(plan, kept, out)
     if stopped is not None:
         raise stopped
-    summary = {
-        "campaign": plan.name,
+    if as_json:
+        print_json(_summary(report) | {"campaign": plan.name, "store": str(kept.path)})
+    else:
+        console().print(_sentence(report), markup=False, soft_wrap=True)
+    return 0 if report.steps or report.finished else EXIT_ENVIRONMENT
+
+
+def _summary(report: "CampaignReport") -> dict[str, Any]:
+    return {
         "finished": report.finished,
         "measured": report.num_measured,
         "already_known": report.num_known,
         "failures": {kind.value: num for kind, num in report.failures().items()},
         "chains_left": report.remaining,
         "seconds": round(report.seconds, 1),
-        "store": str(kept.path),
     }
-    if as_json:
-        print_json(summary)
-    else:
-        failures = ", ".join(f"{num} {kind.value}" for kind, num in report.failures().items()) or "none"
-        console().print(
-            f"{report.num_measured} measured, {report.num_known} known before, failures: {failures}; "
-            f"{seconds(report.seconds)}; "
-            + ("finished" if report.finished else f"{report.remaining} chains left: call again to go on"),
-            markup=False,
-            soft_wrap=True,
-        )
-    return 0 if report.steps or report.finished else EXIT_ENVIRONMENT
+
+
+def _sentence(report: "CampaignReport") -> str:
+    failures = ", ".join(f"{num} {kind.value}" for kind, num in report.failures().items()) or "none"
+    left = "finished" if report.finished else f"{report.remaining} chains left: call again to go on"
+    measured = f"{report.num_measured} measured, {report.num_known} known before"
+    return f"{measured}, failures: {failures}; {seconds(report.seconds)}; {left}"
 
 
 class _Resolver:

@@ -199,16 +199,17 @@ def confirm(
             device=devices[0],
             limits=Limits(time_s=limit, measure_s=measure_seconds),
         )
-        confirmation = run(
-            prober,
-            setup,
-            promise_of(chosen.memory_evidence, chosen.speed_evidence),
-            budget_bytes=chosen.budget_bytes,
-        )
+        promise = promise_of(chosen.memory_evidence, chosen.speed_evidence)
+        confirmation = run(prober, setup, promise, budget_bytes=chosen.budget_bytes)
     line.close()
     if card is not None and card.key != workload.gpu.key:
         reason = f"this is a {card.name}, the plan was made for a {workload.gpu.name}"
         confirmation = replace(confirmation, reasons=(*confirmation.reasons, reason))
+    return _tell(confirmation, as_json=as_json)
+
+
+def _tell(confirmation: "Confirmation", *, as_json: bool) -> int:
+    """Says whether the plan held; the exit code."""
     if as_json:
         print_json(to_jsonable(confirmation))
     else:

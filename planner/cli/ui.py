@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from planner.decision.grid import Grid
     from planner.gpu import GpuSpec
     from planner.models.spec import ModelSpec
+    from planner.setup import TrainSetup
+    from planner.workload import Workload
 
 HOST = "127.0.0.1"
 FIRST_MODEL, FIRST_GPU = "meta-llama/Llama-3.1-8B", "rtx-4090"
@@ -135,14 +137,19 @@ class Shelf:
         return page(self.models, self.gpus, writes=writes, first=self.first())
 
 
+CELL_FIELDS = (
+    "method", "precision", "quantization", "kbit_fp32_cast", "attention", "optimizer", "loss", "checkpointing",
+    "kernels", "micro_batch_seqs",
+)  # fmt: skip
+"""Fields that a cell of the page says."""
+
+
 def launch_zip(grid: "Grid", at: int) -> bytes:
     """plan.json, reports and launch files of one cell, as a zip file.
 
     Raises:
         UsageError: a cell that cannot run or does not fit.
     """
-    from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
-
     from planner.cli.writing import write_out
     from planner.plan import Plan
     from planner.planning import plan_workload
@@ -151,35 +158,36 @@ def launch_zip(grid: "Grid", at: int) -> bytes:
     if cell is None or not cell.fits:
         raise UsageError("this setup has no launch files: it does not fit", hint="choose a smaller one")
     setup, wish = cell.setup, grid.workload
-    names = (
-        "method",
-        "precision",
-        "quantization",
-        "kbit_fp32_cast",
-        "attention",
-        "optimizer",
-        "loss",
-        "checkpointing",
-        "kernels",
-    )
-    fixed = {name: (getattr(setup, name),) for name in (*names, "micro_batch_seqs")}
+    plan = plan_workload(_exactly(setup, wish))
+    if not isinstance(plan, Plan) or plan.chosen.setup != setup:
+        raise UsageError("this setup cannot be planned alone", hint="use the command below it")
+    with TemporaryDirectory() as folder:
+        command = [wish.model.model_id, "--gpu", wish.gpu.key]
+        write_out(plan, Path(folder), targets=None, dataset=None, command=command)
+        return _zipped(Path(folder))
+
+
+def _exactly(setup: "TrainSetup", wish: "Workload") -> "Workload":
+    """The wish that only this setup fulfils."""
+    fixed: dict[str, tuple[Any, ...]] = {name: (getattr(setup, name),) for name in CELL_FIELDS}
     if setup.lora_rank:
         fixed["lora_rank"] = (setup.lora_rank,)
-    exact = replace(
+    return replace(
         wish,
         fixed=fixed,
         seq_len_tokens=setup.seq_len_tokens,
         global_batch_seqs=setup.global_batch_seqs,
         min_rank=setup.lora_rank or wish.min_rank,
     )
-    plan = plan_workload(exact)
-    if not isinstance(plan, Plan) or plan.chosen.setup != setup:
-        raise UsageError("this setup cannot be planned alone", hint="use the command below it")
+
+
+def _zipped(folder: Path) -> bytes:
+    """The files of a folder, with one date for all: the same bytes for the same files."""
+    from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
+
     file = BytesIO()
-    with TemporaryDirectory() as folder, ZipFile(file, "w", ZIP_DEFLATED) as packed:
-        command = [wish.model.model_id, "--gpu", wish.gpu.key]
-        write_out(plan, Path(folder), targets=None, dataset=None, command=command)
-        for path in sorted(one for one in Path(folder).rglob("*") if one.is_file()):
+    with ZipFile(file, "w", ZIP_DEFLATED) as packed:
+        for path in sorted(one for one in folder.rglob("*") if one.is_file()):
             entry = ZipInfo(str(path.relative_to(folder)), FILE_DATE)
             entry.compress_type, entry.external_attr = ZIP_DEFLATED, path.stat().st_mode << 16
             packed.writestr(entry, path.read_bytes())

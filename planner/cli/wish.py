@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner import setup_fields as fields
 from planner import steps
-from planner.choices.adapters import ADAPTERS
+from planner.choices.adapters import ADAPTERS, Adapter
 from planner.choices.objectives import aim_of
 from planner.choices.rollouts import Rollout
 from planner.errors import UsageError
@@ -148,16 +148,7 @@ def workload(
         samples = positive("samples", samples)
         dataset_tokens, epoch_seqs, samples_per_seq = _epoch(fixed, samples, dataset_tokens, seq_len_tokens)
     fixed, kind = kind_fields(model, fixed, several=cluster is not None), fixed.get("adapter", ("lora",))[0]
-    modules = fixed.get("lora_targets", ("all-linear",))[0]
-    ranks = fixed.get("lora_rank")
-    if ranks:
-        floor, reason = ranks[0], "given with --rank"
-        if not ADAPTERS[kind].like_lora:
-            reason = f"{ADAPTERS[kind].size or 'no size'} of {ADAPTERS[kind].name}"
-    elif min_rank is not None:
-        floor, reason = positive("min-rank", min_rank, maximum=4096) or 1, MIN_RANK_GIVEN
-    else:
-        floor, reason = rank_floor(model, modules, dataset_tokens)
+    floor, reason = _floor(model, fixed, ADAPTERS[kind], min_rank, dataset_tokens)
     usd, source = _price(gpu, price)
     return Workload(
         model=model,
@@ -203,6 +194,17 @@ def _epoch(
         return tokens, samples, 1.0
     rows = math.ceil(tokens / seq_len_tokens)
     return tokens, rows, samples / rows
+
+
+def _floor(
+    model: ModelSpec, fixed: Mapping[str, tuple[Any, ...]], kind: Adapter, min_rank: int | None, tokens: int | None
+) -> tuple[int, str]:
+    """The least rank that is planned, and why."""
+    if ranks := fixed.get("lora_rank"):
+        return ranks[0], "given with --rank" if kind.like_lora else f"{kind.size or 'no size'} of {kind.name}"
+    if min_rank is not None:
+        return positive("min-rank", min_rank, maximum=4096) or 1, MIN_RANK_GIVEN
+    return rank_floor(model, fixed.get("lora_targets", ("all-linear",))[0], tokens)
 
 
 def kind_fields(model: ModelSpec, fixed: Mapping[str, tuple[Any, ...]], *, several: bool) -> dict[str, tuple[Any, ...]]:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -22,7 +21,7 @@ from planner.units import gib
 from planner.workload import Workload
 
 if TYPE_CHECKING:
-    from planner.exporters import DatasetChoice, Launch
+    from planner.exporters import DatasetChoice, ExportRequest, Launch
     from reports.extras import Extras, Timeline
 
 FOLDER = "launch"
@@ -144,16 +143,35 @@ def launch_files(
     `folder`, from where the launch commands run: no machine path is written. `traces`: what a trace of a target's file
     said; its figure stands above the plan's rung.
     """
-    from planner.cli.verify import sentence
-    from planner.exporters import EXPORTERS, ExportRequest, Launch
-    from planner.exporters.chat import lacks_template
+    from planner.exporters import Launch
     from planner.exporters.folder import folder_files
     from planner.expressed import as_run
+
+    chosen = plan.chosen if isinstance(plan, Plan) else plan.nearest
+    request = _request(plan.workload, chosen, dataset, folder)
+    launches = []
+    evaluated = {chosen.setup: chosen}
+    for name in known_targets(targets):
+        runs = as_run(name, chosen.setup, plan.workload.model)
+        if isinstance(runs, str):
+            launches.append(Launch(target=name, refused=runs))
+            continue
+        if runs not in evaluated:
+            evaluated[runs] = _evaluate(plan, chosen, runs)
+        launches.append(_launch(name, request, chosen, evaluated[runs], plan.workload, force, traces.get(name)))
+    beside = folder_files(launches, request)
+    if beside:
+        launches.append(Launch(target=FOLDER, files=beside, complete=False))
+    return tuple(launches)
+
+
+def _request(workload: Workload, chosen: Candidate, dataset: str | None, folder: Path) -> "ExportRequest":
+    """What the launch files of every target are made of."""
+    from planner.exporters import ExportRequest
+    from planner.exporters.chat import lacks_template
     from planner.hyperparameters import choose
 
-    workload = plan.workload
-    chosen = plan.chosen if isinstance(plan, Plan) else plan.nearest
-    request = ExportRequest(
+    return ExportRequest(
         model_id=_from_folder(workload.model.model_id, folder),
         model=workload.model,
         setup=chosen.setup,
@@ -170,35 +188,36 @@ def launch_files(
         lacks_template=lacks_template(workload.model.model_id),
         num_nodes=workload.cluster.num_nodes if workload.cluster is not None else 1,
     )
-    launches = []
-    evaluated = {chosen.setup: chosen}
-    for name in known_targets(targets):
-        runs = as_run(name, chosen.setup, workload.model)
-        if isinstance(runs, str):
-            launches.append(Launch(target=name, refused=runs))
-            continue
-        if runs not in evaluated:
-            evaluated[runs] = _evaluate(plan, chosen, runs)
-        really = evaluated[runs]
-        told: tuple[str, ...] = ()
-        if found := traces.get(name):
-            told = (sentence(name, found, replace(really, trace=None).memory_evidence),)
-            really = replace(really, trace=found)
-        about = _about(workload, chosen, really, name)
-        if really.fits or force:
-            evidence = really.memory_evidence
-            launch = EXPORTERS[name](replace(request, about=about))
-            peak = evidence.peak_device_bytes
-            notes = (*launch.notes, *told)
-            launches.append(replace(launch, about=about, peak_device_bytes=peak, rung=evidence.rung.value, notes=notes))
-        else:
-            hint = f"plan for it with --target {name}" if runs != chosen.setup else "plan with a larger --headroom"
-            reason = f"{'; '.join(about)}: {hint}, or write it all the same (--force)"
-            launches.append(Launch(target=name, about=about, refused=reason, notes=told))
-    beside = folder_files(launches, request)
-    if beside:
-        launches.append(Launch(target=FOLDER, files=beside, complete=False))
-    return tuple(launches)
+
+
+def _launch(
+    name: str,
+    request: "ExportRequest",
+    chosen: Candidate,
+    really: Candidate,
+    workload: Workload,
+    force: bool,
+    traced: Prediction | ProbeFailure | None,
+) -> "Launch":
+    """One target's files with what is predicted of the run, or the prediction that forbids them."""
+    from planner.cli.verify import sentence
+    from planner.exporters import EXPORTERS, Launch
+
+    told: tuple[str, ...] = ()
+    if traced:
+        told = (sentence(name, traced, replace(really, trace=None).memory_evidence),)
+        really = replace(really, trace=traced)
+    about = _about(workload, chosen, really, name)
+    if really.fits or force:
+        evidence = really.memory_evidence
+        launch = EXPORTERS[name](replace(request, about=about))
+        peak = evidence.peak_device_bytes
+        notes = (*launch.notes, *told)
+        return replace(launch, about=about, peak_device_bytes=peak, rung=evidence.rung.value, notes=notes)
+    other = really.setup != chosen.setup
+    hint = f"plan for it with --target {name}" if other else "plan with a larger --headroom"
+    reason = f"{'; '.join(about)}: {hint}, or write it all the same (--force)"
+    return Launch(target=name, about=about, refused=reason, notes=told)
 
 
 def _evaluate(plan: Plan | NoPlan, chosen: Candidate, setup: TrainSetup) -> Candidate:
@@ -291,6 +310,8 @@ def _extras(
 
 
 def _environment() -> dict[str, str]:
+    from importlib import metadata  # late: it costs a plan that writes nothing several milliseconds
+
     found = {"python": sys.version.split()[0]}
     for name in LIBRARIES:
         try:
