@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from planner.cli import options, spread
-from planner.cli.checking import Asked, as_document, corrected, fixed_text, load, predictor
+from planner.cli.checking import Asked, as_document, by_hand, corrected, fixed_text, load, predictor
 from planner.cli.output import console, print_json, print_lines, write_text
 from planner.cli.wish import memory_and_headroom, positive, resolve_gpu
-from planner.errors import UsageError
+from planner.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,15 +90,19 @@ def check(
         after = including(predict, config, spec)(setup)
         verdict = judge(after, memory - reserve, max(result.band_fraction, after.memory_band_fraction))
         target = out or file.with_name(f"{file.stem}.fixed{file.suffix}")
-        difference: list[str] = []
-        if labels:
-            text = fixed_text(file, config, setup, spec, accelerate, card=card, asked=asked)
-            difference = _difference(file, target, text)
+        text, refused = None, ""
+        try:
+            text = fixed_text(file, config, setup, spec, accelerate, card=card, asked=asked) if labels else None
+        except ConfigError as error:
+            refused = error.message
+        if text is not None:
             write_text(target, text)
         fixed = {
             "changes": list(labels),
-            "diff": difference,
-            "path": str(target) if labels else None,
+            "diff": _difference(file, target, text) if text is not None else [],
+            "path": str(target) if text is not None else None,
+            "refused": refused,
+            "by_hand": by_hand(config, setup) if refused else [],
             "verdict": verdict.value,
             "peak_device_bytes": after.peak_device_bytes,
             "tokens_per_s": after.tokens_per_s,
@@ -264,6 +268,11 @@ def text_lines(result: "CheckResult", fixed: dict[str, Any] | None) -> list[str]
             lines += [f"  {line}" for line in fixed["diff"]]
             if fixed["verdict"] != "fits":
                 lines.append("no combination of changes that one setting each can say makes it fit")
+        elif fixed["refused"]:
+            lines.append(f"nothing written: {fixed['refused']}")
+            outcome = fixed["verdict"].replace("_", " ")
+            lines.append(f"by hand ({outcome}): {'; '.join(fixed['changes'])}")
+            lines += [f"  {line}" for line in fixed["by_hand"]]
         elif result.verdict.value == "fits":
             lines.append("it fits, and no change is predicted to be faster: nothing written")
         else:

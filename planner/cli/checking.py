@@ -170,6 +170,21 @@ def fixed_text(
     return text
 
 
+def by_hand(config: "ReadConfig", setup: "TrainSetup") -> list[str]:
+    """The settings that would make a file say a changed setup, with where each stands today: for a person to write."""
+    from planner.tools import tool_of
+    from planner.tools.field import changed_fields
+
+    tool = tool_of(config.format)
+    places = {
+        config.keys.get(of, field.key): config.origins[of]
+        for of in changed_fields(config.setup, setup)
+        if (field := tool.field(of)) is not None and of in config.origins
+    }
+    edits = tool.edits(config.keys, config.setup, setup, config.path)
+    return [f"{key}: {value}" + (f" (now {places[key]})" if key in places else "") for key, value in edits.items()]
+
+
 def predictor(spec: "ModelSpec", card: "GpuSpec", cluster: "Cluster | None" = None) -> Any:
     """The formula for setups of one model on one card."""
     from planner.predict import predict

@@ -29,7 +29,7 @@ from planner.readers.program.reading import (
     TooLong,
     file_of,
 )
-from planner.readers.program.source import parsable
+from planner.readers.program.source import parsable, tree_of
 from planner.readers.program.values import (
     Class,
     Dotted,
@@ -53,7 +53,7 @@ def run(text: str, name: str, outside: Outside, label: Callable[[int], str] | No
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: as `ast.parse`.
     """
-    tree = ast.parse(text)
+    tree = tree_of(text)
     reader = Reader(name, outside, label)
     reader.whole(tree)
     if "store_true" in text and outside.arguments is None and not reader.makes_trainer():

@@ -3,8 +3,9 @@
 import ast
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from planner.errors import ConfigError
 
@@ -33,6 +34,7 @@ def of_script(text: str) -> Source:
     return Source(text=parsable(_without_magics(text)), pins=pins(text))
 
 
+@lru_cache(maxsize=2)
 def of_notebook(text: str, name: str) -> Source:
     """The code cells of a notebook, one after the other.
 
@@ -44,21 +46,29 @@ def of_notebook(text: str, name: str) -> Source:
         codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{name} is not a notebook that can be read", hint="save it as .ipynb, format 4") from error
-    lines: list[str] = []
-    origin: list[tuple[int, int]] = []
-    for number, code in enumerate(codes, start=1):
-        if re.match(r"\s*%%(bash|sh|html|javascript|writefile|script|file)\b", code):
-            continue
-        kept = _parses(_without_magics(code))
-        for line, one in enumerate(kept.splitlines(), start=1):
-            lines.append(one)
-            origin.append((number, line))
+    other = re.compile(r"\s*%%(bash|sh|html|javascript|writefile|script|file)\b")
+    kept = {number: _without_magics(code) for number, code in enumerate(codes, start=1) if not other.match(code)}
+    try:
+        tree_of(_joined(kept))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        kept = {number: _parses(code) for number, code in kept.items()}
+    origin = [(number, line) for number, code in kept.items() for line in range(1, len(code.splitlines()) + 1)]
 
     def label(line: int) -> str:
         cell, inner = origin[line - 1] if 0 < line <= len(origin) else (0, line)
         return f"cell {cell}, line {inner}"
 
-    return Source(text="\n".join(lines) + "\n", label=label, pins=pins("\n".join(codes)))
+    return Source(text=_joined(kept), label=label, pins=pins("\n".join(codes)))
+
+
+def _joined(cells: Mapping[int, str]) -> str:
+    return "\n".join(line for code in cells.values() for line in code.splitlines()) + "\n"
+
+
+@lru_cache(maxsize=2)
+def tree_of(text: str) -> ast.Module:
+    """A program's tree. It is asked for twice: for its model's name, then with that model at hand."""
+    return ast.parse(text)
 
 
 def pins(text: str) -> tuple[tuple[str, str], ...]:
@@ -95,32 +105,35 @@ def _without_magics(text: str) -> str:
 
 def _parses(code: str) -> str:
     """A cell that Python can read, empty lines instead of one that it cannot (other languages, broken examples)."""
-    try:
-        ast.parse(parsable(code))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return "\n" * code.count("\n")
-    return parsable(code)
+    found = _readable(code)
+    return "\n" * code.count("\n") if found is None else found
 
 
 def parsable(text: str) -> str:
     """The text with the quotes inside f-strings changed where this Python (before 3.12) cannot read them nested."""
+    found = _readable(text)
+    return text if found is None else found
+
+
+def _readable(text: str) -> str | None:
+    """`parsable`, None where no Python reads it."""
     for _ in range(MAX_REPAIRS):
         try:
             ast.parse(text)
         except SyntaxError as error:
             lines = text.splitlines(keepends=True)
             if error.lineno is None or not 0 < error.lineno <= len(lines) or "f-string" not in str(error):
-                return text
+                return None
             repaired = _requoted(lines[error.lineno - 1])
             if repaired == lines[error.lineno - 1]:
-                return text
+                return None
             lines[error.lineno - 1] = repaired
             text = "".join(lines)
         except (ValueError, RecursionError, MemoryError):
-            return text
+            return None
         else:
             return text
-    return text
+    return None
 
 
 def _requoted(line: str) -> str:
