@@ -9,8 +9,10 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 import yaml
 
@@ -21,7 +23,7 @@ import stand_ins  # noqa: E402
 from launch_sweep import request, setups  # noqa: E402
 
 from planner.choices.objectives import OBJECTIVES  # noqa: E402
-from planner.exporters import EXPORTERS, Launch  # noqa: E402
+from planner.exporters import EXPORTERS, DatasetChoice, Launch  # noqa: E402
 from planner.interchange import setup_from_dict  # noqa: E402
 from planner.models import catalogue  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
@@ -68,6 +70,41 @@ def axolotl() -> Check:
     return check
 
 
+ROWS = {
+    "messages": {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]},
+    "prompt-completion": {"prompt": "Why?", "completion": "So."},
+    "alpaca": {"instruction": "Why?", "input": "", "output": "So."},
+    "preference": {"prompt": "Why?", "chosen": "So.", "rejected": "No."},
+    "text": {"body": "Why? So."},
+}
+"""A row of every form of data that a file may name."""
+SAID = {"preference": ["Why?", "So.", "No."], "text": ["Why? So."]}
+"""What is asked and answered in it, where it is no question with one answer."""
+
+
+def llamafactory_reads_the_data() -> None:
+    """`dataset_info.json`: LLaMA-Factory's own loader finds question and answer in every form of data."""
+    sys.modules["torchaudio"] = ModuleType("torchaudio")  # imported with the templates, used for sound alone
+    from llamafactory.data.loader import _get_merged_dataset
+    from llamafactory.hparams import get_train_args
+
+    for columns, row in ROWS.items():
+        setup = setup_from_dict({"objective": "dpo" if columns == "preference" else "sft"})
+        dataset = DatasetChoice(path="./data/rows.jsonl", columns=columns, local=True, text_field="body")
+        launch = EXPORTERS["llamafactory"](request(setup, dataset=dataset))
+        with folder_with(launch) as folder:
+            (folder / "data").mkdir()
+            (folder / "data" / "rows.jsonl").write_text(4 * (json.dumps(row) + "\n"))
+            os.chdir(folder)
+            model, data, training, tuning, _ = get_train_args(yaml.safe_load(file_of(launch, folder).read_text()))
+            stage = "rm" if tuning.stage == "dpo" else tuning.stage  # as its own workflow asks
+            rows = _get_merged_dataset(data.dataset, model, data, training, stage)
+            os.chdir(ROOT)
+        said = [one["content"] for one in (*rows[0]["_prompt"], *rows[0]["_response"])]
+        assert (len(rows), said) == (4, SAID.get(columns, ["Why?", "So."])), (columns, said)
+        print(f"llamafactory: {columns} data are read as {said}")
+
+
 def llamafactory() -> Check:
     import transformers.training_args as arguments
 
@@ -77,6 +114,7 @@ def llamafactory() -> Check:
     from llamafactory.hparams import get_train_args
 
     parser.is_torch_bf16_gpu_available = lambda: True
+    llamafactory_reads_the_data()
 
     def check(launch: Launch, setup: TrainSetup, folder: Path) -> None:
         values = yaml.safe_load(file_of(launch, folder).read_text())
@@ -314,6 +352,17 @@ def inside(check: Check) -> Check:
     return guarded
 
 
+@contextmanager
+def folder_with(launch: Launch) -> Iterator[Path]:
+    """The folder from which the launch command runs."""
+    with tempfile.TemporaryDirectory() as name:
+        for file in launch.files:
+            path = Path(name, "launch", file.path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(file.text)
+        yield Path(name)
+
+
 def of_objectives() -> list[TrainSetup]:
     """Every other objective than supervised training, by every method."""
     methods = ({"method": "full", "precision": "bf16-pure"}, {"method": "lora"}, {"method": "qlora"})
@@ -333,11 +382,7 @@ def main(tool: str, *only: str) -> int:
         if launch.refused:
             refused_by_us += 1
             continue
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            for file in launch.files:
-                (folder / "launch" / file.path).parent.mkdir(parents=True, exist_ok=True)
-                (folder / "launch" / file.path).write_text(file.text)
+        with folder_with(launch) as folder:
             try:
                 check(launch, setup, folder)
                 accepted += 1
