@@ -2,6 +2,7 @@
 
     python -m benchmarks.gathered            # the page docs/accuracy/gathered.md, from the formula of today
     python -m benchmarks.gathered --first    # also records the first look at rows that have none
+    python -m benchmarks.gathered --dry-runs # also dry-runs what is not recorded (one GPU, uncompiled; minutes)
 
 Rows are `benchmarks/data/gathered.jsonl`, in the form of `planner.measured`, each with its source
 (repository@commit:path). Half of each source, by the checksum of its configuration, is *kept out*: no constant and no
@@ -28,6 +29,7 @@ from reports.accuracy import predicted_figure
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "benchmarks" / "data" / "gathered.jsonl"
 FIRST = ROOT / "benchmarks" / "data" / "gathered_first.json"
+DRY_RUNS = ROOT / "benchmarks" / "data" / "gathered_dry_runs.json"
 PAGE = ROOT / "docs" / "accuracy" / "gathered.md"
 METRICS: tuple[Quantity, ...] = ("allocated", "reserved", "device", "tokens_per_s")
 NAMES = {"tokens_per_s": "tokens/s"}
@@ -84,6 +86,27 @@ def looks() -> tuple[dict[str, dict[str, float]], dict[str, dict[str, bool]], di
     return ratios, inside, refused
 
 
+def dry_run_looks(known: Looks) -> dict[str, dict[str, float]]:
+    """Predicted over measured of memory figures by the dry run; rows of one setup share one run."""
+    from planner.outcome import Prediction
+    from probes.dryrun import dry_run
+
+    answers, found = {}, {name: dict(one) for name, one in known.items()}
+    for row in rows():
+        wanted = [what for what in METRICS[:3] if row.comparable(what) and row.measured(what)]
+        if row.id in found or not wanted or row.setup is None or row.setup.compile or row.num_gpus > 1:
+            continue
+        model, gpu = _lookup(row)
+        key = (model.model_id, gpu.key, row.setup)
+        if key not in answers:
+            answers[key] = dry_run(model, gpu, row.setup)
+        answer = answers[key]
+        if isinstance(answer, Prediction):
+            ratios = {what: (predicted_figure(answer, what) or 0.0) / (row.measured(what) or 1.0) for what in wanted}
+            found[row.id] = {what: round(ratio, 4) for what, ratio in ratios.items()}
+    return found
+
+
 def _share(values: Sequence[float]) -> str:
     errors = [abs(value - 1) for value in values]
     return f"{statistics.median(errors):.1%} / {max(errors):.1%}" if errors else ""
@@ -98,7 +121,7 @@ def _configs(found: Iterable[MeasuredRow], ratios: Looks, what: str) -> list[flo
     return [statistics.median(values) for values in each.values()]
 
 
-def page(first: Looks) -> str:
+def page(first: Looks, dry_runs: Looks) -> str:
     """The Markdown tables."""
     ratios, inside, refused = looks()
     groups: dict[str, list[MeasuredRow]] = defaultdict(list)
@@ -110,10 +133,10 @@ def page(first: Looks) -> str:
         "Written by `python -m benchmarks.gathered`; do not edit by hand. Errors of the formula on published runs that "
         "were gathered after it was built: median / worst over configurations. *First look*: before anybody here had "
         "seen the error. *Kept out*: the half of the source that no constant and no band is fitted on. *Inside*: share "
-        "of runs inside the band that the prediction carries.",
+        "of runs inside the band that the prediction carries. *Dry run*: as recorded, where it can run the setup.",
         "",
-        "| source | figure | runs | configurations | first look | today | today, kept out | inside |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
+        "| source | figure | runs | configurations | first look | today | today, kept out | inside | dry run |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for group, members in sorted(groups.items()):
         for what in METRICS:
@@ -125,7 +148,7 @@ def page(first: Looks) -> str:
             lines.append(
                 f"| {group} | {NAMES.get(what, what)} | {len(flags)} | {len(today)} | "
                 f"{_share(_configs(members, first, what))} | {_share(today)} | {_share(held)} | "
-                f"{sum(flags) / len(flags):.0%} |"
+                f"{sum(flags) / len(flags):.0%} | {_share(_configs(members, dry_runs, what))} |"
             )
     ooms = [row for row in rows() if row.status == "oom" and row.id not in refused]
     false = [row.id for row in ooms if _fits(row)]
@@ -159,14 +182,24 @@ def main() -> None:
     """Records first looks when asked, and writes the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", action="store_true", help="record the first look at rows that have none")
+    parser.add_argument("--dry-runs", action="store_true", help="dry-run what is not recorded")
     asked = parser.parse_args()
-    first: dict[str, dict[str, float]] = json.loads(FIRST.read_text()) if FIRST.exists() else {}
+    first = json.loads(FIRST.read_text())
+    dry_runs = json.loads(DRY_RUNS.read_text()) if DRY_RUNS.exists() else {}
     if asked.first:
         new = {name: {what: round(one, 4) for what, one in found.items()} for name, found in looks()[0].items()}
         first = new | first
-        FIRST.write_text(json.dumps(first, indent=0, sort_keys=True) + "\n", encoding="utf-8")
-    PAGE.write_text(page(first), encoding="utf-8")
-    sys.stdout.write(page(first))
+        _write(FIRST, first)
+    if asked.dry_runs:
+        dry_runs = dry_run_looks(dry_runs)
+        _write(DRY_RUNS, dry_runs)
+    text = page(first, dry_runs)
+    PAGE.write_text(text, encoding="utf-8")
+    sys.stdout.write(text)
+
+
+def _write(path: Path, found: Looks) -> None:
+    path.write_text(json.dumps(found, indent=0, sort_keys=True) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
