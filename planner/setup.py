@@ -208,6 +208,16 @@ class TrainSetup:
         return moved
 
     @property
+    def four_bit(self) -> bool:
+        """Whether the base is held in 4 bits."""
+        return self.quantization in ("nf4", "nf4-double")
+
+    @property
+    def zero(self) -> bool:
+        """Whether DeepSpeed's ZeRO shards it, at whichever stage."""
+        return self.parallel in ("zero1", "zero2", "zero3")
+
+    @property
     def quantized(self) -> bool:
         """Whether the base is quantized."""
         return self.quantization != "none"

@@ -129,7 +129,7 @@ def _check_base(setup: "TrainSetup") -> None:
         )
     if setup.selective_checkpointing:
         _check_selective(setup)
-    if setup.quantize_experts and (not setup.quantization.startswith("nf4") or setup.kbit_fp32_cast):
+    if setup.quantize_experts and (not setup.four_bit or setup.kbit_fp32_cast):
         raise SetupError(
             f"quantize_experts stores experts in the base's 4 bits, got quantization {setup.quantization!r}"
             + (" with kbit_fp32_cast" if setup.kbit_fp32_cast else ""),

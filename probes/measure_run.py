@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from planner.choices.optimizers import OPTIMIZERS
 from planner.exporters.deepspeed import STAGES as ZERO_STAGES
 from planner.memory.optimizer import paged_bytes
 from planner.units import MIB, gib
@@ -73,7 +74,7 @@ class DepthRunner:
                 self.request.device,
                 self.resources,
                 before.used_bytes if before is not None else None,
-                paged=self.request.setup.optimizer.startswith("paged-"),
+                paged=OPTIMIZERS[self.request.setup.optimizer].paged,
             )
         found = self._run(depth, meter, timed=timed)
         return replace(found, flags=(*found.flags, *self._clean()))  # after an exception the process ends anyway
@@ -196,7 +197,7 @@ class DepthRunner:
             spread = spread_model(model, setup, device=device)
         optimizer = optimizer_of(model, setup)
         mark: Mark = meter.mark
-        if setup.optimizer.startswith("paged-") and device.type == "cuda":
+        if OPTIMIZERS[setup.optimizer].paged and device.type == "cuda":
             mark = _only_what_is_free(meter.mark, optimizer, setup.optimizer, device)
         if not zero:
             return partial(train_step, make_trainer(model, setup, optimizer, spread, reference)), mark, None

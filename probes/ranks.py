@@ -35,7 +35,7 @@ def why_not_probed(setup: TrainSetup) -> str:
         return "tensor parallelism is not probed: it needs the training engine itself (torchtitan, Megatron); run that"
     if setup.pipeline_degree > 1:
         return "pipeline parallelism is not probed: it needs the training engine itself; probe one stage's layers alone"
-    if setup.parallel.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
+    if setup.zero and importlib.util.find_spec("deepspeed") is None:
         return (
             "ZeRO is probed through DeepSpeed, which is not installed here: pip install deepspeed, or probe 'fsdp2' "
             "(shards as zero3 does)"

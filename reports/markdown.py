@@ -53,7 +53,7 @@ def plan_markdown(plan: Plan | NoPlan, extras: Extras | None = None) -> str:
     blocks += _memory(chosen, plan.workload.memory_bytes)
     if isinstance(plan, Plan):
         blocks += _launch(extras)
-    blocks += _walk(plan.walk)
+    blocks += _tree(plan.walk)
     if isinstance(plan, Plan):
         blocks += _alternatives(plan)
         blocks += _sensitivity(extras)
@@ -143,7 +143,7 @@ def _memory(candidate: Candidate, memory_bytes: int) -> list[str]:
     ]
 
 
-def _walk(walk: Sequence[Answer]) -> list[str]:
+def _tree(walk: Sequence[Answer]) -> list[str]:
     lines = []
     for number, answer in enumerate(walk, 1):
         lines.append(f"{number}. {escape(answer.question)} **{escape(answer.choice)}**")

@@ -100,7 +100,7 @@ def render_plan(
     _launches(page, launches)
     _memory(page, plan.chosen, plan.workload.memory_bytes)
     around(page, plan.workload, plan.chosen)
-    _walk(page, plan.walk)
+    _tree(page, plan.walk)
     _alternatives(page, plan)
     page.line()
     page.line(space_sentence(plan))
@@ -137,7 +137,7 @@ def render_no_plan(
     else:
         page.line("No single change is enough.", indent=2)
     _memory(page, no_plan.nearest, no_plan.workload.memory_bytes)
-    _walk(page, no_plan.walk)
+    _tree(page, no_plan.walk)
     page.line()
     page.line(space_sentence(no_plan))
     _notes(page, notes_of(no_plan))
@@ -146,7 +146,7 @@ def render_no_plan(
 def _asked_for(page: Page, answer: Plan | NoPlan, candidate: Candidate, show: Collection[str]) -> None:
     """The tree ("why") and every term ("memory") before the short answer."""
     if "why" in show:
-        _walk(page, answer.walk)
+        _tree(page, answer.walk)
         page.line(space_sentence(answer))
     if "memory" in show:
         _memory(page, candidate, answer.workload.memory_bytes)
@@ -378,7 +378,7 @@ def _bar(row: MemoryRow, scale_bytes: int, memory_bytes: int, width: int, filled
     return "".join([*cells[:limit], "│", *cells[limit:]]).rstrip()
 
 
-def _walk(page: Page, walk: Sequence[Answer]) -> None:
+def _tree(page: Page, walk: Sequence[Answer]) -> None:
     if not walk:
         return
     page.head("Why: the decision tree, question by question")

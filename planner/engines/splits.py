@@ -62,7 +62,7 @@ def tensor_refuses(model: ModelSpec, setup: TrainSetup) -> str:
             "tensor parallelism beside plain DDP is refused: the copies must be FSDP2 shards (accelerate 1.15 "
             "ParallelismConfig)"
         )
-    if setup.parallel.startswith("zero"):
+    if setup.zero:
         return (
             "tensor parallelism here comes from transformers' and Accelerate's DTensor plans, which go with FSDP2, "
             "not with DeepSpeed (accelerate 1.15 ParallelismConfig)"

@@ -17,7 +17,7 @@ from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, Expo
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class
 from planner.setup import TrainSetup
-from planner.tools.axolotl import AXOLOTL, LIGER_SWITCHES, LORA_SWITCHES, MLP_SWITCH
+from planner.tools.axolotl import AXOLOTL, LIGER_SWITCHES, lora_switches
 from planner.units import gib
 
 TARGET = "axolotl"
@@ -204,7 +204,7 @@ def _model(request: ExportRequest) -> list[Line | None]:
     return [
         model_line("base_model", request, shown_path(request.model_id)),
         Line("load_in_8bit", setup.quantization == "int8"),
-        Line("load_in_4bit", setup.quantization.startswith("nf4")),
+        Line("load_in_4bit", setup.four_bit),
         Line("bnb_config_kwargs", {"bnb_4bit_use_double_quant": False}) if setup.quantization == "nf4" else None,
         Line("quantize_moe_experts", True, "stacked experts in 4 bits too") if setup.quantize_experts else None,
         Line("model_quantization_config", dequantizing) if dequantizing else None,
@@ -221,7 +221,7 @@ def _method(request: ExportRequest) -> list[Line]:
     if setup.method == "full":
         return []
     lines = [
-        Line("adapter", "qlora" if setup.quantization.startswith("nf4") else "lora"),
+        Line("adapter", "qlora" if setup.four_bit else "lora"),
         said(AXOLOTL, setup, "lora_rank"),
         Line("lora_alpha", hyper.lora_alpha, hyper.reasons.get("lora_alpha", "")),
         said(AXOLOTL, setup, "lora_dropout"),
@@ -287,8 +287,7 @@ def _kernels(setup: TrainSetup, model: ModelSpec | None) -> list[Line]:
     if setup.loss == "liger":
         lines.append(Line("liger_fused_linear_cross_entropy", True))
     if setup.method != "full":
-        fused, whole = "lora" in KERNELS[setup.kernels].parts, setup.lora_targets == "all-linear"
-        lines += [Line(switch, fused and (whole or switch != MLP_SWITCH)) for switch in LORA_SWITCHES]
+        lines += [Line(switch, on) for switch, on in lora_switches(setup).items()]
     return lines
 
 

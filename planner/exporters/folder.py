@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 
 from planner.choices.kernels import LIGER
+from planner.choices.optimizers import OPTIMIZERS
 from planner.choices.packages import requirement
 from planner.exporters import chat, gated
 from planner.exporters.text import one_line, shown_path
@@ -34,9 +35,9 @@ def requirements(launch: Launch, request: ExportRequest) -> list[list[str]]:
     runs = launch.runs_as(request.setup)
     packages = [f"{name}=={version}" for name, version in launch.validated_with.items()]
     extra = {
-        "bitsandbytes": runs.quantized or "8bit" in runs.optimizer or runs.optimizer.startswith("paged"),
+        "bitsandbytes": runs.quantized or OPTIMIZERS[runs.optimizer].bitsandbytes,
         LIGER: "liger" in (runs.loss, runs.kernels) and launch.target != "axolotl",  # which pins one of its own
-        "deepspeed": runs.parallel.startswith("zero"),
+        "deepspeed": runs.zero,
     }
     packages += [requirement(name) for name, needed in extra.items() if needed and name not in launch.validated_with]
     calls = [packages]

@@ -45,7 +45,7 @@ def tensor_refusal(setup: TrainSetup, tool: str) -> str:
         return "peft 0.21's adapters fail on matrices that tensor parallelism cuts by their inputs (o_proj, down_proj)"
     if setup.parallel == "ddp":
         return "tensor parallelism beside plain DDP is refused (accelerate 1.15 ParallelismConfig): use fsdp2"
-    if setup.parallel.startswith("zero"):
+    if setup.zero:
         return "transformers' tensor parallelism goes with FSDP2, not with DeepSpeed"
     if setup.parallel == "fsdp2" and not setup.reshard_after_forward:
         return "beside tensor parallelism, transformers' FSDP2 plan always frees a layer's weights after its forward"
@@ -91,7 +91,7 @@ def deepspeed_precision(setup: TrainSetup) -> Difference | None:
     Source: DeepSpeed 0.19 engine.py `_configure_distributed_model`: bf16 casts the module and keeps fp32 masters;
     without it every parameter must be fp32.
     """
-    if not setup.parallel.startswith("zero") or setup.precision != "bf16-pure":
+    if not setup.zero or setup.precision != "bf16-pure":
         return None
     reason = "DeepSpeed trains bf16 weights with fp32 masters and only by its bf16 switch; there is no autocast in it"
     return Difference(field="precision", planned=setup.precision, runs_as="bf16-autocast", reason=reason)
@@ -134,6 +134,6 @@ def sharding_refusal(setup: TrainSetup, model: ModelSpec | None) -> str:
         return f"{setup.parallel} cannot shard bitsandbytes' int8 weights"
     if setup.parallel == "fsdp2" and not OPTIMIZERS[setup.optimizer].steps_dtensors:
         return f"{setup.optimizer} has no step for FSDP2's DTensors"
-    if setup.parallel.startswith("zero") and setup.offload != "none" and not OPTIMIZERS[setup.optimizer].steps_on_cpu:
+    if setup.zero and setup.offload != "none" and not OPTIMIZERS[setup.optimizer].steps_on_cpu:
         return f"ZeRO-Offload steps on the CPU with DeepSpeedCPUAdam, not {setup.optimizer}"
     return ""

@@ -162,7 +162,7 @@ def _model(request: ExportRequest) -> str:
             Line("model_name", Code("MODEL")),
             Line("max_seq_length", setup.seq_len_tokens),
             Line("dtype", Code(f"torch.{dtype}")),
-            Line("load_in_4bit", setup.quantization.startswith("nf4")),
+            Line("load_in_4bit", setup.four_bit),
             Line("load_in_8bit", setup.quantization == "int8"),
             Line("load_in_16bit", setup.method == "lora"),
             Line("full_finetuning", full),

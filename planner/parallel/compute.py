@@ -70,7 +70,7 @@ class Rank:
         """
         family, setup = self.profile.family, self._setup
         size, tensors = family.trained_bytes, family.trained_tensors
-        if setup.parallel.startswith("zero"):
+        if setup.zero:
             size, tensors = 4, 2
         elif setup.parallel == "fsdp2" and setup.autocast_dtype:
             size = 4

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from planner.choices.kernels import FUSED_LORA, KERNELS, running
 from planner.errors import ConfigError, NotPlanned
 from planner.kernels import default_attention, has_expert_stacks
 from planner.models.spec import ModelSpec
@@ -12,7 +11,7 @@ from planner.readers.fields import adapter_kind, said
 from planner.readers.sharding import Sharding, Spread, fsdp, hybrid, parallel_of, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
-from planner.tools.axolotl import AXOLOTL, LIGER_SWITCHES, LORA_SWITCHES
+from planner.tools.axolotl import AXOLOTL, LIGER_SWITCHES, LORA_SWITCHES, own_kernels
 
 FORMAT = "axolotl"
 ADAPTERS = ("lora", "qlora")
@@ -264,13 +263,8 @@ def _kernels(settings: Settings, fields: dict[str, Any], model: ModelSpec | None
     if any("liger" in one.lower() for one in _plugins(settings)) and any(options.values()):
         liger = common.liger_kernels(settings, {part: (name,) for part, name in LIGER_SWITCHES.items()}, options, model)
     said = [settings.raw(name) for name in LORA_SWITCHES]
-    plain = fields["method"] != "full" and not fields["lora_dropout"] and fields["quantization"] != "int8"
-    plain = plain and isinstance(fields["lora_targets"], str)
-    on = plain and (all(one is None for one in said) or any(one is True for one in said))
-    if not on or (model is not None and model.model_type not in FUSED_LORA):
-        return liger
-    if fused := running(KERNELS[liger].parts | {"lora"}):
-        return fused
+    if family := own_kernels(liger, fields, said, model.model_type if model is not None else ""):
+        return family
     settings.approximate("Axolotl's LoRA kernels without Liger's layers: counted as eager ones, slower and larger")
     return "eager"
 

@@ -1,7 +1,9 @@
 """Axolotl's YAML (0.21)."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from planner.choices.kernels import FUSED_LORA, KERNELS, running
 from planner.setup import TrainSetup
 from planner.tools.field import Field, Tool
 from planner.tools.transformers import ATTENTIONS, COMPILE, OPTIMIZERS
@@ -11,6 +13,26 @@ LIGER_SWITCHES = {"rotary": "liger_rope", "norm": "liger_rms_norm", "gated": "li
 MLP_SWITCH = "lora_mlp_kernel"
 LORA_SWITCHES = (MLP_SWITCH, "lora_qkv_kernel", "lora_o_kernel")
 """Axolotl's own LoRA functions."""
+
+
+def lora_switches(setup: TrainSetup) -> dict[str, bool]:
+    """Axolotl's LoRA functions, each on or off, as the setup's kernel family has them."""
+    on, whole = "lora" in KERNELS[setup.kernels].parts, setup.lora_targets == "all-linear"
+    return {switch: on and (whole or switch != MLP_SWITCH) for switch in LORA_SWITCHES}
+
+
+def own_kernels(layers: str, fields: Mapping[str, Any], said: Sequence[Any], model_type: str) -> str:
+    """The kernel family of a run whose layers are `layers`', with Axolotl's LoRA functions where they are on: by
+    themselves for adapters without dropout where the config says nothing of them. "" where no family is that pair.
+
+    Source: Axolotl 0.21 `utils/schemas/config.py` check_auto_enable_lora_kernels.
+    """
+    plain = fields["method"] != "full" and not fields["lora_dropout"] and fields["quantization"] != "int8"
+    plain = plain and isinstance(fields["lora_targets"], str)
+    on = plain and (all(one is None for one in said) or any(one is True for one in said))
+    if not on or (model_type and model_type not in FUSED_LORA):
+        return layers
+    return running(KERNELS[layers].parts | {"lora"})
 
 
 def _four_bits(_: str, before: TrainSetup, after: TrainSetup) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from planner.tools.transformers import (
 
 
 def _quantization(_: str, before: TrainSetup, after: TrainSetup) -> dict[str, Any]:
-    four = after.quantization.startswith("nf4")
+    four = after.four_bit
     edits: dict[str, Any] = {"load_in_4bit": four}
     if four:
         edits |= {"bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": after.quantization == "nf4-double"}

@@ -10,7 +10,7 @@ from planner.tools.transformers import BATCH, CHECKPOINTING, OPTIMIZER
 
 
 def _four_bits(_: str, __: TrainSetup, after: TrainSetup) -> dict[str, bool]:
-    return {"training.load_in_4bit": after.quantization.startswith("nf4")}
+    return {"training.load_in_4bit": after.four_bit}
 
 
 UNSLOTH = Tool(
