@@ -237,24 +237,39 @@ def _one_gpu(workload: Workload) -> OneGpu:
         return None
 
 
-def _with_packed_experts(
-    workload: Workload, corrections: Mapping[CorrectionKey, float] | None, walks: Walks
-) -> Plan | None:
-    """The plan with a mixture's experts in 4 bits too, where nothing else fits; None where that is no way out."""
+def _packed(workload: Workload) -> Workload | None:
+    """The same work with a mixture's experts in 4 bits too, which Axolotl alone trains; None where that is no way."""
     if "quantize_experts" in workload.fixed or workload.num_gpus > 1 or workload.targets not in ((), ("axolotl",)):
         return None
     if not has_expert_stacks(workload.model):
         return None
-    try:
-        plan = plan_workload(
-            replace(workload, fixed={**workload.fixed, "quantize_experts": (True,)}), corrections, walks
-        )
-    except UsageError:
+    return replace(workload, targets=("axolotl",), fixed={**workload.fixed, "quantize_experts": (True,)})
+
+
+def _with_packed_experts(
+    workload: Workload, corrections: Mapping[CorrectionKey, float] | None, walks: Walks
+) -> Plan | None:
+    """The plan with a mixture's experts in 4 bits too, where nothing else fits; None where that is no way out."""
+    wish = _packed(workload)
+    if wish is None or choose(wish, dimension_values(wish), Facts(walks=walks), corrections)[1] is None:
         return None
+    plan = plan_workload(wish, corrections, walks)
     if not isinstance(plan, Plan):
         return None
     note = "nothing fits with the experts in 16 bits; in 4 bits Axolotl alone trains them (quantize_moe_experts)"
     return replace(plan, notes=(note, *plan.notes))
+
+
+def _chosen(workload: Workload) -> Candidate | None:
+    """What the plan of this work would choose, without the rest of it; None where nothing fits."""
+    try:
+        _, best = choose(workload, dimension_values(workload), Facts())
+    except UsageError:
+        return None
+    if best is not None:
+        return candidate(workload, best.setup)
+    packed = _packed(workload)
+    return _chosen(packed) if packed is not None else None
 
 
 def _plain_copy(workload: Workload, nearest: Candidate) -> tuple[Remedy, ...]:
@@ -262,15 +277,12 @@ def _plain_copy(workload: Workload, nearest: Candidate) -> tuple[Remedy, ...]:
     if not dequantizing_class(workload.model):
         return ()
     config = {key: value for key, value in workload.model.config.items() if key != "quantization_config"}
-    try:
-        plan = plan_workload(replace(workload, model=replace(workload.model, config=config)))
-    except UsageError:
+    chosen = _chosen(replace(workload, model=replace(workload.model, config=config)))
+    if chosen is None:
         return ()
-    if not isinstance(plan, Plan):
-        return ()
-    experts = ", experts too, in Axolotl" if plan.chosen.setup.quantize_experts else ""
-    words = f"name a 16-bit copy of it: it trains in {plan.chosen.setup.quantization}{experts}"
-    saved = nearest.formula.peak_device_bytes - plan.chosen.formula.peak_device_bytes
+    experts = ", experts too, in Axolotl" if chosen.setup.quantize_experts else ""
+    words = f"name a 16-bit copy of it: it trains in {chosen.setup.quantization}{experts}"
+    saved = nearest.formula.peak_device_bytes - chosen.formula.peak_device_bytes
     return (Remedy(action=words, saves_bytes=saved, fits=True),)
 
 
