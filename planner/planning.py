@@ -251,9 +251,12 @@ def _with_packed_experts(
 ) -> Plan | None:
     """The plan with a mixture's experts in 4 bits too, where nothing else fits; None where that is no way out."""
     wish = _packed(workload)
-    if wish is None or choose(wish, dimension_values(wish), Facts(walks=walks), corrections)[1] is None:
+    try:
+        if wish is None or choose(wish, dimension_values(wish), Facts(walks=walks), corrections)[1] is None:
+            return None
+        plan = plan_workload(wish, corrections, walks)
+    except UsageError:
         return None
-    plan = plan_workload(wish, corrections, walks)
     if not isinstance(plan, Plan):
         return None
     note = "nothing fits with the experts in 16 bits; in 4 bits Axolotl alone trains them (quantize_moe_experts)"
