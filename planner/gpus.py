@@ -155,9 +155,10 @@ def find_gpu(name: str) -> GpuSpec:
     wanted = normalized(name)
     known = _table()[1]
     found = known.get(wanted) or known.get(f"rtx{wanted}")
-    if found is not None:  # "4090" is a GeForce RTX 4090, "a6000" an RTX A6000
-        return found
-    could_be = [spec.key for spec in all_gpus() if wanted and _may_mean(wanted, spec)]
+    sizes = [spec.key for spec in all_gpus() if re.fullmatch(rf"(rtx)?{re.escape(wanted)}\d+gb", normalized(spec.name))]
+    if found is not None and (len(sizes) < 2 or name == found.driver_name):
+        return found  # "4090" is a GeForce RTX 4090, "a6000" an RTX A6000; the driver does not say a 4060 Ti's size
+    could_be = sizes if found is not None else [spec.key for spec in all_gpus() if wanted and _may_mean(wanted, spec)]
     if could_be:
         error = UnknownGpuError(
             f"GPU {name!r} is not one exact device", hint=f"say which: {', '.join(could_be[:8])}; or --gpu local"

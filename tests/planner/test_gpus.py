@@ -50,6 +50,8 @@ KNOWN_NAMES = [
     ("A800", "a800-80gb"),
     ("4060", "rtx-4060"),
     ("4060 Ti 8GB", "rtx-4060-ti-8gb"),
+    ("RTX 4060 Ti 16 GB", "rtx-4060-ti-16gb"),
+    ("NVIDIA GeForce RTX 4060 Ti", "rtx-4060-ti-16gb"),
     ("4070 super", "rtx-4070-super"),
     ("NVIDIA GeForce RTX 5070", "rtx-5070"),
     ("RTX 3050 4GB", "rtx-3050-4gb"),
@@ -102,6 +104,8 @@ def test_find_gpu_knows_the_names_people_use(name: str, key: str) -> None:
         ("M2", "apple-m2-max, apple-m2-ultra"),
         ("MacBook Pro", "apple-m3-max"),
         ("geforce", "rtx-3060"),
+        ("4060 ti", "say which: rtx-4060-ti-8gb, rtx-4060-ti-16gb"),
+        ("GeForce RTX 4060 Ti", "say which: rtx-4060-ti-8gb, rtx-4060-ti-16gb"),
     ],
 )
 def test_unknown_and_ambiguous_names_are_errors_with_a_hint(name: str, hinted: str) -> None:
