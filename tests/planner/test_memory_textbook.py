@@ -11,10 +11,13 @@ from planner.memory.weights import int8_bytes, nf4_bytes
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.outcome import Prediction
+from planner.plan import Plan
+from planner.planning import plan_workload
 from planner.predict import predict
 from planner.setup import TrainSetup
 from planner.units import GB, GIB
 from tests.planner import textbook
+from tests.planner.helpers import wish
 
 ROUNDED = 0.02  # the sources give two digits
 QLORA_SPEED = ((256, 0.54), (512, 0.60), (1024, 0.78), (2048, 0.94))
@@ -118,6 +121,14 @@ def test_lora_is_18_percent_faster_than_full_fine_tuning() -> None:
     full = {"method": "full", "lora_rank": 0, "precision": "bf16-pure"}
     assert speed_ratio({"checkpointing": 0}, {**full, "checkpointing": 0}) == pytest.approx(1.18, abs=0.03)
     assert speed_ratio({"checkpointing": 1}, {**full, "checkpointing": 1}) == pytest.approx(1.02, abs=0.03)
+
+
+def test_lora_at_its_best_is_32_percent_faster_than_full_fine_tuning_at_its_best() -> None:
+    plan = plan_workload(wish("meta-llama/Llama-3.1-8B", "h200"))
+    assert isinstance(plan, Plan)
+    full = next(one.candidate for one in plan.alternatives if one.label == "full fine-tuning")
+    assert plan.chosen.setup.method == "lora"
+    assert plan.chosen.tokens_per_s / full.tokens_per_s == pytest.approx(1.32, abs=0.03)
 
 
 @pytest.mark.parametrize(("tokens", "ratio"), QLORA_SPEED)
