@@ -1,6 +1,7 @@
 """The chosen setup of every catalogue model on some cards, one JSON line per plan; what changed between two such files.
 
     python benchmarks/catalogue_plans.py --out after.jsonl [--gpus t4,rtx-4090] [--models llama] [--workers 2]
+    python benchmarks/catalogue_plans.py --without-reserve --out before.jsonl     # what fits by its peak alone
     python benchmarks/catalogue_plans.py --compare before.jsonl after.jsonl
 
 Formula rung only: a reshaping must leave every line as it was, a change of a formula or a rule
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.cli.wish import workload
+from planner.decision.facts import Limits
 from planner.errors import PlannerError
 from planner.gpus import find_gpu
 from planner.interchange import setup_to_dict
@@ -46,6 +48,11 @@ def one_plan(pair: tuple[str, str]) -> dict[str, Any]:
         "infeasible": plan.space.infeasible,
         "alternatives": [] if isinstance(plan, NoPlan) else [each.label for each in plan.alternatives],
     }
+
+
+def without_reserve() -> None:
+    """From now on this process takes what fits by its peak alone: the state before "what is taken surely fits"."""
+    Limits.taken_bytes = lambda self, setup: self.budget_bytes  # type: ignore[method-assign]
 
 
 Plans = dict[tuple[str, str], dict[str, Any]]
@@ -115,6 +122,7 @@ def main() -> None:
     parser.add_argument("--gpus", default=",".join(GPUS))
     parser.add_argument("--models", default="", help="only names that contain this")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--without-reserve", action="store_true", help="take what fits by its peak alone")
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
     args = parser.parse_args()
     if args.compare:
@@ -122,7 +130,7 @@ def main() -> None:
     names = [name for name in catalogue.names() if args.models.lower() in name.lower()]
     pairs = [(name, gpu) for name in names for gpu in args.gpus.split(",")]
     out = args.out.open("w") if args.out else sys.stdout
-    with ProcessPoolExecutor(args.workers) as pool:
+    with ProcessPoolExecutor(args.workers, initializer=without_reserve if args.without_reserve else None) as pool:
         for line in pool.map(one_plan, pairs, chunksize=8):
             print(json.dumps(line), file=out)
 
