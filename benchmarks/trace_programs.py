@@ -153,8 +153,8 @@ PROGRAMS = {
         "huggingface+trl",
         "",
         "python examples/scripts/gkd.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --teacher_model_name_or_path "
-        "Qwen/Qwen2.5-1.5B-Instruct --dataset_name trl-lib/chatbot_arena_completions --max_length 4096 "
-        f"--per_device_train_batch_size 1 --gradient_accumulation_steps 8 {OUTPUT}",  # rows here are all of 2,048
+        "Qwen/Qwen2.5-1.5B-Instruct --dataset_name trl-lib/chatbot_arena_completions --per_device_train_batch_size 4 "
+        f"--gradient_accumulation_steps 8 {OUTPUT}",
     ),
     "trl-ppo": (
         "huggingface+trl",
@@ -406,7 +406,11 @@ def traced(checkouts: Path, python: str, name: str) -> dict[str, object]:
         path.write_text(json.dumps([{"instruction": "a", "input": "", "output": "b" * 1700}] * 64))
     if name.startswith("unsloth"):
         command = ["python", text.removeprefix("python ")]
-    own = [str(checkouts / FACTORY / "src"), str(where / "src"), os.environ.get("PYTHONPATH", "")]
+    own = [
+        str(checkouts / FACTORY / "src"),
+        str(where / "src") if name.startswith("handbook") else "",
+        os.environ.get("PYTHONPATH", ""),
+    ]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, own)]),
@@ -491,7 +495,7 @@ words = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "!", "eos_to
 (folder / "tokenizer_config.json").write_text(json.dumps(words))
 """
 """What litgpt calls a checkpoint: its own configuration by name, no weights, a token of every byte."""
-_ROWS = {"litgpt": "rows.json", "axolotl": "teknium/GPT4-LLM-Cleaned/rows.json"}
+_ROWS = {"litgpt": "rows.json", "axolotl": "teknium/GPT4-LLM-Cleaned/rows.json", "scratch": "middlemarch.txt"}
 """Where a program looks for rows that are not a data set of the hub: with its checkpoint, and beside it."""
 
 

@@ -130,7 +130,6 @@ WATCHED = (
     "flash_attn.cute.interface",
     "flash_attn_interface",
     "xformers.ops.fmha",
-    "transformers.distributed.tensor_parallel",
     "transformers.distributed.expert_parallel",
     "transformers.integrations.moe",
     "transformers.modeling_utils",

@@ -60,6 +60,7 @@ def load_without_weights(phantom: Phantom, modeling: Any, patch: Patch) -> None:
         device_map = load_config.device_map
         quantizer = load_config.hf_quantizer
         if device_map is not None:
+            _all_on_the_gpu(type(model).__name__, device_map)
             modeling.caching_allocator_warmup(model, modeling.expand_device_map(device_map, keys), quantizer)
         tied = set(getattr(model, "all_tied_weights_keys", {}))
         for key in keys:
@@ -75,6 +76,20 @@ def load_without_weights(phantom: Phantom, modeling: Any, patch: Patch) -> None:
     patch(modeling, "get_device", get_device)
     patch(modeling, "_get_dtype", get_dtype)
     patch(modeling.PreTrainedModel, "_load_pretrained_model", staticmethod(load))
+
+
+def _all_on_the_gpu(name: str, device_map: Any) -> None:
+    """That no layer was left to the host: Accelerate would fetch it for every pass.
+
+    Raises:
+        Refused: one was.
+    """
+    outside = [part for part, home in device_map.items() if str(home) in ("cpu", "disk")]
+    if 0 < len(outside) < len(device_map):
+        raise Refused(
+            f"{name}: its weights have no room on the card, so device_map leaves {len(outside)} of its "
+            f"{len(device_map)} parts to the host; a model in such parts is not followed (fewer bits, or a larger card)"
+        )
 
 
 def _fill(model: Any, key: str, device: torch.device, load_config: Any) -> None:

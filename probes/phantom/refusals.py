@@ -1,4 +1,4 @@
-"""What is refused by name: models split otherwise than by FSDP2, and attention whose memory nobody here knows."""
+"""What is refused by name: models split as nobody tried here, and attention whose memory nobody here knows."""
 
 import re
 from collections.abc import Callable
@@ -28,10 +28,11 @@ def hooks(stack: ExitStack) -> dict[str, Hook]:
         stack.enter_context(mock.patch.object(module.FullyShardedDataParallel, "__init__", said))
 
     kernel = refuse(_ATTENTION.fullmatch, "the buffers of this package's kernels are not known here; SDPA is followed")
-    split = refuse({"parallelize_module", "distribute_tensor"}.__contains__, "tensor parallelism is not followed")
+    split = refuse(
+        {"parallelize_module", "distribute_tensor"}.__contains__, "this way to split a model was not tried here"
+    )
     return {
         "torch.distributed.tensor.parallel": split,
-        "transformers.distributed.tensor_parallel": split,
         "transformers.distributed.expert_parallel": split,
         "deepspeed": refuse({"initialize"}.__contains__, "DeepSpeed's engine allocates outside PyTorch's operators"),
         "torch.distributed.fsdp": sharded,

@@ -21,7 +21,7 @@ from probes.phantom.card import card_of
 from probes.phantom.cuda import Refused
 from probes.phantom.failures import status_of, told
 from probes.phantom.images import processor_for
-from probes.phantom.loading import _mirrored
+from probes.phantom.loading import _all_on_the_gpu, _mirrored
 from probes.phantom.mode import Phantom
 from probes.phantom.session import phantom_gpu
 from probes.phantom.texts import columns_of
@@ -310,6 +310,13 @@ def test_fsdp2_holds_its_part_and_gathers_a_layer_at_a_time(phantom: Phantom) ->
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.step()
     assert torch.cuda.memory_allocated() - rows.numel() * 4 - 2 * WORKSPACE - 6 * MIB in range(6 * MIB, 6 * MIB + 8192)
+
+
+def test_a_model_partly_on_the_host_is_refused() -> None:
+    _all_on_the_gpu("LlamaForCausalLM", {"model": 0, "lm_head": 0})
+    _all_on_the_gpu("LlamaForCausalLM", {"": "cpu"})
+    with pytest.raises(Refused, match="leaves 1 of its 2 parts to the host"):
+        _all_on_the_gpu("LlamaForCausalLM", {"model": 0, "lm_head": "cpu"})
 
 
 def test_devices_by_number_and_default_devices(phantom: Phantom) -> None:
