@@ -248,13 +248,15 @@ def columns_of(row: dict[str, Any], text_field: str, name: str) -> str:
         return "alpaca"
     if {"chosen", "rejected"} <= set(row):
         return "preference"
+    if {"anchor", "positive"} <= set(row):
+        return "pairs"
     if text_field in row:
         return "text"
     if "prompt" in row:
         return "prompt"
     raise ConfigError(
         f"{name}: columns {', '.join(sorted(map(str, row))[:8])} are not known",
-        hint=f"messages; prompt and completion; instruction and output; chosen and rejected; prompt; or {text_field}",
+        hint=f"messages; prompt and completion; instruction and output; chosen and rejected; anchor and positive; prompt; or {text_field}",
     )
 
 
@@ -267,6 +269,8 @@ def _length(row: dict[str, Any], columns: str, text_field: str, count: CountToke
         if columns == "preference":
             halves = (count(_content(row[half])) for half in ("chosen", "rejected"))
             return count(_content(row.get("prompt") or "")) + max(halves) + 1
+        if columns == "pairs":
+            return max(count(_of(str, row[one])) for one in ("anchor", "positive")) + 1
         if columns == "prompt-completion":
             return count(_content(row["prompt"])) + count(_content(row["completion"])) + 1
         if columns == "alpaca":

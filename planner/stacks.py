@@ -105,6 +105,14 @@ _ROWS = (
         source="transformers 5.23 trainer.py (use_reentrant False by default); peft 0.21 autocast_adapter_dtype",
     ),
     Stack(
+        name="sentence-transformers",
+        title="sentence-transformers' Trainer",
+        widens_outputs=True,
+        wide_embedding_states=True,
+        source="sentence-transformers 6.2 base/trainer.py (transformers' Trainer, which wraps the whole "
+        "SentenceTransformer); add_adapter leaves adapters in the weights' type, our file casts them as peft does",
+    ),
+    Stack(
         name="plain-loop",
         title="a loop of one's own that keeps `outputs`",
         keeps_outputs=True,
@@ -216,6 +224,12 @@ TARGET_ROWS: Mapping[str, TargetRow] = {
     ),
     "hf": TargetRow(
         title="the Trainer", objectives={**_SUPERVISED, "classification": "classification"}, program="python"
+    ),
+    "sentence-transformers": TargetRow(
+        title="sentence-transformers",
+        objectives={"embedding": "MultipleNegativesRankingLoss"},
+        kernels=("eager",),
+        program="python",
     ),
     "axolotl": TargetRow(
         title="Axolotl",

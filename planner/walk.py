@@ -246,7 +246,7 @@ def _runs(workload: Workload, values: Mapping[str, tuple[Any, ...]], spreads: "S
             if rest or not choices:
                 continue
             batches = values.get("micro_batch_seqs") or micro_batches(own_batch)
-            least = setup.aim.least_samples
+            least = setup.aim.least(own_batch)
             pairs = tuple([(m, own_batch // m) for m in batches if own_batch % m == 0 and m >= least])
             if branch.rollout is not None and (made := branch.rollout.generation_batch_seqs):
                 pairs = tuple([one for one in pairs if made % one[0] == 0])

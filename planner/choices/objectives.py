@@ -15,7 +15,7 @@ from planner.stacks import written_by
 DEFAULT = "sft"
 """The objective of a plan for which nobody names one."""
 
-Head = Literal["vocabulary", "score"]
+Head = Literal["vocabulary", "score", "none"]
 
 
 @final
@@ -26,7 +26,8 @@ class Objective:
     Attributes:
         title: its name for people.
         sample: what one sample of the micro-batch is, for people.
-        seqs_per_sample: sequences of `seq_len_tokens` that a sample puts into one forward.
+        seqs_per_sample: sequences of `seq_len_tokens` that a sample puts into one forward, or into all of `forwards`.
+        forwards: forwards with gradients that a micro-batch is cut into, each of as many sequences; one backward follows.
         reference: whether the step also asks the model as it was before training: its base with the adapters switched
             off, or a second copy of the weights in full fine-tuning.
         extra_forwards: forwards of a micro-batch without gradients in every step, the reference's among them.
@@ -36,7 +37,7 @@ class Objective:
         losses: values of `TrainSetup.loss` that some trainer of it has.
         supervised: whether its step is that of supervised training.
         packs: whether several samples may fill one sequence; `packed`: whether a plan does it unless told otherwise.
-        least_samples: of one micro-batch.
+        least_samples: of one micro-batch; `whole_batch`: it is the whole batch, as accumulation adds no negatives.
         rate_factor: on the learning rate of supervised training; `rate_reason` says whose.
         rolls_out: whether a step begins by generating its completions (`planner.choices.rollouts`).
         trainer: TRL's class for it; "" where it has none of its own.
@@ -63,7 +64,13 @@ class Objective:
     data: tuple[str, ...]
     source: str
     trainer: str = ""
+    forwards: int = 1
+    whole_batch: bool = False
     rolls_out: bool = False
+
+    def least(self, batch: int) -> int:
+        """Samples of the smallest micro-batch that a plan takes of so large a batch."""
+        return batch if self.whole_batch else self.least_samples
 
     @property
     def targets(self) -> Mapping[str, str]:
@@ -124,6 +131,16 @@ def _score_chain(shape: LossShape, stack: str) -> LossChain:
     """
     hidden = shape.tokens * shape.hidden_size
     return LossChain(loss_bytes=4 * hidden, backward_bytes=shape.hidden_bytes * hidden)
+
+
+def _pooled_chain(shape: LossShape, stack: str) -> LossChain:
+    """The mean over a sequence's tokens: the hidden states times their mask, and accelerate's fp32 copy of them, of one
+    forward; in the backward the mean's gradient on every token, and its product with the mask.
+
+    Source: sentence-transformers 6.2 `Pooling._forward_padded`; accelerate 1.15 `convert_outputs_to_fp32`.
+    """
+    hidden = shape.tokens * shape.hidden_size
+    return LossChain(loss_bytes=_wide(shape) * hidden, backward_bytes=2 * shape.hidden_bytes * hidden)
 
 
 _ROWS = (
@@ -279,6 +296,30 @@ _ROWS = (
         data=("text",),
         source="transformers 5.23 GenericForSequenceClassification under the plain Trainer: the layers, a matrix to "
         "the labels on every token, cross-entropy on the last; counted with one label",
+    ),
+    Objective(
+        name="embedding",
+        title="contrastive training of embeddings",
+        sample="pair",
+        seqs_per_sample=2,
+        forwards=2,
+        whole_batch=True,
+        reference=False,
+        extra_forwards=0,
+        head="none",
+        whole_logits=_pooled_chain,
+        losses=("full",),
+        supervised=False,
+        packs=False,
+        packed=False,
+        least_samples=2,
+        rate_factor=1.0,
+        rate_reason="",
+        columns="anchor and positive",
+        data=("pairs",),
+        source="sentence-transformers 6.2 MultipleNegativesRankingLoss: embed_columns gives each of two columns a "
+        "forward of its own (base/losses/merged_forward.py), the other pairs of the micro-batch are the negatives "
+        "(one pair alone has none); the mean of the last hidden states (modules/pooling.py)",
     ),
     Objective(
         name="grpo",

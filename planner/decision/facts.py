@@ -178,7 +178,7 @@ def collect_into(points: Iterable[Point], limits: Limits, facts_of: Callable[[Tr
         if point.shared is not shared or node is None:  # points come in runs that share their branch
             shared = point.shared
             node, attention, known = facts_of(shared), None, {}
-            least = shared.aim.least_samples
+            least = shared.aim.least(point.micro_batch_seqs)
         if point.attention != attention:
             attention = point.attention
             if attention not in known:

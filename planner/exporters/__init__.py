@@ -54,7 +54,7 @@ TARGETS: Mapping[str, Target] = {
         differences=room.differences,
         export=partial(_export, room),
     )
-    for room in [import_module(f"planner.exporters.{name}") for name in TARGET_ROWS]
+    for room in [import_module(f"planner.exporters.{name.replace('-', '_')}") for name in TARGET_ROWS]
 }
 """Target name -> what it makes of a setup, and its files."""
 

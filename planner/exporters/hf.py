@@ -140,7 +140,7 @@ def _script(request: ExportRequest, head: list[str], found: tuple[Difference, ..
     names += ["BitsAndBytesConfig"] * setup.quantized + ["set_seed"] * (setup.method != "full")
     names += [dequantizing_class(request.model)] * bool(dequantizing_class(request.model))
     parts.append(f"from transformers import {', '.join(sorted(names))}\n")
-    parts.append("\n" + _constants(request))
+    parts.append("\n" + constants(request))
     parts.append("\ntokenizer = AutoTokenizer.from_pretrained(MODEL)\nif tokenizer.pad_token is None:\n")
     parts.append("    tokenizer.pad_token = tokenizer.eos_token\n" + chat.FALLBACK + "\n")
     scored = setup.aim.head == "score"
@@ -154,12 +154,13 @@ def _script(request: ExportRequest, head: list[str], found: tuple[Difference, ..
         parts.append("rows = load_rows()\nrows = rows.map(tokenize, remove_columns=rows.column_names)\n")
     if setup.packing:
         parts.append('rows = rows.map(pack, batched=True, batch_size=None, remove_columns=["input_ids"])\n')
-    parts.append("\n" + _arguments(request, runs))
+    parts.append("\n" + arguments(request, runs))
     parts.append(_RUN)
     return "".join(parts)
 
 
-def _constants(request: ExportRequest) -> str:
+def constants(request: ExportRequest) -> str:
+    """What a person changes first: model, data, length."""
     setup, dataset = request.setup, request.dataset
     path = shown_path(dataset.path) if dataset else PLACEHOLDER_DATASET
     comment = "" if dataset else "PUT YOURS HERE: hub id, directory, .jsonl or .parquet file"
@@ -177,7 +178,8 @@ def _auto_class(setup: TrainSetup) -> str:
     return "AutoModelForSequenceClassification" if setup.aim.head == "score" else "AutoModelForCausalLM"
 
 
-def _model(request: ExportRequest) -> str:
+def loading(request: ExportRequest) -> tuple[list[str], list[Line | None]]:
+    """The statements before, and the arguments of, `from_pretrained` for the setup's weights."""
     setup, parts = request.setup, []
     quantization = _quantization(request)
     parts.append(quantization)
@@ -188,21 +190,20 @@ def _model(request: ExportRequest) -> str:
         device_map = Line(
             "device_map", Code('{"": int(os.environ.get("LOCAL_RANK", 0))} if torch.cuda.is_available() else None')
         )
-    parts.append(
-        call(
-            "model",
-            f"{_auto_class(setup)}.from_pretrained",
-            [
-                Line("num_labels", Code("len(LABELS)")) if setup.aim.head == "score" else None,
-                Line("dtype", Code(f"torch.{DTYPES[setup.weight_dtype]}"), "of the weights that are not quantized"),
-                attention_line(request),
-                Line("quantization_config", Code("quantization")) if quantization else None,
-                Line("distributed_config", distributed_config(setup)) if setup.tensor_degree > 1 else None,
-                device_map,
-            ],
-            first="MODEL",
-        )
-    )
+    return parts, [
+        Line("dtype", Code(f"torch.{DTYPES[setup.weight_dtype]}"), "of the weights that are not quantized"),
+        attention_line(request),
+        Line("quantization_config", Code("quantization")) if quantization else None,
+        Line("distributed_config", distributed_config(setup)) if setup.tensor_degree > 1 else None,
+        device_map,
+    ]
+
+
+def _model(request: ExportRequest) -> str:
+    setup = request.setup
+    parts, lines = loading(request)
+    labels = Line("num_labels", Code("len(LABELS)")) if setup.aim.head == "score" else None
+    parts.append(call("model", f"{_auto_class(setup)}.from_pretrained", [labels, *lines], first="MODEL"))
     parts.append("model.config.use_cache = False\n")
     if setup.aim.head == "score":
         parts.append("model.config.pad_token_id = tokenizer.pad_token_id  # the last token before it gets the score\n")
@@ -242,7 +243,7 @@ def _adapters(request: ExportRequest) -> str:
             )
         )
     parts.append(
-        call("lora" if setup.kind.form == "low-rank" else "adapter", setup.kind.config, _adapter_lines(request))
+        call("lora" if setup.kind.form == "low-rank" else "adapter", setup.kind.config, adapter_lines(request))
     )
     parts.append(f"set_seed({hyper.seed})  # adapters start alike in every run and process\n")
     name = "lora" if setup.kind.form == "low-rank" else "adapter"
@@ -260,10 +261,14 @@ def _adapters(request: ExportRequest) -> str:
     return "".join(parts)
 
 
-def _adapter_lines(request: ExportRequest) -> list[Line | None]:
+TASKS = {"vocabulary": "CAUSAL_LM", "score": "SEQ_CLS", "none": "FEATURE_EXTRACTION"}
+"""peft's kind of task, by the head."""
+
+
+def adapter_lines(request: ExportRequest) -> list[Line | None]:
     """What peft's configuration of the setup's adapter is given."""
     setup, hyper = request.setup, request.hyper
-    row, task = setup.kind, Line("task_type", "SEQ_CLS" if setup.aim.head == "score" else "CAUSAL_LM")
+    row, task = setup.kind, Line("task_type", TASKS[setup.aim.head])
     settings = [Line(name, value) for name, value in row.arguments.items()]
     targets = Line("target_modules", target_modules(setup, request.model)) if row.adapts_matrices else None
     if row.form == "low-rank":
@@ -299,14 +304,14 @@ def _norm_names(model: ModelSpec | None) -> list[str]:
     return list(dict.fromkeys(one.name.rpartition(".")[2] for one in tuned_norms(model)))
 
 
-def _arguments(request: ExportRequest, setup: TrainSetup) -> str:
-    """The arguments of the setup that runs."""
+def arguments(request: ExportRequest, setup: TrainSetup, kind: str = "TrainingArguments") -> str:
+    """The Trainer's arguments, of the class `kind`, for the setup that runs."""
     hyper = request.hyper
     sharded = accelerate.distributed_type(setup) == "FSDP" and setup.checkpointing == 1
     kwargs = checkpointing_kwargs(setup)
     return call(
         "arguments",
-        "TrainingArguments",
+        kind,
         [
             Line("output_dir", shown_path(request.output_dir)),
             *batch_lines(SCRIPT, setup),

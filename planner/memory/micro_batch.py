@@ -65,6 +65,8 @@ class ActivationParts:
     adapter_casts: int
     layer_moments: tuple[LayerMoment, ...] = ()
     """What can be the largest moment of one layer's backward; `recomputed` and `transient` are those of the largest."""
+    forwards: int = 1
+    """With gradients, one after another, before one backward; all that is kept is of all of them."""
     at_first_decoder_layer: int = 0
     """Beyond what is stored: position biases at the backward of an encoder-decoder's first decoder layer."""
 
@@ -90,7 +92,8 @@ def step_flow(model: ModelSpec, setup: TrainSetup) -> Flow:
 
 def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ActivationParts:
     """The activations of a setup; independent of its loss, optimizer and accumulation."""
-    flow, tokens, traits = step_flow(model, setup), setup.tokens_per_micro_batch, traits_of(model)
+    flow, traits, forwards = step_flow(model, setup), traits_of(model), setup.aim.forwards
+    tokens = setup.tokens_per_micro_batch // forwards
     targets = setup.lora_targets if setup.method != "full" and setup.kind.adapts_matrices else None
     adapted = adapted_names(model, targets)
     stacks = targets is not None and adapts_expert_stacks(model, targets)
@@ -194,17 +197,19 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
         stored["adapters"] += int(2 * trained.num * share)
         if "lora" not in fused:  # fused functions cast by themselves, past autocast's cache
             adapter_casts = int(2 * (trained.num - trained.stacked) * (1 - share))
+    casts = _weight_casts(model, setup, flow)
     return ActivationParts(
-        stored=stored,
+        stored={part: forwards * size for part, size in stored.items()},
         recomputed=largest.recomputed,
         transient=largest.transient,
         layer_moments=layer_moments,
         # what the kept layers behind the last checkpointed one hold is not there yet in its forward
         forward_temp=max(0, max(in_again) - behind, *in_kept),
         dequantized=dequantized,
-        final_norm=sum(norm_saved(norm, tail, flow.residual) for norm in model.outer_norms[-1:]),
-        weight_casts=_weight_casts(model, setup, flow),
+        final_norm=forwards * sum(norm_saved(norm, tail, flow.residual) for norm in model.outer_norms[-1:]),
+        weight_casts=(casts[0] + (forwards - 1) * casts[1], forwards * casts[1]),
         adapter_casts=adapter_casts,
+        forwards=forwards,
         at_first_decoder_layer=biases.at_first_decoder_layer,
     )
 

@@ -76,12 +76,19 @@ def rank_parts(model: ModelSpec, setup: TrainSetup) -> tuple[RankPart, ...]:
 
 
 def headed(model: ModelSpec, head: Head) -> ModelSpec:
-    """The model with what an objective puts on its layers: its own head, or one number per token ("score").
+    """The model with what an objective puts on its layers: its own head, one number per token ("score"), or nothing.
 
     Source: transformers 5.23 `GenericForSequenceClassification`: `score`, a matrix without bias, never quantized; the
     embeddings stay, tied or not.
     """
+    if head == "none":
+        return _headless(model)
     return model if head == "vocabulary" else _scored(model)
+
+
+@lru_cache(maxsize=256)
+def _headless(model: ModelSpec) -> ModelSpec:
+    return replace(model, head=None, tied=False, logit_softcap=False)
 
 
 @lru_cache(maxsize=256)

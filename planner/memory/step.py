@@ -92,7 +92,8 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
         Moment("head", stored),
     ]
     left = "what is left of the activations"
-    at_last: Term = ("activations", left, total_bytes(stored) // max(1, model.num_layers))
+    others = total_bytes(stored) * (parts.forwards - 1) // parts.forwards  # of forwards whose backward comes later
+    at_last: Term = ("activations", left, max(others, total_bytes(stored) // max(1, model.num_layers)))
     at_first: tuple[Term, ...] = (*stored, norm)
     if parts.at_first_decoder_layer:
         at_first = (("activations", left, _at_first_decoder_layer(parts, total_bytes(at_first))),)
@@ -103,7 +104,7 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
             ("dequantization", "one dequantized matrix in the backward", moment.dequantized),
         )
         found += [Moment("first", (*at_first, *of_layer)), Moment("last", (at_last, *of_layer))]
-    return (*found, Moment("end", ()))
+    return (*found, Moment("end", (("activations", left, others),) if others else ()))
 
 
 def _stored(parts: ActivationParts) -> tuple[Term, ...]:

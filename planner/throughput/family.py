@@ -38,7 +38,7 @@ class Family:
         flow: data types.
         trained_params, trained_tensors: what the optimizer updates.
         trained_bytes: size of one trained parameter.
-        seqs_per_sample: sequences of one forward for each sample of the micro-batch.
+        seqs_per_sample: sequences for each sample of the micro-batch.
         host_s: host time to issue one micro-batch's kernels; forward_host_s: those of one forward alone.
         unpacking_s: of every quantized matrix once, or of autocast's copies of all weights, in a forward.
         power: of the p-norm that joins GPU and host time.
@@ -153,7 +153,7 @@ class Family:
             host += extra * quantized_calls * constants.host_quantized_s
         if setup.selective_checkpointing:
             host += 2.0 * again * forward_kernels * SELECTIVE_HOST * constants.host_forward_s
-        self.host_s = host * constants.host_scale * (constants.compile_host if setup.compile else 1.0)
+        self.host_s = setup.aim.forwards * host * constants.host_scale * (constants.compile_host if setup.compile else 1.0)
 
     def busy_s(self, samples: int) -> float:
         """GPU seconds of the layers for one micro-batch."""
@@ -171,7 +171,8 @@ class Family:
     def parts(self, samples: int) -> dict[str, float]:
         """GPU seconds of the layers for one micro-batch by part."""
         speed, setup = self._speed, self._setup
-        seqs = samples * self.seqs_per_sample
+        forwards = setup.aim.forwards
+        seqs = samples * self.seqs_per_sample // forwards
         tokens = seqs * self._seq
         cached = tokens / speed.cache_gain(tokens)
         layers = speed.matmuls(self.flow.compute, tokens, setup.quantization == "int8")
@@ -193,7 +194,7 @@ class Family:
         }
         if extra := setup.extra_forwards:
             parts["forwards without gradients"] = extra * self.forward_s(seqs, self._seq)
-        return parts
+        return parts if forwards == 1 else {name: forwards * seconds for name, seconds in parts.items()}
 
     def forward_s(self, seqs: int, length: int) -> float:
         """GPU seconds of the layers in one forward without gradients, of the base alone."""

@@ -79,9 +79,9 @@ def norm_modules(model: Any, spec: ModelSpec) -> list[str]:
 
 
 def _task(config: Any, setup: TrainSetup) -> str:
-    """peft's kind of task; of a score's it trains the head beside the adapters."""
-    if setup.aim.head == "score":
-        return "SEQ_CLS"
+    """peft's kind of task; of a score it trains the head beside the adapters."""
+    if setup.aim.head != "vocabulary":
+        return "SEQ_CLS" if setup.aim.head == "score" else "FEATURE_EXTRACTION"
     return "SEQ_2_SEQ_LM" if config.is_encoder_decoder else "CAUSAL_LM"
 
 

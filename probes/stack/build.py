@@ -120,6 +120,8 @@ def auto_class(config: Any, head: Head = "vocabulary") -> Any:
     there is one, else what answers about images, else what fills masks."""
     import transformers
 
+    if head == "none":
+        return transformers.AutoModel
     if head == "score":
         return transformers.AutoModelForSequenceClassification
     if config.is_encoder_decoder:

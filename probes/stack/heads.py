@@ -68,6 +68,29 @@ def headless(inner: Any, head_loss: Callable[..., Any]) -> Iterator[None]:
         del inner.forward
 
 
+@contextmanager
+def pooled(inner: Any) -> Iterator[None]:
+    """Within it, a model without a head returns its hidden states and their mean over each sequence.
+
+    Source: sentence-transformers 6.2 `Transformer.forward`, `Pooling._forward_padded`: the product with the mask in the
+    hidden states' type, the sum in fp32.
+    """
+    plain = inner.forward
+
+    def forward(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        hidden = plain(*args, **kwargs)[0]
+        mask = torch.ones(hidden.shape[:2], dtype=torch.int64, device=hidden.device).unsqueeze(-1).to(hidden.dtype)
+        num = torch.clamp(mask.sum(dim=1, dtype=torch.float32), min=1e-9)
+        mean = ((hidden * mask).sum(dim=1, dtype=torch.float32) / num).to(hidden.dtype)
+        return {"token_embeddings": hidden, "sentence_embedding": mean}
+
+    inner.forward = forward
+    try:
+        yield
+    finally:
+        del inner.forward
+
+
 def owner_of(model: Any, layer: Any) -> Any:
     """The module that holds the list of layers and runs it: the decoder, whatever wraps it."""
     path = next(name for name, module in model.named_modules() if module is layer)

@@ -9,10 +9,12 @@ import torch
 
 from planner.setup import TrainSetup
 from probes.stack.batch import Batch
-from probes.stack.heads import head_loss, headless
+from probes.stack.heads import head_loss, headless, pooled
 from probes.stack.rollouts import without_checkpointing
 
 BETA = 0.1
+SCALE = 20.0
+"""Of cosine similarities. Source: sentence-transformers 6.2 `MultipleNegativesRankingLoss`."""
 _log_sigmoid = torch.nn.functional.logsigmoid
 
 
@@ -122,6 +124,22 @@ def classification(asked: Asked) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(outputs["logits"], labels)
 
 
+def embedding(asked: Asked) -> torch.Tensor:
+    """The contrastive loss of pairs: a forward for the anchors, one for what belongs to them, and for each anchor the
+    others' as negatives. Source: sentence-transformers 6.2 `MultipleNegativesRankingLoss`."""
+    vectors = []
+    with pooled(asked.inner):
+        for half in range(2):
+            if half:
+                asked.again()
+            inputs = {name: value.chunk(2)[half] for name, value in asked.batch.model_inputs.items()}
+            vectors.append(asked.forward(**inputs)["sentence_embedding"])
+    anchors, others = (torch.nn.functional.normalize(one, p=2, dim=1) for one in vectors)
+    scores = torch.mm(anchors, others.transpose(0, 1)) * SCALE
+    loss: torch.Tensor = -(torch.diagonal(scores) - torch.logsumexp(scores, dim=1)).mean()
+    return loss
+
+
 def grpo(asked: Asked) -> torch.Tensor:
     """The clipped loss of completions under their advantages. Source: TRL 1.16 `GRPOTrainer._compute_loss`, dapo; it
     asks the reference as it generates, where nothing of this forward is there."""
@@ -191,5 +209,6 @@ LOSSES: Mapping[str, Callable[[Asked], torch.Tensor]] = {
     "orpo": orpo,
     "grpo": grpo,
     "classification": classification,
+    "embedding": embedding,
 }
 """Objective -> its loss; one that is not here has supervised training's."""

@@ -277,7 +277,7 @@ def _marks(trainer: Trainer, tell: Mark) -> Iterator[None]:
         in_backward = False
 
     def backbone_ends(module: Any, inputs: Any, output: Any) -> None:
-        hidden = output[0]
+        hidden = next(iter(output.values())) if type(output) is dict else output[0]  # `heads.pooled` gives a dict
         if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
             hidden.register_hook(partial(on_gradient, None))
         tell("loss", None)

@@ -1,0 +1,120 @@
+"""A program on sentence-transformers' own Trainer, for pairs of texts. sentence-transformers 6.2, transformers 5.23."""
+
+from planner.exporters import hf
+from planner.exporters.common import environment, family_refusal, model_refusal
+from planner.exporters.python_text import call
+from planner.exporters.script_data import ROWS
+from planner.exporters.text import comments, header, launch_file
+from planner.exporters.types import Difference, ExportRequest, Launch
+from planner.models.spec import ModelSpec
+from planner.models.stored import dequantizing_class
+from planner.setup import TrainSetup
+from planner.tools.transformers import DTYPES
+
+TARGET = "sentence-transformers"
+FILE = "sentence-transformers/train_embedding.py"
+VALIDATED_WITH = {"sentence-transformers": "6.2.0", **hf.VALIDATED_WITH}
+MIXED_IN = ("low-rank", "scales", "rotations")
+"""Forms of adapters that transformers' `add_adapter` puts into a model, which prompts do not go into."""
+
+
+def differences(setup: TrainSetup) -> tuple[Difference, ...]:
+    """Settings that its Trainer, which is transformers', runs otherwise than the setup says."""
+    return tuple(one for one in hf.differences(setup) if one.field == "selective_checkpointing")
+
+
+def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
+    """Why the program cannot run this setup, "" when it can."""
+    if setup.method != "full" and setup.kind.form not in MIXED_IN:
+        return f"{setup.kind.title} is no adapter that add_adapter puts into a model"
+    if setup.kbit_fp32_cast:
+        return "peft's k-bit preparation is for language models"
+    return family_refusal(setup, TARGET) or setup.scaler_refusal or model_refusal(setup, model, "hf")
+
+
+def export(request: ExportRequest) -> Launch:
+    """`train_embedding.py`: the other pairs of a micro-batch are the negatives."""
+    setup = request.setup
+    if reason := refusal(setup, request.model):
+        return Launch(target=TARGET, refused=reason)
+    found, command = differences(setup), f"python launch/{FILE}"
+    notes = ["Negatives come from the micro-batch: accumulation adds none, a larger micro-batch does."]
+    head = header(
+        request,
+        title=f"sentence-transformers: {setup.aim.title}",
+        command=command,
+        validated_with=VALIDATED_WITH,
+        differences=found,
+        notes=notes,
+    )
+    runs = setup.with_(**{one.field: one.runs_as for one in found})
+    return Launch(
+        target=TARGET,
+        files=(launch_file(FILE, _script(request, head, runs)),),
+        command=command,
+        differences=found,
+        notes=tuple(notes),
+        validated_with=VALIDATED_WITH,
+    )
+
+
+def _script(request: ExportRequest, head: list[str], runs: TrainSetup) -> str:
+    setup = request.setup
+    parts = [comments(head), "\nimport json\nimport os\n\n"]
+    for name, value in environment(request.gpu).items():
+        parts.append(f'os.environ.setdefault("{name}", "{value}")  # before torch starts\n')
+    parts.append("\nimport torch\nfrom datasets import load_dataset\n")
+    if setup.method != "full":
+        parts.append(f"from peft import {setup.kind.config}\n")
+    parts.append(_IMPORTS)
+    names = ["BitsAndBytesConfig"] * setup.quantized + ["set_seed"] * (setup.method != "full")
+    names += [dequantizing_class(request.model)] * bool(dequantizing_class(request.model))
+    if names:
+        parts.append(f"from transformers import {', '.join(sorted(names))}\n")
+    parts += ["\n", hf.constants(request), ROWS, "\n\n", 'rows = load_rows().select_columns(["anchor", "positive"])\n\n']
+    before, lines = hf.loading(request)
+    parts += [*before, call("loading", "dict", lines), _MODEL]
+    if setup.method != "full":
+        parts.append("\n" + _adapters(request))
+    return "".join([*parts, "\n", hf.arguments(request, runs, "SentenceTransformerTrainingArguments"), _RUN])
+
+
+def _adapters(request: ExportRequest) -> str:
+    setup = request.setup
+    dtype = f"torch.{DTYPES[setup.resolved_adapter_dtype]}"
+    return (
+        call("adapter", setup.kind.config, hf.adapter_lines(request))
+        + f"set_seed({request.hyper.seed})  # adapters start alike in every run\n"
+        + "model.add_adapter(adapter)\n"
+        + "for parameter in model.parameters():\n    if parameter.requires_grad:\n"
+        + f"        parameter.data = parameter.data.to({dtype})  # add_adapter leaves them in the weights' type\n"
+        + ("model.transformers_model.enable_input_require_grads()\n" if setup.checkpointing else "")
+    )
+
+
+_IMPORTS = """from sentence_transformers import (
+    SentenceTransformer,
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+)
+from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+"""
+_MODEL = """model = SentenceTransformer(MODEL, model_kwargs=loading, config_kwargs={"use_cache": False})
+model.max_seq_length = MAX_LENGTH
+if model.tokenizer.pad_token is None:
+    model.tokenizer.pad_token = model.tokenizer.eos_token
+"""
+_RUN = """
+trainer = SentenceTransformerTrainer(
+    model=model, args=arguments, train_dataset=rows, loss=MultipleNegativesRankingLoss(model)
+)
+counts = {
+    "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+    "micro_batch_seqs": arguments.per_device_train_batch_size,
+    "accumulation_steps": arguments.gradient_accumulation_steps,
+    "global_batch_seqs": trainer.get_total_train_batch_size(arguments),
+}
+print("RUN " + json.dumps(counts))
+trainer.train()
+trainer.save_model()
+"""
