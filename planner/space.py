@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from planner.choices.kernels import planned_kernels
 from planner.choices.losses import PLANNED_LOSSES
 from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
+from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES, Objective
 from planner.choices.optimizers import PLANNED_OPTIMIZERS
 from planner.choices.packages import PACKAGED
@@ -66,7 +67,7 @@ def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
         "attention": supported_attentions(workload.model, gpu),
         "checkpointing": PLANNED_CHECKPOINTING,
         "loss": PLANNED_LOSSES,
-        "kernels": planned_kernels(workload.targets),
+        "kernels": planned_kernels(workload.targets, workload.fixed.get("objective", (DEFAULT_OBJECTIVE,))[0]),
         "activation_offload": (False, True) if offloading_matters(workload) else (False,),
         "quantize_experts": (False,),
         "selective_checkpointing": (False, True) if selecting_matters(workload) else (False,),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, final
 if TYPE_CHECKING:
     from planner.setup import TrainSetup
 
-from planner.stacks import TARGET_ROWS
+from planner.stacks import TARGET_ROWS, written_by
 
 
 @final
@@ -162,9 +162,10 @@ PLANNED_KERNELS = ("liger", "eager")
 """What is walked where neither a family nor a launch target was named; eager stays where the others gain too little."""
 
 
-def planned_kernels(targets: Sequence[str]) -> tuple[str, ...]:
-    """What a plan for these launch targets tries: the first one's, as the others are held to it."""
-    return (TARGET_ROWS[targets[0]].kernels if targets else ()) or PLANNED_KERNELS
+def planned_kernels(targets: Sequence[str], objective: str) -> tuple[str, ...]:
+    """What a plan for these launch targets tries, or where none is named for those that have a file for the objective:
+    the first one's, as the others are held to it."""
+    return TARGET_ROWS[next(iter(targets or written_by(objective)))].kernels or PLANNED_KERNELS
 
 
 def running(parts: frozenset[str]) -> str:

@@ -74,5 +74,7 @@ def _leanest(workload: Workload, method: str) -> Iterator[TrainSetup]:
 
 def _fits(workload: Workload, setup: TrainSetup, tokens: int) -> bool:
     group = setup.rolls.num_generations if setup.aim.rolls_out else 1  # generated at once, trained one by one
-    lone = setup.of_length(tokens).with_(micro_batch_seqs=setup.aim.least(workload.global_batch_seqs), accumulation_steps=group)
+    lone = setup.of_length(tokens).with_(
+        micro_batch_seqs=setup.aim.least(workload.global_batch_seqs), accumulation_steps=group
+    )
     return device_peak_bytes(workload.model, workload.gpu, lone) <= workload.budget_bytes

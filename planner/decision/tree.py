@@ -261,10 +261,12 @@ def kernels_words(workload: Workload, setup: TrainSetup) -> str:
 
 def _kernels_answer(workload: Workload, best: Point) -> Answer:
     """What computes norms, rotary embedding and gated activation: what it buys, or why eager kernels stay."""
-    first = planned_kernels(workload.targets)[0]
+    first = planned_kernels(workload.targets, best.setup.objective)[0]
     setup = best.setup
     if setup.kernels != "eager":
         reason = f"{kernels_words(workload, setup)} (against eager kernels)"
+    elif first == "eager":
+        reason = f"{setup.by.title} runs no others"
     elif missing := missing_kernels(workload.model, workload.gpu, setup.trusted_with(kernels=first)):
         reason = missing
     elif (package := PACKAGED["kernels"].get(first, "")) in workload.absent_packages:

@@ -71,7 +71,13 @@ def _script(request: ExportRequest, head: list[str], runs: TrainSetup) -> str:
     names += [dequantizing_class(request.model)] * bool(dequantizing_class(request.model))
     if names:
         parts.append(f"from transformers import {', '.join(sorted(names))}\n")
-    parts += ["\n", hf.constants(request), ROWS, "\n\n", 'rows = load_rows().select_columns(["anchor", "positive"])\n\n']
+    parts += [
+        "\n",
+        hf.constants(request),
+        ROWS,
+        "\n\n",
+        'rows = load_rows().select_columns(["anchor", "positive"])\n\n',
+    ]
     before, lines = hf.loading(request)
     parts += [*before, call("loading", "dict", lines), _MODEL]
     if setup.method != "full":

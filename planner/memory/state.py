@@ -166,7 +166,9 @@ def backward_gradients(model: ModelSpec, setup: TrainSetup, trained: Trained, *,
     gradients: the decoder's gradients are there.
     """
     size = trained.outer_bytes
-    if setup.aim.forwards > 1:  # autograd adds up a weight's gradients of all forwards before it gives them to the weight
+    if (
+        setup.aim.forwards > 1
+    ):  # autograd adds up a weight's gradients of all forwards before it gives them to the weight
         whole = trained.size_bytes
         return {"first": 0, "last": whole, "end": whole + trained.embeddings * size}
     head = 0 if accumulated else trained.head * size

@@ -153,7 +153,9 @@ class Family:
             host += extra * quantized_calls * constants.host_quantized_s
         if setup.selective_checkpointing:
             host += 2.0 * again * forward_kernels * SELECTIVE_HOST * constants.host_forward_s
-        self.host_s = setup.aim.forwards * host * constants.host_scale * (constants.compile_host if setup.compile else 1.0)
+        self.host_s = (
+            setup.aim.forwards * host * constants.host_scale * (constants.compile_host if setup.compile else 1.0)
+        )
 
     def busy_s(self, samples: int) -> float:
         """GPU seconds of the layers for one micro-batch."""
