@@ -256,7 +256,8 @@ def columns_of(row: dict[str, Any], text_field: str, name: str) -> str:
         return "prompt"
     raise ConfigError(
         f"{name}: columns {', '.join(sorted(map(str, row))[:8])} are not known",
-        hint=f"messages; prompt and completion; instruction and output; chosen and rejected; anchor and positive; prompt; or {text_field}",
+        hint="messages; prompt and completion; instruction and output; chosen and rejected; anchor and positive; "
+        f"prompt; or {text_field}",
     )
 
 

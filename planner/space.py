@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from planner.choices.kernels import planned_kernels
 from planner.choices.losses import PLANNED_LOSSES
 from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
-from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES, Objective
 from planner.choices.optimizers import PLANNED_OPTIMIZERS
 from planner.choices.packages import PACKAGED

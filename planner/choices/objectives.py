@@ -27,7 +27,7 @@ class Objective:
         title: its name for people.
         sample: what one sample of the micro-batch is, for people.
         seqs_per_sample: sequences of `seq_len_tokens` that a sample puts into one forward, or into all of `forwards`.
-        forwards: forwards with gradients that a micro-batch is cut into, each of as many sequences; one backward follows.
+        forwards: forwards with gradients that a micro-batch is cut into, each of as many sequences, before a backward.
         reference: whether the step also asks the model as it was before training: its base with the adapters switched
             off, or a second copy of the weights in full fine-tuning.
         extra_forwards: forwards of a micro-batch without gradients in every step, the reference's among them.
