@@ -67,6 +67,11 @@ def labelled(num: int) -> dict[str, Any]:
     return {"text": "a" * num, "label": "b"}
 
 
+def related(num: int) -> dict[str, Any]:
+    """A pair whose texts are cut at the length."""
+    return {"anchor": "a" * num, "positive": "b" * num}
+
+
 DATA = {
     **ROWS,
     "dpo": pair,
@@ -75,6 +80,7 @@ DATA = {
     "orpo": pair,
     "grpo": prompt,
     "classification": labelled,
+    "embedding": related,
 }
 
 

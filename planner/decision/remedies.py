@@ -1,6 +1,7 @@
 """Where nothing fits: the nearest setup, and single changes that would make something fit."""
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from planner.cluster import make_cluster
@@ -14,7 +15,7 @@ from planner.models import catalogue
 from planner.outcome import Candidate
 from planner.plan import Answer, NoPlan, Remedy, SpaceCount
 from planner.predict import device_peak_bytes
-from planner.setup import SPREAD_FIELDS
+from planner.setup import SPREAD_FIELDS, TrainSetup
 from planner.units import gib
 from planner.workload import Workload
 
@@ -40,6 +41,7 @@ def _remedies(workload: Workload, facts: Facts, nearest: Candidate) -> Iterator[
     """Smallest change first: options the user fixed, a shorter sequence, more GPUs or a larger host where there are
     several, another GPU of the table, a smaller model."""
     yield from _relaxed(workload, nearest)
+    yield from _smaller_batch(workload, nearest)
     yield from _shorter(workload, nearest)
     if workload.num_gpus > 1:
         yield from _more_gpus(workload, nearest)
@@ -69,20 +71,31 @@ def _relaxed(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
 
 def _shorter(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
     """The longest sequence length (a multiple of 64) at which the setup fits."""
+    most = workload.seq_len_tokens // 64
+    return _less(workload, nearest, "--seq-len", 64, most, lambda size: nearest.setup.of_length(size))
 
-    def peak(seq_len_tokens: int) -> int:
-        return device_peak_bytes(workload.model, workload.gpu, nearest.setup.of_length(seq_len_tokens))
 
-    low, high = 0, workload.seq_len_tokens // 64
-    while low < high:
-        middle = (low + high + 1) // 2
-        if peak(middle * 64) <= workload.budget_bytes:
-            low = middle
-        else:
-            high = middle - 1
-    if low:
-        saved = nearest.formula.peak_device_bytes - peak(low * 64)
-        yield Remedy(action=f"--seq-len {low * 64}", saves_bytes=saved, fits=True)
+def _smaller_batch(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
+    """The largest batch that fits, of an objective whose micro-batch is the whole batch."""
+    if nearest.setup.aim.whole_batch:
+        most = workload.global_batch_seqs
+        yield from _less(
+            workload, nearest, "--global-batch", 1, most, lambda size: nearest.setup.with_(micro_batch_seqs=size)
+        )
+
+
+def _less(
+    workload: Workload, nearest: Candidate, flag: str, step: int, most: int, setup_of: Callable[[int], TrainSetup]
+) -> Iterator[Remedy]:
+    """The largest size, a multiple of `step` up to `most` of them, whose setup fits."""
+
+    def peak(steps: int) -> int:
+        return device_peak_bytes(workload.model, workload.gpu, setup_of(steps * step))
+
+    fitting = bisect_left(range(1, most + 1), True, key=lambda steps: peak(steps) > workload.budget_bytes)
+    if fitting:
+        saved = nearest.formula.peak_device_bytes - peak(fitting)
+        yield Remedy(action=f"{flag} {fitting * step}", saves_bytes=saved, fits=True)
 
 
 def _more_gpus(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:

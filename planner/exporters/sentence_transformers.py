@@ -5,7 +5,7 @@ from planner.exporters.common import environment, family_refusal, model_refusal
 from planner.exporters.python_text import call
 from planner.exporters.script_data import ROWS
 from planner.exporters.text import comments, header, launch_file
-from planner.exporters.types import Difference, ExportRequest, Launch
+from planner.exporters.types import Difference, Draft, ExportRequest
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class
 from planner.setup import TrainSetup
@@ -32,13 +32,10 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     return family_refusal(setup, TARGET) or setup.scaler_refusal or model_refusal(setup, model, "hf")
 
 
-def export(request: ExportRequest) -> Launch:
+def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
     """`train_embedding.py`: the other pairs of a micro-batch are the negatives."""
-    setup = request.setup
-    if reason := refusal(setup, request.model):
-        return Launch(target=TARGET, refused=reason)
-    found, command = differences(setup), f"python launch/{FILE}"
-    notes = ["Negatives come from the micro-batch: accumulation adds none, a larger micro-batch does."]
+    setup, command = request.setup, f"python launch/{FILE}"
+    notes = ("Negatives come from the micro-batch: accumulation adds none, a larger micro-batch does.",)
     head = header(
         request,
         title=f"sentence-transformers: {setup.aim.title}",
@@ -48,14 +45,7 @@ def export(request: ExportRequest) -> Launch:
         notes=notes,
     )
     runs = setup.with_(**{one.field: one.runs_as for one in found})
-    return Launch(
-        target=TARGET,
-        files=(launch_file(FILE, _script(request, head, runs)),),
-        command=command,
-        differences=found,
-        notes=tuple(notes),
-        validated_with=VALIDATED_WITH,
-    )
+    return Draft(files=(launch_file(FILE, _script(request, head, runs)),), command=command, notes=notes)
 
 
 def _script(request: ExportRequest, head: list[str], runs: TrainSetup) -> str:

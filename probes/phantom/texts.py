@@ -185,7 +185,7 @@ def columns_of(
     """One row of a data set that looks like `name`'s.
 
     Args:
-        objective: what is trained for, where it is known: "dpo", "kto", "orpo", "reward".
+        objective: what is trained for, where it is known: "dpo", "kto", "orpo", "reward", "embedding".
         image_size: width and height of its picture, if it has one, in pixels.
     """
     long = "a " * num_tokens
@@ -194,6 +194,8 @@ def columns_of(
     low = f"{name} {objective}".lower()
     if objective == "reward":  # TRL leaves out what is too long instead of cutting it; a token ends each
         return {"chosen": "b" * (num_tokens - 2), "rejected": "c" * (num_tokens - 2)}
+    if objective == "embedding":
+        return {"anchor": long, "positive": long}
     if any(word in low for word in _PICTURES):
         from PIL import Image
 

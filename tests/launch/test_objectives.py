@@ -43,6 +43,11 @@ def labelled(num: int) -> list[dict[str, Any]]:
     return [{"text": row["completion"], "label": "yes" if row["label"] else "no"} for row in completions(num)]
 
 
+def related(num: int) -> list[dict[str, Any]]:
+    """Questions with their right answers, each alone in its micro-batch."""
+    return [{"anchor": row["prompt"], "positive": row["chosen"]} for row in pairs(num)]
+
+
 ROWS: dict[str, Callable[[int], list[dict[str, Any]]]] = {
     "dpo": pairs,
     "kto": completions,
@@ -50,6 +55,7 @@ ROWS: dict[str, Callable[[int], list[dict[str, Any]]]] = {
     "orpo": pairs,
     "grpo": prompts,
     "classification": labelled,
+    "embedding": related,
 }
 
 

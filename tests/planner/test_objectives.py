@@ -84,7 +84,7 @@ def test_where_nothing_fits_the_refusal_names_the_smallest_and_what_would_help(o
     fixed = {"objective": (objective,), "method": ("full",)}
     found = plan_workload(workload(load("meta-llama/Llama-3.1-8B"), CARD, fixed=fixed, seq_len=1024, global_batch=8))
     assert isinstance(found, NoPlan)
-    assert found.nearest.setup.micro_batch_seqs == OBJECTIVES[objective].least_samples
+    assert found.nearest.setup.micro_batch_seqs == OBJECTIVES[objective].least(8)
     assert found.remedies
 
 
@@ -376,6 +376,31 @@ def test_a_classifier_holds_no_logits_over_the_vocabulary() -> None:
     scored = predict_memory(model, CARD, setup_of("classification", **fields))
     plain = predict_memory(model, CARD, setup_from_dict({**fields, "stack": "hf"}))
     assert plain.phase_bytes["loss"] - scored.phase_bytes["loss"] > 8 * 512 * model.vocab_size * 4
+
+
+def test_the_negatives_of_an_embedding_come_from_the_whole_batch() -> None:
+    """Accumulation adds none, so a plan's micro-batch is the batch, and a batch that does not fit is refused."""
+    model = load("meta-llama/Llama-3.2-1B")
+    fixed = {"objective": ("embedding",), "method": ("lora",)}
+    plan = plan_workload(workload(model, CARD, seq_len=256, global_batch=16, fixed=fixed))
+    assert isinstance(plan, Plan)
+    assert {(one.setup.micro_batch_seqs, one.setup.accumulation_steps) for one in plan.ranked} == {(16, 1)}
+    assert plan.chosen.setup.kernels == "eager"  # transformers' Trainer patches no SentenceTransformer
+    refused = plan_workload(workload(model, CARD, seq_len=2048, global_batch=256, fixed=fixed))
+    assert isinstance(refused, NoPlan)
+    (less,) = [one.action for one in refused.remedies if one.action.startswith("--global-batch")]
+    fewer = workload(model, CARD, seq_len=2048, global_batch=int(less.split()[1]), fixed=fixed)
+    assert isinstance(plan_workload(fewer), Plan)
+
+
+def test_two_forwards_take_the_time_of_two_micro_batches_of_half_as_many_sequences() -> None:
+    model = load("meta-llama/Llama-3.2-1B")
+    both = setup_of("embedding", seq_len_tokens=256, micro_batch_seqs=8)
+    halves = setup_from_dict({"seq_len_tokens": 256, "micro_batch_seqs": 8, "accumulation_steps": 2, "stack": "hf"})
+    one, two = (speed_profile(model, CARD, setup).step_time(setup).parts_s for setup in (both, halves))
+    for part in ("matmul", "attention", "elementwise", "lora"):
+        assert one[part] == pytest.approx(two[part])
+    assert one["loss"] == 0 < two["loss"]
 
 
 def test_a_trainer_that_loads_the_model_itself_quantizes_it_as_it_is_told() -> None:
