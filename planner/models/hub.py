@@ -139,6 +139,7 @@ def _download(endpoint: str, name: str, revision: str | None) -> HubAnswer:
             content = response.read(MAX_CONFIG_BYTES + 1)
             commit = response.headers.get("X-Repo-Commit", "")
     except HTTPError as error:
+        error.close()  # it is the response; Python 3.14 warns where it is left open
         return HubAnswer(reason=_status(error.code, token is not None))
     except URLError as error:
         return HubAnswer(reason=f"the hub cannot be reached: {error.reason}")
