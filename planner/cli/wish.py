@@ -12,9 +12,9 @@ from planner.choices.objectives import aim_of
 from planner.choices.rollouts import Rollout
 from planner.errors import UsageError
 from planner.gpu import GpuSpec
+from planner.lora_rank import rank_floor
 from planner.models.spec import ModelSpec
 from planner.models.targets import scaling_targets
-from planner.rank import rank_floor
 from planner.units import GIB, gib
 from planner.workload import MIN_RANK_GIVEN, PRICE_GIVEN, Workload, default_headroom_bytes
 

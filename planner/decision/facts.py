@@ -11,7 +11,7 @@ from planner.calibration_bands import DRY_RUN_BAND, memory_band
 from planner.choices.kernels import KERNELS
 from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS
-from planner.decision.spreads import Spread, SpreadKey, spread_key, spread_rank, spreads
+from planner.decision.spreads import Spread, SpreadKey, spread_key, spread_order, spreads
 from planner.engines import why_not
 from planner.errors import SetupError
 from planner.models.spec import ModelSpec
@@ -46,7 +46,7 @@ last."""
 def simplicity(setup: TrainSetup) -> int:
     """How far a setup is from the simplest, summed over the dimensions; smaller is simpler."""
     return (
-        spread_rank(setup)
+        spread_order(setup)
         + OPTIMIZERS[setup.optimizer].simplicity
         + LOSSES[setup.loss].simplicity
         + KERNELS[setup.kernels].simplicity
@@ -343,7 +343,7 @@ def best_spread(known: Mapping[SpreadKey, NodeFacts]) -> Point | None:
 def _fastest(points: list[Point]) -> Point:
     """The simplest spread of those within one percent of the fastest."""
     close = near_fastest(points, TIE_FRACTION)
-    return min(close, key=lambda point: (spread_rank(point.shared), -point.tokens_per_s))
+    return min(close, key=lambda point: (spread_order(point.shared), -point.tokens_per_s))
 
 
 def _family(setup: TrainSetup) -> int:

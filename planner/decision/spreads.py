@@ -88,7 +88,7 @@ def fields_name(fields: Mapping[str, Any]) -> str:
     return words or "one GPU"
 
 
-def spread_rank(setup: TrainSetup) -> int:
+def spread_order(setup: TrainSetup) -> int:
     """How far a spread is from the simplest; 0 on one GPU. Breaks ties in speed."""
     if setup.num_gpus == 1:
         return 0

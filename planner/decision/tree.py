@@ -15,12 +15,12 @@ from planner.decision.spreads import spread_key
 from planner.errors import SetupError
 from planner.hyperparameters import OVERFITTING_TOKENS_PER_PARAM
 from planner.kernels import missing_kernels
+from planner.lora_rank import BITS_PER_PARAMETER, BITS_PER_TOKEN, MAX_RANK
 from planner.memory.model import predict_memory
 from planner.models.targets import num_lora_params
 from planner.outcome import Candidate
 from planner.plan import Answer, Cut, NoPlan, Plan
 from planner.predict import attention_kernels
-from planner.rank import BITS_PER_PARAMETER, BITS_PER_TOKEN, MAX_RANK
 from planner.setup import TrainSetup
 from planner.speed import speed_profile
 from planner.units import gib, percent
@@ -77,7 +77,7 @@ def wants_full(workload: Workload) -> bool:
 
 
 def data_needs_full(workload: Workload) -> bool:
-    """Whether the data is more than an adapter of the largest rank can hold (`planner.rank`'s capacity rule)."""
+    """Whether the data is more than an adapter of the largest rank can hold (`planner.lora_rank`'s capacity rule)."""
     tokens = workload.dataset_tokens
     return tokens is not None and BITS_PER_TOKEN * tokens > BITS_PER_PARAMETER * num_lora_params(
         workload.model, workload.fixed.get("lora_targets", ("all-linear",))[0], MAX_RANK

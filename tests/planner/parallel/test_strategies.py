@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from planner.cluster import make_cluster
-from planner.decision.spreads import FIELDS, STAGES, all_spreads, spread_key, spread_name, spread_rank, spreads
+from planner.decision.spreads import FIELDS, STAGES, all_spreads, spread_key, spread_name, spread_order, spreads
 from planner.gpus import find_gpu
 from planner.setup import TrainSetup
 from planner.workload import Workload
@@ -111,5 +111,5 @@ def test_key_and_rank_follow_the_setup() -> None:
     ddp, fsdp2 = TrainSetup(num_gpus=8, parallel="ddp"), TrainSetup(num_gpus=8, parallel="fsdp2")
     assert spread_key(ddp) != spread_key(fsdp2)
     assert len(spread_key(ddp)) == len(FIELDS)
-    assert spread_rank(TrainSetup()) == 0 < spread_rank(ddp) < spread_rank(fsdp2)
-    assert spread_rank(fsdp2) < spread_rank(fsdp2.with_(offload="parameters"))
+    assert spread_order(TrainSetup()) == 0 < spread_order(ddp) < spread_order(fsdp2)
+    assert spread_order(fsdp2) < spread_order(fsdp2.with_(offload="parameters"))
