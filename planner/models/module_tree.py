@@ -117,6 +117,7 @@ def _ask(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(spec, dict):
         failure = str(answer.get("failure", "no answer"))
         if failure.startswith("ImportError"):
-            raise NoTree(f"transformers needs another package to build it: {failure.partition(': ')[2]}")
+            hint = "install that package, or plan the text model (its text_config as config.json)"
+            raise NoTree(f"transformers needs another package to build it: {failure.partition(': ')[2]}", hint=hint)
         raise NoTree(f"its module tree is of no form that the formula knows: {failure}")
     return spec
