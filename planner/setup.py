@@ -247,10 +247,14 @@ class TrainSetup:
         return self.lora_rank if self.adapter in ("prompt", "p-tuning", "prefix") else 0
 
     @property
+    def layer_tokens(self) -> int:
+        """Tokens of one sequence that pass through the layers: a prefix gives keys and values alone."""
+        return self.seq_len_tokens + (self.lora_rank if self.adapter in ("prompt", "p-tuning") else 0)
+
+    @property
     def tokens_per_micro_batch(self) -> int:
-        """Tokens of one forward on one GPU, virtual ones that pass through the layers included."""
-        length = self.seq_len_tokens + (self.lora_rank if self.adapter in ("prompt", "p-tuning") else 0)
-        return self.micro_batch_seqs * self.aim.seqs_per_sample * length
+        """Tokens of one micro-batch on one GPU that pass through the layers, virtual ones included."""
+        return self.micro_batch_seqs * self.aim.seqs_per_sample * self.layer_tokens
 
     @property
     def tokens_per_step(self) -> int:

@@ -54,7 +54,7 @@ class Family:
     def __init__(self, speed: SpeedModel, setup: TrainSetup) -> None:
         constants, conditions, inv = speed.constants, speed.conditions, speed.inv
         self._speed, self._setup = speed, setup
-        self._seq = setup.seq_len_tokens + setup.virtual_tokens
+        self._seq = setup.layer_tokens
         self._busy: dict[int, float] = {}
         self.seqs_per_sample = setup.aim.seqs_per_sample
         self.flow = flow = flow_of(setup)

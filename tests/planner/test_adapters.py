@@ -5,10 +5,13 @@ import pytest
 from planner.choices.adapters import ADAPTERS
 from planner.errors import SetupError
 from planner.exporters import EXPORTERS
+from planner.gpus import find_gpu
 from planner.interchange import setup_from_dict, setup_to_dict
 from planner.models import catalogue
 from planner.readers.read import read_text
 from planner.setup import TrainSetup
+from planner.speed import speed_profile
+from planner.speed import speed_profile
 from tests.planner.launch_sweep import request
 
 
@@ -111,3 +114,17 @@ def test_a_scripts_partial_layers_are_said_and_its_own_ia3_targets_taken() -> No
     assert (scaled.setup.adapter, scaled.setup.lora_rank) == ("ia3", 0)
     assert scaled.setup.lora_targets == ("self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj")
     assert any("target_modules absent" in one for one in scaled.assumptions)
+
+
+def test_a_prefix_gives_keys_and_values_and_no_tokens_to_the_matrices() -> None:
+    """Prompt tokens pass through the layers as the data's do. Measured: PEFT's own runs, docs/accuracy/gathered.md."""
+    model, card = catalogue.load("Qwen/Qwen2.5-1.5B"), find_gpu("l40s")
+    assert model is not None
+    fields = {"lora_rank": 200, "seq_len_tokens": 256, "micro_batch_seqs": 4, "loss": "full"}
+    prefix, prompt = (setup_from_dict({**fields, "adapter": kind}) for kind in ("prefix", "prompt"))
+    assert (prefix.layer_tokens, prompt.layer_tokens) == (256, 456)
+    parts = [speed_profile(model, card, one).step_time(one).parts_s for one in (prefix, prompt)]
+    plain = setup_from_dict({**fields, "lora_rank": 16})
+    matrices = speed_profile(model, card, plain).step_time(plain).parts_s["matmul"]
+    assert parts[0]["matmul"] == pytest.approx(matrices)
+    assert parts[1]["matmul"] > 1.5 * matrices
