@@ -11,7 +11,6 @@ from planner.models import catalogue
 from planner.readers.read import read_text
 from planner.setup import TrainSetup
 from planner.speed import speed_profile
-from planner.speed import speed_profile
 from tests.planner.launch_sweep import request
 
 
@@ -120,7 +119,7 @@ def test_a_prefix_gives_keys_and_values_and_no_tokens_to_the_matrices() -> None:
     """Prompt tokens pass through the layers as the data's do. Measured: PEFT's own runs, docs/accuracy/gathered.md."""
     model, card = catalogue.load("Qwen/Qwen2.5-1.5B"), find_gpu("l40s")
     assert model is not None
-    fields = {"lora_rank": 200, "seq_len_tokens": 256, "micro_batch_seqs": 4, "loss": "full"}
+    fields = {"lora_rank": 200, "seq_len_tokens": 256, "micro_batch_seqs": 4, "loss": "full", "checkpointing": False}
     prefix, prompt = (setup_from_dict({**fields, "adapter": kind}) for kind in ("prefix", "prompt"))
     assert (prefix.layer_tokens, prompt.layer_tokens) == (256, 456)
     parts = [speed_profile(model, card, one).step_time(one).parts_s for one in (prefix, prompt)]
