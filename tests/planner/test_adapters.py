@@ -126,4 +126,4 @@ def test_a_prefix_gives_keys_and_values_and_no_tokens_to_the_matrices() -> None:
     plain = setup_from_dict({**fields, "lora_rank": 16})
     matrices = speed_profile(model, card, plain).step_time(plain).parts_s["matmul"]
     assert parts[0]["matmul"] == pytest.approx(matrices)
-    assert parts[1]["matmul"] > 1.5 * matrices
+    assert parts[1]["matmul"] > 1.4 * matrices  # 456 tokens for 256
