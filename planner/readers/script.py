@@ -413,7 +413,8 @@ class _Script:
             return int(bool(value) and value not in ("none", "false"))
         own_default = self._own_arguments() and self.defaults.checkpointing
         old = self.trl and self.defaults.version < versions.TRL_PREPARES_WITH_CHECKPOINTING_UNTIL
-        if old and self._quantization() != "none" and self._trainer_prepares(self._quantization()):
+        given = self.found.trainer.argument("peft_config") if self.found.trainer is not None else None
+        if old and self._quantization() != "none" and given is not None:
             arguments.assume(f"{self.defaults.said} switches gradient checkpointing on for a quantized base")
             return 1
         on = hf.checkpointing(arguments, self.trl and own_default)

@@ -576,6 +576,15 @@ def test_what_a_program_hands_over_says_which_versions_it_cannot_run_with() -> N
         sharding=Sharding(versions={"trl": "0.4.7"}),
     )
     assert (first.setup.checkpointing, first.setup.kbit_fp32_cast) == (1, True)
+    halved = read_text(
+        HEAD
+        + "four = BitsAndBytesConfig(load_in_4bit=True)\n"
+        + "model = AutoModelForCausalLM.from_pretrained('gpt2', quantization_config=four)\n"
+        + "SFTTrainer(model, args=TrainingArguments(bf16=True), peft_config=LoraConfig(r=8), max_seq_length=64).train()\n",
+        "train.py",
+        sharding=Sharding(versions={"trl": "0.7.1"}),
+    )
+    assert halved.setup.checkpointing == 1  # whatever the base is cast to afterwards
 
 
 def test_programs_that_train_on_request_are_read_as_if_asked() -> None:
