@@ -580,7 +580,7 @@ def test_what_a_program_hands_over_says_which_versions_it_cannot_run_with() -> N
         HEAD
         + "four = BitsAndBytesConfig(load_in_4bit=True)\n"
         + "model = AutoModelForCausalLM.from_pretrained('gpt2', quantization_config=four)\n"
-        + "SFTTrainer(model, args=TrainingArguments(bf16=True), peft_config=LoraConfig(r=8), max_seq_length=64).train()\n",
+        + "SFTTrainer(model, args=TrainingArguments(bf16=True), peft_config=LoraConfig(r=8), packing=True).train()\n",
         "train.py",
         sharding=Sharding(versions={"trl": "0.7.1"}),
     )
