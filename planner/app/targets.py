@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from planner.choices.objectives import DEFAULT
 from planner.errors import UsageError
 from planner.outcome import Candidate
 from planner.plan import NoPlan
 from planner.planning import plan_workload
-from planner.stacks import TARGET_ROWS
+from planner.stacks import TARGET_ROWS, written_by
 from planner.workload import Workload
 
 LAUNCHERS = ("accelerate", "deepspeed")
@@ -31,8 +32,10 @@ class TargetChoice:
 
 
 def compare_targets(workload: Workload) -> list[TargetChoice]:
-    """Every target's own fastest plan by the formula, fastest first; what plans nothing last."""
-    names = [name for name in TARGET_ROWS if workload.num_gpus > 1 or name not in LAUNCHERS]
+    """The fastest plan by the formula of every target that has a file for the objective, fastest first; what plans
+    nothing last."""
+    objective = workload.fixed.get("objective", (DEFAULT,))[0]
+    names = [name for name in written_by(objective) if workload.num_gpus > 1 or name not in LAUNCHERS]
     return sorted((_choice(workload, name) for name in names), key=lambda row: -(tokens_per_s(row) or 0.0))
 
 

@@ -16,6 +16,7 @@ from planner.exporters.folder import folder_files
 from planner.exporters.gated import gate_of, gates
 from planner.models import catalogue
 from planner.setup import TrainSetup
+from planner.stacks import written_by
 from planner.units import gib
 from tests.planner.launch_sweep import request, setups
 
@@ -120,7 +121,10 @@ def test_a_headers_command_is_one_line_that_a_shell_takes() -> None:
                         assert not file.path.startswith(f"{target}/{target}") or command == launch.command
                         assert subprocess.run(["bash", "-n", "-c", command], check=False).returncode == 0
                         seen.add(target)
-    assert seen == set(EXPORTERS) - {"deepspeed", "torchtitan"}  # JSON has no comments; Qwen2.5 is not torchtitan's
+    assert seen == set(written_by("sft")) - {
+        "deepspeed",
+        "torchtitan",
+    }  # JSON has no comments; torchtitan has no Qwen2.5
 
 
 def launched(tmp_path: Path, asked: ExportRequest, targets: Sequence[str] = ("trl", "hf")) -> Path:

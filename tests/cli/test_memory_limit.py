@@ -38,7 +38,7 @@ def test_memory_gib_reaches_the_dry_run_of_estimate_and_plan(cards: list[GpuSpec
 
 
 def test_memory_gib_reaches_the_dry_run_of_check(cards: list[GpuSpec], tmp_path: Path) -> None:
-    config = tmp_path / "train.json"
+    config = tmp_path / "train.yaml"
     config.write_text(json.dumps({"model_name_or_path": MODEL, "use_peft": True, "per_device_train_batch_size": 1}))
     run(["check", str(config), "--gpu", "rtx-4090", "--memory-gib", "7.5", "--json"])
     assert [card.memory_bytes for card in cards] == [int(7.5 * GIB)]

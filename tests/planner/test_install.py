@@ -22,7 +22,7 @@ def test_a_checkout_is_named_by_its_folder(tmp_path: Path, monkeypatch: pytest.M
     folder.mkdir()
     (folder / "pyproject.toml").touch()
     text = f'{{"url": "{folder.as_uri()}", "dir_info": {{"editable": true}}}}'
-    monkeypatch.setattr(install, "distribution", lambda name: _Installed(text))
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: _Installed(text))
     words = shlex.split(install.install_command("torch"))
     assert words[1:] == ["-m", "pip", "install", "-e", f"{folder}[torch]"]
     (folder / "pyproject.toml").unlink()  # a checkout that is gone
@@ -30,7 +30,7 @@ def test_a_checkout_is_named_by_its_folder(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_what_came_from_an_index_is_named_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install, "distribution", lambda name: _Installed(None))
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: _Installed(None))
     assert install.install_command("search").endswith("-m pip install 'finetune-planner[search]'")
 
 
@@ -53,6 +53,6 @@ def test_a_wheel_is_named_as_the_tool_of_its_environment_takes_it(
     if one_call:
         (tmp_path / "CACHEDIR.TAG").touch()
     monkeypatch.setattr(install.sys, "prefix", str(tmp_path))
-    monkeypatch.setattr(install, "distribution", lambda name: _Installed(f'{{"url": "{wheel.as_uri()}"}}'))
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: _Installed(f'{{"url": "{wheel.as_uri()}"}}'))
     said = install.install_command("torch")
     assert shlex.split(said) == shlex.split(command.replace("WHAT", f"'finetune-planner[torch] @ {wheel.as_uri()}'"))
