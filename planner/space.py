@@ -66,7 +66,7 @@ def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
         "attention": supported_attentions(workload.model, gpu),
         "checkpointing": PLANNED_CHECKPOINTING,
         "loss": PLANNED_LOSSES,
-        "kernels": planned_kernels(workload.targets, workload.fixed.get("objective", (DEFAULT_OBJECTIVE,))[0]),
+        "kernels": planned_kernels(workload.targets, workload.aim.name),
         "activation_offload": (False, True) if offloading_matters(workload) else (False,),
         "quantize_experts": (False,),
         "selective_checkpointing": (False, True) if selecting_matters(workload) else (False,),

@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.choices.objectives import DEFAULT
 from planner.errors import UsageError
 from planner.outcome import Candidate
 from planner.plan import NoPlan
 from planner.planning import plan_workload
-from planner.stacks import TARGET_ROWS, written_by
+from planner.stacks import TARGET_ROWS
 from planner.workload import Workload
 
 LAUNCHERS = ("accelerate", "deepspeed")
@@ -34,8 +33,7 @@ class TargetChoice:
 def compare_targets(workload: Workload) -> list[TargetChoice]:
     """The fastest plan by the formula of every target that has a file for the objective, fastest first; what plans
     nothing last."""
-    objective = workload.fixed.get("objective", (DEFAULT,))[0]
-    names = [name for name in written_by(objective) if workload.num_gpus > 1 or name not in LAUNCHERS]
+    names = [name for name in workload.aim.targets if workload.num_gpus > 1 or name not in LAUNCHERS]
     return sorted((_choice(workload, name) for name in names), key=lambda row: -(tokens_per_s(row) or 0.0))
 
 
@@ -58,6 +56,6 @@ def tokens_per_s(row: TargetChoice) -> float | None:
 
 def as_fast(rows: Sequence[TargetChoice]) -> list[TargetChoice]:
     """Targets whose speed lies within the fastest one's band: not surely slower."""
-    best, *others = [row for row in rows if row.candidate is not None]
-    speed, band = tokens_per_s(best) or 0.0, best.candidate.formula.time_band_fraction if best.candidate else None
-    return [row for row in others if (tokens_per_s(row) or 0.0) * (1 + (band or 0.0)) >= speed]
+    best, *others = [(row, row.candidate.formula) for row in rows if row.candidate is not None]
+    speed, band = best[1].tokens_per_s or 0.0, best[1].time_band_fraction or 0.0
+    return [row for row, formula in others if (formula.tokens_per_s or 0.0) * (1 + band) >= speed]

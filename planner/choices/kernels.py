@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
+from planner.stacks import TARGET_ROWS, written_by
+
 if TYPE_CHECKING:
     from planner.setup import TrainSetup
-
-from planner.stacks import TARGET_ROWS, written_by
 
 
 @final

@@ -166,9 +166,8 @@ def backward_gradients(model: ModelSpec, setup: TrainSetup, trained: Trained, *,
     gradients: the decoder's gradients are there.
     """
     size = trained.outer_bytes
-    if (
-        setup.aim.forwards > 1
-    ):  # autograd adds up a weight's gradients of all forwards before it gives them to the weight
+    # of several forwards autograd adds up a weight's gradients before it gives them to the weight
+    if setup.aim.forwards > 1:
         whole = trained.size_bytes
         return {"first": 0, "last": whole, "end": whole + trained.embeddings * size}
     head = 0 if accumulated else trained.head * size
