@@ -125,21 +125,31 @@ def _spread_notes(request: ExportRequest) -> list[str]:
     return notes
 
 
-def _script(request: ExportRequest, head: list[str], found: tuple[Difference, ...]) -> str:
-    setup = request.setup
-    runs = setup.with_(**{one.field: one.runs_as for one in found})
+def opening(request: ExportRequest, head: list[str]) -> list[str]:
+    """The head, what must be set before torch starts, and what every script imports."""
     parts = [comments(head), "\nimport json\nimport os\n\n"]
     for name, value in environment(request.gpu).items():
         parts.append(f'os.environ.setdefault("{name}", "{value}")  # before torch starts\n')
-    parts.append("\nimport torch\nfrom datasets import load_dataset\n")
+    return [*parts, "\nimport torch\nfrom datasets import load_dataset\n"]
+
+
+def imported(request: ExportRequest, *names: str) -> str:
+    """The import of these names from transformers, and of what the setup's weights and adapters need; "" of none."""
+    setup, dequantizing = request.setup, dequantizing_class(request.model)
+    needed = [*names, *["BitsAndBytesConfig"] * setup.quantized, *["set_seed"] * (setup.method != "full")]
+    needed += [dequantizing] * bool(dequantizing)
+    return f"from transformers import {', '.join(sorted(needed))}\n" if needed else ""
+
+
+def _script(request: ExportRequest, head: list[str], found: tuple[Difference, ...]) -> str:
+    setup = request.setup
+    runs = setup.with_(**{one.field: one.runs_as for one in found})
+    parts = opening(request, head)
     if setup.method != "full":
         prepare = ", prepare_model_for_kbit_training" if setup.kbit_fp32_cast else ""
         loftq = ", replace_lora_weights_loftq" if setup.adapter == "loftq" else ""
         parts.append(f"from peft import {setup.kind.config}, get_peft_model{prepare}{loftq}\n")
-    names = [_auto_class(setup), "AutoTokenizer", "Trainer", "TrainingArguments"]
-    names += ["BitsAndBytesConfig"] * setup.quantized + ["set_seed"] * (setup.method != "full")
-    names += [dequantizing_class(request.model)] * bool(dequantizing_class(request.model))
-    parts.append(f"from transformers import {', '.join(sorted(names))}\n")
+    parts.append(imported(request, _auto_class(setup), "AutoTokenizer", "Trainer", "TrainingArguments"))
     parts.append("\n" + constants(request))
     parts.append("\ntokenizer = AutoTokenizer.from_pretrained(MODEL)\nif tokenizer.pad_token is None:\n")
     parts.append("    tokenizer.pad_token = tokenizer.eos_token\n" + chat.FALLBACK + "\n")

@@ -1,13 +1,12 @@
 """A program on sentence-transformers' own Trainer, for pairs of texts. sentence-transformers 6.2, transformers 5.23."""
 
 from planner.exporters import hf
-from planner.exporters.common import environment, family_refusal, model_refusal
+from planner.exporters.common import family_refusal, model_refusal
 from planner.exporters.python_text import call
 from planner.exporters.script_data import ROWS
-from planner.exporters.text import comments, header, launch_file
+from planner.exporters.text import header, launch_file
 from planner.exporters.types import Difference, Draft, ExportRequest
 from planner.models.spec import ModelSpec
-from planner.models.stored import dequantizing_class
 from planner.setup import TrainSetup
 from planner.tools.transformers import DTYPES
 
@@ -50,18 +49,12 @@ def export(request: ExportRequest, found: tuple[Difference, ...]) -> Draft:
 
 def _script(request: ExportRequest, head: list[str], runs: TrainSetup) -> str:
     setup = request.setup
-    parts = [comments(head), "\nimport json\nimport os\n\n"]
-    for name, value in environment(request.gpu).items():
-        parts.append(f'os.environ.setdefault("{name}", "{value}")  # before torch starts\n')
-    parts.append("\nimport torch\nfrom datasets import load_dataset\n")
+    parts = hf.opening(request, head)
     if setup.method != "full":
         parts.append(f"from peft import {setup.kind.config}\n")
-    parts.append(_IMPORTS)
-    names = ["BitsAndBytesConfig"] * setup.quantized + ["set_seed"] * (setup.method != "full")
-    names += [dequantizing_class(request.model)] * bool(dequantizing_class(request.model))
-    if names:
-        parts.append(f"from transformers import {', '.join(sorted(names))}\n")
     parts += [
+        _IMPORTS,
+        hf.imported(request),
         "\n",
         hf.constants(request),
         ROWS,
