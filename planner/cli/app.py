@@ -1,5 +1,6 @@
 """The one console command. `plan MODEL ...` is the main job; the other words are subcommands of the same command."""
 
+import atexit
 import gc
 import sys
 import warnings
@@ -113,6 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # A plan makes tens of thousands of small objects that live until it ends: collecting them time and again costs it
     # more than they hold.
     gc.set_threshold(200_000)
+    atexit.register(gc.freeze)  # and the interpreter's last collections would go through all of them again
     if isinstance(sys.stdout, TextIOWrapper):  # an encoding that lacks a character of a name is no reason to fail
         sys.stdout.reconfigure(errors="backslashreplace")
     warnings.showwarning = show_warning
