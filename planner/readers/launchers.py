@@ -41,7 +41,7 @@ def read_accelerate(
     base = base or TrainSetup()
     settings = Settings(values, name)
     settings.note_unknown({*schema.known("accelerate"), *OLD_ACCELERATE}, ACCELERATE)
-    kind = settings.text("distributed_type", "NO").upper()
+    kind = "NO" if settings.raw("distributed_type") is False else settings.text("distributed_type", "NO").upper()
     if kind not in (*PLANNED_TYPES, *OTHER_TYPES):
         raise settings.error("distributed_type", f"one of {', '.join(PLANNED_TYPES)}", kind)
     if kind in OTHER_TYPES:

@@ -22,13 +22,13 @@ NAMES = {
     "model": (
         "model_name_or_path", "pretrained_model_name_or_path", "pretrained_model_name", "base_model", "model_name",
         "model_id", "base_model_name", "hf_model_name", "hf_model_ckpt", "pretrained_ckpt", "model_path", "model.name",
-        "model.path", "model.id", "model.base", "pretrained_model_path", "model",
+        "model.path", "model.id", "model.base", "model.name_or_path", "pretrained_model_path", "model",
     ),
     "micro": (
         "per_device_train_batch_size", "micro_batch_size", "per_device_batch_size", "local_batch_size",
         "train_batch_size", "batch_size", "batch.size",
     ),
-    "accumulation": ("gradient_accumulation_steps", "grad_accum_steps", "gradient_accumulation", "grad_accum"),
+    "accumulation": ("gradient_accumulation_steps", "grad_accum_steps", "gradient_accumulation", "grad_accum", "accumulation_steps"),
     "length": (
         "max_seq_length", "max_seq_len", "sequence_len", "cutoff_len", "seq_length", "seq_len", "max_length",
         "model_max_length", "block_size", "context_length", "data_max_length",
@@ -39,6 +39,7 @@ NAMES = {
     "targets": ("lora_target_modules", "target_modules"),
     "four": ("load_in_4bit", "use_4bit", "use_qlora", "qlora"),
     "eight": ("load_in_8bit", "use_8bit"),
+    "double": ("bnb_4bit_use_double_quant", "use_double_quant", "use_nested_quant", "double_quant", "double_quantization"),
     "quantized": ("is_quantized", "use_quantization", "quantization.enabled", "quantized", "use_bnb"),
     "lora": (
         "use_lora", "use_peft", "is_peft", "is_lora", "enable_lora", "lora_enabled", "lora.enabled", "peft.enabled",
@@ -100,7 +101,7 @@ def is_training(values: Mapping[str, Any]) -> bool:
 NUMBERS = ("micro", "accumulation", "length", "rank")
 ADAPTERS = {"lora": True, "qlora": True, "full": False, "none": False}
 BITS = {"4": "four", "4bit": "four", "4-bit": "four", "nf4": "four", "8": "eight", "8bit": "eight", "8-bit": "eight"}
-SWITCHES = ("four", "eight", "quantized", "lora", "bf16", "fp16", "packing", "liger", "flash", "use_dora", "use_rslora")
+SWITCHES = ("four", "eight", "double", "quantized", "lora", "bf16", "fp16", "packing", "liger", "flash", "use_dora", "use_rslora")
 
 
 def _makes_sense(key: str, value: Any) -> bool:
@@ -157,6 +158,7 @@ def read(
     adapted = settings.flag("lora", "rank" in found or "targets" in found)
     plain = not settings.flag("quantized", True)
     four, eight = (not plain and settings.flag(key, False) for key in ("four", "eight"))
+    double = settings.flag("double", False)
     if not adapted:
         missing.pop("rank", None)
         missing.pop("lora_rank", None)
@@ -177,7 +179,7 @@ def read(
     method = "full" if not adapted else "qlora" if four or eight else "lora"
     fields: dict[str, Any] = {
         "method": method,
-        "quantization": "none" if method != "qlora" else "int8" if eight else "nf4",
+        "quantization": "none" if method != "qlora" else "int8" if eight else "nf4-double" if double else "nf4",
         "precision": common.precision(settings, weights, autocast, method),
         "lora_rank": settings.integer("rank", 8, at_least=1) if adapted else 0,
         "micro_batch_seqs": settings.integer("micro", 1, at_least=1),

@@ -31,7 +31,7 @@ from planner.readers import (
     versions,
 )
 from planner.readers.loading import MAX_FILE_BYTES, Parsed, parse_json, parse_toml, parse_yaml, read_bounded
-from planner.readers.program.source import of_notebook, of_requirements
+from planner.readers.program.source import of_cells, of_notebook, of_requirements
 from planner.readers.sharding import Sharding
 from planner.readers.types import Missing, ReadConfig
 from planner.setup import TrainSetup
@@ -85,6 +85,8 @@ AXOLOTL_KEYS = {
     "pretraining_dataset", "deepspeed", "fsdp", "val_set_size", "special_tokens", "rl",
 }  # fmt: skip
 LLAMAFACTORY_KEYS = {"finetuning_type", "stage", "cutoff_len", "lora_rank", "lora_target", "template", "dataset_dir"}
+LLAMAFACTORY_TASKS = {"do_train", "do_predict", "finetuning_type", "stage", "template", "export_dir"}
+"""Without any of these LLaMA-Factory does nothing: the file is another program's."""
 
 
 def detect(values: dict[str, Any]) -> str:
@@ -119,7 +121,7 @@ def detect(values: dict[str, Any]) -> str:
     if "model" in keys and keys & {"train_dataset", "dist_config", "peft_config", "micro_batch_size"}:
         return llamafactory_v1.FORMAT
     others = keys - trl.known_keys()
-    if keys & LLAMAFACTORY_KEYS and ("model_name_or_path" in keys or not own.is_training(values)):
+    if keys & LLAMAFACTORY_KEYS and keys & LLAMAFACTORY_TASKS and ("model_name_or_path" in keys or not own.is_training(values)):
         return llamafactory.FORMAT
     if others & own.SPOKEN and own.is_training(values):
         return own.FORMAT  # another program's names, no slips of the pen
@@ -232,7 +234,7 @@ def _read(
     if name.endswith(".py"):
         return script.read(text, name, model, sharding=sharding)
     if name.endswith(".ipynb"):
-        return script.read("", name, model, sharding=sharding, source=of_notebook(text, name))
+        return _of_notebook(text, name, model=model, sharding=sharding)
     if name.endswith(shell.SUFFIXES) or name in MAKEFILES:
         return _of_commands(text, name, model=model, base=base, sharding=sharding)
     if name.endswith(".toml"):
@@ -273,6 +275,22 @@ def _read(
     elif kind == own.FORMAT:
         where = {of: f"{name}:{parsed.lines[key]}" for of, key in found.keys.items() if key in parsed.lines}
     return replace(found, assumptions=(*said, *found.assumptions), origins=where)
+
+
+def _of_notebook(text: str, name: str, *, model: ModelSpec | None, sharding: Sharding) -> ReadConfig:
+    """The setup of a notebook: of what its cells train, else of what they launch."""
+    source = of_notebook(text, name)
+    try:
+        return script.read("", name, model, sharding=sharding, source=source)
+    except NotATraining:
+        commands, written = of_cells(text)
+        named = {**written, **{path.rpartition("/")[2]: one for path, one in written.items()}}
+        inside = replace(sharding, written=named, versions={**dict(source.pins), **sharding.versions})
+        try:
+            return _of_commands(commands, name, model=model, base=None, sharding=inside)
+        except NotATraining:
+            pass
+        raise
 
 
 def _with_open(found: ReadConfig, opened: Mapping[str, str], name: str, num_gpus: int) -> ReadConfig:

@@ -277,6 +277,8 @@ class _Script:
         if isinstance(given, Unknown):
             self.missing["quantization"] = given.reason
             return "none"
+        if given is None and self._handed_over():
+            self.missing["quantization"] = self.missing["precision"] = self.found.unknown_model
         if isinstance(given, Made) and given.name not in training.BASE_QUANTIZATIONS:
             if given.name.endswith("Config") and "Mxfp4" not in given.name:
                 self.loader.approximate(f"{given.name} is counted as 4-bit NF4")
@@ -297,6 +299,10 @@ class _Script:
             return "none"
         double = True if self.unsloth else source.flag("bnb_4bit_use_double_quant", False)
         return "nf4-double" if double else "nf4"
+
+    def _handed_over(self) -> bool:
+        """Whether the model comes to the program's function as an object: who loaded it knows how."""
+        return self.found.loader is None and re.search(r"argument \w*model is not", self.found.unknown_model) is not None
 
     def _precision(self, method: str) -> str:
         own_default = self.unsloth or (self._own_arguments() and self.defaults.bf16)

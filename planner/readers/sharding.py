@@ -24,6 +24,7 @@ class Sharding:
         arguments: the words behind a program's name on its command line; None: nobody said.
         versions: package -> version that the run is said or pinned to use.
         depth: shell scripts that started one another on the way here.
+        written: text of files that the checked one writes before it trains, by their paths.
     """
 
     num_gpus: int = 1
@@ -32,6 +33,7 @@ class Sharding:
     arguments: tuple[str, ...] | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     depth: int = 0
+    written: Mapping[str, str] = field(default_factory=dict)
 
     def below(self, folder: str) -> "Sharding":
         """As this, from a folder that a script goes to first: those of it that lie within the folders known here."""
@@ -66,6 +68,8 @@ class Sharding:
 
     def beside(self, path: str, *, exact: bool = False) -> str | None:
         """The text of a file that lies beside the config by a relative path, None where there is none."""
+        if (text := self.written.get(path, self.written.get(path.rpartition("/")[2]))) is not None:
+            return text
         found = _find(path, self, exact=exact)
         if found is None:
             return None

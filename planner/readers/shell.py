@@ -17,6 +17,7 @@ from planner.stacks import TARGET_ROWS
 
 SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
 _SET = re.compile(r"^\s*(?:export\s+|declare\s+\S*\s*|local\s+)?([A-Za-z_]\w*)\s*[:?+]?=\s*(.*)$", re.DOTALL)
+_DEFAULT = re.compile(r"^:\s+\"?\$\{(\w+):?=([^{}]*)\}\"?$")
 _USE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}]*))?\}|\((\w+)\)|(\w+))")
 _ELEMENT = re.compile(r"\$\{(\w+)\[(\$?\w+)\]\}")
 _SUM = re.compile(r"\$\(expr\s+([^()]*)\)|\$\(\(([^()]*)\)\)")
@@ -107,6 +108,8 @@ def commands(text: str, name: str, num_gpus: int = 1, arguments: Sequence[str] =
 def _commands(text: str, variables: dict[str, str]) -> Iterator[Command]:
     folder = "."
     for line in _lines(text):
+        if unless_set := _DEFAULT.match(line):
+            line = "=".join(unless_set.groups()) if not variables.get(unless_set[1]) else ""
         assigned = _SET.match(line)
         if assigned and _is_assignment(assigned[2]):
             _assign(assigned, line, variables)
@@ -118,9 +121,18 @@ def _commands(text: str, variables: dict[str, str]) -> Iterator[Command]:
                 folder = os.path.normpath(os.path.join(folder, words[1]))
             if words[:1] == ["for"] and words[2:3] == ["in"] and len(words) > 3 and not is_open(words[3]):
                 variables[words[1]] = words[3]  # the first turn
-            command = _command(words, own)
-            if command is not None:
-                yield replace(command, folder=folder)
+            inner = _handed_to_shell(words)
+            alone = None if inner else _command(words, own)
+            for command in _commands(inner, own) if inner else () if alone is None else (alone,):
+                yield replace(command, folder=os.path.normpath(os.path.join(folder, command.folder or ".")))
+
+
+def _handed_to_shell(words: list[str]) -> str:
+    """The commands that a command gives a shell of its own: `srun singularity exec image bash -lc "..."`."""
+    for before, flag, text in zip(words, words[1:], words[2:], strict=False):
+        if PurePosixPath(before).name in ("bash", "sh") and re.fullmatch(r"-\w*c", flag):
+            return text if PurePosixPath(words[0]).name not in SAID_ONLY else ""
+    return ""
 
 
 def _parts(line: str) -> list[str]:
@@ -285,9 +297,6 @@ def _command(words: list[str], variables: dict[str, str]) -> Command | None:
     tool = PurePosixPath(words[0]).name
     if is_open(tool) and re.search(r"PYTHON|PYBIN|\bPY\b", tool, re.IGNORECASE):
         tool = "python"
-    if tool in ("bash", "sh") and len(words) > 2 and re.fullmatch(r"-\w*c", words[1]):
-        found = (_command(_words(part.replace("\n", " ")), variables) for part in _parts(words[2]))
-        return next((one for one in found if one is not None), None)
     if tool in LAUNCHERS:
         return _launched(tool, words[1:], shown)
     if re.fullmatch(r"python[\d.]*", tool):

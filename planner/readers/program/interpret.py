@@ -251,7 +251,8 @@ class Reader(Functions):
         found = self.module(path) if path != "." else None
         for alias in node.names:
             if alias.name == "*":
-                scope.names |= found.names if found is not None else {}
+                public = found.names if found is not None else {}
+                scope.names |= {name: value for name, value in public.items() if not name.startswith("_")}
                 continue
             value = found.names.get(alias.name) if found is not None else None
             if value is None:

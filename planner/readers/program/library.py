@@ -265,6 +265,9 @@ def _of_object(reader: "Reading", owner: Value, made: Made) -> Value | None:
             owner.items.append(first)
         elif name == "extend" and first is not None:
             owner.items += items_of(first) or [Unknown(f"{made.where}: a list not known")]
+        elif name == "index" and first is not None:
+            data = [plain(one) for one in owner.items]
+            return Known(data.index(plain(first)), made.where) if plain(first) in data else None
         return None
     if not isinstance(owner, Made):
         return None

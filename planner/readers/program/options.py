@@ -132,6 +132,8 @@ def field_default(reader: "Reading", value: Value) -> Value:
         factory = value.keywords.get("default_factory")
         if isinstance(factory, Function):
             return reader.called(factory, Made("", where=value.where))
+        if isinstance(factory, Class):
+            return reader.instance(factory, Made("", where=value.where))
         if isinstance(factory, Dotted) and factory.name in ("list", "dict"):
             return Items([]) if factory.name == "list" else Table({})
         if value.positional and value.name == "Field":

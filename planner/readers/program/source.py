@@ -61,6 +61,23 @@ def of_notebook(text: str, name: str) -> Source:
     return Source(text=_joined(kept), label=label, pins=pins("\n".join(codes)))
 
 
+def of_cells(text: str) -> tuple[str, dict[str, str]]:
+    """What a notebook gives the shell (`!` lines, %%bash cells), and the files that its %%writefile cells write."""
+    commands: list[str] = []
+    written: dict[str, str] = {}
+    for cell in json.loads(text)["cells"]:
+        code = "".join(cell["source"]) if cell["cell_type"] == "code" else ""
+        first, _, rest = code.lstrip().partition("\n")
+        if target := re.match(r"%%writefile\s+(?:-a\s+)?[\"']?([^\s\"']+)", first):
+            written[target[1]] = rest
+        elif re.match(r"%%(?:script\s+)?(?:bash|sh|shell)\b", first):
+            commands.append(rest)
+        else:
+            lines = re.findall(r"^[ \t]*[!%](?!%)((?:.*\\\n)*.*)$", code, re.MULTILINE)
+            commands += [line for line in lines if not line.startswith("pip")]
+    return "\n".join(commands), written
+
+
 def _joined(cells: Mapping[int, str]) -> str:
     return "\n".join(line for code in cells.values() for line in code.splitlines()) + "\n"
 
