@@ -1,6 +1,7 @@
 """Existing configs in, setups out: one module per format, the inverse of `planner.exporters`. Nothing is executed."""
 
-from planner.readers.read import FORMATS, read_config, read_text
+from planner.readers.formats import FORMATS
+from planner.readers.read import read_config, read_text
 from planner.readers.sharding import Sharding
 from planner.readers.types import ReadConfig, canonical
 

@@ -15,6 +15,7 @@ MAX_FILE_BYTES = 128 * 1024
 
 MAX_NODES = 20_000
 MAX_DEPTH = 40
+MAX_DOCUMENTS = 50
 MAX_BLOCKS = 3
 """Blocks inside blocks in which a setting's line is noted."""
 MAX_BRACKETS = 200
@@ -28,7 +29,6 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self.duplicates: list[str] = []
-        self.lines: dict[str, int] = {}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -61,17 +61,32 @@ def parse_yaml(text: str, name: str) -> Parsed:
     """A YAML mapping as plain values.
 
     Raises:
-        ConfigError: not YAML, a tag that would build an object, a bomb, or not a mapping.
+        ConfigError: not YAML, a tag that would build an object, a bomb, not a mapping, or several documents.
+    """
+    documents = parse_documents(text, name)
+    if len(documents) > 1:
+        raise ConfigError(f"{name} holds {len(documents)} documents", hint="give one of them as a file of its own")
+    return documents[0]
+
+
+def parse_documents(text: str, name: str) -> tuple[Parsed, ...]:
+    """The mappings of a YAML file, one of each document that is not empty.
+
+    Raises:
+        ConfigError: as `parse_yaml`, or more than MAX_DOCUMENTS.
     """
     _count_brackets(text, name)
+    found: list[tuple[Any, dict[str, int], tuple[str, ...]]] = []
     try:
         loader = _Loader(text)
         try:
-            node = loader.get_single_node()
-            if node is not None:
+            while loader.check_node() and len(found) <= MAX_DOCUMENTS:
+                node = loader.get_node()
+                assert node is not None
                 _count_nodes(node, name)  # before anything is built: merge keys copy what they merge
-                loader.lines = dict(_lines(node))
-            value = loader.construct_document(node) if node is not None else None
+                before = len(loader.duplicates)
+                value = loader.construct_document(node)
+                found.append((value, dict(_lines(node)), tuple(dict.fromkeys(loader.duplicates[before:]))))
         finally:
             loader.dispose()
     except yaml.YAMLError as error:
@@ -81,7 +96,10 @@ def parse_yaml(text: str, name: str) -> Parsed:
         raise ConfigError(f"{name}{where} is not valid YAML: {problem}", hint="correct that line") from error
     except (RecursionError, ValueError, TypeError, OverflowError, AttributeError, LookupError) as error:
         raise ConfigError(f"{name} is not a YAML file that can be read: {reason(error)}", hint=FLAT) from error
-    return Parsed(_mapping(value, name), tuple(dict.fromkeys(loader.duplicates)), loader.lines)
+    if len(found) > MAX_DOCUMENTS:
+        raise ConfigError(f"{name} holds more than {MAX_DOCUMENTS} documents", hint=FLAT)
+    mappings = [one for one in found if isinstance(one[0], dict)] or found[:1] or [(None, {}, ())]
+    return tuple(Parsed(_mapping(value, name), duplicates, lines) for value, lines, duplicates in mappings)
 
 
 def _lines(node: yaml.Node, above: str = "") -> Iterator[tuple[str, int]]:

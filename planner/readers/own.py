@@ -28,7 +28,9 @@ NAMES = {
         "per_device_train_batch_size", "micro_batch_size", "per_device_batch_size", "local_batch_size",
         "train_batch_size", "batch_size", "batch.size",
     ),
-    "accumulation": ("gradient_accumulation_steps", "grad_accum_steps", "gradient_accumulation", "grad_accum", "accumulation_steps"),
+    "accumulation": (
+        "gradient_accumulation_steps", "grad_accum_steps", "gradient_accumulation", "grad_accum", "accumulation_steps",
+    ),
     "length": (
         "max_seq_length", "max_seq_len", "sequence_len", "cutoff_len", "seq_length", "seq_len", "max_length",
         "model_max_length", "block_size", "context_length", "data_max_length",
@@ -39,7 +41,9 @@ NAMES = {
     "targets": ("lora_target_modules", "target_modules"),
     "four": ("load_in_4bit", "use_4bit", "use_qlora", "qlora"),
     "eight": ("load_in_8bit", "use_8bit"),
-    "double": ("bnb_4bit_use_double_quant", "use_double_quant", "use_nested_quant", "double_quant", "double_quantization"),
+    "double": (
+        "bnb_4bit_use_double_quant", "use_double_quant", "use_nested_quant", "double_quant", "double_quantization",
+    ),
     "quantized": ("is_quantized", "use_quantization", "quantization.enabled", "quantized", "use_bnb"),
     "lora": (
         "use_lora", "use_peft", "is_peft", "is_lora", "enable_lora", "lora_enabled", "lora.enabled", "peft.enabled",
@@ -101,7 +105,20 @@ def is_training(values: Mapping[str, Any]) -> bool:
 NUMBERS = ("micro", "accumulation", "length", "rank")
 ADAPTERS = {"lora": True, "qlora": True, "full": False, "none": False}
 BITS = {"4": "four", "4bit": "four", "4-bit": "four", "nf4": "four", "8": "eight", "8bit": "eight", "8-bit": "eight"}
-SWITCHES = ("four", "eight", "double", "quantized", "lora", "bf16", "fp16", "packing", "liger", "flash", "use_dora", "use_rslora")
+SWITCHES = (
+    "four",
+    "eight",
+    "double",
+    "quantized",
+    "lora",
+    "bf16",
+    "fp16",
+    "packing",
+    "liger",
+    "flash",
+    "use_dora",
+    "use_rslora",
+)
 
 
 def _makes_sense(key: str, value: Any) -> bool:

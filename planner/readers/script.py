@@ -302,7 +302,9 @@ class _Script:
 
     def _handed_over(self) -> bool:
         """Whether the model comes to the program's function as an object: who loaded it knows how."""
-        return self.found.loader is None and re.search(r"argument \w*model is not", self.found.unknown_model) is not None
+        return (
+            self.found.loader is None and re.search(r"argument \w*model is not", self.found.unknown_model) is not None
+        )
 
     def _precision(self, method: str) -> str:
         own_default = self.unsloth or (self._own_arguments() and self.defaults.bf16)

@@ -24,6 +24,7 @@ class Sharding:
         arguments: the words behind a program's name on its command line; None: nobody said.
         versions: package -> version that the run is said or pinned to use.
         depth: shell scripts that started one another on the way here.
+        environment: variables that the launch sets.
         written: text of files that the checked one writes before it trains, by their paths.
     """
 
@@ -34,6 +35,7 @@ class Sharding:
     versions: Mapping[str, str] = field(default_factory=dict)
     depth: int = 0
     written: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def below(self, folder: str) -> "Sharding":
         """As this, from a folder that a script goes to first: those of it that lie within the folders known here."""
@@ -55,7 +57,7 @@ class Sharding:
         gpu = self.gpu
         return Outside(
             arguments=self.arguments,
-            environment={"WORLD_SIZE": str(self.num_gpus), "LOCAL_RANK": "0", "RANK": "0"},
+            environment={**self.environment, "WORLD_SIZE": str(self.num_gpus), "LOCAL_RANK": "0", "RANK": "0"},
             bf16=gpu.bf16 if gpu is not None else True,
             capability=(gpu.compute_capability if gpu is not None else None) or (8, 0),
             read=self.beside,

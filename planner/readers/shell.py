@@ -17,6 +17,7 @@ from planner.stacks import TARGET_ROWS
 
 SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
 _SET = re.compile(r"^\s*(?:export\s+|declare\s+\S*\s*|local\s+)?([A-Za-z_]\w*)\s*[:?+]?=\s*(.*)$", re.DOTALL)
+_EXPORTED = re.compile(r"(?:^|;|&&)\s*(?:export|declare\s+-x)\s+([A-Za-z_]\w*)")
 _DEFAULT = re.compile(r"^:\s+\"?\$\{(\w+):?=([^{}]*)\}\"?$")
 _USE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}]*))?\}|\((\w+)\)|(\w+))")
 _ELEMENT = re.compile(r"\$\{(\w+)\[(\$?\w+)\]\}")
@@ -63,6 +64,7 @@ class Command:
         num_gpus: processes that the launcher starts, None where it does not say.
         launcher: Accelerate's config file, "" where none is named.
         folder: where the script went with `cd` before, relative to its own folder.
+        environment: variables that the script exports, or sets for this launch.
     """
 
     tool: str
@@ -71,6 +73,7 @@ class Command:
     num_gpus: int | None = None
     launcher: str = ""
     folder: str = ""
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 def commands(text: str, name: str, num_gpus: int = 1, arguments: Sequence[str] = ()) -> tuple[Command, ...]:
@@ -106,8 +109,9 @@ def commands(text: str, name: str, num_gpus: int = 1, arguments: Sequence[str] =
 
 
 def _commands(text: str, variables: dict[str, str]) -> Iterator[Command]:
-    folder = "."
+    folder, exported = ".", set[str]()
     for line in _lines(text):
+        exported.update(_EXPORTED.findall(line))
         if unless_set := _DEFAULT.match(line):
             line = "=".join(unless_set.groups()) if not variables.get(unless_set[1]) else ""
         assigned = _SET.match(line)
@@ -124,7 +128,12 @@ def _commands(text: str, variables: dict[str, str]) -> Iterator[Command]:
             inner = _handed_to_shell(words)
             alone = None if inner else _command(words, own)
             for command in _commands(inner, own) if inner else () if alone is None else (alone,):
-                yield replace(command, folder=os.path.normpath(os.path.join(folder, command.folder or ".")))
+                said = {key: value for key, value in own.items() if key in exported or variables.get(key) != value}
+                yield replace(
+                    command,
+                    folder=os.path.normpath(os.path.join(folder, command.folder or ".")),
+                    environment=(*said.items(), *command.environment),
+                )
 
 
 def _handed_to_shell(words: list[str]) -> str:

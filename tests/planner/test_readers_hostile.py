@@ -24,7 +24,12 @@ CASES = {
     "list": ("- base_model: x\n", "mapping"),
     "scalar": ("hello\n", "mapping"),
     "empty": ("", "mapping"),
-    "two documents": ("base_model: x\n---\nbase_model: y\n", "not valid YAML"),
+    "many documents": ("base_model: x\n---\n" * 60, "more than 50 documents"),
+    "bomb in the second document": (
+        "base_model: x\n---\na: &a [1, 1, 1, 1, 1, 1, 1, 1]\n"
+        + "".join(f"{key}: &{key} [{', '.join([f'*{before}'] * 8)}]\n" for before, key in zip("abcde", "bcdef", strict=True)),
+        "expands to more",
+    ),
     "number key": ("1: 2\nbase_model: x\n", "must be text"),
     "unhashable key": ("? [a]\n: b\nbase_model: x\n", "valid YAML"),
     "unknown key": ("base_model: x\nmicro_batch_sise: 4\n", "no setting 'micro_batch_sise'"),

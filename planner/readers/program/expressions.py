@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Sequence
 
-from planner.readers.program import library, objects
+from planner.readers.program import files, library, objects
 from planner.readers.program.operators import binary, compare, unary
 from planner.readers.program.reading import CUT_NAMES, MAX_LOOP, MAX_STEPS, PARTS_OF_LENGTH, Reading, TooLong, file_of
 from planner.readers.program.values import (
@@ -67,7 +67,10 @@ class Expressions(Reading):
                 key = self.value(node.slice, scope) if not isinstance(node.slice, ast.Slice) else Unknown("a slice")
                 if isinstance(node.slice, ast.Slice):
                     self.cut(node.value, node.slice, scope)
-                return objects.element(self.value(node.value, scope), key, self.place(node, scope))
+                owner, place = self.value(node.value, scope), self.place(node, scope)
+                if isinstance(owner, Dotted) and owner.path == "os.environ":
+                    return files.environment(self, Made("", positional=[key], where=place))
+                return objects.element(owner, key, place)
             case ast.Lambda():
                 return Function(node, scope)
             case ast.NamedExpr():

@@ -8,6 +8,7 @@ from planner.errors import ConfigError
 from planner.readers import hydra
 from planner.readers.loading import parse_json, parse_yaml
 from planner.readers.program.values import Items, Known, Made, Table, Unknown, Value, plain
+from planner.readers.shell import is_open
 
 if TYPE_CHECKING:
     from planner.readers.program.reading import Reading
@@ -29,7 +30,8 @@ def to_value(data: Any, where: str, lines: Mapping[str, int] | None = None, abov
 def environment(reader: "Reading", made: Made) -> Value:
     name = plain(made.positional[0]) if made.positional else ""
     if isinstance(name, str) and name in reader.outside.environment:
-        return Known(reader.outside.environment[name], "the launch")
+        given = reader.outside.environment[name]
+        return Unknown(f"the launch: {name}={given}") if is_open(given) else Known(given, "the launch")
     default = made.positional[1] if len(made.positional) > 1 else made.keywords.get("default")
     if default is None and made.name in ("get", "getenv"):
         return Known(None, f"{made.where}, the environment variable {name} taken not to be set")

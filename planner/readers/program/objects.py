@@ -2,7 +2,6 @@
 
 from planner.readers.program.values import (
     Class,
-    Dotted,
     Function,
     Instance,
     Items,
@@ -129,8 +128,6 @@ def element(value: Value, key: Value, place: str) -> Value:
         return Unknown(value.more or f"{place}: {name!r} is not set in the program")
     if isinstance(value, Items) and isinstance(name, int) and -len(value.items) <= name < len(value.items):
         return value.items[name]
-    if isinstance(value, Dotted) and value.path == "os.environ":
-        return Unknown(f"{place}: the environment variable {name}")
     return value if isinstance(value, Unknown) else Unknown(f"{place}: computed while the program runs")
 
 

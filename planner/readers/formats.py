@@ -1,0 +1,120 @@
+"""Which tool a mapping of settings belongs to, and the reader for it."""
+
+from typing import Any
+
+from planner.errors import NotATraining, NotPlanned
+from planner.models.spec import ModelSpec
+from planner.readers import (
+    axolotl,
+    firefly,
+    litgpt,
+    llamafactory,
+    llamafactory_v1,
+    nemo,
+    own,
+    swift,
+    torchtune,
+    trl,
+    unsloth,
+)
+from planner.readers.sharding import Sharding
+from planner.readers.types import ReadConfig
+
+FORMATS = (
+    "trl", "axolotl", "llamafactory", "unsloth", "accelerate", "deepspeed", "torchtitan", "ms-swift", "torchtune",
+    "nemo-automodel", "litgpt", "firefly", "hf-script", "notebook", "shell script",
+)  # fmt: skip
+READERS = {
+    trl.FORMAT: trl.read,
+    axolotl.FORMAT: axolotl.read,
+    llamafactory.FORMAT: llamafactory.read,
+    llamafactory_v1.FORMAT: llamafactory_v1.read,
+    unsloth.FORMAT: unsloth.read,
+    swift.FORMAT: swift.read,
+    litgpt.FORMAT: litgpt.read,
+    torchtune.FORMAT: torchtune.read,
+    firefly.FORMAT: firefly.read,
+    nemo.FORMAT: nemo.read,
+    own.FORMAT: own.read,
+}
+OTHER_TOOLS = {
+    "nanotron": {"data_stages", "parallelism", "tokens"},
+    "verl": {"actor_rollout_ref"},
+    "verl's SFT": {"data", "model", "optim", "trainer"},
+    "Megatron": {"tensor_model_parallel_size"},
+    "mlx-lm": {"lora_parameters", "model"},
+    "MMEngine": {"train_dataloader", "optim_wrapper"},
+}
+"""Engines that are not planned -> settings that only their files have together."""
+MAX_STRANGERS = 0.25
+"""Part of a TRL config's settings that TRL does not know: recipes built on it add to 24 %, other programs have more."""
+AXOLOTL_KEYS = {
+    "micro_batch_size", "sequence_len", "adapter", "datasets", "sample_packing", "lora_target_linear", "num_epochs",
+    "pretraining_dataset", "deepspeed", "fsdp", "val_set_size", "special_tokens", "rl",
+}  # fmt: skip
+LLAMAFACTORY_KEYS = {"finetuning_type", "stage", "cutoff_len", "lora_rank", "lora_target", "template", "dataset_dir"}
+LLAMAFACTORY_TASKS = {"do_train", "do_predict", "finetuning_type", "stage", "template", "export_dir"}
+"""Without any of these LLaMA-Factory does nothing: the file is another program's."""
+
+
+def detect(values: dict[str, Any]) -> str:
+    """The format of a mapping, by keys that only one tool has; "" when none is there."""
+    keys = set(values)
+    if nemo.is_recipe(values):
+        return nemo.FORMAT
+    if isinstance(values.get("model"), dict) and "_component_" in values["model"]:
+        return torchtune.FORMAT
+    if "checkpoint_dir" in keys and keys & {"lora_r", "train", "precision", "quantize"}:
+        return litgpt.FORMAT
+    if {"train_file", "model_name_or_path", "max_seq_length"} <= keys and keys & {"train_mode", "template_name"}:
+        return firefly.FORMAT
+    if keys & swift.MODELS and keys & swift.MARKS:
+        return swift.FORMAT
+    flat = not any(isinstance(value, dict) for value in values.values())
+    if {"base_model", "model"} & keys == {"base_model"} and (keys & AXOLOTL_KEYS or flat):
+        return axolotl.FORMAT
+    if {"micro_batch_size", "sequence_len"} <= keys and "model" not in keys:
+        return axolotl.FORMAT
+    if keys & {"zero_optimization", "train_micro_batch_size_per_gpu"}:
+        return "deepspeed"
+    if (
+        keys & {"compute_environment", "distributed_type", "fsdp_config", "deepspeed_config"}
+        and "num_processes" in keys
+    ):
+        return "accelerate"
+    if keys & {"compute_environment", "distributed_type"}:
+        return "accelerate"
+    if unsloth.is_config(values):
+        return unsloth.FORMAT
+    if "model" in keys and keys & {"train_dataset", "dist_config", "peft_config", "micro_batch_size"}:
+        return llamafactory_v1.FORMAT
+    others = keys - trl.known_keys()
+    of_llamafactory = keys & LLAMAFACTORY_KEYS and keys & LLAMAFACTORY_TASKS
+    if of_llamafactory and ("model_name_or_path" in keys or not own.is_training(values)):
+        return llamafactory.FORMAT
+    if others & own.SPOKEN and own.is_training(values):
+        return own.FORMAT  # another program's names, no slips of the pen
+    strangers = len(others)
+    if keys & {"model_name_or_path", "per_device_train_batch_size"} and max(2, MAX_STRANGERS * len(keys)) >= strangers:
+        return trl.FORMAT
+    if own.is_training(values):
+        return own.FORMAT
+    return trl.FORMAT if keys & {"model_name_or_path", "use_peft", "dataset_name"} and not strangers else ""
+
+
+def of_mapping(values: dict[str, Any], kind: str, name: str, model: ModelSpec | None, sharding: Sharding) -> ReadConfig:
+    """The setup of settings that stand as a mapping, in a file or on a command line."""
+    other = next((tool for tool, marks in OTHER_TOOLS.items() if marks <= set(values)), "") if not kind else ""
+    if other:
+        raise NotPlanned(f"{name}: a config of {other}: not planned", hint="plan estimate answers for a setup you name")
+    if kind not in READERS:
+        raise NotATraining(
+            f"{name} is no config of a known tool (its settings: {', '.join(list(values)[:6]) or 'none'})",
+            hint=f"known: {', '.join(FORMATS)}",
+        )
+    if kind == own.FORMAT and trl.objective_of(values, name) != ("sft", True):
+        raise NotPlanned(
+            f"{name}: preferences or rewards in a program's own settings are not planned, its memory is not modelled",
+            hint="plan trace runs other programs on a phantom GPU",
+        )
+    return READERS[kind](values, name, model, sharding=sharding)

@@ -1,0 +1,183 @@
+"""From the commands of a script, notebook or task file to the run that the first readable one starts."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from planner.errors import ConfigError, NotATraining, NotPlanned, Undetermined
+from planner.models.spec import ModelSpec
+from planner.readers import litgpt, llamafactory, shell, swift, trl
+from planner.readers.formats import READERS, detect
+from planner.readers.sharding import Sharding
+from planner.readers.types import Missing, ReadConfig
+from planner.setup import TrainSetup
+from planner.tools import ASKED, tool_of
+
+OTHER_ENGINES = ("verl", "openrlhf", "megatron", "nanotron", "mlx_lm", "mlx", "xtuner", "colossalai", "skyrl_train")
+FLAGS_OF = {"trl": trl.FORMAT, "litgpt": litgpt.FORMAT, "llamafactory-cli": llamafactory.FORMAT}
+"""Tools that take every setting as a flag -> the format that the flags are of."""
+NOT_TRAINING = re.compile(
+    r"^(?:run_?)?(?:eval|infer|generat|merge|convert|prepare|preprocess|download|test|plot|serve|setup)"
+)
+MAX_SCRIPTS = 4
+"""Scripts that start scripts."""
+
+
+class Reader(Protocol):
+    """What reads a file that a launch names."""
+
+    def __call__(
+        self,
+        text: str,
+        name: str,
+        *,
+        model: ModelSpec | None,
+        base: TrainSetup | None,
+        sharding: Sharding,
+        launcher: str | None = None,
+    ) -> ReadConfig: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launches:
+    """The launches of one file; `read` reads what they start."""
+
+    name: str
+    model: ModelSpec | None
+    base: TrainSetup | None
+    read: Reader
+
+    def first(self, text: str, sharding: Sharding) -> ReadConfig:
+        """The setup of the first launch whose program or config can be read.
+
+        Raises:
+            ConfigError: no launch, or what the first one says where none can be read.
+        """
+        name = self.name
+        problems: list[ConfigError] = []
+        launches = shell.commands(text, name, sharding.num_gpus, sharding.arguments or ())
+        given_up: set[str] = set()
+        waiting = list(reversed(launches))
+        while waiting:
+            command = waiting.pop()
+            if command.target in given_up:
+                continue  # a loop over sizes or seeds of a program in which nothing is read
+            try:
+                found = self.of_command(command, sharding)
+            except ConfigError as error:
+                problems.append(error)
+                if command.tool in ("python", "script"):
+                    given_up.add(command.target)
+                inner = shell.nested(command.arguments) if command.tool == "python" else None
+                waiting += [inner] if inner is not None else []  # what a program that submits jobs is told to start
+                continue
+            said = (f"read from the launch in {name}",)
+            if len(launches) > 1:
+                said = (f"{name} launches {len(launches)} runs: the first that can be read is taken",)
+            return replace(found, path=name, assumptions=(*said, *found.assumptions))
+        raise min(problems, key=weight)
+
+    def of_command(self, command: shell.Command, sharding: Sharding) -> ReadConfig:
+        """The setup of one launch.
+
+        Raises:
+            ConfigError: nothing that trains, or what it names is not at hand.
+        """
+        name = self.name
+        inside = replace(
+            sharding,
+            num_gpus=command.num_gpus or sharding.num_gpus,
+            arguments=command.arguments,
+            environment={**sharding.environment, **dict(command.environment)},
+        ).below(command.folder)
+        if command.tool == "script":
+            text = inside.by_end(command.target) if sharding.depth < MAX_SCRIPTS else None
+            if text is None:
+                raise NotATraining(f"{name} starts {command.target}, which is not beside it", hint="give that script")
+            inner = replace(self, name=command.target.rpartition("/")[2])
+            return inner.first(text, replace(inside, depth=sharding.depth + 1))
+        if command.tool == "swift":
+            extra = {"rlhf_type": "rlhf"} if "rlhf" in command.arguments[:1] else {}
+            return self._of_flags(command, swift.FORMAT, inside, extra)
+        kind = FLAGS_OF.get(command.tool)
+        if kind is not None and not command.target:
+            return self._of_flags(command, kind, inside)
+        if not command.target:
+            raise ConfigError(f"{name}: {command.tool} names no config", hint="give the config itself")
+        return self._of_target(command, inside)
+
+    def _of_target(self, command: shell.Command, inside: Sharding) -> ReadConfig:
+        """The setup of a launch that names a program or a config."""
+        name, target = self.name, command.target
+        of_verl = any(word.startswith("actor_rollout_ref.") for word in command.arguments)
+        engine = "verl" if of_verl else target.partition("/")[0]
+        if engine in OTHER_ENGINES:
+            raise NotPlanned(
+                f"{name} trains with {engine}: not planned", hint="plan trace runs programs on a phantom GPU"
+            )
+        if target == "torchtitan/train.py":
+            module = shell.flags(command.arguments).get("module")
+            places = (f"torchtitan/{part}/{module}/config_registry.py" for part in ("models", "experiments"))
+            target = next((place for place in places if inside.beside(place) is not None), target)
+        text = inside.by_end(target)
+        problem: ConfigError | None = None
+        if text is not None:
+            try:
+                return self._read(text, target, command, inside)
+            except NotATraining as error:  # a wrapper around a tool: its words may say all
+                problem = error
+        if command.tool == "python":
+            config = next(iter(command.arguments), "")
+            if config.endswith((".yaml", ".yml", ".json")) and (text := inside.by_end(config)) is not None:
+                return self._read(text, config, command, inside)
+            values = shell.flags(command.arguments)
+            kind = detect(dict(values))
+            if (kind == llamafactory.FORMAT and "finetuning_type" in values) or kind == swift.FORMAT:
+                return self._of_flags(command, kind, inside)
+        if problem is not None:
+            raise problem
+        if shell.is_open(target):
+            raise Undetermined(
+                f"{name} starts {target}: what that is its own command line says",
+                hint='give its words: --args "WORDS"',
+            )
+        if NOT_TRAINING.search(target.rpartition("/")[2]):
+            raise NotATraining(f"{name} starts {target}, which does not train by its name", hint="give what trains")
+        words = f' --args "{" ".join(command.arguments)[:200]}"' if command.tool == "python" else ""
+        raise Undetermined(
+            f"{name} starts {command.target}, which is not beside it and says what trains",
+            hint=f"plan check {command.target.rpartition('/')[2]}{words}",
+        )
+
+    def _read(self, text: str, path: str, command: shell.Command, inside: Sharding) -> ReadConfig:
+        launcher = inside.by_end(command.launcher) if command.launcher else None
+        name = path.rpartition("/")[2]
+        return self.read(text, name, model=self.model, base=self.base, sharding=inside, launcher=launcher)
+
+    def _of_flags(
+        self, command: shell.Command, kind: str, sharding: Sharding, extra: Mapping[str, Any] | None = None
+    ) -> ReadConfig:
+        """The setup that a tool's flags say; those that only the shell would fill in are open."""
+        given = {**shell.flags(command.arguments), **(extra or {})}
+        opened = {key: value for key, value in given.items() if isinstance(value, str) and shell.is_open(value)}
+        known = {key: value for key, value in given.items() if key not in opened}
+        found = READERS[kind](known, self.name, self.model, sharding=sharding)
+        said = {key: f"{value}, which is set when the script runs" for key, value in opened.items()}
+        return with_open(found, said, self.name, sharding.num_gpus)
+
+
+def weight(problem: ConfigError) -> int:
+    """Which of several launches' problems to tell: that of a training comes before "not a training"."""
+    ranks = {NotPlanned: 0, Undetermined: 1, NotATraining: 3}
+    return ranks.get(type(problem), 2)
+
+
+def with_open(found: ReadConfig, opened: Mapping[str, str], name: str, num_gpus: int) -> ReadConfig:
+    """A reading with the settings as open that only the shell, or Hydra, would fill in."""
+    names = {one: field.of for field in tool_of(found.format).fields if field.of in ASKED for one in field.names}
+    missing = {names[key]: f"{name}: {key} is {text}" for key, text in opened.items() if key in names}
+    if num_gpus == 1:
+        missing.pop("parallel", None)
+    others = tuple(one for one in found.missing if one.field not in missing)
+    return replace(found, missing=(*(Missing(field=field, reason=why) for field, why in missing.items()), *others))

@@ -1,0 +1,172 @@
+"""Runs are read from what starts them: task files of schedulers, cells of notebooks, shells inside shells."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from planner.errors import ConfigError
+from planner.readers import read_config, read_text
+from planner.readers.types import ReadConfig
+
+PROGRAM = """
+import os, sys
+from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
+from dataclasses import dataclass
+
+@dataclass
+class Words:
+    model_name: str = "meta-llama/Llama-3.1-8B"
+
+parser = HfArgumentParser((Words, TrainingArguments))
+if "--config" in sys.argv:
+    words, args = parser.parse_yaml_file(yaml_file=os.path.abspath(sys.argv[sys.argv.index("--config") + 1]))
+else:
+    words, args = parser.parse_args_into_dataclasses()
+args.gradient_accumulation_steps = int(os.environ.get("STEPS", 1))
+model = AutoModelForCausalLM.from_pretrained(words.model_name)
+model.resize_token_embeddings(32)
+block_size = 512
+Trainer(model=model, args=args).train()
+"""
+LAUNCH = "python train.py --per_device_train_batch_size 4 --bf16"
+AXOLOTL = """
+base_model: meta-llama/Llama-3.1-8B
+adapter: qlora
+load_in_4bit: true
+lora_r: 16
+lora_target_linear: true
+sequence_len: 512
+micro_batch_size: 4
+gradient_accumulation_steps: 8
+optimizer: adamw_torch
+bf16: true
+"""
+INDENTED = "".join(f"    {line}\n" for line in AXOLOTL.strip().splitlines())
+TASKS = {
+    "SkyPilot": f"resources: {{accelerators: 'H100:8'}}\nenvs: {{STEPS: 8}}\nrun: |\n  set -e\n  {LAUNCH}\n",
+    "dstack": f"type: task\nenv:\n  - STEPS=8\ncommands:\n  - pip install x\n  - {LAUNCH}\n",
+    "Kubernetes": f"""
+apiVersion: batch/v1
+kind: Job
+spec:
+  template:
+    spec:
+      containers:
+        - env: [{{name: STEPS, value: "8"}}]
+          command: [bash, -c]
+          args: ["cd /code && {LAUNCH}"]
+""",
+    "Kubernetes with its config": f"""
+apiVersion: v1
+kind: ConfigMap
+data:
+  run.yaml: |
+{INDENTED}
+---
+apiVersion: v1
+kind: Pod
+spec: {{containers: [{{command: [axolotl, train, /config/run.yaml]}}]}}
+""",
+    "Compose": f"services:\n  train:\n    environment: {{STEPS: '8'}}\n    command: {LAUNCH}\n",
+    "Azure ML": (
+        f"command: >-\n  STEPS=8 {LAUNCH.replace(' 4 ', ' ${{inputs.batch}} ')}\ncode: .\ninputs: {{batch: 4}}\n"
+    ),
+    "a sweep": (
+        "program: train.py\nmethod: grid\nparameters:\n  per_device_train_batch_size: {value: 4}\n"
+        "  bf16: {values: [true]}\n  gradient_accumulation_steps: {value: 8}\n"
+    ),
+    "documents of which one trains": f"name: x\nowner: me\n---\n{AXOLOTL}",
+}
+
+
+def read(tmp_path: Path, name: str, text: str) -> ReadConfig:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    (tmp_path / name).write_text(text)
+    return read_config(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_task_files_are_read_by_the_commands_in_them(name: str, tmp_path: Path) -> None:
+    found = read(tmp_path, "task.yaml", TASKS[name])
+    assert (found.setup.micro_batch_seqs, found.setup.seq_len_tokens) == (4, 512)
+    assert found.setup.accumulation_steps == (8 if name != "a sweep" else 1)  # the program sets it itself
+
+
+def test_what_a_sweep_varies_is_asked_for(tmp_path: Path) -> None:
+    sweep = "program: train.py\nmethod: grid\nparameters: {per_device_train_batch_size: {values: [2, 4]}}\n"
+    assert "micro_batch_seqs" in {one.field for one in read(tmp_path, "sweep.yaml", sweep).missing}
+
+
+def cells(*sources: str) -> str:
+    return json.dumps({"cells": [{"cell_type": "code", "source": source} for source in sources]})
+
+
+NOTEBOOKS = {
+    "a line for the shell": cells("!pip install trl", f"!STEPS=8 {LAUNCH}"),
+    "a cell of the shell": cells(f"%%bash\nexport STEPS=8\n{LAUNCH}"),
+    "a file that it writes": cells(f"%%writefile run.yaml\n{AXOLOTL}", "!axolotl train \\\n  run.yaml"),
+}
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_notebooks_that_launch_are_read_by_what_they_launch(name: str, tmp_path: Path) -> None:
+    found = read(tmp_path, "run.ipynb", NOTEBOOKS[name])
+    assert (found.setup.micro_batch_seqs, found.setup.accumulation_steps) == (4, 8)
+
+
+SHELLS = {
+    "a shell in a container": f'srun apptainer exec img bash -lc "\n  python eval.py\n  STEPS=8 {LAUNCH}\n"\n',
+    "a default for what is not set": f': "${{STEPS:=8}}"\nexport STEPS\n{LAUNCH}\n',
+    "a config among the words": "export STEPS=8\npython train.py --config run.yaml\n",
+}
+
+
+@pytest.mark.parametrize("name", SHELLS)
+def test_shells_hand_on_what_they_export(name: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("per_device_train_batch_size: 4\nbf16: true\n")
+    found = read(tmp_path, "run.sh", SHELLS[name])
+    assert (found.setup.micro_batch_seqs, found.setup.accumulation_steps) == (4, 8)
+
+
+def test_a_variable_that_only_the_shell_knows_is_not_the_programs_default(tmp_path: Path) -> None:
+    found = read(tmp_path, "run.sh", f"STEPS=$1 {LAUNCH}\n")
+    assert "accumulation_steps" in {one.field for one in found.missing}
+
+
+def test_a_models_loader_elsewhere_leaves_its_quantization_open() -> None:
+    body = """
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+def build(model, data):
+    args = SFTConfig(per_device_train_batch_size=2, gradient_accumulation_steps=4, max_length=512)
+    return SFTTrainer(model, args=args, train_dataset=data, peft_config=LoraConfig(r=8))
+"""
+    assert {"model", "quantization", "precision"} <= {one.field for one in read_text(body, "lib.py").missing}
+
+
+OWN = {
+    "another program's lora_rank": (
+        "model_name_or_path: m/m\ndataset_dir: data\nmax_length: 512\nbf16: true\nload_in_4bit: true\n"
+        "bnb_4bit_use_double_quant: true\nlora_rank: 16\nper_device_train_batch_size: 2\n"
+        "gradient_accumulation_steps: 8\n"
+    ),
+    "blocks": (
+        "model: {name_or_path: m/m}\nquantization: {load_in_4bit: true, double_quant: true}\n"
+        "lora: {r: 16}\ndata: {max_length: 512}\n"
+        "training: {per_device_train_batch_size: 2, gradient_accumulation_steps: 8, bf16: true}\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_programs_own_settings_are_read_by_their_names(name: str) -> None:
+    found = read_text(OWN[name], "own.yaml")
+    setup = found.setup
+    assert (found.model_id, setup.lora_rank, setup.quantization) == ("m/m", 16, "nf4-double")
+    assert (setup.micro_batch_seqs, setup.accumulation_steps, setup.seq_len_tokens) == (2, 8, 512)
+
+
+def test_a_document_that_is_no_training_says_so() -> None:
+    with pytest.raises(ConfigError, match="no config of a known tool"):
+        read_text("a: 1\n---\nb: 2\n", "two.yaml")
