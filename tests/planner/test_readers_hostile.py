@@ -27,7 +27,7 @@ CASES = {
     "many documents": ("base_model: x\n---\n" * 60, "more than 50 documents"),
     "bomb in the second document": (
         "base_model: x\n---\na: &a [1, 1, 1, 1, 1, 1, 1, 1]\n"
-        + "".join(f"{key}: &{key} [{', '.join([f'*{before}'] * 8)}]\n" for before, key in zip("abcde", "bcdef", strict=True)),
+        + "".join(f"{one}: &{one} [{', '.join([f'*{chr(ord(one) - 1)}'] * 8)}]\n" for one in "bcdef"),
         "expands to more",
     ),
     "number key": ("1: 2\nbase_model: x\n", "must be text"),
