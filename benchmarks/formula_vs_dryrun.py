@@ -1,10 +1,11 @@
 """Formula against dry run over a grid of (model, setup) points, one JSON line per point.
 
-    python benchmarks/formula_vs_dryrun.py --out grid.jsonl [--models qwen2,llama] [--limit 200] [--seed 0]
+    python benchmarks/formula_vs_dryrun.py --out grid.jsonl [--models qwen2,llama] [--limit 200] [--seed 0] [--parts]
     python benchmarks/formula_vs_dryrun.py --out grid.jsonl --table      # summarise, run nothing
 
 Points already in the file are skipped, so a run can be stopped and taken up again. Setups are drawn at random (seeded)
-from the space below, the same list for every run with one seed, models in rotation.
+from the space below, the same list for every run with one seed, models in rotation. With `--parts` every setup has at
+least one of the later parts (PARTS).
 """
 
 import argparse
@@ -20,12 +21,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from planner.choices.kernels import parts_of
 from planner.errors import SetupError
 from planner.gpus import find_gpu
 from planner.interchange import setup_from_dict, setup_to_dict
 from planner.memory.model import predict_memory
 from planner.memory.types import PHASES, MemoryBreakdown
 from planner.models import catalogue
+from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.units import GIB
 from probes.dryrun.api import VERSION
@@ -57,6 +60,14 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "packing": (False, False, False, True),
 }
 RANKS = (8, 16, 64)
+PARTS: dict[str, tuple[Any, ...]] = {
+    "kernels": ("eager", "liger", "fused"),
+    "checkpointing": (0, 1, 2, 3, 4, 8, 16),
+    "activation_offload": (False, False, True),
+    "selective_checkpointing": (False, False, True),
+    "quantize_experts": (False, True),
+}
+"""What came after the first grids: kernels, every n-th layer, offloaded inputs, kept attention, experts in 4 bits."""
 EXPLAINED = 0.05
 NAMED = 10
 """Points with a larger error are listed by name."""
@@ -64,13 +75,30 @@ TRACE_ERRORS = (ValueError, TypeError, RuntimeError, NotImplementedError, Attrib
 """What the libraries raise where a point cannot be traced, as in `probes.dryrun.api`."""
 
 
-def points(seed: int) -> Iterator[tuple[str, str, TrainSetup]]:
+def with_parts(draw: random.Random, fields: dict[str, Any], model: ModelSpec) -> dict[str, Any]:
+    """The fields with later parts drawn in: those that would change nothing of this model stay as they were."""
+    parts = {name: draw.choice(values) for name, values in PARTS.items()}
+    if not parts_of(parts["kernels"], model.model_type):
+        parts["kernels"] = "eager"
+    if not any(layer.mlp is not None and layer.mlp.kind == "moe" for layer in model.layer_kinds):
+        parts["quantize_experts"] = False
+    return fields | parts
+
+
+def has_parts(setup: TrainSetup) -> bool:
+    """Whether a setup has any of the later parts."""
+    return setup.checkpointing > 2 or any(name in setup.seldom for name in PARTS)
+
+
+def points(seed: int, *, parts: bool = False) -> Iterator[tuple[str, str, TrainSetup]]:
     """Endless (model id, gpu key, setup), models in rotation so that every type comes early."""
     draw = random.Random(seed)
     by_type: dict[str, list[str]] = {}
+    specs: dict[str, ModelSpec] = {}
     for name in catalogue.names():
         spec = catalogue.load(name)
         assert spec is not None
+        specs[name] = spec
         by_type.setdefault(spec.model_type, []).append(name)
     while True:
         for models in by_type.values():
@@ -82,10 +110,14 @@ def points(seed: int) -> Iterator[tuple[str, str, TrainSetup]]:
                 fields["lora_rank"] = draw.choice(RANKS)
             fields |= {"seq_len_tokens": draw.choice(SEQ_LENS), "micro_batch_seqs": draw.choice(MICRO_BATCHES)}
             model, gpu = draw.choice(models), draw.choice(list(CAPABILITIES))
+            if parts:
+                fields = with_parts(draw, fields, specs[model])
             try:
-                yield model, gpu, TrainSetup(**fields)
+                setup = TrainSetup(**fields)
             except SetupError:
                 continue
+            if not parts or has_parts(setup):
+                yield model, gpu, setup
 
 
 def second_step(trace: Any) -> Any:
@@ -224,9 +256,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     for phase in PHASES:
         known = [(row["dry_run_phases"].get(phase), found.phase_bytes[phase]) for row, found in traced]
         lines.append(line(f"phase {phase}", [formula / truth - 1.0 for truth, formula in known if truth]))
-    for field in ("method", "precision", "optimizer", "attention", "loss", "checkpointing", "packing"):
-        for value in sorted({str(row["setup"][field]) for row, _ in errors}):
-            lines.append(line(f"{field} {value}", [e for row, e in errors if str(row["setup"][field]) == value]))
+    later = [(setup_from_dict(row["setup"]), error) for row, error in errors]
+    lines.append(line("with later parts", [error for setup, error in later if has_parts(setup)]))
+    for field in ("method", "precision", "optimizer", "attention", "loss", "packing", *PARTS):
+        for value in sorted({str(getattr(setup, field)) for setup, _ in later}):
+            lines.append(line(f"{field} {value}", [e for setup, e in later if str(getattr(setup, field)) == value]))
     for value in sorted({row["model_type"] for row, _ in errors}):
         lines.append(line(f"type {value}", [e for row, e in errors if row["model_type"] == value]))
     return "\n".join(lines)
@@ -326,6 +360,7 @@ def main() -> int:
     parser.add_argument("--models", default="", help="comma-separated model types; default all")
     parser.add_argument("--limit", type=int, default=2000, help="points in the file when done")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--parts", action="store_true", help="draw setups with later parts")
     parser.add_argument(
         "--check", type=int, default=0, metavar="N", help="compare N stored points with the dry run itself"
     )
@@ -349,7 +384,7 @@ def main() -> int:
     done = {key_of(row["model"], row["gpu"], row["setup"]) for row in rows}
     wanted = {name for name in args.models.split(",") if name}
     with args.out.open("a") as file:
-        for model, gpu, setup in points(args.seed):
+        for model, gpu, setup in points(args.seed, parts=args.parts):
             if len(done) >= args.limit:
                 break
             spec = catalogue.load(model)
