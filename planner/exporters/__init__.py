@@ -1,9 +1,11 @@
 """Launch files: one module per target tool. Pure: request in, text out, the same text for the same request."""
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
+from typing import TypeVar
 
 from planner.exporters import rollouts
 from planner.exporters.types import (
@@ -20,6 +22,8 @@ from planner.exporters.types import (
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.stacks import TARGET_ROWS
+
+T = TypeVar("T")
 
 
 def objective_refusal(setup: TrainSetup, target: str) -> str:
@@ -47,18 +51,40 @@ def _export(room: ModuleType, request: ExportRequest) -> Launch:
     return Launch(target=room.TARGET, differences=found, validated_with=room.VALIDATED_WITH, **vars(draft))
 
 
-TARGETS: Mapping[str, Target] = {
-    room.TARGET: Target(
-        name=room.TARGET,
-        refusal=partial(_refusal, room),
-        differences=room.differences,
-        export=partial(_export, room),
+@cache
+def _target(name: str) -> Target:
+    room = import_module(f"planner.exporters.{name.replace('-', '_')}")
+    return Target(
+        name=name, refusal=partial(_refusal, room), differences=room.differences, export=partial(_export, room)
     )
-    for room in [import_module(f"planner.exporters.{name.replace('-', '_')}") for name in TARGET_ROWS]
-}
+
+
+def _exporter(name: str) -> Exporter:
+    return _target(name).export
+
+
+@dataclass(frozen=True)
+class _ByName(Mapping[str, T]):
+    """Something of every target; its module is imported when it is first asked for."""
+
+    of: Callable[[str], T]
+
+    def __getitem__(self, name: str) -> T:
+        if name not in TARGET_ROWS:
+            raise KeyError(name)
+        return self.of(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(TARGET_ROWS)
+
+    def __len__(self) -> int:
+        return len(TARGET_ROWS)
+
+
+TARGETS: Mapping[str, Target] = _ByName(_target)
 """Target name -> what it makes of a setup, and its files."""
 
-EXPORTERS: Mapping[str, Exporter] = {name: target.export for name, target in TARGETS.items()}
+EXPORTERS: Mapping[str, Exporter] = _ByName(_exporter)
 """Target name -> exporter."""
 
 __all__ = [

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from planner import __version__
 from planner.exporters.types import Difference, ExportRequest, LaunchFile
 from planner.setup import TrainSetup
@@ -50,8 +48,13 @@ def section(title: str, *lines: Line | None) -> Section:
 
 def scalar(value: Any) -> str:
     """`value` as YAML on one line."""
-    text: str = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), sort_keys=False, allow_unicode=True)
-    return text.removesuffix("...\n").strip()
+    return _dumped(value, default_flow_style=True, width=float("inf")).removesuffix("...\n").strip()
+
+
+def _dumped(value: Any, **form: Any) -> str:
+    import yaml  # late: who asks only what a target runs writes nothing
+
+    return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, **form))
 
 
 def one_line(text: object) -> str:
@@ -91,13 +94,9 @@ def yaml_text(header: Iterable[str], sections: Sequence[Section]) -> str:
 
 def _line(line: Line) -> str:
     comment = f"  # {one_line(line.comment)}" if line.comment else ""
-    if isinstance(line.value, list) and line.value and isinstance(line.value[0], dict):
-        body = yaml.safe_dump(line.value, default_flow_style=False, sort_keys=False, allow_unicode=True)
-        body = "".join(f"  {row}\n" for row in body.splitlines())
-        return f"{line.key}:{comment}\n{body}"
-    if isinstance(line.value, dict) and len(scalar(line.value)) > 40:
-        body = yaml.safe_dump(line.value, default_flow_style=False, sort_keys=False, allow_unicode=True)
-        body = "".join(f"  {row}\n" for row in body.splitlines())
+    rows = isinstance(line.value, list) and line.value and isinstance(line.value[0], dict)
+    if rows or (isinstance(line.value, dict) and len(scalar(line.value)) > 40):
+        body = "".join(f"  {row}\n" for row in _dumped(line.value, default_flow_style=False).splitlines())
         return f"{line.key}:{comment}\n{body}"
     return f"{line.key}: {scalar(line.value)}{comment}\n"
 
