@@ -88,14 +88,14 @@ def chosen_timeline(plan: Plan | NoPlan) -> "Timeline | None":
 
 
 def answered(workload: Workload, *, dry_run: bool = True, history: bool = True) -> Plan | NoPlan:
-    """The plan from the formula, proven by dry runs where torch is there, with what was measured on this GPU before."""
-
-    known = history_of(workload) if history else ()
-    if dry_run:
-        return climb_dry_run(workload, known)
+    """The plan from the formula, proven by dry runs where torch is there, with what was measured on this GPU before;
+    and which engine is faster than the planned one."""
+    from planner.app.targets import with_engine_note
     from planner.planning import plan_workload
 
-    return with_history(plan_workload(workload), known)
+    known = history_of(workload) if history else ()
+    found = climb_dry_run(workload, known) if dry_run else with_history(plan_workload(workload), known)
+    return with_engine_note(found) if isinstance(found, Plan) else found
 
 
 def climb_dry_run(workload: Workload, known: "Sequence[Observation]" = ()) -> Plan | NoPlan:

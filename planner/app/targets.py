@@ -1,12 +1,20 @@
-"""The launch targets side by side: for each, what `plan --target` would plan for one wish."""
+"""The launch targets side by side: for each, what `plan --target` would plan for one wish, and whether one with kernels
+of its own is faster than a plan."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from planner.errors import UsageError
+from planner.choices.kernels import KERNELS
+from planner.choices.packages import PACKAGED
+from planner.decision.candidates import candidate
+from planner.decision.facts import PREFERENCE_FRACTION, Facts, Walks
+from planner.errors import SetupError, UsageError
+from planner.kernels import missing_kernels
 from planner.outcome import Candidate
-from planner.plan import NoPlan
-from planner.planning import plan_workload
+from planner.plan import NoPlan, Plan
+from planner.planning import choose, plan_workload
+from planner.space import dimension_values
 from planner.stacks import TARGET_ROWS
 from planner.workload import Workload
 
@@ -59,3 +67,57 @@ def as_fast(rows: Sequence[TargetChoice]) -> list[TargetChoice]:
     best, *others = [(row, row.candidate.formula) for row in rows if row.candidate is not None]
     speed, band = best[1].tokens_per_s or 0.0, best[1].time_band_fraction or 0.0
     return [row for row, formula in others if (formula.tokens_per_s or 0.0) * (1 + band) >= speed]
+
+
+ALIKE = ("method", "precision", "kbit_fp32_cast", "lora_rank", "attention")
+"""What another engine's setup shares with the plan's, so that engines are compared on the same training; the base's
+4-bit form is left open."""
+
+
+def faster_engines(plan: Plan) -> list[TargetChoice]:
+    """Targets with a kernel family of their own that are predicted to train the chosen class faster, fastest first.
+
+    Only what differs is walked: kernels, checkpointing, loss, optimizer and micro-batch. By the formula on both sides.
+    """
+    wish, chosen = plan.workload, plan.chosen
+    mine = chosen.formula.tokens_per_s
+    if wish.targets or "kernels" in wish.fixed or wish.num_gpus > 1 or chosen.setup.method == "full" or not mine:
+        return []
+    found = []
+    for family in KERNELS.values():
+        if not family.only or PACKAGED["kernels"].get(family.name) in wish.absent_packages:
+            continue
+        try:
+            if missing_kernels(wish.model, wish.gpu, chosen.setup.with_(kernels=family.name)):
+                continue
+        except SetupError:  # it does not take the plan's quantization or adapter
+            continue
+        fixed: dict[str, tuple[Any, ...]] = {name: (getattr(chosen.setup, name),) for name in ALIKE}
+        fixed["quantization"] = ("nf4-double", "nf4") if chosen.setup.four_bit else (chosen.setup.quantization,)
+        for target in family.only:
+            if target in wish.aim.targets:
+                theirs = replace(wish, targets=(target,), fixed={**fixed, **wish.fixed, "kernels": (family.name,)})
+                found.append(TargetChoice(target=target, title=TARGET_ROWS[target].title, candidate=_quick(theirs)))
+    faster = [row for row in found if (tokens_per_s(row) or 0.0) > mine * (1 + PREFERENCE_FRACTION)]
+    return sorted(faster, key=lambda row: -(tokens_per_s(row) or 0.0))
+
+
+def _quick(workload: Workload) -> Candidate | None:
+    """What is planned, without the rest of a plan; None where nothing is."""
+    try:
+        best = choose(workload, dimension_values(workload), Facts(walks=Walks(once=True)))[1]
+    except UsageError:
+        return None
+    return candidate(workload, best.setup) if best is not None else None
+
+
+def with_engine_note(plan: Plan) -> Plan:
+    """The plan with one sentence on the fastest engine, where that is another one."""
+    rows = [(row.title, row.candidate.formula) for row in faster_engines(plan) if row.candidate is not None]
+    if not rows:
+        return plan
+    speed, band = rows[0][1].tokens_per_s or 0.0, rows[0][1].time_band_fraction or 0.0
+    alike = [title for title, formula in rows if (formula.tokens_per_s or 0.0) >= speed * (1 - PREFERENCE_FRACTION)]
+    times = f"{speed / (plan.chosen.formula.tokens_per_s or speed):.1f} x this"
+    note = f"{' or '.join(alike)}: {speed:,.0f} tokens/s predicted (±{band:.0%}), {times}: plan compare-targets"
+    return replace(plan, notes=(note, *plan.notes))
