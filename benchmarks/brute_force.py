@@ -15,7 +15,6 @@ from itertools import product
 from typing import NamedTuple
 
 from planner.calibration_bands import memory_band
-from planner.cli.wish import workload
 from planner.decision.facts import PREFERENCE_FRACTION, node_of_setup, simplicity
 from planner.gpus import find_gpu
 from planner.memory.model import predict_memory
@@ -25,6 +24,7 @@ from planner.planning import plan_workload
 from planner.setup import TrainSetup
 from planner.space import branches, dimension_values, micro_batches
 from planner.speed import speed_profile
+from planner.wish import Wish
 from planner.workload import Workload
 
 PAIRS = (
@@ -101,7 +101,7 @@ def everything(wish: Workload, node: str) -> Iterator[TrainSetup]:
 
 def search(model: str, gpu: str, global_batch: int) -> Found | None:
     """The plan and the fastest of its class; None where nothing fits."""
-    wish = workload(resolve_model(model), find_gpu(gpu), fixed={}, global_batch=global_batch)
+    wish = Wish(global_batch=global_batch).workload(resolve_model(model), find_gpu(gpu))
     plan = plan_workload(wish)
     if not isinstance(plan, Plan):
         return None

@@ -17,7 +17,6 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from planner.cli.wish import workload
 from planner.decision.facts import Limits
 from planner.errors import PlannerError
 from planner.gpus import find_gpu
@@ -26,6 +25,7 @@ from planner.models import catalogue
 from planner.models.resolve import resolve_model
 from planner.plan import NoPlan
 from planner.planning import plan_workload
+from planner.wish import Wish
 
 GPUS = ("t4", "rtx-3060", "rtx-4090", "a100-80gb", "h100-sxm")
 
@@ -35,7 +35,7 @@ def one_plan(pair: tuple[str, str]) -> dict[str, Any]:
     name, key = pair
     line: dict[str, Any] = {"model": name, "gpu": key}
     try:
-        plan = plan_workload(workload(resolve_model(name), find_gpu(key), fixed={}))
+        plan = plan_workload(Wish().workload(resolve_model(name), find_gpu(key)))
     except PlannerError as error:
         return line | {"error": str(error)}
     chosen = plan.nearest if isinstance(plan, NoPlan) else plan.chosen

@@ -11,7 +11,7 @@ transformers 5 the same script compares the stacked experts.
 import warnings
 from typing import TYPE_CHECKING
 
-from planner.cli.wish import resolve_gpu
+from planner.gpus import find_gpu
 from planner.memory.workspace import cublas_workspace_bytes
 from planner.models.adapters import spec_from_config
 from planner.models.earlier import of_transformers_4
@@ -121,7 +121,7 @@ def main() -> None:
     spec = spec_from_config(CONFIG, model_id="tiny", source="here")
     if transformers.__version__.startswith("4"):
         spec = of_transformers_4(spec)
-    card = resolve_gpu("a100-40gb")
+    card = find_gpu("a100-40gb")
     for setup in setups():
         real = real_peak(setup)
         said = predict(spec, card, setup).peak_allocated_bytes - cublas_workspace_bytes(card)

@@ -11,11 +11,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from planner.cli.wish import workload
 from planner.gpus import find_gpu
 from planner.models.resolve import resolve_model
 from planner.plan import Plan
 from planner.planning import plan_workload
+from planner.wish import Wish
+from planner.workload import Data
 
 PAGE = Path(__file__).parent.parent / "docs" / "choices.md"
 BEGIN, END = "<!-- benchmarks/listed_plans.py: begin -->\n", "<!-- benchmarks/listed_plans.py: end -->\n"
@@ -29,7 +30,7 @@ PLANS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("Qwen/Qwen2.5-0.5B", "t4", "", {}),
     ("Qwen/Qwen2.5-0.5B", "rtx-4060", "", {}),
     ("Qwen/Qwen2.5-0.5B", "rtx-4090", "", {}),
-    ("Qwen/Qwen2.5-0.5B", "rtx-4090", "--dataset-tokens 40000", {"dataset_tokens": 40_000}),
+    ("Qwen/Qwen2.5-0.5B", "rtx-4090", "--dataset-tokens 40000", {"data": Data(epoch_tokens=40_000)}),
     ("meta-llama/Llama-3.2-1B", "rtx-3050-4gb", "", {}),
     ("meta-llama/Llama-3.2-1B", "rtx-4060-ti-16gb", "", {}),
     ("meta-llama/Llama-3.2-1B", "rtx-5090", "", {}),
@@ -54,7 +55,7 @@ PLANS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("meta-llama/Llama-3.1-8B", "h20", "", {}),
     ("meta-llama/Llama-3.1-8B", "h100-sxm", "--method full", FULL),
     ("meta-llama/Llama-3.1-8B", "h200", "", {}),
-    ("meta-llama/Llama-3.1-8B", "h200", "--dataset-tokens 20000000000", {"dataset_tokens": 20_000_000_000}),
+    ("meta-llama/Llama-3.1-8B", "h200", "--dataset-tokens 20000000000", {"data": Data(epoch_tokens=20_000_000_000)}),
     ("meta-llama/Llama-3.1-8B", "mi300x", "", {}),
     ("google/gemma-3-12b-it", "rtx-4090", "", {}),
     ("google/gemma-3-12b-it", "a800-80gb", "", {}),
@@ -69,7 +70,7 @@ PLANS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
 
 def row(model: str, gpu: str, words: str, options: dict[str, Any]) -> str:
     """One line of the table."""
-    plan = plan_workload(workload(resolve_model(model), find_gpu(gpu), **{"fixed": {}, **options}))
+    plan = plan_workload(Wish(**options).workload(resolve_model(model), find_gpu(gpu)))
     named = f"{model.rpartition('/')[2]} / {gpu}" + (f" `{words}`" if words else "")
     if not isinstance(plan, Plan):
         return f"| {named} | nothing fits | | {plan.missing_bytes / 2**30:.2f} GiB are missing |"

@@ -14,13 +14,13 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from planner.cli.spread import cluster_of
-from planner.cli.wish import workload
 from planner.decision.facts import PREFERENCE_FRACTION, Facts, Walks, merged
 from planner.errors import PlannerError
 from planner.gpus import find_gpu
 from planner.models.resolve import resolve_model
 from planner.planning import choose
 from planner.space import dimension_values
+from planner.wish import Wish
 
 MODELS = (
     "HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-3B",
@@ -51,7 +51,7 @@ def rising(model_name: str, key: str, num_budgets: int, num_gpus: int = 1) -> li
     for index in range(1, num_budgets + 1):
         limit_gib = card.memory_bytes / 2**30 * index / num_budgets
         try:
-            wish = workload(model, card, fixed={}, memory_gib=limit_gib, cluster=cluster)
+            wish = Wish(memory_gib=limit_gib).workload(model, card, cluster)
         except PlannerError:  # less than a quarter of a GiB
             continue
         facts = Facts(walks=walks)

@@ -19,18 +19,18 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from planner.app.climb import answered
-from planner.cli.wish import workload
 from planner.errors import PlannerError
 from planner.gpu import GpuSpec
 from planner.gpus import find_gpu
 from planner.memory.model import predict_memory
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
+from planner.option_values import default_headroom_bytes
 from planner.plan import Plan
 from planner.readers import read_text
 from planner.setup import TrainSetup
 from planner.speed import speed_profile
-from planner.workload import default_headroom_bytes
+from planner.wish import Wish
 
 SEQ_LEN, GLOBAL_BATCH = 2048, 32
 PAIRS = (
@@ -126,9 +126,9 @@ def ours(
     fixed["lora_targets"] = (rival.lora_targets,)
     found: list[tuple[float, str, TrainSetup]] = []
     for engine in ENGINES:
-        wish = workload(
-            model, gpu, fixed=fixed, seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH, targets=(engine,), prefer="speed"
-        )
+        wish = Wish(
+            fixed=fixed, seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH, targets=(engine,), prefer="speed"
+        ).workload(model, gpu)
         try:
             plan = answered(wish, dry_run=dry_run, history=False)
         except PlannerError:

@@ -23,7 +23,6 @@ from typing import Any
 from benchmarks.trace_vs_dryrun import ROWS, config_of, prepared, traced
 from planner.choices.objectives import OBJECTIVES
 from planner.choices.rollouts import Rollout
-from planner.cli.wish import workload
 from planner.gpus import find_gpu
 from planner.interchange import setup_to_dict
 from planner.models.adapters import spec_from_config
@@ -32,6 +31,7 @@ from planner.planning import plan_workload
 from planner.predict import predict
 from planner.setup import TrainSetup
 from planner.setup_fields import METHODS
+from planner.wish import Wish
 from probes.dryrun.api import report_for_config
 from probes.dryrun.report import DryRunReport
 
@@ -95,8 +95,8 @@ def planned(model: str, gpu: str, objective: str, method: str, num_layers: int |
     if find_spec("liger_kernel") is None:
         fixed["kernels"] = ("eager",)  # the trainer would refuse the file
     spec = spec_from_config(config_of(num_layers, model), model_id="./model", source="benchmark")
-    wish = workload(
-        spec, find_gpu(gpu), fixed=fixed, seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH, targets=(home(objective),)
+    wish = Wish(fixed=fixed, seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH, targets=(home(objective),)).workload(
+        spec, find_gpu(gpu)
     )
     found = plan_workload(wish)
     return None if isinstance(found, NoPlan) else found.chosen.setup

@@ -26,7 +26,7 @@ COLUMNS = 100
 """Width of an answer in a notebook."""
 
 
-class Wish(TypedDict, total=False):
+class Options(TypedDict, total=False):
     """What may be asked for beside model and GPU: the options of `plan MODEL`, with the same names and defaults.
 
     `method`, `optimizer`, `precision`, `quantization`, `attention`, `loss`, `parallel` and `offload` take one value or
@@ -310,7 +310,7 @@ class Comparison(_Answer):
         render_comparison([(name, one.answer) for name, one in self.plans], console)
 
 
-def plan(model: str, gpu: str, *, dry_run: bool = True, dataset: str | None = None, **wish: Unpack[Wish]) -> Planned:
+def plan(model: str, gpu: str, *, dry_run: bool = True, dataset: str | None = None, **wish: Unpack[Options]) -> Planned:
     """The fastest setup that fits: `plan MODEL --gpu GPU`.
 
     Args:
@@ -324,7 +324,7 @@ def plan(model: str, gpu: str, *, dry_run: bool = True, dataset: str | None = No
     """
     from planner.app.climb import answered
     from planner.cli.answer import workload_for
-    from planner.cli.wishes import WishOptions
+    from planner.cli.wish_options import WishOptions
 
     asked = WishOptions(**_options(wish))
     asked.fixed()  # what the wish alone contradicts is said before anything is looked up
@@ -351,12 +351,12 @@ def estimate(
     """
     from planner.cli.estimate import candidate_of
     from planner.cli.options import Memory
-    from planner.cli.wish import resolve_gpu
+    from planner.gpus import find_gpu
     from planner.interchange import asked_setup
     from planner.kernels import default_attention
     from planner.models.resolve import resolve_model
 
-    spec, card, wanted = resolve_model(model), resolve_gpu(gpu), asked_setup(setup)
+    spec, card, wanted = resolve_model(model), find_gpu(gpu), asked_setup(setup)
     if wanted.num_gpus > 1:
         raise UsageError("estimate answers for one GPU", hint="plan(MODEL, GPU, gpus=N), or plan estimate --gpus N")
     if "attention" not in setup:
@@ -379,7 +379,7 @@ def check(
     """
     from planner.check import check as judged
     from planner.cli.checking import Asked, corrected, load, predictor
-    from planner.cli.wish import memory_and_headroom
+    from planner.option_values import memory_and_headroom
 
     asked = Asked.of(list(settings), None, None, strict=False)
     config, spec, card = load(Path(file), gpu, model=model, asked=asked)
@@ -404,9 +404,9 @@ def trace(command: Sequence[str], gpu: str, *, steps: int = 2, network: bool = F
         EnvironmentProblem: it cannot be followed. UsageError: its own error.
     """
     from planner.cli.trace import answer_of, order_of
-    from planner.cli.wish import resolve_gpu
+    from planner.gpus import find_gpu
 
-    card = resolve_gpu(gpu)
+    card = find_gpu(gpu)
     return Traced(answer_of(order_of(command, card, num_steps=steps, network=network), card))
 
 
@@ -429,7 +429,7 @@ def _options(wish: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UsageError: a name that is no option.
     """
-    from planner.cli.wishes import WishOptions
+    from planner.cli.wish_options import WishOptions
 
     listed = {one.name: "list[" in str(one.type) for one in fields(WishOptions)}
     for name in wish:

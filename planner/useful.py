@@ -16,7 +16,7 @@ from planner.workload import Workload
 def useful_speeds(workload: Workload, setup: TrainSetup) -> Callable[[str | None, Pairs], list[float]]:
     """`family_speeds` in tokens/s that are no padding; the same where the lengths are not known."""
     model, gpu, cluster = workload.model, workload.gpu, workload.cluster
-    if not workload.real_fractions:
+    if not workload.data.real_fractions:
         return family_speeds(model, gpu, setup, cluster)
     by_length: dict[int, Callable[[str | None, Pairs], list[float]]] = {}
 
@@ -27,7 +27,7 @@ def useful_speeds(workload: Workload, setup: TrainSetup) -> Callable[[str | None
             length = workload.row_tokens(at_once)
             if length not in by_length:
                 by_length[length] = family_speeds(model, gpu, setup.trusted_with(seq_len_tokens=length), cluster)
-            found.append(workload.real_fraction(at_once) * by_length[length](optimizer, [pair])[0])
+            found.append(workload.data.real_fraction(at_once) * by_length[length](optimizer, [pair])[0])
         return found
 
     return speeds

@@ -1,4 +1,4 @@
-"""`Workload`: the wish. What the user asked for, what is left to plan, and the memory there is for it."""
+"""`Workload`: a wish for one model on its GPUs: what is fixed, what is left to plan, the memory there is for it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,20 +10,41 @@ from planner.choices.objectives import Objective, aim_of
 from planner.errors import UsageError
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
-from planner.units import GIB
 
 if TYPE_CHECKING:
     from planner.cluster import Cluster  # late: one GPU needs none of it
 
-HEADROOM_FRACTION = 0.04
-"""Default reserve as a share of the card: what the formula's error and other processes may take. See docs/accuracy."""
-HEADROOM_FLOOR_BYTES = GIB // 2
 MIN_RANK_GIVEN, PRICE_GIVEN = "given with --min-rank", "given with --price"
 
 
-def default_headroom_bytes(memory_bytes: int) -> int:
-    """The reserve where nobody says one."""
-    return max(int(HEADROOM_FRACTION * memory_bytes), min(HEADROOM_FLOOR_BYTES, memory_bytes // 8))
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What is known of the data, in numbers of one epoch.
+
+    Attributes:
+        epoch_tokens: for time and cost; None when unknown.
+        epoch_seqs: packed rows or samples; None when unknown.
+        samples_per_seq: samples that lie in one of them: more than one where rows are packed.
+        real_fractions: share of a micro-batch's tokens that is no padding, at 1, 2, 4, ... sequences padded to their
+            longest, or one value for packed rows; empty where the samples' lengths are not known.
+        file: the local file that they were read from; num_samples: what the user said of data without a file.
+    """
+
+    epoch_tokens: int | None = None
+    epoch_seqs: int | None = None
+    samples_per_seq: float = 1.0
+    real_fractions: tuple[float, ...] = ()
+    file: str = ""
+    num_samples: int | None = None
+
+    def real_fraction(self, num_seqs: int) -> float:
+        """Share of the tokens of so many sequences at once that is no padding; 1 where nobody knows."""
+        if not self.real_fractions:
+            return 1.0
+        return self.real_fractions[min((num_seqs - 1).bit_length(), len(self.real_fractions) - 1)]
+
+
+NO_DATA = Data()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +58,8 @@ class Workload:
         global_batch_seqs: sequences per optimizer step; constant while micro-batch and accumulation change.
         fixed: setup fields the user decided, name -> allowed values; fields not named are planned.
         min_rank: LoRA rank never falls below it; `min_rank_reason` says which rule gave it.
-        dataset_tokens: tokens of one epoch, for time and cost; None when unknown.
+        data: what is known of the data.
         prefer: "quality" (the least approximate class that fits) or "speed" (a quantized base where it is faster).
-        epoch_seqs: sequences of one epoch (packed rows or samples); None when unknown.
-        samples_per_seq: samples that lie in one of them: more than one where rows are packed.
-        real_fractions: share of a micro-batch's tokens that is no padding, at 1, 2, 4, ... sequences padded to their
-            longest, or one value for packed rows; empty where the samples' lengths are not known.
-        dataset: the local file that they were read from; num_samples: what the user said of data without a file.
         num_epochs, learning_rate: decided by the user; None: by the rules of `steps` and `hyperparameters`.
         targets: launch targets that the user named: the plan is what the first of them runs, and all of them can.
         price_per_hour: US dollars per GPU hour, None when unknown.
@@ -61,16 +77,11 @@ class Workload:
     min_rank_reason: str = ""
     cluster: "Cluster | None" = None
     objective: str = "tokens"
-    dataset_tokens: int | None = None
+    data: Data = NO_DATA
     price_per_hour: float | None = None
     price_source: str = ""
     targets: tuple[str, ...] = ()
     prefer: str = "quality"
-    epoch_seqs: int | None = None
-    samples_per_seq: float = 1.0
-    real_fractions: tuple[float, ...] = ()
-    dataset: str = ""
-    num_samples: int | None = None
     num_epochs: float | None = None
     learning_rate: float | None = None
     absent_packages: tuple[str, ...] = ()
@@ -99,20 +110,15 @@ class Workload:
     @property
     def epochs(self) -> float:
         """Passes over the data that the launch files train: the user's, or those that give enough optimizer steps."""
-        return self.num_epochs or steps.num_epochs(self.epoch_seqs, self.global_batch_seqs)
-
-    def real_fraction(self, num_seqs: int) -> float:
-        """Share of the tokens of so many sequences at once that is no padding; 1 where nobody knows."""
-        if not self.real_fractions:
-            return 1.0
-        return self.real_fractions[min((num_seqs - 1).bit_length(), len(self.real_fractions) - 1)]
+        return self.num_epochs or steps.num_epochs(self.data.epoch_seqs, self.global_batch_seqs)
 
     def row_tokens(self, num_seqs: int) -> int:
         """Mean tokens of a row of so many sequences at once, padding included; the whole length where nobody knows."""
-        if len(self.real_fractions) < 2 or not self.dataset_tokens or not self.epoch_seqs:
+        data = self.data
+        if len(data.real_fractions) < 2 or not data.epoch_tokens or not data.epoch_seqs:
             return self.seq_len_tokens
-        mean = self.dataset_tokens / (self.epoch_seqs * self.aim.seqs_per_sample)
-        return min(self.seq_len_tokens, ceil(mean / self.real_fraction(num_seqs)))
+        mean = data.epoch_tokens / (data.epoch_seqs * self.aim.seqs_per_sample)
+        return min(self.seq_len_tokens, ceil(mean / data.real_fraction(num_seqs)))
 
     @property
     def budget_bytes(self) -> int:

@@ -213,8 +213,10 @@ def _tiles(plan: Plan | NoPlan, chosen: Candidate) -> list[dict[str, Any]]:
         tiles += [("Tokens per second", per_second, (mark,)), ("Optimizer step", seconds(speed.step_time_s), (mark,))]
         if speed.mfu_fraction:
             tiles.append(("Of the GPU's peak", percent(speed.mfu_fraction), (mark,)))
-        if wish.dataset_tokens:
-            tiles.append(("One epoch", seconds(epoch_s(wish, chosen)), (f"{count(wish.dataset_tokens)} tokens", mark)))
+        if wish.data.epoch_tokens:
+            tiles.append(
+                ("One epoch", seconds(epoch_s(wish, chosen)), (f"{count(wish.data.epoch_tokens)} tokens", mark))
+            )
         if isinstance(plan, Plan) and wish.price_per_hour is not None:
             price = f"{dollars(wish.price_per_hour)} per GPU hour"
             tiles.append(("Million tokens", cost_words(plan), (price, mark)))

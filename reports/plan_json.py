@@ -18,7 +18,7 @@ from planner.memory.types import PHASES
 from planner.models.spec import ModelSpec
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount
-from planner.workload import Workload
+from planner.workload import Data, Workload
 
 MAX_PLAN_JSON_BYTES = 256 * 1024**2
 """A larger file is not one that this program wrote."""
@@ -42,6 +42,17 @@ RUNG_KEYS = (
     "measured",
 )
 """What every rung says, null where it does not know. `terms` are bytes per category at the peak."""
+
+
+_DATA_KEYS = {
+    "dataset_tokens": "epoch_tokens",
+    "epoch_seqs": "epoch_seqs",
+    "samples_per_seq": "samples_per_seq",
+    "real_fractions": "real_fractions",
+    "dataset": "file",
+    "num_samples": "num_samples",
+}
+"""What stands beside the workload's other keys -> field of `Data`."""
 
 
 def rung_to_dict(evidence: Prediction | Measurement | ProbeFailure, *, detail: bool = False) -> dict[str, Any]:
@@ -92,6 +103,8 @@ def candidate_to_dict(candidate: Candidate, model_id: str, gpu_key: str, *, deta
 def workload_to_dict(workload: Workload) -> dict[str, Any]:
     """The wish, with the model's inventory and the GPU's facts, so that a report needs nothing else."""
     values: dict[str, Any] = to_jsonable(workload)
+    data = values.pop("data")
+    values |= {key: data[name] for key, name in _DATA_KEYS.items()}
     values["budget_bytes"] = workload.budget_bytes
     values["model"]["num_params"] = workload.model.num_params
     return values
@@ -205,18 +218,23 @@ def _workload(values: Mapping[str, Any]) -> Workload:
     model = {key: value for key, value in clean.pop("model").items() if key != "num_params"}
     fixed = {key: tuple(_hashable(item) for item in items) for key, items in clean.pop("fixed").items()}
     gpu = clean.pop("gpu")
+    data = {name: clean.pop(key) for key, name in _DATA_KEYS.items() if key in clean}
     plain = {
         name: decode(kind, clean[name], f"workload.{name}") for name, kind in _WORKLOAD_FIELDS.items() if name in clean
     }
     return Workload(
-        model=decode(ModelSpec, model, "workload.model"), gpu=decode(GpuSpec, gpu, "workload.gpu"), fixed=fixed, **plain
+        model=decode(ModelSpec, model, "workload.model"),
+        gpu=decode(GpuSpec, gpu, "workload.gpu"),
+        data=decode(Data, data, "workload"),
+        fixed=fixed,
+        **plain,
     )
 
 
 _WORKLOAD_FIELDS: dict[str, Any] = {
     name: hint
     for name, hint in get_type_hints(Workload, localns={"Cluster": Cluster}).items()
-    if name not in ("model", "gpu", "fixed")
+    if name not in ("model", "gpu", "fixed", "data")
 }
 
 

@@ -13,10 +13,11 @@ from rich.console import Console
 
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
+from planner.option_values import default_headroom_bytes
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import Answer, NoPlan, Plan
 from planner.units import GIB, TERA, count, gib, percent, seconds
-from planner.workload import MIN_RANK_GIVEN, PRICE_GIVEN, Workload, default_headroom_bytes
+from planner.workload import MIN_RANK_GIVEN, PRICE_GIVEN, Workload
 from reports.around import around
 from reports.brief import render_brief
 from reports.page import Page
@@ -244,12 +245,12 @@ def default_next_command(answer: Plan) -> str:
         words += ["--headroom", f"{wish.headroom_bytes / GIB:g}"]
     if wish.min_rank_reason == MIN_RANK_GIVEN:
         words += ["--min-rank", str(wish.min_rank)]
-    if wish.dataset:
-        words += ["--dataset", clean(wish.dataset)]
-    elif wish.dataset_tokens:
-        words += ["--dataset-tokens", str(wish.dataset_tokens)]
-        if wish.num_samples is not None:
-            words += ["--samples", str(wish.num_samples)]
+    if wish.data.file:
+        words += ["--dataset", clean(wish.data.file)]
+    elif wish.data.epoch_tokens:
+        words += ["--dataset-tokens", str(wish.data.epoch_tokens)]
+        if wish.data.num_samples is not None:
+            words += ["--samples", str(wish.data.num_samples)]
     if wish.price_source == PRICE_GIVEN:
         words += ["--price", f"{wish.price_per_hour:g}"]
     return shlex.join([*words, "--out", "my-plan"])

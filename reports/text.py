@@ -353,12 +353,12 @@ def speed_sentence(candidate: Candidate) -> str:
 
 def epoch_sentence(workload: Workload, candidate: Candidate) -> str:
     """Time and cost of the epochs that the launch files train; empty without a data set."""
-    if not workload.dataset_tokens or not candidate.tokens_per_s:
+    if not workload.data.epoch_tokens or not candidate.tokens_per_s:
         return ""
     epochs = workload.epochs
     duration_s = epochs * epoch_s(workload, candidate)
     one = epochs == 1
-    words = f"{'One epoch' if one else f'{epochs:g} epochs'} of {count(workload.dataset_tokens)} tokens"
+    words = f"{'One epoch' if one else f'{epochs:g} epochs'} of {count(workload.data.epoch_tokens)} tokens"
     words += f" {'takes' if one else 'take'} {seconds(duration_s)}"
     if workload.price_per_hour is not None:
         cost = duration_s / 3600 * workload.price_per_hour * workload.num_gpus
@@ -373,7 +373,7 @@ def epoch_sentence(workload: Workload, candidate: Candidate) -> str:
 
 def epoch_s(workload: Workload, candidate: Candidate) -> float:
     """Seconds of one pass over the data, padding included."""
-    return (workload.dataset_tokens or 0) / useful_tokens_per_s(workload, candidate)
+    return (workload.data.epoch_tokens or 0) / useful_tokens_per_s(workload, candidate)
 
 
 def spread_sentence(candidate: Candidate) -> str:

@@ -11,9 +11,9 @@ import pytest
 
 import finetune_planner
 from finetune_planner import Planned, PlannerError, check, compare, estimate, plan
-from finetune_planner.api import Wish
+from finetune_planner.api import Options
 from planner.cli.app import run
-from planner.cli.wishes import WishOptions
+from planner.cli.wish_options import WishOptions
 
 MODEL = "HuggingFaceTB/SmolLM2-135M"
 
@@ -24,7 +24,7 @@ def small() -> Planned:
 
 
 def test_a_wish_has_the_options_of_the_command_line() -> None:
-    assert set(Wish.__annotations__) == {one.name for one in fields(WishOptions)}
+    assert set(Options.__annotations__) == {one.name for one in fields(WishOptions)}
 
 
 def test_a_plan_is_the_command_line_s(small: Planned, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from rich.terminal_theme import DEFAULT_TERMINAL_THEME, SVG_EXPORT_THEME
 
 from planner.app.climb import answered
 from planner.cli.answer import workload_for
-from planner.cli.wishes import WishOptions
+from planner.cli.wish_options import WishOptions
 from planner.plan import Plan
 from reports.terminal import render_plan
 

@@ -10,10 +10,10 @@ from planner.choices.objectives import OBJECTIVES, Objective, aim_of
 from planner.choices.packages import absent_packages
 from planner.choices.rollouts import Rollout
 from planner.cli.options import Lookup
-from planner.cli.wish import resolve_gpu
-from planner.cli.wishes import WishOptions
+from planner.cli.wish_options import WishOptions
 from planner.errors import UsageError
-from planner.workload import Workload
+from planner.gpus import find_gpu
+from planner.workload import Data, Workload
 
 if TYPE_CHECKING:
     from planner.dataset import LengthChoice
@@ -38,31 +38,26 @@ def workload_for(
         PlannerError: a name that is not known, or a wish that contradicts itself.
     """
     spec = lookup.model(model)
-    card = resolve_gpu(gpu)
+    card = find_gpu(gpu)
     wish = wish.on_links_of(gpu, card)
     aim = aim_of(wish.fixed())
     lengths = _lengths(dataset, spec, aim, wish) if dataset is not None else None
     if lengths is not None and aim.rolls_out:
         lengths = _with_completions(lengths, wish)
+    if lengths is not None and wish.packing is None:
+        wish = replace(wish, packing=lengths.packing)
+    here = gpu.lower() == "local" and "axolotl" not in targets[:1]  # which brings its packages along
+    asked = replace(wish.wish(), targets=tuple(targets), absent_packages=absent_packages() if here else ())
     if lengths is not None:
-        wish = replace(
-            wish,
-            seq_len=wish.seq_len or lengths.seq_len_tokens,
-            dataset_tokens=wish.dataset_tokens or lengths.epoch_tokens * aim.seqs_per_sample,
-            packing=lengths.packing if wish.packing is None else wish.packing,
+        data = Data(
+            epoch_tokens=wish.dataset_tokens or lengths.epoch_tokens * aim.seqs_per_sample,
+            epoch_seqs=lengths.epoch_seqs,
+            samples_per_seq=lengths.samples_per_seq,
+            real_fractions=lengths.real_fractions,
+            file=str(dataset),
         )
-    asked = wish.workload(
-        spec,
-        card,
-        epoch_seqs=lengths.epoch_seqs if lengths is not None else None,
-        samples_per_seq=lengths.samples_per_seq if lengths is not None else 1.0,
-        targets=targets,
-    )
-    if lengths is not None:
-        asked = replace(asked, real_fractions=lengths.real_fractions, dataset=str(dataset))
-    if gpu.lower() != "local" or "axolotl" in targets[:1]:  # which brings them along
-        return asked
-    return replace(asked, absent_packages=absent_packages())
+        asked = replace(asked, seq_len=wish.seq_len or lengths.seq_len_tokens, data=data)
+    return asked.workload(spec, card, wish.cluster(card))
 
 
 def _with_completions(prompts: "LengthChoice", wish: WishOptions) -> "LengthChoice":

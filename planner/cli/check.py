@@ -8,8 +8,9 @@ import typer
 from planner.cli import options, spread
 from planner.cli.checking import Asked, as_document, by_hand, corrected, fixed_text, load, predictor
 from planner.cli.output import console, print_json, print_lines, write_text
-from planner.cli.wish import memory_and_headroom, positive, resolve_gpu
 from planner.errors import ConfigError, UsageError
+from planner.gpus import find_gpu
+from planner.option_values import memory_and_headroom, positive
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -128,7 +129,7 @@ def _many(place: Path, gpu: str, annotations: str | None, *, as_json: bool, **wi
     """A folder's trainings, or one file, as lines, JSON or annotations; the worst file's exit code."""
     from planner.cli import check_folder
 
-    resolve_gpu(gpu)  # an unknown card is said once
+    find_gpu(gpu)  # an unknown card is said once
     if place.is_dir():
         found = check_folder.findings(place, gpu, **wishes)
     else:

@@ -57,7 +57,7 @@ def finding(path: Path, gpu: str, **options: Any) -> Finding | None:
     """The answer for one file on the formula rung; None where nothing in it trains."""
     from planner.check import check, summary
     from planner.cli.checking import as_document, load, predictor
-    from planner.cli.wish import memory_and_headroom
+    from planner.option_values import memory_and_headroom
 
     memory_gib, headroom = options.pop("memory_gib", None), options.pop("headroom", None)
     try:

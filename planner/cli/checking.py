@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planner.cli.wish import resolve_gpu
 from planner.errors import UsageError
+from planner.gpus import find_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -76,7 +76,7 @@ def load(
     from planner.readers.types import Missing
 
     asked = asked or Asked()
-    card = resolve_gpu(gpu)
+    card = find_gpu(gpu)
 
     def read(spec: "ModelSpec | None") -> "ReadConfig":
         found = read_config(

@@ -8,9 +8,10 @@ import typer
 from planner.cli import options
 from planner.cli.flags import takes_options
 from planner.cli.output import console, print_json, write_text
-from planner.cli.wish import resolve_gpu, workload
-from planner.cli.wishes import SpaceOptions
+from planner.cli.wish_options import SpaceOptions
 from planner.errors import EXIT_NOTHING_FITS, UsageError
+from planner.gpus import find_gpu
+from planner.wish import Wish
 
 
 @takes_options
@@ -40,12 +41,15 @@ def compare_adapters(
         raise UsageError("compare-adapters compares all of them, got --adapter", hint="leave --adapter out")
     if "full" in fixed.get("method", ()):
         raise UsageError("compare-adapters compares adapters, got --method full", hint="use --method lora or qlora")
-    card = resolve_gpu(gpu)
-    wish = workload(
-        lookup.model(model), card,
-        fixed={"method": ("lora", "qlora"), **fixed}, seq_len=seq_len, global_batch=global_batch,
-        memory_gib=memory.memory_gib, headroom_gib=memory.headroom,
-    )  # fmt: skip
+    card = find_gpu(gpu)
+    asked = Wish(
+        fixed={"method": ("lora", "qlora"), **fixed},
+        seq_len=seq_len,
+        global_batch=global_batch,
+        memory_gib=memory.memory_gib,
+        headroom_gib=memory.headroom,
+    )
+    wish = asked.workload(lookup.model(model), card)
     plan = plan_workload(wish)
     if isinstance(plan, NoPlan):
         typer.echo(f"no LoRA of {wish.model.model_id} fits on {card.name}: plan {model} --gpu {gpu} says why", err=True)

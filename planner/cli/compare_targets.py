@@ -9,7 +9,7 @@ from planner.cli import options
 from planner.cli.answer import workload_for
 from planner.cli.flags import takes_options
 from planner.cli.output import console, print_json, write_text
-from planner.cli.wishes import WishOptions
+from planner.cli.wish_options import WishOptions
 from planner.errors import EXIT_NOTHING_FITS
 
 

@@ -13,10 +13,10 @@ from planner.cli.completion import complete_gpu, complete_model
 from planner.cli.flags import takes_options
 from planner.cli.output import console, json_text, print_json
 from planner.cli.setups import AnySetupOptions
-from planner.cli.wish import resolve_gpu
 from planner.cluster import Cluster
 from planner.errors import ConfigError, PlannerError, UsageError
 from planner.gpu import GpuSpec
+from planner.gpus import find_gpu
 from planner.inputs import open_regular, parse_object, read_lines
 from planner.interchange import asked_setup
 from planner.kernels import default_attention
@@ -96,7 +96,7 @@ def _show(result: Candidate, spec: ModelSpec, card: GpuSpec, cluster: Cluster | 
 
 @lru_cache(maxsize=64)
 def _resolve(model: str, gpu: str, lookup: options.Lookup) -> tuple[ModelSpec, GpuSpec]:
-    return lookup.model(model), resolve_gpu(gpu)
+    return lookup.model(model), find_gpu(gpu)
 
 
 def candidate_of(

@@ -69,9 +69,9 @@ def _default_gpu() -> str:
 
 
 def _gpu(answer: str) -> str:
-    from planner.cli.wish import resolve_gpu
+    from planner.gpus import find_gpu
 
-    resolve_gpu(answer)
+    find_gpu(answer)
     return answer
 
 
@@ -84,6 +84,6 @@ def _data(answer: str) -> str:
 
 
 def _method(answer: str) -> str:
-    from planner.cli.wish import choices
+    from planner.option_values import choices
 
     return choices("method", [answer], METHODS)[0]

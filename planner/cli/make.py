@@ -12,7 +12,7 @@ import typer
 from planner.cli import options
 from planner.cli.flags import takes_options
 from planner.cli.output import console, print_json
-from planner.cli.wishes import WishOptions
+from planner.cli.wish_options import WishOptions
 from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UnknownGpuError, UsageError
 
 if TYPE_CHECKING:

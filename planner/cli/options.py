@@ -12,9 +12,10 @@ from planner.choices.objectives import OBJECTIVES
 from planner.choices.packages import PACKAGED
 from planner.choices.rollouts import GENERATORS, Rollout
 from planner.cli.completion import complete_gpu, complete_model
-from planner.cli.wish import DEFAULT_SEQ_LEN, choices, memory_and_headroom, positive
 from planner.errors import UsageError
 from planner.gpu import GpuSpec
+from planner.option_values import choices, memory_and_headroom, positive
+from planner.wish import DEFAULT_SEQ_LEN
 
 if TYPE_CHECKING:
     from planner.models.spec import ModelSpec

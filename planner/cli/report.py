@@ -12,9 +12,10 @@ from planner.cli import options, spread
 from planner.cli.completion import complete_gpu
 from planner.cli.flags import takes_options
 from planner.cli.output import console, print_json, write_text
-from planner.cli.wish import positive
-from planner.cli.wishes import SpaceOptions
+from planner.cli.wish_options import SpaceOptions
 from planner.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UsageError
+from planner.option_values import positive
+from planner.wish import Wish
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -132,16 +133,8 @@ def which_gpu(
 
         coarse = {name: COARSE[name] for name in ("optimizer", "loss", "checkpointing", "kbit_fp32_cast")}
         fixed = {**coarse, "parallel": COARSE_SPREADS, **fixed}
-    answers = _plans(
-        spec,
-        cards,
-        fixed,
-        gathering.of,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        headroom_gib=headroom,
-        charts=out is not None,
-    )
+    wish = Wish(fixed=fixed, seq_len=seq_len, global_batch=global_batch, headroom_gib=headroom)
+    answers = _plans(spec, cards, wish, gathering.of, charts=out is not None)
     choices = rank_gpus(answers, sort=table.sort)
     if out is not None:
         from reports.html import Entry
@@ -159,11 +152,10 @@ def which_gpu(
 def _plans(
     spec: Any,
     cards: list[Any],
-    fixed: Mapping[str, tuple[Any, ...]],
+    wish: Wish,
     cluster: "Callable[[GpuSpec], Cluster | None]",
     *,
     charts: bool,
-    **wish: Any,
 ) -> "list[Plan | NoPlan]":
     """One plan per card; a card on which the options contradict each other (no kernel for them) is left out.
 
@@ -173,7 +165,6 @@ def _plans(
     Raises:
         UsageError: on every card.
     """
-    from planner.cli.wish import workload
     from planner.decision.facts import Walks
     from planner.planning import NUM_RANKED, plan_workload
     from planner.walk import Known
@@ -185,7 +176,7 @@ def _plans(
     memory = Known()
     for card in steps(cards, "planning", console(stderr=True)):
         try:
-            asked = workload(spec, card, fixed=fixed, cluster=cluster(card), **wish)
+            asked = wish.workload(spec, card, cluster(card))
             answers.append(plan_workload(asked, walks=Walks(memory, once=True), num_ranked=NUM_RANKED if charts else 1))
         except UsageError as error:
             problem = error

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from planner.cli import options, spread
-from planner.cli.wish import parse_targets, positive
+from planner.option_values import parse_targets, positive
 from planner.setup_fields import STACK_NAMES
 
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from planner import setup_fields as fields
-from planner.cli.wish import choices, positive
 from planner.errors import UsageError
 from planner.gpu import GpuSpec
+from planner.option_values import choices, positive
 
 if TYPE_CHECKING:
     from planner.cluster import Cluster  # late: one GPU needs none of it

@@ -10,8 +10,9 @@ import typer
 from planner.app.progress import say
 from planner.cli import options
 from planner.cli.output import print_json, print_lines, write_text
-from planner.cli.wish import memory_and_headroom, positive, resolve_gpu
 from planner.errors import EXIT_NOTHING_FITS, EXIT_OK, EnvironmentProblem, UsageError
+from planner.gpus import find_gpu
+from planner.option_values import memory_and_headroom, positive
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,7 +56,7 @@ def trace(
     from probes.phantom.runner import program
     from reports.trace import svg, text_lines
 
-    card = resolve_gpu(gpu)
+    card = find_gpu(gpu)
     order = order_of(
         command,
         card,

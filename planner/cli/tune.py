@@ -12,9 +12,10 @@ from planner.app.tuning import DEFAULT_PROBES, on_this_machine, tune_plan
 from planner.choices.packages import absent_packages
 from planner.cli import options, probing
 from planner.cli.flags import takes_options
-from planner.cli.wish import positive, resolve_gpu
-from planner.cli.wishes import WishOptions
+from planner.cli.wish_options import WishOptions
 from planner.errors import EXIT_NOTHING_FITS
+from planner.gpus import find_gpu
+from planner.option_values import positive
 from planner.plan import NoPlan, Plan
 from planner.workload import Workload
 
@@ -73,9 +74,10 @@ def tune(
     line = ProgressLine()
     line.say(f"planning {model} by the formula")
     spec = lookup.model(model)
-    card = resolve_gpu(gpu)
-    asked = wish.on_links_of(gpu, card).workload(spec, card, objective=how.goal)
-    asked = replace(asked, absent_packages=absent_packages())
+    card = find_gpu(gpu)
+    wish = wish.on_links_of(gpu, card)
+    wanted = replace(wish.wish(), goal=how.goal, absent_packages=absent_packages())
+    asked = wanted.workload(spec, card, wish.cluster(card))
     on_this_machine(asked)
     plan = plan_workload(asked)
     line.close()

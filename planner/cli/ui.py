@@ -17,8 +17,10 @@ import typer
 
 from planner.cli import options
 from planner.cli.output import console, write_text
-from planner.cli.wish import positive, resolve_gpu, workload
 from planner.errors import EnvironmentProblem, PlannerError, UsageError
+from planner.gpus import find_gpu
+from planner.option_values import positive
+from planner.wish import Wish
 
 if TYPE_CHECKING:
     from planner.decision.grid import Grid
@@ -101,7 +103,7 @@ class Shelf:
         else:
             self.models = [spec for name in catalogue.names() if (spec := catalogue.load(name)) is not None]
         named = gpus or ([] if all_gpus else STATIC_GPUS)
-        self.gpus = [resolve_gpu(name) for name in named] or list(table.all_gpus())
+        self.gpus = [find_gpu(name) for name in named] or list(table.all_gpus())
         self._global_batch, self._headroom_gib = global_batch, headroom_gib
 
     def first(self) -> tuple[str, str]:
@@ -118,7 +120,7 @@ class Shelf:
         """The figures of one pair."""
         from planner.decision.grid import grid_of
 
-        wish = workload(model, gpu, fixed={}, global_batch=self._global_batch, headroom_gib=self._headroom_gib)
+        wish = Wish(global_batch=self._global_batch, headroom_gib=self._headroom_gib).workload(model, gpu)
         return grid_of(wish)
 
     def named(self, name: str) -> "Grid | None":

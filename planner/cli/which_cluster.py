@@ -13,10 +13,13 @@ from planner.cli import options, spread
 from planner.cli.completion import complete_gpu
 from planner.cli.flags import takes_options
 from planner.cli.output import console, print_json, write_text
-from planner.cli.wish import positive, resolve_gpu, workload
-from planner.cli.wishes import SpaceOptions
+from planner.cli.wish_options import SpaceOptions
 from planner.errors import EXIT_NOTHING_FITS, UsageError
+from planner.gpus import find_gpu
+from planner.option_values import positive
 from planner.steps import DEFAULT_GLOBAL_BATCH
+from planner.wish import Wish
+from planner.workload import Data
 
 if TYPE_CHECKING:
     from planner.decision.clusters import ClusterOption
@@ -113,13 +116,14 @@ def which_cluster(
     spec = lookup.model(model)
     numbers = counts(most)
     batch = positive("global-batch", global_batch) or max(DEFAULT_GLOBAL_BATCH, numbers[-1])
-    wish: dict[str, Any] = {
-        "fixed": fixed,
-        "seq_len": seq_len,
-        "global_batch": batch,
-        "dataset_tokens": work.dataset_tokens,
-    }
-    wish |= {"headroom_gib": card.headroom, "price": card.price}
+    wish = Wish(
+        fixed=fixed,
+        seq_len=seq_len,
+        global_batch=batch,
+        headroom_gib=card.headroom,
+        data=Data(epoch_tokens=work.dataset_tokens),
+        price=card.price,
+    )
     dividing = [number for number in numbers if batch % number == 0]
     found = _options(spec, cards, dividing, wish, clusters.interconnect, **asked)
     limits = {**asked, "global_batch_seqs": batch}
@@ -166,7 +170,7 @@ def _epochs(epochs: float) -> float:
 def _cards(names: Sequence[str] | None) -> "list[GpuSpec]":
     """The cards asked for, or every card with a known price, each once."""
     if names:
-        return list({card.key: card for card in map(resolve_gpu, names)}.values())
+        return list({card.key: card for card in map(find_gpu, names)}.values())
     from planner.gpus import all_gpus
     from planner.prices import all_prices
 
@@ -178,7 +182,7 @@ def _options(
     spec: "ModelSpec",
     cards: "Sequence[GpuSpec]",
     numbers: Sequence[int],
-    wish: dict[str, Any],
+    wish: Wish,
     interconnect: str | None,
     **limits: Any,
 ) -> "list[ClusterOption]":
@@ -201,7 +205,7 @@ def _options(
                 spread.check_vendor(card, number)
                 link = interconnect if number > 1 else None
                 cluster = make_cluster(card, number, interconnect=_links(link, number))
-                job = workload(spec, card, cluster=cluster if number > 1 else None, **wish)
+                job = wish.workload(spec, card, cluster if number > 1 else None)
                 found += options_of(job, cluster, **limits)
         except UsageError as error:
             problem = error

@@ -8,9 +8,10 @@ import typer
 from planner.cli import options
 from planner.cli.flags import takes_options
 from planner.cli.output import console, print_json, write_text
-from planner.cli.wish import resolve_gpu, workload
-from planner.cli.wishes import SpaceOptions
+from planner.cli.wish_options import SpaceOptions
 from planner.errors import EXIT_NOTHING_FITS, UsageError
+from planner.gpus import find_gpu
+from planner.wish import Wish
 
 
 @takes_options
@@ -36,19 +37,22 @@ def which_model(
     from reports.progress import steps
     from reports.which_model import ModelChoice, render_which_model, which_model_json, which_model_markdown
 
-    card = resolve_gpu(gpu)
+    card = find_gpu(gpu)
     names = [name for name in catalogue.names() if match.lower() in name.lower()]
     if not names:
         raise UsageError(f"no model of the catalogue has {match!r} in its name", hint="`plan models` lists all")
-    fixed = space.fixed()
+    asked = Wish(
+        fixed=space.fixed(),
+        seq_len=seq_len,
+        global_batch=global_batch,
+        memory_gib=memory.memory_gib,
+        headroom_gib=memory.headroom,
+    )
     rows, wishes = [], []
     for name in steps(names, "planning", console(stderr=True)):
         spec = catalogue.load(name)
         assert spec is not None
-        wish = workload(
-            spec, card, fixed=fixed, seq_len=seq_len, global_batch=global_batch, memory_gib=memory.memory_gib,
-            headroom_gib=memory.headroom,
-        )  # fmt: skip
+        wish = asked.workload(spec, card)
         wishes.append(wish)
         longest = longest_tokens(wish)
         within = any(tokens >= wish.seq_len_tokens for tokens in longest.values())

@@ -179,8 +179,8 @@ def _request(workload: Workload, chosen: Candidate, dataset: str | None, folder:
         hyper=choose(
             chosen.setup,
             num_params=workload.model.num_params,
-            dataset_tokens=workload.dataset_tokens,
-            samples_per_seq=workload.samples_per_seq,
+            dataset_tokens=workload.data.epoch_tokens,
+            samples_per_seq=workload.data.samples_per_seq,
             num_epochs=workload.epochs,
             learning_rate=workload.learning_rate,
         ),

@@ -17,7 +17,7 @@ def job_notes(workload: Workload, chosen: Candidate) -> Iterator[str]:
     """One sentence each: steps and disk where the data is known, small data, evaluation, merging."""
     weights, states = checkpoint_bytes(workload, chosen.setup)
     disk = f"a checkpoint takes {gib(weights + states)} on disk, {gib(states)} of it the optimizer's states"
-    epoch_seqs, batch = workload.epoch_seqs, workload.global_batch_seqs
+    epoch_seqs, batch = workload.data.epoch_seqs, workload.global_batch_seqs
     if epoch_seqs is not None:
         epochs = workload.epochs
         steps = max(1, round(epochs * steps_per_epoch(epoch_seqs, batch)))
@@ -36,9 +36,9 @@ def job_notes(workload: Workload, chosen: Candidate) -> Iterator[str]:
 
 def unknown_padding_note(workload: Workload) -> str:
     """What is not known of samples that are given as numbers and do not fill their rows; else ""."""
-    if not workload.num_samples or workload.real_fractions or workload.samples_per_seq != 1:
+    if not workload.data.num_samples or workload.data.real_fractions or workload.data.samples_per_seq != 1:
         return ""
-    mean = (workload.dataset_tokens or 0) / (workload.epoch_seqs or 1)
+    mean = (workload.data.epoch_tokens or 0) / (workload.data.epoch_seqs or 1)
     if mean >= (1 - PADDING_LIMIT) * workload.seq_len_tokens * workload.aim.seqs_per_sample:
         return ""
     return (

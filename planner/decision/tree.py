@@ -78,7 +78,7 @@ def wants_full(workload: Workload) -> bool:
 
 def data_needs_full(workload: Workload) -> bool:
     """Whether the data is more than an adapter of the largest rank can hold (`planner.lora_rank`'s capacity rule)."""
-    tokens = workload.dataset_tokens
+    tokens = workload.data.epoch_tokens
     return tokens is not None and BITS_PER_TOKEN * tokens > BITS_PER_PARAMETER * num_lora_params(
         workload.model, workload.fixed.get("lora_targets", ("all-linear",))[0], MAX_RANK
     )
@@ -86,7 +86,7 @@ def data_needs_full(workload: Workload) -> bool:
 
 def data_too_small_for_full(workload: Workload) -> bool:
     """Whether full fine-tuning would overfit so little data, which nobody wants unasked."""
-    tokens = workload.dataset_tokens
+    tokens = workload.data.epoch_tokens
     return tokens is not None and tokens < OVERFITTING_TOKENS_PER_PARAM * workload.model.num_params
 
 
@@ -138,7 +138,7 @@ def method_answers(facts: dict[str, NodeFacts], chosen: str | None, workload: Wo
             if node.startswith("qlora") and rival and mine and mine.tokens_per_s > rival.tokens_per_s:
                 reason += "; the whole is faster than 16-bit LoRA, and speed is preferred"
             elif node == "full" and data_needs_full(workload):
-                reason += f"; {workload.dataset_tokens:,} tokens are more than an adapter of rank {MAX_RANK} holds"
+                reason += f"; {workload.data.epoch_tokens:,} tokens are more than an adapter of rank {MAX_RANK} holds"
             elif node == "full" and rival:
                 limit = percent(METHOD_BAND)
                 reason += f"; nothing is approximated, and it is not slower than LoRA by more than {limit}"
@@ -173,7 +173,7 @@ def class_answer(facts: Mapping[str, NodeFacts], chosen: str, workload: Workload
         elif known.best() is not None and not known.fastest_sure and node != "full":
             why.append(f"{NODE_NAMES[node]} may fit, {TIGHT}")
     if chosen == "full" and data_needs_full(workload):
-        why.append(f"{workload.dataset_tokens:,} tokens are more than an adapter of rank {MAX_RANK} holds")
+        why.append(f"{workload.data.epoch_tokens:,} tokens are more than an adapter of rank {MAX_RANK} holds")
     lora = facts["lora"].best()
     if chosen == "full" and lora is not None:
         why.append(
@@ -198,7 +198,7 @@ def _full_passed_over(full: NodeFacts, mine: Point, workload: Workload) -> str:
     best, sure = full.best(), full.best_sure()
     assert best is not None
     if data_too_small_for_full(workload):
-        return f"full fine-tuning fits and overfits {workload.dataset_tokens:,} tokens"
+        return f"full fine-tuning fits and overfits {workload.data.epoch_tokens:,} tokens"
     shown = (sure or best).tokens_per_s / mine.tokens_per_s
     if sure is None:
         return f"full fine-tuning may fit, {TIGHT}, and would run at {shown:.2f} times the speed"
@@ -214,7 +214,7 @@ def _not_taken(node: str, facts: Mapping[str, NodeFacts], chosen: str | None, wo
     speed = f"it would run at {ratio:.2f} times the speed"
     if node == "full":
         if data_too_small_for_full(workload):
-            return f"overfits {workload.dataset_tokens:,} tokens; {speed} (--method full)"
+            return f"overfits {workload.data.epoch_tokens:,} tokens; {speed} (--method full)"
         when = "only when asked for (--method full), needed by the data, or as fast"
         return f"{facts[node].fit_words}, but is taken {when}; {speed}"
     if node == "qlora-8bit":

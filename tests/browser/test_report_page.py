@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from planner.cli.wish import workload
 from planner.cluster import make_cluster
 from planner.gpus import find_gpu
-from planner.models.resolve import resolve_model
 from planner.outcome import Rung
 from planner.planning import plan_workload
 from planner.units import GIB, gib
+from planner.workload import Data
 from reports.extras import Extras, PeakTensor, Timeline, TimelinePhase
 from reports.html import Entry, report_html
 from reports.plan_json import plan_to_dict
 from reports.write import entry_of, plan_files
 from tests.browser.conftest import Browser
+from tests.planner.helpers import wish as wish_of
 from tests.reports.factories import make_gpu, make_model, make_no_plan, make_plan, make_workload
 from tests.reports.test_markdown import full_extras
 
@@ -77,7 +77,9 @@ def rich_extras() -> Extras:
 @cache
 def document() -> dict[str, Any]:
     """A plan.json with everything that a report can show."""
-    plan = make_plan(make_workload(dataset_tokens=12_000_000, price_per_hour=0.69), rung=Rung.PROBE, search=SEARCH)
+    plan = make_plan(
+        make_workload(data=Data(epoch_tokens=12_000_000), price_per_hour=0.69), rung=Rung.PROBE, search=SEARCH
+    )
     texts = plan_files(plan, rich_extras(), html=False)
     values: dict[str, Any] = json.loads(texts["plan.json"])
     return values
@@ -309,13 +311,11 @@ def test_real_plans_print_on_six_pages_and_four_compare_on_a_few_screens(browser
     wishes: list[tuple[str, str, dict[str, Any]]] = [
         ("meta-llama/Llama-3.1-8B", "rtx-4090", {}),
         ("Qwen/Qwen2.5-32B", "a100-80gb", {"cluster": make_cluster(find_gpu("a100-80gb"), 8)}),
-        ("Qwen/Qwen2.5-7B", "a100-80gb", {"fixed": {"objective": ("dpo",)}, "dataset_tokens": 20_000_000}),
+        ("Qwen/Qwen2.5-7B", "a100-80gb", {"fixed": {"objective": ("dpo",)}, "data": Data(epoch_tokens=20_000_000)}),
         ("Qwen/Qwen2.5-72B", "t4", {}),
     ]
     entries = [
-        Entry(
-            plan=plan_workload(workload(resolve_model(name), find_gpu(gpu), **{"fixed": {}, **wish})), name=str(number)
-        )
+        Entry(plan=plan_workload(wish_of(name, gpu, **wish)), name=str(number))
         for number, (name, gpu, wish) in enumerate(wishes)
     ]
     for entry in entries[:3]:

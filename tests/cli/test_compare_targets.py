@@ -10,11 +10,11 @@ import pytest
 
 from planner.app.climb import answered
 from planner.cli.app import run
-from planner.cli.wish import workload
 from planner.gpus import find_gpu
 from planner.models.resolve import resolve_model
 from planner.plan import Plan
 from planner.planning import plan_workload
+from planner.wish import Wish
 from planner.workload import Workload
 
 
@@ -46,7 +46,7 @@ def test_each_target_has_its_own_plan_and_the_fastest_is_first(
 
 
 def wish_of(**wish: Any) -> Workload:
-    return workload(resolve_model("smollm2-135m"), find_gpu("rtx-3060"), seq_len=512, global_batch=4, **wish)
+    return Wish(seq_len=512, global_batch=4, **wish).workload(resolve_model("smollm2-135m"), find_gpu("rtx-3060"))
 
 
 def test_a_plan_names_the_engine_that_is_faster_with_the_figure_of_its_own_plan() -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from planner.cli.wish import workload
 from planner.cli.writing import launch_files, launch_sentences, write_out
 from planner.exporters import TARGETS
 from planner.gpus import find_gpu
@@ -23,6 +22,7 @@ from planner.plan import Plan
 from planner.planning import plan_workload
 from planner.predict import device_peak_bytes
 from planner.units import gib
+from planner.wish import Wish
 from reports.plan_json import plan_to_dict
 from reports.terminal import render_plan
 
@@ -37,7 +37,7 @@ TWO = [("meta-llama/Llama-3.1-8B", "rtx-4090"), ("Qwen/Qwen2.5-1.5B", "rtx-3060"
 def test_no_written_file_is_predicted_to_run_out(name: str, card: str, tmp_path: Path) -> None:
     model, gpu = catalogue.load(name), find_gpu(card)
     assert model is not None
-    plan = plan_workload(workload(model, gpu, fixed={}))
+    plan = plan_workload(Wish().workload(model, gpu))
     if not isinstance(plan, Plan):
         return
     written, refused = 0, {}
@@ -59,7 +59,7 @@ def test_no_written_file_is_predicted_to_run_out(name: str, card: str, tmp_path:
 def test_every_place_names_the_same_numbers(name: str, card: str, tmp_path: Path) -> None:
     model, gpu = catalogue.load(name), find_gpu(card)
     assert model is not None
-    plan = plan_workload(workload(model, gpu, fixed={}))
+    plan = plan_workload(Wish().workload(model, gpu))
     if not isinstance(plan, Plan):
         assert (name, card) not in TWO
         return

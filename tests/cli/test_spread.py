@@ -22,7 +22,7 @@ from planner.cli.setups import AnySetupOptions, SetupOptions
 from planner.cli.spread import PARALLELS, one_setup, spread_fields
 from planner.cli.tune import tune
 from planner.cli.which_cluster import parse_deadline
-from planner.cli.wishes import SpaceOptions, WishOptions
+from planner.cli.wish_options import SpaceOptions, WishOptions
 from planner.cluster import links
 from planner.errors import UsageError
 from planner.gpus import find_gpu
@@ -419,7 +419,7 @@ def test_plan_on_this_machines_gpus_climbs_to_probes(monkeypatch: pytest.MonkeyP
         climbed.append(plan)
         return plan
 
-    monkeypatch.setattr("planner.cli.answer.resolve_gpu", lambda name: find_gpu("rtx-4090"))
+    monkeypatch.setattr("planner.cli.answer.find_gpu", lambda name: find_gpu("rtx-4090"))
     monkeypatch.setattr("planner.app.machine.local_link", lambda num: "pcie")
     monkeypatch.setattr("planner.app.tuning.climb_probe", climb)
     words = ["Qwen/Qwen2.5-1.5B", "--gpu", "local", "--gpus", "2", "--method", "lora", *FAST]
@@ -436,7 +436,7 @@ def test_a_machine_without_the_searchs_library_plans_and_says_so(
     real = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "optuna" else real(name, *rest))
     monkeypatch.setitem(sys.modules, "platformdirs", None)
-    monkeypatch.setattr("planner.cli.answer.resolve_gpu", lambda name: find_gpu("rtx-4090"))
+    monkeypatch.setattr("planner.cli.answer.find_gpu", lambda name: find_gpu("rtx-4090"))
     assert run(["Qwen/Qwen2.5-1.5B", "--gpu", "local", "--method", "lora", *FAST]) == 0
     assert "no probes: a search needs optuna" in capsys.readouterr().err
     assert run(["tune", "Qwen/Qwen2.5-1.5B", "--gpu", "rtx-4090"]) == 3

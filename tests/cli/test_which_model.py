@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from planner.cli.app import run
-from planner.cli.wish import workload
 from planner.decision.reach import STEP_TOKENS, longest_tokens
 from planner.gpus import find_gpu
 from planner.models import catalogue
 from planner.planning import plan_workload
+from planner.wish import Wish
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from planner.planning import plan_workload
 def test_a_plan_reaches_the_longest_sequence_and_no_longer_one(model: str, gpu: str) -> None:
     spec, card = catalogue.load(model), find_gpu(gpu)
     assert spec is not None
-    reach = longest_tokens(workload(spec, card, fixed={}))
+    reach = longest_tokens(Wish().workload(spec, card))
     assert set(reach) == {"full", "lora", "qlora"}
     limit = spec.max_position_embeddings or 0
     for method, tokens in reach.items():
@@ -28,7 +28,7 @@ def test_a_plan_reaches_the_longest_sequence_and_no_longer_one(model: str, gpu: 
         for length, kind in ((tokens, "plan"), (tokens + STEP_TOKENS, "no_plan")):
             if not 0 < length <= limit:
                 continue
-            wish = workload(spec, card, fixed={"method": (method,)}, seq_len=length, global_batch=1)
+            wish = Wish(fixed={"method": (method,)}, seq_len=length, global_batch=1).workload(spec, card)
             assert plan_workload(wish).kind == kind, (method, length)
 
 

@@ -3,10 +3,10 @@
 from typing import Any
 
 from planner.choices.losses import LOSSES, LossChain, LossShape
-from planner.cli.wish import workload
 from planner.gpus import find_gpu
 from planner.memory.dtypes import SIZE_BYTES
 from planner.models import catalogue
+from planner.wish import Wish
 from planner.workload import Workload
 
 
@@ -14,8 +14,8 @@ def wish(model: str = "Qwen/Qwen2.5-1.5B", gpu: str = "rtx-4090", **options: Any
     """A workload as the command line would make it."""
     spec = catalogue.load(model)
     assert spec is not None
-    fixed = options.pop("fixed", {})
-    return workload(spec, find_gpu(gpu), fixed=fixed, **options)
+    cluster = options.pop("cluster", None)
+    return Wish(**options).workload(spec, find_gpu(gpu), cluster)
 
 
 def loss_chain(

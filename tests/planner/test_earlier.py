@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.experts_of_transformers_4 import CONFIG, setups
 from planner.cli.checking import corrected, load, predictor
-from planner.cli.wish import resolve_gpu
+from planner.gpus import find_gpu
 from planner.memory.workspace import cublas_workspace_bytes
 from planner.models.adapters import spec_from_config
 from planner.models.earlier import built_by_transformers_4, of_transformers_4
@@ -22,7 +22,7 @@ MEASURED = (201750016, 100641280, 242590720, 122179072, 161114112, 60193792, 201
 @pytest.mark.parametrize(("number", "measured"), list(enumerate(MEASURED)))
 def test_the_formula_is_within_four_percent_of_a_real_step(number: int, measured: int) -> None:
     model = of_transformers_4(spec_from_config(CONFIG, model_id="tiny", source="here"))
-    card = resolve_gpu("a100-40gb")
+    card = find_gpu("a100-40gb")
     said = predict(model, card, setups()[number]).peak_allocated_bytes - cublas_workspace_bytes(card)
     assert said == pytest.approx(measured, rel=0.04)
 

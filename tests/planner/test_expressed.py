@@ -12,6 +12,7 @@ from planner.gpus import find_gpu
 from planner.interchange import to_jsonable
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
+from planner.option_values import default_headroom_bytes
 from planner.plan import NoPlan, Plan
 from planner.planning import plan_workload
 from planner.predict import device_peak_bytes
@@ -19,7 +20,7 @@ from planner.setup import TrainSetup
 from planner.setup_fields import KERNEL_FAMILIES
 from planner.stacks import written_by
 from planner.walk import walk
-from planner.workload import Workload, default_headroom_bytes
+from planner.workload import Workload
 from tests.planner.launch_sweep import request, setups
 
 ONE_GPU_TARGETS = ("trl", "hf", "axolotl", "llamafactory", "unsloth")

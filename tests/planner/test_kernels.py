@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from planner.cli.wish import workload
 from planner.errors import UsageError
 from planner.exporters import EXPORTERS
 from planner.gpus import find_gpu
@@ -13,6 +12,7 @@ from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.space import dimension_values
+from planner.wish import Wish
 from tests.planner.launch_sweep import request
 
 
@@ -80,7 +80,7 @@ def test_attention_sinks_need_a_kernel_with_their_gradient() -> None:
 def test_an_attention_that_cannot_train_the_model_cannot_be_asked_for(model: str, attention: str) -> None:
     spec, gpu = load(model), find_gpu("a100-80gb")
     with pytest.raises(UsageError, match="--attention cannot be kept"):
-        dimension_values(workload(spec, gpu, fixed={"attention": [attention]}))
+        dimension_values(Wish(fixed={"attention": [attention]}).workload(spec, gpu))
 
 
 def test_no_plan_of_the_catalogue_has_an_attention_that_cannot_train_it() -> None:

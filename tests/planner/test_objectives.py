@@ -7,7 +7,6 @@ import pytest
 
 from planner.choices.objectives import DEFAULT, OBJECTIVES
 from planner.choices.rollouts import Rollout
-from planner.cli.wish import workload
 from planner.errors import NotPlanned, SetupError, UsageError
 from planner.exporters import TARGETS, ExportRequest
 from planner.gpus import find_gpu
@@ -22,6 +21,7 @@ from planner.readers.read import read_text
 from planner.readers.types import ReadConfig
 from planner.setup import TrainSetup
 from planner.speed import speed_profile
+from planner.wish import Wish
 
 OTHERS = [name for name in OBJECTIVES if name != DEFAULT]
 UNLIKE = [name for name in OTHERS if not OBJECTIVES[name].supervised]
@@ -63,13 +63,13 @@ def test_an_adapter_that_the_objective_does_not_take_is_named() -> None:
     assert model is not None
     fixed = {"objective": ("dpo",), "adapter": ("dora",), "loss": ("chunked",), "method": ("lora", "qlora")}
     with pytest.raises(UsageError, match="adapter 'dora' is planned for supervised fine-tuning, got objective 'dpo'"):
-        plan_workload(workload(model, CARD, fixed=fixed))
+        plan_workload(Wish(fixed=fixed).workload(model, CARD))
 
 
 @pytest.mark.parametrize("objective", OTHERS)
 def test_a_plan_for_an_objective_is_a_whole_setup_that_trl_runs(objective: str) -> None:
-    wish = workload(
-        load("meta-llama/Llama-3.2-1B"), CARD, fixed={"objective": (objective,)}, seq_len=1024, global_batch=8
+    wish = Wish(fixed={"objective": (objective,)}, seq_len=1024, global_batch=8).workload(
+        load("meta-llama/Llama-3.2-1B"), CARD
     )
     found = plan_workload(wish)
     assert isinstance(found, Plan)
@@ -82,14 +82,16 @@ def test_a_plan_for_an_objective_is_a_whole_setup_that_trl_runs(objective: str) 
 def test_where_nothing_fits_the_refusal_names_the_smallest_and_what_would_help(objective: str) -> None:
     """KTO's smallest micro-batch is two: no point of its walk has one."""
     fixed = {"objective": (objective,), "method": ("full",)}
-    found = plan_workload(workload(load("meta-llama/Llama-3.1-8B"), CARD, fixed=fixed, seq_len=1024, global_batch=8))
+    found = plan_workload(
+        Wish(fixed=fixed, seq_len=1024, global_batch=8).workload(load("meta-llama/Llama-3.1-8B"), CARD)
+    )
     assert isinstance(found, NoPlan)
     assert found.nearest.setup.micro_batch_seqs == OBJECTIVES[objective].least(8)
     assert found.remedies
 
 
 def test_a_loss_that_contradicts_the_objective_is_a_usage_error() -> None:
-    wish = workload(load("meta-llama/Llama-3.2-1B"), CARD, fixed={"objective": ("dpo",), "loss": ("liger",)})
+    wish = Wish(fixed={"objective": ("dpo",), "loss": ("liger",)}).workload(load("meta-llama/Llama-3.2-1B"), CARD)
     with pytest.raises(UsageError, match="--objective dpo"):
         plan_workload(wish)
 
@@ -171,7 +173,7 @@ def test_other_tools_run_it_on_whole_logits_and_their_files_are_read_back(object
 def test_continued_pretraining_is_the_supervised_step_on_packed_text() -> None:
     model = load("meta-llama/Llama-3.2-1B")
     sft, text = (
-        plan_workload(workload(model, CARD, fixed=fixed, seq_len=1024, global_batch=8))
+        plan_workload(Wish(fixed=fixed, seq_len=1024, global_batch=8).workload(model, CARD))
         for fixed in ({"packing": (True,)}, {"objective": ("pretrain",)})
     )
     assert isinstance(sft, Plan)
@@ -191,7 +193,7 @@ def test_continued_pretraining_is_the_supervised_step_on_packed_text() -> None:
 def test_a_plan_for_a_target_is_for_its_own_step(target: str) -> None:
     fixed = {"objective": ("dpo",)}
     model = load("meta-llama/Llama-3.2-1B")
-    found = plan_workload(workload(model, CARD, fixed=fixed, seq_len=1024, global_batch=8, targets=(target,)))
+    found = plan_workload(Wish(fixed=fixed, seq_len=1024, global_batch=8, targets=(target,)).workload(model, CARD))
     assert isinstance(found, Plan)
     assert (found.chosen.setup.loss, found.chosen.setup.stack) == ("full", target)
 
@@ -216,17 +218,17 @@ def test_preferences_behind_dataset_give_the_length_and_other_data_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from planner.cli.answer import workload_for
-    from planner.cli.wishes import WishOptions
+    from planner.cli.wish_options import WishOptions
 
     data = tmp_path / "pairs.jsonl"
     row = {"prompt": "a" * 400, "chosen": "b" * 1600, "rejected": "c" * 40}
     data.write_text((json.dumps(row) + "\n") * 200)
     wish = workload_for("gpt2", "rtx-4090", WishOptions(objective="dpo"), dataset=str(data))
     assert 500 <= wish.seq_len_tokens <= 512  # 2,001 bytes, 4 a token, up to the next 64
-    assert wish.epoch_seqs == 200
+    assert wish.data.epoch_seqs == 200
     assert wish.fixed["packing"] == (False,)
-    assert wish.dataset_tokens is not None
-    assert wish.dataset_tokens > 2 * 200 * 400
+    assert wish.data.epoch_tokens is not None
+    assert wish.data.epoch_tokens > 2 * 200 * 400
     with pytest.raises(UsageError, match=r"preference columns.*") as refused:
         workload_for("gpt2", "rtx-4090", WishOptions(), dataset=str(data))
     assert "--objective dpo" in str(refused.value.hint)
@@ -322,7 +324,7 @@ def test_the_forwards_without_gradients_are_those_of_this_global_batch() -> None
 def test_a_plan_generates_in_parts_where_all_at_once_does_not_fit() -> None:
     """And what the walk said of its memory is what the composition says."""
     fixed = {"objective": ("grpo",), "method": ("lora",)}
-    asked = workload(load("meta-llama/Llama-3.1-8B"), CARD, fixed=fixed, seq_len=2048, global_batch=32)
+    asked = Wish(fixed=fixed, seq_len=2048, global_batch=32).workload(load("meta-llama/Llama-3.1-8B"), CARD)
     found = plan_workload(asked)
     assert isinstance(found, Plan)
     setup = found.chosen.setup
@@ -331,7 +333,7 @@ def test_a_plan_generates_in_parts_where_all_at_once_does_not_fit() -> None:
     predicted = predict_memory(asked.model, CARD, setup).peak_device_bytes
     assert found.chosen.formula.peak_device_bytes == predicted <= asked.budget_bytes
     with pytest.raises(UsageError, match="whole groups of 8"):
-        plan_workload(workload(asked.model, CARD, fixed=fixed, seq_len=2048, global_batch=12))
+        plan_workload(Wish(fixed=fixed, seq_len=2048, global_batch=12).workload(asked.model, CARD))
 
 
 def test_generation_is_bound_by_the_bus_and_vllm_spares_the_hosts_time() -> None:
@@ -347,7 +349,7 @@ def test_generation_is_bound_by_the_bus_and_vllm_spares_the_hosts_time() -> None
 
 
 def test_flags_of_generation_need_an_objective_that_generates() -> None:
-    from planner.cli.wishes import WishOptions
+    from planner.cli.wish_options import WishOptions
 
     asked = WishOptions(objective="grpo", seq_len=4096, generator="vllm", num_generations=4).fixed()["rollout"]
     assert asked == (Rollout(num_generations=4, generator="vllm"),)
@@ -382,14 +384,14 @@ def test_the_negatives_of_an_embedding_come_from_the_whole_batch() -> None:
     """Accumulation adds none, so a plan's micro-batch is the batch, and a batch that does not fit is refused."""
     model = load("meta-llama/Llama-3.2-1B")
     fixed = {"objective": ("embedding",), "method": ("lora",)}
-    plan = plan_workload(workload(model, CARD, seq_len=256, global_batch=16, fixed=fixed))
+    plan = plan_workload(Wish(seq_len=256, global_batch=16, fixed=fixed).workload(model, CARD))
     assert isinstance(plan, Plan)
     assert {(one.setup.micro_batch_seqs, one.setup.accumulation_steps) for one in plan.ranked} == {(16, 1)}
     assert plan.chosen.setup.kernels == "eager"  # transformers' Trainer patches no SentenceTransformer
-    refused = plan_workload(workload(model, CARD, seq_len=2048, global_batch=256, fixed=fixed))
+    refused = plan_workload(Wish(seq_len=2048, global_batch=256, fixed=fixed).workload(model, CARD))
     assert isinstance(refused, NoPlan)
     (less,) = [one.action for one in refused.remedies if one.action.startswith("--global-batch")]
-    fewer = workload(model, CARD, seq_len=2048, global_batch=int(less.split()[1]), fixed=fixed)
+    fewer = Wish(seq_len=2048, global_batch=int(less.split()[1]), fixed=fixed).workload(model, CARD)
     assert isinstance(plan_workload(fewer), Plan)
 
 

@@ -18,6 +18,7 @@ from planner.setup import TrainSetup
 from planner.space import dimension_values
 from planner.units import GIB
 from planner.walk import Known, Point, walk
+from planner.workload import Data
 from tests.planner.helpers import wish
 
 AFFINE = 0.015  # the chunked loss tile stops growing at 4,096 tokens, the walk extends it: never below, 1 % above
@@ -166,10 +167,10 @@ def test_rank_never_falls_below_its_floor() -> None:
 
 
 def test_rank_floor_grows_with_the_data_set() -> None:
-    small = wish(dataset_tokens=100_000).min_rank
-    large = wish(dataset_tokens=2_000_000_000).min_rank
+    small = wish(data=Data(epoch_tokens=100_000)).min_rank
+    large = wish(data=Data(epoch_tokens=2_000_000_000)).min_rank
     assert small < large
-    assert "bits" in wish(dataset_tokens=100_000).min_rank_reason
+    assert "bits" in wish(data=Data(epoch_tokens=100_000)).min_rank_reason
 
 
 def test_full_fine_tuning_that_nobody_asked_for_stands_beside() -> None:

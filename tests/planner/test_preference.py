@@ -6,7 +6,6 @@ import json
 import pytest
 
 from benchmarks.speed_accuracy import JSON_FILE
-from planner.cli.wish import workload
 from planner.decision.facts import PREFERENCE_FRACTION, Facts, Limits, NodeFacts, Walks, collect_into, node_of_setup
 from planner.decision.tree import METHOD_BAND
 from planner.gpus import find_gpu
@@ -16,13 +15,13 @@ from planner.planning import choose, plan_workload
 from planner.refine import correction_key
 from planner.space import dimension_values
 from planner.walk import walk
-from planner.workload import Workload
+from planner.wish import Wish
+from planner.workload import Data, Workload
 from reports.text import memory_sentence
 
 
 def wish(model: str, gpu: str, **options: object) -> Workload:
-    fixed = options.pop("fixed", {})
-    return workload(resolve_model(model), find_gpu(gpu), fixed=fixed, **options)  # type: ignore[arg-type]
+    return Wish(**options).workload(resolve_model(model), find_gpu(gpu))  # type: ignore[arg-type]
 
 
 def chosen(model: str, gpu: str, **options: object) -> Plan:
@@ -78,7 +77,7 @@ def test_a_lora_that_fits_is_not_quantized_for_a_prediction() -> None:
 def test_full_fine_tuning_is_for_who_asks_or_whose_data_needs_it(model: str, gpu: str) -> None:
     assert chosen(model, gpu).chosen.setup.method == "lora"
     assert chosen(model, gpu, fixed={"method": ("full",)}).chosen.setup.method == "full"
-    assert chosen(model, gpu, dataset_tokens=20_000_000_000).chosen.setup.method == "full"
+    assert chosen(model, gpu, data=Data(epoch_tokens=20_000_000_000)).chosen.setup.method == "full"
 
 
 def test_standard_precision_wins_where_the_gain_cannot_be_known() -> None:
@@ -147,7 +146,7 @@ def test_full_fine_tuning_that_is_as_fast_is_taken_but_for_data_that_it_overfits
     reasons = {one.question: one.reason for one in plan.walk}
     assert "not slower than LoRA by more than 10 %" in reasons["Does full fine-tuning fit with one sequence?"]
     assert "approximates nothing" in reasons["Does LoRA (16-bit base) fit with one sequence?"]
-    small = chosen("Qwen/Qwen2.5-0.5B", "rtx-4090", dataset_tokens=40_000)
+    small = chosen("Qwen/Qwen2.5-0.5B", "rtx-4090", data=Data(epoch_tokens=40_000))
     assert small.chosen.setup.method == "lora"
     assert any("overfits 40,000 tokens" in one.reason for one in small.walk)
 
@@ -159,7 +158,7 @@ def test_the_band_between_methods_is_the_one_that_was_measured() -> None:
 
 
 def test_rank_is_never_below_16_for_small_data() -> None:
-    assert wish("meta-llama/Llama-3.1-8B", "rtx-4090", dataset_tokens=86_000).min_rank == 16
+    assert wish("meta-llama/Llama-3.1-8B", "rtx-4090", data=Data(epoch_tokens=86_000)).min_rank == 16
 
 
 def test_the_choice_is_nearly_the_fastest_of_its_class() -> None:

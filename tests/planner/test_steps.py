@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from planner.cli.answer import workload_for
-from planner.cli.wish import workload
-from planner.cli.wishes import WishOptions
+from planner.cli.wish_options import WishOptions
 from planner.dataset import choose_length, measure
 from planner.decision.facts import PREFERENCE_FRACTION
 from planner.decision.job import checkpoint_bytes
@@ -24,6 +23,8 @@ from planner.planning import plan_workload
 from planner.setup import TrainSetup
 from planner.steps import LEAST_GLOBAL_BATCH, MIN_STEPS, global_batch, num_epochs, small_data_note, steps_per_epoch
 from planner.useful import useful_speeds, useful_tokens_per_s
+from planner.wish import Wish
+from planner.workload import Data
 from reports.terminal import default_next_command
 from reports.text import epoch_s, epoch_sentence
 from tests.planner.helpers import wish
@@ -49,7 +50,7 @@ def test_a_packed_row_counts_as_the_samples_in_it() -> None:
 
 def test_what_evaluating_and_saving_take() -> None:
     """Evaluation at the micro-batch is below the training peak; at transformers' 8 it would not be on this card."""
-    asked = wish("meta-llama/Llama-3.1-8B", "rtx-4090", dataset_tokens=2_000_000, fixed={"method": ("lora",)})
+    asked = wish("meta-llama/Llama-3.1-8B", "rtx-4090", data=Data(epoch_tokens=2_000_000), fixed={"method": ("lora",)})
     plan = plan_workload(asked)
     assert isinstance(plan, Plan)
     setup = plan.chosen.setup
@@ -97,39 +98,41 @@ def test_five_hundred_short_chats_are_warned_about(tmp_path: Path) -> None:
     file.write_text("\n".join(json.dumps(chat) for _ in range(500)))
     choice = choose_length(measure(file))
     model = resolve_model("HuggingFaceTB/SmolLM2-135M")
-    options = {"seq_len": choice.seq_len_tokens, "dataset_tokens": choice.epoch_tokens, "epoch_seqs": choice.epoch_seqs}
-    asked = workload(model, find_gpu("rtx-4090"), fixed={}, **options)
+    data = Data(epoch_tokens=choice.epoch_tokens, epoch_seqs=choice.epoch_seqs)
+    options = {"seq_len": choice.seq_len_tokens, "data": data}
+    asked = Wish(**options).workload(model, find_gpu("rtx-4090"))
     assert asked.global_batch_seqs == 8
     plan = plan_workload(asked)
     assert isinstance(plan, Plan)
     assert any("optimizer steps an epoch" in note for note in plan.notes)
-    asked = workload(model, find_gpu("rtx-4090"), fixed={}, global_batch=64, **options)
+    asked = Wish(global_batch=64, **options).workload(model, find_gpu("rtx-4090"))
     assert asked.global_batch_seqs == 64
 
 
 @pytest.mark.parametrize(
     ("fields", "options", "epoch"),
     [
-        ({}, {"samples": 500}, (500 * 2048, 500, 1.0)),
-        ({}, {"samples": 500, "dataset_tokens": 84_000}, (84_000, 500, 1.0)),
-        ({}, {"samples": 10, "dataset_tokens": 84_000}, (10 * 2048, 10, 1.0)),  # longer ones are cut
-        ({"packing": (True,)}, {"samples": 500, "dataset_tokens": 84_000}, (84_000, 42, 500 / 42)),
-        ({"objective": ("dpo",)}, {"samples": 500}, (2 * 500 * 2048, 500, 1.0)),
-        ({"objective": ("grpo",)}, {"samples": 500}, (8 * 500 * 2048, 4000, 1.0)),
-        ({}, {"dataset_tokens": 84_000}, (84_000, 42, 1.0)),
+        ({}, {"num_samples": 500}, (500 * 2048, 500, 1.0)),
+        ({}, {"num_samples": 500, "epoch_tokens": 84_000}, (84_000, 500, 1.0)),
+        ({}, {"num_samples": 10, "epoch_tokens": 84_000}, (10 * 2048, 10, 1.0)),  # longer ones are cut
+        ({"packing": (True,)}, {"num_samples": 500, "epoch_tokens": 84_000}, (84_000, 42, 500 / 42)),
+        ({"objective": ("dpo",)}, {"num_samples": 500}, (2 * 500 * 2048, 500, 1.0)),
+        ({"objective": ("grpo",)}, {"num_samples": 500}, (8 * 500 * 2048, 4000, 1.0)),
+        ({}, {"epoch_tokens": 84_000}, (84_000, 42, 1.0)),
         ({}, {}, (None, None, 1.0)),
     ],
 )
 def test_a_job_is_planned_from_numbers_alone(
     fields: dict[str, tuple[object, ...]], options: dict[str, int], epoch: tuple[int | None, int | None, float]
 ) -> None:
-    asked = wish("HuggingFaceTB/SmolLM2-135M", "rtx-4090", fixed=fields, **options)
-    assert (asked.dataset_tokens, asked.epoch_seqs, asked.samples_per_seq) == epoch
-    assert asked.real_fractions == ()
+    asked = wish("HuggingFaceTB/SmolLM2-135M", "rtx-4090", fixed=fields, data=Data(**options))
+    data = asked.data
+    assert (data.epoch_tokens, data.epoch_seqs, data.samples_per_seq) == epoch
+    assert data.real_fractions == ()
 
 
 def test_numbers_alone_give_steps_time_cost_and_what_is_not_known() -> None:
-    asked = wish("HuggingFaceTB/SmolLM2-135M", "rtx-4090", samples=500, dataset_tokens=84_000)
+    asked = wish("HuggingFaceTB/SmolLM2-135M", "rtx-4090", data=Data(num_samples=500, epoch_tokens=84_000))
     plan = plan_workload(asked)
     assert isinstance(plan, Plan)
     notes = " ".join(plan.notes)
@@ -137,7 +140,7 @@ def test_numbers_alone_give_steps_time_cost_and_what_is_not_known() -> None:
         assert words in notes
     assert "2 epochs of 84 k tokens take" in epoch_sentence(asked, plan.chosen)
     assert "--dataset-tokens 84000 --samples 500" in default_next_command(plan)
-    full = plan_workload(wish("HuggingFaceTB/SmolLM2-135M", "rtx-4090", samples=500))
+    full = plan_workload(wish("HuggingFaceTB/SmolLM2-135M", "rtx-4090", data=Data(num_samples=500)))
     assert isinstance(full, Plan)
     assert "on average" not in " ".join(full.notes)
 
@@ -150,7 +153,7 @@ def test_what_is_no_padding_decides_the_micro_batch(tmp_path: Path) -> None:
     for packing in (True, False):
         options = WishOptions(packing=packing, method=["lora"])
         asked = workload_for("HuggingFaceTB/SmolLM2-135M", "t4", options, dataset=str(file))
-        plan, blind = plan_workload(asked), plan_workload(replace(asked, real_fractions=()))
+        plan, blind = plan_workload(asked), plan_workload(replace(asked, data=replace(asked.data, real_fractions=())))
         assert isinstance(plan, Plan)
         assert isinstance(blind, Plan)
         setup, useful = plan.chosen.setup, useful_tokens_per_s(asked, plan.chosen)
@@ -179,9 +182,9 @@ def test_ragged_chats_are_packed_whole_and_give_enough_steps(tmp_path: Path, num
     assert asked.fixed["packing"] == (True,)
     assert asked.seq_len_tokens > max(map(len, words)) / 4  # nothing is cut
     assert asked.min_rank == 16
-    assert asked.epoch_seqs is not None
-    assert asked.epochs * steps_per_epoch(asked.epoch_seqs, asked.global_batch_seqs) >= MIN_STEPS
-    assert asked.samples_per_seq * asked.global_batch_seqs >= 0.9 * LEAST_GLOBAL_BATCH
+    assert asked.data.epoch_seqs is not None
+    assert asked.epochs * steps_per_epoch(asked.data.epoch_seqs, asked.global_batch_seqs) >= MIN_STEPS
+    assert asked.data.samples_per_seq * asked.global_batch_seqs >= 0.9 * LEAST_GLOBAL_BATCH
 
 
 def test_large_data_is_not_warned_about() -> None:

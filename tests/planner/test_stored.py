@@ -3,7 +3,6 @@
 import pytest
 import yaml
 
-from planner.cli.wish import workload
 from planner.errors import UsageError
 from planner.exporters import EXPORTERS
 from planner.gpus import find_gpu
@@ -17,6 +16,7 @@ from planner.planning import plan_workload
 from planner.predict import predict
 from planner.setup import TrainSetup
 from planner.space import dimension_values
+from planner.wish import Wish
 from tests.planner.launch_sweep import request
 
 STORED = {"openai/gpt-oss-20b": "mxfp4", "openai/gpt-oss-120b": "mxfp4", "deepseek-ai/DeepSeek-V3": "fp8"}
@@ -61,9 +61,9 @@ def test_llama_factory_forces_a_kernel_without_gradients_of_sinks() -> None:
 @pytest.mark.parametrize("name", STORED)
 def test_they_are_never_planned_with_a_quantized_base(name: str) -> None:
     model, gpu = load(name), find_gpu("h100-sxm")
-    assert dimension_values(workload(model, gpu, fixed={}))["method"] == ("full", "lora")
+    assert dimension_values(Wish().workload(model, gpu))["method"] == ("full", "lora")
     with pytest.raises(UsageError, match="cannot quantize again"):
-        dimension_values(workload(model, gpu, fixed={"method": ["qlora"]}))
+        dimension_values(Wish(fixed={"method": ["qlora"]}).workload(model, gpu))
     qlora = LORA.with_(method="qlora", quantization="nf4-double")
     assert any("cannot run" in note for note in predict(model, gpu, qlora).notes)
     assert any("loaded dequantized" in note for note in predict(model, gpu, LORA).notes)
@@ -122,12 +122,12 @@ def test_a_name_is_no_part_of_a_number() -> None:
 
 def test_a_4_bit_checkpoint_is_planned_as_what_it_is() -> None:
     model = published("meta-llama/Llama-3.1-8B", DYNAMIC)
-    plan = plan_workload(workload(model, find_gpu("h100-sxm"), fixed={}))
+    plan = plan_workload(Wish().workload(model, find_gpu("h100-sxm")))
     assert isinstance(plan, Plan)
     assert plan.chosen.setup.quantization == "nf4-double"
     assert any("3 % of its matrices in 16 bits" in note for note in plan.chosen.formula.notes)
     with pytest.raises(UsageError, match="loads as that"):
-        dimension_values(workload(model, find_gpu("h100-sxm"), fixed={"method": ("lora",)}))
+        dimension_values(Wish(fixed={"method": ("lora",)}).workload(model, find_gpu("h100-sxm")))
     assert "16-bit copy" in EXPORTERS["hf"](request(LORA, model=model)).refused
 
 

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from planner.cli.wish import workload
 from planner.cluster import make_cluster
 from planner.gpus import find_gpu
 from planner.models import catalogue
 from planner.models.resolve import resolve_model
 from planner.plan import NoPlan, Plan
 from planner.planning import plan_workload
+from planner.wish import Wish
+from planner.workload import Data
 from reports.brief import MAX_LINES
 from reports.rows import notes_of
 from reports.terminal import render_no_plan, render_plan
@@ -37,7 +38,8 @@ def height(answer: Plan | NoPlan, width: int = 80) -> int:
 
 
 def planned(name: str, gpu: str, **wish: Any) -> Plan | NoPlan:
-    return plan_workload(workload(resolve_model(name), find_gpu(gpu), **{"fixed": {}, **wish}))
+    cluster = wish.pop("cluster", None)
+    return plan_workload(Wish(**wish).workload(resolve_model(name), find_gpu(gpu), cluster))
 
 
 @pytest.mark.parametrize("gpu", CARDS)
@@ -54,7 +56,7 @@ def test_the_answer_has_at_most_25_lines(gpu: str) -> None:
         {"fixed": {"objective": ("dpo",)}},
         {"fixed": {"method": ("full",)}},
         {"cluster": make_cluster(find_gpu("rtx-4090"), 4)},
-        {"dataset_tokens": 20_000_000, "price": 2.0},
+        {"data": Data(epoch_tokens=20_000_000), "price": 2.0},
     ],
     ids=["objective", "refusal", "several-gpus", "cost"],
 )
@@ -95,7 +97,7 @@ def test_the_verdict_stands_last_and_the_command_before_it() -> None:
 
 
 def test_the_groups_and_what_is_free_add_up_to_the_card() -> None:
-    plan = plan_workload(workload(resolve_model("meta-llama/Llama-3.1-8B"), find_gpu("rtx-4090"), fixed={}))
+    plan = plan_workload(Wish().workload(resolve_model("meta-llama/Llama-3.1-8B"), find_gpu("rtx-4090")))
     assert isinstance(plan, Plan)
     bars = [line for line in shown(plan) if "█" in line or "░" in line]
     total = sum(float(line.split(" GiB")[-2].split()[-1]) for line in bars)

@@ -7,6 +7,7 @@ import pytest
 
 from planner.outcome import Rung
 from planner.units import gib
+from planner.workload import Data
 from reports.extras import Extras, LaunchFile, LaunchTarget
 from reports.markdown import escape, fenced, plan_markdown
 from reports.plan_json import plan_from_dict, plan_to_dict
@@ -36,7 +37,8 @@ def full_extras() -> Extras:
 PAGES: dict[str, Callable[[], str]] = {
     "plan_formula.md": lambda: plan_markdown(make_plan()),
     "plan_probe_extras.md": lambda: plan_markdown(
-        make_plan(make_workload(dataset_tokens=12_000_000, price_per_hour=0.69), rung=Rung.PROBE), full_extras()
+        make_plan(make_workload(data=Data(epoch_tokens=12_000_000), price_per_hour=0.69), rung=Rung.PROBE),
+        full_extras(),
     ),
     "no_plan.md": lambda: plan_markdown(make_no_plan()),
 }

@@ -7,12 +7,12 @@ from functools import partial
 import pytest
 from rich.console import Console
 
-from planner.cli.wish import workload
 from planner.decision.candidates import candidate
 from planner.gpus import find_gpu
 from planner.models import catalogue
 from planner.plan import Plan
 from planner.planning import plan_workload
+from planner.wish import Wish
 from reports.extras import Extras
 from reports.plan_json import plan_from_dict
 from reports.sensitivity import sensitivity
@@ -33,7 +33,7 @@ SAME_TERMS_BYTES = 1024**2  # terms are named to the byte, the peak of a phase i
 def test_reports_of_a_real_plan_are_the_same_from_plan_json(name: str, gpu: str, fits: bool) -> None:
     model = catalogue.load(name)
     assert model is not None
-    wish = workload(model, find_gpu(gpu), fixed={"method": ("lora", "qlora")}, seq_len=1024, global_batch=8)
+    wish = Wish(fixed={"method": ("lora", "qlora")}, seq_len=1024, global_batch=8).workload(model, find_gpu(gpu))
     plan = plan_workload(wish)
     assert isinstance(plan, Plan) is fits
     extras = Extras()

@@ -16,7 +16,7 @@ from planner.outcome import Candidate
 from planner.plan import NoPlan, Plan
 from planner.planning import plan_workload
 from planner.setup import TrainSetup
-from planner.workload import Workload
+from planner.workload import Data, Workload
 from reports.compare import plan_labels
 from reports.costs import cost_per_million
 from reports.html import Entry, report_html
@@ -49,7 +49,7 @@ def shown(render: Any, *arguments: Any, width: int = 80, **options: Any) -> str:
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return plan_of(dataset_tokens=10_000_000)
+    return plan_of(data=Data(epoch_tokens=10_000_000))
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,11 @@ import pytest
 from rich.console import Console
 
 from planner.models.spec import ModelSpec
+from planner.option_values import default_headroom_bytes
 from planner.outcome import Candidate, Rung
 from planner.plan import Alternative, with_trades
 from planner.units import GIB, count, gib
-from planner.workload import MIN_RANK_GIVEN, PRICE_GIVEN, default_headroom_bytes
+from planner.workload import MIN_RANK_GIVEN, PRICE_GIVEN, Data
 from reports.html import Entry, report_html
 from reports.markdown import plan_markdown
 from reports.rows import breakdown, compared
@@ -55,7 +56,7 @@ PAGES: dict[str, Callable[[Console], None]] = {
     "plan_formula": lambda console: render_plan(make_plan(), console),
     "plan_probe": lambda console: render_plan(
         make_plan(
-            make_workload(dataset_tokens=12_000_000, price_per_hour=0.69, price_source="RunPod 2026-11"),
+            make_workload(data=Data(epoch_tokens=12_000_000), price_per_hour=0.69, price_source="RunPod 2026-11"),
             rung=Rung.PROBE,
         ),
         console,
@@ -165,7 +166,7 @@ def test_next_command_repeats_every_wish() -> None:
         "attention": ("sdpa",),
     }
     said = {"min_rank": 32, "min_rank_reason": MIN_RANK_GIVEN, "price_per_hour": 0.5, "price_source": PRICE_GIVEN}
-    workload = make_workload(fixed=fixed, memory_bytes=20 * GIB, dataset_tokens=5_000_000, **said)
+    workload = make_workload(fixed=fixed, memory_bytes=20 * GIB, data=Data(epoch_tokens=5_000_000), **said)
     words = default_next_command(make_plan(workload))
     assert words == (
         "plan Qwen/Qwen2.5-7B --gpu rtx-4090 --seq-len 2048 --global-batch 16 --method lora --method qlora --rank 64 "

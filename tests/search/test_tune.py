@@ -10,7 +10,6 @@ import pytest
 from search_cases import measurement
 
 from planner.app.tuning import search_candidates, trial_line, tune_plan
-from planner.cli.wish import workload
 from planner.gpus import find_gpu
 from planner.models import catalogue
 from planner.outcome import Evidence, FailureKind, Measurement, ProbeFailure, Rung
@@ -18,6 +17,7 @@ from planner.plan import Plan
 from planner.planning import plan_workload
 from planner.predict import predict
 from planner.setup import TrainSetup
+from planner.wish import Wish
 from search.dimensions import key_of
 from search.stopping import Budget
 from search.trials import TrialRecord
@@ -26,12 +26,8 @@ from search.trials import TrialRecord
 @cache
 def made_plan() -> Plan:
     model = catalogue.load("meta-llama/Llama-3.2-1B")
-    wish = workload(
-        model,
-        find_gpu("rtx-4090"),
-        fixed={"method": ("lora", "qlora"), "lora_rank": (16,)},
-        seq_len=1024,
-        global_batch=16,
+    wish = Wish(fixed={"method": ("lora", "qlora"), "lora_rank": (16,)}, seq_len=1024, global_batch=16).workload(
+        model, find_gpu("rtx-4090")
     )
     plan = plan_workload(wish)
     assert isinstance(plan, Plan)

@@ -14,7 +14,6 @@ from search_cases import measurement
 
 from planner.app import climb
 from planner.app.tuning import climb_probe, on_this_machine, search_candidates, study_name, trial_line, tune_plan
-from planner.cli.wish import workload
 from planner.cluster import make_cluster
 from planner.errors import UsageError
 from planner.gpus import find_gpu
@@ -24,6 +23,7 @@ from planner.plan import Plan
 from planner.planning import plan_workload
 from planner.predict import predict
 from planner.setup import TrainSetup
+from planner.wish import Wish
 from search.corrections import CorrectionStore, place_of
 from search.dimensions import key_of
 from search.stopping import Budget
@@ -45,7 +45,7 @@ def no_deepspeed(setup: TrainSetup) -> str:
 def made_plan() -> Plan:
     model = catalogue.load("meta-llama/Llama-3.2-1B")
     fixed = {"method": ("full",), "attention": ("sdpa",), "optimizer": ("adamw-fused",)}
-    wish = workload(model, GPU, fixed=fixed, seq_len=1024, global_batch=32, cluster=make_cluster(GPU, NUM_GPUS))
+    wish = Wish(fixed=fixed, seq_len=1024, global_batch=32).workload(model, GPU, make_cluster(GPU, NUM_GPUS))
     plan = plan_workload(wish)
     assert isinstance(plan, Plan)
     return plan

@@ -1,20 +1,20 @@
 """The options of a wish, declared once for every command that plans: `plan MODEL`, `plan tune`, `plan which-gpu`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
 from planner.cli import options, spread
-from planner.cli.wish import choices, parse_targets, positive, workload
 from planner.errors import UsageError
 from planner.gpu import GpuSpec
-from planner.workload import Workload
+from planner.option_values import choices, parse_targets, positive
+from planner.wish import Wish
+from planner.workload import Data
 
 if TYPE_CHECKING:
     from planner.cluster import Cluster  # late: one GPU needs none of it
-    from planner.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,39 +175,22 @@ class WishOptions(SpaceOptions, options.RolloutOptions):
         """
         return spread.cluster_of(gpu, self.gpus, self.nodes, self.interconnect)
 
-    def workload(
-        self,
-        model: "ModelSpec",
-        gpu: GpuSpec,
-        *,
-        objective: str = "tokens",
-        targets: Sequence[str] = (),
-        epoch_seqs: int | None = None,
-        samples_per_seq: float = 1.0,
-    ) -> Workload:
-        """The wish for this model on these GPUs, and for these launch targets.
+    def wish(self) -> Wish:
+        """What the options ask for.
 
         Raises:
             UsageError: an option that makes no sense.
         """
-        return workload(
-            model,
-            gpu,
+        return Wish(
             fixed=self.fixed(),
             seq_len=self.seq_len,
             global_batch=self.global_batch,
             memory_gib=self.memory_gib,
             headroom_gib=self.headroom,
             min_rank=self.min_rank,
-            dataset_tokens=self.dataset_tokens,
-            samples=self.samples,
+            data=Data(epoch_tokens=self.dataset_tokens, num_samples=self.samples),
             price=self.price,
-            cluster=self.cluster(gpu),
-            objective=objective,
-            targets=targets,
             prefer=self.prefer or "quality",
-            epoch_seqs=epoch_seqs,
-            samples_per_seq=samples_per_seq,
             num_epochs=self.epochs,
             learning_rate=self.lr,
         )

@@ -1,0 +1,104 @@
+"""Values that a person gave for options, checked: one of the allowed, a count, a size."""
+
+import math
+import re
+from collections.abc import Sequence
+
+from planner import setup_fields as fields
+from planner.errors import UsageError
+from planner.gpu import GpuSpec
+from planner.units import GIB, gib
+
+HEADROOM_FRACTION = 0.04
+"""Default reserve as a share of the card: what the formula's error and other processes may take. See docs/accuracy."""
+HEADROOM_FLOOR_BYTES = GIB // 2
+
+
+def default_headroom_bytes(memory_bytes: int) -> int:
+    """The reserve where nobody says one."""
+    return max(int(HEADROOM_FRACTION * memory_bytes), min(HEADROOM_FLOOR_BYTES, memory_bytes // 8))
+
+
+def choices(name: str, values: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:
+    """Values of a repeatable option, each one of `allowed`; comma-separated lists are taken apart.
+
+    Raises:
+        UsageError: a value that is not allowed.
+    """
+    found = tuple(dict.fromkeys(part.strip() for value in values for part in value.split(",") if part.strip()))
+    if not found:
+        raise UsageError(f"--{name} is empty", hint=f"for example --{name} {allowed[0]}")
+    for value in found:
+        if value not in allowed:
+            raise UsageError(
+                f"--{name} must be one of {', '.join(allowed)}; got {value!r}",
+                hint=f"for example --{name} {allowed[0]}",
+            )
+    return found
+
+
+def parse_targets(value: str) -> str | tuple[str, ...]:
+    """`attention`, `all-linear`, or a comma-separated list of module names."""
+    if value in fields.TARGET_SETS:
+        return value
+    names = tuple(part.strip() for part in value.split(",") if part.strip())
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z0-9_.]+", name):
+            raise UsageError(
+                f"--targets must be attention, all-linear or module names; got {name!r}",
+                hint="for example q_proj,v_proj",
+            )
+    if not names:
+        raise UsageError("--targets is empty", hint="attention, all-linear, or names such as q_proj,v_proj")
+    return names
+
+
+def positive(name: str, value: int | None, *, maximum: int = 1 << 40) -> int | None:
+    """A count from the command line, at least 1.
+
+    Raises:
+        UsageError: zero, negative, or beyond any sense.
+    """
+    if value is not None and not 1 <= value <= maximum:
+        raise UsageError(
+            f"--{name} must be at least 1 and at most {maximum}, got {value}",
+            hint=f"give --{name} a positive whole number",
+        )
+    return value
+
+
+def between(name: str, value: float | None, most: float, usual: str) -> float | None:
+    """A positive number from the command line.
+
+    Raises:
+        UsageError: not finite, not positive, or beyond any sense.
+    """
+    if value is not None and not (math.isfinite(value) and 0 < value <= most):
+        raise UsageError(
+            f"--{name} must be above 0 and at most {most:g}, got {value}", hint=f"for example --{name} {usual}"
+        )
+    return value
+
+
+def memory_and_headroom(gpu: GpuSpec, memory_gib: float | None, headroom_gib: float | None) -> tuple[int, int]:
+    """(usable memory, reserve) in bytes from the flags or the defaults.
+
+    Raises:
+        UsageError: not finite, negative, or a reserve as large as the memory.
+    """
+    for name, value, usual in (("memory-gib", memory_gib, 20), ("headroom", headroom_gib, 1)):
+        if value is not None and not (math.isfinite(value) and 0 <= value <= 1e6):
+            raise UsageError(
+                f"--{name} must be a size in GiB from 0 to 1,000,000, got {value}", hint=f"for example --{name} {usual}"
+            )
+    memory = gpu.memory_bytes if memory_gib is None else int(memory_gib * GIB)
+    if memory < GIB // 4:
+        raise UsageError(
+            f"--memory-gib must be at least 0.25, got {memory_gib}", hint="usable memory in GiB, for example 23.5"
+        )
+    headroom = default_headroom_bytes(memory) if headroom_gib is None else int(headroom_gib * GIB)
+    if headroom >= memory:
+        raise UsageError(
+            f"--headroom {headroom_gib} leaves nothing of {gib(memory)}", hint="give a reserve smaller than the card"
+        )
+    return memory, headroom

@@ -1,0 +1,172 @@
+"""`Wish`: what is asked of a plan, before a model and a GPU settle what it leaves open."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from planner import setup_fields as fields
+from planner import steps
+from planner.choices.adapters import ADAPTERS
+from planner.choices.objectives import aim_of
+from planner.choices.rollouts import Rollout
+from planner.errors import UsageError
+from planner.gpu import GpuSpec
+from planner.lora_rank import rank_floor
+from planner.models.spec import ModelSpec
+from planner.models.targets import scaling_targets
+from planner.option_values import between, choices, memory_and_headroom, positive
+from planner.workload import MIN_RANK_GIVEN, NO_DATA, PRICE_GIVEN, Data, Workload
+
+if TYPE_CHECKING:
+    from planner.cluster import Cluster  # late: one GPU needs none of it
+
+DEFAULT_SEQ_LEN = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What a person asks for, the same for every model and GPU; None: planned, or a stated default.
+
+    Attributes:
+        fixed: setup fields that are decided, name -> allowed values.
+        seq_len: tokens per sequence.
+        global_batch: sequences per optimizer step.
+        memory_gib, headroom_gib: usable memory of a GPU, and the reserve in it that no plan may touch.
+        min_rank: LoRA rank never falls below it.
+        data: what is known of the data: its numbers, or what was read from a file.
+        price: US dollars per GPU hour.
+        goal: what a search maximizes.
+        targets, prefer, num_epochs, learning_rate, absent_packages: as `Workload` has them.
+    """
+
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    seq_len: int | None = None
+    global_batch: int | None = None
+    memory_gib: float | None = None
+    headroom_gib: float | None = None
+    min_rank: int | None = None
+    data: Data = NO_DATA
+    price: float | None = None
+    goal: str = "tokens"
+    targets: tuple[str, ...] = ()
+    prefer: str = "quality"
+    num_epochs: float | None = None
+    learning_rate: float | None = None
+    absent_packages: tuple[str, ...] = ()
+
+    def workload(self, model: ModelSpec, gpu: GpuSpec, cluster: "Cluster | None" = None) -> Workload:
+        """The wish for this model on this GPU, or on a cluster of them.
+
+        Raises:
+            UsageError: a value that makes no sense.
+        """
+        memory, headroom = memory_and_headroom(gpu, self.memory_gib, self.headroom_gib)
+        seq_len_tokens = positive("seq-len", self.seq_len) or min(
+            DEFAULT_SEQ_LEN, model.max_position_embeddings or DEFAULT_SEQ_LEN
+        )
+        data = self._data(seq_len_tokens)
+        fixed = kind_fields(model, self.fixed, several=cluster is not None)
+        floor, reason = self._floor(model, fixed, data.epoch_tokens)
+        usd, source = self._price(gpu)
+        return Workload(
+            model=model,
+            gpu=gpu,
+            memory_bytes=memory,
+            headroom_bytes=headroom,
+            seq_len_tokens=seq_len_tokens,
+            global_batch_seqs=positive("global-batch", self.global_batch)
+            or steps.global_batch(
+                data.epoch_seqs,
+                cluster.num_gpus if cluster is not None else 1,
+                samples_per_seq=data.samples_per_seq,
+            ),
+            fixed=dict(fixed),
+            min_rank=max(1, floor),
+            min_rank_reason=reason,
+            cluster=cluster,
+            objective=self.goal,
+            targets=self.targets,
+            prefer=choices("prefer", (self.prefer,), ("quality", "speed"))[0],
+            data=data,
+            num_epochs=between("epochs", self.num_epochs, 10_000, "3"),
+            learning_rate=between("lr", self.learning_rate, 10, "2e-4"),
+            price_per_hour=usd,
+            price_source=source,
+            absent_packages=self.absent_packages,
+        )
+
+    def _data(self, seq_len_tokens: int) -> Data:
+        """One pass over the data; where only numbers are known, samples of full length if their tokens are not given,
+        and full rows if the samples are not, or rows are packed."""
+        tokens = positive("dataset-tokens", self.data.epoch_tokens, maximum=1 << 60)
+        if self.data.epoch_seqs is not None:
+            return self.data
+        samples = positive("samples", self.data.num_samples)
+        if samples is None:
+            return replace(self.data, epoch_seqs=None if tokens is None else math.ceil(tokens / seq_len_tokens))
+        aim = aim_of(self.fixed)
+        if aim.rolls_out:
+            samples *= self.fixed.get("rollout", (Rollout(),))[0].num_generations
+        whole = samples * seq_len_tokens * aim.seqs_per_sample
+        tokens = min(tokens or whole, whole)
+        rows = samples if self.fixed.get("packing") != (True,) else math.ceil(tokens / seq_len_tokens)
+        return replace(self.data, epoch_tokens=tokens, epoch_seqs=rows, samples_per_seq=samples / rows)
+
+    def _floor(
+        self, model: ModelSpec, fixed: Mapping[str, tuple[Any, ...]], epoch_tokens: int | None
+    ) -> tuple[int, str]:
+        """The least rank that is planned, and why."""
+        if ranks := fixed.get("lora_rank"):
+            kind = ADAPTERS[self.fixed.get("adapter", ("lora",))[0]]
+            return ranks[0], "given with --rank" if kind.like_lora else f"{kind.size or 'no size'} of {kind.name}"
+        if self.min_rank is not None:
+            return positive("min-rank", self.min_rank, maximum=4096) or 1, MIN_RANK_GIVEN
+        return rank_floor(model, fixed.get("lora_targets", ("all-linear",))[0], epoch_tokens)
+
+    def _price(self, gpu: GpuSpec) -> tuple[float | None, str]:
+        """(US dollars per GPU hour, who says so)."""
+        if self.price is not None:
+            if not (math.isfinite(self.price) and self.price >= 0):
+                raise UsageError(
+                    f"--price must be US dollars per GPU hour, got {self.price}", hint="for example --price 1.89"
+                )
+            return self.price, PRICE_GIVEN
+        from planner.prices import price_per_hour
+
+        known = price_per_hour(gpu.key)
+        if known is None:
+            return None, ""
+        usd, source, as_of = known
+        return usd, f"{source}, {as_of}"
+
+
+def kind_fields(model: ModelSpec, fixed: Mapping[str, tuple[Any, ...]], *, several: bool) -> dict[str, tuple[Any, ...]]:
+    """The fields that an adapter other than LoRA settles where the user did not: its usual size, IA3's targets (keys,
+    values and the MLP's last matrix, as its paper has them), no checkpointing where peft refuses it, one way to share.
+
+    Raises:
+        UsageError: several GPUs shared in another way than ddp.
+    """
+    found = dict(fixed)
+    row = ADAPTERS[fixed.get("adapter", ("lora",))[0]]
+    if row.quantizations != fields.QUANTIZATIONS:
+        asked = found.get("quantization", fields.QUANTIZATIONS)
+        found["quantization"] = tuple(one for one in asked if one in row.quantizations)
+        if not found["quantization"]:
+            raise UsageError(
+                f"--adapter {row.name} does not take --quantization {', '.join(asked)}",
+                hint=f"it takes {', '.join(row.quantizations)}",
+            )
+    if row.like_lora:
+        return found
+    if several:
+        if set(found.get("parallel", ("ddp",))) != {"ddp"}:
+            raise UsageError(f"--adapter {row.name} is planned for one GPU or with --parallel ddp")
+        found["parallel"] = ("ddp",)
+    found.setdefault("lora_rank", (row.usual_size,))
+    if not row.checkpointing:
+        found.setdefault("checkpointing", (0,))
+    if row.form == "scales" and "lora_targets" not in found:
+        found["lora_targets"] = (scaling_targets(model),)
+    return found
