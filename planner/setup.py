@@ -4,9 +4,7 @@
 gpu and the setup's fields) lives in `planner.interchange`.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from operator import attrgetter
 from typing import Any, Self
 
 from planner.choices.adapters import ADAPTERS, Adapter
@@ -19,7 +17,7 @@ from planner.stacks import DEFAULT as _DEFAULT_STACK
 from planner.stacks import STACKS, Stack
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: `trusted_with` copies a dictionary, thousands of times a plan
 class TrainSetup:
     """One complete training setup; what its fields may be, in capitals: `planner.setup_fields`.
 
@@ -269,11 +267,10 @@ class TrainSetup:
 
     def trusted_with(self, **changes: Any) -> Self:
         """A copy with some fields changed, not validated: for walks over values that are known to combine."""
+        assert changes.keys() <= _DEFAULTS.keys(), changes
         copy = object.__new__(type(self))
-        for put, value in zip(_PUTTERS, _VALUES(self), strict=True):
-            put(copy, value)
-        for name, value in changes.items():
-            _PUTTER[name](copy, value)
+        copy.__dict__.update(self.__dict__)
+        copy.__dict__.update(changes)
         return copy
 
     @property
@@ -319,6 +316,3 @@ LATER_FIELDS = (
 """Fields that came after the first studies and plans; left out of JSON and keys at their defaults as well."""
 _DEFAULTS = {field.name: field.default for field in fields(TrainSetup)}
 _NO_SPREAD = tuple(_DEFAULTS[name] for name in SPREAD_FIELDS)
-_VALUES = attrgetter(*_DEFAULTS)
-_PUTTER: dict[str, Callable[[TrainSetup, Any], None]] = {name: getattr(TrainSetup, name).__set__ for name in _DEFAULTS}
-_PUTTERS = tuple(_PUTTER.values())

@@ -17,7 +17,8 @@ from planner.expressed import variants_as_run
 from planner.gpu import GpuSpec
 from planner.kernels import attention_generation, attention_kernel, takes_cudnn
 from planner.memory.dtypes import flow_of
-from planner.memory.micro_batch import ActivationParts, activation_parts
+from planner.memory.layer_costs import LayerCosts, in_common
+from planner.memory.micro_batch import ActivationParts, activation_parts, costs_of
 from planner.memory.model import predict_memory
 from planner.memory.rank_part import RankPart, rank_parts
 from planner.memory.rank_part import in_flight as micro_batches_in_flight
@@ -355,6 +356,7 @@ class Known:
         self._runs: dict[Any, tuple[_Run, ...]] = {}
         self._peaks: dict[Any, _Peaks] = {}
         self._activations: dict[Any, _Activations] = {}
+        self._costs: dict[Any, tuple[tuple[LayerCosts, ...], tuple[LayerCosts, ...]]] = {}
 
     def runs(
         self, workload: Workload, values: Mapping[str, tuple[Any, ...]], spreads: "Sequence[Spread]"
@@ -383,10 +385,29 @@ class Known:
             if found is None:
                 if not run.ranks:
                     parts = _distinct(workload.model, run.setup)
-                    run.ranks.extend(_Rank(part, workload.gpu, run.setup, self._activations) for part in parts)
+                    run.ranks.extend(_Rank(part, workload.gpu, run.setup, self) for part in parts)
                 families = [_Family(rank, run.shared, run.kernels) for rank in run.ranks]
                 found = self._peaks[key] = _Peaks.of(_worst_peaks(families, loss, optimizers, run.pairs))
             run.peaks[loss] = found
+        return found
+
+    def activations(self, part: RankPart, gpu: GpuSpec, inner: TrainSetup, kernels: tuple[str, ...]) -> _Activations:
+        """A part's activations with these attention kernels; `inner` has micro-batch 1."""
+        key = (part.model, part.last, inner, kernels)
+        found = self._activations.get(key)
+        if found is None:
+            batched = inner.trusted_with(micro_batch_seqs=2)
+            alike = (part.model, in_common(inner), kernels)
+            costs = self._costs.get(alike)
+            if costs is None:
+                costs = self._costs[alike] = costs_of(part.model, gpu, inner), costs_of(part.model, gpu, batched)
+            one = activation_parts(part.model, gpu, inner, costs[0])
+            two = activation_parts(part.model, gpu, batched, costs[1])
+            at_one, at_two = (
+                tuple([(moment.name, moment.size_bytes) for moment in computing(part.model, parts, last=part.last)])
+                for parts in (one, two)
+            )
+            found = self._activations[key] = _Activations(one, at_one, at_two)
         return found
 
 
@@ -402,8 +423,8 @@ def _memory_kind(workload: Workload) -> tuple[Any, ...]:
 class _Rank:
     """One part of the job under one branch and spread: its states and its loss chains, each found once."""
 
-    def __init__(self, part: RankPart, gpu: GpuSpec, setup: TrainSetup, known: dict[Any, _Activations]) -> None:
-        self.part, self._gpu, self._known = part, gpu, known
+    def __init__(self, part: RankPart, gpu: GpuSpec, setup: TrainSetup, known: Known) -> None:
+        self.part, self.gpu, self.known = part, gpu, known
         self.engine = engine_of(setup)
         self.workspace = cublas_workspace_bytes(gpu)
         self.outside = context_bytes(gpu) + communicator_bytes(gpu, setup)
@@ -414,22 +435,7 @@ class _Rank:
 
     def generating(self, setup: TrainSetup, state: RankState) -> int:
         """Bytes of generation at its largest moment beyond what is resident."""
-        return total_bytes(generation_terms(self.part.model, self._gpu, setup, state.trained.size_bytes))
-
-    def activations(self, inner: TrainSetup, kernels: tuple[str, ...]) -> _Activations:
-        """The part's activations with these attention kernels; `inner` has micro-batch 1."""
-        part = self.part
-        key = (part.model, part.last, inner, kernels)
-        found = self._known.get(key)
-        if found is None:
-            one = activation_parts(part.model, self._gpu, inner)
-            two = activation_parts(part.model, self._gpu, inner.trusted_with(micro_batch_seqs=2))
-            at_one, at_two = (
-                tuple([(moment.name, moment.size_bytes) for moment in computing(part.model, parts, last=part.last)])
-                for parts in (one, two)
-            )
-            found = self._known[key] = _Activations(one, at_one, at_two)
-        return found
+        return total_bytes(generation_terms(self.part.model, self.gpu, setup, state.trained.size_bytes))
 
     def state(self, setup: TrainSetup, loss: str, *, accumulated: bool) -> tuple[RankState, dict[str, tuple[int, int]]]:
         """What the rank holds, which knows checkpointing from none; and by optimizer its states and the step's
@@ -464,7 +470,7 @@ class _Family:
     def __init__(self, rank: _Rank, setup: TrainSetup, kernels: tuple[str, ...]) -> None:
         self._rank, self._setup = rank, setup
         self._inner = rank.engine.computes(setup)
-        self._activations = rank.activations(self._inner, kernels)
+        self._activations = rank.known.activations(rank.part, rank.gpu, self._inner, kernels)
         self._lines: dict[tuple[int, ...], Lines] = {}  # losses whose states weigh alike share them
 
     def peaks(self, loss: str, optimizers: Sequence[str], pairs: Sequence[tuple[int, int]]) -> list[list[int]]:

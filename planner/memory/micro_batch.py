@@ -4,36 +4,31 @@ Independent of loss, optimizer and accumulation, and affine in the micro-batch, 
 computes it once for each precision, adapter, kernel and checkpointing.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from planner.choices.kernels import fused_parts
 from planner.gpu import GpuSpec
-from planner.kernels import Kernel, attention_kernel, masked
-from planner.memory.activations import LayerContext, attention_held, layer_saved, norm_fused, norm_saved
+from planner.memory.activations import LayerContext, norm_saved
 from planner.memory.dtypes import SIZE_BYTES, Flow, flow_of
+from planner.memory.layer_costs import LayerCosts, layer_costs
 from planner.memory.position_bias import position_bias
-from planner.memory.scores import mask_bytes
-from planner.memory.streams import kept_around_the_layers, kept_in_a_layer
+from planner.memory.streams import kept_around_the_layers
 from planner.memory.trained import adapted_names, trained_parameters
 from planner.memory.traits import traits_of
-from planner.memory.transient import (
-    backward_transient,
-    constant_transients,
-    forward_transient,
-    magnitude_moment,
-    merged_stacks,
-)
-from planner.memory.workspace import dequantized_bytes
-from planner.models.spec import LayerSpec, ModelSpec
-from planner.models.targets import adapts_expert_stacks
+from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 
 ON_DEVICE_INPUTS = 2
 """Inputs of checkpointed layers that are on the device while the others lie on the host. Seen in the dry run."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerMoment:
+PARTS = ("norm", "attention", "scores", "mlp", "adapters", "pinned", "inputs", "streams", "bias", "masks")
+"""Of what the layers keep."""
+
+
+class LayerMoment(NamedTuple):
     """One moment of a layer's backward: bytes recomputed, gradients of activations, a dequantized matrix."""
 
     recomputed: int
@@ -90,93 +85,129 @@ def step_flow(model: ModelSpec, setup: TrainSetup) -> Flow:
     return flow
 
 
-def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ActivationParts:
-    """The activations of a setup; independent of its loss, optimizer and accumulation."""
+def activation_parts(
+    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, costs: Sequence[LayerCosts] | None = None
+) -> ActivationParts:
+    """The activations of a setup; independent of its loss, optimizer and accumulation.
+
+    Args:
+        costs: what `costs_of` says of this setup, where it is known already.
+    """
     flow, traits, forwards = step_flow(model, setup), traits_of(model), setup.aim.forwards
     tokens = setup.tokens_per_micro_batch // forwards
-    targets = setup.lora_targets if setup.method != "full" and setup.kind.adapts_matrices else None
-    adapted = adapted_names(model, targets)
-    stacks = targets is not None and adapts_expert_stacks(model, targets)
+    costs = costs_of(model, gpu, setup) if costs is None else costs
     counts, kept = _checkpointed(model, setup.checkpointing)
-    fused = fused_parts(setup, model.model_type)
-    stored = {
-        "norm": 0,
-        "attention": 0,
-        "scores": 0,
-        "mlp": 0,
-        "adapters": 0,
-        "pinned": 0,
-        "inputs": 0,
-        "streams": 0,
-        "bias": 0,
-        "masks": 0,
-    }
-    dequantized = 0
-    in_again, in_kept = [0], [0]
-    moments: list[list[LayerMoment]] = []  # of each kind of layer, always in the same order
-    kept_bytes = []
-    masks: dict[int | None, int] = {}  # by the window, as layers of one window share theirs
-    for index, layer in enumerate(model.layer_kinds):
-        kernel = _kernel(model, layer, gpu, setup, flow)
-        context = LayerContext(
-            setup=setup,
-            flow=flow,
-            adapted=adapted[index],
-            kernel=kernel,
-            tokens=tokens,
-            hidden=model.hidden_size,
-            traits=traits,
-            stacks=stacks,
-            fused=fused,
-        )
-        saved = layer_saved(layer, context)
-        saved.norm += kept_in_a_layer(context)
-        if layer.attention is not None:
-            each = mask_bytes(kernel, flow, masked=masked(setup, layer.attention))
-            masks[layer.attention.window_tokens] = each * tokens * context.row_tokens
-        if kept[index]:
-            kept_bytes.append(saved.total)
-            for part in ("norm", "attention", "scores", "mlp", "adapters"):
-                stored[part] += kept[index] * getattr(saved, part)
-            stored["pinned"] += kept[index] * (saved.pinned - saved.pinned_again)
-        if counts[index] > kept[index]:
-            again = counts[index] - kept[index]
-            inputs = SIZE_BYTES[flow.residual] * model.hidden_size * tokens * traits.streams
-            if setup.activation_offload:  # one on its way, and the first, which the model's forward holds
-                stored["inputs"] = ON_DEVICE_INPUTS * inputs
-            elif not (traits.post_norm and saved.pinned):  # int8 keeps that very input
-                stored["inputs"] += again * inputs
-            stored["pinned"] += again * saved.pinned
-            held = attention_held(layer, context) if setup.selective_checkpointing else 0
-            stored["attention"] += again * held
-        here = ((backward_transient(layer, context, saved), 0), *constant_transients(layer, context, saved))
-        if counts[index] > kept[index]:
-            # copied to the host when its layer is done, and back when its turn comes
-            here_inputs = inputs if setup.activation_offload else 0
-            in_again.append(forward_transient(layer, context) + merged_stacks(layer, context) + here_inputs)
-            again_bytes = saved.total - _kept_input(layer, context) + here_inputs - held
-            moments.append([LayerMoment(recomputed=again_bytes, transient=a, dequantized=b) for a, b in here])
-        if kept[index]:
-            in_kept.append(forward_transient(layer, context) - saved.total)
-            if setup.adapter == "dora" and context.adapted:  # the last matrix's norm, the layer's activations there
-                in_kept.append(sum(magnitude_moment(layer, context, graph=True)))
-            moments.append([LayerMoment(recomputed=0, transient=a, dequantized=b) for a, b in here])
-        if setup.quantized:
-            dequantized = max(dequantized, *(dequantized_bytes(one, setup, flow.residual) for one in layer.linears))
-    biases = position_bias(model, setup, flow, kernel, row_tokens=context.row_tokens, num_kept=sum(kept))
+    stored = _kept_by_layers(setup, costs, counts, kept, entry_pinned=traits.post_norm)
+    row_tokens, kernel = costs[-1].row_tokens, costs[-1].kernel
+    biases = position_bias(model, setup, flow, kernel, row_tokens=row_tokens, num_kept=sum(kept))
     stored["streams"] = kept_around_the_layers(model, flow, tokens, traits.streams)
+    # layers of one window share their mask
+    attended = [(one.attention, cost) for one, cost in zip(model.layer_kinds, costs, strict=True)]
+    masks = {attention.window_tokens: cost.mask for attention, cost in attended if attention is not None}
     stored["bias"], stored["masks"] = biases.stored, sum(masks.values())
     # with every n-th layer checkpointed, the kept layers behind the last checkpointed one are gone by its turn
     gone = (model.num_layers - 1) % setup.checkpointing if setup.checkpointing else 0
-    behind = gone * min(kept_bytes, default=0)
-    layer_moments = tuple(
-        max(
-            (replace(one, recomputed=max(0, one.recomputed - behind)) for one in of_all_kinds),
-            key=lambda moment: moment.total,
-        )
-        for of_all_kinds in zip(*moments, strict=True)
-    )
+    behind = gone * min([one.saved.total for one, num in zip(costs, kept, strict=True) if num], default=0)
+    layer_moments = _largest_moments(setup, costs, counts, kept, behind)
     largest = max(layer_moments, key=lambda moment: moment.total)
+    adapters, adapter_casts = _adapter_casts(model, setup, flow, sum(kept) / max(1, sum(counts)))
+    stored["adapters"] += adapters
+    casts = _weight_casts(model, setup, flow)
+    return ActivationParts(
+        stored={part: forwards * size for part, size in stored.items()},
+        recomputed=largest.recomputed,
+        transient=largest.transient,
+        layer_moments=layer_moments,
+        forward_temp=_forward_temporaries(setup, costs, counts, kept, behind),
+        dequantized=max(one.dequantized for one in costs),
+        final_norm=forwards * _final_norm(model, setup, flow, tokens),
+        weight_casts=(casts[0] + (forwards - 1) * casts[1], forwards * casts[1]),
+        adapter_casts=adapter_casts,
+        forwards=forwards,
+        at_first_decoder_layer=biases.at_first_decoder_layer,
+    )
+
+
+def costs_of(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[LayerCosts, ...]:
+    """The costs of every kind of layer with the setup's adapters; equal for all that have the same `in_common`."""
+    targets = setup.lora_targets if setup.method != "full" and setup.kind.adapts_matrices else None
+    return layer_costs(model, gpu, setup, step_flow(model, setup), adapted_names(model, targets))
+
+
+def _kept_by_layers(
+    setup: TrainSetup, costs: Sequence[LayerCosts], counts: Sequence[int], kept: Sequence[int], *, entry_pinned: bool
+) -> dict[str, int]:
+    """What all layers keep of one micro-batch, by part.
+
+    Args:
+        counts, kept: layers of each kind, and how many of them keep their activations.
+        entry_pinned: whether int8 matrices keep the very input that a checkpoint keeps.
+    """
+    stored = dict.fromkeys(PARTS, 0)
+    for cost, count, num in zip(costs, counts, kept, strict=True):
+        saved = cost.saved
+        if num:
+            for part in ("norm", "attention", "scores", "mlp", "adapters"):
+                stored[part] += num * getattr(saved, part)
+            stored["pinned"] += num * (saved.pinned - saved.pinned_again)
+        if again := count - num:
+            if setup.activation_offload:  # one on its way, and the first, which the model's forward holds
+                stored["inputs"] = ON_DEVICE_INPUTS * cost.entry
+            elif not (entry_pinned and saved.pinned):
+                stored["inputs"] += again * cost.entry
+            stored["pinned"] += again * saved.pinned
+            stored["attention"] += again * cost.held if setup.selective_checkpointing else 0
+    return stored
+
+
+def _largest_moments(
+    setup: TrainSetup, costs: Sequence[LayerCosts], counts: Sequence[int], kept: Sequence[int], behind: int
+) -> tuple[LayerMoment, ...]:
+    """What can be the largest moment of one layer's backward, over all kinds of layers; `behind` bytes are gone."""
+    moments: list[list[LayerMoment]] = []
+    for cost, count, num in zip(costs, counts, kept, strict=True):
+        if count > num:
+            # an offloaded input is copied to the host when its layer is done, and back when its turn comes
+            again = cost.saved.total - cost.entry_again + (cost.entry if setup.activation_offload else 0)
+            again = max(0, again - (cost.held if setup.selective_checkpointing else 0) - behind)
+            moments.append([LayerMoment(again, *one) for one in cost.moments])
+        if num:
+            moments.append([LayerMoment(0, *one) for one in cost.moments])
+    return tuple([max(of_all_kinds, key=lambda moment: moment.total) for of_all_kinds in zip(*moments, strict=True)])
+
+
+def _forward_temporaries(
+    setup: TrainSetup, costs: Sequence[LayerCosts], counts: Sequence[int], kept: Sequence[int], behind: int
+) -> int:
+    """The largest of one layer's forward; what the kept layers behind the last checkpointed one hold is not there yet
+    in its forward."""
+    again, whole = 0, 0
+    for cost, count, num in zip(costs, counts, kept, strict=True):
+        if count > num:
+            again = max(again, cost.forward + cost.merged + (cost.entry if setup.activation_offload else 0))
+        if num:
+            whole = max(whole, cost.forward - cost.saved.total, cost.magnitude)
+    return max(again - behind, whole)
+
+
+def _adapter_casts(model: ModelSpec, setup: TrainSetup, flow: Flow, share: float) -> tuple[int, int]:
+    """16-bit copies of fp32 adapters: (kept by the graph of the `share` of layers that are not recomputed, kept by
+    autocast's cache until the forward ends)."""
+    if setup.method == "full" or not flow.autocast or flow.adapter != "fp32":
+        return 0, 0
+    network = 2 * 3 * model.hidden_size**2 if setup.adapter == "p-tuning" else 0
+    if setup.kind.form != "low-rank":
+        return network, 0
+    adapters_only = setup.trusted_with(modules_to_save=()) if setup.modules_to_save else setup
+    trained = trained_parameters(model, adapters_only)
+    kept = network + int(2 * trained.num * share)
+    if "lora" in fused_parts(setup, model.model_type):  # fused functions cast by themselves, past autocast's cache
+        return kept, 0
+    return kept, int(2 * (trained.num - trained.stacked) * (1 - share))
+
+
+def _final_norm(model: ModelSpec, setup: TrainSetup, flow: Flow, tokens: int) -> int:
+    """Bytes that the norm behind the layers keeps of one forward."""
     tail = LayerContext(
         setup=setup,
         flow=flow,
@@ -184,34 +215,10 @@ def activation_parts(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Activ
         kernel="flash",
         tokens=tokens,
         hidden=model.hidden_size,
-        traits=traits,
-        fused=fused,
+        traits=traits_of(model),
+        fused=fused_parts(setup, model.model_type),
     )
-    if setup.adapter == "p-tuning" and flow.autocast and flow.adapter == "fp32":
-        stored["adapters"] += 2 * 3 * model.hidden_size**2  # 16-bit copies of its network's matrices
-    adapter_casts = 0
-    if setup.method != "full" and flow.autocast and flow.adapter == "fp32" and setup.kind.form == "low-rank":
-        # the graph keeps those of layers that are not recomputed, autocast's cache the others until the forward ends
-        adapters_only = setup.trusted_with(modules_to_save=()) if setup.modules_to_save else setup
-        trained, share = trained_parameters(model, adapters_only), sum(kept) / max(1, sum(counts))
-        stored["adapters"] += int(2 * trained.num * share)
-        if "lora" not in fused:  # fused functions cast by themselves, past autocast's cache
-            adapter_casts = int(2 * (trained.num - trained.stacked) * (1 - share))
-    casts = _weight_casts(model, setup, flow)
-    return ActivationParts(
-        stored={part: forwards * size for part, size in stored.items()},
-        recomputed=largest.recomputed,
-        transient=largest.transient,
-        layer_moments=layer_moments,
-        # what the kept layers behind the last checkpointed one hold is not there yet in its forward
-        forward_temp=max(0, max(in_again) - behind, *in_kept),
-        dequantized=dequantized,
-        final_norm=forwards * sum(norm_saved(norm, tail, flow.residual) for norm in model.outer_norms[-1:]),
-        weight_casts=(casts[0] + (forwards - 1) * casts[1], forwards * casts[1]),
-        adapter_casts=adapter_casts,
-        forwards=forwards,
-        at_first_decoder_layer=biases.at_first_decoder_layer,
-    )
+    return sum(norm_saved(norm, tail, flow.residual) for norm in model.outer_norms[-1:])
 
 
 def checkpointed_inputs_bytes(model: ModelSpec, setup: TrainSetup) -> int:
@@ -221,14 +228,6 @@ def checkpointed_inputs_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     return (
         (sum(counts) - sum(kept)) * size * traits_of(model).streams * model.hidden_size * setup.tokens_per_micro_batch
     )
-
-
-def _kept_input(layer: LayerSpec, context: LayerContext) -> int:
-    """Bytes of a checkpointed layer's input that its first norm keeps: they are the checkpoint's own."""
-    first = next((norm for norm in layer.norms if norm.rows_per_token == 1), None)
-    if first is None or context.traits.post_norm or not norm_fused(first, context):
-        return 0
-    return SIZE_BYTES[context.flow.residual] * context.hidden * context.tokens
 
 
 def _checkpointed(model: ModelSpec, every: int) -> tuple[list[int], list[int]]:
@@ -241,13 +240,6 @@ def _checkpointed(model: ModelSpec, every: int) -> tuple[list[int], list[int]]:
         if not every or position % every:
             kept[kind] += 1
     return counts, kept
-
-
-def _kernel(model: ModelSpec, layer: LayerSpec, gpu: GpuSpec, setup: TrainSetup, flow: Flow) -> Kernel:
-    if layer.attention is None:
-        return "linear"
-    dtype = flow.attention_input
-    return attention_kernel(model, setup, gpu, layer.attention, dtype)
 
 
 def _weight_casts(model: ModelSpec, setup: TrainSetup, flow: Flow) -> tuple[int, int]:

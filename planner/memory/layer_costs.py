@@ -1,0 +1,133 @@
+"""What one layer of each kind costs at one micro-batch, before it is said which of them are checkpointed.
+
+How many layers are checkpointed, what of them is kept and what lies on the host changes none of it, only whether there
+is any checkpointing: a walk over the space works it out once for all of those (`in_common`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.choices.kernels import fused_parts
+from planner.gpu import GpuSpec
+from planner.kernels import Kernel, attention_kernel, masked
+from planner.memory.activations import LayerContext, Saved, attention_held, layer_saved, norm_fused
+from planner.memory.dtypes import SIZE_BYTES, Flow
+from planner.memory.scores import mask_bytes
+from planner.memory.streams import kept_in_a_layer
+from planner.memory.traits import traits_of
+from planner.memory.transient import (
+    backward_transient,
+    constant_transients,
+    forward_transient,
+    magnitude_moment,
+    merged_stacks,
+)
+from planner.memory.workspace import dequantized_bytes
+from planner.models.spec import LayerSpec, ModelSpec
+from planner.models.targets import adapts_expert_stacks
+from planner.setup import TrainSetup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCosts:
+    """One kind of layer, in bytes.
+
+    Attributes:
+        saved: kept for the backward, by part.
+        entry: a checkpointed layer's input; `entry_again`: of it, what the layer's first norm keeps, which is the same.
+        held: what selective checkpointing keeps of it.
+        forward: temporaries of its forward; `merged`: stacks of experts that live through a forward that keeps nothing.
+        magnitude: DoRA's largest norm and its copies, in a forward that keeps everything.
+        moments: of its backward, as (gradients of activations, a dequantized matrix), always in the same order.
+        dequantized: its largest matrix in 16 bits, where it is quantized.
+        mask: the attention's mask, which layers of one window share.
+    """
+
+    saved: Saved
+    entry: int
+    entry_again: int
+    held: int
+    forward: int
+    merged: int
+    magnitude: int
+    moments: tuple[tuple[int, int], ...]
+    dequantized: int
+    mask: int
+    row_tokens: int
+    kernel: Kernel
+
+
+def in_common(setup: TrainSetup) -> TrainSetup:
+    """The same for all setups that `layer_costs` finds equal."""
+    some = min(1, setup.checkpointing)
+    return setup.trusted_with(checkpointing=some, selective_checkpointing=False, activation_offload=False)
+
+
+def layer_costs(
+    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, flow: Flow, adapted: Sequence[frozenset[str]]
+) -> tuple[LayerCosts, ...]:
+    """The costs of every kind of layer.
+
+    Args:
+        adapted: names of the matrices with adapters, by kind of layer.
+    """
+    traits, fused = traits_of(model), fused_parts(setup, model.model_type)
+    tokens = setup.tokens_per_micro_batch // setup.aim.forwards
+    stacks = setup.method != "full" and setup.kind.adapts_matrices and adapts_expert_stacks(model, setup.lora_targets)
+    found = []
+    for layer, names in zip(model.layer_kinds, adapted, strict=True):
+        context = LayerContext(
+            setup=setup,
+            flow=flow,
+            adapted=names,
+            kernel=_kernel(model, layer, gpu, setup, flow),
+            tokens=tokens,
+            hidden=model.hidden_size,
+            traits=traits,
+            stacks=stacks,
+            fused=fused,
+        )
+        found.append(_costs(layer, context))
+    return tuple(found)
+
+
+def _costs(layer: LayerSpec, context: LayerContext) -> LayerCosts:
+    setup, flow, tokens, traits = context.setup, context.flow, context.tokens, context.traits
+    saved = layer_saved(layer, context)
+    saved.norm += kept_in_a_layer(context)
+    mask = magnitude = dequantized = 0
+    if layer.attention is not None:
+        each = mask_bytes(context.kernel, flow, masked=masked(setup, layer.attention))
+        mask = each * tokens * context.row_tokens
+    if setup.adapter == "dora" and context.adapted:  # the last matrix's norm, the layer's activations there
+        magnitude = sum(magnitude_moment(layer, context, graph=True))
+    if setup.quantized:
+        dequantized = max([dequantized_bytes(one, setup, flow.residual) for one in layer.linears], default=0)
+    return LayerCosts(
+        saved=saved,
+        entry=SIZE_BYTES[flow.residual] * context.hidden * tokens * traits.streams,
+        entry_again=_kept_input(layer, context),
+        held=attention_held(layer, context),
+        forward=forward_transient(layer, context),
+        merged=merged_stacks(layer, context),
+        magnitude=magnitude,
+        moments=((backward_transient(layer, context, saved), 0), *constant_transients(layer, context, saved)),
+        dequantized=dequantized,
+        mask=mask,
+        row_tokens=context.row_tokens,
+        kernel=context.kernel,
+    )
+
+
+def _kept_input(layer: LayerSpec, context: LayerContext) -> int:
+    """Bytes of a checkpointed layer's input that its first norm keeps: they are the checkpoint's own."""
+    first = next((norm for norm in layer.norms if norm.rows_per_token == 1), None)
+    if first is None or context.traits.post_norm or not norm_fused(first, context):
+        return 0
+    return SIZE_BYTES[context.flow.residual] * context.hidden * context.tokens
+
+
+def _kernel(model: ModelSpec, layer: LayerSpec, gpu: GpuSpec, setup: TrainSetup, flow: Flow) -> Kernel:
+    if layer.attention is None:
+        return "linear"
+    return attention_kernel(model, setup, gpu, layer.attention, flow.attention_input)
