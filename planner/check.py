@@ -267,7 +267,9 @@ def _refused(model: ModelSpec, setup: TrainSetup) -> bool:
 
 
 def _batches(setup: TrainSetup) -> list[tuple[str, dict[str, object], bool]]:
-    """Other splits of the same effective batch, nearest first."""
+    """Other splits of the same effective batch, nearest first; none where the micro-batch is what trains."""
+    if setup.aim.whole_batch:
+        return []
     total = setup.micro_batch_seqs * setup.accumulation_steps
     found: list[tuple[str, dict[str, object], bool]] = []
     for micro in (

@@ -6,6 +6,7 @@ defaults for what it leaves out. A setting that only running it would tell is `M
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from planner.choices.adapters import Adapter
@@ -16,7 +17,8 @@ from planner.models.spec import ModelSpec
 from planner.models.targets import scaling_targets
 from planner.readers import common, hf, training, versions
 from planner.readers.fields import adapter_kind, said
-from planner.readers.program import Known, Made, Program, Unknown, plain, run
+from planner.readers.program import Known, Made, Program, Unknown, own_steps, plain, run
+from planner.readers.program.embedding import PAIRS
 from planner.readers.program.reading import LENGTH_NAMES
 from planner.readers.program.source import Source, of_script
 from planner.readers.rollouts import rollout_fields
@@ -52,7 +54,8 @@ def read(
     outside = sharding or Sharding()
     source = source or of_script(text)
     try:
-        program = run(source.text, name, outside.of_program(), source.label)
+        pinned = {"trl", "transformers"} & {*dict(source.pins), *outside.versions}
+        program = run(source.text, name, replace(outside.of_program(), newest=not pinned), source.label)
     except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
         raise ConfigError(
             f"{name} is not Python that can be read: {reason(error)}",
@@ -161,7 +164,12 @@ class _Script:
             fields |= self._objective(fields, liger)
         elif not self.aim.supervised:
             fields |= {"objective": self.aim.name, "loss": self.aim.losses[0]}
+        if self.found.open_objective:
+            self.missing["objective"] = self.found.open_objective
         fields["stack"] = "trl" if self.trl else "hf"  # Unsloth's is known by the format
+        if self.aim.whole_batch:
+            arguments.assume(PAIRS)
+            fields["stack"] = "sentence-transformers"
         fields |= self._spread(constants)
         if adapted:
             fields = common.adapter(arguments, fields, self._kind(), self.model)
@@ -496,6 +504,8 @@ class _Script:
             arguments.approximate("adapters on some layers (layers_to_transform) are counted on all of them")
         if lora.has("target_parameters") and lora.raw("target_parameters"):
             arguments.approximate("adapters on stacked expert parameters are not counted")
+        if self.found.trainer is not None and self.aim.supervised and own_steps.forwards(self.found.trainer) == 1:
+            arguments.approximate(f"the loss of {self.found.trainer.owner} is its own: counted as the stack's")
         if training.trained_times(self.program) > 1:
             arguments.assume("the program trains more than once: the first training is read")
         for source in dict.fromkeys(self.program.sources):

@@ -6,14 +6,15 @@ from dataclasses import dataclass, field
 
 from planner.choices.objectives import OBJECTIVES as ROWS
 from planner.errors import NotATraining, NotPlanned
-from planner.readers.program import Known, Made, Program, Unknown, plain
+from planner.readers.program import Known, Made, Program, Unknown, embedding, own_steps, plain
 from planner.readers.program.objects import is_trainer, trainer_of
 from planner.readers.program.values import Table, Value
 from planner.readers.values import Settings
 
 PLANNED = {row.trainer: row.name for row in ROWS.values() if row.trainer}
-"""TRL's trainers of other objectives that are planned."""
 _SHORT = {trainer.removesuffix("Trainer"): objective for trainer, objective in PLANNED.items()}
+PLANNED[embedding.TRAINER] = "embedding"
+"""Trainers of other objectives that are planned: TRL's, and sentence-transformers'."""
 CONFIGS = {objective: f"{name}Config" for name, objective in _SHORT.items()}
 BEHIND_REFERENCE = tuple(row.trainer for row in ROWS.values() if row.reference or row.rolls_out)
 """Trainers whose second place is the reference model's, or the rewards'."""
@@ -23,7 +24,7 @@ OBJECTIVES = {
     "AsyncGRPOTrainer": "GRPO", "RLOOTrainer": "RLOO", "PPOTrainer": "PPO", "GKDTrainer": "distillation (GKD)",
     "GOLDTrainer": "distillation (GOLD)", "MiniLLMTrainer": "distillation (MiniLLM)",
     "DistillationTrainer": "distillation", "PRMTrainer": "reward modelling",
-    "SentenceTransformerTrainer": "embedding", "CrossEncoderTrainer": "reranking", "SetFitTrainer": "embedding",
+    "SparseEncoderTrainer": "sparse embedding", "CrossEncoderTrainer": "reranking", "SetFitTrainer": "embedding",
 }  # fmt: skip
 """Trainers of other objectives, by name: what they hold beside a supervised step is not modelled."""
 OBJECTIVE_PARTS = {
@@ -62,6 +63,7 @@ class Training:
         adapter: the LoRA settings; continued: adapters loaded to be trained on.
         prepared: `prepare_model_for_kbit_training`.
         touched: every model object on the way, for what was called on it.
+        open_objective: why it is not certain that `objective` is what is trained.
     """
 
     trainer: Made | None = None
@@ -75,6 +77,7 @@ class Training:
     prepared: Made | None = None
     touched: list[Made] = field(default_factory=list)
     objective: str = "sft"
+    open_objective: str = ""
 
 
 def find(program: Program, name: str) -> Training:
@@ -92,6 +95,14 @@ def find(program: Program, name: str) -> Training:
             parts = (said for part, said in OBJECTIVE_PARTS.items() if part in called and called.endswith("Trainer"))
             if objective := OBJECTIVES.get(called) or next(parts, ""):
                 raise _other_objective(name, objective, called)
+        if kind not in PLANNED:
+            objective, said = own_steps.other_objective(found.trainer, {**OBJECTIVES, **PLANNED})
+            if objective:
+                raise _other_objective(name, objective, f"{found.trainer.owner}, which has {said}")
+            if own_steps.forwards(found.trainer) > 1:
+                found.open_objective = (
+                    f"{found.trainer.where}: {found.trainer.owner} asks its model more than once a step"
+                )
         if found.trainer.owner in LIGHTNING or "max_epochs" in found.trainer.keywords:
             raise NotPlanned(
                 f"{name} trains with Lightning's Trainer, whose steps cannot be read without running it",
@@ -114,6 +125,8 @@ def find(program: Program, name: str) -> Training:
             raise _other_objective(name, aim, "a trainer of its own")
     if found.trainer is not None and not program.trained and _only_measures(program, found.trainer):
         raise NotATraining(f"{name} evaluates and trains nothing", hint="give the script that trains")
+    if found.trainer is not None and found.objective == "embedding":
+        found.open_objective = embedding.open_loss(found.trainer, program.made, name)
     if found.trainer is not None and found.arguments is None and not _of_transformers(found.trainer.name):
         raise NotPlanned(
             f"{name} trains with a trainer of its own ({found.trainer.name}), which cannot be read without running it",
@@ -128,7 +141,7 @@ def find(program: Program, name: str) -> Training:
     if found.loader is not None:
         if found.objective == "sft" and "SequenceClassification" in found.loader.owner and _plain(found.trainer):
             found.objective = "classification"
-        if found.objective not in ("reward", "classification"):
+        if found.objective not in ("reward", "classification", "embedding"):
             _check_model_class(found.loader, program, name)
         found.quantization = found.loader.argument("quantization_config")
     elif found.trainer is not None:  # TRL's trainers load a model that is only named
@@ -229,6 +242,9 @@ def _follow_model(found: Training, model: Value | None) -> None:
         if not isinstance(model, Made):
             return
         found.touched.append(model)
+        if model.name == "SentenceTransformer":
+            found.loader = embedding.loader_of(model)
+            return
         if model.name == "from_pretrained" and not model.owner.startswith(("Peft", "AutoPeft")):
             found.loader = model
             return

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from planner.readers.program import files, library, objects
 from planner.readers.program.operators import binary, compare, unary
-from planner.readers.program.reading import CUT_NAMES, MAX_LOOP, MAX_STEPS, PARTS_OF_LENGTH, Reading, TooLong, file_of
+from planner.readers.program.reading import CUT_NAMES, MAX_LISTED, MAX_STEPS, PARTS_OF_LENGTH, Reading, TooLong, file_of
 from planner.readers.program.values import (
     Class,
     Dotted,
@@ -79,6 +79,8 @@ class Expressions(Reading):
                 return value
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp():
                 return self.comprehension(node, scope)
+            case ast.DictComp():
+                return self.table_of(node, scope)
             case ast.Await() | ast.Starred():
                 return self.value(node.value, scope)
         return Unknown(f"{self.place(node, scope)}: computed while the program runs")
@@ -152,9 +154,15 @@ class Expressions(Reading):
     def comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp, scope: Scope) -> Value:
         generator = node.generators[0]
         over = objects.items_of(self.value(generator.iter, scope))
-        if over is None or len(node.generators) > 1 or len(over) > MAX_LOOP:
-            return Unknown(f"{self.place(node, scope)}: a list over what is not known")
         inner = Scope(parent=scope, file=file_of(scope))
+        if over is None or len(node.generators) > 1 or len(over) > MAX_LISTED:
+            unknown = Unknown(f"{self.place(node, scope)}: a list over what is not known")
+            for one in node.generators:
+                self.assign(one.target, unknown, inner)
+            self.uncertain += 1
+            self.value(node.elt, inner)  # once, for the calls in it
+            self.uncertain -= 1
+            return unknown
         found: list[Value] = []
         for item in over:
             self.assign(generator.target, item, inner)
@@ -164,6 +172,18 @@ class Expressions(Reading):
             if all(tests):
                 found.append(self.value(node.elt, inner))
         return Items(found, self.place(node, scope))
+
+    def table_of(self, node: ast.DictComp, scope: Scope) -> Value:
+        """A dictionary made in a comprehension: that of its pairs."""
+        pairs = ast.copy_location(ast.Tuple([node.key, node.value], ast.Load()), node)
+        found = self.comprehension(ast.copy_location(ast.ListComp(pairs, node.generators), node), scope)
+        entries = {plain(one.items[0]): one.items[1] for one in objects.items_of(found) or () if isinstance(one, Items)}
+        named = all(isinstance(key, str) for key in entries)
+        if isinstance(found, Unknown) or not named:
+            return (
+                found if isinstance(found, Unknown) else Unknown(f"{self.place(node, scope)}: a dictionary not known")
+            )
+        return Table({str(key): value for key, value in entries.items()}, self.place(node, scope))
 
     def note_lengths(self, callee: Value, call: Made) -> None:
         """Remembers lengths handed to the program's own code and to data sets."""

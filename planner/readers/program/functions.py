@@ -66,7 +66,7 @@ class Functions(Expressions):
         """An object of a class of the program; one that extends foreign code is a call of that with its defaults."""
         if made_by.base and objects.is_followed(made_by.base):
             defaults = {name: made_by.attributes[name] for name in made_by.fields if name in made_by.attributes}
-            call.name, call.owner = made_by.base.rpartition(".")[2], made_by.name
+            call.name, call.owner, call.made_by = made_by.base.rpartition(".")[2], made_by.name, made_by
             call.keywords = {**defaults, **call.keywords}
             self.program.made.append(call)
             return call

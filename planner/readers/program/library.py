@@ -8,10 +8,11 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from planner.readers import hydra
+from planner.readers import hydra, schema
+from planner.readers.program.embedding import fitted
 from planner.readers.program.files import environment, loaded, to_value
 from planner.readers.program.objects import argument_defaults, as_table, is_followed, is_trainer, items_of, trainer_of
-from planner.readers.program.options import PARSERS, of_parser, on_command_line
+from planner.readers.program.options import PARSERS, of_parser, on_command_line, parents_of
 from planner.readers.program.values import (
     Class,
     Dotted,
@@ -77,6 +78,8 @@ def attribute(reader: "Reading", value: Value, name: str, place: str) -> Value:
     match value:
         case Dotted() if name == "is_floating_point" and value.path.startswith("torch."):
             return Known("float" in value.name, place)
+        case Dotted() if name in ("__dataclass_fields__", "__annotations__"):
+            return _parameters(reader, value, place)
         case Dotted() if value.path == "sys" and name == "argv":
             return _command_line(reader)
         case Dotted():
@@ -165,6 +168,23 @@ def _run_handed_functions(reader: "Reading", made: Made) -> None:
                 reader.uncertain -= 1
 
 
+TRAINER_PARAMETERS = (
+    "model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class", "compute_loss_func",
+    "compute_metrics", "callbacks", "optimizers", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics",
+    "peft_config", "formatting_func", "quantization_config",
+)  # fmt: skip
+"""What `SFTTrainer` takes. Source: TRL 1.16 `trainer/sft_trainer.py`."""
+
+
+def _parameters(reader: "Reading", asked: Value | None, place: str) -> Value:
+    """The names that a class of TRL or transformers takes, for programs that hand on those alone."""
+    name = asked.path.removesuffix(".__init__").rpartition(".")[2] if isinstance(asked, Dotted) else ""
+    if not reader.outside.newest or not name.endswith(("SFTConfig", "TrainingArguments", "SFTTrainer")):
+        return Unknown(f"{place}: what {name or 'a function'} of the installed version takes")
+    names = TRAINER_PARAMETERS if name == "SFTTrainer" else schema.snapshot()["trl"]["fields"]
+    return Items([Known(one, f"{name}'s parameters") for one in names], place)
+
+
 def _of_module(reader: "Reading", callee: Dotted, made: Made) -> Value | None:
     """Functions of modules and built-in ones."""
     first = made.positional[0] if made.positional else None
@@ -180,6 +200,12 @@ def _of_module(reader: "Reading", callee: Dotted, made: Made) -> Value | None:
             return to_value(data, "the command line")
         case "hydra.utils.instantiate" | "hydra.utils.call" if first is not None:
             return _instantiated(reader, first, made)
+        case "inspect.signature" | "signature":
+            return Made("signature", keywords={"parameters": _parameters(reader, first, made.where)}, where=made.where)
+        case "dataclasses.fields" | "fields" if isinstance(first, Dotted):
+            names = items_of(_parameters(reader, first, made.where))
+            unknown = Unknown(f"{made.where}: fields that are not known")
+            return Items([Instance({"name": one}) for one in names], made.where) if names is not None else unknown
         case "os.environ.get" | "os.getenv" | "getenv" | "environ.get":
             return environment(reader, made)
         case "torch.cuda.is_available":
@@ -244,7 +270,7 @@ def _of_module(reader: "Reading", callee: Dotted, made: Made) -> Value | None:
             words = on_command_line(reader.outside.arguments)
             return reader.called(first, Made("", keywords=words, where=made.where))
         case "argparse.ArgumentParser" | "ArgumentParser":
-            return Made("ArgumentParser", where=made.where)
+            return Made("ArgumentParser", positional=parents_of(made), where=made.where)
     if callee.name in NUMBERS and callee.path == callee.name and made.positional:
         return _number(callee.name, made)
     if callee.name in ("safe_load", "load", "loads", "full_load") and callee.path.partition(".")[0] in ("yaml", "json"):
@@ -265,6 +291,8 @@ def _of_object(reader: "Reading", owner: Value, made: Made) -> Value | None:
             owner.items.append(first)
         elif name == "extend" and first is not None:
             owner.items += items_of(first) or [Unknown(f"{made.where}: a list not known")]
+        elif name in ("keys", "copy"):
+            return owner
         elif name == "index" and first is not None:
             data = [plain(one) for one in owner.items]
             return Known(data.index(plain(first)), made.where) if plain(first) in data else None
@@ -275,6 +303,11 @@ def _of_object(reader: "Reading", owner: Value, made: Made) -> Value | None:
         return of_parser(reader, owner, made)
     if name == "train" and is_trainer(trainer_of(owner)):
         reader.program.trained.append((trainer_of(owner), reader.uncertain > 0))
+        return made
+    if name == "fit" and owner.name == "SentenceTransformer":
+        trainer = fitted(owner, made)
+        reader.program.made.append(trainer)
+        reader.program.trained.append((trainer, reader.uncertain > 0))
         return made
     if owner.name == "open" and name in ("read", "readline"):
         return owner

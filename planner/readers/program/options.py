@@ -1,6 +1,7 @@
 """Command lines: what argparse, click, typer, fire and parsers of dataclasses make of a program's words."""
 
 import ast
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from planner.readers.program.values import (
     Unknown,
     Value,
     plain,
+    same,
     where_of,
 )
 from planner.readers.shell import flags, is_open
@@ -25,6 +27,8 @@ from planner.readers.shell import flags, is_open
 if TYPE_CHECKING:
     from planner.readers.program.reading import Outside, Reading
 
+TRAINS = re.compile(r"train|tune|sft|fit", re.IGNORECASE)
+"""Names of subcommands that train."""
 PARSERS = ("HfArgumentParser", "TrlParser", "DPOTrainerParser", "H4ArgumentParser")
 
 
@@ -156,8 +160,41 @@ def _namespace(options: list[Option], outside: "Outside") -> Instance:
     return Instance({option.name: option.value(outside) for option in options})
 
 
+def parents_of(made: Made) -> list[Value]:
+    """The options of a parser's `parents`."""
+    parents = items_of(made.keywords.get("parents", Items([]))) or []
+    return [option for parent in parents if isinstance(parent, Made) for option in parent.positional]
+
+
+def _parsed(owner: Made, outside: "Outside") -> Instance:
+    """What a parser makes of the words: its own options, and those of the subcommand that they name.
+
+    Without words the one subcommand that trains by its name stands for them; where none or several do, an option that
+    two of them have is not known.
+    """
+    found = _namespace([Option.of(one) for one in owner.positional if isinstance(one, Made)], outside)
+    subparsers = owner.keywords.get("subparsers")
+    if isinstance(subparsers, Made):
+        named = {name: one for name, one in subparsers.attributes.items() if isinstance(one, Made)}
+        words = [word for word in outside.arguments or () if word in named]
+        trains = [name for name in named if TRAINS.search(name)]
+        chosen = words[0] if words else trains[0] if len(trains) == 1 and outside.arguments is None else ""
+        where = "the command line" if words else f"{subparsers.where}, the subcommand that trains"
+        kept = {chosen: named[chosen]} if chosen else named
+        for inner in (_parsed(one, outside) for one in kept.values()):
+            for name, value in inner.attributes.items():
+                differs = name in found.attributes and not same(found.attributes[name], value) and not chosen
+                came = Unknown(f"{subparsers.where}: {name} comes from the command line")
+                found.attributes[name] = came if differs else value
+        dest = plain(subparsers.keywords.get("dest"))
+        if isinstance(dest, str):
+            open_ = Unknown(f"{subparsers.where}: {dest} comes from the command line")
+            found.attributes[dest] = Known(chosen, where) if chosen else open_
+    found.attributes |= owner.attributes
+    return found
+
+
 def of_parser(reader: "Reading", owner: Made, made: Made) -> Value | None:
-    arguments = reader.outside.arguments
     match made.name:
         case "add_argument":
             owner.positional.append(made)
@@ -165,21 +202,17 @@ def of_parser(reader: "Reading", owner: Made, made: Made) -> Value | None:
         case "add_argument_group" | "add_mutually_exclusive_group":
             return owner
         case "add_subparsers":
-            chosen = plain(made.keywords.get("dest"))
-            if isinstance(chosen, str):
-                word = next((word for word in arguments or () if not word.startswith("-")), None)
-                came = Unknown(f"{made.where}: {chosen} comes from the command line")
-                owner.attributes[chosen] = Known(word, "the command line") if word is not None else came
-            return owner
+            owner.keywords["subparsers"] = Made("ArgumentParser", keywords=dict(made.keywords), where=made.where)
+            return owner.keywords["subparsers"]
         case "add_parser":
-            return owner
+            inner = Made("ArgumentParser", positional=parents_of(made), where=made.where)
+            owner.attributes[str(plain(made.positional[0]) if made.positional else "")] = inner
+            return inner
         case "set_defaults":
             owner.attributes |= made.keywords
             return Known(None)
         case "parse_args" | "parse_known_args" if owner.name == "ArgumentParser":
-            options = [Option.of(one) for one in owner.positional if isinstance(one, Made)]
-            found = _namespace(options, reader.outside)
-            found.attributes |= owner.attributes
+            found = _parsed(owner, reader.outside)
             return Items([found, Items([])]) if made.name == "parse_known_args" else found
         case (
             "parse_args_into_dataclasses"

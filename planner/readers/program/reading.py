@@ -11,6 +11,7 @@ from planner.readers.program.values import Class, Function, Known, Made, Scope, 
 MAX_STEPS = 200_000
 MAX_DEPTH = 24
 MAX_LOOP = 64
+MAX_LISTED = 512
 MAX_MODULES = 40
 MAX_SOURCE_BYTES = 600_000
 """Of modules beside the program: what lies behind is taken for foreign code."""
@@ -43,6 +44,7 @@ class Outside:
         arguments: the words after the program's name on its command line; None: nobody said.
         environment: variables that the launcher sets.
         open_switches: whether flags that nobody gave are not known (else they are off).
+        newest: whether no older TRL or transformers is pinned, so that their newest classes are those in use.
         bf16: whether the card computes in bf16; capability: its compute capability.
         read: the text of a file named by the program (relative to it), None where it may not or cannot be read;
             exactly: by no other path than that.
@@ -51,6 +53,7 @@ class Outside:
     arguments: Sequence[str] | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     open_switches: bool = False
+    newest: bool = True
     bf16: bool = True
     capability: tuple[int, int] = (8, 0)
     read: Callable[[str], str | None] = field(default=lambda _: None)

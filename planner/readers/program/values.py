@@ -64,6 +64,7 @@ class Made:
         more: why there may be keywords that are not known; "" where all are.
         attributes: what the program set on it afterwards.
         called: methods called on it without their result being a new object (name -> where).
+        made_by: the program's class that it is an object of, where that extends foreign code.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Made:
     more: str = ""
     attributes: dict[str, Value] = field(default_factory=dict)
     called: dict[str, str] = field(default_factory=dict)
+    made_by: "Class | None" = None
 
     def argument(self, keyword: str, position: int = -1) -> Value | None:
         """An argument by name or position."""

@@ -1,0 +1,160 @@
+"""What a program's own trainer, its filtered settings, its subcommands and sentence-transformers' programs train."""
+
+import pytest
+
+from planner.errors import NotPlanned
+from planner.readers import Sharding, read_text
+from planner.readers.types import ReadConfig
+
+HEAD = """
+import argparse, inspect
+from dataclasses import fields
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from trl import PPOTrainer, SFTConfig, SFTTrainer
+from sentence_transformers import (
+    InputExample, SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments, losses, models,
+)
+from torch.utils.data import DataLoader
+model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B", dtype=torch.bfloat16)
+"""
+
+
+def read(body: str, arguments: tuple[str, ...] | None = None, **versions: str) -> ReadConfig:
+    return read_text(HEAD + body, "train.py", sharding=Sharding(arguments=arguments, versions=versions))
+
+
+WISHES = 'wishes = {"per_device_train_batch_size": 4, "max_seq_length": 256, "max_length": 512, "gone_long_ago": 1}\n'
+RUN = "SFTTrainer(model, args=SFTConfig(**kept)).train()\n"
+FILTERS = {
+    "the names of a signature": "allowed = set(inspect.signature(SFTConfig.__init__).parameters)\n"
+    "kept = {name: value for name, value in wishes.items() if name in allowed}\n",
+    "a signature's keys": "allowed = inspect.signature(SFTConfig).parameters.keys()\n"
+    "kept = {}\nfor name, value in wishes.items():\n    if name in allowed:\n        kept[name] = value\n",
+    "fields of a dataclass": "allowed = {one.name for one in fields(SFTConfig)}\n"
+    "kept = {name: value for name, value in wishes.items() if name in allowed}\n",
+    "one name or the other": "kept = {'per_device_train_batch_size': 4}\n"
+    "kept['max_seq_length' if 'max_seq_length' in inspect.signature(SFTConfig).parameters else 'max_length'] = 512\n",
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_settings_that_a_class_does_not_take_are_left_out(name: str) -> None:
+    setup = read(WISHES + FILTERS[name] + RUN).setup
+    assert (setup.micro_batch_seqs, setup.seq_len_tokens) == (4, 512)
+
+
+def test_what_a_pinned_versions_class_takes_is_not_known() -> None:
+    found = read(WISHES + FILTERS["the names of a signature"] + RUN, trl="0.12.0")
+    assert "micro_batch_seqs" in {one.field for one in found.missing}
+
+
+OWN = """
+class Mine(Trainer):
+{body}
+args = TrainingArguments(per_device_train_batch_size=4, bf16=True)
+block_size = 512
+Mine(model=model, args=args).train()
+"""
+STEPS = {
+    "a teacher": (
+        "    def compute_loss(self, model, inputs):\n        with_teacher = self.teacher(**inputs)\n",
+        "distill",
+    ),
+    "rewards": ("    def training_step(self, model, inputs):\n        r = self.reward_fn(inputs)\n", "reinforcement"),
+    "a held trainer": ("    def start(self):\n        self.inner = PPOTrainer(self.args)\n", "PPO"),
+    "preferences": ("    def compute_loss(self, model, inputs):\n        x = inputs.chosen_ids\n", "preferences"),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_trainer_that_hides_another_objective_is_refused_by_name(name: str) -> None:
+    body, said = STEPS[name]
+    with pytest.raises(NotPlanned, match=said):
+        read(OWN.format(body=body))
+
+
+def test_a_step_with_two_forwards_leaves_the_objective_open_and_one_widens_the_band() -> None:
+    twice = "    def compute_loss(self, model, inputs):\n        return model(**inputs).loss + model(**inputs).loss\n"
+    once = "    def compute_loss(self, model, inputs):\n        return weighted(model(**inputs).logits)\n"
+    assert "objective" in {one.field for one in read(OWN.format(body=twice)).missing}
+    found = read(OWN.format(body=once))
+    assert not found.missing
+    assert any("Mine" in one for one in found.approximations)
+
+
+COMMANDS = """
+parser = argparse.ArgumentParser()
+commands = parser.add_subparsers(dest="command")
+shared = argparse.ArgumentParser(add_help=False)
+shared.add_argument("--length", type=int, default=512)
+train = commands.add_parser("train", parents=[shared])
+train.add_argument("--batch", type=int, default=4)
+{other} = commands.add_parser("{other}", parents=[shared])
+{other}.add_argument("--batch", type=int, default=64)
+args = parser.parse_args()
+if args.command == "train":
+    SFTTrainer(model, args=SFTConfig(per_device_train_batch_size=args.batch, max_length=args.length)).train()
+"""
+
+
+@pytest.mark.parametrize("words", [None, ("train",), ("train", "--batch", "4")])
+def test_a_subcommands_options_are_its_own(words: tuple[str, ...] | None) -> None:
+    found = read(COMMANDS.format(other="evaluate"), words)
+    assert (found.setup.micro_batch_seqs, found.setup.seq_len_tokens, found.missing) == (4, 512, ())
+
+
+def test_options_of_subcommands_of_which_several_may_train_are_asked_for() -> None:
+    found = read(COMMANDS.format(other="finetune"))
+    assert {one.field for one in found.missing} == {"micro_batch_seqs"}
+
+
+ENCODER = 'encoder = SentenceTransformer("Qwen/Qwen3-0.6B", model_kwargs={"torch_dtype": torch.bfloat16})\n'
+BY_TRAINER = (
+    ENCODER
+    + "encoder.max_seq_length = 256\n"
+    + "args = SentenceTransformerTrainingArguments(per_device_train_batch_size=16, bf16=True)\n"
+    + "SentenceTransformerTrainer(model=encoder, args=args, train_dataset=rows, loss=losses.LOSS(encoder)).train()\n"
+)
+BY_FIT = """
+word = models.Transformer("Qwen/Qwen3-0.6B", max_seq_length=256)
+encoder = SentenceTransformer(modules=[word, models.Pooling(8)])
+rows = [InputExample(texts=[one, other]) for one, other in pairs]
+loader = DataLoader(rows, shuffle=True, batch_size=16)
+encoder.fit(train_objectives=[(loader, losses.LOSS(encoder))], use_amp=True)
+"""
+
+
+@pytest.mark.parametrize("body", [BY_TRAINER, BY_FIT])
+def test_contrastive_training_is_read_from_its_trainer(body: str) -> None:
+    found = read(body.replace("LOSS", "MultipleNegativesRankingLoss"))
+    setup = found.setup
+    assert (found.model_id, setup.objective, setup.stack) == ("Qwen/Qwen3-0.6B", "embedding", "sentence-transformers")
+    assert (setup.micro_batch_seqs, setup.seq_len_tokens, found.missing) == (16, 256, ())
+    assert setup.precision == ("bf16-autocast" if body == BY_TRAINER else "fp16-mixed")
+    assert any("hard negatives" in one for one in found.assumptions)
+
+
+@pytest.mark.parametrize("loss", ["CachedMultipleNegativesRankingLoss", "MatryoshkaLoss", "CoSENTLoss"])
+@pytest.mark.parametrize("body", [BY_TRAINER, BY_FIT])
+def test_other_losses_are_refused_by_name(body: str, loss: str) -> None:
+    with pytest.raises(NotPlanned, match=loss):
+        read(body.replace("LOSS", loss))
+
+
+HARD = {
+    "texts of three": BY_FIT.replace("[one, other]", "[one, other, third]"),
+    "columns": BY_TRAINER + 'rows = rows.select_columns(["anchor", "positive", "negative"])\n',
+    "mined": BY_TRAINER + "rows = mine_hard_negatives(rows, encoder)\n",
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_hard_negatives_are_refused_by_name(name: str) -> None:
+    with pytest.raises(NotPlanned, match="hard negatives"):
+        read(HARD[name].replace("LOSS", "MultipleNegativesRankingLoss"))
+
+
+def test_a_loss_that_only_running_tells_leaves_the_objective_open() -> None:
+    body = BY_TRAINER.replace("losses.LOSS(encoder)", "{}[name]")
+    assert "objective" in {one.field for one in read(body).missing}
