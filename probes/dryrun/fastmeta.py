@@ -1,7 +1,8 @@
-"""Short cuts for the meta forms of the commonest operators, which PyTorch computes in slow Python.
+"""Short cuts for the meta forms of operators, which PyTorch computes in slow Python.
 
-Each gives a tensor of the same shape, type and layout as the operator would, and only for plain contiguous operands;
-otherwise None, and the operator itself runs. The comparison with real tensors (tests) covers them.
+What a functional operator makes follows from the layouts of its arguments: the first call with some layouts runs, later
+ones are given tensors of the same shapes, types and strides. Multi-tensor operators, of which a run has one call each,
+have short cuts of their own. The comparison with real tensors (tests) covers both.
 """
 
 from collections.abc import Callable
@@ -13,55 +14,6 @@ import torch
 Shortcut = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 _META = torch.device("meta")
 _aten = torch.ops.aten
-
-
-def _like(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor = args[0]
-    if not tensor.is_contiguous() or len(args) > 1:
-        return None
-    if kwargs.get("device", _META) not in (None, _META) or kwargs.get("memory_format") not in (
-        None,
-        torch.preserve_format,
-        torch.contiguous_format,
-    ):
-        return None
-    return torch.empty(tensor.shape, dtype=kwargs.get("dtype") or tensor.dtype, device=_META)
-
-
-def _binary(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    left, right = args[0], args[1]
-    if len(args) > 2 or not isinstance(left, torch.Tensor) or not left.is_contiguous():
-        return None
-    if isinstance(right, torch.Tensor):
-        if right.dim() == 0:
-            dtype = left.dtype if left.dtype is right.dtype else torch.result_type(left, right)
-        elif right.is_contiguous() and left.dim():
-            dtype = left.dtype if left.dtype is right.dtype else torch.promote_types(left.dtype, right.dtype)
-            if right.shape != left.shape:
-                return _expanded(left.shape, right.shape, dtype)
-        else:
-            return None
-    elif left.dtype.is_floating_point and isinstance(right, (int, float)):
-        dtype = left.dtype
-    else:
-        return None
-    return torch.empty(left.shape, dtype=dtype, device=_META)
-
-
-def _expanded(left: torch.Size, right: torch.Size, dtype: torch.dtype) -> Any:
-    """Where one of two contiguous operands has the result's shape already: norms and their weights."""
-    whole, other = (left, right) if left.numel() >= right.numel() else (right, left)
-    pairs = zip(reversed(whole), reversed(other), strict=False)
-    if len(other) > len(whole) or any(one not in (1, size) for size, one in pairs):
-        return None
-    return torch.empty(whole, dtype=dtype, device=_META)
-
-
-def _unary_float(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor = args[0]
-    if not tensor.is_contiguous() or not tensor.dtype.is_floating_point:
-        return None
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=_META)
 
 
 def _norms(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -88,21 +40,6 @@ DONE = object()
 """What an operator that changes its arguments in place and returns nothing gives."""
 
 SHORTCUTS: dict[Any, Shortcut] = {
-    _aten.zeros_like.default: _like,
-    _aten.ones_like.default: _like,
-    _aten.empty_like.default: _like,
-    _aten.mul.Tensor: _binary,
-    _aten.mul.Scalar: _binary,
-    _aten.add.Tensor: _binary,
-    _aten.sub.Tensor: _binary,
-    _aten.div.Tensor: _binary,
-    _aten.pow.Tensor_Scalar: _unary_float,
-    _aten.neg.default: _unary_float,
-    _aten.silu.default: _unary_float,
-    _aten.gelu.default: _unary_float,
-    _aten.tanh.default: _unary_float,
-    _aten.rsqrt.default: _unary_float,
-    _aten.sigmoid.default: _unary_float,
     _aten._foreach_norm.Scalar: _norms,
     _aten._foreach_sqrt.default: _list_like,
     **dict.fromkeys(
@@ -132,3 +69,95 @@ def register_in_place(*operators: Any) -> None:
     """Further operators that change their arguments in place, make nothing and return nothing."""
     for one in operators:
         SHORTCUTS[one] = _in_place
+
+
+_PLAIN = frozenset({bool, int, float, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str})
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_NOT_KEPT = object()
+_Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+
+class Remembered:
+    """What functional operators gave, by the operator and the layouts of its arguments."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, Any] = {}
+        self._makes_new: dict[int, bool] = {}
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `func` gives on meta tensors: by its short cut, new tensors where it was called with such arguments
+        before, else by calling it."""
+        number = id(func)
+        new = self._makes_new.get(number)
+        if new is None:
+            new = makes_new(func)
+            if isinstance(func, torch._ops.OpOverload) and func not in SHORTCUTS:
+                self._makes_new[number] = new  # it lives as long as the process; hashing it is slow
+        if not new:
+            shortcut = SHORTCUTS.get(func) if number not in self._makes_new else None
+            out = None if shortcut is None else shortcut(args, kwargs)
+            return func(*args, **kwargs) if out is None else None if out is DONE else out
+        try:
+            key = (number, _key(args), *((name, _key((one,))) for name, one in kwargs.items()))
+        except TypeError:  # an argument of a kind that no layout says
+            return func(*args, **kwargs)
+        kept = self._kept.get(key)
+        if kept is None:
+            out = func(*args, **kwargs)
+            self._kept[key] = _kept(out, args)
+            return out
+        if kept is _NOT_KEPT:
+            return func(*args, **kwargs)
+        if type(kept) is tuple:
+            size, stride, dtype = kept
+            return torch.empty_strided(size, stride, dtype=dtype, device=_META)
+        return tuple(one and torch.empty_strided(one[0], one[1], dtype=one[2], device=_META) for one in kept)
+
+
+def makes_new(func: Any) -> bool:
+    """Whether an operator changes none of its arguments and, by its schema, gives no part of them back."""
+    if not isinstance(func, torch._ops.OpOverload) or func in SHORTCUTS or func is _aten._unsafe_view.default:
+        return False
+    schema = func._schema
+    return not any(one.alias_info is not None for one in (*schema.arguments, *schema.returns))
+
+
+def _key(values: tuple[Any, ...] | list[Any]) -> tuple[Any, ...]:
+    found: list[Any] = []
+    for one in values:
+        kind = type(one)
+        if kind in _TENSORS:
+            if not one.shape:  # a number's type may give way to another's: which, no layout says
+                raise TypeError(kind)
+            found.append((one.shape, one.stride(), one.dtype, one.is_meta))
+        elif kind in _PLAIN:
+            found.append((kind, one))  # 1, 1.0 and True are equal
+        elif kind is list or kind is tuple or kind is torch.Size:
+            found.append(_key(one))
+        else:
+            raise TypeError(kind)
+    return tuple(found)
+
+
+def _kept(out: Any, args: tuple[Any, ...]) -> Any:
+    """The layouts of an operator's outputs: of one tensor, or a list with None where it gave None."""
+    single = isinstance(out, torch.Tensor)
+    if not single and not isinstance(out, tuple):
+        return _NOT_KEPT
+    given = {one.untyped_storage()._cdata for one in args if isinstance(one, torch.Tensor)}
+    layouts: list[_Layout | None] = []
+    for one in (out,) if single else out:
+        if one is None:
+            layouts.append(None)
+            continue
+        if type(one) is not torch.Tensor or not one.is_meta or one.storage_offset():
+            return _NOT_KEPT
+        storage = one.untyped_storage()
+        if storage._cdata in given:
+            return _NOT_KEPT
+        given.add(storage._cdata)
+        again = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=_META)
+        if again.untyped_storage().nbytes() != storage.nbytes():
+            return _NOT_KEPT
+        layouts.append((one.shape, one.stride(), one.dtype))
+    return layouts[0] if single else layouts

@@ -9,9 +9,10 @@ import torch
 
 from planner.setup import TrainSetup
 from probes.allocator.events import Event
+from probes.dryrun.again import Again
 from probes.dryrun.kernels import FLASH_NAME, KernelLog, kernels_of
 from probes.dryrun.metaops import fused_dropout, meta_operators
-from probes.dryrun.tracker import Origin, Tracker, local
+from probes.dryrun.tracker import WORKSPACE, Origin, Tracker, local
 from probes.dryrun.workspaces import cublas_workspace_bytes, is_matmul, temporaries
 from probes.stack import (
     build_from_config,
@@ -172,11 +173,13 @@ def trace_run(
             batches = [make_batch(setup, inner_model(model).config, device=device) for _ in range(_batches(setup))]
             shared: dict[str, str] = {}
             otherwise: dict[str, tuple[torch.Size, Any]] = {}
+            again = Again(tracker, model, log) if on_meta and world is None else None
             for _ in range(steps):
                 mark = _marker(tracker, model, owners, shared, otherwise)
-                _step(trainer, spread, batches, mark, device)
+                if again is None or not again.step(trainer, mark):
+                    _step(trainer, spread, batches, mark if again is None else again.watching(mark), device)
                 own_optimizer_state(tracker, optimizer, owners)
-            del batches
+            del batches, again
         tracker.close()
     names = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
     trace = Trace(
@@ -318,6 +321,6 @@ def _cublas(tracker: Tracker, capability: tuple[int, int]) -> Any:
             thread = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
             if thread not in seen:
                 seen.add(thread)
-                tracker.allocate(size, f"cuBLAS workspace ({thread})")
+                tracker.allocate(size, f"{WORKSPACE} ({thread})")
 
     return on_op

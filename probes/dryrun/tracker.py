@@ -13,10 +13,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from probes.allocator.events import Alloc, Event, Free, Phase
-from probes.dryrun.fastmeta import DONE, SHORTCUTS
+from probes.dryrun.fastmeta import Remembered
 
 ROUND_BYTES = 512
 """The caching allocator's smallest step: a block of any size occupies a multiple of it."""
+
+
+WORKSPACE = "cuBLAS workspace"
+"""How an allocation is named that a library makes at its first call and keeps."""
 
 
 class Origin(NamedTuple):
@@ -64,6 +68,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         self._next = 0
         self._temporaries = temporaries or {}
         self._is_meta = device_type == "meta"
+        self._remembered = Remembered()
+        self._operators: dict[int, tuple[str, Temporaries | None]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No wrapping of the dispatch for the compiler."""
+        return False
 
     # Recording
 
@@ -95,8 +106,18 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         return self._follow(storage, key, storage.nbytes(), op)
 
     def _follow(self, storage: Any, key: int, size: int, op: str) -> int:
+        number = self._count(size, op)
+        self._watch(storage, key, number)
+        return number
+
+    def _count(self, size_bytes: int, op: str) -> int:
         number = self._next
         self._next += 1
+        self.origins[number] = Origin(self.phase, self.layer, op, size_bytes, len(self.events))
+        self.events.append(Alloc(number, size_bytes))
+        return number
+
+    def _watch(self, storage: Any, key: int, number: int) -> None:
         events = self.events
         alive = self._alive
 
@@ -105,17 +126,35 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
             alive.pop(key, None)
 
         alive[key] = (number, weakref.ref(storage, released))
-        self.origins[number] = Origin(self.phase, self.layer, op, size, len(events))
-        events.append(Alloc(number, size))
-        return number
+
+    def adopt(self, tensor: torch.Tensor, number: int) -> None:
+        """From now on `tensor`'s storage is the one that was counted as `number`."""
+        storage = tensor.untyped_storage()
+        self._watch(storage, storage._cdata, number)
+
+    def copy(self, events: list[Event]) -> dict[int, int]:
+        """The same once more, with storages of their own, without libraries' workspaces; number -> its copy's.
+
+        `events` release only what they made.
+        """
+        copies: dict[int, int] = {}
+        for event in events:
+            if isinstance(event, Alloc):
+                origin = self.origins[event.id]
+                if not origin.op.startswith(WORKSPACE):
+                    copies[event.id] = self._next
+                    self.origins[self._next] = origin._replace(event_index=len(self.events))
+                    self.events.append(Alloc(self._next, event.size_bytes))
+                    self._next += 1
+            elif isinstance(event, Free):
+                self.events.append(Free(copies[event.id]))
+            else:
+                self.events.append(event)
+        return copies
 
     def allocate(self, size_bytes: int, op: str) -> int:
         """An allocation that no tensor stands for (a library's workspace)."""
-        number = self._next
-        self._next += 1
-        self.origins[number] = Origin(self.phase, self.layer, op, size_bytes, len(self.events))
-        self.events.append(Alloc(number, size_bytes))
-        return number
+        return self._count(size_bytes, op)
 
     def release(self, number: int) -> None:
         """The end of an `allocate`."""
@@ -136,37 +175,38 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         if func is _ADD and adds_in_place(args, kwargs):
             # below autograd a mode makes the engine add out of place; without one it reuses the first gradient
             return _ADD_IN_PLACE(*args)
-        shortcut = SHORTCUTS.get(func) if self._is_meta else None
-        out = shortcut(args, kwargs) if shortcut is not None else None
-        if out is None:
-            out = func(*args, **kwargs)
-        elif out is DONE:
-            out = None
+        name, temporaries = self._operators.get(id(func)) or self._operator(func)
+        out = self._remembered.call(func, args, kwargs) if self._is_meta else func(*args, **kwargs)
         if self.on_op is not None:
             self.on_op(func, args)
-        temporaries = self._temporaries.get(func)
         if temporaries is None:
-            self._outputs(out, func)
+            self._outputs(out, name)
             return out
         outputs = (
             (out,)
             if isinstance(out, torch.Tensor)
             else tuple(one for one in out or () if isinstance(one, torch.Tensor))
         )
-        name = str(func)
         held = [self.allocate(size, f"{name} workspace") for size in temporaries(args, kwargs, outputs) if size > 0]
-        self._outputs(out, func)
+        self._outputs(out, name)
         for number in held:
             self.release(number)
         return out
 
-    def _outputs(self, out: Any, func: Any) -> None:
+    def _operator(self, func: Any) -> tuple[str, Temporaries | None]:
+        """An operator's name and workspaces, by its id from now on: hashing an operator is slow."""
+        found = str(func), self._temporaries.get(func)
+        if isinstance(func, torch._ops.OpOverload):  # lives as long as the process, so its id stays its own
+            self._operators[id(func)] = found
+        return found
+
+    def _outputs(self, out: Any, name: str) -> None:
         if isinstance(out, torch.Tensor):
             if out.device.type == self.device_type and out.untyped_storage()._cdata not in self._alive:
-                self.track(out, str(func))
+                self.track(out, name)
         elif isinstance(out, (tuple, list)):
             for one in out:
-                self._outputs(one, func)
+                self._outputs(one, name)
 
     def _item(self, tensor: torch.Tensor) -> Any:
         if tensor.device.type != "meta":

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.units import gib
 from probes.allocator import Alloc, CachingAllocator, EmptyCache, Event, Free, OutOfDeviceMemory
-from probes.dryrun.fastmeta import DONE, SHORTCUTS
+from probes.dryrun.fastmeta import Remembered
 from probes.dryrun.kernels import KernelLog
 from probes.dryrun.tracker import Temporaries, adds_in_place
 from probes.dryrun.workspaces import is_matmul
@@ -107,6 +107,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         self.group_bytes = 0
         self._makes_its_own = False
         self._workspaces: set[str] = set()
+        self._remembered = Remembered()
         self._next = 0
         self._alive: dict[int, Any] = {}
 
@@ -309,12 +310,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
                 kwargs = {**kwargs, "device": META}
             if real:
                 args, kwargs = _on_meta(args), {name: _on_meta(one) for name, one in kwargs.items()}
-            shortcut = SHORTCUTS.get(func)
-            out = shortcut(args, kwargs) if shortcut is not None else None
-            if out is None:
-                out = func(*args, **kwargs)
-            elif out is DONE:
-                out = None
+            out = self._remembered.call(func, args, kwargs)
             self._after(func, args, kwargs, out, metas)
         self._outputs(func, args, kwargs, out, target)
         return out

@@ -11,10 +11,12 @@ pytest.importorskip("transformers")
 from planner.setup import TrainSetup
 from probes.allocator.events import Alloc, Free, Phase
 from probes.dryrun import DryRunReport, report_for_config
+from probes.dryrun.again import Again
 from probes.dryrun.depths import plan_depth
 from probes.dryrun.engine import full_trace
+from probes.dryrun.fastmeta import SHORTCUTS, Remembered
 from probes.dryrun.splice import Block
-from probes.dryrun.trace import Trace
+from probes.dryrun.trace import Trace, trace_run
 from probes.stack import load_config, period_of
 from tests.probes.dryrun_small import assert_same_figures, catalogue_config, small_config
 
@@ -132,3 +134,41 @@ def test_plan_depth_runs_all_of_an_encoder_decoder() -> None:
 def test_a_block_that_is_told_for_many_layers_is_changed_for_none() -> None:
     with pytest.raises(FrozenInstanceError):
         object.__new__(Block).anything = 1  # type: ignore[attr-defined]
+
+
+QUICK: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
+    "llama lora, accumulation": ("llama", {}, {"accumulation_steps": 4}, True),
+    "gemma2 fp16, adafactor": ("gemma2", {}, {"precision": "fp16-autocast", "optimizer": "adafactor"}, True),
+    "deepseek lora": ("deepseek_v3", CASES["deepseek dense first"][1], {}, True),
+    "gpt2, a loop that keeps its outputs": ("gpt2", {}, {"stack": "plain-loop"}, False),
+}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_what_is_not_run_again_is_as_if_it_had_been(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copied second steps and remembered meta kernels change no event; a step that differs is run."""
+    model_type, changes, fields, copied = QUICK[name]
+    setup = TrainSetup(**{"seq_len_tokens": 64, "lora_rank": 4, **fields})
+    config = small_config(model_type, **changes)
+    step, found = Again.step, []
+
+    def told(*given: Any) -> bool:
+        found.append(step(*given))
+        return found[-1]
+
+    monkeypatch.setattr(Again, "step", told)
+    short = trace_run(load_config(config), setup, capability=AMPERE)
+    assert found == [False, copied]
+    monkeypatch.setattr(Again, "step", lambda *_: False)
+    monkeypatch.setattr(Remembered, "call", _called)
+    long = trace_run(load_config(config), setup, capability=AMPERE)
+    assert short.events == long.events
+    assert short.origins == long.origins
+    assert short.owners == long.owners
+    assert short.log == long.log
+
+
+def _called(_: Remembered, func: Any, args: Any, kwargs: Any) -> Any:
+    """The operator itself, but what no meta kernel can do."""
+    done = SHORTCUTS[func](args, kwargs) if func in SHORTCUTS else None
+    return func(*args, **kwargs) if done is None else done if isinstance(done, list) else None
