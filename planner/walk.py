@@ -156,6 +156,7 @@ class _Run:
         rivals: the setup at the first loss and optimizer, and the same with the first kernel family; None where this is
             the first family, or all are asked for.
         ranks: shared by all runs of the branch and spread, made when the first of them asks.
+        families: one of each rank, made when the first loss asks.
         peaks: by loss.
     """
 
@@ -168,6 +169,7 @@ class _Run:
     pairs: tuple[tuple[int, int], ...]
     rivals: tuple[TrainSetup, TrainSetup] | None
     ranks: "list[_Rank]"
+    families: "list[_Family]" = field(default_factory=list)
     peaks: dict[str, _Peaks] = field(default_factory=dict)
 
 
@@ -386,8 +388,9 @@ class Known:
                 if not run.ranks:
                     parts = _distinct(workload.model, run.setup)
                     run.ranks.extend(_Rank(part, workload.gpu, run.setup, self) for part in parts)
-                families = [_Family(rank, run.shared, run.kernels) for rank in run.ranks]
-                found = self._peaks[key] = _Peaks.of(_worst_peaks(families, loss, optimizers, run.pairs))
+                if not run.families:
+                    run.families.extend(_Family(rank, run.shared, run.kernels) for rank in run.ranks)
+                found = self._peaks[key] = _Peaks.of(_worst_peaks(run.families, loss, optimizers, run.pairs))
             run.peaks[loss] = found
         return found
 
