@@ -7,10 +7,11 @@ markup, with control characters replaced.
 import math
 import shlex
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from rich.console import Console
 
+from planner.choices.rollouts import Rollout
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.option_values import default_headroom_bytes
@@ -253,6 +254,12 @@ def default_next_command(answer: Plan) -> str:
             words += ["--samples", str(wish.data.num_samples)]
     if wish.price_source == PRICE_GIVEN:
         words += ["--price", f"{wish.price_per_hour:g}"]
+    if wish.prefer != "quality":
+        words += ["--prefer", wish.prefer]
+    for option, given in (("--epochs", wish.num_epochs), ("--lr", wish.learning_rate)):
+        words += [option, f"{given:g}"] if given else []
+    for target in wish.targets:
+        words += ["--target", target]
     return shlex.join([*words, "--out", "my-plan"])
 
 
@@ -279,14 +286,26 @@ def _flag(name: str, value: object) -> list[str]:
         if value > 1:
             return ["--checkpoint-every", str(value)]
         return ["--checkpointing" if value else "--no-checkpointing"]
-    if name in ("packing", "compile", "activation_offload", "selective_checkpointing"):
-        word = name.replace("_", "-")
-        return [f"--{word}" if value else f"--no-{word}"]
-    if name == "reshard_after_forward":
-        return ["--reshard" if value else "--no-reshard"]
-    known = {"lora_rank": "--rank", "lora_targets": "--targets", "pipeline_schedule": "--schedule"}
-    option = known.get(name, f"--{name.replace('_', '-')}")
-    return [option, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+    if isinstance(value, Rollout):
+        given = [
+            (one.name, getattr(value, one.name)) for one in fields(value) if getattr(value, one.name) != one.default
+        ]
+        return [word for inner, its in given for word in _flag(inner, its)]
+    option = _OPTIONS.get(name, name.replace("_", "-"))
+    if isinstance(value, bool):
+        return [f"--{option}" if value else f"--no-{option}"]
+    return [f"--{option}", ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+
+
+_OPTIONS = {
+    "lora_rank": "rank",
+    "lora_targets": "targets",
+    "pipeline_schedule": "schedule",
+    "reshard_after_forward": "reshard",
+    "completion_tokens": "completion-len",
+    "generation_batch_seqs": "generation-batch",
+}
+"""Fields whose option has another name."""
 
 
 def _rung_rows(

@@ -8,10 +8,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.main import get_command
 
+from planner.choices.rollouts import Rollout
+from planner.cli.app import MAIN_COMMAND, build_app
 from planner.models.spec import ModelSpec
 from planner.option_values import default_headroom_bytes
 from planner.outcome import Candidate, Rung
@@ -173,6 +177,17 @@ def test_next_command_repeats_every_wish() -> None:
         "--targets q_proj,v_proj --checkpoint-every 2 --no-packing --attention sdpa --memory-gib 20 "
         "--headroom 1 --min-rank 32 --dataset-tokens 5000000 --price 0.5 --out my-plan"
     )
+    rolls = Rollout(num_generations=4, completion_tokens=256, generator="vllm", reference=True)
+    other = {"quantize_experts": (True,), "selective_checkpointing": (False,), "rollout": (rolls,)}
+    words = default_next_command(
+        make_plan(make_workload(fixed=other, prefer="speed", num_epochs=2.0, learning_rate=1e-4, targets=("axolotl",)))
+    )
+    asked = "--quantize-experts --no-selective-checkpointing --num-generations 4 --completion-len 256 --generator vllm"
+    assert f"{asked} --reference" in words
+    assert words.endswith("--prefer speed --epochs 2 --lr 0.0001 --target axolotl --out my-plan")
+    made: Any = get_command(build_app([MAIN_COMMAND]))
+    parameters = {word for one in made.commands[MAIN_COMMAND].params for word in (*one.opts, *one.secondary_opts)}
+    assert not {one for one in words.split() if one.startswith("--")} - parameters
     usual = make_workload(headroom_bytes=default_headroom_bytes(workload.memory_bytes), memory_bytes=20 * GIB)
     assert "--headroom" not in default_next_command(make_plan(usual))
 
