@@ -25,6 +25,7 @@ from planner.choices.kernels import parts_of
 from planner.errors import SetupError
 from planner.gpus import find_gpu
 from planner.interchange import setup_from_dict, setup_to_dict
+from planner.kernels import experts_refusal, flash_refusal
 from planner.memory.model import predict_memory
 from planner.memory.types import PHASES, MemoryBreakdown
 from planner.models import catalogue
@@ -90,6 +91,13 @@ def has_parts(setup: TrainSetup) -> bool:
     return setup.checkpointing > 2 or any(name in setup.seldom for name in PARTS)
 
 
+def refused(model: ModelSpec, setup: TrainSetup) -> str:
+    """Why nothing trains this: attention that the flash kernels do not take, packed experts with adapters of their own;
+    the formula then counts what a person would have to run instead. Other refusals name what another library counts."""
+    flash = flash_refusal(model) if setup.attention == "flash-attention-2" else ""
+    return flash or (experts_refusal(model, setup) if setup.quantize_experts else "")
+
+
 def points(seed: int, *, parts: bool = False) -> Iterator[tuple[str, str, TrainSetup]]:
     """Endless (model id, gpu key, setup), models in rotation so that every type comes early."""
     draw = random.Random(seed)
@@ -116,7 +124,7 @@ def points(seed: int, *, parts: bool = False) -> Iterator[tuple[str, str, TrainS
                 setup = TrainSetup(**fields)
             except SetupError:
                 continue
-            if not parts or has_parts(setup):
+            if not parts or (has_parts(setup) and not refused(specs[model], setup)):
                 yield model, gpu, setup
 
 
@@ -329,11 +337,14 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def compact(rows: list[dict[str, Any]]) -> str:
-    """The traced points without what was alive at their peaks, one JSON line each: enough to judge a formula by."""
+    """The traced points without what was alive at their peaks, one JSON line each: enough to judge a formula by; but
+    those that nothing trains."""
     kept = ("model", "model_type", "gpu", "setup", "dry_run_version", "dry_run_phases", "dry_run_phase", "kernels")
     lines = []
     for row in rows:
-        if "dry_run_phases" in row:
+        model = catalogue.load(row["model"])
+        assert model is not None
+        if "dry_run_phases" in row and not refused(model, setup_from_dict(row["setup"])):
             small = {name: row[name] for name in kept if name in row}
             lines.append(
                 json.dumps({"dry_run_version": VERSION, **small, "dry_run_allocated": row["dry_run_allocated"]})
