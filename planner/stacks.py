@@ -131,6 +131,16 @@ _ROWS = (
         source="as plain-loop, with `loss = model(...).loss`",
     ),
     Stack(
+        name="prime-rl",
+        title="prime-rl's SFT trainer",
+        keeps_outputs=True,
+        compiles_loss=False,
+        widens_outputs=True,
+        trainer_overhead=False,
+        source="prime-rl c330a6d4 (15 January 2026) trainer/sft/train.py (`out = forward(...)`: `del logits` leaves them "
+        "in `out` until the next forward), trainer/model.py cast_float_and_contiguous, apply_compile (layers alone)",
+    ),
+    Stack(
         name="torchtune",
         title="torchtune's recipes",
         loss_chunks=8,

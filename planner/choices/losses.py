@@ -137,7 +137,7 @@ class FullLoss(Loss):
         # without a 16-bit type the fp32 "copy" is the logits themselves
         copy = wide * elements if wide != logit else 0
         beside = kept + shape.cast_bytes
-        held = logit * elements if shape.kept else 0
+        held = (wide if shape.widened else logit) * elements if shape.kept else 0
         if shape.in_place:
             return LossChain(
                 loss_bytes=logit * elements + beside, backward_bytes=logit * elements + beside, kept_bytes=held
