@@ -137,8 +137,8 @@ _ROWS = (
         compiles_loss=False,
         widens_outputs=True,
         trainer_overhead=False,
-        source="prime-rl c330a6d4 (15 January 2026) trainer/sft/train.py (`out = forward(...)`: `del logits` leaves them "
-        "in `out` until the next forward), trainer/model.py cast_float_and_contiguous, apply_compile (layers alone)",
+        source="prime-rl c330a6d4 (15 January 2026) trainer/sft/train.py (`out = forward(...)`: `del logits` leaves "
+        "them in `out` until the next forward), trainer/model.py cast_float_and_contiguous, apply_compile (layers)",
     ),
     Stack(
         name="torchtune",
