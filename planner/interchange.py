@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from planner.choices.adapters import ADAPTERS
+from planner.choices.images import Images
 from planner.choices.objectives import OBJECTIVES
 from planner.choices.rollouts import Rollout
 from planner.errors import SetupError
@@ -36,8 +37,9 @@ def setup_to_dict(setup: TrainSetup) -> dict[str, Any]:
     for name in _LISTS:
         if isinstance(values.get(name), tuple):
             values[name] = list(values[name])
-    if "rollout" in values:
-        values["rollout"] = values["rollout"].values
+    for name in ("rollout", "images"):
+        if name in values:
+            values[name] = values[name].values
     return values
 
 
@@ -69,6 +71,8 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
             raise SetupError(f"{name} must be true or false, got {clean[name]!r}")
     if clean.get("rollout") is not None:
         clean["rollout"] = _rollout(clean["rollout"], clean.get("seq_len_tokens", _DEFAULTS["seq_len_tokens"]))
+    if clean.get("images") is not None and not isinstance(clean["images"], Images):
+        clean["images"] = Images.read(clean["images"])
     _check_types(clean)
     return TrainSetup(**clean)
 
@@ -94,7 +98,7 @@ def _take_defaults(clean: dict[str, Any]) -> None:
 def _check_types(clean: Mapping[str, Any]) -> None:
     """Raises: SetupError: a value of the wrong type."""
     for name, value in clean.items():
-        if name == "rollout":
+        if name in ("rollout", "images"):
             continue
         if name in _LISTS and isinstance(value, (tuple, str)):
             continue  # TrainSetup looks at the names

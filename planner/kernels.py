@@ -170,13 +170,13 @@ def has_expert_stacks(model: ModelSpec) -> bool:
 
 def masked(setup: TrainSetup, attention: AttentionSpec) -> bool:
     """Whether transformers hands SDPA a mask: packed samples, a window no longer than the sequence, or keys before it
-    (prefix tuning).
+    (prefix tuning), or pictures whose tokens see each other.
 
     The worst padded batch is full (every sequence at the full length), and a mask that hides nothing is dropped.
 
     Source: transformers 5.23 `masking_utils.py` `_ignore_causal_mask_sdpa` (kv_length < local_attention_size).
     """
-    if setup.packing or setup.adapter == "prefix":
+    if setup.packing or setup.adapter == "prefix" or (attention.sees_ahead and setup.images is not None):
         return True
     return (
         attention.window_tokens is not None and setup.seq_len_tokens + setup.virtual_tokens >= attention.window_tokens

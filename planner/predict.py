@@ -95,6 +95,8 @@ def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str
             f"no adapter knows {model.model_type}: the formula stands on the module tree that transformers builds, and "
             "assumes that its layers keep what others' do"
         )
+    if setup.images is not None:
+        notes += _image_notes(model, setup)
     if traits_of(model).streams > 1:
         notes.append("the speed leaves out what several residual streams move (AltUp): it is an upper bound")
     if "math" in attention_kernels(model, gpu, setup):
@@ -130,6 +132,21 @@ def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str
     if paged:
         notes.append(f"{gib(paged)} of paged optimizer state lie in managed memory, outside PyTorch's count")
     return tuple(notes)
+
+
+def _image_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:
+    """What the pictures of a sample are to the step."""
+    from planner.memory.tower import tower_adapted  # late: text alone needs neither
+    from planner.models.towers import image_tokens
+
+    assert setup.images is not None
+    tokens = image_tokens(model, setup.images)
+    adapted = "gets adapters too" if tower_adapted(model, setup) else "is frozen"
+    tower = "is trained" if setup.method == "full" else adapted
+    return [
+        f"{setup.images.words} are {tokens:,} of {setup.seq_len_tokens:,} tokens of every sequence; the vision tower "
+        f"{tower}; the pixels of all micro-batches of a step are on the card at once"
+    ]
 
 
 def _stored_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from planner.choices.adapters import ADAPTERS, Adapter
+from planner.choices.images import Images
 from planner.choices.objectives import DEFAULT as _DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES, Objective
 from planner.choices.precisions import PRECISIONS
@@ -63,6 +64,7 @@ class TrainSetup:
             Axolotl's selective activation checkpointing).
         adapter: one of ADAPTER_KINDS (`planner.choices.adapters`); no plan proposes another than "lora" by itself.
         rollout: how an objective that generates its completions does so; None: as its trainer by itself (`rolls`).
+        images: the pictures of every sample, whose tokens are part of its sequence; None: text alone.
     """
 
     method: str = "lora"
@@ -100,6 +102,7 @@ class TrainSetup:
     objective: str = _DEFAULT_OBJECTIVE
     adapter: str = "lora"
     rollout: Rollout | None = None
+    images: Images | None = None
     selective_checkpointing: bool = False
 
     def __post_init__(self) -> None:
@@ -311,6 +314,7 @@ LATER_FIELDS = (
     "objective",
     "adapter",
     "rollout",
+    "images",
     "selective_checkpointing",
     *AROUND_FIELDS,
 )

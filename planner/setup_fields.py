@@ -1,5 +1,6 @@
 """What each field of a `TrainSetup` may be, and which of them cannot be combined: a message and the way out."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from planner.choices.adapters import ADAPTERS as _ADAPTERS
@@ -86,6 +87,8 @@ def check(setup: "TrainSetup") -> None:
     if setup.num_gpus > 1 or setup.parallel != "none" or setup.spread:
         _check_degrees(setup)
         _check_sharing(setup)
+    if setup.images is not None:
+        _check_images(setup)
     if setup.objective != _DEFAULT_OBJECTIVE or setup.rollout is not None:
         _check_objective(setup)
 
@@ -310,6 +313,30 @@ def _check_sharing(setup: "TrainSetup") -> None:
             f"parallel {setup.parallel!r} cannot offload {setup.offload!r}",
             hint="zero1 and zero2 offload 'optimizer', zero3 'optimizer' or 'parameters', fsdp2 'parameters'",
         )
+
+
+WITH_IMAGES: Mapping[str, tuple[object, ...]] = {
+    "objective": (_DEFAULT_OBJECTIVE,),
+    "num_gpus": (1,),
+    "adapter": ("lora",),
+    "packing": (False,),
+    "attention": ("sdpa", "flash-attention-2"),
+    "kernels": ("eager",),
+    "loss": ("full", "chunked"),
+    "compile": (False,),
+    "activation_offload": (False,),
+    "selective_checkpointing": (False,),
+}
+"""What is planned with pictures. No trainer packs them; eager attention would keep a tower's patches times patches."""
+
+
+def _check_images(setup: "TrainSetup") -> None:
+    """What pictures leave of the other fields."""
+    for name, allowed in WITH_IMAGES.items():
+        if (value := getattr(setup, name)) not in allowed:
+            raise SetupError(
+                f"images are not planned with {name} {value!r}", hint=f"planned: {', '.join(map(str, allowed))}"
+            )
 
 
 def _check_objective(setup: "TrainSetup") -> None:

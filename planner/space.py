@@ -23,7 +23,7 @@ from planner.expressed import branches_as_run
 from planner.kernels import missing_kernels, supported_attentions
 from planner.models.stored import stored_bits, stored_refusal
 from planner.setup import TrainSetup
-from planner.setup_fields import METHODS
+from planner.setup_fields import METHODS, WITH_IMAGES
 from planner.stacks import DEFAULT as DEFAULT_STACK
 from planner.workload import Workload
 
@@ -75,6 +75,15 @@ def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
         values[name] = tuple(value for value in values[name] if needs.get(value) not in workload.absent_packages)
     for name, allowed in fixed.items():
         values[name] = tuple(allowed)
+    if workload.images is not None:
+        for name, allowed in WITH_IMAGES.items():
+            if name in values:
+                values[name] = tuple(value for value in values[name] if value in allowed)
+                if not values[name]:
+                    raise UsageError(
+                        f"images are not planned with {name} {', '.join(map(str, fixed[name]))}",
+                        hint=f"planned: {', '.join(map(str, allowed))}",
+                    )
     if "objective" in fixed:
         objective = OBJECTIVES[fixed["objective"][0]]
         values["loss"] = _losses_of(
@@ -207,6 +216,7 @@ def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Itera
                                     loss="full" if OBJECTIVES[objective].supervised else values["loss"][0],
                                     adapter="lora" if method == "full" else values.get("adapter", ("lora",))[0],
                                     rollout=rollout,
+                                    images=values.get("images", (None,))[0],
                                     checkpointing=0 if values["checkpointing"] == (0,) else 1,
                                     quantize_experts=values["quantize_experts"][0],
                                     compile=values.get("compile", (False,))[0],

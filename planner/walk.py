@@ -18,7 +18,7 @@ from planner.gpu import GpuSpec
 from planner.kernels import attention_generation, attention_kernel, takes_cudnn
 from planner.memory.dtypes import flow_of
 from planner.memory.layer_costs import LayerCosts, in_common
-from planner.memory.micro_batch import ActivationParts, activation_parts, costs_of
+from planner.memory.micro_batch import ActivationParts, costs_of
 from planner.memory.model import predict_memory
 from planner.memory.rank_part import RankPart, rank_parts
 from planner.memory.rank_part import in_flight as micro_batches_in_flight
@@ -32,6 +32,7 @@ from planner.memory.step import (
     loss_beside,
     loss_terms,
     peak_bytes,
+    step_parts,
     total_bytes,
 )
 from planner.memory.workspace import communicator_bytes, context_bytes, cublas_workspace_bytes
@@ -404,8 +405,8 @@ class Known:
             costs = self._costs.get(alike)
             if costs is None:
                 costs = self._costs[alike] = costs_of(part.model, gpu, inner), costs_of(part.model, gpu, batched)
-            one = activation_parts(part.model, gpu, inner, costs[0])
-            two = activation_parts(part.model, gpu, batched, costs[1])
+            one = step_parts(part.model, gpu, inner, costs[0])
+            two = step_parts(part.model, gpu, batched, costs[1])
             at_one, at_two = (
                 tuple([(moment.name, moment.size_bytes) for moment in computing(part.model, parts, last=part.last)])
                 for parts in (one, two)
@@ -484,6 +485,7 @@ class _Family:
         for micro, steps in pairs:
             state, lines, stepping = variants[steps > 1]
             resident = state.moment_bytes["resident"] + rank.workspace + rank.beside
+            resident += micro * steps * parts.tower.inputs
             flight = in_flight = in_loss = 0
             if setup.pipeline_degree > 1:
                 flight = micro_batches_in_flight(setup, part.stage, steps)

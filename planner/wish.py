@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from planner import setup_fields as fields
 from planner import steps
 from planner.choices.adapters import ADAPTERS
+from planner.choices.images import with_text
 from planner.choices.objectives import aim_of
 from planner.choices.rollouts import Rollout
 from planner.errors import UsageError
@@ -62,9 +63,7 @@ class Wish:
             UsageError: a value that makes no sense.
         """
         memory, headroom = memory_and_headroom(gpu, self.memory_gib, self.headroom_gib)
-        seq_len_tokens = positive("seq-len", self.seq_len) or min(
-            DEFAULT_SEQ_LEN, model.max_position_embeddings or DEFAULT_SEQ_LEN
-        )
+        seq_len_tokens = positive("seq-len", self.seq_len) or self._length(model)
         data = self._data(seq_len_tokens)
         fixed = kind_fields(model, self.fixed, several=cluster is not None)
         floor, reason = self._floor(model, fixed, data.epoch_tokens)
@@ -95,6 +94,15 @@ class Wish:
             price_source=source,
             absent_packages=self.absent_packages,
         )
+
+    def _length(self, model: ModelSpec) -> int:
+        """Tokens per sequence where nobody says: the usual length, or room for text beside the pictures."""
+        usual = min(DEFAULT_SEQ_LEN, model.max_position_embeddings or DEFAULT_SEQ_LEN)
+        if (images := self.fixed.get("images", (None,))[0]) is None:
+            return usual
+        from planner.models.towers import image_tokens  # late: text alone needs none of it
+
+        return max(usual, with_text(image_tokens(model, images)))
 
     def _data(self, seq_len_tokens: int) -> Data:
         """One pass over the data; where only numbers are known, samples of full length if their tokens are not given,

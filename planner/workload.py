@@ -6,6 +6,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from planner import steps
+from planner.choices.images import Images, with_text
 from planner.choices.objectives import Objective, aim_of
 from planner.errors import UsageError
 from planner.gpu import GpuSpec
@@ -90,12 +91,34 @@ class Workload:
         for name in ("seq_len_tokens", "global_batch_seqs", "memory_bytes", "min_rank"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if images := self.images:
+            self._check_images(images)
         if not 0 <= self.headroom_bytes < self.memory_bytes:
             raise UsageError(
                 f"headroom must be at least 0 and less than the memory ({self.memory_bytes} bytes), "
                 f"got {self.headroom_bytes} bytes",
                 hint="give --headroom in GiB, smaller than the card",
             )
+
+    def _check_images(self, images: Images) -> None:
+        """Refuses what cannot see, and sequences too short for what is seen."""
+        from planner.models.towers import image_tokens  # late: text alone needs none of it
+
+        tokens = image_tokens(self.model, images)
+        if tokens >= self.seq_len_tokens:
+            raise UsageError(
+                f"{images.words} are {tokens:,} tokens of {self.model.model_id}: no room for text in "
+                f"--seq-len {self.seq_len_tokens}",
+                hint=f"give --seq-len {with_text(tokens)}, or a smaller --image-size",
+            )
+        if self.num_gpus > 1:
+            raise UsageError("images are planned on one GPU", hint="leave --gpus out")
+
+    @property
+    def images(self) -> Images | None:
+        """The pictures of every sample, None where there are none."""
+        found: Images | None = self.fixed.get("images", (None,))[0]
+        return found
 
     @property
     def aim(self) -> Objective:

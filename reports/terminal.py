@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 
 from rich.console import Console
 
+from planner.choices.images import Images
 from planner.choices.rollouts import Rollout
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
@@ -286,6 +287,8 @@ def _flag(name: str, value: object) -> list[str]:
         if value > 1:
             return ["--checkpoint-every", str(value)]
         return ["--checkpointing" if value else "--no-checkpointing"]
+    if isinstance(value, Images):
+        return ["--images-per-sample", str(value.num), "--image-size", f"{value.width}x{value.height}"]
     if isinstance(value, Rollout):
         given = [
             (one.name, getattr(value, one.name)) for one in fields(value) if getattr(value, one.name) != one.default

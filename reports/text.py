@@ -96,8 +96,13 @@ def batch_words(setup: TrainSetup) -> str:
     gpus = f" on {setup.num_gpus} GPUs ({spread_words(setup)})" if setup.num_gpus > 1 else ""
     return (
         f"micro-batch {setup.micro_batch_seqs} × accumulation {setup.accumulation_steps}{gpus} "
-        f"of {setup.seq_len_tokens:,} tokens{rollout_words(setup)}"
+        f"of {setup.seq_len_tokens:,} tokens{image_words(setup)}{rollout_words(setup)}"
     )
+
+
+def image_words(setup: TrainSetup) -> str:
+    """The pictures of a sample, as the end of a sentence; "" of text alone."""
+    return f" with {setup.images.words}" if setup.images is not None else ""
 
 
 def rollout_words(setup: TrainSetup) -> str:
@@ -213,9 +218,19 @@ def workload_words(workload: Workload) -> str:
     model = clean(workload.model.model_id)
     return (
         f"{model} ({count(workload.model.num_params)} parameters) on {gpus_words(workload)} · "
-        f"{workload.seq_len_tokens:,} tokens · "
+        f"{workload.seq_len_tokens:,} tokens{_of_images(workload)} · "
         f"{workload.global_batch_seqs:,} {plural(workload.global_batch_seqs, workload.aim.sample)} per step"
     )
+
+
+def _of_images(workload: Workload) -> str:
+    """What of a sequence are pictures, "" of text alone."""
+    images = workload.images
+    if images is None:
+        return ""
+    from planner.models.towers import image_tokens  # late: text alone needs none of it
+
+    return f", {image_tokens(workload.model, images):,} of them of {images.words}"
 
 
 def plural(number: float, word: str) -> str:

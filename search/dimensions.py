@@ -73,6 +73,7 @@ FIXED: dict[str, str] = {
     "modules_to_save": "the user's: what is trained whole beside the adapters",
     "objective": "the user's: what the step trains for",
     "rollout": "the user's and the plan's: completions of a prompt, who generates them, how many at once",
+    "images": "the user's: pictures of a sample",
     "adapter": "the user's: a plan proposes LoRA",
     "stack": "the launch target's: whose code runs",
     "expandable_segments": "as every launch file sets it",

@@ -7,6 +7,7 @@ import typer
 
 from planner import setup_fields as fields
 from planner.choices.adapters import refusal as adapter_refusal
+from planner.choices.images import Images
 from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.choices.objectives import OBJECTIVES
 from planner.choices.packages import PACKAGED
@@ -102,6 +103,9 @@ CHOICES = {
 """Repeatable options -> the values that each may have."""
 
 
+DEFAULT_IMAGE_SIZE = "1024"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Lookup:
     """Where a model's configuration is looked for."""
@@ -173,6 +177,34 @@ class RolloutOptions:
             name = next(iter(given)).replace("_", " ")
             raise UsageError(f"{name} is for objectives that generate", hint="give --objective grpo")
         return Rollout.read(given, seq_len or DEFAULT_SEQ_LEN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageOptions:
+    """The pictures of a sample; None: text alone."""
+
+    images_per_sample: Annotated[
+        int | None, typer.Option("--images-per-sample", help="Images of a sample, for models with eyes. Default: none.")
+    ] = None
+    image_size: Annotated[
+        str | None, typer.Option("--image-size", help="Their pixels: PX or WIDTHxHEIGHT. Default 1024.")
+    ] = None
+
+    def images(self) -> Images | None:
+        """The pictures that were asked for, None where none were.
+
+        Raises:
+            UsageError: a size that is none.
+            SetupError: a value that makes no sense.
+        """
+        if self.images_per_sample is None and self.image_size is None:
+            return None
+        text = self.image_size or DEFAULT_IMAGE_SIZE
+        width, _, height = text.lower().partition("x")
+        if not width.isdecimal() or not (height or width).isdecimal():
+            raise UsageError(f"--image-size {text:.80}: expected pixels", hint="for example 1024 or 1280x720")
+        num = 1 if self.images_per_sample is None else self.images_per_sample
+        return Images(num=num, width=int(width), height=int(height or width))
 
 
 def checkpointing_value(checkpointing: bool | None, every: int | None) -> int | None:

@@ -91,7 +91,7 @@ class SetupOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnySetupOptions(SetupOptions, options.RolloutOptions):
+class AnySetupOptions(SetupOptions, options.RolloutOptions, options.ImageOptions):
     """With what a formula can say and no probe here runs: split matrices and layers, other stacks."""
 
     tensor_degree: spread.TensorDegree = None
@@ -130,6 +130,7 @@ class AnySetupOptions(SetupOptions, options.RolloutOptions):
             "expandable_segments": self.expandable_segments,
             "reentrant_checkpointing": self.reentrant,
             "rollout": self.rollout(self.objective, self.seq_len),
+            "images": self.images(),
         }
 
     def _spread(self) -> dict[str, Any]:

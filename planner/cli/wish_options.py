@@ -86,7 +86,7 @@ class SpaceOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WishOptions(SpaceOptions, options.RolloutOptions):
+class WishOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions):
     """What a person asks for on the command line, beside model and GPU; None: planned, or a stated default."""
 
     objective: options.Objective = None
@@ -142,6 +142,8 @@ class WishOptions(SpaceOptions, options.RolloutOptions):
         aim = options.objective_fields(self.objective, packing=self.packing, num_gpus=num_gpus)
         if rollout := self.rollout(self.objective, self.seq_len):
             aim["rollout"] = (rollout,)
+        if images := self.images():
+            aim["images"] = (images,)
         return (
             aim
             | super().fixed()

@@ -24,6 +24,8 @@ from planner.setup import TrainSetup
 from planner.stacks import TARGET_ROWS
 
 T = TypeVar("T")
+WITH_IMAGES = ("trl", "llamafactory")
+"""Targets whose files train on pictures."""
 
 
 def objective_refusal(setup: TrainSetup, target: str) -> str:
@@ -34,14 +36,23 @@ def objective_refusal(setup: TrainSetup, target: str) -> str:
     return f"{target} files are for other objectives than {setup.objective}: it is written for {others}"
 
 
+def image_refusal(setup: TrainSetup, target: str) -> str:
+    """Why a target has no file for a setup with pictures, "" where it has or there are none."""
+    if setup.images is None or target in WITH_IMAGES:
+        return ""
+    return f"{target} files are written for text: images are for {' and '.join(WITH_IMAGES)}"
+
+
 def _refusal(room: ModuleType, setup: TrainSetup, model: ModelSpec | None = None) -> str:
-    found: str = objective_refusal(setup, room.TARGET) or room.refusal(setup, model)
+    found: str = (
+        objective_refusal(setup, room.TARGET) or image_refusal(setup, room.TARGET) or room.refusal(setup, model)
+    )
     return found
 
 
 def _export(room: ModuleType, request: ExportRequest) -> Launch:
     setup = request.setup
-    reason = objective_refusal(setup, room.TARGET)
+    reason = objective_refusal(setup, room.TARGET) or image_refusal(setup, room.TARGET)
     if not reason and setup.micro_batch_seqs < setup.aim.least_samples:
         reason = f"{setup.objective} needs a micro-batch of at least {setup.aim.least_samples} {setup.aim.sample}s"
     if reason := reason or rollouts.refusal(setup) or room.refusal(setup, request.model):

@@ -145,7 +145,8 @@ def model_refusal(setup: TrainSetup, model: ModelSpec | None, tool: str) -> str:
         return reason
     if model.is_encoder_decoder:
         return f"launch files train causal language models; {model.model_type} is an encoder-decoder"
-    if model.from_tree and not model.built_class.endswith(("ForCausalLM", "LMHeadModel")):
+    causal = model.built_class.endswith(("ForCausalLM", "LMHeadModel"))
+    if model.from_tree and not causal and setup.images is None:
         return f"launch files train causal language models on text; {model.model_type} is built as {model.built_class}"
     if model.model_type in REMOTE_TYPES:
         return (

@@ -69,10 +69,13 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
         found.append(Difference(field="checkpointing", planned=setup.checkpointing, runs_as=1, reason=reason))
     if not setup.aim.supervised:
         return (*found, *_preference_differences(setup))
-    if setup.loss == "chunked":
+    if setup.loss == "chunked" and setup.images is not None:
+        reason = "no chunked loss, and its Liger switch is not planned with images: the logits are held in full"
+        found.append(Difference(field="loss", planned="chunked", runs_as="full", reason=reason))
+    elif setup.loss == "chunked":
         reason = "no chunked loss; Liger's fused linear cross-entropy holds no logits either"
         found.append(Difference(field="loss", planned="chunked", runs_as="liger", reason=reason))
-    if setup.loss != "full" and setup.kernels == "eager":
+    if setup.loss != "full" and setup.kernels == "eager" and setup.images is None:
         reason = "its one Liger switch takes the layers' kernels with the loss"
         found.append(Difference(field="kernels", planned="eager", runs_as="liger", reason=reason))
     if setup.loss == "full" and setup.kernels == "liger":
@@ -214,13 +217,14 @@ def _sections(request: ExportRequest) -> list[Section]:
             model_line("model_name_or_path", request, shown_path(request.model_id)),
             Line("flash_attn", _attention(request)),
             *_quantization(setup),
+            *_images(request),
         ),
         section("method", Line("stage", setup.aim.targets[TARGET]), Line("do_train", True), *_method(request)),
         *_objective(setup),
         section(
             "dataset" if request.dataset else "dataset: PUT YOURS HERE (in dataset_info.json)",
             Line("dataset", DATASET_KEY),
-            Line("template", "default", "the tokenizer has none of its own") if chat.brought_along(request) else None,
+            _template(request),
             Line("dataset_dir", f"launch/{TARGET}", "holds dataset_info.json"),
             said(LLAMAFACTORY, setup, "seq_len_tokens", "tokens; longer samples are cut"),
             said(LLAMAFACTORY, setup, "packing"),
@@ -248,9 +252,49 @@ def _sections(request: ExportRequest) -> list[Section]:
     ]
 
 
+_TEMPLATES = {
+    "qwen2_vl": "qwen2_vl",
+    "qwen2_5_vl": "qwen2_vl",
+    "qwen3_vl": "qwen3_vl_nothink",
+    "qwen3_vl_moe": "qwen3_vl_nothink",
+    "llava": "llava",
+    "gemma3": "gemma3",
+}
+"""Its template of a model with eyes, which says what stands for a picture (0.9.5 `data/template.py`)."""
+
+
+def _template(request: ExportRequest) -> Line | None:
+    kind = request.model.model_type if request.model is not None else ""
+    if request.setup.images is not None and kind in _TEMPLATES:
+        return Line("template", _TEMPLATES[kind])
+    return Line("template", "default", "the tokenizer has none of its own") if chat.brought_along(request) else None
+
+
+def _images(request: ExportRequest) -> list[Line]:
+    """What of a model with eyes is trained, and the largest picture; nothing of text alone.
+
+    Source: LLaMA-Factory 0.9.5 `hparams/model_args.py` ProcessorArguments, `data/mm_plugin.py` _preprocess_image
+    (scales down to `image_max_pixels`), `model/adapter.py` _setup_full_tuning, `model/model_utils/visual.py`.
+    """
+    images = request.setup.images
+    if images is None:
+        return []
+    most = Line("image_max_pixels", images.width * images.height, "larger pictures are made smaller")
+    frozen = request.setup.method != "full"
+    return [
+        most,
+        Line("freeze_vision_tower", frozen),
+        Line("freeze_multi_modal_projector", frozen),
+    ]
+
+
 def _memory(setup: TrainSetup) -> list[Line | None]:
     runs = setup.with_(**{one.field: one.runs_as for one in differences(setup) if one.field == "precision"})
-    liger = setup.aim.supervised and (setup.loss in ("chunked", "liger") or setup.kernels == "liger")
+    liger = (
+        setup.aim.supervised
+        and setup.images is None
+        and (setup.loss in ("chunked", "liger") or setup.kernels == "liger")
+    )
     return [
         *_precision(runs),
         Line("disable_gradient_checkpointing", setup.checkpointing == 0),
@@ -328,7 +372,7 @@ def _dataset_info(request: ExportRequest) -> LaunchFile:
     elif columns == "messages":
         entry |= {
             "formatting": "sharegpt",
-            "columns": {"messages": "messages"},
+            "columns": {"messages": "messages"} | ({"images": "images"} if request.setup.images is not None else {}),
             "tags": {
                 "role_tag": "role",
                 "content_tag": "content",

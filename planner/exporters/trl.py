@@ -191,6 +191,11 @@ def _notes(request: ExportRequest) -> list[str]:
             f"If the tokenizer has no chat template (a base model's often has none), add {chat.OPTION} "
             f"launch/{TARGET}/{chat.NAME} to the command; run.sh looks and does."
         )
+    if setup.images is not None:
+        notes.append(
+            f"Planned for {setup.images.words}: TRL resizes no pictures, the model's processor does; larger ones need "
+            "more memory, and a sample longer than max_length loses tokens of its pictures and stops the run."
+        )
     if setup.kernels == "liger":
         notes.append("Needs liger-kernel on a GPU with Triton; TRL 1.16 warns that use_liger_kernel will go in 2.0.")
     if request.num_nodes > 1:
@@ -344,6 +349,8 @@ def _method(request: ExportRequest) -> list[Line]:
 
 def dataset_section(request: ExportRequest) -> Section:
     """`dataset_name` and its split, or the placeholder."""
+    if request.setup.images is not None:
+        return _image_section(request)
     if request.dataset is None:
         return section(
             "dataset: PUT YOURS HERE",
@@ -364,6 +371,20 @@ def dataset_section(request: ExportRequest) -> Section:
         Line("dataset_train_split", request.dataset.split),
         Line("dataset_text_field", request.dataset.text_field) if text else None,
     )
+
+
+def _image_section(request: ExportRequest) -> Section:
+    """The dataset of pictures: TRL looks for a column `images` beside the messages.
+
+    Source: trl 1.16 `SFTTrainer.__init__` (`_is_vision_dataset`), DataCollatorForVisionLanguageModeling.
+    """
+    images = request.setup.images
+    assert images is not None
+    columns = f"columns: images (a list of {images.num}), messages"
+    if request.dataset is not None:
+        lines = (Line("dataset_name", shown_path(request.dataset.path), columns),)
+        return section("dataset", *lines, Line("dataset_train_split", request.dataset.split))
+    return section("dataset: PUT YOURS HERE", Line("dataset_name", PLACEHOLDER_DATASET, columns))
 
 
 def _columns(request: ExportRequest) -> str:

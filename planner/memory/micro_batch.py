@@ -42,6 +42,30 @@ class LayerMoment(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TowerBytes:
+    """Bytes of one micro-batch's pictures.
+
+    Attributes:
+        inputs: the pixels. The batches of all micro-batches of a step are on the device at once (transformers 5.23
+            `Trainer.get_batch_samples`), so that they stay until the step's end.
+        stored: from the tower's forward to its backward; 0 where nothing asks for a gradient there.
+        held: outputs that the model's forward holds until it ends.
+        forward: the tower's own forward at its largest beyond what is stored.
+        backward: its backward's moments beyond what is stored.
+    """
+
+    inputs: int = 0
+    stored: int = 0
+    held: int = 0
+    forward: int = 0
+    backward: tuple[int, ...] = ()
+
+
+NO_TOWER = TowerBytes()
+"""Of text alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationParts:
     """Activations of one micro-batch, all in bytes.
 
@@ -64,6 +88,8 @@ class ActivationParts:
     """With gradients, one after another, before one backward; all that is kept is of all of them."""
     at_first_decoder_layer: int = 0
     """Beyond what is stored: position biases at the backward of an encoder-decoder's first decoder layer."""
+    tower: TowerBytes = NO_TOWER
+    """Of the pictures (`planner.memory.tower`)."""
 
     @property
     def cast_cache(self) -> int:
@@ -86,12 +112,18 @@ def step_flow(model: ModelSpec, setup: TrainSetup) -> Flow:
 
 
 def activation_parts(
-    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, costs: Sequence[LayerCosts] | None = None
+    model: ModelSpec,
+    gpu: GpuSpec,
+    setup: TrainSetup,
+    costs: Sequence[LayerCosts] | None = None,
+    *,
+    casts_adapters: bool = True,
 ) -> ActivationParts:
     """The activations of a setup; independent of its loss, optimizer and accumulation.
 
     Args:
         costs: what `costs_of` says of this setup, where it is known already.
+        casts_adapters: whether autocast's copies of the adapters are counted here.
     """
     flow, traits, forwards = step_flow(model, setup), traits_of(model), setup.aim.forwards
     tokens = setup.tokens_per_micro_batch // forwards
@@ -110,8 +142,10 @@ def activation_parts(
     behind = gone * min([one.saved.total for one, num in zip(costs, kept, strict=True) if num], default=0)
     layer_moments = _largest_moments(setup, costs, counts, kept, behind)
     largest = max(layer_moments, key=lambda moment: moment.total)
-    adapters, adapter_casts = _adapter_casts(model, setup, flow, sum(kept) / max(1, sum(counts)))
-    stored["adapters"] += adapters
+    adapter_casts = 0
+    if casts_adapters:
+        adapters, adapter_casts = _adapter_casts(model, setup, flow, sum(kept) / max(1, sum(counts)))
+        stored["adapters"] += adapters
     casts = _weight_casts(model, setup, flow)
     return ActivationParts(
         stored={part: forwards * size for part, size in stored.items()},

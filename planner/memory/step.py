@@ -15,6 +15,7 @@ from planner.choices.losses import LossChain
 from planner.gpu import GpuSpec
 from planner.memory.allocator import allocator_gap_bytes, fixed_segments_gap_bytes
 from planner.memory.dtypes import SIZE_BYTES
+from planner.memory.layer_costs import LayerCosts
 from planner.memory.loss import loss_parts
 from planner.memory.micro_batch import ActivationParts, activation_parts, step_flow
 from planner.memory.rank_part import RankPart
@@ -69,6 +70,18 @@ def total_bytes(terms: Iterable[Term]) -> int:
     return sum([term[2] for term in terms])
 
 
+def step_parts(
+    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, costs: Sequence[LayerCosts] | None = None
+) -> ActivationParts:
+    """`activation_parts`, with the pictures' where the setup has some."""
+    parts = activation_parts(model, gpu, setup, costs)
+    if setup.images is None:
+        return parts
+    from planner.memory.tower import with_tower  # late: text alone needs none of it
+
+    return with_tower(parts, model, gpu, setup)
+
+
 def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) -> tuple[Moment, ...]:
     """What one micro-batch's activations are at every moment; each by itself is affine in the micro-batch.
 
@@ -80,7 +93,9 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
     """
     stored = _stored(parts)
     norm: Term = ("activations", "final norm", parts.final_norm)
-    kept = (*stored, ("activations", "autocast's cache", parts.cast_cache))
+    seen = _seen(parts)
+    of_text, stored = stored, (*stored, *seen[:1])
+    kept = (*of_text, *seen, ("activations", "autocast's cache", parts.cast_cache))
     temporaries: tuple[Term, ...] = (
         ("activations", "one layer's forward temporaries", parts.forward_temp),
         ("dequantization", "one dequantized matrix in the forward", parts.dequantized),
@@ -91,9 +106,15 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
         Moment("loss", (*stored, norm) if last else ()),
         Moment("head", stored),
     ]
+    if seen:
+        found.append(
+            Moment("forward", (*seen, ("activations", "one layer's forward temporaries", parts.tower.forward)))
+        )
+        name = "one recomputed layer of the tower, and gradients"
+        found += [Moment("last", (seen[0], ("activations", name, size))) for size in parts.tower.backward]
     left = "what is left of the activations"
-    others = total_bytes(stored) * (parts.forwards - 1) // parts.forwards  # of forwards whose backward comes later
-    at_last: Term = ("activations", left, max(others, total_bytes(stored) // max(1, model.num_layers)))
+    others = total_bytes(of_text) * (parts.forwards - 1) // parts.forwards  # of forwards whose backward comes later
+    at_last: Term = ("activations", left, max(others, total_bytes(of_text) // max(1, model.num_layers)))
     at_first: tuple[Term, ...] = (*stored, norm)
     if parts.at_first_decoder_layer:
         at_first = (("activations", left, _at_first_decoder_layer(parts, total_bytes(at_first))),)
@@ -103,7 +124,7 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
             ("workspace", "one layer's gradients of activations", moment.transient),
             ("dequantization", "one dequantized matrix in the backward", moment.dequantized),
         )
-        found += [Moment("first", (*at_first, *of_layer)), Moment("last", (at_last, *of_layer))]
+        found += [Moment("first", (*at_first, *of_layer)), Moment("last", (at_last, *seen[:1], *of_layer))]
     return (*found, Moment("end", (("activations", left, others),) if others else ()))
 
 
@@ -111,6 +132,16 @@ def _stored(parts: ActivationParts) -> tuple[Term, ...]:
     """What a micro-batch keeps from its forward to its backward."""
     kept: list[Term] = [("activations", _PART_NAMES[part], size) for part, size in parts.stored.items()]
     return (*kept, ("activations", "autocast copies of the weights", parts.weight_casts[1]))
+
+
+def _seen(parts: ActivationParts) -> tuple[Term, ...]:
+    """Of pictures: what their tower keeps for its backward, and what its forward hands to the text's."""
+    if not parts.tower.inputs:
+        return ()
+    return (
+        ("activations", "the tower's activations", parts.tower.stored),
+        ("activations", "the tower's outputs", parts.tower.held),
+    )
 
 
 def _at_first_decoder_layer(parts: ActivationParts, stored: int) -> int:
@@ -277,7 +308,7 @@ def breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState)
     Not counted: paged optimizer states (managed memory, evictable), the data loader.
     """
     inner, steps, flight = state.setup, setup.accumulation_steps, part.in_flight
-    parts = activation_parts(part.model, gpu, inner)
+    parts = step_parts(part.model, gpu, inner)
     moments = computing(part.model, parts, last=part.last)
     states, temporaries = state.optimizer_bytes(setup.optimizer)
     in_flight: Term = (
@@ -302,6 +333,7 @@ def breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState)
     resident += [
         ("other", VLLM, resident_vllm(gpu, setup)),
         ("workspace", "cuBLAS workspaces", cublas_workspace_bytes(gpu)),
+        ("activations", "pixels of the step's pictures", steps * parts.tower.inputs),
         (
             "activations",
             "the stage's boundary buffers",

@@ -53,7 +53,7 @@ def trained_parameters(model: ModelSpec, setup: TrainSetup) -> Trained:
     Source: Hu et al. 2021, LoRA, section 4.1, https://arxiv.org/abs/2106.09685.
     """
     if setup.method == "full":
-        return _trained_full(model, setup.weight_dtype, setup.by.wide_embedding_states)
+        return _trained_full(model, setup.weight_dtype, setup.by.wide_embedding_states, setup.images is not None)
     if not setup.kind.like_lora:
         adapters = _trained_kind(
             model, setup.adapter, setup.lora_targets, setup.lora_rank, setup.resolved_adapter_dtype
@@ -96,15 +96,16 @@ def with_copies(adapters: Trained, model: ModelSpec, setup: TrainSetup) -> Train
 
 
 @lru_cache(maxsize=256)
-def _trained_full(model: ModelSpec, dtype: str, wide_tables: bool) -> Trained:
+def _trained_full(model: ModelSpec, dtype: str, wide_tables: bool, sees: bool) -> Trained:
     matrices = [(one, num) for layer, num in model.layer_counts for one in layer.linears]
     edges = sum(num * one.num * (one.in_features + one.out_features) for one, num in matrices)
     idle = sum(layer.num_params * num for layer, num in model.idle_layers) + model.num_idle_other_params
+    idle = 0 if sees else idle  # a tower that sees no picture gets no gradient
     tensors = [
         one.in_features * one.out_features * (one.num if one.module == "parameter" else 1) for one, _ in matrices
     ]
     return Trained(
-        num=model.num_params - idle,  # a tower that sees no text token gets no gradient
+        num=model.num_params - idle,
         dtype=dtype,
         edge_sum=edges + sum(table.num_rows + table.dim for table in model.embeddings),
         largest=max([*tensors, *(table.num_params for table in model.embeddings), model.num_head_params]),

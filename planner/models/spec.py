@@ -107,6 +107,7 @@ class AttentionSpec:
         softcap: whether logits are soft-capped (eager only; flash kernels take it as an argument).
         sinks: attention sinks (gpt-oss).
         cross: cross attention of an encoder-decoder.
+        sees_ahead: the tokens of one picture attend to each other both ways, which takes a mask (Gemma 3).
     """
 
     kind: Literal["softmax", "linear"] = "softmax"
@@ -120,6 +121,7 @@ class AttentionSpec:
     softcap: bool = False
     sinks: bool = False
     cross: bool = False
+    sees_ahead: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,7 @@
 """`ThroughputProfile`: a family with its loss and optimizer, asked thousands of times for micro-batches."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from planner.choices.kernels import KERNELS, LARGEST_GAIN, speed_band, speed_note
 from planner.setup import TrainSetup
@@ -8,6 +9,9 @@ from planner.throughput.family import Family
 from planner.throughput.model import SpeedModel
 from planner.throughput.rollout import Generation
 from planner.throughput.types import StepTime
+
+if TYPE_CHECKING:
+    from planner.throughput.tower import TowerTime
 
 GRADIENT_ADD_PASSES = 3.0  # accumulation reads both gradients and writes one
 
@@ -29,6 +33,7 @@ class ThroughputProfile:
         "_speed",
         "_step_s",
         "_times",
+        "_tower",
         "_trainer_s",
     )
 
@@ -42,6 +47,7 @@ class ThroughputProfile:
         self._optimizer = speed.optimizer_s(
             setup.optimizer, self._family.trained_params, self._family.trained_bytes, self._family.trained_tensors
         )
+        self._tower = _tower_time(speed, setup) if setup.images is not None else None
         self._generation = Generation(speed, self._family, setup) if setup.aim.rolls_out else None
         trained_bytes = self._family.trained_params * self._family.trained_bytes
         self._add_s = GRADIENT_ADD_PASSES * trained_bytes / speed.bandwidth
@@ -57,6 +63,8 @@ class ThroughputProfile:
         """GPU seconds of one micro-batch by part, the loss included; host and trainer are not."""
         parts = self._family.parts(micro_batch_seqs)
         parts["loss"] = self._loss_s(micro_batch_seqs)
+        if self._tower is not None:
+            parts["tower"] = self._tower.seconds(micro_batch_seqs)
         return parts
 
     def at(self, micro_batch_seqs: int, accumulation_steps: int) -> tuple[float, float]:
@@ -83,6 +91,7 @@ class ThroughputProfile:
             micro = times.get(samples)
             if micro is None:
                 busy = self._family.busy_s(samples) + self._loss_s(samples)
+                busy += self._tower.seconds(samples) if self._tower is not None else 0.0
                 micro = times[samples] = self._with_host(busy) + self._trainer_micro_s()
             found.append(steps * micro + (steps - 1) * add_s + step_s)
         if self._generation is not None:
@@ -108,8 +117,9 @@ class ThroughputProfile:
 
     def _with_host(self, busy: float) -> float:
         """GPU and host run side by side: about the larger of the two."""
-        power = self._family.power
-        return float((busy**power + self._family.host_s**power) ** (1.0 / power))
+        power, host = self._family.power, self._family.host_s
+        host += self._tower.host_s if self._tower is not None else 0.0
+        return float((busy**power + host**power) ** (1.0 / power))
 
     def _trainer_micro_s(self) -> float:
         return self._speed.constants.micro_overhead_s if self._speed.conditions.trainer_overhead else 0.0
@@ -149,7 +159,7 @@ class ThroughputProfile:
         total = sum(parts.values())
         flops = self.flops(seqs, steps)
         beyond = max(0.0, self._kernels_gain(seqs, steps) - LARGEST_GAIN)
-        unmeasured = (self._family.unmeasured_s(seqs) * steps + generation) / total + beyond
+        unmeasured = (self._family.unmeasured_s(seqs) * steps + generation + parts.get("tower", 0.0)) / total + beyond
         return StepTime(
             step_time_s=total,
             parts_s=parts,
@@ -190,6 +200,11 @@ class ThroughputProfile:
                 f"No run with {name} has been compared: what it costs is counted from peft's code, and the band is "
                 "wider by all of it."
             )
+        if self._tower is not None:
+            notes.append(
+                "No run with pictures has been compared: the tower's time is counted from the constants of the text's "
+                "layers, without its projector; reading and resizing pictures on the host is not counted."
+            )
         if self._generation is not None:
             notes.append(
                 "No run with generation has been compared: it is counted from the bytes of each token and the host's "
@@ -208,6 +223,12 @@ class ThroughputProfile:
         if speed.inv.mixer_width:
             notes.append("Linear-attention layers are approximated by the bytes they move.")
         return notes
+
+
+def _tower_time(speed: SpeedModel, setup: TrainSetup) -> "TowerTime":
+    from planner.throughput.tower import TowerTime  # late: text alone needs none of it
+
+    return TowerTime(speed, setup)
 
 
 def _beyond_note(beyond: float) -> list[str]:

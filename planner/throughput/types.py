@@ -13,6 +13,7 @@ PARTS = (
     "lora",
     "dequantization",
     "loss",
+    "tower",
     "optimizer",
     "host",
     "trainer",

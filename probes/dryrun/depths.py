@@ -26,12 +26,15 @@ class DepthPlan:
     block: Block | None
 
 
-def plan_depth(config: Any, *, checkpointing: int, full_depth: bool) -> DepthPlan:
+def plan_depth(config: Any, *, checkpointing: int, full_depth: bool, unlike: int = 0) -> DepthPlan:
     """The smallest depth that holds every kind of neighbourhood of layers, or the full depth when it is asked for, not
     much deeper, or when the truncated model's layers are not the full model's first ones.
 
     Before the block of one period stand the irregular prefix and one regular layer, after it one regular layer and the
     last one.
+
+    Args:
+        unlike: layers at the start that do what others of their kind do not.
     """
     full = num_layers(config)
     whole = DepthPlan(full=full, depth=full, config=config, whole=config, block=None)
@@ -41,6 +44,7 @@ def plan_depth(config: Any, *, checkpointing: int, full_depth: bool) -> DepthPla
     prefix, period, signatures = _pattern(config)
     if checkpointing > 1:
         period = math.lcm(period, checkpointing)
+    prefix = max(prefix, unlike)
     start = prefix + 1 if prefix else 2
     depth = start + period + 2
     depth += (full - depth) % period

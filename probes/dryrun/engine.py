@@ -22,6 +22,7 @@ from probes.dryrun.standins import given_up, load_real, standing_in
 from probes.dryrun.startup import load_libraries
 from probes.dryrun.trace import Trace, World, trace_run
 from probes.stack import load_config
+from probes.stack.images import deep_layers
 
 CONTEXT_BYTES = 500 * 1024**2
 """What the driver and libraries hold outside PyTorch's count, when nobody measured it."""
@@ -80,7 +81,9 @@ def _run(
     full_depth: bool,
     limit_bytes: int | None,
 ) -> DryRunReport:
-    plan = plan_depth(load_config(raw_config), checkpointing=setup.checkpointing, full_depth=full_depth)
+    config = load_config(raw_config)
+    unlike = deep_layers(setup, config)
+    plan = plan_depth(config, checkpointing=setup.checkpointing, full_depth=full_depth, unlike=unlike)
     return _report(plan, full_trace(plan, capability, setup, world), setup, limit_bytes)
 
 

@@ -26,6 +26,7 @@ from probes.stack import (
 )
 from probes.stack.autocast import emulation_installed
 from probes.stack.build import auto_class, build_reference
+from probes.stack.images import waiting_pixels
 from probes.stack.quantize import quantized_tensors
 from probes.stack.step import Mark, Trainer, optimizer_phase
 
@@ -171,6 +172,7 @@ def trace_run(
             tracker.on_op = _cublas(tracker, capability)
         with tracker:
             batches = [make_batch(setup, inner_model(model).config, device=device) for _ in range(_batches(setup))]
+            waiting = waiting_pixels(setup, inner_model(model).config, device, beside=len(batches))
             shared: dict[str, str] = {}
             otherwise: dict[str, tuple[torch.Size, Any]] = {}
             again = Again(tracker, model, log) if on_meta and world is None else None
@@ -179,7 +181,7 @@ def trace_run(
                 if again is None or not again.step(trainer, mark):
                     _step(trainer, spread, batches, mark if again is None else again.watching(mark), device)
                 own_optimizer_state(tracker, optimizer, owners)
-            del batches, again
+            del batches, waiting, again
         tracker.close()
     names = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
     trace = Trace(

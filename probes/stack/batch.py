@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from planner.setup import TrainSetup
+from probes.stack.images import image_inputs
 
 SAMPLES_PER_SEQUENCE = 4
 """A packed sequence is filled with this many samples of equal length."""
@@ -52,6 +53,8 @@ def make_batch(setup: TrainSetup, config: Any, *, device: torch.device | str) ->
         return Batch(model_inputs={"input_ids": ids, "position_ids": positions}, labels=labels)
     mask = torch.ones(shape, dtype=torch.int64, device=device)
     inputs = {"input_ids": ids}
+    if setup.images is not None:
+        inputs |= image_inputs(setup, config, ids)
     if device.type != "meta":
         inputs["attention_mask"] = mask
     return Batch(model_inputs=inputs, labels=labels, held=(mask,))

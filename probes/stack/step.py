@@ -16,6 +16,7 @@ from probes.stack.autocast import emulated_autocast
 from probes.stack.batch import Batch
 from probes.stack.configs import layers_of
 from probes.stack.heads import head_loss, headless, owner_of
+from probes.stack.images import seeing
 from probes.stack.kernels import running as kernels_running
 from probes.stack.losses import InPlaceCrossEntropy
 from probes.stack.objectives import LOSSES as OBJECTIVE_LOSSES
@@ -157,6 +158,7 @@ def train_step(trainer: Trainer, batches: list[Batch], mark: Mark | None = None)
     loss = None
     with ExitStack() as stack:
         stack.enter_context(kernels_running(trainer.inner, setup))
+        stack.enter_context(seeing(trainer.inner, setup))
         if mark is not None:  # hooks cost time: none while timing
             stack.enter_context(_marks(trainer, tell))
         if setup.aim.rolls_out:

@@ -37,8 +37,13 @@ def build(fields: Fields) -> ModelSpec:
     width = vision.count("hidden_size")
     # The projector: one bare matrix and one norm.
     other += width * trunk.hidden_size + width
+    kinds = tuple(
+        replace(one, attention=replace(one.attention, sees_ahead=True)) if one.attention is not None else one
+        for one in trunk.layer_kinds
+    )
     return replace(
         trunk,
+        layer_kinds=kinds,
         built_class="Gemma3ForConditionalGeneration",
         tied=fields.flag("tie_word_embeddings", True),
         idle_layers=layers,

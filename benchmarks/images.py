@@ -1,0 +1,122 @@
+"""The formula against the dry run for models with eyes: memory of a step with pictures, over models, methods, sizes.
+
+    python -m benchmarks.images [--write]
+
+Each model and method with two of CASES in turn. `--write` puts the rows into benchmarks/data/images.jsonl; without it
+they are only printed. The last lines are the median and the worst.
+"""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.trace_programs import CONFIGS
+from planner.choices.images import Images, with_text
+from planner.gpus import find_gpu
+from planner.memory.model import predict_memory
+from planner.models import catalogue
+from planner.models.spec import ModelSpec
+from planner.models.towers import image_tokens
+from planner.setup import TrainSetup
+from probes.dryrun.api import dry_run_report
+from probes.dryrun.report import DryRunReport
+from probes.module_tree import spec_of_tree
+
+OUT = Path(__file__).parent / "data" / "images.jsonl"
+GPU = "h100-sxm"
+METHODS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "lora attention": {"lora_targets": "attention"},
+    "lora, no checkpointing": {"checkpointing": 0},
+    "qlora": {"method": "qlora", "quantization": "nf4-double"},
+    "full": {"method": "full", "lora_rank": 0, "precision": "bf16-pure"},
+}
+CASES = ((1, 512, 1, 1), (1, 1024, 2, 1), (2, 768, 1, 2), (1, 1536, 1, 1), (3, 384, 2, 4))
+"""(pictures of a sample, their side in pixels, micro-batch, accumulation)."""
+
+
+def configs() -> dict[str, dict[str, Any]]:
+    """The raw configurations by name: the catalogue's Gemma 3, and what the catalogue has not."""
+    small = {name: config for name, config in CONFIGS.items() if "VL" in name or "llava" in name}
+    seven = _grown(
+        CONFIGS["Qwen2.5-VL-3B-Instruct"],
+        {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+         "intermediate_size": 18944, "vocab_size": 152064},
+        {"out_hidden_size": 3584},
+    )  # fmt: skip
+    eight = _grown(
+        CONFIGS["Qwen3-VL-4B-Instruct"],
+        {"hidden_size": 4096, "intermediate_size": 12288},
+        {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "out_hidden_size": 4096,
+         "deepstack_visual_indexes": [8, 16, 24]},
+    )  # fmt: skip
+    gemma = next(one for one in catalogue.entries() if one.model_id == "google/gemma-3-4b-it")
+    return {
+        **small,
+        "Qwen2.5-VL-7B-Instruct": seven,
+        "Qwen3-VL-8B-Instruct": eight,
+        "gemma-3-4b-it": dict(gemma.config),
+    }
+
+
+def _grown(config: dict[str, Any], text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
+    """A larger sibling, whose head is its own."""
+    untied = {"tie_word_embeddings": False}
+    return {
+        **config,
+        **untied,
+        "text_config": {**config["text_config"], **text, **untied},
+        "vision_config": {**config["vision_config"], **vision},
+    }
+
+
+def spec_of(name: str, config: dict[str, Any]) -> ModelSpec:
+    """The formula's model."""
+    if name.startswith("gemma"):
+        found = catalogue.load(f"google/{name}")
+        assert found is not None
+        return found
+    return spec_of_tree(config, model_id=name, source="benchmarks")
+
+
+def setup_of(model: ModelSpec, fields: dict[str, Any], case: tuple[int, int, int, int]) -> TrainSetup:
+    """The setup of one case, with room for text beside its pictures."""
+    num, side, micro, steps = case
+    images = Images(num=num, width=side, height=side)
+    length = max(1024, with_text(image_tokens(model, images)))
+    return TrainSetup(
+        **fields,
+        loss="chunked",
+        images=images,
+        micro_batch_seqs=micro,
+        accumulation_steps=steps,
+        seq_len_tokens=length,
+    )
+
+
+def main() -> None:
+    """Prints a row for each case, then the median and the worst."""
+    rows, gpu, turn = [], find_gpu(GPU), 0
+    for name, config in configs().items():
+        model = spec_of(name, config)
+        for method, fields in METHODS.items():
+            for case in (CASES[turn % len(CASES)], CASES[(turn + 2) % len(CASES)]):
+                setup = setup_of(model, fields, case)
+                report = dry_run_report(model, gpu, setup)
+                assert isinstance(report, DryRunReport), report
+                formula = predict_memory(model, gpu, setup).peak_allocated_bytes
+                real = report.prediction.peak_allocated_bytes
+                row = {"model": name, "method": method, "case": case, "formula": formula, "dry_run": real}
+                rows.append(row)
+                print(f"{formula / real - 1:+.2%}", json.dumps(row), flush=True)
+            turn += 1
+    errors = sorted(abs(row["formula"] / row["dry_run"] - 1) for row in rows)  # type: ignore[operator]
+    print(f"{len(errors)} cases: median {statistics.median(errors):.2%}, worst {errors[-1]:.2%}")
+    if "--write" in sys.argv:
+        OUT.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""`Images`: the pictures of a sample, of a model with eyes."""
+
+from dataclasses import dataclass, fields
+from typing import Any, Self, final
+
+from planner.errors import SetupError
+
+MAX_SIDE = 1 << 16
+TEXT_TOKENS = 512
+"""Tokens of a sample beside its pictures, where nobody says how long it is."""
+
+
+def with_text(tokens: int) -> int:
+    """Length of a sequence with so many tokens of pictures, in whole 256."""
+    return -(-(tokens + TEXT_TOKENS) // 256) * 256
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Images:
+    """What every sample shows beside its text.
+
+    Attributes:
+        num: pictures of one sample.
+        width, height: of each, in pixels, before the processor resizes it.
+    """
+
+    num: int = 1
+    width: int
+    height: int
+
+    def __post_init__(self) -> None:
+        for name, most in (("num", 1 << 12), ("width", MAX_SIDE), ("height", MAX_SIDE)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+                raise SetupError(f"images: {name} must be a whole number from 1 to {most}, got {value!r:.80}")
+
+    @classmethod
+    def read(cls, values: Any) -> Self:
+        """From JSON values.
+
+        Raises:
+            SetupError: an unknown key or a wrong value.
+        """
+        known = [one.name for one in fields(cls)]
+        if not isinstance(values, dict) or set(values) - set(known) or not {"width", "height"} <= set(values):
+            raise SetupError(f"images must be an object of {', '.join(known)}; got {values!r:.80}")
+        return cls(**values)
+
+    @property
+    def values(self) -> dict[str, int]:
+        """As JSON values."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        return f"{self.num} image{'s' * (self.num > 1)} of {self.width} x {self.height} pixels"

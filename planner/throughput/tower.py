@@ -1,0 +1,58 @@
+"""The time that a vision tower takes: its layers as a model of its own, beside the text's."""
+
+from dataclasses import replace
+
+from planner.memory.tower import asks_gradients, tower_adapted, tower_setup
+from planner.models.spec import ModelSpec
+from planner.models.towers import Tower, tower_of
+from planner.setup import TrainSetup
+from planner.throughput.family import Family
+from planner.throughput.model import SpeedModel
+
+
+class TowerTime:
+    """GPU and host seconds of the pictures of a micro-batch.
+
+    Measured: no run with pictures; counted from the same constants as the text's layers. Not counted: the projector.
+    """
+
+    def __init__(self, speed: SpeedModel, setup: TrainSetup) -> None:
+        assert setup.images is not None
+        tower = tower_of(speed.model, setup.images)
+        adapted = tower_adapted(speed.model, setup)
+        own = tower_setup(setup, tower)
+        self._images = setup.images.num
+        self._adapts, self._gradients = bool(adapted), asks_gradients(tower, setup, adapted)
+        self._families: list[tuple[Family, int, int]] = []  # with the length of what attends, and such of one picture
+        for model, length in _by_length(tower):
+            alone = SpeedModel(model, speed.gpu, speed.calibration, speed.conditions)
+            family = Family(alone, own.trusted_with(seq_len_tokens=length))
+            self._families.append((family, length, -(-tower.patches // length)))
+
+    def seconds(self, samples: int) -> float:
+        """GPU seconds of one micro-batch."""
+        total = 0.0
+        for family, length, times in self._families:
+            rows = samples * self._images * times
+            if not self._gradients:
+                total += family.forward_s(rows, length)
+                continue
+            parts = family.parts(rows)
+            total += sum(seconds for name, seconds in parts.items() if self._adapts or name != "lora")
+            total += parts["attention"]  # both ways, twice the pairs of a text
+        return total
+
+    @property
+    def host_s(self) -> float:
+        """Host seconds to issue one micro-batch's kernels."""
+        return sum(one.host_s if self._gradients else one.forward_host_s for one, _, _ in self._families)
+
+
+def _by_length(tower: Tower) -> list[tuple[ModelSpec, int]]:
+    """The layers of a tower as models of one kind of layer each, with the length of what attends to each other."""
+    found = []
+    for kind, num in tower.model.layer_counts:
+        length = tower.window_patches if kind.kind == "vision-window" else tower.patches
+        part = replace(tower.model, layer_kinds=(kind,), layer_order=(0,) * num)
+        found.append((part, min(length, tower.patches)))
+    return found

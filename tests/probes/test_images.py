@@ -1,0 +1,130 @@
+"""Pictures: what a tower holds is what transformers builds, what a picture becomes is what its processors make of it,
+and the formula agrees with the dry run."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.images import METHODS, configs, setup_of, spec_of
+from planner.choices.images import Images
+from planner.errors import SetupError
+from planner.gpus import find_gpu
+from planner.memory.model import predict_memory
+from planner.models import catalogue
+from planner.models.spec import ModelSpec
+from planner.models.towers import image_tokens, tower_of
+from planner.setup import TrainSetup
+from probes.dryrun.api import report_for_config
+from probes.dryrun.report import DryRunReport
+from probes.stack.build import bare_model
+from probes.stack.configs import load_config
+
+TOLERANCE = 0.02
+"""The worst of the grid that benchmarks/images.py writes is 1.6 %."""
+CARD = find_gpu("h100-sxm")
+CONFIGS = configs()
+QWEN2, QWEN3, GEMMA, LLAVA = "Qwen2.5-VL-3B-Instruct", "Qwen3-VL-4B-Instruct", "gemma-3-4b-it", "llava-1.5-7b-hf"
+
+
+def shallow(name: str) -> dict[str, Any]:
+    """The published sizes, four layers of each half, the one with windows included."""
+    config = copy.deepcopy(CONFIGS[name])
+    config.setdefault("vision_config", {})
+    config["text_config"]["num_hidden_layers"] = 4
+    for field in ("num_hidden_layers", "depth"):
+        config["vision_config"][field] = 4
+    config["vision_config"] |= {"fullatt_block_indexes": [3]} if name == QWEN2 else {}
+    config["vision_config"] |= {"deepstack_visual_indexes": [0, 2]} if name == QWEN3 else {}
+    config["text_config"].pop("layer_types", None)
+    if name == LLAVA:
+        config["vision_config"] |= {"hidden_size": 1024, "model_type": "clip_vision_model", "image_size": 336}
+        config["vision_config"] |= {"patch_size": 14, "intermediate_size": 4096, "num_attention_heads": 16}
+    if name == GEMMA:
+        config["text_config"]["sliding_window_pattern"] = 2
+    return config
+
+
+def model_of(name: str, config: Mapping[str, Any]) -> ModelSpec:
+    """The formula's model of a shallow copy."""
+    from planner.models.adapters import spec_from_config
+
+    if name == GEMMA:
+        return spec_from_config(config, model_id=name, source="test")
+    return spec_of(name, dict(config))
+
+
+@pytest.mark.parametrize("name", [QWEN2, QWEN3, GEMMA, LLAVA])
+def test_every_matrix_of_a_tower_is_one_that_transformers_builds(name: str) -> None:
+    config = shallow(name)
+    tower = tower_of(model_of(name, config), Images(width=512, height=512))
+    built = bare_model(load_config(config), torch.bfloat16, "sdpa")
+    shapes = {key: tuple(value.shape) for key, value in built.named_parameters()}
+    layers = [(tower.model.layer_kinds[kind], f".{index}") for index, kind in enumerate(tower.model.layer_order)]
+    layers += [(one.layer, f".{index}" if one.num > 1 else "") for one in tower.projectors for index in range(one.num)]
+    for layer, place in layers:
+        for one in layer.linears:
+            key = f"{layer.path}{place}.{one.name}"
+            if one.module == "parameter":
+                assert shapes[key] == (one.in_features, one.out_features)
+            else:
+                assert shapes[f"{key}.weight"] == (one.out_features, one.in_features)
+                assert (f"{key}.bias" in shapes) == one.bias
+
+
+@pytest.mark.parametrize("size", [(1024, 1024), (500, 333), (40, 40)])
+@pytest.mark.parametrize("name", [QWEN2, QWEN3])
+def test_a_picture_becomes_what_its_processor_makes_of_it(name: str, size: tuple[int, int]) -> None:
+    from transformers.models.auto import image_processing_auto
+
+    from probes.phantom.images import KINDS
+
+    config = load_config(CONFIGS[name])
+    kind = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES[config.model_type]["pil"]
+    processor = image_processing_auto.get_image_processor_class_from_name(kind)(
+        **KINDS[config.model_type].sizes(config)
+    )
+    made = processor(images=[torch.zeros(3, size[1], size[0], dtype=torch.uint8).numpy()], return_tensors="pt")
+    tower = tower_of(model_of(name, shallow(name)), Images(width=size[0], height=size[1]))
+    assert (1, *tower.grid) == tuple(made["image_grid_thw"][0].tolist())
+    assert tower.pixels == made["pixel_values"].numel()
+    assert tower.tokens == tower.patches // 4
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [(QWEN2, "lora"), (QWEN2, "lora, no checkpointing"), (QWEN3, "lora attention"), (QWEN3, "full"), (GEMMA, "lora"),
+     (LLAVA, "qlora")],
+)  # fmt: skip
+def test_formula_and_dry_run_agree_on_pictures(name: str, method: str) -> None:
+    config = shallow(name)
+    model = model_of(name, config)
+    setup = setup_of(model, METHODS[method], (2, 512, 1, 1))
+    report = report_for_config(config, (9, 0), setup)
+    assert isinstance(report, DryRunReport), report
+    found = predict_memory(model, CARD, setup).peak_allocated_bytes
+    assert found == pytest.approx(report.prediction.peak_allocated_bytes, rel=TOLERANCE)
+
+
+def test_pixels_of_all_micro_batches_are_on_the_card() -> None:
+    model = spec_of(GEMMA, CONFIGS[GEMMA])
+    one = setup_of(model, {}, (1, 512, 1, 2))
+    more = one.with_(accumulation_steps=10)
+    less, grown = (predict_memory(model, CARD, each).peak_allocated_bytes for each in (one, more))
+    assert grown - less == 8 * 4 * 3 * 896 * 896
+
+
+def test_what_has_no_eyes_is_refused_by_name() -> None:
+    text = catalogue.load("meta-llama/Llama-3.2-1B")
+    assert text is not None
+    with pytest.raises(SetupError, match="has no eyes"):
+        image_tokens(text, Images(width=512, height=512))
+    unknown = catalogue.load("google/gemma-4-E2B-it")
+    assert unknown is not None
+    with pytest.raises(SetupError, match="what gemma4 makes of a picture is not known here"):
+        image_tokens(unknown, Images(width=512, height=512))
+    for changes in ({"packing": True}, {"attention": "eager"}, {"objective": "dpo"}, {"kernels": "liger"}):
+        with pytest.raises(SetupError, match="images are not planned with"):
+            TrainSetup(images=Images(width=512, height=512), **changes)
