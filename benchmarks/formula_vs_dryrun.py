@@ -92,8 +92,10 @@ def has_parts(setup: TrainSetup) -> bool:
 
 
 def refused(model: ModelSpec, setup: TrainSetup) -> str:
-    """Why nothing trains this: attention that the flash kernels do not take, packed experts with adapters of their own;
-    the formula then counts what a person would have to run instead. Other refusals name what another library counts."""
+    """Why nothing trains this: attention that the flash kernels do not take, packed experts with adapters of their own,
+    a quantized base of which nothing is quantized; the formula then counts what a person would have to run instead."""
+    if setup.quantized and not any(one.quantizes for layer in model.layer_kinds for one in layer.linears):
+        return f"transformers quantizes no matrix of {model.model_type}"
     flash = flash_refusal(model) if setup.attention == "flash-attention-2" else ""
     return flash or (experts_refusal(model, setup) if setup.quantize_experts else "")
 

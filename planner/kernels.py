@@ -18,6 +18,11 @@ ALWAYS_MASKED = frozenset({"falcon", "t5"})
 """Types that always hand SDPA a mask (T5: its position bias). Falcon repeats its keys to all heads where it has more
 than one."""
 
+PACKS_TOGETHER = frozenset({"opt"})
+"""Types whose class makes its mask without positions, so that packed samples attend to each other and no mask is there.
+
+Source: transformers 5.23 `OPTDecoder.forward` (create_causal_mask without `position_ids`)."""
+
 MAX_FUSED_HEAD_DIM = 256
 """Widest head of SDPA's flash kernel, and of transformers' grouped-query form."""
 TRITON_FROM = (7, 0)
@@ -168,15 +173,19 @@ def has_expert_stacks(model: ModelSpec) -> bool:
     return any(one.is_stack for layer in model.layer_kinds for one in layer.linears)
 
 
-def masked(setup: TrainSetup, attention: AttentionSpec) -> bool:
+def masked(setup: TrainSetup, attention: AttentionSpec, *, packs_apart: bool = True) -> bool:
     """Whether transformers hands SDPA a mask: packed samples, a window no longer than the sequence, or keys before it
     (prefix tuning), or pictures whose tokens see each other.
+
+    Args:
+        packs_apart: whether the model's class masks packed samples from each other (`PACKS_TOGETHER`).
 
     The worst padded batch is full (every sequence at the full length), and a mask that hides nothing is dropped.
 
     Source: transformers 5.23 `masking_utils.py` `_ignore_causal_mask_sdpa` (kv_length < local_attention_size).
     """
-    if setup.packing or setup.adapter == "prefix" or (attention.sees_ahead and setup.images is not None):
+    pictures = attention.sees_ahead and setup.images is not None
+    if (setup.packing and packs_apart) or setup.adapter == "prefix" or pictures:
         return True
     return (
         attention.window_tokens is not None and setup.seq_len_tokens + setup.virtual_tokens >= attention.window_tokens
@@ -234,7 +243,7 @@ def attention_kernel(
     equal_heads = attention.head_dim == attention.value_head_dim
     fused_width = attention.head_dim <= MAX_FUSED_HEAD_DIM
     always = model.model_type in ALWAYS_MASKED
-    has_mask = always or masked(setup, attention)
+    has_mask = always or masked(setup, attention, packs_apart=model.model_type not in PACKS_TOGETHER)
     no_backward = generation == "small" and 192 < attention.head_dim <= 224
     if half and not old and equal_heads and fused_width and not has_mask and not no_backward:
         return "flash"

@@ -178,7 +178,7 @@ def inputs_saved(
             base = sum(SIZE_BYTES[flow.autocast] * elements * linear.num_active for linear in linears)
         elif not kept_elsewhere:
             base = SIZE_BYTES[input_dtype] * elements * max(linear.num_active for linear in linears)
-    elif setup.quantization == "int8" and linears[0].module != "parameter" and not pinned_elsewhere:
+    elif setup.quantization == "int8" and linears[0].quantizes and not pinned_elsewhere:
         pinned = SIZE_BYTES[input_dtype] * elements
     adapted = [linear for linear in linears if linear.name in context.adapted]
     if not adapted:
@@ -237,8 +237,9 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
             context.kernel == "efficient" or context.traits.expands_kv
         )
         kept = query_width + value_width + (query_width + value_width if wide else kv_width)
-        own = context.kernel == "efficient" and masked(context.setup, attention) and not context.traits.position_bias
-        mask = size * scores if own else 0
+        own = context.kernel == "efficient" and not context.traits.position_bias
+        handed = own and masked(context.setup, attention, packs_apart=context.traits.packs_apart)
+        mask = size * scores if handed else 0
         return size * tokens * kept + 4 * tokens * attention.num_heads, mask
     scores *= attention.num_heads
     held = score_bytes(attention, context, qkv_dtype)

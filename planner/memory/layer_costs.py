@@ -97,7 +97,7 @@ def _costs(layer: LayerSpec, context: LayerContext) -> LayerCosts:
     saved.norm += kept_in_a_layer(context)
     mask = magnitude = dequantized = 0
     if layer.attention is not None:
-        each = mask_bytes(context.kernel, flow, masked=masked(setup, layer.attention))
+        each = mask_bytes(context.kernel, flow, masked=masked(setup, layer.attention, packs_apart=traits.packs_apart))
         mask = each * tokens * context.row_tokens
     if setup.adapter == "dora" and context.adapted:  # the last matrix's norm, the layer's activations there
         magnitude = sum(magnitude_moment(layer, context, graph=True))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from planner.kernels import PACKS_TOGETHER
 from planner.models.spec import ModelSpec
 
 NormStyle = Literal["rms", "rms-fp32", "layer", "layer-cast-back", "layer-composed"]
@@ -85,6 +86,7 @@ class Traits:
     embedding_norm: bool
     alibi_sum: bool
     mask_buffers: bool
+    packs_apart: bool
     fp32_routed: tuple[str, ...]
     streams: int
     """Residual streams side by side (Gemma 3n's AltUp), elsewhere one."""
@@ -126,6 +128,7 @@ def traits_of(model: ModelSpec) -> Traits:
         alibi_sum=model.model_type in ALIBI_SUM,
         mask_buffers=model.model_type in MASK_BUFFERS,
         fp32_routed=FP32_ROUTED.get(model.model_type, ()),
+        packs_apart=model.model_type not in PACKS_TOGETHER,
         streams=_streams(model),
         inner_dropout=model.model_type in POSITION_BIAS and _rate(model, RESIDUAL_DROPOUTS, residual) > 0,
     )
