@@ -12,6 +12,7 @@ from planner.readers import (
     llamafactory_v1,
     nemo,
     own,
+    schema,
     swift,
     torchtune,
     trl,
@@ -72,7 +73,8 @@ def detect(values: dict[str, Any]) -> str:
         return swift.FORMAT
     flat = not any(isinstance(value, dict) for value in values.values())
     if {"base_model", "model"} & keys == {"base_model"} and (keys & AXOLOTL_KEYS or flat):
-        return axolotl.FORMAT
+        foreign = len(keys - schema.known(axolotl.FORMAT)) > max(2, MAX_STRANGERS * len(keys))
+        return axolotl.FORMAT if not foreign else own.FORMAT if own.is_training(values) else ""
     if {"micro_batch_size", "sequence_len"} <= keys and "model" not in keys:
         return axolotl.FORMAT
     if keys & {"zero_optimization", "train_micro_batch_size_per_gpu"}:

@@ -22,7 +22,8 @@ NAMES = {
     "model": (
         "model_name_or_path", "pretrained_model_name_or_path", "pretrained_model_name", "base_model", "model_name",
         "model_id", "base_model_name", "hf_model_name", "hf_model_ckpt", "pretrained_ckpt", "model_path", "model.name",
-        "model.path", "model.id", "model.base", "model.name_or_path", "pretrained_model_path", "model",
+        "pretrained_model", "model.path", "model.id", "model.base", "model.name_or_path", "pretrained_model_path",
+        "model",
     ),
     "micro": (
         "per_device_train_batch_size", "micro_batch_size", "per_device_batch_size", "local_batch_size",
@@ -74,9 +75,11 @@ OTHER_BLOCKS = ("eval", "test", "valid", "infer", "generat", "serv", "vllm", "be
 DATA_BLOCKS = ("data", "token", "preprocess")
 """Parts of the names of blocks in which the length of sequences stands, and nothing else of the training."""
 OBJECTIVES = re.compile(
-    rf"(?:^|[^a-z])({'|'.join(row.name for row in ROWS.values() if row.trainer)}|ppo|rloo|rlhf|distill\w*|classif\w*|"
-    r"embedding\w*|rerank\w*|diffusion|sdxl|stt|asr|tts|whisper|vision|vlm)(?:[^a-z]|$)"
+    rf"(?:^|[^a-z])({'|'.join(row.name for row in ROWS.values() if row.trainer)}|simpo|cpo|ipo|ppo|rloo|rlhf|"
+    r"distill\w*|classif\w*|embedding\w*|rerank\w*|diffusion|sdxl|stt|asr|tts|whisper|vision|vlm)(?:[^a-z]|$)"
 )
+SAYS_OBJECTIVE = ("method", "task", "objective", "stage", "loss_type", "algorithm", "trainer", "trainer_type", "mode")
+"""Settings that name what is trained."""
 IMAGES = {"resolution", "prediction_type", "noise_offset", "snr_gamma", "center_crop", "num_validation_images"}
 """Settings of the training of image models."""
 EMBEDDINGS = {"pooling_mode", "simcse_dropout", "mlm_probability", "mask_token_type"}
@@ -152,7 +155,8 @@ def read(
             f"{name}: settings of embedding: not planned, its memory is not modelled",
             hint="plan trace runs other programs on a phantom GPU",
         )
-    if objective := OBJECTIVES.search(name.lower()):
+    said = [str(value).lower() for path, value in _leaves(values, ()) if path[-1].lower() in SAYS_OBJECTIVE]
+    if objective := next(filter(None, map(OBJECTIVES.search, (name.lower(), *said))), None):
         raise NotPlanned(
             f"{name}: {objective[1]} by its name: not planned, its memory is not modelled",
             hint="supervised fine-tuning is; plan trace runs other programs on a phantom GPU",

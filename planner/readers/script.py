@@ -458,7 +458,11 @@ class _Script:
             return min(1024, int(longest))
         here = [value for value in program.lengths if value.where.startswith(f"{self.name}:")]
         named = here or program.lengths
-        for found in (list(training.lengths(program)), program.cuts, self._named_lengths(), named):
+        cut = list(training.lengths(program))
+        if not cut and (why := training.open_length(program)):
+            self.missing["seq_len_tokens"] = why
+            return 1024
+        for found in (cut, program.cuts, self._named_lengths(), named):
             distinct = sorted({int(value.data) for value in found})
             if len(distinct) > 1 and found is named:
                 places = ", ".join(dict.fromkeys(f"{value.data} ({value.where})" for value in found))
@@ -506,6 +510,8 @@ class _Script:
             arguments.approximate("adapters on stacked expert parameters are not counted")
         if self.found.trainer is not None and self.aim.supervised and own_steps.forwards(self.found.trainer) == 1:
             arguments.approximate(f"the loss of {self.found.trainer.owner} is its own: counted as the stack's")
+        if self.lora.values and (line := training.unfreezes_parameters(self.source.text)):
+            arguments.approximate(f"parameters that line {line} switches to training by their names are not counted")
         if training.trained_times(self.program) > 1:
             arguments.assume("the program trains more than once: the first training is read")
         for source in dict.fromkeys(self.program.sources):

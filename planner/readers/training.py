@@ -8,6 +8,7 @@ from planner.choices.objectives import OBJECTIVES as ROWS
 from planner.errors import NotATraining, NotPlanned
 from planner.readers.program import Known, Made, Program, Unknown, embedding, own_steps, plain
 from planner.readers.program.objects import is_trainer, trainer_of
+from planner.readers.program.source import tree_of
 from planner.readers.program.values import Table, Value
 from planner.readers.values import Settings
 
@@ -333,13 +334,33 @@ def lengths(program: Program) -> Iterator[Known]:
             yield value
 
 
+def open_length(program: Program) -> str:
+    """Why it is not known to what a tokenizer cuts, where a condition decides it; "" where none does."""
+    for made in program.made:
+        value = made.keywords.get("max_length")
+        cuts = "truncation" in made.keywords and made.name not in ("generate", "pipeline")
+        if cuts and isinstance(value, Unknown) and "condition" in value.reason:
+            return value.reason
+    return ""
+
+
 def freezes_parameters(text: str) -> int:
     """The line on which a program switches `requires_grad` off, 0 where it does not: what trains then is not known."""
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree_of(text)):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is False:
             for target in node.targets:
                 if isinstance(target, ast.Attribute) and target.attr == "requires_grad":
                     return node.lineno
+    return 0
+
+
+def unfreezes_parameters(text: str) -> int:
+    """The line on which a program switches parameters to training by their names, 0 where it does not."""
+    for node in ast.walk(tree_of(text)):
+        if isinstance(node, (ast.ListComp, ast.For)) and "named_parameters" in ast.dump(node):
+            called = (one for one in ast.walk(node) if isinstance(one, ast.Attribute) and one.attr == "requires_grad_")
+            if next(called, None) is not None:
+                return node.lineno
     return 0
 
 

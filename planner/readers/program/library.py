@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 from planner.readers import hydra, schema
 from planner.readers.program.embedding import fitted
 from planner.readers.program.files import environment, loaded, to_value
-from planner.readers.program.objects import argument_defaults, as_table, is_followed, is_trainer, items_of, trainer_of
+from planner.readers.program.objects import (
+    argument_defaults,
+    as_table,
+    is_followed,
+    is_trainer,
+    items_of,
+    trainer_of,
+    truth,
+)
 from planner.readers.program.options import PARSERS, of_parser, on_command_line, parents_of
 from planner.readers.program.values import (
     Class,
@@ -182,7 +190,8 @@ def _parameters(reader: "Reading", asked: Value | None, place: str) -> Value:
     if not reader.outside.newest or not name.endswith(("SFTConfig", "TrainingArguments", "SFTTrainer")):
         return Unknown(f"{place}: what {name or 'a function'} of the installed version takes")
     names = TRAINER_PARAMETERS if name == "SFTTrainer" else schema.snapshot()["trl"]["fields"]
-    return Items([Known(one, f"{name}'s parameters") for one in names], place)
+    kind = Known("KEYWORD_ONLY", place)
+    return Table({one: Instance({"name": Known(one, f"{name}'s parameters"), "kind": kind}) for one in names}, place)
 
 
 def _of_module(reader: "Reading", callee: Dotted, made: Made) -> Value | None:
@@ -203,9 +212,8 @@ def _of_module(reader: "Reading", callee: Dotted, made: Made) -> Value | None:
         case "inspect.signature" | "signature":
             return Made("signature", keywords={"parameters": _parameters(reader, first, made.where)}, where=made.where)
         case "dataclasses.fields" | "fields" if isinstance(first, Dotted):
-            names = items_of(_parameters(reader, first, made.where))
-            unknown = Unknown(f"{made.where}: fields that are not known")
-            return Items([Instance({"name": one}) for one in names], made.where) if names is not None else unknown
+            taken = _parameters(reader, first, made.where)
+            return Items(list(taken.entries.values()), made.where) if isinstance(taken, Table) else taken
         case "os.environ.get" | "os.getenv" | "getenv" | "environ.get":
             return environment(reader, made)
         case "torch.cuda.is_available":
@@ -236,6 +244,12 @@ def _of_module(reader: "Reading", callee: Dotted, made: Made) -> Value | None:
             return Items(found, made.where) if found is not None else Unknown(f"{made.where}: a list not known")
         case "vars" | "dataclasses.asdict" | "asdict" if first is not None:
             return as_table(first)
+        case "any" | "all" if (parts := items_of(first) if first is not None else None) is not None:
+            decides = callee.path == "any"
+            truths = [truth(one) for one in parts]
+            if decides in truths or None not in truths:
+                return Known(decides in truths if decides else False not in truths, made.where)
+            return Unknown(f"{made.where}: depends on a condition")
         case "isinstance" | "hasattr":
             return Unknown(f"{made.where}: depends on a condition")
         case "getattr" if len(made.positional) >= 2:
@@ -322,6 +336,8 @@ def _of_object(reader: "Reading", owner: Value, made: Made) -> Value | None:
 def _of_text(owner: Known, made: Made) -> Value | None:
     if made.name in SAME_PATH:
         return owner
+    if made.name == "is_absolute":
+        return Known(owner.data.startswith("/"), made.where)
     if made.name in ("open", "read_text"):
         return Made("open", positional=[owner], where=made.where)
     arguments = [plain(one) for one in made.positional]

@@ -92,6 +92,8 @@ def compare(op: ast.cmpop, left: Value, right: Value, place: str) -> Value:
     if isinstance(op, (ast.Is, ast.IsNot)) and isinstance(right, Known) and right.data is None and _is_object(left):
         return Known(isinstance(op, ast.IsNot), place)
     one, other = plain(left), plain(right)
+    if isinstance(op, (ast.In, ast.NotIn)) and isinstance(right, Table) and not right.more:
+        other = list(right.entries)
     for part in (one, other):
         if isinstance(part, Unknown):
             return Unknown(f"{place}: depends on a condition ({part.reason})" if part.reason else place)

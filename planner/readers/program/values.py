@@ -4,7 +4,17 @@ import ast
 from dataclasses import dataclass, field
 from typing import Any, Union
 
-NAMING = ("torch", "transformers", "trl", "peft", "TaskType", "IntervalStrategy", "SchedulerType", "OptimizerNames")
+NAMING = (
+    "inspect",
+    "torch",
+    "transformers",
+    "trl",
+    "peft",
+    "TaskType",
+    "IntervalStrategy",
+    "SchedulerType",
+    "OptimizerNames",
+)
 """Libraries whose constants are named by their last word ("torch.bfloat16")."""
 
 Value = Union["Known", "Unknown", "Items", "Table", "Dotted", "Made", "Function", "Class", "Instance"]
