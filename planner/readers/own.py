@@ -102,7 +102,8 @@ def is_training(values: Mapping[str, Any]) -> bool:
     found = _found(values)
     certain = "micro" in found and found["micro"][0].endswith("per_device_train_batch_size")
     known = {"model", "length"} & set(found)
-    return certain or ("micro" in found and bool(known) and bool({"accumulation", "rank"} & set(found)))
+    adapted = {"model", "rank", "length", "accumulation"} <= set(found)
+    return certain or adapted or ("micro" in found and bool(known) and bool({"accumulation", "rank"} & set(found)))
 
 
 NUMBERS = ("micro", "accumulation", "length", "rank")
@@ -167,6 +168,8 @@ def read(
     found = _in_words(found) | found
     settings = Settings({key: value for key, (_, value) in found.items()}, name)
     settings.assume("settings read by their usual names: the program that reads this file is not known")
+    if later := sorted(_later_stages(values)):
+        settings.assume(f"of several stages that of sft is read ({', '.join(later)} left out)")
     settings.approximate("loss and optimizer are taken to be transformers' defaults where the file says nothing")
     missing = {
         field: f"{name} does not say; the program that reads it may"
@@ -278,11 +281,20 @@ def _is_named(path: tuple[str, ...], name: str) -> bool:
     return words[-1] == name if not dot else len(words) > 1 and words[-1] == last and words[-2].startswith(block)
 
 
+def _later_stages(values: Mapping[str, Any]) -> set[str]:
+    """Blocks of other objectives beside a block of supervised training: stages that follow it."""
+    inner = [value for value in values.values() if isinstance(value, Mapping)]
+    if isinstance(values.get("sft"), Mapping):
+        return {key for key, value in values.items() if isinstance(value, Mapping) and OBJECTIVES.search(key.lower())}
+    return {key for one in inner for key in _later_stages(one)}
+
+
 def _leaves(values: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
     of_data = any(part in block.lower() for block in above for part in DATA_BLOCKS)
+    later = _later_stages(values) if isinstance(values.get("sft"), Mapping) else set()
     for key, value in values.items():
         if isinstance(value, Mapping):
-            if not any(part in key.lower() for part in OTHER_BLOCKS):
+            if key not in later and not any(part in key.lower() for part in OTHER_BLOCKS):
                 yield from _leaves(value, (*above, key))
         elif value is not None and (not of_data or key.lower() in NAMES["length"]):
             yield (*above, key), value

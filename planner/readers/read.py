@@ -226,6 +226,7 @@ def _of_notebook(text: str, launches: Launches, sharding: Sharding) -> ReadConfi
     except NotATraining:
         commands, written = of_cells(text)
         named = {**written, **{path.rpartition("/")[2]: one for path, one in written.items()}}
+        commands += "".join(f"\npython {path}" for path in written if path.endswith(".py") and path not in commands)
         inside = replace(sharding, written=named, versions={**dict(source.pins), **sharding.versions})
         try:
             return launches.first(commands, inside)

@@ -92,8 +92,8 @@ class _Script:
         self.arguments = training.settings(found.arguments, name)
         self._trainer_extras()
         self.loader = training.settings(found.loader, name)
-        if found.loader is None and isinstance(handed := self.arguments.raw("model_init_kwargs"), dict):
-            self.loader = Settings(handed, f"{name}: model_init_kwargs")
+        if found.handed is not None:
+            self.loader = training.settings(found.handed, name)
         self.bnb = training.settings(found.quantization, name)
         self.lora = training.settings(found.adapter, name)
         named = {**dict(source.pins), **sharding.versions}
@@ -180,6 +180,8 @@ class _Script:
             for key, why in part.undetermined.items():
                 if FIELD_OF.get(key) in ASKED and FIELD_OF[key] not in ("model", *alone):
                     self.missing.setdefault(FIELD_OF[key], why)
+        if "precision" in self.missing and fields["precision"] == "fp32":
+            fields["precision"] = "bf16-mixed"  # stands in until it is said: not every kernel computes in fp32
         model_id = self._model_id()
         dataset = plain(constants.get("DATASET"))
         return ReadConfig(

@@ -62,6 +62,7 @@ class Training:
         loader: the call that loads the model; model: the model where it is named without one.
         unknown_model: why the model is not known, "" where it is.
         adapter: the LoRA settings; continued: adapters loaded to be trained on.
+        handed: what the trainer hands to the model's loading (`model_init_kwargs`).
         prepared: `prepare_model_for_kbit_training`.
         touched: every model object on the way, for what was called on it.
         open_objective: why it is not certain that `objective` is what is trained.
@@ -75,6 +76,7 @@ class Training:
     quantization: Value | None = None
     adapter: Value | None = None
     continued: Made | None = None
+    handed: Value | None = None
     prepared: Made | None = None
     touched: list[Made] = field(default_factory=list)
     objective: str = "sft"
@@ -146,7 +148,12 @@ def find(program: Program, name: str) -> Training:
             _check_model_class(found.loader, program, name)
         found.quantization = found.loader.argument("quantization_config")
     elif found.trainer is not None:  # TRL's trainers load a model that is only named
-        found.quantization = found.trainer.argument("quantization_config")
+        calls = (found.trainer, found.arguments)  # older TRL took them on the trainer itself
+        given_to = (one.argument("model_init_kwargs") for one in calls if one is not None)
+        found.handed = next((one for one in given_to if one is not None), None)
+        inner = found.handed.entries.get("quantization_config") if isinstance(found.handed, Table) else None
+        open_ = found.handed if isinstance(found.handed, Unknown) else None
+        found.quantization = found.trainer.argument("quantization_config") or inner or open_
     peft = found.trainer.argument("peft_config") if found.trainer is not None else None
     if found.adapter is None and peft is not None and not (isinstance(peft, Known) and peft.data is None):
         found.adapter = peft

@@ -29,6 +29,13 @@ model.resize_token_embeddings(32)
 block_size = 512
 Trainer(model=model, args=args).train()
 """
+WRITTEN = """
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B")
+block_size = 512
+args = TrainingArguments(per_device_train_batch_size=4, gradient_accumulation_steps=8, bf16=True)
+Trainer(model=model, args=args).train()
+"""
 LAUNCH = "python train.py --per_device_train_batch_size 4 --bf16"
 AXOLOTL = """
 base_model: meta-llama/Llama-3.1-8B
@@ -105,6 +112,7 @@ def cells(*sources: str) -> str:
 NOTEBOOKS = {
     "a line for the shell": cells("!pip install trl", f"!STEPS=8 {LAUNCH}"),
     "a cell of the shell": cells(f"%%bash\nexport STEPS=8\n{LAUNCH}"),
+    "a program that it writes and starts elsewhere": cells(f"%%writefile written.py\n{WRITTEN}", "import os"),
     "a file that it writes": cells(f"%%writefile run.yaml\n{AXOLOTL}", "!axolotl train \\\n  run.yaml"),
 }
 
@@ -156,6 +164,15 @@ OWN = {
         "lora: {r: 16}\ndata: {max_length: 512}\n"
         "training: {per_device_train_batch_size: 2, gradient_accumulation_steps: 8, bf16: true}\n"
     ),
+    "stages": (
+        "model: {name: m/m, load_in_4bit: true, bnb_4bit_use_double_quant: true}\nbf16: true\n"
+        "sft: {lora_r: 16, max_seq_length: 512, per_device_train_batch_size: 2, gradient_accumulation_steps: 8}\n"
+        "dpo: {lora_r: 8, max_seq_length: 256, per_device_train_batch_size: 1, gradient_accumulation_steps: 4}\n"
+    ),
+    "Axolotl's model beside foreign names": (
+        "base_model: m/m\nlora_r: 16\nload_in_4bit: true\ndouble_quant: true\nmax_seq_length: 512\nbatch_size: 2\n"
+        "gradient_accumulation: 8\ntrain_data: x\nnarrative_eval: y\nlocal_model_dir: z\n"
+    ),
 }
 
 
@@ -170,3 +187,9 @@ def test_programs_own_settings_are_read_by_their_names(name: str) -> None:
 def test_a_document_that_is_no_training_says_so() -> None:
     with pytest.raises(ConfigError, match="no config of a known tool"):
         read_text("a: 1\n---\nb: 2\n", "two.yaml")
+
+
+@pytest.mark.parametrize("said", ["method: simpo", "task: dpo_alignment", "stage: classification"])
+def test_settings_that_name_another_objective_are_refused(said: str) -> None:
+    with pytest.raises(ConfigError, match="not planned"):
+        read_text(f"training: {{{said}, per_device_train_batch_size: 2}}\nmodel: {{name: m/m}}\n", "own.yaml")

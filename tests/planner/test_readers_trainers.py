@@ -158,3 +158,43 @@ def test_hard_negatives_are_refused_by_name(name: str) -> None:
 def test_a_loss_that_only_running_tells_leaves_the_objective_open() -> None:
     body = BY_TRAINER.replace("losses.LOSS(encoder)", "{}[name]")
     assert "objective" in {one.field for one in read(body).missing}
+
+
+HANDED = """
+from transformers import BitsAndBytesConfig, HfArgumentParser
+from dataclasses import dataclass
+from peft import LoraConfig
+@dataclass
+class Words:
+    four: bool = True
+class H4ArgumentParser(HfArgumentParser):
+    def parse(self):
+        return self.parse_args_into_dataclasses()
+(words,) = H4ArgumentParser(Words).parse()
+quantization = BitsAndBytesConfig(load_in_4bit=True) if words.four else None
+handed = dict(torch_dtype=torch.bfloat16, quantization_config=quantization)
+args = TrainingArguments(per_device_train_batch_size=4, bf16=True)
+SFTTrainer("meta-llama/Llama-3.1-8B", args=args, model_init_kwargs=handed, max_seq_length=512,
+           peft_config=LoraConfig(r=8)).train()
+"""
+
+
+def test_what_an_older_trainer_hands_to_the_loading_counts() -> None:
+    found = read(HANDED)
+    setup = found.setup
+    assert (found.model_id, setup.method, setup.quantization) == ("meta-llama/Llama-3.1-8B", "qlora", "nf4")
+    assert read(HANDED, ("--four", "False")).setup.method == "lora"
+
+
+def test_a_length_that_a_condition_decides_is_asked_for() -> None:
+    body = """
+length = getattr(tokenizer, "model_max_length", None)
+if length is None:
+    length = 2048
+block_size = 2048
+def cut(rows):
+    return tokenizer(rows, truncation=True, max_length=length)
+data = data.map(cut)
+Trainer(model=model, args=TrainingArguments(per_device_train_batch_size=4), train_dataset=data).train()
+"""
+    assert "seq_len_tokens" in {one.field for one in read(body).missing}

@@ -70,6 +70,10 @@ class Functions(Expressions):
             call.keywords = {**defaults, **call.keywords}
             self.program.made.append(call)
             return call
+        if {made_by.name, made_by.base.rpartition(".")[2]} & {*options.PARSERS}:
+            # its own code does what the base's does
+            call.name = made_by.name if made_by.name in options.PARSERS else "HfArgumentParser"
+            return call
         found = Instance(dict(made_by.attributes), made_by)
         for name, value in zip(made_by.fields, call.positional, strict=False):
             found.attributes[name] = value
