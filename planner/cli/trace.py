@@ -39,6 +39,9 @@ def trace(
     image_size: Annotated[
         str, typer.Option("--image-size", help="Pixels of stand-in pictures, WIDTHxHEIGHT.")
     ] = IMAGE_SIZE,
+    every_micro_batch: Annotated[
+        bool, typer.Option("--every-micro-batch", help="Run also those that repeat the one before, byte for byte.")
+    ] = False,
     time_limit: Annotated[
         int, typer.Option("--time-limit", help="Seconds after which the program is stopped.")
     ] = TIME_LIMIT_S,
@@ -53,6 +56,8 @@ def trace(
 
     Exit codes: 0 fits, 1 does not fit, 2 bad input or the program's own error, 3 cannot be followed.
     """
+    from dataclasses import replace
+
     from probes.phantom.runner import program
     from reports.trace import svg, text_lines
 
@@ -68,6 +73,7 @@ def trace(
         memory_bytes=memory_and_headroom(card, memory_gib, headroom)[0],
     )
     _ask(order, program(command), yes)
+    order = replace(order, every_micro_batch=every_micro_batch)
     answer = answer_of(order, card, memory_gib=memory_gib, headroom_gib=headroom)
     if out is not None:
         import json

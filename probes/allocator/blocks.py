@@ -100,6 +100,10 @@ class Pool:
         """All free blocks, smallest first."""
         return [self._blocks[key] for key in self._keys]
 
+    def layout(self) -> tuple[object, ...]:
+        """Sizes and places of the free blocks and of unmapped space, to be compared."""
+        return tuple(self._keys), tuple((one.address, one.size) for one in self.unmapped)
+
     @property
     def largest_free_bytes(self) -> int:
         """Size of the largest free block, 0 when there is none."""

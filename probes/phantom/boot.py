@@ -94,6 +94,7 @@ def _start(order: dict[str, Any], watcher: Watcher) -> None:
             num_tokens=order["tokens"],
             image_size=tuple(order["image_size"]),
             objective=order["objective"],
+            every_micro_batch=order["every_micro_batch"],
             finished=finished,
             watcher=watcher,
         )

@@ -133,6 +133,7 @@ WATCHED = (
     "transformers.distributed.expert_parallel",
     "transformers.integrations.moe",
     "transformers.modeling_utils",
+    "transformers.trainer",
     "transformers.configuration_utils",
     "transformers.generation.utils",
     "transformers.models.auto.tokenization_auto",

@@ -12,6 +12,7 @@ from probes.phantom.generation import shortened
 from probes.phantom.imports import Hook
 from probes.phantom.loading import config_of_catalogue, generation_without_files, load_without_weights
 from probes.phantom.mode import Phantom
+from probes.phantom.repeats import repeated_once
 from probes.phantom.texts import (
     data_sets_stand_in,
     encoding_stands_in,
@@ -78,6 +79,9 @@ def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
     def metrics(module: Any) -> None:
         metrics_stand_in(phantom, module, patch)
 
+    def trainer(module: Any) -> None:
+        repeated_once(phantom, module, patch)
+
     def saving(module: Any) -> None:
         _save_nothing(phantom, module, patch)
 
@@ -93,6 +97,7 @@ def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
         "bitsandbytes": bitsandbytes,
         "transformers.modeling_utils": modeling,
         "transformers.configuration_utils": configuration,
+        "transformers.trainer": trainer,
         "torch.utils.data": data,
     }
     return found

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.units import gib
 from probes.allocator import Alloc, CachingAllocator, EmptyCache, Event, Free, OutOfDeviceMemory
+from probes.allocator.blocks import Block
 from probes.dryrun.fastmeta import Remembered
 from probes.dryrun.kernels import KernelLog
 from probes.dryrun.tracker import Temporaries, adds_in_place
@@ -79,6 +80,8 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         notes: what the program's user must know, in order, each once.
         handlers: operators that have no meta form, or another one than on a GPU.
         stand_in_rows: the data set whose rows are ours, "" where none is.
+        every_micro_batch: whether those that repeat the one before are run as well.
+        num_micro_batches, num_repeated: of transformers' Trainer; those of them that were not run again.
     """
 
     def __init__(self, card: Card, *, limited: bool = True, expandable_segments: bool = False) -> None:
@@ -108,7 +111,10 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         self._makes_its_own = False
         self._workspaces: set[str] = set()
         self._remembered = Remembered()
-        self._next = 0
+        self.num_allocations = 0
+        self.every_micro_batch = False
+        self.num_micro_batches = 0
+        self.num_repeated = 0
         self._alive: dict[int, Any] = {}
 
     @classmethod
@@ -143,15 +149,9 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         Raises:
             torch.OutOfMemoryError: the card has no room.
         """
-        number = self._next
-        self._next += 1
-        block = None
-        if size_bytes > 0:
-            try:
-                block = self.allocator.malloc(size_bytes)
-            except OutOfDeviceMemory:
-                self.origins.out_of_memory(size_bytes, op, len(self.events), self.allocator.allocated_bytes)
-                raise self._error(size_bytes) from None
+        number = self.num_allocations
+        self.num_allocations += 1
+        block = self.malloc(size_bytes, op) if size_bytes > 0 else None
         self.origins.found[number] = Origin(self.origins, op, size_bytes, len(self.events))
         self.events.append(Alloc(number, size_bytes))
         events, free = self.events, self.allocator.free
@@ -162,6 +162,18 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
                 free(block, size_bytes)
 
         return number, release
+
+    def malloc(self, size_bytes: int, op: str) -> Block:
+        """A block of device memory that nobody follows.
+
+        Raises:
+            torch.OutOfMemoryError: the card has no room.
+        """
+        try:
+            return self.allocator.malloc(size_bytes)
+        except OutOfDeviceMemory:
+            self.origins.out_of_memory(size_bytes, op, len(self.events), self.allocator.allocated_bytes)
+            raise self._error(size_bytes) from None
 
     def _error(self, size_bytes: int) -> torch.OutOfMemoryError:
         allocator = self.allocator

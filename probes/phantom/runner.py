@@ -50,6 +50,7 @@ class TraceOrder:
         num_tokens: length of the texts of stand-in data sets.
         image_size: width and height of their pictures, in pixels.
         objective: what their rows are for, "" where nobody knows.
+        every_micro_batch: also those that repeat the one before.
         folder: where it runs, None: here.
         time_limit_s: after which the program is stopped without a result.
     """
@@ -61,6 +62,7 @@ class TraceOrder:
     num_tokens: int = 8192
     image_size: tuple[int, int] = (1024, 1024)
     objective: str = ""
+    every_micro_batch: bool = False
     network: bool = False
     time_limit_s: float = 1800.0
     environment: Mapping[str, str] | None = None
@@ -122,6 +124,7 @@ def run_traced(order: TraceOrder) -> Ended:
                     "tokens": order.num_tokens,
                     "image_size": order.image_size,
                     "objective": order.objective,
+                    "every_micro_batch": order.every_micro_batch,
                     "network": order.network,
                     "results": str(results),
                 }

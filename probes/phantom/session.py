@@ -39,6 +39,7 @@ def phantom_gpu(
     num_tokens: int = 8192,
     image_size: tuple[int, int] = (1024, 1024),
     objective: str = "",
+    every_micro_batch: bool = False,
     finished: Callable[[Phantom], None] = lambda phantom: None,
     watcher: Watcher | None = None,
 ) -> Iterator[Phantom]:
@@ -49,12 +50,14 @@ def phantom_gpu(
         num_tokens: length of stand-in texts.
         image_size: width and height of stand-in pictures, in pixels.
         objective: what the rows of stand-in data sets are for, "" where nobody knows.
+        every_micro_batch: runs also those that repeat the one before.
         watcher: the one that has seen all imports of this process, None where none has.
         num_steps: after so many optimizer steps `finished` is called and `steps.Done` raised; None: never.
     """
     torch._C._ensureCUDADeviceGuardSet()  # what C++ asks before it moves a tensor to CUDA; this one does nothing
     phantom = Phantom(card, limited=limited, expandable_segments=expandable_segments)
     phantom.num_tokens, phantom.image_size, phantom.objective = num_tokens, image_size, objective
+    phantom.every_micro_batch = every_micro_batch
     phantom.temporaries = {**temporaries(), **reductions(card.num_sms, card.threads_per_sm)}
     phantom.workspace_bytes = cublas_workspace_bytes(card.capability)
     with ExitStack() as stack:

@@ -47,12 +47,21 @@ def summary(phantom: Phantom, status: str, error: str = "", elapsed_s: float = 0
             phase=refused.phase,
             op=refused.op,
         ),
-        notes=tuple(phantom.notes),
+        notes=(*phantom.notes, *_repeated(phantom)),
         questions=tuple((what, str(line or ""), times) for (what, line), times in phantom.origins.questions.items()),
         kernels={**phantom.log.chosen, **phantom.kernels},
         timeline=_timeline(phantom, totals),
         libraries=_versions(),
         elapsed_s=elapsed_s,
+    )
+
+
+def _repeated(phantom: Phantom) -> tuple[str, ...]:
+    if not phantom.num_repeated:
+        return ()
+    return (
+        f"{phantom.num_repeated} of {phantom.num_micro_batches} micro-batches repeat the one before, byte for byte, "
+        "and were not run again (--every-micro-batch runs them)",
     )
 
 

@@ -35,3 +35,74 @@ def test_the_dry_run_is_what_the_tools_own_trainers_do(tool: str) -> None:
         assert "not_run" not in row, (point, row)
         assert abs(row["error_fraction"]) < TOLERANCE, (point, row)
         assert row["dry_run_reserved_bytes"] == pytest.approx(row["traced_reserved_bytes"], rel=0.05), point
+
+
+REPEATS = """
+import json
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import trl
+from accelerate.state import AcceleratorState
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import LlamaConfig
+
+from planner.gpus import find_gpu
+from probes.phantom.card import card_of
+from probes.phantom.session import phantom_gpu
+from probes.phantom.steps import Done
+from probes.phantom.summary import summary
+
+folder = Path(sys.argv[1])
+LlamaConfig(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=512, architectures=["LlamaForCausalLM"], dtype="bfloat16",
+).save_pretrained(folder / "model")
+
+
+def traced(every, trainer, rows, adapters, **settings):
+    with phantom_gpu(card_of(find_gpu("a100-80gb")), num_steps=2, every_micro_batch=every) as phantom:
+        AcceleratorState._reset_state(True)
+        arguments = getattr(trl, trainer.replace("Trainer", "Config"))(
+            output_dir=str(folder / "out"), per_device_train_batch_size=2, gradient_accumulation_steps=5,
+            report_to="none", disable_tqdm=True, **settings,
+        )
+        more = {"reward_funcs": lambda completions, **_: [1.0] * len(completions)} if "GRPO" in trainer else {}
+        with suppress(Done):
+            getattr(trl, trainer)(
+                str(folder / "model"), args=arguments, train_dataset=Dataset.from_list(rows),
+                peft_config=LoraConfig(r=4, task_type="CAUSAL_LM") if adapters else None, **more,
+            ).train()
+        found = summary(phantom, "done")
+        figures = [found.peak_allocated_bytes, found.peak_reserved_bytes, phantom.allocator.allocated_bytes]
+        return [*figures, found.phase_peaks_bytes], phantom.num_repeated, found.notes
+
+
+texts = [{"text": "a" * 300}] * 32
+lengths = [{"text": "a" * (20 + 7 * index)} for index in range(32)]
+pairs = [{"prompt": "a", "chosen": "b" * 99, "rejected": "c" * 99}] * 32
+prompts = [{"prompt": "a" * 9}] * 32
+for name, *case, settings in (
+    ("LoRA", "SFTTrainer", texts, True, {"max_length": 128}),
+    ("full, packed", "SFTTrainer", texts, False, {"max_length": 128, "packing": True}),
+    ("other shapes", "SFTTrainer", lengths, True, {"max_length": 512}),
+    ("DPO", "DPOTrainer", pairs, True, {"max_length": 128}),
+    ("GRPO", "GRPOTrainer", prompts, True, {"num_generations": 2, "max_completion_length": 8}),
+):
+    print("CASE", json.dumps([name, *(traced(every, *case, **settings) for every in (True, False))]))
+"""
+
+
+def test_micro_batches_that_repeat_need_not_be_run(tmp_path: Path, warm_programs: Path) -> None:
+    """Of five in each of two steps the fourth does what the two before it did: every figure is equal to the byte."""
+    command = [str(warm_programs / "python"), "-c", REPEATS, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    cases = [json.loads(line.removeprefix("CASE ")) for line in done.stdout.splitlines() if line.startswith("CASE ")]
+    assert [case[0] for case in cases] == ["LoRA", "full, packed", "other shapes", "DPO", "GRPO"]
+    for name, (every, none, _), (some, num_repeated, notes) in cases:
+        assert (every, none, num_repeated) == (some, 0, 0 if name == "other shapes" else 2), name
+        said = [note.partition(" micro-batches")[0] for note in notes if "repeat the one before" in note]
+        assert said == ["2 of 10"] * (num_repeated > 0), name

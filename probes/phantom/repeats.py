@@ -1,0 +1,180 @@
+"""Micro-batches that repeat the one before: transformers' Trainer runs their forward and backward once.
+
+Gradient accumulation runs the same program on one batch after another. Where two micro-batches of a step asked for
+the same memory in the same order and kept nothing but their loss, another one with like inputs does so again. It is
+not run: its large blocks would lie where those of the one before lay, and its small ones, whose places wander, are
+asked of the allocator again. The first two of a step, the last one (gradients are synchronised, the optimizer steps)
+and every one with other shapes, masks, positions or places without a label are run.
+
+Source: transformers 5.23 trainer.py `Trainer.training_step`, which the trainers of TRL, Axolotl and LLaMA-Factory call.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+from unittest import mock
+
+import torch
+
+from probes.allocator import Alloc, Event, Free
+from probes.allocator.blocks import SMALL_BYTES
+from probes.phantom.mode import Phantom
+
+Patch = Callable[[Any, str, Any], None]
+Requests = tuple[tuple[int, int], ...]
+"""(which allocation, its bytes) and, given back, (its complement, 0), in order; the first allocation is number 0."""
+_TOKENS = ("input_ids", "labels")
+_NO_LABEL = -100
+_is_meta = torch._C.TensorBase.is_meta.__get__
+
+
+class _Repeats(BaseException):
+    """The rest of this micro-batch is known. No `Exception`: nobody between here and there catches it."""
+
+
+@dataclass
+class _MicroBatch:
+    """One that is run, from its inputs on the card to its return.
+
+    Attributes:
+        before: what was allocated before it, and where in the large pool.
+        first_event, first_allocation: numbers of the next ones then.
+        requests: what it asked for and gave back; None until then, and where it kept or freed other memory.
+        loss: shape and type of what it returned, and which of its allocations holds that.
+    """
+
+    inputs: tuple[Any, ...]
+    before: Any
+    first_event: int
+    first_allocation: int
+    requests: Requests | None = None
+    loss: tuple[Any, torch.dtype, int] | None = None
+
+    def returned(self, phantom: Phantom, loss: torch.Tensor) -> None:
+        """Its end."""
+        number = phantom.number_of(loss)
+        if number is not None:
+            kept = number - self.first_allocation
+            self.requests = _requests(phantom.events[self.first_event :], self.first_allocation, kept)
+            self.loss = loss.shape, loss.dtype, kept
+
+    def again(self, phantom: Phantom) -> torch.Tensor:
+        """Its requests of small blocks once more, and a loss like its own."""
+        assert self.requests is not None
+        assert self.loss is not None
+        shape, dtype, kept = self.loss
+        blocks: dict[int, tuple[Any, int]] = {}
+        found = None
+        for number, size in self.requests:
+            if number == kept:
+                found = phantom.made(shape, dtype)
+            elif 0 < size <= SMALL_BYTES:
+                blocks[number] = phantom.malloc(size, "small blocks of a micro-batch"), size
+            elif ~number in blocks:
+                phantom.allocator.free(*blocks.pop(~number))
+        assert found is not None
+        return found
+
+
+def _requests(events: list[Event], first: int, kept: int) -> Requests | None:
+    """What a micro-batch asked for, None where it touched older memory or kept more than allocation `kept`."""
+    found: list[tuple[int, int]] = []
+    alive: set[int] = set()
+    for event in events:
+        if isinstance(event, Alloc):
+            alive.add(event.id - first)
+            found.append((event.id - first, event.size_bytes))
+        elif isinstance(event, Free) and event.id >= first:
+            alive.remove(event.id - first)
+            found.append((~(event.id - first), 0))
+        else:
+            return None
+    return tuple(found) if alive == {kept} else None
+
+
+class _Step:
+    """The last two micro-batches that were run of one optimizer step."""
+
+    def __init__(self, phantom: Phantom) -> None:
+        self._phantom = phantom
+        self._ran: list[_MicroBatch] = []
+
+    def clear(self) -> None:
+        """Another step begins."""
+        self._ran.clear()
+
+    def begins(self, inputs: Any) -> None:
+        """Another micro-batch begins.
+
+        Raises:
+            _Repeats: it would do what the one before did.
+        """
+        allocator, events = self._phantom.allocator, self._phantom.events
+        now = _MicroBatch(
+            tuple(_likeness(self._phantom, "", inputs)),
+            (allocator.allocated_bytes, allocator.large.layout()),
+            len(events),
+            self._phantom.num_allocations,
+        )
+        if len(self._ran) == 2:
+            first, second = self._ran
+            same = second.requests is not None and first.requests == second.requests
+            if same and first.inputs == second.inputs == now.inputs and second.before == now.before:
+                raise _Repeats
+        self._ran = [*self._ran[-1:], now]
+
+    def returned(self, loss: torch.Tensor) -> None:
+        """It has been run."""
+        self._ran[-1].returned(self._phantom, loss)
+
+    def again(self) -> torch.Tensor:
+        """It has not."""
+        self._phantom.num_repeated += 1
+        return self._ran[-1].again(self._phantom)
+
+
+def _likeness(phantom: Phantom, name: str, value: Any) -> Iterator[Any]:
+    """What of a trainer's inputs can decide what memory is asked for: shapes, and values but for tokens themselves."""
+    if isinstance(value, torch.Tensor):
+        yield name, value.dtype, tuple(value.shape), value.stride()
+        known = phantom.values.known(value) if _is_meta(value) else value
+        if known is not None and not known.dtype.is_floating_point:
+            yield hash((known == _NO_LABEL if name.endswith(_TOKENS) else known).contiguous().numpy().tobytes())
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _likeness(phantom, str(key), one)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _likeness(phantom, name, one)
+    else:
+        yield name, value if isinstance(value, (str, int, float, bool, type(None))) else object()
+
+
+def repeated_once(phantom: Phantom, trainer: Any, patch: Patch) -> None:
+    """Makes `Trainer.training_step` leave out what repeats."""
+    true = trainer.Trainer.training_step
+    step = _Step(phantom)
+
+    @wraps(true)
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        phantom.num_micro_batches += 1
+        if self.accelerator.sync_gradients or phantom.every_micro_batch:
+            step.clear()
+            return true(self, *args, **kwargs)
+        prepare = self._prepare_inputs
+
+        def prepared(inputs: Any) -> Any:
+            found = prepare(inputs)
+            step.begins(found)
+            return found
+
+        try:
+            with mock.patch.object(self, "_prepare_inputs", prepared):
+                loss = true(self, *args, **kwargs)
+        except _Repeats:
+            return step.again()
+        step.returned(loss)
+        return loss
+
+    patch(trainer.Trainer, "training_step", training_step)
