@@ -102,7 +102,7 @@ def test_micro_batches_that_repeat_need_not_be_run(tmp_path: Path, warm_programs
     assert done.returncode == 0, done.stderr[-2000:]
     cases = [json.loads(line.removeprefix("CASE ")) for line in done.stdout.splitlines() if line.startswith("CASE ")]
     assert [case[0] for case in cases] == ["LoRA", "full, packed", "other shapes", "DPO", "GRPO"]
-    for name, (every, none, _), (some, num_repeated, notes) in cases:
-        assert (every, none, num_repeated) == (some, 0, 0 if name == "other shapes" else 2), name
+    for name, (every, none, _), (fewer, num_repeated, notes) in cases:
+        assert (every, none, num_repeated) == (fewer, 0, 0 if name == "other shapes" else 2), name
         said = [note.partition(" micro-batches")[0] for note in notes if "repeat the one before" in note]
         assert said == ["2 of 10"] * (num_repeated > 0), name
