@@ -53,13 +53,8 @@ def answering(phantom: Phantom) -> Iterator[None]:
             options["memory_format"] = memory_format
         if device is None or device.type == self.device.type:
             return true_to(self, dtype or self.dtype, **options)
-        if device.type == "meta" and _is_meta(self):
-            claims.depth += 1  # the program makes a meta tensor of its own
-            try:
-                made = torch.empty_like(self, dtype=dtype or self.dtype, device=META)
-            finally:
-                claims.depth -= 1
-            return made.as_subclass(type(self)) if type(self) is torch.Tensor else made
+        if device.type == "meta" and _is_meta(self):  # a meta tensor of the program's own, which claims nothing
+            return torch.empty_strided(self.size(), self.stride(), dtype=dtype or self.dtype, device=META)
         if device.type == "cuda":
             device = CUDA  # without an index C++ asks the driver for it
         return true_to(self, device=device, dtype=dtype or self.dtype, **options)
