@@ -84,6 +84,7 @@ def main() -> None:
             "traced_bytes": found["peak_allocated_bytes"],
             "dry_run_bytes": dry.peak_allocated_bytes,
             "traced_phases": found["phase_peaks_bytes"],
+            "dry_run_phases": dict(dry.phase_peaks_bytes),
         }
         table = json.loads(OUT.read_text()) if OUT.exists() else {}
         OUT.write_text(json.dumps({**table, name: row}, indent=1) + "\n")

@@ -29,9 +29,9 @@ class FsdpWorld:
         self, tracker: SpreadTracker, model: Any, setup: TrainSetup
     ) -> Iterator[tuple[Spread, dict[int, tuple[str, str]]]]:
         """See `probes.dryrun.trace.World`. Loading is the shards, and then once more the largest weight, which ranks
-        receive whole before they keep their part (accelerate 1.15 `fsdp2_load_full_state_dict`)."""
+        receive whole before they keep their part; a second part of it where the state dict names it twice, as tied
+        weights are, or where the part is about to go to the host (accelerate 1.15 `fsdp2_load_full_state_dict`)."""
         device = next(model.parameters()).device
-        largest = max(one.numel() * one.element_size() for one in model.parameters())
         with tracker.resizing(), tracker.following_fsdp(), untracked_trials():
             spread = spread_model(model, setup, device=device)
             if setup.offload == "parameters" and device.type == "meta":
@@ -39,6 +39,11 @@ class FsdpWorld:
                 for one in model.parameters():
                     tracker.keep_on_host(local(one))
             owners = load(tracker, model)
+            weight = max(model.parameters(), key=lambda one: one.numel() * one.element_size())
+            largest = weight.numel() * weight.element_size()
+            twice = sum(one is weight for _, one in model.named_parameters(remove_duplicate=False)) > 1
+            if twice or setup.offload == "parameters":
+                largest += -(-weight.shape[0] // setup.shards) * (largest // weight.shape[0])
             tracker.release(tracker.allocate(largest, "load"))
             yield spread, owners
 

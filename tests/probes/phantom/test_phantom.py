@@ -205,3 +205,11 @@ def test_a_cuda_graph_is_refused(phantom: Phantom) -> None:
 
     with pytest.raises(Refused, match="CUDA graph"):
         torch.cuda.CUDAGraph()
+
+
+def test_what_is_moved_to_meta_lies_nowhere(phantom: Phantom) -> None:
+    """Accelerate does so before it shards a model, which moves parameters that are on a device to the GPU."""
+    layer = nn.Linear(1024, 1024, bias=False).to("meta")
+    again = torch.ones(1024, device="cuda").to("meta").new_zeros(8)
+    assert {one.device.type for one in (layer.weight, layer.weight.new_zeros(4), again)} == {"meta"}
+    assert (layer.weight.is_meta, torch.cuda.memory_allocated()) == (True, 0)
