@@ -128,6 +128,8 @@ def test_offloaded_rank_holds_what_is_gathered(fields: dict[str, Any]) -> None:
     for phase in ("load", "forward", "loss", "step"):
         before, after = dict(near.phase_groups[phase]), dict(far.phase_groups[phase])
         assert before.pop(weights) > after.pop(weights, 0) == scales
+        if phase == "load":  # a weight is whole before its part, of four, goes to the host
+            assert after.pop(("other", "batch")) * 4 == before.pop(("other", "batch")) * 5
         gone = {group: size for group, size in before.items() if group not in after}
         assert {kind for kind, _ in gone} <= {"weights", "adapters", "gradients", "optimizer", "workspace"}
         assert [name for kind, name in gone if kind == "workspace"] == ["optimizer temporaries"] * (phase == "step")
