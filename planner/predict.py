@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from planner.calibration_bands import memory_band, with_evidence
+from planner.calibration_bands import memory_band, of_a_plan, with_evidence
 from planner.gpu import GpuSpec
 from planner.kernels import Kernel, attention_kernel, missing_kernels
 from planner.memory.dtypes import flow_of
@@ -37,6 +37,8 @@ def predict(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster
     ranks = rank_memories(model, gpu, setup)
     memory = ranks[0].breakdown
     speed = speed_profile(model, gpu, setup, cluster).step_time(setup)
+    if "paging" in speed.parts_s and not of_a_plan(setup):  # where its states fit a plan takes the form without pages
+        speed = speed.evicting(_evicted(model, gpu, setup, memory.peak_device_bytes))
     found = Prediction(
         rung=Rung.FORMULA,
         peak_allocated_bytes=memory.peak_allocated_bytes,
@@ -57,6 +59,17 @@ def predict(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster
         else (),
     )
     return with_evidence(found, gpu, setup)
+
+
+def _evicted(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, peak_device_bytes: int) -> float:
+    """The share of a paged optimizer's states that finds no room beside the peak on one GPU.
+
+    Source: bitsandbytes, docs/source/explanations/optimizers.mdx: "zero overhead if all the memory fits onto the device
+    and only some overhead if some of memory needs to be evicted".
+    """
+    trained = trained_parameters(model, setup)
+    paged = paged_bytes(trained.num, setup.optimizer, wide=trained.wide)
+    return min(1.0, max(0.0, (peak_device_bytes + paged - gpu.memory_bytes) / paged))
 
 
 def device_peak_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> int:

@@ -224,11 +224,12 @@ SOURCES = {
 
 
 def mpt_config(name: str, seq_len: int) -> dict[str, Any]:
-    """GPT-2's shape is MPT's: learned positions, LayerNorm with bias, fused qkv, plain MLP of 4 x width, tied head."""
+    """GPT-2's shape is MPT's: learned positions, LayerNorm with bias, fused qkv, plain MLP of 4 x width, tied head;
+    its dropouts are off (llm-foundry's MPTConfig)."""
     width, layers, heads = MPT[name]
     return {
         "model_type": "gpt2", "n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": seq_len,
-        "vocab_size": 50368, "activation_function": "gelu",
+        "vocab_size": 50368, "activation_function": "gelu", "attn_pdrop": 0.0, "resid_pdrop": 0.0,
     }  # fmt: skip
 
 

@@ -92,12 +92,19 @@ class Traits:
     """Residual streams side by side (Gemma 3n's AltUp), elsewhere one."""
 
 
-@lru_cache(maxsize=512)
 def traits_of(model: ModelSpec) -> Traits:
     """The traits of a model, from its type and its config's dropout rates.
 
     Source: transformers 5.23 `modeling_*.py` and `configuration_*.py`.
     """
+    attention, residual = DEFAULTS.get(model.model_type, (0.0, 0.0))
+    dropped = _rate(model, ATTENTION_DROPOUTS, attention) > 0, _rate(model, RESIDUAL_DROPOUTS, residual) > 0
+    return _traits_of(model, *dropped, _streams(model))
+
+
+@lru_cache(maxsize=512)
+def _traits_of(model: ModelSpec, attention_dropout: bool, residual_dropout: bool, streams: int) -> Traits:
+    """What the config alone says is part of the key: two models of one shape are equal whatever their configs."""
     kinds = {norm.kind for layer in model.layer_kinds for norm in layer.norms}
     style: NormStyle
     if kinds == {"layer"}:
@@ -110,11 +117,10 @@ def traits_of(model: ModelSpec) -> Traits:
         )
     else:
         style = "rms-fp32" if model.model_type in RMS_FP32 else "rms"
-    attention, residual = DEFAULTS.get(model.model_type, (0.0, 0.0))
     return Traits(
         norm=style,
-        attention_dropout=_rate(model, ATTENTION_DROPOUTS, attention) > 0,
-        residual_dropout=_rate(model, RESIDUAL_DROPOUTS, residual) > 0,
+        attention_dropout=attention_dropout,
+        residual_dropout=residual_dropout,
         expands_kv=model.model_type in EXPANDS_KV,
         hands_on_weights=model.model_type in HANDS_ON_WEIGHTS,
         dense_experts=model.model_type in DENSE_EXPERTS,
@@ -129,8 +135,8 @@ def traits_of(model: ModelSpec) -> Traits:
         mask_buffers=model.model_type in MASK_BUFFERS,
         fp32_routed=FP32_ROUTED.get(model.model_type, ()),
         packs_apart=model.model_type not in PACKS_TOGETHER,
-        streams=_streams(model),
-        inner_dropout=model.model_type in POSITION_BIAS and _rate(model, RESIDUAL_DROPOUTS, residual) > 0,
+        streams=streams,
+        inner_dropout=model.model_type in POSITION_BIAS and residual_dropout,
     )
 
 

@@ -37,6 +37,38 @@ def _blend(counted: float, measured: float, drag: float) -> float:
     return counted + (measured - counted) * drag
 
 
+COMPOSED_FORWARD, COMPOSED_BACKWARD = (16, 7), (25, 10)
+"""Passes over memory, and kernels, of the composed GELU beyond those of one kernel: forward a power, five operations
+with a number, a sum and a product of two; backward each one's own, and two sums of gradients.
+
+Source: transformers 5.23 `activations.py` NewGELUActivation; PyTorch `tools/autograd/derivatives.yaml`. Measured: the
+book's GPT-2 on an A100 (rasbt/LLMs-from-scratch ch05/10) takes 15.9 ms longer with this and a LayerNorm of single
+operations than with PyTorch's; these are counted as 7.
+"""
+
+
+def eager_score_bytes(size: int, *, upcast: bool, dropout: bool, drag: float) -> tuple[float, float]:
+    """Bytes per score (a query, a key and a head) that attention in single operations moves, forward and backward.
+
+    Forward: the product written, scaled, masked, softmax, dropped out, read; the backward likewise, without the mask.
+    Softmax and dropout are reductions and random numbers: on an A100 twice their bytes (`drag_of`).
+
+    Args:
+        size: of one score; `upcast`: whether the softmax is computed in fp32 and cast back.
+        dropout: whether attention weights are dropped out while training, with a mask of one byte.
+
+    Source: transformers 5.23 `models/llama/modeling_llama.py` and `models/gpt2/modeling_gpt2.py`
+    eager_attention_forward; PyTorch `tools/autograd/derivatives.yaml`. Counted, not fitted.
+    """
+    wide = 4 if upcast else size
+    cast = size + wide if upcast and wide != size else 0
+    slow = 1.0 + drag
+    dropped = (2 * size + 1) * slow if dropout else 0.0
+    forward = 6 * size + (size + wide) * slow + cast + dropped
+    backward = 6 * size + (2 * wide + size) * slow + cast + dropped
+    return forward, backward
+
+
 LAYER_PARTS = frozenset({"norm", "rotary", "gated"})
 
 
@@ -58,7 +90,7 @@ def layer_traffic(
     With a fp32 stream under autocast each matrix casts its input; bitsandbytes casts its output back.
 
     Args:
-        fused: of LAYER_PARTS, what one kernel each computes: one pass over memory.
+        fused: of LAYER_PARTS, what one kernel each computes: one pass over memory; "inputs": torch.compile's.
 
     Source: linkedin/Liger-Kernel benchmark/data/all_benchmark_data.csv (A100-SXM4-80GB, version 0.2.1; LayerNorm on an
     H100, 0.6.0); transformers 5.23 `models/llama/modeling_llama.py`; bitsandbytes 0.50 `nn/modules.py`; PyTorch
@@ -101,6 +133,15 @@ def layer_traffic(
         + inv.routed_width * 8 * stream
         + inv.mixer_width * 4 * compute
     )
+    composed = 0 if gated else inv.num_composed
+    dropouts = 0 if "inputs" in fused else inv.num_dropouts  # the compiler draws their numbers beside other work
+    if composed:
+        of_power = 4 if flow.autocast else wide  # a power is on autocast's fp32 list
+        forward += inv.composed_width * COMPOSED_FORWARD[0] * of_power
+        backward += inv.composed_width * COMPOSED_BACKWARD[0] * of_power
+    if dropouts:
+        forward += inv.dropout_width * (2 * stream + 1)
+        backward += inv.dropout_width * (2 * stream + 1)
     calls = 0
     casting = 0
     for group in inv.groups:
@@ -129,6 +170,8 @@ def layer_traffic(
         + calls
         + casting
         + inv.num_layers * (2 + (1 if gated else 2) + 4)
+        + composed * COMPOSED_FORWARD[1]
+        + dropouts
     )
     backward_kernels = (
         inv.num_rms * norm_kernels[1]
@@ -137,6 +180,8 @@ def layer_traffic(
         + calls * (2 if trained else 1)
         + casting
         + inv.num_layers * (2 + (1 if gated else 3) + 5 + 3)
+        + composed * COMPOSED_BACKWARD[1]
+        + dropouts
     )
     if conditions.loop_experts:
         forward_kernels += inv.num_experts_run * 8

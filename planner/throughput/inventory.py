@@ -3,11 +3,14 @@
 from dataclasses import dataclass
 from weakref import ref
 
+from planner.memory.traits import traits_of
 from planner.models.spec import AttentionSpec, LinearSpec, ModelSpec
 
 # Roles that read the layer's normed input, where autocast casts a fp32 stream once per matrix.
 _STREAM_ROLES = frozenset({"q", "k", "v", "qkv", "gate", "up", "gate_up", "router", "mixer"})
 _QUERY_ROLES = frozenset({"q", "k", "v", "qkv"})
+COMPOSED = frozenset({"gelu_new", "gelu_fast"})
+"""Activations that transformers computes as eight or nine kernels. Source: transformers 5.23 `activations.py`."""
 _LINEAR_ATTENTION_WIDTH = 30  # elementwise passes that stand in for a linear-attention mixer's scan
 
 
@@ -38,6 +41,8 @@ class Inventory:
         gated_width, plain_width: elements between the MLP's matrices (active experts only).
         routed_width: elements gathered and scattered around experts.
         mixer_width: elementwise stand-in of linear attention.
+        composed_width: elements of activations that are single operations in Python, `num_composed` modules.
+        dropout_width: elements that the model's own dropouts mask while training, `num_dropouts` of them.
         num_experts_run: expert modules in all layers (loops over experts launch kernels for each).
         num_tensors: parameter tensors of the whole model.
     """
@@ -62,6 +67,10 @@ class Inventory:
     plain_width: int
     routed_width: int
     mixer_width: int
+    composed_width: int
+    num_composed: int
+    dropout_width: int
+    num_dropouts: int
     num_experts_run: int
     num_expert_layers: int
     softcap: bool
@@ -84,8 +93,8 @@ def inventory(model: ModelSpec) -> Inventory:
 def _count(model: ModelSpec) -> Inventory:
     merged: dict[tuple[LinearSpec, bool], int] = {}
     attentions: dict[AttentionSpec, int] = {}
-    width = dict.fromkeys(("rms", "layer", "rotary", "gated", "plain", "routed", "mixer"), 0)
-    num = dict.fromkeys(("rms", "layer", "rotary", "experts", "expert_layers", "tensors"), 0)
+    width = dict.fromkeys(("rms", "layer", "rotary", "gated", "plain", "routed", "mixer", "composed"), 0)
+    num = dict.fromkeys(("rms", "layer", "rotary", "experts", "expert_layers", "tensors", "composed", "crossed"), 0)
     first = model.layer_kinds[model.layer_order[0]] if model.layer_order else None
     for layer, repeats in model.layer_counts:
         for linear in layer.linears:
@@ -115,6 +124,10 @@ def _count(model: ModelSpec) -> Inventory:
             num["expert_layers"] += repeats
         elif mlp is not None:
             width[mlp.kind] += repeats * mlp.intermediate_size
+            if mlp.activation in COMPOSED:
+                width["composed"] += repeats * mlp.intermediate_size
+                num["composed"] += repeats
+        num["crossed"] += repeats * (layer.cross_attention is not None)
     for norm in model.outer_norms:
         width[norm.kind] += norm.size * norm.rows_per_token
         num[norm.kind] += 1
@@ -124,6 +137,8 @@ def _count(model: ModelSpec) -> Inventory:
         )
         for (linear, in_first), count in merged.items()
     )
+    # after attention, cross-attention and MLP, and of the embeddings
+    dropouts = 2 * model.num_layers + num["crossed"] + 1 if traits_of(model).residual_dropout else 0
     return Inventory(
         groups=groups,
         outer=model.outer_linears,
@@ -145,6 +160,10 @@ def _count(model: ModelSpec) -> Inventory:
         plain_width=width["plain"],
         routed_width=width["routed"],
         mixer_width=width["mixer"],
+        composed_width=width["composed"],
+        num_composed=num["composed"],
+        dropout_width=dropouts * model.hidden_size,
+        num_dropouts=dropouts,
         num_experts_run=num["experts"],
         num_expert_layers=num["expert_layers"],
         softcap=model.logit_softcap,

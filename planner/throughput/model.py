@@ -13,6 +13,7 @@ from planner.choices.optimizers import OPTIMIZERS
 from planner.gpu import GpuSpec
 from planner.kernels import attention_kernel, takes_cudnn
 from planner.memory.dtypes import SIZE_BYTES, Flow
+from planner.memory.traits import traits_of
 from planner.models.earlier import built_by_transformers_4
 from planner.models.spec import AttentionSpec, LinearSpec, ModelSpec
 from planner.setup import TrainSetup
@@ -22,6 +23,7 @@ from planner.throughput.counts import (
     Moved,
     adapter_traffic,
     drag_of,
+    eager_score_bytes,
     layer_traffic,
 )
 from planner.throughput.inventory import Inventory, inventory
@@ -53,7 +55,6 @@ Source: "simply increase vocab size from 50257 to 50304": "~25% speedup" of nano
 arithmetic is the head (https://x.com/karpathy/status/1621578354024677377); NVIDIA, Matrix multiplication background,
 section 3, tensor core requirements.
 """
-_EAGER_PASSES = 1.7  # transformers' eager attention scales, masks, upcasts to fp32, normalises and casts back: 48 bytes
 
 
 class LayerMatmuls(NamedTuple):
@@ -275,10 +276,14 @@ class SpeedModel:
             backward = _FLASH_BACKWARD * done / (rate * constants.attention_backward_share * slower)
             return forward, backward, needed
         done = 2.0 * spec.num_heads * full * wide
-        passes = constants.attention_math_passes * (_EAGER_PASSES if kernel == "eager" else 1.0)
-        moved = passes * SIZE_BYTES[dtype] * spec.num_heads * full / self.bandwidth
-        forward = done / (0.7 * rate) + 0.45 * moved
-        return forward, 2 * done / (0.7 * rate) + 0.55 * moved, needed
+        ahead, back = (share * constants.attention_math_passes * SIZE_BYTES[dtype] for share in (0.45, 0.55))
+        if kernel == "eager":
+            traits = traits_of(self.model)
+            upcast, dropout = not traits.plain_softmax, traits.attention_dropout
+            ahead, back = eager_score_bytes(SIZE_BYTES[dtype], upcast=upcast, dropout=dropout, drag=self.drag)
+        scores_s = spec.num_heads * full / self.bandwidth
+        product_s = done / (0.7 * rate)
+        return product_s + ahead * scores_s, 2 * product_s + back * scores_s, needed
 
     def dequantization_s(self, flow: Flow, quantization: str) -> tuple[float, int]:
         """Seconds of unpacking every quantized matrix once, and how many modules there are."""
@@ -303,10 +308,7 @@ class SpeedModel:
     def optimizer_s(self, optimizer: str, num: float, size: int, tensors: int) -> tuple[float, float]:
         """Seconds on the GPU and on the host of one optimizer step over `num` parameters in `tensors` tensors.
 
-        Paged states are fetched from the host and evicted again: memory was planned without room for them.
-
-        Source: bitsandbytes 0.50 `optim/optimizer.py` prefetch_state; CUDA's managed memory moves over the link to the
-        host, taken at the rate of pinned copies (page faults are slower: this is the least that it takes).
+        Paged states are fetched from the host and evicted again (`paging_s`): memory was planned without room for them.
         """
         key = (optimizer, num, size, tensors)
         found = self._optimizers.get(key)
@@ -318,10 +320,21 @@ class SpeedModel:
         clip = num * 3 * size if self.conditions.gradient_clipping else 0.0
         bandwidth = self.rates.bandwidth * constants.optimizer_share
         gpu = moved / bandwidth + clip / bandwidth + tensors * row.kernels_per_tensor * constants.kernel_gap_s
-        if row.paged:
-            gpu += 2.0 * row.all_state_bytes(int(num), size, matrix_edge_sum=0) / self.host_rate
         host = tensors * (constants.host_optimizer_tensor_s if row.looped else 4.0e-6)
         host += tensors * row.kernels_per_tensor * constants.host_forward_s
         part = self.conditions.optimizer_part
-        found = self._optimizers[key] = (gpu * part, host * constants.host_scale * part)
+        paging = self.paging_s(optimizer, num, size)
+        found = self._optimizers[key] = (gpu * part + paging, host * constants.host_scale * part)
         return found
+
+    def paging_s(self, optimizer: str, num: float, size: int) -> float:
+        """Seconds in which all states of a paged optimizer come from the host and go back; 0 for others.
+
+        Source: bitsandbytes 0.50 `optim/optimizer.py` prefetch_state; CUDA's managed memory moves over the link to the
+        host, taken at the rate of pinned copies (page faults are slower: this is the least that it takes).
+        """
+        row = OPTIMIZERS[optimizer]
+        if not row.paged:
+            return 0.0
+        moved = 2.0 * row.all_state_bytes(int(num), size, matrix_edge_sum=0)
+        return moved / self.host_rate * self.conditions.optimizer_part

@@ -18,6 +18,11 @@ GRADIENT_ADD_PASSES = 3.0  # accumulation reads both gradients and writes one
 
 EXPERTS_BAND = 0.5
 """Half-width of the band of speeds with experts in 4 bits. Judgement: no run of it is known."""
+HOST_SLOWER = 2.0
+"""How many times slower than the measurements' a host's core may be: published runs do not name theirs. Judgement: a
+rented core at 2.2 GHz against a desktop's 4.5; PEFT's same runs on an L40S differ by 1.4 between dates."""
+HOST_SAID = 0.1
+"""Share of a step that such a host would add from which it is said."""
 
 
 class ThroughputProfile:
@@ -115,11 +120,11 @@ class ThroughputProfile:
         found = self._speed.loss_s(setup.loss, self._head_dtype, tokens, setup.method == "full")
         return found + again * self._speed.head_forward_s(self._head_dtype, tokens) if again else found
 
-    def _with_host(self, busy: float) -> float:
-        """GPU and host run side by side: about the larger of the two."""
+    def _with_host(self, busy: float, slower: float = 1.0) -> float:
+        """GPU and a host so many times slower run side by side: about the larger of the two."""
         power, host = self._family.power, self._family.host_s
         host += self._tower.host_s if self._tower is not None else 0.0
-        return float((busy**power + host**power) ** (1.0 / power))
+        return float((busy**power + (slower * host) ** power) ** (1.0 / power))
 
     def _trainer_micro_s(self) -> float:
         return self._speed.constants.micro_overhead_s if self._speed.conditions.trainer_overhead else 0.0
@@ -151,8 +156,13 @@ class ThroughputProfile:
         micro["host"] = self._with_host(busy) - busy
         parts = {name: seconds * steps for name, seconds in micro.items()}
         gpu, host = self._optimizer
-        parts["optimizer"] = gpu + (steps - 1) * self._add_s
-        parts["host"] += max(host - gpu, 0.0)
+        family = self._family
+        paging = self._speed.paging_s(setup.optimizer, family.trained_params, family.trained_bytes)
+        unpaged = gpu - paging
+        parts["optimizer"] = unpaged + (steps - 1) * self._add_s
+        parts["host"] += max(host - unpaged, 0.0)
+        if paging:
+            parts["paging"] = max(gpu, host) - max(unpaged, host)
         parts["trainer"] = steps * self._trainer_micro_s() + self._step_s - max(self._optimizer)
         if generation := self.generation_s(seqs * steps):
             parts["generation"] = generation
@@ -160,6 +170,7 @@ class ThroughputProfile:
         flops = self.flops(seqs, steps)
         beyond = max(0.0, self._kernels_gain(seqs, steps) - LARGEST_GAIN)
         unmeasured = (self._family.unmeasured_s(seqs) * steps + generation + parts.get("tower", 0.0)) / total + beyond
+        slow_host = steps * (self._with_host(busy, HOST_SLOWER) - self._with_host(busy)) / total
         return StepTime(
             step_time_s=total,
             parts_s=parts,
@@ -175,8 +186,9 @@ class ThroughputProfile:
                 )
                 + unmeasured,
                 EXPERTS_BAND if setup.quantize_experts else 0.0,
+                slow_host,
             ),
-            notes=tuple(self.notes() + self._one_gpu_notes() + _beyond_note(beyond)),
+            notes=tuple(self.notes() + self._one_gpu_notes() + _beyond_note(beyond) + _host_note(slow_host)),
         )
 
     def _kernels_gain(self, micro_batch_seqs: int, accumulation_steps: int) -> float:
@@ -229,6 +241,15 @@ def _tower_time(speed: SpeedModel, setup: TrainSetup) -> "TowerTime":
     from planner.throughput.tower import TowerTime  # late: text alone needs none of it
 
     return TowerTime(speed, setup)
+
+
+def _host_note(slow_host: float) -> list[str]:
+    """One sentence where the host's kernel launches set the pace."""
+    if slow_host < HOST_SAID:
+        return []
+    return [
+        f"Launching kernels takes the host much of this step: a CPU {HOST_SLOWER:g} times slower adds {slow_host:.0%}."
+    ]
 
 
 def _beyond_note(beyond: float) -> list[str]:

@@ -1,7 +1,7 @@
 """`StepTime`: what the speed model answers about one setup."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 PARTS = (
     "generation",
@@ -15,12 +15,13 @@ PARTS = (
     "loss",
     "tower",
     "optimizer",
+    "paging",
     "host",
     "trainer",
 )
 """Where time goes. generation: of completions, where the objective makes its own; recompute: everything that
-checkpointing runs a second time; host: time that the GPU waits for the Python side to issue kernels; trainer: the
-trainer's stated constant."""
+checkpointing runs a second time; paging: of a paged optimizer's states over the link to the host; host: time that the
+GPU waits for the Python side to issue kernels; trainer: the trainer's stated constant."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,3 +48,15 @@ class StepTime:
     def share(self, part: str) -> float:
         """The fraction of the step that `part` takes."""
         return self.parts_s.get(part, 0.0) / self.step_time_s
+
+    def evicting(self, share: float) -> "StepTime":
+        """The same step where only so much of a paged optimizer's states leaves the card."""
+        saved = (1.0 - share) * self.parts_s.get("paging", 0.0)
+        faster = self.step_time_s / (self.step_time_s - saved)
+        return replace(
+            self,
+            step_time_s=self.step_time_s - saved,
+            parts_s={name: part - saved if name == "paging" else part for name, part in self.parts_s.items()},
+            mfu_fraction=self.mfu_fraction * faster,
+            tokens_per_s=self.tokens_per_s * faster,
+        )

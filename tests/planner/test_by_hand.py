@@ -14,17 +14,21 @@ from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS, Optimizer
 from planner.gpus import find_gpu
 from planner.memory.allocator import allocator_gap_bytes
+from planner.memory.dtypes import flow_of
 from planner.memory.model import predict_memory
 from planner.memory.optimizer import paged_bytes, state_bytes, step_bytes
 from planner.memory.trained import trained_parameters
 from planner.memory.weights import int8_bytes as int8_weight_bytes
 from planner.memory.weights import nf4_bytes
+from planner.models.adapters import spec_from_config
 from planner.models.catalogue import load
 from planner.models.spec import LinearSpec, ModelSpec
 from planner.predict import predict
 from planner.setup import TrainSetup
 from planner.throughput.calibration import load_calibration
 from planner.throughput.conditions import CURRENT, Conditions
+from planner.throughput.counts import eager_score_bytes, layer_traffic
+from planner.throughput.inventory import inventory
 from planner.throughput.model import SpeedModel, int8_bytes
 from planner.throughput.rates import matmul_s
 from planner.units import MIB
@@ -305,6 +309,73 @@ def test_optimizer_steps_move_what_their_form_says(
     each = model.constants.host_optimizer_tensor_s if looped else 4e-6
     expected = 300 * each + 300 * kernels * model.constants.host_forward_s
     assert host == pytest.approx(expected * model.constants.host_scale)
+
+
+def test_paged_states_pay_for_what_has_no_room() -> None:
+    """Where peak and states fit, the step of adamw-8bit; on a card that ends at the peak, all of them move."""
+    setup = TrainSetup(method="full", lora_rank=0, precision="bf16-pure", expandable_segments=False)
+    roomy, twin = (predict(smol(), A100, setup.with_(optimizer=name)) for name in ("paged-adamw-8bit", "adamw-8bit"))
+    assert roomy.tokens_per_s == pytest.approx(twin.tokens_per_s)
+    full = replace(A100, memory_bytes=roomy.peak_device_bytes)
+    paged = predict(smol(), full, setup.with_(optimizer="paged-adamw-8bit"))
+    states = 2 * (smol().num_params + 4 * (smol().num_params // 256))
+    link = SpeedModel(smol(), full, load_calibration(), CURRENT)
+    assert link.paging_s("paged-adamw-8bit", smol().num_params, 2) == pytest.approx(2 * states / link.host_rate)
+    parts = paged.time_parts_s
+    assert 0 < parts["paging"] <= 2 * states / link.host_rate  # the rest hides behind the host's loop over tensors
+    assert paged.tokens_per_s == pytest.approx((roomy.tokens_per_s or 0) * (1 - parts["paging"] / sum(parts.values())))
+
+
+@pytest.mark.parametrize(("upcast", "dropout", "drag", "expected"), [
+    (False, False, 0.0, (12 + 4, 12 + 6)),  # two reads and writes of the product, three of each step around it
+    (False, True, 1.0, (12 + 8 + 10, 12 + 12 + 10)),
+    (True, False, 0.0, (12 + 6 + 6, 12 + 10 + 6)),  # softmax from 16 bit to 32 and the cast back
+])  # fmt: skip
+def test_eager_attention_moves_its_scores(
+    upcast: bool, dropout: bool, drag: float, expected: tuple[float, float]
+) -> None:
+    assert eager_score_bytes(2, upcast=upcast, dropout=dropout, drag=drag) == expected
+
+
+def test_gpt2_pays_for_its_composed_gelu_and_its_dropouts() -> None:
+    """GPT-2 as transformers builds it, beside the same with one kernel and no dropout: 12 layers, 25 dropouts."""
+    config = {
+        "model_type": "gpt2",
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_positions": 1024,
+        "vocab_size": 50257,
+    }
+    flow = flow_of(TrainSetup(method="full", lora_rank=0, precision="bf16-pure"))
+    composed, plain, dropless = (
+        layer_traffic(
+            inventory(spec_from_config(config | more, model_id="gpt2", source="here")), flow, CURRENT, trained=True
+        )
+        for more in (
+            {"activation_function": "gelu_new"},
+            {"activation_function": "gelu_pytorch_tanh"},
+            {"activation_function": "gelu_pytorch_tanh", "resid_pdrop": 0.0},
+        )
+    )
+    inner, hidden = 12 * 4 * 768, 25 * 768
+    assert composed.forward_bytes - plain.forward_bytes == 16 * 2 * inner
+    assert composed.backward_bytes - plain.backward_bytes == 25 * 2 * inner
+    assert composed.forward_kernels - plain.forward_kernels == 12 * 7
+    assert plain.forward_bytes - dropless.forward_bytes == (2 * 2 + 1) * hidden
+    assert plain.backward_kernels - dropless.backward_kernels == 25
+
+
+def test_a_host_bound_step_has_a_wide_band() -> None:
+    """One short sequence of the 135M: the host sets the pace, and a slower one takes its time; not with eight long."""
+    setup = TrainSetup(method="full", lora_rank=0, precision="bf16-pure", checkpointing=0)
+    short, long = (
+        predict(smol(), A100, setup.with_(seq_len_tokens=128)),
+        predict(smol(), A100, setup.with_(seq_len_tokens=2048, micro_batch_seqs=8)),
+    )
+    assert (short.time_band_fraction or 0) > 0.5 > 0.2 > (long.time_band_fraction or 0)
+    assert any("slower adds" in note for note in short.notes)
+    assert not any("slower adds" in note for note in long.notes)
 
 
 def test_an_optimizers_row_leaves_nothing_out() -> None:
