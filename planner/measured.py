@@ -29,6 +29,7 @@ STACK_OF = {
     "ms-swift": "hf",
     "peft-loop": "plain-loop-drops-outputs",  # its reserved figures say so: with the outputs kept 3.5 % too much
     "plain-loop": "plain-loop",
+    "prime-rl": "prime-rl",
     "torchtitan": "torchtitan",
     "torchtune": "torchtune",
     "unsloth": "unsloth",

@@ -132,7 +132,7 @@ _ROWS = (
     ),
     Stack(
         name="prime-rl",
-        title="prime-rl's SFT trainer",
+        title="prime-rl's trainers",
         keeps_outputs=True,
         compiles_loss=False,
         widens_outputs=True,
