@@ -25,6 +25,8 @@ from benchmarks.multi_gpu_fit import fit_spread, log_error  # noqa: E402
 from benchmarks.multi_gpu_points import SpreadPoint, load_points  # noqa: E402
 from benchmarks.speed_accuracy import percentile  # noqa: E402
 from planner.memory.model import rank_memories  # noqa: E402
+from planner.memory.types import MemoryBreakdown  # noqa: E402
+from planner.setup import TrainSetup  # noqa: E402
 from planner.throughput.calibration import (  # noqa: E402
     DATA_FILE,
     Calibration,
@@ -52,16 +54,16 @@ class Compared:
     other: float
 
 
-def kept_by_fsdp_1(point: SpreadPoint) -> int:
-    """Bytes that FSDP 1 holds at the end of the backward beyond what FSDP2 would: with frozen weights under reentrant
-    checkpointing, the recomputed input of every layer and its gradient (one of the two is in the formula already).
-
-    Measured: benchmarks/fsdp1_kept_inputs.py (PyTorch 2.13).
-    """
+def as_it_ran(point: SpreadPoint) -> TrainSetup:
+    """The point's setup, under FSDP 1 with reentrant checkpointing where it ran so."""
     setup = point.setup
-    if not point.conditions.fsdp_1 or setup.method == "full" or not setup.checkpointing:
-        return 0
-    return point.model.num_layers * setup.tokens_per_micro_batch * point.model.hidden_size * 2
+    if not point.conditions.fsdp_1 or setup.parallel != "fsdp2":
+        return setup
+    return setup.with_(fsdp_version=1, reentrant_checkpointing=True)
+
+
+def _worst(point: SpreadPoint, setup: TrainSetup) -> MemoryBreakdown:
+    return rank_memories(point.model, point.gpu, setup)[0].breakdown
 
 
 def memory_errors(points: Iterable[SpreadPoint]) -> list[Compared]:
@@ -70,17 +72,14 @@ def memory_errors(points: Iterable[SpreadPoint]) -> list[Compared]:
     for point in points:
         if point.memory_bytes is None:
             continue
-        breakdown = rank_memories(point.model, point.gpu, point.setup)[0].breakdown
-        allocated = breakdown.peak_allocated_bytes
-        gap = breakdown.peak_reserved_bytes - allocated if point.memory_what == "reserved" else 0
-        backward = sum(term.size_bytes for term in breakdown.terms if "backward" in term.phases)
-        kept = kept_by_fsdp_1(point)
-        peak = max(allocated, backward + kept) if kept else allocated
+        breakdown, plain = (_worst(point, setup) for setup in (as_it_ran(point), point.setup))
+        reserved = point.memory_what == "reserved"
+        gap = plain.peak_reserved_bytes - plain.peak_allocated_bytes if reserved else 0
         found.append(
             Compared(
                 point=point,
-                error=(peak + gap) / point.memory_bytes - 1.0,
-                other=(allocated + gap) / point.memory_bytes - 1.0,
+                error=(breakdown.peak_allocated_bytes + gap) / point.memory_bytes - 1.0,
+                other=(plain.peak_allocated_bytes + gap) / point.memory_bytes - 1.0,
             )
         )
     return found
@@ -92,14 +91,12 @@ def out_of_memory(points: Iterable[SpreadPoint]) -> list[Compared]:
     for point in points:
         if not point.oom:
             continue
-        breakdown = rank_memories(point.model, point.gpu, point.setup)[0].breakdown
-        backward = sum(term.size_bytes for term in breakdown.terms if "backward" in term.phases)
-        kept = max(0, backward + kept_by_fsdp_1(point) - breakdown.peak_allocated_bytes)
+        breakdown, plain = (_worst(point, setup) for setup in (as_it_ran(point), point.setup))
         found.append(
             Compared(
                 point=point,
-                error=(breakdown.peak_device_bytes + kept) / point.gpu.memory_bytes - 1.0,
-                other=breakdown.peak_device_bytes / point.gpu.memory_bytes - 1.0,
+                error=breakdown.peak_device_bytes / point.gpu.memory_bytes - 1.0,
+                other=plain.peak_device_bytes / point.gpu.memory_bytes - 1.0,
             )
         )
     return found

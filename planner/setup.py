@@ -51,6 +51,7 @@ class TrainSetup:
         pipeline_schedule: one of PIPELINE_SCHEDULES.
         shard_degree: FSDP2 shards within groups of so many GPUs and replicates over the groups (hybrid shard); 0: all.
         reshard_after_forward: FSDP2 frees a layer's gathered weights after its forward (ZeRO-3 always does).
+        fsdp_version: of FSDP, 1 or 2; no plan chooses 1, the older (`planner.memory.micro_batch.hooked_bytes`).
         offload: one of OFFLOADS.
         modules_to_save: peft's: embedding and head (SAVED_MODULES) trained whole beside the adapters, as copies in the
             type of their weights.
@@ -93,6 +94,7 @@ class TrainSetup:
     pipeline_schedule: str = "1f1b"
     shard_degree: int = 0
     reshard_after_forward: bool = True
+    fsdp_version: int = 2
     offload: str = "none"
     modules_to_save: tuple[str, ...] = ()
     stack: str = _DEFAULT_STACK
@@ -200,7 +202,12 @@ class TrainSetup:
 
     def run_by(self, target: str) -> Self:
         """The setup as a launch target's own stack runs it from a file written here; itself where it is no stack."""
-        around: dict[str, Any] = {"stack": target, "expandable_segments": True, "reentrant_checkpointing": False}
+        around: dict[str, Any] = {
+            "stack": target,
+            "expandable_segments": True,
+            "reentrant_checkpointing": False,
+            "fsdp_version": 2,
+        }
         if target not in STACKS or all(getattr(self, name) == value for name, value in around.items()):
             return self
         moved = replace(self, **around)
@@ -301,6 +308,7 @@ SPREAD_FIELDS = (
     "pipeline_schedule",
     "shard_degree",
     "reshard_after_forward",
+    "fsdp_version",
     "offload",
 )
 """Fields that say something only with several GPUs; left out of JSON and keys at their defaults."""

@@ -307,6 +307,10 @@ def _check_sharing(setup: "TrainSetup") -> None:
         )
     if not setup.reshard_after_forward and setup.parallel != "fsdp2":
         raise SetupError("reshard_after_forward off belongs to parallel 'fsdp2'")
+    if setup.fsdp_version not in (1, 2) or (setup.fsdp_version == 1 and (setup.parallel != "fsdp2" or split > 1)):
+        raise SetupError(
+            f"fsdp_version must be 2, or 1 with parallel 'fsdp2' and nothing else split, got {setup.fsdp_version!r}"
+        )
     allowed = {"zero1": OFFLOADS[:2], "zero2": OFFLOADS[:2], "zero3": OFFLOADS, "fsdp2": ("none", "parameters")}
     if setup.offload not in allowed.get(setup.parallel, ("none",)):
         raise SetupError(

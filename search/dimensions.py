@@ -78,6 +78,7 @@ FIXED: dict[str, str] = {
     "stack": "the launch target's: whose code runs",
     "expandable_segments": "as every launch file sets it",
     "reentrant_checkpointing": "the stack's",
+    "fsdp_version": "2, as every launch file sets it: 1 is what other people's runs may have",
 }
 
 NAMES = tuple(dimension.name for dimension in DIMENSIONS)

@@ -83,7 +83,7 @@ class Fsdp2(Engine):
                 "transformers' Adafactor mixes plain tensors with FSDP2's DTensors and raises (transformers 5.23 "
                 "optimization.py: zeros of the gradient's shape)"
             )
-        if not OPTIMIZERS[setup.optimizer].steps_dtensors:
+        if not OPTIMIZERS[setup.optimizer].steps_dtensors and setup.fsdp_version == 2:
             return (
                 f"bitsandbytes' {setup.optimizer} has no step for FSDP2's DTensors (bitsandbytes-foundation/"
                 "bitsandbytes issue 1633)"

@@ -90,6 +90,8 @@ class ActivationParts:
     """Beyond what is stored: position biases at the backward of an encoder-decoder's first decoder layer."""
     tower: TowerBytes = NO_TOWER
     """Of the pictures (`planner.memory.tower`)."""
+    hooked: int = 0
+    """At the backward's end, in place of what is left of what is stored: `hooked_bytes`."""
 
     @property
     def cast_cache(self) -> int:
@@ -159,6 +161,7 @@ def activation_parts(
         adapter_casts=adapter_casts,
         forwards=forwards,
         at_first_decoder_layer=biases.at_first_decoder_layer,
+        hooked=hooked_bytes(model, setup),
     )
 
 
@@ -262,6 +265,20 @@ def checkpointed_inputs_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     return (
         (sum(counts) - sum(kept)) * size * traits_of(model).streams * model.hidden_size * setup.tokens_per_micro_batch
     )
+
+
+def hooked_bytes(model: ModelSpec, setup: TrainSetup) -> int:
+    """Bytes of layer inputs and their gradients that FSDP version 1 holds until the backward ends; 0 of version 2.
+
+    Its hooks on a unit's inputs hold each checkpointed layer's input where the layer's weights are frozen, and under
+    reentrant checkpointing the gradient of the recomputed input beside it.
+
+    Measured: benchmarks/fsdp1_kept_inputs.py (PyTorch 2.13, eight blocks: 24 live hidden states reentrant, 10 not, 2
+    without sharding); 91 published configurations 14.2 -> 5.6 % median (docs/accuracy/multi-gpu.md).
+    """
+    if setup.fsdp_version != 1 or setup.method == "full" or not setup.checkpointing:
+        return 0
+    return (2 if setup.reentrant_checkpointing else 1) * checkpointed_inputs_bytes(model, setup)
 
 
 def _checkpointed(model: ModelSpec, every: int) -> tuple[list[int], list[int]]:

@@ -114,7 +114,7 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
         found += [Moment("last", (seen[0], ("activations", name, size))) for size in parts.tower.backward]
     left = "what is left of the activations"
     others = total_bytes(of_text) * (parts.forwards - 1) // parts.forwards  # of forwards whose backward comes later
-    at_last: Term = ("activations", left, max(others, total_bytes(of_text) // max(1, model.num_layers)))
+    at_last: Term = ("activations", left, max(others, total_bytes(of_text) // max(1, model.num_layers), parts.hooked))
     at_first: tuple[Term, ...] = (*stored, norm)
     if parts.at_first_decoder_layer:
         at_first = (("activations", left, _at_first_decoder_layer(parts, total_bytes(at_first))),)

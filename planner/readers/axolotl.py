@@ -279,7 +279,9 @@ def _parallel(settings: Settings, sharding: Sharding) -> Spread:
         return zero_stage(settings, settings.raw("deepspeed"), sharding)
     if settings.raw("fsdp_config") or settings.raw("fsdp"):
         inner = settings.raw("fsdp_config", {})
-        return fsdp(settings, inner if isinstance(inner, dict) else {}) | _mesh(settings, sharding.num_gpus)
+        version = settings.integer("fsdp_version", 1)  # axolotl 0.21 hands it to accelerate, whose default is 1
+        inner = inner if isinstance(inner, dict) else {}
+        return fsdp(settings, inner, version=version) | _mesh(settings, sharding.num_gpus)
     return {"parallel": "none", **_mesh(settings, sharding.num_gpus)}
 
 

@@ -63,13 +63,11 @@ def read_accelerate(
         if block.has("gradient_accumulation_steps") and block.raw("gradient_accumulation_steps") != "auto":
             changes["accumulation_steps"] = block.integer("gradient_accumulation_steps", 1, at_least=1)
     elif kind == "FSDP":
-        spread = fsdp(settings, settings.mapping("fsdp_config"))
+        spread = fsdp(settings, settings.mapping("fsdp_config"), version=1)  # accelerate 1.15's own default
         spread |= _mesh(settings, processes)
         block = Settings(settings.mapping("fsdp_config"), f"{name}: fsdp_config")
         if block.flag("fsdp_activation_checkpointing", False):
             changes["checkpointing"] = 1
-        if block.integer("fsdp_version", 1) == 1:
-            settings.assume("FSDP version 1 is counted like version 2")
     mixed = settings.raw("mixed_precision", "no")
     if mixed in ("bf16", "fp16") and base.autocast_dtype is None and base.precision in ("fp32", "bf16-pure"):
         weights = base.weight_dtype if mixed == "bf16" else "fp32"

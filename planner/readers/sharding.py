@@ -103,7 +103,8 @@ def parallel_of(settings: Settings, spread: Spread, num_gpus: int) -> dict[str, 
         )
     if num_gpus == split:  # one copy: nothing to share
         return {**degrees, "num_gpus": num_gpus, "parallel": "none"}
-    return {**spread, "num_gpus": num_gpus, "parallel": "ddp" if parallel == "none" else parallel}
+    version = {"fsdp_version": 2} if split > 1 and "fsdp_version" in spread else {}
+    return {**spread, **version, "num_gpus": num_gpus, "parallel": "ddp" if parallel == "none" else parallel}
 
 
 def hybrid(settings: Settings, num_gpus: int, *, shard: int, copies: int, tensor: int) -> Spread:
@@ -157,7 +158,7 @@ _STRATEGIES = {
 
 
 def fsdp_words(settings: Settings, words: str, block: dict[str, Any]) -> Spread:
-    """The spread of TrainingArguments' `fsdp`: words such as "full_shard auto_wrap offload"."""
+    """The spread of TrainingArguments' `fsdp`: words such as "full_shard auto_wrap offload" (version 2 in 5.23)."""
     said = words.replace(",", " ").lower().split()
     strategy = next((word.upper() for word in said if word.endswith(("_shard", "grad_op", "zero2"))), "FULL_SHARD")
     wraps = "auto_wrap" in said or any("wrap" in key for key in block)
@@ -165,8 +166,12 @@ def fsdp_words(settings: Settings, words: str, block: dict[str, Any]) -> Spread:
     return fsdp(settings, values | ({"offload_params": True} if "offload" in said else {}))
 
 
-def fsdp(settings: Settings, block: dict[str, Any]) -> Spread:
-    """The spread of an FSDP block, whose keys stand with or without the prefix "fsdp_" (Accelerate's and Axolotl's)."""
+def fsdp(settings: Settings, block: dict[str, Any], *, version: int = 2) -> Spread:
+    """The spread of an FSDP block, whose keys stand with or without the prefix "fsdp_" (Accelerate's and Axolotl's).
+
+    Args:
+        version: of FSDP where the block does not say one.
+    """
     values = {str(key).removeprefix("fsdp_"): value for key, value in block.items()}
     inner = Settings(values, f"{settings.name}: fsdp_config")
     strategy = str(inner.raw("sharding_strategy", "")).upper()
@@ -186,6 +191,9 @@ def fsdp(settings: Settings, block: dict[str, Any]) -> Spread:
     else:
         reshard = inner.flag("reshard_after_forward", True)
     spread: Spread = {"parallel": "fsdp2", "reshard_after_forward": reshard}
+    if inner.integer("version", version) == 1:
+        spread["fsdp_version"] = 1
+        settings.assume("FSDP version 1 is counted like version 2, and the layer inputs that its hooks hold beside it")
     if inner.flag(inner.first("offload_params", "cpu_offload"), False):
         spread["offload"] = "parameters"
     return spread

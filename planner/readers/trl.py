@@ -223,7 +223,8 @@ def sharded(settings: Settings, sharding: Sharding) -> Spread:
         return fsdp_words(settings, words, block) if isinstance(words, str) else fsdp(settings, block)
     word = settings.raw("accelerate_config", "none")
     if isinstance(word, str) and word in ("zero1", "zero2", "zero3", "fsdp1", "fsdp2"):
-        return {"parallel": "fsdp2" if word.startswith("fsdp") else word}
+        version = {"fsdp_version": 1} if word == "fsdp1" else {}
+        return {"parallel": "fsdp2" if word.startswith("fsdp") else word, **version}
     return {"parallel": "none"}
 
 

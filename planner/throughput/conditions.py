@@ -50,11 +50,11 @@ CURRENT = Conditions(cudnn_attention=True)
 
 def conditions_of(setup: TrainSetup) -> Conditions:
     """The conditions of a setup's stack (`planner.stacks`): CURRENT for trainers on transformers."""
-    return _conditions_of(setup.by, setup.reentrant_checkpointing, setup.compile)
+    return _conditions_of(setup.by, setup.reentrant_checkpointing, setup.compile, setup.fsdp_version)
 
 
 @cache
-def _conditions_of(by: Stack, reentrant: bool, compiled: bool) -> Conditions:
+def _conditions_of(by: Stack, reentrant: bool, compiled: bool, fsdp_version: int) -> Conditions:
     found = Conditions(
         fused_norm_rope=by.fused,
         fused_loss=by.in_place_loss or (compiled and by.compiles_loss),
@@ -63,5 +63,6 @@ def _conditions_of(by: Stack, reentrant: bool, compiled: bool) -> Conditions:
         gradient_clipping=by.clips_gradients,
         trainer_overhead=by.trainer_overhead,
         cudnn_attention=True,
+        fsdp_1=fsdp_version == 1,
     )
     return CURRENT if found == CURRENT else found
