@@ -11,6 +11,8 @@ def why_not_traced(setup: TrainSetup) -> str:
         return _why_no_pipeline(setup)
     if setup.parallel in ("device-map", "dp"):
         return "it does not follow one process that drives several GPUs (device_map, nn.DataParallel)"
+    if setup.fsdp_version == 1:
+        return "it runs PyTorch's FSDP2, not version 1"
     if setup.zero:
         return "there is none of DeepSpeed's engine, which runs on no meta tensors"
     if setup.tensor_degree > 1 and setup.parallel not in ("none", "fsdp2"):

@@ -86,6 +86,15 @@ def test_the_configs_that_trl_ships(name: str) -> None:
     assert setup.spread == {}
 
 
+@pytest.mark.parametrize(("said", "version"), [("", 1), ("  fsdp_version: 2\n", 2), ("  fsdp_version: 1\n", 1)])
+def test_accelerates_fsdp_is_version_1_unless_said(said: str, version: int) -> None:
+    """accelerate 1.15 FullyShardedDataParallelPlugin: FSDP_VERSION is "1" by default."""
+    text = "distributed_type: FSDP\nnum_processes: 4\nfsdp_config:\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n" + said
+    found = read_text(text, "accelerate.yaml")
+    assert (found.setup.fsdp_version, found.setup.reshard_after_forward) == (version, False)
+    assert any("version 1" in one for one in found.assumptions) == (version == 1)
+
+
 def test_accelerate_follows_deepspeeds_own_file(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(
         '{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"},'

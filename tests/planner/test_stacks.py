@@ -4,6 +4,7 @@ from statistics import median
 
 import pytest
 
+from planner.errors import SetupError
 from planner.gpus import all_gpus, find_gpu
 from planner.interchange import asked_setup, setup_from_dict, setup_to_dict
 from planner.measured import MeasuredRow, load_rows
@@ -140,6 +141,34 @@ def test_device_peak_without_expandable_segments() -> None:
 PUBLISHED_70B = 36.6e9
 """Device memory of each GPU. Source: huggingface/peft docs/source/accelerate/deepspeed.md, "Use PEFT QLoRA and
 DeepSpeed with ZeRO3": Llama-2-70B on 2 x 40 GB, batch 2, accumulation 2, 2,048 tokens, rank 8, use_reentrant True."""
+
+
+FSDP_1_70B = 67.5 * 2**30
+"""Llama-2-70B in QLoRA on 2 x 80 GB under FSDP 1, 4 x 4,096 tokens, reentrant: 67 to 68 GiB allocated by version
+(foundation-model-stack/fms-acceleration, docs/accuracy/multi-gpu.md)."""
+
+
+def test_fsdp_1_holds_the_inputs_of_frozen_layers() -> None:
+    """Beside FSDP2's peak one more hidden state of each layer; not in full fine-tuning, nor without checkpointing."""
+    recipe = TrainSetup(
+        method="qlora", quantization="nf4", num_gpus=2, parallel="fsdp2", micro_batch_seqs=4, seq_len_tokens=4096
+    )
+    model, card = catalogue.load("meta-llama/Llama-2-70b-hf"), find_gpu("a100-80gb")
+    assert model is not None
+    one, two = (
+        predict_memory(model, card, recipe.with_(fsdp_version=version, reentrant_checkpointing=True))
+        for version in (1, 2)
+    )
+    assert one.peak_allocated_bytes == pytest.approx(FSDP_1_70B, rel=0.06)
+    hidden_states = 80 * 4 * 4096 * 8192 * 2
+    assert one.peak_allocated_bytes - two.peak_allocated_bytes == pytest.approx(hidden_states, rel=0.06)
+    small = catalogue.load("Qwen/Qwen2.5-0.5B")
+    assert small is not None
+    for other in (recipe.with_(checkpointing=0), TrainSetup(method="full", lora_rank=0, num_gpus=2, parallel="fsdp2")):
+        peaks = {predict_memory(small, card, other.with_(fsdp_version=version)) for version in (1, 2)}
+        assert len({one.peak_allocated_bytes for one in peaks}) == 1
+    with pytest.raises(SetupError, match="fsdp_version"):
+        TrainSetup(num_gpus=2, parallel="ddp", fsdp_version=1)
 
 
 def test_reentrant_checkpointing_keeps_no_gathered_weight() -> None:
