@@ -1,0 +1,110 @@
+"""TRL's file for pictures really trains: two steps of a tiny LLaVA, with the plan's batch and adapters in its tower."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from planner.choices.images import Images
+from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest
+from planner.hyperparameters import choose
+from planner.memory.trained import trained_parameters
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
+from probes.module_tree import spec_of_tree
+from tests.launch.conftest import Run, num_saved, write_launch
+
+pytestmark = pytest.mark.processes
+
+SIDE, PATCH = 32, 8
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{% for part in message['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}<|end|>{% endfor %}"
+)
+
+
+def tiny_llava(folder: Path, tiny_llama: Path) -> ModelSpec:
+    """A random LLaVA of two and two layers with its processor, as a model folder; its inventory."""
+    import torch
+    from transformers import AutoTokenizer, CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+    from transformers.models.auto import image_processing_auto
+    from transformers.models.llava.processing_llava import LlavaProcessor
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.chat_template = TEMPLATE
+    kind = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES["llava"]["pil"]
+    pictures = image_processing_auto.get_image_processor_class_from_name(kind)(
+        size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}
+    )
+    processor = LlavaProcessor(
+        pictures,
+        tokenizer,
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=TEMPLATE,
+    )
+    processor.save_pretrained(folder)
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "hidden_size": 32}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**sizes, image_size=SIDE, patch_size=PATCH),
+        text_config=LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=len(tokenizer), max_position_embeddings=256),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+    )
+    config.text_config.pad_token_id = config.pad_token_id = tokenizer.pad_token_id
+    config.text_config.eos_token_id = tokenizer.eos_token_id
+    torch.manual_seed(0)
+    LlavaForConditionalGeneration(config).save_pretrained(folder)
+    return spec_of_tree(config.to_dict(), model_id="./tiny-llava", source="test")
+
+
+def write_rows(folder: Path, num: int) -> None:
+    """Conversations about a picture, as a directory that `load_dataset` takes."""
+    from datasets import Dataset, Features, Image, List, Value
+    from PIL import Image as Pictures
+
+    message = {"role": Value("string"), "content": Value("string")}
+    features = Features({"images": List(Image()), "messages": List(message)})
+    said = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "The capital of France."}]
+    rows = [{"images": [Pictures.new("RGB", (40, 30))], "messages": said} for _ in range(num)]
+    folder.mkdir()
+    Dataset.from_list(rows, features=features).to_parquet(folder / "train.parquet")
+
+
+@pytest.mark.slow
+def test_two_steps_on_pictures_train_as_planned(tmp_path: Path, tiny_model: Path, launch: Callable[..., Run]) -> None:
+    model = tiny_llava(tmp_path / "tiny-llava", tiny_model)
+    write_rows(tmp_path / "rows", 8)
+    setup = TrainSetup(
+        precision="fp32",
+        loss="chunked",
+        lora_rank=4,
+        micro_batch_seqs=2,
+        accumulation_steps=2,
+        seq_len_tokens=128,
+        images=Images(width=40, height=30),
+    )
+    request = ExportRequest(
+        model_id="./tiny-llava",
+        model=model,
+        setup=setup,
+        hyper=choose(setup, max_steps=2),
+        dataset=DatasetChoice(path="./rows", local=True),
+        logging_steps=1,
+    )
+    emitted = EXPORTERS["trl"](request)
+    assert not emitted.refused
+    write_launch(tmp_path, emitted)
+    run = launch(emitted.command)
+    assert run.state["global_step"] == 2
+    assert run.state["train_batch_size"] == setup.micro_batch_seqs
+    assert len(run.losses) == 2
+    assert num_saved(tmp_path / "outputs") == trained_parameters(model, setup).num  # the tower's adapters among them
+
+
+def test_targets_without_a_file_for_pictures_refuse_by_name() -> None:
+    setup = TrainSetup(images=Images(width=512, height=512))
+    for name in ("hf", "axolotl", "unsloth"):
+        refused = EXPORTERS[name](ExportRequest(model_id="a", setup=setup, hyper=choose(setup))).refused
+        assert refused == f"{name} files are written for text: images are for trl and llamafactory"
