@@ -129,7 +129,8 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return "LLaMA-Factory cannot shard a quantized base under ZeRO-3"
     if reason := model_refusal(setup, model, "llamafactory"):
         return reason
-    if setup.aim.supervised and (reason := liger_loss_refusal(setup, model, ("chunked", "liger"), LIGER_TYPES)):
+    with_liger = setup.aim.supervised and setup.images is None
+    if with_liger and (reason := liger_loss_refusal(setup, model, ("chunked", "liger"), LIGER_TYPES)):
         return reason
     if setup.kernels == "liger" and model is not None and model.model_type not in LIGER_TYPES & LIGER_LOSS:
         return f"LLaMA-Factory's Liger switch does not know {model.model_type}, or not its loss"
