@@ -135,6 +135,10 @@ def missing_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
     """
     if reason := attention_refusal(model, setup.attention):
         return reason
+    if setup.images is not None and setup.attention == "flash-attention-2" and _sees_ahead(model):
+        return (
+            f"flash-attention 2 takes no mask, and the tokens of a picture see each other in {model.model_type} by one"
+        )
     if setup.loss == "liger" and model.model_type not in LIGER_LOSS:
         return f"Liger has no fused loss for {model.model_type}: the logits would be held in full"
     if reason := kernels_refusal(setup.kernels, model.model_type):
@@ -153,6 +157,12 @@ def missing_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
     if setup.attention == "flash-attention-2" and not gpu.flash_attention_2:
         return f"flash-attention 2 has no kernels for {gpu.name}"
     return ""
+
+
+def _sees_ahead(model: ModelSpec) -> bool:
+    """Whether tokens of a picture attend to later ones of it (transformers 5.23 `create_masks_for_vision_model`, which
+    flash attention does not follow)."""
+    return any(one.sees_ahead for one in _attentions(model))
 
 
 def experts_refusal(model: ModelSpec, setup: TrainSetup) -> str:

@@ -108,7 +108,7 @@ def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str
             f"no adapter knows {model.model_type}: the formula stands on the module tree that transformers builds, and "
             "assumes that its layers keep what others' do"
         )
-    if setup.images is not None:
+    if setup.images is not None or model.idle_layers:
         notes += _image_notes(model, setup)
     if traits_of(model).streams > 1:
         notes.append("the speed leaves out what several residual streams move (AltUp): it is an upper bound")
@@ -148,11 +148,13 @@ def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str
 
 
 def _image_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:
-    """What the pictures of a sample are to the step."""
-    from planner.memory.tower import tower_adapted  # late: text alone needs neither
-    from planner.models.towers import image_tokens
+    """What the pictures of a sample are to the step, or that a model with eyes is counted without."""
+    from planner.memory.tower import tower_adapted  # late: a model without eyes needs neither
+    from planner.models.towers import SEEING, image_tokens
 
-    assert setup.images is not None
+    if setup.images is None:
+        said = "counted on text alone: its vision tower is weights (--image-size plans samples with pictures)"
+        return [said] if model.model_type in SEEING else []
     tokens = image_tokens(model, setup.images)
     adapted = "gets adapters too" if tower_adapted(model, setup) else "is frozen"
     tower = "is trained" if setup.method == "full" else adapted

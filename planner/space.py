@@ -118,7 +118,8 @@ def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
         if reason := missing_kernels(workload.model, gpu, packed):
             raise UsageError(f"--quantize-experts cannot be kept: {reason}", hint="leave --quantize-experts out")
     for name in ("optimizer", "loss", "attention", "kernels", *(("compile",) if "compile" in values else ())):
-        tried = {value: TrainSetup(**{"attention": best_attention, name: value}) for value in values[name]}
+        usual = {"attention": best_attention, "images": workload.images}
+        tried = {value: TrainSetup(**{**usual, name: value}) for value in values[name]}
         missing = {value: missing_kernels(workload.model, gpu, setup) for value, setup in tried.items()}
         values[name] = tuple(value for value in values[name] if not missing[value])
         if not values[name]:

@@ -200,11 +200,12 @@ class ImageOptions:
         if self.images_per_sample is None and self.image_size is None:
             return None
         text = self.image_size or DEFAULT_IMAGE_SIZE
-        width, _, height = text.lower().partition("x")
-        if not width.isdecimal() or not (height or width).isdecimal():
+        width, by, height = text.lower().partition("x")
+        height = height if by else width
+        if not (width.isdecimal() and height.isdecimal() and text.isascii()):
             raise UsageError(f"--image-size {text:.80}: expected pixels", hint="for example 1024 or 1280x720")
         num = 1 if self.images_per_sample is None else self.images_per_sample
-        return Images(num=num, width=int(width), height=int(height or width))
+        return Images(num=num, width=int(width), height=int(height))
 
 
 def checkpointing_value(checkpointing: bool | None, every: int | None) -> int | None:

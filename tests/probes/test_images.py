@@ -12,6 +12,7 @@ from benchmarks.images import METHODS, configs, setup_of, spec_of
 from planner.choices.images import Images
 from planner.errors import SetupError
 from planner.gpus import find_gpu
+from planner.kernels import missing_kernels
 from planner.memory.model import predict_memory
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
@@ -114,6 +115,15 @@ def test_pixels_of_all_micro_batches_are_on_the_card() -> None:
     more = one.with_(accumulation_steps=10)
     less, grown = (predict_memory(model, CARD, each).peak_allocated_bytes for each in (one, more))
     assert grown - less == 8 * 4 * 3 * 896 * 896
+
+
+def test_flash_attention_has_no_mask_for_the_pictures_of_gemma() -> None:
+    images = Images(width=512, height=512)
+    asked = TrainSetup(attention="flash-attention-2", images=images)
+    model = spec_of(GEMMA, CONFIGS[GEMMA])
+    assert "takes no mask" in missing_kernels(model, CARD, asked)
+    assert not missing_kernels(model, CARD, asked.with_(images=None))
+    assert not missing_kernels(model, CARD, asked.with_(attention="sdpa"))
 
 
 def test_what_has_no_eyes_is_refused_by_name() -> None:
