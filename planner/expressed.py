@@ -43,10 +43,15 @@ def branches_as_run(branch: TrainSetup, workload: Workload) -> Iterator[TrainSet
 def variants_as_run(family: TrainSetup, workload: Workload) -> list[TrainSetup] | None:
     """What the targets after the first make of a setup, where it is another; None where one of them runs none, or the
     first runs it otherwise."""
-    first, *others = (as_run(target, family, workload.model) for target in workload.targets)
-    if first != family or any(isinstance(one, str) for one in others):
+    from planner.exporters import TARGETS
+
+    first, *others = workload.targets
+    if not TARGETS[first].expresses(family, workload.model):
         return None
-    return [one for one in dict.fromkeys(others) if isinstance(one, TrainSetup) and one != family]
+    found = dict.fromkeys(as_run(target, family, workload.model) for target in others)
+    if any(isinstance(one, str) for one in found):
+        return None
+    return [one for one in found if isinstance(one, TrainSetup) and one != family]
 
 
 def check_something_expressed(workload: Workload, setups: Iterable[TrainSetup]) -> None:

@@ -197,6 +197,10 @@ class Target:
         runs = setup.with_(**{one.field: one.runs_as for one in found}).run_by(self.name)
         return self.refusal(runs, model) or runs
 
+    def expresses(self, setup: TrainSetup, model: ModelSpec | None = None) -> bool:
+        """Whether it runs exactly this setup: `as_run` gives the same."""
+        return not (self.differences(setup) or self.refusal(setup, model)) and setup.run_by(self.name) == setup
+
 
 def _plain(value: object) -> str:
     if isinstance(value, tuple):

@@ -92,7 +92,8 @@ def test_the_walk_for_a_target_holds_all_that_it_makes_of_the_whole_space() -> N
     Adapters only: full fine-tuning of 16-bit weights, which Axolotl makes of mixed precision, is planned when asked.
     """
     free = wish(LLAMA, "rtx-4090", method=("lora", "qlora"), kernels=KERNEL_FAMILIES)
-    images = {as_run("axolotl", point.family, free.model) for point in walk(free)}
+    families = {point.family for point in walk(free) if point.micro_batch_seqs == 1}  # a walk has each of them at 1
+    images = {as_run("axolotl", family, free.model) for family in families}
     points = list(walk(replace(free, targets=("axolotl",))))
     assert {point.family for point in points} == {one for one in images if isinstance(one, TrainSetup)}
     for point in points[::97]:
