@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from importlib.util import find_spec
+from typing import Any
 
 from planner.choices.kernels import KERNELS, LIGER
 from planner.choices.losses import LOSSES
@@ -28,6 +29,11 @@ def packages_of(setup: TrainSetup) -> list[str]:
     """Those that the choices of a setup need."""
     needs = (packages.get(getattr(setup, name)) for name, packages in PACKAGED.items())
     return [name for name in dict.fromkeys(needs) if name]
+
+
+def rules_packages_out(fixed: Mapping[str, tuple[Any, ...]]) -> bool:
+    """Whether the allowed values (`Workload.fixed`) leave no choice that needs one, as after --no-extra-packages."""
+    return all(name in fixed and packages.keys().isdisjoint(fixed[name]) for name, packages in PACKAGED.items())
 
 
 def requirement(package: str) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from planner import __version__
 from planner.app.progress import say
+from planner.choices.packages import PACKAGED, rules_packages_out
 from planner.cli.output import write_text
 from planner.errors import ConfigError, EnvironmentProblem, UsageError
 from planner.outcome import Candidate, Prediction, ProbeFailure
@@ -152,17 +153,30 @@ def launch_files(
     launches = []
     evaluated = {chosen.setup: chosen}
     for name in known_targets(targets):
-        runs = as_run(name, chosen.setup, plan.workload.model)
+        given = _without_packages(name, chosen.setup, plan.workload)
+        runs = as_run(name, given, plan.workload.model)
         if isinstance(runs, str):
             launches.append(Launch(target=name, refused=runs))
             continue
         if runs not in evaluated:
             evaluated[runs] = _evaluate(plan, chosen, runs)
-        launches.append(_launch(name, request, chosen, evaluated[runs], plan.workload, force, traces.get(name)))
+        asked = replace(request, setup=given)
+        launches.append(_launch(name, asked, chosen, evaluated[runs], plan.workload, force, traces.get(name)))
     beside = folder_files(launches, request)
     if beside:
         launches.append(Launch(target=FOLDER, files=beside, complete=False))
     return tuple(launches)
+
+
+def _without_packages(target: str, setup: TrainSetup, workload: Workload) -> TrainSetup:
+    """What a target is given of a plan without further packages: full logits, where it would run the plan's loss with
+    one (transformers and LLaMA-Factory have no chunked loss but Liger's)."""
+    from planner.expressed import as_run
+
+    runs = as_run(target, setup, workload.model)
+    if isinstance(runs, str) or not rules_packages_out(workload.fixed) or runs.loss not in PACKAGED["loss"]:
+        return setup
+    return setup.with_(loss="full") if "full" in setup.aim.losses else setup
 
 
 def _request(workload: Workload, chosen: Candidate, dataset: str | None, folder: Path) -> "ExportRequest":
@@ -201,7 +215,7 @@ def _launch(
 ) -> "Launch":
     """One target's files with what is predicted of the run, or the prediction that forbids them."""
     from planner.cli.verify import sentence
-    from planner.exporters import EXPORTERS, Launch
+    from planner.exporters import EXPORTERS, Difference, Launch
 
     told: tuple[str, ...] = ()
     if traced:
@@ -211,9 +225,18 @@ def _launch(
     if really.fits or force:
         evidence = really.memory_evidence
         launch = EXPORTERS[name](replace(request, about=about))
-        peak = evidence.peak_device_bytes
-        notes = (*launch.notes, *told)
-        return replace(launch, about=about, peak_device_bytes=peak, rung=evidence.rung.value, notes=notes)
+        differences = launch.differences
+        if request.setup != chosen.setup:
+            reason = "it has no other loss without a package, which --no-extra-packages rules out"
+            differences += (Difference(field="loss", planned=chosen.setup.loss, runs_as="full", reason=reason),)
+        return replace(
+            launch,
+            about=about,
+            differences=differences,
+            peak_device_bytes=evidence.peak_device_bytes,
+            rung=evidence.rung.value,
+            notes=(*launch.notes, *told),
+        )
     other = really.setup != chosen.setup
     hint = f"plan for it with --target {name}" if other else "plan with a larger --headroom"
     reason = f"{'; '.join(about)}: {hint}, or write it all the same (--force)"

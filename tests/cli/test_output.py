@@ -73,6 +73,12 @@ def test_no_command_writes_through_a_link_of_a_stranger(tmp_path: Path, capsys: 
     folder, victim = tmp_path / "plan", tmp_path / "bashrc"
     card = ["--gpu", "rtx-4090", "--no-dry-run"]
     assert run(["HuggingFaceTB/SmolLM2-135M", *card, "--no-extra-packages", "--out", str(folder)]) == 0
+    capsys.readouterr()
+    script = (folder / "launch/hf/train_hf.py").read_text()  # transformers' only chunked loss is Liger's
+    assert "liger" not in script.lower()
+    assert "as hf runs it: peak" in script
+    assert "liger" not in (folder / "launch/run.sh").read_text()
+    assert "--no-extra-packages rules out" in (folder / "report.md").read_text()
     file = tmp_path / "trl.yaml"
     file.write_text(
         "model_name_or_path: HuggingFaceTB/SmolLM2-135M\nper_device_train_batch_size: 64\nmax_length: 1024\n"
