@@ -91,8 +91,10 @@ Source: Axolotl docs/lora_optims ("llama, mistral, qwen2, gemma, gemma2") and `m
 """
 
 
-def parts_of(kernels: str, model_type: str) -> frozenset[str]:
-    """What of this type's layers the family computes as kernels of its own."""
+def parts_of(kernels: str, model_type: str, *, compiled: bool = False) -> frozenset[str]:
+    """What of this type's layers runs as kernels of its own: the family's, or the compiler's, which has them all."""
+    if compiled:
+        return COMPILED
     known = LIGER_PARTS.get(model_type, frozenset())
     if model_type in FUSED_LORA:
         known |= {"lora"}
@@ -109,8 +111,8 @@ the cut with the fewest bytes is kept, chains of elementwise operations, norms a
 
 
 def fused_parts(setup: "TrainSetup", model_type: str) -> frozenset[str]:
-    """What of this type's layers runs as kernels of its own under the setup: its family's, and the compiler's."""
-    return parts_of(setup.kernels, model_type) | (COMPILED if setup.compile else frozenset())
+    """`parts_of` a setup."""
+    return parts_of(setup.kernels, model_type, compiled=setup.compile)
 
 
 def kernels_refusal(kernels: str, model_type: str) -> str:

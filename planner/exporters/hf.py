@@ -170,17 +170,18 @@ def _script(request: ExportRequest, head: list[str], found: tuple[Difference, ..
 
 
 def constants(request: ExportRequest) -> str:
-    """What a person changes first: model, data, length."""
+    """What a person changes first: model, data, length; of text also its column, and whether it is packed."""
     setup, dataset = request.setup, request.dataset
     path = shown_path(dataset.path) if dataset else PLACEHOLDER_DATASET
+    of_text, comment_text = setup.aim.head != "none", "only for datasets without chat columns"
     comment = "" if dataset else "PUT YOURS HERE: hub id, directory, .jsonl or .parquet file"
     return (
         constant("MODEL", shown_path(request.model_id))
         + constant("DATASET", path, comment)
         + constant("SPLIT", dataset.split if dataset else "train")
-        + constant("TEXT_FIELD", dataset.text_field if dataset else "text", "only for datasets without chat columns")
+        + of_text * constant("TEXT_FIELD", dataset.text_field if dataset else "text", comment_text)
         + constant("MAX_LENGTH", setup.seq_len_tokens, "tokens; longer samples are cut")
-        + constant("PACKING", setup.packing)
+        + of_text * constant("PACKING", setup.packing)
     )
 
 

@@ -7,7 +7,7 @@ per data flow, optimizer cost per trained set. A whole space is ranked through `
 from dataclasses import replace
 from typing import NamedTuple
 
-from planner.choices.kernels import COMPILED, fused_parts, parts_of
+from planner.choices.kernels import fused_parts, parts_of
 from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS
 from planner.gpu import GpuSpec
@@ -209,7 +209,7 @@ class SpeedModel:
         key = (flow, trained, kernels, compiled)
         found = self._traffic.get(key)
         if found is None:
-            fused = COMPILED if compiled else parts_of(kernels, self.model.model_type)
+            fused = parts_of(kernels, self.model.model_type, compiled=compiled)
             found = self._traffic[key] = layer_traffic(
                 self.inv, flow, self.conditions, trained=trained, drag=self.drag, fused=fused
             )
