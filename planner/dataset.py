@@ -150,23 +150,25 @@ def choose_length(
     if packing and seq_len_tokens is None and length < stats.lengths_tokens[-1] <= 2 * length:
         length = min(-(-stats.lengths_tokens[-1] // step) * step, max_tokens or 2 * length)
         padded, packed = stats.padding_fraction(micro_batch_seqs, length), stats.packing_fraction(length)
-    cut = stats.cut_fraction(length)
-    reason = (
-        f"{length} tokens cut {cut:.1%} of {stats.num_samples:,} samples (median {stats.percentile(0.5)}, "
-        f"99th percentile {stats.percentile(0.99)}, longest {stats.lengths_tokens[-1]}, {stats.counted_with}); "
-        f"real tokens: {padded:.0%} of a padded batch of {micro_batch_seqs}, {packed:.0%} of packed rows"
-    )
+    shares = f"{padded:.0%} of a padded batch of {micro_batch_seqs}, {packed:.0%} of packed rows"
     rows = ceil(stats.kept_tokens(length) / (packed * length)) if packing else stats.num_samples
     doublings = [1 << power for power in range(len(stats.lengths_tokens).bit_length())]
     return LengthChoice(
         seq_len_tokens=length,
         packing=packing,
         real_fractions=(packed,) if packing else tuple(stats.padding_fraction(num, length) for num in doublings),
-        cut_fraction=cut,
+        cut_fraction=stats.cut_fraction(length),
         epoch_tokens=stats.kept_tokens(length),
         epoch_seqs=rows,
         samples_per_seq=stats.num_samples / rows,
-        reason=reason,
+        reason=f"{length} tokens {_cut_words(stats, length)}; real tokens: {shares}",
+    )
+
+
+def _cut_words(stats: DatasetStats, length: int) -> str:
+    return (
+        f"cut {stats.cut_fraction(length):.1%} of {stats.num_samples:,} samples (median {stats.percentile(0.5)}, "
+        f"99th percentile {stats.percentile(0.99)}, longest {stats.lengths_tokens[-1]}, {stats.counted_with})"
     )
 
 

@@ -245,7 +245,13 @@ def attention_kernel(
         return "flash" if taken else "eager"  # such a model is refused; counted as what a person would have to run
     if setup.attention == "eager" or "sdpa" not in model.attentions:
         return "eager"
-    generation = attention_generation(gpu)
+    return _sdpa_kernel(model, setup, attention_generation(gpu), attention, qkv_dtype)
+
+
+def _sdpa_kernel(
+    model: ModelSpec, setup: TrainSetup, generation: str, attention: AttentionSpec, qkv_dtype: str
+) -> Kernel:
+    """What `scaled_dot_product_attention` takes on a card of this generation, see `attention_kernel`."""
     if generation == "metal":
         return "math"
     half = qkv_dtype != "fp32"

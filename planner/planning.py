@@ -29,7 +29,7 @@ from planner.kernels import has_expert_stacks
 from planner.memory.micro_batch import checkpointed_inputs_bytes
 from planner.models.stored import dequantizing_class
 from planner.outcome import Candidate
-from planner.plan import Alternative, NoPlan, Plan, Remedy, SpaceCount, trade
+from planner.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount, trade
 from planner.refine import CorrectionKey
 from planner.setup import TrainSetup
 from planner.space import BRANCH_FIELDS, dimension_values, kinds, micro_batches
@@ -79,13 +79,9 @@ def plan_workload(
     installed = _with_packages(workload, chosen)
     walked = tuple(answers(workload, facts, node, best, chosen, alone))
     if node is None or best is None or chosen is None:
-        if (packed := _with_packed_experts(workload, corrections, facts.walks)) is not None:
-            return packed
-        from planner.decision.remedies import refusal  # a plan needs none
-
+        packed = _with_packed_experts(workload, corrections, facts.walks)
         notes = (*_package_notes(workload, chosen, installed), *cluster_notes(workload.cluster))
-        refused = refusal(workload, facts, walked, space, notes)
-        return replace(refused, remedies=(*_plain_copy(workload, refused.nearest), *refused.remedies))
+        return packed if packed is not None else _refused(workload, facts, walked, space, notes)
     fastest = merged(facts.of_node(node).values()).ranked()
     ranked = [best, *(point for point in fastest if point is not best)][:num_ranked]
     return Plan(
@@ -97,6 +93,16 @@ def plan_workload(
         space=space,
         notes=(*_package_notes(workload, chosen, installed), *_notes(workload, chosen)),
     )
+
+
+def _refused(
+    workload: Workload, facts: Facts, walked: tuple[Answer, ...], space: SpaceCount, notes: tuple[str, ...]
+) -> NoPlan:
+    """The answer where nothing fits: by how much, and what would help."""
+    from planner.decision.remedies import refusal  # a plan needs none
+
+    refused = refusal(workload, facts, walked, space, notes)
+    return replace(refused, remedies=(*_plain_copy(workload, refused.nearest), *refused.remedies))
 
 
 def _space_count(workload: Workload, values: Mapping[str, tuple[Any, ...]], facts: Facts) -> SpaceCount:

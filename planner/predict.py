@@ -102,6 +102,32 @@ def attention_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> froz
 
 def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str, ...]:
     """What a person must know about this setup's memory, one sentence each."""
+    notes = _unknown_notes(model, gpu, setup)
+    unmatched = () if setup.method == "full" else unmatched_targets(model, setup.lora_targets)
+    if unmatched:
+        notes.append(f"LoRA targets {', '.join(unmatched)[:200]} match no module: PEFT leaves them out without a word")
+    notes += _stored_notes(model, setup)
+    positions = model.max_position_embeddings
+    if positions is not None and setup.seq_len_tokens > positions:
+        notes.append(
+            f"{setup.seq_len_tokens:,} tokens are beyond the model's {positions:,} positions: learned ones end there, "
+            "rotary ones were not trained further"
+        )
+    plain = unquantized_expert_bytes(model, setup)
+    if plain:
+        notes.append(
+            f"{gib(plain)} of the experts stay 16-bit: transformers stacks them in bare parameters, which bitsandbytes "
+            "does not quantize"
+        )
+    trained = trained_parameters(model, setup)
+    paged = paged_bytes(trained.num, setup.optimizer, wide=trained.wide)
+    if paged:
+        notes.append(f"{gib(paged)} of paged optimizer state lie in managed memory, outside PyTorch's count")
+    return tuple(notes)
+
+
+def _unknown_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[str]:
+    """What is less sure of this model on this card than elsewhere, and what its kernels cannot do there."""
     notes = []
     if model.from_tree:
         notes.append(
@@ -124,27 +150,7 @@ def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str
         notes.append(f"this cannot run: {missing}")
     if gpu.vendor == "Apple":
         notes.append("no run on an Apple GPU has been compared: the error bands are those of CUDA cards")
-    unmatched = () if setup.method == "full" else unmatched_targets(model, setup.lora_targets)
-    if unmatched:
-        notes.append(f"LoRA targets {', '.join(unmatched)[:200]} match no module: PEFT leaves them out without a word")
-    notes += _stored_notes(model, setup)
-    positions = model.max_position_embeddings
-    if positions is not None and setup.seq_len_tokens > positions:
-        notes.append(
-            f"{setup.seq_len_tokens:,} tokens are beyond the model's {positions:,} positions: learned ones end there, "
-            "rotary ones were not trained further"
-        )
-    plain = unquantized_expert_bytes(model, setup)
-    if plain:
-        notes.append(
-            f"{gib(plain)} of the experts stay 16-bit: transformers stacks them in bare parameters, which bitsandbytes "
-            "does not quantize"
-        )
-    trained = trained_parameters(model, setup)
-    paged = paged_bytes(trained.num, setup.optimizer, wide=trained.wide)
-    if paged:
-        notes.append(f"{gib(paged)} of paged optimizer state lie in managed memory, outside PyTorch's count")
-    return tuple(notes)
+    return notes
 
 
 def _image_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:

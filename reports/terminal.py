@@ -108,12 +108,14 @@ def render_plan(
     page.line()
     page.line(space_sentence(plan))
     _notes(page, notes_of(plan))
+    _next(page, plan, next_command)
+
+
+def _next(page: Page, plan: Plan, command: str) -> None:
     page.head("Next")
-    if plan.chosen.fits:
-        page.command(next_command or default_next_command(plan))
-    else:
+    if not plan.chosen.fits:
         page.line("Plan again with a larger reserve, so that a smaller setup is chosen:", indent=2)
-        page.command(default_next_command(plan))
+    page.command(command if command and plan.chosen.fits else default_next_command(plan))
 
 
 def render_no_plan(

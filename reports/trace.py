@@ -1,7 +1,7 @@
 """A trace for people and machines: the document, its text and its timeline picture."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from html import escape
 from typing import Any
@@ -91,17 +91,11 @@ def text_lines(answer: Mapping[str, Any]) -> list[str]:
     for phase, size in answer["phase_peaks_bytes"].items():
         mark = "  <- the peak" if phase == answer["peak_phase"] else ""
         lines.append(f"  {gib(size):>10}  {RESERVED_WORDS.get(phase, phase)}{mark}")
-    for title, key in (
-        ("What is alive at the peak", "by_category"),
-        ("By module", "by_module"),
-        ("By line of the program", "by_line"),
-    ):
-        lines += ["", title]
-        for one in answer[key][:_ROWS]:
-            lines.append(f"  {gib(one['size_bytes']):>10}  {clean(one['name'])}")
-        rest = sum(one["size_bytes"] for one in answer[key][_ROWS:])
-        if rest:
-            lines.append(f"  {gib(rest):>10}  {len(answer[key]) - _ROWS} smaller")
+    lines += [
+        *_largest_lines("What is alive at the peak", answer["by_category"]),
+        *_largest_lines("By module", answer["by_module"]),
+        *_largest_lines("By line of the program", answer["by_line"]),
+    ]
     if answer["shrinks_by"]:
         lines += ["", f"Largest: {answer['largest']}. Shrunk by: {answer['shrinks_by']}."]
     if answer["notes"] or answer["questions"]:
@@ -111,6 +105,15 @@ def text_lines(answer: Mapping[str, Any]) -> list[str]:
         where = f" at {clean(line)}" if line else ""
         lines.append(f"  the program asked for {what}{where} ({times} times), which only a GPU knows")
     return lines
+
+
+def _largest_lines(title: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The largest rows, and what the others take together."""
+    yield from ("", title)
+    for one in rows[:_ROWS]:
+        yield f"  {gib(one['size_bytes']):>10}  {clean(one['name'])}"
+    if rest := sum(one["size_bytes"] for one in rows[_ROWS:]):
+        yield f"  {gib(rest):>10}  {len(rows) - _ROWS} smaller"
 
 
 _COLOURS = {"load": "#8c8c8c", "forward": "#4c78a8", "backward": "#f58518", "step": "#54a24b"}

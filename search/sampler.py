@@ -53,22 +53,10 @@ class Belief:
         time_bands = [formula.time_band_fraction for formula in formulas if formula.time_band_fraction]
         time_band = float(np.median(time_bands)) if time_bands else NOMINAL_TIME_BAND
         parts = [(c.setup, c.formula) for c in candidates] + [(item.setup, item.formula) for item in elsewhere]
-        self.speed = Residual(
-            ErrorKernel(
-                self.encoding,
-                "speed",
-                share_matrix([parts_of(*pair, "speed") for pair in parts]),
-                scale=max(time_band / NOMINAL_TIME_BAND, MIN_SCALE),
-            )
-        )
-        self.memory = Residual(
-            ErrorKernel(
-                self.encoding,
-                "memory",
-                share_matrix([parts_of(*pair, "memory") for pair in parts]),
-                scale=max(memory_band / NOMINAL_MEMORY_BAND, MIN_SCALE),
-            )
-        )
+        shares, scale = share_matrix([parts_of(*pair, "speed") for pair in parts]), time_band / NOMINAL_TIME_BAND
+        self.speed = Residual(ErrorKernel(self.encoding, "speed", shares, scale=max(scale, MIN_SCALE)))
+        shares, scale = share_matrix([parts_of(*pair, "memory") for pair in parts]), memory_band / NOMINAL_MEMORY_BAND
+        self.memory = Residual(ErrorKernel(self.encoding, "memory", shares, scale=max(scale, MIN_SCALE)))
         self.open = np.array([not problem.exclusion(candidate) for candidate in candidates])
         """Candidates not excluded and not yet answered."""
         self.best: Result | None = None

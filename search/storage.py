@@ -93,22 +93,13 @@ def close_storage(storage: BaseStorage) -> None:
 
 
 def _database(kind: str, scheme: str, rest: str, *, heartbeat_s: int, grace_s: int) -> tuple[BaseStorage, Liveness]:
-    import sqlalchemy.engine
     import sqlalchemy.exc
 
     problem: Exception = RuntimeError("not tried")
     if kind in ("postgresql", "postgres") and "+" not in scheme:
         scheme = "postgresql+psycopg"
     url = f"{scheme}://{rest}"
-    try:
-        name = sqlalchemy.engine.make_url(url).database
-    except (sqlalchemy.exc.ArgumentError, ValueError) as error:
-        raise UsageError(
-            f"{shown(url)} is no URL of a database", hint="for example --storage postgresql://user@host:5432/database"
-        ) from error
-    file = Path(name or "")
-    if kind == "sqlite" and (name == ":memory:" or not file.name):
-        raise UsageError(f"{shown(url)} names no file", hint="for example --storage sqlite:///study.db")
+    file = _database_file(kind, url)
     locks = file.with_name(f"{file.name}.workers") if kind == "sqlite" else None
     engine = {"connect_args": {"timeout": SQLITE_WAIT_S}} if kind == "sqlite" else {"pool_pre_ping": True}
     for attempt in range(OPEN_ATTEMPTS):
@@ -137,6 +128,27 @@ def _database(kind: str, scheme: str, rest: str, *, heartbeat_s: int, grace_s: i
     raise EnvironmentProblem(
         f"the {kind} storage does not answer: {first_line(problem)}", hint="check the URL"
     ) from problem
+
+
+def _database_file(kind: str, url: str) -> Path:
+    """The file of SQLite; elsewhere the database's name.
+
+    Raises:
+        UsageError: no URL, or one of SQLite that names no file.
+    """
+    import sqlalchemy.engine
+    import sqlalchemy.exc
+
+    try:
+        name = sqlalchemy.engine.make_url(url).database
+    except (sqlalchemy.exc.ArgumentError, ValueError) as error:
+        raise UsageError(
+            f"{shown(url)} is no URL of a database", hint="for example --storage postgresql://user@host:5432/database"
+        ) from error
+    file = Path(name or "")
+    if kind == "sqlite" and (name == ":memory:" or not file.name):
+        raise UsageError(f"{shown(url)} names no file", hint="for example --storage sqlite:///study.db")
+    return file
 
 
 def _lock_whole_transactions(engine: Any) -> None:

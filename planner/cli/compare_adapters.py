@@ -1,13 +1,14 @@
 """`plan compare-adapters MODEL --gpu GPU`: every kind of adapter in the place of LoRA."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from planner.cli import options
 from planner.cli.flags import takes_options
-from planner.cli.output import console, print_json, write_text
+from planner.cli.output import show_table
 from planner.cli.wish_options import SpaceOptions
 from planner.errors import EXIT_NOTHING_FITS, UsageError
 from planner.gpus import find_gpu
@@ -37,10 +38,7 @@ def compare_adapters(
     from reports.adapters import adapters_json, adapters_markdown, render_adapters
 
     fixed = space.fixed()
-    if "adapter" in fixed:
-        raise UsageError("compare-adapters compares all of them, got --adapter", hint="leave --adapter out")
-    if "full" in fixed.get("method", ()):
-        raise UsageError("compare-adapters compares adapters, got --method full", hint="use --method lora or qlora")
+    _check_compared(fixed)
     card = find_gpu(gpu)
     asked = Wish(
         fixed={"method": ("lora", "qlora"), **fixed},
@@ -56,10 +54,17 @@ def compare_adapters(
         raise typer.Exit(EXIT_NOTHING_FITS)
     lora = plan.chosen.setup
     rows = compare_kinds(wish, lora)
-    if out is not None:
-        write_text(out / "report.md", adapters_markdown(rows, wish, lora))
-        typer.echo(f"wrote {out / 'report.md'}", err=True)
-    if as_json:
-        print_json([adapters_json(row, wish) for row in rows])
-    else:
-        render_adapters(rows, wish, lora, console())
+    show_table(
+        out,
+        as_json,
+        markdown=lambda: adapters_markdown(rows, wish, lora),
+        document=lambda: [adapters_json(row, wish) for row in rows],
+        render=lambda page: render_adapters(rows, wish, lora, page),
+    )
+
+
+def _check_compared(fixed: Mapping[str, tuple[Any, ...]]) -> None:
+    if "adapter" in fixed:
+        raise UsageError("compare-adapters compares all of them, got --adapter", hint="leave --adapter out")
+    if "full" in fixed.get("method", ()):
+        raise UsageError("compare-adapters compares adapters, got --method full", hint="use --method lora or qlora")

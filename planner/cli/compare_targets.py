@@ -8,7 +8,7 @@ import typer
 from planner.cli import options
 from planner.cli.answer import workload_for
 from planner.cli.flags import takes_options
-from planner.cli.output import console, print_json, write_text
+from planner.cli.output import show_table
 from planner.cli.wish_options import WishOptions
 from planner.errors import EXIT_NOTHING_FITS
 
@@ -32,12 +32,12 @@ def compare_targets(
 
     asked = workload_for(model, gpu, wish, lookup=lookup)
     rows = compare(asked)
-    if out is not None:
-        write_text(out / "report.md", targets_markdown(rows, asked))
-        typer.echo(f"wrote {out / 'report.md'}", err=True)
-    if as_json:
-        print_json([targets_json(row, asked) for row in rows])
-    else:
-        render_targets(rows, asked, console())
+    show_table(
+        out,
+        as_json,
+        markdown=lambda: targets_markdown(rows, asked),
+        document=lambda: [targets_json(row, asked) for row in rows],
+        render=lambda page: render_targets(rows, asked, page),
+    )
     if rows[0].candidate is None:
         raise typer.Exit(EXIT_NOTHING_FITS)

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -71,6 +71,24 @@ def write_text(path: Path, text: str, *, inside: Path | None = None, executable:
         raise EnvironmentProblem(
             f"cannot write {path}: {error.strerror or error}", hint="choose another --out directory, or free some space"
         ) from error
+
+
+def show_table(
+    out: Path | None,
+    as_json: bool,
+    *,
+    markdown: Callable[[], str],
+    document: Callable[[], Any],
+    render: Callable[[Any], None],
+) -> None:
+    """A command's table: report.md where a folder is named, then JSON or `render` on a console."""
+    if out is not None:
+        write_text(out / "report.md", markdown())
+        print(f"wrote {out / 'report.md'}", file=sys.stderr)
+    if as_json:
+        print_json(document())
+    else:
+        render(console())
 
 
 def console(*, stderr: bool = False, width: int | None = None, file: TextIO | None = None) -> Any:

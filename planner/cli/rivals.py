@@ -68,20 +68,26 @@ def compare(rows: Sequence[MeasuredRow], pythons: Sequence[Path], lookup: Lookup
         for (name, group, figure), each in sorted(errors.items()):
             answered = [(abs(theirs), abs(ours)) for theirs, ours in each if theirs is not None]
             if answered:
-                found.append(
-                    RivalRow(
-                        name=name,
-                        group=group,
-                        figure=figure,
-                        num_configs=len(answered),
-                        num_unanswered=len(each) - len(answered),
-                        median_error=median(theirs for theirs, _ in answered),
-                        worst_error=max(theirs for theirs, _ in answered),
-                        own_median_error=median(ours for _, ours in answered),
-                        own_worst_error=max(ours for _, ours in answered),
-                    )
-                )
+                found.append(_row(name, group, figure, answered, len(each) - len(answered)))
     return found
+
+
+def _row(
+    name: str, group: str, figure: Quantity, errors: Sequence[tuple[float, float]], num_unanswered: int
+) -> RivalRow:
+    """One line, of (the rival's error, the formula's) of each configuration."""
+    theirs, ours = zip(*errors, strict=True)
+    return RivalRow(
+        name=name,
+        group=group,
+        figure=figure,
+        num_configs=len(errors),
+        num_unanswered=num_unanswered,
+        median_error=median(theirs),
+        worst_error=max(theirs),
+        own_median_error=median(ours),
+        own_worst_error=max(ours),
+    )
 
 
 def markdown(found: Sequence[RivalRow]) -> str:

@@ -12,7 +12,7 @@ from planner.app.progress import say
 from planner.cli import options, spread
 from planner.cli.completion import complete_gpu
 from planner.cli.flags import takes_options
-from planner.cli.output import console, print_json, write_text
+from planner.cli.output import console, show_table
 from planner.cli.wish_options import SpaceOptions
 from planner.errors import EXIT_NOTHING_FITS, UsageError
 from planner.gpus import find_gpu
@@ -107,6 +107,7 @@ def which_cluster(
     Formula rung: plan MODEL --gpu GPU --gpus N then looks closer at one of them.
     """
     from planner.decision.clusters import counts
+    from reports.which_cluster import as_document, render_which_cluster, which_cluster_markdown
 
     asked = work.limits()
     most = positive("max-gpus", clusters.max_gpus, maximum=spread.MAX_GPUS) or 1
@@ -127,19 +128,13 @@ def which_cluster(
     dividing = [number for number in numbers if batch % number == 0]
     found = _options(spec, cards, dividing, wish, clusters.interconnect, **asked)
     limits = {**asked, "global_batch_seqs": batch}
-    if out is not None:
-        from reports.which_cluster import which_cluster_markdown
-
-        write_text(out / "report.md", which_cluster_markdown(spec, found, limits))
-        typer.echo(f"wrote {out / 'report.md'}", err=True)
-    if as_json:
-        from reports.which_cluster import as_document
-
-        print_json(as_document(spec, found, limits))
-    else:
-        from reports.which_cluster import render_which_cluster
-
-        render_which_cluster(spec, found, limits, console())
+    show_table(
+        out,
+        as_json,
+        markdown=lambda: which_cluster_markdown(spec, found, limits),
+        document=lambda: as_document(spec, found, limits),
+        render=lambda page: render_which_cluster(spec, found, limits, page),
+    )
     if not any(one.meets for one in found):
         raise typer.Exit(EXIT_NOTHING_FITS)
 

@@ -1,17 +1,22 @@
 """`plan which-model --gpu GPU`: what can be fine-tuned on a card, to what length, how fast."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from planner.cli import options
 from planner.cli.flags import takes_options
-from planner.cli.output import console, print_json, write_text
+from planner.cli.output import console, show_table
 from planner.cli.wish_options import SpaceOptions
 from planner.errors import EXIT_NOTHING_FITS, UsageError
 from planner.gpus import find_gpu
 from planner.wish import Wish
+
+if TYPE_CHECKING:
+    from planner.gpu import GpuSpec
+    from planner.workload import Workload
+    from reports.which_model import ModelChoice
 
 
 @takes_options
@@ -31,16 +36,8 @@ def which_model(
 
     Formula rung: plan MODEL --gpu GPU then looks closer at one model.
     """
-    from planner.decision.reach import longest_tokens
-    from planner.models import catalogue
-    from planner.planning import plan_workload
-    from reports.progress import steps
-    from reports.which_model import ModelChoice, render_which_model, which_model_json, which_model_markdown
+    from reports.which_model import render_which_model, which_model_json, which_model_markdown
 
-    card = find_gpu(gpu)
-    names = [name for name in catalogue.names() if match.lower() in name.lower()]
-    if not names:
-        raise UsageError(f"no model of the catalogue has {match!r} in its name", hint="`plan models` lists all")
     asked = Wish(
         fixed=space.fixed(),
         seq_len=seq_len,
@@ -48,6 +45,34 @@ def which_model(
         memory_gib=memory.memory_gib,
         headroom_gib=memory.headroom,
     )
+    rows, wish = _rows(asked, find_gpu(gpu), match)
+    show_table(
+        out,
+        as_json,
+        markdown=lambda: which_model_markdown(rows, wish),
+        document=lambda: [which_model_json(one) for one in rows],
+        render=lambda page: render_which_model(rows, wish, page, every=every),
+    )
+    if not any(one.fits for one in rows):
+        raise typer.Exit(EXIT_NOTHING_FITS)
+
+
+def _rows(asked: Wish, card: "GpuSpec", match: str) -> "tuple[list[ModelChoice], Workload]":
+    """A row for each model whose name contains `match`, largest first; and the wish for the longest context of them,
+    which is what was asked for: models of a shorter one differ.
+
+    Raises:
+        UsageError: there is none.
+    """
+    from planner.decision.reach import longest_tokens
+    from planner.models import catalogue
+    from planner.planning import plan_workload
+    from reports.progress import steps
+    from reports.which_model import ModelChoice
+
+    names = [name for name in catalogue.names() if match.lower() in name.lower()]
+    if not names:
+        raise UsageError(f"no model of the catalogue has {match!r} in its name", hint="`plan models` lists all")
     rows, wishes = [], []
     for name in steps(names, "planning", console(stderr=True)):
         spec = catalogue.load(name)
@@ -58,13 +83,4 @@ def which_model(
         within = any(tokens >= wish.seq_len_tokens for tokens in longest.values())
         rows.append(ModelChoice(model=spec, longest_tokens=longest, answer=plan_workload(wish) if within else None))
     rows.sort(key=lambda one: (-one.model.num_params, one.model.model_id))
-    wish = max(wishes, key=lambda one: one.seq_len_tokens)  # what was asked for; models of a shorter context differ
-    if out is not None:
-        write_text(out / "report.md", which_model_markdown(rows, wish))
-        typer.echo(f"wrote {out / 'report.md'}", err=True)
-    if as_json:
-        print_json([which_model_json(one) for one in rows])
-    else:
-        render_which_model(rows, wish, console(), every=every)
-    if not any(one.fits for one in rows):
-        raise typer.Exit(EXIT_NOTHING_FITS)
+    return rows, max(wishes, key=lambda one: one.seq_len_tokens)

@@ -1,6 +1,6 @@
 """What stands beside the chosen setup of a plan."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from planner.decision.candidates import candidate
 from planner.decision.facts import NODE_NAMES, NODES, Facts, NodeFacts
@@ -36,37 +36,37 @@ def _of_one_spread(
     workload: Workload, chosen: Candidate, node: str, facts: Mapping[str, NodeFacts]
 ) -> tuple[Alternative, ...]:
     """Other methods, ranks, checkpointing and micro-batches."""
-    found: list[Alternative] = []
-    seen = {chosen.setup}
+    offered: dict[TrainSetup, str] = {}
+    for label, setup in _offers(chosen.setup, node, facts):
+        if setup != chosen.setup:
+            offered.setdefault(setup, label)
+    others = [(label, candidate(workload, setup)) for setup, label in offered.items()]
+    return tuple(Alternative(label=label, candidate=other, trade=trade(chosen, other)) for label, other in others)
+
+
+def _offers(setup: TrainSetup, node: str, facts: Mapping[str, NodeFacts]) -> Iterator[tuple[str, TrainSetup]]:
+    """What may stand beside the chosen setup, the first of two that are the same counts."""
     smallest = facts[node].smallest
-
-    def offer(label: str, setup: TrainSetup | None) -> None:
-        if setup is None or setup in seen:
-            return
-        seen.add(setup)
-        other = candidate(workload, setup)
-        found.append(Alternative(label=label, candidate=other, trade=trade(chosen, other)))
-
     tight = facts[node].best_tight()
     if tight is not None and not facts[node].surely_fits(tight):  # then faster by more than a preference is worth
-        offer("tight", tight.setup)
+        yield "tight", tight.setup
     for other in NODES:
         best = facts[other].best()
         if other != node and best is not None:
-            offer(NODE_NAMES[other], best.setup)
-    setup = chosen.setup
+            yield NODE_NAMES[other], best.setup
     if setup.method != "full":
         row = setup.kind
         for rank in (2 * setup.lora_rank, max(1, setup.lora_rank // 2)) if row.size else ():
-            offer(f"{row.size} {rank}", setup.with_(lora_rank=rank))
+            yield f"{row.size} {rank}", setup.with_(lora_rank=rank)
         if setup.lora_targets == "all-linear" and row.adapts_matrices:
-            offer("adapters on attention only", setup.with_(lora_targets="attention"))
-    offer("smallest memory", smallest.setup if smallest is not None else None)
+            yield "adapters on attention only", setup.with_(lora_targets="attention")
+    if smallest is not None:
+        yield "smallest memory", smallest.setup
     if not setup.checkpointing and (setup.method == "full" or setup.kind.checkpointing):
-        offer("with checkpointing", setup.with_(checkpointing=1))
+        yield "with checkpointing", setup.with_(checkpointing=1)
     for point in facts[node].ranked():
         if point.shared.checkpointing != setup.checkpointing:
-            offer("checkpointing " + ("off" if not point.shared.checkpointing else "on"), point.setup)
+            yield "checkpointing " + ("off" if not point.shared.checkpointing else "on"), point.setup
             break
     larger = [
         point
@@ -74,5 +74,4 @@ def _of_one_spread(
         if point.micro_batch_seqs > setup.micro_batch_seqs and point.loss == setup.loss
     ]
     if larger:
-        offer("larger micro-batch", max(larger, key=lambda point: point.micro_batch_seqs).setup)
-    return tuple(found)
+        yield "larger micro-batch", max(larger, key=lambda point: point.micro_batch_seqs).setup

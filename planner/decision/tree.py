@@ -131,17 +131,7 @@ def method_answers(facts: dict[str, NodeFacts], chosen: str | None, workload: Wo
             cuts = (Cut(branch=name, reason=reason, num_setups=known.walked, needed_bytes=need, budget_bytes=budget),)
         elif node == chosen:
             choice = "yes, taken" if known.fastest_sure else "it may, taken"
-            reason = f"one sequence needs {gib(need)} at least, {gib(budget - need)} are left for activations"
-            if not known.fastest_sure:
-                reason = f"one sequence needs {gib(need)}, {TIGHT}; nothing surely fits"
-            rival, mine = facts["lora"].best(), known.best()
-            if node.startswith("qlora") and rival and mine and mine.tokens_per_s > rival.tokens_per_s:
-                reason += "; the whole is faster than 16-bit LoRA, and speed is preferred"
-            elif node == "full" and data_needs_full(workload):
-                reason += f"; {workload.data.epoch_tokens:,} tokens are more than an adapter of rank {MAX_RANK} holds"
-            elif node == "full" and rival:
-                limit = percent(METHOD_BAND)
-                reason += f"; nothing is approximated, and it is not slower than LoRA by more than {limit}"
+            reason = _taken(node, facts, need, workload)
         else:
             choice = f"{known.fit_words}, not taken"
             reason = _not_taken(node, facts, chosen, workload)
@@ -156,6 +146,22 @@ def method_answers(facts: dict[str, NodeFacts], chosen: str | None, workload: Wo
             )
         )
     return answers
+
+
+def _taken(node: str, facts: Mapping[str, NodeFacts], need: int, workload: Workload) -> str:
+    """Why this node is taken, whose smallest setup needs so many bytes."""
+    known, rival, mine = facts[node], facts["lora"].best(), facts[node].best()
+    reason = f"one sequence needs {gib(need)} at least, {gib(workload.budget_bytes - need)} are left for activations"
+    if not known.fastest_sure:
+        reason = f"one sequence needs {gib(need)}, {TIGHT}; nothing surely fits"
+    if node.startswith("qlora") and rival and mine and mine.tokens_per_s > rival.tokens_per_s:
+        return f"{reason}; the whole is faster than 16-bit LoRA, and speed is preferred"
+    if node == "full" and data_needs_full(workload):
+        return f"{reason}; {workload.data.epoch_tokens:,} tokens are more than an adapter of rank {MAX_RANK} holds"
+    if node == "full" and rival:
+        limit = percent(METHOD_BAND)
+        return f"{reason}; nothing is approximated, and it is not slower than LoRA by more than {limit}"
+    return reason
 
 
 def class_answer(facts: Mapping[str, NodeFacts], chosen: str, workload: Workload) -> Answer:
@@ -283,39 +289,34 @@ def _kernels_answer(workload: Workload, best: Point) -> Answer:
 
 def activation_answers(facts: NodeFacts, best: Point, workload: Workload, same_node: list[Point]) -> list[Answer]:
     """Step 2 as answers: attention, checkpointing, micro-batch, accumulation."""
-    budget = workload.budget_bytes
     family = best.family
-    answers = [
-        Answer(
-            question="Which attention kernel?",
-            choice=family.attention,
-            reason=_attention_reason(workload, family),
-        ),
-    ]
+    attention = _attention_reason(workload, family)
+    answers = [Answer(question="Which attention kernel?", choice=family.attention, reason=attention)]
     if "kernels" not in workload.fixed or family.kernels != "eager":
         answers.append(_kernels_answer(workload, best))
-    unchecked = facts.smallest_unchecked
-    if unchecked is not None:
-        need = unchecked.peak_device_bytes
-        fits = need <= budget
-        if not fits:
-            choice, reason = "yes", f"without it one sequence needs {gib(need)}, {gib(need - budget)} too much"
-        elif family.checkpointing:
-            choice = "yes"
-            reason = f"one sequence would fit without it ({gib(need)}), but the larger micro-batch it allows is faster"
-        else:
-            choice, reason = "no", f"one sequence fits without it ({gib(need)}), and nothing has to be recomputed"
-        if family.checkpointing > 1 and choice == "yes":
-            choice = f"every {family.checkpointing} layers"
-        answers.append(
-            Answer(
-                question="Is gradient checkpointing needed?",
-                choice=choice,
-                reason=reason,
-                needed_bytes=need,
-                budget_bytes=budget,
-            )
-        )
+    if facts.smallest_unchecked is not None:
+        answers.append(_checkpointing_answer(facts.smallest_unchecked.peak_device_bytes, family, workload.budget_bytes))
+    return [*answers, _micro_batch_answer(best, workload, same_node)]
+
+
+def _checkpointing_answer(need: int, family: TrainSetup, budget: int) -> Answer:
+    """Whether checkpointing is needed where one sequence without it needs so many bytes."""
+    if need > budget:
+        choice, reason = "yes", f"without it one sequence needs {gib(need)}, {gib(need - budget)} too much"
+    elif family.checkpointing:
+        choice = "yes"
+        reason = f"one sequence would fit without it ({gib(need)}), but the larger micro-batch it allows is faster"
+    else:
+        choice, reason = "no", f"one sequence fits without it ({gib(need)}), and nothing has to be recomputed"
+    if family.checkpointing > 1 and choice == "yes":
+        choice = f"every {family.checkpointing} layers"
+    question = "Is gradient checkpointing needed?"
+    return Answer(question=question, choice=choice, reason=reason, needed_bytes=need, budget_bytes=budget)
+
+
+def _micro_batch_answer(best: Point, workload: Workload, same_node: list[Point]) -> Answer:
+    """How the global batch is cut."""
+    family, budget = best.family, workload.budget_bytes
     larger = [p for p in same_node if p.family == family and p.micro_batch_seqs > best.micro_batch_seqs]
     copies = family.data_degree
     if best.accumulation_steps == 1:
@@ -324,14 +325,10 @@ def activation_answers(facts: NodeFacts, best: Point, workload: Workload, same_n
         reason = "larger micro-batches fit but are not predicted to be faster"
     else:
         reason = f"the fastest that fits: {gib(best.peak_device_bytes)} of {gib(budget)}"
-    answers.append(
-        Answer(
-            question="Which micro-batch, and how much accumulation?",
-            choice=f"{best.micro_batch_seqs} x {best.accumulation_steps}"
-            + (f" x {copies} copies" if copies > 1 else ""),
-            reason=f"{reason}; the global batch stays {workload.global_batch_seqs} sequences",
-            needed_bytes=best.peak_device_bytes,
-            budget_bytes=budget,
-        )
+    return Answer(
+        question="Which micro-batch, and how much accumulation?",
+        choice=f"{best.micro_batch_seqs} x {best.accumulation_steps}" + (f" x {copies} copies" if copies > 1 else ""),
+        reason=f"{reason}; the global batch stays {workload.global_batch_seqs} sequences",
+        needed_bytes=best.peak_device_bytes,
+        budget_bytes=budget,
     )
-    return answers

@@ -45,8 +45,14 @@ VLLM_FA3 = "kernels-community/vllm-flash-attn3"
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     """Settings that LLaMA-Factory runs otherwise than the setup says."""
+    if not setup.aim.supervised:
+        return (*_loading_differences(setup), *_preference_differences(setup))
+    return (*_loading_differences(setup), *_loss_differences(setup))
+
+
+def _loading_differences(setup: TrainSetup) -> list[Difference]:
+    """How the weights are loaded, and what is checkpointed."""
     found = []
-    runs = setup
     adapters = setup.method != "full"
     if setup.parallel in deepspeed.STAGES and setup.precision in ("bf16-pure", "bf16-autocast"):
         runs_as = "bf16-autocast" if adapters else "bf16-mixed"
@@ -58,7 +64,6 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
         reason = "LLaMA-Factory loads a frozen base in the 16-bit type"
         found.append(Difference(field="precision", planned=setup.precision, runs_as=runs_as, reason=reason))
     if setup.kbit_fp32_cast:
-        runs = runs.with_(kbit_fp32_cast=False)
         reason = "LLaMA-Factory does not call prepare_model_for_kbit_training"
         found.append(Difference(field="kbit_fp32_cast", planned=True, runs_as=False, reason=reason))
     if setup.selective_checkpointing:
@@ -67,8 +72,12 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     if setup.checkpointing > 1:
         reason = "its transformers has no every_n_layers: every layer is checkpointed, slower"
         found.append(Difference(field="checkpointing", planned=setup.checkpointing, runs_as=1, reason=reason))
-    if not setup.aim.supervised:
-        return (*found, *_preference_differences(setup))
+    return found
+
+
+def _loss_differences(setup: TrainSetup) -> list[Difference]:
+    """The loss of supervised fine-tuning with the kernels that come with it, and the adapters' type."""
+    found = []
     if setup.loss == "chunked" and setup.images is not None:
         reason = "no chunked loss, and its Liger switch is not planned with images: the logits are held in full"
         found.append(Difference(field="loss", planned="chunked", runs_as="full", reason=reason))
@@ -81,12 +90,11 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     if setup.loss == "full" and setup.kernels == "liger":
         reason = "its one Liger switch takes the loss with the layers' kernels"
         found.append(Difference(field="loss", planned="full", runs_as="liger", reason=reason))
-    if adapters and runs.resolved_adapter_dtype != "fp32":
+    uncast = setup.with_(kbit_fp32_cast=False) if setup.kbit_fp32_cast else setup
+    if setup.method != "full" and (planned := uncast.resolved_adapter_dtype) != "fp32":
         reason = "LLaMA-Factory trains adapters in fp32"
-        found.append(
-            Difference(field="adapter_dtype", planned=runs.resolved_adapter_dtype, runs_as="fp32", reason=reason)
-        )
-    return tuple(found)
+        found.append(Difference(field="adapter_dtype", planned=planned, runs_as="fp32", reason=reason))
+    return found
 
 
 def _preference_differences(setup: TrainSetup) -> list[Difference]:

@@ -34,6 +34,18 @@ class HeldOut:
     before_worst: float
     after_worst: float
 
+    @classmethod
+    def of(cls, name: str, before: Sequence[float], after: Sequence[float]) -> "HeldOut":
+        """The part of these absolute errors, before and after."""
+        return cls(
+            name=name,
+            num_points=len(before),
+            before_median=median(before),
+            after_median=median(after),
+            before_worst=max(before),
+            after_worst=max(after),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class FitReport:
@@ -74,16 +86,7 @@ def calibrate(points: Sequence[FitPoint], start: Calibration) -> FitReport:
         new = log_errors(held, fit_constants(train, start, group_noise=0.0))
         before += old
         after += new
-        parts.append(
-            HeldOut(
-                name=name,
-                num_points=len(held),
-                before_median=median(_absolute(old)),
-                after_median=median(_absolute(new)),
-                before_worst=max(_absolute(old)),
-                after_worst=max(_absolute(new)),
-            )
-        )
+        parts.append(HeldOut.of(name, _absolute(old), _absolute(new)))
     band = band_from(after)
     fitted = fit_constants(points, start, group_noise=0.0)
     return FitReport(
