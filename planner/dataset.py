@@ -137,11 +137,7 @@ def choose_length(
     at most twice as long: nothing is cut then. `max_tokens` is what the model can take; without `packs` no trainer of
     the objective packs. `seq_len_tokens` and `packing` are the user's where not None.
     """
-    wanted = max(64, stats.percentile(0.99))
-    step = 64 if wanted <= 256 else 256
-    length = -(-wanted // step) * step
-    if stats.lengths_tokens[-1] <= length:
-        length = max(64, -(-stats.lengths_tokens[-1] // 64) * 64)
+    length, step = _usual_length(stats)
     length = seq_len_tokens or min(length, max_tokens or length)
     padded = stats.padding_fraction(micro_batch_seqs, length)
     packed = stats.packing_fraction(length)
@@ -163,6 +159,16 @@ def choose_length(
         samples_per_seq=stats.num_samples / rows,
         reason=f"{length} tokens {_cut_words(stats, length)}; real tokens: {shares}",
     )
+
+
+def _usual_length(stats: DatasetStats) -> tuple[int, int]:
+    """(tokens, step of longer ones) that cut at most 1 % of the samples."""
+    wanted = max(64, stats.percentile(0.99))
+    step = 64 if wanted <= 256 else 256
+    length = -(-wanted // step) * step
+    if stats.lengths_tokens[-1] <= length:
+        length = max(64, -(-stats.lengths_tokens[-1] // 64) * 64)
+    return length, step
 
 
 def _cut_words(stats: DatasetStats, length: int) -> str:

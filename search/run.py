@@ -1,7 +1,7 @@
 """`search`: the loop. Claim a candidate, dry-run it, probe it, learn, until nothing left is worth a probe."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from planner.errors import EnvironmentProblem
 from planner.outcome import Candidate, FailureKind, Prediction, ProbeFailure
 from planner.setup import TrainSetup
 from search.dimensions import key_of
-from search.liveness import GRACE_S, HEARTBEAT_S
+from search.liveness import GRACE_S, HEARTBEAT_S, Liveness
 from search.optuna_samplers import make_sampler
 from search.pareto import pareto_set
 from search.problem import Elsewhere, Evaluate, Problem, Result, with_evidence
@@ -105,22 +105,13 @@ def search(
         study = Study(problem, opened, liveness, study_name)
         study.rescue(first=True)  # before anything is enqueued: what a dead worker left waits in its own place
         worker.begin(study, plan, num_ranked)
-        while True:
-            study.rescue()
-            claimed = worker.next(study)
-            if isinstance(claimed, str):
-                return worker.result(study, claimed)
-            if claimed is None:
-                time.sleep(POLL_S)
-                continue
-            number, setup = claimed
-            with liveness.keep_alive(study.trial_id(number)):
-                worker.work(study, number, setup, evaluate, check)
+        for number in worker.trials(study, liveness, evaluate, check):
             if on_trial is not None:
                 worker.catch_up(study)
                 # none where others gave the trial up for lost meanwhile: its measurement is in the store
                 for record in [r for r in study.records() if r.number == number]:
                     on_trial(record, worker.belief)
+        return worker.result(study)
     finally:
         liveness.close()
         close_storage(opened)
@@ -142,6 +133,7 @@ class _Worker:
         self._told: set[int] = set()
         self._converged: tuple[int, str] = (-1, "")
         self._excluded: list[tuple[Candidate, str]] = []
+        self._reason = ""
 
     def begin(self, study: Study, plan: TrainSetup | None, num_ranked: int | None) -> None:
         """Records what the formula excludes, and enqueues the plan and the best-ranked survivors, once per study."""
@@ -163,6 +155,21 @@ class _Worker:
             if key_of(problem.candidates[index].setup) not in known:
                 study.enqueue(problem.candidates[index], origin)
         study.exclude(self._excluded)
+
+    def trials(self, study: Study, liveness: Liveness, evaluate: Evaluate, check: Check | None) -> Iterator[int]:
+        """Claims and works one trial after another; the number of each, until there is a reason to stop."""
+        while not self._reason:
+            study.rescue()
+            claimed = self.next(study)
+            if isinstance(claimed, str):
+                self._reason = claimed
+            elif claimed is None:
+                time.sleep(POLL_S)
+            else:
+                number, setup = claimed
+                with liveness.keep_alive(study.trial_id(number)):
+                    self.work(study, number, setup, evaluate, check)
+                yield number
 
     def _ranked(self) -> list[int]:
         """Open candidates that the formula says fit, best predicted score first; all open ones if none fits."""
@@ -250,7 +257,7 @@ class _Worker:
             raise
         study.tell(number, evidence, duration_s=time.monotonic() - started)
 
-    def result(self, study: Study, reason: str) -> SearchResult:
+    def result(self, study: Study) -> SearchResult:
         """The answer from all that is known, other workers' results and earlier calls' included."""
         self.catch_up(study)
         study.exclude(self._excluded, by_now=True)
@@ -269,7 +276,7 @@ class _Worker:
             trials=tuple(trials),
             candidates=tuple(ordered),
             pareto=pareto_set(usable),
-            reason=reason,
+            reason=self._reason,
             num_probes=sum(record.probed for record in trials),
             given_up=tuple(study.given_up()),
         )

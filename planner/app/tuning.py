@@ -18,7 +18,7 @@ from planner.workload import Workload
 
 if TYPE_CHECKING:
     from planner.walk import Point
-    from search.problem import Evaluate, Unprobed
+    from search.problem import Elsewhere, Evaluate, Unprobed
     from search.run import SearchResult
     from search.sampler import Belief
     from search.stopping import Budget
@@ -89,22 +89,14 @@ def tune_plan(
         UsageError: the plan is for several nodes.
         EnvironmentProblem: this machine has fewer GPUs than the plan.
     """
-    from planner import __version__
     from planner.app.climb import dry_run_possible
-    from planner.app.history import history_of
-    from search.corrections import CorrectionStore, as_elsewhere, observations_of, place_of
     from search.problem import Problem
     from search.run import search
     from search.stopping import Budget
 
     wish = plan.workload
     on_this_machine(wish)
-    model, place = wish.model.model_id, place_of(wish.gpu.key, wish.cluster)
-    kept = CorrectionStore(corrections if corrections is not None else default_corrections_path())
-    known = history_of(wish, store)
-    if wish.num_gpus > 1:  # the store does not say how GPUs were linked: what was learned on several has a file
-        several = kept.load(place, formula_version=__version__)
-        known = (*known, *(one for one in several if one.setup.num_gpus > 1))
+    learned = _Learned(wish, store, corrections)
     unprobed = unprobed or _unprobed(wish)
     problem = Problem.of(wish, search_candidates(plan, unprobed), unprobed=unprobed)
     line = ProgressLine(budget_s=budget.seconds if budget is not None else DEFAULT_SECONDS)
@@ -125,16 +117,53 @@ def tune_plan(
             budget=budget or Budget(max_probes=DEFAULT_PROBES, seconds=DEFAULT_SECONDS),
             plan=plan.chosen.setup,
             check=partial(_dry_run, wish, line) if dry_run and not dry_run_possible() else None,
-            elsewhere=as_elsewhere(known, model, place),
+            elsewhere=learned.elsewhere(),
             on_trial=show,
         )
     line.close()
-    if wish.num_gpus > 1:
-        try:
-            kept.add(observations_of(result.candidates, gpu=place, model=model, formula_version=__version__))
-        except (OSError, ConfigError) as error:  # what was measured is in the store and in the answer
-            line.note(f"what was learned for later plans could not be kept: {error}")
+    if problem_words := learned.keep(result.candidates):
+        line.note(problem_words)
     return tuned(plan, result, unprobed)
+
+
+class _Learned:
+    """What earlier searches learned on these GPUs, and what this one adds.
+
+    The store does not say how GPUs were linked: what was learned on several has a file of its own.
+    """
+
+    def __init__(self, wish: Workload, store: Path | None, corrections: Path | None) -> None:
+        from search.corrections import CorrectionStore, place_of
+
+        self._wish, self._store = wish, store
+        self._place = place_of(wish.gpu.key, wish.cluster)
+        self._kept = CorrectionStore(corrections if corrections is not None else default_corrections_path())
+
+    def elsewhere(self) -> "Sequence[Elsewhere]":
+        """What is known before the first probe."""
+        from planner import __version__
+        from planner.app.history import history_of
+        from search.corrections import as_elsewhere
+
+        known = history_of(self._wish, self._store)
+        if self._wish.num_gpus > 1:
+            several = self._kept.load(self._place, formula_version=__version__)
+            known = (*known, *(one for one in several if one.setup.num_gpus > 1))
+        return as_elsewhere(known, self._wish.model.model_id, self._place)
+
+    def keep(self, candidates: Sequence[Candidate]) -> str:
+        """Adds what was measured on several GPUs; what kept it from being kept, or ""."""
+        from planner import __version__
+        from search.corrections import observations_of
+
+        if self._wish.num_gpus == 1:
+            return ""
+        model = self._wish.model.model_id
+        try:
+            self._kept.add(observations_of(candidates, gpu=self._place, model=model, formula_version=__version__))
+        except (OSError, ConfigError) as error:  # what was measured is in the store and in the answer
+            return f"what was learned for later plans could not be kept: {error}"
+        return ""
 
 
 def study_name(wish: Workload) -> str:

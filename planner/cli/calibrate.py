@@ -54,22 +54,19 @@ def calibrate(
         lines.append(
             f"{bench['gpu_name']} as {key}: matmul share {share:.2f}" if share else f"{bench['gpu_name']}: {key}"
         )
-    result = start
     if measurements is not None:
         report, left_out = _fit(measurements, start)
         answer |= _report_to_dict(report, left_out)
         lines += _report_lines(report, left_out)
-        result = report.calibration
-    answer["calibration"] = calibration_to_dict(result)
+        start = report.calibration
+    answer["calibration"] = calibration_to_dict(start)
     if out is not None:
         write_text(out, json.dumps(answer["calibration"], indent=1) + "\n")
         lines += [f"wrote {out}", f"use it: FINETUNE_PLANNER_CALIBRATION={out}"]
     if as_json:
         print_json(answer)
-        return
-    page = console()
-    for line in lines:
-        page.print(line, markup=False)
+    else:
+        console().print("\n".join(lines), markup=False)
 
 
 def _with_figures(
