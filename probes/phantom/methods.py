@@ -37,6 +37,7 @@ def answering(phantom: Phantom) -> Iterator[None]:
     """Within it the methods answer as those of CUDA tensors do."""
     claims = phantom.claims
     true_to = _base.to
+    constructors = device_context._device_constructors()  # kept by PyTorch from its first call on: before any is patched
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if claims.depth:
@@ -193,7 +194,6 @@ def answering(phantom: Phantom) -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.Tensor, "data", property(_base.data.__get__, set_data)))
         for name in ("tensor", "as_tensor", "asarray"):
             stack.enter_context(mock.patch.object(torch, name, moved(getattr(torch, name))))
-        constructors = device_context._device_constructors()
         for name in _FACTORIES:
             stack.enter_context(mock.patch.object(torch, name, _with_numbers(getattr(torch, name))))
         constructors = constructors | {getattr(torch, name) for name in _FACTORIES}  # what `with torch.device` changes

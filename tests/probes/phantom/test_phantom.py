@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.utils._device as device_context
 from torch import nn
 
 from planner.gpus import find_gpu
@@ -39,10 +40,13 @@ def test_tensors_say_that_they_are_on_the_card(phantom: Phantom) -> None:
 
 def test_nothing_is_left_behind() -> None:
     before = torch.Tensor.to, torch.cuda.is_available(), torch.compile
+    device_context._device_constructors.cache_clear()  # as in a process that has named no device yet
     with phantom_gpu(CARD):
         assert torch.cuda.is_available()
     assert (torch.Tensor.to, torch.cuda.is_available(), torch.compile) == before
     assert torch.empty(1, device="meta").is_meta
+    with torch.device("meta"):
+        assert {torch.tensor(1.0).is_meta, torch.zeros(1).is_meta} == {True}
 
 
 def test_memory_of_a_linear_layer_is_what_a_gpu_holds(phantom: Phantom) -> None:
