@@ -37,7 +37,7 @@ def answering(phantom: Phantom) -> Iterator[None]:
     """Within it the methods answer as those of CUDA tensors do."""
     claims = phantom.claims
     true_to = _base.to
-    constructors = device_context._device_constructors()  # kept by PyTorch from its first call on: before any is patched
+    constructors = device_context._device_constructors()  # PyTorch keeps those of its first call
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if claims.depth:
