@@ -79,6 +79,8 @@ class Options(TypedDict, total=False):
     price: float
     epochs: float
     lr: float
+    images_per_sample: int
+    image_size: str
 
 
 class _Answer(ABC):
