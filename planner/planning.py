@@ -192,20 +192,19 @@ def _nothing_to_walk(workload: Workload, facts: Facts) -> UsageError:
             f"no setup can satisfy all the options given{contradicted}",
             hint="options contradict each other: leave one out",
         )
-    reasons = list(dict.fromkeys(one.reason for one in all_spreads(workload) if one.reason))
-    if facts.refused:
-        reasons = [*dict.fromkeys(reason for reason in facts.refused.values()), *reasons]
-    num = workload.num_gpus
+    left_out = [one for one in all_spreads(workload) if one.reason]
+    reasons = [*facts.refused.values(), *(one.reason for one in left_out)]
+    num, batch = workload.num_gpus, workload.global_batch_seqs
     if contradicted or not reasons:
         return UsageError(
             f"no setup on {num} GPUs satisfies all the options given{contradicted}",
             hint="options contradict each other (for example --parallel ddp with --offload optimizer); leave one out",
         )
-    hint = f"give --global-batch {num * -(-workload.global_batch_seqs // num)}, or fewer GPUs"
-    if not any("global batch" in reason for reason in reasons):
-        hint = "leave --parallel and the degrees out: the plan then chooses among all of them"
-    mendable = [reason for reason in reasons if "global batch" in reason] or reasons
-    return UsageError(f"no way to spread this over {num} GPUs: {mendable[0]}", hint=hint)
+    hint = "leave --parallel and the degrees out: the plan then chooses among all of them"
+    uneven = [one.reason for one in left_out if batch % one.data_degree]
+    if uneven:
+        hint = f"give --global-batch {num * -(-batch // num)}, or fewer GPUs"
+    return UsageError(f"no way to spread this over {num} GPUs: {(uneven or reasons)[0]}", hint=hint)
 
 
 def _contradiction(values: Mapping[str, tuple[Any, ...]]) -> str:
