@@ -237,28 +237,7 @@ def ask_torch(run: Callable[..., Any] = subprocess.run) -> dict[str, Any]:
 def torch_findings(facts: dict[str, Any]) -> Iterator[Finding]:
     """What `ask_torch` came back with, judged."""
     problems: dict[str, str] = facts.get("problems", {})
-    gpus = facts.get("gpus")
-    if gpus:
-        text = "; ".join(
-            f"{one['name']}, capability {one['capability'][0]}.{one['capability'][1]}, {gib(one['memory_bytes'])}"
-            for one in gpus
-        )
-        yield Finding(name="torch on the GPU", level="ok", text=text, facts={"gpus": gpus})
-    else:
-        built = facts.get("built_for", "")
-        said = facts.get("driver_says", "")
-        if "gpus" in problems:
-            text, mend = problems["gpus"], "update the driver, or install a torch built for the driver's CUDA version"
-        elif facts.get("rocm"):
-            text = f"torch for ROCm {built} finds no GPU" + (f": {said}" if said else "")
-            mend = "check amd-smi, HIP_VISIBLE_DEVICES and the user's groups (render, video)"
-        elif facts.get("torch") and not built:
-            text = f"torch {facts['torch']} is a build without CUDA"
-            mend = "install a CUDA build: https://pytorch.org/get-started/locally/ (the dry run works without)"
-        else:
-            text = "torch finds no GPU" + (f": {said}" if said else "")
-            mend = "check nvidia-smi and CUDA_VISIBLE_DEVICES; install a torch built for the driver's CUDA version"
-        yield Finding(name="torch on the GPU", level="missing", text=text, mend=mend)
+    yield _gpus_finding(facts, problems)
     if facts.get("bf16") is not None:
         yield Finding(
             name="bf16",
@@ -266,25 +245,7 @@ def torch_findings(facts: dict[str, Any]) -> Iterator[Finding]:
             text="runs on the hardware" if facts["bf16"] else "emulated: slow on this GPU",
             mend="" if facts["bf16"] else "use --precision fp16-mixed or fp16-autocast",
         )
-    kernels = (
-        (
-            "triton",
-            "Triton",
-            "install a C compiler (gcc): liger-kernel and trl's chunked loss need Triton",
-        ),
-        ("nf4", "bitsandbytes NF4", "pip install -U bitsandbytes (only QLoRA setups need it)"),
-        ("adam8bit", "bitsandbytes AdamW 8-bit", "pip install -U bitsandbytes (only 8-bit setups need it)"),
-    )
-    for key, name, mend in kernels:
-        works = bool(facts.get(key))
-        untried = problems.get(key, "wrong results" if gpus else "kernels are tried on a GPU only")
-        yield Finding(
-            name=name,
-            level="ok" if works or not gpus else "warning",
-            text=f"kernels work on the GPU ({facts.get('seconds', {}).get(key, 0):.1f} s)" if works else untried,
-            mend="" if works or not gpus else mend,
-            facts={"seconds": facts.get("seconds", {}).get(key)},
-        )
+    yield from _kernel_findings(facts, problems)
     if facts.get("rocm"):
         grows = bool(facts.get("expandable"))
         yield Finding(
@@ -306,6 +267,53 @@ def torch_findings(facts: dict[str, Any]) -> Iterator[Finding]:
         version = library_versions().get(extra)
         if version is not None:
             yield Finding(name=extra, level="ok", text=version, facts={"version": version})
+
+
+def _gpus_finding(facts: dict[str, Any], problems: dict[str, str]) -> Finding:
+    """Which GPUs torch sees, or why it sees none."""
+    if gpus := facts.get("gpus"):
+        text = "; ".join(
+            f"{one['name']}, capability {one['capability'][0]}.{one['capability'][1]}, {gib(one['memory_bytes'])}"
+            for one in gpus
+        )
+        return Finding(name="torch on the GPU", level="ok", text=text, facts={"gpus": gpus})
+    built = facts.get("built_for", "")
+    said = facts.get("driver_says", "")
+    if "gpus" in problems:
+        text, mend = problems["gpus"], "update the driver, or install a torch built for the driver's CUDA version"
+    elif facts.get("rocm"):
+        text = f"torch for ROCm {built} finds no GPU" + (f": {said}" if said else "")
+        mend = "check amd-smi, HIP_VISIBLE_DEVICES and the user's groups (render, video)"
+    elif facts.get("torch") and not built:
+        text = f"torch {facts['torch']} is a build without CUDA"
+        mend = "install a CUDA build: https://pytorch.org/get-started/locally/ (the dry run works without)"
+    else:
+        text = "torch finds no GPU" + (f": {said}" if said else "")
+        mend = "check nvidia-smi and CUDA_VISIBLE_DEVICES; install a torch built for the driver's CUDA version"
+    return Finding(name="torch on the GPU", level="missing", text=text, mend=mend)
+
+
+KERNELS = (
+    ("triton", "Triton", "install a C compiler (gcc): liger-kernel and trl's chunked loss need Triton"),
+    ("nf4", "bitsandbytes NF4", "pip install -U bitsandbytes (only QLoRA setups need it)"),
+    ("adam8bit", "bitsandbytes AdamW 8-bit", "pip install -U bitsandbytes (only 8-bit setups need it)"),
+)
+"""(what `ask_torch` calls it, what people do, how to mend it)."""
+
+
+def _kernel_findings(facts: dict[str, Any], problems: dict[str, str]) -> Iterator[Finding]:
+    """Whether the kernels that some setups need work on the GPU."""
+    gpus = facts.get("gpus")
+    for key, name, mend in KERNELS:
+        works = bool(facts.get(key))
+        untried = problems.get(key, "wrong results" if gpus else "kernels are tried on a GPU only")
+        yield Finding(
+            name=name,
+            level="ok" if works or not gpus else "warning",
+            text=f"kernels work on the GPU ({facts.get('seconds', {}).get(key, 0):.1f} s)" if works else untried,
+            mend="" if works or not gpus else mend,
+            facts={"seconds": facts.get("seconds", {}).get(key)},
+        )
 
 
 def several_gpus(facts: dict[str, Any], devices: tuple[str, ...]) -> Iterator[Finding]:
