@@ -4,13 +4,17 @@ Plain values come in, because reports know neither probes nor search.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planner.interchange import setup_to_dict
 from planner.outcome import Evidence, ProbeFailure
 from planner.setup import TrainSetup
+from planner.units import gib
 from reports.extras import PeakTensor, Timeline
-from reports.text import failure_words
+from reports.text import clean, failure_words
+
+if TYPE_CHECKING:
+    from planner.lengths import OverLengths
 
 MAX_TENSORS = 12
 
@@ -68,3 +72,19 @@ def search_values(
             }
         )
     return {"trials": rows, "stop_reason": stop_reason}
+
+
+def lengths_sentence(over: "OverLengths") -> str:
+    """Memory over varying lengths beside that of constant ones, and what the card's limit makes of it."""
+    rounded = ", lengths rounded up to a few" if over.rounded else ""
+    words = (
+        f"Over {over.num_micro_batches} shuffled micro-batches of {over.shortest_tokens:,} to "
+        f"{over.longest_tokens:,} tokens ({clean(over.source)}; seed {over.seed}{rounded}): "
+        f"{gib(over.peak_reserved_bytes)} reserved, {gib(over.peak_allocated_bytes)} allocated; "
+        f"all of them at {over.longest_tokens:,}: {gib(over.constant_reserved_bytes)} reserved."
+    )
+    if over.num_retries is None:
+        return f"{words} The card cannot hold that: it runs out of memory."
+    if over.num_retries:
+        return f"{words} Above the card's limit, so PyTorch gives cached memory back {over.num_retries} times."
+    return words

@@ -6,7 +6,7 @@ Each candidate has the interchange form with the same keys on every rung; `fits`
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from planner.cluster import Cluster
 from planner.codec import decode
@@ -19,6 +19,9 @@ from planner.models.spec import ModelSpec
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount
 from planner.workload import Data, Workload
+
+if TYPE_CHECKING:
+    from planner.lengths import OverLengths
 
 MAX_PLAN_JSON_BYTES = 256 * 1024**2
 """A larger file is not one that this program wrote."""
@@ -98,6 +101,12 @@ def candidate_to_dict(candidate: Candidate, model_id: str, gpu_key: str, *, deta
         "trace": None if candidate.trace is None else rung_to_dict(candidate.trace, detail=detail),
         "probe": None if candidate.probe is None else rung_to_dict(candidate.probe, detail=detail),
     }
+
+
+def over_lengths_to_dict(over: "OverLengths") -> dict[str, Any]:
+    """Memory over varying lengths: every field, and the share that fragmentation takes."""
+    values: dict[str, Any] = to_jsonable(over)
+    return values | {"fragmentation_fraction": over.fragmentation_fraction}
 
 
 def workload_to_dict(workload: Workload) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import math
 import shlex
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -51,6 +52,9 @@ from reports.text import (
     verdict_style,
     workload_words,
 )
+
+if TYPE_CHECKING:
+    from planner.lengths import OverLengths
 
 MAX_TERMS = 12
 BAR_MIN, BAR_MAX = 16, 48
@@ -175,6 +179,7 @@ def render_estimate(
     memory_bytes: int | None = None,
     notes: Sequence[str] = (),
     enough: Sequence[str] | None = None,
+    over: "OverLengths | None" = None,
 ) -> None:
     """One setup: does it fit, else what is `enough` alone (empty: nothing is), the rungs side by side, and where the
     memory goes; `notes` beside those of the rung."""
@@ -187,6 +192,10 @@ def render_estimate(
     for words in (speed_sentence(candidate), spread_sentence(candidate)):
         if words:
             page.line(words)
+    if over is not None:
+        from reports.evidence import lengths_sentence
+
+        page.line(lengths_sentence(over))
     if enough:
         page.line(f"One change should be enough: {', or '.join(enough[:NUM_ENOUGH])}.")
     elif enough is not None:

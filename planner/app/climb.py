@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from planner.app.history import history_of, with_history
+from planner.errors import UsageError
 from planner.gpu import GpuSpec
 from planner.install import install_command
 from planner.models.spec import ModelSpec
@@ -18,6 +19,7 @@ from planner.workload import Workload
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from planner.lengths import OverLengths
     from reports.extras import Timeline
     from search.corrections import Observation
 
@@ -71,6 +73,48 @@ def dry_run_setup(
 
         card = with_memory(gpu, memory_bytes)
         return dry_run(model, card, setup, full_depth=full_depth)
+
+
+OVER_MICRO_BATCHES = 128
+"""Of a shuffled epoch; 1,280 reserved the same (Qwen-7B, up to 2,048 tokens: benchmarks/varying_lengths.py)."""
+
+
+def over_samples(
+    candidate: Candidate,
+    model: ModelSpec,
+    gpu: GpuSpec,
+    lengths: "Sequence[int]",
+    source: str,
+    *,
+    seed: int,
+    memory_bytes: int | None = None,
+) -> "OverLengths | None":
+    """Memory over micro-batches of a shuffled epoch of samples of these lengths; None where the setup has no dry run.
+
+    Raises:
+        UsageError: a setup whose micro-batches are all alike.
+    """
+    if not isinstance(candidate.dry_run, Prediction):
+        return None
+    from planner.lengths import micro_batches
+    from probes.dryrun.varying import over_lengths
+
+    setup = candidate.setup
+    batches = micro_batches(
+        lengths,
+        micro_batch_seqs=setup.micro_batch_seqs,
+        seq_len_tokens=setup.seq_len_tokens,
+        num=OVER_MICRO_BATCHES,
+        seed=seed,
+    )
+    try:
+        return over_lengths(model, with_memory(gpu, memory_bytes), setup, batches, source=source, seed=seed, say=_say)
+    except ValueError as error:
+        raise UsageError(
+            f"no memory over varying lengths: {error}", hint="leave --dataset and --lengths out"
+        ) from error
+    finally:
+        _say("")
 
 
 def chosen_timeline(plan: Plan | NoPlan) -> "Timeline | None":

@@ -2,9 +2,10 @@
 
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,7 +25,50 @@ from planner.models.spec import ModelSpec
 from planner.outcome import Candidate
 from planner.setup import TrainSetup
 
+if TYPE_CHECKING:
+    from planner.lengths import OverLengths
+
 MAX_LINE_CHARS = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRunOptions:
+    """Whether and over which lengths the step is dry-run."""
+
+    no_dry_run: options.NoDryRun = False
+    full_depth: Annotated[bool, typer.Option("--full-depth", help="Dry run every layer instead of truncating.")] = False
+    dataset: Annotated[
+        Path | None,
+        typer.Option("--dataset", help="Also memory over shuffled micro-batches of this file's lengths."),
+    ] = None
+    lengths: Annotated[
+        str | None,
+        typer.Option("--lengths", help="As --dataset, of lengths given as MEAN:SD or MEAN:SD:MIN:MAX tokens."),
+    ] = None
+    seed: Annotated[int, typer.Option("--seed", help="Of the shuffling.")] = 0
+
+    def samples(self, spec: ModelSpec) -> tuple[tuple[int, ...], str] | None:
+        """Lengths of the samples in tokens and where they come from; None where none are given.
+
+        Raises:
+            UsageError: given twice, or without a dry run.
+        """
+        if self.dataset is None and self.lengths is None:
+            return None
+        if self.no_dry_run or (self.dataset is not None and self.lengths is not None):
+            raise UsageError(
+                "lengths are followed by the dry run, and come from one place",
+                hint="give --dataset FILE or --lengths MEAN:SD, and leave --no-dry-run out",
+            )
+        if self.dataset is not None:
+            from planner.dataset import measure, tokenizer_file
+
+            stats = measure(self.dataset, tokenizer=tokenizer_file(spec.model_id))
+            return stats.lengths_tokens, f"{self.dataset.name}, {stats.counted_with}"
+        from planner.lengths import stated_lengths
+
+        assert self.lengths is not None
+        return stated_lengths(self.lengths), f"lognormal, {self.lengths}"
 
 
 @takes_options
@@ -40,10 +84,7 @@ def estimate(
     setups: Annotated[Path | None, typer.Option("--setups", help="JSON lines, one setup each ('-': stdin).")] = None,
     links: spread.Links,
     memory: options.Memory,
-    no_dry_run: options.NoDryRun = False,
-    full_depth: Annotated[
-        bool, typer.Option("--full-depth", help="Dry run every layer instead of truncating.")
-    ] = False,
+    dry: DryRunOptions,
     lookup: options.Lookup,
     as_json: options.Json = False,
 ) -> None:
@@ -51,7 +92,7 @@ def estimate(
     if setups is not None:
         if model is not None:
             raise UsageError("--setups names the models itself", hint="leave MODEL out, or leave --setups out")
-        _many(setups, memory, dry=not no_dry_run, as_json=as_json)
+        _many(setups, memory, dry=not dry.no_dry_run, as_json=as_json)
         return
     if model is None or gpu is None:
         raise UsageError(
@@ -63,20 +104,32 @@ def estimate(
         setup = setup.with_(attention=default_attention(spec))
     cluster = spread.cluster_of(card, setup.num_gpus, links.nodes, links.interconnect)
     result = candidate_of(spec, card, setup, memory, dry=False, cluster=cluster)
-    if not no_dry_run:
-        from planner.app.climb import with_dry_run
+    over: OverLengths | None = None
+    samples = dry.samples(spec)
+    if not dry.no_dry_run:
+        from planner.app.climb import over_samples, with_dry_run
 
-        result = with_dry_run(result, spec, card, full_depth=full_depth, memory_bytes=memory.of(card)[0])
+        result = with_dry_run(result, spec, card, full_depth=dry.full_depth, memory_bytes=memory.of(card)[0])
+        if samples is not None:
+            over = over_samples(result, spec, card, *samples, seed=dry.seed, memory_bytes=memory.of(card)[0])
     if as_json:
-        from reports.plan_json import candidate_to_dict
+        from reports.plan_json import candidate_to_dict, over_lengths_to_dict
 
         document = candidate_to_dict(result, spec.model_id, card.key, detail=True)
-        print_json(document | ({} if cluster is None else {"cluster": cluster_to_dict(cluster)}))
+        document |= {} if cluster is None else {"cluster": cluster_to_dict(cluster)}
+        print_json(document | ({} if over is None else {"over_lengths": over_lengths_to_dict(over)}))
     else:
-        _show(result, spec, card, cluster, memory.of(card)[0])
+        _show(result, spec, card, cluster, memory.of(card)[0], over)
 
 
-def _show(result: Candidate, spec: ModelSpec, card: GpuSpec, cluster: Cluster | None, memory_bytes: int) -> None:
+def _show(
+    result: Candidate,
+    spec: ModelSpec,
+    card: GpuSpec,
+    cluster: Cluster | None,
+    memory_bytes: int,
+    over: "OverLengths | None",
+) -> None:
     """The estimate for a person, with what alone would be enough where it does not fit."""
     from reports.terminal import render_estimate
 
@@ -91,7 +144,7 @@ def _show(result: Candidate, spec: ModelSpec, card: GpuSpec, cluster: Cluster | 
         from planner.cli.checking import predictor
 
         enough = enough_alone(result.setup, spec, card, result.budget_bytes, predictor(spec, card, cluster))
-    render_estimate(result, spec, card, console(), memory_bytes=memory_bytes, notes=notes, enough=enough)
+    render_estimate(result, spec, card, console(), memory_bytes=memory_bytes, notes=notes, enough=enough, over=over)
 
 
 @lru_cache(maxsize=64)

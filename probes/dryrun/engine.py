@@ -2,10 +2,10 @@
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from planner.calibration_bands import DRY_RUN_BAND
 from planner.memory.types import PHASES, MemoryTerm
@@ -26,6 +26,8 @@ from probes.stack.images import deep_layers
 
 CONTEXT_BYTES = 500 * 1024**2
 """What the driver and libraries hold outside PyTorch's count, when nobody measured it."""
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -48,15 +50,7 @@ def run_engine(
         limit_bytes=limit_bytes,
     )
     if setup.num_gpus == 1:
-        before = given_up()
-        with standing_in():
-            load_libraries()
-            found = run()
-        if given_up() == before:
-            return found
-        # A library that is loaded in the middle of a step may hold tensors longer than the step does.
-        load_real()
-        return run()
+        return standing_in_for(run)
     load_real()
     load_libraries()
     if setup.pipeline_degree > 1:
@@ -70,6 +64,19 @@ def run_engine(
 
     with fake_job(setup) as world:
         return run(world=world)
+
+
+def standing_in_for(run: Callable[[], T]) -> T:
+    """What `run` gives with the libraries loaded as one GPU needs them; run again where that was not enough."""
+    before = given_up()
+    with standing_in():
+        load_libraries()
+        found = run()
+    if given_up() == before:
+        return found
+    # A library that is loaded in the middle of a step may hold tensors longer than the step does.
+    load_real()
+    return run()
 
 
 def _run(

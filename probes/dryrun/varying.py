@@ -1,0 +1,255 @@
+"""Memory over micro-batches of varying lengths: a step's events as a function of the length, replayed in turn.
+
+A cached block serves a request of its size or less, so on fixed segments every longer micro-batch takes new memory
+while the old stays cached. The step is dry-run at three lengths; where its events are the same but for their sizes,
+each size is the parabola through three points (activations grow with the length, attention's scores with its square).
+Where they are not (a loss in chunks has more of them), lengths are rounded up to `NUM_RUN` that are run.
+"""
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+from planner.gpu import GpuSpec
+from planner.lengths import OverLengths
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
+from probes.allocator import Alloc, Event, Free, Phase, replay
+from probes.dryrun.api import DEFAULT_CAPABILITY, outside_bytes
+from probes.dryrun.depths import plan_depth
+from probes.dryrun.engine import full_trace, standing_in_for
+from probes.dryrun.startup import collection_paused
+from probes.dryrun.trace import Trace
+from probes.stack import load_config
+
+NUM_RUN = 8
+WHOLE = 128
+"""The step is run at multiples of so many tokens: attention kernels pad some rows (the softmax's), which is not counted
+at lengths between."""
+MICRO, STEP = "micro-batch", "step"
+
+Key = tuple[str, str, int]
+"""Where a storage that outlives its part was made, its parameter's name or its operator, and which of those it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Loading, a micro-batch or an optimizer's phase: its events, and the keys of storages that cross its borders."""
+
+    kind: str
+    events: list[Event]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """Two steps at one length, cut into parts; `crossing`: number -> key of what is not released where it was made."""
+
+    parts: tuple[Part, ...]
+    crossing: dict[int, Key]
+
+    @cached_property
+    def first(self) -> tuple[tuple[Part, ...], Part]:
+        """Micro-batches and optimizer's phase of the first step: workspaces and the optimizer's states appear in it."""
+        end = self._ends[0]
+        return self.parts[1:end], self.parts[end]
+
+    @cached_property
+    def following(self) -> tuple[tuple[Part, ...], Part]:
+        """Of every later step."""
+        before, end = self._ends[:2]
+        return self.parts[before + 1 : end], self.parts[end]
+
+    @property
+    def _ends(self) -> list[int]:
+        return [index for index, part in enumerate(self.parts) if part.kind == STEP]
+
+
+Sized = tuple[Steps, list[int]]
+"""Steps and the sizes in bytes of their storages, by number."""
+
+
+def over_lengths(
+    model: ModelSpec,
+    gpu: GpuSpec,
+    setup: TrainSetup,
+    batches: Sequence[int],
+    *,
+    source: str,
+    seed: int,
+    say: Callable[[str], None] = lambda _: None,
+) -> OverLengths:
+    """Peaks over micro-batches padded to `batches` tokens, `setup.accumulation_steps` of them to a step.
+
+    Raises:
+        ValueError: a setup whose micro-batches are all alike, or whose step does not end as it began.
+    """
+    if setup.num_gpus > 1 or setup.packing or setup.objective != "sft":
+        raise ValueError("lengths vary in padded supervised training on one GPU")
+    longest = max(batches)
+
+    def run(length: int) -> Trace:
+        say(f"dry run of the step at {length:,} tokens ...")
+        one = setup.with_(seq_len_tokens=length)
+        plan = plan_depth(load_config(model.config), checkpointing=one.checkpointing, full_depth=False)
+        return full_trace(plan, gpu.compute_capability or DEFAULT_CAPABILITY, one)
+
+    with collection_paused():
+        at, rounded = standing_in_for(lambda: _by_length(sorted(set(batches)), run))
+        say(f"replaying {len(batches)} micro-batches ...")
+        per_step = setup.accumulation_steps
+
+        def events(lengths: Sequence[int]) -> Iterator[Event]:
+            return _Epoch(at).events(lengths, per_step)
+
+        expandable = setup.expandable_segments
+        found = replay(events(batches), expandable_segments=expandable)
+        constant = replay(events([longest] * (2 * per_step)), expandable_segments=expandable)
+        retries: int | None = 0
+        limit = max(0, gpu.memory_bytes - outside_bytes(gpu, setup))
+        if found.peak_reserved_bytes > limit:
+            within = replay(events(batches), expandable_segments=expandable, limit_bytes=limit)
+            retries = within.num_retries if within.out_of_memory is None else None
+    return OverLengths(
+        source=source,
+        seed=seed,
+        num_micro_batches=len(batches),
+        num_lengths=len({*batches}),
+        shortest_tokens=min(batches),
+        longest_tokens=longest,
+        rounded=rounded,
+        peak_allocated_bytes=found.peak_allocated_bytes,
+        peak_reserved_bytes=found.peak_reserved_bytes,
+        constant_reserved_bytes=constant.peak_reserved_bytes,
+        num_retries=retries,
+    )
+
+
+def _by_length(lengths: list[int], run: Callable[[int], Trace]) -> tuple[Callable[[int], Sized], bool]:
+    """The steps of any of `lengths` (ascending), and whether it is rounded up to another."""
+    ends = {lengths[0], lengths[len(lengths) // 2], lengths[-1]}
+    anchors = sorted(ends if len(lengths) == 1 else {-(-one // WHOLE) * WHOLE for one in ends})
+    traces = {length: run(length) for length in anchors}
+    first = traces[anchors[0]]
+    if all(_shape(one.events) == _shape(first.events) for one in traces.values()):
+        steps = steps_of(first)
+        sizes = {length: _sizes(one) for length, one in traces.items()}
+        return cache(lambda length: (steps, _through(sizes, length))), False
+    count = min(NUM_RUN, len(lengths))
+    chosen = {lengths[-(-(index + 1) * len(lengths) // count) - 1] for index in range(count)}
+    traces |= {length: run(length) for length in sorted(chosen - traces.keys())}
+    sized = {length: (steps_of(one), _sizes(one)) for length, one in traces.items()}
+    return lambda length: sized[min(one for one in sized if one >= length)], True
+
+
+def _shape(events: list[Event]) -> list[tuple[Any, ...]]:
+    return [(Alloc, one.id) if isinstance(one, Alloc) else (type(one), *one) for one in events]
+
+
+def _sizes(trace: Trace) -> list[int]:
+    return [trace.origins[number].size_bytes for number in range(len(trace.origins))]
+
+
+def _through(sizes: dict[int, list[int]], length: int) -> list[int]:
+    """Sizes in bytes at `length` by the polynomial through those at the lengths that were run."""
+    if length in sizes:
+        return sizes[length]
+    weights = [math.prod((length - other) / (one - other) for other in sizes if other != one) for one in sizes]
+
+    @cache  # a step has thousands of storages and some dozens of sizes
+    def at(*given: int) -> int:
+        return max(0, round(sum(weight * size for weight, size in zip(weights, given, strict=True))))
+
+    return [*map(at, *sizes.values())]
+
+
+def steps_of(trace: Trace) -> Steps:
+    """A trace cut into parts."""
+    parts: list[Part] = []
+    phase, made = "", dict[int, None]()
+    crossing: dict[int, Key] = {}
+
+    def begin(kind: str) -> None:
+        close()
+        parts.append(Part(kind=kind, events=[]))
+
+    def close() -> None:
+        """Names what the part has made and not released."""
+        seen: dict[str, int] = defaultdict(int)
+        for number in made:
+            owner = trace.owners.get(number)
+            name = f"{owner[0]} {owner[1]}" if owner is not None else trace.origins[number].op
+            crossing[number] = (parts[-1].kind, name, seen[name])
+            seen[name] += 1
+        made.clear()
+
+    begin("load")
+    for event in trace.events:
+        if isinstance(event, Phase):
+            if event.name == "forward" and phase != "forward":
+                begin(MICRO)
+            elif event.name == "step":
+                begin(STEP)
+            phase = event.name
+        elif isinstance(event, Alloc):
+            made[event.id] = None
+        elif isinstance(event, Free):
+            made.pop(event.id, None)
+        parts[-1].events.append(event)
+    close()
+    return Steps(parts=tuple(parts), crossing=crossing)
+
+
+class _Epoch:
+    """The events of many steps, micro-batch after micro-batch of its own length."""
+
+    def __init__(self, at: Callable[[int], Sized]) -> None:
+        self._at = at
+        self._held: dict[Key, deque[int]] = defaultdict(deque)
+        self._sizes: list[int] = []
+        self._bytes = 0
+
+    def events(self, batches: Sequence[int], per_step: int) -> Iterator[Event]:
+        """Loading and a step for every `per_step` of `batches`, the last perhaps of fewer.
+
+        Raises:
+            ValueError: a step leaves more allocated than the one before.
+        """
+        base, sizes = self._at(max(batches))
+        yield from self._part(base.parts[0], base, sizes)
+        after: list[int] = []
+        for start in range(0, len(batches), per_step):
+            mine = batches[start : start + per_step]
+            for index, length in enumerate(mine):
+                steps, sizes = self._at(length)
+                micros, optimizer = steps.following if start else steps.first
+                yield from self._part(micros[min(index, len(micros) - 1)], steps, sizes)
+            yield from self._part(optimizer, steps, sizes)
+            after.append(self._bytes)
+        if len({*after[1:]}) > 1:
+            raise ValueError("a step does not end as it began: its memory cannot be repeated")
+
+    def _part(self, part: Part, steps: Steps, sizes: list[int]) -> Iterator[Event]:
+        local: dict[int, int] = {}
+        of = self._sizes
+        for event in part.events:
+            if isinstance(event, Alloc):
+                size = sizes[event.id]
+                local[event.id] = number = len(of)
+                of.append(size)
+                self._bytes += size
+                yield Alloc(number, size)
+            elif isinstance(event, Free):
+                mine = local.pop(event.id, None)
+                if mine is None:
+                    held = self._held[steps.crossing[event.id]]
+                    mine = held.popleft() if held else None
+                if mine is not None:
+                    self._bytes -= of[mine]
+                    yield Free(mine)
+            else:
+                yield event
+        for number, mine in local.items():
+            self._held[steps.crossing[number]].append(mine)
