@@ -33,8 +33,6 @@ PAGE = ROOT / "docs" / "accuracy" / "bands.md"
 METRICS: tuple[Quantity, ...] = ("allocated", "reserved", "device", "tokens_per_s")
 VARYING = frozenset({"ms_swift_benchmark"})
 """Runs whose lengths vary up to the one that their setup says, on fixed segments: their reserved peak is no setup's."""
-OTHER_LOSS = frozenset({"fms_fused"})
-"""Runs with a cross-entropy kernel that no setup names: their memory stands in docs/accuracy/gathered.md alone."""
 TARGET = (0.85, 0.95)
 
 GATHERED = frozenset(row.group for row in gathered.rows())
@@ -54,7 +52,7 @@ def _said(row: MeasuredRow, what: Quantity) -> bool:
         return True
     if what == "tokens_per_s":
         return row.speed_confidence in ("A", "B")
-    return row.memory_confidence in ("A", "B") and row.group not in OTHER_LOSS
+    return row.memory_confidence in ("A", "B") and row.group not in gathered.OTHER_LOSS
 
 
 def sources(rows: Iterable[MeasuredRow]) -> dict[str, str]:
