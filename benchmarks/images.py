@@ -1,9 +1,9 @@
 """The formula against the dry run for models with eyes: memory of a step with pictures, over models, methods, sizes.
 
-    python -m benchmarks.images [--write]
+    python -m benchmarks.images [--write] [MODEL ...]
 
-Each model and method with two of CASES in turn. `--write` puts the rows into benchmarks/data/images.jsonl; without it
-they are only printed. The last lines are the median and the worst.
+Each model and method with two of CASES in turn. `--write` puts the rows into benchmarks/data/images.jsonl, where those
+of models that were not named stay; without it they are only printed. The last line is the median and the worst of all.
 """
 
 import json
@@ -98,8 +98,13 @@ def setup_of(model: ModelSpec, fields: dict[str, Any], case: tuple[int, int, int
 
 def main() -> None:
     """Prints a row for each case, then the median and the worst."""
-    rows, gpu, turn = [], find_gpu(GPU), 0
+    named = [word for word in sys.argv[1:] if not word.startswith("-")]
+    kept = [json.loads(line) for line in OUT.read_text().splitlines()] if named else []
+    rows, gpu, turn = [row for row in kept if row["model"] not in named], find_gpu(GPU), 0
     for name, config in configs().items():
+        if named and name not in named:
+            turn += len(METHODS)
+            continue
         model = spec_of(name, config)
         for method, fields in METHODS.items():
             for case in (CASES[turn % len(CASES)], CASES[(turn + 2) % len(CASES)]):
