@@ -46,6 +46,7 @@ _PART_NAMES = {
     "masks": "attention masks (tokens x tokens)",
 }
 
+HOOKED = "layer inputs and gradients that FSDP 1's hooks hold"
 KEPT_OUTPUTS = "logits in the outputs that the loop holds"
 """From one forward's end to the next one's: of the stacks that keep them (`planner.stacks`)."""
 
@@ -114,7 +115,9 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
         found += [Moment("last", (seen[0], ("activations", name, size))) for size in parts.tower.backward]
     left = "what is left of the activations"
     others = total_bytes(of_text) * (parts.forwards - 1) // parts.forwards  # of forwards whose backward comes later
-    at_last: Term = ("activations", left, max(others, total_bytes(of_text) // max(1, model.num_layers), parts.hooked))
+    at_last: Term = ("activations", left, max(others, total_bytes(of_text) // max(1, model.num_layers)))
+    if parts.hooked > at_last[2]:
+        at_last = ("activations", HOOKED, parts.hooked)
     at_first: tuple[Term, ...] = (*stored, norm)
     if parts.at_first_decoder_layer:
         at_first = (("activations", left, _at_first_decoder_layer(parts, total_bytes(at_first))),)

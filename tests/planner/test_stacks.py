@@ -10,7 +10,7 @@ from planner.interchange import asked_setup, setup_from_dict, setup_to_dict
 from planner.measured import MeasuredRow, load_rows
 from planner.memory.loss import loss_parts
 from planner.memory.model import predict_memory
-from planner.memory.step import KEPT_OUTPUTS
+from planner.memory.step import HOOKED, KEPT_OUTPUTS
 from planner.models import catalogue
 from planner.setup import TrainSetup
 from planner.setup_fields import STACK_NAMES
@@ -160,6 +160,7 @@ def test_fsdp_1_holds_the_inputs_of_frozen_layers() -> None:
         for version in (1, 2)
     )
     assert one.peak_allocated_bytes == pytest.approx(FSDP_1_70B, rel=0.06)
+    assert any(term.name == HOOKED for term in one.at_peak())
     hidden_states = 80 * 4 * 4096 * 8192 * 2
     assert one.peak_allocated_bytes - two.peak_allocated_bytes == pytest.approx(hidden_states, rel=0.06)
     small = catalogue.load("Qwen/Qwen2.5-0.5B")
