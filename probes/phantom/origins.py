@@ -201,9 +201,11 @@ def from_library(file: str) -> bool:
 def user_line() -> Line | None:
     """The innermost running line that belongs to no library, None where only libraries run."""
     frame: Any = sys._getframe(1)
+    known = _is_library.get  # for every allocation some 40 frames are asked
     while frame is not None:
         file = frame.f_code.co_filename
-        if not from_library(file):
+        found = known(file)
+        if not (from_library(file) if found is None else found):
             return Line(file, frame.f_lineno)
         frame = frame.f_back
     return None
