@@ -91,7 +91,10 @@ def detect(values: dict[str, Any]) -> str:
     if "model" in keys and keys & {"train_dataset", "dist_config", "peft_config", "micro_batch_size"}:
         return llamafactory_v1.FORMAT
     others = keys - trl.known_keys()
-    of_llamafactory = keys & LLAMAFACTORY_KEYS and keys & LLAMAFACTORY_TASKS
+    of_llamafactory = bool(keys & LLAMAFACTORY_KEYS and keys & LLAMAFACTORY_TASKS)
+    if not keys & {"stage", "finetuning_type"} and own.is_training(values):
+        known = {*schema.known(llamafactory.FORMAT), *schema.LEGACY_HF}
+        of_llamafactory = of_llamafactory and len(keys - known) <= max(2, MAX_STRANGERS * len(keys))
     if of_llamafactory and ("model_name_or_path" in keys or not own.is_training(values)):
         return llamafactory.FORMAT
     if others & own.SPOKEN and own.is_training(values):

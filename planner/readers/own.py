@@ -75,7 +75,7 @@ OTHER_BLOCKS = ("eval", "test", "valid", "infer", "generat", "serv", "vllm", "be
 DATA_BLOCKS = ("data", "token", "preprocess")
 """Parts of the names of blocks in which the length of sequences stands, and nothing else of the training."""
 OBJECTIVES = re.compile(
-    rf"(?:^|[^a-z])({'|'.join(row.name for row in ROWS.values() if row.trainer)}|simpo|cpo|ipo|ppo|rloo|rlhf|"
+    rf"(?:^|[^a-z])({'|'.join(row.name for row in ROWS.values() if row.trainer)}|rm|simpo|cpo|ipo|ppo|rloo|rlhf|"
     r"distill\w*|classif\w*|embedding\w*|rerank\w*|diffusion|sdxl|stt|asr|tts|whisper|vision|vlm)(?:[^a-z]|$)"
 )
 SAYS_OBJECTIVE = ("method", "task", "objective", "stage", "loss_type", "algorithm", "trainer", "trainer_type", "mode")

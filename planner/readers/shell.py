@@ -109,14 +109,18 @@ def commands(text: str, name: str, num_gpus: int = 1, arguments: Sequence[str] =
 
 
 def _commands(text: str, variables: dict[str, str]) -> Iterator[Command]:
-    folder, exported = ".", set[str]()
+    folder, exported, conditions = ".", set[str](), 0
     for line in _lines(text):
-        exported.update(_EXPORTED.findall(line))
+        conditions += len(re.findall(r"(?:^|;)\s*if\b", line)) - len(re.findall(r"(?:^|;)\s*fi\b", line))
+        exported.update(given := _EXPORTED.findall(line))
+        before = variables.get(given[0]) if given and conditions > 0 else None
         if unless_set := _DEFAULT.match(line):
             line = "=".join(unless_set.groups()) if not variables.get(unless_set[1]) else ""
         assigned = _SET.match(line)
         if assigned and _is_assignment(assigned[2]):
             _assign(assigned, line, variables)
+            if before and before != variables[assigned[1]]:
+                variables[assigned[1]] = f"${assigned[1]}"  # which of the two the launch sees is not known
             continue
         for part in _parts(line):
             own = dict(variables)

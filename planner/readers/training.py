@@ -353,7 +353,7 @@ def open_length(program: Program) -> str:
 
 def freezes_parameters(text: str) -> int:
     """The line on which a program switches `requires_grad` off, 0 where it does not: what trains then is not known."""
-    for node in ast.walk(tree_of(text)):
+    for node in ast.walk(tree_of(text)) if "requires_grad" in text else ():
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is False:
             for target in node.targets:
                 if isinstance(target, ast.Attribute) and target.attr == "requires_grad":
@@ -363,7 +363,7 @@ def freezes_parameters(text: str) -> int:
 
 def unfreezes_parameters(text: str) -> int:
     """The line on which a program switches parameters to training by their names, 0 where it does not."""
-    for node in ast.walk(tree_of(text)):
+    for node in ast.walk(tree_of(text)) if "requires_grad_" in text and "named_parameters" in text else ():
         if isinstance(node, (ast.ListComp, ast.For)) and "named_parameters" in ast.dump(node):
             called = (one for one in ast.walk(node) if isinstance(one, ast.Attribute) and one.attr == "requires_grad_")
             if next(called, None) is not None:

@@ -140,6 +140,8 @@ def test_shells_hand_on_what_they_export(name: str, tmp_path: Path) -> None:
 def test_a_variable_that_only_the_shell_knows_is_not_the_programs_default(tmp_path: Path) -> None:
     found = read(tmp_path, "run.sh", f"STEPS=$1 {LAUNCH}\n")
     assert "accumulation_steps" in {one.field for one in found.missing}
+    either = f"export STEPS=8\nif nvidia-smi; then\n  export STEPS=2\nfi\n{LAUNCH}\n"
+    assert "accumulation_steps" in {one.field for one in read(tmp_path, "run.sh", either).missing}
 
 
 def test_a_models_loader_elsewhere_leaves_its_quantization_open() -> None:
@@ -187,6 +189,16 @@ def test_programs_own_settings_are_read_by_their_names(name: str) -> None:
 def test_a_document_that_is_no_training_says_so() -> None:
     with pytest.raises(ConfigError, match="no config of a known tool"):
         read_text("a: 1\n---\nb: 2\n", "two.yaml")
+
+
+def test_a_reward_models_settings_with_lora_rank_are_not_llamafactorys() -> None:
+    text = (
+        "model_name_or_path: m/m\ndo_train: true\ntrain_file_dir: a\nvalidation_file_dir: b\n"
+        "use_peft: true\nlora_rank: 8\n"
+        "max_source_length: 512\nmax_target_length: 512\ntarget_modules: all\nper_device_train_batch_size: 4\n"
+    )
+    with pytest.raises(ConfigError, match="rm by its name"):
+        read_text(text, "rm_qwen3b.yaml")
 
 
 @pytest.mark.parametrize("said", ["method: simpo", "task: dpo_alignment", "stage: classification"])
