@@ -43,7 +43,7 @@ def over(row: MeasuredRow, num: int) -> OverLengths:
     return over_lengths(model, find_gpu(row.gpu or "a100-80gb"), setup, batches, source=STATED, seed=0)
 
 
-def _page(lines: list[str], epoch: list[float], constant: list[float]) -> str:
+def _page(lines: list[str], epoch: list[float], constant: list[float], command: str) -> str:
     def of(errors: list[float]) -> str:
         sizes = [abs(one) for one in errors]
         return (
@@ -54,7 +54,7 @@ def _page(lines: list[str], epoch: list[float], constant: list[float]) -> str:
         [
             "# Varying lengths",
             "",
-            "Written by `python benchmarks/varying_lengths.py --write`; do not edit by hand. Reserved memory of",
+            f"Written by `{command}`; do not edit by hand. Reserved memory of",
             "ms-swift's recorded runs on an A100-80 with fixed segments, whose data has 3,234 tokens in the mean",
             "(standard deviation 2,548, 91 to 19,548); samples above the maximum are left out. *Epoch*: a dry run's",
             "events replayed over shuffled micro-batches of a lognormal distribution of that mean and deviation.",
@@ -96,7 +96,7 @@ def main() -> None:
             f"| {gib(found.constant_reserved_bytes)} | {constant[-1]:+.1%} |"
         )
         print(lines[-1], flush=True)
-    page = _page(lines, epoch, constant)
+    page = _page(lines, epoch, constant, f"python benchmarks/varying_lengths.py --write --every {args.every}")
     print(page.splitlines()[8])
     if args.write:
         PAGE.write_text(page)
