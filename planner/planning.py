@@ -67,7 +67,7 @@ def plan_workload(
     if True in workload.fixed.get("quantize_experts", ()) and not workload.targets:
         workload = replace(workload, targets=("axolotl",))  # the one target that has it
     values = dimension_values(workload)
-    facts = Facts(walks=walks if walks is not None else Walks())
+    facts = Facts(walks=walks if walks is not None else Walks(once=corrections is None))
     node, best = choose(workload, values, facts, corrections)
     space = _space_count(workload, values, facts)
     if not space.walked:

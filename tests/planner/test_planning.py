@@ -66,7 +66,7 @@ def test_what_cannot_be_kept_is_counted_without_being_listed() -> None:
     memory, model = Known(), wish("Qwen/Qwen2.5-1.5B").model
     for card, batch in (("t4", 720), ("rtx-4090", 60), ("h200", 60), ("mi300x", 60), ("apple-m3-max", 60)):
         asked = replace(wish("Qwen/Qwen2.5-1.5B", card, global_batch=batch), model=model)
-        whole = plan_workload(asked)
+        whole = plan_workload(asked, walks=Walks())
         assert plan_workload(asked, walks=Walks(memory, once=True)) == whole
         short = plan_workload(asked, walks=Walks(memory, once=True), num_ranked=1)
         if isinstance(whole, Plan):
