@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from planner.choices.images import Images
 from planner.choices.rollouts import Rollout
 from planner.exporters import EXPORTERS, Launch, accelerate
 from planner.models import catalogue
@@ -97,6 +98,7 @@ def test_every_field_is_written_or_declared(target: str) -> None:
         "accumulation_steps": base.with_(accumulation_steps=2),
         "seq_len_tokens": base.with_(seq_len_tokens=512),
         "packing": base.with_(packing=True),
+        "images": base.with_(images=Images(width=336, height=336)),
         "compile": base.with_(compile=True),
         "kernels": base.with_(kernels="liger"),
         "activation_offload": base.with_(activation_offload=True),
