@@ -167,7 +167,7 @@ def _plans(
     """
     from planner.decision.facts import Walks
     from planner.planning import NUM_RANKED, plan_workload
-    from planner.walk import Known
+    from planner.runs import Known
     from reports.progress import steps
 
     answers: list[Plan | NoPlan] = []

@@ -16,11 +16,12 @@ from planner.engines import why_not
 from planner.errors import SetupError
 from planner.models.spec import ModelSpec
 from planner.refine import ANY_SETUP, CorrectionKey, correction_key, spread_correction_key
+from planner.runs import Known
 from planner.setup import TrainSetup
 from planner.space import PREFERENCE_FRACTION as PREFERENCE_FRACTION
 from planner.space import branches
 from planner.units import gib
-from planner.walk import Known, Point, walk
+from planner.walk import Point, walk
 from planner.workload import Workload
 
 NODES = ("full", "lora", "qlora-8bit", "qlora-4bit")

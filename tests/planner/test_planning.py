@@ -14,10 +14,11 @@ from planner.models import catalogue
 from planner.plan import NoPlan, Plan
 from planner.planning import plan_workload
 from planner.predict import predict
+from planner.runs import Known
 from planner.setup import TrainSetup
 from planner.space import dimension_values
 from planner.units import GIB
-from planner.walk import Known, Point, walk
+from planner.walk import Point, walk
 from planner.workload import Data
 from tests.planner.helpers import wish
 
