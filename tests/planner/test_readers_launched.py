@@ -144,6 +144,45 @@ def test_a_variable_that_only_the_shell_knows_is_not_the_programs_default(tmp_pa
     assert "accumulation_steps" in {one.field for one in read(tmp_path, "run.sh", either).missing}
 
 
+PARSED = """
+import argparse
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch_size", type=int, default=4)
+parser.add_argument("--cache", action=argparse.BooleanOptionalAction, default=True)
+words = parser.parse_args()
+model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B")
+block_size = 512
+Trainer(model=model, args=TrainingArguments(per_device_train_batch_size=words.batch_size, bf16=True)).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "program", "batch"),
+    [
+        ("--batch 16 --no-cache --deepspeed", PARSED, 16),  # the beginning of an option; a launcher's own word
+        ("--batch_size=2", PARSED, 2),
+        ("--batch-size=2", PARSED, "takes no --batch-size"),
+        ("--rank 8", PARSED, "takes no --rank"),
+        ("--batch 16", PARSED.replace("Parser()", "Parser(allow_abbrev=False)"), "takes no --batch"),
+        ("--rank 8", PARSED.replace("words = parser.parse_args()", "words, _ = parser.parse_known_args()"), 4),
+    ],
+)
+def test_a_command_lines_words_are_the_programs_or_it_never_trains(
+    words: str, program: str, batch: int | str, tmp_path: Path
+) -> None:
+    """argparse ends the program at an option that it does not have: its defaults are nobody's values then."""
+    (tmp_path / "train.py").write_text(program)
+    (tmp_path / "run.sh").write_text(f"python train.py {words}\n")
+    found = read_config(tmp_path / "run.sh")
+    asked = {one.field: one.reason for one in found.missing}
+    if isinstance(batch, int):
+        assert "micro_batch_seqs" not in asked
+        assert found.setup.micro_batch_seqs == batch
+    else:
+        assert batch in asked["micro_batch_seqs"]
+
+
 def test_a_models_loader_elsewhere_leaves_its_quantization_open() -> None:
     body = """
 from peft import LoraConfig

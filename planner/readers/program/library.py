@@ -284,7 +284,7 @@ def _of_module(reader: "Reading", callee: Dotted, made: Made) -> Value | None:
             words = on_command_line(reader.outside.arguments)
             return reader.called(first, Made("", keywords=words, where=made.where))
         case "argparse.ArgumentParser" | "ArgumentParser":
-            return Made("ArgumentParser", positional=parents_of(made), where=made.where)
+            return Made("ArgumentParser", positional=parents_of(made), keywords=dict(made.keywords), where=made.where)
     if callee.name in NUMBERS and callee.path == callee.name and made.positional:
         return _number(callee.name, made)
     if callee.name in ("safe_load", "load", "loads", "full_load") and callee.path.partition(".")[0] in ("yaml", "json"):

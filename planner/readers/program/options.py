@@ -2,7 +2,7 @@
 
 import ast
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from planner.readers.program.files import loaded
@@ -194,6 +194,63 @@ def _parsed(owner: Made, outside: "Outside") -> Instance:
     return found
 
 
+def _has_no_form(option: Value) -> bool:
+    action = option.keywords.get("action") if isinstance(option, Made) else None
+    return isinstance(action, Dotted) and action.name == "BooleanOptionalAction"
+
+
+def _known_flags(owner: Made) -> set[str] | None:
+    """Every long option of a parser and its subcommands; None where some are not known by name."""
+    found: set[str] = set()
+    parents = items_of(owner.keywords.get("parents", Items([])))
+    if parents is None or not all(isinstance(one, Made) for one in parents):
+        return None
+    for one in owner.positional:
+        flags = [plain(each) for each in one.positional] if isinstance(one, Made) else [None]
+        if not all(isinstance(flag, str) for flag in flags):
+            return None
+        found |= {str(flag) for flag in flags}
+        found |= {f"--no-{str(flag)[2:]}" for flag in flags if _has_no_form(one)}
+    subparsers = owner.keywords.get("subparsers")
+    for inner in subparsers.attributes.values() if isinstance(subparsers, Made) else ():
+        below = _known_flags(inner) if isinstance(inner, Made) else None
+        if below is None:
+            return None
+        found |= below
+    return found
+
+
+def _spelled_out(owner: Made, words: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
+    """The words of a command line as `parse_args` takes them: an option's beginning means the one option that begins
+    so; and the first option that the parser does not have, at which the program ends ("" where all are its own, or
+    its options are not all known by name). DeepSpeed's and torch's launchers add theirs.
+    """
+    known = _known_flags(owner)
+    if not known:
+        return words, ""
+    short, found, foreign = plain(owner.keywords.get("allow_abbrev")) is not False, [], ""
+    for word in words:
+        flag, equals, rest = word.partition("=")
+        if flag.startswith("--") and len(flag) > 2 and flag not in known:
+            meant = sorted(one for one in known if one.startswith(flag)) if short else []
+            if len(meant) == 1:
+                word = meant[0] + equals + rest
+            elif not meant and not flag.startswith(("--deepspeed", "--local", "--help")):
+                foreign = foreign or flag
+        found.append(word)
+    return tuple(found), foreign
+
+
+def _of_arguments(owner: Made, made: Made, outside: "Outside") -> Instance:
+    """What `parse_args` and `parse_known_args` make of the command line."""
+    words, foreign = _spelled_out(owner, tuple(outside.arguments or ()))
+    found = _parsed(owner, replace(outside, arguments=words) if outside.arguments else outside)
+    if foreign and made.name == "parse_args":  # the program ends there: it never trains with these values
+        ends = Unknown(f"{made.where}: the program takes no {foreign}, which the command line gives")
+        found.attributes = dict.fromkeys(found.attributes, ends)
+    return found
+
+
 def of_parser(reader: "Reading", owner: Made, made: Made) -> Value | None:
     match made.name:
         case "add_argument":
@@ -212,7 +269,7 @@ def of_parser(reader: "Reading", owner: Made, made: Made) -> Value | None:
             owner.attributes |= made.keywords
             return Known(None)
         case "parse_args" | "parse_known_args" if owner.name == "ArgumentParser":
-            found = _parsed(owner, reader.outside)
+            found = _of_arguments(owner, made, reader.outside)
             return Items([found, Items([])]) if made.name == "parse_known_args" else found
         case (
             "parse_args_into_dataclasses"
