@@ -460,7 +460,7 @@ PARSED = (
 LAUNCHES = {
     "words in a variable of several lines": 'ARGS="\n  --nproc_per_node 2\n"\ntorchrun $ARGS train.py --batch 2\n',
     "an array": "args=(\n  --batch 2  # per GPU\n)\ntorchrun --nproc_per_node=2 train.py ${args[@]}\n",
-    "an array that grows": 'args=(--seed 1)\nargs+=(--batch 2)\ntorchrun --nproc-per-node 2 train.py "${args[@]}"\n',
+    "an array that grows": 'args=(--bf16 1)\nargs+=(--batch 2)\ntorchrun --nproc-per-node 2 train.py "${args[@]}"\n',
     "a command in a variable": 'cmd="torchrun --nproc_per_node 2 train.py"\n$cmd --batch 2 > log.txt 2>&1\n',
     "sums of variables": "G=2\nB=64\ntorchrun --nproc_per_node $G train.py --batch $(($B / $G / 16))\n",
     "a default of a parameter": "B=${1}\nB=${B:-2}\ntorchrun --nproc_per_node 2 train.py --batch $B\n",
