@@ -211,6 +211,7 @@ class _Worker:
             durations_s=[r.duration_s for r in finished if r.state.is_finished()],
         )
         if spent:
+            study.fail_duplicates()
             return spent
         claimed = study.claim(self._budget.max_probes)
         if claimed is not None:

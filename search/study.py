@@ -255,6 +255,16 @@ class Study:
             return trial.number, known.setup
         return None
 
+    def fail_duplicates(self) -> None:
+        """Ends waiting trials of candidates that an earlier trial has: workers that look at the same time each add a
+        lost trial again, and the budget may be spent before anybody claims the second."""
+        records = self.records()
+        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+            known = record_of(trial)
+            same = [r for r in records if known is not None and key_of(r.setup) == key_of(known.setup)]
+            if any(r.number < trial.number and self._costs_probe(r) for r in same):
+                self._fail(trial)
+
     def _costs_probe(self, record: TrialRecord) -> bool:
         """Whether it cost a probe of this search, or will."""
         pending = record.state in (TrialState.RUNNING, TrialState.WAITING)

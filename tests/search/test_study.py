@@ -122,6 +122,20 @@ def test_the_same_candidate_waiting_twice_runs_once(study: Study) -> None:
     assert len(study.records()) == 1
 
 
+def test_a_second_retry_is_over_when_the_budget_is_spent(study: Study) -> None:
+    """Two workers added a lost trial again; the first retry is the last probe, so that nobody claims the second."""
+    first, other = problem().candidates[:2]
+    study.enqueue(first, "retry")
+    study.enqueue(first, "retry")
+    study.enqueue(other, "plan")
+    taken = study.claim()
+    assert taken is not None
+    study.tell(taken[0], measurement(taken[1], 1000.0, 1e9))
+    study.fail_duplicates()
+    states = {trial.number: trial.state for trial in study.study.get_trials()}
+    assert states == {0: TrialState.COMPLETE, 1: TrialState.FAIL, 2: TrialState.WAITING}
+
+
 def test_claims_stop_at_the_probe_limit(study: Study) -> None:
     for candidate in problem().candidates[:5]:
         study.enqueue(candidate, "test")

@@ -106,7 +106,8 @@ class Workers:
 
     def check_trials(self, trials: Sequence[FrozenTrial], lost_key: str) -> None:
         """The study when all have ended: every trial is over, every probe told once, the lost one by its retry."""
-        assert {trial.state for trial in trials} <= {TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL}
+        open_ = [(t.number, t.state.name, t.user_attrs) for t in trials if not t.state.is_finished()]
+        assert not open_, open_
         answered = [trial for trial in trials if "evidence" in trial.user_attrs]
         assert sorted(trial.user_attrs["key"] for trial in answered) == sorted(self.keys())
         (retry,) = [trial for trial in answered if trial.user_attrs["origin"] == "retry"]
