@@ -5,6 +5,7 @@ Text-only plans need none of it: there a tower is weights alone (`ModelSpec.idle
 in transformers 5.23's modeling, configuration and image processing files.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,6 +18,8 @@ from planner.models.adapters.parts import linear
 from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormKind, NormSpec, Role
 
 FP32_BYTES = 4
+OF_CONFIG = ("vision_config", "mm_tokens_per_image", "vision_feature_select_strategy", "vision_feature_layer")
+"""What of a model's configuration a tower is made of."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,11 +78,13 @@ def tower_of(model: ModelSpec, images: Images) -> Tower:
     Raises:
         SetupError: a model without eyes, or whose eyes are not known here.
     """
-    return _tower(model, images.width, images.height)
+    said = {name: model.config.get(name) for name in OF_CONFIG}
+    return _tower(model, json.dumps(said, sort_keys=True), images.width, images.height)
 
 
 @lru_cache(maxsize=256)
-def _tower(model: ModelSpec, width: int, height: int) -> Tower:
+def _tower(model: ModelSpec, said: str, width: int, height: int) -> Tower:
+    """`said` is part of the key alone: two models of one shape are equal whatever their configs."""
     make = _MAKERS.get(model.model_type)
     vision = model.config.get("vision_config")
     if make is None:

@@ -3,6 +3,7 @@ and the formula agrees with the dry run."""
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -92,6 +93,16 @@ def test_a_picture_becomes_what_its_processor_makes_of_it(name: str, size: tuple
     assert (1, *tower.grid) == tuple(made["image_grid_thw"][0].tolist())
     assert tower.pixels == made["pixel_values"].numel()
     assert tower.tokens == tower.patches // 4
+
+
+def test_a_tower_is_that_of_its_own_configuration() -> None:
+    """Two models of one shape are equal, and what becomes of a picture stands in the configuration alone."""
+    model = catalogue.load("google/gemma-3-4b-it")
+    assert model is not None
+    fewer = replace(model, config={**model.config, "mm_tokens_per_image": 64})
+    assert fewer == model
+    seen = Images(width=896, height=896)
+    assert (tower_of(model, seen).tokens, tower_of(fewer, seen).tokens) == (256, 64)
 
 
 @pytest.mark.parametrize(
