@@ -244,12 +244,10 @@ class Study:
             if known is None:  # of a foreign program
                 self._fail(trial)
                 continue
-            records, key = self.records(), key_of(known.setup)
+            records = self.records()
             before = [r for r in records if self._costs_probe(r) and (r.order, r.number) < (known.order, known.number)]
             over = max_probes is not None and len(before) >= max_probes
-            # By number, not by place: of two with one candidate the same one must lose for everybody.
-            same = [r for r in records if r.number < trial.number and key_of(r.setup) == key]
-            if over or any(self._costs_probe(r) or still_excluded(self._problem, r) for r in same):
+            if over or self._is_duplicate(known, records):
                 self._fail(trial)
                 continue
             return trial.number, known.setup
@@ -261,9 +259,17 @@ class Study:
         records = self.records()
         for trial in self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
             known = record_of(trial)
-            same = [r for r in records if known is not None and key_of(r.setup) == key_of(known.setup)]
-            if any(r.number < trial.number and self._costs_probe(r) for r in same):
+            if known is None or key_of(known.setup) not in self._problem.index:
+                continue
+            if self._is_duplicate(known, records):
                 self._fail(trial)
+
+    def _is_duplicate(self, record: TrialRecord, records: Sequence[TrialRecord]) -> bool:
+        """Whether an earlier trial answers the candidate, or will. By number, not by place: of two with one candidate
+        the same one must lose for everybody."""
+        key = key_of(record.setup)
+        same = [r for r in records if r.number < record.number and key_of(r.setup) == key]
+        return any(self._costs_probe(r) or still_excluded(self._problem, r) for r in same)
 
     def _costs_probe(self, record: TrialRecord) -> bool:
         """Whether it cost a probe of this search, or will."""
