@@ -56,8 +56,6 @@ def trace(
 
     Exit codes: 0 fits, 1 does not fit, 2 bad input or the program's own error, 3 cannot be followed.
     """
-    from dataclasses import replace
-
     from probes.phantom.runner import program
     from reports.trace import svg, text_lines
 
@@ -68,12 +66,12 @@ def trace(
         num_steps=positive("steps", steps) or 2,
         num_tokens=positive("seq-len", seq_len) or NUM_TOKENS,
         image_size=_pixels(image_size),
+        every_micro_batch=every_micro_batch,
         network=network,
         time_limit_s=float(positive("time-limit", time_limit) or TIME_LIMIT_S),
         memory_bytes=memory_and_headroom(card, memory_gib, headroom)[0],
     )
     _ask(order, program(command), yes)
-    order = replace(order, every_micro_batch=every_micro_batch)
     answer = answer_of(order, card, memory_gib=memory_gib, headroom_gib=headroom)
     if out is not None:
         import json
@@ -94,6 +92,7 @@ def order_of(
     num_steps: int = 2,
     num_tokens: int = NUM_TOKENS,
     image_size: tuple[int, int] = (1024, 1024),
+    every_micro_batch: bool = False,
     network: bool = False,
     time_limit_s: float = TIME_LIMIT_S,
     memory_bytes: int | None = None,
@@ -103,6 +102,7 @@ def order_of(
     Args:
         num_tokens: of stand-in texts, where a data set is not at hand.
         image_size: of stand-in pictures, width and height in pixels.
+        every_micro_batch: runs also those that repeat the one before.
         memory_bytes: of the card; default: the table's.
 
     Raises:
@@ -119,6 +119,7 @@ def order_of(
         num_steps=num_steps,
         num_tokens=num_tokens,
         image_size=image_size,
+        every_micro_batch=every_micro_batch,
         network=network,
         time_limit_s=time_limit_s,
     )

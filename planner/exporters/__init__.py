@@ -24,7 +24,7 @@ from planner.setup import TrainSetup
 from planner.stacks import TARGET_ROWS
 
 T = TypeVar("T")
-WITH_IMAGES = ("trl", "llamafactory")
+IMAGE_TARGETS = ("trl", "llamafactory")
 """Targets whose files train on pictures."""
 
 
@@ -38,9 +38,9 @@ def objective_refusal(setup: TrainSetup, target: str) -> str:
 
 def image_refusal(setup: TrainSetup, target: str) -> str:
     """Why a target has no file for a setup with pictures, "" where it has or there are none."""
-    if setup.images is None or target in WITH_IMAGES:
+    if setup.images is None or target in IMAGE_TARGETS:
         return ""
-    return f"{target} files are written for text: images are for {' and '.join(WITH_IMAGES)}"
+    return f"{target} files are written for text: images are for {' and '.join(IMAGE_TARGETS)}"
 
 
 def _refusal(room: ModuleType, setup: TrainSetup, model: ModelSpec | None = None) -> str:

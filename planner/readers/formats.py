@@ -79,12 +79,9 @@ def detect(values: dict[str, Any]) -> str:
         return axolotl.FORMAT
     if keys & {"zero_optimization", "train_micro_batch_size_per_gpu"}:
         return "deepspeed"
-    if (
-        keys & {"compute_environment", "distributed_type", "fsdp_config", "deepspeed_config"}
-        and "num_processes" in keys
-    ):
-        return "accelerate"
     if keys & {"compute_environment", "distributed_type"}:
+        return "accelerate"
+    if "num_processes" in keys and keys & {"fsdp_config", "deepspeed_config"}:
         return "accelerate"
     if unsloth.is_config(values):
         return unsloth.FORMAT
