@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from planner.choices.kernels import fused_parts
 from planner.gpu import GpuSpec
 from planner.kernels import Kernel, attention_kernel, masked
-from planner.memory.activations import LayerContext, Saved, attention_held, layer_saved, norm_fused
+from planner.memory.activations import attention_held, layer_saved, norm_fused
 from planner.memory.dtypes import SIZE_BYTES, Flow
+from planner.memory.layer_context import LayerContext, Saved
 from planner.memory.scores import mask_bytes
 from planner.memory.streams import kept_in_a_layer
 from planner.memory.traits import traits_of

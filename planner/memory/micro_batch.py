@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from planner.choices.kernels import fused_parts
 from planner.gpu import GpuSpec
-from planner.memory.activations import LayerContext, norm_saved
+from planner.memory.activations import norm_saved
 from planner.memory.dtypes import SIZE_BYTES, Flow, flow_of
+from planner.memory.layer_context import LayerContext
 from planner.memory.layer_costs import LayerCosts, layer_costs
 from planner.memory.position_bias import position_bias
 from planner.memory.streams import kept_around_the_layers

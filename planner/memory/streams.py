@@ -9,8 +9,8 @@ Shapes: [streams, tokens, hidden].
 Measured: within 4 % of the dry run (tests/probes/test_module_tree.py).
 """
 
-from planner.memory.activations import LayerContext
 from planner.memory.dtypes import SIZE_BYTES, Flow
+from planner.memory.layer_context import LayerContext
 from planner.models.spec import ModelSpec
 
 

@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 from planner.gpu import GpuSpec
-from planner.memory.activations import LayerContext, layer_saved
+from planner.memory.activations import layer_saved
 from planner.memory.dtypes import SIZE_BYTES, Flow
+from planner.memory.layer_context import LayerContext
 from planner.memory.layer_costs import layer_costs
 from planner.memory.micro_batch import ActivationParts, TowerBytes, activation_parts, step_flow
 from planner.memory.traits import traits_of

@@ -1,16 +1,10 @@
 """Temporaries inside one layer: what its forward and backward hold beyond what autograd keeps."""
 
-from planner.memory.activations import (
-    ACTIVATION_COPIES,
-    LayerContext,
-    Saved,
-    activation_dtype,
-    gated_fused,
-    lora_mlp,
-    score_bytes,
-)
+from planner.memory.activations import score_bytes
 from planner.memory.adapter_kinds import forward_bytes, gradient_bytes, norm_moment
 from planner.memory.dtypes import SIZE_BYTES
+from planner.memory.layer_context import LayerContext, Saved
+from planner.memory.mlp import ACTIVATION_COPIES, activation_dtype, gated_fused, lora_mlp
 from planner.memory.workspace import dequantized_bytes
 from planner.models.earlier import has_expert_modules
 from planner.models.spec import LayerSpec

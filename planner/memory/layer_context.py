@@ -1,0 +1,90 @@
+"""What the terms of one layer's activations need to know of a setup, and what they add up to."""
+
+from dataclasses import dataclass
+
+from planner.kernels import Kernel
+from planner.memory.dtypes import Flow
+from planner.memory.traits import Traits
+from planner.setup import TrainSetup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerContext:
+    """What one layer's activation terms need to know: the setup's types, which matrices are adapted, the kernel.
+
+    `stacks`: peft adapts whole stacks of experts (`ParamWrapper`), which materialises the merged stack.
+    `fused`: what is computed by kernels of its own (`planner.choices.kernels.parts_of`).
+    """
+
+    setup: TrainSetup
+    flow: Flow
+    adapted: frozenset[str]
+    kernel: Kernel
+    tokens: int
+    hidden: int
+    traits: Traits
+    stacks: bool = False
+    fused: frozenset[str] = frozenset()
+
+    @property
+    def row_tokens(self) -> int:
+        """Keys of one query: the sequence, or the whole micro-batch where packing flattens it into one row."""
+        setup = self.setup
+        return self.tokens if setup.packing else setup.seq_len_tokens + setup.virtual_tokens
+
+    @property
+    def trained(self) -> bool:
+        """Whether the base weights themselves are trained."""
+        return self.setup.method == "full"
+
+    @property
+    def tunes_norms(self) -> bool:
+        """Whether the adapter is copies of the norms."""
+        return self.setup.adapter == "ln-tuning"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs:
+    """What matrices that share one input keep of it, in bytes.
+
+    `pinned` is kept even under checkpointing; `pinned_again` is the part of it that something else keeps as well.
+    """
+
+    base: int = 0
+    adapters: int = 0
+    pinned: int = 0
+    pinned_again: int = 0
+
+
+@dataclass(slots=True)
+class Saved:
+    """Bytes kept for the backward by part.
+
+    `pinned` is kept even where the layer is checkpointed: bitsandbytes' int8 multiplication stores its input on the
+    autograd context itself, past the hooks of non-reentrant checkpointing.
+    """
+
+    norm: int = 0
+    attention: int = 0
+    scores: int = 0
+    mlp: int = 0
+    adapters: int = 0
+    pinned: int = 0
+    pinned_again: int = 0
+    late: int = 0
+    """Of all these, what stands behind the attention: gone when the attention's own backward begins."""
+    down: int = 0
+    """Of all these, what the MLP's last matrix and its adapter keep of their input: gone when the activation's own
+    backward begins."""
+
+    @property
+    def total(self) -> int:
+        """All parts, what two operators keep counted once."""
+        return self.norm + self.attention + self.scores + self.mlp + self.adapters + self.pinned - self.pinned_again
+
+    def add(self, part: str, inputs: Inputs) -> None:
+        """Adds what matrices keep of their inputs, what their own weights keep to one part."""
+        setattr(self, part, getattr(self, part) + inputs.base)
+        self.adapters += inputs.adapters
+        self.pinned += inputs.pinned
+        self.pinned_again += inputs.pinned_again

@@ -1,0 +1,84 @@
+"""What a layer's matrices and their adapters keep of their inputs for the backward."""
+
+from collections.abc import Sequence
+
+from planner.memory.adapter_kinds import kept_by_matrix
+from planner.memory.dtypes import SIZE_BYTES, Flow
+from planner.memory.layer_context import Inputs, LayerContext
+from planner.models.spec import LinearSpec
+
+
+def inputs_saved(
+    linears: Sequence[LinearSpec],
+    context: LayerContext,
+    input_dtype: str,
+    *,
+    kept_elsewhere: bool = False,
+    pinned_elsewhere: bool = False,
+) -> Inputs:
+    """What matrices that share one input keep of it; `kept_elsewhere`: another operator keeps that input already,
+    `pinned_elsewhere`: other int8 matrices do (a parallel block's attention and MLP share theirs).
+
+    A trained weight keeps its input; several share it when no cast is needed, but autocast casts once per matrix. A
+    frozen matrix keeps nothing, but for int8, which keeps its input. peft casts the input to the adapter's type for
+    each adapted matrix, autocast casts it back, and every such copy is kept; with dropout a mask and a dropped copy
+    too. Each adapter also keeps its rank-sized inner output. A fused LoRA function keeps its input as it comes.
+
+    Source: peft 0.21 `tuners/lora/layer.py` and `lora/bnb.py`; bitsandbytes 0.50 `MatMul8bitLt`; PyTorch autocast;
+    Axolotl `kernels/lora.py` and Unsloth `kernels/fast_lora.py` (LoRA_QKV, LoRA_W, LoRA_MLP).
+    Measured: docs/accuracy/formula-vs-dry-run.md.
+    """
+    if not linears:
+        return Inputs()
+    flow, setup = context.flow, context.setup
+    elements = linears[0].in_features * context.tokens
+    if "lora" in context.fused and any(linear.name in context.adapted for linear in linears):
+        return Inputs(adapters=0 if kept_elsewhere else SIZE_BYTES[input_dtype] * elements)
+    base = pinned = 0
+    if "inputs" in context.fused and linears[0].role != "o":  # the compiler makes them anew
+        base = 0
+    elif context.trained:
+        if flow.autocast and input_dtype != flow.autocast:
+            base = sum(SIZE_BYTES[flow.autocast] * elements * linear.num_active for linear in linears)
+        elif not kept_elsewhere:
+            base = SIZE_BYTES[input_dtype] * elements * max(linear.num_active for linear in linears)
+    elif setup.quantization == "int8" and linears[0].quantizes and not pinned_elsewhere:
+        pinned = SIZE_BYTES[input_dtype] * elements
+    adapted = [linear for linear in linears if linear.name in context.adapted]
+    if not adapted:
+        return Inputs(base=base, pinned=pinned, pinned_again=pinned if kept_elsewhere else 0)
+    constant = 0
+    if setup.adapter != "lora" and not setup.kind.like_lora:
+        kept = [kept_by_matrix(one, setup, flow, input_dtype) for one in adapted]
+        constant = sum(one.constant + context.tokens * one.per_token for one in kept)
+        if not kept[0].input_copy:
+            return Inputs(base=base, adapters=constant, pinned=pinned, pinned_again=pinned if kept_elsewhere else 0)
+    shared, copy_dtype = _adapter_input(flow, input_dtype)
+    if setup.adapter == "oft":  # also on a quantized base through the type of its rotation
+        shared = flow.adapter == input_dtype and flow.autocast in (None, input_dtype)
+    size = SIZE_BYTES[copy_dtype]
+    if setup.lora_dropout > 0:
+        # CUDA's fused dropout keeps a mask of one byte; the dropped copy is kept in the type it is multiplied in
+        extra = len(adapted) * (1 + size) * elements
+    elif shared:
+        extra = 0 if pinned or kept_elsewhere else size * elements
+    else:
+        extra = len(adapted) * size * elements
+    inner = constant or SIZE_BYTES[flow.autocast or flow.adapter] * setup.lora_rank * context.tokens * len(adapted)
+    return Inputs(base=base, adapters=extra + inner, pinned=pinned, pinned_again=pinned if kept_elsewhere else 0)
+
+
+def _adapter_input(flow: Flow, input_dtype: str) -> tuple[bool, str]:
+    """Whether adapted matrices share the kept input, and the type it is kept in."""
+    if flow.autocast:
+        direct = input_dtype == flow.autocast and (flow.quantized or flow.adapter == input_dtype)
+        return direct, flow.autocast
+    return flow.adapter == input_dtype, flow.adapter
+
+
+def by_input(linears: Sequence[LinearSpec]) -> list[list[LinearSpec]]:
+    """Matrices grouped by the width of their input: those of one width share it."""
+    groups: dict[int, list[LinearSpec]] = {}
+    for linear in linears:
+        groups.setdefault(linear.in_features, []).append(linear)
+    return list(groups.values())
