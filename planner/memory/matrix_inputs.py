@@ -30,42 +30,52 @@ def inputs_saved(
     """
     if not linears:
         return Inputs()
-    flow, setup = context.flow, context.setup
+    setup = context.setup
     elements = linears[0].in_features * context.tokens
     if "lora" in context.fused and any(linear.name in context.adapted for linear in linears):
         return Inputs(adapters=0 if kept_elsewhere else SIZE_BYTES[input_dtype] * elements)
-    base = pinned = 0
-    if "inputs" in context.fused and linears[0].role != "o":  # the compiler makes them anew
-        base = 0
-    elif context.trained:
-        if flow.autocast and input_dtype != flow.autocast:
-            base = sum(SIZE_BYTES[flow.autocast] * elements * linear.num_active for linear in linears)
-        elif not kept_elsewhere:
-            base = SIZE_BYTES[input_dtype] * elements * max(linear.num_active for linear in linears)
-    elif setup.quantization == "int8" and linears[0].quantizes and not pinned_elsewhere:
+    base = _base_keeps(linears, context, input_dtype, kept_elsewhere=kept_elsewhere)
+    pinned = 0
+    if setup.quantization == "int8" and not context.trained and linears[0].quantizes and not pinned_elsewhere:
         pinned = SIZE_BYTES[input_dtype] * elements
     adapted = [linear for linear in linears if linear.name in context.adapted]
-    if not adapted:
-        return Inputs(base=base, pinned=pinned, pinned_again=pinned if kept_elsewhere else 0)
+    own = adapted and _adapters_keep(adapted, context, input_dtype, shared=bool(pinned) or kept_elsewhere)
+    return Inputs(base=base, adapters=own or 0, pinned=pinned, pinned_again=pinned if kept_elsewhere else 0)
+
+
+def _base_keeps(linears: Sequence[LinearSpec], context: LayerContext, input_dtype: str, *, kept_elsewhere: bool) -> int:
+    """Bytes of their input that trained matrices keep; autocast copies it once for each."""
+    if not context.trained or ("inputs" in context.fused and linears[0].role != "o"):  # the compiler makes them anew
+        return 0
+    elements, cast = linears[0].in_features * context.tokens, context.flow.autocast
+    if cast and input_dtype != cast:
+        return SIZE_BYTES[cast] * elements * sum(linear.num_active for linear in linears)
+    return 0 if kept_elsewhere else SIZE_BYTES[input_dtype] * elements * max(linear.num_active for linear in linears)
+
+
+def _adapters_keep(adapted: Sequence[LinearSpec], context: LayerContext, input_dtype: str, *, shared: bool) -> int:
+    """Bytes that the adapters of matrices with one input keep; `shared`: something else keeps that input."""
+    flow, setup = context.flow, context.setup
+    elements = adapted[0].in_features * context.tokens
     constant = 0
     if setup.adapter != "lora" and not setup.kind.like_lora:
         kept = [kept_by_matrix(one, setup, flow, input_dtype) for one in adapted]
         constant = sum(one.constant + context.tokens * one.per_token for one in kept)
         if not kept[0].input_copy:
-            return Inputs(base=base, adapters=constant, pinned=pinned, pinned_again=pinned if kept_elsewhere else 0)
-    shared, copy_dtype = _adapter_input(flow, input_dtype)
+            return constant
+    direct, copy_dtype = _adapter_input(flow, input_dtype)
     if setup.adapter == "oft":  # also on a quantized base through the type of its rotation
-        shared = flow.adapter == input_dtype and flow.autocast in (None, input_dtype)
+        direct = flow.adapter == input_dtype and flow.autocast in (None, input_dtype)
     size = SIZE_BYTES[copy_dtype]
     if setup.lora_dropout > 0:
         # CUDA's fused dropout keeps a mask of one byte; the dropped copy is kept in the type it is multiplied in
         extra = len(adapted) * (1 + size) * elements
-    elif shared:
-        extra = 0 if pinned or kept_elsewhere else size * elements
+    elif direct:
+        extra = 0 if shared else size * elements
     else:
         extra = len(adapted) * size * elements
-    inner = constant or SIZE_BYTES[flow.autocast or flow.adapter] * setup.lora_rank * context.tokens * len(adapted)
-    return Inputs(base=base, adapters=extra + inner, pinned=pinned, pinned_again=pinned if kept_elsewhere else 0)
+    inner = SIZE_BYTES[flow.autocast or flow.adapter] * setup.lora_rank * context.tokens * len(adapted)
+    return extra + (constant or inner)
 
 
 def _adapter_input(flow: Flow, input_dtype: str) -> tuple[bool, str]:

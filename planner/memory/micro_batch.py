@@ -133,16 +133,11 @@ def activation_parts(
     costs = costs_of(model, gpu, setup) if costs is None else costs
     counts, kept = _checkpointed(model, setup.checkpointing)
     stored = _kept_by_layers(setup, costs, counts, kept, entry_pinned=traits.post_norm)
-    row_tokens, kernel = costs[-1].row_tokens, costs[-1].kernel
-    biases = position_bias(model, setup, flow, kernel, row_tokens=row_tokens, num_kept=sum(kept))
+    last = costs[-1]
+    biases = position_bias(model, setup, flow, last.kernel, row_tokens=last.row_tokens, num_kept=sum(kept))
     stored["streams"] = kept_around_the_layers(model, flow, tokens, traits.streams)
-    # layers of one window share their mask
-    attended = [(one.attention, cost) for one, cost in zip(model.layer_kinds, costs, strict=True)]
-    masks = {attention.window_tokens: cost.mask for attention, cost in attended if attention is not None}
-    stored["bias"], stored["masks"] = biases.stored, sum(masks.values())
-    # with every n-th layer checkpointed, the kept layers behind the last checkpointed one are gone by its turn
-    gone = (model.num_layers - 1) % setup.checkpointing if setup.checkpointing else 0
-    behind = gone * min([one.saved.total for one, num in zip(costs, kept, strict=True) if num], default=0)
+    stored["bias"], stored["masks"] = biases.stored, _masks(model, costs)
+    behind = _gone_behind(model, setup, costs, kept)
     layer_moments = _largest_moments(setup, costs, counts, kept, behind)
     largest = max(layer_moments, key=lambda moment: moment.total)
     adapter_casts = 0
@@ -196,6 +191,19 @@ def _kept_by_layers(
             stored["pinned"] += again * saved.pinned
             stored["attention"] += again * cost.held if setup.selective_checkpointing else 0
     return stored
+
+
+def _masks(model: ModelSpec, costs: Sequence[LayerCosts]) -> int:
+    """Bytes of the attention masks: layers of one window share theirs."""
+    attended = [(one.attention, cost) for one, cost in zip(model.layer_kinds, costs, strict=True)]
+    return sum({one.window_tokens: cost.mask for one, cost in attended if one is not None}.values())
+
+
+def _gone_behind(model: ModelSpec, setup: TrainSetup, costs: Sequence[LayerCosts], kept: Sequence[int]) -> int:
+    """With every n-th layer checkpointed: bytes of the kept layers behind the last checkpointed one, which are gone by
+    its turn."""
+    gone = (model.num_layers - 1) % setup.checkpointing if setup.checkpointing else 0
+    return gone * min([one.saved.total for one, num in zip(costs, kept, strict=True) if num], default=0)
 
 
 def _largest_moments(

@@ -34,13 +34,7 @@ def eager_scores(
     """
     value = SIZE_BYTES[flow.autocast or qkv_dtype]
     if sinks:
-        # over one column more, in the type of scores and mask (autocast leaves a softmax that names its type alone):
-        # their sum, the same less its maximum, the softmax, and that cast to the values' type; in the backward the
-        # softmax's output, gradient and result weigh no more
-        wide = max(value, SIZE_BYTES[flow.table])
-        kept = value if wide == value else wide + value
-        cast = SIZE_BYTES[qkv_dtype] if SIZE_BYTES[qkv_dtype] < wide else 0
-        return ScoreBytes(kept=kept, forward=3 * wide + cast, backward=3 * wide + cast - kept)
+        return _with_sinks(value, flow, qkv_dtype)
     score = 4 if traits.fp32_scores and not flow.autocast else value
     softmax = score if traits.plain_softmax and not flow.autocast else 4
     dropout = traits.attention_dropout
@@ -62,6 +56,16 @@ def eager_scores(
         backward=max(moments) - kept,
         handed_on=SIZE_BYTES[qkv_dtype] if traits.alibi_sum else softmax if traits.hands_on_weights else 0,
     )
+
+
+def _with_sinks(value: int, flow: Flow, qkv_dtype: str) -> ScoreBytes:
+    """Over one column more, in the type of scores and mask (autocast leaves a softmax that names its type alone): their
+    sum, the same less its maximum, the softmax, and that cast to the values' type; in the backward the softmax's
+    output, gradient and result weigh no more."""
+    wide = max(value, SIZE_BYTES[flow.table])
+    kept = value if wide == value else wide + value
+    cast = SIZE_BYTES[qkv_dtype] if SIZE_BYTES[qkv_dtype] < wide else 0
+    return ScoreBytes(kept=kept, forward=3 * wide + cast, backward=3 * wide + cast - kept)
 
 
 def mask_bytes(kernel: str, flow: Flow, *, masked: bool) -> int:

@@ -310,47 +310,24 @@ def breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState)
     Source: the terms' own functions; docs/memory-model.md shows how the phases were found (the dry run's event order).
     Not counted: paged optimizer states (managed memory, evictable), the data loader.
     """
-    inner, steps, flight = state.setup, setup.accumulation_steps, part.in_flight
+    inner = state.setup
     parts = step_parts(part.model, gpu, inner)
     moments = computing(part.model, parts, last=part.last)
     states, temporaries = state.optimizer_bytes(setup.optimizer)
-    in_flight: Term = (
-        "activations",
-        f"activations of {flight - 1} more micro-batches in flight",
-        in_flight_bytes(state, setup, total_bytes(_stored(parts)), flight, steps),
-    )
-    in_loss: tuple[Term, ...] = ()
-    kept_outputs = 0
-    if part.last:
-        chain, outputs, others = loss_beside(part, setup, inner, flight)
-        kept_outputs = chain.kept_bytes
-        more: Term = ("loss", "logits and losses of more micro-batches in flight", others)
-        in_loss = (*loss_terms(state, chain, parts, outputs, setup.loss), more)
-    totals = dynamic_bytes(
-        state,
-        ((moment.name, moment.size_bytes) for moment in moments),
-        in_flight=in_flight[2],
-        in_loss=total_bytes(in_loss),
-    )
-    resident: list[Term] = [(one.category, one.name, one.size_bytes) for one in state.held if one.resident]
-    resident += [
-        ("other", VLLM, resident_vllm(gpu, setup)),
-        ("workspace", "cuBLAS workspaces", cublas_workspace_bytes(gpu)),
-        ("activations", "pixels of the step's pictures", steps * parts.tower.inputs),
-        (
-            "activations",
-            "the stage's boundary buffers",
-            boundary_bytes(part, setup, inner, micro_batches=steps, flight=flight),
-        ),
-    ]
+    waiting = in_flight_bytes(state, setup, total_bytes(_stored(parts)), part.in_flight, setup.accumulation_steps)
+    in_flight: Term = ("activations", f"activations of {part.in_flight - 1} more micro-batches in flight", waiting)
+    in_loss, outputs = _in_loss(part, setup, state, parts)
+    sizes = [(moment.name, moment.size_bytes) for moment in moments]
+    totals = dynamic_bytes(state, sizes, in_flight=waiting, in_loss=total_bytes(in_loss))
+    resident = _resident(part, gpu, setup, state, parts)
     shown = _Shown(resident)
-    shown.add(AFTER_LOAD, [("optimizer", f"states of {setup.optimizer}", states), ("loss", KEPT_OUTPUTS, kept_outputs)])
+    shown.add(AFTER_LOAD, [("optimizer", f"states of {setup.optimizer}", states), ("loss", KEPT_OUTPUTS, outputs)])
     generated = generation_terms(part.model, gpu, setup, state.trained.size_bytes)
+    largest: dict[str, int] = {}
     for phase in AFTER_LOAD[:-1]:
-        best = max(
-            (place for place, moment in enumerate(moments) if moment.name in _MOMENTS_OF[phase]),
-            key=lambda place: (totals[place], moments[place].name == "forward"),
-        )
+        places = [place for place, moment in enumerate(moments) if moment.name in _MOMENTS_OF[phase]]
+        best = max(places, key=lambda place: (totals[place], moments[place].name == "forward"))
+        largest[phase] = totals[best]
         if phase == "forward" and total_bytes(generated) > totals[best]:
             shown.add((phase,), generated)
             continue
@@ -361,22 +338,37 @@ def breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState)
         shown.add((phase,), _held_at(state, moments[best].name))
     shown.add(("step",), [*_held_at(state, "step"), ("optimizer", f"temporaries of {setup.optimizer}", temporaries)])
     if setup.expandable_segments:
-        whole = total_bytes(resident) + states + kept_outputs
         step = state.moment_bytes["step"] + temporaries
-        gap = allocator_gap_bytes(whole, max(*totals, step, total_bytes(generated)))
+        dynamic = max(*totals, step, total_bytes(generated))
+        gap = allocator_gap_bytes(total_bytes(resident) + states + outputs, dynamic)
     else:
-        largest = {
-            phase: max(
-                total for total, moment in zip(totals, moments, strict=True) if moment.name in _MOMENTS_OF[phase]
-            )
-            for phase in AFTER_LOAD[:-1]
-        }
-        gap = fixed_segments_gap_bytes(kept=total_bytes(_stored(parts)) + in_flight[2], **largest)
-    return MemoryBreakdown(
-        terms=shown.terms(),
-        allocator_gap_bytes=gap,
-        context_bytes=context_bytes(gpu) + communicator_bytes(gpu, setup),
-    )
+        gap = fixed_segments_gap_bytes(kept=total_bytes(_stored(parts)) + waiting, **largest)
+    outside = context_bytes(gpu) + communicator_bytes(gpu, setup)
+    return MemoryBreakdown(terms=shown.terms(), allocator_gap_bytes=gap, context_bytes=outside)
+
+
+def _in_loss(
+    part: RankPart, setup: TrainSetup, state: RankState, parts: ActivationParts
+) -> tuple[tuple[Term, ...], int]:
+    """What is there in the loss beside the activations, and the bytes of outputs that the loop keeps from it."""
+    if not part.last:
+        return (), 0
+    chain, outputs, others = loss_beside(part, setup, state.setup, part.in_flight)
+    more: Term = ("loss", "logits and losses of more micro-batches in flight", others)
+    return (*loss_terms(state, chain, parts, outputs, setup.loss), more), chain.kept_bytes
+
+
+def _resident(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState, parts: ActivationParts) -> list[Term]:
+    """What is there in every phase."""
+    steps = setup.accumulation_steps
+    boundary = boundary_bytes(part, setup, state.setup, micro_batches=steps, flight=part.in_flight)
+    return [
+        *((one.category, one.name, one.size_bytes) for one in state.held if one.resident),
+        ("other", VLLM, resident_vllm(gpu, setup)),
+        ("workspace", "cuBLAS workspaces", cublas_workspace_bytes(gpu)),
+        ("activations", "pixels of the step's pictures", steps * parts.tower.inputs),
+        ("activations", "the stage's boundary buffers", boundary),
+    ]
 
 
 def _held_at(state: RankState, moment: str) -> list[Term]:
