@@ -24,7 +24,7 @@ from planner.memory.around import between_steps_bytes, evaluation_bytes, logits_
 from planner.memory.model import predict_memory
 from planner.models.adapters import spec_from_config
 from planner.setup import TrainSetup
-from probes.phantom.card import card_of
+from probes.phantom.card import TraceOptions, card_of
 
 NUM_BATCHES = 4
 
@@ -92,7 +92,10 @@ def traced(case: Case, config: dict[str, Any], tokens: int) -> dict[str, int]:
     from probes.phantom.session import phantom_gpu
 
     card, found = card_of(find_gpu(GPU)), {}
-    with tempfile.TemporaryDirectory() as name, phantom_gpu(card, limited=False, expandable_segments=True):
+    with (
+        tempfile.TemporaryDirectory() as name,
+        phantom_gpu(card, TraceOptions(limited=False), expandable_segments=True),
+    ):
         AcceleratorState._reset_state(True)
         (Path(name) / "config.json").write_text(json.dumps(config))
         trainer = _trainer(case, Path(name), tokens)

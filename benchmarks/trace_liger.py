@@ -25,7 +25,7 @@ from torch import nn
 
 from planner.gpus import find_gpu
 from planner.units import MIB
-from probes.phantom.card import card_of
+from probes.phantom.card import TraceOptions, card_of
 from probes.phantom.session import phantom_gpu
 
 OUT = Path(__file__).parent / "data" / "trace_liger.json"
@@ -226,7 +226,7 @@ def peak_mib(row: dict[str, str]) -> float | None:
         arguments.append(row["kernel_operation_mode"])
     if row["kernel_name"] == "rope":
         arguments.append(row["x_name"])
-    with phantom_gpu(card_of(find_gpu(CARDS[row["gpu_name"]])), limited=False):
+    with phantom_gpu(card_of(find_gpu(CARDS[row["gpu_name"]])), TraceOptions(limited=False)):
         if row["kernel_name"] in WORKSPACES:
             _multiply(WORKSPACES[row["kernel_name"]])
         full = build(*arguments)

@@ -37,7 +37,7 @@ from planner.setup import TrainSetup
 from planner.setup_fields import LOSSES, METHODS, PRECISIONS, QUANTIZATIONS
 from probes.dryrun.api import report_for_config
 from probes.dryrun.report import DryRunReport
-from probes.phantom.card import card_of
+from probes.phantom.card import TraceOptions, card_of
 
 OUT = Path(__file__).parent / "data" / "trace_vs_dryrun.json"
 MODEL = "meta-llama/Llama-3.2-1B"
@@ -138,7 +138,9 @@ def traced(words: list[str], folder: Path, *, expandable_segments: bool) -> Any:
     os.chdir(folder)
     try:
         card = card_of(find_gpu(GPU))
-        with phantom_gpu(card, limited=False, num_steps=2, expandable_segments=expandable_segments) as phantom:
+        with phantom_gpu(
+            card, TraceOptions(limited=False, num_steps=2), expandable_segments=expandable_segments
+        ) as phantom:
             AcceleratorState._reset_state(True)
             with contextlib.suppress(Done), contextlib.redirect_stdout(io.StringIO()):
                 if words[0] == "trl":

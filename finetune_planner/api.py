@@ -407,9 +407,10 @@ def trace(command: Sequence[str], gpu: str, *, steps: int = 2, network: bool = F
     """
     from planner.cli.trace import answer_of, order_of
     from planner.gpus import find_gpu
+    from probes.phantom.card import TraceOptions
 
     card = find_gpu(gpu)
-    return Traced(answer_of(order_of(command, card, num_steps=steps, network=network), card))
+    return Traced(answer_of(order_of(command, card, options=TraceOptions(num_steps=steps), network=network), card))
 
 
 def compare(plans: Mapping[str, Planned] | Sequence[Planned]) -> Comparison:

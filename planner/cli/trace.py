@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from planner.gpu import GpuSpec
     from planner.trace_result import TraceResult
+    from probes.phantom.card import TraceOptions
     from probes.phantom.runner import TraceOrder
 
 NUM_TOKENS = 8192
@@ -56,6 +57,7 @@ def trace(
 
     Exit codes: 0 fits, 1 does not fit, 2 bad input or the program's own error, 3 cannot be followed.
     """
+    from probes.phantom.card import TraceOptions
     from probes.phantom.runner import program
     from reports.trace import svg, text_lines
 
@@ -63,10 +65,12 @@ def trace(
     order = order_of(
         command,
         card,
-        num_steps=positive("steps", steps) or 2,
-        num_tokens=positive("seq-len", seq_len) or NUM_TOKENS,
-        image_size=_pixels(image_size),
-        every_micro_batch=every_micro_batch,
+        options=TraceOptions(
+            num_steps=positive("steps", steps) or 2,
+            num_tokens=positive("seq-len", seq_len) or NUM_TOKENS,
+            image_size=_pixels(image_size),
+            every_micro_batch=every_micro_batch,
+        ),
         network=network,
         time_limit_s=float(positive("time-limit", time_limit) or TIME_LIMIT_S),
         memory_bytes=memory_and_headroom(card, memory_gib, headroom)[0],
@@ -89,10 +93,7 @@ def order_of(
     command: "Sequence[str]",
     card: "GpuSpec",
     *,
-    num_steps: int = 2,
-    num_tokens: int = NUM_TOKENS,
-    image_size: tuple[int, int] = (1024, 1024),
-    every_micro_batch: bool = False,
+    options: "TraceOptions",
     network: bool = False,
     time_limit_s: float = TIME_LIMIT_S,
     memory_bytes: int | None = None,
@@ -100,9 +101,6 @@ def order_of(
     """What is to be run on which card.
 
     Args:
-        num_tokens: of stand-in texts, where a data set is not at hand.
-        image_size: of stand-in pictures, width and height in pixels.
-        every_micro_batch: runs also those that repeat the one before.
         memory_bytes: of the card; default: the table's.
 
     Raises:
@@ -116,10 +114,7 @@ def order_of(
     return TraceOrder(
         command=tuple(command),
         card=card_of(card, memory_bytes or card.memory_bytes),
-        num_steps=num_steps,
-        num_tokens=num_tokens,
-        image_size=image_size,
-        every_micro_batch=every_micro_batch,
+        options=options,
         network=network,
         time_limit_s=time_limit_s,
     )
@@ -146,7 +141,7 @@ def answer_of(
         gpu_name=card.name,
         memory_bytes=memory,
         budget_bytes=memory - reserve,
-        num_steps=order.num_steps,
+        num_steps=order.options.num_steps or found.num_steps,
     )
 
 
@@ -171,8 +166,8 @@ def _ask(order: "TraceOrder", executable: str, yes: bool) -> None:
     """
     print(
         f"plan trace executes this program: {shlex.join(order.command)}\n"
-        f"  ({executable}; CPU only, {'with' if order.network else 'no'} network, stopped after {order.num_steps} "
-        "optimizer steps; it can write files as when you run it)",
+        f"  ({executable}; CPU only, {'with' if order.network else 'no'} network, stopped after "
+        f"{order.options.num_steps} optimizer steps; it can write files as when you run it)",
         file=sys.stderr,
     )
     if yes:
@@ -199,7 +194,7 @@ def _run(order: "TraceOrder") -> "tuple[TraceResult, TraceResult | None]":
         return found, None  # the program caught it and went on
     print("plan trace: out of memory; once more without a limit, to see what it needs", file=sys.stderr)
     try:
-        return found, traced(replace(order, limited=False))
+        return found, traced(replace(order, options=replace(order.options, limited=False)))
     except (EnvironmentProblem, UsageError) as error:
         say(f"plan trace: {error.message}")
         return found, None

@@ -94,7 +94,7 @@ _MARK = "Traced"
 
 def _traced(plan: Plan, launch: Launch, folder: Path) -> Prediction | ProbeFailure:
     from planner.cli.trace import traced
-    from probes.phantom.card import card_of
+    from probes.phantom.card import TraceOptions, card_of
     from probes.phantom.runner import TraceOrder
 
     environment, command = _taken_apart(launch.command)
@@ -105,9 +105,12 @@ def _traced(plan: Plan, launch: Launch, folder: Path) -> Prediction | ProbeFailu
             TraceOrder(
                 command=command,
                 card=card_of(gpu, plan.workload.memory_bytes),
-                limited=False,
-                num_tokens=setup.seq_len_tokens + 1,
-                objective=setup.objective,
+                options=TraceOptions(
+                    limited=False,
+                    num_steps=2,
+                    num_tokens=setup.seq_len_tokens + 1,
+                    objective=setup.objective,
+                ),
                 environment=environment,
                 folder=folder,
             )

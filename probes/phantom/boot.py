@@ -60,42 +60,57 @@ def _give_up(text: str) -> None:
         os._exit(FAILED_EXIT)
 
 
+class _Report:
+    """How the program ends, and the result that is written then, once and by this process alone."""
+
+    def __init__(self, results: str) -> None:
+        self._path = Path(results, f"{os.getpid()}.json")
+        self._began = time.monotonic()
+        self._owner: int | None = os.getpid()
+        self._status = "ended"
+        self._error = ""
+
+    def write(self, phantom: Any) -> None:
+        """The result so far; nothing where it is written already."""
+        from probes.phantom.cuda import Refused
+        from probes.phantom.summary import summary
+
+        if os.getpid() != self._owner:
+            return
+        self._owner = None
+        if Refused.said:  # also where the program caught it and took another path
+            self._status, self._error = "refused", Refused.said[0]
+        summary(phantom, self._status, self._error, time.monotonic() - self._began).write(self._path)
+
+    def finished(self, phantom: Any) -> None:
+        """Enough steps ran."""
+        self._status = "done"
+        self.write(phantom)
+
+    def failed(self, phantom: Any, error: BaseException, trace: TracebackType | None) -> None:
+        """The program ends with an exception."""
+        import torch
+
+        from probes.phantom.failures import status_of, told
+
+        out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        self._status = "out of memory" if out_of_memory else status_of(error, trace, phantom.stand_in_rows)
+        if not isinstance(error, SystemExit):
+            self._error = told(error, phantom.stand_in_rows)
+
+
 def _start(order: dict[str, Any], watcher: Watcher) -> None:
-    from probes.phantom.card import Card
-    from probes.phantom.cuda import Refused
-    from probes.phantom.failures import status_of, told
+    from probes.phantom.card import Card, TraceOptions
     from probes.phantom.session import phantom_gpu
     from probes.phantom.steps import Done
-    from probes.phantom.summary import summary
 
-    began = time.monotonic()
-    path = Path(order["results"], f"{os.getpid()}.json")
-    state: dict[str, Any] = {"status": "ended", "error": "", "written": False}
-    owner = os.getpid()
-
-    def write(phantom: Any) -> None:
-        if os.getpid() != owner or state["written"]:
-            return
-        state["written"] = True
-        if Refused.said:  # also where the program caught it and took another path
-            state["status"], state["error"] = "refused", Refused.said[0]
-        summary(phantom, state["status"], state["error"], time.monotonic() - began).write(path)
-
-    def finished(phantom: Any) -> None:
-        state["status"] = "done"
-        write(phantom)
-
+    report = _Report(order["results"])
     phantom = _keep.enter_context(
         phantom_gpu(
-            Card.from_text(json.dumps(order["card"])),
-            limited=order["limited"],
+            Card.from_json(order["card"]),
+            TraceOptions.from_json(order["options"]),
             expandable_segments="expandable_segments:True" in _allocator_settings(),
-            num_steps=order["steps"],
-            num_tokens=order["tokens"],
-            image_size=tuple(order["image_size"]),
-            objective=order["objective"],
-            every_micro_batch=order["every_micro_batch"],
-            finished=finished,
+            finished=report.finished,
             watcher=watcher,
         )
     )
@@ -106,18 +121,11 @@ def _start(order: dict[str, Any], watcher: Watcher) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
-        import torch
-
-        if isinstance(error, torch.OutOfMemoryError):
-            state["status"] = "out of memory"
-        else:
-            state["status"] = status_of(error, trace, phantom.stand_in_rows)
-        if not issubclass(kind, SystemExit):
-            state["error"] = told(error, phantom.stand_in_rows)
+        report.failed(phantom, error, trace)
         hook(kind, error, trace)
 
     sys.excepthook = excepthook
-    atexit.register(lambda: write(phantom))
+    atexit.register(report.write, phantom)
 
 
 def _allocator_settings() -> str:

@@ -1,7 +1,8 @@
 """What the phantom GPU pretends to be: plain data that passes from the command line to the traced process."""
 
-import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from planner.gpu import GpuSpec
 from planner.memory.workspace import context_bytes
@@ -38,15 +39,36 @@ class Card:
         """
         return {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}.get(self.capability, 2048)
 
-    def to_text(self) -> str:
-        """As one line, for the traced process's environment."""
-        return json.dumps(asdict(self))
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> "Card":
+        """Of what `dataclasses.asdict` gave, after JSON."""
+        return cls(**{**raw, "capability": tuple(raw["capability"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions:
+    """How a program is followed.
+
+    Attributes:
+        limited: whether the card runs out of memory.
+        num_steps: optimizer steps after which the program is stopped, None: never.
+        num_tokens: length of the texts of stand-in data sets.
+        image_size: width and height of their pictures, in pixels.
+        objective: what their rows are for, "" where nobody knows.
+        every_micro_batch: runs also those that repeat the one before.
+    """
+
+    limited: bool = True
+    num_steps: int | None = None
+    num_tokens: int = 8192
+    image_size: tuple[int, int] = (1024, 1024)
+    objective: str = ""
+    every_micro_batch: bool = False
 
     @classmethod
-    def from_text(cls, text: str) -> "Card":
-        """The inverse of `to_text`."""
-        raw = json.loads(text)
-        return cls(**{**raw, "capability": tuple(raw["capability"])})
+    def from_json(cls, raw: Mapping[str, Any]) -> "TraceOptions":
+        """Of what `dataclasses.asdict` gave, after JSON."""
+        return cls(**{**raw, "image_size": tuple(raw["image_size"])})
 
 
 def card_of(gpu: GpuSpec, memory_bytes: int | None = None) -> Card:

@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 
+from probes.allocator import CachingAllocator
 from probes.phantom.card import Card
 from probes.phantom.claims import CPU
 from probes.phantom.mode import Phantom
@@ -102,51 +103,22 @@ def _num_local() -> int:
 
 
 def _functions(phantom: Phantom) -> dict[str, Any]:
-    card, allocator = phantom.card, phantom.allocator
+    """Name of `torch.cuda` -> what stands in its place."""
+    return {
+        **_of_process(),
+        **_of_card(phantom.card),
+        **_of_memory(phantom),
+        **_of_streams(phantom),
+        **_of_generators(),
+        "CUDAGraph": _refused_class("a CUDA graph"),
+        "graph": _refused_class("a CUDA graph"),
+        "make_graphed_callables": _refuse("a CUDA graph"),
+        "MemPool": _refused_class("a private memory pool"),
+        "use_mem_pool": _refuse("a private memory pool"),
+    }
 
-    def entered(stream: Any = None) -> Any:
-        if stream is not None and stream is not _current:
-            phantom.note(
-                "a stream of its own was used: on the card its blocks are kept apart from the others, and PyTorch "
-                "reserves more than was found here"
-            )
-        return stream or _current
 
-    described = properties(card)
-
-    def memory_stats(device: Any = None) -> dict[str, int]:
-        stats: dict[str, int] = {
-            "num_alloc_retries": allocator.num_retries,
-            "num_ooms": 0,
-            "num_sync_all_streams": 0,
-            "num_device_alloc": allocator.num_driver_calls,
-            "num_device_free": 0,
-        }
-        for name, now, peak in (
-            ("allocated_bytes", allocator.allocated_bytes, allocator.peak_allocated_bytes),
-            ("active_bytes", allocator.allocated_bytes, allocator.peak_allocated_bytes),
-            ("requested_bytes", allocator.allocated_bytes, allocator.peak_allocated_bytes),
-            ("reserved_bytes", allocator.reserved_bytes, allocator.peak_reserved_bytes),
-            ("inactive_split_bytes", 0, 0),
-            ("allocation", 0, 0),
-            ("segment", 0, 0),
-        ):
-            for pool in ("all", "small_pool", "large_pool"):
-                for kind, value in (("current", now), ("peak", peak), ("allocated", peak), ("freed", peak - now)):
-                    stats[f"{name}.{pool}.{kind}"] = value
-        return stats
-
-    def memory_info(device: Any = None) -> tuple[int, int]:
-        return card.limit_bytes - phantom.group_bytes - allocator.reserved_bytes, card.memory_bytes
-
-    def reset_peaks(device: Any = None) -> None:
-        phantom.note(
-            "the program reset PyTorch's peak statistics: what it prints itself is the peak since then, the trace's "
-            "figures are of the whole run"
-        )
-        phantom.keep_peaks()
-        allocator.reset_peaks()
-
+def _of_process() -> dict[str, Any]:
     return {
         "is_available": lambda: True,
         "_is_compiled": lambda: True,
@@ -161,6 +133,14 @@ def _functions(phantom: Phantom) -> dict[str, Any]:
         "_maybe_exchange_device": _zero,
         "device": Device,
         "device_of": Device,
+        "utilization": _zero,
+        "can_device_access_peer": lambda *args: False,
+    }
+
+
+def _of_card(card: Card) -> dict[str, Any]:
+    described = properties(card)
+    return {
         "get_device_name": lambda device=None: card.name,
         "get_device_capability": lambda device=None: card.capability,
         "get_device_properties": lambda device=None: described,
@@ -168,9 +148,27 @@ def _functions(phantom: Phantom) -> dict[str, Any]:
         "get_gencode_flags": lambda: "",
         "is_bf16_supported": lambda including_emulation=True: including_emulation or card.capability >= (8, 0),
         "is_tf32_supported": lambda: card.capability >= (8, 0),
-        "mem_get_info": lambda device=None: (
-            card.limit_bytes - phantom.group_bytes - allocator.reserved_bytes,
-            card.memory_bytes,
+    }
+
+
+def _of_memory(phantom: Phantom) -> dict[str, Any]:
+    card, memory, allocator = phantom.card, phantom.memory, phantom.memory.allocator
+
+    def memory_info(device: Any = None) -> tuple[int, int]:
+        return memory.free_bytes, card.memory_bytes
+
+    def reset_peaks(device: Any = None) -> None:
+        phantom.note(
+            "the program reset PyTorch's peak statistics: what it prints itself is the peak since then, the trace's "
+            "figures are of the whole run"
+        )
+        memory.keep_peaks()
+        allocator.reset_peaks()
+
+    return {
+        "mem_get_info": memory_info,
+        "cudart": lambda: SimpleNamespace(
+            cudaMemGetInfo=memory_info, cudaProfilerStart=_nothing, cudaProfilerStop=_nothing
         ),
         "memory_allocated": lambda device=None: allocator.allocated_bytes,
         "memory_reserved": lambda device=None: allocator.reserved_bytes,
@@ -178,7 +176,7 @@ def _functions(phantom: Phantom) -> dict[str, Any]:
         "max_memory_allocated": lambda device=None: allocator.peak_allocated_bytes,
         "max_memory_reserved": lambda device=None: allocator.peak_reserved_bytes,
         "max_memory_cached": lambda device=None: allocator.peak_reserved_bytes,
-        "memory_stats": memory_stats,
+        "memory_stats": lambda device=None: _statistics(allocator),
         "memory_summary": lambda device=None, abbreviated=False: "(phantom GPU)",
         "memory_snapshot": lambda *args, **kwargs: [],
         "reset_peak_memory_stats": reset_peaks,
@@ -186,8 +184,46 @@ def _functions(phantom: Phantom) -> dict[str, Any]:
         "reset_max_memory_cached": reset_peaks,
         "reset_accumulated_memory_stats": _nothing,
         "set_per_process_memory_fraction": _refuse("torch.cuda.set_per_process_memory_fraction"),
-        "empty_cache": phantom.empty_cache,
+        "empty_cache": memory.empty_cache,
         "ipc_collect": _nothing,
+    }
+
+
+def _statistics(allocator: CachingAllocator) -> dict[str, int]:
+    """`torch.cuda.memory_stats`."""
+    stats = {
+        "num_alloc_retries": allocator.num_retries,
+        "num_ooms": 0,
+        "num_sync_all_streams": 0,
+        "num_device_alloc": allocator.num_driver_calls,
+        "num_device_free": 0,
+    }
+    allocated = allocator.allocated_bytes, allocator.peak_allocated_bytes
+    for name, (now, peak) in {
+        "allocated_bytes": allocated,
+        "active_bytes": allocated,
+        "requested_bytes": allocated,
+        "reserved_bytes": (allocator.reserved_bytes, allocator.peak_reserved_bytes),
+        "inactive_split_bytes": (0, 0),
+        "allocation": (0, 0),
+        "segment": (0, 0),
+    }.items():
+        for pool in ("all", "small_pool", "large_pool"):
+            for kind, value in (("current", now), ("peak", peak), ("allocated", peak), ("freed", peak - now)):
+                stats[f"{name}.{pool}.{kind}"] = value
+    return stats
+
+
+def _of_streams(phantom: Phantom) -> dict[str, Any]:
+    def entered(stream: Any = None) -> Any:
+        if stream is not None and stream is not _current:
+            phantom.note(
+                "a stream of its own was used: on the card its blocks are kept apart from the others, and PyTorch "
+                "reserves more than was found here"
+            )
+        return stream or _current
+
+    return {
         "synchronize": _nothing,
         "current_stream": lambda device=None: _current,
         "default_stream": lambda device=None: _current,
@@ -197,6 +233,12 @@ def _functions(phantom: Phantom) -> dict[str, Any]:
         "Stream": Stream,
         "Event": Event,
         "is_current_stream_capturing": lambda: False,
+        "_sleep": _nothing,
+    }
+
+
+def _of_generators() -> dict[str, Any]:
+    return {
         "manual_seed": _nothing,
         "manual_seed_all": _nothing,
         "seed": _nothing,
@@ -206,22 +248,6 @@ def _functions(phantom: Phantom) -> dict[str, Any]:
         "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)],
         "set_rng_state": _nothing,
         "set_rng_state_all": _nothing,
-        "utilization": _zero,
-        "can_device_access_peer": lambda *args: False,
-        "_sleep": _nothing,
-        "cudart": lambda: SimpleNamespace(
-            cudaMemGetInfo=lambda device=0: (
-                card.limit_bytes - phantom.group_bytes - allocator.reserved_bytes,
-                card.memory_bytes,
-            ),
-            cudaProfilerStart=_nothing,
-            cudaProfilerStop=_nothing,
-        ),
-        "CUDAGraph": _refused_class("a CUDA graph"),
-        "graph": _refused_class("a CUDA graph"),
-        "make_graphed_callables": _refuse("a CUDA graph"),
-        "MemPool": _refused_class("a private memory pool"),
-        "use_mem_pool": _refuse("a private memory pool"),
     }
 
 
@@ -271,69 +297,67 @@ class Generator(torch._C.Generator):  # type: ignore[misc]
         return self.claimed
 
 
+def _of_accelerator(functions: dict[str, Any]) -> dict[str, Any]:
+    """Name of `torch.accelerator` -> what stands in its place."""
+    same = (
+        "empty_cache", "memory_stats", "memory_allocated", "memory_reserved", "max_memory_allocated",
+        "max_memory_reserved", "reset_peak_memory_stats", "is_available", "device_count", "current_stream",
+    )  # fmt: skip
+    return {
+        **{name: functions[name] for name in same},
+        "current_accelerator": lambda check_available=False: torch.device("cuda"),
+        "current_device_index": _zero,
+        "current_device_idx": _zero,
+        "set_device_index": _nothing,
+        "set_device_idx": _nothing,
+        "synchronize": _nothing,
+        "set_stream": _nothing,
+        "get_memory_info": functions["mem_get_info"],
+        "device_index": Device,
+    }
+
+
+_RANGES = ("rangePushA", "rangePop", "rangeStartA", "rangeEnd", "markA", "deviceRangeStart", "deviceRangeEnd")
+_C_ZERO = (
+    "_cuda_isCurrentStreamCapturing", "_cuda_getDevice", "_cuda_setDevice", "_cuda_emptyCache", "_cuda_synchronize",
+    "_cuda_clearCublasWorkspaces", "_cuda_getCurrentRawStream",
+)  # fmt: skip
+
+
+def _answers(phantom: Phantom) -> Iterator[tuple[Any, str, Any]]:
+    """Owner, name, and what stands in its place."""
+    functions = _functions(phantom)
+    for name, value in functions.items():
+        yield torch.cuda, name, value
+        for module in (torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.cuda.graphs):
+            if hasattr(module, name):
+                yield module, name, value
+    yield torch.cuda, "default_generators", (torch.default_generator,)
+    yield torch.cuda.memory, "_record_memory_history", _nothing
+    yield torch.cuda.memory, "_dump_snapshot", _nothing
+    yield torch.cuda.nccl, "version", lambda: NCCL_VERSION
+    yield torch.cuda.nvtx, "_nvtx", SimpleNamespace(**dict.fromkeys(_RANGES, _zero))
+    yield torch.version, "cuda", CUDA_VERSION
+    yield torch.backends.cuda, "is_built", lambda: True
+    yield torch.backends.cudnn, "is_available", lambda: True
+    yield torch.backends.cudnn, "version", lambda: CUDNN_VERSION
+    yield torch, "Generator", Generator
+    yield torch, "device", device
+    for name, value in _of_accelerator(functions).items():
+        if hasattr(torch.accelerator, name):
+            yield torch.accelerator, name, value
+    for name in _C_ZERO:
+        yield torch._C, name, _zero
+    yield torch._C, "_cuda_getDeviceCount", _num_local
+    for name in ("_accelerator_getAccelerator", "_get_accelerator"):
+        yield torch._C, name, lambda check=None: torch.device("cuda")
+
+
 @contextmanager
 def answered(phantom: Phantom) -> Iterator[None]:
     """Within it `torch.cuda` answers for the card."""
-    functions = _functions(phantom)
     with ExitStack() as stack:
-
-        def put(owner: Any, name: str, value: Any) -> None:
-            if callable(value) and not isinstance(value, type):
-                value = _own(value)
-            stack.enter_context(mock.patch.object(owner, name, value, create=True))
-
-        for name, value in functions.items():
-            put(torch.cuda, name, value)
-            for module in (torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.cuda.graphs):
-                if hasattr(module, name):
-                    put(module, name, value)
-        put(torch.cuda, "default_generators", (torch.default_generator,))
-        put(torch.cuda.memory, "_record_memory_history", _nothing)
-        put(torch.cuda.memory, "_dump_snapshot", _nothing)
-        put(torch.cuda.nccl, "version", lambda: NCCL_VERSION)
-        ranges = ("rangePushA", "rangePop", "rangeStartA", "rangeEnd", "markA", "deviceRangeStart", "deviceRangeEnd")
-        put(torch.cuda.nvtx, "_nvtx", SimpleNamespace(**dict.fromkeys(ranges, _zero)))
-        put(torch.version, "cuda", CUDA_VERSION)
-        put(torch.backends.cuda, "is_built", lambda: True)
-        put(torch.backends.cudnn, "is_available", lambda: True)
-        put(torch.backends.cudnn, "version", lambda: CUDNN_VERSION)
-        put(torch, "Generator", Generator)
-        put(torch, "device", device)
-        accelerator = torch.accelerator
-        for name, value in {
-            "is_available": lambda: True,
-            "device_count": _num_local,
-            "current_accelerator": lambda check_available=False: torch.device("cuda"),
-            "current_device_index": _zero,
-            "current_device_idx": _zero,
-            "set_device_index": _nothing,
-            "set_device_idx": _nothing,
-            "synchronize": _nothing,
-            "current_stream": lambda device=None: _current,
-            "set_stream": _nothing,
-            "empty_cache": phantom.empty_cache,
-            "memory_stats": functions["memory_stats"],
-            "memory_allocated": functions["memory_allocated"],
-            "memory_reserved": functions["memory_reserved"],
-            "max_memory_allocated": functions["max_memory_allocated"],
-            "max_memory_reserved": functions["max_memory_reserved"],
-            "reset_peak_memory_stats": functions["reset_peak_memory_stats"],
-            "get_memory_info": functions["mem_get_info"],
-            "device_index": Device,
-        }.items():
-            if hasattr(accelerator, name):
-                put(accelerator, name, value)
-        for name in (
-            "_cuda_isCurrentStreamCapturing",
-            "_cuda_getDevice",
-            "_cuda_setDevice",
-            "_cuda_emptyCache",
-            "_cuda_synchronize",
-            "_cuda_clearCublasWorkspaces",
-        ):
-            put(torch._C, name, _zero)
-        put(torch._C, "_cuda_getDeviceCount", _num_local)
-        put(torch._C, "_cuda_getCurrentRawStream", _zero)
-        for name in ("_accelerator_getAccelerator", "_get_accelerator"):
-            put(torch._C, name, lambda check=None: torch.device("cuda"))
+        for owner, name, value in _answers(phantom):
+            own = _own(value) if callable(value) and not isinstance(value, type) else value
+            stack.enter_context(mock.patch.object(owner, name, own, create=True))
         yield

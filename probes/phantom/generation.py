@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from probes.phantom.cuda import Refused
+from probes.phantom.imports import Patch
 from probes.phantom.mode import Phantom
 
-Patch = Callable[[Any, str, Any], None]
 _FOLLOWED = 4
 """Tokens that run: from the prompt, one with a short cache, two with the cache of the full length."""
 _GROWTH = 1.25
@@ -45,34 +45,8 @@ def shortened(phantom: Phantom, generation: Any, patch: Patch) -> None:
     Source: transformers 5.23 generation/utils.py `_sample`.
     """
     mixin = generation.GenerationMixin
-    sample, update, unfinished = (
-        mixin._sample,
-        mixin._update_model_kwargs_for_generation,
-        mixin._has_unfinished_sequences,
-    )
+    update, unfinished = mixin._update_model_kwargs_for_generation, mixin._has_unfinished_sequences
     running: list[_Run] = []
-
-    def _sample(
-        self: Any, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if input_ids.device.type != "cuda" or running:
-            return sample(self, input_ids, logits_processor, stopping_criteria, *args, **kwargs)
-        length = stopping_criteria.max_length
-        if length is None:
-            raise Refused("generation without a maximum length cannot be followed: only the GPU knows where it ends")
-        run = _Run(length - input_ids.shape[1])
-        if getattr(kwargs.get("generation_config"), "return_dict_in_generate", False):
-            run.num_to_skip = 0  # what is kept of every token is part of the answer
-        running.append(run)
-        try:
-            found = sample(self, input_ids, logits_processor, stopping_criteria, *args, **kwargs)
-        finally:
-            running.clear()
-        phantom.note(
-            "generation: no sequence ends before the program's maximum"
-            + run.has_skipped * "; its first and last tokens were followed, reserved memory is a lower bound there"
-        )
-        return _known(phantom, self, input_ids, found, length) if isinstance(found, torch.Tensor) else found
 
     def _update(self: Any, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if running and running[0].next(outputs):
@@ -82,9 +56,37 @@ def shortened(phantom: Phantom, generation: Any, patch: Patch) -> None:
     def _unfinished(self: Any, *args: Any, **kwargs: Any) -> bool:
         return bool(not running or running[0].num_left > 0) and bool(unfinished(self, *args, **kwargs))
 
-    patch(mixin, "_sample", _sample)
+    patch(mixin, "_sample", _sampling(phantom, mixin._sample, running))
     patch(mixin, "_update_model_kwargs_for_generation", _update)
     patch(mixin, "_has_unfinished_sequences", _unfinished)
+
+
+def _sampling(phantom: Phantom, true: Callable[..., Any], running: list[_Run]) -> Callable[..., Any]:
+    """`_sample`, during which `running` holds the call that is followed."""
+
+    def _sample(
+        self: Any, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if input_ids.device.type != "cuda" or running:
+            return true(self, input_ids, logits_processor, stopping_criteria, *args, **kwargs)
+        length = stopping_criteria.max_length
+        if length is None:
+            raise Refused("generation without a maximum length cannot be followed: only the GPU knows where it ends")
+        run = _Run(length - input_ids.shape[1])
+        if getattr(kwargs.get("generation_config"), "return_dict_in_generate", False):
+            run.num_to_skip = 0  # what is kept of every token is part of the answer
+        running.append(run)
+        try:
+            found = true(self, input_ids, logits_processor, stopping_criteria, *args, **kwargs)
+        finally:
+            running.clear()
+        phantom.note(
+            "generation: no sequence ends before the program's maximum"
+            + run.has_skipped * "; its first and last tokens were followed, reserved memory is a lower bound there"
+        )
+        return _known(phantom, self, input_ids, found, length) if isinstance(found, torch.Tensor) else found
+
+    return _sample
 
 
 def _known(phantom: Phantom, model: Any, prompt: torch.Tensor, found: torch.Tensor, length: int) -> torch.Tensor:

@@ -10,6 +10,8 @@ from types import ModuleType
 from typing import Any
 
 Hook = Callable[[ModuleType], None]
+Patch = Callable[[Any, str, Any], None]
+"""Owner, name, and what stands in its place until the end."""
 Around = Callable[[], AbstractContextManager[Any]]
 
 

@@ -1,15 +1,15 @@
 """What single libraries need on a phantom GPU, done as each is imported."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import ModuleType
 from typing import Any, cast
 from unittest import mock
 
 import torch
 
 from probes.phantom.generation import shortened
-from probes.phantom.imports import Hook
+from probes.phantom.imports import Hook, Patch
 from probes.phantom.loading import config_of_catalogue, generation_without_files, load_without_weights
 from probes.phantom.mode import Phantom
 from probes.phantom.repeats import repeated_once
@@ -30,77 +30,53 @@ def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
     def patch(owner: Any, name: str, value: Any) -> None:
         stack.enter_context(mock.patch.object(owner, name, value))
 
-    def moe(module: Any) -> None:
-        from probes.dryrun.metaops import grouped_mm
+    def of(change: Callable[[Phantom, Any, Patch], None]) -> Hook:
+        return lambda module: change(phantom, module, patch)
 
-        patch(module, "_grouped_mm", grouped_mm)
-
-    def bitsandbytes(module: Any) -> None:
-        from probes.dryrun.fastmeta import register_in_place
-        from probes.dryrun.metaops import int8_matmul
-        from probes.dryrun.workspaces import temporaries
-
-        register_in_place(
-            torch.ops.bitsandbytes.optimizer_update_8bit_blockwise.default,
-            torch.ops.bitsandbytes.optimizer_update_32bit.default,
-        )
-        patch(module, "matmul", int8_matmul)
-        patch(module.optim.GlobalOptimManager, "_instance", None)  # it knows parameters by their index and number
-        patch(module.functional, "lib", _Kernels(phantom))
-        for name, stand_in in _paged(phantom).items():
-            patch(module.functional, name, stand_in)
-        phantom.temporaries = {**phantom.temporaries, **temporaries()}
-
-    def modeling(module: Any) -> None:
-        load_without_weights(phantom, module, patch)
-
-    def configuration(module: Any) -> None:
-        config_of_catalogue(phantom, module, patch)
-
-    def data(module: ModuleType) -> None:
-        _one_process(phantom, patch)
-
-    def generation(module: Any) -> None:
-        generation_without_files(module, patch)
-        shortened(phantom, module, patch)
-
-    def tokenization(module: Any) -> None:
-        tokenizer_stands_in(phantom, module, patch)
-
-    def processing(module: Any) -> None:
-        processor_stands_in(phantom, module, patch)
-
-    def data_sets(module: Any) -> None:
-        data_sets_stand_in(phantom, module, patch, phantom.num_tokens)
-
-    def encoding(module: Any) -> None:
-        encoding_stands_in(phantom, module, patch)
-
-    def metrics(module: Any) -> None:
-        metrics_stand_in(phantom, module, patch)
-
-    def trainer(module: Any) -> None:
-        repeated_once(phantom, module, patch)
-
-    def saving(module: Any) -> None:
-        _save_nothing(phantom, module, patch)
-
-    found: dict[str, Hook] = {
-        "evaluate": metrics,
-        "safetensors.torch": saving,
-        "tiktoken": encoding,
-        "transformers.generation.utils": generation,
-        "transformers.models.auto.tokenization_auto": tokenization,
-        "transformers.models.auto.processing_auto": processing,
-        "datasets": data_sets,
-        "transformers.integrations.moe": moe,
-        "bitsandbytes": bitsandbytes,
-        "transformers.modeling_utils": modeling,
-        "transformers.configuration_utils": configuration,
-        "transformers.trainer": trainer,
-        "torch.utils.data": data,
+    return {
+        "evaluate": of(metrics_stand_in),
+        "safetensors.torch": of(_save_nothing),
+        "tiktoken": of(encoding_stands_in),
+        "transformers.generation.utils": of(_generate),
+        "transformers.models.auto.tokenization_auto": of(tokenizer_stands_in),
+        "transformers.models.auto.processing_auto": of(processor_stands_in),
+        "datasets": of(data_sets_stand_in),
+        "transformers.integrations.moe": of(_grouped_experts),
+        "bitsandbytes": of(_kernels_do_nothing),
+        "transformers.modeling_utils": of(load_without_weights),
+        "transformers.configuration_utils": of(config_of_catalogue),
+        "transformers.trainer": of(repeated_once),
+        "torch.utils.data": of(_one_process),
     }
-    return found
+
+
+def _generate(phantom: Phantom, module: Any, patch: Patch) -> None:
+    generation_without_files(module, patch)
+    shortened(phantom, module, patch)
+
+
+def _grouped_experts(phantom: Phantom, module: Any, patch: Patch) -> None:
+    from probes.dryrun.metaops import grouped_mm
+
+    patch(module, "_grouped_mm", grouped_mm)
+
+
+def _kernels_do_nothing(phantom: Phantom, module: Any, patch: Patch) -> None:
+    """bitsandbytes' Python runs, its launches count."""
+    from probes.dryrun.fastmeta import register_in_place
+    from probes.dryrun.metaops import int8_matmul
+    from probes.dryrun.workspaces import temporaries
+
+    register_in_place(
+        torch.ops.bitsandbytes.optimizer_update_8bit_blockwise.default,
+        torch.ops.bitsandbytes.optimizer_update_32bit.default,
+    )
+    patch(module, "matmul", int8_matmul)
+    patch(module.optim.GlobalOptimManager, "_instance", None)  # it knows parameters by their index and number
+    patch(module.functional, "lib", _Kernels(phantom))
+    for name, stand_in in _paged(phantom).items():
+        patch(module.functional, name, stand_in)
+    phantom.temporaries = {**phantom.temporaries, **temporaries()}
 
 
 class _Kernels:
@@ -160,7 +136,7 @@ AROUND = {"bitsandbytes": _without_cuda}
 """Module -> the context in which it is imported."""
 
 
-def _save_nothing(phantom: Phantom, safetensors: Any, patch: Any) -> None:
+def _save_nothing(phantom: Phantom, safetensors: Any, patch: Patch) -> None:
     """Weights are not written: there are none, and the library would read them at their addresses."""
     true_file, true_bytes = safetensors.save_file, safetensors.save
 
@@ -181,9 +157,9 @@ def _save_nothing(phantom: Phantom, safetensors: Any, patch: Any) -> None:
     patch(safetensors, "save", save)
 
 
-def _one_process(phantom: Phantom, patch: Any) -> None:
+def _one_process(phantom: Phantom, module: Any, patch: Patch) -> None:
     """Data loaders read in the program's own process: workers would not see the phantom GPU."""
-    loader = torch.utils.data.DataLoader
+    loader = module.DataLoader
     true = loader.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -15,10 +15,10 @@ import torch
 
 from planner.models import catalogue
 from probes.phantom.cuda import Refused
+from probes.phantom.imports import Patch
 from probes.phantom.mode import Phantom
 from probes.stack.quantize import meta_params4bit
 
-Patch = Callable[[Any, str, Any], None]
 _EMPTY: dict[str, Callable[[], Any]] = {
     "missing_keys": set,
     "unexpected_keys": set,
@@ -56,26 +56,29 @@ def load_without_weights(phantom: Phantom, modeling: Any, patch: Patch) -> None:
     def load(
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
     ) -> tuple[Any, Any]:
-        keys = list(model.state_dict().keys()) if expected_keys is None else expected_keys
-        device_map = load_config.device_map
-        quantizer = load_config.hf_quantizer
-        if device_map is not None:
-            _all_on_the_gpu(type(model).__name__, device_map)
-            modeling.caching_allocator_warmup(model, modeling.expand_device_map(device_map, keys), quantizer)
-        tied = set(getattr(model, "all_tied_weights_keys", {}))
-        for key in keys:
-            if key not in tied:
-                _fill(model, key, get_device(device_map, key, valid_torch_device=True), load_config)
-        info = modeling.LoadStateDictInfo(
-            **{one.name: _EMPTY[one.name]() for one in fields(modeling.LoadStateDictInfo)}
-        )
+        _load(modeling, get_device, model, load_config, expected_keys)
         phantom.note(f"{type(model).__name__}: built from its configuration; no weights were read")
-        return info, None
+        empty = {one.name: _EMPTY[one.name]() for one in fields(modeling.LoadStateDictInfo)}
+        return modeling.LoadStateDictInfo(**empty), None
 
     patch(modeling, "_get_resolved_checkpoint_files", no_files)
     patch(modeling, "get_device", get_device)
     patch(modeling, "_get_dtype", get_dtype)
     patch(modeling.PreTrainedModel, "_load_pretrained_model", staticmethod(load))
+
+
+def _load(modeling: Any, get_device: Callable[..., Any], model: Any, load_config: Any, expected_keys: Any) -> None:
+    """Every weight of `model` gets its place, after the warm-up that transformers does."""
+    keys = list(model.state_dict().keys()) if expected_keys is None else expected_keys
+    device_map = load_config.device_map
+    if device_map is not None:
+        _all_on_the_gpu(type(model).__name__, device_map)
+        expanded = modeling.expand_device_map(device_map, keys)
+        modeling.caching_allocator_warmup(model, expanded, load_config.hf_quantizer)
+    tied = set(getattr(model, "all_tied_weights_keys", {}))
+    for key in keys:
+        if key not in tied:
+            _fill(model, key, get_device(device_map, key, valid_torch_device=True), load_config)
 
 
 def _all_on_the_gpu(name: str, device_map: Any) -> None:

@@ -15,6 +15,9 @@ from probes.phantom.mode import Phantom
 
 _is_meta = torch._C.TensorBase.is_meta.__get__
 _base = torch._C.TensorBase
+_true_to = _base.to
+_APART = 4096
+"""Between the made-up addresses of two storages."""
 
 
 def _parse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.device | None, torch.dtype | None, bool, Any]:
@@ -32,114 +35,147 @@ def _parse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.device 
     return device, dtype, copy, memory_format
 
 
-@contextmanager
-def answering(phantom: Phantom) -> Iterator[None]:
-    """Within it the methods answer as those of CUDA tensors do."""
-    claims = phantom.claims
-    true_to = _base.to
-    constructors = device_context._device_constructors()  # PyTorch keeps those of its first call
+class _Methods:
+    """The methods as those of CUDA tensors, each with the tensor first."""
 
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if claims.depth:
-            return true_to(self, *args, **kwargs)
+    def __init__(self, phantom: Phantom) -> None:
+        self._phantom = phantom
+        self._claims = phantom.claims
+        self._true_deepcopy = torch.Tensor.__deepcopy__
+        self._true_repr = torch.Tensor.__repr__
+        self._true_address = torch.UntypedStorage.data_ptr
+
+    def patches(self) -> dict[str, Callable[..., Any]]:
+        """Name of `torch.Tensor` -> what stands in its place."""
+        return {
+            "to": _method(self.to),
+            "cuda": _method(self.cuda),
+            "cpu": _method(self.cpu),
+            "numpy": _method(self.numpy),
+            "tolist": _method(self.tolist),
+            "pin_memory": lambda tensor, device=None: tensor if says_pinned(tensor) else pinned(tensor.detach()),
+            "is_pinned": says_pinned,
+            "record_stream": lambda tensor, stream: None,  # C++ takes none but its own streams
+            "data_ptr": _method(self.address),
+            "new_tensor": _new_tensor,
+            "__deepcopy__": _method(self.deepcopy),
+            "__repr__": _method(self.shown),
+        }
+
+    # Moves
+
+    def to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self._claims.depth:
+            return _true_to(tensor, *args, **kwargs)
         if args and type(args[0]) is int:
             args = (torch.device("cuda", args[0]), *args[1:])
         elif type(kwargs.get("device")) is int:
             kwargs["device"] = torch.device("cuda", kwargs["device"])
         if args and isinstance(args[0], torch.dtype) and "device" not in kwargs:
-            return true_to(self, *args, **kwargs)
+            return _true_to(tensor, *args, **kwargs)
         device, dtype, copy, memory_format = _parse(args, kwargs)
+        dtype = dtype or tensor.dtype
         options: dict[str, Any] = {"copy": copy}
         if memory_format is not None:
             options["memory_format"] = memory_format
-        if device is None or device.type == self.device.type:
-            return true_to(self, dtype or self.dtype, **options)
-        if device.type == "meta" and _is_meta(self):  # a meta tensor of the program's own, which claims nothing
-            return torch.empty_strided(self.size(), self.stride(), dtype=dtype or self.dtype, device=META)
+        if device is None or device.type == tensor.device.type:
+            return _true_to(tensor, dtype, **options)
+        if device.type == "meta" and _is_meta(tensor):  # a meta tensor of the program's own, which claims nothing
+            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=META)
         if device.type == "cuda":
             device = CUDA  # without an index C++ asks the driver for it
-        return true_to(self, device=device, dtype=dtype or self.dtype, **options)
+        return _true_to(tensor, device=device, dtype=dtype, **options)
 
-    def cuda(self: torch.Tensor, device: Any = None, non_blocking: bool = False, memory_format: Any = None) -> Any:
-        return to(self, CUDA, non_blocking=non_blocking)
+    def cuda(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.to(tensor, CUDA)
 
-    def cpu(self: torch.Tensor, memory_format: Any = None) -> Any:
-        return to(self, CPU)
+    def cpu(self, tensor: torch.Tensor, memory_format: Any = None) -> Any:
+        return self.to(tensor, CPU)
 
-    def real(self: torch.Tensor) -> torch.Tensor:
-        """A real tensor with what is known of `self`, without taking memory for what is not."""
+    # Views of the host
+
+    def _real(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A real tensor with what is known of `tensor`, without taking memory for what is not."""
         import numpy
 
-        found = phantom.values.known(self)
+        found = self._phantom.values.known(tensor)
         if found is not None:
             return found
-        if self.dtype is torch.bfloat16:
-            return torch.from_numpy(numpy.zeros(tuple(self.shape), dtype="int16")).view(torch.bfloat16)
-        dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
-        return torch.from_numpy(numpy.zeros(tuple(self.shape), dtype=dtype))
+        if tensor.dtype is torch.bfloat16:
+            return torch.from_numpy(numpy.zeros(tuple(tensor.shape), dtype="int16")).view(torch.bfloat16)
+        dtype = torch.empty(0, dtype=tensor.dtype).numpy().dtype
+        return torch.from_numpy(numpy.zeros(tuple(tensor.shape), dtype=dtype))
 
-    def numpy_of(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not _is_meta(self):
-            return _base.numpy(self, *args, **kwargs)
-        if self.device.type == "cuda" and not kwargs.get("force"):
+    def numpy(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not _is_meta(tensor):
+            return _base.numpy(tensor, *args, **kwargs)
+        if tensor.device.type == "cuda" and not kwargs.get("force"):
             raise TypeError(
-                f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
-                "memory first."
+                f"can't convert {tensor.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
+                "host memory first."
             )
-        return real(self.detach()).numpy()
+        return self._real(tensor.detach()).numpy()
 
-    def tolist(self: torch.Tensor) -> Any:
-        if not _is_meta(self):
-            return _base.tolist(self)
-        host = cpu(self.detach())
-        return _base.tolist(real(host) if _is_meta(host) else host)
+    def tolist(self, tensor: torch.Tensor) -> Any:
+        if not _is_meta(tensor):
+            return _base.tolist(tensor)
+        host = self.cpu(tensor.detach())
+        return _base.tolist(self._real(host) if _is_meta(host) else host)
 
-    def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
-        return self if says_pinned(self) else pinned(self.detach())
+    # Addresses
 
-    def data_ptr(self: torch.Tensor) -> int:
-        if not _is_meta(self) or claims.depth:
-            return int(_base.data_ptr(self))
-        address: int = self.untyped_storage()._cdata * 4096 + self.storage_offset() * self.element_size()
+    def address(self, tensor: torch.Tensor) -> int:
+        if not _is_meta(tensor) or self._claims.depth:
+            return int(_base.data_ptr(tensor))
+        address: int = tensor.untyped_storage()._cdata * _APART + tensor.storage_offset() * tensor.element_size()
         return address
 
-    def storage_address(self: torch.UntypedStorage) -> int:
+    def storage_address(self, storage: torch.UntypedStorage) -> int:
         """Tensors that share a storage are told by its address when they are saved."""
-        return int(true_address(self)) if self.device.type != "meta" or claims.depth else self._cdata * 4096
+        is_true = storage.device.type != "meta" or self._claims.depth
+        return int(self._true_address(storage)) if is_true else storage._cdata * _APART
 
-    true_address = torch.UntypedStorage.data_ptr
+    # Copies
 
-    def new_tensor(self: torch.Tensor, data: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
-        return torch.tensor(data, dtype=dtype or self.dtype, device=device or self.device, **kwargs)
-
-    true_deepcopy = torch.Tensor.__deepcopy__
-
-    def deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> Any:
-        if not _is_meta(self) or type(self) not in (torch.Tensor, torch.nn.Parameter):
-            return true_deepcopy(self, memo)
-        if id(self) in memo:
-            return memo[id(self)]
+    def deepcopy(self, tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
+        if not _is_meta(tensor) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return self._true_deepcopy(tensor, memo)
+        if id(tensor) in memo:
+            return memo[id(tensor)]
         with torch.no_grad():
-            made = self.detach().clone()
-        if isinstance(self, torch.nn.Parameter):
-            made = torch.nn.Parameter(made, requires_grad=self.requires_grad)
+            made = tensor.detach().clone()
+        if isinstance(tensor, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
         else:
-            made.requires_grad_(self.requires_grad)
-        if self.grad is not None:
-            made.grad = deepcopy(self.grad, memo)
-        made.__dict__.update(self.__dict__)
-        memo[id(self)] = made
+            made.requires_grad_(tensor.requires_grad)
+        if tensor.grad is not None:
+            made.grad = self.deepcopy(tensor.grad, memo)
+        made.__dict__.update(tensor.__dict__)
+        memo[id(tensor)] = made
         return made
 
-    true_repr = torch.Tensor.__repr__
+    def shown(self, tensor: torch.Tensor, *, tensor_contents: Any = None) -> str:
+        if not _is_meta(tensor) or tensor.device.type == "meta":
+            return str(self._true_repr(tensor, tensor_contents=tensor_contents))
+        return f"tensor(..., device='{tensor.device}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
 
-    def shown(self: torch.Tensor, *, tensor_contents: Any = None) -> str:
-        if not _is_meta(self) or self.device.type == "meta":
-            return str(true_repr(self, tensor_contents=tensor_contents))
-        return f"tensor(..., device='{self.device}', size={tuple(self.shape)}, dtype={self.dtype})"
+    def set_data(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """`tensor.data = value`."""
+        goes_to_meta = _is_meta(tensor) and not _is_meta(value)
+        _base.data.__set__(tensor, self._phantom.on_host(value) if goes_to_meta else value)
 
-    def moved(true: Callable[..., Any]) -> Callable[..., Any]:
-        """A maker of tensors from data: made on the host, then moved, as C++ would ask the driver for the device."""
+
+class _Makers:
+    """What makes tensors of data."""
+
+    def __init__(self, phantom: Phantom, methods: _Methods) -> None:
+        self._phantom = phantom
+        self._methods = methods
+        self._true_parameter = torch.nn.Parameter.__new__
+
+    def moved(self, true: Callable[..., Any]) -> Callable[..., Any]:
+        """`true`, made on the host, then moved, as C++ would ask the driver for the device."""
+        is_tensor = true is torch.tensor
 
         def make(data: Any, *args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> Any:
             if isinstance(data, torch.Tensor) and device is None and _is_meta(data):
@@ -153,75 +189,88 @@ def answering(phantom: Phantom) -> Iterator[None]:
                 return true(data, *args, device=device, **options, **kwargs)
             # the host by name: `with torch.device("cuda")` would ask for the GPU where none is named
             made = data if isinstance(data, torch.Tensor) else true(data, *args, device="cpu", **kwargs)
-            made = to(made.detach() if true is true_tensor else made, CUDA)
+            made = self._methods.to(made.detach() if is_tensor else made, CUDA)
             if isinstance(data, torch.Tensor) and (args or kwargs.get("dtype")):
-                made = true_to(made, args[0] if args else kwargs["dtype"])
+                made = _true_to(made, args[0] if args else kwargs["dtype"])
             return made.requires_grad_() if requires_grad else made
 
         return make
 
-    true_tensor = torch.tensor
-    true_parameter = torch.nn.Parameter.__new__
-
-    def parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+    def parameter(self, cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
         """Parameters are never real: on a GPU moving one keeps the object, which PyTorch refuses from CPU to meta."""
-        if type(data) is torch.Tensor and not claims.depth and not _is_meta(data) and data.is_floating_point():
-            data = phantom.on_host(data)
-        return true_parameter(cls, data, requires_grad)
+        is_real = type(data) is torch.Tensor and not _is_meta(data) and data.is_floating_point()
+        if is_real and not self._phantom.claims.depth:
+            data = self._phantom.on_host(data)
+        return self._true_parameter(cls, data, requires_grad)
 
-    def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
-        _base.data.__set__(self, phantom.on_host(value) if _is_meta(self) and not _is_meta(value) else value)
 
-    methods: dict[str, Callable[..., Any]] = {
-        "to": to,
-        "cuda": cuda,
-        "cpu": cpu,
-        "numpy": numpy_of,
-        "tolist": tolist,
-        "pin_memory": pin_memory,
-        "is_pinned": says_pinned,
-        "record_stream": lambda self, stream: None,  # C++ takes none but its own streams
-        "data_ptr": data_ptr,
-        "new_tensor": new_tensor,
-        "__deepcopy__": deepcopy,
-        "__repr__": shown,
-    }
+def _method(bound: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that becomes a method of the tensor's class."""
+
+    def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return bound(tensor, *args, **kwargs)
+
+    return call
+
+
+def _new_tensor(tensor: torch.Tensor, data: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
+    return torch.tensor(data, dtype=dtype or tensor.dtype, device=device or tensor.device, **kwargs)
+
+
+@contextmanager
+def answering(phantom: Phantom) -> Iterator[None]:
+    """Within it the methods answer as those of CUDA tensors do."""
+    methods = _Methods(phantom)
+    makers = _Makers(phantom, methods)
+    # PyTorch keeps those of its first call; `with torch.device` changes ours too.
+    constructors = device_context._device_constructors()
+    patches: list[tuple[Any, str, Any]] = [
+        *((torch.Tensor, name, method) for name, method in methods.patches().items()),
+        (torch.Tensor, "data", property(_base.data.__get__, methods.set_data)),
+        (torch.UntypedStorage, "data_ptr", _method(methods.storage_address)),
+        (torch.nn.Parameter, "__new__", staticmethod(makers.parameter)),
+        *((torch, name, makers.moved(getattr(torch, name))) for name in ("tensor", "as_tensor", "asarray")),
+        *((torch, name, _with_numbers(getattr(torch, name))) for name in _FACTORIES),
+        (torch, "save", _saving(phantom)),
+        (torch._C, "_group_tensors_by_device_and_dtype", _grouping()),
+    ]
     with ExitStack() as stack:
-        for name, method in methods.items():
-            stack.enter_context(mock.patch.object(torch.Tensor, name, method))
-        stack.enter_context(mock.patch.object(torch.UntypedStorage, "data_ptr", storage_address))
-        stack.enter_context(mock.patch.object(torch.nn.Parameter, "__new__", staticmethod(parameter)))
-        stack.enter_context(mock.patch.object(torch.Tensor, "data", property(_base.data.__get__, set_data)))
-        for name in ("tensor", "as_tensor", "asarray"):
-            stack.enter_context(mock.patch.object(torch, name, moved(getattr(torch, name))))
-        for name in _FACTORIES:
-            stack.enter_context(mock.patch.object(torch, name, _with_numbers(getattr(torch, name))))
-        constructors = constructors | {getattr(torch, name) for name in _FACTORIES}  # what `with torch.device` changes
+        for owner, name, value in patches:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        constructors = constructors | {getattr(torch, name) for name in _FACTORIES}
         stack.enter_context(mock.patch.object(device_context, "_device_constructors", return_value=constructors))
-        true_save = torch.save
-
-        def save(*args: Any, **kwargs: Any) -> None:
-            claims.depth += 1  # as meta tensors, which have no bytes to write
-            try:
-                true_save(*args, **kwargs)
-            finally:
-                claims.depth -= 1
-
-        stack.enter_context(mock.patch.object(torch, "save", save))
-        grouped = torch._C._group_tensors_by_device_and_dtype
-
-        def group(lists: Any, with_indices: bool = False) -> Any:
-            found = grouped(lists, with_indices)
-            return {
-                (_device_of(tensors[0]) if device.type == "meta" else device, dtype): (tensors, indices)
-                for (device, dtype), (tensors, indices) in found.items()
-            }
-
-        def _device_of(tensors: Any) -> torch.device:
-            return next((one.device for one in tensors if one is not None), CUDA)
-
-        stack.enter_context(mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", group))
         yield
+
+
+def _saving(phantom: Phantom) -> Callable[..., None]:
+    """`torch.save` of meta tensors as such: they have no bytes to write."""
+    true = torch.save
+
+    def save(*args: Any, **kwargs: Any) -> None:
+        phantom.claims.depth += 1
+        try:
+            true(*args, **kwargs)
+        finally:
+            phantom.claims.depth -= 1
+
+    return save
+
+
+def _grouping() -> Callable[..., Any]:
+    """Optimizers' lists of tensors, by the device that they claim."""
+    true = torch._C._group_tensors_by_device_and_dtype
+
+    def device_of(tensors: Any) -> torch.device:
+        return next((one.device for one in tensors if one is not None), CUDA)
+
+    def group(lists: Any, with_indices: bool = False) -> Any:
+        found = true(lists, with_indices)
+        return {
+            (device_of(tensors[0]) if device.type == "meta" else device, dtype): (tensors, indices)
+            for (device, dtype), (tensors, indices) in found.items()
+        }
+
+    return group
 
 
 def _default() -> torch.device | None:

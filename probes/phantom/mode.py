@@ -14,25 +14,16 @@ from typing import Any, cast
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.units import gib
-from probes.allocator import Alloc, CachingAllocator, EmptyCache, Event, Free, OutOfDeviceMemory
-from probes.allocator.blocks import Block
 from probes.dryrun.fastmeta import Remembered
 from probes.dryrun.kernels import KernelLog
 from probes.dryrun.tracker import Temporaries, adds_in_place
 from probes.dryrun.workspaces import is_matmul
-from probes.phantom.card import Card
+from probes.phantom.card import Card, TraceOptions
 from probes.phantom.claims import CPU, CUDA, META, Claims, pinned
-from probes.phantom.origins import Origin, Origins
-from probes.phantom.values import (
-    FINITE,
-    KEEPS_UNIFORM,
-    Values,
-    aliases,
-    answer,
-    changed_tensors,
-    worth_keeping,
-)
+from probes.phantom.makers import floating_bytes
+from probes.phantom.memory import CardMemory
+from probes.phantom.origins import Origins
+from probes.phantom.values import Values, answer, worth_keeping
 
 HOST_BYTES = 1 << 18
 """A floating-point tensor of at least so many bytes that the program makes on the CPU is not filled."""
@@ -40,79 +31,37 @@ HOST_BYTES = 1 << 18
 _aten = torch.ops.aten
 _is_meta = torch._C.TensorBase.is_meta.__get__
 
-_MAKERS = frozenset(
-    {
-        _aten.empty.memory_format,
-        _aten.empty_strided.default,
-        _aten.zeros.default,
-        _aten.ones.default,
-        _aten.full.default,
-        _aten.rand.default,
-        _aten.randn.default,
-        _aten.rand.generator,
-        _aten.randn.generator,
-    }
-)
-_LIKE = frozenset(
-    {
-        _aten.empty_like.default,
-        _aten.zeros_like.default,
-        _aten.ones_like.default,
-        _aten.full_like.default,
-        _aten.rand_like.default,
-        _aten.randn_like.default,
-        _aten.new_empty.default,
-        _aten.new_empty_strided.default,
-        _aten.new_zeros.default,
-        _aten.new_ones.default,
-        _aten.new_full.default,
-    }
-)
-_RANDOM_FLOATS = frozenset({"normal_", "uniform_", "exponential_", "log_normal_", "cauchy_", "randn", "rand", "normal"})
-
 
 class Phantom(TorchDispatchMode):  # type: ignore[misc]
     """The mode.
 
     Attributes:
-        events: allocations and releases in order; `origins.found` says of each allocation whose it was.
-        allocator: the card's memory as it is now.
+        memory: of the card.
         notes: what the program's user must know, in order, each once.
         handlers: operators that have no meta form, or another one than on a GPU.
         stand_in_rows: the data set whose rows are ours, "" where none is.
-        every_micro_batch: whether those that repeat the one before are run as well.
         num_micro_batches, num_repeated: of transformers' Trainer; those of them that were not run again.
     """
 
-    def __init__(self, card: Card, *, limited: bool = True, expandable_segments: bool = False) -> None:
+    def __init__(self, card: Card, options: TraceOptions, *, expandable_segments: bool = False) -> None:
         super().__init__()
         self.card = card
+        self.options = options
         self.claims = Claims()
         self.values = Values()
         self.origins = Origins()
-        self.events: list[Event] = []
-        self.allocator = CachingAllocator(
-            expandable_segments=expandable_segments, limit_bytes=card.limit_bytes if limited else None
-        )
-        self.peak_allocated_bytes = 0
-        self.peak_reserved_bytes = 0
+        self.memory = CardMemory(card, self.origins, limited=options.limited, expandable_segments=expandable_segments)
         self.notes: dict[str, None] = {}
         self.handlers: dict[Any, Callable[..., Any]] = {}
         self.log = KernelLog(capability=card.capability)
-        self.num_tokens = 8192
-        self.image_size = (1024, 1024)
-        self.objective = ""
         self.stand_in_rows = ""
         self.kernels: Counter[str] = Counter()
         self.num_steps: dict[int, int] = {}
         self.temporaries: Mapping[Any, Temporaries] = {}
         self.workspace_bytes = 0
-        self.group_bytes = 0
         self._makes_its_own = False
         self._workspaces: set[str] = set()
         self._remembered = Remembered()
-        self.num_allocations = 0
-        self.every_micro_batch = False
         self.num_micro_batches = 0
         self.num_repeated = 0
         self._alive: dict[int, Any] = {}
@@ -121,12 +70,6 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
     def _should_skip_dynamo(cls) -> bool:
         """No wrapping of the dispatch for the compiler, which would be imported for it."""
         return False
-
-    def join(self, num_ranks: int, num_bytes: int) -> None:
-        """This process is one of `num_ranks`; the communication library takes `num_bytes` of the card."""
-        self.group_bytes = num_bytes
-        if self.allocator.limit_bytes is not None:
-            self.allocator.limit_bytes = self.card.limit_bytes - num_bytes
 
     @contextmanager
     def making_its_own(self) -> Iterator[None]:
@@ -141,49 +84,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         """Remembers something that the program's user must know."""
         self.notes.setdefault(text)
 
-    # Memory
-
-    def allocate(self, size_bytes: int, op: str) -> tuple[int, Callable[[], None]]:
-        """Takes device memory: the allocation's number, and what gives it back.
-
-        Raises:
-            torch.OutOfMemoryError: the card has no room.
-        """
-        number = self.num_allocations
-        self.num_allocations += 1
-        block = self.malloc(size_bytes, op) if size_bytes > 0 else None
-        self.origins.found[number] = Origin(self.origins, op, size_bytes, len(self.events))
-        self.events.append(Alloc(number, size_bytes))
-        events, free = self.events, self.allocator.free
-
-        def release() -> None:
-            events.append(Free(number))
-            if block is not None:
-                free(block, size_bytes)
-
-        return number, release
-
-    def malloc(self, size_bytes: int, op: str) -> Block:
-        """A block of device memory that nobody follows.
-
-        Raises:
-            torch.OutOfMemoryError: the card has no room.
-        """
-        try:
-            return self.allocator.malloc(size_bytes)
-        except OutOfDeviceMemory:
-            self.origins.out_of_memory(size_bytes, op, len(self.events), self.allocator.allocated_bytes)
-            raise self._error(size_bytes) from None
-
-    def _error(self, size_bytes: int) -> torch.OutOfMemoryError:
-        allocator = self.allocator
-        free = self.card.limit_bytes - self.group_bytes - allocator.reserved_bytes
-        return torch.OutOfMemoryError(
-            f"CUDA out of memory. Tried to allocate {gib(size_bytes)}. GPU 0 has a total capacity of "
-            f"{gib(self.card.memory_bytes)} of which {gib(free)} is free. Of the allocated memory "
-            f"{gib(allocator.allocated_bytes)} is allocated by PyTorch, and "
-            f"{gib(allocator.reserved_bytes - allocator.allocated_bytes)} is reserved by PyTorch but unallocated."
-        )
+    # Storages
 
     def made(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
         """A new tensor of the GPU whose values are unknown; for handlers."""
@@ -216,16 +117,6 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
             self.claims.depth -= 1
         return cast(torch.Tensor, made)
 
-    def empty_cache(self) -> None:
-        """`torch.cuda.empty_cache`."""
-        self.allocator.empty_cache()
-        self.events.append(EmptyCache())
-
-    def keep_peaks(self) -> None:
-        """Remembers the highest figures before somebody resets them."""
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocator.peak_allocated_bytes)
-        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.allocator.peak_reserved_bytes)
-
     def number_of(self, tensor: torch.Tensor) -> int | None:
         """The allocation that holds `tensor`, None where it is not on the phantom GPU."""
         found = self._alive.get(tensor.untyped_storage()._cdata)
@@ -243,7 +134,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
     def _held(self, storage: Any, op: str) -> tuple[int, Any, Callable[[], None]]:
         """A new block for `storage`: its number, what waits for the storage's end, and what gives the block back."""
         key = storage._cdata
-        number, release = self.allocate(storage.nbytes(), op)
+        number, release = self.memory.take(storage.nbytes(), op)
         devices, alive, drop = self.claims.devices, self._alive, self.values.drop
 
         def released(_: Any) -> None:
@@ -282,21 +173,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         if kwargs.get("pin_memory"):
             return pinned(self._run(func, args, {**kwargs, "pin_memory": False}))
         device = kwargs.get("device")
-        metas: list[torch.Tensor] = []
-        real = False
-        for one in (*args, *kwargs.values()) if kwargs else args:
-            if isinstance(one, torch.Tensor):
-                if _is_meta(one):
-                    metas.append(one)
-                else:
-                    real = True
-            elif isinstance(one, (list, tuple)):
-                for inner in one:
-                    if isinstance(inner, torch.Tensor):
-                        if _is_meta(inner):
-                            metas.append(inner)
-                        else:
-                            real = True
+        metas, has_real = _tensors(args, kwargs)
         kind = device.type if device is not None else ""
         if not metas and kind in ("", "cpu"):
             return self._on_host(func, args, kwargs)
@@ -316,14 +193,14 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         target = self._target(kind, metas, func)
         if target is CUDA and len(self._workspaces) < 2 and is_matmul(func):
             self._cublas()
-        done, out = self._by_values(func, args, kwargs, metas, target)
+        done, out = (False, None) if target is None else self.values.computed(func, args, kwargs, metas)
         if not done:
             if kind and kind != "meta":
                 kwargs = {**kwargs, "device": META}
-            if real:
+            if has_real:
                 args, kwargs = _on_meta(args), {name: _on_meta(one) for name, one in kwargs.items()}
             out = self._remembered.call(func, args, kwargs)
-            self._after(func, args, kwargs, out, metas)
+            self.values.after(func, args, kwargs, out, metas)
         self._outputs(func, args, kwargs, out, target)
         return out
 
@@ -350,7 +227,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         if target is CUDA and func in self.temporaries:
             outputs = tuple(one for one in _flat(out))
             held = [
-                self.allocate(size, f"{func} workspace")[1]
+                self.memory.take(size, f"{func} workspace")[1]
                 for size in self.temporaries[func](args, kwargs, outputs)
                 if size > 0
             ]
@@ -374,26 +251,17 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         thread = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
         if thread not in self._workspaces and self.workspace_bytes:
             self._workspaces.add(thread)
-            self.allocate(self.workspace_bytes, f"cuBLAS workspace ({thread})")
+            self.memory.take(self.workspace_bytes, f"cuBLAS workspace ({thread})")
 
     # The host's side
 
     def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An operator on real tensors; large new floating-point tensors are not filled but claim the CPU."""
-        if func in _MAKERS or func in _LIKE:
-            dtype = kwargs.get("dtype") or (args[0].dtype if func in _LIKE else torch.get_default_dtype())
-            if dtype.is_floating_point:
-                shape = (
-                    args[0].shape if func in _LIKE and not str(func).startswith("aten.new_") else args[func in _LIKE]
-                )
-                size = dtype.itemsize
-                for one in shape:
-                    size *= one
-                if size >= HOST_BYTES:
-                    made = func(*_on_meta(args), **{**kwargs, "device": META})
-                    self.adopt(made.untyped_storage(), CPU, str(func))
-                    return made
-        return func(*args, **kwargs)
+        if floating_bytes(func, args, kwargs) < HOST_BYTES:
+            return func(*args, **kwargs)
+        made = func(*_on_meta(args), **{**kwargs, "device": META})
+        self.adopt(made.untyped_storage(), CPU, str(func))
+        return made
 
     def _to_host(self, tensor: torch.Tensor, kwargs: dict[str, Any]) -> Any:
         """A copy on the CPU: real where the values are known or few."""
@@ -439,75 +307,6 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
             self.origins.asked(self, f"a {str(tensor.dtype).removeprefix('torch.')} value")
         return answer(tensor.dtype, uniform)
 
-    # Values
-
-    def _by_values(
-        self, func: Any, args: Any, kwargs: dict[str, Any], metas: list[torch.Tensor], target: torch.device | None
-    ) -> tuple[bool, Any]:
-        """(whether the output is made already, the output): the operator on known values."""
-        if target is None:
-            return False, None
-        if metas:
-            copies = self.values._copies
-            for one in metas:
-                if one.untyped_storage()._cdata not in copies:
-                    return False, None
-        elif func in _MAKERS:
-            dtype = kwargs.get("dtype") or torch.get_default_dtype()
-            numel = 1
-            for one in args[0]:
-                numel *= one
-            if not worth_keeping(dtype, numel):
-                return False, None
-        elif func is _TO_COPY and not worth_keeping(kwargs.get("dtype") or args[0].dtype, args[0].numel()):
-            return False, None
-        if func.namespace != "aten" and not torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "CPU"):
-            return False, None  # an operator of the program's own, for GPUs alone
-        changes = next(iter(changed_tensors(func, args, kwargs)), None) is not None
-        if not changes and aliases(func):
-            return False, None
-        host = {name: self._real(one) for name, one in kwargs.items()}
-        if "device" in host and host["device"] is not None:
-            host["device"] = CPU
-        found = func(*[self._real(one) for one in args], **host)
-        if func is _EMPTY and isinstance(found, torch.Tensor):
-            found.zero_()
-        if changes:
-            return False, None
-        return True, self._phantoms(found)
-
-    def _real(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self.values.known(value) if _is_meta(value) else value
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._real(one) for one in value) if type(value) in (list, tuple) else value
-        return value
-
-    def _phantoms(self, found: Any) -> Any:
-        if isinstance(found, torch.Tensor):
-            made = torch.empty_strided(found.size(), found.stride(), dtype=found.dtype, device=META)
-            if worth_keeping(found.dtype, found.numel()):
-                self.values.keep(made, found)
-            return made
-        if isinstance(found, (list, tuple)):
-            return type(found)(self._phantoms(one) for one in found)
-        return found
-
-    def _after(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, metas: list[torch.Tensor]) -> None:
-        """What an operator on unknown values leaves of what was known."""
-        values = self.values
-        if values._copies:
-            known = all(one.untyped_storage()._cdata in values._copies for one in metas)
-            if not known:
-                for one in changed_tensors(func, args, kwargs):
-                    values.drop(one.untyped_storage()._cdata)
-        keeps = KEEPS_UNIFORM.get(func)
-        uniform = keeps([values.uniform(one) for one in metas]) if keeps is not None else None
-        if uniform is None:
-            uniform = FINITE.get(func)
-        if uniform is not None and isinstance(out, torch.Tensor):
-            values.assume(out, uniform)
-
 
 _PLAIN = torch._C._disabled_torch_dispatch_impl
 _ITEM = _aten._local_scalar_dense.default
@@ -516,7 +315,20 @@ _ADD_IN_PLACE = _aten.add_.Tensor
 _COPY = _aten.copy_.default
 _TO_COPY = _aten._to_copy.default
 _SCALAR = _aten.scalar_tensor.default
-_EMPTY = _aten.empty.memory_format
+
+
+def _tensors(args: Any, kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], bool]:
+    """The meta tensors among an operator's arguments, and whether real ones are too."""
+    metas: list[torch.Tensor] = []
+    has_real = False
+    for one in (*args, *kwargs.values()) if kwargs else args:
+        for inner in one if isinstance(one, (list, tuple)) else (one,):
+            if isinstance(inner, torch.Tensor):
+                if _is_meta(inner):
+                    metas.append(inner)
+                else:
+                    has_real = True
+    return metas, has_real
 
 
 def _on_meta(value: Any) -> Any:

@@ -9,7 +9,7 @@ and every one with other shapes, masks, positions or places without a label are 
 Source: transformers 5.23 trainer.py `Trainer.training_step`, which the trainers of TRL, Axolotl and LLaMA-Factory call.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -19,9 +19,9 @@ import torch
 
 from probes.allocator import Alloc, Event, Free
 from probes.allocator.blocks import SMALL_BYTES
+from probes.phantom.imports import Patch
 from probes.phantom.mode import Phantom
 
-Patch = Callable[[Any, str, Any], None]
 Requests = tuple[tuple[int, int], ...]
 """(which allocation, its bytes) and, given back, (its complement, 0), in order; the first allocation is number 0."""
 _TOKENS = ("input_ids", "labels")
@@ -56,7 +56,7 @@ class _MicroBatch:
         number = phantom.number_of(loss)
         if number is not None:
             kept = number - self.first_allocation
-            self.requests = _requests(phantom.events[self.first_event :], self.first_allocation, kept)
+            self.requests = _requests(phantom.memory.events[self.first_event :], self.first_allocation, kept)
             self.loss = loss.shape, loss.dtype, kept
 
     def again(self, phantom: Phantom) -> torch.Tensor:
@@ -70,9 +70,9 @@ class _MicroBatch:
             if number == kept:
                 found = phantom.made(shape, dtype)
             elif 0 < size <= SMALL_BYTES:
-                blocks[number] = phantom.malloc(size, "small blocks of a micro-batch"), size
+                blocks[number] = phantom.memory.malloc(size, "small blocks of a micro-batch"), size
             elif ~number in blocks:
-                phantom.allocator.free(*blocks.pop(~number))
+                phantom.memory.allocator.free(*blocks.pop(~number))
         assert found is not None
         return found
 
@@ -110,12 +110,12 @@ class _Step:
         Raises:
             _Repeats: it would do what the one before did.
         """
-        allocator, events = self._phantom.allocator, self._phantom.events
+        allocator, events = self._phantom.memory.allocator, self._phantom.memory.events
         now = _MicroBatch(
             tuple(_likeness(self._phantom, "", inputs)),
             (allocator.allocated_bytes, allocator.large.layout()),
             len(events),
-            self._phantom.num_allocations,
+            self._phantom.memory.num_allocations,
         )
         if len(self._ran) == 2:
             first, second = self._ran
@@ -159,7 +159,7 @@ def repeated_once(phantom: Phantom, trainer: Any, patch: Patch) -> None:
     @wraps(true)
     def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         phantom.num_micro_batches += 1
-        if self.accelerator.sync_gradients or phantom.every_micro_batch:
+        if self.accelerator.sync_gradients or phantom.options.every_micro_batch:
             step.clear()
             return true(self, *args, **kwargs)
         prepare = self._prepare_inputs

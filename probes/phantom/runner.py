@@ -20,7 +20,7 @@ from pathlib import Path
 from planner.errors import EnvironmentProblem, UsageError
 from planner.trace_result import TraceResult
 from probes.phantom.boot import VARIABLE
-from probes.phantom.card import Card
+from probes.phantom.card import Card, TraceOptions
 
 _ROOT = Path(__file__).parent.parent.parent
 _SITE = """import sys
@@ -45,24 +45,14 @@ class TraceOrder:
 
     Attributes:
         command: the user's command, program first.
-        limited: whether the card runs out of memory.
-        num_steps: optimizer steps after which the program is stopped.
-        num_tokens: length of the texts of stand-in data sets.
-        image_size: width and height of their pictures, in pixels.
-        objective: what their rows are for, "" where nobody knows.
-        every_micro_batch: also those that repeat the one before.
+        network: whether it may reach other machines.
         folder: where it runs, None: here.
         time_limit_s: after which the program is stopped without a result.
     """
 
     command: tuple[str, ...]
     card: Card
-    limited: bool = True
-    num_steps: int = 2
-    num_tokens: int = 8192
-    image_size: tuple[int, int] = (1024, 1024)
-    objective: str = ""
-    every_micro_batch: bool = False
+    options: TraceOptions
     network: bool = False
     time_limit_s: float = 1800.0
     environment: Mapping[str, str] | None = None
@@ -103,53 +93,20 @@ def run_traced(order: TraceOrder) -> Ended:
         UsageError: no such program.
         EnvironmentProblem: it cannot be started, or ran longer than the limit.
     """
-    executable = program(order.command)
     with tempfile.TemporaryDirectory(prefix="plan-trace-") as folder:
-        site = Path(folder, "site")
+        site, results = Path(folder, "site"), Path(folder, "results")
         site.mkdir()
-        (site / "sitecustomize.py").write_text(_SITE.format(root=str(_ROOT)))
-        results = Path(folder, "results")
         results.mkdir()
-        environment = {
-            **os.environ,
-            **(order.environment or {}),
-            **({} if order.network else OFFLINE),
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH", "")))),
-            "CUDA_VISIBLE_DEVICES": "",
-            VARIABLE: json.dumps(
-                {
-                    "card": asdict(order.card),
-                    "limited": order.limited,
-                    "steps": order.num_steps,
-                    "tokens": order.num_tokens,
-                    "image_size": order.image_size,
-                    "objective": order.objective,
-                    "every_micro_batch": order.every_micro_batch,
-                    "network": order.network,
-                    "results": str(results),
-                }
-            ),
-        }
-        try:
-            child = subprocess.Popen(
-                [executable, *order.command[1:]],
-                env=environment,
-                cwd=order.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise EnvironmentProblem(
-                f"{executable} cannot be started: {error.strerror or error}", hint="check the program's permissions"
-            ) from error
+        (site / "sitecustomize.py").write_text(_SITE.format(root=str(_ROOT)))
+        child = _started(order, _environment(order, site, results))
         try:
             with _terminable():
                 code = child.wait(timeout=order.time_limit_s)
         except subprocess.TimeoutExpired:
             _kill(child)
             raise EnvironmentProblem(
-                f"the program ran longer than {order.time_limit_s:.0f} s without {order.num_steps} optimizer steps",
+                f"the program ran longer than {order.time_limit_s:.0f} s without {order.options.num_steps} optimizer "
+                "steps",
                 hint="give it less data, or fewer accumulation steps; --time-limit allows more",
             ) from None
         except BaseException:
@@ -158,6 +115,41 @@ def run_traced(order: TraceOrder) -> Ended:
         errors = [one.read_text() for one in sorted(results.glob("*.error"))]
         found = results_in(results)
     return Ended(exit_code=code, results=found, error=errors[0] if errors else "")
+
+
+def _environment(order: TraceOrder, site: Path, results: Path) -> dict[str, str]:
+    """The command's environment: ours is the first `sitecustomize`, no GPU is visible."""
+    said = {
+        "card": asdict(order.card),
+        "options": asdict(order.options),
+        "network": order.network,
+        "results": str(results),
+    }
+    return {
+        **os.environ,
+        **(order.environment or {}),
+        **({} if order.network else OFFLINE),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH", "")))),
+        "CUDA_VISIBLE_DEVICES": "",
+        VARIABLE: json.dumps(said),
+    }
+
+
+def _started(order: TraceOrder, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    executable = program(order.command)
+    try:
+        return subprocess.Popen(
+            [executable, *order.command[1:]],
+            env=environment,
+            cwd=order.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"{executable} cannot be started: {error.strerror or error}", hint="check the program's permissions"
+        ) from error
 
 
 def results_in(folder: Path) -> tuple[TraceResult, ...]:

@@ -22,42 +22,32 @@ from probes.phantom import (
     tritons,
     world,
 )
-from probes.phantom.card import Card
+from probes.phantom.card import Card, TraceOptions
 from probes.phantom.claims import lying
 from probes.phantom.imports import WATCHED, Hook, Watcher
 from probes.phantom.mode import Phantom
 from probes.stack.autocast import emulation_installed
 
+DEFAULT = TraceOptions()
+
 
 @contextmanager
 def phantom_gpu(
     card: Card,
+    options: TraceOptions = DEFAULT,
     *,
-    limited: bool = True,
     expandable_segments: bool = False,
-    num_steps: int | None = None,
-    num_tokens: int = 8192,
-    image_size: tuple[int, int] = (1024, 1024),
-    objective: str = "",
-    every_micro_batch: bool = False,
     finished: Callable[[Phantom], None] = lambda phantom: None,
     watcher: Watcher | None = None,
 ) -> Iterator[Phantom]:
     """Within it this process has `card`, on which nothing is computed.
 
     Args:
-        limited: whether the card runs out of memory.
-        num_tokens: length of stand-in texts.
-        image_size: width and height of stand-in pictures, in pixels.
-        objective: what the rows of stand-in data sets are for, "" where nobody knows.
-        every_micro_batch: runs also those that repeat the one before.
+        finished: is called after the last optimizer step wanted, before `steps.Done` is raised.
         watcher: the one that has seen all imports of this process, None where none has.
-        num_steps: after so many optimizer steps `finished` is called and `steps.Done` raised; None: never.
     """
     torch._C._ensureCUDADeviceGuardSet()  # what C++ asks before it moves a tensor to CUDA; this one does nothing
-    phantom = Phantom(card, limited=limited, expandable_segments=expandable_segments)
-    phantom.num_tokens, phantom.image_size, phantom.objective = num_tokens, image_size, objective
-    phantom.every_micro_batch = every_micro_batch
+    phantom = Phantom(card, options, expandable_segments=expandable_segments)
     phantom.temporaries = {**temporaries(), **reductions(card.num_sms, card.threads_per_sm)}
     phantom.workspace_bytes = cublas_workspace_bytes(card.capability)
     with ExitStack() as stack:
@@ -74,29 +64,33 @@ def phantom_gpu(
             methods.answering(phantom),
             lying(phantom.claims),
             phantom.origins.following(),
-            steps.counted(phantom, num_steps, finished),
+            steps.counted(phantom, finished),
             mock.patch.object(torch.fx.experimental._config, "meta_nonzero_assume_all_nonzero", True),
         ):
             stack.enter_context(one)
-        hooks: dict[str, list[Hook]] = {}
-        rooms = (
-            libraries.hooks(phantom, stack),
-            tritons.hooks(phantom, stack),
-            shards.hooks(stack),
-            refusals.hooks(stack),
-        )
-        for found in rooms:
-            for name, hook in found.items():
-                hooks.setdefault(name, []).append(hook)
-        if watcher is None:
-            watcher = Watcher(WATCHED)
-            watcher.watch()
-            stack.callback(watcher.stop)
-        watcher.absent = lambda package, library: phantom.note(
-            f"{library} looked for {package}, which is not installed here, and took its path without it: where "
-            f"{package} is installed the program needs another amount"
-        )
-        watcher.add(hooks, {**libraries.AROUND, **tritons.around(phantom)})
+        _watch(phantom, stack, watcher)
         stack.enter_context(phantom)
         yield phantom
-        phantom.keep_peaks()
+        phantom.memory.keep_peaks()
+
+
+def _watch(phantom: Phantom, stack: ExitStack, watcher: Watcher | None) -> None:
+    """What libraries need is done as they are imported, now or later."""
+    hooks: dict[str, list[Hook]] = {}
+    for found in (
+        libraries.hooks(phantom, stack),
+        tritons.hooks(phantom, stack),
+        shards.hooks(stack),
+        refusals.hooks(stack),
+    ):
+        for name, hook in found.items():
+            hooks.setdefault(name, []).append(hook)
+    if watcher is None:
+        watcher = Watcher(WATCHED)
+        watcher.watch()
+        stack.callback(watcher.stop)
+    watcher.absent = lambda package, library: phantom.note(
+        f"{library} looked for {package}, which is not installed here, and took its path without it: where "
+        f"{package} is installed the program needs another amount"
+    )
+    watcher.add(hooks, {**libraries.AROUND, **tritons.around(phantom)})

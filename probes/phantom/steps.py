@@ -14,11 +14,11 @@ class Done(BaseException):
 
 
 @contextmanager
-def counted(phantom: Phantom, num_steps: int | None, finished: Callable[[Phantom], None]) -> Iterator[None]:
+def counted(phantom: Phantom, finished: Callable[[Phantom], None]) -> Iterator[None]:
     """Within it every optimizer's step is a phase of its own, and `Done` is raised after the last one wanted."""
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-    origins = phantom.origins
+    origins, num_steps = phantom.origins, phantom.options.num_steps
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:

@@ -19,7 +19,7 @@ _SHOWN = 40
 
 def summary(phantom: Phantom, status: str, error: str = "", elapsed_s: float = 0.0) -> TraceResult:
     """The result of the run so far."""
-    phantom.keep_peaks()
+    phantom.memory.keep_peaks()
     totals, alive, peaks = _walk(phantom)
     peak_phase = max(peaks, key=lambda phase: peaks[phase]) if peaks else "load"
     refused = phantom.origins.refused
@@ -27,10 +27,10 @@ def summary(phantom: Phantom, status: str, error: str = "", elapsed_s: float = 0
         status=status,
         error=error,
         num_steps=max(phantom.num_steps.values(), default=0),
-        num_events=len(phantom.events),
-        peak_allocated_bytes=phantom.peak_allocated_bytes,
-        peak_reserved_bytes=phantom.peak_reserved_bytes,
-        context_bytes=phantom.card.context_bytes + phantom.group_bytes,
+        num_events=len(phantom.memory.events),
+        peak_allocated_bytes=phantom.memory.peak_allocated_bytes,
+        peak_reserved_bytes=phantom.memory.peak_reserved_bytes,
+        context_bytes=phantom.card.context_bytes + phantom.memory.group_bytes,
         peak_phase=peak_phase,
         phase_peaks_bytes=peaks,
         by_category=_grouped(phantom, alive, lambda number, origin: category_of(phantom, number, origin)),
@@ -71,7 +71,7 @@ def _walk(phantom: Phantom) -> tuple[list[int], set[int], dict[str, int]]:
     totals: list[int] = []
     peaks: dict[str, int] = {}
     total, highest, at = 0, -1, -1
-    for index, event in enumerate(phantom.events):
+    for index, event in enumerate(phantom.memory.events):
         if isinstance(event, Alloc):
             sizes[event.id] = -(-event.size_bytes // ROUND_BYTES) * ROUND_BYTES
             total += sizes[event.id]
@@ -83,7 +83,7 @@ def _walk(phantom: Phantom) -> tuple[list[int], set[int], dict[str, int]]:
             total -= sizes.get(event.id, 0)
         totals.append(total)
     alive: set[int] = set()
-    for event in phantom.events[: at + 1]:
+    for event in phantom.memory.events[: at + 1]:
         if isinstance(event, Alloc):
             alive.add(event.id)
         elif isinstance(event, Free):
@@ -143,7 +143,7 @@ def _timeline(phantom: Phantom, totals: list[int]) -> tuple[tuple[float, int, st
     phase = "load"
     for start in range(0, len(totals), width):
         stretch = totals[start : start + width]
-        for event in phantom.events[start : start + width]:
+        for event in phantom.memory.events[start : start + width]:
             if isinstance(event, Alloc):
                 phase = phantom.origins.found[event.id].phase
         points.append((start / len(totals), max(stretch), phase))

@@ -7,14 +7,15 @@ length cuts them.
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from probes.phantom.images import PICTURE, processor_for
+from probes.phantom.imports import Patch
 from probes.phantom.mode import Phantom
 
-Patch = Callable[[Any, str, Any], None]
 NUM_ROWS = 64
 IMAGE_SIZE = (1024, 1024)
 DEFAULT_TOKENS = 8192
@@ -162,21 +163,59 @@ _GPT2_ENTRIES = 50257
 
 # Data sets
 
-_CHAT = ("capybara", "ultrachat", "openassistant", "oasst", "chat", "tulu", "hermes", "no_robots")
-_PREFERENCE = (
-    "ultrafeedback",
-    "preference",
-    "dpo",
-    "hh-rlhf",
-    "rlhf",
-    "orpo",
-    "stack-exchange-paired",
-    "math-preference",
+
+@dataclass(frozen=True, kw_only=True)
+class _Texts:
+    """What rows are made of."""
+
+    long: str
+    short: str
+    image_size: tuple[int, int]
+
+    @property
+    def talk(self) -> list[dict[str, str]]:
+        """One question, one long answer."""
+        return [{"role": "user", "content": self.short}, {"role": "assistant", "content": self.long}]
+
+    def picture(self) -> dict[str, Any]:
+        """A talk about a picture."""
+        from PIL import Image
+
+        parts = [{"type": "image", "text": None}, {"type": "text", "text": self.short}]
+        answer = [{"type": "text", "text": self.long}]
+        messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
+        return {"images": [Image.new("RGB", self.image_size)], "messages": messages}
+
+    def instruction(self) -> dict[str, Any]:
+        """With every name that such data sets give to an answer."""
+        return {"instruction": self.short, "input": "", **dict.fromkeys(("output", "response", "text"), self.long)}
+
+    def question(self) -> dict[str, Any]:
+        """With the names of prompts and of questions that have a solution."""
+        named = {"prompt": self.short, "completion": self.long, "question": self.short, "answer": self.long}
+        return {**named, "solution": "1"}
+
+
+_ROWS: tuple[tuple[tuple[str, ...], Callable[[_Texts], dict[str, Any]]], ...] = (
+    (("vsft", "llava", "vqa", "vision", "image", "ocr"), _Texts.picture),
+    (("guanaco",), lambda of: {"text": of.long}),
+    (("kto",), lambda of: {"prompt": of.talk[:1], "completion": of.talk[1:], "label": True}),
+    (
+        ("ultrafeedback", "preference", "dpo", "rlhf", "orpo", "stack-exchange-paired"),
+        lambda of: {"chosen": of.talk, "rejected": of.talk, "score_chosen": 1.0, "score_rejected": 0.0},
+    ),
+    (("alpaca", "dolly", "code_instructions", "instruct"), _Texts.instruction),
+    (("deepmath",), lambda of: {"prompt": of.talk[:1], "solution": "1"}),
+    (("tldr", "gsm8k", "rlaif", "prompt"), _Texts.question),
+    (
+        ("capybara", "ultrachat", "openassistant", "oasst", "chat", "tulu", "hermes", "no_robots"),
+        lambda of: {"messages": of.talk},
+    ),
+    (("stsb", "all-nli", "pair"), lambda of: {"sentence1": of.long, "sentence2": of.long, "score": 0.5}),
+    (("glue", "mrpc"), lambda of: {"sentence1": of.long, "sentence2": of.long, "label": 1, "idx": 0}),
+    (("imdb", "sentiment", "emotion", "review"), lambda of: {"text": of.long, "label": 1}),
 )
-_UNPAIRED = ("kto",)
-_PROMPT = ("tldr", "gsm8k", "rlaif", "prompt")
-_PICTURES = ("vsft", "llava", "vqa", "vision", "image", "ocr")
-_ALPACA = ("alpaca", "dolly", "code_instructions", "instruct")
+"""Words in the name of a data set, the first that is found decides -> its row."""
 
 
 def columns_of(
@@ -188,42 +227,14 @@ def columns_of(
         objective: what is trained for, where it is known: "dpo", "kto", "orpo", "reward", "embedding".
         image_size: width and height of its picture, if it has one, in pixels.
     """
-    long = "a " * num_tokens
-    short = "a " * _PROMPT_TOKENS
-    talk = [{"role": "user", "content": short}, {"role": "assistant", "content": long}]
-    low = f"{name} {objective}".lower()
+    of = _Texts(long="a " * num_tokens, short="a " * _PROMPT_TOKENS, image_size=image_size)
     if objective == "reward":  # TRL leaves out what is too long instead of cutting it; a token ends each
         return {"chosen": "b" * (num_tokens - 2), "rejected": "c" * (num_tokens - 2)}
     if objective == "embedding":
-        return {"anchor": long, "positive": long}
-    if any(word in low for word in _PICTURES):
-        from PIL import Image
-
-        parts = [{"type": "image", "text": None}, {"type": "text", "text": short}]
-        answer = [{"type": "text", "text": long}]
-        messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
-        return {"images": [Image.new("RGB", image_size)], "messages": messages}
-    if "guanaco" in low:
-        return {"text": long}
-    if any(word in low for word in _UNPAIRED):
-        return {"prompt": talk[:1], "completion": talk[1:], "label": True}
-    if any(word in low for word in _PREFERENCE):
-        return {"chosen": talk, "rejected": talk, "score_chosen": 1.0, "score_rejected": 0.0}
-    if any(word in low for word in _ALPACA):
-        return {"instruction": short, "input": "", "output": long, "response": long, "text": long}
-    if "deepmath" in low:
-        return {"prompt": talk[:1], "solution": "1"}
-    if any(word in low for word in _PROMPT):
-        return {"prompt": short, "completion": long, "question": short, "answer": long, "solution": "1"}
-    if any(word in low for word in _CHAT):
-        return {"messages": talk}
-    if "stsb" in low or "all-nli" in low or "pair" in low:
-        return {"sentence1": long, "sentence2": long, "score": 0.5}
-    if "glue" in low or "mrpc" in low:
-        return {"sentence1": long, "sentence2": long, "label": 1, "idx": 0}
-    if "imdb" in low or "sentiment" in low or "emotion" in low or "review" in low:
-        return {"text": long, "label": 1}
-    return {"text": long}
+        return {"anchor": of.long, "positive": of.long}
+    low = f"{name} {objective}".lower()
+    make = next((make for words, make in _ROWS if any(word in low for word in words)), None)
+    return {"text": of.long} if make is None else make(of)
 
 
 _STAND_IN = "stand-in rows"
@@ -231,7 +242,7 @@ _ASKS = ("instruction", "question", "query", "prompt", "input", "context", "syst
 """Columns that stand before an answer."""
 
 
-def data_sets_stand_in(phantom: Phantom, datasets: Any, patch: Patch, num_tokens: int) -> None:
+def data_sets_stand_in(phantom: Phantom, datasets: Any, patch: Patch) -> None:
     """Makes `datasets.load_dataset` answer where the data set cannot be read."""
     true = datasets.load_dataset
 
@@ -241,18 +252,7 @@ def data_sets_stand_in(phantom: Phantom, datasets: Any, patch: Patch, num_tokens
         except (ConnectionError, FileNotFoundError, OSError) as error:
             if os.path.exists(str(path)) or kwargs.get("data_files"):
                 raise
-            row = columns_of(f"{path} {name or ''}", num_tokens, phantom.image_size, phantom.objective)
-            pictures = " and a picture of {} x {} pixels".format(*phantom.image_size) if "images" in row else ""
-            phantom.note(
-                f"{path}: this data set is not on this machine ({type(error).__name__}); {NUM_ROWS} stand-in rows with "
-                f"{', '.join(row)} of {num_tokens:,} tokens and more{pictures} were used, which the program cuts to "
-                "its own maximum length"
-            )
-            phantom.stand_in_rows = str(path)
-            made = datasets.Dataset.from_dict({key: [value] * NUM_ROWS for key, value in row.items()})
-            made.info.description = _STAND_IN
-            if type(row.get("label")) is int:
-                made = made.cast_column("label", datasets.ClassLabel(num_classes=2))
+            made = _stand_in_rows(phantom, datasets, str(path), str(name or ""), type(error).__name__)
             if kwargs.get("streaming"):
                 made = made.to_iterable_dataset()
             if split is not None:
@@ -265,13 +265,36 @@ def data_sets_stand_in(phantom: Phantom, datasets: Any, patch: Patch, num_tokens
     def select_present(self: Any, indices: Any, *args: Any, **kwargs: Any) -> Any:
         return select(self, [one for one in indices if one < len(self)], *args, **kwargs)
 
-    true_map = datasets.Dataset.map
+    patch(datasets, "load_dataset", load_dataset)
+    patch(datasets.load, "load_dataset", load_dataset)
+    patch(datasets.Dataset, "select", select_present)
+    patch(datasets.Dataset, "map", _mapping(phantom, datasets.Dataset.map))
+
+
+def _stand_in_rows(phantom: Phantom, datasets: Any, path: str, name: str, why: str) -> Any:
+    """A data set in the place of `path`'s, said aloud."""
+    options = phantom.options
+    row = columns_of(f"{path} {name}", options.num_tokens, options.image_size, options.objective)
+    pictures = " and a picture of {} x {} pixels".format(*options.image_size) if "images" in row else ""
+    phantom.note(
+        f"{path}: this data set is not on this machine ({why}); {NUM_ROWS} stand-in rows with {', '.join(row)} of "
+        f"{options.num_tokens:,} tokens and more{pictures} were used, which the program cuts to its own maximum length"
+    )
+    phantom.stand_in_rows = path
+    made = datasets.Dataset.from_dict({key: [value] * NUM_ROWS for key, value in row.items()})
+    made.info.description = _STAND_IN
+    if type(row.get("label")) is int:
+        made = made.cast_column("label", datasets.ClassLabel(num_classes=2))
+    return made
+
+
+def _mapping(phantom: Phantom, true: Callable[..., Any]) -> Callable[..., Any]:
+    """`Dataset.map`: a column that the program reads and a stand-in lacks is added; it knows which the data set has."""
 
     def map_present(self: Any, function: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """A column that the program reads and a stand-in lacks is added: it knows which the data set has."""
         while True:
             try:
-                return true_map(self, function, *args, **kwargs)
+                return true(self, function, *args, **kwargs)
             except KeyError as error:
                 column = error.args[0] if error.args else None
                 if self.info.description != _STAND_IN or not isinstance(column, str) or column in self.column_names:
@@ -279,13 +302,10 @@ def data_sets_stand_in(phantom: Phantom, datasets: Any, patch: Patch, num_tokens
                 phantom.note(f"the stand-in rows got a column {column!r}, which the program reads")
                 if set(kwargs.get("remove_columns") or ()) == set(self.column_names):
                     kwargs["remove_columns"] = [*self.column_names, column]
-                text = "a " * (_PROMPT_TOKENS if column in _ASKS else num_tokens)
+                text = "a " * (_PROMPT_TOKENS if column in _ASKS else phantom.options.num_tokens)
                 self = self.add_column(column, [text] * len(self))
 
-    patch(datasets, "load_dataset", load_dataset)
-    patch(datasets.Dataset, "map", map_present)
-    patch(datasets.load, "load_dataset", load_dataset)
-    patch(datasets.Dataset, "select", select_present)
+    return map_present
 
 
 class _Metric:

@@ -10,15 +10,22 @@ infinite or NaN, a number is one.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from typing import Any
 
 import torch
+
+from probes.phantom.claims import CPU, META
+from probes.phantom.makers import MAKERS, made_dtype
 
 MAX_INTEGERS = 1 << 22
 MAX_BYTES = 1 << 16
 """Larger tensors of 8-bit integers are quantized weights, whose operators would run for real."""
 MAX_FLOATS = 1 << 10
 _aten = torch.ops.aten
+_EMPTY = _aten.empty.memory_format
+_TO_COPY = _aten._to_copy.default
+_is_meta = torch._C.TensorBase.is_meta.__get__
 
 
 def worth_keeping(dtype: torch.dtype, numel: int) -> bool:
@@ -69,6 +76,69 @@ class Values:
         mine = self.known(tensor)
         assert mine is not None
         mine.copy_(values)
+
+    def computed(self, func: Any, args: Any, kwargs: dict[str, Any], metas: Sequence[torch.Tensor]) -> tuple[bool, Any]:
+        """(whether the output is made already, the output): an operator whose meta tensors are `metas`, run on what
+        is known."""
+        if not self._decides(func, args, kwargs, metas):
+            return False, None
+        changes = next(iter(changed_tensors(func, args, kwargs)), None) is not None
+        if not changes and aliases(func):
+            return False, None
+        host = {name: self._real(one) for name, one in kwargs.items()}
+        if host.get("device") is not None:
+            host["device"] = CPU
+        found = func(*[self._real(one) for one in args], **host)
+        if func is _EMPTY and isinstance(found, torch.Tensor):
+            found.zero_()
+        return (False, None) if changes else (True, self._followed(found))
+
+    def _decides(self, func: Any, args: Any, kwargs: dict[str, Any], metas: Sequence[torch.Tensor]) -> bool:
+        """Whether what is known is all that the operator needs."""
+        if metas:
+            copies = self._copies
+            for one in metas:
+                if one.untyped_storage()._cdata not in copies:
+                    return False
+        elif func in MAKERS:
+            if not worth_keeping(made_dtype(func, args, kwargs), prod(args[0])):
+                return False
+        elif func is _TO_COPY and not worth_keeping(kwargs.get("dtype") or args[0].dtype, args[0].numel()):
+            return False
+        # Those of the program's own may be for GPUs alone.
+        has_cpu_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key
+        return func.namespace == "aten" or bool(has_cpu_kernel(func.name(), "CPU"))
+
+    def _real(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.known(value) if _is_meta(value) else value
+        if type(value) in (list, tuple):
+            return type(value)(self._real(one) for one in value)
+        return value
+
+    def _followed(self, found: Any) -> Any:
+        """Meta tensors whose values are those that were found."""
+        if isinstance(found, torch.Tensor):
+            made = torch.empty_strided(found.size(), found.stride(), dtype=found.dtype, device=META)
+            if worth_keeping(found.dtype, found.numel()):
+                self.keep(made, found)
+            return made
+        if isinstance(found, (list, tuple)):
+            return type(found)(self._followed(one) for one in found)
+        return found
+
+    def after(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, metas: Sequence[torch.Tensor]) -> None:
+        """What an operator on unknown values leaves of what was known."""
+        copies = self._copies
+        if copies and not all(one.untyped_storage()._cdata in copies for one in metas):
+            for one in changed_tensors(func, args, kwargs):
+                self.drop(one.untyped_storage()._cdata)
+        keeps = KEEPS_UNIFORM.get(func)
+        uniform = keeps([self.uniform(one) for one in metas]) if keeps is not None else None
+        if uniform is None:
+            uniform = FINITE.get(func)
+        if uniform is not None and isinstance(out, torch.Tensor):
+            self.assume(out, uniform)
 
 
 def written(func: Any) -> tuple[tuple[int, str], ...]:

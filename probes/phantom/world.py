@@ -24,17 +24,54 @@ from probes.phantom.mode import Phantom
 def fake_world(phantom: Phantom) -> Iterator[None]:
     """Within it process groups are fake, of whatever size the program asks for."""
     c10d = distributed.distributed_c10d
-    true_init, true_group = c10d.init_process_group, c10d.new_group
+    with ExitStack() as stack:
+        for name, function in _of_groups(phantom).items():
+            for owner in (distributed, c10d, distributed.device_mesh):
+                if hasattr(owner, name):
+                    stack.enter_context(mock.patch.object(owner, name, function))
+        for (owner, name), value in _of_ddp(phantom).items():
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+        if distributed.is_initialized() and distributed.get_backend() == "fake":
+            distributed.destroy_process_group()
 
-    @wraps(true_init)
+
+def _of_groups(phantom: Phantom) -> dict[str, Callable[..., Any]]:
+    """Name of `torch.distributed` -> what stands in its place."""
+    true_group = distributed.distributed_c10d.new_group
+
+    @wraps(true_group)
+    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return true_group(ranks, backend="fake")
+
+    def fill(objects: Any, value: Any) -> None:
+        if objects is not None:
+            objects[:] = [value] * len(objects)
+
+    return {
+        "init_process_group": _beginning(phantom),
+        "new_group": new_group,
+        "is_nccl_available": lambda: True,
+        "barrier": _nothing,
+        "monitored_barrier": _nothing,
+        "broadcast_object_list": _nothing,
+        "all_gather_object": lambda object_list, obj, group=None: fill(object_list, obj),
+        "gather_object": lambda obj, object_gather_list=None, *args, **kwargs: fill(object_gather_list, obj),
+        "scatter_object_list": lambda output, given=None, *args, **kwargs: fill(output, (given or [None])[0]),
+    }
+
+
+def _beginning(phantom: Phantom) -> Callable[..., None]:
+    """`init_process_group`: this process is rank 0, any other one ends."""
+    true = distributed.distributed_c10d.init_process_group
+
+    @wraps(true)
     def init_process_group(
         backend: Any = None,
         init_method: Any = None,
         timeout: Any = None,
         world_size: int = -1,
         rank: int = -1,
-        store: Any = None,
-        group_name: str = "",
         *args: Any,
         **kwargs: Any,
     ) -> None:
@@ -46,43 +83,15 @@ def fake_world(phantom: Phantom) -> Iterator[None]:
         if mine > 0:  # a program that starts its processes itself
             os._exit(0)
         if size > 1:
-            phantom.join(size, group_bytes(phantom.card.nvlink, size))
+            phantom.memory.join(group_bytes(phantom.card.nvlink, size))
             phantom.note(
                 f"rank 0 of {size} processes was followed, the others are taken to be alike; collectives answer at "
-                f"once, and NCCL's own buffers are taken as {gib(phantom.group_bytes)} of the card, outside PyTorch's "
-                "count"
+                f"once, and NCCL's own buffers are taken as {gib(phantom.memory.group_bytes)} of the card, outside "
+                "PyTorch's count"
             )
-        true_init("fake", rank=0, world_size=size, store=FakeStore())
+        true("fake", rank=0, world_size=size, store=FakeStore())
 
-    @wraps(true_group)
-    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return true_group(ranks, backend="fake")
-
-    def fill(objects: Any, value: Any) -> None:
-        if objects is not None:
-            objects[:] = [value] * len(objects)
-
-    functions: dict[str, Callable[..., Any]] = {
-        "init_process_group": init_process_group,
-        "new_group": new_group,
-        "is_nccl_available": lambda: True,
-        "barrier": _nothing,
-        "monitored_barrier": _nothing,
-        "broadcast_object_list": _nothing,
-        "all_gather_object": lambda object_list, obj, group=None: fill(object_list, obj),
-        "gather_object": lambda obj, object_gather_list=None, *args, **kwargs: fill(object_gather_list, obj),
-        "scatter_object_list": lambda output, given=None, *args, **kwargs: fill(output, (given or [None])[0]),
-    }
-    with ExitStack() as stack:
-        for name, function in functions.items():
-            for owner in (distributed, c10d, distributed.device_mesh):
-                if hasattr(owner, name):
-                    stack.enter_context(mock.patch.object(owner, name, function))
-        for (owner, name), value in _of_ddp(phantom).items():
-            stack.enter_context(mock.patch.object(owner, name, value))
-        yield
-        if distributed.is_initialized() and distributed.get_backend() == "fake":
-            distributed.destroy_process_group()
+    return init_process_group
 
 
 def _of_ddp(phantom: Phantom) -> dict[tuple[Any, str], Any]:

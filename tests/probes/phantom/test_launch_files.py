@@ -50,7 +50,7 @@ from peft import LoraConfig
 from transformers import LlamaConfig
 
 from planner.gpus import find_gpu
-from probes.phantom.card import card_of
+from probes.phantom.card import TraceOptions, card_of
 from probes.phantom.session import phantom_gpu
 from probes.phantom.steps import Done
 from probes.phantom.summary import summary
@@ -63,7 +63,7 @@ LlamaConfig(
 
 
 def traced(every, trainer, rows, adapters, **settings):
-    with phantom_gpu(card_of(find_gpu("a100-80gb")), num_steps=2, every_micro_batch=every) as phantom:
+    with phantom_gpu(card_of(find_gpu("a100-80gb")), TraceOptions(num_steps=2, every_micro_batch=every)) as phantom:
         AcceleratorState._reset_state(True)
         arguments = getattr(trl, trainer.replace("Trainer", "Config"))(
             output_dir=str(folder / "out"), per_device_train_batch_size=2, gradient_accumulation_steps=5,
@@ -76,7 +76,7 @@ def traced(every, trainer, rows, adapters, **settings):
                 peft_config=LoraConfig(r=4, task_type="CAUSAL_LM") if adapters else None, **more,
             ).train()
         found = summary(phantom, "done")
-        figures = [found.peak_allocated_bytes, found.peak_reserved_bytes, phantom.allocator.allocated_bytes]
+        figures = [found.peak_allocated_bytes, found.peak_reserved_bytes, phantom.memory.allocator.allocated_bytes]
         return [*figures, found.phase_peaks_bytes], phantom.num_repeated, found.notes
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from planner.gpus import find_gpu
 from planner.units import GIB, MIB
 from probes.dryrun.reductions import buffers
-from probes.phantom.card import card_of
+from probes.phantom.card import TraceOptions, card_of
 from probes.phantom.mode import Phantom
 from probes.phantom.session import phantom_gpu
 from probes.phantom.steps import Done
@@ -170,7 +170,9 @@ def test_what_weights_touch_is_unknown(phantom: Phantom) -> None:
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_loop_is_stopped_after_its_steps(scaled: bool) -> None:
     done: list[int] = []
-    with phantom_gpu(CARD, num_steps=2, finished=lambda phantom: done.append(len(phantom.events))) as phantom:
+    with phantom_gpu(
+        CARD, TraceOptions(num_steps=2), finished=lambda phantom: done.append(len(phantom.memory.events))
+    ) as phantom:
         model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).cuda()
         optimizer = torch.optim.AdamW(model.parameters())
         scaler = torch.amp.GradScaler("cuda", enabled=scaled)

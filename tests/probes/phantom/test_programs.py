@@ -199,7 +199,7 @@ def test_a_column_that_stand_in_rows_lack_is_added(phantom: Phantom, monkeypatch
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     rows = datasets.load_dataset("nobody/knows-this", split="train")
     made = rows.map(lambda row: {"joined": row["query"] + row["response"]}, remove_columns=rows.column_names)
-    assert (made.column_names, len(made[0]["joined"])) == (["joined"], 2 * (32 + phantom.num_tokens))
+    assert (made.column_names, len(made[0]["joined"])) == (["joined"], 2 * (32 + phantom.options.num_tokens))
     with pytest.raises(KeyError):
         datasets.Dataset.from_dict({"text": ["a"]}).map(lambda row: row["query"])
     error = ValueError("no prompt left")
@@ -242,12 +242,12 @@ def test_generation_is_as_long_as_allowed_and_holds_what_every_token_would(
     peaks = []
     for followed in (4, 4, 1000):  # once more, as cuBLAS's workspace and the positions stay
         monkeypatch.setattr(generation, "_FOLLOWED", followed)
-        begin = len(phantom.events)
+        begin = len(phantom.memory.events)
         ids = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=40, do_sample=True)
         assert ids.shape == (20, 45)
         assert ids[:, :5].tolist() == prompt.tolist()
         assert not bool((ids[:, 5:] == 40).any())
-        peaks.append(_highest(phantom.events[begin:]))
+        peaks.append(_highest(phantom.memory.events[begin:]))
     assert peaks[1] == pytest.approx(peaks[2], rel=0.001)  # the token ids
     assert peaks[1] > 2 * 2 * 20 * 44 * 512 * 4  # keys and values, layers
     assert any(note.startswith("generation: ") for note in phantom.notes)
@@ -282,7 +282,7 @@ def test_ddp_holds_its_buckets_beside_the_gradients(phantom: Phantom, monkeypatc
         held.append(torch.cuda.memory_allocated())
         model.zero_grad()
     assert held[1] - held[0] == 32 * MIB
-    assert phantom.group_bytes > 0
+    assert phantom.memory.group_bytes > 0
     assert any(note.startswith("rank 0 of 4 processes") for note in phantom.notes)
 
 
