@@ -104,52 +104,80 @@ def run_campaign(
     No probe is started when less than half the longest probe so far is left. Ctrl-C (KeyboardInterrupt) passes through
     after the executor was told to stop by its owner; what was measured is in the store.
     """
-    started = clock()
-    report = CampaignReport()
     probers: dict[tuple[object, ...], Prober] = {}
     walks = [
         _Walk(chain=chain, prober=_prober(chain, probers, executor, store, resolve, gpu, device))
         for chain in spec.chains
     ]
-    waiting: dict[Future[Outcome], tuple[_Walk, TrainSetup, float]] = {}
-    longest_s = 0.0
+    return _Run(walks, executor.num_parallel, budget_s, on_step, clock).to_the_end()
 
-    def left_s() -> float:
-        return float("inf") if budget_s is None else budget_s - (clock() - started)
 
-    def told(walk: _Walk, setup: TrainSetup, outcome: Outcome, *, from_store: bool) -> None:
-        step = Step(chain=walk.chain, setup=setup, outcome=outcome, from_store=from_store)
-        report.steps.append(step)
-        report.seconds = clock() - started
-        walk.busy = False
-        walk.advance(outcome)
-        on_step(step, report)
+class _Run:
+    """A campaign under way."""
 
-    while True:
-        while len(waiting) < executor.num_parallel and left_s() > longest_s / 2:
-            walk = next(_next_walks(walks), None)
+    def __init__(
+        self,
+        walks: list[_Walk],
+        num_parallel: int,
+        budget_s: float | None,
+        on_step: Callable[[Step, CampaignReport], None],
+        clock: Clock,
+    ) -> None:
+        self._walks = walks
+        self._num_parallel = num_parallel
+        self._budget_s = budget_s
+        self._on_step = on_step
+        self._clock = clock
+        self._started = clock()
+        self._waiting: dict[Future[Outcome], tuple[_Walk, TrainSetup, float]] = {}
+        self._longest_s = 0.0
+        self._report = CampaignReport()
+
+    def to_the_end(self) -> CampaignReport:
+        """Until all chains are done or the budget is spent: what is in flight then is given up."""
+        while True:
+            self._submit()
+            if not self._waiting or self._left_s() <= 0:
+                break
+            self._collect()
+        report = self._report
+        report.remaining = sum(not walk.done for walk in self._walks)
+        report.finished = report.remaining == 0
+        report.seconds = self._clock() - self._started
+        return report
+
+    def _left_s(self) -> float:
+        return float("inf") if self._budget_s is None else self._budget_s - (self._clock() - self._started)
+
+    def _submit(self) -> None:
+        """As many probes as run at once; what the store knows costs none."""
+        while len(self._waiting) < self._num_parallel and self._left_s() > self._longest_s / 2:
+            walk = next(_next_walks(self._walks), None)
             if walk is None:
                 break
             walk.busy = True
             setup = walk.chain.at(walk.position)
             known = walk.prober.stored(setup)
             if known is not None:
-                told(walk, setup, known, from_store=True)
+                self._tell(walk, setup, known, from_store=True)
                 continue
-            waiting[walk.prober.submit(setup)] = (walk, setup, clock())
-        if not waiting:
-            break
-        if left_s() <= 0:
-            break  # what is in flight is given up: the budget is a promise
-        done, _ = wait(waiting, timeout=min(1.0, max(left_s(), 0.01)), return_when=FIRST_COMPLETED)
+            self._waiting[walk.prober.submit(setup)] = (walk, setup, self._clock())
+
+    def _collect(self) -> None:
+        timeout_s = min(1.0, max(self._left_s(), 0.01))
+        done, _ = wait(self._waiting, timeout=timeout_s, return_when=FIRST_COMPLETED)
         for future in done:
-            walk, setup, since = waiting.pop(future)
-            longest_s = max(longest_s, (clock() - since) / executor.num_parallel)
-            told(walk, setup, walk.prober.finish(setup, future), from_store=False)
-    report.remaining = sum(not walk.done for walk in walks)
-    report.finished = report.remaining == 0
-    report.seconds = clock() - started
-    return report
+            walk, setup, since = self._waiting.pop(future)
+            self._longest_s = max(self._longest_s, (self._clock() - since) / self._num_parallel)
+            self._tell(walk, setup, walk.prober.finish(setup, future), from_store=False)
+
+    def _tell(self, walk: _Walk, setup: TrainSetup, outcome: Outcome, *, from_store: bool) -> None:
+        step = Step(chain=walk.chain, setup=setup, outcome=outcome, from_store=from_store)
+        self._report.steps.append(step)
+        self._report.seconds = self._clock() - self._started
+        walk.busy = False
+        walk.advance(outcome)
+        self._on_step(step, self._report)
 
 
 def _prober(

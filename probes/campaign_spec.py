@@ -124,12 +124,7 @@ def _chains(block: Mapping[str, Any], limits: Limits, where: str) -> tuple[list[
             impossible += 1
             continue
         for model in models:
-            if not isinstance(model, (str, Mapping)):
-                raise ConfigError(f"{where}: a model is a name or a configuration, got {model!r:.80}")
-            config: Mapping[str, Any] | None = model if isinstance(model, Mapping) else None
-            name = str(model if config is None else config.get("name", config.get("model_type", "config")))
-            if config is not None:
-                config = {key: value for key, value in config.items() if key != "name"}
+            name, config = _named(model, where)
             chains.append(
                 Chain(
                     block=str(block.get("name", where)),
@@ -143,6 +138,16 @@ def _chains(block: Mapping[str, Any], limits: Limits, where: str) -> tuple[list[
                 )
             )
     return chains, impossible
+
+
+def _named(model: object, where: str) -> tuple[str, Mapping[str, Any] | None]:
+    """A model's name, and its configuration where it is given by one."""
+    if isinstance(model, str):
+        return model, None
+    if not isinstance(model, Mapping):
+        raise ConfigError(f"{where}: a model is a name or a configuration, got {model!r:.80}")
+    name = str(model.get("name", model.get("model_type", "config")))
+    return name, {key: value for key, value in model.items() if key != "name"}
 
 
 def _combinations(block: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:

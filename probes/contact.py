@@ -167,6 +167,12 @@ def jobs_of(call: int, kept: Kept, *, rehearse: bool = False) -> tuple[Job, ...]
         return (campaign("models", 540.0),)
     if call == 3:
         return (campaign("axes", 370.0), *readings("compile", ("compile",)))
+    return _tuning(kept, rehearse, device)
+
+
+def _tuning(kept: Kept, rehearse: bool, device: str) -> tuple[Job, ...]:
+    """The fourth call: a tune, its choice confirmed, and its launch file run."""
+    on = ("--device", "cpu") if rehearse else ()
     out = str(kept.folder / "tuned")
     gpu = ("--gpu", "rtx-4090", "--seq-len", "64", "--global-batch", "4") if rehearse else (*WISH, "--gpu", "local")
     model = _tiny_model(kept.folder) if rehearse else MODEL
@@ -274,8 +280,7 @@ def run_call(
         if left_s < GIVE_UP_S:
             say(f"{job.name}: left to the next call")
             continue
-        began = clock()
-        limit_s = job.limit_s * (REHEARSED_SLOWER if rehearse else 1)
+        began, limit_s = clock(), job.limit_s * (REHEARSED_SLOWER if rehearse else 1)
         status = (run or run_job)(job, min(limit_s, left_s), kept)
         took_s = clock() - began
         _append(kept.jobs, {"job": job.name, "call": call, "status": status, "seconds": round(took_s, 1)})

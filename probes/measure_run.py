@@ -119,6 +119,13 @@ class DepthRunner:
         torch.cuda.empty_cache()
         return ("leftover-memory",) if torch.cuda.memory_allocated(device) > LEFTOVER_BYTES else ()
 
+    def _profile(self, step: Callable[[], object]) -> tuple[str, ...]:
+        """Names of the GPU's kernels in a step, asked once for a probe of one GPU."""
+        if self.profiled or self.crew.seat.size > 1 or torch.device(self.request.device).type != "cuda":
+            return ()
+        self.profiled = True
+        return kernels_of_step(step)
+
     def _run(self, depth: int, meter: Meter, *, timed: bool) -> DepthRun:
         setup, device = self.request.setup, torch.device(self.request.device)
         what = f"building {depth} layers"
@@ -126,31 +133,24 @@ class DepthRunner:
         model, reference, spread = self._models(depth, what)
         partitioned = partitions_first(setup)
         if isinstance(meter, CpuMeter) and not partitioned:
-            _count_loaded(meter, model)
-            if reference is not None:
-                _count_loaded(meter, reference)
+            for one in (model,) if reference is None else (model, reference):
+                _count_loaded(meter, one)
         with meter.following():
             if partitioned:
                 with building(what):
                     fill_partitions(model, device, setup, trained=self.trained, seed=self.request.seed)
             step, mark, job = self._trainer(model, reference, spread, meter)
-            batches = [
-                make_batch(setup, inner_model(model).config, device=device) for _ in range(_batches(self.request))
-            ]
+            config = inner_model(model).config
+            batches = [make_batch(setup, config, device=device) for _ in range(_batches(self.request))]
             warmup = self.request.limits.warmup_steps
             for number in range(1, warmup + 1):
                 self.status.progress(f"warming up {depth} layers, step {number} of {warmup}")
                 step(batches, mark)
         phase_peaks = meter.phase_peaks()
-        times: tuple[float, ...] = ()
-        kernels: tuple[str, ...] = ()
-        is_settled = True
         if timed:
             self.status.progress(f"timing {depth} layers")
-            times, is_settled = self._time(meter, lambda num: lambda: step(batches[:num]))
-            if device.type == "cuda" and self.crew.seat.size == 1 and not self.profiled:
-                self.profiled = True
-                kernels = kernels_of_step(lambda: step(batches[:1]))
+        times, is_settled = self._time(meter, lambda num: lambda: step(batches[:num])) if timed else ((), True)
+        kernels = self._profile(lambda: step(batches[:1])) if timed else ()
         found = DepthRun(
             depth=depth,
             phase_peaks_bytes=phase_peaks,

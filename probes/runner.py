@@ -125,37 +125,10 @@ def _run_child(
     on_progress: OnProgress | None,
     stop: threading.Event | None,
 ) -> Outcome:
-    read_end, write_end = os.pipe()
     kills_before = oom_kill_count()
+    read_end, write_end = os.pipe()
     try:
-        log = _open_log(paths)
-        command = [
-            *(argv if request.num_ranks == 1 else AGENT_ARGV),
-            str(paths.request),
-            str(paths.result),
-            "--status-fd",
-            str(write_end),
-            "--parent",
-            str(os.getpid()),
-            *(() if request.num_ranks == 1 else ("--", *argv)),
-        ]
-        try:
-            child = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=(write_end,),
-                env={**probe_environment(), JOB_VARIABLE: str(paths.directory)},
-            )
-        except OSError as error:
-            raise EnvironmentProblem(
-                f"cannot start the probe's process {argv[0]}: {error.strerror}", hint="check the Python installation"
-            ) from error
-        finally:
-            os.close(log)
-            os.close(write_end)
+        child = _start_child(request, paths, argv, write_end)
         watch = _Watch(
             child=child,
             pipe=read_end,
@@ -182,24 +155,50 @@ def _run_child(
         _remove_directory(paths)
         raise ProbeStopped
     tail, oom_killed = read_tail(paths.log), oom_kill_count() > kills_before
-    verdict = watch.ranks.verdict(tail, size=request.num_ranks, oom_killed=oom_killed)
-    if verdict is not None:
-        return ProbeFailure(rung=request.rung, kind=verdict[0], message=verdict[1])
-    if ending == "timeout":
-        seen = watch.ranks.last_seen() if watch.ranks.progress else watch.last_progress or "starting"
-        limit_s = START_LIMIT_S if watch.is_starting else request.limits.time_s
-        message = f"no result within {limit_s:g} s; last seen {seen}"
-        if not killed:
-            message += f"; process {child.pid} does not die (stuck in the driver)"
-        kind = FailureKind.MACHINE if watch.is_starting or not watch.last_progress else FailureKind.TIMEOUT
-        return ProbeFailure(rung=request.rung, kind=kind, message=message)
-    if ending == "log":
-        message = f"printed more than {MAX_LOG_BYTES // MIB} MiB and was stopped"
-        return ProbeFailure(rung=request.rung, kind=FailureKind.CRASHED, message=message)
-    kind, message = classify_exit(child.returncode, tail, oom_killed=oom_killed)
-    if delivered:
-        message = f"{message}; {delivered}"
+    told = watch.ranks.verdict(tail, size=request.num_ranks, oom_killed=oom_killed)
+    stopped = watch.failure(ending, killed=killed)
+    kind, message = told or stopped or _of_exit(child.returncode, tail, oom_killed, delivered)
     return ProbeFailure(rung=request.rung, kind=kind, message=message)
+
+
+def _start_child(
+    request: ProbeRequest, paths: ProbePaths, argv: tuple[str, ...], write_end: int
+) -> "subprocess.Popen[bytes]":
+    """The worker, or torchrun for several ranks; `write_end` of the pipe, through which it tells, is its own now."""
+    log = _open_log(paths)
+    command = [
+        *(argv if request.num_ranks == 1 else AGENT_ARGV),
+        str(paths.request),
+        str(paths.result),
+        "--status-fd",
+        str(write_end),
+        "--parent",
+        str(os.getpid()),
+        *(() if request.num_ranks == 1 else ("--", *argv)),
+    ]
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=(write_end,),
+            env={**probe_environment(), JOB_VARIABLE: str(paths.directory)},
+        )
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"cannot start the probe's process {argv[0]}: {error.strerror}", hint="check the Python installation"
+        ) from error
+    finally:
+        os.close(log)
+        os.close(write_end)
+
+
+def _of_exit(code: int, tail: str, oom_killed: bool, delivered: str) -> tuple[FailureKind, str]:
+    """The failure that a child's own end tells; `delivered` is why its result is none."""
+    kind, message = classify_exit(code, tail, oom_killed=oom_killed)
+    return kind, f"{message}; {delivered}" if delivered else message
 
 
 def _open_log(paths: ProbePaths) -> int:
@@ -274,6 +273,19 @@ class _Watch:
                     self._drain()
                 if self.on_progress is not None:
                     self.on_progress(self.last_progress, time.monotonic() - self._launched)
+
+    def failure(self, ending: str, *, killed: bool) -> tuple[FailureKind, str] | None:
+        """The failure where the child was stopped, None where it ended by itself."""
+        if ending == "log":
+            return FailureKind.CRASHED, f"printed more than {MAX_LOG_BYTES // MIB} MiB and was stopped"
+        if ending != "timeout":
+            return None
+        seen = self.ranks.last_seen() if self.ranks.progress else self.last_progress or "starting"
+        message = f"no result within {self.start_limit_s if self.is_starting else self.limit_s:g} s; last seen {seen}"
+        if not killed:
+            message += f"; process {self.child.pid} does not die (stuck in the driver)"
+        is_machine = self.is_starting or not self.last_progress
+        return FailureKind.MACHINE if is_machine else FailureKind.TIMEOUT, message
 
     def _left_s(self) -> float:
         """Of the limit that holds now: waiting for others counts nowhere, starting against a limit of its own."""

@@ -168,26 +168,7 @@ class Store:
     # Reading: only what was added since the last look, whole lines only.
 
     def _refresh(self) -> None:
-        try:
-            # O_NONBLOCK: opening a named pipe that nobody writes to would wait for ever.
-            with open(os.open(self.path, os.O_RDONLY | OPEN_FLAGS), "rb") as handle:
-                _refuse_special(handle.fileno(), self.path)
-                size = os.fstat(handle.fileno()).st_size
-                if size < self._offset:  # replaced or cut by a person: read it anew
-                    self._forget()
-                if size == self._offset:
-                    return
-                handle.seek(self._offset)
-                with _locked(handle.fileno(), shared=True):
-                    data = handle.read(MAX_STORE_BYTES + 1)
-                if len(data) > MAX_STORE_BYTES:
-                    raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        except OSError as error:
-            raise EnvironmentProblem(
-                f"cannot read the store {self.path}: {error.strerror}", hint="give another file with --store"
-            ) from error
+        data = self._unread()
         whole, _, torn = data.rpartition(b"\n")
         # Under the shared lock no writer is in the middle of a line: an end without a newline is a torn line, and the
         # next writer will close it. It is looked at again then.
@@ -197,11 +178,9 @@ class Store:
             if not line.strip() or line == self._torn:
                 continue
             try:
-                record = decode_line(line)
+                self._remember(decode_line(line), line + b"\n")
             except BadOutcome as error:
                 damaged.append((line, str(error)))
-                continue
-            self._remember(record, line + b"\n")
         if torn and torn != self._torn:
             self._torn = torn
             try:
@@ -210,6 +189,34 @@ class Store:
                 damaged.append((torn, "torn: the writer was stopped in the middle of it"))
         if damaged:
             self._keep_damaged(damaged)
+
+    def _unread(self) -> bytes:
+        """What was added since the last look.
+
+        Raises:
+            EnvironmentProblem: the file cannot be read, or is too large.
+        """
+        try:
+            # O_NONBLOCK: opening a named pipe that nobody writes to would wait for ever.
+            with open(os.open(self.path, os.O_RDONLY | OPEN_FLAGS), "rb") as handle:
+                _refuse_special(handle.fileno(), self.path)
+                size = os.fstat(handle.fileno()).st_size
+                if size < self._offset:  # replaced or cut by a person: read it anew
+                    self._forget()
+                if size == self._offset:
+                    return b""
+                handle.seek(self._offset)
+                with _locked(handle.fileno(), shared=True):
+                    data = handle.read(MAX_STORE_BYTES + 1)
+                if len(data) > MAX_STORE_BYTES:
+                    raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+                return data
+        except (FileNotFoundError, NotADirectoryError):
+            return b""
+        except OSError as error:
+            raise EnvironmentProblem(
+                f"cannot read the store {self.path}: {error.strerror}", hint="give another file with --store"
+            ) from error
 
     def _forget(self) -> None:
         self._records, self._by_key, self._offset, self._seen_lines, self._torn = [], {}, 0, set(), b""

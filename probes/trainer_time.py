@@ -31,11 +31,28 @@ SEQ_LEN_TOKENS = 2048
 def trainer_host_times(steps: int = STEPS) -> dict[str, Any]:
     """Seconds that the trainer adds: `per_step_s` whatever the accumulation, `per_micro_batch_s` for each of its
     micro-batches, from steps of one and of four."""
-    import torch
     import transformers
 
     transformers.logging.set_verbosity_error()
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    added = {
+        accumulation: median(_trainer_s(steps, accumulation)[THROWN_AWAY:])
+        - median(_bare_s(steps, accumulation)[THROWN_AWAY:])
+        for accumulation in ACCUMULATIONS
+    }
+    few, more = ACCUMULATIONS
+    per_micro_batch = max(0.0, (added[more] - added[few]) / (more - few))
+    return {
+        "transformers": transformers.__version__,
+        "per_step_s": max(0.0, added[few] - per_micro_batch),
+        "per_micro_batch_s": per_micro_batch,
+        "added_s": {str(name): value for name, value in added.items()},
+    }
+
+
+def _number() -> Any:
+    """A model of one number."""
+    import torch
 
     class Number(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -45,46 +62,54 @@ def trainer_host_times(steps: int = STEPS) -> dict[str, Any]:
         def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> dict[str, Any]:
             return {"loss": self.weight * 2.0}
 
-    row = {"input_ids": torch.zeros(SEQ_LEN_TOKENS, dtype=torch.long), "labels": torch.zeros(SEQ_LEN_TOKENS)}
-    added = {}
-    for accumulation in ACCUMULATIONS:
-        begun: list[float] = []
-        with tempfile.TemporaryDirectory() as folder:
-            arguments = transformers.TrainingArguments(
-                output_dir=folder, max_steps=steps, per_device_train_batch_size=1, use_cpu=True, report_to="none",
-                gradient_accumulation_steps=accumulation, logging_steps=10, save_strategy="no", disable_tqdm=True,
-            )  # fmt: skip
+    return Number()
 
-            class Begun(transformers.TrainerCallback):  # type: ignore[misc]
-                def on_step_begin(self, *args: Any, began: list[float] = begun, **kwargs: Any) -> None:
-                    began.append(time.process_time())
 
-            trainer = transformers.Trainer(
-                model=Number(), args=arguments, train_dataset=[row] * (steps * accumulation), callbacks=[Begun()]
-            )
-            with contextlib.redirect_stdout(sys.stderr):
-                trainer.train()
-        model = Number()
-        optimizer = torch.optim.AdamW(model.parameters())
-        bare = []
-        for _ in range(steps):
-            started = time.process_time()
-            for _ in range(accumulation):
-                (model(**row)["loss"] / accumulation).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            bare.append(time.process_time() - started)
-        whole = [after - before for before, after in pairwise(begun)]
-        added[accumulation] = median(whole[THROWN_AWAY:]) - median(bare[THROWN_AWAY:])
-    few, more = ACCUMULATIONS
-    per_micro_batch = max(0.0, (added[more] - added[few]) / (more - few))
-    return {
-        "transformers": transformers.__version__,
-        "per_step_s": max(0.0, added[few] - per_micro_batch),
-        "per_micro_batch_s": per_micro_batch,
-        "added_s": {str(name): value for name, value in added.items()},
-    }
+def _row() -> dict[str, Any]:
+    import torch
+
+    return {"input_ids": torch.zeros(SEQ_LEN_TOKENS, dtype=torch.long), "labels": torch.zeros(SEQ_LEN_TOKENS)}
+
+
+def _trainer_s(steps: int, accumulation: int) -> list[float]:
+    """CPU seconds from step to step of `transformers.Trainer`."""
+    import transformers
+
+    begun: list[float] = []
+
+    class Begun(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            begun.append(time.process_time())
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = transformers.TrainingArguments(
+            output_dir=folder, max_steps=steps, per_device_train_batch_size=1, use_cpu=True, report_to="none",
+            gradient_accumulation_steps=accumulation, logging_steps=10, save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        trainer = transformers.Trainer(
+            model=_number(), args=arguments, train_dataset=[_row()] * (steps * accumulation), callbacks=[Begun()]
+        )
+        with contextlib.redirect_stdout(sys.stderr):
+            trainer.train()
+    return [after - before for before, after in pairwise(begun)]
+
+
+def _bare_s(steps: int, accumulation: int) -> list[float]:
+    """CPU seconds of each of the same steps in a bare loop."""
+    import torch
+
+    model, row = _number(), _row()
+    optimizer = torch.optim.AdamW(model.parameters())
+    spent = []
+    for _ in range(steps):
+        started = time.process_time()
+        for _ in range(accumulation):
+            (model(**row)["loss"] / accumulation).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        spent.append(time.process_time() - started)
+    return spent
 
 
 if __name__ == "__main__":

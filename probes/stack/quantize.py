@@ -158,39 +158,10 @@ def meta_params4bit(
     (nested) one byte per 64 with one fp32 per 256 of those, a 256-entry table and a scalar offset.
     """
     import bitsandbytes as bnb
-    from bitsandbytes.functional import QuantState
 
-    elements = rows * cols
-    blocks = -(-elements // _BLOCK)
     with torch.device(device):
-        packed = torch.empty(((elements + 1) // 2 // packed_dtype.itemsize, 1), dtype=packed_dtype)
-        code = torch.empty(16, dtype=torch.float32)
-        if nested:
-            second = QuantState(
-                absmax=torch.empty(-(-blocks // _NESTED_BLOCK), dtype=torch.float32),
-                code=torch.empty(256, dtype=torch.float32),
-                blocksize=_NESTED_BLOCK,
-                dtype=torch.float32,
-            )
-            state = QuantState(
-                absmax=torch.empty(blocks, dtype=torch.uint8),
-                shape=torch.Size((rows, cols)),
-                code=code,
-                blocksize=_BLOCK,
-                quant_type=quant_type,
-                dtype=dtype,
-                offset=torch.empty((), dtype=torch.float32),
-                state2=second,
-            )
-        else:
-            state = QuantState(
-                absmax=torch.empty(blocks, dtype=torch.float32),
-                shape=torch.Size((rows, cols)),
-                code=code,
-                blocksize=_BLOCK,
-                quant_type=quant_type,
-                dtype=dtype,
-            )
+        packed = torch.empty(((rows * cols + 1) // 2 // packed_dtype.itemsize, 1), dtype=packed_dtype)
+        state = _quant_state(rows, cols, nested=nested, dtype=dtype, quant_type=quant_type)
     weight = bnb.nn.Params4bit(
         packed,
         requires_grad=False,
@@ -205,6 +176,32 @@ def meta_params4bit(
     if module is not None:
         module.quant_state = state
     return weight
+
+
+def _quant_state(rows: int, cols: int, *, nested: bool, dtype: torch.dtype, quant_type: str) -> Any:
+    """The statistics of a 4-bit weight on the current device."""
+    from bitsandbytes.functional import QuantState
+
+    blocks = -(-rows * cols // _BLOCK)
+    code = torch.empty(16, dtype=torch.float32)
+    second = None
+    if nested:
+        second = QuantState(
+            absmax=torch.empty(-(-blocks // _NESTED_BLOCK), dtype=torch.float32),
+            code=torch.empty(256, dtype=torch.float32),
+            blocksize=_NESTED_BLOCK,
+            dtype=torch.float32,
+        )
+    return QuantState(
+        absmax=torch.empty(blocks, dtype=torch.uint8 if nested else torch.float32),
+        shape=torch.Size((rows, cols)),
+        code=code,
+        blocksize=_BLOCK,
+        quant_type=quant_type,
+        dtype=dtype,
+        offset=torch.empty((), dtype=torch.float32) if nested else None,
+        state2=second,
+    )
 
 
 def _int8(old: Any) -> Any:
