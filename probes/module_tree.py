@@ -41,7 +41,7 @@ _ROLES: tuple[tuple[Role, str], ...] = (
     ("q", r"q|q_proj|query|q_lin|wq|query_proj"),
     ("k", r"k|k_proj|key|k_lin|wk|key_proj"),
     ("v", r"v|v_proj|value|v_lin|wv|value_proj"),
-    ("o", r"o|o_proj|out_proj|dense|c_proj|out_lin|wo|linear_attn|attention_output|proj"),
+    ("o", r"o|o_proj|out_proj|dense|c_proj|out_lin|wo|Wo|linear_attn|attention_output|proj"),
 )
 _GATE = re.compile(r"gate|gate_proj|w1|wi_0|linear_v|c_fc_0")
 
@@ -171,8 +171,12 @@ def _layer(layer: nn.Module, index: int, text: Any, path: str, rotary: bool) -> 
         _norm(name, one, _rows(name, one, attention, hidden)) for name, one in modules.items() if _is_norm(one)
     )
     counted = sum(one.num_weights + one.num_bias for one in linears) + sum(one.num_params for one in norms)
-    whole = [one for one in norms if one.size == hidden and not _ATTENTION.search(one.name.rpartition(".")[0])]
+    holders = {one: one.name.rpartition(".")[0].rpartition(".")[2] for one in norms}  # of a norm, the module around it
+    whole = [one for one, holder in holders.items() if one.size == hidden and not _ATTENTION.search(holder)]
     parallel = getattr(text, "use_parallel_residual", getattr(text, "parallel_attn", None))
+    one_norm = len(whole) == 1 and not any(  # ModernBERT's first layer has an identity for its first norm
+        isinstance(one, nn.Identity) and "norm" in name for name, one in modules.items()
+    )
     window = None if attention is None else attention.window_tokens
     kind = "full" if window is None else f"sliding-{window}"
     if attention is not None and attention.kind == "linear":
@@ -184,7 +188,7 @@ def _layer(layer: nn.Module, index: int, text: Any, path: str, rotary: bool) -> 
         norms=norms,
         attention=attention,
         mlp=mlp,
-        parallel_residual=len(whole) == 1 if parallel is None else bool(parallel),
+        parallel_residual=one_norm if parallel is None else bool(parallel),
         num_other_params=sum(one.numel() for one in layer.parameters()) - counted,
         path=path,
     )
@@ -256,7 +260,7 @@ def _role(one: LinearSpec, modules: Mapping[str, nn.Module], hidden: int, text: 
                 return role
         return "mixer"
     if one.in_features == hidden and one.out_features != hidden:
-        if "gate_up" in one.leaf or one.leaf in ("gate_and_up_proj", "wi"):
+        if "gate_up" in one.leaf or one.leaf in ("gate_and_up_proj", "wi", "Wi"):
             return "gate_up"
         return "gate" if _GATE.fullmatch(one.leaf) else "up"
     if one.out_features == hidden and one.in_features != hidden:

@@ -191,14 +191,15 @@ def _add_attention(
 def _pinned_by_values(layer: LayerSpec, context: LayerContext, qkv_dtype: str) -> int:
     """Queries and keys before their rotation, where values are a view into one fused projection: it is kept whole.
 
-    Not where the values are copied on the way to the kernel: cast by autocast, or repeated to all heads (a single head
-    is repeated by a view).
+    Not where the values are copied on the way to the kernel: cast by autocast, repeated to all heads (a single head
+    is repeated by a view), or made one batch of heads for eager attention's product (but in a micro-batch of one).
     """
     spec = layer.attention
     fused = [one for one in layer.linears if one.role == "qkv"]
-    if spec is None or not fused or not spec.rotary or SIZE_BYTES[context.flow.autocast or qkv_dtype] == 4:
+    if spec is None or not fused or not spec.rotary or context.kernel not in ("flash", "efficient"):
         return 0
     repeated = spec.num_kv_heads not in (1, spec.num_heads) and (context.kernel != "flash" or context.traits.expands_kv)
-    if SIZE_BYTES[qkv_dtype] == 4 or repeated or context.kernel in ("math", "linear"):
+    cast = context.flow.autocast is not None and SIZE_BYTES[qkv_dtype] == 4
+    if cast or repeated:
         return 0
     return SIZE_BYTES[qkv_dtype] * context.tokens * (fused[0].out_features - spec.num_kv_heads * spec.value_head_dim)

@@ -60,9 +60,19 @@ ALTUP_STREAMS = 4
 Updates for Efficient Transformers, https://arxiv.org/abs/2301.13310; the class's default number."""
 EXTRA_EXPERT_COPIES = {"gpt_oss": 3}
 """Further tensors of the intermediate size that an expert keeps: gpt-oss clamps, scales and shifts its gate."""
-ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout")
-RESIDUAL_DROPOUTS = ("resid_pdrop", "residual_dropout", "resid_dropout", "hidden_dropout", "dropout", "dropout_rate")
-DEFAULTS = {"gpt2": (0.1, 0.1), "opt": (0.0, 0.1), "t5": (0.1, 0.1)}
+ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
+RESIDUAL_DROPOUTS = (
+    "resid_pdrop",
+    "residual_dropout",
+    "resid_dropout",
+    "hidden_dropout",
+    "hidden_dropout_prob",
+    "dropout",
+    "dropout_rate",
+)
+ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "mpnet")
+"""Types that share BERT's layer and its dropouts."""
+DEFAULTS = {"gpt2": (0.1, 0.1), "opt": (0.0, 0.1), "t5": (0.1, 0.1), **dict.fromkeys(ENCODERS, (0.1, 0.1))}
 """(attention, residual) dropout that a config leaves out because it is the class's default."""
 
 

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 import torch
 
+from planner.calibration_bands import ENCODER_BAND
 from planner.errors import ConfigError, UnknownModelError
 from planner.exporters import EXPORTERS
 from planner.gpus import find_gpu
@@ -181,6 +182,27 @@ def test_an_unknown_architecture_is_planned(specs: Mapping[str, ModelSpec], name
     error = formula.peak_allocated_bytes / run.peak_allocated_bytes - 1
     assert abs(error) <= formula.memory_band_fraction
     assert any("module tree" in note for note in formula.notes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"method": "full", "precision": "fp32", "checkpointing": 0},
+        {"method": "full", "precision": "bf16-mixed", "checkpointing": 0, "attention": "eager"},
+    ],
+    ids=["fp32", "eager"],
+)
+def test_an_encoders_layers_are_counted(name: str, fields: dict[str, Any]) -> None:
+    """Norms behind the sums, dropouts, a gate in one matrix, values that stay a view of one projection."""
+    spec = spec_of_tree({"model_type": name, **WITH_IMAGES[name]}, model_id=name, source="a test")
+    assert not any(layer.parallel_residual for layer in spec.layer_kinds)
+    setup = TrainSetup(objective="classification", seq_len_tokens=256, micro_batch_seqs=16, lora_rank=0, **fields)
+    formula, run = predict(spec, A100, setup), dry_run(spec, A100, setup)
+    assert isinstance(run, Prediction), run
+    assert formula.memory_band_fraction == ENCODER_BAND
+    assert formula.peak_allocated_bytes == pytest.approx(run.peak_allocated_bytes, rel=ENCODER_BAND / 2)
 
 
 GEMMA3N_BAND = 0.05
