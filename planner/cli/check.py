@@ -119,9 +119,9 @@ def _difference(file: Path, target: Path, text: str) -> list[str]:
     """The lines that --fix changes, as a unified diff."""
     from difflib import unified_diff
 
-    from planner.readers.read import text_of
+    from planner.readers.loading import read_bounded
 
-    before = text_of(file).splitlines()
+    before = read_bounded(file).splitlines()
     return [line.rstrip("\n") for line in unified_diff(before, text.splitlines(), file.name, target.name, n=1)]
 
 

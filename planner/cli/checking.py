@@ -145,13 +145,13 @@ def fixed_text(
     from planner.errors import ConfigError
     from planner.readers import Sharding, canonical, read_text
     from planner.readers.loading import read_bounded
-    from planner.readers.read import pinned, roots_of, text_of
+    from planner.readers.read import pinned, roots_of
     from planner.readers.rewrite import rewrite
     from planner.readers.supply import supply
     from planner.tools import tool_of
 
     edits = tool_of(config.format).edits(config.keys, config.setup, setup, config.path)
-    text = rewrite(text_of(file), file.name, edits, call_line=config.call_line)
+    text = rewrite(read_bounded(file), file.name, edits, call_line=config.call_line)
     asked = asked or Asked()
     sharding = Sharding(
         num_gpus=setup.num_gpus,

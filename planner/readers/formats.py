@@ -1,5 +1,7 @@
 """Which tool a mapping of settings belongs to, and the reader for it."""
 
+import copy
+from collections.abc import Sequence
 from typing import Any
 
 from planner.errors import NotATraining, NotPlanned
@@ -7,12 +9,14 @@ from planner.models.spec import ModelSpec
 from planner.readers import (
     axolotl,
     firefly,
+    hydra,
     litgpt,
     llamafactory,
     llamafactory_v1,
     nemo,
     own,
     schema,
+    shell,
     swift,
     torchtune,
     trl,
@@ -20,6 +24,7 @@ from planner.readers import (
 )
 from planner.readers.sharding import Sharding
 from planner.readers.types import ReadConfig
+from planner.tools import TOOLS
 
 FORMATS = (
     "trl", "axolotl", "llamafactory", "unsloth", "accelerate", "deepspeed", "torchtitan", "ms-swift", "torchtune",
@@ -102,6 +107,25 @@ def detect(values: dict[str, Any]) -> str:
     if own.is_training(values):
         return own.FORMAT
     return trl.FORMAT if keys & {"model_name_or_path", "use_peft", "dataset_name"} and not strangers else ""
+
+
+OF_FLAGS = (trl.FORMAT, axolotl.FORMAT, litgpt.FORMAT, "torchtitan")
+"""Tools that take settings as flags on top of their file; LLaMA-Factory takes `name=value`."""
+
+
+def with_words(values: dict[str, Any], kind: str, words: Sequence[str]) -> dict[str, Any]:
+    """A tool's settings with those on top that its command line says behind the file's name."""
+    said: dict[str, Any] = {}
+    if kind in OF_FLAGS:
+        said = dict(shell.flags(tuple(words)))
+    elif kind == llamafactory.FORMAT:
+        said = dict(word.split("=", 1) for word in words if "=" in word and word[:1] != "-")
+    known = {*schema.snapshot().get(kind, {}).get("fields", ()), *(TOOLS[kind].names if kind in TOOLS else ())}
+    found = copy.deepcopy(values) if said else values
+    for key, value in said.items():
+        if key in known or key.partition(".")[0] in values:
+            hydra.put(found, key.split("."), value)
+    return found
 
 
 def of_mapping(values: dict[str, Any], kind: str, name: str, model: ModelSpec | None, sharding: Sharding) -> ReadConfig:

@@ -14,6 +14,8 @@ MAX_FILLED = 10_000
 """Characters of one value, and values that are filled in, at most."""
 _PACKAGE = re.compile(r"\A\s*#\s*@package\s+(\S+)")
 _INNER = re.compile(r"\$\{([^${}]*)\}")
+_SHELL = re.compile(r"\$\w+")
+"""A variable that only the shell, which says it on the command line, knows."""
 Read = Callable[[str], str | None]
 
 
@@ -27,7 +29,7 @@ def is_composed(values: Mapping[str, Any]) -> bool:
 
 def is_open(value: Any) -> bool:
     """Whether a value is one that only composing the whole configuration would tell."""
-    return isinstance(value, str) and ("${" in value or value == "???")
+    return isinstance(value, str) and ("${" in value or value == "???" or _SHELL.fullmatch(value) is not None)
 
 
 def composed(
@@ -47,7 +49,7 @@ def composed(
     found = _composed(values, read, folder, said, files)
     for key, text in said.items():
         try:
-            _set(found, key.split("."), yaml.safe_load(text))
+            put(found, key.split("."), yaml.safe_load(text))
         except yaml.YAMLError:
             continue
     return filled(found), files
@@ -105,7 +107,8 @@ def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
             into[key] = dict(value) if isinstance(value, Mapping) else value
 
 
-def _set(into: dict[str, Any], parts: list[str], value: Any) -> None:
+def put(into: dict[str, Any], parts: list[str], value: Any) -> None:
+    """Sets a setting in a block of a block, which are made where they are not there."""
     for part in parts[:-1]:
         inner = into.get(part)
         if not isinstance(inner, dict):

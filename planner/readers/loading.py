@@ -10,8 +10,10 @@ from planner import inputs
 from planner.errors import ConfigError
 from planner.inputs import check_values, read_text, reason
 
-MAX_FILE_BYTES = 128 * 1024
+MAX_FILE_BYTES = 128 << 10
 """Published launch configs are below 10 KiB; PyYAML reads about 100 KiB/s, so a hostile file costs a second at most."""
+LARGER = {".ipynb": 8 << 20, ".py": 512 << 10}
+"""Notebooks hold their outputs, and a program is parsed fast: how many bytes they may have."""
 
 MAX_NODES = 20_000
 MAX_DEPTH = 40
@@ -40,12 +42,13 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def read_bounded(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> str:
-    """The text of a regular file of at most `max_bytes`, UTF-8.
+def read_bounded(path: Path) -> str:
+    """The text of a regular file, UTF-8, as long as its kind may be.
 
     Raises:
         ConfigError: missing, a link, a directory or device, too large, or not text.
     """
+    max_bytes = LARGER.get(path.suffix, MAX_FILE_BYTES)
     return read_text(path, max_bytes=max_bytes, follow=False, hint="give the path of a config file, saved as UTF-8")
 
 
@@ -155,7 +158,15 @@ def _mapping(value: Any, name: str) -> dict[str, Any]:
     bad = [key for key in value if not isinstance(key, str)]
     if bad:
         raise ConfigError(f"{name}: a setting's name must be text, got {bad[0]!r:.80}", hint="write it in quotes")
-    return value
+    named: dict[str, Any] = _with_names(value)
+    return named
+
+
+def _with_names(value: Any) -> Any:
+    """The values with text for every name: YAML reads `2:` as a number and `on:` as true."""
+    if isinstance(value, dict):
+        return {str(key): _with_names(inner) for key, inner in value.items()}
+    return [_with_names(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _count_nodes(root: yaml.Node, name: str) -> None:

@@ -20,14 +20,14 @@ from planner.readers import (
     tasks,
     torchtitan,
     torchtitan_python,
+    torchtune,
     trl,
     unsloth,
     versions,
 )
-from planner.readers.formats import READERS, detect, of_mapping
+from planner.readers.formats import READERS, detect, of_mapping, with_words
 from planner.readers.launched import Launches, weight, with_open
 from planner.readers.loading import (
-    MAX_FILE_BYTES,
     Parsed,
     parse_documents,
     parse_json,
@@ -44,8 +44,6 @@ from planner.tools import TOOLS
 
 SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".py", ".ipynb", *shell.SUFFIXES)
 MAKEFILES = ("Makefile", "makefile", "justfile")
-MAX_NOTEBOOK_BYTES = 8 << 20
-MAX_PROGRAM_BYTES = 512 << 10
 MAX_ANCESTORS = 6
 """Folders above a file in which what it names is looked for; none above the one that holds .git."""
 
@@ -158,6 +156,7 @@ def _read(
     if name.endswith(".toml"):
         values = parse_toml(text, name)
         if torchtitan.is_config(values):
+            values = with_words(values, torchtitan.FORMAT, sharding.arguments or ())
             return torchtitan.read(values, name, model, sharding=sharding)
         return of_mapping(values, detect(values), name, model, sharding)
     documents = (Parsed(parse_json(text, name), (), {}),) if name.endswith(".json") else parse_documents(text, name)
@@ -186,7 +185,7 @@ def _of_settings(parsed: Parsed, launches: Launches, sharding: Sharding) -> Read
                 raise
     said: tuple[str, ...] = ()
     opened: dict[str, str] = {}
-    if hydra.is_composed(parsed.values):
+    if hydra.is_composed(parsed.values) or detect(parsed.values) == torchtune.FORMAT:  # it takes OmegaConf throughout
         composed, files = hydra.composed(parsed.values, sharding.exactly, "", sharding.arguments or ())
         parsed = parsed._replace(values=composed)
         said = tuple(f"{file} beside it was read as well" for file in files)
@@ -199,6 +198,7 @@ def _of_settings(parsed: Parsed, launches: Launches, sharding: Sharding) -> Read
             kind, parsed = block, parsed._replace(values=parsed.values[block], lines=lines)
     if kind == trl.FORMAT and name.endswith(".json") and own.is_training(parsed.values):
         kind = own.FORMAT  # `trl` reads YAML: another program's, with defaults of its own
+    parsed = parsed._replace(values=with_words(parsed.values, kind, sharding.arguments or ()))
     if kind != own.FORMAT:
         known, opened = hydra.without_open(parsed.values)
         parsed = parsed._replace(values=known)
@@ -257,7 +257,7 @@ def read_config(
         raise ConfigError(
             f"{path.name}: a training ends in {', '.join(SUFFIXES)}", hint="rename it, or give the file that trains"
         )
-    text = text_of(path)
+    text = read_bounded(path)
     return read_text(
         text,
         path.name,
@@ -272,16 +272,6 @@ def read_config(
         ),
         launcher=read_bounded(launcher) if launcher is not None else None,
     )
-
-
-def text_of(path: Path) -> str:
-    """The text of a file, as long as its kind may be.
-
-    Raises:
-        ConfigError: larger, or no regular file of text.
-    """
-    limits = {".ipynb": MAX_NOTEBOOK_BYTES, ".py": MAX_PROGRAM_BYTES}
-    return read_bounded(path, max_bytes=limits.get(path.suffix, MAX_FILE_BYTES))
 
 
 def roots_of(path: Path) -> tuple[Path, ...]:

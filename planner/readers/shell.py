@@ -156,8 +156,12 @@ def _parts(line: str) -> list[str]:
         held.append(match[0])
         return f"\x01{len(held) - 1}\x01"
 
-    parts = re.split(r"&&|;|\|\||\|(?!\|)", _QUOTED.sub(hold, line))
-    return [re.sub(r"\x01(\d+)\x01", lambda match: held[int(match[1])], part) for part in parts]
+    def back(text: str) -> str:
+        filled = re.sub(r"\x01(\d+)\x01", lambda match: held[int(match[1])], text)
+        return filled if filled == text else back(filled)
+
+    parts = re.split(r"&&|;|\|\||\|(?!\|)", _SUBSTITUTION.sub(hold, _QUOTED.sub(hold, line)))
+    return [back(part) for part in parts]
 
 
 def _lines(text: str) -> Iterator[str]:
@@ -223,8 +227,9 @@ def _expanded(words: list[str], variables: dict[str, str]) -> list[str]:
             continue
         filled = _filled(word, variables)
         alone = _USE.fullmatch(word) is not None
-        found += (_words(filled.replace("\n", " ")) or [""]) if alone and re.search(r"\s", filled) else [filled]
-    return [word for word in found if word]
+        filled_words = _words(filled.replace("\n", " ")) if alone and re.search(r"\s", filled) else [filled]
+        found += [one for one in filled_words if one or not word]  # '' is a word, an empty variable is none
+    return found
 
 
 def _sum(text: str) -> str | None:
@@ -324,6 +329,8 @@ def _command(words: list[str], variables: dict[str, str]) -> Command | None:
             verb = rest[1].rpartition(".")[2]
             return _of_tool(rest[1].partition(".")[0], [*(() if "." not in rest[1] else (verb,)), *rest[2:]], shown)
         return _program(rest, shown if shown and shown > 1 else None, "")
+    if tool == "megatron" and len(words) > 1:
+        return Command(tool="python", target=f"megatron/{words[1]}", arguments=tuple(words[2:]))
     if tool in TOOLS and len(words) > 1:
         return _of_tool(tool, words[1:], started or shown)
     if tool in SCRIPT_STARTERS or tool.endswith(SUFFIXES):
@@ -358,7 +365,7 @@ def _launched(launcher: str, words: list[str], shown: int | None) -> Command | N
     index = 1 if launcher == "accelerate" and words[:1] == ["launch"] else 0
     if launcher == "accelerate" and index == 0:
         return None
-    while index < len(words) and words[index].startswith("-"):
+    while index < len(words) and words[index].startswith(("-", "$(")):
         flag, equals, value = words[index].partition("=")
         following = words[index + 1] if index + 1 < len(words) else ""
         takes = not equals and flag not in FLAGS_WITHOUT_VALUE and not following.endswith(".py")

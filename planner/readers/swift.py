@@ -46,7 +46,7 @@ def read(
     if task != "causal_lm":
         raise NotPlanned(f"{name}: task_type {task} is not planned", hint="supervised fine-tuning is")
     old = any(settings.has(key) for key in OLD)
-    tuner = settings.text(settings.first("tuner_type", "train_type", "sft_type"), "lora")
+    tuner = settings.text(settings.first("sft_type", "tuner_type", "train_type"), "lora")
     if tuner not in ("lora", "full"):
         raise NotPlanned(f"{name}: tuner {tuner} is not planned", hint="lora and full are")
     missing: list[Missing] = []
@@ -63,10 +63,11 @@ def read(
     weights = hf.weight_dtype(settings, dtype, "auto", model) if settings.raw(dtype) != "AUTO" else "bf16"
     fp16 = settings.flag("fp16", weights == "fp16")
     autocast = "fp16" if fp16 else "bf16" if settings.flag("bf16", weights == "bf16") else None
-    if not settings.has("max_length") and not old:
-        missing.append(
-            Missing(field="seq_len_tokens", reason=f"{name}: max_length absent: ms-swift cuts at the model's own limit")
-        )
+    uncut = str(settings.raw("max_length")) == "-1" if settings.has("max_length") else not old
+    if uncut:
+        said_so = "is -1" if settings.has("max_length") else "absent"
+        reason = f"{name}: max_length {said_so}: ms-swift cuts at the model's own limit"
+        missing.append(Missing(field="seq_len_tokens", reason=reason))
     fields: dict[str, Any] = {
         "method": method,
         "quantization": "none" if method != "qlora" else "int8" if bits == 8 else "nf4-double" if double else "nf4",
@@ -74,7 +75,7 @@ def read(
         **(said(settings, SWIFT, "lora_rank", "lora_dropout") if method != "full" else {"lora_rank": 0}),
         "micro_batch_seqs": micro,
         "accumulation_steps": settings.integer("gradient_accumulation_steps", steps, at_least=1),
-        "seq_len_tokens": settings.integer("max_length", 2048, at_least=1),
+        "seq_len_tokens": 2048 if uncut else settings.integer("max_length", 2048, at_least=1),
         "packing": settings.flag("packing", False) or settings.flag("padding_free", False),
         "optimizer": common.optimizer(settings, "optim", "adamw_torch_fused"),
         "attention": _attention(settings, model),

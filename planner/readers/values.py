@@ -1,5 +1,6 @@
 """`Settings`: typed access to a config's keys that remembers what was read, what was assumed and what is unknown."""
 
+import json
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -110,6 +111,11 @@ class Settings:
     def mapping(self, key: str) -> dict[str, Any]:
         """A block of settings; {} where absent."""
         value = self.raw(key, {})
+        if isinstance(value, str) and value.lstrip().startswith("{"):  # a block on a command line
+            try:
+                value = json.loads(value)
+            except ValueError:
+                raise self.error(key, "a block of settings in JSON", value) from None
         if not isinstance(value, dict):
             raise self.error(key, "a block of settings", value)
         return value

@@ -244,3 +244,70 @@ def test_a_reward_models_settings_with_lora_rank_are_not_llamafactorys() -> None
 def test_settings_that_name_another_objective_are_refused(said: str) -> None:
     with pytest.raises(ConfigError, match="not planned"):
         read_text(f"training: {{{said}, per_device_train_batch_size: 2}}\nmodel: {{name: m/m}}\n", "own.yaml")
+
+
+SWIFT = "swift sft --model Qwen/Qwen2.5-7B-Instruct --train_type lora --torch_dtype bfloat16 "
+
+
+@pytest.mark.parametrize(
+    ("command", "field", "reason"),
+    [
+        ("swift sft --sft_type lora --model_type llama3-8b --max_length -1", "seq_len_tokens", "is -1"),
+        ("tune run lora_finetune_single_device --config tune.yaml batch_size=$SIZE", "micro_batch_seqs", "is $SIZE"),
+    ],
+)
+def test_words_of_a_launch_that_leave_a_setting_open_are_asked_for(
+    command: str, field: str, reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "tune.yaml").write_text(
+        "model: {_component_: torchtune.models.llama3.lora_llama3_8b}\nbatch_size: 2\n"
+        "tokenizer: {max_seq_len: 64}\ncheckpointer: {checkpoint_dir: /m/Meta-Llama-3-8B}\n"
+        "dataset: [{_component_: torchtune.datasets.alpaca_dataset, packed: false}]\n"
+    )
+    (tmp_path / "run.sh").write_text(command)
+    missing = {one.field: one.reason for one in read_config(tmp_path / "run.sh").missing}
+    assert reason in missing[field]
+
+
+def test_blocks_on_a_command_line_are_json() -> None:
+    found = read_text(SWIFT + "--max_length 64 --gradient_checkpointing_kwargs '{\"use_reentrant\": false}'", "run.sh")
+    assert (found.setup.checkpointing, found.setup.reentrant_checkpointing) == (1, False)
+
+
+def test_a_condition_among_a_launchers_words_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WRITTEN)
+    (tmp_path / "run.sh").write_text('accelerate launch $([ "$A" = "b" ] && echo "--use_deepspeed") "train.py"')
+    assert read_config(tmp_path / "run.sh").setup.micro_batch_seqs == 4
+
+
+def test_an_empty_word_names_no_model() -> None:
+    assert read_text("python sft.py --model '' --train_type lora --max_length 64", "run.sh").model_id is None
+
+
+@pytest.mark.parametrize(
+    ("file", "launch"),
+    [
+        ("max_length: 64\nuse_peft: true\nmodel_name_or_path: {}\n", "trl sft --config a.yaml --{} 2"),
+        (
+            "stage: sft\ndo_train: true\nmodel_name_or_path: {}\ntemplate: llama3\ncutoff_len: 64\n",
+            "llamafactory-cli train a.yaml {}=2",
+        ),
+    ],
+    ids=["TRL", "LLaMA-Factory"],
+)
+def test_words_behind_a_tools_file_are_on_top_of_it(file: str, launch: str, tmp_path: Path) -> None:
+    size = "per_device_train_batch_size"
+    (tmp_path / "a.yaml").write_text(file.format("meta-llama/Llama-3.1-8B") + f"{size}: 8\n")
+    (tmp_path / "run.sh").write_text(launch.format(size))
+    assert read_config(tmp_path / "run.sh").setup.micro_batch_seqs == 2
+
+
+def test_words_behind_axolotls_file_are_on_top_of_it(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(AXOLOTL)
+    (tmp_path / "run.sh").write_text("axolotl train a.yaml --micro-batch-size 2")
+    assert read_config(tmp_path / "run.sh").setup.micro_batch_seqs == 2
+
+
+def test_megatron_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="trains with megatron"):
+        read_text("megatron sft --model Qwen/Qwen2.5-7B", "run.sh")
