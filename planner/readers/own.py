@@ -102,7 +102,7 @@ def is_training(values: Mapping[str, Any]) -> bool:
     found = _found(values)
     certain = "micro" in found and found["micro"][0].endswith("per_device_train_batch_size")
     known = {"model", "length"} & set(found)
-    adapted = {"model", "rank", "length", "accumulation"} <= set(found)
+    adapted = {"model", "rank", "accumulation"} <= set(found)
     return certain or adapted or ("micro" in found and bool(known) and bool({"accumulation", "rank"} & set(found)))
 
 

@@ -49,6 +49,8 @@ def read(
     if "vision" in component:
         raise NotPlanned(f"{name}: {builder} reads images: not planned", hint="text models are")
     missing = []
+    if component and not component.startswith("torchtune."):
+        missing.append(Missing(field="model", reason=f"{name}: {component} builds the model, no function of torchtune"))
     if not tokenizer.has("max_seq_len"):
         missing.append(Missing(field="seq_len_tokens", reason=f"{name}: tokenizer.max_seq_len is null: nothing is cut"))
     num_gpus = sharding.num_gpus if sharding is not None else 1
@@ -70,7 +72,7 @@ def read(
         **(said(inner, TORCHTUNE, "lora_rank", "lora_dropout") if adapted else {"lora_rank": 0}),
         **said(settings, TORCHTUNE, "micro_batch_seqs", "accumulation_steps"),
         "seq_len_tokens": tokenizer.integer("max_seq_len", 2048, at_least=1),
-        "packing": Settings(settings.mapping("dataset"), f"{name}: dataset").flag("packed", False),
+        "packing": Settings(_first_dataset(settings), f"{name}: dataset").flag("packed", False),
         "optimizer": common.optimizer(words, "optim", "adamw_torch"),
         "attention": "sdpa",
         "checkpointing": int(settings.flag("enable_activation_checkpointing", False)),
@@ -90,10 +92,18 @@ def read(
     return ReadConfig(
         format=FORMAT,
         path=name,
-        model_id=folder.strip("/").rpartition("/")[2] if folder else None,
+        model_id=folder.strip("/").rpartition("/")[2] if folder and component.startswith("torchtune.") else None,
         setup=common.build(settings, fields),
         missing=tuple(missing),
         assumptions=tuple(one for part in parts for one in part.assumptions),
         approximations=tuple(one for part in parts for one in part.approximations),
         values=values,
     )
+
+
+def _first_dataset(settings: Settings) -> dict[str, Any]:
+    """The block of the only data set, or of the first of several, which are packed alike."""
+    given = settings.raw("dataset", {})
+    if isinstance(given, list) and given and isinstance(given[0], dict):
+        return given[0]
+    return settings.mapping("dataset")
