@@ -20,7 +20,7 @@ from planner.readers.fields import adapter_kind, said
 from planner.readers.program import Known, Made, Program, Unknown, own_steps, plain, run
 from planner.readers.program.embedding import PAIRS
 from planner.readers.program.reading import LENGTH_NAMES
-from planner.readers.program.source import Source, of_script
+from planner.readers.program.source import Source, imported, of_script
 from planner.readers.rollouts import rollout_fields
 from planner.readers.sharding import Sharding, loaded, parallel_of
 from planner.readers.training import Training
@@ -99,7 +99,8 @@ class _Script:
         named = {**dict(source.pins), **sharding.versions}
         trainer = found.trainer.keywords if found.trainer is not None else {}
         config = found.arguments if found.arguments is not None and found.arguments.name == "SFTConfig" else None
-        bound = versions.taking(trainer if self.trl else (), config.keywords if config is not None else ())
+        imports = imported(source.text, "trl") if self.trl else ()
+        bound = versions.taking(trainer if self.trl else (), config.keywords if config is not None else (), imports)
         self.defaults = versions.trl(named.get("trl"), bound)
         used = {*self.arguments.values, *self.arguments.unknown}
         older = {"evaluation_strategy"} if "tokenizer" in trainer and not self.trl else set()
@@ -149,9 +150,7 @@ class _Script:
         packed = plain(constants.get("PACKING")) is True
         fields["packing"] = arguments.flag("packing", packed) if self.trl else packed
         fields["optimizer"] = common.optimizer(arguments, "optim", self.transformers.optimizer)
-        fields["attention"] = (
-            "sdpa" if self.unsloth else common.attention(self.loader, "attn_implementation", self.model)
-        )
+        fields["attention"] = "sdpa" if self.unsloth else self._attention()
         liger = arguments.flag("use_liger_kernel", False)
         if self.unsloth:
             fields |= {"loss": "chunked", "kernels": own_kernels(fields)}
@@ -180,6 +179,8 @@ class _Script:
             for key, why in part.undetermined.items():
                 if FIELD_OF.get(key) in ASKED and FIELD_OF[key] not in ("model", *alone):
                     self.missing.setdefault(FIELD_OF[key], why)
+        if self.found.loads:
+            self.missing.setdefault("precision", self.found.loads)
         if "precision" in self.missing and fields["precision"] == "fp32":
             fields["precision"] = "bf16-mixed"  # stands in until it is said: not every kernel computes in fp32
         model_id = self._model_id()
@@ -201,6 +202,12 @@ class _Script:
             older=self.transformers.older,
             call_line=_line(self.found.arguments),
         )
+
+    def _attention(self) -> str:
+        loader = self.loader
+        if not loader.has("attn_implementation") and loader.flag("use_flash_attention_2", False):
+            return "flash-attention-2"  # transformers 4's older switch
+        return common.attention(loader, "attn_implementation", self.model)
 
     def _objective(self, base: Mapping[str, Any], liger: bool) -> dict[str, Any]:
         """What another objective than supervised training makes of the fields.

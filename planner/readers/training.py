@@ -4,6 +4,7 @@ import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from planner.choices.adapters import ADAPTERS
 from planner.choices.objectives import OBJECTIVES as ROWS
 from planner.errors import NotATraining, NotPlanned
 from planner.readers.program import Known, Made, Program, Unknown, embedding, own_steps, plain
@@ -61,6 +62,7 @@ class Training:
     Attributes:
         loader: the call that loads the model; model: the model where it is named without one.
         unknown_model: why the model is not known, "" where it is.
+        loads: why it is not known in which type the model is loaded, "" where it is.
         adapter: the LoRA settings; continued: adapters loaded to be trained on.
         handed: what the trainer hands to the model's loading (`model_init_kwargs`).
         prepared: `prepare_model_for_kbit_training`.
@@ -73,6 +75,7 @@ class Training:
     loader: Made | None = None
     model: Value | None = None
     unknown_model: str = ""
+    loads: str = ""
     quantization: Value | None = None
     adapter: Value | None = None
     continued: Made | None = None
@@ -130,9 +133,11 @@ def find(program: Program, name: str) -> Training:
         raise NotATraining(f"{name} evaluates and trains nothing", hint="give the script that trains")
     if found.trainer is not None and found.objective == "embedding":
         found.open_objective = embedding.open_loss(found.trainer, program.made, name)
-    if found.trainer is not None and found.arguments is None and not _of_transformers(found.trainer.name):
+    if found.trainer is not None and found.arguments is None and not _of_transformers(found.trainer):
+        package = found.trainer.package
+        own = f"{package}'s " * (package not in ("", "trainer")) + found.trainer.name
         raise NotPlanned(
-            f"{name} trains with a trainer of its own ({found.trainer.name}), which cannot be read without running it",
+            f"{name} trains with a trainer of its own ({own}), which cannot be read without running it",
             hint="plan trace -- python FILE runs it on a phantom GPU and says what it needs",
         )
     if program.do_train_decides and not program.trained and _asked_to_train(found.arguments) is False:
@@ -182,9 +187,11 @@ def _asked_to_train(arguments: Made | None) -> bool | None:
     return plain(value) if isinstance(value, Known) else False if arguments is not None and not arguments.more else None
 
 
-def _of_transformers(name: str) -> bool:
+def _of_transformers(trainer: Made) -> bool:
     """Whether a trainer without arguments is known to take transformers' defaults for them."""
-    return name == "Trainer" or name in PLANNED or name.endswith(HF_TRAINERS)
+    if trainer.name == "Trainer":
+        return trainer.package in ("", "transformers")
+    return trainer.name in PLANNED or trainer.name.endswith(HF_TRAINERS)
 
 
 def _trainer(program: Program) -> Made | None:
@@ -240,9 +247,11 @@ def _check_model_class(loader: Made, program: Program, name: str) -> None:
 
 def _follow_model(found: Training, model: Value | None) -> None:
     """From what the trainer got back to what loaded the model."""
-    for _ in range(16):
+    for step in range(16):
         if isinstance(model, Known) and isinstance(model.data, str) and model.data:
             found.model = model
+            last = found.touched[-1] if step else None
+            found.loads = f"{last.where}: how {last.name}() loads the model" if last is not None else ""
             return
         if isinstance(model, Unknown):
             found.unknown_model = model.reason
@@ -263,12 +272,21 @@ def _follow_model(found: Training, model: Value | None) -> None:
                 return
         elif model.name == "get_peft_model" and found.adapter is None:
             found.adapter = model if model.owner.startswith("Fast") else model.argument("peft_config", 1)
+        elif found.adapter is None and (given := _adapter_among(model)) is not None:
+            found.adapter = given  # a wrapper's own `get_peft_model`
         elif model.name in ("prepare_model_for_kbit_training", "prepare_model_for_int8_training"):
             found.prepared = found.prepared or model
         elif model.name == "from_config":
             found.unknown_model = f"{model.where}: the model is built from a configuration"
             return
         model = model.argument("model", 0) or model.receiver
+
+
+def _adapter_among(call: Made) -> Made | None:
+    """The adapter's configuration among a call's arguments."""
+    configs = ("LoraConfig", *(row.config for row in ADAPTERS.values()))
+    given = (*call.positional, *call.keywords.values())
+    return next((one for one in given if isinstance(one, Made) and one.name in configs), None)
 
 
 def _only_loader(found: Training, program: Program) -> None:

@@ -36,6 +36,8 @@ TRL_TRAINER_KEYS = {
 """Keywords of `SFTTrainer` -> the newest TRL that takes them there."""
 TRL_CONFIG_KEYS = {"max_seq_length": "0.19"}
 """Fields of `SFTConfig` -> the newest TRL that has them."""
+TRL_NAMES = {"DataCollatorForCompletionOnlyLM": "0.19", "ConstantLengthDataset": "0.19", "setup_chat_format": "0.25"}
+"""What programs import from `trl` -> the newest TRL that has it (the wheels of 0.18.2 to 1.12)."""
 NOT_IN_TRANSFORMERS_5 = frozenset({
     "evaluation_strategy", "overwrite_output_dir", "group_by_length", "save_safetensors", "logging_dir", "no_cuda",
     "per_gpu_train_batch_size", "warmup_ratio", "push_to_hub_model_id", "fp16_backend", "half_precision_backend",
@@ -102,10 +104,12 @@ def transformers(version: str | None, arguments: Iterable[str], trl: "TrlDefault
     return TransformersDefaults(version=NEWEST_TRANSFORMERS)
 
 
-def taking(trainer: Iterable[str], config: Iterable[str]) -> tuple[str, str] | None:
-    """(version, key): the newest TRL that takes these keywords of `SFTTrainer` and `SFTConfig`; None: any."""
-    bounds = [(TRL_TRAINER_KEYS[key], key) for key in trainer if key in TRL_TRAINER_KEYS]
-    bounds += [(TRL_CONFIG_KEYS[key], key) for key in config if key in TRL_CONFIG_KEYS]
+def taking(trainer: Iterable[str], config: Iterable[str], imports: Iterable[str] = ()) -> tuple[str, str] | None:
+    """(version, why): the newest TRL that takes these keywords of `SFTTrainer` and `SFTConfig`, and has these names;
+    None: any."""
+    bounds = [(TRL_TRAINER_KEYS[key], f"takes {key} there") for key in trainer if key in TRL_TRAINER_KEYS]
+    bounds += [(TRL_CONFIG_KEYS[key], f"takes {key} there") for key in config if key in TRL_CONFIG_KEYS]
+    bounds += [(TRL_NAMES[name], f"has {name}") for name in imports if name in TRL_NAMES]
     return min(bounds, key=lambda bound: parsed(bound[0]), default=None)
 
 
@@ -148,7 +152,7 @@ class TrlDefaults:
 def trl(version: str | None, bound: tuple[str, str] | None = None) -> TrlDefaults:
     """The defaults of a TRL version ("0.22.2"); where it is None of the newest, or of the one that `taking` allows."""
     if version is None and bound is not None:
-        said = f"TRL {bound[0]} (the newest that takes {bound[1]} there)"
+        said = f"TRL {bound[0]} (the newest that {bound[1]})"
         return TrlDefaults(version=parsed(bound[0]), said=said, assumed=True)
     if version is None:
         newest = ".".join(map(str, NEWEST_TRL))

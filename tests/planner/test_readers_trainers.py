@@ -198,3 +198,35 @@ data = data.map(cut)
 Trainer(model=model, args=TrainingArguments(per_device_train_batch_size=4), train_dataset=data).train()
 """
     assert "seq_len_tokens" in {one.field for one in read(body).missing}
+
+
+def test_what_is_imported_from_trl_says_which_it_can_be() -> None:
+    """`DataCollatorForCompletionOnlyLM` is in TRL 0.19's wheel and not in 0.20's; a `try` binds to none."""
+    head = "from trl import DataCollatorForCompletionOnlyLM\n"
+    found = read(head + "SFTTrainer(model, args=SFTConfig(max_length=64)).train()\n")
+    assert any("TRL 0.19 (the newest that has DataCollatorForCompletionOnlyLM)" in one for one in found.assumptions)
+    assert (found.setup.loss, found.setup.checkpointing) == ("full", 0)
+    tried = f"try:\n    {head}except ImportError:\n    pass\n"
+    assert any("TRL 1.16" in one for one in read(tried + "SFTTrainer(model, args=SFTConfig()).train()\n").assumptions)
+
+
+def test_a_wrapper_that_takes_the_adapters_settings_puts_them_on() -> None:
+    """As ms-swift's `Swift.prepare_model`; how its own loader loads is asked for."""
+    found = read(
+        "from swift import Swift, get_model_tokenizer\nfrom peft import LoraConfig\n"
+        "model, tokenizer = get_model_tokenizer('meta-llama/Llama-3.1-8B')\n"
+        "model = Swift.prepare_model(model, LoraConfig(r=4, target_modules=['q_proj']))\nmax_length = 64\n"
+        "Trainer(model, TrainingArguments(per_device_train_batch_size=2)).train()\n"
+    )
+    assert (found.setup.lora_rank, found.model_id) == (4, "meta-llama/Llama-3.1-8B")
+    assert [one.field for one in found.missing] == ["precision"]
+
+
+def test_a_trainer_of_another_package_is_no_trainer_of_transformers() -> None:
+    with pytest.raises(NotPlanned, match="tytorch's Trainer"):
+        read("from tytorch.trainer import Trainer\nTrainer(model=model).train()\n")
+
+
+def test_the_older_switch_of_flash_attention_counts() -> None:
+    body = 'model = AutoModelForCausalLM.from_pretrained("m", use_flash_attention_2=True)\n'
+    assert read(body + "SFTTrainer(model, args=SFTConfig()).train()\n").setup.attention == "flash-attention-2"

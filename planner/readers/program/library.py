@@ -129,6 +129,7 @@ def call(reader: "Reading", callee: Value, made: Made) -> Value:
     outside = reader.outside
     if isinstance(callee, Dotted):
         made.name, made.owner = callee.name, callee.path.rpartition(".")[0].rpartition(".")[2]
+        made.package = callee.path.partition(".")[0]
         known = _of_module(reader, callee, made)
         if known is not None:
             return known

@@ -88,6 +88,12 @@ def tree_of(text: str) -> ast.Module:
     return ast.parse(text)
 
 
+def imported(text: str, package: str) -> tuple[str, ...]:
+    """The names that a program takes from a package at its start, where no `try` says that it may have none."""
+    found = (node for node in tree_of(text).body if isinstance(node, ast.ImportFrom) and node.level == 0)
+    return tuple(one.name for node in found if (node.module or "").split(".")[0] == package for one in node.names)
+
+
 def pins(text: str) -> tuple[tuple[str, str], ...]:
     """package -> version of the `pip install` lines (the last of each)."""
     found: dict[str, str] = {}

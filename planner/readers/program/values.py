@@ -69,7 +69,8 @@ class Made:
     """What a call of foreign code returned: the call itself.
 
     Attributes:
-        name: the function's last name ("from_pretrained"); owner: what it was called on ("AutoModelForCausalLM").
+        name: the function's last name ("from_pretrained"); owner: what it was called on ("AutoModelForCausalLM");
+            package: where that was imported from ("transformers"), "" where it is not known.
         receiver: the value it was called on, where that was made by the program.
         more: why there may be keywords that are not known; "" where all are.
         attributes: what the program set on it afterwards.
@@ -87,6 +88,7 @@ class Made:
     attributes: dict[str, Value] = field(default_factory=dict)
     called: dict[str, str] = field(default_factory=dict)
     made_by: "Class | None" = None
+    package: str = ""
 
     def argument(self, keyword: str, position: int = -1) -> Value | None:
         """An argument by name or position."""
