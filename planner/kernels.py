@@ -185,21 +185,29 @@ def has_expert_stacks(model: ModelSpec) -> bool:
 
 def masked(setup: TrainSetup, attention: AttentionSpec, *, packs_apart: bool = True) -> bool:
     """Whether transformers hands SDPA a mask: packed samples, a window no longer than the sequence, or keys before it
-    (prefix tuning), or pictures whose tokens see each other.
+    (prefix tuning), or pictures whose tokens see each other, or any where torch.compile traces the making of it.
 
     Args:
         packs_apart: whether the model's class masks packed samples from each other (`PACKS_TOGETHER`).
 
     The worst padded batch is full (every sequence at the full length), and a mask that hides nothing is dropped.
 
-    Source: transformers 5.23 `masking_utils.py` `_ignore_causal_mask_sdpa` (kv_length < local_attention_size).
+    Source: transformers 5.23 `masking_utils.py` `_ignore_causal_mask_sdpa` (kv_length < local_attention_size; never
+    while tracing: a padding mask's values, and before PyTorch 2.14 any).
     """
     pictures = attention.sees_ahead and setup.images is not None
-    if (setup.packing and packs_apart) or setup.adapter == "prefix" or pictures:
+    traced = setup.compile and setup.by.traces_masks
+    if (setup.packing and packs_apart) or setup.adapter == "prefix" or pictures or traced:
         return True
     return (
         attention.window_tokens is not None and setup.seq_len_tokens + setup.virtual_tokens >= attention.window_tokens
     )
+
+
+def handed_mask(model: ModelSpec, setup: TrainSetup, attention: AttentionSpec) -> bool:
+    """Whether SDPA gets a mask of tokens x tokens in a layer of this model: `masked`, or its class always makes one."""
+    always = model.model_type in ALWAYS_MASKED
+    return always or masked(setup, attention, packs_apart=model.model_type not in PACKS_TOGETHER)
 
 
 def attention_generation(gpu: GpuSpec) -> str:
@@ -213,12 +221,12 @@ def attention_generation(gpu: GpuSpec) -> str:
 
 
 def takes_cudnn(gpu: GpuSpec, attention: str) -> bool:
-    """Whether SDPA hands unmasked attention to cuDNN's kernels: Hopper, under PyTorch 2.13 with cuDNN above 9.15.
+    """Whether SDPA hands attention, with a mask or without, to cuDNN's kernels first: Hopper and data-centre Blackwell,
+    under PyTorch 2.13 with cuDNN above 9.15.
 
-    Source: PyTorch 2.13 `sdp_utils.cpp` check_prefer_cudnn_attention (which takes it on data-centre Blackwell too: no
-    comparison with flash-attention 2 is known there).
+    Source: PyTorch 2.13 `sdp_utils.cpp` check_prefer_cudnn_attention; can_use_cudnn_attention (check_attn_mask_shape).
     """
-    return attention == "sdpa" and attention_generation(gpu) == "hopper"
+    return attention == "sdpa" and (gpu.compute_capability or (0, 0))[0] in (9, 10)
 
 
 def attention_kernel(
@@ -259,7 +267,7 @@ def _sdpa_kernel(
     equal_heads = attention.head_dim == attention.value_head_dim
     fused_width = attention.head_dim <= MAX_FUSED_HEAD_DIM
     always = model.model_type in ALWAYS_MASKED
-    has_mask = always or masked(setup, attention, packs_apart=model.model_type not in PACKS_TOGETHER)
+    has_mask = handed_mask(model, setup, attention)
     no_backward = generation == "small" and 192 < attention.head_dim <= 224
     if half and not old and equal_heads and fused_width and not has_mask and not no_backward:
         return "flash"

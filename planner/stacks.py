@@ -27,6 +27,8 @@ class Stack:
         keeps_outputs: the loop's variable holds the model's outputs, and so all logits of a full loss, until the next
             forward's replace them. A trainer drops them as its loss function returns.
         compiles_loss: torch.compile reaches the full loss: in the model's own forward, or compiled beside the layers.
+        traces_masks: torch.compile traces transformers' making of the attention mask, which SDPA is then always handed;
+            False where each layer alone is compiled, or the model is none of transformers'.
         widens_outputs: accelerate casts the outputs of a forward under autocast to fp32.
         upcasts_logits: the full loss is computed on an fp32 copy of the logits.
         loss_chunks, loss_chunk_tokens: the full loss is cut into so many pieces, or into pieces of so many tokens; 0:
@@ -49,6 +51,7 @@ class Stack:
     title: str
     keeps_outputs: bool = False
     compiles_loss: bool = True
+    traces_masks: bool = True
     widens_outputs: bool = False
     upcasts_logits: bool = True
     loss_chunks: int = 0
@@ -133,6 +136,7 @@ _ROWS = (
     Stack(
         name="prime-rl",
         title="prime-rl's trainers",
+        traces_masks=False,
         keeps_outputs=True,
         compiles_loss=False,
         widens_outputs=True,
@@ -143,6 +147,7 @@ _ROWS = (
     Stack(
         name="torchtune",
         title="torchtune's recipes",
+        traces_masks=False,
         loss_chunks=8,
         overlaps_offload=True,
         quantized_adapters="",
@@ -154,6 +159,7 @@ _ROWS = (
     Stack(
         name="torchtitan",
         title="torchtitan",
+        traces_masks=False,
         expandable_segments=True,
         source="torchtitan 0.2 components/loss.py (pred.float()), train.py (`del pred` before the backward), "
         "run_train.sh (PYTORCH_ALLOC_CONF expandable_segments)",
@@ -161,6 +167,7 @@ _ROWS = (
     Stack(
         name="litgpt",
         title="LitGPT",
+        traces_masks=False,
         keeps_outputs=True,
         upcasts_logits=False,
         loss_chunk_tokens=128,

@@ -11,7 +11,7 @@ from planner.choices.kernels import fused_parts, parts_of
 from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS
 from planner.gpu import GpuSpec
-from planner.kernels import attention_kernel, takes_cudnn
+from planner.kernels import attention_kernel, handed_mask, takes_cudnn
 from planner.memory.dtypes import SIZE_BYTES, Flow
 from planner.memory.traits import traits_of
 from planner.models.earlier import built_by_transformers_4
@@ -33,6 +33,7 @@ from planner.throughput.rates import Rates, matmul_s, rates_of
 INT8_UNPACK_BYTES = 7.0  # bitsandbytes copies to 16 bit (read 1, write 2), then scales in place (read 2, write 2)
 NF4_READ_BYTES = 0.53  # packed code and block scale of one weight
 _FLASH_BACKWARD = 2.5  # five matmuls for the forward's two
+EFFICIENT = 0.6  # SDPA's memory-efficient kernel against its flash kernel, for the same products
 CUDNN_ON_HOPPER, CUDNN_MAX_HEAD_DIM = 1.7, 128
 """How many times faster cuDNN's attention trains than flash-attention 2 on Hopper; the widest head it is counted for.
 
@@ -229,17 +230,16 @@ class SpeedModel:
 
     def attention(self, setup: TrainSetup, flow: Flow) -> tuple[float, float, float]:
         """Seconds per sequence of attention forward and backward, and needed forward flops per sequence."""
-        key = (setup.attention, flow, setup.seq_len_tokens, setup.packing)
+        traced = setup.compile and setup.by.traces_masks
+        masks = (setup.packing, traced, setup.images is None, setup.adapter == "prefix")
+        key = (setup.attention, flow, setup.seq_len_tokens, masks)
         found = self._attention.get(key)
         if found is not None:
             return found
         dtype = flow.attention_input
-        older = setup.attention == "flash-attention-2" and (self.gpu.compute_capability or (0, 0))[0] == 10
         forward = backward = flops = 0.0
         for spec, count in self.inv.attentions:
-            kernel = attention_kernel(self.model, setup, self.gpu, spec, dtype)
-            cudnn = self.conditions.cudnn_attention and takes_cudnn(self.gpu, setup.attention)
-            one = self._attention_one(spec, setup.seq_len_tokens, dtype, kernel, cudnn=cudnn, older=older)
+            one = self._attention_one(spec, setup, dtype)
             forward += count * one[0]
             backward += count * one[1]
             flops += count * one[2]
@@ -252,28 +252,26 @@ class SpeedModel:
         kernels = {attention_kernel(self.model, setup, self.gpu, spec, dtype) for spec, _ in self.inv.attentions}
         return kernels <= {"flash", "efficient"}
 
-    def _attention_one(
-        self, spec: AttentionSpec, seq: int, dtype: str, kernel: str, *, cudnn: bool, older: bool
-    ) -> tuple[float, float, float]:
-        constants = self.constants
-        full = float(seq) * seq
+    def _attention_one(self, spec: AttentionSpec, setup: TrainSetup, dtype: str) -> tuple[float, float, float]:
+        """Seconds per sequence forward and backward, and needed forward flops.
+
+        A kernel of SDPA that is handed a mask skips neither the causal half nor what lies outside a window (PyTorch
+        2.13 `transformers/cuda/attention.cu`: custom_mask_type of is_causal alone; cuDNN takes it as a bias).
+        """
+        constants, kernel = self.constants, attention_kernel(self.model, setup, self.gpu, spec, dtype)
+        seq = float(setup.seq_len_tokens)
+        full = seq * seq
         window = spec.window_tokens
         pairs = full / 2 if window is None or window >= seq else seq * window - window * window / 2.0
         wide = spec.head_dim + spec.value_head_dim
         needed = 2.0 * spec.num_heads * pairs * wide
         rate = self.rates.matmul[dtype]
         if kernel in ("flash", "efficient"):
-            masked = self.conditions.masked_attention and kernel != "flash"
-            done = 2.0 * spec.num_heads * (full if masked else pairs) * wide
-            slower = 1.0 if kernel == "flash" else 0.6
-            if kernel == "flash" and cudnn and max(spec.head_dim, spec.value_head_dim) <= CUDNN_MAX_HEAD_DIM:
-                slower = CUDNN_ON_HOPPER
-            if older and kernel == "flash":
-                slower = FLASH_2_ON_BLACKWELL
-            if self.conditions.flash_1:
-                slower *= constants.flash_1_share
-            forward = done / (rate * constants.attention_forward_share * slower)
-            backward = _FLASH_BACKWARD * done / (rate * constants.attention_backward_share * slower)
+            masked = self.conditions.masked_attention or handed_mask(self.model, setup, spec)
+            done = 2.0 * spec.num_heads * (full if masked and kernel == "efficient" else pairs) * wide
+            share = self._fused_share(spec, setup, kernel, dtype)
+            forward = done / (rate * constants.attention_forward_share * share)
+            backward = _FLASH_BACKWARD * done / (rate * constants.attention_backward_share * share)
             return forward, backward, needed
         done = 2.0 * spec.num_heads * full * wide
         ahead, back = (share * constants.attention_math_passes * SIZE_BYTES[dtype] for share in (0.45, 0.55))
@@ -284,6 +282,16 @@ class SpeedModel:
         scores_s = spec.num_heads * full / self.bandwidth
         product_s = done / (0.7 * rate)
         return product_s + ahead * scores_s, 2 * product_s + back * scores_s, needed
+
+    def _fused_share(self, spec: AttentionSpec, setup: TrainSetup, kernel: str, dtype: str) -> float:
+        """How fast a fused attention is beside SDPA's flash kernel."""
+        cudnn = self.conditions.cudnn_attention and takes_cudnn(self.gpu, setup.attention) and dtype != "fp32"
+        share = 1.0 if kernel == "flash" else EFFICIENT
+        if cudnn and max(spec.head_dim, spec.value_head_dim) <= CUDNN_MAX_HEAD_DIM:
+            share = CUDNN_ON_HOPPER if self.gpu.arch == "Hopper" else 1.0
+        if setup.attention == "flash-attention-2" and (self.gpu.compute_capability or (0, 0))[0] == 10:
+            share = FLASH_2_ON_BLACKWELL
+        return share * (self.constants.flash_1_share if self.conditions.flash_1 else 1.0)
 
     def dequantization_s(self, flow: Flow, quantization: str) -> tuple[float, int]:
         """Seconds of unpacking every quantized matrix once, and how many modules there are."""

@@ -376,6 +376,24 @@ def test_sdpa_on_hopper_is_cudnns_attention() -> None:
         assert flash / sdpa == pytest.approx(times)
 
 
+def test_a_mask_costs_sdpa_the_causal_half() -> None:
+    """Packed samples come with a mask: the memory-efficient kernel (0.6 of the flash kernel's rate) does the whole
+    square on an A100; cuDNN takes the mask on an H100 (1.7) and a B200. torch.compile keeps every mask that
+    transformers makes; a model that is compiled layer by layer makes none."""
+    long = TrainSetup(seq_len_tokens=8192)
+    packed, compiled = long.with_(packing=True), long.with_(compile=True)
+    alone = compiled.with_(stack="torchtitan")
+    for card, times in (("a100-80gb", 2 / 0.6), ("h100-sxm", 2.0), ("b200", 2.0)):
+        attention = {
+            one: speed_profile(load(LLAMA), find_gpu(card), one).step_time(one).parts_s["attention"]
+            for one in (long, packed, compiled, alone)
+        }
+        assert attention[packed] == attention[compiled] == pytest.approx(times * attention[long])
+        assert attention[alone] == attention[long]
+    assert kept(compiled)["masks"] == kept(packed)["masks"] == 8192**2  # one byte a pair
+    assert kept(alone)["masks"] == 0
+
+
 def test_a_gain_above_every_measured_one_widens_the_band() -> None:
     """Llama-3.1-8B on an H100: Liger's kernels gain 20 %, fused LoRA 40 %; 21 % is the most that was measured."""
     setups = [TrainSetup(kernels=one, checkpointing=0, loss="chunked") for one in ("liger", "fused")]
