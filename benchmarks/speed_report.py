@@ -79,9 +79,7 @@ def render(report: Mapping[str, Any]) -> str:
         "",
         "Rank correlation is Spearman's over the configurations of one (model, GPU) with at least four of them:",
         "the mean weighted by how many there are, and the worst. Many configurations differ by less than the noise.",
-        "`ml_engineering` has two such groups, four runs each: torch.compile on and off. "
-        "It made the 8B model 6 % slower",
-        "there and we say faster, hence 0.00; a plan does not choose torch.compile.",
+        "`ml_engineering` has two such groups, four runs each: torch.compile on and off.",
         "The noise floor is the distance of repeats (mostly other versions) from their configuration's median.",
         "",
         "## Ratios (both predictions from the fit without their source)",

@@ -49,6 +49,7 @@ class MeasuredRow:
         status: "ok" or "oom"; `inferred` an out-of-memory that the source does not state in words.
         setup: the run as a setup, None when it cannot be expressed (`unmapped` says why).
         speed_seq_len_tokens: the mean length, for speed, where it is not the longest.
+        speed_attention: the attention of a setup whose time its own takes, where no setup has that kernel.
         assumed: what the source does not say; differs: what the setup cannot say.
         unmapped_memory: why the memory figure cannot be compared although the speed can.
         allocated_bytes, reserved_bytes: `max_memory_allocated`, `max_memory_reserved`; device_bytes: the driver's peak.
@@ -76,6 +77,7 @@ class MeasuredRow:
     variant: str | None = None
     setup: TrainSetup | None = None
     speed_seq_len_tokens: int | None = None
+    speed_attention: str = ""
     assumed: tuple[str, ...] = ()
     differs: tuple[str, ...] = ()
     unmapped: str = ""
@@ -99,10 +101,12 @@ class MeasuredRow:
 
     @property
     def speed_setup(self) -> TrainSetup | None:
-        """The setup whose length is the mean one: what a throughput should be compared with."""
-        if self.setup is None or self.speed_seq_len_tokens is None:
-            return self.setup
-        return self.setup.with_(seq_len_tokens=self.speed_seq_len_tokens)
+        """What a throughput should be compared with: the setup with the mean length, and the attention whose time its
+        own takes."""
+        if self.setup is None:
+            return None
+        told = {"seq_len_tokens": self.speed_seq_len_tokens, "attention": self.speed_attention}
+        return self.setup.with_(**{name: value for name, value in told.items() if value})
 
     def measured(self, what: Quantity) -> float | None:
         """The measured figure of one quantity, None where there is none."""

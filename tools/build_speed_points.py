@@ -125,12 +125,12 @@ def peft(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def ml_engineering(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A plain loop in pure bf16 on one B200, with and without the optimizer step."""
+    """A plain loop in pure bf16 on one B200 (PyTorch 2.13, CUDA 13), with and without the optimizer step."""
     if "mode=" in str(row.get("compile")):
         raise Unusable("CUDA graphs or autotuned kernels")
     setup = base(row) | {"attention": "sdpa", "precision": "bf16-pure", "method": "full"}
     setup["compile"] = bool(row.get("compile"))
-    conditions: dict[str, Any] = {"gradient_clipping": False, "trainer_overhead": False}
+    conditions: dict[str, Any] = {"gradient_clipping": False, "trainer_overhead": False, "cudnn_attention": True}
     if "AdamW" not in row["step_def"]:
         conditions["optimizer_part"] = 0.0
     return setup, conditions
