@@ -135,7 +135,7 @@ beyond it is added to its band whole."""
 
 
 COMPILE_BAND = 0.28
-"""The same of torch.compile, the most of 6 pairs: 4 on a B200 (9 % in the median: "torch.compile on / off"), torchtune's
+"""The same of torch.compile, the most of 6 pairs: 4 on a B200 ("torch.compile on / off", median 9 %), torchtune's
 on an A100 (7 % too little), torchtitan's on H100s of another memory (8 to 16 % too much). Small models whose host sets
 the pace miss most."""
 
