@@ -244,7 +244,7 @@ def test_a_compiled_speed_says_how_little_is_known_of_it() -> None:
         speed_profile(load(LLAMA), GPU, one).step_time(one) for one in (TrainSetup(), TrainSetup(compile=True))
     )
     assert compiled.band_fraction**2 - plain.band_fraction**2 == pytest.approx(COMPILE_BAND**2)
-    assert any("4 pairs of runs on a B200" in note for note in compiled.notes)
+    assert any("6 pairs of runs (B200, A100, H100)" in note for note in compiled.notes)
 
 
 def test_liger_does_not_displace_eager_kernels_for_less_than_a_preference_is_worth(
