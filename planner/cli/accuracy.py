@@ -53,23 +53,10 @@ def accuracy(
     from reports.accuracy_terminal import render_accuracy
     from reports.accuracy_text import accuracy_json, accuracy_markdown
 
-    if rung not in RUNGS:
-        raise UsageError(f"--rung must be formula or dry_run, got {rung!r}", hint="use --rung formula")
-    if what not in QUANTITIES:
-        raise UsageError(f"--what must be one of {', '.join(QUANTITIES)}; got {what!r}", hint="use --what all")
-    quantities = QUANTITIES[what]
-    if rung != "formula":
-        quantities = tuple(one for one in quantities if one != "tokens_per_s")
-    if not quantities:
-        raise UsageError("the dry run predicts memory only", hint="use --what memory, or --rung formula")
+    quantities = _quantities(rung, what)
     rows = _rows(group, newest)
     if rivals:
-        from planner.cli.rivals import compare, markdown
-
-        table = markdown(compare(rows, rivals, _lookup))
-        if out is not None:
-            write_text(out / "rivals.md", f"# Other estimators on the recorded runs\n\n{table}")
-        console().print(table, markup=False, soft_wrap=True)
+        _against_rivals(rows, rivals, out)
         return
     predict = _remembered(_formula() if rung == "formula" else dry_run_setup())
     tables = [accuracy_table(rows, predict, what=quantity, lookup=_lookup, rung=RUNGS[rung]) for quantity in quantities]
@@ -82,6 +69,31 @@ def accuracy(
         print_json(accuracy_json(tables))
         return
     render_accuracy(tables, console())
+
+
+def _quantities(rung: str, what: str) -> tuple[Quantity, ...]:
+    """What is compared.
+
+    Raises:
+        UsageError: unknown words, or what the rung does not predict.
+    """
+    if rung not in RUNGS:
+        raise UsageError(f"--rung must be formula or dry_run, got {rung!r}", hint="use --rung formula")
+    if what not in QUANTITIES:
+        raise UsageError(f"--what must be one of {', '.join(QUANTITIES)}; got {what!r}", hint="use --what all")
+    found = tuple(one for one in QUANTITIES[what] if rung == "formula" or one != "tokens_per_s")
+    if not found:
+        raise UsageError("the dry run predicts memory only", hint="use --what memory, or --rung formula")
+    return found
+
+
+def _against_rivals(rows: Sequence[MeasuredRow], rivals: Sequence[Path], out: Path | None) -> None:
+    from planner.cli.rivals import compare, markdown
+
+    table = markdown(compare(rows, rivals, _lookup))
+    if out is not None:
+        write_text(out / "rivals.md", f"# Other estimators on the recorded runs\n\n{table}")
+    console().print(table, markup=False, soft_wrap=True)
 
 
 def _rows(group: str | None, newest: bool) -> Sequence[MeasuredRow]:

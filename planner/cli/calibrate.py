@@ -37,7 +37,7 @@ def calibrate(
     as_json: options.Json = False,
 ) -> None:
     """Fit the constants to measurements, report held-out errors, write a calibration file."""
-    from planner.throughput.calibration import calibration_to_dict, load_calibration
+    from planner.throughput.calibration import load_calibration
 
     if measurements is None and not measure and microbench is None:
         raise UsageError(
@@ -45,6 +45,27 @@ def calibrate(
             hint="give a file of measurements, or --measure to benchmark this machine's GPU",
         )
     start = load_calibration(str(base) if base is not None else None)
+    answer, lines = _calibrated(start, measurements, measure, microbench, device, gpu)
+    if out is not None:
+        write_text(out, json.dumps(answer["calibration"], indent=1) + "\n")
+        lines += [f"wrote {out}", f"use it: FINETUNE_PLANNER_CALIBRATION={out}"]
+    if as_json:
+        print_json(answer)
+    else:
+        console().print("\n".join(lines), markup=False)
+
+
+def _calibrated(
+    start: "Calibration",
+    measurements: Path | None,
+    measure: bool,
+    microbench: Path | None,
+    device: str,
+    gpu: str | None,
+) -> tuple[dict[str, Any], list[str]]:
+    """The answer as JSON, and its lines for a person: the card's own figures first, then the fit."""
+    from planner.throughput.calibration import calibration_to_dict
+
     answer: dict[str, Any] = {"schema": 1}
     lines: list[str] = []
     if measure or microbench is not None:
@@ -60,13 +81,7 @@ def calibrate(
         lines += _report_lines(report, left_out)
         start = report.calibration
     answer["calibration"] = calibration_to_dict(start)
-    if out is not None:
-        write_text(out, json.dumps(answer["calibration"], indent=1) + "\n")
-        lines += [f"wrote {out}", f"use it: FINETUNE_PLANNER_CALIBRATION={out}"]
-    if as_json:
-        print_json(answer)
-    else:
-        console().print("\n".join(lines), markup=False)
+    return answer, lines
 
 
 def _with_figures(

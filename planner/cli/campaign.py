@@ -67,10 +67,6 @@ def campaign(
     for chain in plan.chains:
         resolve(chain)  # a wrong name shows before the first probe, not after an hour
     line = ProgressLine(budget_s=budget_s)
-
-    def show(step: "Step", report: "CampaignReport") -> None:
-        line.advance("" if step.from_store else step_line(step))
-
     stopped: BaseException | None = None
     with machine.executor_for(
         devices, slurm=slurm, partition=partition, ahead=0 if devices == ("cpu",) else ahead, on_progress=line.event
@@ -84,7 +80,7 @@ def campaign(
                 gpu=gpu,
                 device=devices[0],
                 budget_s=budget_s,
-                on_step=show,
+                on_step=lambda step, report: line.advance("" if step.from_store else step_line(step)),
             )
         except (KeyboardInterrupt, EnvironmentProblem) as error:
             stopped = error

@@ -37,9 +37,8 @@ def compare_adapters(
     from planner.planning import plan_workload
     from reports.adapters import adapters_json, adapters_markdown, render_adapters
 
-    fixed = space.fixed()
+    card, fixed = find_gpu(gpu), space.fixed()
     _check_compared(fixed)
-    card = find_gpu(gpu)
     asked = Wish(
         fixed={"method": ("lora", "qlora"), **fixed},
         seq_len=seq_len,

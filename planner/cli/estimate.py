@@ -98,8 +98,22 @@ def estimate(
         raise UsageError(
             "plan estimate needs MODEL and --gpu, or --setups FILE", hint="plan estimate MODEL --gpu rtx-4090"
         )
-    setup = asked_setup(one.values())
     spec, card = _resolve(model, gpu, lookup)
+    _one(spec, card, one, links, memory, dry, as_json=as_json)
+
+
+def _one(
+    spec: ModelSpec,
+    card: GpuSpec,
+    one: AnySetupOptions,
+    links: spread.Links,
+    memory: options.Memory,
+    dry: DryRunOptions,
+    *,
+    as_json: bool,
+) -> None:
+    """The setup of the flags."""
+    setup = asked_setup(one.values())
     if one.attention is None:
         setup = setup.with_(attention=default_attention(spec))
     cluster = spread.cluster_of(card, setup.num_gpus, links.nodes, links.interconnect)

@@ -78,16 +78,12 @@ def make(
     from planner.app.climb import answered
     from planner.cli.answer import workload_for
     from planner.cli.writing import check_launch_words, known_targets
-    from planner.plan import NoPlan, Plan
+    from planner.plan import Plan
 
     wish.fixed()  # what the flags alone contradict is said before anything is looked up
     check_launch_words(files.target, files.dataset, files.out)
     if files.verify:
-        if files.out is None or wish.gpus not in (None, 1):
-            raise UsageError("--verify traces a launch file of one GPU", hint="add --out DIR, leave --gpus out")
-        from planner.cli.verify import check_tools
-
-        check_tools(known_targets(files.verify))
+        _check_verified(files, known_targets(files.verify), wish.gpus)
     names = known_targets(files.target) if files.target else ()
     asked_for = partial(workload_for, model, wish=wish, dataset=files.dataset, targets=names)
     try:
@@ -111,6 +107,22 @@ def make(
         print("\n".join(written.said), end="\n" * bool(written.said), file=sys.stderr)
     else:
         _show(written, show.names)
+    _end(written, files)
+
+
+def _check_verified(files: FileOptions, targets: Sequence[str], gpus: int | None) -> None:
+    """That there will be launch files to trace, and their tools to trace them with."""
+    if files.out is None or gpus not in (None, 1):
+        raise UsageError("--verify traces a launch file of one GPU", hint="add --out DIR, leave --gpus out")
+    from planner.cli.verify import check_tools
+
+    check_tools(targets)
+
+
+def _end(written: "_Written", files: FileOptions) -> None:
+    """The exit code, and what went wrong with the files."""
+    from planner.plan import NoPlan
+
     if written.problem is not None:
         raise written.problem
     missing = [launch.target for launch in written.launches if launch.refused]

@@ -12,6 +12,7 @@ from planner.cli import options, probing
 from planner.cli.flags import takes_options
 from planner.cli.output import console, print_json
 from planner.cli.setups import SetupOptions
+from planner.codec import Outcome
 from planner.errors import EXIT_ENVIRONMENT, EXIT_NOTHING_FITS, UsageError
 from planner.interchange import setup_from_dict, setup_to_dict, to_jsonable
 from planner.outcome import FailureKind, Measurement, ProbeFailure
@@ -19,6 +20,7 @@ from planner.setup import TrainSetup
 from planner.units import GIB, gib, percent, seconds
 
 if TYPE_CHECKING:
+    from planner.plan import Plan
     from probes.confirm import Confirmation
 
 Limit = Annotated[float, typer.Option("--limit", help="Seconds one probe may take once it holds its device.")]
@@ -73,7 +75,7 @@ def probe(
     memory = _memory_limit(how.memory_gib, devices[0], card)
     limits = Limits(time_s=how.limit, measure_s=how.measure_seconds, **memory)
     ranks = f"{setup.num_gpus} ranks on " if setup.num_gpus > 1 else ""
-    line.say(f"starting {ranks}{devices[0] if len(devices) == 1 else ', '.join(devices)}, at most {how.limit:g} s")
+    line.say(f"starting {ranks}{', '.join(devices)}, at most {how.limit:g} s")
     with machine.executor_for(devices, slurm=how.slurm, partition=how.partition, on_progress=line.event) as executor:
         prober = Prober(
             model=spec,
@@ -87,11 +89,16 @@ def probe(
         known = None if how.again else prober.stored(setup)
         outcome = known or prober.finish(setup, prober.submit(setup))
     line.close()
+    return _tell_outcome(spec.model_id, setup, outcome, from_store=known is not None, as_json=as_json)
+
+
+def _tell_outcome(model: str, setup: TrainSetup, outcome: Outcome, *, from_store: bool, as_json: bool) -> int:
+    """Shows what was measured; the exit code."""
     if as_json:
-        document = {"setup": {"model": spec.model_id, **setup_to_dict(setup)}, "outcome": to_jsonable(outcome)}
-        print_json({**document, "from_store": known is not None})
+        document = {"setup": {"model": model, **setup_to_dict(setup)}, "outcome": to_jsonable(outcome)}
+        print_json({**document, "from_store": from_store})
     else:
-        for text in outcome_lines(outcome, from_store=known is not None):
+        for text in outcome_lines(outcome, from_store=from_store):
             console().print(text, markup=False, soft_wrap=True)
     return exit_code(outcome)
 
@@ -173,18 +180,14 @@ def confirm(
 ) -> int:
     """Run the planned setup at full depth for some steps and compare with what the plan promised."""
     from planner.models.resolve import resolve_model
-    from planner.plan import Plan
     from probes.confirm import confirm as run
     from probes.confirm import promise_of
     from probes.evaluate import Prober
     from probes.request import Limits
-    from reports.plan_json import plan_from_dict, read_plan_json
 
-    plan = plan_from_dict(read_plan_json(directory))
-    if not isinstance(plan, Plan):
-        raise UsageError("this directory holds a refusal: nothing fits", hint="plan again with a larger GPU")
     line = ProgressLine()
     line.say("reading the plan")
+    plan = _plan_in(directory)
     workload, chosen = plan.workload, plan.chosen
     setup = chosen.setup if target is None else _launched_setup(directory, target, workload.model, chosen.setup)
     spec = resolve_model(workload.model.model_id)
@@ -206,6 +209,21 @@ def confirm(
         reason = f"this is a {card.name}, the plan was made for a {workload.gpu.name}"
         confirmation = replace(confirmation, reasons=(*confirmation.reasons, reason))
     return _tell(confirmation, as_json=as_json)
+
+
+def _plan_in(directory: Path) -> "Plan":
+    """The plan that was written there.
+
+    Raises:
+        UsageError: it is a refusal.
+    """
+    from planner.plan import NoPlan
+    from reports.plan_json import plan_from_dict, read_plan_json
+
+    plan = plan_from_dict(read_plan_json(directory))
+    if isinstance(plan, NoPlan):
+        raise UsageError("this directory holds a refusal: nothing fits", hint="plan again with a larger GPU")
+    return plan
 
 
 def _tell(confirmation: "Confirmation", *, as_json: bool) -> int:

@@ -15,6 +15,7 @@ from planner.cli.flags import takes_options
 from planner.cli.wish_options import WishOptions
 from planner.errors import EXIT_NOTHING_FITS
 from planner.gpus import find_gpu
+from planner.models.spec import ModelSpec
 from planner.option_values import positive
 from planner.plan import NoPlan, Plan
 from planner.workload import Workload
@@ -73,12 +74,7 @@ def tune(
     limits = how.limits()
     line = ProgressLine()
     line.say(f"planning {model} by the formula")
-    spec = lookup.model(model)
-    card = find_gpu(gpu)
-    wish = wish.on_links_of(gpu, card)
-    wanted = replace(wish.wish(), goal=how.goal, absent_packages=absent_packages())
-    asked = wanted.workload(spec, card, wish.cluster(card))
-    on_this_machine(asked)
+    asked = _workload(lookup.model(model), gpu, wish, how.goal)
     plan = plan_workload(asked)
     line.close()
     if isinstance(plan, Plan):
@@ -99,6 +95,20 @@ def tune(
     _show(plan, as_json=as_json)
     if isinstance(plan, NoPlan):
         raise typer.Exit(EXIT_NOTHING_FITS)
+
+
+def _workload(spec: ModelSpec, gpu: str, wish: WishOptions, goal: str) -> Workload:
+    """What is asked of this machine, with the packages that it has.
+
+    Raises:
+        EnvironmentProblem: it has fewer GPUs.
+    """
+    card = find_gpu(gpu)
+    wish = wish.on_links_of(gpu, card)
+    wanted = replace(wish.wish(), goal=goal, absent_packages=absent_packages())
+    asked = wanted.workload(spec, card, wish.cluster(card))
+    on_this_machine(asked)
+    return asked
 
 
 def _show(plan: Plan | NoPlan, *, as_json: bool) -> None:

@@ -85,6 +85,11 @@ class CardOptions:
     ] = None
 
 
+EveryBatch = Annotated[
+    int | None, typer.Option("--global-batch", help="Sequences per optimizer step, the same on every cluster.")
+]
+
+
 @takes_options
 def which_cluster(
     model: options.Model,
@@ -92,10 +97,7 @@ def which_cluster(
     work: WorkOptions,
     clusters: ClustersOptions,
     seq_len: options.SeqLen = None,
-    global_batch: Annotated[
-        int | None,
-        typer.Option("--global-batch", help="Sequences per optimizer step, the same on every cluster."),
-    ] = None,
+    global_batch: EveryBatch = None,
     space: SpaceOptions,
     card: CardOptions,
     out: Annotated[Path | None, typer.Option("--out", help="Write the whole answer to this directory.")] = None,
@@ -110,12 +112,10 @@ def which_cluster(
     from reports.which_cluster import as_document, render_which_cluster, which_cluster_markdown
 
     asked = work.limits()
-    most = positive("max-gpus", clusters.max_gpus, maximum=spread.MAX_GPUS) or 1
     fixed = space.fixed()
+    numbers = counts(positive("max-gpus", clusters.max_gpus, maximum=spread.MAX_GPUS) or 1)
     _known_links(clusters.interconnect)
-    cards = _cards(clusters.gpu)
-    spec = lookup.model(model)
-    numbers = counts(most)
+    cards, spec = _cards(clusters.gpu), lookup.model(model)
     batch = positive("global-batch", global_batch) or max(DEFAULT_GLOBAL_BATCH, numbers[-1])
     wish = Wish(
         fixed=fixed,
@@ -125,8 +125,7 @@ def which_cluster(
         data=Data(epoch_tokens=work.dataset_tokens),
         price=card.price,
     )
-    dividing = [number for number in numbers if batch % number == 0]
-    found = _options(spec, cards, dividing, wish, clusters.interconnect, **asked)
+    found = _options(spec, cards, [one for one in numbers if batch % one == 0], wish, clusters.interconnect, **asked)
     limits = {**asked, "global_batch_seqs": batch}
     show_table(
         out,

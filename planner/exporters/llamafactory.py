@@ -239,10 +239,7 @@ def _sections(request: ExportRequest) -> list[Section]:
             said(LLAMAFACTORY, setup, "packing"),
             Line("neat_packing", True, "packed samples do not see each other") if setup.packing else None,
         ),
-        section(
-            "batch",
-            *batch_lines(LLAMAFACTORY, setup),
-        ),
+        section("batch", *batch_lines(LLAMAFACTORY, setup)),
         section("memory and speed", *_memory(setup)),
         section(
             "optimization",
