@@ -25,7 +25,7 @@ from benchmarks.synthetic_gpu import SCENARIOS, SyntheticGpu
 from planner.outcome import Evidence
 from planner.setup import TrainSetup
 from search.problem import Problem
-from search.run import search
+from search.run import Strategy, search
 from search.sampler import Belief
 from search.stopping import Budget
 
@@ -60,9 +60,8 @@ def measure(num_probes: int, *, sampler: str = "residual") -> dict[str, Any]:
             problem,
             evaluate,
             storage=directory,
-            sampler=sampler,
+            strategy=Strategy(sampler=sampler, margin=-0.5),
             budget=Budget(max_probes=num_probes),
-            margin=-0.5,
         )
     return {
         "candidates": len(problem.candidates),

@@ -407,10 +407,12 @@ def trace(command: Sequence[str], gpu: str, *, steps: int = 2, network: bool = F
     """
     from planner.cli.trace import answer_of, order_of
     from planner.gpus import find_gpu
+    from planner.option_values import memory_and_headroom
     from probes.phantom.card import TraceOptions
 
     card = find_gpu(gpu)
-    return Traced(answer_of(order_of(command, card, options=TraceOptions(num_steps=steps), network=network), card))
+    order = order_of(command, card, options=TraceOptions(num_steps=steps), network=network)
+    return Traced(answer_of(order, card, memory_and_headroom(card, None, None)))
 
 
 def compare(plans: Mapping[str, Planned] | Sequence[Planned]) -> Comparison:

@@ -13,7 +13,8 @@ from planner.workload import Workload
 from reports.markdown import escape
 from reports.markdown import table as markdown_table
 from reports.page import Page
-from reports.text import clean, setup_words
+from reports.plain import clean
+from reports.setup_text import setup_words
 
 NOTHING_CITED = "nothing is cited here"
 HEADER = ("adapter", "size", "trained", "memory", "tokens/s", "band", "merges")

@@ -11,20 +11,19 @@ from planner.outcome import Candidate
 from planner.plan import NoPlan, Plan
 from planner.units import gib
 from reports.page import Page
+from reports.plain import clean, plural
 from reports.rows import MIN_SHOWN_BYTES, best_terms, breakdown, compared, notes_of, place_of_note
+from reports.setup_text import workload_words
 from reports.text import (
-    clean,
     epoch_sentence,
     memory_mark,
     memory_sentence,
     nearest_sentence,
     nothing_sentence,
-    plural,
     speed_sentence,
     spread_sentence,
     verdict_sentence,
     verdict_style,
-    workload_words,
 )
 
 MAX_LINES = 25

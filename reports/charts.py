@@ -13,8 +13,10 @@ from planner.setup import TrainSetup
 from planner.units import gib, seconds
 from reports.extras import Extras, Timeline
 from reports.pareto import pareto_front
+from reports.plain import clean
 from reports.rows import CATEGORY_WORDS, beside, best_terms, category_bytes
-from reports.text import FIT_WORDS, clean, memory_mark, parameter_words, rate, setup_difference
+from reports.setup_text import setup_difference
+from reports.text import FIT_WORDS, memory_mark, parameter_words, rate
 
 MAX_BARS = 14
 PHASE_WORDS = {"load": "load", "forward": "forward", "loss": "loss", "backward": "backward", "step": "optimizer step"}

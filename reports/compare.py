@@ -7,7 +7,9 @@ from planner.plan import NoPlan, Plan
 from planner.units import gib
 from reports.charts import Chart, memory_bars, table_of
 from reports.costs import cost_per_million, cost_words
-from reports.text import clean, fit_word, gpus_words, memory_mark, rate, setup_words, short_setup_words, speed_mark
+from reports.plain import clean
+from reports.setup_text import gpus_words, setup_words, short_setup_words
+from reports.text import fit_word, memory_mark, rate, speed_mark
 
 MAX_LONG_ROWS = 8
 """More plans than this are told apart by the short form of their setups."""

@@ -11,7 +11,8 @@ from reports.costs import cost_words
 from reports.markdown import escape
 from reports.markdown import table as markdown_table
 from reports.page import Page
-from reports.text import fit_word, memory_mark, setup_words, speed_mark
+from reports.setup_text import setup_words
+from reports.text import fit_word, memory_mark, speed_mark
 
 
 def render_comparison(named: Sequence[Named], console: Console) -> None:

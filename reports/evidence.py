@@ -11,7 +11,8 @@ from planner.outcome import Evidence, ProbeFailure
 from planner.setup import TrainSetup
 from planner.units import gib
 from reports.extras import PeakTensor, Timeline
-from reports.text import clean, failure_words
+from reports.plain import clean
+from reports.text import failure_words
 
 if TYPE_CHECKING:
     from planner.lengths import OverLengths

@@ -16,7 +16,7 @@ from planner.plan import NoPlan, Plan
 from reports.compare import comparison_view
 from reports.extras import Extras
 from reports.html_plan import plan_view
-from reports.text import workload_words
+from reports.setup_text import workload_words
 
 ECHARTS_VERSION = "6.1.0"
 MAX_FULL_PLANS = 6

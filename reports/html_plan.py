@@ -23,32 +23,27 @@ from reports.charts import (
 )
 from reports.costs import cost_words
 from reports.extras import Extras, LaunchTarget
+from reports.plain import clean
 from reports.rows import beside, breakdown, compared, evidence_columns, notes_of
+from reports.setup_text import gpus_words, method_words, setup_difference, setup_words, spread_words, workload_words
 from reports.text import (
-    clean,
     cut_words,
     dollars,
     epoch_s,
     epoch_sentence,
     failure_words,
     fit_word,
-    gpus_words,
     memory_mark,
     memory_sentence,
-    method_words,
     needs_words,
     rank_floor_sentence,
     rank_peaks_rows,
     rate,
-    setup_difference,
-    setup_words,
     space_sentence,
     speed_mark,
     speed_sentence,
     spread_sentence,
-    spread_words,
     verdict_sentence,
-    workload_words,
 )
 
 BAR_HEIGHT_PX, CHART_HEIGHT_PX = 38, 380

@@ -7,10 +7,11 @@ from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import Answer, NoPlan, Plan
 from planner.units import gib, percent, seconds
 from reports.extras import Extras
+from reports.plain import clean
 from reports.rows import breakdown, compared, evidence_columns, notes_of
+from reports.setup_text import setup_difference, setup_words, workload_words
 from reports.text import (
     FIT_WORDS,
-    clean,
     cut_words,
     epoch_sentence,
     failure_words,
@@ -22,14 +23,11 @@ from reports.text import (
     rank_floor_sentence,
     rank_peaks_rows,
     rate,
-    setup_difference,
-    setup_words,
     space_sentence,
     speed_mark,
     speed_sentence,
     spread_sentence,
     verdict_sentence,
-    workload_words,
 )
 
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|~#&])")

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from reports.text import clean, to_ascii
+from reports.plain import clean, to_ascii
 
 
 class Page:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from planner.memory.types import MemoryTerm
 from planner.outcome import Candidate, Evidence, Measurement, Prediction, ProbeFailure
 from planner.plan import NoPlan, Plan, on_one_rung
-from reports.text import RUNG_WORDS, clean
+from reports.plain import clean
+from reports.text import RUNG_WORDS
 
 CATEGORY_WORDS = {
     "weights": "weights",

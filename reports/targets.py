@@ -11,7 +11,8 @@ from planner.workload import Workload
 from reports.markdown import escape
 from reports.markdown import table as markdown_table
 from reports.page import Page
-from reports.text import clean, setup_words
+from reports.plain import clean
+from reports.setup_text import setup_words
 
 HEADER = ("target", "program", "tokens/s", "band", "memory", "setup")
 RIGHT = ("tokens/s", "band", "memory")

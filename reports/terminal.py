@@ -4,29 +4,23 @@ Meaning never rests on colour. Everything from outside (model names, messages) i
 markup, with control characters replaced.
 """
 
-import math
-import shlex
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from planner.choices.images import Images
-from planner.choices.rollouts import Rollout
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
-from planner.option_values import default_headroom_bytes
 from planner.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from planner.plan import Answer, NoPlan, Plan
-from planner.units import GIB, TERA, count, gib, percent, seconds
-from planner.workload import MIN_RANK_GIVEN, PRICE_GIVEN, Workload
+from planner.units import count, gib, percent, seconds
 from reports.around import around
 from reports.brief import render_brief
 from reports.page import Page
+from reports.plain import clean, plural
 from reports.rows import MemoryRow, best_terms, breakdown, compared, evidence_columns, notes_of
+from reports.setup_text import setup_difference, setup_words, workload_words
 from reports.text import (
-    clean,
     cut_words,
     epoch_sentence,
     failure_words,
@@ -37,12 +31,9 @@ from reports.text import (
     nearest_sentence,
     needs_words,
     nothing_sentence,
-    plural,
     rank_floor_sentence,
     rank_peaks_rows,
     rate,
-    setup_difference,
-    setup_words,
     sides_words,
     space_sentence,
     speed_mark,
@@ -50,26 +41,16 @@ from reports.text import (
     spread_sentence,
     verdict_sentence,
     verdict_style,
-    workload_words,
 )
 
 if TYPE_CHECKING:
     from planner.lengths import OverLengths
+from reports.command import default_next_command
 
 MAX_TERMS = 12
 BAR_MIN, BAR_MAX = 16, 48
 MAX_TERM_WIDTH = 34
 NUM_ENOUGH = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelRow:
-    """One line of `plan models`."""
-
-    model_id: str
-    model_type: str
-    num_params: int
-    max_position_embeddings: int | None = None
 
 
 EVERYTHING = frozenset({"all"})
@@ -211,115 +192,6 @@ def render_estimate(
             page.line(failure_words(evidence), indent=2)
     _memory(page, candidate, memory_bytes or gpu.memory_bytes)
     _notes(page, (*notes, *candidate.notes))
-
-
-def render_gpus(rows: Iterable[GpuSpec], console: Console) -> None:
-    """The GPU table: what `--gpu` takes, smallest memory first; without marketing names where they would cut keys."""
-    page = Page(console)
-    names, rate = (("name",), "bf16 TFLOP/s") if console.width >= 70 else ((), "TFLOP/s")
-    table = page.table("--gpu", *names, "memory", rate, "GB/s", right=("memory", rate, "GB/s"))
-    for gpu in sorted(rows, key=lambda row: (row.memory_bytes, row.key)):
-        flops = f"{gpu.bf16_flops_per_s / TERA:.0f}" if gpu.bf16_flops_per_s else "no bf16" if names else "-"
-        bandwidth = f"{gpu.memory_bandwidth_bytes_per_s / 1e9:,.0f}"
-        name = [clean(gpu.name)] if names else []
-        page.row(table, gpu.key, *name, gib(gpu.memory_bytes), flops, bandwidth)
-    console.print(table)
-    page.line("Memory is what torch reports as usable; TFLOP/s dense with fp32 accumulation.", style="dim")
-
-
-def render_models(rows: Iterable[ModelRow], console: Console) -> None:
-    """The built-in catalogue: model names that need no network."""
-    page = Page(console)
-    table = page.table("model", "type", "parameters", "context", right=("parameters", "context"))
-    for row in rows:
-        context = f"{row.max_position_embeddings:,}" if row.max_position_embeddings else "-"
-        page.row(table, clean(row.model_id), clean(row.model_type), count(row.num_params), context)
-    console.print(table)
-
-
-def default_next_command(answer: Plan) -> str:
-    """The command that makes this plan again and writes its launch files.
-
-    Where a higher rung refuted the choice, the reserve grows by what was missing.
-    """
-    wish = answer.workload
-    words = ["plan", clean(wish.model.model_id), "--gpu", wish.gpu.key, *cluster_flags(wish)]
-    words += ["--seq-len", str(wish.seq_len_tokens)]
-    words += ["--global-batch", str(wish.global_batch_seqs)]
-    for name, values in wish.fixed.items():
-        for value in values:
-            words += _flag(name, value)
-    if wish.memory_bytes != wish.gpu.memory_bytes:
-        words += ["--memory-gib", f"{wish.memory_bytes / GIB:g}"]
-    if not answer.chosen.fits:
-        excess = answer.chosen.memory_evidence.peak_device_bytes - answer.chosen.budget_bytes
-        words += ["--headroom", f"{math.ceil(10 * (wish.headroom_bytes + max(0, excess)) / GIB) / 10:g}"]
-    elif wish.headroom_bytes != default_headroom_bytes(wish.memory_bytes):
-        words += ["--headroom", f"{wish.headroom_bytes / GIB:g}"]
-    if wish.min_rank_reason == MIN_RANK_GIVEN:
-        words += ["--min-rank", str(wish.min_rank)]
-    if wish.data.file:
-        words += ["--dataset", clean(wish.data.file)]
-    elif wish.data.epoch_tokens:
-        words += ["--dataset-tokens", str(wish.data.epoch_tokens)]
-        if wish.data.num_samples is not None:
-            words += ["--samples", str(wish.data.num_samples)]
-    if wish.price_source == PRICE_GIVEN:
-        words += ["--price", f"{wish.price_per_hour:g}"]
-    if wish.prefer != "quality":
-        words += ["--prefer", wish.prefer]
-    for option, given in (("--epochs", wish.num_epochs), ("--lr", wish.learning_rate)):
-        words += [option, f"{given:g}"] if given else []
-    for target in wish.targets:
-        words += ["--target", target]
-    return shlex.join([*words, "--out", "my-plan"])
-
-
-def cluster_flags(wish: Workload) -> list[str]:
-    """The options that describe the workload's cluster, none on one GPU."""
-    cluster = wish.cluster
-    if cluster is None:
-        return []
-    from planner.cluster import make_cluster
-
-    words = ["--gpus", str(cluster.num_gpus)]
-    plain = make_cluster(cluster.gpu, cluster.num_gpus, num_nodes=cluster.num_nodes)
-    if cluster.num_nodes > 1:
-        words += ["--nodes", str(cluster.num_nodes)]
-    links = [cluster.within.key] if cluster.within != plain.within else []
-    if cluster.between is not None and cluster.between != plain.between:
-        links.append(cluster.between.key)
-    return [*words, "--interconnect", "+".join(links)] if links else words
-
-
-def _flag(name: str, value: object) -> list[str]:
-    """The option that fixes a field of the setup to a value."""
-    if name == "checkpointing" and isinstance(value, int):
-        if value > 1:
-            return ["--checkpoint-every", str(value)]
-        return ["--checkpointing" if value else "--no-checkpointing"]
-    if isinstance(value, Images):
-        return ["--images-per-sample", str(value.num), "--image-size", f"{value.width}x{value.height}"]
-    if isinstance(value, Rollout):
-        given = [
-            (one.name, getattr(value, one.name)) for one in fields(value) if getattr(value, one.name) != one.default
-        ]
-        return [word for inner, its in given for word in _flag(inner, its)]
-    option = _OPTIONS.get(name, name.replace("_", "-"))
-    if isinstance(value, bool):
-        return [f"--{option}" if value else f"--no-{option}"]
-    return [f"--{option}", ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
-
-
-_OPTIONS = {
-    "lora_rank": "rank",
-    "lora_targets": "targets",
-    "pipeline_schedule": "schedule",
-    "reshard_after_forward": "reshard",
-    "completion_tokens": "completion-len",
-    "generation_batch_seqs": "generation-batch",
-}
-"""Fields whose option has another name."""
 
 
 def _rung_rows(

@@ -1,21 +1,18 @@
-"""Words for setups and figures, shared by the terminal, Markdown and HTML reports.
+"""Words for figures and verdicts, shared by the terminal, Markdown and HTML reports.
 
 Every figure a person sees goes through here, so that the three reports agree to the digit.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from planner.choices.kernels import KERNELS
-from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.outcome import Candidate, Evidence, Measurement, Prediction, ProbeFailure, Rung, Verdict
 from planner.plan import Answer, Cut, NoPlan, Plan
-from planner.setup import TrainSetup
-from planner.stacks import DEFAULT as DEFAULT_STACK
 from planner.units import count, gib, percent, seconds
 from planner.useful import useful_tokens_per_s
 from planner.workload import Workload
+from reports.plain import clean, joined, plural
+from reports.setup_text import setup_words, spread_words
 
-METHOD_WORDS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 RUNG_WORDS = {
     Rung.FORMULA: "formula",
     Rung.DRY_RUN: "dry run",
@@ -25,217 +22,6 @@ RUNG_WORDS = {
 }
 SHARE_SHOWN = 0.005
 """Difference between tokens/s and those that are no padding from which it is worth a word."""
-TARGET_WORDS = {"all-linear": "all linear layers", "attention": "the attention layers"}
-
-_TO_ASCII = str.maketrans(
-    {"±": "+-", "·": "|", "×": "x", "→": "->", "█": "#", "░": ".", "│": "|", "✓": "yes", "✗": "no", "≤": "<=", "–": "-"}
-)
-
-
-def clean(text: str) -> str:
-    """`text` without control characters, so that a hostile name can neither move the cursor nor break a line."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
-
-
-def to_ascii(text: str) -> str:
-    """`text` for an output that only takes ASCII."""
-    return text.translate(_TO_ASCII).encode("ascii", "replace").decode("ascii")
-
-
-def joined(parts: Iterable[str], separator: str = ", ") -> str:
-    """The parts that are not empty, joined."""
-    return separator.join(part for part in parts if part)
-
-
-def method_words(setup: TrainSetup, *, short: bool = False) -> str:
-    """ "QLoRA rank 64 on all linear layers", or "full fine-tuning"; short without the layers."""
-    if setup.method == "full":
-        return METHOD_WORDS["full"]
-    if setup.adapter != "lora":
-        return adapter_words(setup, short=short)
-    if short:
-        return f"{METHOD_WORDS[setup.method]} rank {setup.lora_rank}"
-    return f"{METHOD_WORDS[setup.method]} rank {setup.lora_rank} on {targets_words(setup)}"
-
-
-def adapter_words(setup: TrainSetup, *, short: bool = False) -> str:
-    """Another adapter than LoRA: "DoRA rank 16 on all linear layers"."""
-    row = setup.kind
-    name = row.title.partition(" (")[0] + (f" {row.size} {setup.lora_rank}" if row.size else "")
-    name += " beside a quantized base" if setup.quantized else ""
-    return name if short or not row.adapts_matrices else f"{name} on {targets_words(setup)}"
-
-
-def targets_words(setup: TrainSetup) -> str:
-    """The layers that carry adapters."""
-    if isinstance(setup.lora_targets, tuple):
-        return clean(", ".join(setup.lora_targets))
-    return TARGET_WORDS[setup.lora_targets]
-
-
-def checkpointing_words(setup: TrainSetup) -> str:
-    """ "checkpointing off", "on" or "every n-th layer"."""
-    if setup.checkpointing == 0:
-        return "no checkpointing"
-    words = "checkpointing" if setup.checkpointing == 1 else f"checkpointing every {setup.checkpointing} layers"
-    if setup.selective_checkpointing:
-        words += " but attention"
-    return f"{words}, offloaded" if setup.activation_offload else words
-
-
-def quantization_words(setup: TrainSetup) -> str:
-    """How the frozen base is stored, empty for an unquantized one."""
-    if not setup.quantized:
-        return ""
-    more = " with fp32 cast" if setup.kbit_fp32_cast else " and experts" if setup.quantize_experts else ""
-    return f"{setup.quantization} base{more}"
-
-
-def batch_words(setup: TrainSetup) -> str:
-    """ "micro-batch 4 × accumulation 4 of 2,048 tokens"."""
-    gpus = f" on {setup.num_gpus} GPUs ({spread_words(setup)})" if setup.num_gpus > 1 else ""
-    return (
-        f"micro-batch {setup.micro_batch_seqs} × accumulation {setup.accumulation_steps}{gpus} "
-        f"of {setup.seq_len_tokens:,} tokens{image_words(setup)}{rollout_words(setup)}"
-    )
-
-
-def image_words(setup: TrainSetup) -> str:
-    """The pictures of a sample, as the end of a sentence; "" of text alone."""
-    return f" with {setup.images.words}" if setup.images is not None else ""
-
-
-def rollout_words(setup: TrainSetup) -> str:
-    """How completions come about, as the end of a sentence; "" of an objective that generates none."""
-    if not setup.aim.rolls_out:
-        return ""
-    roll = setup.rolls
-    names = {"vllm": "vLLM beside it", "vllm-sleep": "a vLLM that sleeps meanwhile", "vllm-server": "a vLLM server"}
-    share = f" on {roll.vllm_fraction:.0%} of the card" if roll.colocated else ""
-    held = ", with a reference" if roll.reference else ""
-    return (
-        f", completions of {roll.completion_tokens:,} tokens generated {setup.generation_seqs} at a time by "
-        f"{names.get(roll.generator, roll.generator)}{share}{held}"
-    )
-
-
-def spread_words(setup: TrainSetup) -> str:
-    """How the job is spread over its GPUs: "FSDP2", "tensor 4 × pipeline 2 under DDP"; "one GPU"."""
-    if setup.num_gpus == 1:
-        return "one GPU"
-    from planner.decision.spreads import spread_name  # one GPU never needs it
-
-    return spread_name(setup)
-
-
-def setup_words(setup: TrainSetup) -> str:
-    """The whole setup in one line, in the order a person asks for it. Defaults that change nothing are left out."""
-    return joined(
-        (
-            setup.aim.title if setup.objective != DEFAULT_OBJECTIVE else "",
-            method_words(setup),
-            quantization_words(setup),
-            setup.precision,
-            f"{setup.attention} attention",
-            checkpointing_words(setup),
-            batch_words(setup),
-            setup.optimizer,
-            f"{setup.loss} loss",
-            KERNELS[setup.kernels].words if setup.kernels != "eager" else "",
-            "packed" if setup.packing else "",
-            "torch.compile" if setup.compile else "",
-            f"LoRA dropout {setup.lora_dropout:g}" if setup.lora_dropout else "",
-            f"{setup.adapter_dtype} adapters" if setup.adapter_dtype != "auto" and setup.method != "full" else "",
-            "reentrant checkpointing" if setup.reentrant_checkpointing and setup.checkpointing else "",
-            f"by {setup.by.title}" if setup.stack != DEFAULT_STACK else "",
-        )
-    )
-
-
-def short_setup_words(setup: TrainSetup) -> str:
-    """What matters most, for a table: "QLoRA rank 64, micro-batch 4 × 4, checkpointing"."""
-    batch = f"micro-batch {setup.micro_batch_seqs} × {setup.accumulation_steps}"
-    gpus = f"{spread_words(setup)}" if setup.num_gpus > 1 else ""
-    return joined((method_words(setup, short=True), gpus, batch, checkpointing_words(setup)))
-
-
-def setup_difference(setup: TrainSetup, other: TrainSetup) -> str:
-    """What `other` does differently from `setup`, short: "rank 128, micro-batch 2 × 8"."""
-    parts = []
-    if other.method != setup.method:
-        parts.append(METHOD_WORDS[other.method])
-    if other.lora_rank != setup.lora_rank and other.lora_rank:
-        parts.append(f"rank {other.lora_rank}")
-    if other.lora_targets != setup.lora_targets and other.method != "full":
-        parts.append(f"on {targets_words(other)}")
-    if other.quantized and quantization_words(other) != quantization_words(setup):
-        parts.append(quantization_words(other))
-    if checkpointing_words(other) != checkpointing_words(setup):
-        parts.append(checkpointing_words(other))
-    if (other.micro_batch_seqs, other.accumulation_steps) != (setup.micro_batch_seqs, setup.accumulation_steps):
-        parts.append(f"micro-batch {other.micro_batch_seqs} × {other.accumulation_steps}")
-    if other.seq_len_tokens != setup.seq_len_tokens:
-        parts.append(f"{other.seq_len_tokens:,} tokens")
-    if other.num_gpus != setup.num_gpus:
-        parts.append(f"{other.num_gpus} GPUs ({spread_words(other)})" if other.num_gpus > 1 else "one GPU")
-    elif (other.parallel, other.spread) != (setup.parallel, setup.spread):
-        parts.append(spread_words(other))
-    return ", ".join([*parts, *_names_difference(setup, other)])
-
-
-def _names_difference(setup: TrainSetup, other: TrainSetup) -> list[str]:
-    """What it calls by another name, or switches."""
-    parts = [
-        f"{getattr(other, name)}{suffix}"
-        for name, suffix in (
-            ("precision", ""),
-            ("attention", " attention"),
-            ("optimizer", ""),
-            ("loss", " loss"),
-            ("lora_dropout", " dropout"),
-            ("adapter_dtype", " adapters"),
-        )
-        if getattr(other, name) != getattr(setup, name)
-    ]
-    if other.kernels != setup.kernels:
-        parts.append(KERNELS[other.kernels].words)
-    parts += [
-        f"{'' if getattr(other, name) else 'no '}{words}"
-        for name, words in (("packing", "packing"), ("compile", "torch.compile"))
-        if getattr(other, name) != getattr(setup, name)
-    ]
-    return parts
-
-
-def gpus_words(workload: Workload) -> str:
-    """ "RTX 4090", "8 × RTX 4090"."""
-    name = clean(workload.gpu.name)
-    return name if workload.num_gpus == 1 else f"{workload.num_gpus} × {name}"
-
-
-def workload_words(workload: Workload) -> str:
-    """ "Qwen/Qwen2.5-7B on RTX 4090 · 2,048 tokens · 16 sequences per step"."""
-    model = clean(workload.model.model_id)
-    return (
-        f"{model} ({count(workload.model.num_params)} parameters) on {gpus_words(workload)} · "
-        f"{workload.seq_len_tokens:,} tokens{_of_images(workload)} · "
-        f"{workload.global_batch_seqs:,} {plural(workload.global_batch_seqs, workload.aim.sample)} per step"
-    )
-
-
-def _of_images(workload: Workload) -> str:
-    """What of a sequence are pictures, "" of text alone."""
-    images = workload.images
-    if images is None:
-        return ""
-    from planner.models.towers import image_tokens  # late: text alone needs none of it
-
-    return f", {image_tokens(workload.model, images):,} of them of {images.words}"
-
-
-def plural(number: float, word: str) -> str:
-    """`word`, with an s unless there is one of it."""
-    return word if number == 1 else f"{word}s"
 
 
 def rate(tokens_per_s: float | None) -> str:

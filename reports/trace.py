@@ -8,7 +8,7 @@ from typing import Any
 
 from planner.trace_result import TraceResult
 from planner.units import gib
-from reports.text import clean
+from reports.plain import clean
 
 SCHEMA = 1
 RESERVED_WORDS = {"load": "load", "forward": "forward", "backward": "backward", "step": "optimizer step"}

@@ -14,7 +14,8 @@ from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.outcome import Candidate
 from reports.brief import GROUPS, group_bytes
-from reports.text import clean, memory_mark, speed_mark
+from reports.plain import clean
+from reports.text import memory_mark, speed_mark
 
 VERDICTS = ("fits", "tight", "over")
 

@@ -13,7 +13,9 @@ from planner.units import count, gib, seconds
 from reports.markdown import escape
 from reports.markdown import table as markdown_table
 from reports.page import Page
-from reports.text import clean, dollars, plural, speed_mark, spread_words
+from reports.plain import clean, plural
+from reports.setup_text import spread_words
+from reports.text import dollars, speed_mark
 
 MAX_ROWS = 20
 ASSUMPTIONS = (

@@ -16,7 +16,9 @@ from reports.costs import cost_per_million
 from reports.markdown import escape
 from reports.markdown import table as markdown_table
 from reports.page import Page
-from reports.text import clean, fit_word, memory_mark, plural, short_setup_words, speed_mark
+from reports.plain import clean, plural
+from reports.setup_text import short_setup_words
+from reports.text import fit_word, memory_mark, speed_mark
 
 SORTS = ("size", "speed", "cost")
 METHOD_SHORT = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}

@@ -13,7 +13,8 @@ from planner.workload import Workload
 from reports.markdown import escape
 from reports.markdown import table as markdown_table
 from reports.page import Page
-from reports.text import clean, memory_mark, plural, speed_mark
+from reports.plain import clean, plural
+from reports.text import memory_mark, speed_mark
 from reports.which_gpu import METHOD_SHORT
 
 

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -18,12 +19,26 @@ from planner.locks import lock, open_lock, try_lock
 from search.outage import at_once, is_outage
 from search.trials import ALIVE_ATTR, marks_of
 
-HEARTBEAT_S = 20
-GRACE_S = 60
 BEATS_TO_COME = 1.5
 """A trial that looks stale is lost when it still does after so many intervals of its heartbeat."""
 UNNAMED_GRACE_S = 5.0
 """A running trial without signature and without any trace of who took it is lost after this long (foreign programs)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pulse:
+    """How a worker on a database shows that it lives.
+
+    Attributes:
+        heartbeat_s: between two signs of life.
+        grace_s: without one for so long, its trial is lost.
+    """
+
+    heartbeat_s: int = 20
+    grace_s: int = 60
+
+
+PULSE = Pulse()
 
 
 class Liveness(Protocol):
@@ -196,7 +211,7 @@ class DatabaseLiveness(_BeatLiveness):
     def __init__(self, storage: optuna.storages.RDBStorage) -> None:
         super().__init__()
         self._storage = storage
-        self.interval_s = float(storage.heartbeat_interval or HEARTBEAT_S)
+        self.interval_s = float(storage.heartbeat_interval or PULSE.heartbeat_s)
 
     def _beat(self, trial_id: int) -> None:
         self._storage.record_heartbeat(trial_id)
@@ -208,7 +223,9 @@ class DatabaseLiveness(_BeatLiveness):
 class AttributeLiveness(_BeatLiveness):
     """A heartbeat in the trial's own attributes, for storages without one; workers' clocks must agree to seconds."""
 
-    def __init__(self, storage: BaseStorage, *, interval_s: float = HEARTBEAT_S, grace_s: float = GRACE_S) -> None:
+    def __init__(
+        self, storage: BaseStorage, *, interval_s: float = PULSE.heartbeat_s, grace_s: float = PULSE.grace_s
+    ) -> None:
         super().__init__()
         self._storage = storage
         self.interval_s = interval_s

@@ -11,7 +11,7 @@ from planner.errors import EnvironmentProblem
 from planner.outcome import Candidate, FailureKind, Prediction, ProbeFailure
 from planner.setup import TrainSetup
 from search.dimensions import key_of
-from search.liveness import GRACE_S, HEARTBEAT_S, Liveness
+from search.liveness import PULSE, Liveness, Pulse
 from search.optuna_samplers import make_sampler
 from search.pareto import pareto_set
 from search.problem import Elsewhere, Evaluate, Problem, Result, with_evidence
@@ -28,6 +28,27 @@ runs as many; the number of all is recorded."""
 
 Check = Callable[[TrainSetup], Prediction | ProbeFailure | None]
 """The dry run, asked before a probe: what does not fit by its memory is excluded without one. None: it cannot tell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """What is tried next, and when it is enough.
+
+    Attributes:
+        sampler: a name of `optuna_samplers.SAMPLERS`, or an object.
+        num_ranked: how many of the best-ranked survivors are enqueued after the plan; None: none for our sampler, which
+            ranks them itself and anew after each probe, three for Optuna's.
+        margin: stop when nothing left can plausibly be better by more than this fraction.
+        seed: of the sampler.
+    """
+
+    sampler: str | Sampler = "residual"
+    num_ranked: int | None = None
+    margin: float = MARGIN
+    seed: int = 0
+
+
+DEFAULT = Strategy()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,17 +80,13 @@ def search(
     *,
     storage: str | Path | None = None,
     study_name: str = "plan",
-    sampler: str | Sampler = "residual",
+    strategy: Strategy = DEFAULT,
     budget: Budget | None = None,
     plan: TrainSetup | None = None,
-    num_ranked: int | None = None,
     check: Check | None = None,
     elsewhere: Sequence[Elsewhere] = (),
-    margin: float = MARGIN,
-    seed: int = 0,
     on_trial: Callable[[TrialRecord, Belief], None] | None = None,
-    heartbeat_s: int = HEARTBEAT_S,
-    grace_s: int = GRACE_S,
+    pulse: Pulse = PULSE,
 ) -> SearchResult:
     """The best candidate that fits, in few probes; resumes the study that it finds in `storage`.
 
@@ -78,33 +95,24 @@ def search(
         evaluate: the probe (or the dry run where there is no GPU); must return, not raise, what went wrong with the
             setup. An `EnvironmentProblem` ends the search; the setup waits for the next call.
         storage: None (memory), a directory (journal file) or a URL (`storage.open_storage`).
-        sampler: a name of `optuna_samplers.SAMPLERS`, or an object.
+        strategy: what is tried next, and when it is enough.
         budget: limits; None: until nothing left is worth a probe.
         plan: the decision tree's setup, tried first; default: the best that the formula says fits.
-        num_ranked: how many of the best-ranked survivors are enqueued after the plan; default: none for our sampler,
-            which ranks them itself and anew after each probe, three for Optuna's.
         check: the dry run, before each probe.
         elsewhere: what earlier searches learned on this GPU.
-        margin: stop when nothing left can plausibly be better by more than this fraction.
         on_trial: called after each trial that this worker finished.
+        pulse: how a worker shows that it lives.
 
     Raises:
         UsageError: the study holds another objective, or an argument makes no sense.
         EnvironmentProblem: the storage does not answer.
     """
-    worker = _Worker(
-        problem,
-        make_sampler(sampler) if isinstance(sampler, str) else sampler,
-        Belief(problem, elsewhere),
-        budget or Budget(),
-        margin,
-        seed,
-    )
-    opened, liveness = open_storage(storage, heartbeat_s=heartbeat_s, grace_s=grace_s)
+    worker = _Worker(problem, strategy, Belief(problem, elsewhere), budget or Budget())
+    opened, liveness = open_storage(storage, pulse)
     try:
         study = Study(problem, opened, liveness, study_name)
         study.rescue(first=True)  # before anything is enqueued: what a dead worker left waits in its own place
-        worker.begin(study, plan, num_ranked)
+        worker.begin(study, plan)
         for number in worker.trials(study, liveness, evaluate, check):
             if on_trial is not None:
                 worker.catch_up(study)
@@ -120,22 +128,19 @@ def search(
 class _Worker:
     """The state of one call of `search`."""
 
-    def __init__(
-        self, problem: Problem, sampler: Sampler, belief: Belief, budget: Budget, margin: float, seed: int
-    ) -> None:
+    def __init__(self, problem: Problem, strategy: Strategy, belief: Belief, budget: Budget) -> None:
         self._problem = problem
-        self._sampler = sampler
+        self._strategy = strategy
+        self._sampler = make_sampler(strategy.sampler) if isinstance(strategy.sampler, str) else strategy.sampler
         self.belief = belief
         self._budget = budget
-        self._margin = margin
-        self._seed = seed
         self._started = time.monotonic()
         self._told: set[int] = set()
         self._converged: tuple[int, str] = (-1, "")
         self._excluded: list[tuple[Candidate, str]] = []
         self._reason = ""
 
-    def begin(self, study: Study, plan: TrainSetup | None, num_ranked: int | None) -> None:
+    def begin(self, study: Study, plan: TrainSetup | None) -> None:
         """Records what the formula excludes, and enqueues the plan and the best-ranked survivors, once per study."""
         problem = self._problem
         excluded = [(c, reason) for c in problem.candidates if (reason := problem.exclusion(c))]
@@ -145,6 +150,7 @@ class _Worker:
         predicted = [pair for pair in excluded if not problem.unprobed(pair[0].setup)]
         self._excluded = unprobed[:MAX_RECORDED_EXCLUSIONS] + predicted[:MAX_RECORDED_EXCLUSIONS]
         known = {key_of(r.setup) for r in study.records() if not r.excluded or still_excluded(problem, r)}
+        num_ranked = self._strategy.num_ranked
         if num_ranked is None:
             num_ranked = 0 if self._sampler.name == "residual" else 3
         ranked = self._ranked()
@@ -224,7 +230,7 @@ class _Worker:
             return None if running else reason
         taken = [*(r.setup for r in running), *study.given_up()]
         indices = [i for setup in taken if (i := self._problem.index.get(key_of(setup))) is not None]
-        proposal = self._sampler.propose(self.belief, indices, self._seed)
+        proposal = self._sampler.propose(self.belief, indices, self._strategy.seed)
         if proposal is None:
             return None if running else f"all {self.belief.num} candidates are answered or excluded"
         study.enqueue(self._problem.candidates[proposal], self._sampler.name)
@@ -234,7 +240,7 @@ class _Worker:
         """The stop rule, computed once per state of knowledge."""
         state = len(self._told)
         if self._converged[0] != state:
-            self._converged = (state, converged(self._problem, self.belief, margin=self._margin))
+            self._converged = (state, converged(self._problem, self.belief, margin=self._strategy.margin))
         return self._converged[1]
 
     def work(self, study: Study, number: int, setup: TrainSetup, evaluate: Evaluate, check: Check | None) -> None:

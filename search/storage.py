@@ -21,13 +21,13 @@ from optuna.storages import BaseStorage
 from planner.errors import EnvironmentProblem, UsageError
 from search.journal import open_journal
 from search.liveness import (
-    GRACE_S,
-    HEARTBEAT_S,
+    PULSE,
     AttributeLiveness,
     DatabaseLiveness,
     Liveness,
     LockLiveness,
     NoLiveness,
+    Pulse,
 )
 from search.outage import first_line, make_patient
 
@@ -37,9 +37,7 @@ SQLITE_WAIT_S = 60.0
 """How long a worker waits for another's transaction; a commit takes milliseconds, a disk under load a second."""
 
 
-def open_storage(
-    target: str | Path | None, *, heartbeat_s: int = HEARTBEAT_S, grace_s: int = GRACE_S
-) -> tuple[BaseStorage, Liveness]:
+def open_storage(target: str | Path | None, pulse: Pulse = PULSE) -> tuple[BaseStorage, Liveness]:
     """The storage that `target` names, ready to use by many workers at once.
 
     Raises:
@@ -69,13 +67,13 @@ def open_storage(
                 f"the gRPC proxy at {rest} does not answer", hint="start optuna.storages.run_grpc_proxy_server there"
             ) from error
         make_patient(proxy)
-        return proxy, AttributeLiveness(proxy, interval_s=heartbeat_s, grace_s=grace_s)
+        return proxy, AttributeLiveness(proxy, interval_s=pulse.heartbeat_s, grace_s=pulse.grace_s)
     if kind not in ("sqlite", "postgresql", "postgres", "mysql"):
         raise UsageError(
             f"storage must be a directory or a URL of sqlite, postgresql, mysql or grpc; got {shown(text)!r}",
             hint="for example --storage postgresql://user@host/database",
         )
-    return _database(kind, scheme, rest, heartbeat_s=heartbeat_s, grace_s=grace_s)
+    return _database(kind, scheme, rest, pulse)
 
 
 def shown(url: str) -> str:
@@ -92,7 +90,7 @@ def close_storage(storage: BaseStorage) -> None:
         storage.close()
 
 
-def _database(kind: str, scheme: str, rest: str, *, heartbeat_s: int, grace_s: int) -> tuple[BaseStorage, Liveness]:
+def _database(kind: str, scheme: str, rest: str, pulse: Pulse) -> tuple[BaseStorage, Liveness]:
     import sqlalchemy.exc
 
     problem: Exception = RuntimeError("not tried")
@@ -106,8 +104,8 @@ def _database(kind: str, scheme: str, rest: str, *, heartbeat_s: int, grace_s: i
         try:
             database = optuna.storages.RDBStorage(
                 url,
-                heartbeat_interval=heartbeat_s if locks is None else None,
-                grace_period=grace_s if locks is None else None,
+                heartbeat_interval=pulse.heartbeat_s if locks is None else None,
+                grace_period=pulse.grace_s if locks is None else None,
                 engine_kwargs=engine,
             )
         except ImportError as error:

@@ -87,10 +87,11 @@ def tune(words: list[str]) -> int:
     from planner.cli.app import run
     from probes import executors
     from search import run as search_run
+    from search.liveness import Pulse
 
     argv = (sys.executable, "-P", __file__, "--probe")
     executors.LocalExecutor = partial(executors.LocalExecutor, argv=argv)  # type: ignore[assignment, misc]
-    search_run.search = partial(search_run.search, heartbeat_s=HEARTBEAT_S, grace_s=GRACE_S)
+    search_run.search = partial(search_run.search, pulse=Pulse(heartbeat_s=HEARTBEAT_S, grace_s=GRACE_S))
     if FAULT_AT in os.environ:
         fail_at(int(os.environ[FAULT_AT]), DISKS[os.environ.get(FAULT, "full")])
     return run(["tune", *words])

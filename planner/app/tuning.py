@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from planner.walk import Point
     from search.problem import Elsewhere, Evaluate, Unprobed
     from search.run import SearchResult
-    from search.sampler import Belief
     from search.stopping import Budget
     from search.trials import TrialRecord
 
@@ -91,7 +90,7 @@ def tune_plan(
     """
     from planner.app.climb import dry_run_possible
     from search.problem import Problem
-    from search.run import search
+    from search.run import Strategy, search
     from search.stopping import Budget
 
     wish = plan.workload
@@ -99,11 +98,9 @@ def tune_plan(
     learned = _Learned(wish, store, corrections)
     unprobed = unprobed or _unprobed(wish)
     problem = Problem.of(wish, search_candidates(plan, unprobed), unprobed=unprobed)
-    line = ProgressLine(budget_s=budget.seconds if budget is not None else DEFAULT_SECONDS)
+    budget = budget or Budget(max_probes=DEFAULT_PROBES, seconds=DEFAULT_SECONDS)
+    line = ProgressLine(budget_s=budget.seconds)
     line.say(f"searching among {len(problem.candidates):,} setups")
-
-    def show(record: "TrialRecord", belief: "Belief") -> None:
-        line.advance(trial_line(record))
 
     with ExitStack() as stack:
         if evaluate is None:
@@ -113,12 +110,12 @@ def tune_plan(
             evaluate,
             storage=storage,
             study_name=study or study_name(wish),
-            sampler=sampler,
-            budget=budget or Budget(max_probes=DEFAULT_PROBES, seconds=DEFAULT_SECONDS),
+            strategy=Strategy(sampler=sampler),
+            budget=budget,
             plan=plan.chosen.setup,
             check=partial(_dry_run, wish, line) if dry_run and not dry_run_possible() else None,
             elsewhere=learned.elsewhere(),
-            on_trial=show,
+            on_trial=lambda record, belief: line.advance(trial_line(record)),
         )
     line.close()
     if problem_words := learned.keep(result.candidates):

@@ -63,9 +63,7 @@ def campaign(
     devices = machine.pick_devices(device if slurm is None else device or "cuda:0")
     gpu = None if devices == ("cpu",) else machine.gpu_of(plan.gpu, devices[0])
     kept = machine.open_store(store if store is not None else out)
-    resolve = _Resolver()
-    for chain in plan.chains:
-        resolve(chain)  # a wrong name shows before the first probe, not after an hour
+    resolve = _Resolver(plan)
     line = ProgressLine(budget_s=budget_s)
     stopped: BaseException | None = None
     with machine.executor_for(
@@ -89,8 +87,13 @@ def campaign(
         export_for_commit(plan, kept, out)
     if stopped is not None:
         raise stopped
+    return _tell(report, plan, kept.path, as_json=as_json)
+
+
+def _tell(report: "CampaignReport", plan: "CampaignSpec", store: Path, *, as_json: bool) -> int:
+    """Shows what came of it; the exit code."""
     if as_json:
-        print_json(_summary(report) | {"campaign": plan.name, "store": str(kept.path)})
+        print_json(_summary(report) | {"campaign": plan.name, "store": str(store)})
     else:
         console().print(_sentence(report), markup=False, soft_wrap=True)
     return 0 if report.steps or report.finished else EXIT_ENVIRONMENT
@@ -117,8 +120,10 @@ def _sentence(report: "CampaignReport") -> str:
 class _Resolver:
     """Model names to specs, each resolved once; a configuration in the YAML stands for itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, plan: "CampaignSpec") -> None:
         self._known: dict[str, ModelSpec] = {}
+        for chain in plan.chains:
+            self(chain)  # a wrong name shows before the first probe, not after an hour
 
     def __call__(self, chain: "Chain") -> ModelSpec:
         from planner.models.adapters import spec_from_config

@@ -176,7 +176,7 @@ def comparison_table(results: "Sequence[CheckResult]") -> Any:
     from rich.table import Table
 
     from planner.units import gib, percent
-    from reports.text import clean
+    from reports.plain import clean
 
     bands = [one.band_fraction for one in results]
     widths = " to ".join(dict.fromkeys(percent(width) for width in (min(bands), max(bands))))

@@ -15,7 +15,7 @@ def gpus(as_json: bool = typer.Option(False, "--json", help="JSON on stdout.")) 
     if as_json:
         print_json([to_jsonable(row) for row in rows])
         return
-    from reports.terminal import render_gpus
+    from reports.lists import render_gpus
 
     render_gpus(rows, console())
 
@@ -26,7 +26,7 @@ def models(
 ) -> None:
     """The built-in model catalogue; every name works with no network."""
     from planner.models import catalogue
-    from reports.terminal import ModelRow, render_models
+    from reports.lists import ModelRow, render_models
 
     rows = []
     for name in catalogue.names():

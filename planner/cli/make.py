@@ -100,13 +100,7 @@ def make(
     written = _Written(plan)
     if files.out is not None:
         _write(written, files, files.out, _command(model, gpu))
-    if as_json:
-        from reports.plan_json import plan_to_dict
-
-        print_json(plan_to_dict(written.plan))
-        print("\n".join(written.said), end="\n" * bool(written.said), file=sys.stderr)
-    else:
-        _show(written, show.names)
+    _show(written, show.names, as_json=as_json)
     _end(written, files)
 
 
@@ -178,11 +172,16 @@ def _write(written: _Written, files: FileOptions, folder: Path, command: list[st
         written.problem = problem
 
 
-def _show(written: _Written, show: frozenset[str]) -> None:
+def _show(written: _Written, show: frozenset[str], *, as_json: bool) -> None:
     from planner.plan import NoPlan
     from reports.terminal import render_no_plan, render_plan
 
-    if isinstance(written.plan, NoPlan):
+    if as_json:
+        from reports.plan_json import plan_to_dict
+
+        print_json(plan_to_dict(written.plan))
+        print("\n".join(written.said), end="\n" * bool(written.said), file=sys.stderr)
+    elif isinstance(written.plan, NoPlan):
         render_no_plan(written.plan, console(), launches=written.said, show=show)
     else:
         render_plan(written.plan, console(), next_command=written.following, launches=written.said, show=show)

@@ -110,7 +110,7 @@ def console(*, stderr: bool = False, width: int | None = None, file: TextIO | No
 
 def print_lines(lines: Iterable[str]) -> None:
     """Lines for people on stdout, whatever a config puts into them and whatever the output can hold."""
-    from reports.text import clean, to_ascii
+    from reports.plain import clean, to_ascii
 
     out = console()
     for line in lines:

@@ -1,7 +1,9 @@
 """`plan trace -- python train.py`: anyone's training program on a GPU that computes nothing."""
 
+import json
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,10 +11,11 @@ import typer
 
 from planner.app.progress import say
 from planner.cli import options
+from planner.cli.flags import takes_options
 from planner.cli.output import print_json, print_lines, write_text
 from planner.errors import EXIT_NOTHING_FITS, EXIT_OK, EnvironmentProblem, UsageError
 from planner.gpus import find_gpu
-from planner.option_values import memory_and_headroom, positive
+from planner.option_values import positive
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from planner.gpu import GpuSpec
     from planner.trace_result import TraceResult
     from probes.phantom.card import TraceOptions
-    from probes.phantom.runner import TraceOrder
+    from probes.phantom.runner import Ended, TraceOrder
 
 NUM_TOKENS = 8192
 """Of a stand-in text, where a program's data set is not at hand."""
@@ -28,26 +31,41 @@ IMAGE_SIZE = "1024x1024"
 TIME_LIMIT_S = 1800
 
 
+@dataclass(frozen=True, kw_only=True)
+class StandIns:
+    """What stands in where the program's data are not at hand."""
+
+    seq_len: Annotated[
+        int | None, typer.Option("--seq-len", help="Tokens of stand-in texts, where a data set is not at hand.")
+    ] = None
+    image_size: Annotated[str, typer.Option("--image-size", help="Pixels of stand-in pictures, WIDTHxHEIGHT.")] = (
+        IMAGE_SIZE
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FollowOptions:
+    """How far a program is followed."""
+
+    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps to run.")] = 2
+    network: Annotated[bool, typer.Option("--network", help="Let the program use the network.")] = False
+    every_micro_batch: Annotated[
+        bool, typer.Option("--every-micro-batch", help="Run also those that repeat the one before, byte for byte.")
+    ] = False
+    time_limit: Annotated[int, typer.Option("--time-limit", help="Seconds after which the program is stopped.")] = (
+        TIME_LIMIT_S
+    )
+
+
+@takes_options
 def trace(
     command: Annotated[list[str], typer.Argument(help="After --: the command as you run it.", metavar="COMMAND")],
     gpu: options.Gpu,
-    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps to run.")] = 2,
+    *,
+    follow: FollowOptions,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Run the program without asking.")] = False,
-    network: Annotated[bool, typer.Option("--network", help="Let the program use the network.")] = False,
-    seq_len: Annotated[
-        int | None, typer.Option("--seq-len", help="Tokens of stand-in texts, where a data set is not at hand.")
-    ] = None,
-    image_size: Annotated[
-        str, typer.Option("--image-size", help="Pixels of stand-in pictures, WIDTHxHEIGHT.")
-    ] = IMAGE_SIZE,
-    every_micro_batch: Annotated[
-        bool, typer.Option("--every-micro-batch", help="Run also those that repeat the one before, byte for byte.")
-    ] = False,
-    time_limit: Annotated[
-        int, typer.Option("--time-limit", help="Seconds after which the program is stopped.")
-    ] = TIME_LIMIT_S,
-    memory_gib: options.MemoryGib = None,
-    headroom: options.Headroom = None,
+    data: StandIns,
+    memory: options.Memory,
     out: Annotated[Path | None, typer.Option("--out", help="Directory for trace.json and timeline.svg.")] = None,
     as_json: options.Json = False,
 ) -> int:
@@ -66,20 +84,18 @@ def trace(
         command,
         card,
         options=TraceOptions(
-            num_steps=positive("steps", steps) or 2,
-            num_tokens=positive("seq-len", seq_len) or NUM_TOKENS,
-            image_size=_pixels(image_size),
-            every_micro_batch=every_micro_batch,
+            num_steps=positive("steps", follow.steps) or 2,
+            num_tokens=positive("seq-len", data.seq_len) or NUM_TOKENS,
+            image_size=_pixels(data.image_size),
+            every_micro_batch=follow.every_micro_batch,
         ),
-        network=network,
-        time_limit_s=float(positive("time-limit", time_limit) or TIME_LIMIT_S),
-        memory_bytes=memory_and_headroom(card, memory_gib, headroom)[0],
+        network=follow.network,
+        time_limit_s=float(positive("time-limit", follow.time_limit) or TIME_LIMIT_S),
+        memory_bytes=memory.of(card)[0],
     )
     _ask(order, program(command), yes)
-    answer = answer_of(order, card, memory_gib=memory_gib, headroom_gib=headroom)
+    answer = answer_of(order, card, memory.of(card))
     if out is not None:
-        import json
-
         write_text(out / "trace.json", json.dumps(answer, indent=2) + "\n")
         write_text(out / "timeline.svg", svg(answer))
     if as_json:
@@ -120,10 +136,11 @@ def order_of(
     )
 
 
-def answer_of(
-    order: "TraceOrder", card: "GpuSpec", *, memory_gib: float | None = None, headroom_gib: float | None = None
-) -> dict[str, Any]:
+def answer_of(order: "TraceOrder", card: "GpuSpec", memory_and_reserve: tuple[int, int]) -> dict[str, Any]:
     """Runs the program and says what it needs, as the document that --json prints.
+
+    Args:
+        memory_and_reserve: of the card, and what of it stays free, in bytes.
 
     Raises:
         EnvironmentProblem: the program cannot be followed.
@@ -131,7 +148,7 @@ def answer_of(
     """
     from reports.trace import document
 
-    memory, reserve = memory_and_headroom(card, memory_gib, headroom_gib)
+    memory, reserve = memory_and_reserve
     found, needs = _run(order)
     return document(
         found,
@@ -210,6 +227,27 @@ def traced(order: "TraceOrder") -> "TraceResult":
     from probes.phantom.runner import run_traced
 
     ended = run_traced(order)
+    found = _training(ended)
+    if found.status == "refused":
+        raise EnvironmentProblem(f"this program cannot be followed: {found.error}", hint="docs/trace.md lists what can")
+    if found.status == "untraceable":
+        raise EnvironmentProblem(
+            f"this program cannot be followed: it failed, as it may do here alone: {found.error}",
+            hint="its traceback is above; docs/trace.md lists what is followed",
+        )
+    if found.status == "failed":
+        raise UsageError(f"the program failed: {found.error}", hint="its traceback is above; does it run elsewhere?")
+    if found.status == "ended" and ended.exit_code and found.refusal is None:
+        raise UsageError(f"the program ended with exit code {ended.exit_code}", hint="its output is above")
+    if found.status == "ended" and not found.num_events:
+        raise EnvironmentProblem(
+            "the program ended without putting anything on the GPU", hint="does it train, and on CUDA?"
+        )
+    return found
+
+
+def _training(ended: "Ended") -> "TraceResult":
+    """What the process found that trained, else the one that stopped there."""
     if ended.error:
         last = ended.error.strip().splitlines()[-1]
         raise EnvironmentProblem(
@@ -232,20 +270,4 @@ def traced(order: "TraceOrder") -> "TraceResult":
             hint="trace one training program of one process at a time",
         )
     stopped = [one for one in ended.results if one.status in ("refused", "untraceable")]
-    found = (trained or stopped or ended.results)[0]  # a launcher that waits for it fails after it
-    if found.status == "refused":
-        raise EnvironmentProblem(f"this program cannot be followed: {found.error}", hint="docs/trace.md lists what can")
-    if found.status == "untraceable":
-        raise EnvironmentProblem(
-            f"this program cannot be followed: it failed, as it may do here alone: {found.error}",
-            hint="its traceback is above; docs/trace.md lists what is followed",
-        )
-    if found.status == "failed":
-        raise UsageError(f"the program failed: {found.error}", hint="its traceback is above; does it run elsewhere?")
-    if found.status == "ended" and ended.exit_code and found.refusal is None:
-        raise UsageError(f"the program ended with exit code {ended.exit_code}", hint="its output is above")
-    if found.status == "ended" and not found.num_events:
-        raise EnvironmentProblem(
-            "the program ended without putting anything on the GPU", hint="does it train, and on CUDA?"
-        )
-    return found
+    return (trained or stopped or ended.results)[0]  # a launcher that waits for it fails after it

@@ -259,7 +259,7 @@ def _evaluate(plan: Plan | NoPlan, chosen: Candidate, setup: TrainSetup) -> Cand
 
 def _about(workload: Workload, chosen: Candidate, really: Candidate, target: str) -> tuple[str, ...]:
     """What is predicted of the run that a target makes of the plan: one number, with its rung."""
-    from reports.text import gpus_words
+    from reports.setup_text import gpus_words
 
     evidence = really.memory_evidence
     rung = evidence.rung.value.replace("_", " ")

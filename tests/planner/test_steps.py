@@ -25,7 +25,7 @@ from planner.steps import LEAST_GLOBAL_BATCH, MIN_STEPS, global_batch, num_epoch
 from planner.useful import useful_speeds, useful_tokens_per_s
 from planner.wish import Wish
 from planner.workload import Data
-from reports.terminal import default_next_command
+from reports.command import default_next_command
 from reports.text import epoch_s, epoch_sentence
 from tests.planner.helpers import wish
 from tests.planner.launch_sweep import request

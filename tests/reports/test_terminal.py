@@ -22,18 +22,12 @@ from planner.outcome import Candidate, Rung
 from planner.plan import Alternative, with_trades
 from planner.units import GIB, count, gib
 from planner.workload import MIN_RANK_GIVEN, PRICE_GIVEN, Data
+from reports.command import default_next_command
 from reports.html import Entry, report_html
+from reports.lists import ModelRow, render_gpus, render_models
 from reports.markdown import plan_markdown
 from reports.rows import breakdown, compared
-from reports.terminal import (
-    ModelRow,
-    default_next_command,
-    render_estimate,
-    render_gpus,
-    render_models,
-    render_no_plan,
-    render_plan,
-)
+from reports.terminal import render_estimate, render_no_plan, render_plan
 from tests.reports.factories import (
     make_candidate,
     make_failed_dry_run,

@@ -20,6 +20,7 @@ from planner.outcome import Evidence
 from planner.setup import TrainSetup
 from search import run
 from search.dimensions import key_of
+from search.liveness import Pulse
 from search.stopping import Budget
 
 HEARTBEAT_S, GRACE_S = 1, 3600
@@ -50,9 +51,8 @@ def main(storage: str, log: str, gates: str, max_probes: str, margin: str) -> No
         evaluate,
         storage=storage,
         budget=Budget(max_probes=int(max_probes)),
-        margin=float(margin),
-        heartbeat_s=HEARTBEAT_S,
-        grace_s=GRACE_S,
+        strategy=run.Strategy(margin=float(margin)),
+        pulse=Pulse(heartbeat_s=HEARTBEAT_S, grace_s=GRACE_S),
     )
     best = key_of(result.best.setup) if result.best else "none"
     print(f"{best}\t{result.num_probes}\t{result.reason}")

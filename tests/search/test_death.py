@@ -31,7 +31,7 @@ from search.dimensions import key_of
 from search.journal import JOURNAL_NAME
 from search.liveness import LockLiveness
 from search.problem import Problem
-from search.run import SearchResult
+from search.run import SearchResult, Strategy
 from search.run import search as run_search
 from search.stopping import Budget
 from search.storage import close_storage, open_storage
@@ -144,10 +144,9 @@ class Worker:
                     few(),
                     self.evaluate,
                     storage=self.storage,
-                    num_ranked=NUM_RANKED,
+                    strategy=Strategy(num_ranked=NUM_RANKED, margin=ENDLESS),
                     check=self.check,
                     budget=Budget(max_probes=5),
-                    margin=ENDLESS,
                 )
         except Died:
             return None

@@ -19,7 +19,7 @@ from search_worker import GRACE_S
 from workers import PATIENCE_S, Workers, all_workers
 
 from search.dimensions import key_of
-from search.liveness import DatabaseLiveness
+from search.liveness import DatabaseLiveness, Pulse
 from search.storage import close_storage, open_storage
 from search.study import Study
 from tests.servers import server_programs
@@ -133,7 +133,7 @@ def test_workers_on_postgres_lose_nothing_and_repeat_nothing(
 @pytest.mark.slow
 def test_a_heartbeat_that_ends_is_noticed_by_the_servers_clock(postgres_url: str) -> None:
     """From before a trial is taken until it beats no more; how soon after that is not asked."""
-    storage, liveness = open_storage(postgres_url, heartbeat_s=1, grace_s=2)
+    storage, liveness = open_storage(postgres_url, Pulse(heartbeat_s=1, grace_s=2))
     assert isinstance(liveness, DatabaseLiveness)
     try:
         study = Study(problem(), storage, liveness, "heartbeat")

@@ -22,7 +22,7 @@ from search.corrections import observations_of
 from search.dimensions import key_of
 from search.optuna_samplers import SAMPLERS
 from search.problem import Problem
-from search.run import MAX_RECORDED_EXCLUSIONS, search
+from search.run import MAX_RECORDED_EXCLUSIONS, Strategy, search
 from search.stopping import Budget
 from search.storage import close_storage
 from search.study import MAX_RETRIES
@@ -106,7 +106,7 @@ def test_the_plan_is_tried_first_then_the_best_ranked() -> None:
     candidates = small_candidates()
     plan = next(c.setup for c in candidates[100:] if c.fits)
     counting = Counting(gpu())
-    search(problem(), counting, plan=plan, num_ranked=2, budget=FEW)
+    search(problem(), counting, plan=plan, strategy=Strategy(num_ranked=2), budget=FEW)
     ranked = sorted((c for c in candidates if c.fits), key=lambda c: -c.tokens_per_s)
     assert counting.calls[:3] == [plan, ranked[0].setup, ranked[1].setup]
 
@@ -114,14 +114,14 @@ def test_the_plan_is_tried_first_then_the_best_ranked() -> None:
 @pytest.mark.parametrize("sampler", sorted(SAMPLERS))
 def test_every_sampler_keeps_budget_and_repeats_nothing(sampler: str, tmp_path: Path) -> None:
     counting = Counting(gpu())
-    result = search(problem(), counting, storage=tmp_path, sampler=sampler, budget=FEW)
+    result = search(problem(), counting, storage=tmp_path, strategy=Strategy(sampler=sampler), budget=FEW)
     assert len(counting.calls) == result.num_probes == 6
     assert len(set(counting.calls)) == 6
     assert result.reason == "the budget of 6 probes is spent"
     assert result.best is not None
     assert result.best.fits
     again = Counting(gpu())
-    resumed = search(problem(), again, storage=tmp_path, sampler=sampler, budget=FEW)
+    resumed = search(problem(), again, storage=tmp_path, strategy=Strategy(sampler=sampler), budget=FEW)
     assert again.calls == []
     assert resumed.best == result.best
 
@@ -281,7 +281,7 @@ def test_contradictory_problems_are_refused() -> None:
     with pytest.raises(UsageError, match="one tokens per optimizer step"):
         Problem(candidates=(candidates[0], replace(candidates[1], setup=longer)))
     with pytest.raises(UsageError, match="sampler"):
-        search(problem(), gpu(), sampler="magic")
+        search(problem(), gpu(), strategy=Strategy(sampler="magic"))
 
 
 # Properties
@@ -386,7 +386,9 @@ def test_the_recommendation_meets_every_wish(
     )
     fitting = [c for c in wished.candidates if c.fits and not wished.exclusion(c)]
     plan = max(fitting, key=lambda c: c.formula.peak_device_bytes).setup if fitting else None
-    result = search(wished, counting, sampler=sampler, plan=plan, budget=Budget(max_probes=num_probes))
+    result = search(
+        wished, counting, strategy=Strategy(sampler=sampler), plan=plan, budget=Budget(max_probes=num_probes)
+    )
     for setup in counting.calls + ([result.best.setup] if result.best else []):
         assert setup.method in methods
         assert setup.precision in precision

@@ -18,7 +18,7 @@ from planner.interchange import setup_from_dict
 from planner.outcome import FailureKind, Measurement, ProbeFailure, Rung
 from search.dimensions import key_of
 from search.journal import JOURNAL_NAME, FlockLock, repair_journal
-from search.liveness import AttributeLiveness, Liveness, LockLiveness, NoLiveness
+from search.liveness import AttributeLiveness, Liveness, LockLiveness, NoLiveness, Pulse
 from search.storage import close_storage, open_storage
 from search.study import _SPACE, MAX_RETRIES, Study, _constraints
 from search.trials import ALIVE_ATTR, INTENT_ATTR, LOST_ATTR
@@ -45,7 +45,7 @@ def closed() -> Iterator[None]:
 
 
 def study_in(target: str | Path | None, name: str = "plan") -> Study:
-    storage, liveness = open_storage(target, heartbeat_s=1, grace_s=3)
+    storage, liveness = open_storage(target, Pulse(heartbeat_s=1, grace_s=3))
     OPENED.append((storage, liveness))
     return Study(problem(), storage, liveness, name)
 

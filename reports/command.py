@@ -1,0 +1,98 @@
+"""The command that makes a plan again."""
+
+import math
+import shlex
+from dataclasses import fields
+
+from planner.choices.images import Images
+from planner.choices.rollouts import Rollout
+from planner.option_values import default_headroom_bytes
+from planner.plan import Plan
+from planner.units import GIB
+from planner.workload import MIN_RANK_GIVEN, PRICE_GIVEN, Workload
+from reports.plain import clean
+
+
+def default_next_command(answer: Plan) -> str:
+    """The command that makes this plan again and writes its launch files.
+
+    Where a higher rung refuted the choice, the reserve grows by what was missing.
+    """
+    wish = answer.workload
+    words = ["plan", clean(wish.model.model_id), "--gpu", wish.gpu.key, *cluster_flags(wish)]
+    words += ["--seq-len", str(wish.seq_len_tokens)]
+    words += ["--global-batch", str(wish.global_batch_seqs)]
+    for name, values in wish.fixed.items():
+        for value in values:
+            words += _flag(name, value)
+    if wish.memory_bytes != wish.gpu.memory_bytes:
+        words += ["--memory-gib", f"{wish.memory_bytes / GIB:g}"]
+    if not answer.chosen.fits:
+        excess = answer.chosen.memory_evidence.peak_device_bytes - answer.chosen.budget_bytes
+        words += ["--headroom", f"{math.ceil(10 * (wish.headroom_bytes + max(0, excess)) / GIB) / 10:g}"]
+    elif wish.headroom_bytes != default_headroom_bytes(wish.memory_bytes):
+        words += ["--headroom", f"{wish.headroom_bytes / GIB:g}"]
+    if wish.min_rank_reason == MIN_RANK_GIVEN:
+        words += ["--min-rank", str(wish.min_rank)]
+    if wish.data.file:
+        words += ["--dataset", clean(wish.data.file)]
+    elif wish.data.epoch_tokens:
+        words += ["--dataset-tokens", str(wish.data.epoch_tokens)]
+        if wish.data.num_samples is not None:
+            words += ["--samples", str(wish.data.num_samples)]
+    if wish.price_source == PRICE_GIVEN:
+        words += ["--price", f"{wish.price_per_hour:g}"]
+    if wish.prefer != "quality":
+        words += ["--prefer", wish.prefer]
+    for option, given in (("--epochs", wish.num_epochs), ("--lr", wish.learning_rate)):
+        words += [option, f"{given:g}"] if given else []
+    for target in wish.targets:
+        words += ["--target", target]
+    return shlex.join([*words, "--out", "my-plan"])
+
+
+def cluster_flags(wish: Workload) -> list[str]:
+    """The options that describe the workload's cluster, none on one GPU."""
+    cluster = wish.cluster
+    if cluster is None:
+        return []
+    from planner.cluster import make_cluster
+
+    words = ["--gpus", str(cluster.num_gpus)]
+    plain = make_cluster(cluster.gpu, cluster.num_gpus, num_nodes=cluster.num_nodes)
+    if cluster.num_nodes > 1:
+        words += ["--nodes", str(cluster.num_nodes)]
+    links = [cluster.within.key] if cluster.within != plain.within else []
+    if cluster.between is not None and cluster.between != plain.between:
+        links.append(cluster.between.key)
+    return [*words, "--interconnect", "+".join(links)] if links else words
+
+
+def _flag(name: str, value: object) -> list[str]:
+    """The option that fixes a field of the setup to a value."""
+    if name == "checkpointing" and isinstance(value, int):
+        if value > 1:
+            return ["--checkpoint-every", str(value)]
+        return ["--checkpointing" if value else "--no-checkpointing"]
+    if isinstance(value, Images):
+        return ["--images-per-sample", str(value.num), "--image-size", f"{value.width}x{value.height}"]
+    if isinstance(value, Rollout):
+        given = [
+            (one.name, getattr(value, one.name)) for one in fields(value) if getattr(value, one.name) != one.default
+        ]
+        return [word for inner, its in given for word in _flag(inner, its)]
+    option = _OPTIONS.get(name, name.replace("_", "-"))
+    if isinstance(value, bool):
+        return [f"--{option}" if value else f"--no-{option}"]
+    return [f"--{option}", ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+
+
+_OPTIONS = {
+    "lora_rank": "rank",
+    "lora_targets": "targets",
+    "pipeline_schedule": "schedule",
+    "reshard_after_forward": "reshard",
+    "completion_tokens": "completion-len",
+    "generation_batch_seqs": "generation-batch",
+}
+"""Fields whose option has another name."""
