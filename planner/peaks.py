@@ -167,7 +167,7 @@ class Family:
         found: list[list[int]] = [[] for _ in optimizers]
         variants = [self._variant(loss, optimizers, accumulated=accumulated) for accumulated in (False, True)]
         for micro, steps in pairs:
-            state, lines, stepping = variants[steps > 1]
+            state, lines, stepping = variants[steps > 1 or setup.cached_seqs > 0]
             resident = state.moment_bytes["resident"] + rank.workspace + rank.beside
             resident += micro * steps * parts.tower.inputs
             flight = in_flight = in_loss = 0

@@ -66,6 +66,8 @@ class TrainSetup:
         adapter: one of ADAPTER_KINDS (`planner.choices.adapters`); no plan proposes another than "lora" by itself.
         rollout: how an objective that generates its completions does so; None: as its trainer by itself (`rolls`).
         images: the pictures of every sample, whose tokens are part of its sequence; None: text alone.
+        hard_negatives: texts beside each pair of a contrastive batch, every one a column with a forward of its own.
+        cached_seqs: sequences at once of a contrastive loss with a gradient cache; 0: none, whole columns at once.
     """
 
     method: str = "lora"
@@ -106,6 +108,8 @@ class TrainSetup:
     rollout: Rollout | None = None
     images: Images | None = None
     selective_checkpointing: bool = False
+    hard_negatives: int = 0
+    cached_seqs: int = 0
 
     def __post_init__(self) -> None:
         check(self)
@@ -180,8 +184,39 @@ class TrainSetup:
     def extra_forwards(self) -> int:
         """Forwards of every micro-batch without gradients."""
         if not self.aim.rolls_out:
-            return self.aim.extra_forwards
+            return self.aim.extra_forwards + bool(self.cached_seqs)
         return int(self.rolls.reference) + int(self.rolls.old_log_probs(self.global_batch_seqs))
+
+    @property
+    def seqs_per_sample(self) -> int:
+        """Sequences that one sample puts into all forwards of its micro-batch."""
+        return self.aim.seqs_per_sample + self.hard_negatives
+
+    @property
+    def num_forwards(self) -> int:
+        """Forwards with gradients that a micro-batch is cut into, each of as many sequences."""
+        pieces = -(-self.micro_batch_seqs // self.cached_seqs) if self.cached_seqs else 1
+        return pieces * (self.aim.forwards + self.hard_negatives)
+
+    @property
+    def live_forwards(self) -> int:
+        """Of these, how many keep their activations at once: a gradient cache runs each one's backward before the next.
+
+        Source: Gao et al. 2021, GradCache, https://arxiv.org/abs/2101.06983.
+        """
+        return 1 if self.cached_seqs else self.num_forwards
+
+    @property
+    def forward_tokens(self) -> int:
+        """Tokens of one forward with gradients that pass through the layers, virtual ones included."""
+        if self.cached_seqs:
+            return self.cached_seqs * self.layer_tokens
+        return self.tokens_per_micro_batch // self.num_forwards
+
+    @property
+    def adds_gradients(self) -> bool:
+        """Whether gradients of an earlier backward of the same step are there while the next one runs."""
+        return self.accumulation_steps > 1 or self.cached_seqs > 0
 
     @property
     def scored_tokens(self) -> int:
@@ -262,12 +297,12 @@ class TrainSetup:
     @property
     def tokens_per_micro_batch(self) -> int:
         """Tokens of one micro-batch on one GPU that pass through the layers, virtual ones included."""
-        return self.micro_batch_seqs * self.aim.seqs_per_sample * self.layer_tokens
+        return self.micro_batch_seqs * self.seqs_per_sample * self.layer_tokens
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step over all GPUs."""
-        return self.global_batch_seqs * self.aim.seqs_per_sample * self.seq_len_tokens
+        return self.global_batch_seqs * self.seqs_per_sample * self.seq_len_tokens
 
     @property
     def spread(self) -> dict[str, Any]:
@@ -324,6 +359,8 @@ LATER_FIELDS = (
     "rollout",
     "images",
     "selective_checkpointing",
+    "hard_negatives",
+    "cached_seqs",
     *AROUND_FIELDS,
 )
 """Fields that came after the first studies and plans; left out of JSON and keys at their defaults as well."""

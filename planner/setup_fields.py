@@ -69,6 +69,8 @@ _COUNTS = {
     "num_gpus": 1,
     "lora_rank": 0,
     "checkpointing": 0,
+    "hard_negatives": 0,
+    "cached_seqs": 0,
 }
 
 
@@ -89,7 +91,7 @@ def check(setup: "TrainSetup") -> None:
         _check_sharing(setup)
     if setup.images is not None:
         _check_images(setup)
-    if setup.objective != _DEFAULT_OBJECTIVE or setup.rollout is not None:
+    if setup.objective != _DEFAULT_OBJECTIVE or setup.rollout is not None or setup.hard_negatives + setup.cached_seqs:
         _check_objective(setup)
 
 
@@ -358,6 +360,16 @@ def _check_objective(setup: "TrainSetup") -> None:
             f"objective {setup.objective!r} is planned on one GPU: how its {row.sample}s and its reference are "
             "spread is not modelled",
             hint="leave --gpus out",
+        )
+    if (setup.hard_negatives or setup.cached_seqs) and not row.whole_batch:
+        raise SetupError(
+            f"objective {setup.objective!r} contrasts no samples: no hard negatives, no gradient cache",
+            hint="use --objective embedding",
+        )
+    if setup.cached_seqs > setup.micro_batch_seqs:
+        raise SetupError(
+            f"cached_seqs {setup.cached_seqs} is more than the {setup.micro_batch_seqs} pairs of a micro-batch",
+            hint="give a smaller --cached-seqs, or 0 for none",
         )
     if row.rolls_out:
         _check_rollout(setup, setup.rolls)

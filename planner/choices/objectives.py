@@ -140,7 +140,7 @@ def _pooled_chain(shape: LossShape, stack: str) -> LossChain:
     Source: sentence-transformers 6.2 `Pooling._forward_padded`; accelerate 1.15 `convert_outputs_to_fp32`.
     """
     hidden = shape.tokens * shape.hidden_size
-    return LossChain(loss_bytes=_wide(shape) * hidden, backward_bytes=2 * shape.hidden_bytes * hidden)
+    return LossChain(loss_bytes=2 * _wide(shape) * hidden, backward_bytes=4 * shape.hidden_bytes * hidden)
 
 
 _ROWS = (

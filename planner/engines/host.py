@@ -20,7 +20,7 @@ def host_bytes_per_node(model: ModelSpec, setup: TrainSetup, num_nodes: int) -> 
         return 0
     total = 0
     for part in rank_parts(model, setup):
-        state = engine_of(setup).state(part, setup, accumulated=setup.accumulation_steps > 1)
+        state = engine_of(setup).state(part, setup, accumulated=setup.adds_gradients)
         total += part.num_ranks * (state.host_bytes + state.host_state_bytes(setup.optimizer))
     return -(-total // num_nodes)
 

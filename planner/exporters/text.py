@@ -120,7 +120,7 @@ def header(
         f"{title}: {shown_path(request.model_id)}{where}",
         f"Written by finetune-planner {__version__}. Effective batch: {setup.micro_batch_seqs} x "
         f"{setup.accumulation_steps} x {setup.data_degree} {_copies(setup)} = "
-        f"{setup.global_batch_seqs} {setup.aim.sample}s of {setup.aim.seqs_per_sample * setup.seq_len_tokens} tokens.",
+        f"{setup.global_batch_seqs} {setup.aim.sample}s of {setup.seqs_per_sample * setup.seq_len_tokens} tokens.",
         *request.about,
         f"{LAUNCH}{command}",
         f"Validated: {versions}",

@@ -73,7 +73,7 @@ def layer_costs(
         adapted: names of the matrices with adapters, by kind of layer.
     """
     traits, fused = traits_of(model), fused_parts(setup, model.model_type)
-    tokens = setup.tokens_per_micro_batch // setup.aim.forwards
+    tokens = setup.forward_tokens
     stacks = setup.method != "full" and setup.kind.adapts_matrices and adapts_expert_stacks(model, setup.lora_targets)
     found = []
     for layer, names in zip(model.layer_kinds, adapted, strict=True):

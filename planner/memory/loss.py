@@ -12,7 +12,7 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
     """The loss chain of one micro-batch, as the setup's stack runs it."""
     flow, by, aim = step_flow(model, setup), setup.by, setup.aim
     shape = LossShape(
-        tokens=setup.scored_tokens,
+        tokens=setup.forward_tokens if aim.head == "none" else setup.scored_tokens,
         vocab_size=model.vocab_size if aim.head == "vocabulary" else 1,
         hidden_size=model.hidden_size,
         logit_bytes=SIZE_BYTES[flow.autocast or flow.table],

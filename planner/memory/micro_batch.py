@@ -128,8 +128,8 @@ def activation_parts(
         costs: what `costs_of` says of this setup, where it is known already.
         casts_adapters: whether autocast's copies of the adapters are counted here.
     """
-    flow, traits, forwards = step_flow(model, setup), traits_of(model), setup.aim.forwards
-    tokens = setup.tokens_per_micro_batch // forwards
+    flow, traits, forwards = step_flow(model, setup), traits_of(model), setup.live_forwards
+    tokens = setup.forward_tokens
     costs = costs_of(model, gpu, setup) if costs is None else costs
     counts, kept = _checkpointed(model, setup.checkpointing)
     stored = _kept_by_layers(setup, costs, counts, kept, entry_pinned=traits.post_norm)

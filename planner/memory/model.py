@@ -20,7 +20,7 @@ def rank_memories(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[Ra
     Source: `planner.engines` for what each engine holds, `planner.memory` for activations and the loss.
     Not counted: host memory (`planner.engines.host`), paged optimizer states, the data loader.
     """
-    engine, accumulated = engine_of(setup), setup.accumulation_steps > 1
+    engine, accumulated = engine_of(setup), setup.adds_gradients
     found = [
         RankMemory(
             name=part.name,

@@ -167,7 +167,7 @@ def backward_gradients(model: ModelSpec, setup: TrainSetup, trained: Trained, *,
     """
     size = trained.outer_bytes
     # of several forwards autograd adds up a weight's gradients before it gives them to the weight
-    if setup.aim.forwards > 1:
+    if setup.live_forwards > 1:
         whole = trained.size_bytes
         return {"first": 0, "last": whole, "end": whole + trained.embeddings * size}
     head = 0 if accumulated else trained.head * size

@@ -26,9 +26,10 @@ _NOT_THE_FAMILYS = {
     "parallel",
     *SPREAD_FIELDS,
 }
-family_key = attrgetter(*(one.name for one in fields(TrainSetup) if one.name not in _NOT_THE_FAMILYS), "extra_forwards")
+_SHARED = tuple(one.name for one in fields(TrainSetup) if one.name not in _NOT_THE_FAMILYS)
+family_key = attrgetter(*_SHARED, "extra_forwards", "num_forwards")
 """What setups of one family share: every field that is not named here, so that a new one cannot be forgotten, and the
-forwards without gradients, which for completions follow from the global batch."""
+forwards without gradients, which for completions follow from the global batch, and those of a micro-batch's pieces."""
 
 
 class Family:
@@ -56,7 +57,7 @@ class Family:
         self._speed, self._setup = speed, setup
         self._seq = setup.layer_tokens
         self._busy: dict[int, float] = {}
-        self.seqs_per_sample = setup.aim.seqs_per_sample
+        self.seqs_per_sample = setup.seqs_per_sample
         self.flow = flow = flow_of(setup)
         full = setup.method == "full"
         every = setup.checkpointing
@@ -154,7 +155,7 @@ class Family:
         if setup.selective_checkpointing:
             host += 2.0 * again * forward_kernels * SELECTIVE_HOST * constants.host_forward_s
         self.host_s = (
-            setup.aim.forwards * host * constants.host_scale * (constants.compile_host if setup.compile else 1.0)
+            setup.num_forwards * host * constants.host_scale * (constants.compile_host if setup.compile else 1.0)
         )
 
     def busy_s(self, samples: int) -> float:
@@ -173,8 +174,8 @@ class Family:
     def parts(self, samples: int) -> dict[str, float]:
         """GPU seconds of the layers for one micro-batch by part."""
         speed, setup = self._speed, self._setup
-        forwards = setup.aim.forwards
-        seqs = samples * self.seqs_per_sample // forwards
+        forwards = setup.num_forwards
+        seqs = max(1, samples * self.seqs_per_sample // forwards)
         tokens = seqs * self._seq
         cached = tokens / speed.cache_gain(tokens)
         layers = speed.matmuls(self.flow.compute, tokens, setup.quantization == "int8")

@@ -1,6 +1,6 @@
 """The losses of other objectives than supervised training, as their trainers compute them: which tensors live when."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -127,16 +127,67 @@ def classification(asked: Asked) -> torch.Tensor:
 def embedding(asked: Asked) -> torch.Tensor:
     """The contrastive loss of pairs: a forward for the anchors, one for what belongs to them, and for each anchor the
     others' as negatives. Source: sentence-transformers 6.2 `MultipleNegativesRankingLoss`."""
+    inputs = _columns(asked)
+    if asked.setup.cached_seqs:
+        return _cached(asked, inputs)
     vectors = []
     with pooled(asked.inner):
-        for half in range(2):
-            if half:
+        for place, column in enumerate(inputs):
+            if place:
                 asked.again()
-            inputs = {name: value.chunk(2)[half] for name, value in asked.batch.model_inputs.items()}
-            vectors.append(asked.forward(**inputs)["sentence_embedding"])
-    anchors, others = (torch.nn.functional.normalize(one, p=2, dim=1) for one in vectors)
+            vectors.append(asked.forward(**column)["sentence_embedding"])
+    return _contrast(vectors)
+
+
+def _columns(asked: Asked) -> list[dict[str, torch.Tensor]]:
+    """The micro-batch's anchors, what belongs to them, and their hard negatives."""
+    num = asked.setup.seqs_per_sample
+    return [{name: one.chunk(num)[place] for name, one in asked.batch.model_inputs.items()} for place in range(num)]
+
+
+def _contrast(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The cross-entropy of each anchor's own text among all others of the batch."""
+    anchors, others = (torch.nn.functional.normalize(one, p=2, dim=1) for one in (vectors[0], torch.cat(vectors[1:])))
     scores = torch.mm(anchors, others.transpose(0, 1)) * SCALE
     loss: torch.Tensor = -(torch.diagonal(scores) - torch.logsumexp(scores, dim=1)).mean()
+    return loss
+
+
+def _cached(asked: Asked, columns: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """The loss with a gradient cache: all pieces without gradients, the loss's backward to their vectors, and in the
+    backward each piece once more, with its own.
+
+    Source: sentence-transformers 6.2 `base/losses/gradcache.py` CachedLossMixin.forward_cached, _backward_hook.
+    Not run: pieces beyond the second of a column, which repeat it.
+    """
+    size = asked.setup.cached_seqs
+    pieces = [
+        [{name: one[place : place + size] for name, one in column.items()} for place in range(0, 2 * size, size)]
+        for column in columns
+    ]
+    pieces = [[piece for piece in column if all(len(one) for one in piece.values())] for column in pieces]
+
+    def embedded(piece: dict[str, torch.Tensor]) -> torch.Tensor:
+        asked.again()
+        with pooled(asked.inner):
+            found: torch.Tensor = asked.forward(**piece)["sentence_embedding"]
+            return found
+
+    with torch.no_grad():
+        vectors = [[embedded(piece) for piece in column] for column in pieces]
+    vectors = [[one.detach().requires_grad_() for one in column] for column in vectors]
+    loss = _contrast([torch.cat(column) for column in vectors])
+    loss.backward()
+    kept = [one.grad for column in vectors for one in column]
+    loss = loss.detach().requires_grad_()
+
+    def backward(_: torch.Tensor) -> None:
+        with torch.enable_grad():
+            for piece, gradient in zip([one for column in pieces for one in column], kept, strict=True):
+                found = embedded(piece)
+                torch.dot(found.flatten().float(), gradient.flatten().float()).backward()
+
+    loss.register_hook(backward)
     return loss
 
 
