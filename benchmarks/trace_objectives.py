@@ -68,8 +68,8 @@ def labelled(num: int) -> dict[str, Any]:
 
 
 def related(num: int) -> dict[str, Any]:
-    """A pair whose texts are cut at the length."""
-    return {"anchor": "a" * num, "positive": "b" * num}
+    """A pair whose texts are cut at the length, with a text for who takes hard negatives."""
+    return {"anchor": "a" * num, "positive": "b" * num, "negative": "c" * num}
 
 
 DATA = {
@@ -84,6 +84,12 @@ DATA = {
 }
 
 
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "embedding cached": ("embedding", {"cached_seqs": (4,), "hard_negatives": (1,)}),
+}
+"""Settings of an objective that a grid of their own holds."""
+
+
 def home(objective: str) -> str:
     """The tool whose own trainer is the truth."""
     return OBJECTIVES[objective].stack("trl")
@@ -91,7 +97,8 @@ def home(objective: str) -> str:
 
 def planned(model: str, gpu: str, objective: str, method: str, num_layers: int | None = None) -> TrainSetup | None:
     """The setup that a plan for TRL chooses by the formula, None where nothing fits."""
-    fixed: dict[str, tuple[str, ...]] = {"objective": (objective,), "method": (method,)}
+    objective, more = VARIANTS.get(objective, (objective, {}))
+    fixed: dict[str, tuple[Any, ...]] = {"objective": (objective,), "method": (method,), **more}
     if find_spec("liger_kernel") is None:
         fixed["kernels"] = ("eager",)  # the trainer would refuse the file
     spec = spec_from_config(config_of(num_layers, model), model_id="./model", source="benchmark")
@@ -160,7 +167,7 @@ def summary(rows: dict[str, Any]) -> list[str]:
 def main() -> None:
     """Runs the grid, or the part of it that was named, and prints each difference."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [name for name, row in OBJECTIVES.items() if not row.supervised]
+    names = [*(name for name, row in OBJECTIVES.items() if not row.supervised), *VARIANTS]
     parser.add_argument("--objective", action="append", choices=names)
     parser.add_argument("--model", action="append", choices=sorted(MODELS))
     parser.add_argument("--method", action="append", choices=METHODS)

@@ -80,8 +80,9 @@ def _one_gpu_band(model: ModelSpec, setup: TrainSetup) -> float:
     return SMALL_MODEL_BAND if model.num_params < SMALL_PARAMS else USUAL_BAND
 
 
-TRAINERS = ("trl", "hf")
-"""Stacks that are one Trainer: their published runs are one kind."""
+TRAINERS = ("trl", "hf", "sentence-transformers")
+"""Stacks that are one Trainer: their published runs are one kind. sentence-transformers' is transformers' own around
+another loss: traced, 0.3 to 0.5 % above the dry run (docs/objectives.md)."""
 MEMORY = ("allocated", "reserved", "device")
 LEAST_ROWS = 10
 """Published rows from which a stack has a band of its own."""
@@ -193,6 +194,8 @@ def evidence_bands(rung: str, gpu: GpuSpec, setup: TrainSetup) -> tuple[dict[str
             assert cell is not None
             wider = UNSEEN_CARD if own is not None and gpu.key not in cards and metric != "allocated" else 1.0
             bands[metric] = (min(0.95, cell.below * wider), cell.above * wider)
+    if not setup.aim.supervised:
+        return bands, f"{NOBODY}: published runs are of supervised training, this is {setup.aim.title}"
     if not any(owns.values()):
         return bands, f"{NOBODY}: {setup.by.title} has no published run here, the band is that of other stacks"
     if gpu.key not in cards:

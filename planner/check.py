@@ -19,6 +19,7 @@ from planner.models.spec import ModelSpec
 from planner.outcome import Prediction
 from planner.readers.types import ReadConfig
 from planner.setup import TrainSetup
+from planner.space import PLANNED_CACHES
 from planner.stacks import STACKS
 from planner.tools import changed_fields
 from planner.units import gib, percent
@@ -267,9 +268,10 @@ def _refused(model: ModelSpec, setup: TrainSetup) -> bool:
 
 
 def _batches(setup: TrainSetup) -> list[tuple[str, dict[str, object], bool]]:
-    """Other splits of the same effective batch, nearest first; none where the micro-batch is what trains."""
+    """Other splits of the same effective batch, nearest first; where that is what trains, gradient caches."""
     if setup.aim.whole_batch:
-        return []
+        sizes = [one for one in PLANNED_CACHES if one < (setup.cached_seqs or setup.micro_batch_seqs)]
+        return [(f"a cached loss, {one} sequences at once", {"cached_seqs": one}, False) for one in sizes]
     total = setup.micro_batch_seqs * setup.accumulation_steps
     found: list[tuple[str, dict[str, object], bool]] = []
     for micro in (

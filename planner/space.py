@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 BRANCH_FIELDS = ("method", "precision", "quantization", "kbit_fp32_cast", "lora_rank", "lora_targets")
 PLANNED_CHECKPOINTING = (0, 16, 8, 4, 3, 2, 1)
 """None, every n-th layer, every layer: what transformers' `every_n_layers` says (TRL, Axolotl, the plain script)."""
+PLANNED_CACHES = (32, 16, 8, 4, 2, 1)
+"""Sequences at once under a gradient cache, which costs one more forward: taken where the whole batch does not fit."""
 PREFERENCE_FRACTION = 0.03
 """So much speed, less than the speed model can tell apart, is given for what is preferred: memory to spare by more than
 the formula errs, then what is simpler (`decision.facts`), then the smaller peak."""
@@ -97,6 +99,9 @@ def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
             )
         if objective.rolls_out:
             values["rollout"] = planned_rollouts(workload)
+        if objective.whole_batch:
+            caches = (0, *(size for size in PLANNED_CACHES if size < workload.global_batch_seqs))
+            values["cached_seqs"] = fixed.get("cached_seqs", caches)
     quantized = TrainSetup(method="qlora", quantization="nf4")
     if bits := stored_bits(workload.model):
         values["method"] = tuple(one for one in values["method"] if one == "qlora")
@@ -200,7 +205,8 @@ def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Itera
                 for cast in values["kbit_fp32_cast"] if method == "qlora" else (False,):
                     for rank in ranks[:1] if cast else ranks:  # the cast is there to be compared
                         kinds_of = values["lora_targets"] if method != "full" else ("all-linear",)
-                        for targets, rollout in product(kinds_of, values.get("rollout", (None,))):
+                        caches = values.get("cached_seqs", (0,))
+                        for targets, rollout, cached in product(kinds_of, values.get("rollout", (None,)), caches):
                             try:
                                 branch = TrainSetup(
                                     method=method,
@@ -217,6 +223,8 @@ def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Itera
                                     loss="full" if OBJECTIVES[objective].supervised else values["loss"][0],
                                     adapter="lora" if method == "full" else values.get("adapter", ("lora",))[0],
                                     rollout=rollout,
+                                    cached_seqs=cached,
+                                    hard_negatives=values.get("hard_negatives", (0,))[0],
                                     images=values.get("images", (None,))[0],
                                     checkpointing=0 if values["checkpointing"] == (0,) else 1,
                                     quantize_experts=values["quantize_experts"][0],

@@ -9,7 +9,7 @@ from planner import setup_fields as fields
 from planner import steps
 from planner.choices.adapters import ADAPTERS
 from planner.choices.images import with_text
-from planner.choices.objectives import aim_of
+from planner.choices.objectives import aim_of, seqs_per_sample
 from planner.choices.rollouts import Rollout
 from planner.errors import UsageError
 from planner.gpu import GpuSpec
@@ -116,7 +116,7 @@ class Wish:
         aim = aim_of(self.fixed)
         if aim.rolls_out:
             samples *= self.fixed.get("rollout", (Rollout(),))[0].num_generations
-        whole = samples * seq_len_tokens * aim.seqs_per_sample
+        whole = samples * seq_len_tokens * seqs_per_sample(self.fixed)
         tokens = min(tokens or whole, whole)
         rows = samples if self.fixed.get("packing") != (True,) else math.ceil(tokens / seq_len_tokens)
         return replace(self.data, epoch_tokens=tokens, epoch_seqs=rows, samples_per_seq=samples / rows)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner import steps
 from planner.choices.images import Images, with_text
-from planner.choices.objectives import Objective, aim_of
+from planner.choices.objectives import Objective, aim_of, seqs_per_sample
 from planner.errors import UsageError
 from planner.gpu import GpuSpec
 from planner.models.spec import ModelSpec
@@ -126,6 +126,11 @@ class Workload:
         return aim_of(self.fixed)
 
     @property
+    def seqs_per_sample(self) -> int:
+        """Sequences of one sample."""
+        return seqs_per_sample(self.fixed)
+
+    @property
     def num_gpus(self) -> int:
         """GPUs of the job."""
         return self.cluster.num_gpus if self.cluster is not None else 1
@@ -140,7 +145,7 @@ class Workload:
         data = self.data
         if len(data.real_fractions) < 2 or not data.epoch_tokens or not data.epoch_seqs:
             return self.seq_len_tokens
-        mean = data.epoch_tokens / (data.epoch_seqs * self.aim.seqs_per_sample)
+        mean = data.epoch_tokens / (data.epoch_seqs * self.seqs_per_sample)
         return min(self.seq_len_tokens, ceil(mean / data.real_fraction(num_seqs)))
 
     @property

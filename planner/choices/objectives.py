@@ -354,3 +354,8 @@ OBJECTIVES: Mapping[str, Objective] = {row.name: row for row in _ROWS}
 def aim_of(fixed: Mapping[str, tuple[Any, ...]]) -> Objective:
     """The objective among the setup fields that a user decided."""
     return OBJECTIVES[fixed.get("objective", (DEFAULT,))[0]]
+
+
+def seqs_per_sample(fixed: Mapping[str, tuple[Any, ...]]) -> int:
+    """Sequences of one sample under the setup fields that a user decided."""
+    return aim_of(fixed).seqs_per_sample + int(fixed.get("hard_negatives", (0,))[0])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.app.progress import say
-from planner.choices.objectives import OBJECTIVES, Objective, aim_of
+from planner.choices.objectives import OBJECTIVES, Objective, aim_of, seqs_per_sample
 from planner.choices.packages import absent_packages
 from planner.choices.rollouts import Rollout
 from planner.cli.options import Lookup
@@ -50,7 +50,7 @@ def workload_for(
     asked = replace(wish.wish(), targets=tuple(targets), absent_packages=absent_packages() if here else ())
     if lengths is not None:
         data = Data(
-            epoch_tokens=wish.dataset_tokens or lengths.epoch_tokens * aim.seqs_per_sample,
+            epoch_tokens=wish.dataset_tokens or lengths.epoch_tokens * seqs_per_sample(asked.fixed),
             epoch_seqs=lengths.epoch_seqs,
             samples_per_seq=lengths.samples_per_seq,
             real_fractions=lengths.real_fractions,

@@ -180,6 +180,24 @@ class RolloutOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ContrastOptions:
+    """What a contrastive batch holds beside its pairs, and how much of it runs at once."""
+
+    hard_negatives: Annotated[
+        int | None, typer.Option("--hard-negatives", help="embedding: texts beside each pair. Default 0.")
+    ] = None
+    cached_seqs: Annotated[
+        int | None,
+        typer.Option("--cached-seqs", help="embedding: sequences at once of a cached loss; 0: none. Default: planned."),
+    ] = None
+
+    def contrast(self) -> dict[str, int]:
+        """The fields that were given."""
+        given = {"hard_negatives": self.hard_negatives, "cached_seqs": self.cached_seqs}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
 class ImageOptions:
     """The pictures of a sample; None: text alone."""
 

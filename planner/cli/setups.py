@@ -91,7 +91,7 @@ class SetupOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnySetupOptions(SetupOptions, options.RolloutOptions, options.ImageOptions):
+class AnySetupOptions(SetupOptions, options.RolloutOptions, options.ContrastOptions, options.ImageOptions):
     """With what a formula can say and no probe here runs: split matrices and layers, other stacks."""
 
     tensor_degree: spread.TensorDegree = None
@@ -131,6 +131,7 @@ class AnySetupOptions(SetupOptions, options.RolloutOptions, options.ImageOptions
             "reentrant_checkpointing": self.reentrant,
             "rollout": self.rollout(self.objective, self.seq_len),
             "images": self.images(),
+            **self.contrast(),
         }
 
     def _spread(self) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class SpaceOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WishOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions):
+class WishOptions(SpaceOptions, options.RolloutOptions, options.ContrastOptions, options.ImageOptions):
     """What a person asks for on the command line, beside model and GPU; None: planned, or a stated default."""
 
     objective: options.Objective = None
@@ -144,6 +144,7 @@ class WishOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions):
             aim["rollout"] = (rollout,)
         if images := self.images():
             aim["images"] = (images,)
+        aim |= {name: (value,) for name, value in self.contrast().items()}
         return (
             aim
             | super().fixed()

@@ -39,7 +39,7 @@ def unknown_padding_note(workload: Workload) -> str:
     if not workload.data.num_samples or workload.data.real_fractions or workload.data.samples_per_seq != 1:
         return ""
     mean = (workload.data.epoch_tokens or 0) / (workload.data.epoch_seqs or 1)
-    if mean >= (1 - PADDING_LIMIT) * workload.seq_len_tokens * workload.aim.seqs_per_sample:
+    if mean >= (1 - PADDING_LIMIT) * workload.seq_len_tokens * workload.seqs_per_sample:
         return ""
     return (
         f"samples of {mean:,.0f} tokens on average in rows of {workload.seq_len_tokens:,}: time and cost count no "

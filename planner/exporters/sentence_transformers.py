@@ -1,5 +1,7 @@
 """A program on sentence-transformers' own Trainer, for pairs of texts. sentence-transformers 6.2, transformers 5.23."""
 
+import json
+
 from planner.exporters import hf
 from planner.exporters.common import family_refusal, model_refusal
 from planner.exporters.python_text import call
@@ -11,6 +13,7 @@ from planner.setup import TrainSetup
 from planner.tools.transformers import DTYPES
 
 TARGET = "sentence-transformers"
+LOSS = "MultipleNegativesRankingLoss"
 FILE = "sentence-transformers/train_embedding.py"
 VALIDATED_WITH = {"sentence-transformers": "6.2.0", **hf.VALIDATED_WITH}
 MIXED_IN = ("low-rank", "scales", "rotations")
@@ -53,19 +56,28 @@ def _script(request: ExportRequest, head: list[str], runs: TrainSetup) -> str:
     if setup.method != "full":
         parts.append(f"from peft import {setup.kind.config}\n")
     parts += [
-        _IMPORTS,
+        _IMPORTS.replace("LOSS", f"Cached{LOSS}" if setup.cached_seqs else LOSS),
         hf.imported(request),
         "\n",
         hf.constants(request),
         ROWS,
         "\n\n",
-        'rows = load_rows().select_columns(["anchor", "positive"])\n\n',
+        f"rows = load_rows().select_columns({_columns(setup)})\n\n",
     ]
     before, lines = hf.loading(request)
     parts += [*before, call("loading", "dict", lines), _MODEL]
     if setup.method != "full":
         parts.append("\n" + _adapters(request))
-    return "".join([*parts, "\n", hf.arguments(request, runs, "SentenceTransformerTrainingArguments"), _RUN])
+    loss = f"Cached{LOSS}(model, mini_batch_size={setup.cached_seqs})" if setup.cached_seqs else f"{LOSS}(model)"
+    arguments = hf.arguments(request, runs, "SentenceTransformerTrainingArguments")
+    return "".join([*parts, "\n", arguments, _RUN.replace("LOSS", loss)])
+
+
+def _columns(setup: TrainSetup) -> str:
+    """The names of the data's columns, as a list in Python."""
+    num = setup.hard_negatives
+    negatives = ["negative"] if num == 1 else [f"negative_{one}" for one in range(1, num + 1)]
+    return json.dumps(["anchor", "positive", *negatives])
 
 
 def _adapters(request: ExportRequest) -> str:
@@ -86,7 +98,7 @@ _IMPORTS = """from sentence_transformers import (
     SentenceTransformerTrainer,
     SentenceTransformerTrainingArguments,
 )
-from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+from sentence_transformers.sentence_transformer.losses import LOSS
 """
 _MODEL = """model = SentenceTransformer(MODEL, model_kwargs=loading, config_kwargs={"use_cache": False})
 model.max_seq_length = MAX_LENGTH
@@ -95,7 +107,7 @@ if model.tokenizer.pad_token is None:
 """
 _RUN = """
 trainer = SentenceTransformerTrainer(
-    model=model, args=arguments, train_dataset=rows, loss=MultipleNegativesRankingLoss(model)
+    model=model, args=arguments, train_dataset=rows, loss=LOSS
 )
 counts = {
     "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),

@@ -112,6 +112,15 @@ class _Script:
                 f"no TRL version named: the defaults of {self.defaults.said} (--assume trl==VERSION for another)"
             )
 
+    def _contrast(self) -> dict[str, int]:
+        """What a contrastive program's data and loss say; a cache holds no more than the batch."""
+        found = {name: value for name, value in self.found.contrast.items() if value is not None}
+        if "cached_seqs" in found:
+            found["cached_seqs"] = min(found["cached_seqs"], self.arguments.integer("per_device_train_batch_size", 8))
+        elif "cached_seqs" in self.found.contrast:
+            self.missing["cached_seqs"] = "mini_batch_size of its cached loss is not known"
+        return found
+
     def _made(self, name: str) -> bool:
         return any(one.name == name for one in self.program.made)
 
@@ -169,6 +178,7 @@ class _Script:
         if self.aim.whole_batch:
             arguments.assume(PAIRS)
             fields["stack"] = "sentence-transformers"
+            fields |= self._contrast()
         fields |= self._spread(constants)
         if adapted:
             fields = common.adapter(arguments, fields, self._kind(), self.model)

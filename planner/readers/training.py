@@ -68,6 +68,7 @@ class Training:
         prepared: `prepare_model_for_kbit_training`.
         touched: every model object on the way, for what was called on it.
         open_objective: why it is not certain that `objective` is what is trained.
+        contrast: of a contrastive objective, the fields that its data and loss say; None: not known.
     """
 
     trainer: Made | None = None
@@ -84,6 +85,7 @@ class Training:
     touched: list[Made] = field(default_factory=list)
     objective: str = "sft"
     open_objective: str = ""
+    contrast: dict[str, int | None] = field(default_factory=dict)
 
 
 def find(program: Program, name: str) -> Training:
@@ -132,7 +134,8 @@ def find(program: Program, name: str) -> Training:
     if found.trainer is not None and not program.trained and _only_measures(program, found.trainer):
         raise NotATraining(f"{name} evaluates and trains nothing", hint="give the script that trains")
     if found.trainer is not None and found.objective == "embedding":
-        found.open_objective = embedding.open_loss(found.trainer, program.made, name)
+        found.open_objective = embedding.open_loss(found.trainer, name)
+        found.contrast = embedding.contrast(found.trainer, program.made)
     if found.trainer is not None and found.arguments is None and not _of_transformers(found.trainer):
         package = found.trainer.package
         own = f"{package}'s " * (package not in ("", "trainer")) + found.trainer.name

@@ -8,6 +8,7 @@ from planner.setup import SPREAD_FIELDS, TrainSetup
 from planner.throughput.adapter_kinds import kind_work
 from planner.throughput.counts import Moved
 from planner.throughput.model import SpeedModel
+from planner.throughput.types import WITHOUT_GRADIENTS
 
 _WEIGHT_CAST_BYTES = 6.0  # autocast reads a fp32 weight and writes it in 16 bit
 SELECTIVE_HOST = 1.7
@@ -196,7 +197,7 @@ class Family:
             "dequantization": self._dequantization,
         }
         if extra := setup.extra_forwards:
-            parts["forwards without gradients"] = extra * self.forward_s(seqs, self._seq)
+            parts[WITHOUT_GRADIENTS] = extra * self.forward_s(seqs, self._seq)
         return parts if forwards == 1 else {name: forwards * seconds for name, seconds in parts.items()}
 
     def forward_s(self, seqs: int, length: int) -> float:

@@ -8,7 +8,7 @@ from planner.setup import TrainSetup
 from planner.throughput.family import Family
 from planner.throughput.model import SpeedModel
 from planner.throughput.rollout import Generation
-from planner.throughput.types import StepTime
+from planner.throughput.types import WITHOUT_GRADIENTS, StepTime
 
 if TYPE_CHECKING:
     from planner.throughput.tower import TowerTime
@@ -169,7 +169,10 @@ class ThroughputProfile:
         total = sum(parts.values())
         flops = self.flops(seqs, steps)
         beyond = max(0.0, self._kernels_gain(seqs, steps) - LARGEST_GAIN)
-        unmeasured = (self._family.unmeasured_s(seqs) * steps + generation + parts.get("tower", 0.0)) / total + beyond
+        unmeasured = self._family.unmeasured_s(seqs) * steps + generation + parts.get("tower", 0.0)
+        if not setup.aim.supervised:
+            unmeasured += parts["loss"] + parts.get(WITHOUT_GRADIENTS, 0.0)
+        unmeasured = unmeasured / total + beyond
         slow_host = steps * (self._with_host(busy, HOST_SLOWER) - self._with_host(busy)) / total
         return StepTime(
             step_time_s=total,
@@ -211,6 +214,11 @@ class ThroughputProfile:
             notes.append(
                 f"No run with {name} has been compared: what it costs is counted from peft's code, and the band is "
                 "wider by all of it."
+            )
+        if not self._setup.aim.supervised:
+            notes.append(
+                f"No run of {self._setup.aim.title} has been compared in speed: its layers cost what they cost in "
+                "supervised training, and the band is wider by all of its loss and of its forwards without gradients."
             )
         if self._tower is not None:
             notes.append(

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+WITHOUT_GRADIENTS = "forwards without gradients"
 PARTS = (
     "generation",
-    "forwards without gradients",
+    WITHOUT_GRADIENTS,
     "matmul",
     "recompute",
     "attention",

@@ -44,8 +44,8 @@ def labelled(num: int) -> list[dict[str, Any]]:
 
 
 def related(num: int) -> list[dict[str, Any]]:
-    """Questions with their right answers, each alone in its micro-batch."""
-    return [{"anchor": row["prompt"], "positive": row["chosen"]} for row in pairs(num)]
+    """Questions with their right answers, and a wrong one for who takes it."""
+    return [{"anchor": row["prompt"], "positive": row["chosen"], "negative": row["rejected"]} for row in pairs(num)]
 
 
 ROWS: dict[str, Callable[[int], list[dict[str, Any]]]] = {
@@ -60,8 +60,12 @@ ROWS: dict[str, Callable[[int], list[dict[str, Any]]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", list(ROWS))
-def test_two_steps_of_every_objective_train(objective: str, place: Path, launch: Callable[..., Run]) -> None:
+@pytest.mark.parametrize(
+    ("objective", "changes"), [*((one, {}) for one in ROWS), ("embedding", {"cached_seqs": 1, "hard_negatives": 1})]
+)
+def test_two_steps_of_every_objective_train(
+    objective: str, changes: dict[str, Any], place: Path, launch: Callable[..., Run]
+) -> None:
     row = OBJECTIVES[objective]
     setup = TrainSetup(
         objective=objective,
@@ -72,6 +76,7 @@ def test_two_steps_of_every_objective_train(objective: str, place: Path, launch:
         accumulation_steps=2,
         seq_len_tokens=64,
         rollout=Rollout(num_generations=2, completion_tokens=8) if row.rolls_out else None,
+        **changes,
     )
     write_jsonl(place / "data" / "train.jsonl", ROWS[objective](16))
     emitted = TARGETS[row.stack("trl")].export(

@@ -17,10 +17,12 @@ from planner.memory.weights import weight_bytes
 from planner.models.catalogue import load
 from planner.plan import NoPlan, Plan
 from planner.planning import plan_workload
+from planner.predict import predict
 from planner.readers.read import read_text
 from planner.readers.types import ReadConfig
 from planner.setup import TrainSetup
 from planner.speed import speed_profile
+from planner.throughput.types import WITHOUT_GRADIENTS
 from planner.wish import Wish
 
 OTHERS = [name for name in OBJECTIVES if name != DEFAULT]
@@ -388,11 +390,43 @@ def test_the_negatives_of_an_embedding_come_from_the_whole_batch() -> None:
     assert isinstance(plan, Plan)
     assert {(one.setup.micro_batch_seqs, one.setup.accumulation_steps) for one in plan.ranked} == {(16, 1)}
     assert plan.chosen.setup.kernels == "eager"  # transformers' Trainer patches no SentenceTransformer
-    refused = plan_workload(Wish(seq_len=2048, global_batch=256, fixed=fixed).workload(model, CARD))
+    whole = fixed | {"cached_seqs": (0,)}
+    refused = plan_workload(Wish(seq_len=2048, global_batch=256, fixed=whole).workload(model, CARD))
     assert isinstance(refused, NoPlan)
     (less,) = [one.action for one in refused.remedies if one.action.startswith("--global-batch")]
-    fewer = Wish(seq_len=2048, global_batch=int(less.split()[1]), fixed=fixed).workload(model, CARD)
+    fewer = Wish(seq_len=2048, global_batch=int(less.split()[1]), fixed=whole).workload(model, CARD)
     assert isinstance(plan_workload(fewer), Plan)
+
+
+def test_a_gradient_cache_trains_batches_that_do_not_fit() -> None:
+    """Its memory is that of one piece with accumulation, whatever the batch; it costs a forward, and is left out where
+    the batch fits."""
+    model, fixed = load("meta-llama/Llama-3.2-1B"), {"objective": ("embedding",), "method": ("lora",)}
+    large, small = (
+        plan_workload(Wish(seq_len=2048, global_batch=batch, fixed=fixed).workload(model, CARD)) for batch in (256, 4)
+    )
+    assert isinstance(large, Plan)
+    assert isinstance(small, Plan)
+    assert large.chosen.setup.cached_seqs > 0 == small.chosen.setup.cached_seqs
+    cached = setup_of("embedding", seq_len_tokens=256, micro_batch_seqs=32, cached_seqs=4)
+    twice = predict_memory(model, CARD, cached.with_(micro_batch_seqs=64))
+    assert predict_memory(model, CARD, cached).phase_bytes == twice.phase_bytes
+    plain = setup_from_dict({"seq_len_tokens": 256, "micro_batch_seqs": 4, "accumulation_steps": 2, "stack": "hf"})
+    one, other = (predict_memory(model, CARD, one).phase_bytes["backward"] for one in (cached, plain))
+    assert one == pytest.approx(other, rel=0.01)
+    assert cached.extra_forwards == 1
+    assert cached.num_forwards == 2 * 8
+
+
+def test_a_hard_negative_is_one_more_column() -> None:
+    pairs = setup_of("embedding", seq_len_tokens=256, micro_batch_seqs=8)
+    triples = pairs.with_(hard_negatives=1)
+    assert triples.tokens_per_step == 3 * pairs.tokens_per_step // 2
+    assert triples.forward_tokens == pairs.forward_tokens
+    with pytest.raises(SetupError, match="contrasts no samples"):
+        TrainSetup(hard_negatives=1)
+    with pytest.raises(SetupError, match="more than the 8 pairs"):
+        pairs.with_(cached_seqs=9)
 
 
 def test_two_forwards_take_the_time_of_two_micro_batches_of_half_as_many_sequences() -> None:
@@ -418,3 +452,18 @@ GRPOTrainer("gpt2", reward, args, data, quantization_config=bits, peft_config=Lo
     found = read_text(text, "train.py").setup
     assert (found.method, found.quantization, found.precision) == ("qlora", "nf4-double", "bf16-mixed")
     assert (found.attention, found.rolls.completion_tokens, found.lora_rank) == ("eager", 256, 32)
+
+
+@pytest.mark.parametrize("objective", [name for name, row in OBJECTIVES.items() if not row.supervised])
+def test_the_band_of_a_speed_that_nobody_compared_holds_all_that_is_its_own(objective: str) -> None:
+    """Loss, forwards without gradients and generation; the memory's is the formula's, as traced trainers say."""
+    model = load("meta-llama/Llama-3.2-1B")
+    setup = setup_of(objective, micro_batch_seqs=4)
+    found, plain = predict(model, CARD, setup), predict(model, CARD, TrainSetup())
+    assert found.time_band_fraction is not None
+    assert plain.time_band_fraction is not None
+    own = sum(found.time_parts_s.get(part, 0.0) for part in ("loss", WITHOUT_GRADIENTS, "generation"))
+    more = found.time_band_fraction - plain.time_band_fraction
+    assert more == pytest.approx(own / found.step_time_s)
+    assert found.memory_band_fraction == plain.memory_band_fraction
+    assert any(OBJECTIVES[objective].title in note for note in found.notes)

@@ -135,7 +135,7 @@ def test_contrastive_training_is_read_from_its_trainer(body: str) -> None:
     assert any("hard negatives" in one for one in found.assumptions)
 
 
-@pytest.mark.parametrize("loss", ["CachedMultipleNegativesRankingLoss", "MatryoshkaLoss", "CoSENTLoss"])
+@pytest.mark.parametrize("loss", ["CachedGISTEmbedLoss", "MatryoshkaLoss", "CoSENTLoss"])
 @pytest.mark.parametrize("body", [BY_TRAINER, BY_FIT])
 def test_other_losses_are_refused_by_name(body: str, loss: str) -> None:
     with pytest.raises(NotPlanned, match=loss):
@@ -150,9 +150,21 @@ HARD = {
 
 
 @pytest.mark.parametrize("name", HARD)
-def test_hard_negatives_are_refused_by_name(name: str) -> None:
-    with pytest.raises(NotPlanned, match="hard negatives"):
-        read(HARD[name].replace("LOSS", "MultipleNegativesRankingLoss"))
+def test_hard_negatives_are_counted(name: str) -> None:
+    assert read(HARD[name].replace("LOSS", "MultipleNegativesRankingLoss")).setup.hard_negatives == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "cached"), [("", 16), (", mini_batch_size=4", 4), (", mini_batch_size=args[0]", None)]
+)
+def test_a_cached_losss_pieces_are_read(words: str, cached: int | None) -> None:
+    """Its default of 32 sequences at once is more than the 16 pairs of the batch."""
+    body = BY_TRAINER.replace("losses.LOSS(encoder", f"losses.CachedMultipleNegativesRankingLoss(encoder{words}")
+    found = read(body)
+    if cached is None:
+        assert "cached_seqs" in {one.field for one in found.missing}
+    else:
+        assert found.setup.cached_seqs == cached
 
 
 def test_a_loss_that_only_running_tells_leaves_the_objective_open() -> None:

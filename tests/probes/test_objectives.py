@@ -33,6 +33,7 @@ TRACED = 0.001
         ("dpo", {"method": "lora", "loss": "full", "stack": "llamafactory"}),
         ("orpo", {"method": "lora", "checkpointing": False}),
         ("orpo", {"method": "lora", "stack": "llamafactory"}),
+        ("embedding", {"method": "lora", "cached_seqs": 1, "hard_negatives": 1}),
     ],
 )
 def test_formula_and_dry_run_agree(objective: str, changes: dict[str, Any]) -> None:

@@ -11,9 +11,12 @@ from planner.readers.program.values import Known, Made, Value, plain
 
 TRAINER = "SentenceTransformerTrainer"
 LOSS = "MultipleNegativesRankingLoss"
+CACHED_LOSS = f"Cached{LOSS}"
+DEFAULT_CACHED = 32
+"""Sequences at once of the cached loss, where it is given no `mini_batch_size`."""
 DEFAULT_LOSS = "CoSENTLoss"
 """What the trainer takes where it is given none."""
-PAIRS = "samples are taken to be pairs: a third column (hard negatives) is one more forward and is not planned"
+PAIRS = "samples are taken to be pairs: a third column (hard negatives) is one more forward (hard_negatives)"
 NO_COLUMNS = {"label", "labels", "score", "scores"}
 
 
@@ -59,27 +62,36 @@ def fitted(model: Made, fit: Made) -> Made:
     return Made(TRAINER, keywords=keywords | ({"loss": loss} if loss is not None else {}), where=fit.where)
 
 
-def open_loss(trainer: Made, calls: Iterable[Made], name: str) -> str:
+def open_loss(trainer: Made, name: str) -> str:
     """Why the loss is not known, "" where it is the planned one.
 
     Raises:
-        NotPlanned: another loss by its name, or hard negatives.
+        NotPlanned: another loss by its name.
     """
     loss = trainer.argument("loss")
     if loss is not None and not isinstance(loss, Made) and not (isinstance(loss, Known) and loss.data is None):
         return f"{trainer.where}: which loss it is, or several"
     said = loss.name if isinstance(loss, Made) else DEFAULT_LOSS
-    if said != LOSS:
+    if said not in (LOSS, CACHED_LOSS) or (isinstance(loss, Made) and loss.argument("mini_batch_num_tokens")):
         raise NotPlanned(
             f"{name} trains embeddings with {said}: not planned, its memory is not modelled",
             hint=f"{LOSS} is; plan trace -- python FILE runs it on a phantom GPU and says what it needs",
         )
-    if where := next((made.where for made in calls if _columns(made) > 2), ""):
-        raise NotPlanned(
-            f"{name} trains embeddings with hard negatives ({where}): not planned, each is one more forward",
-            hint="plan trace -- python FILE runs it on a phantom GPU and says what it needs",
-        )
     return ""
+
+
+def contrast(trainer: Made, calls: Iterable[Made]) -> dict[str, int | None]:
+    """Fields of the setup: hard negatives by the data's columns, and what a cached loss runs at once; None where it is
+    not known."""
+    fields: dict[str, int | None] = {}
+    if negatives := max([0, *(_columns(made) - 2 for made in calls)]):
+        fields["hard_negatives"] = negatives
+    loss = trainer.argument("loss")
+    if isinstance(loss, Made) and loss.name == CACHED_LOSS:
+        size = loss.argument("mini_batch_size")
+        given = plain(size) if size is not None else DEFAULT_CACHED
+        fields["cached_seqs"] = given if isinstance(given, int) else None
+    return fields
 
 
 def _columns(made: Made) -> int:
