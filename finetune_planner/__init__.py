@@ -11,7 +11,8 @@
 Errors are `PlannerError`s with a `hint`; that nothing fits is an answer (`answer.fits`), not an error.
 """
 
-from finetune_planner.api import Checked, Comparison, Estimate, Planned, Traced, check, compare, estimate, plan, trace
+from finetune_planner.answers import Checked, Comparison, Estimate, Planned, Traced
+from finetune_planner.api import check, compare, estimate, plan, trace
 from planner import __version__
 from planner.errors import PlannerError
 

@@ -18,8 +18,9 @@ from search.problem import Elsewhere, Evaluate, Problem, Result, with_evidence
 from search.sampler import Belief, Sampler
 from search.stopping import MARGIN, Budget, converged
 from search.storage import close_storage, open_storage
-from search.study import Study, describe_problem, still_excluded
+from search.study import Study, still_excluded
 from search.trials import TrialRecord
+from search.values import describe_problem
 
 POLL_S = 0.2
 MAX_RECORDED_EXCLUSIONS = 20

@@ -20,7 +20,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
@@ -28,22 +27,8 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from planner.codec import evidence_to_dict
 from planner.errors import UsageError
 from planner.interchange import setup_from_dict, setup_to_dict
-from planner.outcome import Candidate, Evidence, FailureKind, Measurement, Prediction, ProbeFailure
+from planner.outcome import Candidate, Evidence, Prediction
 from planner.setup import TrainSetup
-from planner.setup_fields import (
-    ADAPTER_DTYPES,
-    ATTENTIONS,
-    KERNEL_FAMILIES,
-    LOSSES,
-    METHODS,
-    OFFLOADS,
-    OPTIMIZERS,
-    PARALLELS,
-    PIPELINE_SCHEDULES,
-    PRECISIONS,
-    QUANTIZATIONS,
-    TARGET_SETS,
-)
 from search.dimensions import NAMES, key_of, value_of
 from search.liveness import Liveness
 from search.problem import Problem, memory_excess, with_evidence
@@ -59,50 +44,11 @@ from search.trials import (
     marks_of,
     record_of,
 )
+from search.values import SPACE, constraint_values, objective_value, params_of, predicted_values
 
 MAX_RETRIES = 2
 """A candidate whose worker died this often within one call, and once more, is left to the next call. A planner that is
 killed says nothing about the setup: its probe is a process of its own, whose end would have been told."""
-
-_MAX = 1 << 40
-_OTHER_TARGETS = "listed"
-_SPACE: dict[str, BaseDistribution] = {
-    "method": CategoricalDistribution(METHODS),
-    "precision": CategoricalDistribution(PRECISIONS),
-    "quantization": CategoricalDistribution(QUANTIZATIONS),
-    "kbit_fp32_cast": CategoricalDistribution((False, True)),
-    "lora_rank": IntDistribution(0, _MAX),
-    "lora_targets": CategoricalDistribution((*TARGET_SETS, _OTHER_TARGETS)),
-    "lora_dropout": optuna.distributions.FloatDistribution(0.0, 1.0),
-    "adapter_dtype": CategoricalDistribution(ADAPTER_DTYPES),
-    "optimizer": CategoricalDistribution(OPTIMIZERS),
-    "attention": CategoricalDistribution(ATTENTIONS),
-    "checkpointing": IntDistribution(0, _MAX),
-    "loss": CategoricalDistribution(LOSSES),
-    "micro_batch_seqs": IntDistribution(1, _MAX),
-    "packing": CategoricalDistribution((False, True)),
-    "compile": CategoricalDistribution((False, True)),
-    "kernels": CategoricalDistribution(KERNEL_FAMILIES),
-    "activation_offload": CategoricalDistribution((False, True)),
-    "selective_checkpointing": CategoricalDistribution((False, True)),
-    "num_gpus": IntDistribution(1, _MAX),
-    "parallel": CategoricalDistribution(PARALLELS),
-    "tensor_degree": IntDistribution(1, _MAX),
-    "pipeline_degree": IntDistribution(1, _MAX),
-    "pipeline_schedule": CategoricalDistribution(PIPELINE_SCHEDULES),
-    "shard_degree": IntDistribution(0, _MAX),
-    "reshard_after_forward": CategoricalDistribution((False, True)),
-    "offload": CategoricalDistribution(OFFLOADS),
-}
-"""Wide, and the same for every study: a later search with other candidates may join."""
-
-
-def params_of(setup: TrainSetup, names: Sequence[str] = NAMES) -> dict[str, Any]:
-    """The setup as parameters for Optuna and its dashboard; the exact setup is in the trial's attributes."""
-    params = {name: value_of(setup, name) for name in names}
-    if params.get("lora_targets", TARGET_SETS[0]) not in TARGET_SETS:
-        params["lora_targets"] = _OTHER_TARGETS
-    return params
 
 
 class Study:
@@ -141,7 +87,7 @@ class Study:
         setups = [candidate.setup for candidate in problem.candidates]
         self._names = [name for name in NAMES if len({value_of(setup, name) for setup in setups}) > 1]
         """What varies becomes a parameter; what does not would only fill the dashboard."""
-        self._space = {name: _SPACE[name] for name in self._names}
+        self._space = {name: SPACE[name] for name in self._names}
 
     # Reading
 
@@ -185,7 +131,7 @@ class Study:
                     "setup": setup_to_dict(setup),
                     "origin": origin,
                     "retries": 0 if retry_of is None else retry_of.retries + 1,
-                    **_predicted(candidate),
+                    **predicted_values(candidate),
                     **retried,
                 },
             )
@@ -214,7 +160,7 @@ class Study:
             predicted: dict[str, Any] = {}
             if self._problem.unprobed(candidate.setup):
                 constraints["runs"] = 1.0
-                predicted = _predicted(candidate)  # all that will ever be known of it here
+                predicted = predicted_values(candidate)  # all that will ever be known of it here
             self.study.add_trial(
                 create_trial(
                     state=TrialState.PRUNED,
@@ -322,10 +268,10 @@ class Study:
         known = self._storage.get_trial(trial_id)
         setup = setup_from_dict(known.user_attrs["setup"])
         candidate = problem.candidates[problem.index[key_of(setup)]] if key_of(setup) in problem.index else None
-        value = None if known.user_attrs.get("excluded") else _objective(problem, candidate, setup, evidence)
+        value = None if known.user_attrs.get("excluded") else objective_value(problem, candidate, setup, evidence)
         trial = optuna.trial.Trial(self.study, trial_id)
         try:
-            for name, excess in _constraints(problem, candidate, setup, evidence).items():
+            for name, excess in constraint_values(problem, candidate, setup, evidence).items():
                 if name not in (known.constraints or {}):
                     trial.set_constraint(name, excess)
             if value is None:
@@ -403,15 +349,6 @@ class Study:
                 self.study.set_user_attr(name, value)
 
 
-def _predicted(candidate: Candidate) -> dict[str, Any]:
-    """The formula's figures as attributes of a trial."""
-    formula = candidate.formula
-    return {
-        "predicted_tokens_per_s": formula.tokens_per_s,
-        "predicted_peak_device_bytes": formula.peak_device_bytes,
-    }
-
-
 def still_excluded(problem: Problem, record: TrialRecord) -> bool:
     """Whether a dry run's exclusion stands: an earlier call may have had less memory."""
     index = problem.index.get(key_of(record.setup))
@@ -419,49 +356,3 @@ def still_excluded(problem: Problem, record: TrialRecord) -> bool:
         return False
     candidate = with_evidence(problem.candidates[index], record.evidence)
     return not isinstance(record.evidence, Prediction) or bool(problem.too_large(candidate))
-
-
-def _constraints(
-    problem: Problem, candidate: Candidate | None, setup: TrainSetup, evidence: Evidence
-) -> dict[str, float]:
-    """All at most 0 exactly when the trial is feasible: memory (share of the budget); runs, wishes where violated."""
-    failed = isinstance(evidence, ProbeFailure)
-    out_of_memory = isinstance(evidence, ProbeFailure) and evidence.kind is FailureKind.OUT_OF_MEMORY
-    if candidate is not None:
-        memory = memory_excess(problem, candidate, evidence)
-    else:
-        memory = 0.0 if isinstance(evidence, ProbeFailure) else evidence.peak_device_bytes / problem.budget_bytes - 1.0
-    wishes = 1.0 if problem.broken_wish(setup) else 0.0
-    if problem.min_tokens_per_s and not failed and not problem.feasible(setup, evidence) and memory <= 0:
-        wishes = 1.0
-    violated = {"runs": 1.0 if failed and not out_of_memory else 0.0, "wishes": wishes}
-    return {"memory": memory, **{name: value for name, value in violated.items() if value > 0}}
-
-
-def _objective(problem: Problem, candidate: Candidate | None, setup: TrainSetup, evidence: Evidence) -> float | None:
-    """The study's value: tokens/s, GPU seconds per million tokens, or GiB; None for what brought no figure."""
-    if isinstance(evidence, ProbeFailure):
-        return None
-    if problem.objective == "memory":
-        return evidence.peak_device_bytes / 1024**3
-    if isinstance(evidence, Measurement) and evidence.tokens_per_s is None:
-        return None
-    speed = evidence.tokens_per_s or (candidate.formula.tokens_per_s if candidate else None)
-    if speed is None:
-        return None
-    return 1e6 * setup.num_gpus / speed if problem.objective == "cost" else speed
-
-
-def describe_problem(problem: Problem, excluded: int) -> dict[str, Any]:
-    """What the study is about, as JSON values."""
-    num_gpus = max(candidate.setup.num_gpus for candidate in problem.candidates)
-    return {
-        "subject": problem.subject,
-        **({"num_gpus": num_gpus} if num_gpus > 1 else {}),
-        "objective": problem.objective,
-        "budget_bytes": problem.budget_bytes,
-        "num_candidates": len(problem.candidates),
-        "num_excluded_by_formula": excluded,
-        "min_rank": problem.min_rank,
-        "fixed": json.loads(json.dumps(dict(problem.fixed), default=str)),
-    }

@@ -20,8 +20,9 @@ from search.dimensions import key_of
 from search.journal import JOURNAL_NAME, FlockLock, repair_journal
 from search.liveness import AttributeLiveness, Liveness, LockLiveness, NoLiveness, Pulse
 from search.storage import close_storage, open_storage
-from search.study import _SPACE, MAX_RETRIES, Study, _constraints
+from search.study import MAX_RETRIES, Study
 from search.trials import ALIVE_ATTR, INTENT_ATTR, LOST_ATTR
+from search.values import _SPACE, _constraints
 
 
 class Lost(NoLiveness):

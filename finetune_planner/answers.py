@@ -1,0 +1,280 @@
+"""What the functions return: frozen values that show themselves in a terminal and in a notebook."""
+
+import html
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from planner.errors import EnvironmentProblem
+from planner.gpu import GpuSpec
+from planner.models.spec import ModelSpec
+from planner.outcome import Candidate
+from planner.plan import NoPlan, Plan
+
+if TYPE_CHECKING:
+    import pandas
+    from rich.console import Console
+
+    from planner.check import CheckResult
+    from planner.exporters import Launch
+
+
+COLUMNS = 100
+"""Width of an answer in a notebook."""
+
+
+class _Answer(ABC):
+    """An answer that prints as on the terminal, in a notebook too."""
+
+    @abstractmethod
+    def _print(self, console: "Console") -> None: ...
+
+    @abstractmethod
+    def to_dict(self) -> Any:
+        """The document that `--json` prints."""
+
+    def __str__(self) -> str:
+        return self._text().rstrip()
+
+    def _text(self) -> str:
+        from planner.cli.output import console
+
+        out = console(width=COLUMNS, file=StringIO())
+        self._print(out)
+        return str(out.file.getvalue())
+
+    def _repr_html_(self) -> str:
+        return f"<pre style='line-height:1.2;white-space:pre'>{html.escape(self._text())}</pre>"
+
+
+@dataclass(frozen=True, repr=False)
+class Planned(_Answer):
+    """The answer to `plan`.
+
+    Attributes:
+        answer: the frozen `Plan`, or the `NoPlan` that says what is missing.
+    """
+
+    answer: Plan | NoPlan
+
+    @property
+    def fits(self) -> bool:
+        """Whether a setup was found that fits."""
+        return isinstance(self.answer, Plan) and self.answer.chosen.fits
+
+    @property
+    def chosen(self) -> Candidate:
+        """The setup to train with, or the one that comes nearest to fitting; its figures by rung."""
+        return self.answer.chosen if isinstance(self.answer, Plan) else self.answer.nearest
+
+    @property
+    def peak_device_bytes(self) -> int:
+        """Predicted or measured peak on the device, from the highest rung."""
+        return self.chosen.memory_evidence.peak_device_bytes
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Predicted or measured training speed of the chosen setup, from the highest rung."""
+        return self.chosen.tokens_per_s
+
+    def to_dict(self) -> dict[str, Any]:
+        from reports.plan_json import plan_to_dict
+
+        return plan_to_dict(self.answer)
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """The chosen setup and the alternatives, one row each: label, every setting, bytes, tokens/s, rung, trade.
+
+        Raises:
+            EnvironmentProblem: pandas is not installed.
+        """
+        beside = self.answer.alternatives if isinstance(self.answer, Plan) else ()
+        rows = [_row("chosen" if self.fits else "nearest", self.chosen, "")]
+        rows += [_row(one.label, one.candidate, one.trade) for one in beside]
+        return _frame(rows)
+
+    def write(
+        self,
+        folder: str | Path,
+        *,
+        targets: Sequence[str] | None = None,
+        dataset: str | None = None,
+        force: bool = False,
+    ) -> "tuple[Launch, ...]":
+        """Write plan.json, the reports and the launch files, as `--out` does; what was written or refused, by target.
+
+        Args:
+            targets: launch targets, None for all; those that cannot run the setup say why in `Launch.refused`.
+            dataset: hub id or local file for the launch files.
+            force: launch files that are predicted to run out of memory too.
+
+        Raises:
+            UsageError: an unknown target. EnvironmentProblem: the folder cannot be written.
+        """
+        from planner.app.climb import chosen_timeline
+        from planner.cli.writing import check_launch_words, write_out
+
+        place, wish = Path(folder), self.answer.workload
+        check_launch_words(targets, dataset, place)
+        return write_out(
+            self.answer,
+            place,
+            targets=targets,
+            dataset=dataset,
+            command=[wish.model.model_id, "--gpu", wish.gpu.key],
+            timeline=chosen_timeline(self.answer),
+            force=force,
+        )
+
+    def _print(self, console: "Console") -> None:
+        from reports.terminal import render_no_plan, render_plan
+
+        if isinstance(self.answer, Plan):
+            render_plan(self.answer, console, show=())
+        else:
+            render_no_plan(self.answer, console, show=())
+
+
+@dataclass(frozen=True, repr=False)
+class Estimate(_Answer):
+    """The answer to `estimate`: one setup's memory and speed.
+
+    Attributes:
+        candidate: formula and, where asked for, dry run.
+    """
+
+    candidate: Candidate
+    model: ModelSpec
+    gpu: GpuSpec
+    memory_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the highest rung's peak stays inside the budget."""
+        return self.candidate.fits
+
+    def to_dict(self) -> dict[str, Any]:
+        from reports.plan_json import candidate_to_dict
+
+        return candidate_to_dict(self.candidate, self.model.model_id, self.gpu.key, detail=True)
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """The terms of memory at the peak, largest first: category, name, bytes.
+
+        Raises:
+            EnvironmentProblem: pandas is not installed.
+        """
+        from reports.rows import best_terms
+
+        terms = sorted(best_terms(self.candidate).terms, key=lambda term: -term.size_bytes)
+        return _frame([{"category": one.category, "name": one.name, "size_bytes": one.size_bytes} for one in terms])
+
+    def _print(self, console: "Console") -> None:
+        from reports.terminal import render_estimate
+
+        render_estimate(self.candidate, self.model, self.gpu, console, memory_bytes=self.memory_bytes, notes=())
+
+
+@dataclass(frozen=True, repr=False)
+class Checked(_Answer):
+    """The answer to `check`: what a training config needs, and what would help."""
+
+    result: "CheckResult"
+
+    @property
+    def verdict(self) -> str:
+        """ "fits", "does_not_fit" or "uncertain" (the error band straddles the limit)."""
+        return self.result.verdict.value
+
+    def to_dict(self) -> dict[str, Any]:
+        from planner.cli.checking import as_document
+
+        return as_document(self.result, None)
+
+    def _print(self, console: "Console") -> None:
+        from planner.cli.check import text_lines
+
+        for line in text_lines(self.result, None):
+            console.print(line, markup=False, soft_wrap=True)
+
+
+@dataclass(frozen=True, repr=False)
+class Traced(_Answer):
+    """The answer to `trace`: the document that `plan trace --json` prints."""
+
+    document: Mapping[str, Any]
+
+    @property
+    def verdict(self) -> str:
+        """ "fits" or "does not fit"."""
+        return str(self.document["verdict"])
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.document)
+
+    def _print(self, console: "Console") -> None:
+        from reports.trace import text_lines
+
+        for line in text_lines(self.to_dict()):
+            console.print(line, markup=False, soft_wrap=True)
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison(_Answer):
+    """Several plans side by side, each with its name."""
+
+    plans: tuple[tuple[str, Planned], ...]
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        return [{"name": name, **one.to_dict()} for name, one in self.plans]
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """One row a plan: model, GPU, every setting, bytes, tokens/s, rung.
+
+        Raises:
+            EnvironmentProblem: pandas is not installed.
+        """
+        return _frame(
+            [
+                {
+                    "model": one.answer.workload.model.model_id,
+                    "gpu": one.answer.workload.gpu.key,
+                    **_row(name, one.chosen, ""),
+                    "fits": one.fits,
+                }
+                for name, one in self.plans
+            ]
+        )
+
+    def _print(self, console: "Console") -> None:
+        from reports.comparison_text import render_comparison
+
+        render_comparison([(name, one.answer) for name, one in self.plans], console)
+
+
+def _row(label: str, candidate: Candidate, trade: str) -> dict[str, Any]:
+    """One line of a table: base units, and the rung that each figure stands on."""
+    from planner.interchange import setup_to_dict
+
+    memory, speed = candidate.memory_evidence, candidate.speed_evidence
+    return {
+        "label": label,
+        "fits": candidate.fits,
+        "peak_device_bytes": memory.peak_device_bytes,
+        "memory_rung": memory.rung.value,
+        "tokens_per_s": speed.tokens_per_s,
+        "speed_rung": speed.rung.value,
+        "trade": trade,
+        **setup_to_dict(candidate.setup),
+    }
+
+
+def _frame(rows: list[dict[str, Any]]) -> "pandas.DataFrame":
+    try:
+        import pandas
+    except ImportError as error:
+        raise EnvironmentProblem("pandas is not installed", hint="pip install pandas") from error
+    return pandas.DataFrame(rows)

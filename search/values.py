@@ -1,0 +1,128 @@
+"""What a study writes of a candidate and its evidence: parameters, constraints, value and description."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+
+from planner.outcome import Candidate, Evidence, FailureKind, Measurement, ProbeFailure
+from planner.setup import TrainSetup
+from planner.setup_fields import (
+    ADAPTER_DTYPES,
+    ATTENTIONS,
+    KERNEL_FAMILIES,
+    LOSSES,
+    METHODS,
+    OFFLOADS,
+    OPTIMIZERS,
+    PARALLELS,
+    PIPELINE_SCHEDULES,
+    PRECISIONS,
+    QUANTIZATIONS,
+    TARGET_SETS,
+)
+from search.dimensions import NAMES, value_of
+from search.problem import Problem, memory_excess
+
+_MAX = 1 << 40
+
+
+_OTHER_TARGETS = "listed"
+
+
+SPACE: dict[str, BaseDistribution] = {
+    "method": CategoricalDistribution(METHODS),
+    "precision": CategoricalDistribution(PRECISIONS),
+    "quantization": CategoricalDistribution(QUANTIZATIONS),
+    "kbit_fp32_cast": CategoricalDistribution((False, True)),
+    "lora_rank": IntDistribution(0, _MAX),
+    "lora_targets": CategoricalDistribution((*TARGET_SETS, _OTHER_TARGETS)),
+    "lora_dropout": optuna.distributions.FloatDistribution(0.0, 1.0),
+    "adapter_dtype": CategoricalDistribution(ADAPTER_DTYPES),
+    "optimizer": CategoricalDistribution(OPTIMIZERS),
+    "attention": CategoricalDistribution(ATTENTIONS),
+    "checkpointing": IntDistribution(0, _MAX),
+    "loss": CategoricalDistribution(LOSSES),
+    "micro_batch_seqs": IntDistribution(1, _MAX),
+    "packing": CategoricalDistribution((False, True)),
+    "compile": CategoricalDistribution((False, True)),
+    "kernels": CategoricalDistribution(KERNEL_FAMILIES),
+    "activation_offload": CategoricalDistribution((False, True)),
+    "selective_checkpointing": CategoricalDistribution((False, True)),
+    "num_gpus": IntDistribution(1, _MAX),
+    "parallel": CategoricalDistribution(PARALLELS),
+    "tensor_degree": IntDistribution(1, _MAX),
+    "pipeline_degree": IntDistribution(1, _MAX),
+    "pipeline_schedule": CategoricalDistribution(PIPELINE_SCHEDULES),
+    "shard_degree": IntDistribution(0, _MAX),
+    "reshard_after_forward": CategoricalDistribution((False, True)),
+    "offload": CategoricalDistribution(OFFLOADS),
+}
+"""Wide, and the same for every study: a later search with other candidates may join."""
+
+
+def params_of(setup: TrainSetup, names: Sequence[str] = NAMES) -> dict[str, Any]:
+    """The setup as parameters for Optuna and its dashboard; the exact setup is in the trial's attributes."""
+    params = {name: value_of(setup, name) for name in names}
+    if params.get("lora_targets", TARGET_SETS[0]) not in TARGET_SETS:
+        params["lora_targets"] = _OTHER_TARGETS
+    return params
+
+
+def predicted_values(candidate: Candidate) -> dict[str, Any]:
+    """The formula's figures as attributes of a trial."""
+    formula = candidate.formula
+    return {
+        "predicted_tokens_per_s": formula.tokens_per_s,
+        "predicted_peak_device_bytes": formula.peak_device_bytes,
+    }
+
+
+def constraint_values(
+    problem: Problem, candidate: Candidate | None, setup: TrainSetup, evidence: Evidence
+) -> dict[str, float]:
+    """All at most 0 exactly when the trial is feasible: memory (share of the budget); runs, wishes where violated."""
+    failed = isinstance(evidence, ProbeFailure)
+    out_of_memory = isinstance(evidence, ProbeFailure) and evidence.kind is FailureKind.OUT_OF_MEMORY
+    if candidate is not None:
+        memory = memory_excess(problem, candidate, evidence)
+    else:
+        memory = 0.0 if isinstance(evidence, ProbeFailure) else evidence.peak_device_bytes / problem.budget_bytes - 1.0
+    wishes = 1.0 if problem.broken_wish(setup) else 0.0
+    if problem.min_tokens_per_s and not failed and not problem.feasible(setup, evidence) and memory <= 0:
+        wishes = 1.0
+    violated = {"runs": 1.0 if failed and not out_of_memory else 0.0, "wishes": wishes}
+    return {"memory": memory, **{name: value for name, value in violated.items() if value > 0}}
+
+
+def objective_value(
+    problem: Problem, candidate: Candidate | None, setup: TrainSetup, evidence: Evidence
+) -> float | None:
+    """The study's value: tokens/s, GPU seconds per million tokens, or GiB; None for what brought no figure."""
+    if isinstance(evidence, ProbeFailure):
+        return None
+    if problem.objective == "memory":
+        return evidence.peak_device_bytes / 1024**3
+    if isinstance(evidence, Measurement) and evidence.tokens_per_s is None:
+        return None
+    speed = evidence.tokens_per_s or (candidate.formula.tokens_per_s if candidate else None)
+    if speed is None:
+        return None
+    return 1e6 * setup.num_gpus / speed if problem.objective == "cost" else speed
+
+
+def describe_problem(problem: Problem, excluded: int) -> dict[str, Any]:
+    """What the study is about, as JSON values."""
+    num_gpus = max(candidate.setup.num_gpus for candidate in problem.candidates)
+    return {
+        "subject": problem.subject,
+        **({"num_gpus": num_gpus} if num_gpus > 1 else {}),
+        "objective": problem.objective,
+        "budget_bytes": problem.budget_bytes,
+        "num_candidates": len(problem.candidates),
+        "num_excluded_by_formula": excluded,
+        "min_rank": problem.min_rank,
+        "fixed": json.loads(json.dumps(dict(problem.fixed), default=str)),
+    }
