@@ -78,7 +78,7 @@ def row(model: str, gpu: str, words: str, options: dict[str, Any]) -> str:
     chosen = f"{setup.method} {setup.quantization}".removesuffix(" none") + f", {setup.micro_batch_seqs} at once"
     chosen += {0: "", 1: ", checkpointing"}.get(setup.checkpointing, f", checkpointing every {setup.checkpointing}")
     figures = f"{plan.chosen.tokens_per_s:,.0f} tokens/s, {formula.peak_device_bytes / 2**30:.1f} GiB"
-    answer = next(one for one in plan.walk if one.question == "Which class?")
+    answer = next(one for one in plan.tree if one.question == "Which class?")
     return f"| {named} | {chosen} | {figures} | {answer.reason} |"
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from planner.cli.spread import cluster_of
+from planner.cli.cluster_options import cluster_of
 from planner.decision.facts import PREFERENCE_FRACTION, Facts, Walks, merged
 from planner.errors import PlannerError
 from planner.gpus import find_gpu

@@ -1,4 +1,4 @@
-"""`Plan` and `NoPlan`: the answer to a workload, with the walk that led to it. Plain data, rendered in `reports`."""
+"""`Plan` and `NoPlan`: the answer to a workload, and how the decision tree came to it. Plain data."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -117,7 +117,7 @@ class Plan:
     chosen: Candidate
     alternatives: tuple[Alternative, ...]
     ranked: tuple[Candidate, ...]
-    walk: tuple[Answer, ...]
+    tree: tuple[Answer, ...]
     space: SpaceCount
     notes: tuple[str, ...] = ()
     search: Mapping[str, object] = field(default_factory=dict)
@@ -132,7 +132,7 @@ class NoPlan:
     nearest: Candidate
     missing_bytes: int
     remedies: tuple[Remedy, ...]
-    walk: tuple[Answer, ...]
+    tree: tuple[Answer, ...]
     space: SpaceCount
     notes: tuple[str, ...] = ()
     kind: Literal["no_plan"] = "no_plan"

@@ -89,7 +89,7 @@ def plan_workload(
         chosen=chosen,
         alternatives=(*installed, *alternatives(workload, chosen, node, facts, alone)),
         ranked=(chosen, *(candidate(workload, point.setup) for point in ranked[1:])),
-        walk=walked,
+        tree=walked,
         space=space,
         notes=(*_package_notes(workload, chosen, installed), *_notes(workload, chosen)),
     )

@@ -72,7 +72,7 @@ def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS
             corrections[ANY_SETUP] = max(corrections.values())
         plan = plan_with(corrections)
     if isinstance(plan, NoPlan):
-        return replace(plan, nearest=_with_run(plan.nearest, runs), walk=(*plan.walk, *_answers(first, None, runs)))
+        return replace(plan, nearest=_with_run(plan.nearest, runs), tree=(*plan.tree, *_answers(first, None, runs)))
     if plan.chosen.setup not in runs:  # out of runs: the fastest that a dry run has confirmed, if any
         plan = _confirmed(plan, runs)
     chosen = _with_run(plan.chosen, runs)
@@ -83,7 +83,7 @@ def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS
         chosen=chosen,
         ranked=(chosen, *(_with_run(each, runs) for each in plan.ranked if each.setup != chosen.setup)),
         alternatives=with_trades(chosen, others),
-        walk=(*plan.walk, *_answers(first, chosen, runs)),
+        tree=(*plan.tree, *_answers(first, chosen, runs)),
     )
 
 

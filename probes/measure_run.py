@@ -33,9 +33,9 @@ from probes.stack import (
     train_step,
 )
 from probes.stack.build import build_reference
+from probes.stack.parallelize import spread_model
 from probes.stack.quantize import quantized_tensors
 from probes.stack.shards import fill_shards, shards_first, spread_on_meta
-from probes.stack.spread import spread_model
 from probes.stack.step import Mark
 from probes.stack.zero import fill_partitions, make_zero_trainer, num_trained, partitions_first, zero_step
 

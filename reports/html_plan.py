@@ -78,7 +78,7 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
         ),
         "ranks": _ranks(chosen),
         "terms_note": f"Peak: {memory_mark(parts.peak_evidence)}. Terms: {named}.",
-        "tree": _tree(plan.walk),
+        "tree": _tree(plan.tree),
         "space": space_sentence(plan),
         "notes": notes_of(plan),
         "environment": _environment(plan, extras, chosen),

@@ -51,7 +51,7 @@ def plan_markdown(plan: Plan | NoPlan, extras: Extras | None = None) -> str:
     blocks += _memory(chosen, plan.workload.memory_bytes)
     if isinstance(plan, Plan):
         blocks += _launch(extras)
-    blocks += _tree(plan.walk)
+    blocks += _tree(plan.tree)
     if isinstance(plan, Plan):
         blocks += _alternatives(plan)
         blocks += _sensitivity(extras)

@@ -146,7 +146,7 @@ def plan_to_dict(plan: Plan | NoPlan, *, extras: Mapping[str, Any] | None = None
         values["nearest"] = one(plan.nearest, detail=True)
         values["missing_bytes"] = plan.missing_bytes
         values["remedies"] = to_jsonable(plan.remedies)
-    values["walk"], values["space"] = to_jsonable(plan.walk), to_jsonable(plan.space)
+    values["walk"], values["space"] = to_jsonable(plan.tree), to_jsonable(plan.space)  # "walk": as in schema 1
     values["notes"] = list(plan.notes)
     values.update(extras or {})
     return values
@@ -189,7 +189,7 @@ def read_plan_json(path: Path) -> dict[str, Any]:
 
 
 def _plan(document: Mapping[str, Any]) -> Plan | NoPlan:
-    walk = decode(tuple[Answer, ...], document["walk"], "walk")
+    tree = decode(tuple[Answer, ...], document["walk"], "walk")
     space = decode(SpaceCount, document["space"], "space")
     notes = decode(tuple[str, ...], document["notes"], "notes")
     workload = _workload(document["workload"])
@@ -199,7 +199,7 @@ def _plan(document: Mapping[str, Any]) -> Plan | NoPlan:
             nearest=candidate_from_dict(document["nearest"]),
             missing_bytes=decode(int, document["missing_bytes"], "missing_bytes"),
             remedies=decode(tuple[Remedy, ...], document["remedies"], "remedies"),
-            walk=walk,
+            tree=tree,
             space=space,
             notes=notes,
         )
@@ -215,7 +215,7 @@ def _plan(document: Mapping[str, Any]) -> Plan | NoPlan:
             for one in document["alternatives"]
         ),
         ranked=tuple(candidate_from_dict(one) for one in document["ranked"]),
-        walk=walk,
+        tree=tree,
         space=space,
         notes=notes,
         search=decode(dict[str, Any], document.get("search", {}), "search"),

@@ -88,7 +88,7 @@ def render_plan(
     _launches(page, launches)
     _memory(page, plan.chosen, plan.workload.memory_bytes)
     around(page, plan.workload, plan.chosen)
-    _tree(page, plan.walk)
+    _tree(page, plan.tree)
     _alternatives(page, plan)
     page.line()
     page.line(space_sentence(plan))
@@ -127,7 +127,7 @@ def render_no_plan(
     else:
         page.line("No single change is enough.", indent=2)
     _memory(page, no_plan.nearest, no_plan.workload.memory_bytes)
-    _tree(page, no_plan.walk)
+    _tree(page, no_plan.tree)
     page.line()
     page.line(space_sentence(no_plan))
     _notes(page, notes_of(no_plan))
@@ -136,7 +136,7 @@ def render_no_plan(
 def _asked_for(page: Page, answer: Plan | NoPlan, candidate: Candidate, show: Collection[str]) -> None:
     """The tree ("why") and every term ("memory") before the short answer."""
     if "why" in show:
-        _tree(page, answer.walk)
+        _tree(page, answer.tree)
         page.line(space_sentence(answer))
     if "memory" in show:
         _memory(page, candidate, answer.workload.memory_bytes)

@@ -121,7 +121,7 @@ def with_history(plan: Plan | NoPlan, known: Sequence["Observation"]) -> Plan | 
             for each in others
             if each.candidate.setup != chosen.setup
         ),
-        walk=(*plan.walk, answer),
+        tree=(*plan.tree, answer),
         notes=(f"measured on this GPU: {answer.reason}", *plan.notes),
     )
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.cli import options, spread
+from planner.cli import cluster_options, options
 from planner.cli.checking import Asked, as_document, by_hand, corrected, fixed_text, load, predictor
 from planner.cli.output import console, print_json, print_lines, write_text
 from planner.errors import ConfigError, UsageError
@@ -26,9 +26,9 @@ def check(
     file: Annotated[Path, typer.Argument(help="Training config, script, notebook or launch script; or a folder.")],
     gpu: options.Gpu,
     model: Annotated[str | None, typer.Option("--model", help="Model, where the config does not name it.")] = None,
-    gpus: spread.Gpus = None,
-    nodes: spread.Nodes = None,
-    interconnect: spread.Interconnect = None,
+    gpus: cluster_options.Gpus = None,
+    nodes: cluster_options.Nodes = None,
+    interconnect: cluster_options.Interconnect = None,
     accelerate: Annotated[
         Path | None, typer.Option("--accelerate", help="Accelerate config that the run is launched with.")
     ] = None,
@@ -79,7 +79,7 @@ def check(
     config, spec, card = load(
         file, gpu, model=model, num_gpus=positive("gpus", gpus) or 1, accelerate=accelerate, asked=asked
     )
-    cluster = spread.cluster_of(card, config.setup.num_gpus, nodes, interconnect)
+    cluster = cluster_options.cluster_of(card, config.setup.num_gpus, nodes, interconnect)
     memory, reserve = memory_and_headroom(card, memory_gib, headroom)
     predict = predictor(spec, card, cluster)
     if not no_dry_run:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.cli import options, spread
+from planner.cli import cluster_options, options
 from planner.cli.completion import complete_gpu, complete_model
 from planner.cli.flags import takes_options
 from planner.cli.output import console, json_text, print_json
@@ -82,7 +82,7 @@ def estimate(
     *,
     one: AnySetupOptions,
     setups: Annotated[Path | None, typer.Option("--setups", help="JSON lines, one setup each ('-': stdin).")] = None,
-    links: spread.Links,
+    links: cluster_options.Links,
     memory: options.Memory,
     dry: DryRunOptions,
     lookup: options.Lookup,
@@ -106,7 +106,7 @@ def _one(
     spec: ModelSpec,
     card: GpuSpec,
     one: AnySetupOptions,
-    links: spread.Links,
+    links: cluster_options.Links,
     memory: options.Memory,
     dry: DryRunOptions,
     *,
@@ -116,7 +116,7 @@ def _one(
     setup = asked_setup(one.values())
     if one.attention is None:
         setup = setup.with_(attention=default_attention(spec))
-    cluster = spread.cluster_of(card, setup.num_gpus, links.nodes, links.interconnect)
+    cluster = cluster_options.cluster_of(card, setup.num_gpus, links.nodes, links.interconnect)
     result = candidate_of(spec, card, setup, memory, dry=False, cluster=cluster)
     over: OverLengths | None = None
     samples = dry.samples(spec)
@@ -183,7 +183,7 @@ def candidate_of(
     from planner.predict import predict
 
     memory, reserve = limits.of(card)
-    spread.check_vendor(card, setup.num_gpus)
+    cluster_options.check_vendor(card, setup.num_gpus)
     refused = why_not_run(spec, setup)
     if refused:
         raise UsageError(f"no engine runs this setup: {refused}", hint="change what the sentence names")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.cli import options, spread
+from planner.cli import cluster_options, options
 from planner.cli.completion import complete_gpu
 from planner.cli.flags import takes_options
 from planner.cli.output import console, print_json, write_text
@@ -108,7 +108,7 @@ class TableOptions:
 def which_gpu(
     model: options.Model,
     *,
-    gathering: spread.Gathering,
+    gathering: cluster_options.Gathering,
     seq_len: options.SeqLen = None,
     global_batch: Annotated[int | None, typer.Option("--global-batch", help="Sequences per optimizer step.")] = None,
     space: SpaceOptions,
@@ -128,7 +128,7 @@ def which_gpu(
     cards = table.cards()
     fixed = space.fixed()
     spec = lookup.model(model)
-    if (positive("gpus", gathering.gpus, maximum=spread.MAX_GPUS) or 1) > 1:
+    if (positive("gpus", gathering.gpus, maximum=cluster_options.MAX_GPUS) or 1) > 1:
         from planner.decision.clusters import COARSE, COARSE_SPREADS
 
         coarse = {name: COARSE[name] for name in ("optimizer", "loss", "checkpointing", "kbit_fp32_cast")}

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from planner.cli import options, spread
+from planner.cli import cluster_options, options
 from planner.option_values import parse_targets, positive
 from planner.setup_fields import STACK_NAMES
 
@@ -33,11 +33,11 @@ class SetupOptions:
     micro_batch: Annotated[int | None, typer.Option("--micro-batch", help="Sequences per forward.")] = None
     accumulation: Annotated[int | None, typer.Option("--accumulation", help="Micro-batches per step.")] = None
     packing: options.Packing = None
-    gpus: spread.Gpus = None
-    parallel: spread.Parallel = None
-    shard_degree: spread.ShardDegree = None
-    reshard: spread.Reshard = None
-    offload: spread.Offload = None
+    gpus: cluster_options.Gpus = None
+    parallel: cluster_options.Parallel = None
+    shard_degree: cluster_options.ShardDegree = None
+    reshard: cluster_options.Reshard = None
+    offload: cluster_options.Offload = None
 
     def num_gpus(self) -> int:
         """GPUs of the whole job.
@@ -45,7 +45,7 @@ class SetupOptions:
         Raises:
             UsageError: a count that cannot be meant.
         """
-        return positive("gpus", self.gpus, maximum=spread.MAX_GPUS) or 1
+        return positive("gpus", self.gpus, maximum=cluster_options.MAX_GPUS) or 1
 
     def values(self) -> dict[str, Any]:
         """What was given, as fields of the interchange form; a quantized base is QLoRA's.
@@ -57,7 +57,7 @@ class SetupOptions:
         if "method" not in given and given.get("quantization", "none") != "none":
             given["method"] = "qlora"
         num_gpus = self.num_gpus()
-        return given | spread.one_setup(num_gpus, spread.spread_fields(num_gpus, **self._spread()))
+        return given | cluster_options.one_setup(num_gpus, cluster_options.spread_fields(num_gpus, **self._spread()))
 
     def _fields(self) -> dict[str, Any]:
         return {
@@ -94,9 +94,9 @@ class SetupOptions:
 class AnySetupOptions(SetupOptions, options.RolloutOptions, options.ContrastOptions, options.ImageOptions):
     """With what a formula can say and no probe here runs: split matrices and layers, other stacks."""
 
-    tensor_degree: spread.TensorDegree = None
-    pipeline_degree: spread.PipelineDegree = None
-    schedule: spread.Schedule = None
+    tensor_degree: cluster_options.TensorDegree = None
+    pipeline_degree: cluster_options.PipelineDegree = None
+    schedule: cluster_options.Schedule = None
     objective: options.Objective = None
     adapter: options.Adapter = None
     kbit_fp32_cast: Annotated[

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from planner.app.progress import say
-from planner.cli import options, spread
+from planner.cli import cluster_options, options
 from planner.cli.completion import complete_gpu
 from planner.cli.flags import takes_options
 from planner.cli.output import console, show_table
@@ -72,7 +72,7 @@ class ClustersOptions:
         ),
     ] = None
     max_gpus: Annotated[int, typer.Option("--max-gpus", help="Largest number of GPUs to consider.")] = DEFAULT_MAX_GPUS
-    interconnect: spread.Interconnect = None
+    interconnect: cluster_options.Interconnect = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ def which_cluster(
 
     asked = work.limits()
     fixed = space.fixed()
-    numbers = counts(positive("max-gpus", clusters.max_gpus, maximum=spread.MAX_GPUS) or 1)
+    numbers = counts(positive("max-gpus", clusters.max_gpus, maximum=cluster_options.MAX_GPUS) or 1)
     _known_links(clusters.interconnect)
     cards, spec = _cards(clusters.gpu), lookup.model(model)
     batch = positive("global-batch", global_batch) or max(DEFAULT_GLOBAL_BATCH, numbers[-1])
@@ -196,7 +196,7 @@ def _options(
             for number in numbers:
                 if number > GPUS_PER_NODE and interconnect is None and card.name.startswith("GeForce"):
                     break  # nobody rents these with a network fit for training
-                spread.check_vendor(card, number)
+                cluster_options.check_vendor(card, number)
                 link = interconnect if number > 1 else None
                 cluster = make_cluster(card, number, interconnect=_links(link, number))
                 job = wish.workload(spec, card, cluster if number > 1 else None)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
-from planner.cli import options, spread
+from planner.cli import cluster_options, options
 from planner.errors import UsageError
 from planner.gpu import GpuSpec
 from planner.option_values import choices, parse_targets, positive
@@ -90,9 +90,9 @@ class WishOptions(SpaceOptions, options.RolloutOptions, options.ContrastOptions,
     """What a person asks for on the command line, beside model and GPU; None: planned, or a stated default."""
 
     objective: options.Objective = None
-    gpus: spread.Gpus = None
-    nodes: spread.Nodes = None
-    interconnect: spread.Interconnect = None
+    gpus: cluster_options.Gpus = None
+    nodes: cluster_options.Nodes = None
+    interconnect: cluster_options.Interconnect = None
     seq_len: options.SeqLen = None
     global_batch: Annotated[
         int | None,
@@ -102,13 +102,13 @@ class WishOptions(SpaceOptions, options.RolloutOptions, options.ContrastOptions,
             help="Sequences per optimizer step, kept constant. Default 32, less for small data.",
         ),
     ] = None
-    parallel: spread.Parallels = None
-    tensor_degree: spread.TensorDegrees = None
-    pipeline_degree: spread.PipelineDegrees = None
-    schedule: spread.Schedule = None
-    shard_degree: spread.ShardDegree = None
-    reshard: spread.Reshard = None
-    offload: spread.Offloads = None
+    parallel: cluster_options.Parallels = None
+    tensor_degree: cluster_options.TensorDegrees = None
+    pipeline_degree: cluster_options.PipelineDegrees = None
+    schedule: cluster_options.Schedule = None
+    shard_degree: cluster_options.ShardDegree = None
+    reshard: cluster_options.Reshard = None
+    offload: cluster_options.Offloads = None
     prefer: Annotated[
         str | None, typer.Option("--prefer", help="quality (default) or speed: 4-bit where LoRA fits but is slower.")
     ] = None
@@ -148,7 +148,7 @@ class WishOptions(SpaceOptions, options.RolloutOptions, options.ContrastOptions,
         return (
             aim
             | super().fixed()
-            | spread.spread_fields(
+            | cluster_options.spread_fields(
                 num_gpus,
                 parallel=self.parallel,
                 tensor_degree=self.tensor_degree,
@@ -176,7 +176,7 @@ class WishOptions(SpaceOptions, options.RolloutOptions, options.ContrastOptions,
         Raises:
             UsageError: counts or links that cannot be meant.
         """
-        return spread.cluster_of(gpu, self.gpus, self.nodes, self.interconnect)
+        return cluster_options.cluster_of(gpu, self.gpus, self.nodes, self.interconnect)
 
     def wish(self) -> Wish:
         """What the options ask for.

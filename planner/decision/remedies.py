@@ -31,7 +31,7 @@ def refusal(
         nearest=nearest,
         missing_bytes=max(1, nearest.formula.peak_device_bytes - workload.budget_bytes),
         remedies=tuple(_remedies(workload, facts, nearest)),
-        walk=answers,
+        tree=answers,
         space=space,
         notes=notes,
     )

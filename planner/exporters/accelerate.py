@@ -1,7 +1,7 @@
 """Accelerate's launch config (`accelerate launch --config_file FILE`), for one GPU or many. Accelerate 1.15."""
 
 from planner.exporters import deepspeed
-from planner.exporters.spread import PER_NODE, accelerate_flags, processes, sharding_refusal, split_refusal
+from planner.exporters.several_gpus import PER_NODE, accelerate_flags, processes, sharding_refusal, split_refusal
 from planner.exporters.text import Line, Section, header, launch_file, section, yaml_text
 from planner.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.models.spec import ModelSpec

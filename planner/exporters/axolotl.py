@@ -11,7 +11,14 @@ from planner.exporters.common import (
     target_modules,
     towered_refusal,
 )
-from planner.exporters.spread import PER_NODE, processes, sharding_refusal, sync_lines, tensor_refusal, torchrun_flags
+from planner.exporters.several_gpus import (
+    PER_NODE,
+    processes,
+    sharding_refusal,
+    sync_lines,
+    tensor_refusal,
+    torchrun_flags,
+)
 from planner.exporters.text import Line, Section, header, launch_file, said, section, shown_path, yaml_text
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest
 from planner.models.spec import ModelSpec

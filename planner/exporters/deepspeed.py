@@ -12,7 +12,7 @@ from planner.engines.zero import (
     ZERO_BUCKET_ELEMENTS,
     zero_bucket_elements,
 )
-from planner.exporters.spread import deepspeed_precision, sharding_refusal, split_refusal
+from planner.exporters.several_gpus import deepspeed_precision, sharding_refusal, split_refusal
 from planner.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.memory.state import part_trained
 from planner.models.spec import ModelSpec

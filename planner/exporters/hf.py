@@ -14,7 +14,7 @@ from planner.exporters.common import (
 )
 from planner.exporters.python_text import Code, call, constant
 from planner.exporters.script_data import LABELLED, PACKED, PADDED, ROWS, SAMPLES
-from planner.exporters.spread import (
+from planner.exporters.several_gpus import (
     PER_NODE,
     distributed_config,
     sharding_refusal,

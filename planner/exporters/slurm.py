@@ -2,7 +2,7 @@
 
 import shlex
 
-from planner.exporters.spread import processes
+from planner.exporters.several_gpus import processes
 from planner.exporters.text import comments, header, launch_file
 from planner.exporters.types import ExportRequest, LaunchFile
 

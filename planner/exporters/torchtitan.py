@@ -7,7 +7,7 @@ architectures, loaded from and saved to transformers' format.
 import json
 
 from planner.exporters import slurm
-from planner.exporters.spread import PER_NODE, sharding_refusal, torchrun, torchrun_flags
+from planner.exporters.several_gpus import PER_NODE, sharding_refusal, torchrun, torchrun_flags
 from planner.exporters.text import Line, Section, comments, header, launch_file, one_line, section, shown_path
 from planner.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest
 from planner.models.spec import ModelSpec

@@ -16,7 +16,7 @@ from planner.exporters.common import (
     target_modules,
     towered_refusal,
 )
-from planner.exporters.spread import (
+from planner.exporters.several_gpus import (
     PER_NODE,
     accelerate_flags,
     distributed_config,

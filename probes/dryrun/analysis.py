@@ -71,7 +71,7 @@ SPREAD_GROUPS: dict[str, Group] = {
     "reduce-scatter buffer": ("workspace", "reduce-scatter buffer"),
     "stage boundary buffers": ("activations", "stage boundary buffers"),
 }
-"""What only several GPUs have, by the names that `probes.dryrun.spread` gives it."""
+"""What only several GPUs have, by the names that `probes.dryrun.rank` gives it."""
 
 
 def _weight_group(name: str) -> str:

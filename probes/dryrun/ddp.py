@@ -14,7 +14,7 @@ from probes.dryrun.splice import Block, splice
 from probes.dryrun.spread_tracker import SpreadTracker
 from probes.dryrun.trace import Trace, load
 from probes.dryrun.tracker import Origin
-from probes.stack.spread import Spread, spread_model
+from probes.stack.parallelize import Spread, spread_model
 
 BUCKETS = "DDP buckets"
 

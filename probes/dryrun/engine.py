@@ -60,7 +60,7 @@ def run_engine(
             return _report(plan, full_trace(plan, capability, setup, world), setup, limit_bytes)
 
         return run_stages(raw_config, setup, report, full_depth=full_depth)
-    from probes.dryrun.spread import fake_job
+    from probes.dryrun.rank import fake_job
 
     with fake_job(setup) as world:
         return run(world=world)

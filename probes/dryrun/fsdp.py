@@ -12,7 +12,7 @@ from probes.dryrun.splice import Block, Shards, splice
 from probes.dryrun.spread_tracker import SpreadTracker, untracked_trials
 from probes.dryrun.trace import Trace, Trainable, load
 from probes.dryrun.tracker import Tracker, local
-from probes.stack.spread import Spread, data_mesh, spread_model
+from probes.stack.parallelize import Spread, data_mesh, spread_model
 
 
 class FsdpWorld:

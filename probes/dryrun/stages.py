@@ -22,8 +22,8 @@ from probes.dryrun.spread_tracker import SpreadTracker, untracked_trials
 from probes.dryrun.trace import Trace, load
 from probes.stack import load_config
 from probes.stack.configs import num_layers, truncated_config
+from probes.stack.parallelize import Spread
 from probes.stack.pipeline import pipeline_spread
-from probes.stack.spread import Spread
 
 BOUNDARY = "stage boundary buffers"
 Report = Callable[[DepthPlan, "PipelineWorld"], DryRunReport]

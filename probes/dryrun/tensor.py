@@ -18,7 +18,7 @@ from probes.dryrun.spread_tracker import SpreadTracker, untracked_trials
 from probes.dryrun.trace import Trace, Trainable, load
 from probes.dryrun.tracker import local
 from probes.stack import step
-from probes.stack.spread import Spread, spread_model
+from probes.stack.parallelize import Spread, spread_model
 
 
 def forget_meshes() -> None:

@@ -15,7 +15,7 @@ from planner.setup import TrainSetup
 from probes.stack.batch import Batch
 from probes.stack.configs import layers_of
 from probes.stack.heads import owner_of
-from probes.stack.spread import Spread
+from probes.stack.parallelize import Spread
 from probes.stack.step import Mark
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

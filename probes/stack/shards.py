@@ -11,8 +11,8 @@ import torch
 
 from planner.setup import TrainSetup
 from probes.stack.build import compute_buffers, fill_random
+from probes.stack.parallelize import Spread, spread_model
 from probes.stack.quantize import is_nf4, random_nf4
-from probes.stack.spread import Spread, spread_model
 from probes.stack.step import inner_model
 
 

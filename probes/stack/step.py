@@ -62,7 +62,7 @@ def make_trainer(model: Any, setup: TrainSetup, optimizer: Any, spread: Any = No
     accelerate leaves them as they are.
 
     Args:
-        spread: `probes.stack.spread.Spread` of one rank of several GPUs, None for one GPU.
+        spread: `probes.stack.parallelize.Spread` of one rank of several GPUs, None for one GPU.
         reference: the frozen copy that the objective asks (`make_reference`).
 
     Source: accelerate 1.15 `Accelerator.prepare_model`.

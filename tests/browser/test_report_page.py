@@ -337,7 +337,7 @@ def test_hostile_names_are_only_text(browser: Browser, tmp_path: Path) -> None:
     plan = dataclasses.replace(
         plan,
         alternatives=tuple(dataclasses.replace(one, label=HOSTILE, trade=HOSTILE) for one in plan.alternatives),
-        walk=tuple(dataclasses.replace(one, question=HOSTILE, choice=HOSTILE, reason=HOSTILE) for one in plan.walk),
+        tree=tuple(dataclasses.replace(one, question=HOSTILE, choice=HOSTILE, reason=HOSTILE) for one in plan.tree),
     )
     for entries in ([Entry(plan=plan)], [Entry(plan=plan, name=HOSTILE), Entry(plan=make_no_plan(), name=HOSTILE)]):
         browser.open(write(tmp_path, report_html(entries)))

@@ -78,7 +78,7 @@ def test_a_slower_card_than_predicted_lowers_the_plans_speed_and_says_so(tmp_pat
     after = with_history(before, known)
     assert isinstance(after, Plan)
     assert 0.65 < after.chosen.tokens_per_s / before.chosen.tokens_per_s < 0.95
-    (answer,) = [one for one in after.walk if one.question == QUESTION]
+    (answer,) = [one for one in after.tree if one.question == QUESTION]
     assert "4 measurements (4 of this model)" in answer.reason
     assert "--no-history" in answer.reason
     assert any("corrected by earlier probes" in note for note in after.chosen.formula.notes)

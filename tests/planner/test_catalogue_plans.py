@@ -23,7 +23,7 @@ def check(model: str, card: str) -> str:
     if isinstance(plan, NoPlan):
         assert plan.missing_bytes > 0
         assert plan.nearest.formula.peak_device_bytes > plan.workload.budget_bytes
-        assert plan.walk
+        assert plan.tree
         return "no plan"
     assert plan.chosen.fits
     assert plan.chosen.tokens_per_s > 0

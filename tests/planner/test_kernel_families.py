@@ -259,7 +259,7 @@ def test_liger_does_not_displace_eager_kernels_for_less_than_a_preference_is_wor
     plan = plan_workload(asked)
     assert isinstance(plan, Plan)
     assert plan.chosen.setup.kernels == "eager"
-    assert any("too little for another package" in one.reason for one in plan.walk)
+    assert any("too little for another package" in one.reason for one in plan.tree)
 
 
 def test_on_a_machine_without_liger_eager_is_planned_and_what_it_would_buy_stands_beside() -> None:

@@ -92,13 +92,13 @@ def test_plan_fits_and_names_its_reasons(card: str) -> None:
     plan = planned(gpu=card)
     assert plan.chosen.fits
     assert plan.chosen.formula.peak_device_bytes <= plan.workload.budget_bytes
-    assert len(plan.walk) >= 4
-    for answer in plan.walk:
+    assert len(plan.tree) >= 4
+    for answer in plan.tree:
         assert answer.reason
         if "fit with one sequence" in answer.question:
             assert answer.needed_bytes
             assert answer.budget_bytes == plan.workload.budget_bytes
-    for answer in plan.walk:
+    for answer in plan.tree:
         for cut in answer.cuts:
             assert cut.needed_bytes is not None
             assert cut.needed_bytes > plan.workload.budget_bytes
@@ -183,7 +183,7 @@ def test_full_fine_tuning_that_nobody_asked_for_stands_beside() -> None:
 def test_tree_notices_that_the_fp32_cast_can_cost_more_than_lora() -> None:
     """bitsandbytes issue 1569: QLoRA with the cast can need more than bf16 LoRA; the walk says what the cast costs."""
     plan = planned(model="Qwen/Qwen2.5-7B", gpu="a100-80gb")
-    answer = next(each for each in plan.walk if "4-bit QLoRA" in each.question)
+    answer = next(each for each in plan.tree if "4-bit QLoRA" in each.question)
     assert "fp32 cast" in answer.reason
 
 
@@ -257,7 +257,7 @@ def test_a_contradiction_is_named(fixed: dict[str, tuple[str, ...]], word: str) 
 @pytest.mark.parametrize(("gpu", "fused"), [("a100-80gb", True), ("t4", False), ("apple-m3-max", False)])
 def test_the_walk_and_the_notes_agree_on_the_attention_kernel(gpu: str, fused: bool) -> None:
     plan = planned(model="meta-llama/Llama-3.2-1B", gpu=gpu, fixed={"attention": ("sdpa",)})
-    answer = next(each for each in plan.walk if "attention kernel" in each.question)
+    answer = next(each for each in plan.tree if "attention kernel" in each.question)
     assert answer.reason.startswith("fused kernels keep no") == fused
     assert any("math kernel" in note for note in plan.chosen.formula.notes) != fused
 

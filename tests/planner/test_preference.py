@@ -50,7 +50,7 @@ def fastest_of(asked: Workload, node: str) -> float:
 def test_where_lora_does_not_fit_the_base_has_4_bits(model: str, gpu: str) -> None:
     plan = chosen(model, gpu)
     assert plan.chosen.setup.quantization in ("nf4-double", "nf4")
-    answer = next(one for one in plan.walk if "8-bit" in one.question)
+    answer = next(one for one in plan.tree if "8-bit" in one.question)
     assert "only when asked for" in answer.reason or answer.choice == "no"
 
 
@@ -64,7 +64,7 @@ def test_method_qlora_means_4_bits_unless_8_are_asked_for() -> None:
 def test_a_lora_that_fits_is_not_quantized_for_a_prediction() -> None:
     plan = chosen("meta-llama/Llama-3.1-8B", "rtx-4090")
     assert plan.chosen.setup.method == "lora"
-    answer = next(one for one in plan.walk if "4-bit" in one.question)
+    answer = next(one for one in plan.tree if "4-bit" in one.question)
     assert "times the speed (--prefer speed" in answer.reason
     faster = chosen("meta-llama/Llama-3.1-8B", "rtx-4090", prefer="speed")
     assert faster.chosen.setup.quantization == "nf4-double"
@@ -123,7 +123,7 @@ def test_a_class_that_only_may_fit_gives_way_to_one_that_surely_does() -> None:
     """At 18 GiB a LoRA has 0.37 GiB left; NF4 is smaller and faster. Where nothing surely fits, what may is taken."""
     plan = chosen("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=18)
     assert (plan.chosen.setup.method, plan.chosen.verdict) == ("qlora", "fits")
-    answer = next(one for one in plan.walk if "LoRA (16-bit base)" in one.question)
+    answer = next(one for one in plan.tree if "LoRA (16-bit base)" in one.question)
     assert (answer.choice, "may fit, by less than the formula errs" in answer.reason) == ("may fit, not taken", True)
     asked = chosen("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=18, fixed={"method": ("lora",)})
     assert (asked.chosen.setup.method, asked.chosen.verdict) == ("lora", "tight")
@@ -143,12 +143,12 @@ def test_what_is_not_known_of_a_card_does_not_bring_full_fine_tuning(gpu: str) -
 def test_full_fine_tuning_that_is_as_fast_is_taken_but_for_data_that_it_overfits() -> None:
     plan = chosen("Qwen/Qwen2.5-0.5B", "rtx-4090")
     assert plan.chosen.setup.method == "full"
-    reasons = {one.question: one.reason for one in plan.walk}
+    reasons = {one.question: one.reason for one in plan.tree}
     assert "not slower than LoRA by more than 10 %" in reasons["Does full fine-tuning fit with one sequence?"]
     assert "approximates nothing" in reasons["Does LoRA (16-bit base) fit with one sequence?"]
     small = chosen("Qwen/Qwen2.5-0.5B", "rtx-4090", data=Data(epoch_tokens=40_000))
     assert small.chosen.setup.method == "lora"
-    assert any("overfits 40,000 tokens" in one.reason for one in small.walk)
+    assert any("overfits 40,000 tokens" in one.reason for one in small.tree)
 
 
 def test_the_band_between_methods_is_the_one_that_was_measured() -> None:

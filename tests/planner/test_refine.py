@@ -40,7 +40,7 @@ def test_refine_confirms_an_exact_formula_with_one_run() -> None:
     plan, log = refined(wish("meta-llama/Llama-3.1-8B"), lambda setup: 0.98)
     assert isinstance(plan, Plan)
     assert len(log) == 1
-    assert plan.walk[-1].choice == "confirmed"
+    assert plan.tree[-1].choice == "confirmed"
     assert plan.chosen.dry_run is not None
 
 

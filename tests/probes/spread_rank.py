@@ -26,7 +26,7 @@ NUM_LAYERS = 3
 
 def traced(model_type: str, fields: dict[str, Any], device: str) -> list[Event]:
     """The events of one rank's step; the default process group must exist unless on meta."""
-    from probes.dryrun.spread import fake_job, world_of
+    from probes.dryrun.rank import fake_job, world_of
     from probes.dryrun.trace import trace_run
     from probes.stack import load_config
 
@@ -98,7 +98,7 @@ def preload() -> None:
     import transformers.models.qwen2.modeling_qwen2
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
-    import probes.dryrun.spread
+    import probes.dryrun.rank
     import probes.dryrun.trace  # noqa: F401
 
     torch.set_num_threads(1)

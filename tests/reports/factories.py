@@ -277,7 +277,7 @@ def make_plan(workload: Workload | None = None, *, rung: Rung = Rung.FORMULA, **
         "chosen": chosen,
         "alternatives": alternatives,
         "ranked": ranked,
-        "walk": make_walk(workload.budget_bytes),
+        "tree": make_walk(workload.budget_bytes),
         "space": SpaceCount(walked=12480, infeasible=9120, impossible=340),
         "notes": ("bf16 LoRA would need 2.1 GiB less than QLoRA with the fp32 cast.",),
     }
@@ -298,6 +298,6 @@ def make_no_plan() -> NoPlan:
             Remedy(action="--seq-len 2048", saves_bytes=int(6.4 * GIB), fits=True),
             Remedy(action="--gpu rtx-3090 (23.56 GiB)", saves_bytes=int(9 * GIB), fits=True),
         ),
-        walk=make_walk(workload.budget_bytes)[:1],
+        tree=make_walk(workload.budget_bytes)[:1],
         space=SpaceCount(walked=12480, infeasible=12480, impossible=340),
     )

@@ -54,7 +54,7 @@ def test_plan_json_round_trip(rung: Rung) -> None:
     plan = make_plan(workload, rung=rung, search={"trials": [1, 2], "stop": "budget"})
     back = plan_from_dict(through_json(plan_to_dict(plan)))
     assert isinstance(back, Plan)
-    for name in ("workload", "chosen", "alternatives", "walk", "space", "notes"):
+    for name in ("workload", "chosen", "alternatives", "tree", "space", "notes"):
         assert getattr(back, name) == getattr(plan, name), name
     assert dict(back.search) == dict(plan.search)
     # Ranked candidates keep their totals per category, not each term.

@@ -104,7 +104,7 @@ def test_plan_json_comes_back_the_same(plan: Plan, pipeline: Candidate) -> None:
         assert isinstance(back, Plan)
         assert back.workload.cluster == one.workload.cluster
         assert back.chosen == one.chosen
-        assert back.walk == one.walk
+        assert back.tree == one.tree
         assert back.alternatives == one.alternatives
 
 

@@ -209,7 +209,7 @@ def test_every_report_refuses_a_choice_that_a_higher_rung_refuted() -> None:
 
 
 def test_terminal_plan_without_walk_alternatives_or_notes() -> None:
-    bare = make_plan(walk=(), alternatives=(), notes=())
+    bare = make_plan(tree=(), alternatives=(), notes=())
     shown = page(lambda console: render_plan(bare, console))
     assert "Train with QLoRA" in shown
     assert "Beside it" not in shown

@@ -57,7 +57,7 @@ def planned(*arguments: Any, **options: Any) -> Plan:
 
 
 def answer(plan: Plan | NoPlan, words: str) -> Answer:
-    return next(each for each in plan.walk if words in each.question)
+    return next(each for each in plan.tree if words in each.question)
 
 
 JOBS: list[tuple[str, str, int, dict[str, Any]]] = [
@@ -94,10 +94,10 @@ def test_the_recommendation_keeps_every_constraint(
 @pytest.mark.parametrize(("model", "gpu", "num_gpus", "options"), JOBS, ids=str)
 def test_the_walk_explains_itself(model: str, gpu: str, num_gpus: int, options: dict[str, Any]) -> None:
     plan = planned(model, gpu, num_gpus, **options)
-    questions = [each.question for each in plan.walk]
+    questions = [each.question for each in plan.tree]
     for words in ("one GPU enough", "DDP", "sharded", "Tensor or pipeline", "host", "DataParallel"):
         assert any(words in question for question in questions), words
-    for each in plan.walk:
+    for each in plan.tree:
         assert each.reason
         for cut in each.cuts:
             assert cut.reason
@@ -187,7 +187,7 @@ def test_one_gpu_is_compared() -> None:
 
 def test_quantization_is_discussed_from_four_gpus_on() -> None:
     assert "rarely" in answer(planned(num_gpus=4), "quantized base help on 4 GPUs").reason
-    assert not any("quantized base help" in each.question for each in planned(num_gpus=2).walk)
+    assert not any("quantized base help" in each.question for each in planned(num_gpus=2).tree)
 
 
 def test_offloading_only_where_nothing_else_fits() -> None:

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from planner.exporters.spread import distributed_config, tensor_refusal
+from planner.exporters.several_gpus import distributed_config, tensor_refusal
 from planner.setup import TrainSetup
 from probes.stack.batch import Batch
 from probes.stack.configs import layers_of
