@@ -4,7 +4,7 @@ from dataclasses import fields
 
 from planner.setup import TrainSetup
 from search.dimensions import DIMENSIONS, FIXED, NAMES, RECIPE, key_of, value_of
-from search.values import _SPACE, params_of
+from search.values import SPACE, params_of
 
 
 def test_every_field_of_a_setup_is_a_dimension_or_fixed_with_a_reason() -> None:
@@ -12,7 +12,7 @@ def test_every_field_of_a_setup_is_a_dimension_or_fixed_with_a_reason() -> None:
     assert set(NAMES) | set(FIXED) == names
     assert not set(NAMES) & set(FIXED)
     assert all(len(reason) > 10 for reason in FIXED.values())
-    assert set(_SPACE) == set(NAMES)  # what a study of several values is stored with
+    assert set(SPACE) == set(NAMES)  # what a study of several values is stored with
 
 
 def test_dimensions_are_unique_and_have_positive_deviations() -> None:

@@ -22,7 +22,7 @@ from search.liveness import AttributeLiveness, Liveness, LockLiveness, NoLivenes
 from search.storage import close_storage, open_storage
 from search.study import MAX_RETRIES, Study
 from search.trials import ALIVE_ATTR, INTENT_ATTR, LOST_ATTR
-from search.values import _SPACE, _constraints
+from search.values import SPACE, constraint_values
 
 
 class Lost(NoLiveness):
@@ -216,7 +216,7 @@ def test_kills_that_a_database_shows_late_leave_the_answer_alone_too() -> None:
 
 
 def test_every_dimension_holds_its_least_value() -> None:
-    low = {name: one.low for name, one in _SPACE.items() if isinstance(one, optuna.distributions.IntDistribution)}
+    low = {name: one.low for name, one in SPACE.items() if isinstance(one, optuna.distributions.IntDistribution)}
     none = dict.fromkeys(("lora_rank", "checkpointing", "shard_degree"), 0)
     assert low == {**none, **dict.fromkeys(("micro_batch_seqs", "num_gpus", "tensor_degree", "pipeline_degree"), 1)}
 
@@ -225,7 +225,7 @@ def test_a_setup_of_another_call_that_failed_exceeds_no_memory() -> None:
     """It is none of this call's candidates; what it would have needed nobody knows."""
     crash = ProbeFailure(rung=Rung.PROBE, kind=FailureKind.CRASHED, message="x")
     setup = problem().candidates[0].setup
-    assert _constraints(problem(), None, setup, crash) == {"memory": 0.0, "runs": 1.0}
+    assert constraint_values(problem(), None, setup, crash) == {"memory": 0.0, "runs": 1.0}
 
 
 def test_a_trial_of_a_foreign_program_is_passed_over() -> None:
