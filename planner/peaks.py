@@ -6,6 +6,7 @@ compares it with `predict_memory`).
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from planner.choices.losses import LossChain
@@ -24,7 +25,7 @@ from planner.memory.step import (
     in_flight_bytes,
     loss_beside,
     loss_terms,
-    peak_bytes,
+    reserved_bytes,
     step_parts,
     total_bytes,
 )
@@ -50,9 +51,9 @@ class Peaks(NamedTuple):
     @classmethod
     def of(cls, by_optimizer: list[list[int]]) -> "Peaks":
         """All of it from the peaks."""
-        first = min(range(len(by_optimizer)), key=lambda number: by_optimizer[number][0])
-        lowest = [min(column) for column in zip(*by_optimizer, strict=True)]
-        return cls(by_optimizer, first, lowest, sorted(peak for peaks in by_optimizer for peak in peaks))
+        at_first = [peaks[0] for peaks in by_optimizer]
+        lowest = list(map(min, zip(*by_optimizer, strict=True)))
+        return cls(by_optimizer, at_first.index(min(at_first)), lowest, sorted(chain.from_iterable(by_optimizer)))
 
 
 def distinct_parts(model: ModelSpec, setup: TrainSetup) -> list[RankPart]:
@@ -90,6 +91,8 @@ class SharedLayers:
 
     def activations(self, part: RankPart, gpu: GpuSpec, inner: TrainSetup, kernels: tuple[str, ...]) -> _Activations:
         """A part's activations with these attention kernels; `inner` has micro-batch 1."""
+        if inner.quantization == "nf4-double":  # whose scales are weights: a matrix is unpacked all the same
+            inner = inner.trusted_with(quantization="nf4")
         key = (part.model, part.last, inner, kernels)
         found = self._activations.get(key)
         if found is None:
@@ -108,6 +111,10 @@ class SharedLayers:
         return found
 
 
+Stepping = dict[str, tuple[int, int, int]]
+"""By optimizer: bytes of its states, at the step's moment, and what is reserved for that."""
+
+
 class Rank:
     """One part of the job under one branch and spread: its states and its loss chains, each found once."""
 
@@ -117,7 +124,7 @@ class Rank:
         self.workspace = cublas_workspace_bytes(gpu)
         self.outside = context_bytes(gpu) + communicator_bytes(gpu, setup)
         self.beside = resident_vllm(gpu, setup)
-        self._states: dict[tuple[bool, str, bool], tuple[RankState, dict[str, tuple[int, int]]]] = {}
+        self._states: dict[tuple[bool, str, bool], tuple[RankState, Stepping]] = {}
         self._losses: dict[tuple[str, int, int], tuple[LossChain, int, int]] = {}
         self._in_loss: dict[tuple[str, int, int, int, bool], tuple[int, int]] = {}
 
@@ -125,9 +132,8 @@ class Rank:
         """Bytes of generation at its largest moment beyond what is resident."""
         return total_bytes(generation_terms(self.part.model, self.gpu, setup, state.trained.size_bytes))
 
-    def state(self, setup: TrainSetup, loss: str, *, accumulated: bool) -> tuple[RankState, dict[str, tuple[int, int]]]:
-        """What the rank holds, which knows checkpointing from none; and by optimizer its states and the step's
-        moment."""
+    def state(self, setup: TrainSetup, loss: str, *, accumulated: bool) -> tuple[RankState, Stepping]:
+        """What the rank holds, which knows checkpointing from none, and what its optimizers add."""
         key = (setup.checkpointing > 0, loss, accumulated)
         found = self._states.get(key)
         if found is None:
@@ -184,19 +190,22 @@ class Family:
             if setup.aim.rolls_out:
                 whole = setup.trusted_with(micro_batch_seqs=micro, accumulation_steps=steps)
                 largest = max(largest, rank.generating(whole, state))
-            for peaks, (states, step) in zip(found, stepping, strict=True):
-                peaks.append(peak_bytes(resident, largest, states, step, rank.outside))
+            resident += rank.outside
+            before = reserved_bytes(largest)
+            for peaks, (states, step, stepped) in zip(found, stepping, strict=True):
+                peaks.append(resident + states + (before if step <= largest else stepped))
         return found
 
     def _variant(
         self, loss: str, optimizers: Sequence[str], *, accumulated: bool
-    ) -> tuple[RankState, Lines, list[tuple[int, int]]]:
-        """(state, lines, per optimizer its states and the step's moment) with accumulation or without."""
+    ) -> tuple[RankState, Lines, list[tuple[int, int, int]]]:
+        """(state, lines, per optimizer its `Stepping`) with accumulation or without."""
         state, stepping = self._rank.state(self._setup, loss, accumulated=accumulated)
         for optimizer in optimizers:
             if optimizer not in stepping:
                 states, temporaries = state.optimizer_bytes(optimizer)
-                stepping[optimizer] = (states, state.moment_bytes["step"] + temporaries)
+                step = state.moment_bytes["step"] + temporaries
+                stepping[optimizer] = (states, step, reserved_bytes(step))
         key = tuple(state.moment_bytes.values())
         lines = self._lines.get(key)
         if lines is None:

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from planner.decision.spreads import Spread
 
 
+UNFUSED = frozenset({"eager", "math"})
+"""Attention kernels that keep a matrix of tokens x tokens: more memory than any fused one, at less speed."""
+
+
 @dataclass(slots=True)
 class Run:
     """A branch under one spread with its attention kernels and layers: only loss, optimizer and micro-batch are open.
@@ -29,8 +33,8 @@ class Run:
         attentions: implementations that run the same `kernels` in every layer, and share all figures.
         choices: loss -> the optimizers that can be had with it; `wholes`: loss -> the setup with the first of them.
         pairs: (micro-batch, accumulation).
-        rivals: the setup at the first loss and optimizer, and the same with the first kernel family; None where this is
-            the first family, or all are asked for.
+        rivals: the setup at the first loss and optimizer, and the same with the first kernel family and fused
+            attention; None where this has both, or all are asked for.
         ranks: shared by all runs of the branch and spread, made when the first of them asks.
         families: one of each rank, made when the first loss asks.
         peaks: by loss.
@@ -96,7 +100,7 @@ class Known:
 def _runs(workload: Workload, values: Mapping[str, tuple[Any, ...]], spreads: "Sequence[Spread]") -> Iterator[Run]:
     """The runs of a workload, in the order in which they are walked."""
     model, gpu = workload.model, workload.gpu
-    best = values["kernels"][0] if "kernels" not in workload.fixed and not workload.targets else None
+    open_ones = () if workload.targets else [name for name in ("kernels", "attention") if name not in workload.fixed]
     for branch in branches(workload, values):
         groups = same_kernels(model, gpu, branch, values["attention"])
         for fields in [one.fields for one in spreads] or [{}]:
@@ -117,10 +121,14 @@ def _runs(workload: Workload, values: Mapping[str, tuple[Any, ...]], spreads: "S
                 continue
             ranks: list[Rank] = []
             layers_of = own_layers(setup, values)
+            fused = next((any_of[0] for kernels, any_of in groups.items() if not UNFUSED & set(kernels)), None)
             for kernels, attentions in groups.items():
+                rival = {"kernels": values["kernels"][0]} if "kernels" in open_ones else {}
+                if fused is not None and "attention" in open_ones and UNFUSED & set(kernels):
+                    rival |= {"attention": fused, "selective_checkpointing": False}
                 for layers in layers_of:
                     shared = setup.trusted_with(attention=attentions[0], **layers)
-                    rivals = _rivals(shared, best, values)
+                    rivals = _rivals(shared, rival, layers_of, values)
                     wholes = {
                         loss: shared.trusted_with(loss=loss, optimizer=any_of[0]) for loss, any_of in choices.items()
                     }
@@ -128,15 +136,14 @@ def _runs(workload: Workload, values: Mapping[str, tuple[Any, ...]], spreads: "S
 
 
 def _rivals(
-    shared: TrainSetup, best: str | None, values: Mapping[str, tuple[Any, ...]]
+    shared: TrainSetup, rival: Mapping[str, Any], layers_of: Sequence[Mapping[str, Any]], values: Mapping[str, Any]
 ) -> tuple[TrainSetup, TrainSetup] | None:
-    if best is None or shared.kernels == best:
+    """The setup with its rival's fields beside it; None where they are its own, or cannot be had with its layers."""
+    if all(getattr(shared, name) == value for name, value in rival.items()):
         return None
     whole = shared.trusted_with(loss=values["loss"][0], optimizer=values["optimizer"][0])
-    try:
-        return whole, whole.with_(kernels=best)
-    except SetupError:
-        return None
+    best = whole.trusted_with(**rival)
+    return (whole, best) if {name: getattr(best, name) for name in layers_of[0]} in layers_of else None
 
 
 def _choices(model: ModelSpec, setup: TrainSetup, values: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[str, ...]]:

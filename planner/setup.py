@@ -327,7 +327,9 @@ class TrainSetup:
 
     def with_(self, **changes: Any) -> Self:
         """A copy with some fields changed, validated anew."""
-        return replace(self, **changes)
+        copy = self.trusted_with(**changes)
+        check(copy)
+        return copy
 
     def of_length(self, tokens: int) -> Self:
         """A copy with sequences of so many tokens; completions take at most half of shorter ones."""

@@ -145,8 +145,8 @@ def _counted(run: Run, loss: str, peaks: Peaks, limit_bytes: int) -> Point:
 
 
 def _outrun(workload: Workload, run: Run) -> bool:
-    """Whether the first kernel family beats this one, at the smallest and the largest micro-batch, by more than simpler
-    setups are preferred for: it is never larger, so that no point with this one can be taken."""
+    """Whether the first kernel family and fused attention beat these, at the smallest and the largest micro-batch, by
+    more than simpler setups are preferred for: they are never larger, so that no point with these can be taken."""
     assert run.rivals is not None
     ends = (run.pairs[0], run.pairs[-1])
     mine, first = (

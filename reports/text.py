@@ -218,7 +218,7 @@ def space_sentence(answer: Plan | NoPlan) -> str:
     fitting = space.walked - space.infeasible
     return (
         f"Looked at {space.walked:,} setups: {fitting:,} fit, {space.infeasible:,} do not; "
-        f"{space.impossible:,} combinations cannot exist or are planned only when asked for."
+        f"{space.impossible:,} combinations cannot exist, lose to other kernels or are planned only when asked for."
     )
 
 

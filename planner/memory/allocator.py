@@ -33,7 +33,7 @@ def fixed_segments_gap_bytes(*, kept: int, forward: int, loss: int, backward: in
     return GAP_FLOOR_BYTES + int(holes)
 
 
-def allocator_gap_bytes(resident_bytes: int, dynamic_bytes: int) -> int:
+def allocator_gap_bytes(dynamic_bytes: int) -> int:
     """Reserved minus allocated at the peak with expandable segments, estimated from what changes within a step.
 
     Weights are allocated once and packed; what comes and goes leaves holes. With `expandable_segments:True`, which

@@ -6,6 +6,7 @@ computes it once for each precision, adapter, kernel and checkpointing.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from planner.choices.kernels import fused_parts
@@ -290,7 +291,8 @@ def hooked_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     return (2 if setup.reentrant_checkpointing else 1) * checkpointed_inputs_bytes(model, setup)
 
 
-def _checkpointed(model: ModelSpec, every: int) -> tuple[list[int], list[int]]:
+@lru_cache(maxsize=1024)
+def _checkpointed(model: ModelSpec, every: int) -> tuple[Sequence[int], Sequence[int]]:
     """For each kind of layer: how many there are, and how many keep their activations (layer i is checkpointed when
     i % every == 0; transformers 5.23 `activation_checkpointing_kwargs`)."""
     counts = [0] * len(model.layer_kinds)

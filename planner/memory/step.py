@@ -252,15 +252,9 @@ def dynamic_bytes(state: RankState, moments: Iterable[tuple[str, int]], *, in_fl
     return [held[name] + size + in_flight + (in_loss if name == "loss" else 0) for name, size in moments]
 
 
-def peak_bytes(resident: int, largest_moment: int, states: int, step: int, outside: int) -> int:
-    """The device peak of a rank.
-
-    Args:
-        resident: without the optimizer's `states`; `largest_moment`: before the step; `step`: at the optimizer's step;
-            `outside`: beyond PyTorch's count.
-    """
-    whole, dynamic = resident + states, max(largest_moment, step)
-    return whole + dynamic + allocator_gap_bytes(whole, dynamic) + outside
+def reserved_bytes(dynamic: int) -> int:
+    """What is reserved at the peak for what changes within a step: the largest moment, and the allocator's gap."""
+    return dynamic + allocator_gap_bytes(dynamic)
 
 
 class Lines(NamedTuple):
@@ -340,7 +334,7 @@ def breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState)
     if setup.expandable_segments:
         step = state.moment_bytes["step"] + temporaries
         dynamic = max(*totals, step, total_bytes(generated))
-        gap = allocator_gap_bytes(total_bytes(resident) + states + outputs, dynamic)
+        gap = allocator_gap_bytes(dynamic)
     else:
         gap = fixed_segments_gap_bytes(kept=total_bytes(_stored(parts)) + waiting, **largest)
     outside = context_bytes(gpu) + communicator_bytes(gpu, setup)

@@ -4,7 +4,6 @@ Facts by `model_type`, read in transformers 5.23's modeling files and seen in th
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 from planner.kernels import PACKS_TOGETHER
@@ -107,14 +106,16 @@ def traits_of(model: ModelSpec) -> Traits:
 
     Source: transformers 5.23 `modeling_*.py` and `configuration_*.py`.
     """
+    found: Traits | None = model.kept.get("traits")  # by object: models are equal whatever their configs say
+    if found is None:
+        found = model.kept["traits"] = _read_traits(model)
+    return found
+
+
+def _read_traits(model: ModelSpec) -> Traits:
     attention, residual = DEFAULTS.get(model.model_type, (0.0, 0.0))
-    dropped = _rate(model, ATTENTION_DROPOUTS, attention) > 0, _rate(model, RESIDUAL_DROPOUTS, residual) > 0
-    return _traits_of(model, *dropped, _streams(model))
-
-
-@lru_cache(maxsize=512)
-def _traits_of(model: ModelSpec, attention_dropout: bool, residual_dropout: bool, streams: int) -> Traits:
-    """What the config alone says is part of the key: two models of one shape are equal whatever their configs."""
+    attention_dropout = _rate(model, ATTENTION_DROPOUTS, attention) > 0
+    residual_dropout = _rate(model, RESIDUAL_DROPOUTS, residual) > 0
     kinds = {norm.kind for layer in model.layer_kinds for norm in layer.norms}
     style: NormStyle
     if kinds == {"layer"}:
@@ -145,7 +146,7 @@ def _traits_of(model: ModelSpec, attention_dropout: bool, residual_dropout: bool
         mask_buffers=model.model_type in MASK_BUFFERS,
         fp32_routed=FP32_ROUTED.get(model.model_type, ()),
         packs_apart=model.model_type not in PACKS_TOGETHER,
-        streams=streams,
+        streams=_streams(model),
         inner_dropout=model.model_type in POSITION_BIAS and residual_dropout,
     )
 

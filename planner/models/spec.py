@@ -239,6 +239,11 @@ class ModelSpec:
         """Computed once: specs are keys of caches that a walk of the space asks thousands of times."""
         return hash((self.model_id, self.model_type, self.layer_kinds, self.layer_order, self.tied))
 
+    @cached_property
+    def kept(self) -> dict[str, Any]:
+        """What others work out of this very object and ask for thousands of times; no part of the spec."""
+        return {}
+
     @property
     def num_layers(self) -> int:
         """Depth: layers in order (encoder and decoder together)."""

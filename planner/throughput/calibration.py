@@ -8,7 +8,7 @@ held-out points). `plan calibrate` writes a file of the same form.
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -156,12 +156,21 @@ class Calibration:
 
     def constants_for(self, gpu: GpuSpec) -> Constants:
         """The constants of one GPU: general, then its architecture's, its family's, its own."""
-        values = dict(self.constants)
-        for name in (gpu.arch, family(gpu), gpu.key):
-            values.update(self.architectures.get(name, {}))
-        return Constants(**values)
+        names = (gpu.arch, family(gpu), gpu.key)
+        found = self._by_gpu.get(names)
+        if found is None:
+            values = dict(self.constants)
+            for name in names:
+                values.update(self.architectures.get(name, {}))
+            found = self._by_gpu[names] = Constants(**values)
+        return found
 
-    @property
+    @cached_property
+    def _by_gpu(self) -> dict[tuple[str, ...], Constants]:
+        """Those that were asked for: a walk over spreads asks thousands of times."""
+        return {}
+
+    @cached_property
     def spread_constants(self) -> SpreadConstants:
         """What several GPUs add."""
         return SpreadConstants(**self.spread)

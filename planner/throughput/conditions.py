@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from planner.setup import TrainSetup
-from planner.stacks import Stack
+from planner.stacks import STACKS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,11 +50,12 @@ CURRENT = Conditions(cudnn_attention=True)
 
 def conditions_of(setup: TrainSetup) -> Conditions:
     """The conditions of a setup's stack (`planner.stacks`): CURRENT for trainers on transformers."""
-    return _conditions_of(setup.by, setup.reentrant_checkpointing, setup.compile, setup.fsdp_version)
+    return _conditions_of(setup.stack, setup.reentrant_checkpointing, setup.compile, setup.fsdp_version)
 
 
 @cache
-def _conditions_of(by: Stack, reentrant: bool, compiled: bool, fsdp_version: int) -> Conditions:
+def _conditions_of(stack: str, reentrant: bool, compiled: bool, fsdp_version: int) -> Conditions:
+    by = STACKS[stack]
     found = Conditions(
         fused_norm_rope=by.fused,
         fused_loss=by.in_place_loss or (compiled and by.compiles_loss),
