@@ -7,8 +7,11 @@ import pytest
 from planner.gpus import find_gpu
 from planner.memory.model import predict_memory
 from planner.models import catalogue
+from planner.runs import Known
+from planner.space import dimension_values
 from planner.walk import walk
 from planner.workload import Workload
+from tests.planner.helpers import wish
 
 ROUNDING = 1e-6
 """Whole bytes in the walk's straight lines; every candidate for the peak is extended by itself, so nothing else."""
@@ -41,3 +44,29 @@ def test_walk_peak_equals_predict_memory(name: str, gpu: str) -> None:
         exact = predict_memory(model, card, point.setup).peak_device_bytes
         error = point.peak_device_bytes / exact - 1.0
         assert abs(error) <= ROUNDING, (error, point.setup)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "seq_len"),
+    [
+        ("Qwen/Qwen2.5-1.5B", "rtx-4090", 128),
+        ("google/gemma-3-4b-it", "a100-80gb", 2048),
+        ("microsoft/phi-2", "t4", 512),
+        ("google/gemma-2-9b", "h100-sxm", 4096),
+    ],
+)
+def test_what_a_rival_outruns_is_never_smaller(name: str, gpu: str, seq_len: int) -> None:
+    """A run is left out for its speed alone: no plan that fits may be lost by it."""
+    workload, known = wish(name, gpu, seq_len=seq_len), Known()
+    runs = {run.shared: run for run in known.runs(workload, dimension_values(workload), ())}
+    unfused = 0
+    for run in [run for run in runs.values() if run.rivals is not None][::7]:
+        assert run.rivals is not None
+        rival = run.rivals[1].trusted_with(loss=run.shared.loss, optimizer=run.shared.optimizer)
+        unfused += rival.attention != run.shared.attention
+        for loss in run.choices:
+            pairs = zip(known.peaks(workload, run, loss)[0], known.peaks(workload, runs[rival], loss)[0], strict=True)
+            assert all(
+                mine >= best for mine_all, best_all in pairs for mine, best in zip(mine_all, best_all, strict=True)
+            )
+    assert unfused
