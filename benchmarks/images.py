@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.trace_programs import CONFIGS
+from benchmarks.image_models import configs
 from planner.choices.images import Images, with_text
 from planner.gpus import find_gpu
 from planner.memory.model import predict_memory
@@ -35,41 +35,6 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 CASES = ((1, 512, 1, 1), (1, 1024, 2, 1), (2, 768, 1, 2), (1, 1536, 1, 1), (3, 384, 2, 4))
 """(pictures of a sample, their side in pixels, micro-batch, accumulation)."""
-
-
-def configs() -> dict[str, dict[str, Any]]:
-    """The raw configurations by name: the catalogue's Gemma 3, and what the catalogue has not."""
-    small = {name: config for name, config in CONFIGS.items() if "VL" in name or "llava" in name}
-    seven = _grown(
-        CONFIGS["Qwen2.5-VL-3B-Instruct"],
-        {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
-         "intermediate_size": 18944, "vocab_size": 152064},
-        {"out_hidden_size": 3584},
-    )  # fmt: skip
-    eight = _grown(
-        CONFIGS["Qwen3-VL-4B-Instruct"],
-        {"hidden_size": 4096, "intermediate_size": 12288},
-        {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "out_hidden_size": 4096,
-         "deepstack_visual_indexes": [8, 16, 24]},
-    )  # fmt: skip
-    gemma = next(one for one in catalogue.entries() if one.model_id == "google/gemma-3-4b-it")
-    return {
-        **small,
-        "Qwen2.5-VL-7B-Instruct": seven,
-        "Qwen3-VL-8B-Instruct": eight,
-        "gemma-3-4b-it": dict(gemma.config),
-    }
-
-
-def _grown(config: dict[str, Any], text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
-    """A larger sibling, whose head is its own."""
-    untied = {"tie_word_embeddings": False}
-    return {
-        **config,
-        **untied,
-        "text_config": {**config["text_config"], **text, **untied},
-        "vision_config": {**config["vision_config"], **vision},
-    }
 
 
 def spec_of(name: str, config: dict[str, Any]) -> ModelSpec:

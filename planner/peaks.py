@@ -187,6 +187,7 @@ class Family:
                 in_loss, kept_outputs = rank.in_loss(setup, loss, micro, flight, state, parts)
                 resident += kept_outputs
             largest = lines.largest(micro, in_flight=in_flight, in_loss=in_loss)
+            largest += (micro - 1) * (micro - 2) * parts.tower.mask  # beyond its straight line through 1 and 2
             if setup.aim.rolls_out:
                 whole = setup.trusted_with(micro_batch_seqs=micro, accumulation_steps=steps)
                 largest = max(largest, rank.generating(whole, state))

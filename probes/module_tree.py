@@ -33,7 +33,7 @@ from probes.stack.configs import layers_of, load_config
 
 MAX_LAYERS = 1000
 _ATTENTION = re.compile(r"att|mixer", re.IGNORECASE)
-_IDLE = re.compile(r"vision|visual|audio|image|multi_modal|embed_vision")
+_IDLE = re.compile(r"vision|visual|audio|image|multi_modal|embed_vision|connector")
 _BESIDE = re.compile(r"altup|laurel|per_layer")
 """Gemma 3n's matrices beside attention and MLP."""
 _ROLES: tuple[tuple[Role, str], ...] = (

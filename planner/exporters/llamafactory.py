@@ -131,6 +131,8 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return reason
     if reason := towered_refusal(model, "LLaMA-Factory"):
         return reason
+    if setup.images is not None and model is not None and model.model_type not in _TEMPLATES:
+        return f"LLaMA-Factory has no template for the pictures of {model.model_type}"
     if model is not None and (reason := _targets_refusal(setup, model)):
         return reason
     if setup.parallel == "zero3" and setup.quantized:
@@ -265,14 +267,17 @@ _TEMPLATES = {
     "qwen3_vl_moe": "qwen3_vl_nothink",
     "llava": "llava",
     "gemma3": "gemma3",
+    "mistral3": "mistral_small",  # of the text below it: "ministral3"
+    "internvl": "intern_vl",
 }
 """Its template of a model with eyes, which says what stands for a picture (0.9.5 `data/template.py`)."""
 
 
 def _template(request: ExportRequest) -> Line | None:
-    kind = request.model.model_type if request.model is not None else ""
-    if request.setup.images is not None and kind in _TEMPLATES:
-        return Line("template", _TEMPLATES[kind])
+    model = request.model
+    if request.setup.images is not None and model is not None and model.model_type in _TEMPLATES:
+        text = model.config.get("text_config", {}).get("model_type", "")
+        return Line("template", text if text == "ministral3" else _TEMPLATES[model.model_type])
     return Line("template", "default", "the tokenizer has none of its own") if chat.brought_along(request) else None
 
 

@@ -51,6 +51,8 @@ class TowerBytes:
         inputs: the pixels. The batches of all micro-batches of a step are on the device at once (transformers 5.23
             `Trainer.get_batch_samples`), so that they stay until the step's end.
         stored: from the tower's forward to its backward; 0 where nothing asks for a gradient there.
+        mask: as long, of all frames with all: it grows with the square of the micro-batch.
+        behind: between its layers and the text, gone when the layers' backward comes.
         held: outputs that the model's forward holds until it ends.
         forward: the tower's own forward at its largest beyond what is stored.
         backward: its backward's moments beyond what is stored.
@@ -58,6 +60,8 @@ class TowerBytes:
 
     inputs: int = 0
     stored: int = 0
+    mask: int = 0
+    behind: int = 0
     held: int = 0
     forward: int = 0
     backward: tuple[int, ...] = ()

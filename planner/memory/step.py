@@ -95,7 +95,7 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
     stored = _stored(parts)
     norm: Term = ("activations", "final norm", parts.final_norm)
     seen = _seen(parts)
-    of_text, stored = stored, (*stored, *seen[:1])
+    of_text, stored = stored, (*stored, *seen[:3])
     kept = (*of_text, *seen, ("activations", "autocast's cache", parts.cast_cache))
     temporaries: tuple[Term, ...] = (
         ("activations", "one layer's forward temporaries", parts.forward_temp),
@@ -112,7 +112,7 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
             Moment("forward", (*seen, ("activations", "one layer's forward temporaries", parts.tower.forward)))
         )
         name = "one recomputed layer of the tower, and gradients"
-        found += [Moment("last", (seen[0], ("activations", name, size))) for size in parts.tower.backward]
+        found += [Moment("last", (*seen[:2], ("activations", name, size))) for size in parts.tower.backward]
     left = "what is left of the activations"
     others = total_bytes(of_text) * (parts.forwards - 1) // parts.forwards  # of forwards whose backward comes later
     at_last: Term = ("activations", left, max(others, total_bytes(of_text) // max(1, model.num_layers)))
@@ -127,7 +127,7 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
             ("workspace", "one layer's gradients of activations", moment.transient),
             ("dequantization", "one dequantized matrix in the backward", moment.dequantized),
         )
-        found += [Moment("first", (*at_first, *of_layer)), Moment("last", (at_last, *seen[:1], *of_layer))]
+        found += [Moment("first", (*at_first, *of_layer)), Moment("last", (at_last, *seen[:3], *of_layer))]
     return (*found, Moment("end", (("activations", left, others),) if others else ()))
 
 
@@ -143,6 +143,8 @@ def _seen(parts: ActivationParts) -> tuple[Term, ...]:
         return ()
     return (
         ("activations", "the tower's activations", parts.tower.stored),
+        ("activations", "the tower's mask (patches x patches)", parts.tower.mask),
+        ("activations", "between tower and text", parts.tower.behind),
         ("activations", "the tower's outputs", parts.tower.held),
     )
 

@@ -6,21 +6,27 @@ from planner.gpu import GpuSpec
 from planner.memory.activations import layer_saved
 from planner.memory.dtypes import SIZE_BYTES, Flow
 from planner.memory.layer_context import LayerContext
-from planner.memory.layer_costs import layer_costs
+from planner.memory.layer_costs import LayerCosts, layer_costs
 from planner.memory.micro_batch import ActivationParts, TowerBytes, activation_parts, step_flow
+from planner.memory.mlp import activation_dtype
 from planner.memory.traits import traits_of
-from planner.models.spec import ModelSpec
+from planner.memory.transient import adapter_temporaries
+from planner.models.eyes.tower import Tower
+from planner.models.spec import LayerSpec, ModelSpec
 from planner.models.targets import lora_linears
-from planner.models.towers import FP32_BYTES, Tower, tower_of
+from planner.models.towers import tower_of
 from planner.setup import TrainSetup
 
 
 def tower_setup(setup: TrainSetup, tower: Tower) -> TrainSetup:
-    """The same setup of the tower alone: its pictures are its sequences."""
+    """The same setup of the tower alone: its frames are its sequences."""
     assert setup.images is not None
     targets = {} if setup.method == "full" else {"lora_targets": "all-linear"}  # names of the text mean nothing here
     return setup.trusted_with(
-        **targets, images=None, micro_batch_seqs=setup.micro_batch_seqs * setup.images.num, seq_len_tokens=tower.patches
+        **targets,
+        images=None,
+        micro_batch_seqs=setup.micro_batch_seqs * setup.images.num * tower.frames,
+        seq_len_tokens=tower.patches,
     )
 
 
@@ -53,30 +59,49 @@ def tower_names(tower: Tower, adapted: frozenset[str]) -> tuple[frozenset[str], 
     )
 
 
+def _context(
+    tower: Tower, layer: LayerSpec, setup: TrainSetup, flow: Flow, adapted: frozenset[str], tokens: int
+) -> LayerContext:
+    """What the terms of one layer of the tower, or of one of its projectors, need to know."""
+    return LayerContext(
+        setup=setup,
+        flow=flow,
+        adapted=frozenset(each.name for each in layer.linears if f"{layer.path}.{each.name}" in adapted),
+        kernel="flash",
+        tokens=tokens,
+        hidden=layer.linears[0].in_features,
+        traits=traits_of(tower.model),
+    )
+
+
 def projectors_saved(tower: Tower, setup: TrainSetup, flow: Flow, adapted: frozenset[str]) -> int:
     """Bytes that the networks between tower and text keep: no class checkpoints them."""
-    total, images = 0, setup.micro_batch_seqs
+    total, frames = 0, setup.micro_batch_seqs
     for one in tower.projectors:
-        context = LayerContext(
-            setup=setup,
-            flow=flow,
-            adapted=frozenset(each.name for each in one.layer.linears if f"{one.layer.path}.{each.name}" in adapted),
-            kernel="flash",
-            tokens=images * one.tokens,
-            hidden=one.layer.linears[0].in_features,
-            traits=traits_of(tower.model),
-        )
+        context = _context(tower, one.layer, setup, flow, adapted, frames * one.tokens)
         total += one.num * layer_saved(one.layer, context).total
     return total
 
 
-def _around(tower: Tower, setup: TrainSetup, flow: Flow) -> int:
-    """Bytes kept before the layers and behind them: the patches' embeddings that a hook made a leaf, and what is
-    averaged (in fp32 where autocast's LayerNorm comes before)."""
-    rows = setup.micro_batch_seqs * tower.patches * tower.model.hidden_size
-    leaf = tower.named_embeddings and setup.checkpointing and setup.method != "full"
-    pooled = SIZE_BYTES["fp32" if flow.autocast else flow.residual] if tower.pooled else 0
-    return rows * (SIZE_BYTES[flow.table] * bool(leaf) + pooled)
+def _leaf(tower: Tower, setup: TrainSetup, flow: Flow) -> int:
+    """Bytes of the patches' embeddings, which a hook made a leaf, where they are not the first layer's input."""
+    hooked = tower.named_embeddings and not tower.embeds_whole and setup.checkpointing and setup.method != "full"
+    return _rows(tower, setup) * SIZE_BYTES[flow.table] * bool(hooked)
+
+
+def _rows(tower: Tower, setup: TrainSetup) -> int:
+    """Numbers in one hidden state of all frames."""
+    return setup.micro_batch_seqs * tower.patches * tower.model.hidden_size
+
+
+def _mask(tower: Tower, setup: TrainSetup, flow: Flow) -> int:
+    """Bytes of the mask that keeps joined frames apart, which all layers share; flash-attention takes their lengths.
+
+    Source: transformers 5.23 `models/pixtral/modeling_pixtral.py` generate_block_attention_mask.
+    """
+    if not tower.joined or setup.attention == "flash-attention-2":
+        return 0
+    return SIZE_BYTES[flow.table] * (setup.micro_batch_seqs * tower.patches) ** 2
 
 
 def held_outputs(model: ModelSpec, tower: Tower, setup: TrainSetup, flow: Flow) -> int:
@@ -85,11 +110,55 @@ def held_outputs(model: ModelSpec, tower: Tower, setup: TrainSetup, flow: Flow) 
 
     Source: transformers 5.23 `mm_encoder_outputs` of every class's forward.
     """
-    images = setup.micro_batch_seqs
-    size = SIZE_BYTES[flow.residual]
     states = (tower.model.num_layers + 1) if tower.keeps_states else 1
-    features = sum(one.num for one in tower.projectors) * tower.tokens * model.hidden_size
-    return images * size * (states * tower.patches * tower.model.hidden_size + features)
+    features = sum(one.num * one.tokens for one in tower.projectors) * model.hidden_size
+    return SIZE_BYTES[flow.residual] * (states * _rows(tower, setup) + setup.micro_batch_seqs * features)
+
+
+def tower_costs(
+    tower: Tower, gpu: GpuSpec, setup: TrainSetup, flow: Flow, adapted: frozenset[str]
+) -> tuple[LayerCosts, ...]:
+    """The tower's layers by the text's terms, and what those leave out since a text's peak lies elsewhere: here one
+    recomputed layer can be the largest moment of a step.
+
+    Measured: benchmarks/data/images.jsonl; tests/probes/test_images.py where four layers make it more of the whole.
+    """
+    found = []
+    costs = layer_costs(tower.model, gpu, setup, flow, tower_names(tower, adapted))
+    residual = SIZE_BYTES[flow.residual] * _rows(tower, setup)
+    for layer, cost in zip(tower.model.layer_kinds, costs, strict=True):
+        context = _context(tower, layer, setup, flow, adapted, setup.micro_batch_seqs * tower.patches)
+        end, twice = _at_last_matrix(tower, layer, context)
+        (transient, matrix), *others = cost.moments
+        found.append(
+            replace(
+                cost,
+                forward=max(cost.forward, end),
+                moments=((transient - twice, matrix), *others, (end + residual if end else 0, 0)),
+                entry_again=cost.entry if _keeps_stream(tower, flow) else cost.entry_again,
+            )
+        )
+    return tuple(found)
+
+
+def _at_last_matrix(tower: Tower, layer: LayerSpec, context: LayerContext) -> tuple[int, int]:
+    """(bytes beside what the layer keeps when its forward comes to its last matrix's adapter: its activation and the
+    adapter's copies of it, the matrix's output, the second norm's, the sum before that; bytes that the backward's
+    terms count wide and are narrow: that matrix's gradient, which bitsandbytes multiplies in 16 bits)."""
+    flow = context.flow
+    down = next((one for one in layer.linears if one.role == "down" and one.name in context.adapted), None)
+    if down is None or layer.mlp is None:
+        return 0, 0
+    normed = SIZE_BYTES["fp32" if flow.autocast and layer.norms[0].kind == "layer" else flow.residual]
+    product = SIZE_BYTES[flow.linear_out(flow.residual)]
+    activated = activation_dtype(layer.mlp.activation, flow, flow.linear_out(flow.residual))
+    copies, _ = adapter_temporaries(down.in_features, activated, context)
+    scaled = 3 * SIZE_BYTES[flow.compute] * tower.scaled_outputs  # by the layer's own vectors, both branches
+    summed = SIZE_BYTES[flow.residual] * (not _keeps_stream(tower, flow))
+    wide = SIZE_BYTES[activated] * down.in_features
+    end = wide + copies + tower.model.hidden_size * (normed + product + summed + scaled)
+    twice = (wide - SIZE_BYTES[flow.compute] * down.in_features) * flow.quantized
+    return context.tokens * end, context.tokens * twice
 
 
 def tower_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> TowerBytes:
@@ -97,24 +166,44 @@ def tower_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> TowerBytes
     assert setup.images is not None
     tower = tower_of(model, setup.images)
     own, adapted = tower_setup(setup, tower), tower_adapted(model, setup)
-    flow = step_flow(tower.model, own)
-    costs = layer_costs(tower.model, gpu, own, flow, tower_names(tower, adapted))
+    flow = tower_flow(tower, own)
+    costs = tower_costs(tower, gpu, own, flow, adapted)
     parts = activation_parts(tower.model, gpu, own, costs, casts_adapters=False)  # the text's count those of both
-    inputs = FP32_BYTES * own.micro_batch_seqs * tower.pixels
+    inputs, outputs = own.micro_batch_seqs * tower.input_bytes, held_outputs(model, tower, own, flow)
+    answered = outputs if tower.answers_states else 0
     if not asks_gradients(tower, setup, adapted):
-        return TowerBytes(inputs=inputs, held=held_outputs(model, tower, own, flow), forward=parts.forward_temp)
-    casts = parts.weight_casts
+        forward = parts.forward_temp + _mask(tower, own, flow)
+        return TowerBytes(inputs=inputs, behind=answered, held=outputs - answered, forward=forward)
+    casts, residual = parts.weight_casts, SIZE_BYTES[flow.residual] * _rows(tower, own)
+    pooled = _rows(tower, own) * SIZE_BYTES["fp32" if flow.autocast else flow.residual] if tower.pooled else 0
+    beside = _text_leaf(model, setup) + (residual if tower.pooled else 0)  # and one more gradient of what is averaged
     return TowerBytes(
         inputs=inputs,
-        stored=sum(parts.stored.values())
-        + casts[1]
-        + parts.final_norm
-        + _around(tower, own, flow)
-        + projectors_saved(tower, own, flow, adapted),
-        held=held_outputs(model, tower, own, flow) + casts[0] - casts[1],
+        stored=sum(parts.stored.values()) + casts[1] + _leaf(tower, own, flow),
+        mask=_mask(tower, own, flow),
+        behind=parts.final_norm + pooled + projectors_saved(tower, own, flow, adapted) + answered,
+        held=outputs - answered + casts[0] - casts[1],
         forward=parts.forward_temp,
-        backward=tuple(moment.total for moment in parts.layer_moments),
+        backward=tuple(moment.total + beside for moment in parts.layer_moments),
     )
+
+
+def _text_leaf(model: ModelSpec, setup: TrainSetup) -> int:
+    """Bytes of the text's embeddings, which a hook made a leaf, and of their gradient, which stays."""
+    hooked = setup.checkpointing and setup.method != "full"
+    size = SIZE_BYTES[step_flow(model, setup).table]
+    return 2 * size * model.hidden_size * setup.tokens_per_micro_batch * bool(hooked)
+
+
+def _keeps_stream(tower: Tower, flow: Flow) -> bool:
+    """Whether the norms keep the residual stream itself: autocast's LayerNorm of what is fp32 already."""
+    return bool(flow.autocast) and flow.residual == "fp32" and tower.model.layer_kinds[0].norms[0].kind == "layer"
+
+
+def tower_flow(tower: Tower, own: TrainSetup) -> Flow:
+    """As `step_flow`; a LayerNorm before the layers widens their stream under autocast (CLIP)."""
+    flow = step_flow(tower.model, own)
+    return replace(flow, residual="fp32") if tower.norm_first and flow.autocast else flow
 
 
 def with_tower(parts: ActivationParts, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ActivationParts:

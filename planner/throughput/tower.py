@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 from planner.memory.tower import asks_gradients, tower_adapted, tower_setup
+from planner.models.eyes.tower import Tower
 from planner.models.spec import ModelSpec
-from planner.models.towers import Tower, tower_of
+from planner.models.towers import tower_of
 from planner.setup import TrainSetup
 from planner.throughput.family import Family
 from planner.throughput.model import SpeedModel
@@ -21,7 +22,7 @@ class TowerTime:
         tower = tower_of(speed.model, setup.images)
         adapted = tower_adapted(speed.model, setup)
         own = tower_setup(setup, tower)
-        self._images = setup.images.num
+        self._images = setup.images.num * tower.frames
         self._adapts, self._gradients = bool(adapted), asks_gradients(tower, setup, adapted)
         self._families: list[tuple[Family, int, int]] = []  # with the length of what attends, and such of one picture
         for model, length in _by_length(tower):

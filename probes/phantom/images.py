@@ -2,12 +2,15 @@
 configuration. A picture becomes as many patches and tokens as their code makes of its size; its colours do not matter.
 """
 
+import importlib
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
+from planner.models.eyes.tiles import LONGEST_TILES
 from probes.phantom.cuda import Refused
 
 
@@ -18,6 +21,8 @@ class _Kind(NamedTuple):
         picture: what stands for one in a conversation.
         tokens: its tokens, by the name that the processor reads them under: the text, and where the configuration has
             its number.
+        marks: further tokens that the processor puts around or between those, by the name that it reads them under, as
+            (name, token): their numbers stand in no configuration.
         sizes: of its image processor, from the configuration.
         arguments: of its processor, from the configuration.
         video_processor: its class, where it takes videos too. transformers reads them with torchvision; without that
@@ -29,6 +34,7 @@ class _Kind(NamedTuple):
     sizes: Callable[[Any], dict[str, Any]]
     arguments: Callable[[Any], dict[str, Any]] = lambda config: {}
     video_processor: str = ""
+    marks: tuple[tuple[str, str], ...] = ()
 
 
 def _square(config: Any) -> dict[str, int]:
@@ -50,6 +56,23 @@ def _qwen(video_processor: str, fewest_pixels: int, most_pixels: int) -> _Kind:
             "merge_size": config.vision_config.spatial_merge_size,
             "temporal_patch_size": config.vision_config.temporal_patch_size,
             "size": {"shortest_edge": fewest_pixels, "longest_edge": most_pixels},
+        },
+        video_processor=video_processor,
+    )
+
+
+def _idefics(video_processor: str = "") -> _Kind:
+    """Idefics 3 and SmolVLM; the longer side as in their published preprocessor_config.json."""
+    return _Kind(
+        picture="<image>",
+        tokens={"image_token": ("<image>", "image_token_id")},
+        sizes=lambda config: {
+            "size": {"longest_edge": LONGEST_TILES * config.vision_config.image_size},
+            "max_image_size": {"longest_edge": config.vision_config.image_size},
+        },
+        arguments=lambda config: {
+            "image_seq_len": (config.vision_config.image_size // config.vision_config.patch_size) ** 2
+            // config.scale_factor**2
         },
         video_processor=video_processor,
     )
@@ -83,6 +106,31 @@ KINDS = {
         sizes=lambda config: {"size": _square(config)},
         arguments=lambda config: {"image_seq_length": config.mm_tokens_per_image},
     ),
+    "idefics3": _idefics(),
+    "smolvlm": _idefics("SmolVLMVideoProcessor"),
+    "internvl": _Kind(
+        picture="<IMG_CONTEXT>\n",
+        tokens={"context_image_token": ("<IMG_CONTEXT>", "image_token_id")},
+        sizes=lambda config: {
+            "size": {"height": config.vision_config.image_size[0], "width": config.vision_config.image_size[1]}
+        },
+        arguments=lambda config: {"image_seq_length": config.image_seq_length},
+        video_processor="InternVLVideoProcessor",
+        marks=(("start_image_token", "<img>"), ("end_image_token", "</img>"), ("video_token", "<video>")),
+    ),
+    "mistral3": _Kind(
+        picture="[IMG]",
+        tokens={"image_token": ("[IMG]", "image_token_id")},
+        sizes=lambda config: {
+            "size": {"longest_edge": config.vision_config.image_size},
+            "patch_size": {"height": config.vision_config.patch_size, "width": config.vision_config.patch_size},
+        },
+        arguments=lambda config: {
+            "patch_size": config.vision_config.patch_size,
+            "spatial_merge_size": config.spatial_merge_size,
+        },
+        marks=(("image_break_token", "[IMG_BREAK]"), ("image_end_token", "[IMG_END]")),
+    ),
     "qwen2_vl": _QWEN2,
     "qwen2_5_vl": _QWEN2,
     "qwen3_vl": _QWEN3,
@@ -112,12 +160,16 @@ def processor_for(name: str, config: Any, tokenizer: Callable[[dict[int, str]], 
     for attribute, (token, field) in kind.tokens.items():
         setattr(text, attribute, token)
         setattr(text, f"{attribute}_id", getattr(config, field))
+    text.add_tokens([token for _, token in kind.marks], special_tokens=True)
+    for attribute, token in kind.marks:
+        setattr(text, attribute, token)
+        setattr(text, f"{attribute}_id", text.convert_tokens_to_ids(token))
     image_class = image_processing_auto.get_image_processor_class_from_name(
         image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES[config.model_type]["pil"]
     )
     parts = {"image_processor": image_class(**kind.sizes(config)), "tokenizer": text}
     text.chat_template = text.chat_template.replace(PICTURE, kind.picture)
-    cls = processing_auto.processor_class_from_name(processing_auto.PROCESSOR_MAPPING_NAMES[config.model_type])
+    cls = _class(processing_auto, processing_auto.PROCESSOR_MAPPING_NAMES[config.model_type])
     arguments = {"chat_template": text.chat_template, **kind.arguments(config)}
     if not kind.video_processor:
         return cls(**parts, **arguments)
@@ -125,3 +177,15 @@ def processor_for(name: str, config: Any, tokenizer: Callable[[dict[int, str]], 
         return cls(**parts, video_processor=getattr(transformers, kind.video_processor)(), **arguments)
     with mock.patch.object(cls, "check_argument_for_proper_class", return_value=None):
         return cls(**parts, video_processor=SimpleNamespace(model_input_names=[]), **arguments)
+
+
+def _class(auto: Any, name: str) -> Any:
+    """A class of processors; of a module that reads torchvision (Pixtral's) also where that is not here: nothing of it
+    is called as long as the image processor is PIL's."""
+    cls = auto.processor_class_from_name(name)
+    if find_spec("torchvision") is not None or cls.__module__.startswith("transformers.models."):
+        return cls
+    parts = ("", ".transforms", ".transforms.v2", ".transforms.v2.functional")
+    with mock.patch.dict(sys.modules, {f"torchvision{part}": mock.MagicMock() for part in parts}):
+        family = name.removesuffix("Processor").lower()
+        return getattr(importlib.import_module(f"transformers.models.{family}.processing_{family}"), name)

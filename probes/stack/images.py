@@ -3,14 +3,16 @@
 import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from planner.models.eyes.tower import Tower
 from planner.models.spec import ModelSpec
-from planner.models.towers import Tower, tower_of
+from planner.models.towers import tower_of
 from planner.setup import TrainSetup
 
 _ON_DEVICE = (
@@ -44,15 +46,13 @@ def tower_for(setup: TrainSetup, config: Any) -> Tower:
     return tower_of(spec, setup.images)
 
 
-def pixel_shape(setup: TrainSetup, config: Any, tower: Tower) -> tuple[int, ...]:
+def pixel_shape(setup: TrainSetup, tower: Tower) -> tuple[int, ...]:
     """Of `pixel_values` of one micro-batch."""
     assert setup.images is not None
-    num = setup.micro_batch_seqs * setup.images.num
-    if config.model_type.startswith("qwen"):
-        rows = tower.grid[0] * tower.grid[1]
-        return num * rows, tower.pixels // rows
-    side = int(config.vision_config.image_size)
-    return num, 3, side, side
+    samples, frames = setup.micro_batch_seqs, setup.images.num * tower.frames
+    if len(tower.shape) == 2:
+        return samples * frames * tower.shape[0], tower.shape[1]
+    return (samples, frames, *tower.shape) if tower.masked_pixels else (samples * frames, *tower.shape)
 
 
 def image_inputs(setup: TrainSetup, config: Any, ids: torch.Tensor) -> dict[str, Any]:
@@ -64,16 +64,27 @@ def image_inputs(setup: TrainSetup, config: Any, ids: torch.Tensor) -> dict[str,
     tower, device = tower_for(setup, config), ids.device
     num = setup.images.num * tower.tokens
     ids[:, :num] = int(config.image_token_id)
-    shape = pixel_shape(setup, config, tower)
-    found: dict[str, Any] = {"pixel_values": torch.zeros(shape, dtype=torch.float32, device=device)}
+    found = _pixels(setup, tower, device)
+    all_images = setup.micro_batch_seqs * setup.images.num
     if config.model_type.startswith("qwen"):
-        grid = torch.tensor([(1, *tower.grid)], dtype=torch.int64).repeat(setup.micro_batch_seqs * setup.images.num, 1)
-        found["image_grid_thw"] = grid
+        found["image_grid_thw"] = torch.tensor([(1, *tower.grid)], dtype=torch.int64).repeat(all_images, 1)
         found["position_ids"] = torch.zeros((3, *ids.shape), dtype=torch.int64, device=device)
     elif config.model_type == "gemma3":
         kinds = torch.zeros(ids.shape, dtype=torch.int64, device=device)
         kinds[:, :num] = 1
         found["token_type_ids"] = kinds
+    elif tower.joined:
+        found["image_sizes"] = [tower.shape[1:]] * all_images
+    return found
+
+
+def _pixels(setup: TrainSetup, tower: Tower, device: torch.device | str) -> dict[str, Any]:
+    """The pixels of one micro-batch and, where the processor makes one, their mask. They are no zeros: frames of zeros
+    are left out as padding (Idefics 3)."""
+    shape = pixel_shape(setup, tower)
+    found = {"pixel_values": torch.ones(shape, dtype=torch.float32, device=device)}
+    if tower.masked_pixels:
+        found["pixel_attention_mask"] = torch.ones((*shape[:2], *shape[3:]), dtype=torch.int64, device=device)
     return found
 
 
@@ -84,9 +95,9 @@ def waiting_pixels(setup: TrainSetup, config: Any, device: torch.device | str, *
     """
     if setup.images is None:
         return []
-    shape = pixel_shape(setup, config, tower_for(setup, config))
+    tower = tower_for(setup, config)
     more = setup.accumulation_steps - beside
-    return [torch.zeros(shape, dtype=torch.float32, device=device) for _ in range(more)]
+    return [one for _ in range(more) for one in _pixels(setup, tower, device).values()]
 
 
 @contextmanager
@@ -103,10 +114,23 @@ def seeing(model: Any, setup: TrainSetup) -> Iterator[None]:
         for name in _ON_DEVICE:
             if hasattr(module, name):
                 stack.enter_context(mock.patch.object(module, name, _moved(getattr(module, name), device)))
-        for one in model.modules():
-            if device.type == "meta" and hasattr(one, "_deepstack_process"):
-                stack.enter_context(mock.patch.object(one, "_deepstack_process", _deepstack(rows)))
+        if device.type == "meta":
+            for one, name, function in _without_values(model, module, tower, rows):
+                stack.enter_context(mock.patch.object(one, name, function))
         yield
+
+
+def _without_values(model: Any, module: Any, tower: Tower, rows: int) -> Iterator[tuple[Any, str, Any]]:
+    """(object, name, function) of what looks at values that meta tensors have not."""
+    for one in model.modules():
+        if hasattr(one, "_deepstack_process"):
+            yield one, "_deepstack_process", _deepstack(rows)
+        if tower.masked_pixels and hasattr(one, "connector"):
+            yield one, "get_image_features", partial(_idefics_features, one)
+    if tower.masked_pixels:
+        yield module, "create_bidirectional_mask", lambda **_: None  # what a mask of ones becomes
+    if tower.joined:
+        yield module, "torch", _HostNumbers()
 
 
 def _moved(function: Any, device: torch.device) -> Any:
@@ -142,6 +166,37 @@ def _deepstack(rows: int) -> Any:
         return hidden
 
     return process
+
+
+class _HostNumbers:
+    """torch, but the sizes of pictures stay on the host, where the code asks for their values."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def as_tensor(values: Any, device: Any = None) -> torch.Tensor:
+        """On the host whatever was asked."""
+        with _disable_current_modes():
+            return torch.as_tensor(values)
+
+
+def _idefics_features(model: Any, pixels: torch.Tensor, mask: torch.Tensor, **kwargs: Any) -> Any:
+    """The features of pictures of which none is padding.
+
+    Source: transformers 5.23 `Idefics3Model.get_image_features`, SmolVLM's is the same.
+    """
+    samples, frames = pixels.shape[:2]
+    pixels = pixels.to(model.dtype).flatten(0, 1)
+    pixels = pixels.clone()  # the frames that are no padding
+    mask = mask.flatten(0, 1).clone()
+    patch = model.config.vision_config.patch_size
+    grid = mask.unfold(1, patch, patch).unfold(2, patch, patch)
+    seen = (grid.sum(dim=(-1, -2)) > 0).bool()
+    found = model.vision_model(pixel_values=pixels, patch_attention_mask=seen, return_dict=True)
+    features = model.connector(found.last_hidden_state)
+    found.pooler_output = [one.reshape(-1, one.shape[-1]) for one in features.split([frames] * samples)]
+    return found
 
 
 def deep_layers(setup: TrainSetup, config: Any) -> int:

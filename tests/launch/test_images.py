@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.image_models import configs
+from benchmarks.images import METHODS, setup_of, spec_of
 from planner.choices.images import Images
 from planner.exporters import EXPORTERS, DatasetChoice, ExportRequest
 from planner.hyperparameters import choose
@@ -108,3 +110,18 @@ def test_targets_without_a_file_for_pictures_refuse_by_name() -> None:
     for name in ("hf", "axolotl", "unsloth"):
         refused = EXPORTERS[name](ExportRequest(model_id="a", setup=setup, hyper=choose(setup))).refused
         assert refused == f"{name} files are written for text: images are for trl and llamafactory"
+
+
+def test_llamafactory_is_told_the_template_of_the_type() -> None:
+    found = {}
+    for name in ("InternVL3-2B-hf", "Mistral-Small-3.1-24B-Instruct-2503", "SmolVLM-Instruct"):
+        model = spec_of(name, configs()[name])
+        setup = setup_of(model, METHODS["lora attention"], (1, 512, 1, 1)).with_(loss="full")
+        launch = EXPORTERS["llamafactory"](ExportRequest(model_id=name, model=model, setup=setup, hyper=choose(setup)))
+        lines = (line for file in launch.files for line in file.text.splitlines())
+        found[name] = launch.refused or next(line for line in lines if line.startswith("template: "))
+    assert found == {
+        "InternVL3-2B-hf": "template: intern_vl",
+        "Mistral-Small-3.1-24B-Instruct-2503": "template: mistral_small",
+        "SmolVLM-Instruct": "LLaMA-Factory has no template for the pictures of idefics3",
+    }

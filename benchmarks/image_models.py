@@ -1,0 +1,104 @@
+"""Raw configurations of published models with eyes, for `benchmarks.images` and the tests: what their classes' defaults
+do not say."""
+
+from typing import Any
+
+from benchmarks.trace_programs import CONFIGS
+from planner.models import catalogue
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "Mistral-Small-3.1-24B-Instruct-2503": {  # the class's defaults
+        "model_type": "mistral3",
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "dtype": "bfloat16",
+        "tie_word_embeddings": False,
+        "vision_feature_layer": -1,
+        "text_config": {
+            "model_type": "mistral", "hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072,
+            "sliding_window": None, "max_position_embeddings": 131072, "tie_word_embeddings": False,
+        },
+        "vision_config": {"model_type": "pixtral", "image_size": 1540, "patch_size": 14},
+    },
+    "SmolVLM-Instruct": {
+        "model_type": "idefics3",
+        "architectures": ["Idefics3ForConditionalGeneration"],
+        "dtype": "bfloat16",
+        "image_token_id": 49153,
+        "scale_factor": 3,
+        "text_config": {
+            "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
+            "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 49155,
+            "max_position_embeddings": 16384, "pad_token_id": 2,
+        },
+        "vision_config": {
+            "model_type": "idefics3_vision", "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
+            "num_attention_heads": 16, "image_size": 384, "patch_size": 14,
+        },
+    },
+    "SmolVLM2-500M-Video-Instruct": {
+        "model_type": "smolvlm",
+        "architectures": ["SmolVLMForConditionalGeneration"],
+        "dtype": "bfloat16",
+        "image_token_id": 49190,
+        "scale_factor": 4,
+        "text_config": {
+            "model_type": "llama", "hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32,
+            "num_attention_heads": 15, "num_key_value_heads": 5, "vocab_size": 49280,
+            "max_position_embeddings": 8192, "pad_token_id": 2,
+        },
+        "vision_config": {
+            "model_type": "smolvlm_vision", "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
+            "num_attention_heads": 12, "image_size": 512, "patch_size": 16,
+        },
+    },
+    "InternVL3-2B-hf": {
+        "model_type": "internvl",
+        "architectures": ["InternVLForConditionalGeneration"],
+        "dtype": "bfloat16",
+        "image_token_id": 151667,
+        "tie_word_embeddings": False,
+        "text_config": {
+            "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+            "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151674,
+            "max_position_embeddings": 32768, "tie_word_embeddings": False,
+        },
+        "vision_config": {"model_type": "internvl_vision", "attention_bias": True},
+    },
+}  # fmt: skip
+
+
+def configs() -> dict[str, dict[str, Any]]:
+    """The raw configurations by name: the catalogue's Gemma 3, and what the catalogue has not."""
+    small = {name: config for name, config in CONFIGS.items() if "VL" in name or "llava" in name}
+    seven = _grown(
+        CONFIGS["Qwen2.5-VL-3B-Instruct"],
+        {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+         "intermediate_size": 18944, "vocab_size": 152064},
+        {"out_hidden_size": 3584},
+    )  # fmt: skip
+    eight = _grown(
+        CONFIGS["Qwen3-VL-4B-Instruct"],
+        {"hidden_size": 4096, "intermediate_size": 12288},
+        {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "out_hidden_size": 4096,
+         "deepstack_visual_indexes": [8, 16, 24]},
+    )  # fmt: skip
+    gemma = next(one for one in catalogue.entries() if one.model_id == "google/gemma-3-4b-it")
+    return {
+        **small,
+        **OTHERS,
+        "Qwen2.5-VL-7B-Instruct": seven,
+        "Qwen3-VL-8B-Instruct": eight,
+        "gemma-3-4b-it": dict(gemma.config),
+    }
+
+
+def _grown(config: dict[str, Any], text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
+    """A larger sibling, whose head is its own."""
+    untied = {"tie_word_embeddings": False}
+    return {
+        **config,
+        **untied,
+        "text_config": {**config["text_config"], **text, **untied},
+        "vision_config": {**config["vision_config"], **vision},
+    }

@@ -1,0 +1,128 @@
+"""Qwen's towers: a picture in its own shape, its patches merged by two networks' matrices."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import floor, sqrt
+from typing import Any
+
+from planner.errors import SetupError
+from planner.models.adapters.parts import linear
+from planner.models.eyes.tower import Projector, Tower, attention, mlp, projector, tower_model
+from planner.models.spec import LayerSpec, MlpSpec, ModelSpec, NormKind, NormSpec
+
+
+def smart_resize(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
+    """(height, width) as Qwen's processors resize a picture: multiples of `factor`, between `least` and `most` pixels.
+
+    Source: transformers 5.23 `models/qwen2_vl/image_processing_qwen2_vl.py` smart_resize.
+    """
+    if max(height, width) / min(height, width) > 200:
+        raise SetupError(f"an image of {width} x {height} pixels is longer than 200 times its other side")
+    tall, wide = round(height / factor) * factor, round(width / factor) * factor
+    if tall * wide > most:
+        beta = sqrt(height * width / most)
+        tall = max(factor, floor(height / beta / factor) * factor)
+        wide = max(factor, floor(width / beta / factor) * factor)
+    elif tall * wide < least:
+        beta = sqrt(least / (height * width))
+        tall, wide = -(-int(height * beta) // factor) * factor, -(-int(width * beta) // factor) * factor
+    return tall, wide
+
+
+def tower(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Tower:
+    """Qwen2-VL, Qwen2.5-VL (windows, RMSNorm, gated) and Qwen3-VL (further projectors of inner layers)."""
+    family = model.model_type.removesuffix("_moe")
+    third = family in ("qwen3_vl", "qwen3_5")
+    field = {**_DEFAULTS[family], **given}
+    if family == "qwen2_vl":  # its `hidden_size` is the text's
+        inner = int(field["embed_dim"] * field["mlp_ratio"])
+        field |= {
+            "out_hidden_size": field["hidden_size"],
+            "hidden_size": field["embed_dim"],
+            "intermediate_size": inner,
+        }
+    merge, patch = field["spatial_merge_size"], field["patch_size"]
+    least, most = (256 * 256, 4096 * 4096) if third else (56 * 56, 16384 * 28 * 28)
+    tall, wide = smart_resize(height, width, patch * merge, least, most)
+    grid = (tall // patch, wide // patch)
+    patches = grid[0] * grid[1]
+    layer = _layer(family, field)
+    windowed = family == "qwen2_5_vl"
+    whole = field["fullatt_block_indexes"] if windowed else range(field["depth"])
+    order = tuple(int(index not in whole) for index in range(field["depth"]))
+    layers = (layer, replace(layer, kind="vision-window")) if windowed else (layer,)
+    window = (field["window_size"] // merge // patch) * merge if windowed else 0
+    return Tower(
+        model=tower_model(model, field["hidden_size"], layers, order),
+        grid=grid,
+        patches=patches,
+        tokens=patches // merge**2,
+        marks=2,
+        shape=(patches, 3 * field["temporal_patch_size"] * patch**2),
+        projectors=_mergers(family, field, patches // merge**2),
+        window_patches=window**2,
+        named_embeddings=not third,
+    )
+
+
+def _layer(family: str, field: Mapping[str, Any]) -> LayerSpec:
+    hidden, inner = field["hidden_size"], field["intermediate_size"]
+    names = _MLPS[family]
+    gated = len(names) == 3
+    return LayerSpec(
+        kind="vision",
+        linears=(
+            linear("attn.qkv", "qkv", hidden, 3 * hidden, True),
+            linear("attn.proj", "o", hidden, hidden, True),
+            *mlp(tuple(f"mlp.{name}" for name in names), hidden, inner),
+        ),
+        norms=tuple(_norm(name, hidden, gated=gated) for name in ("norm1", "norm2")),
+        attention=attention(field["num_heads"], hidden, rotary=True),
+        mlp=MlpSpec(kind="gated" if gated else "plain", intermediate_size=inner, activation=field["hidden_act"]),
+        path="model.visual.blocks",
+    )
+
+
+def _norm(name: str, size: int, *, gated: bool, rows: int = 1) -> NormSpec:
+    """RMSNorm where the MLP is gated (Qwen2.5-VL)."""
+    kind: NormKind = "rms" if gated else "layer"
+    return NormSpec(name=name, kind=kind, size=size, bias=not gated, rows_per_token=rows)
+
+
+def _mergers(family: str, field: Mapping[str, Any], tokens: int) -> tuple[Projector, ...]:
+    """What merges neighbouring patches, and of Qwen3-VL such for the features of inner layers."""
+    merged = field["spatial_merge_size"] ** 2
+    wide, out = field["hidden_size"] * merged, field["out_hidden_size"]
+    names = ("linear_fc1", "linear_fc2") if family in ("qwen3_vl", "qwen3_5") else ("mlp.0", "mlp.2")
+    norm = _norm("ln_q", field["hidden_size"], gated=len(_MLPS[family]) == 3, rows=merged)
+    found = [Projector(layer=projector("model.visual.merger", names, norm, wide, out), tokens=tokens)]
+    if deep := len(field.get("deepstack_visual_indexes", ())):
+        after = NormSpec(name="norm", kind="layer", size=wide, bias=True)
+        further = projector("model.visual.deepstack_merger_list", names, after, wide, out)
+        found.append(Projector(layer=further, tokens=tokens, num=deep))
+    return tuple(found)
+
+
+_MLPS: Mapping[str, tuple[str, ...]] = {
+    "qwen2_vl": ("fc1", "fc2"),
+    "qwen2_5_vl": ("gate_proj", "up_proj", "down_proj"),
+    "qwen3_vl": ("linear_fc1", "linear_fc2"),
+    "qwen3_5": ("linear_fc1", "linear_fc2"),
+}
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "qwen2_vl": {
+        "depth": 32, "embed_dim": 1280, "hidden_size": 3584, "hidden_act": "quick_gelu", "mlp_ratio": 4,
+        "num_heads": 16, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2,
+    },
+    "qwen2_5_vl": {
+        "depth": 32, "hidden_size": 3584, "hidden_act": "silu", "intermediate_size": 3420, "num_heads": 16,
+        "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
+        "out_hidden_size": 3584, "fullatt_block_indexes": (7, 15, 23, 31),
+    },
+    "qwen3_vl": {
+        "depth": 27, "hidden_size": 1152, "hidden_act": "gelu_pytorch_tanh", "intermediate_size": 4304, "num_heads": 16,
+        "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 3584,
+        "deepstack_visual_indexes": (8, 16, 24),
+    },
+}  # fmt: skip
+"""The classes' defaults, for what a `config.json` leaves out."""

@@ -1,0 +1,130 @@
+"""Towers that see a picture in tiles of one size and as a whole: Idefics 3 and SmolVLM, InternVL."""
+
+from collections.abc import Mapping
+from math import ceil
+from typing import Any
+
+from planner.models.adapters.parts import linear
+from planner.models.eyes.siglip import LAST_NORM, SIGLIP, frame_shape, layer_norm, one_matrix, siglip_model
+from planner.models.eyes.tower import Projector, Tower, attention, mlp, projector, tower_model
+from planner.models.spec import LayerSpec, MlpSpec, ModelSpec, NormSpec, Role
+
+LONGEST_TILES, LARGEST_SIDE = 4, 4096
+"""Idefics 3's processor makes the longer side as long as four tiles, in every published preprocessor_config.json."""
+MOST_TILES = 12
+"""Of InternVL's processor (`GotOcr2ImageProcessor.max_patches`, `crop_to_patches` in `InternVLProcessor`)."""
+_IDEFICS = SIGLIP | {"hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}
+"""`Idefics3VisionConfig`'s defaults."""
+_INTERN = {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "image_size": 448, "patch_size": 14, "hidden_act": "gelu", "norm_type": "layer_norm", "attention_bias": False,
+    "use_qk_norm": False,
+}  # fmt: skip
+"""`InternVLVisionConfig`'s defaults."""
+
+
+def idefics3(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Tower:
+    """Idefics 3 and SmolVLM: every picture is made larger than four tiles can hold, cut, and seen whole once more."""
+    field = {**_IDEFICS, **given}
+    side, scale = field["image_size"] // field["patch_size"], int(model.config.get("scale_factor", 2))
+    rows, columns = idefics_tiles(width, height, field["image_size"])
+    frames = rows * columns + 1
+    tokens = side**2 // scale**2
+    joint = one_matrix(
+        "model.connector", "modality_projection.proj", field["hidden_size"] * scale**2, model.hidden_size
+    )
+    return Tower(
+        model=siglip_model(model, field, "model.vision_model.encoder.layers", LAST_NORM),
+        frames=frames,
+        grid=(side, side),
+        patches=side**2,
+        tokens=tokens * frames,
+        marks=2 * rows * columns + rows + 3,
+        shape=frame_shape(field),
+        masked_pixels=True,
+        embeds_whole=True,
+        answers_states=True,
+        projectors=(Projector(layer=joint, tokens=tokens),),
+    )
+
+
+def idefics_tiles(width: int, height: int, tile: int) -> tuple[int, int]:
+    """(rows, columns) of tiles that a picture is cut into, beside the whole one.
+
+    Source: transformers 5.23 `models/idefics3/image_processing_pil_idefics3.py` resize, resize_for_vision_encoder,
+    split_images.
+    """
+    longest = min(LONGEST_TILES * tile, LARGEST_SIDE)
+    shorter = int(longest * min(width, height) / max(width, height))
+    along, across = ceil(longest / tile), max(1, ceil((shorter + shorter % 2) / tile))
+    return (across, along) if width >= height else (along, across)
+
+
+def internvl(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Tower:
+    """InternVL: up to twelve tiles in the picture's shape and the whole one, four patches to a token."""
+    field = {**_INTERN, **given}
+    field |= {name: _one(field[name]) for name in ("image_size", "patch_size")}
+    side, hidden = field["image_size"] // field["patch_size"], field["hidden_size"]
+    tiles = intern_tiles(width, height, field["image_size"])
+    frames = tiles + (tiles > 1)
+    scale = round(1 / float(model.config.get("downsample_ratio", 0.5)))
+    tokens, wide = side**2 // scale**2, hidden * scale**2
+    norm, text = layer_norm("layer_norm", wide), model.hidden_size
+    joint = projector("model.multi_modal_projector", ("linear_1", "linear_2"), norm, wide, text, inner=text)
+    return Tower(
+        model=tower_model(model, hidden, (_intern_layer(field),), (0,) * field["num_hidden_layers"]),
+        frames=frames,
+        grid=(side, side),
+        patches=side**2 + 1,
+        tokens=tokens * frames,
+        marks=2,
+        shape=frame_shape(field),
+        scaled_outputs=True,
+        projectors=(Projector(layer=joint, tokens=tokens),),
+    )
+
+
+def _one(value: Any) -> int:
+    """A side that a configuration may give twice."""
+    return int(value[0] if isinstance(value, (list, tuple)) else value)
+
+
+def _intern_layer(field: Mapping[str, Any]) -> LayerSpec:
+    hidden, inner, bias = field["hidden_size"], field["intermediate_size"], field["attention_bias"]
+    roles: tuple[Role, ...] = ("q", "k", "v")
+    rms = field["norm_type"] == "rms_norm"
+    norms = [
+        NormSpec(name=name, kind="rms" if rms else "layer", size=hidden, bias=not rms)
+        for name in ("layernorm_before", "layernorm_after")
+    ]
+    if field["use_qk_norm"]:
+        norms += [NormSpec(name=f"attention.{name}_norm", kind="rms", size=hidden) for name in ("q", "k")]
+    return LayerSpec(
+        kind="vision",
+        linears=(
+            *(linear(f"attention.{role}_proj", role, hidden, hidden, bias) for role in roles),
+            linear("attention.projection_layer", "o", hidden, hidden, True),
+            *mlp(("mlp.fc1", "mlp.fc2"), hidden, inner),
+        ),
+        norms=tuple(norms),
+        attention=attention(field["num_attention_heads"], hidden),
+        mlp=MlpSpec(kind="plain", intermediate_size=inner, activation=field["hidden_act"]),
+        num_other_params=2 * hidden,
+        path="model.vision_tower.encoder.layer",
+    )
+
+
+def intern_tiles(width: int, height: int, tile: int) -> int:
+    """Tiles of the canvas whose shape is nearest to the picture's; of two as near the larger, where the picture fills
+    half of it.
+
+    Source: transformers 5.23 `models/got_ocr2/image_processing_pil_got_ocr2.py` get_optimal_tiled_canvas.
+    """
+    side = range(1, MOST_TILES + 1)
+    canvases = sorted(((x, y) for x in side for y in side if x * y <= MOST_TILES), key=lambda one: one[0] * one[1])
+    best, least = (1, 1), float("inf")
+    for columns, rows in canvases:
+        away = abs(width / height - columns / rows)
+        if away < least or (away == least and width * height > 0.5 * tile * tile * columns * rows):
+            best, least = (columns, rows), away
+    return best[0] * best[1]

@@ -1,0 +1,134 @@
+"""A tower that makes tokens of pictures, as a model of its own with what stands between it and the text."""
+
+from dataclasses import dataclass
+from math import prod
+
+from planner.models.adapters.parts import linear
+from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec, Role
+
+FP32_BYTES = 4
+INT64_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Projector:
+    """One network between the tower and the text, kept whole: no class checkpoints it.
+
+    Attributes:
+        layer: its matrices and norms as a layer.
+        num: how many such stand side by side (Qwen3-VL's deepstack).
+        tokens: rows that pass through it, of one frame.
+    """
+
+    layer: LayerSpec
+    tokens: int
+    num: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tower:
+    """A tower and what one picture becomes in it.
+
+    Attributes:
+        model: its layers as a model without embeddings and head.
+        frames: pictures that the processor cuts one into, each seen by itself; 1 where it is left whole.
+        grid: patches of a frame along height and width.
+        patches: rows of a frame in the layers (a class token included).
+        tokens: of one picture in the text; `marks`: what its conversation puts around them.
+        shape: of a frame as the processor hands it over, in fp32; two numbers where patches of all frames are joined.
+        masked_pixels: whether the processor adds a mask of one int64 for each pixel.
+        projectors: between the layers and the text; `pooled`: rows are averaged before them.
+        window_patches: rows that attend to each other in the layers of kind "vision-window".
+        named_embeddings: whether its class names its patches' embeddings, so that checkpointing beside adapters makes
+            them ask for a gradient (`PreTrainedModel.enable_input_require_grads`).
+        embeds_whole: whether those are the first layer's input as they are.
+        norm_first: whether a LayerNorm stands before the layers.
+        scaled_outputs: whether a layer multiplies what each of its branches adds with a vector.
+        keeps_states: whether the output of every layer lives until the forward ends (its class asks for all of them).
+        answers_states: whether the model's answer holds its outputs, so that they live through the loss.
+        joined: whether the frames of a micro-batch are one sequence, kept apart by a mask.
+    """
+
+    model: ModelSpec
+    grid: tuple[int, int]
+    patches: int
+    tokens: int
+    marks: int
+    shape: tuple[int, ...]
+    projectors: tuple[Projector, ...]
+    frames: int = 1
+    window_patches: int = 0
+    masked_pixels: bool = False
+    named_embeddings: bool = True
+    embeds_whole: bool = False
+    norm_first: bool = False
+    scaled_outputs: bool = False
+    keeps_states: bool = False
+    answers_states: bool = False
+    pooled: bool = False
+    joined: bool = False
+
+    @property
+    def input_bytes(self) -> int:
+        """A frame as the processor hands it over, with its mask."""
+        return FP32_BYTES * prod(self.shape) + INT64_BYTES * prod(self.shape[1:]) * self.masked_pixels
+
+    @property
+    def text_tokens(self) -> int:
+        """Tokens of a sequence that one picture takes."""
+        return self.tokens + self.marks
+
+
+def mlp(names: tuple[str, ...], hidden: int, inner: int, *, bias: bool = True) -> tuple[LinearSpec, ...]:
+    """The matrices of an MLP: three are gated, two are not."""
+    roles: tuple[Role, ...] = ("gate", "up", "down") if len(names) == 3 else ("up", "down")
+    ways = {"down": (inner, hidden)}
+    return tuple(
+        linear(name, role, *ways.get(role, (hidden, inner)), bias) for name, role in zip(names, roles, strict=True)
+    )
+
+
+def attention(heads: int, hidden: int, *, rotary: bool = False) -> AttentionSpec:
+    """Every head with keys and values of its own."""
+    size = hidden // heads
+    return AttentionSpec(num_heads=heads, num_kv_heads=heads, head_dim=size, value_head_dim=size, rotary=rotary)
+
+
+def projector(
+    path: str, names: tuple[str, str], norm: NormSpec | None, width: int, out: int, *, inner: int = 0, bias: bool = True
+) -> LayerSpec:
+    """Two matrices around a GELU, between them `inner` wide (0: as wide as what comes in)."""
+    inner = inner or width
+    return LayerSpec(
+        kind="projector",
+        linears=(linear(names[0], "up", width, inner, bias), linear(names[1], "down", inner, out, bias)),
+        norms=() if norm is None else (norm,),
+        attention=None,
+        mlp=MlpSpec(kind="plain", intermediate_size=inner, activation="gelu"),
+        path=path,
+    )
+
+
+def tower_model(
+    trunk: ModelSpec,
+    hidden: int,
+    layers: tuple[LayerSpec, ...],
+    order: tuple[int, ...],
+    outer_norms: tuple[NormSpec, ...] = (),
+) -> ModelSpec:
+    """The layers of a tower as a model; `order`: of each layer the kind."""
+    return ModelSpec(
+        model_id=f"{trunk.model_id} (tower)",
+        model_type=f"{trunk.model_type}_vision",
+        built_class=trunk.built_class,
+        hidden_size=hidden,
+        vocab_size=0,
+        max_position_embeddings=None,
+        layer_kinds=layers,
+        layer_order=order,
+        embeddings=(),
+        head=None,
+        tied=False,
+        outer_norms=outer_norms,
+        attentions=trunk.attentions,
+    )
