@@ -22,6 +22,7 @@ from planner.readers import (
     trl,
     unsloth,
 )
+from planner.readers.objectives import of_settings, refusal
 from planner.readers.sharding import Sharding
 from planner.readers.types import ReadConfig
 from planner.tools import TOOLS
@@ -138,9 +139,6 @@ def of_mapping(values: dict[str, Any], kind: str, name: str, model: ModelSpec | 
             f"{name} is no config of a known tool (its settings: {', '.join(list(values)[:6]) or 'none'})",
             hint=f"known: {', '.join(FORMATS)}",
         )
-    if kind == own.FORMAT and trl.objective_of(values, name) != ("sft", True):
-        raise NotPlanned(
-            f"{name}: preferences or rewards in a program's own settings are not planned, its memory is not modelled",
-            hint="plan trace runs other programs on a phantom GPU",
-        )
+    if kind == own.FORMAT and of_settings(values, name) != ("sft", True):
+        raise refusal(f"{name}: preferences or rewards in a program's own settings")
     return READERS[kind](values, name, model, sharding=sharding)

@@ -7,6 +7,7 @@ from planner.errors import NotPlanned
 from planner.models.spec import ModelSpec
 from planner.readers import common, hf
 from planner.readers.fields import adapter_kind, said
+from planner.readers.objectives import TEACHER, of_recipe
 from planner.readers.sharding import Sharding, parallel_of
 from planner.readers.types import Missing, ReadConfig
 from planner.readers.values import Settings
@@ -21,11 +22,6 @@ OPTIMIZERS = {
 }
 STRATEGIES = {"fsdp2": "fsdp2", "megatron_fsdp": "fsdp2", "ddp": "ddp"}
 LENGTHS = ("seq_length", "seq_len", "max_length", "max_seq_length")
-OTHERS = (
-    "VLM", "ImageText", "Multimodal", "Distill", "Classification", "Encoder", "Diffusion", "Retrieval", "Omni", "Audio",
-    "Speculative", "Eagle",
-)  # fmt: skip
-"""Parts of the names of recipes and models that are not next-token training on text."""
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -54,8 +50,7 @@ def read(
         for block in (values.get(title),)
     }  # fmt: skip
     top, inner, peft, bits = Settings(values, name), parts["model"], parts["peft"], parts["quantization"]
-    recipe = str(values.get("recipe", "")) + inner.text("_target_", "")
-    other = next((word for word in OTHERS if word in recipe), "teacher_model" if "teacher_model" in values else "")
+    other = of_recipe(FORMAT, (str(values.get("recipe", "")), inner.text("_target_", ""), *TEACHER & set(values)))
     if other or not inner.has("_target_") or "step_scheduler" not in values:
         kind = other or values.get("recipe") or "without model and step_scheduler"
         raise NotPlanned(f"{name}: a recipe of AutoModel ({kind}) that is not planned", hint="next-token training is")

@@ -3,15 +3,14 @@
 What stands there counts; what does not is asked for, never a default: the program that reads the file has its own.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from planner.choices.objectives import OBJECTIVES as ROWS
-from planner.errors import NotATraining, NotPlanned
+from planner.errors import NotATraining
 from planner.models.spec import ModelSpec
 from planner.readers import common, hydra
 from planner.readers.fields import adapter_kind
+from planner.readers.objectives import OTHER_WORDS, SAYS_OBJECTIVE, of_words, refusal
 from planner.readers.program.reading import PARTS_OF_LENGTH
 from planner.readers.sharding import Sharding, parallel_of
 from planner.readers.types import Missing, ReadConfig
@@ -74,16 +73,6 @@ OTHER_BLOCKS = ("eval", "test", "valid", "infer", "generat", "serv", "vllm", "be
 """Parts of the names of blocks that do not hold the training's settings."""
 DATA_BLOCKS = ("data", "token", "preprocess")
 """Parts of the names of blocks in which the length of sequences stands, and nothing else of the training."""
-OBJECTIVES = re.compile(
-    rf"(?:^|[^a-z])({'|'.join(row.name for row in ROWS.values() if row.trainer)}|rm|simpo|cpo|ipo|ppo|rloo|rlhf|"
-    r"distill\w*|classif\w*|embedding\w*|rerank\w*|diffusion|sdxl|stt|asr|tts|whisper|vision|vlm)(?:[^a-z]|$)"
-)
-SAYS_OBJECTIVE = ("method", "task", "objective", "stage", "loss_type", "algorithm", "trainer", "trainer_type", "mode")
-"""Settings that name what is trained."""
-IMAGES = {"resolution", "prediction_type", "noise_offset", "snr_gamma", "center_crop", "num_validation_images"}
-"""Settings of the training of image models."""
-EMBEDDINGS = {"pooling_mode", "simcse_dropout", "mlm_probability", "mask_token_type"}
-"""Settings of the training of embeddings, and of masked words."""
 FIELD_OF = {
     "model": "model", "micro": "micro_batch_seqs", "accumulation": "accumulation_steps", "length": "seq_len_tokens",
     "rank": "lora_rank", "checkpointing": "checkpointing",
@@ -144,24 +133,11 @@ def read(
     Raises:
         ConfigError: of another objective by its name, or a value that makes no sense.
     """
-    if len(IMAGES & set(values)) > 1:
-        raise NotPlanned(
-            f"{name}: settings of diffusion: not planned, its memory is not modelled",
-            hint="plan trace runs other programs on a phantom GPU",
-        )
     if values.get("do_train") is False:
         raise NotATraining(f"{name}: do_train is false: not a training", hint="give the config of a training")
-    if EMBEDDINGS & set(values):
-        raise NotPlanned(
-            f"{name}: settings of embedding: not planned, its memory is not modelled",
-            hint="plan trace runs other programs on a phantom GPU",
-        )
     said = [str(value).lower() for path, value in _leaves(values, ()) if path[-1].lower() in SAYS_OBJECTIVE]
-    if objective := next(filter(None, map(OBJECTIVES.search, (name.lower(), *said))), None):
-        raise NotPlanned(
-            f"{name}: {objective[1]} by its name: not planned, its memory is not modelled",
-            hint="supervised fine-tuning is; plan trace runs other programs on a phantom GPU",
-        )
+    if objective := of_words(values, (name.lower(), *said)):
+        raise refusal(f"{name}: {objective}")
     found = _found(values)
     opened = {key: value for key, (_, value) in found.items() if hydra.is_open(value)}
     found = {key: one for key, one in found.items() if key not in opened and _makes_sense(key, one[1])}
@@ -285,7 +261,7 @@ def _later_stages(values: Mapping[str, Any]) -> set[str]:
     """Blocks of other objectives beside a block of supervised training: stages that follow it."""
     inner = [value for value in values.values() if isinstance(value, Mapping)]
     if isinstance(values.get("sft"), Mapping):
-        return {key for key, value in values.items() if isinstance(value, Mapping) and OBJECTIVES.search(key.lower())}
+        return {key for key, value in values.items() if isinstance(value, Mapping) and OTHER_WORDS.search(key.lower())}
     return {key for one in inner for key in _later_stages(one)}
 
 

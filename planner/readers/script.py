@@ -17,6 +17,7 @@ from planner.models.spec import ModelSpec
 from planner.models.targets import scaling_targets
 from planner.readers import common, hf, training, versions
 from planner.readers.fields import adapter_kind, said
+from planner.readers.objectives import CONFIGS
 from planner.readers.program import Known, Made, Program, Unknown, own_steps, plain, run
 from planner.readers.program.embedding import PAIRS
 from planner.readers.program.reading import LENGTH_NAMES
@@ -232,7 +233,7 @@ class _Script:
             why = "Unsloth" if self.unsloth else f"an older TRL ({gone[0] if gone else 'TrainingArguments'})"
             raise NotPlanned(
                 f"{self.name} trains {self.aim.name} with {why}, whose step is another: not modelled",
-                hint="plan trace -- python FILE runs it on a phantom GPU and says what it needs",
+                hint=training.RUN_IT,
             )
         fields: dict[str, Any] = {"objective": self.aim.name, "packing": False}
         fields |= common.liger(arguments, liger, loss_of(self.aim, self.defaults, self.name), self.model)
@@ -293,7 +294,7 @@ class _Script:
             elif adapter.name.endswith("Config") and adapter.name not in ("LoraConfig", "PeftConfig", *common.CONFIGS):
                 raise NotPlanned(
                     f"{self.name}: adapters of {adapter.name} are not planned, only LoRA's",
-                    hint="plan trace -- python FILE runs it on a phantom GPU and says what it needs",
+                    hint=training.RUN_IT,
                 )
             elif adapter.name != "LoraConfig" and adapter.name not in common.CONFIGS:
                 self.missing["method"] = f"{adapter.where}: what {adapter.name}() returns"
@@ -427,7 +428,7 @@ class _Script:
 
         Source: TRL 1.16 `SFTTrainer.__init__`, `args.to_dict()`.
         """
-        own = training.CONFIGS.get(self.found.objective, "SFTConfig")
+        own = CONFIGS.get(self.found.objective, "SFTConfig")
         return self.found.arguments is None or self.found.arguments.name == own
 
     def _called(self, word: str) -> bool:

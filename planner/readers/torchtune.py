@@ -7,13 +7,13 @@ from planner.errors import NotPlanned
 from planner.models.spec import ModelSpec
 from planner.readers import common
 from planner.readers.fields import adapter_kind, said
+from planner.readers.objectives import TEACHER, of_recipe
 from planner.readers.sharding import Sharding, parallel_of
 from planner.readers.types import Missing, ReadConfig
 from planner.readers.values import Settings
 from planner.tools.others import TORCHTUNE
 
 FORMAT = "torchtune"
-OTHER_RECIPES = ("dpo", "ppo", "grpo", "kd", "distillation", "reward", "qat", "eval", "generate", "quantiz")
 TARGETS = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
 OPTIMIZERS = {
     "torch.optim.AdamW": "adamw_torch",
@@ -36,8 +36,7 @@ def read(
     """
     settings = Settings(values, name)
     loss = Settings(settings.mapping("loss"), f"{name}: loss")
-    kinds = (name.lower(), loss.text("_component_", "").lower())
-    if any(word in kind for kind in kinds for word in OTHER_RECIPES) or "teacher_model" in values:
+    if of_recipe(FORMAT, (name.lower(), loss.text("_component_", "").lower(), *TEACHER & set(values))):
         raise NotPlanned(f"{name}: no recipe of supervised fine-tuning: not planned", hint="full and LoRA recipes are")
     inner = Settings(settings.mapping("model"), f"{name}: model")
     tokenizer = Settings(settings.mapping("tokenizer"), f"{name}: tokenizer")

@@ -5,53 +5,25 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from planner.choices.adapters import ADAPTERS
-from planner.choices.objectives import OBJECTIVES as ROWS
 from planner.errors import NotATraining, NotPlanned
+from planner.readers.objectives import (
+    BEHIND_REFERENCE,
+    CONFIGS,
+    OTHER_TRAINERS,
+    PLANNED,
+    of_model,
+    of_other_trainer,
+    refusal,
+)
 from planner.readers.program import Known, Made, Program, Unknown, embedding, own_steps, plain
 from planner.readers.program.objects import is_trainer, trainer_of
 from planner.readers.program.source import tree_of
 from planner.readers.program.values import Table, Value
 from planner.readers.values import Settings
 
-PLANNED = {row.trainer: row.name for row in ROWS.values() if row.trainer}
-_SHORT = {trainer.removesuffix("Trainer"): objective for trainer, objective in PLANNED.items()}
-PLANNED[embedding.TRAINER] = "embedding"
-"""Trainers of other objectives that are planned: TRL's, and sentence-transformers'."""
-CONFIGS = {objective: f"{name}Config" for name, objective in _SHORT.items()}
-BEHIND_REFERENCE = tuple(row.trainer for row in ROWS.values() if row.reference or row.rolls_out)
-"""Trainers whose second place is the reference model's, or the rewards'."""
-OBJECTIVES = {
-    "OnlineDPOTrainer": "online DPO", "XPOTrainer": "XPO", "NashMDTrainer": "Nash-MD",
-    "BCOTrainer": "BCO", "CPOTrainer": "CPO",
-    "AsyncGRPOTrainer": "GRPO", "RLOOTrainer": "RLOO", "PPOTrainer": "PPO", "GKDTrainer": "distillation (GKD)",
-    "GOLDTrainer": "distillation (GOLD)", "MiniLLMTrainer": "distillation (MiniLLM)",
-    "DistillationTrainer": "distillation", "PRMTrainer": "reward modelling",
-    "SparseEncoderTrainer": "sparse embedding", "CrossEncoderTrainer": "reranking", "SetFitTrainer": "embedding",
-}  # fmt: skip
-"""Trainers of other objectives, by name: what they hold beside a supervised step is not modelled."""
-OBJECTIVE_PARTS = {
-    **{name: name if name.isupper() else ROWS[objective].title for name, objective in _SHORT.items()},
-    "PPO": "PPO", "CPO": "CPO", "SimPO": "SimPO", "RLOO": "RLOO", "Distill": "distillation", "GKD": "distillation",
-    "SentenceTransformer": "embedding",
-    "Pairwise": "reward modelling", "Diffusion": "diffusion", "Flux": "diffusion", "LLaVA": "vision", "VLM": "vision",
-    "Embedding": "embedding", "Contrastive": "embedding", "Classification": "classification",
-}  # fmt: skip
-"""Parts of the names of programs' own trainers -> what they train."""
+RUN_IT = "plan trace -- python FILE runs it on a phantom GPU and says what it needs"
 HF_TRAINERS = ("SFTTrainer", "HfTrainer", "Seq2SeqTrainer", "UnslothTrainer")
 LIGHTNING = ("pl", "L", "lightning", "pytorch_lightning")
-OTHER_MODELS = {
-    "SequenceClassification": "classification", "TokenClassification": "token classification",
-    "QuestionAnswering": "extractive question answering", "MultipleChoice": "multiple choice", "MaskedLM": "masked LM",
-    "Vision2Seq": "vision", "ImageTextToText": "vision", "ImageClassification": "vision", "VisionModel": "vision",
-    "MultimodalLM": "vision", "CTC": "speech", "SpeechSeq2Seq": "speech", "Whisper": "speech",
-    "AudioClassification": "speech", "TextToWaveform": "speech", "UNet2D": "diffusion", "Transformer2D": "diffusion",
-    "DiffusionPipeline": "diffusion", "StableDiffusion": "diffusion", "SemanticSegmentation": "vision",
-    "ObjectDetection": "vision", "SentenceTransformer": "embedding", "ValueHead": "reinforcement learning",
-    "VLForConditional": "vision", "VLMoeForConditional": "vision", "Idefics": "vision", "Llava": "vision",
-    "PaliGemma": "vision", "Mllama": "vision", "SmolVLM": "vision", "InternVL": "vision", "AudioFlamingo": "speech",
-    "Csm": "speech", "Seq2SeqSpeech": "speech",
-}  # fmt: skip
-"""Parts of model classes' names -> what is trained with them."""
 BASE_QUANTIZATIONS = ("BitsAndBytesConfig",)
 
 
@@ -99,12 +71,11 @@ def find(program: Program, name: str) -> Training:
     if found.trainer is not None:
         kind = found.trainer.name
         found.objective = PLANNED.get(kind, "sft")
-        for called in () if kind in PLANNED else (kind, found.trainer.owner):
-            parts = (said for part, said in OBJECTIVE_PARTS.items() if part in called and called.endswith("Trainer"))
-            if objective := OBJECTIVES.get(called) or next(parts, ""):
-                raise _other_objective(name, objective, called)
         if kind not in PLANNED:
-            objective, said = own_steps.other_objective(found.trainer, {**OBJECTIVES, **PLANNED})
+            objective, called = of_other_trainer((kind, found.trainer.owner))
+            if objective:
+                raise _other_objective(name, objective, called)
+            objective, said = own_steps.other_objective(found.trainer, {**OTHER_TRAINERS, **PLANNED})
             if objective:
                 raise _other_objective(name, objective, f"{found.trainer.owner}, which has {said}")
             if own_steps.forwards(found.trainer) > 1:
@@ -114,7 +85,7 @@ def find(program: Program, name: str) -> Training:
         if found.trainer.owner in LIGHTNING or "max_epochs" in found.trainer.keywords:
             raise NotPlanned(
                 f"{name} trains with Lightning's Trainer, whose steps cannot be read without running it",
-                hint="plan trace -- python FILE runs it on a phantom GPU and says what it needs",
+                hint=RUN_IT,
             )
         given = found.trainer.argument("args", 2 if kind in BEHIND_REFERENCE else 1)
         if isinstance(given, Made):
@@ -141,7 +112,7 @@ def find(program: Program, name: str) -> Training:
         own = f"{package}'s " * (package not in ("", "trainer")) + found.trainer.name
         raise NotPlanned(
             f"{name} trains with a trainer of its own ({own}), which cannot be read without running it",
-            hint="plan trace -- python FILE runs it on a phantom GPU and says what it needs",
+            hint=RUN_IT,
         )
     if program.do_train_decides and not program.trained and _asked_to_train(found.arguments) is False:
         raise NotATraining(f"{name} does not train with these words: do_train is not among them", hint="add --do_train")
@@ -200,7 +171,7 @@ def _of_transformers(trainer: Made) -> bool:
 def _trainer(program: Program) -> Made | None:
     certain = [trainer for trainer, maybe in program.trained if not maybe]
     maybe = [trainer for trainer, _ in program.trained]
-    others = [trainer for trainer in certain if trainer.name in OBJECTIVES or trainer.name in PLANNED]
+    others = [trainer for trainer in certain if trainer.name in OTHER_TRAINERS or trainer.name in PLANNED]
     if others:  # a verdict on the supervised warm-up would be none on the program
         return others[0]
     if certain or maybe:
@@ -228,18 +199,14 @@ def _refuse(program: Program, name: str) -> None:
 
 
 def _other_objective(name: str, objective: str, kind: str) -> NotPlanned:
-    return NotPlanned(
-        f"{name} trains with {kind} ({objective}): not planned, its memory is not modelled",
-        hint="plan trace -- python FILE runs it on a phantom GPU and says what it needs",
-    )
+    return refusal(f"{name} trains with {kind} ({objective})", RUN_IT)
 
 
 def _check_model_class(loader: Made, program: Program, name: str) -> None:
     classes = [loader.owner, *(str(plain(loader.keywords.get(key))) for key in ("auto_model", "model_class"))]
-    for part, objective in OTHER_MODELS.items():
-        for owner in classes:
-            if part in owner:
-                raise _other_objective(name, objective, owner)
+    objective, owner = of_model(classes)
+    if objective:
+        raise _other_objective(name, objective, owner)
     for made in program.made:
         if made.name.endswith("VisionDataCollator"):
             raise _other_objective(name, "vision", made.name)

@@ -1,7 +1,5 @@
 """TRL configs (`trl sft --config FILE`) as setups. Defaults of the TRL version that is named, else of 1.16."""
 
-import re
-from collections.abc import Mapping
 from typing import Any
 
 from planner.choices.objectives import OBJECTIVES, Objective
@@ -9,8 +7,8 @@ from planner.errors import NotATraining, NotPlanned
 from planner.models.spec import ModelSpec
 from planner.readers import common, hf, rollouts, schema, versions
 from planner.readers.fields import adapter_kind, said
+from planner.readers.objectives import of_settings, refusal
 from planner.readers.sharding import Sharding, Spread, fsdp, fsdp_words, loaded, parallel_of, zero_stage
-from planner.readers.shell import TRL_COMMANDS
 from planner.readers.types import Missing, ReadConfig
 from planner.readers.values import Settings
 from planner.tools.trl import TRL
@@ -22,56 +20,6 @@ EXTRA_KEYS = (
     "reward_model_name_or_path",
 )  # fmt: skip
 """What `trl` accepts beside its trainers' arguments: its environment block, `accelerate launch`'s, who rewards."""
-
-
-MARKS = {
-    "simpo": {"simpo_gamma", "gamma_beta_ratio"},
-    "kto": {"desirable_weight", "undesirable_weight"},
-    "reward": {"center_rewards_coefficient"},
-    "dpo": {"ref_model_mixup_alpha", "ld_alpha", "f_divergence_type", "use_weighting", "discopop_tau"},
-    "grpo": {"num_generations", "reward_funcs", "num_iterations", "max_completion_length"},
-    "distillation": {"teacher_model_name_or_path", "lmbda"},
-}
-"""Objective -> settings that, where no earlier one's is there, only TRL's configs of it have."""
-LOSS_TYPES = {
-    "dpo": (
-        "sigmoid",
-        "hinge",
-        "ipo",
-        "exo_pair",
-        "nca_pair",
-        "robust",
-        "bco_pair",
-        "sppo_hard",
-        "aot",
-        "aot_unpaired",
-    ),
-    "kto": ("kto", "apo_zero_unpaired"),
-}
-"""Objective -> values of `loss_type` that only TRL's configs of it take."""
-PAIRED = {"precompute_ref_log_probs", "precompute_ref_batch_size", "max_prompt_length", "ref_model"}
-"""Settings of preference training, of whichever kind."""
-NAMED = re.compile(rf"(?:^|[^a-z])({'|'.join(TRL_COMMANDS)})(?:[^a-z]|$)")
-
-
-def objective_of(values: Mapping[str, Any], name: str, command: str = "") -> tuple[str, bool]:
-    """The objective of a config, and whether it is certain: by the command that it is for, by settings that only one
-    has, else by the file's name; "sft" where nothing says another.
-
-    Args:
-        command: the word behind `trl` where a launch names one.
-    """
-    if command in TRL_COMMANDS:
-        return command, True
-    loss = values.get("loss_type")
-    if found := next((objective for objective, types in LOSS_TYPES.items() if loss in types), ""):
-        return found, True
-    if found := next((objective for objective, marks in MARKS.items() if marks & set(values)), ""):
-        return found, True
-    if len(named := set(NAMED.findall(name.lower()))) == 1:
-        return named.pop(), True
-    paired = bool(PAIRED & set(values)) or {"beta", "max_length"} <= set(values)
-    return "sft", not paired
 
 
 def known_keys() -> set[str]:
@@ -90,12 +38,9 @@ def read(
     settings = Settings(values, name)
     settings.note_unknown(known_keys(), TRL)
     sharding = sharding or Sharding()
-    objective, certain = objective_of(values, name, next(iter(sharding.arguments or ()), ""))
+    objective, certain = of_settings(values, name, next(iter(sharding.arguments or ()), ""))
     if objective not in OBJECTIVES:
-        raise NotPlanned(
-            f"{name}: objective {objective} is not planned, its memory is not modelled",
-            hint="plan trace runs other programs on a phantom GPU",
-        )
+        raise refusal(f"{name}: objective {objective}")
     if settings.raw("do_train") is False and settings.raw("do_eval") is True:
         raise NotATraining(f"{name}: do_train is false: not a training", hint="give the config of a training")
     aim = OBJECTIVES[objective]
