@@ -34,8 +34,6 @@ from planner.tools.unsloth import own_kernels
 FORMAT = "hf-script"
 UNSLOTH = "unsloth-script"
 UNSLOTH_WHOLE = "embed_tokens"
-OLDER_PREFERENCES = {"tokenizer", "max_length", "max_prompt_length", "max_target_length", "label_pad_token_id"}
-"""Keywords that TRL 1.16's trainers of preferences do not take; `max_length` is one of their configuration there."""
 ARGUMENTS = ("TrainingArguments", "SFTConfig", "Seq2SeqTrainingArguments", "UnslothTrainingArguments")
 
 
@@ -99,9 +97,10 @@ class _Script:
         self.lora = training.settings(found.adapter, name)
         named = {**dict(source.pins), **sharding.versions}
         trainer = found.trainer.keywords if found.trainer is not None else {}
-        config = found.arguments if found.arguments is not None and found.arguments.name == "SFTConfig" else None
         imports = imported(source.text, "trl") if self.trl else ()
-        bound = versions.taking(trainer if self.trl else (), config.keywords if config is not None else (), imports)
+        bound = versions.taking(
+            trainer if self.trl else (), self._configured(), imports, preferences=not self.aim.supervised
+        )
         self.defaults = versions.trl(named.get("trl"), bound)
         used = {*self.arguments.values, *self.arguments.unknown}
         older = {"evaluation_strategy"} if "tokenizer" in trainer and not self.trl else set()
@@ -121,6 +120,12 @@ class _Script:
         elif "cached_seqs" in self.found.contrast:
             self.missing["cached_seqs"] = "mini_batch_size of its cached loss is not known"
         return found
+
+    def _configured(self) -> tuple[str, ...]:
+        """The settings of the configuration class that TRL has for the objective."""
+        made = self.found.arguments
+        own = made is not None and made.name == CONFIGS.get(self.aim.name, "SFTConfig")
+        return (*self.arguments.values, *self.arguments.unknown) if own else ()
 
     def _made(self, name: str) -> bool:
         return any(one.name == name for one in self.program.made)
@@ -227,10 +232,8 @@ class _Script:
             NotPlanned: of a TRL whose trainer makes another step.
         """
         arguments, trainer, method = self.arguments, self.found.trainer, base["method"]
-        gone = sorted({*OLDER_PREFERENCES, "beta", "loss_type"} & set(trainer.keywords if trainer is not None else ()))
-        gone += sorted((OLDER_PREFERENCES - {"max_length"}) & {*arguments.values, *arguments.unknown})
-        if self.unsloth or not self._own_arguments() or gone:
-            why = "Unsloth" if self.unsloth else f"an older TRL ({gone[0] if gone else 'TrainingArguments'})"
+        if self.unsloth or not self._own_arguments():
+            why = "Unsloth" if self.unsloth else "an older TRL (TrainingArguments)"
             raise NotPlanned(
                 f"{self.name} trains {self.aim.name} with {why}, whose step is another: not modelled",
                 hint=training.RUN_IT,

@@ -44,7 +44,7 @@ def read(
     if settings.raw("do_train") is False and settings.raw("do_eval") is True:
         raise NotATraining(f"{name}: do_train is false: not a training", hint="give the config of a training")
     aim = OBJECTIVES[objective]
-    bound = versions.taking((), (key for key in values if settings.has(key)))
+    bound = versions.taking((), (key for key in values if settings.has(key)), preferences=not aim.supervised)
     defaults = versions.trl(sharding.versions.get("trl"), bound)
     of_transformers = versions.transformers(sharding.versions.get("transformers"), values, defaults)
     if defaults.assumed:
@@ -144,8 +144,13 @@ def loss_of(aim: Objective, defaults: versions.TrlDefaults, name: str) -> str:
     """The loss that TRL's trainer of an objective has.
 
     Raises:
-        NotPlanned: of a version whose trainer makes whole logits.
+        NotPlanned: of a version whose trainer makes another step, or whole logits.
     """
+    if not aim.supervised and defaults.version < versions.TRL_PREFERENCES_SINCE:
+        raise NotPlanned(
+            f"{name} trains {aim.name} with {defaults.said}, whose step is another: not modelled",
+            hint="--assume trl==1.16 judges it as today's; plan trace -- python FILE runs it on a phantom GPU",
+        )
     if aim.losses[0] == "chunked" and defaults.version < versions.TRL_FUSED_PREFERENCES_SINCE:
         raise NotPlanned(
             f"{name}: {defaults.said} computes {aim.name} on whole logits, which is not modelled",

@@ -21,6 +21,8 @@ which it does not: the versions between are taken with 1.15."""
 
 TRL_FUSED_PREFERENCES_SINCE = (1, 15)
 """From here on DPOTrainer and KTOTrainer score tokens without full logits: read in 1.16; 1.14 makes them."""
+TRL_PREFERENCES_SINCE = (0, 29)
+"""Before this TRL's trainers of preferences and rewards make another step than the one that is modelled."""
 TRL_PREPARES_KBIT_UNTIL = (0, 27)
 """Before this `SFTTrainer` calls peft's `prepare_model_for_kbit_training` on a quantized base (0.26 does, 0.28 not)."""
 TRL_PREPARES_WITH_CHECKPOINTING_UNTIL = (0, 7, 2)
@@ -36,6 +38,13 @@ TRL_TRAINER_KEYS = {
 """Keywords of `SFTTrainer` -> the newest TRL that takes them there."""
 TRL_CONFIG_KEYS = {"max_seq_length": "0.19"}
 """Fields of `SFTConfig` -> the newest TRL that has them."""
+TRL_PREFERENCE_TRAINER_KEYS = {
+    **dict.fromkeys(("beta", "loss_type", "max_length", "max_prompt_length", "label_pad_token_id"), "0.12"),
+    "tokenizer": "0.15",
+}
+"""Keywords of the trainers of preferences -> the newest TRL that takes them there."""
+TRL_PREFERENCE_CONFIG_KEYS = dict.fromkeys(("max_prompt_length", "max_target_length", "label_pad_token_id"), "0.28")
+"""Fields of their configurations -> the newest TRL that has them (DPOConfig; KTO's and GRPO's lost them before)."""
 TRL_NAMES = {"DataCollatorForCompletionOnlyLM": "0.19", "ConstantLengthDataset": "0.19", "setup_chat_format": "0.25"}
 """What programs import from `trl` -> the newest TRL that has it (the wheels of 0.18.2 to 1.12)."""
 NOT_IN_TRANSFORMERS_5 = frozenset({
@@ -104,11 +113,19 @@ def transformers(version: str | None, arguments: Iterable[str], trl: "TrlDefault
     return TransformersDefaults(version=NEWEST_TRANSFORMERS)
 
 
-def taking(trainer: Iterable[str], config: Iterable[str], imports: Iterable[str] = ()) -> tuple[str, str] | None:
-    """(version, why): the newest TRL that takes these keywords of `SFTTrainer` and `SFTConfig`, and has these names;
-    None: any."""
-    bounds = [(TRL_TRAINER_KEYS[key], f"takes {key} there") for key in trainer if key in TRL_TRAINER_KEYS]
-    bounds += [(TRL_CONFIG_KEYS[key], f"takes {key} there") for key in config if key in TRL_CONFIG_KEYS]
+def taking(
+    trainer: Iterable[str], config: Iterable[str], imports: Iterable[str] = (), *, preferences: bool = False
+) -> tuple[str, str] | None:
+    """(version, why): the newest TRL that takes these keywords of its trainer and that one's configuration, and has
+    these names; None: any.
+
+    Args:
+        preferences: whether they are those of preferences and rewards, not `SFTTrainer`'s.
+    """
+    of_trainer = TRL_PREFERENCE_TRAINER_KEYS if preferences else TRL_TRAINER_KEYS
+    of_config = TRL_PREFERENCE_CONFIG_KEYS if preferences else TRL_CONFIG_KEYS
+    bounds = [(of_trainer[key], f"takes {key} there") for key in trainer if key in of_trainer]
+    bounds += [(of_config[key], f"takes {key} there") for key in config if key in of_config]
     bounds += [(TRL_NAMES[name], f"has {name}") for name in imports if name in TRL_NAMES]
     return min(bounds, key=lambda bound: parsed(bound[0]), default=None)
 
