@@ -22,7 +22,6 @@ from planner.readers import (
     trl,
     unsloth,
 )
-from planner.readers.objectives import of_settings, refusal
 from planner.readers.sharding import Sharding
 from planner.readers.types import ReadConfig
 from planner.tools import TOOLS
@@ -139,6 +138,4 @@ def of_mapping(values: dict[str, Any], kind: str, name: str, model: ModelSpec | 
             f"{name} is no config of a known tool (its settings: {', '.join(list(values)[:6]) or 'none'})",
             hint=f"known: {', '.join(FORMATS)}",
         )
-    if kind == own.FORMAT and of_settings(values, name) != ("sft", True):
-        raise refusal(f"{name}: preferences or rewards in a program's own settings")
     return READERS[kind](values, name, model, sharding=sharding)

@@ -85,6 +85,8 @@ LOSS_TYPES = {
 PAIRED = {"precompute_ref_log_probs", "precompute_ref_batch_size", "max_prompt_length", "ref_model"}
 """Settings of preference training, of whichever kind."""
 NAMED = re.compile(rf"(?:^|[^a-z])({'|'.join(TRL_COMMANDS)})(?:[^a-z]|$)")
+PAIRS = ("dpo", "kto", "orpo")
+"""Objectives that are read from the settings of programs that are not known."""
 OTHER_WORDS = re.compile(
     rf"(?:^|[^a-z])({'|'.join(_OF_TRL.values())}|rm|simpo|cpo|ipo|ppo|rloo|rlhf|"
     r"distill\w*|classif\w*|embedding\w*|rerank\w*|diffusion|sdxl|stt|asr|tts|whisper|vision|vlm)(?:[^a-z]|$)"
@@ -147,15 +149,25 @@ def of_settings(values: Mapping[str, Any], name: str, command: str = "") -> tupl
     return "sft", not paired
 
 
-def of_words(values: Mapping[str, Any], texts: Iterable[str]) -> str:
-    """How a program's own settings name another objective, "" where they name none.
+def of_own(values: Mapping[str, Any], name: str, texts: Iterable[str]) -> tuple[str, bool]:
+    """The objective of a program's own settings, and whether it is certain.
 
     Args:
         texts: the file's name and what its settings say of the objective, in lower case.
+
+    Raises:
+        NotPlanned: another than supervised training and pairs of preferences.
     """
     if len(OF_DIFFUSION & set(values)) > 1:
-        return "settings of diffusion"
+        raise refusal(f"{name}: settings of diffusion")
     if OF_EMBEDDING & set(values):
-        return "settings of embedding"
-    found = next(filter(None, map(OTHER_WORDS.search, texts)), None)
-    return f"{found[1]} by its name" if found else ""
+        raise refusal(f"{name}: settings of embedding")
+    objective, certain = of_settings(values, name)
+    if objective not in ("sft", *PAIRS):
+        raise refusal(f"{name}: preferences or rewards in a program's own settings")
+    named = dict.fromkeys(found[1] for found in map(OTHER_WORDS.search, texts) if found)
+    if objective == "sft" and named and next(iter(named)) in PAIRS:
+        objective, certain = next(iter(named)), True
+    if other := next((word for word in named if word != objective), ""):
+        raise refusal(f"{name}: {other} by its name")
+    return objective, certain

@@ -6,11 +6,12 @@ What stands there counts; what does not is asked for, never a default: the progr
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from planner.choices.objectives import OBJECTIVES
 from planner.errors import NotATraining
 from planner.models.spec import ModelSpec
 from planner.readers import common, hydra
 from planner.readers.fields import adapter_kind
-from planner.readers.objectives import OTHER_WORDS, SAYS_OBJECTIVE, of_words, refusal
+from planner.readers.objectives import OTHER_WORDS, SAYS_OBJECTIVE, of_own
 from planner.readers.program.reading import PARTS_OF_LENGTH
 from planner.readers.sharding import Sharding, parallel_of
 from planner.readers.types import Missing, ReadConfig
@@ -136,8 +137,7 @@ def read(
     if values.get("do_train") is False:
         raise NotATraining(f"{name}: do_train is false: not a training", hint="give the config of a training")
     said = [str(value).lower() for path, value in _leaves(values, ()) if path[-1].lower() in SAYS_OBJECTIVE]
-    if objective := of_words(values, (name.lower(), *said)):
-        raise refusal(f"{name}: {objective}")
+    objective, certain = of_own(values, name, (name.lower(), *said))
     found = _found(values)
     opened = {key: value for key, (_, value) in found.items() if hydra.is_open(value)}
     found = {key: one for key, one in found.items() if key not in opened and _makes_sense(key, one[1])}
@@ -166,6 +166,10 @@ def read(
             missing["method"] = f"{name} names no adapter; the program that reads it may"
     elif not {"four", "eight"} & set(found) and not plain:
         missing["quantization"] = f"{name} does not say; the program that reads it may"
+    if not certain:
+        missing["objective"] = f"{name} has settings of preferences: of which kind the program that reads it says"
+    if len(OBJECTIVES[objective].losses) > 1 and objective != "sft":
+        missing["loss"] = f"{name}: whose {objective} it is: TRL since 1.15 never holds all logits (chunked), others do"
     if adapted and "targets" not in found:
         missing["lora_targets"] = f"{name} names none; the program that reads it may"
     if not adapted and "optimizer" not in found:
@@ -191,6 +195,8 @@ def read(
         "packing": settings.flag("packing", False),
         **common.liger(settings, settings.flag("liger", False), "chunked" if of_trl else "full", model),
     }
+    if objective != "sft":
+        fields |= {"objective": objective, "packing": False, "loss": OBJECTIVES[objective].losses[0]}
     if adapted:
         fields["lora_targets"] = common.targets(settings.text_or_names("targets"), model, settings)
         fields["lora_dropout"] = settings.real("dropout", 0.0)

@@ -40,6 +40,7 @@ OPTIONS = {
     "checkpointing": "--set checkpointing=true|false",
     "precision": "--set precision=bf16-autocast",
     "packing": "--set packing=true|false",
+    "loss": "--set loss=full|chunked",
     "num_gpus": "--gpus N",
 }
 SHORT_NAMES = {

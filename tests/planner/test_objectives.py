@@ -18,6 +18,7 @@ from planner.models.catalogue import load
 from planner.plan import NoPlan, Plan
 from planner.planning import plan_workload
 from planner.predict import predict
+from planner.readers import Sharding
 from planner.readers.read import read_text
 from planner.readers.types import ReadConfig
 from planner.setup import TrainSetup
@@ -214,6 +215,26 @@ def test_a_trl_that_makes_whole_logits_is_not_taken_for_todays(tmp_path: Path) -
     (tmp_path / "dpo.yaml").write_text("model_name_or_path: gpt2\nuse_peft: true\nbeta: 0.1\n")
     with pytest.raises(NotPlanned, match=r"TRL 0\.29.*whole logits"):
         read_config(tmp_path / "dpo.yaml", versions={"trl": "0.29.0"})
+
+
+def test_a_setting_of_an_older_trainer_of_preferences_says_so_in_a_config_as_in_a_program() -> None:
+    """`max_prompt_length` is in DPOConfig of TRL 0.28 and not of 0.29; whoever knows better says the version."""
+    text = "model_name_or_path: gpt2\nuse_peft: true\nbeta: 0.1\nmax_prompt_length: 128\n"
+    with pytest.raises(NotPlanned, match=r"TRL 0\.28 \(the newest that takes max_prompt_length there\)"):
+        read_text(text, "dpo.yaml")
+    found = read_text(text, "dpo.yaml", sharding=Sharding(versions={"trl": "1.16"}))
+    assert (found.setup.objective, found.setup.loss) == ("dpo", "chunked")
+
+
+def test_pairs_in_a_programs_own_settings_leave_open_whose_step_it_is() -> None:
+    text = "base_model: gpt2\nmax_length: 512\nbeta: 0.1\nlora_r: 8\nlora_target_modules: [c_attn]\nload_in_4bit: false\n"
+    text += "per_device_train_batch_size: 1\ngradient_accumulation_steps: 8\nbf16: true\ngradient_checkpointing: true\n"
+    found = read_text(text, "dpo.yaml")
+    assert (found.format, found.setup.objective, found.setup.packing) == ("own settings", "dpo", False)
+    assert [one.field for one in found.missing] == ["loss"]
+    assert "objective" in {one.field for one in read_text(text, "run.yaml").missing}
+    with pytest.raises(NotPlanned, match="grpo"):
+        read_text(text + "task: grpo\n", "run.yaml")
 
 
 def test_preferences_behind_dataset_give_the_length_and_other_data_is_refused(

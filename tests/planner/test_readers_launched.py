@@ -240,7 +240,7 @@ def test_a_reward_models_settings_with_lora_rank_are_not_llamafactorys() -> None
         read_text(text, "rm_qwen3b.yaml")
 
 
-@pytest.mark.parametrize("said", ["method: simpo", "task: dpo_alignment", "stage: classification"])
+@pytest.mark.parametrize("said", ["method: simpo", "task: rlhf_alignment", "stage: classification"])
 def test_settings_that_name_another_objective_are_refused(said: str) -> None:
     with pytest.raises(ConfigError, match="not planned"):
         read_text(f"training: {{{said}, per_device_train_batch_size: 2}}\nmodel: {{name: m/m}}\n", "own.yaml")
