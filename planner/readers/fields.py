@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.choices.adapters import ADAPTERS
-from planner.readers import schema
+from planner.readers import common, schema
+from planner.readers.types import Missing, ReadConfig
 from planner.readers.values import Settings
 from planner.tools import Field, Tool
 
@@ -30,6 +31,30 @@ def said(settings: Settings, tool: Tool, *names: str) -> dict[str, Any]:
             settings.real(key, default) if isinstance(default, float) else settings.integer(key, default, at_least=1)
         )
     return found
+
+
+def config(form: str, settings: Settings, fields: dict[str, Any], *parts: Settings, **more: Any) -> ReadConfig:
+    """The reading of a tool's file: its fields as a setup, with what was asked, assumed and approximated on the way.
+
+    Args:
+        settings: the whole file; parts: blocks of it whose notes count too; more: other fields of the reading.
+
+    Raises:
+        ConfigError: an impossible combination.
+    """
+    every = (settings, *parts)
+    return ReadConfig(
+        format=form,
+        path=settings.name,
+        setup=common.build(settings, fields),
+        missing=tuple(Missing(field=of, reason=why) for part in every for of, why in part.missing.items()),
+        assumptions=tuple(one for part in every for one in part.assumptions),
+        approximations=tuple(one for part in every for one in part.approximations),
+        adapted_tables=tuple(one for part in every for one in part.tables),
+        unknown_keys=tuple(one for part in every for one in part.unknown_keys),
+        values=settings.values,
+        **more,
+    )
 
 
 def adapter_kind(settings: Settings, tool: str) -> str:

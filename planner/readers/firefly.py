@@ -5,7 +5,7 @@ from typing import Any
 from planner.errors import NotPlanned
 from planner.models.spec import ModelSpec
 from planner.readers import common, hf
-from planner.readers.fields import said
+from planner.readers.fields import config, said
 from planner.readers.sharding import Sharding, parallel_of, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
@@ -51,12 +51,4 @@ def read(
     }
     spread = zero_stage(settings, settings.raw("deepspeed"), sharding) if settings.has("deepspeed") else {}
     fields |= parallel_of(settings, spread, sharding.num_gpus)
-    return ReadConfig(
-        format=FORMAT,
-        path=name,
-        model_id=settings.optional_text("model_name_or_path"),
-        setup=common.build(settings, fields),
-        assumptions=tuple(settings.assumptions),
-        approximations=tuple(settings.approximations),
-        values=values,
-    )
+    return config(FORMAT, settings, fields, model_id=settings.optional_text("model_name_or_path"))

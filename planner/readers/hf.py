@@ -15,16 +15,17 @@ def checkpointing(settings: Settings, default: bool) -> int:
         settings.assume(f"{key} absent: {'on' if default else 'off'}, the tool's default")
     if not settings.flag(key, default):
         return 0
-    kwargs = settings.mapping(settings.first("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"))
-    inner = Settings(kwargs, f"{settings.name}: {key}_kwargs")
-    return inner.integer("every_n_layers", 1, at_least=1)
+    return _kwargs(settings).integer("every_n_layers", 1, at_least=1)
+
+
+def _kwargs(settings: Settings) -> Settings:
+    """What the switch is told beside on and off."""
+    return settings.block(settings.first("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"))
 
 
 def selects(settings: Settings, fields: Mapping[str, Any]) -> bool:
     """Whether checkpointed layers keep their attention: a key of TRL's SFTTrainer among transformers' arguments."""
-    key = settings.first("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
-    asked = Settings(settings.mapping(key), f"{settings.name}: {key}").flag("selective", False)
-    return asked and keeps_attention(settings, fields)
+    return _kwargs(settings).flag("selective", False) and keeps_attention(settings, fields)
 
 
 def keeps_attention(settings: Settings, fields: Mapping[str, Any]) -> bool:
@@ -37,12 +38,10 @@ def keeps_attention(settings: Settings, fields: Mapping[str, Any]) -> bool:
 
 def offloads(settings: Settings, checkpointing: int) -> bool:
     """Whether the checkpoints lie in host memory: transformers' option, or TRL's, which takes everything."""
-    key = settings.first("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
-    inner = Settings(settings.mapping(key), f"{settings.name}: {key}")
     everything = settings.flag("activation_offloading", False)
     if everything and not checkpointing:
         settings.approximate("activations offloaded to host memory are counted as if they stayed on the GPU")
-    return bool(checkpointing) and (inner.flag("offload", False) or everything)
+    return bool(checkpointing) and (_kwargs(settings).flag("offload", False) or everything)
 
 
 def autocast(settings: Settings, bf16_default: bool) -> str | None:

@@ -5,9 +5,9 @@ from typing import Any
 from planner.errors import NotPlanned
 from planner.models.spec import ModelSpec
 from planner.readers import common
-from planner.readers.fields import said
+from planner.readers.fields import config, said
 from planner.readers.sharding import Sharding, parallel_of
-from planner.readers.types import Missing, ReadConfig
+from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.tools.others import LITGPT
 
@@ -35,50 +35,44 @@ def read(
         ConfigError: a precision or quantization that litgpt does not have.
     """
     settings = Settings(values, name)
-    train = Settings(settings.mapping("train"), f"{name}: train")
-    adapted = any(key.startswith("lora_") for key in values)
-    quantization = settings.text("quantize", "none")
-    if quantization != "none" and quantization not in QUANTIZATIONS:
-        raise settings.error("quantize", f"one of {', '.join(QUANTIZATIONS)}", quantization)
+    train = settings.block("train")
     word = settings.text("precision", "bf16-true")
     if word not in PRECISIONS:
         raise NotPlanned(f"{name}: precision {word} is not planned", hint=f"{', '.join(PRECISIONS)} are")
     devices = settings.integer("devices", sharding.num_gpus if sharding is not None else 1, at_least=1)
-    micro: int = said(train, LITGPT, "micro_batch_seqs")["micro_batch_seqs"]
-    per_step = train.integer("global_batch_size", 16, at_least=1)
-    missing = []
     if not train.has("max_seq_length"):
-        missing.append(
-            Missing(field="seq_len_tokens", reason=f"{name}: no train.max_seq_length: litgpt takes the longest sample")
-        )
+        settings.ask("seq_len_tokens", ": no train.max_seq_length: litgpt takes the longest sample")
     settings.approximate("litgpt's own model code is counted as transformers'")
-    fields: dict[str, Any] = {
-        "method": "full" if not adapted else "lora" if quantization == "none" else "qlora",
-        "quantization": QUANTIZATIONS[quantization] if quantization != "none" and adapted else "none",
+    fields = {**_method(settings, model), **said(train, LITGPT, "micro_batch_seqs")}
+    per_step = train.integer("global_batch_size", 16, at_least=1)
+    fields |= {
         "precision": PRECISIONS[word],
-        **(said(settings, LITGPT, "lora_rank", "lora_dropout") if adapted else {"lora_rank": 0}),
-        "micro_batch_seqs": micro,
-        "accumulation_steps": max(1, per_step // (devices * micro)),
+        "accumulation_steps": max(1, per_step // (devices * fields["micro_batch_seqs"])),
         "seq_len_tokens": train.integer("max_seq_length", 2048, at_least=1),
         "optimizer": "adamw",
         "attention": "sdpa",
-        "checkpointing": int(not adapted and devices > 1),
+        "checkpointing": int(fields["method"] == "full" and devices > 1),
         "loss": "full",
+        **parallel_of(settings, {"parallel": "fsdp2"} if devices > 1 else {}, devices),
     }
-    if adapted:
-        targets = [target for key, (target, on) in PARTS.items() if settings.flag(key, on)]
-        if settings.flag("lora_mlp", False):
-            targets += ["gate_proj", "up_proj", "down_proj"]
-        fields["lora_targets"] = common.targets(tuple(targets), model, settings)
-    fields |= parallel_of(settings, {"parallel": "fsdp2"} if devices > 1 else {}, devices)
     folder = settings.optional_text("checkpoint_dir")
-    return ReadConfig(
-        format=FORMAT,
-        path=name,
-        model_id="/".join(folder.strip("/").split("/")[-2:]) if folder else None,
-        setup=common.build(settings, fields),
-        missing=tuple(missing),
-        assumptions=(*settings.assumptions, *train.assumptions),
-        approximations=tuple(settings.approximations),
-        values=values,
-    )
+    named = "/".join(folder.strip("/").split("/")[-2:]) if folder else None
+    return config(FORMAT, settings, fields, train, model_id=named)
+
+
+def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:
+    """Method and adapters: of `finetune_lora` where any of its settings is there."""
+    word = settings.text("quantize", "none")
+    if word != "none" and word not in QUANTIZATIONS:
+        raise settings.error("quantize", f"one of {', '.join(QUANTIZATIONS)}", word)
+    if not any(key.startswith("lora_") for key in settings.values):
+        return {"method": "full", "quantization": "none", "lora_rank": 0}
+    targets = [target for key, (target, on) in PARTS.items() if settings.flag(key, on)]
+    if settings.flag("lora_mlp", False):
+        targets += ["gate_proj", "up_proj", "down_proj"]
+    return {
+        "method": "lora" if word == "none" else "qlora",
+        "quantization": QUANTIZATIONS.get(word, "none"),
+        **said(settings, LITGPT, "lora_rank", "lora_dropout"),
+        "lora_targets": common.targets(tuple(targets), model, settings),
+    }

@@ -39,6 +39,8 @@ class Settings:
         """Token tables among the LoRA targets."""
         self.undetermined: dict[str, str] = {}
         """key -> why, of those that were asked for and are not known."""
+        self.missing: dict[str, str] = {}
+        """Field of a setup -> why the settings do not determine it."""
 
     def has(self, key: str) -> bool:
         """Whether a key is there and not null."""
@@ -119,6 +121,14 @@ class Settings:
         if not isinstance(value, dict):
             raise self.error(key, "a block of settings", value)
         return value
+
+    def block(self, key: str) -> "Settings":
+        """A block's settings, which answer by its name."""
+        return Settings(self.mapping(key), f"{self.name}: {key}")
+
+    def ask(self, field: str, reason: str) -> None:
+        """Notes that a field of the setup has to be asked for, and why."""
+        self.missing[field] = f"{self.name}{reason}"
 
     def assume(self, sentence: str) -> None:
         """Notes what the config leaves open."""
