@@ -4,7 +4,7 @@ from typing import Any
 
 from planner.models.spec import ModelSpec
 from planner.readers import common
-from planner.readers.fields import said
+from planner.readers.fields import config, said
 from planner.readers.sharding import Sharding, Spread, parallel_of, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
@@ -33,45 +33,20 @@ def read(
     settings = Settings(values, name)
     settings.note_unknown(KNOWN, V1)
     sharding = sharding or Sharding()
-    peft = Settings(settings.mapping("peft_config"), f"{name}: peft_config")
-    quant = Settings(settings.mapping("quant_config"), f"{name}: quant_config")
-    dist = Settings(settings.mapping("dist_config"), f"{name}: dist_config")
+    peft, dist = settings.block("peft_config"), settings.block("dist_config")
     fields: dict[str, Any] = {
         **said(settings, V1, "micro_batch_seqs", "seq_len_tokens"),
         "checkpointing": int(settings.flag("enable_activation_checkpointing", True)),
         "precision": "bf16-autocast",
         "packing": "padding_free" in settings.text("batching_strategy", "normal"),
         "loss": "full",
+        **_method(settings, peft, model),
     }
-    kind = peft.text("name", "full") if peft.values else "full"
-    if kind == "lora":
-        bits = quant.integer("quantization_bit", 4) if quant.values else 0
-        quantization = {0: "none", 8: "int8"}.get(bits, "nf4-double")
-        fields |= {
-            "method": "lora" if quantization == "none" else "qlora",
-            "quantization": quantization,
-            **said(peft, V1, "lora_rank"),
-            "lora_dropout": peft.real("lora_dropout", 0.0),
-            "lora_targets": common.targets(peft.names("target_modules") or ("all",), model, peft),
-        }
-    else:
-        if kind == "freeze":
-            settings.approximate("freeze tuning trains some layers: counted as full fine-tuning, an upper bound")
-        fields |= {"method": "full", "quantization": "none", "lora_rank": 0}
     settings.assume("LLaMA-Factory's v1 is young: bf16 weights under autocast are assumed")
-    spread: Spread = {"parallel": "none"}
-    if dist.values:
-        word = dist.text("name", "fsdp2")
-        if word == "deepspeed":
-            spread = zero_stage(dist, dist.raw("config_file", {}), sharding)
-        else:
-            spread = {"parallel": "fsdp2"}
-            if word != "fsdp2" or dist.has("cp_size") or dist.has("ep_size"):
-                settings.approximate(f"dist_config {word} with its extra dimensions is counted as plain FSDP")
-    fields |= parallel_of(settings, spread, sharding.num_gpus)
-    replicas = sharding.num_gpus
-    total = settings.integer("global_batch_size", fields["micro_batch_seqs"] * replicas, at_least=1)
-    fields["accumulation_steps"] = max(1, total // (fields["micro_batch_seqs"] * replicas))
+    fields |= parallel_of(settings, _spread(settings, dist, sharding), sharding.num_gpus)
+    per_pass = fields["micro_batch_seqs"] * sharding.num_gpus
+    total = settings.integer("global_batch_size", per_pass, at_least=1)
+    fields["accumulation_steps"] = max(1, total // per_pass)
     for key in ("cp_size", "ep_size"):
         if settings.integer(key, 1) > 1:
             settings.approximate(f"{key} splits a step over GPUs further: counted as plain data parallelism")
@@ -79,14 +54,35 @@ def read(
         settings.approximate("optim_config's optimizer is counted as AdamW")
     if settings.text("model_class", "llm") != "llm":
         settings.approximate("images are not counted, text tokens only")
-    return ReadConfig(
-        format=FORMAT,
-        path=name,
-        unknown_keys=settings.unknown_keys,
-        model_id=settings.optional_text("model"),
-        setup=common.build(settings, fields),
-        assumptions=(*settings.assumptions, *dist.assumptions, *peft.assumptions),
-        approximations=(*settings.approximations, *dist.approximations),
-        dataset=settings.raw("train_dataset") if isinstance(settings.raw("train_dataset"), str) else None,
-        values=values,
-    )
+    data = settings.raw("train_dataset")
+    named = settings.optional_text("model")
+    return config(FORMAT, settings, fields, dist, peft, model_id=named, dataset=data if isinstance(data, str) else None)
+
+
+def _method(settings: Settings, peft: Settings, model: ModelSpec | None) -> dict[str, Any]:
+    kind = peft.text("name", "full") if peft.values else "full"
+    if kind != "lora":
+        if kind == "freeze":
+            settings.approximate("freeze tuning trains some layers: counted as full fine-tuning, an upper bound")
+        return {"method": "full", "quantization": "none", "lora_rank": 0}
+    quant = settings.block("quant_config")
+    bits = quant.integer("quantization_bit", 4) if quant.values else 0
+    quantization = {0: "none", 8: "int8"}.get(bits, "nf4-double")
+    return {
+        "method": "lora" if quantization == "none" else "qlora",
+        "quantization": quantization,
+        **said(peft, V1, "lora_rank"),
+        "lora_dropout": peft.real("lora_dropout", 0.0),
+        "lora_targets": common.targets(peft.names("target_modules") or ("all",), model, peft),
+    }
+
+
+def _spread(settings: Settings, dist: Settings, sharding: Sharding) -> Spread:
+    if not dist.values:
+        return {"parallel": "none"}
+    word = dist.text("name", "fsdp2")
+    if word == "deepspeed":
+        return zero_stage(dist, dist.raw("config_file", {}), sharding)
+    if word != "fsdp2" or dist.has("cp_size") or dist.has("ep_size"):
+        settings.approximate(f"dist_config {word} with its extra dimensions is counted as plain FSDP")
+    return {"parallel": "fsdp2"}

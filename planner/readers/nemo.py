@@ -1,15 +1,16 @@
 """NeMo AutoModel recipes (`automodel FILE.yaml`) as setups. Defaults of AutoModel's main branch, November 2026."""
 
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from typing import Any
 
 from planner.errors import NotPlanned
 from planner.models.spec import ModelSpec
 from planner.readers import common, hf
-from planner.readers.fields import adapter_kind, said
+from planner.readers.fields import adapter_kind, config, said
 from planner.readers.objectives import TEACHER, of_recipe
 from planner.readers.sharding import Sharding, parallel_of
-from planner.readers.types import Missing, ReadConfig
+from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.tools.others import NEMO
 
@@ -21,6 +22,10 @@ OPTIMIZERS = {
     "torch.optim.SGD": "sgd",
 }
 STRATEGIES = {"fsdp2": "fsdp2", "megatron_fsdp": "fsdp2", "ddp": "ddp"}
+BLOCKS = (
+    "step_scheduler", "model", "peft", "quantization", "optimizer", "loss_fn", "dataset", "distributed",
+    "packed_sequence", "compile", "fp8",
+)  # fmt: skip
 LENGTHS = ("seq_length", "seq_len", "max_length", "max_seq_length")
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -45,77 +50,88 @@ def read(
     """
     parts = {
         title: Settings(block if isinstance(block, dict) else {}, f"{name}: {title}")
-        for title in ("step_scheduler", "model", "peft", "quantization", "optimizer", "loss_fn", "dataset",
-                      "distributed", "packed_sequence", "compile", "fp8")
+        for title in BLOCKS
         for block in (values.get(title),)
-    }  # fmt: skip
-    top, inner, peft, bits = Settings(values, name), parts["model"], parts["peft"], parts["quantization"]
-    other = of_recipe(FORMAT, (str(values.get("recipe", "")), inner.text("_target_", ""), *TEACHER & set(values)))
-    if other or not inner.has("_target_") or "step_scheduler" not in values:
-        kind = other or values.get("recipe") or "without model and step_scheduler"
-        raise NotPlanned(f"{name}: a recipe of AutoModel ({kind}) that is not planned", hint="next-token training is")
+    }
+    top, inner, steps = Settings(values, name), parts["model"], parts["step_scheduler"]
+    _refuse_other_recipes(top, inner)
     num_gpus = sharding.num_gpus if sharding is not None else 1
-    where = Settings(inner.mapping("config") if isinstance(inner.raw("config"), dict) else {}, f"{name}: model.config")
-    named = inner.raw("pretrained_model_name_or_path") or where.raw("pretrained_model_name_or_path")
-    named = named or (inner.raw("config") if isinstance(inner.raw("config"), str) else None)
-    adapted = peft.has("_target_") or peft.has("dim")
-    four, eight = bits.flag("load_in_4bit", False), bits.flag("load_in_8bit", False)
-    double = bits.flag("bnb_4bit_use_double_quant", False)
-    quantization = "none" if not adapted or not (four or eight) else "int8" if eight else "nf4"
-    quantization += "-double" if quantization == "nf4" and double else ""
-    steps = parts["step_scheduler"]
-    local: int = said(steps, NEMO, "micro_batch_seqs")["micro_batch_seqs"]
+    fields = _method(parts, hf.weight_dtype(inner, inner.first("dtype", "torch_dtype"), "auto", model), model)
     spread, copies = _spread(parts["distributed"], num_gpus)
-    weights = hf.weight_dtype(inner, inner.first("dtype", "torch_dtype"), "auto", model)
     used = parts["optimizer"].text("_target_", "torch.optim.AdamW")
     chosen = Settings({"optim": OPTIMIZERS.get(used, used.rpartition(".")[2].lower())}, name)
     loss = parts["loss_fn"].text("_target_", "")
-    packed = parts["packed_sequence"].integer("packed_sequence_size", 0)
-    length = parts["dataset"].first(*LENGTHS)
-    missing = []
-    if not named:
-        missing.append(Missing(field="model", reason=f"{name}: model names no checkpoint"))
-    if not packed and not parts["dataset"].has(length):
-        missing.append(
-            Missing(field="seq_len_tokens", reason=f"{name}: no packed_sequence_size, no dataset.seq_length")
-        )
-    fields: dict[str, Any] = {
-        "method": "full" if not adapted else "qlora" if quantization != "none" else "lora",
-        "quantization": quantization,
-        "precision": common.precision(top, weights, None, "lora" if adapted else "full"),
-        **(said(peft, NEMO, "lora_rank", "lora_dropout") if adapted else {"lora_rank": 0}),
-        "micro_batch_seqs": local,
-        "accumulation_steps": max(1, steps.integer("global_batch_size", 32, at_least=1) // (local * copies)),
-        "seq_len_tokens": packed or parts["dataset"].integer(length, 2048, at_least=1),
-        "packing": packed > 0,
+    fields |= said(steps, NEMO, "micro_batch_seqs")
+    per_copy = fields["micro_batch_seqs"] * copies
+    fields |= {
+        **_length(parts, top),
+        "accumulation_steps": max(1, steps.integer("global_batch_size", 32, at_least=1) // per_copy),
         "optimizer": common.optimizer(chosen, "optim", "adamw_torch"),
         "attention": common.attention(inner, "attn_implementation", model),
         "checkpointing": int(parts["distributed"].flag("activation_checkpointing", False)),
         "loss": "liger" if "linear_ce" in loss else "chunked" if "chunked" in loss else "full",
         "compile": parts["compile"].flag("enabled", False),
     }
-    if adapted:
-        fields["lora_targets"] = _targets(peft, model)
-        fields["adapter_dtype"] = weights
-        fields = common.adapter(top, fields, adapter_kind(peft, FORMAT), model)
+    fields = common.adapter(top, fields, adapter_kind(parts["peft"], FORMAT), model)
+    _note_what_is_not_counted(top, parts)
+    fields |= parallel_of(top, spread, num_gpus)
+    return config(FORMAT, top, fields, chosen, *parts.values(), model_id=_model_id(top, inner))
+
+
+def _refuse_other_recipes(top: Settings, inner: Settings) -> None:
+    values = top.values
+    other = of_recipe(FORMAT, (str(values.get("recipe", "")), inner.text("_target_", ""), *TEACHER & set(values)))
+    if other or not inner.has("_target_") or "step_scheduler" not in values:
+        kind = other or values.get("recipe") or "without model and step_scheduler"
+        raise NotPlanned(
+            f"{top.name}: a recipe of AutoModel ({kind}) that is not planned", hint="next-token training is"
+        )
+
+
+def _model_id(top: Settings, inner: Settings) -> str | None:
+    """The checkpoint that the model's block names, or its configuration; open where neither does."""
+    where = inner.raw("config")
+    named = inner.raw("pretrained_model_name_or_path")
+    named = named or (where.get("pretrained_model_name_or_path") if isinstance(where, dict) else where)
+    if not named:
+        top.ask("model", ": model names no checkpoint")
+    return named if isinstance(named, str) else None
+
+
+def _method(parts: Mapping[str, Settings], weights: str, model: ModelSpec | None) -> dict[str, Any]:
+    """Method, adapters and precision; weights are of one type and there is no autocast."""
+    peft, bits = parts["peft"], parts["quantization"]
+    if not (peft.has("_target_") or peft.has("dim")):
+        precision = common.precision(parts["model"], weights, None, "full")
+        return {"method": "full", "quantization": "none", "lora_rank": 0, "precision": precision}
+    four, eight = bits.flag("load_in_4bit", False), bits.flag("load_in_8bit", False)
+    double = "-double" if bits.flag("bnb_4bit_use_double_quant", False) else ""
+    return {
+        "method": "qlora" if four or eight else "lora",
+        "quantization": "int8" if eight else f"nf4{double}" if four else "none",
+        "precision": common.precision(parts["model"], weights, None, "lora"),
+        **said(peft, NEMO, "lora_rank", "lora_dropout"),
+        "lora_targets": _targets(peft, model),
+        "adapter_dtype": weights,
+    }
+
+
+def _length(parts: Mapping[str, Settings], top: Settings) -> dict[str, Any]:
+    """Tokens of a sequence, packed or as the data set cuts them; open where neither says."""
+    packed = parts["packed_sequence"].integer("packed_sequence_size", 0)
+    key = parts["dataset"].first(*LENGTHS)
+    if not packed and not parts["dataset"].has(key):
+        top.ask("seq_len_tokens", ": no packed_sequence_size, no dataset.seq_length")
+    return {"seq_len_tokens": packed or parts["dataset"].integer(key, 2048, at_least=1), "packing": packed > 0}
+
+
+def _note_what_is_not_counted(top: Settings, parts: Mapping[str, Settings]) -> None:
     if parts["fp8"].flag("enabled", False):
         top.approximate("fp8 matrix multiplications are counted as bf16")
-    if inner.flag("use_liger_kernel", True):
+    if parts["model"].flag("use_liger_kernel", True):
         top.approximate("AutoModel puts Liger's kernels into the model: counted as transformers' own")
-    if inner.has("backend"):
+    if parts["model"].has("backend"):
         top.approximate("AutoModel's own model code is counted as transformers'")
-    fields |= parallel_of(top, spread, num_gpus)
-    every = (top, chosen, *parts.values())
-    return ReadConfig(
-        format=FORMAT,
-        path=name,
-        model_id=named if isinstance(named, str) else None,
-        setup=common.build(top, fields),
-        missing=tuple(missing),
-        assumptions=tuple(one for part in every for one in part.assumptions),
-        approximations=tuple(one for part in every for one in part.approximations),
-        values=values,
-    )
 
 
 def _spread(settings: Settings, num_gpus: int) -> tuple[dict[str, Any], int]:

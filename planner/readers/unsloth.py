@@ -4,7 +4,7 @@ from typing import Any
 
 from planner.models.spec import ModelSpec
 from planner.readers import common
-from planner.readers.fields import adapter_kind, said
+from planner.readers.fields import adapter_kind, config, said
 from planner.readers.sharding import Sharding, parallel_of
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
@@ -29,6 +29,7 @@ SECTIONS = {
 }  # fmt: skip
 
 
+DEFAULT_TARGETS = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 MARKS = {"training_type", "vision_all_linear", "finetune_vision_layers", "train_on_completions", "format_type"}
 """Settings that only Unsloth's files have."""
 
@@ -51,50 +52,48 @@ def read(
     """
     top = Settings(values, name)
     top.note_unknown(("model", *SECTIONS), UNSLOTH)
-    parts = {section: Settings(top.mapping(section), f"{name}: {section}") for section in SECTIONS}
+    parts = {section: top.block(section) for section in SECTIONS}
     for section, known in SECTIONS.items():
         parts[section].note_unknown(known, UNSLOTH)
     training, lora = parts["training"], parts["lora"]
-    full = training.text("training_type", "lora").strip().lower() == "full"
-    four = training.flag("load_in_4bit", True) and not full
-    checkpointing = training.raw("gradient_checkpointing", "unsloth")
-    if isinstance(checkpointing, str) and checkpointing.strip().lower() == "unsloth":
-        on = offload = True
-    else:
-        offload = False
-        on = training.flag("gradient_checkpointing", True) if checkpointing != "none" else False
-    fields: dict[str, Any] = {
-        "method": "full" if full else "qlora" if four else "lora",
-        "quantization": "nf4-double" if four else "none",
-        "precision": "bf16-pure" if full else "bf16-autocast",
-        **({"lora_rank": 0} if full else said(lora, UNSLOTH, "lora_rank", "lora_dropout")),
-        "adapter_dtype": "fp32" if not full else "auto",
+    fields = _method(training, lora, model)
+    fields |= {
         "optimizer": "adamw-8bit",
         "attention": "sdpa",
         "loss": "chunked",
-        "checkpointing": int(on),
-        "activation_offload": offload,
+        **_checkpointing(training),
         **said(training, UNSLOTH, "micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "packing"),
     }
-    if not full:
-        default = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
-        names = lora.names("target_modules") or tuple(default.split(","))
-        fields["lora_targets"] = common.targets(names, model, lora)
-        fields = common.adapter(lora, fields, adapter_kind(lora, FORMAT), model)
+    fields = common.adapter(lora, fields, adapter_kind(lora, FORMAT), model)
     fields["kernels"] = own_kernels(fields)
     training.assume("Unsloth's config names no optimizer: its adamw_8bit")
     if unknown := [key for part in (top, *parts.values()) for key in part.unknown_keys]:
         top.assume(f"unsloth train does not start with settings that it does not know ({', '.join(unknown)[:200]})")
     fields |= parallel_of(top, {}, (sharding or Sharding()).num_gpus)
     data = parts["data"].raw("dataset")
-    return ReadConfig(
-        format=FORMAT,
-        path=name,
-        unknown_keys=tuple(key for part in (top, *parts.values()) for key in part.unknown_keys),
-        model_id=top.optional_text("model"),
-        setup=common.build(top, fields),
-        assumptions=(*top.assumptions, *training.assumptions, *lora.assumptions),
-        approximations=(*training.approximations, *lora.approximations),
-        dataset=data if isinstance(data, str) else None,
-        values=values,
-    )
+    named = top.optional_text("model")
+    return config(FORMAT, top, fields, *parts.values(), model_id=named, dataset=data if isinstance(data, str) else None)
+
+
+def _method(training: Settings, lora: Settings, model: ModelSpec | None) -> dict[str, Any]:
+    if training.text("training_type", "lora").strip().lower() == "full":
+        return {"method": "full", "quantization": "none", "precision": "bf16-pure", "lora_rank": 0}
+    four = training.flag("load_in_4bit", True)
+    names = lora.names("target_modules") or tuple(DEFAULT_TARGETS.split(","))
+    return {
+        "method": "qlora" if four else "lora",
+        "quantization": "nf4-double" if four else "none",
+        "precision": "bf16-autocast",
+        **said(lora, UNSLOTH, "lora_rank", "lora_dropout"),
+        "lora_targets": common.targets(names, model, lora),
+        "adapter_dtype": "fp32",
+    }
+
+
+def _checkpointing(training: Settings) -> dict[str, Any]:
+    """Whether layers are recomputed, and their inputs lie in host memory (Unsloth's own form)."""
+    word = training.raw("gradient_checkpointing", "unsloth")
+    if isinstance(word, str) and word.strip().lower() == "unsloth":
+        return {"checkpointing": 1, "activation_offload": True}
+    on = training.flag("gradient_checkpointing", True) if word != "none" else False
+    return {"checkpointing": int(on), "activation_offload": False}
