@@ -7,7 +7,7 @@ from planner.errors import ConfigError, NotPlanned
 from planner.kernels import default_attention, has_expert_stacks
 from planner.models.spec import ModelSpec
 from planner.readers import common, hf, schema
-from planner.readers.fields import adapter_kind, said
+from planner.readers.fields import adapter_kind, config, said
 from planner.readers.sharding import Sharding, Spread, fsdp, hybrid, parallel_of, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
@@ -22,7 +22,6 @@ OLD_ATTENTION_SWITCHES = {
     "eager_attention": "eager",
     "xformers_attention": "sdpa",
 }
-OFFLOADS = ("layer_offloading", "ple_cpu_offload", "lora_on_cpu")
 NOT_COUNTED = {
     "peft_layers_to_transform": "adapters on some layers (peft_layers_to_transform) are counted on all of them",
     "lora_target_parameters": "adapters on stacked expert parameters are not counted",
@@ -35,6 +34,10 @@ NOT_COUNTED = {
     "context_parallel_size": "sequences split over GPUs (context parallelism) are counted whole",
     "diffusion": "a diffusion language model's noise schedule is not counted",
     "model_quantization_config": "the model's own quantization is not followed",
+    **{
+        key: f"{key}: counted as if nothing left the GPU"
+        for key in ("layer_offloading", "ple_cpu_offload", "lora_on_cpu")
+    },
 }
 
 
@@ -57,25 +60,16 @@ def read(
         "compile": settings.raw("torch_compile") is True,
         "attention": _attention(settings, model),
         "loss": _loss(settings),
+        **_method(settings, model),
     }
     if settings.raw("rl"):
-        fields |= {"objective": "dpo", "loss": "full", "packing": False}
-        if settings.raw("dpo_use_liger_kernel"):
-            settings.approximate("Liger's DPO loss holds no logits: counted as if all were there")
-        if settings.raw("precompute_ref_log_probs"):
-            settings.approximate("reference log-probabilities are computed beforehand: counted as if in every step")
-    fields |= _method(settings, model)
-    if settings.raw("rl"):
-        fields |= {"lora_dropout": 0.0} if fields["method"] != "full" else {}
+        fields |= _pairs(settings, fields["method"])
     fields["kernels"] = _kernels(settings, fields, model)
     fields["precision"] = _precision(settings, fields["method"])
     fields["checkpointing"] = _checkpointing(settings)
     fields["activation_offload"] = _offloads(settings, fields["checkpointing"])
     fields["selective_checkpointing"] = _selects(settings, fields)
-    if settings.raw("peft_autocast_adapter_dtype") is False and fields["method"] == "lora":
-        fields["adapter_dtype"] = "bf16" if "bf16" in fields["precision"] else "auto"
-    elif fields["method"] != "full":
-        fields["adapter_dtype"] = "fp32"
+    fields |= _adapter_dtype(settings, fields)
     if settings.raw("device_map") == "auto" and sharding.num_gpus > 1:
         fields |= {"num_gpus": sharding.num_gpus, "parallel": "device-map"}
     else:
@@ -84,21 +78,23 @@ def read(
     for key, sentence in NOT_COUNTED.items():
         if settings.raw(key):
             settings.approximate(sentence)
-    for key in OFFLOADS:
-        if settings.raw(key):
-            settings.approximate(f"{key}: counted as if nothing left the GPU")
-    return ReadConfig(
-        format=FORMAT,
-        path=name,
-        adapted_tables=settings.tables,
-        unknown_keys=settings.unknown_keys,
-        model_id=settings.optional_text("base_model"),
-        setup=common.build(settings, fields),
-        assumptions=tuple(settings.assumptions),
-        approximations=tuple(settings.approximations),
-        dataset=_dataset(settings),
-        values=values,
-    )
+    return config(FORMAT, settings, fields, model_id=settings.optional_text("base_model"), dataset=_dataset(settings))
+
+
+def _pairs(settings: Settings, method: str) -> dict[str, Any]:
+    """What preferences make of the fields."""
+    if settings.raw("dpo_use_liger_kernel"):
+        settings.approximate("Liger's DPO loss holds no logits: counted as if all were there")
+    if settings.raw("precompute_ref_log_probs"):
+        settings.approximate("reference log-probabilities are computed beforehand: counted as if in every step")
+    dropout = {"lora_dropout": 0.0} if method != "full" else {}
+    return {"objective": "dpo", "loss": "full", "packing": False, **dropout}
+
+
+def _adapter_dtype(settings: Settings, fields: Mapping[str, Any]) -> dict[str, Any]:
+    if settings.raw("peft_autocast_adapter_dtype") is False and fields["method"] == "lora":
+        return {"adapter_dtype": "bf16" if "bf16" in fields["precision"] else "auto"}
+    return {"adapter_dtype": "fp32"} if fields["method"] != "full" else {}
 
 
 PAIRED = ("dpo", "ipo")
@@ -140,7 +136,7 @@ def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:
         four = True
     quantization = "int8" if eight else "none"
     if four:
-        inner = Settings(settings.mapping("bnb_config_kwargs"), f"{settings.name}: bnb_config_kwargs")
+        inner = settings.block("bnb_config_kwargs")
         quantization = "nf4-double" if inner.flag("bnb_4bit_use_double_quant", True) else "nf4"
     elif adapter == "qlora" and not eight:
         raise ConfigError(f"{settings.name}: adapter qlora needs load_in_4bit: true", hint="or write adapter: lora")
@@ -194,15 +190,12 @@ def _checkpointing(settings: Settings) -> int:
     value = settings.raw("gradient_checkpointing", False)
     if value in ("offload", "offload_disk", "unsloth"):
         return 1
-    fsdp = Settings(settings.mapping("fsdp_config"), f"{settings.name}: fsdp_config")
+    fsdp = settings.block("fsdp_config")
     if fsdp.raw("activation_checkpointing") is True or fsdp.raw("fsdp_activation_checkpointing") is True:
         return 1
-    kwargs = Settings(
-        settings.mapping("gradient_checkpointing_kwargs"), f"{settings.name}: gradient_checkpointing_kwargs"
-    )
     if not settings.flag("gradient_checkpointing", False):
         return 0
-    return kwargs.integer("every_n_layers", 1, at_least=1)
+    return settings.block("gradient_checkpointing_kwargs").integer("every_n_layers", 1, at_least=1)
 
 
 def _selects(settings: Settings, fields: Mapping[str, Any]) -> bool:

@@ -4,8 +4,9 @@ from typing import Any
 
 from planner.errors import NotPlanned
 from planner.readers import common, schema
+from planner.readers.fields import config
 from planner.readers.sharding import Sharding, Spread, fsdp, hybrid, parallel_of, stage_of, zero_spread, zero_stage
-from planner.readers.types import Missing, ReadConfig
+from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.setup import SPREAD_FIELDS, TrainSetup
 from planner.tools.deepspeed import DEEPSPEED
@@ -41,33 +42,9 @@ def read_accelerate(
     base = base or TrainSetup()
     settings = Settings(values, name)
     settings.note_unknown({*schema.known("accelerate"), *OLD_ACCELERATE}, ACCELERATE)
-    kind = "NO" if settings.raw("distributed_type") is False else settings.text("distributed_type", "NO").upper()
-    if kind not in (*PLANNED_TYPES, *OTHER_TYPES):
-        raise settings.error("distributed_type", f"one of {', '.join(PLANNED_TYPES)}", kind)
-    if kind in OTHER_TYPES:
-        raise NotPlanned(f"{name}: distributed_type {kind} is not planned", hint="NO, MULTI_GPU, DEEPSPEED, FSDP are")
+    kind = _kind(settings)
     processes = num_processes(values, name, sharding.num_gpus if sharding is not None else 1)
-    changes: dict[str, Any] = {}
-    spread: Spread = {"parallel": "none"}
-    if kind == "DEEPSPEED":
-        block = Settings(settings.mapping("deepspeed_config"), f"{name}: deepspeed_config")
-        if block.has("deepspeed_config_file"):
-            spread = zero_stage(settings, block.raw("deepspeed_config_file"), sharding or Sharding())
-        else:
-            spread = zero_spread(
-                settings,
-                block.integer("zero_stage", 2),
-                optimizer=block.text("offload_optimizer_device", "none"),
-                parameters=block.text("offload_param_device", "none"),
-            )
-        if block.has("gradient_accumulation_steps") and block.raw("gradient_accumulation_steps") != "auto":
-            changes["accumulation_steps"] = block.integer("gradient_accumulation_steps", 1, at_least=1)
-    elif kind == "FSDP":
-        spread = fsdp(settings, settings.mapping("fsdp_config"), version=1)  # accelerate 1.15's own default
-        spread |= _mesh(settings, processes)
-        block = Settings(settings.mapping("fsdp_config"), f"{name}: fsdp_config")
-        if block.flag("fsdp_activation_checkpointing", False):
-            changes["checkpointing"] = 1
+    spread, changes = _spread(settings, kind, processes, sharding or Sharding())
     mixed = settings.raw("mixed_precision", "no")
     if mixed in ("bf16", "fp16") and base.autocast_dtype is None and base.precision in ("fp32", "bf16-pure"):
         weights = base.weight_dtype if mixed == "bf16" else "fp32"
@@ -81,17 +58,50 @@ def read_accelerate(
         found = {}  # transformers shards while it loads; the launcher only starts the processes
     if found:
         base = base.trusted_with(**{name: getattr(TrainSetup(), name) for name in SPREAD_FIELDS})
-    fields = {**_as_dict(base), **found, **changes}
-    return ReadConfig(
-        format="accelerate",
-        path=name,
-        unknown_keys=settings.unknown_keys,
-        setup=common.build(settings, fields),
-        missing=_without(missing, changes),
-        assumptions=tuple(settings.assumptions),
-        approximations=tuple(settings.approximations),
-        values=values,
-    )
+    settings.missing = {field: reason for field, reason in missing.items() if field not in changes}
+    return config("accelerate", settings, {**_as_dict(base), **found, **changes})
+
+
+def _kind(settings: Settings) -> str:
+    """How it launches.
+
+    Raises:
+        NotPlanned: on other devices, or by another engine.
+    """
+    word = settings.raw("distributed_type")
+    kind = "NO" if word is False else settings.text("distributed_type", "NO").upper()
+    if kind not in (*PLANNED_TYPES, *OTHER_TYPES):
+        raise settings.error("distributed_type", f"one of {', '.join(PLANNED_TYPES)}", kind)
+    if kind in OTHER_TYPES:
+        raise NotPlanned(
+            f"{settings.name}: distributed_type {kind} is not planned", hint="NO, MULTI_GPU, DEEPSPEED, FSDP are"
+        )
+    return kind
+
+
+def _spread(settings: Settings, kind: str, processes: int, sharding: Sharding) -> tuple[Spread, dict[str, Any]]:
+    """How the job is spread, and the other fields that the file says with it."""
+    if kind == "FSDP":
+        block = settings.block("fsdp_config")
+        changes = {"checkpointing": 1} if block.flag("fsdp_activation_checkpointing", False) else {}
+        spread = fsdp(settings, dict(block.values), version=1)  # accelerate 1.15's own default
+        return spread | _mesh(settings, processes), changes
+    if kind != "DEEPSPEED":
+        return {"parallel": "none"}, {}
+    block = settings.block("deepspeed_config")
+    if block.has("deepspeed_config_file"):
+        spread = zero_stage(settings, block.raw("deepspeed_config_file"), sharding)
+    else:
+        spread = zero_spread(
+            settings,
+            block.integer("zero_stage", 2),
+            optimizer=block.text("offload_optimizer_device", "none"),
+            parameters=block.text("offload_param_device", "none"),
+        )
+    steps = block.raw("gradient_accumulation_steps", "auto")
+    if steps == "auto":
+        return spread, {}
+    return spread, {"accumulation_steps": block.integer("gradient_accumulation_steps", 1, at_least=1)}
 
 
 def num_processes(values: dict[str, Any], name: str, num_gpus: int = 1) -> int:
@@ -119,10 +129,6 @@ def _not_in_the_file(name: str) -> dict[str, str]:
     return dict.fromkeys((*names, "checkpointing"), f"{name} says only how the job is spread")
 
 
-def _without(missing: dict[str, str], changes: dict[str, Any]) -> tuple[Missing, ...]:
-    return tuple(Missing(field=field, reason=reason) for field, reason in missing.items() if field not in changes)
-
-
 def read_deepspeed(values: dict[str, Any], name: str, base: TrainSetup | None, num_gpus: int = 1) -> ReadConfig:
     """A base setup under a DeepSpeed JSON.
 
@@ -143,21 +149,13 @@ def read_deepspeed(values: dict[str, Any], name: str, base: TrainSetup | None, n
         else:
             settings.assume(f"{key} is left to the trainer")
     for kind in ("bf16", "fp16"):
-        block = Settings(settings.mapping(kind), f"{name}: {kind}")
+        block = settings.block(kind)
         if block.raw("enabled") is True and base.compute_dtype != kind:
             changes["precision"] = f"{kind}-autocast" if base.method != "full" else f"{kind}-mixed"
     spread = stage_of(settings, values)
     fields = {**_as_dict(base), **parallel_of(settings, spread, num_gpus), **changes}
-    return ReadConfig(
-        format="deepspeed",
-        path=name,
-        unknown_keys=settings.unknown_keys,
-        setup=common.build(settings, fields),
-        missing=_without(missing, changes),
-        assumptions=tuple(settings.assumptions),
-        approximations=tuple(settings.approximations),
-        values=values,
-    )
+    settings.missing = {field: reason for field, reason in missing.items() if field not in changes}
+    return config("deepspeed", settings, fields)
 
 
 def _as_dict(setup: TrainSetup) -> dict[str, Any]:

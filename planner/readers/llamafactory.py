@@ -2,18 +2,18 @@
 
 from typing import Any
 
+from planner.choices.objectives import OBJECTIVES
 from planner.errors import NotATraining, NotPlanned
 from planner.kernels import default_attention
 from planner.models.spec import ModelSpec
 from planner.readers import common, hf, schema
-from planner.readers.fields import adapter_kind, said
+from planner.readers.fields import adapter_kind, config, said
 from planner.readers.sharding import Sharding, Spread, fsdp, parallel_of, zero_stage
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.tools.llamafactory import ATTENTIONS, LLAMAFACTORY
 
 FORMAT = "llamafactory"
-STAGES = ("sft", "pt", "dpo")
 PREFERENCES = {**dict.fromkeys(("sigmoid", "hinge", "ipo", "kto_pair"), "dpo"), "orpo": "orpo"}
 """Values of `pref_loss` at stage dpo -> the objective whose step it is."""
 READ_ATTENTIONS = {word: kind for kind, word in ATTENTIONS.items()} | {"auto": "sdpa", "fa3": "flash-attention-2"}
@@ -44,64 +44,75 @@ def read(
     settings = Settings(values, name)
     settings.note_unknown({*schema.known(FORMAT), *schema.LEGACY_HF}, LLAMAFACTORY)
     sharding = sharding or Sharding()
-    stage = settings.text("stage", "sft")
-    if not settings.flag("do_train", False):
-        raise NotATraining(f"{name}: do_train is not true: not a training config", hint="give the config of a training")
-    aim = {"sft": "sft", "pt": "pretrain"}.get(stage) or PREFERENCES.get(settings.text("pref_loss", "sigmoid"), "")
-    if stage not in STAGES or not aim:
-        raise NotPlanned(
-            f"{name}: stage {stage} (preference or reward training) is not planned", hint="stages sft, pt and dpo are"
-        )
+    aim = _objective(settings)
+    liger = settings.flag(settings.first("enable_liger_kernel", "use_liger_kernel"), False)
     fields = said(settings, LLAMAFACTORY, "micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "compile")
-    fields |= _method(settings, model)
-    fields["objective"] = aim
-    fields["precision"] = _precision(settings, fields["method"])
-    # under packing samples fill one token less, and padding brings the row back to cutoff_len
-    packing = settings.flag("packing", stage == "pt") or settings.flag("neat_packing", False)
-    word = settings.text("flash_attn", "auto")
-    if word not in READ_ATTENTIONS:
-        raise settings.error("flash_attn", f"one of {', '.join(READ_ATTENTIONS)}", word)
-    off = settings.flag("disable_gradient_checkpointing", False)
+    fields |= {**_method(settings, model), "objective": aim, **_checkpointing(settings)}
     fields |= {
-        "packing": packing,
-        "attention": default_attention(model) if word == "auto" else READ_ATTENTIONS[word],
-        "checkpointing": 0 if off else 1,
-        "activation_offload": not off and settings.flag("use_unsloth_gc", False),
-        **common.liger(
-            settings, settings.flag(settings.first("enable_liger_kernel", "use_liger_kernel"), False), "full", model
-        ),
+        "precision": _precision(settings, fields["method"]),
+        # under packing samples fill one token less, and padding brings the row back to cutoff_len
+        "packing": settings.flag("packing", aim == "pretrain") or settings.flag("neat_packing", False),
+        "attention": _attention(settings, model),
+        **common.liger(settings, liger, "full", model),
         "optimizer": common.optimizer(settings, "optim", "adamw_torch_fused"),
     }
-    if stage == "dpo":
-        if settings.flag(settings.first("enable_liger_kernel", "use_liger_kernel"), False):
+    if not OBJECTIVES[aim].supervised:
+        if liger:
             settings.approximate("Liger's kernels in preference training are not counted")
         fields |= {"loss": "full", "kernels": "eager", "packing": False}
         fields |= {"lora_dropout": 0.0} if fields["method"] != "full" else {}
     if aim == "dpo" and fields["method"] == "full":
         settings.approximate("the reference is loaded in 16 bits: counted in the policy's type, too much")
-    spread: Spread = {"parallel": "none"}
-    if settings.has("deepspeed"):
-        spread = zero_stage(settings, values["deepspeed"], sharding)
-    if settings.raw("fsdp"):
-        inner = settings.raw("fsdp_config", {})
-        spread = fsdp(settings, inner if isinstance(inner, dict) else {})
-    fields |= parallel_of(settings, spread, sharding.num_gpus)
+    fields |= parallel_of(settings, _spread(settings, sharding), sharding.num_gpus)
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT), model)
     for key, sentence in NOT_COUNTED.items():
         if settings.raw(key):
             settings.approximate(sentence)
-    return ReadConfig(
-        format=FORMAT,
-        adapted_tables=settings.tables,
-        path=name,
-        unknown_keys=settings.unknown_keys,
-        model_id=settings.optional_text("model_name_or_path"),
-        setup=common.build(settings, fields),
-        assumptions=tuple(settings.assumptions),
-        approximations=tuple(settings.approximations),
-        dataset=_dataset(settings),
-        values=values,
-    )
+    named = settings.optional_text("model_name_or_path")
+    return config(FORMAT, settings, fields, model_id=named, dataset=_dataset(settings))
+
+
+def _objective(settings: Settings) -> str:
+    """What the stage trains.
+
+    Raises:
+        ConfigError: nothing, or what is not planned.
+    """
+    stage = settings.text("stage", "sft")
+    if not settings.flag("do_train", False):
+        raise NotATraining(
+            f"{settings.name}: do_train is not true: not a training config", hint="give the config of a training"
+        )
+    pairs = PREFERENCES.get(settings.text("pref_loss", "sigmoid"), "") if stage == "dpo" else ""
+    aim = {"sft": "sft", "pt": "pretrain"}.get(stage, pairs)
+    if not aim:
+        raise NotPlanned(
+            f"{settings.name}: stage {stage} (preference or reward training) is not planned",
+            hint="stages sft, pt and dpo are",
+        )
+    return aim
+
+
+def _attention(settings: Settings, model: ModelSpec | None) -> str:
+    word = settings.text("flash_attn", "auto")
+    if word not in READ_ATTENTIONS:
+        raise settings.error("flash_attn", f"one of {', '.join(READ_ATTENTIONS)}", word)
+    return default_attention(model) if word == "auto" else READ_ATTENTIONS[word]
+
+
+def _checkpointing(settings: Settings) -> dict[str, Any]:
+    off = settings.flag("disable_gradient_checkpointing", False)
+    offloads = not off and settings.flag("use_unsloth_gc", False)
+    return {"checkpointing": 0 if off else 1, "activation_offload": offloads}
+
+
+def _spread(settings: Settings, sharding: Sharding) -> Spread:
+    if settings.raw("fsdp"):
+        inner = settings.raw("fsdp_config", {})
+        return fsdp(settings, inner if isinstance(inner, dict) else {})
+    if settings.has("deepspeed"):
+        return zero_stage(settings, settings.values["deepspeed"], sharding)
+    return {"parallel": "none"}
 
 
 def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from typing import Any
 
 from planner.errors import ConfigError
 from planner.models.spec import ModelSpec
-from planner.readers import common, schema
+from planner.readers import schema
+from planner.readers.fields import config
 from planner.readers.sharding import Sharding
 from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
@@ -18,6 +19,7 @@ PRECISIONS = {
     ("bfloat16", "float32"): "bf16-pure",
 }
 """(training.dtype, training.mixed_precision_param) -> precision."""
+ASKED_BLOCKS = ("training", "optimizer", "activation_checkpoint", "compile", "parallelism", "model")
 SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe"}
 
 
@@ -36,18 +38,9 @@ def read(
     Raises:
         ConfigError: an unknown key, a wrong value, degrees that do not fit the GPUs.
     """
-    known = schema.known(FORMAT)
     top = Settings(values, name)
-    top.refuse_unknown((key.split(".")[0] for key in known), FORMAT)
-    parts = {title: Settings(top.mapping(title), f"{name}: {title}") for title in values}
-    for title, block in parts.items():
-        keys = (key.split(".")[1] for key in known if key.startswith(f"{title}."))
-        block.refuse_unknown(keys, f"torchtitan's {title}")
-
-    def part(title: str) -> Settings:
-        return parts.setdefault(title, Settings({}, f"{name}: {title}"))
-
-    training = part("training")
+    parts = _blocks(top)
+    training = parts["training"]
     pair = (training.text("dtype", "float32"), training.text("mixed_precision_param", "bfloat16"))
     if pair not in PRECISIONS:
         raise training.error("dtype", "float32 or bfloat16", pair[0])
@@ -58,22 +51,87 @@ def read(
         "attention": "sdpa",
         "packing": True,
         "precision": PRECISIONS[pair],
-        "optimizer": _optimizer(part("optimizer")),
-        "checkpointing": _checkpointing(part("activation_checkpoint")),
-        "compile": part("compile").flag("enable", False),
+        "optimizer": _optimizer(parts["optimizer"]),
+        "checkpointing": _checkpointing(parts["activation_checkpoint"]),
+        "compile": parts["compile"].flag("enable", False),
         "seq_len_tokens": training.integer("seq_len", 2048, at_least=1),
+        **_spread(parts["parallelism"], training, sharding or Sharding()),
     }
-    fields |= _spread(part("parallelism"), training, sharding or Sharding())
-    return ReadConfig(
-        format=FORMAT,
-        path=name,
-        model_id=part("model").optional_text("hf_assets_path"),
-        setup=common.build(top, fields),
-        assumptions=tuple(one for settings in parts.values() for one in settings.assumptions),
-        approximations=tuple(one for settings in parts.values() for one in settings.approximations),
-        dataset=training.optional_text("dataset_path") or training.optional_text("dataset"),
-        values=values,
-    )
+    named = parts["model"].optional_text("hf_assets_path")
+    data = training.optional_text("dataset_path") or training.optional_text("dataset")
+    return config(FORMAT, top, fields, *parts.values(), model_id=named, dataset=data)
+
+
+def _blocks(top: Settings) -> dict[str, Settings]:
+    """The file's blocks, and those that are asked for.
+
+    Raises:
+        ConfigError: one, or a setting in one, that torchtitan does not have.
+    """
+    known = schema.known(FORMAT)
+    top.refuse_unknown((key.split(".")[0] for key in known), FORMAT)
+    parts = {title: top.block(title) for title in (*top.values, *ASKED_BLOCKS)}
+    for title, block in parts.items():
+        keys = (key.split(".")[1] for key in known if key.startswith(f"{title}."))
+        block.refuse_unknown(keys, f"torchtitan's {title}")
+    return parts
+
+
+def _spread(settings: Settings, training: Settings, sharding: Sharding) -> dict[str, Any]:
+    """GPUs, degrees and batch: a degree of -1 takes the GPUs that the others leave."""
+    tensor = settings.integer("tensor_parallel_degree", 1, at_least=1)
+    stages = settings.integer("pipeline_parallel_degree", 1, at_least=1)
+    copies = settings.integer("data_parallel_replicate_degree", 1, at_least=1)
+    others = tensor * stages * copies
+    gpus, shard = _gpus(settings, others, sharding)
+    for key in ("context_parallel_degree", "expert_parallel_degree"):
+        if settings.integer(key, 1, at_least=1) > 1:
+            settings.approximate(f"{key} splits a step further: counted as if it did not")
+    fields: dict[str, Any] = {"num_gpus": gpus, "tensor_degree": tensor, "pipeline_degree": stages}
+    fields |= _batch(settings, training, stages, shard * copies)
+    if shard * copies == 1:
+        return fields | {"parallel": "none"}
+    if shard == 1:
+        return fields | {"parallel": "ddp"}
+    policy = settings.text("fsdp_reshard_after_forward", "default")
+    fields |= {
+        "parallel": "fsdp2",
+        "shard_degree": shard if copies > 1 else 0,
+        "reshard_after_forward": policy == "always" or (policy == "default" and stages == 1),
+    }
+    return fields | ({"offload": "parameters"} if training.flag("enable_cpu_offload", False) else {})
+
+
+def _gpus(settings: Settings, others: int, sharding: Sharding) -> tuple[int, int]:
+    """(GPUs of the run, of them those that share one copy's weights); `others`: those of all other degrees.
+
+    Raises:
+        ConfigError: degrees that do not divide them.
+    """
+    shard = int(settings.real("data_parallel_shard_degree", -1))
+    gpus = others * shard if shard > 0 else max(sharding.num_gpus, others)
+    if shard < 0:
+        shard = gpus // others
+        if sharding.num_gpus == 1:
+            settings.assume(f"the number of GPUs is not in the file: {gpus} taken (say how many with --gpus)")
+    if gpus != others * shard:
+        raise ConfigError(f"{settings.name}: degrees of {others} do not divide {gpus} GPUs", hint="give --gpus")
+    return gpus, shard
+
+
+def _batch(settings: Settings, training: Settings, stages: int, replicas: int) -> dict[str, Any]:
+    """Micro-batch and accumulation; a pipeline cuts the local batch into its micro-batches."""
+    local = training.integer("local_batch_size", 8, at_least=1)
+    if stages == 1:
+        total = int(training.real("global_batch_size", -1))
+        steps = total // (local * replicas) if total > 0 else 1
+        return {"micro_batch_seqs": local, "accumulation_steps": max(1, steps)}
+    micro = settings.integer("pipeline_parallel_microbatch_size", 1, at_least=1)
+    word = settings.text("pipeline_parallel_schedule", "1F1B").lower()
+    if word not in SCHEDULES:
+        settings.approximate(f"the pipeline schedule {word} is counted as 1F1B")
+    schedule = SCHEDULES.get(word, "1f1b")
+    return {"micro_batch_seqs": micro, "accumulation_steps": max(1, local // micro), "pipeline_schedule": schedule}
 
 
 def _optimizer(settings: Settings) -> str:
@@ -94,48 +152,3 @@ def _checkpointing(settings: Settings) -> int:
         return int(option)
     settings.approximate(f"activation checkpointing by {mode} {option} is counted as checkpointing every layer")
     return 1
-
-
-def _spread(settings: Settings, training: Settings, sharding: Sharding) -> dict[str, Any]:
-    """GPUs, degrees and batch: a degree of -1 takes the GPUs that the others leave."""
-    tensor = settings.integer("tensor_parallel_degree", 1, at_least=1)
-    stages = settings.integer("pipeline_parallel_degree", 1, at_least=1)
-    copies = settings.integer("data_parallel_replicate_degree", 1, at_least=1)
-    shard = int(settings.real("data_parallel_shard_degree", -1))
-    others = tensor * stages * copies
-    gpus = others * shard if shard > 0 else max(sharding.num_gpus, others)
-    if shard < 0:
-        shard = gpus // others
-        if sharding.num_gpus == 1:
-            settings.assume(f"the number of GPUs is not in the file: {gpus} taken (say how many with --gpus)")
-    if gpus != others * shard:
-        raise ConfigError(f"{settings.name}: degrees of {others} do not divide {gpus} GPUs", hint="give --gpus")
-    for key in ("context_parallel_degree", "expert_parallel_degree"):
-        if settings.integer(key, 1, at_least=1) > 1:
-            settings.approximate(f"{key} splits a step further: counted as if it did not")
-    local = training.integer("local_batch_size", 8, at_least=1)
-    total = int(training.real("global_batch_size", -1))
-    fields: dict[str, Any] = {"num_gpus": gpus, "tensor_degree": tensor, "pipeline_degree": stages}
-    if stages > 1:
-        micro = settings.integer("pipeline_parallel_microbatch_size", 1, at_least=1)
-        fields |= {"micro_batch_seqs": micro, "accumulation_steps": max(1, local // micro)}
-        word = settings.text("pipeline_parallel_schedule", "1F1B").lower()
-        if word not in SCHEDULES:
-            settings.approximate(f"the pipeline schedule {word} is counted as 1F1B")
-        fields["pipeline_schedule"] = SCHEDULES.get(word, "1f1b")
-    else:
-        steps = total // (local * shard * copies) if total > 0 else 1
-        fields |= {"micro_batch_seqs": local, "accumulation_steps": max(1, steps)}
-    if shard * copies == 1:
-        return fields | {"parallel": "none"}
-    if shard == 1:
-        return fields | {"parallel": "ddp"}
-    policy = settings.text("fsdp_reshard_after_forward", "default")
-    fields |= {
-        "parallel": "fsdp2",
-        "shard_degree": shard if copies > 1 else 0,
-        "reshard_after_forward": policy == "always" or (policy == "default" and stages == 1),
-    }
-    if training.flag("enable_cpu_offload", False):
-        fields["offload"] = "parameters"
-    return fields
