@@ -4,17 +4,18 @@ What stands there counts; what does not is asked for, never a default: the progr
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from planner.choices.objectives import OBJECTIVES
 from planner.errors import NotATraining
 from planner.models.spec import ModelSpec
 from planner.readers import common, hydra
-from planner.readers.fields import adapter_kind
+from planner.readers.fields import adapter_kind, config
 from planner.readers.objectives import OTHER_WORDS, SAYS_OBJECTIVE, of_own
 from planner.readers.program.reading import PARTS_OF_LENGTH
 from planner.readers.sharding import Sharding, parallel_of
-from planner.readers.types import Missing, ReadConfig
+from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 
 FORMAT = "own settings"
@@ -96,6 +97,7 @@ def is_training(values: Mapping[str, Any]) -> bool:
     return certain or adapted or ("micro" in found and bool(known) and bool({"accumulation", "rank"} & set(found)))
 
 
+ABSENT = " does not say; the program that reads it may"
 NUMBERS = ("micro", "accumulation", "length", "rank")
 ADAPTERS = {"lora": True, "qlora": True, "full": False, "none": False}
 BITS = {"4": "four", "4bit": "four", "4-bit": "four", "nf4": "four", "8": "eight", "8bit": "eight", "8-bit": "eight"}
@@ -136,8 +138,8 @@ def read(
     """
     if values.get("do_train") is False:
         raise NotATraining(f"{name}: do_train is false: not a training", hint="give the config of a training")
-    said = [str(value).lower() for path, value in _leaves(values, ()) if path[-1].lower() in SAYS_OBJECTIVE]
-    objective, certain = of_own(values, name, (name.lower(), *said))
+    texts = [str(value).lower() for path, value in _leaves(values, ()) if path[-1].lower() in SAYS_OBJECTIVE]
+    objective, certain = of_own(values, name, (name.lower(), *texts))
     found = _found(values)
     opened = {key: value for key, (_, value) in found.items() if hydra.is_open(value)}
     found = {key: one for key, one in found.items() if key not in opened and _makes_sense(key, one[1])}
@@ -147,45 +149,10 @@ def read(
     if later := sorted(_later_stages(values)):
         settings.assume(f"of several stages that of sft is read ({', '.join(later)} left out)")
     settings.approximate("loss and optimizer are taken to be transformers' defaults where the file says nothing")
-    missing = {
-        field: f"{name} does not say; the program that reads it may"
-        for key, field in FIELD_OF.items()
-        if key not in found
-    }
-    for key, text in opened.items():
-        if key in OPEN_AS:
-            missing[OPEN_AS[key]] = f"{name}: {key} is {text}"
-    adapted = settings.flag("lora", "rank" in found or "targets" in found)
-    plain = not settings.flag("quantized", True)
-    four, eight = (not plain and settings.flag(key, False) for key in ("four", "eight"))
-    double = settings.flag("double", False)
-    if not adapted:
-        missing.pop("rank", None)
-        missing.pop("lora_rank", None)
-        if "lora" not in found:
-            missing["method"] = f"{name} names no adapter; the program that reads it may"
-    elif not {"four", "eight"} & set(found) and not plain:
-        missing["quantization"] = f"{name} does not say; the program that reads it may"
-    if not certain:
-        missing["objective"] = f"{name} has settings of preferences: of which kind the program that reads it says"
-    if len(OBJECTIVES[objective].losses) > 1 and objective != "sft":
-        missing["loss"] = f"{name}: whose {objective} it is: TRL since 1.15 never holds all logits (chunked), others do"
-    if adapted and "targets" not in found:
-        missing["lora_targets"] = f"{name} names none; the program that reads it may"
-    if not adapted and "optimizer" not in found:
-        missing["optimizer"] = f"{name} names none; the program that reads it may"
-    word = settings.text("dtype", "auto").removeprefix("torch.")
-    autocast = "bf16" if settings.flag("bf16", False) else "fp16" if settings.flag("fp16", False) else None
-    if word not in common.DTYPES and autocast is None:
-        missing["precision"] = f"{name} names no data type; the program that reads it may"
-    weights = common.DTYPES.get(word, "bf16")
+    _ask_for_what_is_absent(settings, opened)
     of_trl = any(str(value).endswith("SFTConfig") for path, value in _leaves(values, ()) if path[-1] == "_target_")
-    method = "full" if not adapted else "qlora" if four or eight else "lora"
     fields: dict[str, Any] = {
-        "method": method,
-        "quantization": "none" if method != "qlora" else "int8" if eight else "nf4-double" if double else "nf4",
-        "precision": common.precision(settings, weights, autocast, method),
-        "lora_rank": settings.integer("rank", 8, at_least=1) if adapted else 0,
+        **_method(settings, model),
         "micro_batch_seqs": settings.integer("micro", 1, at_least=1),
         "accumulation_steps": settings.integer("accumulation", 1, at_least=1),
         "seq_len_tokens": settings.integer("length", 1024, at_least=1),
@@ -195,26 +162,72 @@ def read(
         "packing": settings.flag("packing", False),
         **common.liger(settings, settings.flag("liger", False), "chunked" if of_trl else "full", model),
     }
-    if objective != "sft":
-        fields |= {"objective": objective, "packing": False, "loss": OBJECTIVES[objective].losses[0]}
-    if adapted:
-        fields["lora_targets"] = common.targets(settings.text_or_names("targets"), model, settings)
-        fields["lora_dropout"] = settings.real("dropout", 0.0)
-        fields["modules_to_save"] = common.modules_to_save(settings, "saved")
-        fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT), model)
+    fields |= _preferences(settings, objective, certain=certain)
+    fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT), model)
     fields |= parallel_of(settings, {}, (sharding or Sharding()).num_gpus)
+    keys = {FIELD_OF[key]: path for key, (path, _) in found.items() if key in FIELD_OF and key != "model"}
     named = settings.raw("model")
-    return ReadConfig(
-        format=FORMAT,
-        path=name,
-        model_id=named if isinstance(named, str) else None,
-        setup=common.build(settings, fields),
-        missing=tuple(Missing(field=field, reason=reason) for field, reason in missing.items()),
-        assumptions=tuple(settings.assumptions),
-        approximations=tuple(settings.approximations),
-        keys={FIELD_OF[key]: path for key, (path, _) in found.items() if key in FIELD_OF and key != "model"},
-        values=values,
-    )
+    answer = config(FORMAT, settings, fields, model_id=named if isinstance(named, str) else None, keys=keys)
+    return replace(answer, values=values)
+
+
+def _ask_for_what_is_absent(settings: Settings, opened: Mapping[str, str]) -> None:
+    for key, field in FIELD_OF.items():
+        if key not in settings.values:
+            settings.ask(field, ABSENT)
+    for key, text in opened.items():
+        if key in OPEN_AS:
+            settings.ask(OPEN_AS[key], f": {key} is {text}")
+
+
+def _method(settings: Settings, model: ModelSpec | None) -> dict[str, Any]:
+    """Method, quantization, precision and adapters, and what of them has to be asked for."""
+    found = set(settings.values)
+    adapted = settings.flag("lora", bool({"rank", "targets"} & found))
+    whole = not settings.flag("quantized", True)
+    four, eight = (not whole and settings.flag(key, False) for key in ("four", "eight"))
+    if not adapted:
+        settings.missing.pop("lora_rank", None)
+        if "lora" not in found:
+            settings.ask("method", " names no adapter; the program that reads it may")
+        if "optimizer" not in found:
+            settings.ask("optimizer", " names none; the program that reads it may")
+        return {"method": "full", "quantization": "none", "lora_rank": 0, "precision": _precision(settings, "full")}
+    if not {"four", "eight"} & found and not whole:
+        settings.ask("quantization", ABSENT)
+    if "targets" not in found:
+        settings.ask("lora_targets", " names none; the program that reads it may")
+    method = "qlora" if four or eight else "lora"
+    nf4 = "nf4-double" if settings.flag("double", False) else "nf4"
+    return {
+        "method": method,
+        "quantization": "none" if method != "qlora" else "int8" if eight else nf4,
+        "precision": _precision(settings, method),
+        "lora_rank": settings.integer("rank", 8, at_least=1),
+        "lora_targets": common.targets(settings.text_or_names("targets"), model, settings),
+        "lora_dropout": settings.real("dropout", 0.0),
+        "modules_to_save": common.modules_to_save(settings, "saved"),
+    }
+
+
+def _precision(settings: Settings, method: str) -> str:
+    word = settings.text("dtype", "auto").removeprefix("torch.")
+    autocast = "bf16" if settings.flag("bf16", False) else "fp16" if settings.flag("fp16", False) else None
+    if word not in common.DTYPES and autocast is None:
+        settings.ask("precision", " names no data type; the program that reads it may")
+    return common.precision(settings, common.DTYPES.get(word, "bf16"), autocast, method)
+
+
+def _preferences(settings: Settings, objective: str, *, certain: bool) -> dict[str, Any]:
+    """What pairs of preferences make of the fields."""
+    if not certain:
+        settings.ask("objective", " has settings of preferences: of which kind the program that reads it says")
+    if objective == "sft":
+        return {}
+    losses = OBJECTIVES[objective].losses
+    if len(losses) > 1:
+        settings.ask("loss", f": whose {objective} it is: TRL since 1.15 never holds all logits (chunked), others do")
+    return {"objective": objective, "packing": False, "loss": losses[0]}
 
 
 def _in_words(found: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:

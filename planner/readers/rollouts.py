@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.choices.rollouts import COMPLETION_TOKENS, VLLM_FRACTION, Rollout
-from planner.readers.types import Missing
 from planner.readers.values import Settings
 
 PROMPT_TOKENS = 512
@@ -18,8 +17,8 @@ UNCOUNTED = (
 )
 
 
-def rollout_fields(settings: Settings, fields: Mapping[str, Any], name: str) -> tuple[dict[str, Any], list[Missing]]:
-    """The rollout and the length of a sequence, and what is to be asked for.
+def rollout_fields(settings: Settings, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The rollout and the length of a sequence, which is asked for where nothing says it.
 
     Raises:
         ConfigError: a value that makes no sense.
@@ -47,10 +46,9 @@ def rollout_fields(settings: Settings, fields: Mapping[str, Any], name: str) -> 
         vllm_fraction=settings.real("vllm_gpu_memory_utilization", VLLM_FRACTION),
         reference=settings.real("beta", 0.0) != 0.0,
     )
-    missing = []
     length = settings.integer("vllm_max_model_length", 0)
     if length <= completion:
         length = completion + PROMPT_TOKENS
-        reason = f"{name} does not say how long prompts are ({PROMPT_TOKENS} tokens taken, then {completion} generated)"
-        missing.append(Missing(field="seq_len_tokens", reason=reason))
-    return {"seq_len_tokens": length, "rollout": rollout}, missing
+        taken = f"({PROMPT_TOKENS} tokens taken, then {completion} generated)"
+        settings.ask("seq_len_tokens", f" does not say how long prompts are {taken}")
+    return {"seq_len_tokens": length, "rollout": rollout}

@@ -243,9 +243,8 @@ class _Script:
         if method != "full" and arguments.flag("disable_dropout", not self.aim.rolls_out):
             fields["lora_dropout"] = 0.0
         if self.aim.rolls_out:
-            rolled, open_fields = rollout_fields(arguments, base, self.name)
-            fields |= rolled
-            self.missing |= {one.field: one.reason for one in open_fields}
+            fields |= rollout_fields(arguments, base)
+            self.missing |= arguments.missing
         wrapped = trainer is not None and trainer.argument("peft_config") is None
         asked = self.aim.reference or ("rollout" in fields and fields["rollout"].reference)
         if method != "full" and wrapped and asked:

@@ -6,10 +6,10 @@ from planner.choices.objectives import OBJECTIVES, Objective
 from planner.errors import NotATraining, NotPlanned
 from planner.models.spec import ModelSpec
 from planner.readers import common, hf, rollouts, schema, versions
-from planner.readers.fields import adapter_kind, said
+from planner.readers.fields import adapter_kind, config, said
 from planner.readers.objectives import of_settings, refusal
 from planner.readers.sharding import Sharding, Spread, fsdp, fsdp_words, loaded, parallel_of, zero_stage
-from planner.readers.types import Missing, ReadConfig
+from planner.readers.types import ReadConfig
 from planner.readers.values import Settings
 from planner.tools.trl import TRL
 
@@ -38,106 +38,131 @@ def read(
     settings = Settings(values, name)
     settings.note_unknown(known_keys(), TRL)
     sharding = sharding or Sharding()
-    objective, certain = of_settings(values, name, next(iter(sharding.arguments or ()), ""))
-    if objective not in OBJECTIVES:
-        raise refusal(f"{name}: objective {objective}")
-    if settings.raw("do_train") is False and settings.raw("do_eval") is True:
-        raise NotATraining(f"{name}: do_train is false: not a training", hint="give the config of a training")
-    aim = OBJECTIVES[objective]
+    aim = _objective(settings, next(iter(sharding.arguments or ()), ""))
     bound = versions.taking((), (key for key in values if settings.has(key)), preferences=not aim.supervised)
     defaults = versions.trl(sharding.versions.get("trl"), bound)
     of_transformers = versions.transformers(sharding.versions.get("transformers"), values, defaults)
     if defaults.assumed:
         settings.assume(f"no TRL version named: the defaults of {defaults.said} (--assume trl==VERSION for another)")
+    kwargs = settings.block("model_init_kwargs")
+    fields: dict[str, Any] = {
+        "objective": aim.name,
+        **_kernels_and_loss(settings, aim, defaults, model),
+        **said(settings, TRL, "micro_batch_seqs", "accumulation_steps", "packing", "compile"),
+        **({} if aim.rolls_out else said(settings, TRL, "seq_len_tokens")),
+        **_method(settings, kwargs, defaults, model),
+        "attention": _attention(settings, kwargs, model),
+        "optimizer": common.optimizer(settings, "optim", "adamw_torch_fused"),
+        "checkpointing": hf.checkpointing(settings, defaults.checkpointing),
+    }
+    if not aim.supervised and fields["method"] != "full" and settings.flag("disable_dropout", not aim.rolls_out):
+        fields["lora_dropout"] = 0.0
+    fields["activation_offload"] = hf.offloads(settings, fields["checkpointing"])
+    fields["selective_checkpointing"] = hf.selects(settings, fields)
+    if aim.rolls_out:
+        fields |= rollouts.rollout_fields(settings, fields)
+    fields |= _spread(settings, kwargs, sharding)
+    fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT), model)
+    return config(
+        FORMAT, settings, fields, kwargs,
+        model_id=settings.optional_text("model_name_or_path"), dataset=settings.raw("dataset_name"),
+        keys=of_transformers.keys, only=of_transformers.only,
+    )  # fmt: skip
+
+
+def _objective(settings: Settings, command: str) -> Objective:
+    """What it trains; asked for where only the command says which kind of preferences.
+
+    Raises:
+        ConfigError: nothing, or what is not planned.
+    """
+    name = settings.name
+    objective, certain = of_settings(settings.values, name, command)
+    if objective not in OBJECTIVES:
+        raise refusal(f"{name}: objective {objective}")
+    if settings.raw("do_train") is False and settings.raw("do_eval") is True:
+        raise NotATraining(f"{name}: do_train is false: not a training", hint="give the config of a training")
+    if not certain:
+        kinds = "of which kind (dpo, kto, orpo) the command that it is for says"
+        settings.ask("objective", f" has beta: preferences, {kinds}")
+    return OBJECTIVES[objective]
+
+
+def _kernels_and_loss(
+    settings: Settings, aim: Objective, defaults: versions.TrlDefaults, model: ModelSpec | None
+) -> dict[str, str]:
     liger = settings.flag(settings.first("use_liger_kernel", "use_liger"), False)
     loss = defaults.loss(settings.optional_text("loss_type"), liger=False)
     if liger and defaults.loss(None, liger=True) == "liger":
         loss = "full"  # before 1.16 the switch takes the loss, whatever its type
-    fields: dict[str, Any] = {
-        **common.liger(settings, liger, loss, model),
-        **said(settings, TRL, "micro_batch_seqs", "accumulation_steps", "packing", "compile"),
-        **({} if aim.rolls_out else said(settings, TRL, "seq_len_tokens")),
-    }
+    found = common.liger(settings, liger, loss, model)
+    if aim.supervised:
+        return found
+    if settings.flag("precompute_ref_log_probs", False):
+        settings.approximate("reference log-probabilities are computed beforehand: counted as if in every step")
+    return found | {"loss": loss_of(aim, defaults, settings.name)}
 
-    kwargs = Settings(settings.mapping("model_init_kwargs"), f"{name}: model_init_kwargs")
+
+def _method(
+    settings: Settings, kwargs: Settings, defaults: versions.TrlDefaults, model: ModelSpec | None
+) -> dict[str, Any]:
+    """Method, quantization, precision and adapters."""
     quantization, compute = _quantization(settings, kwargs)
     peft = settings.flag("use_peft", False)
-    fields["objective"] = objective
-    missing = []
-    if not certain:
-        reason = f"{name} has beta: preferences, of which kind (dpo, kto, orpo) the command that it is for says"
-        missing.append(Missing(field="objective", reason=reason))
-    if objective != "sft":
-        fields["loss"] = loss_of(aim, defaults, name)
-        if settings.flag("precompute_ref_log_probs", False):
-            settings.approximate("reference log-probabilities are computed beforehand: counted as if in every step")
     unused = [key for key in ("lora_r", "lora_alpha", "lora_target_modules") if settings.has(key)]
     if unused and not settings.has("use_peft"):
-        reason = f"{name} sets {unused[0]} but not use_peft: trl trains every weight then, another program may not"
-        missing.append(Missing(field="method", reason=reason))
-    fields["method"] = "full" if not peft else "lora" if quantization == "none" else "qlora"
-    fields["quantization"] = quantization if peft else "none"
-    dtype_key = settings.first("dtype", "torch_dtype")
-    if not settings.has(dtype_key):
+        settings.ask(
+            "method", f" sets {unused[0]} but not use_peft: trl trains every weight then, another program may not"
+        )
+    method = "full" if not peft else "lora" if quantization == "none" else "qlora"
+    fields = {"method": method, "quantization": quantization if peft else "none"}
+    fields["precision"] = _precision(settings, method, quantization, compute, defaults, model)
+    if not peft:
+        return fields | {"lora_rank": 0}
+    if settings.has("lora_target_parameters"):
+        settings.approximate("adapters on stacked expert parameters are not counted")
+    return {
+        **fields,
+        **said(settings, TRL, "lora_rank", "lora_dropout"),
+        "lora_targets": common.targets(settings.names("lora_target_modules"), model, settings),
+        "modules_to_save": common.modules_to_save(settings, "lora_modules_to_save"),
+    }
+
+
+def _precision(
+    settings: Settings,
+    method: str,
+    quantization: str,
+    compute: str | None,
+    defaults: versions.TrlDefaults,
+    model: ModelSpec | None,
+) -> str:
+    """`compute`: the type in which 4-bit weights compute, where it is given apart from `dtype`."""
+    key = settings.first("dtype", "torch_dtype")
+    if not settings.has(key):
         settings.assume("dtype absent: float32 weights, TRL's default")
-    weights = hf.weight_dtype(settings, dtype_key, "float32", model)
+    weights = hf.weight_dtype(settings, key, "float32", model)
     autocast = hf.autocast(settings, bf16_default=defaults.bf16)
-    fields["precision"] = common.precision(settings, weights, autocast, fields["method"])
-    if fields["method"] == "qlora" and autocast == "fp16":
+    if method == "qlora" and autocast == "fp16":
         settings.approximate(
             "TRL casts a quantized base's adapters to bf16, which the fp16 loss scaler cannot unscale: the run stops "
             "at its first optimizer step"
         )
     if compute is None and weights == "fp32" and autocast and quantization.startswith("nf4"):
         settings.approximate("4-bit weights compute in float32 here (TRL takes the compute type from dtype)")
-    if peft:
-        fields |= {
-            **said(settings, TRL, "lora_rank", "lora_dropout"),
-            "lora_targets": common.targets(settings.names("lora_target_modules"), model, settings),
-            "modules_to_save": common.modules_to_save(settings, "lora_modules_to_save"),
-        }
-        if objective != "sft" and settings.flag("disable_dropout", not aim.rolls_out):
-            fields["lora_dropout"] = 0.0
-        if settings.has("lora_target_parameters"):
-            settings.approximate("adapters on stacked expert parameters are not counted")
-    else:
-        fields["lora_rank"] = 0
+    return common.precision(settings, weights, autocast, method)
 
-    attention_key = settings.first("attn_implementation")
-    if not settings.has(attention_key) and kwargs.has("attn_implementation"):
-        fields["attention"] = common.attention(kwargs, "attn_implementation", model)
-    else:
-        fields["attention"] = common.attention(settings, attention_key, model)
-    fields["optimizer"] = common.optimizer(settings, "optim", "adamw_torch_fused")
-    fields["checkpointing"] = hf.checkpointing(settings, defaults.checkpointing)
-    fields["activation_offload"] = hf.offloads(settings, fields["checkpointing"])
-    fields["selective_checkpointing"] = hf.selects(settings, fields)
-    if aim.rolls_out:
-        rolled, asked = rollouts.rollout_fields(settings, fields, name)
-        fields |= rolled
-        missing += asked
+
+def _attention(settings: Settings, kwargs: Settings, model: ModelSpec | None) -> str:
+    inside = not settings.has("attn_implementation") and kwargs.has("attn_implementation")
+    return common.attention(kwargs if inside else settings, "attn_implementation", model)
+
+
+def _spread(settings: Settings, kwargs: Settings, sharding: Sharding) -> dict[str, Any]:
     if kwargs.raw("device_map") == "auto" and sharding.num_gpus > 1:
-        fields |= {"num_gpus": sharding.num_gpus, "parallel": "device-map"}
-    else:
-        spread = loaded(settings, kwargs, sharding.num_gpus) or sharded(settings, sharding)
-        fields |= parallel_of(settings, spread, sharding.num_gpus)
-    if peft:
-        fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT), model)
-    return ReadConfig(
-        format=FORMAT,
-        path=name,
-        unknown_keys=settings.unknown_keys,
-        model_id=settings.optional_text("model_name_or_path"),
-        setup=common.build(settings, fields),
-        missing=tuple(missing),
-        keys=of_transformers.keys,
-        only=of_transformers.only,
-        adapted_tables=settings.tables,
-        assumptions=(*settings.assumptions, *kwargs.assumptions),
-        approximations=(*settings.approximations, *kwargs.approximations),
-        dataset=settings.raw("dataset_name"),
-        values=values,
-    )
+        return {"num_gpus": sharding.num_gpus, "parallel": "device-map"}
+    spread = loaded(settings, kwargs, sharding.num_gpus) or sharded(settings, sharding)
+    return parallel_of(settings, spread, sharding.num_gpus)
 
 
 def loss_of(aim: Objective, defaults: versions.TrlDefaults, name: str) -> str:
