@@ -227,8 +227,9 @@ def test_a_setting_of_an_older_trainer_of_preferences_says_so_in_a_config_as_in_
 
 
 def test_pairs_in_a_programs_own_settings_leave_open_whose_step_it_is() -> None:
-    text = "base_model: gpt2\nmax_length: 512\nbeta: 0.1\nlora_r: 8\nlora_target_modules: [c_attn]\nload_in_4bit: false\n"
-    text += "per_device_train_batch_size: 1\ngradient_accumulation_steps: 8\nbf16: true\ngradient_checkpointing: true\n"
+    text = "base_model: gpt2\nmax_length: 512\nbeta: 0.1\nlora_r: 8\nlora_target_modules: [c_attn]\n"
+    text += "load_in_4bit: false\nper_device_train_batch_size: 1\ngradient_accumulation_steps: 8\nbf16: true\n"
+    text += "gradient_checkpointing: true\n"
     found = read_text(text, "dpo.yaml")
     assert (found.format, found.setup.objective, found.setup.packing) == ("own settings", "dpo", False)
     assert [one.field for one in found.missing] == ["loss"]
