@@ -102,11 +102,12 @@ def parts_of(kernels: str, model_type: str, *, compiled: bool = False) -> frozen
 
 
 COMPILED = _LAYER | {"lora", "inputs"}
-"""What torch.compile makes one kernel of in any layer; "inputs": what a matrix multiplied is made anew in the backward
-where single operations make it from something that is kept.
+"""What torch.compile makes one kernel of in any layer; "inputs": what several matrices multiplied is kept once, in the
+type that is multiplied.
 
 Source: PyTorch 2.13 `torch/_functorch/partitioners.py` min_cut_rematerialization_partition: of what the backward needs
-the cut with the fewest bytes is kept, chains of elementwise operations, norms and casts are recomputed.
+the cut with the fewest bytes is kept, chains of elementwise operations, norms and casts are recomputed, but not what a
+product of the backward reads.
 """
 
 

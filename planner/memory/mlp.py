@@ -41,7 +41,8 @@ def gated_fused(mlp: MlpSpec | None, context: LayerContext) -> bool:
 def lora_mlp(layer: LayerSpec, context: LayerContext) -> bool:
     """Whether a dense gated MLP runs as one fused LoRA function: all three of its matrices carry adapters."""
     roles = {one.role for one in layer.linears if one.name in context.adapted}
-    return "lora" in context.fused and gated_fused(layer.mlp, context) and {"gate", "up", "down"} <= roles
+    own = "lora" in context.fused and "inputs" not in context.fused
+    return own and gated_fused(layer.mlp, context) and {"gate", "up", "down"} <= roles
 
 
 def _between_dense(mlp: MlpSpec, down: Sequence[LinearSpec], context: LayerContext, input_dtype: str) -> int:

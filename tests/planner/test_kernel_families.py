@@ -23,10 +23,11 @@ from planner.cli.app import run
 from planner.errors import SetupError, UsageError
 from planner.exporters import EXPORTERS
 from planner.gpus import find_gpu
-from planner.interchange import setup_from_dict, setup_to_dict
+from planner.interchange import asked_setup, setup_from_dict, setup_to_dict
 from planner.kernels import missing_kernels
 from planner.memory.micro_batch import activation_parts
 from planner.models import catalogue
+from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.plan import Plan
 from planner.planning import plan_workload
@@ -245,6 +246,25 @@ def test_a_compiled_speed_says_how_little_is_known_of_it() -> None:
     )
     assert compiled.band_fraction**2 - plain.band_fraction**2 == pytest.approx(COMPILE_BAND**2)
     assert any("6 pairs of runs (B200, A100, H100)" in note for note in compiled.notes)
+
+
+@pytest.mark.parametrize(("adapters", "widths"), [
+    ({"method": "full"}, 3 * 2048 + 6 * 768 + 2 * 256),
+    ({"lora_rank": 8, "lora_targets": ["q_proj", "down_proj"]}, 3 * 2048 + 5 * 768 + 2 * 256 + 2 * 8),
+    ({"lora_rank": 8, "lora_targets": ["q_proj"]}, 2 * 2048 + 5 * 768 + 2 * 256 + 8),
+])  # fmt: skip
+def test_a_compiled_layer_keeps_what_pytorchs_partitioner_keeps(adapters: dict[str, Any], widths: int) -> None:
+    """`python -m benchmarks.compiled_layers`: every input of a matrix that has a gradient, once; queries, keys, values,
+    the attention's output and its log-sums; the residual after attention, gate and up; the norms' deviations."""
+    config = {
+        "model_type": "llama", "hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12,
+        "num_key_value_heads": 4, "num_hidden_layers": 1, "vocab_size": 64, "tie_word_embeddings": False,
+    }  # fmt: skip
+    values = {"precision": "bf16-pure", "checkpointing": False, "seq_len_tokens": 512, "stack": "torchtune"}
+    setup = asked_setup({**values, **adapters, "compile": True})
+    model = spec_from_config(config, model_id="one-layer", source="by hand")
+    parts = activation_parts(model, find_gpu("a100-80gb"), setup)
+    assert sum(parts.stored.values()) == 512 * (2 * widths + 4 * 12 + 2 * 4)
 
 
 def test_liger_does_not_displace_eager_kernels_for_less_than_a_preference_is_worth(

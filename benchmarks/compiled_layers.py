@@ -1,0 +1,98 @@
+"""What torch.compile makes of transformers' layers: what they keep for the backward, and whether they compile at all.
+
+    python -m benchmarks.compiled_layers
+
+*Kept*: one Llama layer by PyTorch's own partitioner (backend aot_eager_decomp_partition), bytes per token beside the
+formula's. *Compiled*: the checkpointed layers of a small Qwen3, compiled one by one as prime-rl does (checkpoint
+wrapper, then `layer.compile()`), with an attention that asks transformers whether `position_ids` hold packed sequences,
+as flash attention's does, and with one that does not. The answer is a tensor that the layer branches on: dynamo leaves
+the graph, and since `torch.utils.checkpoint` is closed to it, no layer is compiled. Seconds on a CPU; docs/stacks.md
+has the figures of transformers 4.57.1 with PyTorch 2.13.
+"""
+
+import sys
+from typing import Any
+
+import torch
+
+LAYERS, TOKENS, HIDDEN, INNER, HEADS, KV_HEADS = 12, 256, 768, 2048, 12, 4
+
+
+def kept_bytes(*, lora: bool) -> int:
+    """Bytes per token that a bf16 layer's compiled forward keeps beside its parameters and rotary tables."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "num_hidden_layers": 1}
+    config = LlamaConfig(hidden_size=HIDDEN, intermediate_size=INNER, attn_implementation="sdpa", **heads)
+    layer: Any = LlamaDecoderLayer(config, 0).to(torch.bfloat16)
+    if lora:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        layer = inject_adapter_in_model(LoraConfig(r=8, target_modules=["q_proj", "down_proj"]), layer)
+        layer = layer.to(torch.bfloat16)
+    x = torch.randn(1, TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    tables = LlamaRotaryEmbedding(config)(x, torch.arange(TOKENS)[None])
+    known = {one.untyped_storage().data_ptr() for one in (*layer.parameters(), *tables)}
+    kept: dict[int, int] = {}
+
+    def pack(one: torch.Tensor) -> torch.Tensor:
+        storage = one.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return one
+
+    compiled = torch.compile(layer, backend="aot_eager_decomp_partition")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+        compiled(x, position_embeddings=tables)
+    return sum(kept.values()) // TOKENS
+
+
+def compiled_graphs(*, asks: bool) -> int:
+    """Graphs that dynamo hands to a compiler in a forward and a backward of so many equal layers."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.modeling_flash_attention_utils import _is_packed_sequence
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def attend(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: Any = None, **kwargs: Any) -> Any:
+        if asks and _is_packed_sequence(kwargs.get("position_ids"), q.shape[0]):
+            q = q + 0
+        k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], 1) for one in (k, v))
+        found = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
+        return found.transpose(1, 2), None
+
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    ALL_ATTENTION_FUNCTIONS["asking"] = attend
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16, "vocab_size": 64}
+    heads = {"num_hidden_layers": LAYERS, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, attn_implementation="asking", use_cache=False))
+    torch._dynamo.reset()
+    for name, block in list(model.model.layers.named_children()):
+        model.model.layers.register_module(name, checkpoint_wrapper(block, preserve_rng_state=False))
+        model.model.layers[int(name)].compile(backend=backend)
+    out = model(input_ids=torch.zeros(1, 16, dtype=torch.long), position_ids=torch.arange(16)[None])
+    out.logits.float().mean().backward()
+    return len(graphs)
+
+
+def main() -> None:
+    """Prints both."""
+    keys = KV_HEADS * HIDDEN // HEADS
+    residue = 4 * HEADS + 8  # flash attention's log-sum, the norms' inverse deviations
+    by_hand = {"full": 2 * (3 * INNER + 6 * HIDDEN + 2 * keys), "lora": 2 * (3 * INNER + 5 * HIDDEN + 2 * keys + 2 * 8)}
+    for name, kept in by_hand.items():
+        found = kept_bytes(lora=name == "lora")
+        sys.stdout.write(f"{name}: {found} bytes a token kept, {kept + residue} by the formula\n")
+    for asks in (False, True):
+        what = "asks for packed sequences" if asks else "does not ask"
+        sys.stdout.write(f"{LAYERS} layers whose attention {what}: {compiled_graphs(asks=asks)} graphs compiled\n")
+
+
+if __name__ == "__main__":
+    main()
