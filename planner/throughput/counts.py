@@ -47,25 +47,35 @@ operations than with PyTorch's; these are counted as 7.
 """
 
 
-def eager_score_bytes(size: int, *, upcast: bool, dropout: bool, drag: float) -> tuple[float, float]:
+def eager_score_bytes(
+    dtype: str, *, upcast: bool, dropout: bool, drag: float, compiled: bool = False
+) -> tuple[float, float]:
     """Bytes per score (a query, a key and a head) that attention in single operations moves, forward and backward.
 
     Forward: the product written, scaled, masked, softmax, dropped out, read; the backward likewise, without the mask.
-    Softmax and dropout are reductions and random numbers: on an A100 twice their bytes (`drag_of`).
+    Softmax and dropout are reductions and random numbers: on an A100 twice their bytes (`drag_of`). torch.compile makes
+    one kernel of all between the two products.
 
     Args:
-        size: of one score; `upcast`: whether the softmax is computed in fp32 and cast back.
+        upcast: whether the softmax is computed in fp32 and cast back; its kernel reads fp16 itself, bf16 is cast first.
         dropout: whether attention weights are dropped out while training, with a mask of one byte.
 
     Source: transformers 5.23 `models/llama/modeling_llama.py` and `models/gpt2/modeling_gpt2.py`
-    eager_attention_forward; PyTorch `tools/autograd/derivatives.yaml`. Counted, not fitted.
+    eager_attention_forward; PyTorch `aten/src/ATen/native/SoftMax.cpp` softmax, `tools/autograd/derivatives.yaml`.
+    Counted, not fitted.
     """
-    wide = 4 if upcast else size
-    cast = size + wide if upcast and wide != size else 0
+    size = SIZE_BYTES[dtype]
     slow = 1.0 + drag
+    mask = 1 if dropout else 0
+    if compiled:
+        return 4 * size + mask, 7 * size + mask
+    wide = 4 if upcast else size
+    read = size if dtype == "fp16" else wide
+    cast = size + wide if wide != size else 0
+    casts = cast if read == size else 2 * cast
     dropped = (2 * size + 1) * slow if dropout else 0.0
-    forward = 6 * size + (size + wide) * slow + cast + dropped
-    backward = 6 * size + (2 * wide + size) * slow + cast + dropped
+    forward = 6 * size + (read + wide) * slow + casts + dropped
+    backward = 6 * size + (2 * wide + read) * slow + casts + dropped
     return forward, backward
 
 

@@ -81,6 +81,12 @@ def int8_bytes(linear: LinearSpec, dtype: str) -> float:
     return (17.0 + cast) * linear.in_features + (14.0 + cast) * linear.out_features
 
 
+def attended_pairs(spec: AttentionSpec, seq: int) -> float:
+    """Pairs of a query and a key in one causal sequence, within the layer's window."""
+    window = spec.window_tokens
+    return float(seq) * seq / 2 if window is None or window >= seq else seq * window - window * window / 2.0
+
+
 class SpeedModel:
     """Times of one model on one GPU under one calibration and one software stack."""
 
@@ -187,8 +193,9 @@ class SpeedModel:
         return made
 
     def head_rate(self, dtype: str, vocab: int) -> float:
-        """Flops per second of the head's matrices."""
-        aligned = dtype == "fp32" or vocab % 8 == 0 or vocab < 8
+        """Flops per second of the head's matrices; torch.compile pads them (PyTorch 2.13 `_inductor/config.py`
+        shape_padding)."""
+        aligned = dtype == "fp32" or vocab % 8 == 0 or vocab < 8 or self.conditions.padded_head
         return self.rates.matmul[dtype] * (1.0 if aligned else UNALIGNED_HEAD)
 
     def head_forward_s(self, dtype: str, tokens: int) -> float:
@@ -232,14 +239,14 @@ class SpeedModel:
         """Seconds per sequence of attention forward and backward, and needed forward flops per sequence."""
         traced = setup.compile and setup.by.traces_masks
         masks = (setup.packing, traced, setup.images is None, setup.adapter == "prefix")
-        key = (setup.attention, flow, setup.seq_len_tokens, masks)
+        key = (setup.attention, flow, setup.seq_len_tokens, setup.compile, masks)
         found = self._attention.get(key)
         if found is not None:
             return found
         dtype = flow.attention_input
         forward = backward = flops = 0.0
         for spec, count in self.inv.attentions:
-            one = self._attention_one(spec, setup, dtype)
+            one = self._attention_one(spec, setup, flow)
             forward += count * one[0]
             backward += count * one[1]
             flops += count * one[2]
@@ -252,36 +259,40 @@ class SpeedModel:
         kernels = {attention_kernel(self.model, setup, self.gpu, spec, dtype) for spec, _ in self.inv.attentions}
         return kernels <= {"flash", "efficient"}
 
-    def _attention_one(self, spec: AttentionSpec, setup: TrainSetup, dtype: str) -> tuple[float, float, float]:
+    def _attention_one(self, spec: AttentionSpec, setup: TrainSetup, flow: Flow) -> tuple[float, float, float]:
         """Seconds per sequence forward and backward, and needed forward flops.
 
         A kernel of SDPA that is handed a mask skips neither the causal half nor what lies outside a window (PyTorch
         2.13 `transformers/cuda/attention.cu`: custom_mask_type of is_causal alone; cuDNN takes it as a bias).
         """
-        constants, kernel = self.constants, attention_kernel(self.model, setup, self.gpu, spec, dtype)
-        seq = float(setup.seq_len_tokens)
-        full = seq * seq
-        window = spec.window_tokens
-        pairs = full / 2 if window is None or window >= seq else seq * window - window * window / 2.0
-        wide = spec.head_dim + spec.value_head_dim
-        needed = 2.0 * spec.num_heads * pairs * wide
-        rate = self.rates.matmul[dtype]
-        if kernel in ("flash", "efficient"):
-            masked = self.conditions.masked_attention or handed_mask(self.model, setup, spec)
-            done = 2.0 * spec.num_heads * (full if masked and kernel == "efficient" else pairs) * wide
-            share = self._fused_share(spec, setup, kernel, dtype)
-            forward = done / (rate * constants.attention_forward_share * share)
-            backward = _FLASH_BACKWARD * done / (rate * constants.attention_backward_share * share)
-            return forward, backward, needed
-        done = 2.0 * spec.num_heads * full * wide
-        ahead, back = (share * constants.attention_math_passes * SIZE_BYTES[dtype] for share in (0.45, 0.55))
-        if kernel == "eager":
-            traits = traits_of(self.model)
-            upcast, dropout = not traits.plain_softmax, traits.attention_dropout
-            ahead, back = eager_score_bytes(SIZE_BYTES[dtype], upcast=upcast, dropout=dropout, drag=self.drag)
-        scores_s = spec.num_heads * full / self.bandwidth
-        product_s = done / (0.7 * rate)
-        return product_s + ahead * scores_s, 2 * product_s + back * scores_s, needed
+        constants, dtype = self.constants, flow.attention_input
+        kernel = attention_kernel(self.model, setup, self.gpu, spec, dtype)
+        pairs = attended_pairs(spec, setup.seq_len_tokens)
+        each = 2.0 * spec.num_heads * (spec.head_dim + spec.value_head_dim)
+        full = float(setup.seq_len_tokens) ** 2
+        if kernel not in ("flash", "efficient"):
+            product_s = each * full / (0.7 * self.rates.matmul[dtype])
+            ahead, back = self._score_bytes(setup, flow, kernel)
+            scores_s = spec.num_heads * full / self.bandwidth
+            return product_s + ahead * scores_s, 2 * product_s + back * scores_s, each * pairs
+        masked = self.conditions.masked_attention or handed_mask(self.model, setup, spec)
+        done = each * (full if masked and kernel == "efficient" else pairs)
+        rate = self.rates.matmul[dtype] * self._fused_share(spec, setup, kernel, dtype)
+        forward = done / (rate * constants.attention_forward_share)
+        return forward, _FLASH_BACKWARD * done / (rate * constants.attention_backward_share), each * pairs
+
+    def _score_bytes(self, setup: TrainSetup, flow: Flow, kernel: str) -> tuple[float, float]:
+        """Bytes per score, forward and backward, of attention that writes them: single operations, or the math
+        kernel."""
+        dtype = flow.attention_input
+        if kernel != "eager":
+            moved = self.constants.attention_math_passes * SIZE_BYTES[dtype]
+            return 0.45 * moved, 0.55 * moved
+        traits = traits_of(self.model)
+        upcast = not traits.plain_softmax or flow.autocast is not None  # autocast computes a softmax in fp32
+        return eager_score_bytes(
+            dtype, upcast=upcast, dropout=traits.attention_dropout, drag=self.drag, compiled=setup.compile
+        )
 
     def _fused_share(self, spec: AttentionSpec, setup: TrainSetup, kernel: str, dtype: str) -> float:
         """How fast a fused attention is beside SDPA's flash kernel."""

@@ -326,15 +326,18 @@ def test_paged_states_pay_for_what_has_no_room() -> None:
     assert paged.tokens_per_s == pytest.approx((roomy.tokens_per_s or 0) * (1 - parts["paging"] / sum(parts.values())))
 
 
-@pytest.mark.parametrize(("upcast", "dropout", "drag", "expected"), [
-    (False, False, 0.0, (12 + 4, 12 + 6)),  # two reads and writes of the product, three of each step around it
-    (False, True, 1.0, (12 + 8 + 10, 12 + 12 + 10)),
-    (True, False, 0.0, (12 + 6 + 6, 12 + 10 + 6)),  # softmax from 16 bit to 32 and the cast back
+@pytest.mark.parametrize(("dtype", "upcast", "dropout", "drag", "compiled", "expected"), [
+    ("bf16", False, False, 0.0, False, (12 + 4, 12 + 6)),  # two reads and writes of the product, three of each step
+    ("bf16", False, True, 1.0, False, (12 + 8 + 10, 12 + 12 + 10)),
+    ("fp16", True, False, 0.0, False, (12 + 6 + 6, 12 + 10 + 6)),  # softmax from 16 bit to 32 and the cast back
+    ("bf16", True, False, 1.0, False, (12 + 6 + 16 + 6, 12 + 6 + 24 + 6)),  # the cast to 32 is a kernel of its own
+    ("bf16", True, False, 1.0, True, (8, 14)),  # one kernel between the products
 ])  # fmt: skip
 def test_eager_attention_moves_its_scores(
-    upcast: bool, dropout: bool, drag: float, expected: tuple[float, float]
+    dtype: str, upcast: bool, dropout: bool, drag: float, compiled: bool, expected: tuple[float, float]
 ) -> None:
-    assert eager_score_bytes(2, upcast=upcast, dropout=dropout, drag=drag) == expected
+    found = eager_score_bytes(dtype, upcast=upcast, dropout=dropout, drag=drag, compiled=compiled)
+    assert found == expected
 
 
 def test_gpt2_pays_for_its_composed_gelu_and_its_dropouts() -> None:
