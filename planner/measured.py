@@ -23,6 +23,7 @@ SINGLE_GPU = ("measured_single_gpu.jsonl", "measured_published.jsonl")
 """What `tools/import_measurements.py` writes, and `tools/import_published.py`."""
 SEVERAL_GPUS = ("measured_multi_gpu.jsonl",)
 STACK_OF = {
+    "fms-acceleration": "fms-acceleration",
     "hf-trainer": "trl",
     "litgpt": "litgpt",
     "llama-factory": "llamafactory",

@@ -34,6 +34,7 @@ class Stack:
         loss_chunks, loss_chunk_tokens: the full loss is cut into so many pieces, or into pieces of so many tokens; 0:
             it is not. Each piece has its own fp32 copy and its own gradients.
         in_place_loss: the full loss's own kernel writes the gradient over the logits.
+        shifted_loss: that kernel is given a shifted copy of fp32 logits, which stay beside it.
         clips_gradients: the step computes the gradients' norm and scales them.
         quantized_adapters: data type of the adapters of a quantized base whose embeddings were not cast to fp32, where
             `adapter_dtype` is "auto"; of any other base they are fp32 unless `plain_adapters` says otherwise.
@@ -57,6 +58,7 @@ class Stack:
     loss_chunks: int = 0
     loss_chunk_tokens: int = 0
     in_place_loss: bool = False
+    shifted_loss: bool = False
     clips_gradients: bool = True
     quantized_adapters: str = "fp32"
     plain_adapters: str = "fp32"
@@ -134,6 +136,35 @@ _ROWS = (
         source="as plain-loop, with `loss = model(...).loss`",
     ),
     Stack(
+        name="plain-loop-own-model",
+        title="a loop of one's own around a model of one's own",
+        compiles_loss=False,
+        upcasts_logits=False,
+        clips_gradients=False,
+        trainer_overhead=False,
+        source="rasbt/LLMs-from-scratch ch05/10_llm-training-speed: cross_entropy(logits.flatten(0, 1), targets) in a "
+        "function beside the model",
+    ),
+    Stack(
+        name="nanogpt",
+        title="nanoGPT's loop",
+        upcasts_logits=False,
+        trainer_overhead=False,
+        source="karpathy/nanoGPT and build-nanogpt: F.cross_entropy(logits.view(-1, V), targets.view(-1)) in the "
+        "model's forward, which is compiled whole; clip_grad_norm_",
+    ),
+    Stack(
+        name="fms-acceleration",
+        title="TRL with fms-acceleration's kernels",
+        widens_outputs=True,
+        in_place_loss=True,
+        shifted_loss=True,
+        quantized_adapters="bf16",
+        wide_embedding_states=True,
+        source="fms-acceleration plugins/fused-ops-and-kernels (Unsloth's cross-entropy in the place of "
+        "torch.nn.CrossEntropyLoss) under transformers 4.44 and 4.45 (logits.float(), shift_logits.contiguous())",
+    ),
+    Stack(
         name="prime-rl",
         title="prime-rl's trainers",
         traces_masks=False,
@@ -155,6 +186,16 @@ _ROWS = (
         source="torchtune 0.6 modules/loss/ce_chunked_output_loss.py (8 chunks, fp32 per chunk), recipes/"
         "lora_finetune_single_device.py (one dtype for all parameters, `del logits` before the backward), "
         "training/_activation_offloading.py (use_streams)",
+    ),
+    Stack(
+        name="torchtune-whole-loss",
+        title="torchtune's recipes before their loss was cut",
+        compiles_loss=False,
+        overlaps_offload=True,
+        quantized_adapters="",
+        plain_adapters="",
+        source="torchtune 0.1 to 0.3 modules/transformer.py (`self.output(h).float()`), recipes (torch.nn."
+        "CrossEntropyLoss, not compiled)",
     ),
     Stack(
         name="torchtitan",

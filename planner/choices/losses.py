@@ -36,7 +36,8 @@ class LossShape:
         head_cast: autocast copies an fp32 head to 16 bit.
         upcast: the full loss is computed in fp32; T5's own, where no autocast widens it, is not.
         chunks: into how many pieces the stack cuts the full loss.
-        in_place: the stack's own kernel of the full loss writes the gradient over the logits.
+        in_place: the stack's own kernel of the full loss writes the gradient over the logits; shifted: over a copy of
+            their fp32 form.
         kept: the loop holds the model's outputs, and with them the logits, until the next forward's.
         widened: the outputs of the model are cast to fp32.
         compiled: torch.compile makes one kernel of the full loss each way, which keeps the logits as they come.
@@ -53,6 +54,7 @@ class LossShape:
     upcast: bool
     chunks: int = 1
     in_place: bool = False
+    shifted: bool = False
     kept: bool = False
     widened: bool = False
     compiled: bool = False
@@ -139,9 +141,9 @@ class FullLoss(Loss):
         beside = kept + shape.cast_bytes
         held = (wide if shape.widened else logit) * elements if shape.kept else 0
         if shape.in_place:
-            return LossChain(
-                loss_bytes=logit * elements + beside, backward_bytes=logit * elements + beside, kept_bytes=held
-            )
+            there = (8 if shape.shifted else logit) * elements + beside  # shifted: in the backward, its padded gradient
+            late = logit * elements if shape.shifted else 0
+            return LossChain(loss_bytes=there, backward_bytes=there, logits_bytes=late, kept_bytes=held)
         if shape.compiled:
             return LossChain(
                 loss_bytes=logit * elements + beside,

@@ -25,6 +25,7 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
         upcast=by.upcasts_logits and (not model.is_encoder_decoder or flow.autocast is not None),
         chunks=by.num_chunks(setup.tokens_per_micro_batch),
         in_place=by.in_place_loss,
+        shifted=by.shifted_loss,
         kept=by.keeps_outputs,
         compiled=setup.compile and by.compiles_loss,
         widened=by.widens_outputs and flow.autocast is not None,

@@ -234,7 +234,13 @@ def _own_loss(trainer: Trainer, inputs: dict[str, Any]) -> torch.Tensor:
     logits = outputs["logits"]
     if by.keeps_outputs:
         trainer.kept[:] = [outputs]
-    rows, targets = logits.flatten(0, 1), torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
+    targets = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
+    if by.shifted_loss:
+        logits = logits.float()
+        copied = logits[:, :-1].contiguous().flatten(0, 1)
+        shifted: torch.Tensor = InPlaceCrossEntropy.apply(copied, labels[:, 1:].flatten())
+        return shifted
+    rows = logits.flatten(0, 1)
     del outputs, logits
     if by.in_place_loss:
         loss: torch.Tensor = InPlaceCrossEntropy.apply(rows, targets)

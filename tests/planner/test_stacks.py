@@ -38,7 +38,8 @@ def test_every_stack_says_where_it_was_read() -> None:
 
 def test_kept_outputs_are_the_logits_all_along() -> None:
     """Two bytes per 16-bit logit from one forward's end to the next one's, in every phase of a step."""
-    kept, dropped = (predict_memory(MODEL, find_gpu("rtx-4080"), by(name)) for name in STACKS if "plain" in name)
+    stacks = ("plain-loop", "plain-loop-drops-outputs")
+    kept, dropped = (predict_memory(MODEL, find_gpu("rtx-4080"), by(name)) for name in stacks)
     assert kept.peak_allocated_bytes - dropped.peak_allocated_bytes == 2 * LOGITS
     term = next(one for one in kept.terms if one.name == KEPT_OUTPUTS)
     assert (term.size_bytes, term.phases) == (2 * LOGITS, ("forward", "loss", "backward", "step"))
@@ -62,6 +63,9 @@ def test_outputs_that_were_cast_are_kept_as_cast() -> None:
         ("torchtune", 2 + 4 + 4 / 8, 4 + 8 / 8),  # the copy and the gradients of one of eight pieces
         ("litgpt", 2 + 2, 2 + 2 * 2 / 8),  # 1,024 tokens are eight pieces of 128, all in 16 bit
         ("unsloth", 2, 2),  # the gradient lies over the logits
+        ("fms-acceleration", 8, 8),  # fp32 logits and their shifted copy, where the gradient is; then both gradients
+        ("plain-loop-own-model", 2 + 2, 2 * 3),  # no copy: logits and log-softmax; log-softmax and two gradients
+        ("torchtune-whole-loss", 2 + 4 + 4, 12),
     ],
 )
 def test_full_loss_by_hand(stack: str, forward: float, backward: float) -> None:
