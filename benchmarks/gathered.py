@@ -34,9 +34,6 @@ PAGE = ROOT / "docs" / "accuracy" / "gathered.md"
 METRICS: tuple[Quantity, ...] = ("allocated", "reserved", "device", "tokens_per_s")
 NAMES = {"tokens_per_s": "tokens/s"}
 
-OTHER_LOSS = frozenset({"fms_fused"})
-"""Sources with a cross-entropy kernel that no setup names: no stack is theirs, no memory band is fitted on them."""
-
 Looks = Mapping[str, Mapping[str, float]]
 """Row -> figure -> predicted over measured."""
 
@@ -153,19 +150,17 @@ def page(first: Looks, dry_runs: Looks) -> str:
                 f"{_share(_configs(members, first, what))} | {_share(today)} | {_share(held)} | "
                 f"{sum(flags) / len(flags):.0%} | {_share(_configs(members, dry_runs, what))} |"
             )
-    ooms = [row for row in rows() if row.status == "oom" and row.id not in refused]
+    ooms = [row for row in rows() if row.status == "oom" and row.id not in refused and not row.unmapped_memory]
     false = [row.id for row in ooms if _fits(row)]
     ran = [row for row in rows() if row.status == "ok" and row.id not in refused and not row.unmapped_memory]
     wrong = [row for row in ran if not _fits(row)]
-    supported = [row for row in ran if row.group not in OTHER_LOSS]
     named = ", ".join(row.id for row in wrong)
     lines += [
         "",
         f"Of {len(ooms)} runs that went out of memory {len(false)} were predicted to fit"
         + (f" ({', '.join(false)})" if false else "")
         + f"; of {len(ran)} that ran, {len(wrong)} were predicted not to"
-        + (f" ({named})" if wrong else "")
-        + f", of the {len(supported)} whose loss a setup can name {sum(row in supported for row in wrong)}.",
+        + (f" ({named})." if wrong else "."),
         "",
         f"{len(rows())} rows, {len(rows()) - len(refused)} expressed as a setup, "
         f"{sum(map(kept_out, rows()))} kept out.",

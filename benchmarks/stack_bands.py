@@ -5,8 +5,8 @@
 
 Writes `benchmarks/data/stack_errors.jsonl` (every comparison), `planner/data/bands.json` (what predictions carry) and
 `docs/accuracy/bands.md`. A source is one published file, or the folder of files that hold one run each: a measurement
-campaign under its own versions; a source of `benchmarks/gathered.py` is one. It is left out whole; a stack without ten
-other rows then has the band of stacks that nobody measured.
+campaign under its own versions. It is left out whole; a stack without ten other rows then has the band of stacks that
+nobody measured.
 """
 
 import argparse
@@ -52,17 +52,14 @@ def _said(row: MeasuredRow, what: Quantity) -> bool:
         return True
     if what == "tokens_per_s":
         return row.speed_confidence in ("A", "B")
-    return row.memory_confidence in ("A", "B") and row.group not in gathered.OTHER_LOSS
+    return row.memory_confidence in ("A", "B")
 
 
 def sources(rows: Iterable[MeasuredRow]) -> dict[str, str]:
     """Row id -> source."""
     files: dict[str, set[str]] = defaultdict(set)
     for row in rows:
-        if row.group in GATHERED:
-            files[row.group].add(row.id)
-            continue
-        files[row.source.partition("#")[0]].add(row.id)
+        files[row.source.partition("#")[0].partition(" ")[0]].add(row.id)
     found = {}
     for file, ids in files.items():
         for one in ids:
@@ -169,9 +166,10 @@ def fitted(errors: Sequence[Error]) -> dict[tuple[str, str, str, str], Cell]:
     return cells
 
 
-def left_out(errors: Sequence[Error]) -> dict[tuple[str, str, str, str], tuple[int, int, int]]:
-    """(rows, inside their band, rows whose band was that of an unmeasured stack), each source left out in turn."""
-    counts: dict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+def left_out(errors: Sequence[Error]) -> dict[tuple[str, str, str, str], tuple[int, int]]:
+    """(rows, those inside), each source left out in turn, for every band: a row whose stack has no ten others left is
+    judged by the band of stacks that nobody measured, and counts there."""
+    counts: dict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
     for source in sorted({one["source"] for one in errors}):
         cells = fitted([one for one in errors if one["source"] != source])
         for one in errors:
@@ -182,11 +180,10 @@ def left_out(errors: Sequence[Error]) -> dict[tuple[str, str, str, str], tuple[i
             cell = own or cells.get((*place, ""))
             if cell is None:
                 continue
-            count = counts[(*place, one["stack"])]
+            count = counts[(*place, one["stack"] if own else "")]
             count[0] += 1
             count[1] += cell.holds(one["ratio"])
-            count[2] += own is None
-    return {key: (count[0], count[1], count[2]) for key, count in counts.items()}
+    return {key: (count[0], count[1]) for key, count in counts.items()}
 
 
 def page(errors: Sequence[Error]) -> str:
@@ -197,24 +194,24 @@ def page(errors: Sequence[Error]) -> str:
         "",
         "Written by `python benchmarks/stack_bands.py`; do not edit by hand. A band says: in 9 of 10 runs like this",
         "the measured figure lies within it, as a share of the predicted one. *Left out*: the share of rows inside the",
-        "band that the other sources give (a source is one published file, or a folder of files of one run each);",
-        "*as unmeasured*: how many of them then had the band of a stack that nobody measured, because fewer than ten",
-        "other rows were left. ms-swift's 57 runs of varying lengths on fixed segments stand apart: they reserve up to",
-        "twice what batches of the longest length would (README.md beside this page). Half of the gathered rows",
+        "band that the other sources give (a source is one published file, or a folder of files of one run each). A",
+        "row whose stack has no ten others left is judged by the band of a stack that nobody measured, and counts",
+        "there. ms-swift's 57 runs of varying lengths on fixed segments stand apart: they reserve up to twice what",
+        "batches of the longest length would (README.md beside this page). Half of the gathered rows",
         "([gathered.md](gathered.md)) is never fitted on, and judged like the rest.",
         "",
-        "| rung | metric | GPUs, attention | stack | rows | sources | band | left out: inside | as unmeasured |",
+        "| rung | metric | GPUs, attention | stack | rows | sources | band | left out: inside | of |",
         "|---|---|---|---|---:|---:|---|---:|---:|",
     ]
     for key in sorted(cells):
         rung, metric, gpus, stack = key
         cell = cells[key]
         name = stack or "*any other*"
-        rows, inside, unmeasured = counts.get(key, (0, 0, 0))
+        rows, inside = counts.get(key, (0, 0))
         share = f"{inside / rows:.0%}" if rows else ""
         lines.append(
             f"| {rung.replace('_', ' ')} | {metric} | {gpus} | {name} | {cell.num_rows} | {cell.num_sources or ''} | "
-            f"-{100 * cell.below:.1f} to +{100 * cell.above:.1f} % | {share} | {unmeasured or ''} |"
+            f"-{100 * cell.below:.1f} to +{100 * cell.above:.1f} % | {share} | {rows or ''} |"
         )
     lines += ["", "## All rows", "", "| rung | what | rows | inside, left out |", "|---|---|---:|---:|"]
     for rung in ("formula", "dry_run"):
@@ -225,8 +222,8 @@ def page(errors: Sequence[Error]) -> str:
                 share = sum(count[1] for count in picked) / rows
                 lines.append(f"| {rung.replace('_', ' ')} | {name} | {rows} | {share:.1%} |")
     few = [
-        f"{key[0].replace('_', ' ')}, {key[1]}, {key[3]}: {inside / rows:.0%} of {rows}"
-        for key, (rows, inside, _) in sorted(counts.items())
+        f"{key[0].replace('_', ' ')}, {key[1]}, {key[2]}, {key[3] or 'any other'}: {inside / rows:.0%} of {rows}"
+        for key, (rows, inside) in sorted(counts.items())
         if rows >= LEAST_ROWS and not TARGET[0] <= inside / rows <= TARGET[1]
     ]
     lines += ["", "Outside 85 to 95 %: " + ("; ".join(few) if few else "none") + ".", ""]

@@ -138,6 +138,7 @@ _ROWS = (
     Stack(
         name="plain-loop-own-model",
         title="a loop of one's own around a model of one's own",
+        traces_masks=False,
         compiles_loss=False,
         upcasts_logits=False,
         clips_gradients=False,
@@ -148,6 +149,7 @@ _ROWS = (
     Stack(
         name="nanogpt",
         title="nanoGPT's loop",
+        traces_masks=False,
         upcasts_logits=False,
         trainer_overhead=False,
         source="karpathy/nanoGPT and build-nanogpt: F.cross_entropy(logits.view(-1, V), targets.view(-1)) in the "
@@ -190,6 +192,7 @@ _ROWS = (
     Stack(
         name="torchtune-whole-loss",
         title="torchtune's recipes before their loss was cut",
+        traces_masks=False,
         compiles_loss=False,
         overlaps_offload=True,
         quantized_adapters="",

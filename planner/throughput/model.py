@@ -243,7 +243,6 @@ class SpeedModel:
         found = self._attention.get(key)
         if found is not None:
             return found
-        dtype = flow.attention_input
         forward = backward = flops = 0.0
         for spec, count in self.inv.attentions:
             one = self._attention_one(spec, setup, flow)

@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 
 from benchmarks.stack_bands import BANDS, ERRORS, PAGE, TARGET, fitted, left_out, page
-from planner.calibration_bands import LEAST_SIDE, NOBODY, UNSEEN_CARD, Cell, evidence_bands, fit_cell, pooled_cell
+from planner.calibration_bands import (
+    LEAST_SIDE,
+    NOBODY,
+    UNSEEN_CARD,
+    UNSEEN_STACK,
+    Cell,
+    evidence_bands,
+    fit_cell,
+    pooled_cell,
+)
 from planner.gpus import find_gpu
 from planner.interchange import asked_setup
 from planner.models import catalogue
@@ -18,10 +27,12 @@ A100 = find_gpu("a100-80gb")
 
 
 def test_a_cell_is_the_central_nine_tenths_with_room_for_the_next_row() -> None:
-    """Of 39 rows two lie outside on each side's fortieth part: the second smallest and largest are the ends."""
-    ratios = [1 + (number - 19) / 100 for number in range(39)]
-    cell = fit_cell(ratios)
-    assert (cell.below, cell.above) == (pytest.approx(0.18), pytest.approx(0.18))
+    """Of 39 rows the second smallest and largest are the ends; of 29 the place is half way to the second."""
+    for num, end in ((39, 0.18), (29, 0.135)):
+        cell = fit_cell([1 + (number - num // 2) / 100 for number in range(num)])
+        assert (cell.below, cell.above) == (pytest.approx(end), pytest.approx(end))
+    one_sided = fit_cell([1 + number / 100 for number in range(39)])  # four of forty above, none below
+    assert (one_sided.below, one_sided.above) == (LEAST_SIDE, pytest.approx(0.35))
     assert fit_cell([1.2] * 12) == Cell(below=LEAST_SIDE, above=pytest.approx(0.2), num_rows=12)
     few = fit_cell([0.9, 1.0, 1.3])
     assert (few.below, few.above) == (pytest.approx(0.1), pytest.approx(0.3))
@@ -30,7 +41,7 @@ def test_a_cell_is_the_central_nine_tenths_with_room_for_the_next_row() -> None:
 def test_a_pool_weighs_stacks_alike() -> None:
     """A hundred rows of one stack do not hide ten of another."""
     pool = pooled_cell([[1.0] * 100, [1.4] * 10])
-    assert pool.above == pytest.approx(0.4)
+    assert pool.above == pytest.approx(UNSEEN_STACK * 0.4)
 
 
 @pytest.mark.parametrize("stack", ["torchtune", "torchtitan", "axolotl", "unsloth"])
