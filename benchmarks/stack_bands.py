@@ -219,8 +219,8 @@ def page(errors: Sequence[Error]) -> str:
             picked = [count for key, count in counts.items() if key[0] == rung and key[1] in metrics]
             rows = sum(count[0] for count in picked)
             if rows:
-                share = sum(count[1] for count in picked) / rows
-                lines.append(f"| {rung.replace('_', ' ')} | {name} | {rows} | {share:.1%} |")
+                inside = sum(count[1] for count in picked)
+                lines.append(f"| {rung.replace('_', ' ')} | {name} | {rows} | {inside / rows:.1%} |")
     few = [
         f"{key[0].replace('_', ' ')}, {key[1]}, {key[2]}, {key[3] or 'any other'}: {inside / rows:.0%} of {rows}"
         for key, (rows, inside) in sorted(counts.items())

@@ -32,7 +32,10 @@ def test_a_loop_that_keeps_its_outputs_is_followed() -> None:
     assert found.peak_allocated_bytes == pytest.approx(row.allocated_bytes, rel=PUBLISHED)
 
 
-@pytest.mark.parametrize("stack", ["trl", "plain-loop", "torchtune", "litgpt", "unsloth", "torchtitan"])
+@pytest.mark.parametrize(
+    "stack",
+    ["trl", "plain-loop", "plain-loop-own-model", "torchtune", "litgpt", "unsloth", "fms-acceleration", "torchtitan"],
+)
 def test_formula_and_dry_run_agree_on_every_loss(stack: str) -> None:
     config = small_config("qwen2") | {"vocab_size": 40_000}
     model = spec_from_config(config, model_id="small", source="test")
