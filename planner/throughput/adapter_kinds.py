@@ -4,6 +4,7 @@ No run with any of them was compared: what is counted here stands in the speed's
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from planner.choices.adapters import block_size
 from planner.memory.dtypes import SIZE_BYTES, Flow
@@ -45,7 +46,7 @@ def kind_work(model: ModelSpec, setup: TrainSetup, flow: Flow) -> KindWork:
     `tuners/oft/layer.py`: one read and one write per element-wise operation, in its own types.
     Not counted: the rotations' own small products (OFT), the network of P-tuning (once per step), copies of norms.
     """
-    kind, rank = setup.adapter, setup.lora_rank
+    kind = setup.adapter
     params = float(trained_parameters(model, setup).num)
     if not setup.kind.adapts_matrices:
         return KindWork(
@@ -59,45 +60,60 @@ def kind_work(model: ModelSpec, setup: TrainSetup, flow: Flow) -> KindWork:
         )
     kind_linears(model, kind, setup.lora_targets)  # refuses stacked experts
     linears, _, modules = adapted_linears(model, setup.lora_targets)
-    narrow, wide = SIZE_BYTES[flow.autocast or flow.adapter], SIZE_BYTES[flow.adapter]
-    inside = sum(count * one.in_features for one, count in linears)
-    outside = sum(count * one.out_features for one, count in linears)
+    added = _added(linears, setup, flow)
     lora = _NOTHING
-    flops = constant = 0.0
-    passes, tensors = 3.0, 2
     if kind in ("dora", "adalora"):
         lora = adapter_traffic(linears, flow, dropout=setup.lora_dropout > 0, fused=False)
-        flops, tensors = 2.0 * rank * (inside + outside), 3
-    if kind == "dora":  # two products with a row, a scaling, two sums
-        forward, operations = outside * (4 * (narrow + wide) + 3 * wide), 14
-        constant = sum(count * norm_bytes(one, flow) for one, count in linears)
-    elif kind == "adalora":  # a scaling and a division into fp32
-        forward, operations = outside * (2 * narrow + 3 * 4), 4
-    elif kind == "vera":  # two thin products, each scaled by a vector
-        flops, passes = 2.0 * rank * (inside + outside), 2.0
-        forward, operations = outside * (4 * narrow + 3 * wide) + inside * 2 * narrow, 8
-        constant = sum(count * rank * (one.in_features + one.out_features) * (4.0 + narrow) for one, count in linears)
-    elif kind == "ia3":
-        scaled = sum(count * (one.in_features if one.role == "down" else one.out_features) for one, count in linears)
-        forward, operations, tensors = scaled * (2 * narrow + 3 * wide), 3, 1
-    else:  # oft: to the rotation's type and back, the rotation, its copy into the old order
-        flops = 2.0 * sum(count * one.in_features * block_size(one.in_features, rank) for one, count in linears)
-        forward, operations, tensors = inside * (4 * (narrow + wide) * (wide != narrow) + 4 * narrow), 16, 1
     moved = Moved(
-        forward_bytes=lora.forward_bytes + forward,
-        backward_bytes=lora.backward_bytes + 2.0 * forward,
-        forward_kernels=lora.forward_kernels + modules * operations,
-        backward_kernels=lora.backward_kernels + 2 * modules * operations,
+        forward_bytes=lora.forward_bytes + added.forward,
+        backward_bytes=lora.backward_bytes + 2.0 * added.forward,
+        forward_kernels=lora.forward_kernels + modules * added.operations,
+        backward_kernels=lora.backward_kernels + 2 * modules * added.operations,
     )
     return KindWork(
         moved=moved,
-        flops=flops,
-        passes=passes,
-        constant_bytes=constant,
+        flops=added.flops,
+        passes=added.passes,
+        constant_bytes=added.constant,
         params=params,
-        tensors=tensors * modules,
+        tensors=added.tensors * modules,
         modules=modules,
     )
+
+
+class _Added(NamedTuple):
+    """What a kind adds to the adapted matrices' forward: bytes per token, operations per module, flops per token,
+    bytes whatever the tokens, how often its products are done, trained tensors per module."""
+
+    forward: float
+    operations: int
+    flops: float = 0.0
+    constant: float = 0.0
+    passes: float = 3.0
+    tensors: int = 2
+
+
+def _added(linears: tuple[tuple[LinearSpec, int], ...], setup: TrainSetup, flow: Flow) -> _Added:
+    kind, rank = setup.adapter, setup.lora_rank
+    narrow, wide = SIZE_BYTES[flow.autocast or flow.adapter], SIZE_BYTES[flow.adapter]
+    inside = sum(count * one.in_features for one, count in linears)
+    outside = sum(count * one.out_features for one, count in linears)
+    thin = 2.0 * rank * (inside + outside)
+    if kind == "dora":  # two products with a row, a scaling, two sums
+        constant = sum(count * norm_bytes(one, flow) for one, count in linears)
+        return _Added(outside * (4 * (narrow + wide) + 3 * wide), 14, flops=thin, constant=constant, tensors=3)
+    if kind == "adalora":  # a scaling and a division into fp32
+        return _Added(outside * (2 * narrow + 3 * 4), 4, flops=thin, tensors=3)
+    if kind == "vera":  # two thin products, each scaled by a vector
+        constant = sum(count * rank * (one.in_features + one.out_features) * (4.0 + narrow) for one, count in linears)
+        forward = outside * (4 * narrow + 3 * wide) + inside * 2 * narrow
+        return _Added(forward, 8, flops=thin, constant=constant, passes=2.0)
+    if kind == "ia3":
+        scaled = sum(count * (one.in_features if one.role == "down" else one.out_features) for one, count in linears)
+        return _Added(scaled * (2 * narrow + 3 * wide), 3, tensors=1)
+    # oft: to the rotation's type and back, the rotation, its copy into the old order
+    flops = 2.0 * sum(count * one.in_features * block_size(one.in_features, rank) for one, count in linears)
+    return _Added(inside * (4 * (narrow + wide) * (wide != narrow) + 4 * narrow), 16, flops=flops, tensors=1)
 
 
 def norm_bytes(linear: LinearSpec, flow: Flow) -> float:

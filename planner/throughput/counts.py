@@ -4,6 +4,7 @@ Each count is per token (bytes) or per micro-batch (kernels), forward and backwa
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from planner.memory.dtypes import SIZE_BYTES, Flow
 from planner.models.spec import LinearSpec
@@ -106,11 +107,45 @@ def layer_traffic(
     H100, 0.6.0); transformers 5.23 `models/llama/modeling_llama.py`; bitsandbytes 0.50 `nn/modules.py`; PyTorch
     `tools/autograd/derivatives.yaml`.
     """
-    stream = SIZE_BYTES[flow.residual]
-    compute = SIZE_BYTES[flow.compute]
-    wide = SIZE_BYTES[flow.linear_out(flow.residual)]
     if conditions.fused_norm_rope:
         fused = LAYER_PARTS
+    sizes = _Sizes(
+        stream=SIZE_BYTES[flow.residual],
+        compute=SIZE_BYTES[flow.compute],
+        wide=SIZE_BYTES[flow.linear_out(flow.residual)],
+    )
+    forward, backward = _elementwise_bytes(inv, flow, sizes, fused, trained=trained, drag=drag)
+    composed, dropouts = _single_operations(inv, fused)
+    if composed:
+        of_power = 4 if flow.autocast else sizes.wide  # a power is on autocast's fp32 list
+        forward += inv.composed_width * COMPOSED_FORWARD[0] * of_power
+        backward += inv.composed_width * COMPOSED_BACKWARD[0] * of_power
+    if dropouts:
+        forward += inv.dropout_width * (2 * sizes.stream + 1)
+        backward += inv.dropout_width * (2 * sizes.stream + 1)
+    cast, summed, casting = _around_matrices(inv, sizes)
+    kernels = _kernels(inv, conditions, fused, trained=trained, casting=casting)
+    return Moved(
+        forward_bytes=forward + cast,
+        backward_bytes=backward + cast + summed,
+        forward_kernels=kernels[0],
+        backward_kernels=kernels[1],
+    )
+
+
+class _Sizes(NamedTuple):
+    """Bytes of one element of the stream between layers, of what is multiplied, and of what a matrix returns."""
+
+    stream: int
+    compute: int
+    wide: int
+
+
+def _elementwise_bytes(
+    inv: Inventory, flow: Flow, sizes: _Sizes, fused: frozenset[str], *, trained: bool, drag: float
+) -> tuple[float, float]:
+    """Bytes of norms, rotary embeddings, residuals, activations, routing and mixers, forward and backward."""
+    stream, compute, wide = sizes
     norm, rotary, gated = ("norm" in fused, "rotary" in fused, "gated" in fused)
     rms_forward, rms_backward = 2.0 * stream, 3.0 * stream
     rope_forward, rope_backward = 2.0 * wide, 2.0 * wide
@@ -143,38 +178,46 @@ def layer_traffic(
         + inv.routed_width * 8 * stream
         + inv.mixer_width * 4 * compute
     )
-    composed = 0 if gated else inv.num_composed
-    dropouts = 0 if "inputs" in fused else inv.num_dropouts  # the compiler draws their numbers beside other work
-    if composed:
-        of_power = 4 if flow.autocast else wide  # a power is on autocast's fp32 list
-        forward += inv.composed_width * COMPOSED_FORWARD[0] * of_power
-        backward += inv.composed_width * COMPOSED_BACKWARD[0] * of_power
-    if dropouts:
-        forward += inv.dropout_width * (2 * stream + 1)
-        backward += inv.dropout_width * (2 * stream + 1)
-    calls = 0
-    casting = 0
+    return forward, backward
+
+
+def _single_operations(inv: Inventory, fused: frozenset[str]) -> tuple[int, int]:
+    """(activations that are composed of single operations, dropouts that are kernels of their own)."""
+    composed = 0 if "gated" in fused else inv.num_composed
+    return composed, 0 if "inputs" in fused else inv.num_dropouts  # the compiler draws their numbers beside other work
+
+
+def _around_matrices(inv: Inventory, sizes: _Sizes) -> tuple[int, int, int]:
+    """(bytes of casts around the matrices in each direction, bytes in which gradients of the input that several share
+    are added up, matrices whose input is cast)."""
+    stream, compute, wide = sizes
+    cast = summed = casting = 0
     for group in inv.groups:
         linear = group.linear
-        calls += group.count * (1 if linear.module == "parameter" else linear.num)
-        elements = group.count * linear.num_active * linear.in_features
+        active = group.count * linear.num_active
         if group.reads_stream:
-            backward += elements * 2 * stream  # gradients of the shared input are added up
+            summed += active * linear.in_features * 2 * stream
         casts = stream != compute if group.reads_stream else (wide != compute and linear.role == "down")
         if casts:
             casting += group.count
-            forward += elements * 6
-            backward += elements * 6
+            cast += active * linear.in_features * 6
             if wide != compute:
-                outputs = group.count * linear.num_active * linear.out_features
-                forward += outputs * 6
-                backward += outputs * 6
+                cast += active * linear.out_features * 6
     if wide != compute:  # attention takes 16-bit queries and keys
-        forward += inv.rotary_width * 6
-        backward += inv.rotary_width * 6
-    norm_kernels = (1.0, 2.0) if norm else (8.0, 12.0)
-    forward_kernels = (
-        inv.num_rms * norm_kernels[0]
+        cast += inv.rotary_width * 6
+    return cast, summed, casting
+
+
+def _kernels(
+    inv: Inventory, conditions: Conditions, fused: frozenset[str], *, trained: bool, casting: int
+) -> tuple[float, float]:
+    """Kernels that all layers launch, forward and backward."""
+    rotary, gated = "rotary" in fused, "gated" in fused
+    composed, dropouts = _single_operations(inv, fused)
+    calls = sum(group.count * (1 if group.linear.module == "parameter" else group.linear.num) for group in inv.groups)
+    norm = (1.0, 2.0) if "norm" in fused else (8.0, 12.0)
+    forward = (
+        inv.num_rms * norm[0]
         + inv.num_layer_norms
         + inv.num_rotary * (1 if rotary else 11)
         + calls
@@ -183,8 +226,8 @@ def layer_traffic(
         + composed * COMPOSED_FORWARD[1]
         + dropouts
     )
-    backward_kernels = (
-        inv.num_rms * norm_kernels[1]
+    backward = (
+        inv.num_rms * norm[1]
         + inv.num_layer_norms * 2
         + inv.num_rotary * (1 if rotary else 13)
         + calls * (2 if trained else 1)
@@ -194,17 +237,8 @@ def layer_traffic(
         + dropouts
     )
     if conditions.loop_experts:
-        forward_kernels += inv.num_experts_run * 8
-        backward_kernels += inv.num_experts_run * 11
-    else:
-        forward_kernels += inv.num_expert_layers * 15
-        backward_kernels += inv.num_expert_layers * 20
-    return Moved(
-        forward_bytes=forward,
-        backward_bytes=backward,
-        forward_kernels=forward_kernels,
-        backward_kernels=backward_kernels,
-    )
+        return forward + inv.num_experts_run * 8, backward + inv.num_experts_run * 11
+    return forward + inv.num_expert_layers * 15, backward + inv.num_expert_layers * 20
 
 
 def adapter_traffic(linears: tuple[tuple[LinearSpec, int], ...], flow: Flow, *, dropout: bool, fused: bool) -> Moved:
