@@ -74,7 +74,13 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
     if clean.get("images") is not None and not isinstance(clean["images"], Images):
         clean["images"] = Images.read(clean["images"])
     _check_types(clean)
-    return TrainSetup(**clean)
+    found = TrainSetup(**clean)
+    if found.cached_seqs > found.micro_batch_seqs:  # branches of a walk have no micro-batch yet
+        raise SetupError(
+            f"cached_seqs {found.cached_seqs} is more than the {found.micro_batch_seqs} pairs of a micro-batch",
+            hint="give fewer, or 0 for no gradient cache",
+        )
+    return found
 
 
 def _take_defaults(clean: dict[str, Any]) -> None:

@@ -366,11 +366,6 @@ def _check_objective(setup: "TrainSetup") -> None:
             f"objective {setup.objective!r} contrasts no samples: no hard negatives, no gradient cache",
             hint="use --objective embedding",
         )
-    if setup.cached_seqs > setup.micro_batch_seqs:
-        raise SetupError(
-            f"cached_seqs {setup.cached_seqs} is more than the {setup.micro_batch_seqs} pairs of a micro-batch",
-            hint="give a smaller --cached-seqs, or 0 for none",
-        )
     if row.rolls_out:
         _check_rollout(setup, setup.rolls)
     elif setup.rollout is not None:

@@ -100,6 +100,8 @@ def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
         if objective.rolls_out:
             values["rollout"] = planned_rollouts(workload)
         if objective.whole_batch:
+            if max(fixed.get("cached_seqs", (0,))) > workload.global_batch_seqs:
+                raise UsageError("--cached-seqs is more than --global-batch", hint="give fewer, or 0 for no cache")
             caches = (0, *(size for size in PLANNED_CACHES if size < workload.global_batch_seqs))
             values["cached_seqs"] = fixed.get("cached_seqs", caches)
     quantized = TrainSetup(method="qlora", quantization="nf4")

@@ -429,7 +429,8 @@ def test_a_gradient_cache_trains_batches_that_do_not_fit() -> None:
     )
     assert isinstance(large, Plan)
     assert isinstance(small, Plan)
-    assert large.chosen.setup.cached_seqs > 0 == small.chosen.setup.cached_seqs
+    assert large.chosen.setup.cached_seqs > 0
+    assert small.chosen.setup.cached_seqs == 0
     cached = setup_of("embedding", seq_len_tokens=256, micro_batch_seqs=32, cached_seqs=4)
     twice = predict_memory(model, CARD, cached.with_(micro_batch_seqs=64))
     assert predict_memory(model, CARD, cached).phase_bytes == twice.phase_bytes
@@ -448,7 +449,7 @@ def test_a_hard_negative_is_one_more_column() -> None:
     with pytest.raises(SetupError, match="contrasts no samples"):
         TrainSetup(hard_negatives=1)
     with pytest.raises(SetupError, match="more than the 8 pairs"):
-        pairs.with_(cached_seqs=9)
+        setup_of("embedding", micro_batch_seqs=8, cached_seqs=9)
 
 
 def test_two_forwards_take_the_time_of_two_micro_batches_of_half_as_many_sequences() -> None:
