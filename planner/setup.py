@@ -66,6 +66,7 @@ class TrainSetup:
         adapter: one of ADAPTER_KINDS (`planner.choices.adapters`); no plan proposes another than "lora" by itself.
         rollout: how an objective that generates its completions does so; None: as its trainer by itself (`rolls`).
         images: the pictures of every sample, whose tokens are part of its sequence; None: text alone.
+        precomputed_reference: the reference's log-probabilities of all data were computed before the first step.
         hard_negatives: texts beside each pair of a contrastive batch, every one a column with a forward of its own.
         cached_seqs: sequences at once of a contrastive loss with a gradient cache; 0: none, whole columns at once.
     """
@@ -108,6 +109,7 @@ class TrainSetup:
     rollout: Rollout | None = None
     images: Images | None = None
     selective_checkpointing: bool = False
+    precomputed_reference: bool = False
     hard_negatives: int = 0
     cached_seqs: int = 0
 
@@ -178,13 +180,16 @@ class TrainSetup:
     @property
     def has_reference(self) -> bool:
         """Whether the step also asks the model as it was before training."""
+        if self.precomputed_reference:
+            return False
         return self.aim.reference or (self.aim.rolls_out and self.rolls.reference)
 
     @property
     def extra_forwards(self) -> int:
         """Forwards of every micro-batch without gradients."""
         if not self.aim.rolls_out:
-            return self.aim.extra_forwards + bool(self.cached_seqs)
+            known = self.aim.reference_forwards if self.precomputed_reference else 0
+            return self.aim.extra_forwards - known + bool(self.cached_seqs)
         return int(self.rolls.reference) + int(self.rolls.old_log_probs(self.global_batch_seqs))
 
     @property
@@ -361,6 +366,7 @@ LATER_FIELDS = (
     "rollout",
     "images",
     "selective_checkpointing",
+    "precomputed_reference",
     "hard_negatives",
     "cached_seqs",
     *AROUND_FIELDS,

@@ -91,8 +91,13 @@ def check(setup: "TrainSetup") -> None:
         _check_sharing(setup)
     if setup.images is not None:
         _check_images(setup)
-    if setup.objective != _DEFAULT_OBJECTIVE or setup.rollout is not None or setup.hard_negatives + setup.cached_seqs:
+    if setup.objective != _DEFAULT_OBJECTIVE or setup.rollout is not None or _of_an_objective(setup):
         _check_objective(setup)
+
+
+def _of_an_objective(setup: "TrainSetup") -> bool:
+    """Whether a field is set that says something of some objectives alone."""
+    return bool(setup.hard_negatives or setup.cached_seqs or setup.precomputed_reference)
 
 
 def _check_values(setup: "TrainSetup") -> None:
@@ -361,6 +366,8 @@ def _check_objective(setup: "TrainSetup") -> None:
             "spread is not modelled",
             hint="leave --gpus out",
         )
+    if setup.precomputed_reference and not row.reference:
+        raise SetupError(f"objective {setup.objective!r} asks no reference that could be computed beforehand")
     if (setup.hard_negatives or setup.cached_seqs) and not row.whole_batch:
         raise SetupError(
             f"objective {setup.objective!r} contrasts no samples: no hard negatives, no gradient cache",

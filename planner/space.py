@@ -226,6 +226,7 @@ def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Itera
                                     adapter="lora" if method == "full" else values.get("adapter", ("lora",))[0],
                                     rollout=rollout,
                                     cached_seqs=cached,
+                                    precomputed_reference=values.get("precomputed_reference", (False,))[0],
                                     hard_negatives=values.get("hard_negatives", (0,))[0],
                                     images=values.get("images", (None,))[0],
                                     checkpointing=0 if values["checkpointing"] == (0,) else 1,

@@ -108,6 +108,7 @@ def setup_words(setup: TrainSetup) -> str:
             batch_words(setup),
             setup.optimizer,
             f"{setup.loss} loss",
+            "reference asked beforehand" if setup.precomputed_reference else "",
             f"{setup.hard_negatives} hard negatives" if setup.hard_negatives else "",
             f"gradient cache, {setup.cached_seqs} at once" if setup.cached_seqs else "",
             KERNELS[setup.kernels].words if setup.kernels != "eager" else "",

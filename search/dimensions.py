@@ -74,6 +74,7 @@ FIXED: dict[str, str] = {
     "objective": "the user's: what the step trains for",
     "rollout": "the user's and the plan's: completions of a prompt, who generates them, how many at once",
     "images": "the user's: pictures of a sample",
+    "precomputed_reference": "the user's: no reference in the steps",
     "hard_negatives": "the user's: texts beside each pair of a contrastive batch",
     "cached_seqs": "the plan's: sequences at once under a gradient cache",
     "adapter": "the user's: a plan proposes LoRA",

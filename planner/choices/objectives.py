@@ -30,7 +30,8 @@ class Objective:
         forwards: forwards with gradients that a micro-batch is cut into, each of as many sequences, before a backward.
         reference: whether the step also asks the model as it was before training: its base with the adapters switched
             off, or a second copy of the weights in full fine-tuning.
-        extra_forwards: forwards of a micro-batch without gradients in every step, the reference's among them.
+        extra_forwards: forwards of a micro-batch without gradients in every step; `reference_forwards`: of them, those
+            of the reference, which need not be made where its log-probabilities were computed beforehand.
         head: what stands on the layers.
         whole_logits: the chain of its own loss where all logits are there, by the stack; None: as in supervised
             training, or no trainer of it makes them.
@@ -51,6 +52,7 @@ class Objective:
     seqs_per_sample: int
     reference: bool
     extra_forwards: int
+    reference_forwards: int = 0
     head: Head
     whole_logits: Callable[[LossShape, str], LossChain] | None
     losses: tuple[str, ...]
@@ -192,6 +194,7 @@ _ROWS = (
         seqs_per_sample=2,
         reference=True,
         extra_forwards=1,
+        reference_forwards=1,
         head="vocabulary",
         whole_logits=_pairs_chain,
         losses=("chunked", "full"),
@@ -215,6 +218,7 @@ _ROWS = (
         seqs_per_sample=1,
         reference=True,
         extra_forwards=3,
+        reference_forwards=2,
         head="vocabulary",
         whole_logits=None,
         losses=("chunked",),

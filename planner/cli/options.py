@@ -180,9 +180,16 @@ class RolloutOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContrastOptions:
-    """What a contrastive batch holds beside its pairs, and how much of it runs at once."""
+class AimOptions:
+    """Settings of single objectives: a reference, what a contrastive batch holds and how much of it runs at once."""
 
+    precomputed_reference: Annotated[
+        bool | None,
+        typer.Option(
+            "--precomputed-reference/--no-precomputed-reference",
+            help="dpo, kto: the reference is asked before the first step alone. Default: in every step.",
+        ),
+    ] = None
     hard_negatives: Annotated[
         int | None, typer.Option("--hard-negatives", help="embedding: texts beside each pair. Default 0.")
     ] = None
@@ -191,9 +198,13 @@ class ContrastOptions:
         typer.Option("--cached-seqs", help="embedding: sequences at once of a cached loss; 0: none. Default: planned."),
     ] = None
 
-    def contrast(self) -> dict[str, int]:
+    def of_aim(self) -> dict[str, int | bool]:
         """The fields that were given."""
-        given = {"hard_negatives": self.hard_negatives, "cached_seqs": self.cached_seqs}
+        given = {
+            "precomputed_reference": self.precomputed_reference,
+            "hard_negatives": self.hard_negatives,
+            "cached_seqs": self.cached_seqs,
+        }
         return {name: value for name, value in given.items() if value is not None}
 
 

@@ -91,7 +91,7 @@ class SetupOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnySetupOptions(SetupOptions, options.RolloutOptions, options.ContrastOptions, options.ImageOptions):
+class AnySetupOptions(SetupOptions, options.RolloutOptions, options.AimOptions, options.ImageOptions):
     """With what a formula can say and no probe here runs: split matrices and layers, other stacks."""
 
     tensor_degree: cluster_options.TensorDegree = None
@@ -131,7 +131,7 @@ class AnySetupOptions(SetupOptions, options.RolloutOptions, options.ContrastOpti
             "reentrant_checkpointing": self.reentrant,
             "rollout": self.rollout(self.objective, self.seq_len),
             "images": self.images(),
-            **self.contrast(),
+            **self.of_aim(),
         }
 
     def _spread(self) -> dict[str, Any]:

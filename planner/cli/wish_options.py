@@ -86,7 +86,7 @@ class SpaceOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WishOptions(SpaceOptions, options.RolloutOptions, options.ContrastOptions, options.ImageOptions):
+class WishOptions(SpaceOptions, options.RolloutOptions, options.AimOptions, options.ImageOptions):
     """What a person asks for on the command line, beside model and GPU; None: planned, or a stated default."""
 
     objective: options.Objective = None
@@ -144,7 +144,7 @@ class WishOptions(SpaceOptions, options.RolloutOptions, options.ContrastOptions,
             aim["rollout"] = (rollout,)
         if images := self.images():
             aim["images"] = (images,)
-        aim |= {name: (value,) for name, value in self.contrast().items()}
+        aim |= {name: (value,) for name, value in self.of_aim().items()}
         return (
             aim
             | super().fixed()

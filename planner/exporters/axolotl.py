@@ -166,7 +166,7 @@ def _sections(request: ExportRequest) -> list[Section]:
         section("model", *_model(request)),
         section("method", *_method(request)),
         *(
-            [section("objective", Line("rl", "dpo"), Line("rl_beta", 0.1, "TRL's default"))]
+            [section("objective", Line("rl", "dpo"), Line("rl_beta", 0.1, "TRL's default"), *_precomputed(setup))]
             * (setup.objective == "dpo")
         ),
         _datasets(request),
@@ -189,6 +189,12 @@ def _sections(request: ExportRequest) -> list[Section]:
             Line("val_set_size", 0.0),
         ),
     ]
+
+
+def _precomputed(setup: TrainSetup) -> list[Line]:
+    if not setup.precomputed_reference:
+        return []
+    return [Line("precompute_ref_log_probs", True, "the reference is asked once, before the first step")]
 
 
 def _optimization(request: ExportRequest) -> list[Line | None]:

@@ -66,6 +66,9 @@ def _loading_differences(setup: TrainSetup) -> list[Difference]:
     if setup.kbit_fp32_cast:
         reason = "LLaMA-Factory does not call prepare_model_for_kbit_training"
         found.append(Difference(field="kbit_fp32_cast", planned=True, runs_as=False, reason=reason))
+    if setup.precomputed_reference:
+        reason = "LLaMA-Factory asks the reference in every step"
+        found.append(Difference(field="precomputed_reference", planned=True, runs_as=False, reason=reason))
     if setup.selective_checkpointing:
         reason = "LLaMA-Factory has no selective checkpointing: attention is recomputed, slower"
         found.append(Difference(field="selective_checkpointing", planned=True, runs_as=False, reason=reason))

@@ -283,14 +283,15 @@ def _objective(setup: TrainSetup) -> list[Section]:
     beta = Line("beta", 0.1, "TRL's default: how far the policy may leave the reference")
     if setup.objective == "orpo":
         return [section("objective", Line("beta", 0.1, "TRL's default: weight of the odds ratio"))]
-    if not setup.has_reference:
+    if not setup.aim.reference:
         return []
     loss = Line("loss_type", "sigmoid" if setup.objective == "dpo" else setup.objective, "TRL's default")
     kept = "a second copy of the weights" if setup.method == "full" else "the base with its adapters switched off"
+    said = "asked once, before the first step" if setup.precomputed_reference else f"the reference is {kept}"
     lines = (
         loss,
         beta,
-        Line("precompute_ref_log_probs", False, f"the reference is {kept}"),
+        Line("precompute_ref_log_probs", setup.precomputed_reference, said),
     )
     return [section("objective", *lines)]
 

@@ -85,10 +85,9 @@ def _pairs(settings: Settings, method: str) -> dict[str, Any]:
     """What preferences make of the fields."""
     if settings.raw("dpo_use_liger_kernel"):
         settings.approximate("Liger's DPO loss holds no logits: counted as if all were there")
-    if settings.raw("precompute_ref_log_probs"):
-        settings.approximate("reference log-probabilities are computed beforehand: counted as if in every step")
     dropout = {"lora_dropout": 0.0} if method != "full" else {}
-    return {"objective": "dpo", "loss": "full", "packing": False, **dropout}
+    known = {"precomputed_reference": True} if settings.raw("precompute_ref_log_probs") else {}
+    return {"objective": "dpo", "loss": "full", "packing": False, **dropout, **known}
 
 
 def _adapter_dtype(settings: Settings, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -251,8 +251,8 @@ class _Script:
             arguments.approximate("a model that comes with adapters gets a frozen copy of them as its reference")
         if method == "qlora" and self.aim.name == "orpo":
             arguments.approximate("TRL's ORPO prepares a quantized base by itself (norms in fp32)")
-        if arguments.flag("precompute_ref_log_probs", False):
-            arguments.approximate("reference log-probabilities are computed beforehand: counted as if in every step")
+        if self.aim.reference and arguments.flag("precompute_ref_log_probs", False):
+            fields["precomputed_reference"] = True
         return fields
 
     def _origins(self, parts: tuple[Settings, ...]) -> Mapping[str, str]:

@@ -98,8 +98,8 @@ def _kernels_and_loss(
     found = common.liger(settings, liger, loss, model)
     if aim.supervised:
         return found
-    if settings.flag("precompute_ref_log_probs", False):
-        settings.approximate("reference log-probabilities are computed beforehand: counted as if in every step")
+    if aim.reference and settings.flag("precompute_ref_log_probs", False):
+        found["precomputed_reference"] = True
     return found | {"loss": loss_of(aim, defaults, settings.name)}
 
 

@@ -47,6 +47,10 @@ class Asked(NamedTuple):
             found: torch.Tensor = self.outputs(inner, forward)["log_probs"]
             return found.sum(dim=1) if summed else found
 
+    def known(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A reference's log-probabilities that came with the batch, of both halves."""
+        return torch.zeros_like(like), torch.zeros_like(like)
+
     @contextmanager
     def before_training(self) -> Iterator[tuple[Any, Any]]:
         """The reference's inner model and forward. Source: TRL 1.16 `use_adapter`, `disable_gradient_checkpointing`."""
@@ -65,10 +69,16 @@ def dpo(asked: Asked) -> torch.Tensor:
         return _dpo_whole(asked)
     outputs = asked.outputs(asked.inner, asked.forward)  # alive to the end, as the trainer's are
     chosen, rejected = outputs["log_probs"].sum(dim=1).chunk(2)
+    ref_chosen, ref_rejected = asked.known(chosen) if asked.setup.precomputed_reference else _reference(asked)
+    return -_log_sigmoid(BETA * ((chosen - ref_chosen) - (rejected - ref_rejected))).mean()
+
+
+def _reference(asked: Asked) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference's log-probabilities of both halves."""
     asked.again()
     with asked.before_training() as reference:
-        ref_chosen, ref_rejected = asked.log_probs(*reference).chunk(2)
-    return -_log_sigmoid(BETA * ((chosen - ref_chosen) - (rejected - ref_rejected))).mean()
+        chosen, rejected = asked.log_probs(*reference).chunk(2)
+    return chosen, rejected
 
 
 def _dpo_whole(asked: Asked) -> torch.Tensor:
@@ -76,10 +86,13 @@ def _dpo_whole(asked: Asked) -> torch.Tensor:
     LLaMA-Factory 0.9.5 `train/dpo/trainer.py`."""
     outputs = asked.forward(**asked.batch.model_inputs, use_cache=False)  # alive to the end
     chosen, rejected = _sequence_log_probs(asked, outputs["logits"]).chunk(2)
-    asked.again()
-    with asked.before_training() as (_, forward), torch.no_grad():
-        reference = forward(**asked.batch.model_inputs, use_cache=False)
-        ref_chosen, ref_rejected = _sequence_log_probs(asked, reference["logits"]).chunk(2)
+    if asked.setup.precomputed_reference:
+        ref_chosen, ref_rejected = asked.known(chosen)
+    else:
+        asked.again()
+        with asked.before_training() as (_, forward), torch.no_grad():
+            reference = forward(**asked.batch.model_inputs, use_cache=False)
+            ref_chosen, ref_rejected = _sequence_log_probs(asked, reference["logits"]).chunk(2)
     return -_log_sigmoid(BETA * ((chosen - ref_chosen) - (rejected - ref_rejected))).mean()
 
 
@@ -100,11 +113,14 @@ def kto(asked: Asked) -> torch.Tensor:
     asked.again()
     outputs = asked.outputs(asked.inner, asked.forward)
     good, bad = outputs["log_probs"].sum(dim=1).chunk(2)
-    asked.again()
-    with asked.before_training() as reference:
-        reference_kl = asked.log_probs(*reference)
+    if asked.setup.precomputed_reference:
+        (ref_good, ref_bad), (reference_kl, _) = asked.known(good), asked.known(policy_kl)
+    else:
         asked.again()
-        ref_good, ref_bad = asked.log_probs(*reference).chunk(2)
+        with asked.before_training() as reference:
+            reference_kl = asked.log_probs(*reference)
+            asked.again()
+            ref_good, ref_bad = asked.log_probs(*reference).chunk(2)
     kl = (policy_kl - reference_kl).mean().clamp(min=0)
     losses = (1 - torch.sigmoid(BETA * (good - ref_good - kl)), 1 - torch.sigmoid(BETA * (kl - (bad - ref_bad))))
     return torch.cat(losses).mean()

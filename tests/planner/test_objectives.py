@@ -122,6 +122,22 @@ def test_a_pair_is_two_sequences_and_the_reference_a_second_copy_of_the_weights(
         assert more == copy
 
 
+@pytest.mark.parametrize(("objective", "forwards"), [("dpo", 0), ("kto", 1)])
+def test_a_reference_that_was_asked_beforehand_is_in_no_step(objective: str, forwards: int) -> None:
+    """By hand: full fine-tuning loses the second copy of the weights; TRL's and Axolotl's files say it and are read."""
+    model = load("meta-llama/Llama-3.2-1B")
+    asked = setup_of(objective, method="full", precision="bf16-pure")
+    known = asked.with_(precomputed_reference=True)
+    assert known.extra_forwards == forwards
+    less = predict_memory(model, CARD, asked).peak_allocated_bytes
+    less -= predict_memory(model, CARD, known).peak_allocated_bytes
+    assert less == sum(weight_bytes(model, asked).values())
+    assert "precompute_ref_log_probs: true" in text_of(known)
+    assert read_text(text_of(known), "dpo.yaml", model=load("gpt2")).setup.precomputed_reference or objective == "kto"
+    with pytest.raises(SetupError, match="asks no reference"):
+        setup_of("orpo", precomputed_reference=True)
+
+
 def test_a_forward_without_gradients_costs_less_than_a_third_of_the_step_and_counts_its_flops() -> None:
     model = load("meta-llama/Llama-3.2-1B")
     plain = TrainSetup(loss="chunked", micro_batch_seqs=4, checkpointing=0)

@@ -33,6 +33,8 @@ TRACED = 0.001
         ("dpo", {"method": "lora", "loss": "full", "stack": "llamafactory"}),
         ("orpo", {"method": "lora", "checkpointing": False}),
         ("orpo", {"method": "lora", "stack": "llamafactory"}),
+        ("dpo", {"method": "full", "precision": "bf16-pure", "precomputed_reference": True}),
+        ("kto", {"method": "lora", "precomputed_reference": True}),
         ("embedding", {"method": "lora", "cached_seqs": 1, "hard_negatives": 1}),
     ],
 )
