@@ -77,6 +77,7 @@ def plain(setup: TrainSetup) -> dict[str, Any]:
 def test_every_field_is_written_or_declared(target: str) -> None:
     """Changing any field changes the files, or the target declares the difference or refuses."""
     base = TrainSetup(method="qlora", quantization="nf4-double", loss="chunked")
+    contrastive = base.with_(objective="embedding", loss="full", micro_batch_seqs=2)
     changes = {
         "method": base.with_(method="lora", quantization="none"),
         "precision": base.with_(precision="bf16-pure"),
@@ -94,6 +95,9 @@ def test_every_field_is_written_or_declared(target: str) -> None:
         "loss": base.with_(loss="full"),
         "objective": base.with_(objective="dpo"),
         "rollout": base.with_(objective="grpo", accumulation_steps=8, rollout=Rollout(generator="vllm")),
+        "precomputed_reference": base.with_(objective="dpo", precomputed_reference=True),
+        "hard_negatives": contrastive.with_(hard_negatives=1),
+        "cached_seqs": contrastive.with_(cached_seqs=1),
         "micro_batch_seqs": base.with_(micro_batch_seqs=2),
         "accumulation_steps": base.with_(accumulation_steps=2),
         "seq_len_tokens": base.with_(seq_len_tokens=512),
@@ -117,6 +121,8 @@ def test_every_field_is_written_or_declared(target: str) -> None:
     spread = {
         "pipeline_schedule": base.with_(num_gpus=2, pipeline_degree=2),
         "rollout": base.with_(objective="grpo", accumulation_steps=8),
+        "precomputed_reference": base.with_(objective="dpo"),
+        **dict.fromkeys(("hard_negatives", "cached_seqs"), contrastive),
         **dict.fromkeys(("shard_degree", "reshard_after_forward", "offload"), base.with_(num_gpus=4, parallel="fsdp2")),
     }
     # a file is run by its target's own stack, started as every launch file here is, FSDP2: `TrainSetup.run_by`
