@@ -90,12 +90,12 @@ def _objective(settings: Settings, command: str) -> Objective:
 
 def _kernels_and_loss(
     settings: Settings, aim: Objective, defaults: versions.TrlDefaults, model: ModelSpec | None
-) -> dict[str, str]:
+) -> dict[str, Any]:
     liger = settings.flag(settings.first("use_liger_kernel", "use_liger"), False)
     loss = defaults.loss(settings.optional_text("loss_type"), liger=False)
     if liger and defaults.loss(None, liger=True) == "liger":
         loss = "full"  # before 1.16 the switch takes the loss, whatever its type
-    found = common.liger(settings, liger, loss, model)
+    found: dict[str, Any] = common.liger(settings, liger, loss, model)
     if aim.supervised:
         return found
     if aim.reference and settings.flag("precompute_ref_log_probs", False):
