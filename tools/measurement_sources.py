@@ -356,8 +356,8 @@ def multi_gpu(row: Row) -> Mapped:
         return Mapped(stack=row["source_group"], unmapped=f"parallelism {row['parallelism']}")
     mapped = fms(row)
     if mapped.setup is not None:
-        mapped.setup |= {"num_gpus": int(row["n_gpus"]), "parallel": "fsdp2"}
-        mapped.differs.append("FSDP version 1")
+        spread = {"parallel": "fsdp2", "fsdp_version": 1, "reentrant_checkpointing": True}
+        mapped.setup |= {"num_gpus": int(row["n_gpus"]), **spread}
     return mapped
 
 
