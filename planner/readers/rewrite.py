@@ -6,6 +6,7 @@ Values are replaced at the places that PyYAML's (or Python's) parser names; new 
 import ast
 import json
 import re
+import shlex
 from typing import Any
 
 import yaml
@@ -14,6 +15,7 @@ from planner.errors import ConfigError
 from planner.exporters.python_text import literal
 from planner.exporters.text import scalar
 from planner.readers.script import ARGUMENTS
+from planner.readers.shell import SUFFIXES
 
 ADDED = "added by plan check --fix"
 
@@ -28,9 +30,42 @@ def rewrite(text: str, name: str, edits: dict[str, Any], *, call_line: int = 0) 
         return _rewrite_python(text, name, edits, call_line)
     if name.endswith(".ipynb"):
         return _rewrite_notebook(text, name, edits)
+    if name.endswith(SUFFIXES):
+        return _rewrite_launch(text, name, edits)
     if not name.endswith((".yaml", ".yml", ".json")):
         raise ConfigError(f"{name}: this kind of file cannot be changed in place", hint="make the changes by hand")
     return _rewrite_mapping(text, name, edits, as_json=name.endswith(".json"))
+
+
+def _rewrite_launch(text: str, name: str, edits: dict[str, Any]) -> str:
+    """The flags of a launch that stand in the script as they are; new ones go behind the first of these."""
+    places: dict[str, tuple[int, int]] = {}
+    for key in edits:
+        said = re.finditer(_FLAG.format(re.escape(key).replace("_", "[-_]")), text)
+        found = [one.span(1) for one in said if "#" not in text[text.rfind("\n", 0, one.start()) + 1 : one.start()]]
+        if len(found) > 1 or any("$" in text[start:end] for start, end in found):
+            raise ConfigError(f"{name}: --{key} stands in no one place", hint="make the changes by hand")
+        places |= dict.fromkeys((key,), found[0]) if found else {}
+    if not places:
+        raise ConfigError(f"{name} says none of {', '.join(edits)} itself", hint="make the changes by hand")
+    last = max(places.values())
+    more = "".join(f" --{key} {_word(value)}" for key, value in edits.items() if key not in places)
+    for key, (start, end) in sorted(places.items(), key=lambda one: one[1], reverse=True):
+        added = more if (start, end) == last else ""
+        between = "=" if text[start:end].startswith("=") else " "
+        text = f"{text[:start]}{between}{_word(edits[key])}{added}{text[end:]}"
+    return text
+
+
+_FLAG = r"""(?<=\s)--{}((?:[ \t]+|=)(?:'[^'\n]*'|"[^"\n]*"|(?!-)[^\s\\;&|#'"]+)|(?=\s|$))"""
+"""A flag; the group is its value with what stands before it, or empty."""
+
+
+def _word(value: Any) -> str:
+    """A value as a word of the shell."""
+    return shlex.quote(
+        value if isinstance(value, str) else json.dumps(value) if isinstance(value, dict) else str(value)
+    )
 
 
 def _rewrite_mapping(text: str, name: str, edits: dict[str, Any], *, as_json: bool) -> str:

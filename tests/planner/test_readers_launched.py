@@ -7,6 +7,7 @@ import pytest
 
 from planner.errors import ConfigError
 from planner.readers import read_config, read_text
+from planner.readers.rewrite import rewrite
 from planner.readers.types import ReadConfig
 
 PROGRAM = """
@@ -311,3 +312,36 @@ def test_words_behind_axolotls_file_are_on_top_of_it(tmp_path: Path) -> None:
 def test_megatron_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="trains with megatron"):
         read_text("megatron sft --model Qwen/Qwen2.5-7B", "run.sh")
+
+
+FLAGS = """#!/bin/bash
+# --per_device_train_batch_size 16 on a big card
+trl sft --model_name_or_path meta-llama/Llama-3.1-8B --use_peft \\
+    --per_device_train_batch_size 16 \\
+    --gradient_accumulation_steps=2 --max_length 64 \\
+    --gradient_checkpointing  # all of them
+echo done
+"""
+
+
+def test_flags_that_stand_in_a_launch_are_rewritten_where_they_stand() -> None:
+    edits = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "gradient_checkpointing": False}
+    text = rewrite(FLAGS, "run.sh", {**edits, "optim": "adamw_bnb_8bit"})
+    lines = FLAGS.splitlines()
+    changed = [after for before, after in zip(lines, text.splitlines(), strict=True) if before != after]
+    assert changed == [
+        "    --per_device_train_batch_size 4 \\",
+        "    --gradient_accumulation_steps=8 --max_length 64 \\",
+        "    --gradient_checkpointing False --optim adamw_bnb_8bit  # all of them",
+    ]
+    setup = read_text(text, "run.sh").setup
+    assert (setup.micro_batch_seqs, setup.accumulation_steps, setup.checkpointing) == (4, 8, 0)
+    assert setup.optimizer == "adamw-8bit"
+
+
+@pytest.mark.parametrize("launch", ["trl sft --max_length $LENGTH", "trl sft --max_length 64; trl sft --max_length 8"])
+def test_a_flag_that_stands_in_no_one_place_is_left(launch: str) -> None:
+    with pytest.raises(ConfigError, match="stands in no one place"):
+        rewrite(launch, "run.sh", {"max_length": 32})
+    with pytest.raises(ConfigError, match="says none of"):
+        rewrite(launch, "run.sh", {"optim": "sgd"})
