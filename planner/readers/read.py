@@ -67,7 +67,7 @@ def read_text(
     """
     found = _read(text, name, model=model, base=base, sharding=sharding or Sharding(), launcher=launcher)
     stack = STACK_OF.get(found.format, found.setup.stack)
-    default = STACKS[stack].reentrant_checkpointing and found.setup.checkpointing > 0
+    default = found.setup.checkpointing > 0 and (STACKS[stack].reentrant_checkpointing or found.reentrant)
     reentrant = _reentrant(found.values, default=default)
     named = fields.keys(TOOLS[found.format], found.values) if found.format in TOOLS else {}
     setup = found.setup.with_(stack=stack, reentrant_checkpointing=reentrant)

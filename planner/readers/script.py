@@ -216,6 +216,7 @@ class _Script:
             values=arguments.values,
             adapted_tables=self.lora.tables,
             older=self.transformers.older,
+            reentrant=self._reentrant(),
             call_line=_line(self.found.arguments),
         )
 
@@ -463,6 +464,17 @@ class _Script:
             arguments.assume("prepare_model_for_kbit_training switches gradient checkpointing on")
             return 1
         return int(self._called("gradient_checkpointing_enable") and not self._called("gradient_checkpointing_disable"))
+
+    def _reentrant(self) -> bool:
+        """Whether checkpointing is of the older form where the arguments do not say it."""
+        if self.unsloth or not versions.reentrant(self.transformers, self.defaults if self.trl else None):
+            return False
+        calls = [model.called.get("gradient_checkpointing_enable") for model in self.found.touched]
+        for call in (self.found.prepared, *calls):
+            told = training.settings(call, self.name).raw("gradient_checkpointing_kwargs")
+            if isinstance(told, dict) and "use_reentrant" in told and not self.arguments.has("gradient_checkpointing"):
+                return told["use_reentrant"] is True
+        return True
 
     def _length(self) -> int:
         if self.aim.rolls_out:

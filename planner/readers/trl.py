@@ -66,7 +66,7 @@ def read(
     return config(
         FORMAT, settings, fields, kwargs,
         model_id=settings.optional_text("model_name_or_path"), dataset=settings.raw("dataset_name"),
-        keys=of_transformers.keys, only=of_transformers.only,
+        keys=of_transformers.keys, only=of_transformers.only, reentrant=versions.reentrant(of_transformers, defaults),
     )  # fmt: skip
 
 

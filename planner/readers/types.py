@@ -76,6 +76,7 @@ class ReadConfig:
         only: TrainSetup field -> the values of it that the versions of this file can run; others: all.
         adapted_tables: names of token tables that get adapters.
         unknown_keys: settings of the file that its tool does not have.
+        reentrant: whether the versions of this file checkpoint in the older form unless they are told.
         older: how it is known that transformers 4 runs it; "" where today's does.
         call_line: of a program, the line of the call that holds the training arguments.
     """
@@ -94,6 +95,7 @@ class ReadConfig:
     values: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     adapted_tables: tuple[str, ...] = ()
     unknown_keys: tuple[str, ...] = ()
+    reentrant: bool = False
     older: str = ""
     call_line: int = 0
 

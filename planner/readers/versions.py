@@ -23,6 +23,8 @@ TRL_FUSED_PREFERENCES_SINCE = (1, 15)
 """From here on DPOTrainer and KTOTrainer score tokens without full logits: read in 1.16; 1.14 makes them."""
 TRL_PREFERENCES_SINCE = (0, 29)
 """Before this TRL's trainers of preferences and rewards make another step than the one that is modelled."""
+TRL_NOT_REENTRANT_SINCE = (0, 27)
+"""From here on TRL tells transformers 4 to checkpoint in the newer form (0.26 does not)."""
 TRL_PREPARES_KBIT_UNTIL = (0, 27)
 """Before this `SFTTrainer` calls peft's `prepare_model_for_kbit_training` on a quantized base (0.26 does, 0.28 not)."""
 TRL_PREPARES_WITH_CHECKPOINTING_UNTIL = (0, 7, 2)
@@ -97,6 +99,15 @@ class TransformersDefaults:
     def optimizer(self) -> str:
         """The default of `optim`."""
         return "adamw_torch_fused" if self.version >= TRANSFORMERS_FUSED_SINCE else "adamw_torch"
+
+
+def reentrant(of_transformers: TransformersDefaults, trl: "TrlDefaults | None") -> bool:
+    """Whether checkpointing is of the older form unless told.
+
+    Source: transformers 4.57 `gradient_checkpointing_enable` (`use_reentrant` True; 5.23: False); TRL 0.27's
+    configurations say False themselves.
+    """
+    return bool(of_transformers.older) and (trl is None or trl.version < TRL_NOT_REENTRANT_SINCE)
 
 
 def transformers(version: str | None, arguments: Iterable[str], trl: "TrlDefaults | None") -> TransformersDefaults:

@@ -242,3 +242,34 @@ def test_a_trainer_of_another_package_is_no_trainer_of_transformers() -> None:
 def test_the_older_switch_of_flash_attention_counts() -> None:
     body = 'model = AutoModelForCausalLM.from_pretrained("m", use_flash_attention_2=True)\n'
     assert read(body + "SFTTrainer(model, args=SFTConfig()).train()\n").setup.attention == "flash-attention-2"
+
+
+@pytest.mark.parametrize(
+    ("body", "versions", "older_form"),
+    [
+        ("Trainer(model, TrainingArguments(gradient_checkpointing=True))", {}, False),
+        ("Trainer(model, TrainingArguments(gradient_checkpointing=True))", {"transformers": "4.57.1"}, True),
+        (
+            "Trainer(model, TrainingArguments(gradient_checkpointing=True, "
+            "gradient_checkpointing_kwargs={'use_reentrant': False}))",
+            {"transformers": "4.57.1"},
+            False,
+        ),
+        ("SFTTrainer(model, args=SFTConfig(gradient_checkpointing=True))", {"trl": "0.24.0"}, True),
+        ("SFTTrainer(model, args=SFTConfig(gradient_checkpointing=True))", {"trl": "0.28.0"}, False),
+    ],
+)
+def test_transformers_4_checkpoints_in_the_older_form_unless_told(
+    body: str, versions: dict[str, str], older_form: bool
+) -> None:
+    """transformers 4.57 `gradient_checkpointing_enable`; TRL tells it since 0.27."""
+    setup = read(f"max_length = 64\n{body}.train()\n", **versions).setup
+    assert (setup.checkpointing, setup.reentrant_checkpointing) == (1, older_form)
+
+
+def test_the_form_that_a_model_is_told_counts() -> None:
+    told = (
+        "model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})\nmax_length = 64\n"
+    )
+    found = read(told + "Trainer(model, TrainingArguments()).train()\n", transformers="4.57.1")
+    assert (found.setup.checkpointing, found.setup.reentrant_checkpointing) == (1, False)

@@ -329,7 +329,7 @@ def _of_object(reader: "Reading", owner: Value, made: Made) -> Value | None:
     if name in PREPARED and made.positional:
         return made.positional[0] if len(made.positional) == 1 else Items(made.positional, made.where)
     if name in SAME_OBJECT:
-        owner.called[name] = made.where
+        owner.called[name] = made
         return owner
     return None
 

@@ -74,7 +74,7 @@ class Made:
         receiver: the value it was called on, where that was made by the program.
         more: why there may be keywords that are not known; "" where all are.
         attributes: what the program set on it afterwards.
-        called: methods called on it without their result being a new object (name -> where).
+        called: methods called on it without their result being a new object (name -> the call).
         made_by: the program's class that it is an object of, where that extends foreign code.
     """
 
@@ -86,7 +86,7 @@ class Made:
     where: str = ""
     more: str = ""
     attributes: dict[str, Value] = field(default_factory=dict)
-    called: dict[str, str] = field(default_factory=dict)
+    called: dict[str, "Made"] = field(default_factory=dict)
     made_by: "Class | None" = None
     package: str = ""
 
