@@ -4,24 +4,22 @@ The program is followed by `planner.readers.program`; what it hands to the train
 defaults for what it leaves out. A setting that only running it would tell is `Missing`, never a default.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from planner.choices.adapters import Adapter
 from planner.choices.objectives import OBJECTIVES, Objective
 from planner.errors import ConfigError, NotPlanned
 from planner.inputs import reason
 from planner.models.spec import ModelSpec
-from planner.models.targets import scaling_targets
-from planner.readers import common, hf, training, versions
-from planner.readers.fields import adapter_kind, said
+from planner.readers import common, hf, lengths, training, versions
+from planner.readers.fields import said
 from planner.readers.objectives import CONFIGS
 from planner.readers.program import Known, Made, Program, Unknown, own_steps, plain, run
 from planner.readers.program.embedding import PAIRS
-from planner.readers.program.reading import LENGTH_NAMES
 from planner.readers.program.source import Source, imported, of_script
+from planner.readers.program_adapters import Adapters
+from planner.readers.program_loading import quantization
 from planner.readers.rollouts import rollout_fields
 from planner.readers.sharding import Sharding, loaded, parallel_of
 from planner.readers.training import Training
@@ -33,7 +31,6 @@ from planner.tools.unsloth import own_kernels
 
 FORMAT = "hf-script"
 UNSLOTH = "unsloth-script"
-UNSLOTH_WHOLE = "embed_tokens"
 ARGUMENTS = ("TrainingArguments", "SFTConfig", "Seq2SeqTrainingArguments", "UnslothTrainingArguments")
 
 
@@ -95,7 +92,16 @@ class _Script:
             self.loader = training.settings(found.handed, name)
         self.bnb = training.settings(found.quantization, name)
         self.lora = training.settings(found.adapter, name)
-        named = {**dict(source.pins), **sharding.versions}
+        self.adapters = Adapters(
+            given=found.adapter, continued=found.continued, lora=self.lora, name=name, model=model,
+            unsloth=self.unsloth, missing=self.missing,
+        )  # fmt: skip
+        self._settle_versions()
+
+    def _settle_versions(self) -> None:
+        """Whose defaults hold: of the versions that are named, else of the newest that can run the program."""
+        source, found = self.source, self.found
+        named = {**dict(source.pins), **self.sharding.versions}
         trainer = found.trainer.keywords if found.trainer is not None else {}
         imports = imported(source.text, "trl") if self.trl else ()
         bound = versions.taking(
@@ -142,68 +148,18 @@ class _Script:
 
     def config(self) -> ReadConfig:
         """The answer."""
-        name, arguments = self.name, self.arguments
-        fields = said(arguments, TOOLS[FORMAT], "micro_batch_seqs", "accumulation_steps", "compile")
-        adapted = self._adapted()
-        quantization = self._quantization()
-        fields["method"] = "full" if not adapted else "lora" if quantization == "none" else "qlora"
-        fields["quantization"] = quantization if adapted else "none"
-        if not adapted and (line := training.freezes_parameters(self.source.text)):
-            self.missing.setdefault("method", f"{name}:{line}: some parameters are frozen one by one")
-        fields["precision"] = self._precision(fields["method"])
-        fields["kbit_fp32_cast"] = fields["method"] == "qlora" and (
-            self.found.prepared is not None or self._trainer_prepares(quantization)
-        )
-        if adapted:
-            fields |= self._lora(fields["method"])
-        else:
-            fields["lora_rank"] = 0
-        fields["checkpointing"] = self._checkpointing()
-        fields["activation_offload"] = self._offloads(fields["checkpointing"])
-        fields["seq_len_tokens"] = self._length()
-        constants = self.program.module.names
-        packed = plain(constants.get("PACKING")) is True
-        fields["packing"] = arguments.flag("packing", packed) if self.trl else packed
-        fields["optimizer"] = common.optimizer(arguments, "optim", self.transformers.optimizer)
-        fields["attention"] = "sdpa" if self.unsloth else self._attention()
-        liger = arguments.flag("use_liger_kernel", False)
-        if self.unsloth:
-            fields |= {"loss": "chunked", "kernels": own_kernels(fields)}
-        elif self.trl and self.defaults.loss(None, liger=True) == "chunked":
-            fields |= common.liger(arguments, liger, "chunked", self.model)
-        else:
-            loss = self.defaults.loss(arguments.optional_text("loss_type"), liger=False) if self.trl else "full"
-            fields |= common.liger(arguments, liger, "full" if liger else loss, self.model)
-        if _has_trainer(self.aim):
-            fields |= self._objective(fields, liger)
-        elif not self.aim.supervised:
-            fields |= {"objective": self.aim.name, "loss": self.aim.losses[0]}
-        if self.found.open_objective:
-            self.missing["objective"] = self.found.open_objective
-        fields["stack"] = "trl" if self.trl else "hf"  # Unsloth's is known by the format
-        if self.aim.whole_batch:
-            arguments.assume(PAIRS)
-            fields["stack"] = "sentence-transformers"
-            fields |= self._contrast()
-        fields |= self._spread(constants)
-        if adapted:
-            fields = common.adapter(arguments, fields, self._kind(), self.model)
+        arguments = self.arguments
+        fields = self._fields()
         self._note_what_is_unusual()
         parts = (arguments, self.loader, self.bnb, self.lora)
-        alone = ("parallel",) if self.sharding.num_gpus == 1 else ()
-        for part in parts:
-            for key, why in part.undetermined.items():
-                if FIELD_OF.get(key) in ASKED and FIELD_OF[key] not in ("model", *alone):
-                    self.missing.setdefault(FIELD_OF[key], why)
-        if self.found.loads:
-            self.missing.setdefault("precision", self.found.loads)
+        self._ask_for_what_is_not_known(parts)
         if "precision" in self.missing and fields["precision"] == "fp32":
             fields["precision"] = "bf16-mixed"  # stands in until it is said: not every kernel computes in fp32
         model_id = self._model_id()
-        dataset = plain(constants.get("DATASET"))
+        dataset = plain(self.program.module.names.get("DATASET"))
         return ReadConfig(
             format=UNSLOTH if self.unsloth else FORMAT,
-            path=name,
+            path=self.name,
             model_id=model_id,
             setup=common.build(arguments, fields),
             missing=tuple(Missing(field=field, reason=reason) for field, reason in self.missing.items()),
@@ -219,6 +175,72 @@ class _Script:
             reentrant=self._reentrant(),
             call_line=_line(self.found.arguments),
         )
+
+    def _fields(self) -> dict[str, Any]:
+        """The fields of the setup that the program says."""
+        arguments = self.arguments
+        fields = said(arguments, TOOLS[FORMAT], "micro_batch_seqs", "accumulation_steps", "compile")
+        fields |= self._method()
+        fields["checkpointing"] = self._checkpointing()
+        fields["activation_offload"] = self._offloads(fields["checkpointing"])
+        fields["seq_len_tokens"] = self._length()
+        constants = self.program.module.names
+        packed = plain(constants.get("PACKING")) is True
+        fields["packing"] = arguments.flag("packing", packed) if self.trl else packed
+        fields["optimizer"] = common.optimizer(arguments, "optim", self.transformers.optimizer)
+        fields["attention"] = "sdpa" if self.unsloth else self._attention()
+        liger = arguments.flag("use_liger_kernel", False)
+        fields |= self._kernels_and_loss(fields, liger=liger)
+        if _has_trainer(self.aim):
+            fields |= self._objective(fields, liger)
+        elif not self.aim.supervised:
+            fields |= {"objective": self.aim.name, "loss": self.aim.losses[0]}
+        if self.found.open_objective:
+            self.missing["objective"] = self.found.open_objective
+        fields["stack"] = "trl" if self.trl else "hf"  # Unsloth's is known by the format
+        if self.aim.whole_batch:
+            arguments.assume(PAIRS)
+            fields["stack"] = "sentence-transformers"
+            fields |= self._contrast()
+        fields |= self._spread(constants)
+        return common.adapter(arguments, fields, self.adapters.kind(), self.model)
+
+    def _method(self) -> dict[str, Any]:
+        """Method, quantization, precision and adapters."""
+        adapted = self.adapters.wanted()
+        base = self._quantization()
+        method = "full" if not adapted else "lora" if base == "none" else "qlora"
+        if not adapted and (line := training.freezes_parameters(self.source.text)):
+            self.missing.setdefault("method", f"{self.name}:{line}: some parameters are frozen one by one")
+        fields: dict[str, Any] = {
+            "method": method,
+            "quantization": base if adapted else "none",
+            "precision": self._precision(method),
+            "kbit_fp32_cast": method == "qlora" and (self.found.prepared is not None or self._trainer_prepares(base)),
+        }
+        if not adapted:
+            return fields | {"lora_rank": 0}
+        stated = self.program.module.names.get("ADAPTER_DTYPE")
+        return fields | self.adapters.fields(method, self.arguments, trl=self.trl, stated=stated)
+
+    def _kernels_and_loss(self, fields: Mapping[str, Any], *, liger: bool) -> dict[str, str]:
+        arguments = self.arguments
+        if self.unsloth:
+            return {"loss": "chunked", "kernels": own_kernels(fields)}
+        if self.trl and self.defaults.loss(None, liger=True) == "chunked":
+            return common.liger(arguments, liger, "chunked", self.model)
+        loss = self.defaults.loss(arguments.optional_text("loss_type"), liger=False) if self.trl else "full"
+        return common.liger(arguments, liger, "full" if liger else loss, self.model)
+
+    def _ask_for_what_is_not_known(self, parts: tuple[Settings, ...]) -> None:
+        """Notes settings that were asked for and that only running the program would tell."""
+        alone = ("parallel",) if self.sharding.num_gpus == 1 else ()
+        for part in parts:
+            for key, why in part.undetermined.items():
+                if FIELD_OF.get(key) in ASKED and FIELD_OF[key] not in ("model", *alone):
+                    self.missing.setdefault(FIELD_OF[key], why)
+        if self.found.loads:
+            self.missing.setdefault("precision", self.found.loads)
 
     def _attention(self) -> str:
         loader = self.loader
@@ -280,62 +302,8 @@ class _Script:
         self.missing["model"] = reason
         return None
 
-    def _adapted(self) -> bool:
-        adapter = self.found.adapter
-        if isinstance(adapter, Unknown):
-            self.missing["method"] = adapter.reason
-            return True
-        if self.found.continued is not None and adapter is None:
-            self.missing["lora_rank"] = f"{self.found.continued.where}: adapters that stand in another file are trained"
-            return True
-        if isinstance(adapter, Made) and not adapter.owner.startswith("Fast"):
-            if adapter.name == "from_pretrained" and adapter.owner in ("LoraConfig", "PeftConfig"):
-                self.missing["lora_rank"] = f"{adapter.where}: the adapter's settings stand in another file"
-                self.missing["lora_targets"] = self.missing["lora_rank"]
-            elif adapter.name == "get_peft_config":
-                self.missing["method"] = f"{adapter.where}: the adapter's settings come from the command line"
-            elif adapter.name.endswith("Config") and adapter.name not in ("LoraConfig", "PeftConfig", *common.CONFIGS):
-                raise NotPlanned(
-                    f"{self.name}: adapters of {adapter.name} are not planned, only LoRA's",
-                    hint=training.RUN_IT,
-                )
-            elif adapter.name != "LoraConfig" and adapter.name not in common.CONFIGS:
-                self.missing["method"] = f"{adapter.where}: what {adapter.name}() returns"
-        return adapter is not None
-
     def _quantization(self) -> str:
-        given = self.found.quantization
-        if isinstance(given, Unknown):
-            self.missing["quantization"] = given.reason
-            return "none"
-        if given is None and self._handed_over():
-            self.missing["quantization"] = self.missing["precision"] = self.found.unknown_model
-        if isinstance(given, Made) and given.name not in training.BASE_QUANTIZATIONS:
-            if given.name.endswith("Config") and "Mxfp4" not in given.name:
-                self.loader.approximate(f"{given.name} is counted as 4-bit NF4")
-                return "nf4"
-            if not given.name.endswith("Config"):
-                self.missing["quantization"] = f"{given.where}: what {given.name}() returns"
-            return "none"
-        source = self.bnb if given is not None else self.loader
-        if source.flag("load_in_8bit", False):
-            return "int8"
-        if not source.flag("load_in_4bit", self.unsloth):
-            return "none"
-        if (
-            given is None
-            and self.unsloth
-            and (self.loader.flag("full_finetuning", False) or self.loader.flag("load_in_16bit", False))
-        ):
-            return "none"
-        double = True if self.unsloth else source.flag("bnb_4bit_use_double_quant", False)
-        return "nf4-double" if double else "nf4"
-
-    def _handed_over(self) -> bool:
-        """Whether the model comes to the program's function as an object: who loaded it knows how."""
-        return (
-            self.found.loader is None and re.search(r"argument \w*model is not", self.found.unknown_model) is not None
-        )
+        return quantization(self.found, self.loader, self.bnb, self.missing, unsloth=self.unsloth)
 
     def _precision(self, method: str) -> str:
         own_default = self.unsloth or (self._own_arguments() and self.defaults.bf16)
@@ -371,59 +339,6 @@ class _Script:
         four_bit = quantization.startswith("nf4")
         bf16 = hf.autocast(self.arguments, bf16_default=self._own_arguments() and self.defaults.bf16) == "bf16"
         return self.trl and not self.unsloth and peft and self.defaults.prepares_kbit(four_bit=four_bit, bf16=bf16)
-
-    def _adapter_row(self) -> Adapter | None:
-        """The kind that a configuration class of its own stands for; None for LoRA's and where none is made."""
-        made = self.found.adapter
-        return common.CONFIGS.get(made.name) if isinstance(made, Made) else None
-
-    def _kind(self) -> str:
-        """The kind of adapter: by peft's configuration class, or by LoraConfig's switches."""
-        row = self._adapter_row()
-        return row.name if row is not None else adapter_kind(self.lora, FORMAT)
-
-    def _size(self) -> int:
-        """The adapter's size by its own name."""
-        row, lora = self._adapter_row(), self.lora
-        if row is None:
-            return lora.integer("r", 16 if self.unsloth else 8, at_least=1)
-        if row.form == "rows":
-            indices = lora.raw("token_indices")
-            return len(indices) if isinstance(indices, list) and indices else 1
-        keys = {"shared": "r", "rotations": "oft_block_size", "prompt": "num_virtual_tokens"}
-        keys |= {"prefix": "num_virtual_tokens", "low-rank": "init_r"}
-        return lora.integer(keys[row.form], row.usual_size, at_least=1) if row.size else 0
-
-    def _lora(self, method: str) -> dict[str, Any]:
-        lora, unsloth = self.lora, self.unsloth
-        names = lora.text_or_names("target_modules")
-        if len(names) == 1 and re.fullmatch(r"[\w.]+(\s*,\s*[\w.]+)+", names[0]):
-            names = tuple(part.strip() for part in names[0].split(","))
-        saved = common.modules_to_save(lora, "modules_to_save", self.arguments)
-        if unsloth and UNSLOTH_WHOLE in names:
-            names = tuple(name for name in names if name != UNSLOTH_WHOLE)
-            saved = tuple(dict.fromkeys((*saved, UNSLOTH_WHOLE)))
-            lora.assume(f"{UNSLOTH_WHOLE} as a target: Unsloth trains it whole; counted")
-        fields: dict[str, Any] = {
-            "lora_rank": self._size(),
-            "modules_to_save": saved,
-            "lora_dropout": lora.real("lora_dropout", 0.0),
-            "lora_targets": common.targets(names or (("all-linear",) if unsloth else ()), self.model, lora),
-        }
-        row = self._adapter_row()
-        if row is not None and not row.adapts_matrices:
-            fields["lora_targets"] = "all-linear"  # it adapts none: nothing is said
-        elif row is not None and row.form == "scales" and not names and self.model is not None:
-            fields["lora_targets"] = scaling_targets(self.model)
-            lora.assume(
-                "target_modules absent: keys, values and the MLP's last matrix (peft may scale queries for keys)"
-            )
-        stated = plain(self.program.module.names.get("ADAPTER_DTYPE"))
-        if stated in common.DTYPES:
-            fields["adapter_dtype"] = common.DTYPES[stated]
-        elif unsloth or (method == "qlora" and not self.trl):
-            fields["adapter_dtype"] = "fp32"
-        return fields
 
     def _own_arguments(self) -> bool:
         """Whether SFTConfig's own defaults hold: TrainingArguments handed to SFTTrainer become an SFTConfig with every
@@ -479,49 +394,11 @@ class _Script:
     def _length(self) -> int:
         if self.aim.rolls_out:
             return 0  # `rollout_fields` says it
-        for settings in (self.arguments, self.loader):
-            key = settings.first("max_length", "max_seq_length")
-            if settings.has(key):
-                return settings.integer(key, 1024, at_least=1)
-        program = self.program
-        prepared = self.arguments.raw("dataset_kwargs", {})
-        untouched = isinstance(prepared, dict) and prepared.get("skip_prepare_dataset") is True
-        if self.trl and not self.unsloth and not self.arguments.more and not untouched:
-            longest = max((value.data for value in program.cuts), default=1024)
-            self.arguments.assume(f"max_length absent: {min(1024, longest)} tokens (TRL's default is 1024)")
-            return min(1024, int(longest))
-        here = [value for value in program.lengths if value.where.startswith(f"{self.name}:")]
-        named = here or program.lengths
-        cut = list(training.lengths(program))
-        if not cut and (why := training.open_length(program)):
+        cuts_itself = self.trl and not self.unsloth
+        tokens, why = lengths.of_program(self.program, self.name, self.arguments, self.loader, by_trainer=cuts_itself)
+        if why:
             self.missing["seq_len_tokens"] = why
-            return 1024
-        for found in (cut, program.cuts, self._named_lengths(), named):
-            distinct = sorted({int(value.data) for value in found})
-            if len(distinct) > 1 and found is named:
-                places = ", ".join(dict.fromkeys(f"{value.data} ({value.where})" for value in found))
-                self.missing["seq_len_tokens"] = f"{self.name} names several lengths: {places[:200]}"
-                return distinct[-1]
-            whole = [value for value in named if int(value.data) > distinct[-1]] if len(distinct) > 1 else []
-            if whole:  # prompt and answer are cut one by one, and their sum has a name
-                found, distinct = whole, [max(int(value.data) for value in whole)]
-            if distinct:
-                longest = max(found, key=lambda value: int(value.data))
-                self.arguments.where.setdefault("max_length", longest.where)
-                return distinct[-1]
-        self.missing["seq_len_tokens"] = self.arguments.more or (
-            f"{self.name}: the length of the sequences is decided while the data is prepared"
-        )
-        return 1024
-
-    def _named_lengths(self) -> list[Known]:
-        """Values of the main module's names for a length."""
-        names = ((name.lower(), value) for name, value in self.program.module.names.items())
-        return [
-            value
-            for name, value in names
-            if name in LENGTH_NAMES and isinstance(value, Known) and type(value.data) is int and value.data >= 16
-        ]
+        return tokens
 
     def _spread(self, constants: Mapping[str, Any]) -> dict[str, Any]:
         num_gpus, loader = self.sharding.num_gpus, self.loader

@@ -1,7 +1,7 @@
 """From a program that was read to the one training in it: trainer, its arguments, model, quantization, adapters."""
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from planner.choices.adapters import ADAPTERS
@@ -66,73 +66,98 @@ def find(program: Program, name: str) -> Training:
     Raises:
         ConfigError: it trains nothing that is planned; the hint says what to do.
     """
-    found = Training()
-    found.trainer = _trainer(program)
+    found = Training(trainer=_trainer(program))
     if found.trainer is not None:
-        kind = found.trainer.name
-        found.objective = PLANNED.get(kind, "sft")
-        if kind not in PLANNED:
-            objective, called = of_other_trainer((kind, found.trainer.owner))
-            if objective:
-                raise _other_objective(name, objective, called)
-            objective, said = own_steps.other_objective(found.trainer, {**OTHER_TRAINERS, **PLANNED})
-            if objective:
-                raise _other_objective(name, objective, f"{found.trainer.owner}, which has {said}")
-            if own_steps.forwards(found.trainer) > 1:
-                found.open_objective = (
-                    f"{found.trainer.where}: {found.trainer.owner} asks its model more than once a step"
-                )
-        if found.trainer.owner in LIGHTNING or "max_epochs" in found.trainer.keywords:
-            raise NotPlanned(
-                f"{name} trains with Lightning's Trainer, whose steps cannot be read without running it",
-                hint=RUN_IT,
-            )
-        given = found.trainer.argument("args", 2 if kind in BEHIND_REFERENCE else 1)
-        if isinstance(given, Made):
-            found.arguments = given
-        elif isinstance(given, Unknown):
-            found.arguments = Made("TrainingArguments", where=found.trainer.where, more=given.reason)
+        _recognise(found, found.trainer, name)
     if found.arguments is None:
         found.arguments = _last(
             program, lambda one: one.name.endswith(("TrainingArguments", "SFTConfig", *CONFIGS.values()))
         )
-    if found.arguments is None and found.trainer is None:
+    if found.trainer is not None:
+        _refuse_trainer(found, found.trainer, program, name)
+    elif found.arguments is None:
         _refuse(program, name)
-    if found.trainer is None and found.arguments is not None:
-        aim = next((aim for aim, config in CONFIGS.items() if found.arguments.name == config), "")
-        if aim and not program.module.names.get("OBJECTIVE"):
-            raise _other_objective(name, aim, "a trainer of its own")
-    if found.trainer is not None and not program.trained and _only_measures(program, found.trainer):
-        raise NotATraining(f"{name} evaluates and trains nothing", hint="give the script that trains")
-    if found.trainer is not None and found.objective == "embedding":
-        found.open_objective = embedding.open_loss(found.trainer, name)
-        found.contrast = embedding.contrast(found.trainer, program.made)
-    if found.trainer is not None and found.arguments is None and not _of_transformers(found.trainer):
-        package = found.trainer.package
-        own = f"{package}'s " * (package not in ("", "trainer")) + found.trainer.name
-        raise NotPlanned(
-            f"{name} trains with a trainer of its own ({own}), which cannot be read without running it",
-            hint=RUN_IT,
-        )
+    elif not program.module.names.get("OBJECTIVE") and found.arguments.name in CONFIGS.values():
+        aim = next(aim for aim, config in CONFIGS.items() if found.arguments.name == config)
+        raise _other_objective(name, aim, "a trainer of its own")
     if program.do_train_decides and not program.trained and _asked_to_train(found.arguments) is False:
         raise NotATraining(f"{name} does not train with these words: do_train is not among them", hint="add --do_train")
-    model = found.trainer.argument("model", 0) if found.trainer is not None else None
-    _follow_model(found, model)
+    _follow_model(found, found.trainer.argument("model", 0) if found.trainer is not None else None)
     if found.loader is None and found.model is None:
         _only_loader(found, program)
+    _find_loading(found, program, name)
+    _find_adapter(found, program)
+    return found
+
+
+def _recognise(found: Training, trainer: Made, name: str) -> None:
+    """What a trainer trains, and its arguments.
+
+    Raises:
+        NotPlanned: another objective, or steps that only running tells.
+    """
+    found.objective = PLANNED.get(trainer.name, "sft")
+    if trainer.name not in PLANNED:
+        objective, called = of_other_trainer((trainer.name, trainer.owner))
+        if objective:
+            raise _other_objective(name, objective, called)
+        objective, said = own_steps.other_objective(trainer, {**OTHER_TRAINERS, **PLANNED})
+        if objective:
+            raise _other_objective(name, objective, f"{trainer.owner}, which has {said}")
+        if own_steps.forwards(trainer) > 1:
+            found.open_objective = f"{trainer.where}: {trainer.owner} asks its model more than once a step"
+    if trainer.owner in LIGHTNING or "max_epochs" in trainer.keywords:
+        raise NotPlanned(
+            f"{name} trains with Lightning's Trainer, whose steps cannot be read without running it", hint=RUN_IT
+        )
+    given = trainer.argument("args", 2 if trainer.name in BEHIND_REFERENCE else 1)
+    if isinstance(given, Made):
+        found.arguments = given
+    elif isinstance(given, Unknown):
+        found.arguments = Made("TrainingArguments", where=trainer.where, more=given.reason)
+
+
+def _refuse_trainer(found: Training, trainer: Made, program: Program, name: str) -> None:
+    """Refuses a trainer that only measures, or is nobody's that is known.
+
+    Raises:
+        ConfigError: it is such a one.
+    """
+    if not program.trained and _only_measures(program, trainer):
+        raise NotATraining(f"{name} evaluates and trains nothing", hint="give the script that trains")
+    if found.objective == "embedding":
+        found.open_objective = embedding.open_loss(trainer, name)
+        found.contrast = embedding.contrast(trainer, program.made)
+    if found.arguments is None and not _of_transformers(trainer):
+        own = f"{trainer.package}'s " * (trainer.package not in ("", "trainer")) + trainer.name
+        raise NotPlanned(
+            f"{name} trains with a trainer of its own ({own}), which cannot be read without running it", hint=RUN_IT
+        )
+
+
+def _find_loading(found: Training, program: Program, name: str) -> None:
+    """How the model is loaded: by the program, or by TRL's trainer, which takes a name.
+
+    Raises:
+        NotPlanned: a model of another objective.
+    """
     if found.loader is not None:
         if found.objective == "sft" and "SequenceClassification" in found.loader.owner and _plain(found.trainer):
             found.objective = "classification"
         if found.objective not in ("reward", "classification", "embedding"):
             _check_model_class(found.loader, program, name)
         found.quantization = found.loader.argument("quantization_config")
-    elif found.trainer is not None:  # TRL's trainers load a model that is only named
+    elif found.trainer is not None:
         calls = (found.trainer, found.arguments)  # older TRL took them on the trainer itself
         given_to = (one.argument("model_init_kwargs") for one in calls if one is not None)
         found.handed = next((one for one in given_to if one is not None), None)
         inner = found.handed.entries.get("quantization_config") if isinstance(found.handed, Table) else None
         open_ = found.handed if isinstance(found.handed, Unknown) else None
         found.quantization = found.trainer.argument("quantization_config") or inner or open_
+
+
+def _find_adapter(found: Training, program: Program) -> None:
+    """The adapter's settings, where the way of the model did not show them."""
     peft = found.trainer.argument("peft_config") if found.trainer is not None else None
     if found.adapter is None and peft is not None and not (isinstance(peft, Known) and peft.data is None):
         found.adapter = peft
@@ -141,7 +166,6 @@ def find(program: Program, name: str) -> Training:
         found.adapter = added.argument("adapter_config", 0) if added is not None else None
     if found.adapter is None and found.trainer is None:
         found.adapter = _last(program, lambda one: one.name == "LoraConfig")
-    return found
 
 
 def _only_measures(program: Program, trainer: Made) -> bool:
@@ -312,31 +336,6 @@ def settings(made: Value | None, name: str) -> Settings:
             values[key] = data
             where[key] = getattr(value, "where", "")
     return Settings(values, name, unknown=unknown, more=more, where=where)
-
-
-def lengths(program: Program) -> Iterator[Known]:
-    """The lengths to which a tokenizer was told to cut, in order."""
-    for made in program.made:
-        value = made.keywords.get("max_length")
-        if value is None or made.name in ("generate", "pipeline"):
-            continue
-        truncates = "truncation" in made.keywords or "padding" in made.keywords
-        if truncates and isinstance(value, Known) and isinstance(value.data, int):
-            yield value
-    for made in program.made:
-        value = made.keywords.get("model_max_length")
-        if made.name == "from_pretrained" and isinstance(value, Known) and isinstance(value.data, int):
-            yield value
-
-
-def open_length(program: Program) -> str:
-    """Why it is not known to what a tokenizer cuts, where a condition decides it; "" where none does."""
-    for made in program.made:
-        value = made.keywords.get("max_length")
-        cuts = "truncation" in made.keywords and made.name not in ("generate", "pipeline")
-        if cuts and isinstance(value, Unknown) and "condition" in value.reason:
-            return value.reason
-    return ""
 
 
 def freezes_parameters(text: str) -> int:

@@ -288,17 +288,17 @@ def test_fix_works_under_an_accelerate_config(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_fix_says_by_hand_what_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A launch script is not rewritten: the answer stands, with the settings to change and where they are."""
+    """A launch whose flag is a variable is not rewritten: the answer stands, with the settings to change and where."""
     script = tmp_path / "run.sh"
     script.write_text(
-        "llamafactory-cli train --stage sft --do_train True --model_name_or_path Qwen/Qwen2.5-0.5B --cutoff_len 2048 "
-        "--finetuning_type lora --per_device_train_batch_size 64 --bf16 true\n"
+        "SIZE=64\nllamafactory-cli train --stage sft --do_train True --model_name_or_path Qwen/Qwen2.5-0.5B "
+        "--cutoff_len 2048 --finetuning_type lora --per_device_train_batch_size $SIZE --bf16 true\n"
     )
     words = ["check", str(script), "--gpu", "rtx-4090", "--no-dry-run", "--fix"]
     assert run([*words, "--json"]) == 1
     fix = json.loads(capsys.readouterr().out)["fix"]
     assert (fix["path"], fix["diff"]) == (None, [])
-    assert "cannot be changed in place" in fix["refused"]
+    assert "stands in no one place" in fix["refused"]
     assert any(one.startswith("per_device_train_batch_size: ") for one in fix["by_hand"])
     run(words)
     assert "nothing written: run.sh" in capsys.readouterr().out

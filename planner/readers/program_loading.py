@@ -1,0 +1,42 @@
+"""How a program loads its base: quantized by which configuration."""
+
+import re
+
+from planner.readers.program import Made, Unknown
+from planner.readers.training import BASE_QUANTIZATIONS, Training
+from planner.readers.values import Settings
+
+
+def quantization(found: Training, loader: Settings, given: Settings, missing: dict[str, str], *, unsloth: bool) -> str:
+    """How the base is quantized, by the configuration that it is loaded with.
+
+    Args:
+        loader: the settings of the loading; given: of that configuration; missing: what has to be asked for.
+    """
+    made = found.quantization
+    if isinstance(made, Unknown):
+        missing["quantization"] = made.reason
+        return "none"
+    if made is None and _handed_over(found):
+        missing["quantization"] = missing["precision"] = found.unknown_model
+    if isinstance(made, Made) and made.name not in BASE_QUANTIZATIONS:
+        if made.name.endswith("Config") and "Mxfp4" not in made.name:
+            loader.approximate(f"{made.name} is counted as 4-bit NF4")
+            return "nf4"
+        if not made.name.endswith("Config"):
+            missing["quantization"] = f"{made.where}: what {made.name}() returns"
+        return "none"
+    source = given if made is not None else loader
+    if source.flag("load_in_8bit", False):
+        return "int8"
+    if not source.flag("load_in_4bit", unsloth):
+        return "none"
+    if made is None and unsloth and (loader.flag("full_finetuning", False) or loader.flag("load_in_16bit", False)):
+        return "none"
+    double = True if unsloth else source.flag("bnb_4bit_use_double_quant", False)
+    return "nf4-double" if double else "nf4"
+
+
+def _handed_over(found: Training) -> bool:
+    """Whether the model comes to the program's function as an object: who loaded it knows how."""
+    return found.loader is None and re.search(r"argument \w*model is not", found.unknown_model) is not None
