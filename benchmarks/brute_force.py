@@ -77,26 +77,15 @@ def peak(wish: Workload, setup: TrainSetup) -> int:
     return predict_memory(wish.model, wish.gpu, setup).peak_device_bytes
 
 
-def everything(wish: Workload, node: str) -> Iterator[TrainSetup]:
-    """Every setup of a class, micro-batches rising."""
+def families(wish: Workload, node: str) -> Iterator[TrainSetup]:
+    """Every setup of a class at micro-batch 1."""
     values = dimension_values(wish)
-    batches = micro_batches(wish.global_batch_seqs)
     for branch in branches(wish, values):
         if node_of_setup(branch) != node:
             continue
         names = ("attention", "kernels", "checkpointing", "loss", "optimizer")
-        for attention, kernels, checkpointing, loss, optimizer, micro in product(
-            *(values[name] for name in names), batches
-        ):
-            yield branch.with_(
-                attention=attention,
-                kernels=kernels,
-                checkpointing=checkpointing,
-                loss=loss,
-                optimizer=optimizer,
-                micro_batch_seqs=micro,
-                accumulation_steps=wish.global_batch_seqs // micro,
-            )
+        for chosen in product(*(values[name] for name in names)):
+            yield branch.with_(**dict(zip(names, chosen, strict=True)))
 
 
 def search(model: str, gpu: str, global_batch: int) -> Found | None:
@@ -106,9 +95,12 @@ def search(model: str, gpu: str, global_batch: int) -> Found | None:
     if not isinstance(plan, Plan):
         return None
     node = node_of_setup(plan.chosen.setup)
+    pairs = [(micro, wish.global_batch_seqs // micro) for micro in micro_batches(wish.global_batch_seqs)]
     speeds = [
-        (speed_profile(wish.model, wish.gpu, setup).at(setup.micro_batch_seqs, setup.accumulation_steps)[1], setup)
-        for setup in everything(wish, node)
+        (at(*pair)[1], family.with_(micro_batch_seqs=pair[0], accumulation_steps=pair[1]))
+        for family in families(wish, node)
+        for at in (speed_profile(wish.model, wish.gpu, family).at,)
+        for pair in pairs
     ]
     may = None
     for speed, setup in sorted(speeds, key=lambda pair: -pair[0]):

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +48,9 @@ def test_formula_and_dry_run_agree(objective: str, changes: dict[str, Any]) -> N
 
 
 @pytest.mark.slow
-def test_the_dry_run_is_what_trls_own_trainer_does() -> None:
+def test_the_dry_run_is_what_trls_own_trainer_does(warm_programs: Path) -> None:
     words = ["--objective", "dpo", "--model", "1b", "--gpu", "a100-80gb", "--method", "full", "--layers", "2"]
-    command = [sys.executable, "-m", "benchmarks.trace_objectives", *words]
+    command = [str(warm_programs / "python"), "-m", "benchmarks.trace_objectives", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     (row,) = json.loads(done.stderr.splitlines()[-1]).values()

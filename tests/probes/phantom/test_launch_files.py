@@ -3,7 +3,6 @@ the dry run of the same setup."""
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,10 +22,10 @@ TOLERANCE = 0.002
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tool", ["hf", "trl"])
-def test_the_dry_run_is_what_the_tools_own_trainers_do(tool: str) -> None:
+def test_the_dry_run_is_what_the_tools_own_trainers_do(tool: str, warm_programs: Path) -> None:
     points = some([point for point in POINTS if point.startswith(tool)], 2)
     words = [word for point in points for word in ("--point", point)]
-    command = [sys.executable, "-m", "benchmarks.trace_vs_dryrun", "--layers", "2", "--json", *words]
+    command = [str(warm_programs / "python"), "-m", "benchmarks.trace_vs_dryrun", "--layers", "2", "--json", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(done.stdout.splitlines()[-1])  # trainers print too
