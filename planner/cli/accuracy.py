@@ -49,26 +49,31 @@ def accuracy(
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
 ) -> None:
     """Predicted against measured, per source: median, 90th and 95th percentile, worst."""
-    from reports.accuracy import accuracy_table
     from reports.accuracy_terminal import render_accuracy
-    from reports.accuracy_text import accuracy_json, accuracy_markdown
+    from reports.accuracy_text import accuracy_json
 
     quantities = _quantities(rung, what)
     rows = _rows(group, newest)
     if rivals:
         _against_rivals(rows, rivals, out)
         return
-    predict = _remembered(_formula() if rung == "formula" else dry_run_setup())
-    tables = [accuracy_table(rows, predict, what=quantity, lookup=_lookup, rung=RUNGS[rung]) for quantity in quantities]
-    command = f"plan accuracy --rung {rung} --what {what}" + (f" --group {group}" if group else "")
-    command += " --newest" if newest else ""
-    text = accuracy_markdown(tables, title=f"Accuracy of the {RUNGS[rung]}", command=f"{command} --out DIR")
+    tables = _tables(rows, rung, quantities)
     if out is not None:
-        _write(out, rung.replace("_", "-"), tables, text)
+        asked = (
+            f"--rung {rung} --what {what}" + (f" --group {group}" if group else "") + (" --newest" if newest else "")
+        )
+        _write(out, rung, tables, f"plan accuracy {asked} --out DIR")
     if as_json:
         print_json(accuracy_json(tables))
         return
     render_accuracy(tables, console())
+
+
+def _tables(rows: Sequence[MeasuredRow], rung: str, quantities: Sequence[Quantity]) -> "list[AccuracyTable]":
+    from reports.accuracy import accuracy_table
+
+    predict = _remembered(_formula() if rung == "formula" else dry_run_setup())
+    return [accuracy_table(rows, predict, what=quantity, lookup=_lookup, rung=RUNGS[rung]) for quantity in quantities]
 
 
 def _quantities(rung: str, what: str) -> tuple[Quantity, ...]:
@@ -168,11 +173,13 @@ def _inline(row: MeasuredRow) -> ModelSpec:
     return spec_from_config(row.config, model_id=row.model_name, source=row.source)
 
 
-def _write(directory: Path, name: str, tables: Sequence["AccuracyTable"], text: str) -> None:
-    """`NAME.md`, and per quantity a CSV of all cases and a scatter plot."""
+def _write(directory: Path, rung: str, tables: Sequence["AccuracyTable"], command: str) -> None:
+    """The rung's page, and per quantity a CSV of all cases and a scatter plot."""
     from reports.accuracy_charts import scatter_svg
-    from reports.accuracy_text import accuracy_csv
+    from reports.accuracy_text import accuracy_csv, accuracy_markdown
 
+    name = rung.replace("_", "-")
+    text = accuracy_markdown(tables, title=f"Accuracy of the {RUNGS[rung]}", command=command)
     write_text(directory / f"{name}.md", text)
     for table in tables:
         stem = f"{name}-{table.what.replace('_', '-')}"

@@ -2,8 +2,9 @@
 
 from dataclasses import fields
 from operator import attrgetter
+from typing import NamedTuple
 
-from planner.memory.dtypes import SIZE_BYTES, flow_of
+from planner.memory.dtypes import SIZE_BYTES, Flow, flow_of
 from planner.setup import SPREAD_FIELDS, TrainSetup
 from planner.throughput.adapter_kinds import kind_work
 from planner.throughput.counts import Moved
@@ -54,109 +55,71 @@ class Family:
     )  # fmt: skip
 
     def __init__(self, speed: SpeedModel, setup: TrainSetup) -> None:
-        constants, conditions, inv = speed.constants, speed.conditions, speed.inv
+        constants, inv = speed.constants, speed.inv
         self._speed, self._setup = speed, setup
         self._seq = setup.layer_tokens
         self._busy: dict[int, float] = {}
-        self.seqs_per_sample = setup.seqs_per_sample
+        self.seqs_per_sample = setup.aim.seqs_per_sample
         self.flow = flow = flow_of(setup)
-        full = setup.method == "full"
-        every = setup.checkpointing
+        full, every = setup.method == "full", setup.checkpointing
         again = -(-inv.num_layers // every) / inv.num_layers if every and inv.num_layers else 0.0
-        bytes_left = constants.compile_bytes if setup.compile else 1.0
-        gap = constants.kernel_gap_s * bytes_left
-        waits = conditions.loop_experts and inv.num_experts_run
-        waits = waits or (conditions.masked_attention and setup.attention == "flash-attention-2")
-        waits = waits or setup.quantization == "int8"  # the outlier search asks the GPU for its columns, per matrix
-        self.power = constants.waiting_power if waits else constants.overlap_power
+        self.power = constants.waiting_power if _waits(speed, setup) else constants.overlap_power
 
         moved = speed.traffic(flow, full, setup.kernels, setup.compile)
-        forward_kernels, backward_kernels = moved.forward_kernels, moved.backward_kernels
+        bytes_left = constants.compile_bytes if setup.compile else 1.0
+        gap = constants.kernel_gap_s * bytes_left
         per_byte = bytes_left * constants.elementwise_scale / speed.bandwidth
         self._elementwise = _token_and_micro(moved, per_byte, gap)
         alone = (moved.forward_bytes * per_byte, moved.forward_kernels * gap)
-        again_token = again * moved.forward_bytes * per_byte
-        again_micro = again * moved.forward_kernels * gap
 
-        self._lora = (0.0, 0.0)
-        lora_calls = 0.0
-        if full:
-            self.trained_params, self.trained_tensors = float(inv.num_params), inv.num_tensors
-            self.trained_bytes = SIZE_BYTES[flow.table]
-        elif setup.adapter != "lora" and not setup.kind.like_lora:
-            work = kind_work(speed.model, setup, flow)
-            per_byte = bytes_left / speed.bandwidth
-            thin = work.flops / (speed.rates.matmul[flow.autocast or flow.adapter] * constants.lora_share)
-            token_s, micro_s = _token_and_micro(work.moved, per_byte, gap)
-            constant = work.constant_bytes * per_byte
-            self._lora = (token_s + work.passes * thin, micro_s + constant)
-            again_token += again * (work.moved.forward_bytes * per_byte + thin)
-            again_micro += again * (work.moved.forward_kernels * gap + constant)
-            forward_kernels += work.moved.forward_kernels
-            backward_kernels += work.moved.backward_kernels
-            lora_calls = work.modules
-            self.trained_params, self.trained_tensors = work.params, work.tensors
-            self.trained_bytes = SIZE_BYTES[flow.adapter]
-        else:
-            around, edges, params, modules = speed.adapters(setup, flow)
-            per_byte = bytes_left / speed.bandwidth
-            thin = 2.0 * setup.lora_rank * edges
-            thin /= speed.rates.matmul[flow.autocast or flow.adapter] * constants.lora_share
-            token_s, micro_s = _token_and_micro(around, per_byte, gap)
-            self._lora = (token_s + 3.0 * thin, micro_s)
-            again_token += again * (around.forward_bytes * per_byte + thin)
-            again_micro += again * around.forward_kernels * gap
-            forward_kernels += around.forward_kernels
-            backward_kernels += around.backward_kernels
-            lora_calls = modules
-            self.trained_params, self.trained_tensors = params * setup.lora_rank, 2 * modules
-            self.trained_bytes = SIZE_BYTES[flow.adapter]
+        trained = _trained(speed, setup, flow)
+        self._lora = trained.token_s, trained.micro_s
+        self.trained_params, self.trained_tensors = trained.params, trained.tensors
+        self.trained_bytes = trained.size_bytes
+        unpacked = _unpacked(speed, setup, flow)
+        self._dequantization, self._cast = unpacked.dequantization_s, unpacked.cast_s
+        again_token = again * moved.forward_bytes * per_byte + again * trained.forward_token_s
+        again_micro = again * alone[1] + again * trained.forward_micro_s + again * unpacked.again_s
 
         forward, backward, self.attention_flops = speed.attention(setup, flow)
         self._attention = forward + backward
-        self._dequantization = 0.0
-        quantized_calls = 0
-        if setup.quantized:
-            once, quantized_calls = speed.dequantization_s(flow, setup.quantization)
-            # LLM.int8() multiplies in int8 and unpacks for the backward only; NF4 unpacks every time it is used
-            self._dequantization = once if setup.quantization == "int8" else 2.0 * once
-            again_micro += 0.0 if setup.quantization == "int8" else again * once
-        if setup.quantize_experts:  # unpacked in each forward; the backward finds what its forward unpacked
-            once = speed.experts_s(flow)
-            self._dequantization += once
-            again_micro += again * once
-        self._cast = 0.0
-        if flow.autocast and setup.weight_dtype == "fp32" and not setup.quantized:
-            once = _WEIGHT_CAST_BYTES * sum(group.weights for group in inv.groups) / speed.bandwidth
-            self._cast = once * (2.0 if full else 1.0)
-            again_micro += again * once
-        if setup.activation_offload and not setup.by.overlaps_offload:  # out and back on the compute stream
-            inputs = SIZE_BYTES[flow.residual] * inv.hidden_size * again * inv.num_layers
-            host_token = 2.0 * inputs / speed.host_rate
-        else:
-            host_token = 0.0
         attended = 0.0 if setup.selective_checkpointing and speed.attention_is_fused(setup, flow) else again * forward
-        self._recompute = (again_token, attended + host_token * self._seq, again_micro, again)
+        attended += self._offloaded_token_s(again) * self._seq
+        self._recompute = (again_token, attended, again_micro, again)
         self._extra = (alone[0], forward, alone[1])  # a forward without gradients: adapters off, or a copy's
-        self._skip_last = full and not conditions.reentrant_checkpointing
+        self._skip_last = full and not speed.conditions.reentrant_checkpointing
         self._skip_first = not full and not every
-
-        host = forward_kernels * (1 + again) * constants.host_forward_s + backward_kernels * constants.host_backward_s
-        host += (_LOSS_KERNELS + _EMBEDDING_KERNELS) * (constants.host_forward_s + constants.host_backward_s)
-        host += quantized_calls * (2 + again) * constants.host_quantized_s
-        host += lora_calls * (1 + again) * constants.host_lora_s
-        forward_host = forward_kernels * constants.host_forward_s + quantized_calls * constants.host_quantized_s
-        self.forward_host_s = (forward_host + lora_calls * constants.host_lora_s) * constants.host_scale
+        self._count_host(moved, trained, unpacked.calls, again)
         self.unpacking_s = (0.0 if setup.quantization == "int8" else self._dequantization / 2.0) + self._cast / (
             1 + full
         )
+
+    def _offloaded_token_s(self, again: float) -> float:
+        """Seconds per token in which checkpoints go to the host and back on the compute stream."""
+        speed, setup = self._speed, self._setup
+        if not setup.activation_offload or setup.by.overlaps_offload:
+            return 0.0
+        inputs = SIZE_BYTES[self.flow.residual] * speed.inv.hidden_size * again * speed.inv.num_layers
+        return 2.0 * inputs / speed.host_rate
+
+    def _count_host(self, moved: Moved, trained: "_Trained", quantized_calls: int, again: float) -> None:
+        """Sets the host's time of a micro-batch and of a forward alone."""
+        constants, setup = self._speed.constants, self._setup
+        forward_kernels = moved.forward_kernels + trained.forward_kernels
+        backward_kernels = moved.backward_kernels + trained.backward_kernels
+        host = forward_kernels * (1 + again) * constants.host_forward_s + backward_kernels * constants.host_backward_s
+        host += (_LOSS_KERNELS + _EMBEDDING_KERNELS) * (constants.host_forward_s + constants.host_backward_s)
+        host += quantized_calls * (2 + again) * constants.host_quantized_s
+        host += trained.calls * (1 + again) * constants.host_lora_s
+        forward_host = forward_kernels * constants.host_forward_s + quantized_calls * constants.host_quantized_s
+        self.forward_host_s = (forward_host + trained.calls * constants.host_lora_s) * constants.host_scale
         if extra := setup.extra_forwards:
             host += extra * (moved.forward_kernels * constants.host_forward_s)
             host += extra * quantized_calls * constants.host_quantized_s
         if setup.selective_checkpointing:
             host += 2.0 * again * forward_kernels * SELECTIVE_HOST * constants.host_forward_s
         self.host_s = (
-            setup.num_forwards * host * constants.host_scale * (constants.compile_host if setup.compile else 1.0)
+            setup.aim.forwards * host * constants.host_scale * (constants.compile_host if setup.compile else 1.0)
         )
 
     def busy_s(self, samples: int) -> float:
@@ -215,3 +178,87 @@ def _token_and_micro(moved: Moved, per_byte: float, gap: float) -> tuple[float, 
         (moved.forward_bytes + moved.backward_bytes) * per_byte,
         (moved.forward_kernels + moved.backward_kernels) * gap,
     )
+
+
+def _waits(speed: SpeedModel, setup: TrainSetup) -> bool:
+    """Whether the host waits for the GPU in every layer: experts one by one, unpadding, the outlier search of
+    LLM.int8(), which asks for its columns, per matrix."""
+    conditions = speed.conditions
+    loops = conditions.loop_experts and speed.inv.num_experts_run > 0
+    unpads = conditions.masked_attention and setup.attention == "flash-attention-2"
+    return loops or unpads or setup.quantization == "int8"
+
+
+class _Trained(NamedTuple):
+    """What trains, and what its adapters cost: seconds of a forward with its backward, per token and per micro-batch;
+    of the forward alone; kernels; modules that Python calls."""
+
+    params: float
+    tensors: int
+    size_bytes: int
+    token_s: float = 0.0
+    micro_s: float = 0.0
+    forward_token_s: float = 0.0
+    forward_micro_s: float = 0.0
+    forward_kernels: float = 0.0
+    backward_kernels: float = 0.0
+    calls: float = 0.0
+
+
+def _trained(speed: SpeedModel, setup: TrainSetup, flow: Flow) -> _Trained:
+    if setup.method == "full":
+        inv = speed.inv
+        return _Trained(float(inv.num_params), inv.num_tensors, SIZE_BYTES[flow.table])
+    constants = speed.constants
+    bytes_left = constants.compile_bytes if setup.compile else 1.0
+    per_byte, gap = bytes_left / speed.bandwidth, constants.kernel_gap_s * bytes_left
+    thin_rate = speed.rates.matmul[flow.autocast or flow.adapter] * constants.lora_share
+    if setup.adapter != "lora" and not setup.kind.like_lora:
+        work = kind_work(speed.model, setup, flow)
+        moved, thin, passes = work.moved, work.flops / thin_rate, work.passes
+        constant, params, tensors, calls = work.constant_bytes * per_byte, work.params, work.tensors, work.modules
+    else:
+        moved, edges, per_rank, calls = speed.adapters(setup, flow)
+        thin, passes, constant = 2.0 * setup.lora_rank * edges / thin_rate, 3.0, 0.0
+        params, tensors = per_rank * setup.lora_rank, 2 * calls
+    token_s, micro_s = _token_and_micro(moved, per_byte, gap)
+    return _Trained(
+        params=params,
+        tensors=tensors,
+        size_bytes=SIZE_BYTES[flow.adapter],
+        token_s=token_s + passes * thin,
+        micro_s=micro_s + constant,
+        forward_token_s=moved.forward_bytes * per_byte + thin,
+        forward_micro_s=moved.forward_kernels * gap + constant,
+        forward_kernels=moved.forward_kernels,
+        backward_kernels=moved.backward_kernels,
+        calls=calls,
+    )
+
+
+class _Unpacked(NamedTuple):
+    """Seconds of a micro-batch in which weights are unpacked or cast; of one recomputation; quantized modules."""
+
+    dequantization_s: float
+    cast_s: float
+    again_s: float
+    calls: int
+
+
+def _unpacked(speed: SpeedModel, setup: TrainSetup, flow: Flow) -> _Unpacked:
+    dequantization = cast = again = 0.0
+    calls = 0
+    if setup.quantized:
+        once, calls = speed.dequantization_s(flow, setup.quantization)
+        # LLM.int8() multiplies in int8 and unpacks for the backward only; NF4 unpacks every time it is used
+        dequantization = once if setup.quantization == "int8" else 2.0 * once
+        again += 0.0 if setup.quantization == "int8" else once
+    if setup.quantize_experts:  # unpacked in each forward; the backward finds what its forward unpacked
+        once = speed.experts_s(flow)
+        dequantization += once
+        again += once
+    if flow.autocast and setup.weight_dtype == "fp32" and not setup.quantized:
+        once = _WEIGHT_CAST_BYTES * sum(group.weights for group in speed.inv.groups) / speed.bandwidth
+        cast = once * (2.0 if setup.method == "full" else 1.0)
+        again += once
+    return _Unpacked(dequantization, cast, again, calls)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from weakref import ref
 
 from planner.memory.traits import traits_of
-from planner.models.spec import AttentionSpec, LinearSpec, ModelSpec
+from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec
 
 # Roles that read the layer's normed input, where autocast casts a fp32 stream once per matrix.
 _STREAM_ROLES = frozenset({"q", "k", "v", "qkv", "gate", "up", "gate_up", "router", "mixer"})
@@ -90,61 +90,83 @@ def inventory(model: ModelSpec) -> Inventory:
     return made
 
 
+class _Tally:
+    """Widths, numbers and matrices, added up layer by layer."""
+
+    def __init__(self) -> None:
+        self.merged: dict[tuple[LinearSpec, bool], int] = {}
+        self.attentions: dict[AttentionSpec, int] = {}
+        self.width = dict.fromkeys(("rms", "layer", "rotary", "gated", "plain", "routed", "mixer", "composed"), 0)
+        names = ("rms", "layer", "rotary", "experts", "expert_layers", "tensors", "composed", "crossed")
+        self.num = dict.fromkeys(names, 0)
+
+    def add_layer(self, layer: LayerSpec, repeats: int, hidden_size: int, *, is_first: bool) -> None:
+        """So many equal layers."""
+        for linear in layer.linears:
+            key = (linear, is_first and linear.role in _QUERY_ROLES)
+            self.merged[key] = self.merged.get(key, 0) + repeats
+            tensors = (1 if linear.module == "parameter" else linear.num) * (2 if linear.bias else 1)
+            self.num["tensors"] += repeats * tensors
+        for norm in layer.norms:
+            self.width[norm.kind] += repeats * norm.size * norm.rows_per_token
+            self.num[norm.kind] += repeats
+        for attention in (layer.attention, layer.cross_attention):
+            if attention is not None:
+                self._add_attention(attention, repeats)
+        if layer.mlp is not None:
+            self._add_mlp(layer.mlp, repeats, hidden_size)
+        self.num["crossed"] += repeats * (layer.cross_attention is not None)
+
+    def _add_attention(self, attention: AttentionSpec, repeats: int) -> None:
+        if attention.kind == "linear":
+            self.width["mixer"] += repeats * attention.num_heads * attention.head_dim * _LINEAR_ATTENTION_WIDTH
+            return
+        self.attentions[attention] = self.attentions.get(attention, 0) + repeats
+        if attention.rotary:
+            heads = attention.num_heads + attention.num_kv_heads
+            self.width["rotary"] += repeats * heads * attention.head_dim
+            self.num["rotary"] += repeats
+
+    def _add_mlp(self, mlp: MlpSpec, repeats: int, hidden_size: int) -> None:
+        if mlp.kind == "moe":
+            inner = mlp.num_active_experts * mlp.intermediate_size + mlp.shared_intermediate_size
+            self.width["gated" if mlp.gated_experts else "plain"] += repeats * inner
+            self.width["routed"] += repeats * mlp.num_active_experts * hidden_size
+            self.num["experts"] += repeats * mlp.num_experts
+            self.num["expert_layers"] += repeats
+            return
+        self.width[mlp.kind] += repeats * mlp.intermediate_size
+        if mlp.activation in COMPOSED:
+            self.width["composed"] += repeats * mlp.intermediate_size
+            self.num["composed"] += repeats
+
+    def groups(self) -> tuple[MatmulGroup, ...]:
+        """The layers' matrices, equal ones together."""
+        return tuple(
+            MatmulGroup(
+                linear=linear, count=count, reads_stream=linear.role in _STREAM_ROLES, first_layer=1 if in_first else 0
+            )
+            for (linear, in_first), count in self.merged.items()
+        )
+
+
 def _count(model: ModelSpec) -> Inventory:
-    merged: dict[tuple[LinearSpec, bool], int] = {}
-    attentions: dict[AttentionSpec, int] = {}
-    width = dict.fromkeys(("rms", "layer", "rotary", "gated", "plain", "routed", "mixer", "composed"), 0)
-    num = dict.fromkeys(("rms", "layer", "rotary", "experts", "expert_layers", "tensors", "composed", "crossed"), 0)
+    tally = _Tally()
     first = model.layer_kinds[model.layer_order[0]] if model.layer_order else None
     for layer, repeats in model.layer_counts:
-        for linear in layer.linears:
-            key = (linear, layer is first and linear.role in _QUERY_ROLES)
-            merged[key] = merged.get(key, 0) + repeats
-            num["tensors"] += repeats * (1 if linear.module == "parameter" else linear.num) * (2 if linear.bias else 1)
-        for norm in layer.norms:
-            width[norm.kind] += repeats * norm.size * norm.rows_per_token
-            num[norm.kind] += repeats
-        for attention in (layer.attention, layer.cross_attention):
-            if attention is None:
-                continue
-            heads = attention.num_heads + attention.num_kv_heads
-            if attention.kind == "linear":
-                width["mixer"] += repeats * attention.num_heads * attention.head_dim * _LINEAR_ATTENTION_WIDTH
-                continue
-            attentions[attention] = attentions.get(attention, 0) + repeats
-            if attention.rotary:
-                width["rotary"] += repeats * heads * attention.head_dim
-                num["rotary"] += repeats
-        mlp = layer.mlp
-        if mlp is not None and mlp.kind == "moe":
-            inner = mlp.num_active_experts * mlp.intermediate_size + mlp.shared_intermediate_size
-            width["gated" if mlp.gated_experts else "plain"] += repeats * inner
-            width["routed"] += repeats * mlp.num_active_experts * model.hidden_size
-            num["experts"] += repeats * mlp.num_experts
-            num["expert_layers"] += repeats
-        elif mlp is not None:
-            width[mlp.kind] += repeats * mlp.intermediate_size
-            if mlp.activation in COMPOSED:
-                width["composed"] += repeats * mlp.intermediate_size
-                num["composed"] += repeats
-        num["crossed"] += repeats * (layer.cross_attention is not None)
+        tally.add_layer(layer, repeats, model.hidden_size, is_first=layer is first)
+    width, num = tally.width, tally.num
     for norm in model.outer_norms:
         width[norm.kind] += norm.size * norm.rows_per_token
         num[norm.kind] += 1
-    groups = tuple(
-        MatmulGroup(
-            linear=linear, count=count, reads_stream=linear.role in _STREAM_ROLES, first_layer=1 if in_first else 0
-        )
-        for (linear, in_first), count in merged.items()
-    )
     # after attention, cross-attention and MLP, and of the embeddings
     dropouts = 2 * model.num_layers + num["crossed"] + 1 if traits_of(model).residual_dropout else 0
     return Inventory(
-        groups=groups,
+        groups=tally.groups(),
         outer=model.outer_linears,
         head=model.head,
         head_trained_apart=not model.tied,
-        attentions=tuple(attentions.items()),
+        attentions=tuple(tally.attentions.items()),
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_params=model.num_params,

@@ -180,19 +180,16 @@ class ThroughputProfile:
             flops=flops,
             mfu_fraction=self.mfu_fraction(flops, total),
             tokens_per_s=setup.tokens_per_step / total,
-            band_fraction=max(
-                speed_band(
-                    self._speed.calibration.band_for(self._speed.gpu),
-                    setup.kernels,
-                    self._speed.gpu.key,
-                    compiled=setup.compile,
-                )
-                + unmeasured,
-                EXPERTS_BAND if setup.quantize_experts else 0.0,
-                slow_host,
-            ),
+            band_fraction=self._band(unmeasured, slow_host),
             notes=tuple(self.notes() + self._one_gpu_notes() + _beyond_note(beyond) + _host_note(slow_host)),
         )
+
+    def _band(self, unmeasured: float, slow_host: float) -> float:
+        """Half-width of the speed's band: the card's, with what no run of the setup's kind has shown."""
+        setup, speed = self._setup, self._speed
+        card = speed.calibration.band_for(speed.gpu)
+        band = speed_band(card, setup.kernels, speed.gpu.key, compiled=setup.compile) + unmeasured
+        return max(band, EXPERTS_BAND if setup.quantize_experts else 0.0, slow_host)
 
     def _kernels_gain(self, micro_batch_seqs: int, accumulation_steps: int) -> float:
         """How much faster than with eager kernels the setup is predicted to be, as a fraction; 0 for those."""
