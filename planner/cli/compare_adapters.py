@@ -12,7 +12,9 @@ from planner.cli.output import show_table
 from planner.cli.wish_options import SpaceOptions
 from planner.errors import EXIT_NOTHING_FITS, UsageError
 from planner.gpus import find_gpu
+from planner.setup import TrainSetup
 from planner.wish import Wish
+from planner.workload import Workload
 
 
 @takes_options
@@ -33,8 +35,6 @@ def compare_adapters(
     Formula rung: plan MODEL --gpu GPU --adapter KIND then plans one of them and dry-runs it.
     """
     from planner.decision.kinds import compare_kinds
-    from planner.plan import NoPlan
-    from planner.planning import plan_workload
     from reports.adapters import adapters_json, adapters_markdown, render_adapters
 
     card, fixed = find_gpu(gpu), space.fixed()
@@ -47,11 +47,7 @@ def compare_adapters(
         headroom_gib=memory.headroom,
     )
     wish = asked.workload(lookup.model(model), card)
-    plan = plan_workload(wish)
-    if isinstance(plan, NoPlan):
-        typer.echo(f"no LoRA of {wish.model.model_id} fits on {card.name}: plan {model} --gpu {gpu} says why", err=True)
-        raise typer.Exit(EXIT_NOTHING_FITS)
-    lora = plan.chosen.setup
+    lora = _planned(wish, f"plan {model} --gpu {gpu}")
     rows = compare_kinds(wish, lora)
     show_table(
         out,
@@ -60,6 +56,18 @@ def compare_adapters(
         document=lambda: [adapters_json(row, wish) for row in rows],
         render=lambda page: render_adapters(rows, wish, lora, page),
     )
+
+
+def _planned(wish: Workload, command: str) -> TrainSetup:
+    """The LoRA that a plan chooses; where none fits, it is said and the command ends."""
+    from planner.plan import NoPlan
+    from planner.planning import plan_workload
+
+    plan = plan_workload(wish)
+    if isinstance(plan, NoPlan):
+        typer.echo(f"no LoRA of {wish.model.model_id} fits on {wish.gpu.name}: {command} says why", err=True)
+        raise typer.Exit(EXIT_NOTHING_FITS)
+    return plan.chosen.setup
 
 
 def _check_compared(fixed: Mapping[str, tuple[Any, ...]]) -> None:
