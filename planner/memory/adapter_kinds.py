@@ -31,7 +31,7 @@ def kept_by_matrix(linear: LinearSpec, setup: TrainSetup, flow: Flow, input_dtyp
     DoRA keeps the matrix's own result and LoRA's beside what LoRA keeps, for the gradient of the magnitude; with
     dropout it multiplies the base again and keeps its weight in the multiplied type. VeRA keeps its inner product, the
     result that its vector scales, and 16-bit copies of the slices of its two frozen matrices, but no input. IA3 keeps
-    what it scales in its vector's type (bitsandbytes' layers: as it comes). OFT keeps its input, and of the rotation
+    what it scales as it comes, the input of the MLP's last matrix in its vector's type (bitsandbytes': as it comes). OFT keeps its input, and of the rotation
     the skew matrix, its powers and their sum.
 
     Source: peft 0.21 `tuners/lora/dora.py`, `tuners/adalora/layer.py`, `tuners/vera/layer.py`, `tuners/ia3/layer.py`
@@ -52,9 +52,9 @@ def kept_by_matrix(linear: LinearSpec, setup: TrainSetup, flow: Flow, input_dtyp
         copies = multiplied * rank * (inside + out) if flow.autocast else 0
         return Kept(per_token=multiplied * (rank + out), constant=copies)
     if kind == "ia3":
-        scaled = inside if linear.role == "down" else out
-        came = input_dtype if linear.role == "down" else flow.linear_out(input_dtype)
-        return Kept(per_token=SIZE_BYTES[came if flow.quantized else flow.adapter] * scaled)
+        if linear.role != "down":  # the product of two types keeps both factors as they come
+            return Kept(per_token=returned * out)
+        return Kept(per_token=SIZE_BYTES[input_dtype if flow.quantized else flow.adapter] * inside)
     if kind == "oft":
         blocks = inside * block_size(inside, rank)
         rotation = (6 if flow.autocast and flow.adapter == "fp32" else 4) * multiplied
