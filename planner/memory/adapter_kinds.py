@@ -31,8 +31,8 @@ def kept_by_matrix(linear: LinearSpec, setup: TrainSetup, flow: Flow, input_dtyp
     DoRA keeps the matrix's own result and LoRA's beside what LoRA keeps, for the gradient of the magnitude; with
     dropout it multiplies the base again and keeps its weight in the multiplied type. VeRA keeps its inner product, the
     result that its vector scales, and 16-bit copies of the slices of its two frozen matrices, but no input. IA3 keeps
-    what it scales as it comes, the input of the MLP's last matrix in its vector's type (bitsandbytes': as it comes). OFT keeps its input, and of the rotation
-    the skew matrix, its powers and their sum.
+    what it scales as it comes, the input of the MLP's last matrix in its vector's type (bitsandbytes': as it comes).
+    OFT keeps its input, and of the rotation the skew matrix, its powers and their sum.
 
     Source: peft 0.21 `tuners/lora/dora.py`, `tuners/adalora/layer.py`, `tuners/vera/layer.py`, `tuners/ia3/layer.py`
     and `bnb.py`, `tuners/oft/layer.py` _cayley_batch; PyTorch derivatives.yaml (`mul` keeps both factors).
