@@ -3,7 +3,7 @@
 Pure: the prediction is a function handed in (formula or dry run), the file a `ReadConfig`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -166,55 +166,30 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
     )
 
 
+Tried = tuple[str, Mapping[str, object], bool]
+"""(label, fields of the setup after it, whether the training changes)."""
+
+
 def single_changes(setup: TrainSetup, gpu: GpuSpec, model: ModelSpec) -> list[tuple[str, TrainSetup, bool]]:
     """(label, setup, whether training changes) of every change to one decision; the effective batch never changes."""
-    tried: list[tuple[str, dict[str, object], bool]] = []
-    # a trainer that is told to checkpoint takes its own form of it
-    form = {} if setup.checkpointing else {"reentrant_checkpointing": STACKS[setup.stack].reentrant_checkpointing}
-    if setup.checkpointing != 1:
-        tried.append(("checkpoint every layer", {"checkpointing": 1, **form}, False))
-    if setup.checkpointing != 0:
-        off = {"checkpointing": 0, "activation_offload": False, "reentrant_checkpointing": False}
-        off["selective_checkpointing"] = False
-        tried.append(("no gradient checkpointing", dict(off), False))
-    if setup.checkpointing != 2:
-        tried.append(("checkpoint every 2nd layer", {"checkpointing": 2, **form}, False))
-    if setup.attention != "flash-attention-2" and gpu.flash_attention_2 and setup.compute_dtype != "fp32":
-        tried.append(("flash attention 2", {"attention": "flash-attention-2"}, False))
-    if setup.attention == "eager":
-        tried.append(("SDPA attention", {"attention": "sdpa"}, False))
-    whole = LOSSES[setup.loss].whole_logits
-    known = model.model_type in LIGER_PARTS
-    for loss, row in LOSSES.items():
-        if whole and not row.whole_logits and not (loss == "liger" and known):
-            tried.append((f"{loss} loss (no full logits)", {"loss": loss}, False))
-    if setup.kernels == "eager" and known:  # one switch in most tools, which takes the loss along
-        label = "Liger kernels and loss (no full logits)" if whole else "Liger kernels"
-        tried.append((label, {"kernels": "liger", "loss": "liger" if whole else setup.loss}, False))
-    tried += [
-        (f"{name} optimizer", {"optimizer": name}, False)
-        for name in PLANNED_OPTIMIZERS
-        if OPTIMIZERS[setup.optimizer].adamw and name != setup.optimizer
+    tried: list[Tried] = [
+        *_checkpointings(setup),
+        *_attentions(setup, gpu),
+        *_losses_and_kernels(setup, model),
+        *(
+            (f"{name} optimizer", {"optimizer": name}, False)
+            for name in PLANNED_OPTIMIZERS
+            if OPTIMIZERS[setup.optimizer].adamw and name != setup.optimizer
+        ),
+        *_batches(setup),
+        *_weights(setup, gpu),
+        *(
+            (f"sequences of {length} tokens", {"seq_len_tokens": length}, True)
+            for length in (setup.seq_len_tokens // 2, setup.seq_len_tokens // 4)
+            if length >= 128
+        ),
+        *_spreads(setup),
     ]
-    tried += _batches(setup)
-    if setup.precision == "bf16-mixed" and setup.method != "full":
-        tried.append(("bf16 weights", {"precision": "bf16-autocast"}, False))
-    elif setup.precision == "bf16-mixed":
-        tried.append(("bf16 weights under autocast", {"precision": "bf16-autocast"}, True))
-    if setup.precision == "fp32" and gpu.bf16:
-        tried.append(("bf16 autocast", {"precision": "bf16-mixed"}, True))
-    if setup.method == "lora" and setup.adapter_dtype == "auto":
-        tried.append(("4-bit base (QLoRA)", {"method": "qlora", "quantization": "nf4-double"}, True))
-    elif setup.method == "lora":
-        tried.append(
-            ("4-bit base (QLoRA)", {"method": "qlora", "quantization": "nf4-double", "adapter_dtype": "fp32"}, True)
-        )
-    if setup.quantization == "nf4":
-        tried.append(("double quantization", {"quantization": "nf4-double"}, True))
-    for length in (setup.seq_len_tokens // 2, setup.seq_len_tokens // 4):
-        if length >= 128:
-            tried.append((f"sequences of {length} tokens", {"seq_len_tokens": length}, True))
-    tried += _spreads(setup)
     found: list[tuple[str, TrainSetup, bool]] = []
     for label, values, changes_training in tried:
         try:
@@ -223,6 +198,59 @@ def single_changes(setup: TrainSetup, gpu: GpuSpec, model: ModelSpec) -> list[tu
             continue
         if not missing_kernels(model, gpu, changed) and not _refused(model, changed):
             found.append((label, changed, changes_training))
+    return found
+
+
+def _checkpointings(setup: TrainSetup) -> list[Tried]:
+    # a trainer that is told to checkpoint takes its own form of it
+    form = {} if setup.checkpointing else {"reentrant_checkpointing": STACKS[setup.stack].reentrant_checkpointing}
+    off = {"checkpointing": 0, "activation_offload": False, "reentrant_checkpointing": False}
+    found: list[Tried] = [
+        ("checkpoint every layer", {"checkpointing": 1, **form}, False),
+        ("no gradient checkpointing", {**off, "selective_checkpointing": False}, False),
+        ("checkpoint every 2nd layer", {"checkpointing": 2, **form}, False),
+    ]
+    return [one for one in found if one[1]["checkpointing"] != setup.checkpointing]
+
+
+def _attentions(setup: TrainSetup, gpu: GpuSpec) -> list[Tried]:
+    found: list[Tried] = []
+    if setup.attention != "flash-attention-2" and gpu.flash_attention_2 and setup.compute_dtype != "fp32":
+        found.append(("flash attention 2", {"attention": "flash-attention-2"}, False))
+    if setup.attention == "eager":
+        found.append(("SDPA attention", {"attention": "sdpa"}, False))
+    return found
+
+
+def _losses_and_kernels(setup: TrainSetup, model: ModelSpec) -> list[Tried]:
+    whole = LOSSES[setup.loss].whole_logits
+    known = model.model_type in LIGER_PARTS
+    found: list[Tried] = [
+        (f"{loss} loss (no full logits)", {"loss": loss}, False)
+        for loss, row in LOSSES.items()
+        if whole and not row.whole_logits and not (loss == "liger" and known)
+    ]
+    if setup.kernels == "eager" and known:  # one switch in most tools, which takes the loss along
+        label = "Liger kernels and loss (no full logits)" if whole else "Liger kernels"
+        found.append((label, {"kernels": "liger", "loss": "liger" if whole else setup.loss}, False))
+    return found
+
+
+def _weights(setup: TrainSetup, gpu: GpuSpec) -> list[Tried]:
+    """Other types of the weights, 4 bits among them."""
+    found: list[Tried] = []
+    if setup.precision == "bf16-mixed" and setup.method != "full":
+        found.append(("bf16 weights", {"precision": "bf16-autocast"}, False))
+    elif setup.precision == "bf16-mixed":
+        found.append(("bf16 weights under autocast", {"precision": "bf16-autocast"}, True))
+    if setup.precision == "fp32" and gpu.bf16:
+        found.append(("bf16 autocast", {"precision": "bf16-mixed"}, True))
+    if setup.method == "lora":
+        four = {"method": "qlora", "quantization": "nf4-double"}
+        dtype = {} if setup.adapter_dtype == "auto" else {"adapter_dtype": "fp32"}
+        found.append(("4-bit base (QLoRA)", {**four, **dtype}, True))
+    if setup.quantization == "nf4":
+        found.append(("double quantization", {"quantization": "nf4-double"}, True))
     return found
 
 
@@ -240,13 +268,13 @@ def enough_alone(
     return tuple(label for *_, label in sorted(found))
 
 
-def _spreads(setup: TrainSetup) -> list[tuple[str, dict[str, object], bool]]:
+def _spreads(setup: TrainSetup) -> list[Tried]:
     """Other ways of spreading the same job over its GPUs; none on one GPU, and none of a job that is split."""
     if setup.data_degree < 2 or setup.data_degree != setup.num_gpus:
         return []
     plain: dict[str, object] = {"shard_degree": 0, "reshard_after_forward": True, "offload": "none"}
     labels = {"ddp": "DDP (no sharding)", "fsdp2": "FSDP2", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
-    found: list[tuple[str, dict[str, object], bool]] = [
+    found: list[Tried] = [
         (label, {**plain, "parallel": parallel}, False)
         for parallel, label in labels.items()
         if parallel != setup.parallel
@@ -267,13 +295,13 @@ def _refused(model: ModelSpec, setup: TrainSetup) -> bool:
     return bool(why_not(model, setup))
 
 
-def _batches(setup: TrainSetup) -> list[tuple[str, dict[str, object], bool]]:
+def _batches(setup: TrainSetup) -> list[Tried]:
     """Other splits of the same effective batch, nearest first; where that is what trains, gradient caches."""
     if setup.aim.whole_batch:
         sizes = [one for one in PLANNED_CACHES if one < (setup.cached_seqs or setup.micro_batch_seqs)]
         return [(f"a cached loss, {one} sequences at once", {"cached_seqs": one}, False) for one in sizes]
     total = setup.micro_batch_seqs * setup.accumulation_steps
-    found: list[tuple[str, dict[str, object], bool]] = []
+    found: list[Tried] = []
     for micro in (
         1,
         setup.micro_batch_seqs // 4,
@@ -282,7 +310,7 @@ def _batches(setup: TrainSetup) -> list[tuple[str, dict[str, object], bool]]:
     ):
         if micro >= 1 and micro != setup.micro_batch_seqs and total % micro == 0:
             label = f"micro-batch {micro} x {total // micro} accumulation steps"
-            entry: tuple[str, dict[str, object], bool] = (
+            entry: Tried = (
                 label,
                 {"micro_batch_seqs": micro, "accumulation_steps": total // micro},
                 False,

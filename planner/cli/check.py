@@ -15,8 +15,9 @@ from planner.option_values import memory_and_headroom, positive
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from planner.check import CheckResult
+    from planner.check import CheckResult, Predict
     from planner.memory.types import MemoryTerm
+    from planner.models.spec import ModelSpec
     from planner.readers import ReadConfig
 
 SHOWN_CHANGES = 8
@@ -62,7 +63,6 @@ def check(
     determined by the file.
     """
     from planner.check import check as run
-    from planner.check import improve, including, judge
 
     if out is not None and not fix:
         raise UsageError("--out says where --fix writes", hint="add --fix")
@@ -85,34 +85,50 @@ def check(
     if not no_dry_run:
         predict = corrected(predict, config.setup, spec, card, memory)
     result = run(config, spec, card, memory - reserve, predict)
-    fixed: dict[str, Any] | None = None
+    fixed = None
     if fix:
-        setup, labels = improve(result, spec, predict)
-        after = including(predict, config, spec)(setup)
-        verdict = judge(after, memory - reserve, max(result.band_fraction, after.memory_band_fraction))
         target = out or file.with_name(f"{file.stem}.fixed{file.suffix}")
-        text, refused = None, ""
-        try:
-            text = fixed_text(file, config, setup, spec, accelerate, card=card, asked=asked) if labels else None
-        except ConfigError as error:
-            refused = error.message
-        if text is not None:
-            write_text(target, text)
-        fixed = {
-            "changes": list(labels),
-            "diff": _difference(file, target, text) if text is not None else [],
-            "path": str(target) if text is not None else None,
-            "refused": refused,
-            "by_hand": by_hand(config, setup) if refused else [],
-            "verdict": verdict.value,
-            "peak_device_bytes": after.peak_device_bytes,
-            "tokens_per_s": after.tokens_per_s,
-        }
+        fixed = _fixed(file, target, result, spec, predict, accelerate, asked)
     if as_json:
         print_json(as_document(result, fixed))
     else:
         print_lines(text_lines(result, fixed))
     return result.exit_code
+
+
+def _fixed(
+    file: Path,
+    target: Path,
+    result: "CheckResult",
+    spec: "ModelSpec",
+    predict: "Predict",
+    accelerate: Path | None,
+    asked: Asked,
+) -> dict[str, Any]:
+    """What --fix writes and how it ends; where the file's form does not take it, what a person would write."""
+    from planner.check import improve, including, judge
+
+    config = result.config
+    setup, labels = improve(result, spec, predict)
+    after = including(predict, config, spec)(setup)
+    verdict = judge(after, result.budget_bytes, max(result.band_fraction, after.memory_band_fraction))
+    text, refused = None, ""
+    try:
+        text = fixed_text(file, config, setup, spec, accelerate, card=result.gpu, asked=asked) if labels else None
+    except ConfigError as error:
+        refused = error.message
+    if text is not None:
+        write_text(target, text)
+    return {
+        "changes": list(labels),
+        "diff": _difference(file, target, text) if text is not None else [],
+        "path": str(target) if text is not None else None,
+        "refused": refused,
+        "by_hand": by_hand(config, setup) if refused else [],
+        "verdict": verdict.value,
+        "peak_device_bytes": after.peak_device_bytes,
+        "tokens_per_s": after.tokens_per_s,
+    }
 
 
 def _difference(file: Path, target: Path, text: str) -> list[str]:
@@ -227,34 +243,12 @@ def text_lines(result: "CheckResult", fixed: dict[str, Any] | None) -> list[str]
     from planner.units import gib
 
     config, prediction = result.config, result.prediction
-    setup = config.setup
     rung = prediction.rung.value.replace("_", " ")
-    lines = [
-        f"{config.path} ({config.format}): {config.model_id} on {result.gpu.name}",
-        f"  {setup.method}, {setup.precision}"
-        + (f", {setup.quantization}" if setup.quantized else "")
-        + (f", {setup.adapter}" if setup.adapter != "lora" else "")
-        + (f", {setup.kind.size} {setup.lora_rank}" if setup.lora_rank else "")
-        + f", {setup.optimizer}, {setup.attention}, checkpointing {setup.checkpointing or 'off'}, loss {setup.loss}",
-        f"  {setup.micro_batch_seqs} x {setup.accumulation_steps} x {setup.num_gpus} GPU = {setup.global_batch_seqs} "
-        f"sequences of {setup.seq_len_tokens} tokens",
-        *_origin_lines(config),
-        "",
-        f"{summary(result)} [{rung}]",
-    ]
+    lines = [*_setup_lines(result), "", f"{summary(result)} [{rung}]"]
     if prediction.tokens_per_s:
         lines.append(f"about {prediction.tokens_per_s:,.0f} tokens/s [formula]")
     lines += [f"  {gib(term.size_bytes):>10}  {_term_words(term)}" for term in prediction.terms[:SHOWN_CHANGES]]
-    if result.changes:
-        what = "faster, and still fits:" if result.exit_code == 0 else "what would help, best first:"
-        basis = "formula corrected by the dry run" if rung == "dry run" else "formula"
-        lines += ["", f"{what} [{basis}]"]
-        for one in result.changes[:SHOWN_CHANGES]:
-            mark = {"fits": "fits", "does_not_fit": "does not fit", "uncertain": "uncertain"}[one.verdict.value]
-            tail = "; changes the training" if one.changes_training else ""
-            lines.append(
-                f"  {one.label}: {gib(one.prediction.peak_device_bytes)} ({mark}), speed x {one.speedup:.2f}{tail}"
-            )
+    lines += _change_lines(result, rung) if result.changes else []
     for title, notes in (
         ("assumed:", config.assumptions),
         ("not followed exactly (the error band is wider):", config.approximations),
@@ -262,20 +256,59 @@ def text_lines(result: "CheckResult", fixed: dict[str, Any] | None) -> list[str]
     ):
         if notes:
             lines += ["", title, *(f"  {note}" for note in notes)]
-    if fixed is not None:
-        lines.append("")
-        if fixed["path"]:
-            lines.append(f"wrote {fixed['path']} ({fixed['verdict'].replace('_', ' ')}): {'; '.join(fixed['changes'])}")
-            lines += [f"  {line}" for line in fixed["diff"]]
-            if fixed["verdict"] != "fits":
-                lines.append("no combination of changes that one setting each can say makes it fit")
-        elif fixed["refused"]:
-            lines.append(f"nothing written: {fixed['refused']}")
-            outcome = fixed["verdict"].replace("_", " ")
-            lines.append(f"by hand ({outcome}): {'; '.join(fixed['changes'])}")
-            lines += [f"  {line}" for line in fixed["by_hand"]]
-        elif result.verdict.value == "fits":
-            lines.append("it fits, and no change is predicted to be faster: nothing written")
-        else:
-            lines.append("no change that one setting can say makes it fit: nothing written")
+    return lines + (["", *_fix_lines(fixed, fits=result.verdict.value == "fits")] if fixed is not None else [])
+
+
+def _setup_lines(result: "CheckResult") -> list[str]:
+    """What was read."""
+    config, setup = result.config, result.config.setup
+    words = (
+        setup.objective * (setup.objective != "sft"),
+        setup.method,
+        setup.precision,
+        setup.quantization * setup.quantized,
+        setup.adapter * (setup.adapter != "lora"),
+        f"{setup.kind.size} {setup.lora_rank}" * bool(setup.lora_rank),
+        setup.optimizer,
+        setup.attention,
+        f"checkpointing {setup.checkpointing or 'off'}",
+        f"loss {setup.loss}",
+    )
+    return [
+        f"{config.path} ({config.format}): {config.model_id} on {result.gpu.name}",
+        f"  {', '.join(filter(None, words))}",
+        f"  {setup.micro_batch_seqs} x {setup.accumulation_steps} x {setup.num_gpus} GPU = {setup.global_batch_seqs} "
+        f"sequences of {setup.seq_len_tokens} tokens",
+        *_origin_lines(config),
+    ]
+
+
+def _change_lines(result: "CheckResult", rung: str) -> list[str]:
+    """The single changes worth making."""
+    from planner.units import gib
+
+    what = "faster, and still fits:" if result.exit_code == 0 else "what would help, best first:"
+    lines = ["", f"{what} [{'formula corrected by the dry run' if rung == 'dry run' else 'formula'}]"]
+    for one in result.changes[:SHOWN_CHANGES]:
+        mark = {"fits": "fits", "does_not_fit": "does not fit", "uncertain": "uncertain"}[one.verdict.value]
+        tail = "; changes the training" if one.changes_training else ""
+        peak = gib(one.prediction.peak_device_bytes)
+        lines.append(f"  {one.label}: {peak} ({mark}), speed x {one.speedup:.2f}{tail}")
     return lines
+
+
+def _fix_lines(fixed: dict[str, Any], *, fits: bool) -> list[str]:
+    """How --fix ended; `fits`: whether the file did before."""
+    outcome = fixed["verdict"].replace("_", " ")
+    changes = "; ".join(fixed["changes"])
+    if fixed["path"]:
+        lines = [f"wrote {fixed['path']} ({outcome}): {changes}", *(f"  {line}" for line in fixed["diff"])]
+        if fixed["verdict"] != "fits":
+            lines.append("no combination of changes that one setting each can say makes it fit")
+        return lines
+    if fixed["refused"]:
+        by_hand_lines = (f"  {line}" for line in fixed["by_hand"])
+        return [f"nothing written: {fixed['refused']}", f"by hand ({outcome}): {changes}", *by_hand_lines]
+    if fits:
+        return ["it fits, and no change is predicted to be faster: nothing written"]
+    return ["no change that one setting can say makes it fit: nothing written"]

@@ -67,52 +67,21 @@ def load(
     """
     from dataclasses import replace
 
-    from planner.errors import ConfigError, UnknownModelError
-    from planner.models import catalogue
     from planner.models.earlier import of_transformers_4
-    from planner.models.resolve import resolve_model
-    from planner.readers import read_config
-    from planner.readers.supply import determined, supply
-    from planner.readers.types import Missing
+    from planner.readers.supply import determined
 
     asked = asked or Asked()
     card = find_gpu(gpu)
 
     def read(spec: "ModelSpec | None") -> "ReadConfig":
-        found = read_config(
-            file,
-            model=spec,
-            num_gpus=num_gpus,
-            launcher=accelerate,
-            gpu=card,
-            arguments=asked.arguments,
-            versions=asked.versions,
-        )
-        found = supply(found, asked.sets)
-        named = model or found.model_id
-        return replace(found, missing=tuple(one for one in found.missing if one.field != "model" or not named))
+        return _read(file, spec, card, model, num_gpus, accelerate, asked)
 
-    first = read(None)
+    first = determined(_named(read(None), model, file.name))
+    _refuse_strangers(first, asked, file.name)
     name = model or first.model_id
-    if name is None and not any(one.field == "model" for one in first.missing):
-        unnamed = Missing(field="model", reason=f"{file.name} names none")
-        first = replace(first, missing=(unnamed, *first.missing))
-    determined(first)
     assert name is not None
-    if asked.strict and first.unknown_keys:
-        raise ConfigError(
-            f"{file.name}: {first.format} has no setting {', '.join(first.unknown_keys)}",
-            hint="remove them, or leave --strict out",
-        )
-    copy_of = ""
-    try:
-        spec = resolve_model(name)
-    except UnknownModelError:
-        found = catalogue.load(name.rpartition("/")[2]) if "/" in name else None
-        if found is None:
-            raise
-        spec, copy_of = found, f"{name} is not at hand: taken to be a copy of {found.model_id}"
-    built, spec = spec, of_transformers_4(spec) if first.older else spec
+    built, copy_of = _resolved(name)
+    spec = of_transformers_4(built) if first.older else built
     modules = ""
     if spec is not built:
         modules = f"{first.older}: experts are modules of their own there, which are quantized; no dry run builds them"
@@ -125,6 +94,80 @@ def load(
     said = tuple(sentence for sentence in (copy_of, other_model, other_gpus, modules) if sentence)
     model_id = config.model_id if model is None else spec.model_id
     return replace(config, model_id=model_id, assumptions=(*said, *config.assumptions)), spec, card
+
+
+def _read(
+    file: Path,
+    spec: "ModelSpec | None",
+    card: "GpuSpec",
+    model: str | None,
+    num_gpus: int,
+    accelerate: Path | None,
+    asked: Asked,
+) -> "ReadConfig":
+    """The file with what the command line says of it; a model is not asked for where one is named."""
+    from dataclasses import replace
+
+    from planner.readers import read_config
+    from planner.readers.supply import supply
+
+    found = read_config(
+        file,
+        model=spec,
+        num_gpus=num_gpus,
+        launcher=accelerate,
+        gpu=card,
+        arguments=asked.arguments,
+        versions=asked.versions,
+    )
+    found = supply(found, asked.sets)
+    named = model or found.model_id
+    return replace(found, missing=tuple(one for one in found.missing if one.field != "model" or not named))
+
+
+def _named(found: "ReadConfig", model: str | None, file: str) -> "ReadConfig":
+    """The reading, with the model among what is missing where nobody names one."""
+    from dataclasses import replace
+
+    from planner.readers.types import Missing
+
+    if model or found.model_id or any(one.field == "model" for one in found.missing):
+        return found
+    return replace(found, missing=(Missing(field="model", reason=f"{file} names none"), *found.missing))
+
+
+def _refuse_strangers(found: "ReadConfig", asked: Asked, file: str) -> None:
+    """Refuses settings that the tool does not know, where that was asked for.
+
+    Raises:
+        ConfigError: with their names.
+    """
+    from planner.errors import ConfigError
+
+    if asked.strict and found.unknown_keys:
+        raise ConfigError(
+            f"{file}: {found.format} has no setting {', '.join(found.unknown_keys)}",
+            hint="remove them, or leave --strict out",
+        )
+
+
+def _resolved(name: str) -> "tuple[ModelSpec, str]":
+    """(the model, what was taken for it): a name that is nowhere at hand may be a copy of the catalogue's.
+
+    Raises:
+        UnknownModelError: it is none.
+    """
+    from planner.errors import UnknownModelError
+    from planner.models import catalogue
+    from planner.models.resolve import resolve_model
+
+    try:
+        return resolve_model(name), ""
+    except UnknownModelError:
+        found = catalogue.load(name.rpartition("/")[2]) if "/" in name else None
+        if found is None:
+            raise
+        return found, f"{name} is not at hand: taken to be a copy of {found.model_id}"
 
 
 def fixed_text(
