@@ -1,10 +1,10 @@
 """What each field of a `TrainSetup` may be, and which of them cannot be combined: a message and the way out."""
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from planner.choices.adapters import ADAPTERS as _ADAPTERS
 from planner.choices.adapters import Adapter, refusal
+from planner.choices.images import WITH_IMAGES
 from planner.choices.kernels import KERNELS as _KERNELS
 from planner.choices.losses import LOSSES as _LOSSES
 from planner.choices.objectives import DEFAULT as _DEFAULT_OBJECTIVE
@@ -324,21 +324,6 @@ def _check_sharing(setup: "TrainSetup") -> None:
             f"parallel {setup.parallel!r} cannot offload {setup.offload!r}",
             hint="zero1 and zero2 offload 'optimizer', zero3 'optimizer' or 'parameters', fsdp2 'parameters'",
         )
-
-
-WITH_IMAGES: Mapping[str, tuple[object, ...]] = {
-    "objective": (_DEFAULT_OBJECTIVE,),
-    "num_gpus": (1,),
-    "adapter": ("lora",),
-    "packing": (False,),
-    "attention": ("sdpa", "flash-attention-2"),
-    "kernels": ("eager",),
-    "loss": ("full", "chunked"),
-    "compile": (False,),
-    "activation_offload": (False,),
-    "selective_checkpointing": (False,),
-}
-"""What is planned with pictures. No trainer packs them; eager attention would keep a tower's patches times patches."""
 
 
 def _check_images(setup: "TrainSetup") -> None:

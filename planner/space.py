@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from planner.choices.images import WITH_IMAGES
 from planner.choices.kernels import planned_kernels
 from planner.choices.losses import PLANNED_LOSSES
 from planner.choices.objectives import DEFAULT as DEFAULT_OBJECTIVE
@@ -23,7 +24,7 @@ from planner.expressed import branches_as_run
 from planner.kernels import missing_kernels, supported_attentions
 from planner.models.stored import stored_bits, stored_refusal
 from planner.setup import TrainSetup
-from planner.setup_fields import METHODS, WITH_IMAGES
+from planner.setup_fields import METHODS
 from planner.stacks import DEFAULT as DEFAULT_STACK
 from planner.workload import Workload
 

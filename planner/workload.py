@@ -111,8 +111,6 @@ class Workload:
                 f"--seq-len {self.seq_len_tokens}",
                 hint=f"give --seq-len {with_text(tokens)}, or a smaller --image-size",
             )
-        if self.num_gpus > 1:
-            raise UsageError("images are planned on one GPU", hint="leave --gpus out")
 
     @property
     def images(self) -> Images | None:

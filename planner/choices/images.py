@@ -1,11 +1,30 @@
 """`Images`: the pictures of a sample, of a model with eyes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self, final
 
 from planner.errors import SetupError
 
 MAX_SIDE = 1 << 16
+IMAGE_TARGETS = ("trl", "llamafactory")
+"""Launch targets whose files train on pictures."""
+WITH_IMAGES: Mapping[str, tuple[object, ...]] = {
+    "objective": ("sft",),
+    "parallel": ("none", "ddp"),
+    "tensor_degree": (1,),
+    "pipeline_degree": (1,),
+    "adapter": ("lora",),
+    "packing": (False,),
+    "attention": ("sdpa", "flash-attention-2"),
+    "kernels": ("eager",),
+    "loss": ("full", "chunked"),
+    "compile": (False,),
+    "activation_offload": (False,),
+    "selective_checkpointing": (False,),
+}
+"""What goes with pictures, by the fields of a setup. No trainer packs them; eager attention would keep a tower's
+patches times patches; how FSDP2 and ZeRO gather a tower's layers is not modelled."""
 TEXT_TOKENS = 512
 """Tokens of a sample beside its pictures, where nobody says how long it is."""
 

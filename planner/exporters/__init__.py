@@ -7,6 +7,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TypeVar
 
+from planner.choices.images import IMAGE_TARGETS
 from planner.exporters import rollouts
 from planner.exporters.types import (
     PLACEHOLDER_DATASET,
@@ -24,8 +25,6 @@ from planner.setup import TrainSetup
 from planner.stacks import TARGET_ROWS
 
 T = TypeVar("T")
-IMAGE_TARGETS = ("trl", "llamafactory")
-"""Targets whose files train on pictures."""
 
 
 def objective_refusal(setup: TrainSetup, target: str) -> str:

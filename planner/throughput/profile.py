@@ -64,6 +64,11 @@ class ThroughputProfile:
         """What the layers of this profile cost."""
         return self._family
 
+    @property
+    def tower_host_s(self) -> float:
+        """Host seconds to issue the kernels of a micro-batch's pictures."""
+        return self._tower.host_s if self._tower is not None else 0.0
+
     def micro_parts(self, micro_batch_seqs: int) -> dict[str, float]:
         """GPU seconds of one micro-batch by part, the loss included; host and trainer are not."""
         parts = self._family.parts(micro_batch_seqs)
@@ -123,7 +128,7 @@ class ThroughputProfile:
     def _with_host(self, busy: float, slower: float = 1.0) -> float:
         """GPU and a host so many times slower run side by side: about the larger of the two."""
         power, host = self._family.power, self._family.host_s
-        host += self._tower.host_s if self._tower is not None else 0.0
+        host += self.tower_host_s
         return float((busy**power + (slower * host) ** power) ** (1.0 / power))
 
     def _trainer_micro_s(self) -> float:

@@ -20,6 +20,7 @@ from planner.memory.model import predict_memory
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.models.towers import image_tokens, tower_of
+from planner.peaks import Family, Rank, SharedLayers, distinct_parts
 from planner.setup import TrainSetup
 from probes.dryrun.api import report_for_config
 from probes.dryrun.report import DryRunReport
@@ -138,6 +139,29 @@ def test_formula_and_dry_run_agree_on_pictures(name: str, method: str) -> None:
     assert isinstance(report, DryRunReport), report
     found = predict_memory(model, CARD, setup).peak_allocated_bytes
     assert found == pytest.approx(report.prediction.peak_allocated_bytes, rel=TOLERANCE)
+
+
+def test_every_gpu_of_a_job_sees_its_own_pictures() -> None:
+    config = shallow(GEMMA)
+    model = model_of(GEMMA, config)
+    setup = setup_of(model, METHODS["lora"], (1, 768, 2, 2)).with_(num_gpus=2, parallel="ddp")
+    report = report_for_config(config, (9, 0), setup)
+    assert isinstance(report, DryRunReport), report
+    found = predict_memory(model, CARD, setup).peak_allocated_bytes
+    assert found == pytest.approx(report.prediction.peak_allocated_bytes, rel=TOLERANCE)
+    with pytest.raises(SetupError, match="images are not planned with parallel 'fsdp2'"):
+        setup.with_(parallel="fsdp2")
+
+
+def test_the_mask_of_joined_pictures_grows_with_the_square_of_the_micro_batch() -> None:
+    model = model_of(MISTRAL, shallow(MISTRAL))
+    images = Images(width=1024, height=1024)
+    setup = TrainSetup(loss="chunked", images=images, seq_len_tokens=2048)
+    part = distinct_parts(model, setup)[0]
+    family = Family(Rank(part, CARD, setup, SharedLayers()), setup, ("eager",))
+    walked = family.peaks("chunked", ["adamw-fused"], [(micro, 1) for micro in (1, 2, 3, 5)])[0]
+    alone = [predict_memory(model, CARD, setup.with_(micro_batch_seqs=micro)) for micro in (1, 2, 3, 5)]
+    assert walked == pytest.approx([one.peak_device_bytes for one in alone], rel=0.001)
 
 
 def test_pixels_of_all_micro_batches_are_on_the_card() -> None:
