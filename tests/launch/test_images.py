@@ -1,7 +1,9 @@
 """TRL's file for pictures really trains: two steps of a tiny LLaVA, with the plan's batch and adapters in its tower."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from probes.module_tree import spec_of_tree
 from tests.launch.conftest import Run, num_saved, write_launch
+from tests.whole import some
 
 pytestmark = pytest.mark.processes
 
@@ -25,40 +28,70 @@ TEMPLATE = (
 )
 
 
-def tiny_llava(folder: Path, tiny_llama: Path) -> ModelSpec:
-    """A random LLaVA of two and two layers with its processor, as a model folder; its inventory."""
-    import torch
-    from transformers import AutoTokenizer, CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
-    from transformers.models.auto import image_processing_auto
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "hidden_size": 32}
+FRAME = {"image_size": SIDE, "patch_size": PATCH}
+
+
+def _llava(pictures: Any, tokenizer: Any) -> tuple[Any, Any]:
+    """(processor, configuration) of LLaVA."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
     from transformers.models.llava.processing_llava import LlavaProcessor
 
-    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    tokenizer.chat_template = TEMPLATE
-    kind = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES["llava"]["pil"]
-    pictures = image_processing_auto.get_image_processor_class_from_name(kind)(
-        size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}
-    )
     processor = LlavaProcessor(
-        pictures,
+        pictures(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}),
         tokenizer,
         patch_size=PATCH,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
         chat_template=TEMPLATE,
     )
+    vision, text = CLIPVisionConfig(**SIZES, **FRAME), LlamaConfig(**SIZES, **_text(tokenizer))
+    image = tokenizer.convert_tokens_to_ids("<image>")
+    return processor, LlavaConfig(vision_config=vision, text_config=text, image_token_index=image)
+
+
+def _idefics(pictures: Any, tokenizer: Any) -> tuple[Any, Any]:
+    """(processor, configuration) of Idefics 3: a picture is cut into tiles."""
+    from transformers import Idefics3Config, LlamaConfig
+    from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
+    from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+
+    made = pictures(size={"longest_edge": 4 * SIDE}, max_image_size={"longest_edge": SIDE})
+    processor = Idefics3Processor(made, tokenizer, image_seq_len=4, chat_template=TEMPLATE)
+    text = LlamaConfig(**SIZES, **_text(tokenizer))
+    vision, image = Idefics3VisionConfig(**SIZES, **FRAME), tokenizer.convert_tokens_to_ids("<image>")
+    return processor, Idefics3Config(vision_config=vision, text_config=text, image_token_id=image, scale_factor=2)
+
+
+def _text(tokenizer: Any) -> dict[str, int]:
+    return {
+        "num_key_value_heads": 2,
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 1024,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+
+
+MADE = {"llava": _llava, "idefics3": _idefics}
+
+
+def tiny_model_with_eyes(kind: str, folder: Path, tiny_llama: Path) -> ModelSpec:
+    """A random model of two and two layers with its processor, as a model folder; its inventory."""
+    import torch
+    from transformers import AutoModelForImageTextToText, AutoTokenizer
+    from transformers.models.auto import image_processing_auto
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.chat_template = TEMPLATE
+    name = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES[kind]["pil"]
+    processor, config = MADE[kind](image_processing_auto.get_image_processor_class_from_name(name), tokenizer)
     processor.save_pretrained(folder)
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "hidden_size": 32}
-    config = LlavaConfig(
-        vision_config=CLIPVisionConfig(**sizes, image_size=SIDE, patch_size=PATCH),
-        text_config=LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=len(tokenizer), max_position_embeddings=256),
-        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
-    )
-    config.text_config.pad_token_id = config.pad_token_id = tokenizer.pad_token_id
-    config.text_config.eos_token_id = tokenizer.eos_token_id
+    config.text_config.vocab_size = len(processor.tokenizer)  # with the processor's own marks
     torch.manual_seed(0)
-    LlavaForConditionalGeneration(config).save_pretrained(folder)
-    return spec_of_tree(config.to_dict(), model_id="./tiny-llava", source="test")
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    return spec_of_tree(json.loads((folder / "config.json").read_text()), model_id=kind, source="test")
 
 
 def write_rows(folder: Path, num: int) -> None:
@@ -75,8 +108,11 @@ def write_rows(folder: Path, num: int) -> None:
 
 
 @pytest.mark.slow
-def test_two_steps_on_pictures_train_as_planned(tmp_path: Path, tiny_model: Path, launch: Callable[..., Run]) -> None:
-    model = tiny_llava(tmp_path / "tiny-llava", tiny_model)
+@pytest.mark.parametrize(("kind", "tokens"), some([("idefics3", 256), ("llava", 128)], 2))
+def test_two_steps_on_pictures_train_as_planned(
+    kind: str, tokens: int, tmp_path: Path, tiny_model: Path, launch: Callable[..., Run]
+) -> None:
+    model = tiny_model_with_eyes(kind, tmp_path / "tiny-eyes", tiny_model)
     write_rows(tmp_path / "rows", 8)
     setup = TrainSetup(
         precision="fp32",
@@ -84,11 +120,11 @@ def test_two_steps_on_pictures_train_as_planned(tmp_path: Path, tiny_model: Path
         lora_rank=4,
         micro_batch_seqs=2,
         accumulation_steps=2,
-        seq_len_tokens=128,
+        seq_len_tokens=tokens,
         images=Images(width=40, height=30),
     )
     request = ExportRequest(
-        model_id="./tiny-llava",
+        model_id="./tiny-eyes",
         model=model,
         setup=setup,
         hyper=choose(setup, max_steps=2),
