@@ -38,12 +38,17 @@ def dollars(amount: float) -> str:
 
 def band_words(band_fraction: float | None) -> str:
     """ "±8 %", or nothing where no band is known."""
-    return "" if band_fraction is None else f"±{100 * band_fraction:.2g} %"
+    return "" if band_fraction is None else f"±{_two_digits(100 * band_fraction)} %"
 
 
 def sides_words(below: float, above: float) -> str:
     """ "-6 to +9 %": a band that is wider on one side."""
-    return f"-{100 * below:.2g} to +{100 * above:.2g} %"
+    return f"-{_two_digits(100 * below)} to +{_two_digits(100 * above)} %"
+
+
+def _two_digits(number: float) -> str:
+    """As text with two digits, whole from 100 on (".2g" alone would say 1.2e+02)."""
+    return f"{number:.2g}" if number < 99.5 else f"{number:.0f}"
 
 
 def memory_mark(evidence: Evidence) -> str:

@@ -18,7 +18,7 @@ from planner.workload import Data
 from reports.brief import MAX_LINES
 from reports.rows import notes_of
 from reports.terminal import render_no_plan, render_plan
-from reports.text import verdict_style
+from reports.text import band_words, sides_words, verdict_style
 from tests.reports.factories import make_plan
 from tests.whole import some
 
@@ -112,3 +112,8 @@ def test_the_rest_is_shown_when_asked_for() -> None:
     everything = shown(plan, show=frozenset({"all"}))
     assert any("Beside it" in line for line in everything)
     assert len(everything) > MAX_LINES
+
+
+def test_bands_above_a_hundred_percent_are_written_out() -> None:
+    assert (band_words(0.08), band_words(0.996), band_words(1.203)) == ("±8 %", "±100 %", "±120 %")
+    assert sides_words(0.049, 1.2) == "-4.9 to +120 %"
