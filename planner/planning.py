@@ -27,7 +27,7 @@ from planner.errors import SetupError, UsageError
 from planner.expressed import check_something_expressed, target_notes
 from planner.kernels import has_expert_stacks
 from planner.memory.micro_batch import checkpointed_inputs_bytes
-from planner.models.stored import dequantizing_class
+from planner.models.stored import dequantizing_class, plain_copy, stored_method
 from planner.outcome import Candidate
 from planner.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount, trade
 from planner.refine import CorrectionKey
@@ -79,7 +79,7 @@ def plan_workload(
     installed = _with_packages(workload, chosen)
     walked = tuple(answers(workload, facts, node, best, chosen, alone))
     if node is None or best is None or chosen is None:
-        packed = _with_packed_experts(workload, corrections, facts.walks)
+        packed = _with_packed_experts(workload, corrections, facts.walks) or _of_plain_copy(workload, corrections)
         notes = (*_package_notes(workload, chosen, installed), *cluster_notes(workload.cluster))
         return packed if packed is not None else _refused(workload, facts, walked, space, notes)
     fastest = merged(facts.of_node(node).values()).ranked()
@@ -265,6 +265,20 @@ def _with_packed_experts(
     if not isinstance(plan, Plan):
         return None
     note = "nothing fits with the experts in 16 bits; in 4 bits Axolotl alone trains them (quantize_moe_experts)"
+    return replace(plan, notes=(note, *plan.notes))
+
+
+def _of_plain_copy(workload: Workload, corrections: Mapping[CorrectionKey, float] | None) -> Plan | None:
+    """The plan of the 16-bit copy of weights that nothing here trains as they are published; None where none fits."""
+    copy = plain_copy(workload.model)
+    try:
+        plan = plan_workload(replace(workload, model=copy), corrections) if copy is not None else None
+    except UsageError:
+        return None
+    if copy is None or not isinstance(plan, Plan):
+        return None
+    published = f"{workload.model.model_id} is published in {stored_method(workload.model)}"
+    note = f"{published}, which trains only unpacked and does not fit so: planned for its 16-bit copy {copy.model_id}"
     return replace(plan, notes=(note, *plan.notes))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
+from planner.models.stored import PLAIN_COPIES, plain_copy
 
 _PATH = Path(__file__).parent.parent / "data" / "models.jsonl"
 _NAMES = b'{"names":['
@@ -100,12 +101,22 @@ def load(name: str) -> ModelSpec | None:
     """The spec of a catalogue model by hub id, alias or bare name in any case, None where there is none."""
     entry = find(name)
     if entry is None:
-        return None
+        return _plain_copy(name.strip().lower())
     # An alias has its own weights, so a launch file must name it, not its catalogue sibling.
     asked = name.strip().lower()
     spelled = (entry.model_id, *entry.aliases)
     model_id = next(one for one in spelled if asked in (one.lower(), one.lower().rpartition("/")[2]))
     return _spec(entry.model_id, model_id)
+
+
+@cache
+def _plain_copy(asked: str) -> ModelSpec | None:
+    """The 16-bit copy of a catalogue model that has this lower-case name."""
+    for published, copy in PLAIN_COPIES.items():
+        if asked in (copy.lower(), copy.lower().rpartition("/")[2]):
+            model = load(published)
+            return plain_copy(model) if model is not None else None
+    return None
 
 
 @cache
@@ -135,7 +146,8 @@ def names(*, model_type: str | None = None) -> tuple[str, ...]:
 
 def all_names() -> tuple[str, ...]:
     """Every lower-case name that `load` accepts."""
-    return tuple(name for line in _text().splitlines() for name in json.loads(b"[" + _list_of_names(line) + b"]"))
+    listed = [name for line in _text().splitlines() for name in json.loads(b"[" + _list_of_names(line) + b"]")]
+    return (*listed, *map(str.lower, PLAIN_COPIES.values()))
 
 
 def _list_of_names(line: bytes) -> bytes:

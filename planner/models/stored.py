@@ -15,6 +15,24 @@ any other configuration handed to `from_pretrained` transformers refuses: a chec
 Source: transformers 5.23 `quantizers/auto.py` merge_quantization_configs, `utils/quantization_config.py`.
 """
 
+PLAIN_COPIES = {
+    "openai/gpt-oss-20b": "unsloth/gpt-oss-20b-BF16",
+    "openai/gpt-oss-120b": "unsloth/gpt-oss-120b-BF16",
+}
+"""Published model -> the same weights unpacked to 16 bits, which can be quantized to be trained.
+
+Source: huggingface.co/unsloth, github.com/unslothai/unsloth/issues/3351 ("a dequantized version of the model").
+"""
+
+
+def plain_copy(model: ModelSpec) -> ModelSpec | None:
+    """The 16-bit copy of a model that is published in a type that is not quantized again; None where none is known."""
+    copy = PLAIN_COPIES.get(model.model_id) if dequantizing_class(model) else None
+    if copy is None:
+        return None
+    config = {key: value for key, value in model.config.items() if key != "quantization_config"}
+    return replace(model, model_id=copy, config=config)
+
 
 def stored_method(model: ModelSpec | None) -> str:
     """How the published weights are quantized: `quant_method` of the config.json, "" where they are plain."""
@@ -101,9 +119,10 @@ def stored_refusal(setup: TrainSetup, model: ModelSpec | None) -> str:
     if model is not None and setup.quantized and model.model_type in CLAMPS_WEIGHTS:
         return f"{model.model_type} clamps weights in place while it trains (AltUp), which packed ones cannot be"
     if model is not None and setup.quantized and dequantizing_class(model):
+        copy = PLAIN_COPIES.get(model.model_id, "")
         return (
             f"{model.model_id} is published in {stored_method(model)}, which bitsandbytes cannot quantize again: name "
-            "a 16-bit copy of it"
+            f"a 16-bit copy of it{copy and f' ({copy})'}"
         )
     bits = stored_bits(model)
     if model is not None and bits and setup.quantization != bits:
