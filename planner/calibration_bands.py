@@ -49,13 +49,23 @@ over (0.13 to 0.69 GiB). What FSDP2's streams cache apart PyTorch gives back bef
 runs that miss more are of FSDP 1, which keeps inputs of frozen layers, or of one script whose DDP runs miss alike; full
 fine-tuning under FSDP 1, which keeps none, misses by 1.5 % (docs/accuracy/multi-gpu.md, November 2026)."""
 
+ENGINE_BANDS = {"unsloth": 0.10}
+"""The least band of an engine of its own code: three longest contexts that Unsloth published are 5 to 10 % shorter than
+ours (benchmarks/longest_context.py)."""
+
 
 def memory_band(model: ModelSpec, setup: TrainSetup) -> float:
     """Half-width of the formula's memory band for one setup, as a fraction: one GPU's, and more with several.
 
     Source: docs/accuracy/formula-vs-dry-run.md, 90th percentiles by kind of setup (November 2026); SPREAD_BANDS.
     """
-    return _one_gpu_band(model, setup) + (_spread_band(setup) if setup.num_gpus > 1 else 0.0)
+    own = _one_gpu_band(model, setup) + (_spread_band(setup) if setup.num_gpus > 1 else 0.0)
+    return max(own, ENGINE_BANDS.get(setup.stack, 0.0))
+
+
+def dry_run_band(setup: TrainSetup) -> float:
+    """The same of a dry run."""
+    return max(DRY_RUN_BAND, ENGINE_BANDS.get(setup.stack, 0.0))
 
 
 def _spread_band(setup: TrainSetup) -> float:
@@ -223,24 +233,35 @@ def evidence_bands(rung: str, gpu: GpuSpec, setup: TrainSetup) -> tuple[dict[str
     return bands, ""
 
 
-def with_evidence(prediction: Prediction, gpu: GpuSpec, setup: TrainSetup) -> Prediction:
-    """The prediction with the bands of published runs like it; a plan's own setup keeps what it has."""
+def with_evidence(prediction: Prediction, gpu: GpuSpec, setup: TrainSetup, *, planned: bool = False) -> Prediction:
+    """The prediction with the bands of published runs like it.
+
+    Args:
+        planned: the setup is a plan's own, which keeps the memory band that it was chosen by: current versions, the
+            allocator as launch files set it, transformers' Trainer (Axolotl's and LLaMA-Factory's too) on the same
+            libraries. The speed of an engine of its own code (`ENGINE_BANDS`) stays as uncertain as others' runs are.
+    """
     if of_a_plan(setup):
         return prediction
-    # the speed model's own band is fitted on trainers' runs card by card: only other stacks widen it
+    own_code = setup.stack in ENGINE_BANDS
+    if planned and not own_code:
+        same = f"{NOBODY}: {setup.by.title} has no published run here, the band is that of its libraries under TRL"
+        return prediction if setup.stack in TRAINERS else _noted(prediction, same)
     bands, note = evidence_bands(prediction.rung.value, gpu, setup)
-    memory = max(bands.get("device") or bands["reserved"])
     time = prediction.time_band_fraction
+    # the speed model's own band is fitted on trainers' runs card by card: only other stacks widen it
     if time is not None and "tokens_per_s" in bands and setup.stack not in TRAINERS:
         below, above = bands["tokens_per_s"]
         time = max(time, above, 1 / (1 - below) - 1)
-    return replace(
-        prediction,
-        memory_band_fraction=max(prediction.memory_band_fraction, memory),
-        time_band_fraction=time,
-        bands=bands,
-        notes=(*prediction.notes, note) if note else prediction.notes,
-    )
+    found = _noted(replace(prediction, time_band_fraction=time), note)
+    memory = max(bands.get("device") or bands["reserved"])
+    if planned:
+        return replace(found, memory_band_fraction=max(found.memory_band_fraction, ENGINE_BANDS[setup.stack]))
+    return replace(found, memory_band_fraction=max(found.memory_band_fraction, memory), bands=bands)
+
+
+def _noted(prediction: Prediction, note: str) -> Prediction:
+    return replace(prediction, notes=(*prediction.notes, note)) if note else prediction
 
 
 def of_a_plan(setup: TrainSetup) -> bool:

@@ -11,8 +11,11 @@ from typing import Any
 from planner.errors import UsageError
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
+from planner.stacks import written_by
 from planner.workload import Workload
 
+CONFIGS = ("accelerate", "deepspeed")
+"""Targets whose file starts the plain script: they run no model that it refuses."""
 NOT_PLANNED = ("adapter_dtype", "packing", "compile")
 """Fields that are no dimension of the space: a target that sets them itself gets its own value."""
 
@@ -83,10 +86,23 @@ def check_something_expressed(workload: Workload, setups: Iterable[TrainSetup]) 
         raise UsageError(f"no setup can be expressed by all of --target {named}", hint="name one --target, or fewer")
 
 
-def target_notes(workload: Workload) -> tuple[str, ...]:
-    """What planning for named targets means, one sentence; nothing where none was named."""
+def _refused_by_all(setup: TrainSetup, workload: Workload) -> list[str]:
+    """Why each target that has a file for the objective runs no such setup; nothing where one does."""
+    reasons = []
+    for target in written_by(workload.aim.name).keys() - set(CONFIGS):
+        runs = as_run(target, setup, workload.model)
+        if not isinstance(runs, str):
+            return []
+        reasons.append(runs)
+    return reasons
+
+
+def target_notes(workload: Workload, chosen: TrainSetup) -> tuple[str, ...]:
+    """What planning for named targets means, one sentence; where none was named, that none has a file for what was
+    chosen, if so."""
     if not workload.targets:
-        return ()
+        reasons = _refused_by_all(chosen, workload)
+        return (f"no launch file can be written: {Counter(reasons).most_common(1)[0][0]}",) if reasons else ()
     first, *others = workload.targets
     note = f"planned as {first} runs it (--target): setups that it would run otherwise are left out"
     return (note + (f"; {', '.join(others)} must run and fit as well" if others else ""),)

@@ -18,10 +18,21 @@ ALWAYS_MASKED = frozenset({"falcon", "t5"})
 """Types that always hand SDPA a mask (T5: its position bias). Falcon repeats its keys to all heads where it has more
 than one."""
 
-PACKS_TOGETHER = frozenset({"opt"})
-"""Types whose class makes its mask without positions, so that packed samples attend to each other and no mask is there.
+PACKS_TOGETHER = frozenset({"bloom", "falcon", "gpt_oss", "opt"})
+"""Types whose class makes its mask without positions, so that packed samples attend to each other; SDPA gets none for
+them.
 
-Source: transformers 5.23 `OPTDecoder.forward` (create_causal_mask without `position_ids`)."""
+Source: transformers 5.23 `OPTDecoder.forward` and the same of the others (create_causal_mask without `position_ids`;
+every other type of the catalogue hands them on).
+"""
+
+
+def packs_apart(model: ModelSpec, attention: str) -> bool:
+    """Whether packed samples keep to themselves: by the mask of the model's class, or by flash attention 2 where the
+    class hands positions on to it (`OPTDecoderLayer`; Falcon's own flash attention takes none)."""
+    handed_on = model.model_type == "opt" and attention == "flash-attention-2"
+    return handed_on or model.model_type not in PACKS_TOGETHER
+
 
 MAX_FUSED_HEAD_DIM = 256
 """Widest head of SDPA's flash kernel, and of transformers' grouped-query form."""

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from planner.calibration_bands import memory_band, of_a_plan, with_evidence
 from planner.gpu import GpuSpec
-from planner.kernels import Kernel, attention_kernel, missing_kernels
+from planner.kernels import Kernel, attention_kernel, missing_kernels, packs_apart
 from planner.memory.dtypes import flow_of
 from planner.memory.model import predict_memory, rank_memories
 from planner.memory.optimizer import paged_bytes
@@ -24,12 +24,15 @@ if TYPE_CHECKING:
     from planner.cluster import Cluster  # late: one GPU needs none of it
 
 
-def predict(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster | None" = None) -> Prediction:
+def predict(
+    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster | None" = None, *, planned: bool = False
+) -> Prediction:
     """Memory peaks and step time of one setup from closed forms alone, in well under a millisecond on one GPU.
 
     Args:
         cluster: the GPUs and their links; None: one GPU, or the cluster that the setup's number of GPUs suggests. With
             several GPUs the memory is the worst rank's, and the tokens/s are those of all GPUs together.
+        planned: the setup is a plan's own (`with_evidence`).
 
     Source: `planner.memory`, `planner.throughput` and `planner.parallel`, each term with its own source.
     Measured: docs/accuracy/formula.md, per source and per case.
@@ -58,7 +61,7 @@ def predict(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster
         if setup.num_gpus > 1
         else (),
     )
-    return with_evidence(found, gpu, setup)
+    return with_evidence(found, gpu, setup, planned=planned)
 
 
 def _evicted(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, peak_device_bytes: int) -> float:
@@ -136,6 +139,11 @@ def _unknown_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[st
         )
     if setup.images is not None or model.idle_layers:
         notes += _image_notes(model, setup)
+    if setup.packing and not packs_apart(model, setup.attention):
+        notes.append(
+            f"packed samples attend to each other: {model.model_type} makes its mask without their positions, "
+            "--no-packing keeps them apart"
+        )
     if traits_of(model).streams > 1:
         notes.append("the speed leaves out what several residual streams move (AltUp): it is an upper bound")
     if "math" in attention_kernels(model, gpu, setup):

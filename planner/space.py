@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 BRANCH_FIELDS = ("method", "precision", "quantization", "kbit_fp32_cast", "lora_rank", "lora_targets")
 PLANNED_CHECKPOINTING = (0, 16, 8, 4, 3, 2, 1)
 """None, every n-th layer, every layer: what transformers' `every_n_layers` says (TRL, Axolotl, the plain script)."""
+FINER_CHECKPOINTING = (0, 32, 24, 16, 12, 10, 8, 7, 6, 5, 4, 3, 2, 1)
+"""The same for who asks for speed: up to 2 % of it lies between, for twice the walk."""
 PLANNED_CACHES = (32, 16, 8, 4, 2, 1)
 """Sequences at once under a gradient cache, which costs one more forward: taken where the whole batch does not fit."""
 PREFERENCE_FRACTION = 0.03
@@ -67,7 +69,7 @@ def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
         "lora_targets": ("all-linear",),
         "optimizer": PLANNED_OPTIMIZERS,
         "attention": supported_attentions(workload.model, gpu),
-        "checkpointing": PLANNED_CHECKPOINTING,
+        "checkpointing": FINER_CHECKPOINTING if workload.prefer == "speed" else PLANNED_CHECKPOINTING,
         "loss": PLANNED_LOSSES,
         "kernels": planned_kernels(workload.targets, workload.aim.name),
         "activation_offload": (False, True) if offloading_matters(workload) else (False,),

@@ -41,10 +41,11 @@ MIN_SHOWN_BYTES = 52_429
 FIRST_NOTES, RISKS, LAST_NOTES = (
     re.compile(pattern)
     for pattern in (
-        r"cannot run|^measured on this GPU|no probe showed|the planner was killed|no dry run",
+        r"cannot run|^measured on this GPU|no probe showed|the planner was killed|no dry run|its 16-bit copy|"
+        r"no launch file",
         r"nothing fits with|not installed here|falls back|beyond the model's|match no module|no bf16 units|"
         r"round to nothing|stay 16-bit|stored quantized|must find room|pinned memory|managed memory|steps an epoch|"
-        r"plan compare-targets$",
+        r"packed samples attend|plan compare-targets$",
         r"^every sequence is taken|^a checkpoint takes|^evaluation at|^the job:|^merging the adapter|talk over",
     )
 )

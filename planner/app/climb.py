@@ -56,8 +56,9 @@ def dry_run_setup(
     *,
     full_depth: bool = False,
     memory_bytes: int | None = None,
+    planned: bool = False,
 ) -> Prediction | ProbeFailure:
-    """One dry run."""
+    """One dry run; `planned`: of a plan's own setup."""
     missing = dry_run_possible()
     if missing:
         message = f"{missing} not installed ({install_command('torch')})"
@@ -72,7 +73,7 @@ def dry_run_setup(
         from probes.dryrun import dry_run
 
         card = with_memory(gpu, memory_bytes)
-        return dry_run(model, card, setup, full_depth=full_depth)
+        return dry_run(model, card, setup, full_depth=full_depth, planned=planned)
 
 
 OVER_MICRO_BATCHES = 128
@@ -156,7 +157,7 @@ def climb_dry_run(workload: Workload, known: "Sequence[Observation]" = ()) -> Pl
     def run(setup: TrainSetup) -> Prediction | ProbeFailure:
         where = f" on one of {setup.num_gpus} GPUs ({setup.parallel})" if setup.num_gpus > 1 else ""
         _say(f"dry run of the real step{where}: {setup.method}, micro-batch {setup.micro_batch_seqs} ...")
-        return dry_run_setup(workload.model, workload.gpu, setup, memory_bytes=workload.memory_bytes)
+        return dry_run_setup(workload.model, workload.gpu, setup, memory_bytes=workload.memory_bytes, planned=True)
 
     walks = Walks()
     try:

@@ -13,6 +13,7 @@ from planner.cli.options import Lookup
 from planner.cli.wish_options import WishOptions
 from planner.errors import UsageError
 from planner.gpus import find_gpu
+from planner.kernels import packs_apart
 from planner.workload import Data, Workload
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def _lengths(dataset: str, spec: "ModelSpec", aim: Objective, wish: WishOptions)
     choice = choose_length(
         stats,
         max_tokens=spec.max_position_embeddings,
-        packs=aim.packs,
+        packs=aim.packs and packs_apart(spec, "sdpa"),
         seq_len_tokens=seq_len,
         packing=wish.packing,
     )

@@ -8,7 +8,7 @@ from planner.workload import Workload
 
 def candidate(workload: Workload, setup: TrainSetup) -> Candidate:
     """A setup with its formula prediction against the workload's budget."""
-    prediction = predict(workload.model, workload.gpu, setup, workload.cluster)
+    prediction = predict(workload.model, workload.gpu, setup, workload.cluster, planned=True)
     return Candidate(setup=setup, budget_bytes=workload.budget_bytes, formula=prediction)
 
 

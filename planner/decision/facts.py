@@ -7,7 +7,7 @@ from functools import lru_cache
 from heapq import nlargest
 from typing import Any
 
-from planner.calibration_bands import DRY_RUN_BAND, memory_band
+from planner.calibration_bands import dry_run_band, memory_band
 from planner.choices.kernels import KERNELS
 from planner.choices.losses import LOSSES
 from planner.choices.optimizers import OPTIMIZERS
@@ -83,6 +83,7 @@ class NodeFacts:
         fastest: (tokens/s, -number, point) of the KEEP fastest that fit, a heap; `fastest_sure` of those that fit for
             sure, or that a dry run will look at before anything is said (`Limits`).
         nearest: (peak over what would surely fit, point) of the point that fits and has the least of it.
+        given_fraction: of the speed, for what is preferred (`Limits`).
     """
 
     walked: int = 0
@@ -94,6 +95,7 @@ class NodeFacts:
     fastest: list[tuple[float, int, Point]] = field(default_factory=list)
     fastest_sure: list[tuple[float, int, Point]] = field(default_factory=list)
     nearest: tuple[float, Point] | None = None
+    given_fraction: float = PREFERENCE_FRACTION
 
     def best(self) -> Point | None:
         """The best that surely fits; where nothing does, what comes nearest to it: more memory then never means less
@@ -101,7 +103,7 @@ class NodeFacts:
         return self.best_sure() or (self.nearest[1] if self.nearest else None)
 
     def best_sure(self) -> Point | None:
-        """Of the points that surely fit and are no slower than the fastest of them by more than PREFERENCE_FRACTION:
+        """Of the points that surely fit and are no slower than the fastest of them by more than `given_fraction`:
         the simplest, then the smallest."""
         return self._preferred(self.fastest_sure)
 
@@ -122,7 +124,7 @@ class NodeFacts:
             simple = _simplicity(point.shared, point.attention, point.loss, point.optimizer)
             return not self.surely_fits(point), simple, point.peak_device_bytes
 
-        return min(near_fastest([entry[2] for entry in entries], PREFERENCE_FRACTION), key=preference)
+        return min(near_fastest([entry[2] for entry in entries], self.given_fraction), key=preference)
 
     def floor(self) -> float:
         """Tokens/s up to which no further point is kept."""
@@ -153,16 +155,18 @@ class Limits:
 
     Attributes:
         corrections: ratios that dry runs showed, by family; None: the formula stands alone.
+        given_fraction: of the speed, for what is preferred; nothing for who asks for speed.
     """
 
     model: ModelSpec
     budget_bytes: int
     corrections: Mapping[CorrectionKey, float] | None = None
+    given_fraction: float = PREFERENCE_FRACTION
 
     def surely_bytes(self, setup: TrainSetup) -> float:
         """The largest peak at which this setup fits by more than its rung errs."""
         ran = self.corrections is not None and correction_key(setup) in self.corrections
-        return self.budget_bytes / (1 + (DRY_RUN_BAND if ran else memory_band(self.model, setup)))
+        return self.budget_bytes / (1 + (dry_run_band(setup) if ran else memory_band(self.model, setup)))
 
     def taken_bytes(self, setup: TrainSetup) -> float:
         """The largest peak at which this setup is taken before one that only may fit."""
@@ -179,6 +183,7 @@ def collect_into(points: Iterable[Point], limits: Limits, facts_of: Callable[[Tr
         if point.shared is not shared or node is None:  # points come in runs that share their branch
             shared = point.shared
             node, attention, known = facts_of(shared), None, {}
+            node.given_fraction = limits.given_fraction
             least = shared.aim.least(point.micro_batch_seqs)
         if point.attention != attention:
             attention = point.attention
@@ -306,6 +311,7 @@ def merged(parts: Collection[NodeFacts]) -> NodeFacts:
     whole = NodeFacts()
     entries = []
     for part in parts:
+        whole.given_fraction = part.given_fraction
         whole.surely_bytes |= part.surely_bytes
         whole.walked += part.walked
         whole.infeasible += part.infeasible
@@ -381,7 +387,8 @@ def add_spreads(
     )
     if any(one.stage == "offload" for one in chosen) and "offload" not in workload.fixed:
         points = _that_hosts_hold(workload, facts, points)
-    limits = Limits(workload.model, workload.budget_bytes, corrections)
+    given = 0.0 if workload.prefer == "speed" else PREFERENCE_FRACTION
+    limits = Limits(workload.model, workload.budget_bytes, corrections, given)
     collect_into(corrected(points, corrections or {}), limits, facts.of)
     for known in facts.facts.values():
         if known.smallest is None:

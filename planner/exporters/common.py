@@ -153,8 +153,6 @@ def model_refusal(setup: TrainSetup, model: ModelSpec | None, tool: str) -> str:
             f"transformers has no {model.model_type}: the code that the model brings along would have to be trusted "
             "(trust_remote_code), which no file here asks for"
         )
-    if setup.quantized and not any(one.quantizes for layer in model.layer_kinds for one in layer.linears):
-        return f"transformers quantizes no matrix of {model.model_type}, whose layers are no plain nn.Linear: use lora"
     return attention_refusal(model, setup.attention) or stored_refusal(setup, model)
 
 

@@ -1,9 +1,9 @@
 """Checkpoints that are published quantized: how a trainer loads them so that they train as planned."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from planner.models.spec import LayerSpec, ModelSpec
+from planner.models.spec import LayerSpec, LinearSpec, ModelSpec
 from planner.setup import TrainSetup
 
 DEQUANTIZING = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
@@ -114,10 +114,16 @@ CLAMPS_WEIGHTS = frozenset({"gemma3n", "gemma3n_text"})
 """Source: transformers 5.23 Gemma3nTextAltUp.predict; the dry run ends there with bitsandbytes' layers."""
 
 
+def _linears(model: ModelSpec) -> Iterator[LinearSpec]:
+    return (one for layer in model.layer_kinds for one in layer.linears)
+
+
 def stored_refusal(setup: TrainSetup, model: ModelSpec | None) -> str:
     """Why a setup cannot train the published checkpoint, "" where it can."""
     if model is not None and setup.quantized and model.model_type in CLAMPS_WEIGHTS:
         return f"{model.model_type} clamps weights in place while it trains (AltUp), which packed ones cannot be"
+    if model is not None and setup.quantized and not any(one.quantizes for one in _linears(model)):
+        return f"transformers quantizes no matrix of {model.model_type}, whose layers are no plain nn.Linear: use lora"
     if model is not None and setup.quantized and dequantizing_class(model):
         copy = PLAIN_COPIES.get(model.model_id, "")
         return (

@@ -32,6 +32,7 @@ def dry_run(
     full_depth: bool = False,
     moe: str = "balanced",
     use_cache: bool = True,
+    planned: bool = False,
 ) -> Prediction | ProbeFailure:
     """The memory prediction of one setup, or why it could not be traced. See `dry_run_report`."""
     outcome = dry_run_report(
@@ -41,6 +42,7 @@ def dry_run(
         full_depth=full_depth,
         moe=moe,
         use_cache=use_cache,
+        planned=planned,
     )
     return outcome if isinstance(outcome, ProbeFailure) else outcome.prediction
 
@@ -53,6 +55,7 @@ def dry_run_report(
     full_depth: bool = False,
     moe: str = "balanced",
     use_cache: bool = True,
+    planned: bool = False,
 ) -> DryRunReport | ProbeFailure:
     """Executes two training steps on meta tensors at a small depth, repeats the middle layers' events to the model's
     depth, and replays the whole through the allocator's model.
@@ -65,6 +68,7 @@ def dry_run_report(
         full_depth: run every layer instead of repeating.
         moe: "balanced" or "worst"; transformers' grouped experts use the same memory whichever expert a token takes.
         use_cache: whether an earlier run of the same point may answer, and this one is kept.
+        planned: the setup is a plan's own, which keeps the band that it was chosen by.
     """
     if moe not in ("balanced", "worst"):
         raise ValueError(f"moe must be 'balanced' or 'worst', got {moe!r}")
@@ -79,7 +83,7 @@ def dry_run_report(
         outcome = outcome if isinstance(limited, ProbeFailure) else limited
     prediction = outcome.prediction
     prediction = replace(prediction, peak_device_bytes=prediction.peak_reserved_bytes + outside)
-    return replace(outcome, prediction=with_evidence(prediction, gpu, setup))
+    return replace(outcome, prediction=with_evidence(prediction, gpu, setup, planned=planned))
 
 
 def outside_bytes(gpu: GpuSpec, setup: TrainSetup) -> int:

@@ -16,11 +16,15 @@ from planner.calibration_bands import (
     fit_cell,
     pooled_cell,
 )
+from planner.decision.facts import Limits
 from planner.gpus import find_gpu
 from planner.interchange import asked_setup
 from planner.models import catalogue
+from planner.plan import Plan
+from planner.planning import plan_workload
 from planner.predict import predict
 from planner.setup import TrainSetup
+from planner.wish import Wish
 
 RECORDED = [json.loads(line) for line in ERRORS.read_text(encoding="utf-8").splitlines()]
 A100 = find_gpu("a100-80gb")
@@ -71,6 +75,21 @@ def test_predictions_of_anybodys_run_carry_the_bands_and_a_plans_own_do_not() ->
     assert not predict(model, A100, TrainSetup()).bands
     several = evidence_bands("dry_run", A100, asked_setup({"num_gpus": 4, "parallel": "fsdp2"}))[0]
     assert several == evidence_bands("formula", A100, asked_setup({"num_gpus": 4, "parallel": "fsdp2"}))[0]
+
+
+@pytest.mark.parametrize("target", ["trl", "axolotl", "llamafactory", "unsloth"])
+def test_a_plan_shows_the_memory_band_that_it_chose_by(target: str) -> None:
+    model = catalogue.load("meta-llama/Llama-3.2-3B")
+    assert model is not None
+    plan = plan_workload(Wish(targets=(target,)).workload(model, find_gpu("rtx-4090")))
+    assert isinstance(plan, Plan)
+    formula, limits = plan.chosen.formula, Limits(model, plan.workload.budget_bytes)
+    shown = plan.workload.budget_bytes / (1 + formula.memory_band_fraction)
+    assert shown == pytest.approx(limits.surely_bytes(plan.chosen.setup))
+    assert plan.chosen.verdict == "fits"
+    assert any(note.startswith(NOBODY) for note in formula.notes) == (target != "trl")
+    assert formula.time_band_fraction is not None
+    assert (formula.time_band_fraction > 0.5) == (target == "unsloth")  # its speed stands on nobody's runs
 
 
 def test_shipped_bands_and_table_are_those_of_the_recorded_comparisons() -> None:

@@ -1,6 +1,7 @@
 """A named launch target constrains the plan: what is planned is what that target runs, and it fits."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from planner.setup_fields import KERNEL_FAMILIES
 from planner.stacks import written_by
 from planner.walk import walk
 from planner.workload import Workload
+from reports.rows import notes_of
 from tests.planner.launch_sweep import request, setups
 
 ONE_GPU_TARGETS = ("trl", "hf", "axolotl", "llamafactory", "unsloth")
@@ -154,3 +156,18 @@ def test_where_only_the_target_stands_in_the_way_the_remedy_is_to_leave_it_out()
 
 def test_targets_are_plain_data_of_the_wish() -> None:
     assert to_jsonable(wish(LLAMA, "rtx-4090", "trl", "hf"))["targets"] == ["trl", "hf"]
+
+
+@pytest.mark.parametrize(("name", "fixed", "said"), [
+    ("google/flan-t5-base", {}, "no launch file can be written: launch files train causal language models"),
+    ("facebook/opt-1.3b", {"packing": (True,)}, "packed samples attend to each other"),
+    ("facebook/opt-1.3b", {"packing": (True,), "attention": ("flash-attention-2",)}, ""),
+    ("meta-llama/Llama-3.2-1B", {"packing": (True,)}, ""),
+])  # fmt: skip
+def test_a_plan_says_what_no_file_can_and_no_mask_does(
+    name: str, fixed: dict[str, tuple[object, ...]], said: str
+) -> None:
+    plan = plan_workload(wish(name, "rtx-4090", **fixed))
+    assert isinstance(plan, Plan)
+    found = [one for one in notes_of(plan) if one.startswith(("no launch file", "packed samples"))]
+    assert [one.startswith(said) for one in found] == ([True] if said else [])

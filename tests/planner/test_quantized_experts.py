@@ -112,13 +112,20 @@ def test_a_mixture_that_fits_no_other_way_gets_a_plan_with_the_target_that_runs_
     assert not roomy.chosen.setup.quantize_experts
 
 
-def test_a_sixteen_bit_copy_of_gpt_oss_fits_where_the_published_weights_do_not() -> None:
+def test_gpt_oss_is_planned_for_its_sixteen_bit_copy_where_it_does_not_fit() -> None:
     """The published MXFP4 weights do not train and are not quantized again (planner.models.stored)."""
-    published = wish("openai/gpt-oss-20b")
-    found = plan_workload(published)
-    assert isinstance(found, NoPlan)
-    assert any("16-bit copy" in one.action and one.fits for one in found.remedies)
-    config = {key: value for key, value in published.model.config.items() if key != "quantization_config"}
-    plan = plan_workload(replace(published, model=replace(published.model, config=config)))
+    plan = plan_workload(wish("openai/gpt-oss-20b"))
     assert isinstance(plan, Plan)
+    assert plan.workload.model.model_id == "unsloth/gpt-oss-20b-BF16"
+    assert plan.workload.model == load("unsloth/gpt-oss-20b-bf16")
+    assert plan.workload.targets == ("axolotl",)
     assert plan.chosen.setup.quantize_experts
+    assert plan.chosen.verdict == "fits"
+    assert "planned for its 16-bit copy unsloth/gpt-oss-20b-BF16" in plan.notes[0]
+    roomy = plan_workload(wish("openai/gpt-oss-20b", "a100-80gb"))
+    assert isinstance(roomy, Plan)
+    assert roomy.workload.model.model_id == "openai/gpt-oss-20b"
+    other = wish("openai/gpt-oss-20b")
+    found = plan_workload(replace(other, model=replace(other.model, model_id="./gpt-oss")))
+    assert isinstance(found, NoPlan)  # weights of which no copy is known
+    assert any("16-bit copy" in one.action and one.fits for one in found.remedies)

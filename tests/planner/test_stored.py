@@ -131,6 +131,14 @@ def test_a_4_bit_checkpoint_is_planned_as_what_it_is() -> None:
     assert "16-bit copy" in EXPORTERS["hf"](request(LORA, model=model)).refused
 
 
+def test_a_base_of_which_nothing_is_quantized_is_not_planned_quantized() -> None:
+    """Falcon's layers are a class of its own, which bitsandbytes leaves in 16 bits."""
+    falcon, gpu = load("tiiuae/falcon-7b"), find_gpu("rtx-4090")
+    assert dimension_values(Wish().workload(falcon, gpu))["quantization"] == ("none",)
+    with pytest.raises(UsageError, match="quantizes no matrix of falcon"):
+        dimension_values(Wish(fixed={"method": ("qlora",)}).workload(falcon, gpu))
+
+
 @pytest.mark.parametrize("names", [None, "lm_head", [], [1, None, ""], ["(a+)+$"] * 6000])
 def test_a_strange_list_is_no_list(names: object) -> None:
     model = published("meta-llama/Llama-3.1-8B", {**DYNAMIC, "llm_int8_skip_modules": names})
