@@ -1,7 +1,6 @@
 """A named launch target constrains the plan: what is planned is what that target runs, and it fits."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
