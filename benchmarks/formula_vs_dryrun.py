@@ -171,12 +171,12 @@ def traced(model_id: str, gpu_key: str, setup: TrainSetup, *, steps: int = 1) ->
 
         load_libraries()
         plan = plan_depth(load_config(spec.config), checkpointing=setup.checkpointing, full_depth=False)
-        whole = copy.deepcopy(plan.whole) if plan.block is not None else plan.config
+        whole = copy.deepcopy(plan.whole) if plan.layers is not None else plan.config
         run = partial(trace_run, setup=setup, capability=CAPABILITIES[gpu_key], steps=steps)
         trace = run(plan.config, num_layers=plan.depth)
-        if plan.block is not None:
+        if plan.layers is not None:
             try:
-                trace = splice(trace, plan.block, setup)
+                trace = splice(trace, plan.layers, setup)
             except SpliceError:
                 trace = run(whole, num_layers=plan.full)
         peaks = phase_peaks(second_step(trace) if steps == 1 else trace)

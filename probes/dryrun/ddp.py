@@ -10,7 +10,7 @@ import torch
 
 from planner.setup import TrainSetup
 from probes.allocator.events import Alloc, Event, Free, Phase
-from probes.dryrun.splice import Block, splice
+from probes.dryrun.splice import LayerMap, splice
 from probes.dryrun.spread_tracker import SpreadTracker
 from probes.dryrun.trace import Trace, load
 from probes.dryrun.tracker import Origin
@@ -73,10 +73,10 @@ class DdpWorld:
         if name not in self._order:
             self._order.append(name)
 
-    def splice(self, trace: Trace, block: Block, setup: TrainSetup) -> Trace:
+    def splice(self, trace: Trace, layers: LayerMap, setup: TrainSetup) -> Trace:
         """See `probes.dryrun.trace.World`: the buckets are those of the full model's parameters."""
-        full = splice(_without(trace, BUCKETS), block, setup)
-        states = _repeated(self._states, trace, block)
+        full = splice(_without(trace, BUCKETS), layers, setup)
+        states = _repeated(self._states, trace, layers)
         holder = torch.nn.Module()
         holder.parts = torch.nn.ParameterList(
             torch.nn.Parameter(torch.empty(one.shape, dtype=one.dtype, device="meta"), requires_grad=one.trained)
@@ -89,7 +89,7 @@ class DdpWorld:
         with made, made.labelled(BUCKETS):
             wrapped = spread_model(holder, setup, device=torch.device("meta")).module
         by_name = {one.name: one for one in self._states}
-        order = _repeated([by_name[name] for name in self._order], trace, block)
+        order = _repeated([by_name[name] for name in self._order], trace, layers)
         first = list(made.events)
         made.events.clear()
         del wrapped
@@ -105,20 +105,9 @@ def _without(trace: Trace, label: str) -> Trace:
     return replace(trace, events=events)
 
 
-def _repeated(states: list[_State], trace: Trace, block: Block) -> list[_State]:
-    """The full model's states in order: those of the block's layers once per copy."""
-    found: list[_State] = []
-    pending: list[_State] = []
-    for one in (*states, None):
-        layer = None if one is None else trace.layer_of(one.name)
-        if one is not None and layer is not None and block.start <= layer < block.end:
-            pending.append(one)
-            continue
-        found += pending * (block.copies + 1)
-        pending = []
-        if one is not None:
-            found.append(one)
-    return found
+def _repeated(states: list[_State], trace: Trace, layers: LayerMap) -> list[_State]:
+    """The full model's states in order."""
+    return [one for one, _ in layers.unrolled(states, lambda one: trace.layer_of(one.name))]
 
 
 def _rebuilt(order: list[_State], number: int) -> list[Event]:
@@ -150,7 +139,7 @@ def _with_buckets(trace: Trace, first: list[Event], again: list[Event]) -> Trace
         for event in bucket_events:
             if isinstance(event, Alloc):
                 numbers[event.id] = len(origins)
-                origins[len(origins)] = Origin(phase, None, BUCKETS, event.size_bytes, len(events))
+                origins[len(origins)] = Origin(phase, None, BUCKETS, event.size_bytes)
                 events.append(Alloc(numbers[event.id], event.size_bytes))
             elif isinstance(event, Free):
                 events.append(Free(numbers.pop(event.id)))

@@ -4,62 +4,103 @@ import copy
 import math
 import re
 from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from probes.dryrun.splice import Block
-from probes.stack import layer_signatures, num_layers, period_of, truncated_config
+from probes.dryrun.splice import LayerMap
+from probes.stack import layer_signatures, num_layers, period_of
 from probes.stack.build import bare_model
+from probes.stack.configs import config_of_layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class DepthPlan:
-    """The depth to run, its configuration, and the block of layers that stands for the missing ones (None: no layer
+    """The depth to run, its configuration, and which of its layers stand for the full model's (None: no layer
     is missing)."""
 
     full: int
     depth: int
     config: Any
     whole: Any
-    block: Block | None
+    layers: LayerMap | None
 
 
 def plan_depth(config: Any, *, checkpointing: int, full_depth: bool, unlike: int = 0) -> DepthPlan:
-    """The smallest depth that holds every kind of neighbourhood of layers, or the full depth when it is asked for, not
-    much deeper, or when the truncated model's layers are not the full model's first ones.
-
-    Before the block of one period stand the irregular prefix and one regular layer, after it one regular layer and the
-    last one.
+    """Layers enough to hold every kind of layer between every kind of neighbours, or all when that is asked for, when
+    no fewer do, or when a model of those layers alone has others.
 
     Args:
         unlike: layers at the start that do what others of their kind do not.
     """
     full = num_layers(config)
-    whole = DepthPlan(full=full, depth=full, config=config, whole=config, block=None)
+    whole = DepthPlan(full=full, depth=full, config=config, whole=config, layers=None)
     one_by_one = any(re.search(r"\d", name) for name in getattr(config, "kept_modules", ()))  # no layer repeats
     if full_depth or config.is_encoder_decoder or one_by_one:
         return whole  # an encoder-decoder's two halves grow together, and its models are small
-    prefix, period, signatures = _pattern(config)
-    if checkpointing > 1:
-        period = math.lcm(period, checkpointing)
-    prefix = max(prefix, unlike)
-    start = prefix + 1 if prefix else 2
-    depth = start + period + 2
-    depth += (full - depth) % period
-    if depth >= full:
-        return whole
-    try:
-        short = truncated_config(config, depth)
-        with torch.device("meta"):
-            kept = layer_signatures(bare_model(copy.deepcopy(short), torch.bfloat16, "eager"))
-    except (ValueError, IndexError, KeyError):
-        return whole
-    if kept != signatures[:depth]:
-        return whole
-    block = Block(start=start, period=period, copies=(full - depth) // period)
-    return DepthPlan(full=full, depth=depth, config=short, whole=config, block=block)
+    _, period, signatures = _pattern(config)
+    shared = full - int(getattr(config.get_text_config(), "num_kv_shared_layers", 0) or 0)
+    last = {signature: layer for layer, signature in enumerate(signatures)}
+    for every in dict.fromkeys((checkpointing or 1, math.lcm(period, checkpointing or 1))):
+        kinds: list[Kind] = [
+            (signature, layer % every, min(layer, unlike), layer >= shared and last[signature] == layer)
+            for layer, signature in enumerate(signatures)
+        ]
+        chosen = fewest(kinds)
+        if len(chosen) == full:
+            break
+        try:
+            short = config_of_layers(config, chosen)
+            with torch.device("meta"):
+                kept = layer_signatures(bare_model(copy.deepcopy(short), torch.bfloat16, "eager"))
+        except (ValueError, IndexError, KeyError):
+            continue
+        if kept == tuple(signatures[layer] for layer in chosen):
+            layers = LayerMap(standing_for(kinds, chosen))
+            return DepthPlan(full=full, depth=len(chosen), config=short, whole=config, layers=layers)
+    return whole
+
+
+Kind = tuple[int, int, int, bool]
+"""What a layer does: its signature, its place among those of which one is checkpointed, its place where that matters,
+and whether it is the last of its signature among those that take another's keys and values (in the backward it is the
+first, and makes the gradient that the others add to)."""
+
+
+def fewest(kinds: Sequence[Hashable]) -> tuple[int, ...]:
+    """Layers that, one after another, are each between neighbours as somewhere in the whole, and leave none of those
+    cases out: what is left when the longest stretch that can go has gone, again and again."""
+    chosen = list(range(len(kinds)))
+    cases = set(_cases(kinds))
+    length = len(chosen) - 1
+    while length:
+        for start in range(1, len(chosen) - length):
+            rest = chosen[:start] + chosen[start + length :]
+            if set(_cases([kinds[layer] for layer in rest])) == cases:
+                chosen = rest
+                break
+        else:
+            length -= 1
+            continue
+        length = min(length, len(chosen) - 1)
+    return tuple(chosen)
+
+
+def standing_for(kinds: Sequence[Hashable], chosen: Sequence[int]) -> tuple[int, ...]:
+    """For each layer the place in `chosen`: its own, or that of one of its kind between neighbours of the same kinds."""
+    own = {layer: place for place, layer in enumerate(chosen)}
+    cases = _cases([kinds[layer] for layer in chosen])
+    alike = {case: place for place, case in enumerate(cases)}
+    return tuple(
+        own[layer] if layer in own and cases[own[layer]] == case else alike[case]
+        for layer, case in enumerate(_cases(kinds))
+    )
+
+
+def _cases(kinds: Sequence[Hashable]) -> list[tuple[Hashable, ...]]:
+    return list(zip((None, *kinds), kinds, (*kinds[1:], None), strict=False))
 
 
 _PATTERNS: OrderedDict[str, tuple[int, int, tuple[int, ...]]] = OrderedDict()

@@ -97,12 +97,11 @@ def _run(
 def full_trace(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup, world: World | None = None) -> Trace:
     """The events of the full model: of a run at the plan's depth with its block repeated, or of a run at full depth
     where the layers turn out not to repeat. `world`: the job of which this is one rank."""
-    whole = copy.deepcopy(plan.whole) if plan.block is not None else plan.config
+    whole = copy.deepcopy(plan.whole) if plan.layers is not None else plan.config
     trace = trace_run(plan.config, setup, capability=capability, num_layers=plan.depth, world=world)
-    block = plan.block
-    if block is not None:
+    if plan.layers is not None:
         try:
-            trace = splice(trace, block, setup) if world is None else world.splice(trace, block, setup)
+            trace = (splice if world is None else world.splice)(trace, plan.layers, setup)
         except SpliceError as error:
             log.debug("full depth instead: %s", error)
             trace = trace_run(whole, setup, capability=capability, num_layers=plan.full, world=world)

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 from planner.setup import TrainSetup
-from probes.dryrun.splice import Block, Shards, splice
+from probes.dryrun.splice import LayerMap, Shards, splice
 from probes.dryrun.spread_tracker import SpreadTracker, untracked_trials
 from probes.dryrun.trace import Trace, Trainable, load
 from probes.dryrun.tracker import Tracker, local
@@ -47,9 +47,9 @@ class FsdpWorld:
             tracker.release(tracker.allocate(largest, "load"))
             yield spread, owners
 
-    def splice(self, trace: Trace, block: Block, setup: TrainSetup) -> Trace:
+    def splice(self, trace: Trace, layers: LayerMap, setup: TrainSetup) -> Trace:
         """See `probes.dryrun.trace.World`."""
-        return splice(trace, block, setup, OnHost(self) if setup.offload == "parameters" else self)
+        return splice(trace, layers, setup, OnHost(self) if setup.offload == "parameters" else self)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

@@ -1,19 +1,24 @@
-"""The full depth from a truncated run: the events of its middle layers, repeated.
+"""The full depth from a truncated run: the events of its layers, repeated.
 
-Layers that are alike do the same to memory. A run with a first, some middle and a last layer therefore holds every
-kind of event of the full model; a block of one period of middle layers is repeated in the forward, in the backward and
-among the loaded weights, each copy with storages of its own. The optimizer is run for real on the full model's list of
+Layers that are alike, between neighbours that are alike, do the same to memory. A run that holds one of each kind of
+layer therefore holds every kind of event of the full model; for each of the full model's layers the events of the run's
+layer that stands for it are emitted, in the forward, in the backward and among the loaded weights, with storages of its
+own. The optimizer is run for real on the full model's list of
 trained parameters (its memory comes from the shapes alone). What comes out is the event list of the full model, which
 is then analysed and replayed like a real one.
 
-Every reference is checked: a copy may only release what its counterpart allocated, of the same size, once, and nothing
-that the run released may be left. Where a model breaks that (a storage shared between far layers), `SpliceError` says
-so and the caller runs the full depth.
+Every reference is checked: a layer may only release what its neighbour at the same distance allocated, alike in every
+size, once, and nothing that the run released may be left. Where a model breaks that (a storage shared between far
+layers that several stand for), `SpliceError` says so and the caller runs the full depth.
 """
 
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import cached_property
+from itertools import groupby
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -21,56 +26,68 @@ from planner.setup import TrainSetup
 from probes.allocator.events import Alloc, Event, Free, Phase
 from probes.dryrun.metaops import quick_checks
 from probes.dryrun.trace import Trace, Trainable, own_optimizer_state
-from probes.dryrun.tracker import Origin, Tracker
+from probes.dryrun.tracker import WORKSPACE, Origin, Tracker
+from probes.dryrun.workspaces import temporaries
 from probes.stack import make_optimizer
 from probes.stack.step import make_scaler, optimizer_phase
+
+T = TypeVar("T")
+_ELSEWHERE, _ONCE, _FOUND = -1, -2, -3
 
 
 class SpliceError(ValueError):
     """The run's layers are not copies of one another."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Block:
-    """Which layers of the run are repeated: `start` to `start + period`, `copies` times more."""
+@dataclass(frozen=True)
+class LayerMap:
+    """The run's layer that stands for each layer of the full model."""
 
-    start: int
-    period: int
-    copies: int
+    of: tuple[int, ...]
 
-    @property
-    def end(self) -> int:
-        """First layer after the block."""
-        return self.start + self.period
+    @cached_property
+    def full(self) -> tuple[tuple[int, ...], ...]:
+        """The full model's layers that each layer of the run stands for."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for layer, run in enumerate(self.of):
+            found[run].append(layer)
+        return tuple(tuple(found[run]) for run in range(len(found)))
 
-    def shifts(self, layer: int | None) -> tuple[int, ...]:
-        """By how much the layer's copies lie deeper in the full model."""
-        if layer is None or layer < self.start:
-            return (0,)
-        if layer >= self.end:
-            return (self.copies * self.period,)
-        return tuple(copy * self.period for copy in range(self.copies + 1))
-
-    def instance(self, full_layer: int) -> tuple[int, int]:
-        """(layer of the run, shift) that stands for a layer of the full model."""
-        if full_layer < self.start:
-            return full_layer, 0
-        copy, rest = divmod(full_layer - self.start, self.period)
-        if copy <= self.copies:
-            return self.start + rest, copy * self.period
-        return full_layer - self.copies * self.period, self.copies * self.period
+    def unrolled(self, items: Iterable[T], layer_of: Callable[[T], int | None]) -> Iterator[tuple[T, int | None]]:
+        """What the run has in the order of its layers (ascending or descending), as the full model has it: each with
+        its layer there. What belongs to no layer stays where it is."""
+        for in_layers, stretch in groupby(items, lambda one: layer_of(one) is not None):
+            if not in_layers:
+                yield from ((one, None) for one in stretch)
+                continue
+            by_layer: dict[Any, list[T]] = defaultdict(list)
+            for one in stretch:
+                by_layer[layer_of(one)].append(one)
+            first, last = next(iter(by_layer)), next(reversed(by_layer))
+            for layer in range(len(self.of)) if first <= last else reversed(range(len(self.of))):
+                yield from ((one, layer) for one in by_layer.get(self.of[layer], ()))
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class _Segment:
+    """What happened between two marks.
+
+    Attributes:
+        steps: its allocations as (place among them, size), the releases of those as (place, None), other releases as
+            (number, `_ELSEWHERE`), and libraries' workspaces, which are made once, as (number, `_ONCE`).
+        numbers: of its allocations, in order; `left` the places of those that it does not release itself.
+        nth: how many segments of the same phase and layer came before in the same pass.
+    """
+
     phase: str
     layer: int | None
     occurrence: int
+    nth: int
     events: list[Event]
-
-    @property
-    def key(self) -> tuple[int, str, int | None]:
-        return self.occurrence, self.phase, self.layer
+    steps: list[tuple[int, int | None]]
+    numbers: list[int]
+    sizes: list[int]
+    left: list[int]
 
 
 class Shards(Protocol):
@@ -97,169 +114,197 @@ class _Whole:
         return torch.nn.Parameter(torch.empty(one.shape, dtype=one.dtype, device="meta"))
 
 
-def splice(trace: Trace, block: Block, setup: TrainSetup, shards: Shards | None = None) -> Trace:
-    """The trace of the full model from `trace`, whose layers `block` stand for the missing ones.
+def splice(trace: Trace, layers: LayerMap, setup: TrainSetup, shards: Shards | None = None) -> Trace:
+    """The trace of the full model from `trace`, whose layers stand for the full model's as `layers` says.
 
     Raises:
         SpliceError: a reference between layers does not repeat.
     """
-    return _Splicer(trace, block, setup, shards or _Whole()).run()
+    return _Splicer(trace, layers, setup, shards or _Whole()).run()
 
 
 class _Splicer:
-    def __init__(self, trace: Trace, block: Block, setup: TrainSetup, shards: Shards) -> None:
-        self.trace, self.block, self.setup, self.shards = trace, block, setup, shards
-        self.segments = _split(trace.events)
+    def __init__(self, trace: Trace, layers: LayerMap, setup: TrainSetup, shards: Shards) -> None:
+        self.trace, self.layers, self.setup, self.shards = trace, layers, setup, shards
+        self.segments = _split(trace)
         self.home: dict[int, tuple[_Segment, int]] = {}
-        self.allocations: dict[tuple[int, str, int | None], list[int]] = {}
+        self.twins: dict[tuple[int, str, int, int | None], _Segment] = {}
         for segment in self.segments:
-            mine = self.allocations.setdefault(segment.key, [])
-            for event in segment.events:
-                if isinstance(event, Alloc):
-                    self.home[event.id] = (segment, len(mine))
-                    mine.append(event.id)
-        self.sizes = {event.id: event.size_bytes for event in trace.events if isinstance(event, Alloc)}
+            self.twins[segment.occurrence, segment.phase, segment.nth, segment.layer] = segment
+            for place, number in enumerate(segment.numbers):
+                self.home[number] = (segment, place)
+        self.released = {event.id for event in trace.events if isinstance(event, Free)}
         self.events: list[Event] = []
         self.origins: dict[int, Origin] = {}
         self.owners: dict[int, tuple[str, str]] = {}
-        self.alive: dict[tuple[int, int], int] = {}
+        self.first: dict[tuple[int, int | None], int] = {}
+        """Segment and layer of the full model -> the number of its first allocation."""
+        self.single: dict[tuple[int, int | None], int] = {}
+        """Number in the run and layer of the full model -> number, of what was loaded or made by the optimizer."""
+        self.open: set[int] = set()
+        """Numbers of what the run releases and nobody has released yet."""
         self._graph_ends: dict[int, bool] = {}
         self.gradients: list[dict[str, int]] = _gradients_by_step(trace, self.segments)
 
     def run(self) -> Trace:
-        steps = iter(_OptimizerRun(self.trace, self.block, self.setup, self.shards).steps(len(self.gradients)))
+        steps = iter(_OptimizerRun(self.trace, self.layers, self.setup, self.shards).steps(len(self.gradients)))
         step = 0
-        index = 0
-        while index < len(self.segments):
-            segment = self.segments[index]
-            self.events.append(Phase(segment.phase))
-            if segment.phase == "load":
-                self._load(segment)
-            elif segment.phase == "step":
-                self._step(segment, next(steps), step)
-                step += 1
-            elif segment.layer is not None and self.block.start <= segment.layer < self.block.end:
-                end = index
-                while end < len(self.segments) and self._in_block(self.segments[end], segment):
-                    end += 1
-                self._repeat(self.segments[index:end])
-                index = end
+        for (phase, _, in_layers), group in groupby(
+            self.segments, lambda one: (one.phase, one.occurrence, one.layer is not None)
+        ):
+            self.events.append(Phase(phase))
+            if in_layers:
+                self._repeat(list(group))
                 continue
-            else:
-                shift = self.block.shifts(segment.layer)[0]
-                self._emit(segment, shift, last=True)
-            index += 1
-        self._check_all_released()
+            for segment in group:
+                if phase == "load":
+                    self._load(segment)
+                elif phase == "step":
+                    self._step(segment, next(steps), step)
+                    step += 1
+                else:
+                    self._emit(segment, None, last=True)
+        if self.open:
+            raise SpliceError(f"a copy of a storage of {self.origins[min(self.open)].op} is never released")
         return replace(
             self.trace,
             events=self.events,
             origins=self.origins,
             owners=self.owners,
-            num_layers=self.trace.num_layers + self.block.copies * self.block.period,
+            num_layers=len(self.layers.of),
             parameter_bytes=self._parameter_bytes(),
         )
 
-    def _in_block(self, segment: _Segment, first: _Segment) -> bool:
-        return (
-            segment.phase == first.phase
-            and segment.occurrence == first.occurrence
-            and segment.layer is not None
-            and self.block.start <= segment.layer < self.block.end
-        )
-
-    def _repeat(self, run: list[_Segment]) -> None:
-        shifts = self.block.shifts(self.block.start)
-        order = shifts if run[0].phase == "forward" else tuple(reversed(shifts))
-        for shift in order:
-            for segment in run:
-                self._emit(segment, shift, last=shift == order[-1])
+    def _repeat(self, group: list[_Segment]) -> None:
+        """One pass through the layers, of the full model now."""
+        missing = {one.layer for one in group} ^ set(range(len(self.layers.full)))
+        if missing:
+            raise SpliceError(f"{group[0].phase} passes through some layers only: not {missing}")
+        descends = (group[0].layer or 0) > (group[-1].layer or 0)
+        for segment, layer in self.layers.unrolled(group, lambda one: one.layer):
+            copies = self.layers.full[self.layers.of[layer or 0]]
+            self._emit(segment, layer, last=layer == (copies[0] if descends else copies[-1]))
 
     # Single events
 
-    def _allocate(self, number: int, shift: int) -> None:
-        new = len(self.origins)
-        self.alive[number, shift] = new
-        origin = self.trace.origins[number]
-        layer = None if origin.layer is None else origin.layer + shift
-        self.origins[new] = Origin(origin.phase, layer, origin.op, origin.size_bytes, len(self.events))
+    def _new(self, number: int, layer: int | None) -> int:
+        """The number of the run's storage `number` in the full model."""
+        single = self.single.get((number, layer))
+        if single is not None:
+            return single
+        home, place = self.home[number]
+        if home.layer is None:
+            layer = None
+        elif layer is None and len(self.layers.full[home.layer]) == 1:
+            layer = self.layers.full[home.layer][0]
+        first = self.first.get((id(home), layer))
+        if first is None:
+            raise SpliceError(f"a storage of {self.trace.origins[number].op} is released before it exists")
+        return first + place
+
+    def _allocate(self, number: int, layer: int | None) -> None:
+        new = self.single[number, layer] = len(self.origins)
+        self.origins[new] = self.trace.origins[number]
         owner = self.trace.owners.get(number)
         if owner is not None:
             self.owners[new] = owner
-        self.events.append(Alloc(new, origin.size_bytes))
+        if number in self.released:
+            self.open.add(new)
+        self.events.append(Alloc(new, self.origins[new].size_bytes))
 
-    def _release(self, number: int, shift: int) -> None:
-        new = self.alive.pop((number, shift), None)
-        if new is None:
-            raise SpliceError(f"a storage of {self.trace.origins[number].op} is released twice or before it exists")
+    def _release(self, number: int, layer: int | None) -> None:
+        self._end(self._new(number, layer))
+
+    def _end(self, new: int) -> None:
+        if new not in self.open:
+            raise SpliceError(f"a storage of {self.origins[new].op} is released twice")
+        self.open.remove(new)
         self.events.append(Free(new))
 
-    def _emit(self, segment: _Segment, shift: int, *, last: bool) -> None:
-        for event in segment.events:
-            if isinstance(event, Alloc):
-                self._allocate(event.id, shift)
-            elif isinstance(event, Free):
-                self._free(event.id, segment, shift, last=last)
+    def _emit(self, segment: _Segment, layer: int | None, *, last: bool) -> None:
+        first = self.first[id(segment), layer] = len(self.origins)
+        trace, numbers = self.trace, segment.numbers
+        self.origins.update(zip(range(first, first + len(numbers)), map(trace.origins.__getitem__, numbers), strict=True))
+        for place in segment.left:
+            number = numbers[place]
+            if number in trace.owners:
+                self.owners[first + place] = trace.owners[number]
+            if number in self.released:
+                self.open.add(first + place)
+        append = self.events.append
+        for_all = layer is None or self._ends_the_graph(segment)
+        for place, size in self._of_every_layer(segment.steps) if for_all else segment.steps:
+            if size is None:
+                append(Free(first + place))
+            elif size >= 0:
+                append(Alloc(first + place, size))
+            elif size == _FOUND:
+                self._end(place)
+            elif size == _ONCE:
+                if last:
+                    self._allocate(place, None)
+            elif self.home[place][0].layer is None:
+                if last:
+                    self._release(place, None)
+            else:
+                self._release_neighbours(place, segment, layer or 0, last=last)
 
-    def _free(self, number: int, segment: _Segment, shift: int, *, last: bool) -> None:
+    def _of_every_layer(self, steps: Iterable[tuple[int, int | None]]) -> Iterator[tuple[int, int | None]]:
+        """`steps` with the releases of what layers made as those of all their copies: (new number, `_FOUND`)."""
+
+        def layer_of(step: tuple[int, int | None]) -> int | None:
+            return self.home[step[0]][0].layer if step[1] == _ELSEWHERE else None
+
+        for step, layer in self.layers.unrolled(steps, layer_of):
+            yield step if layer is None else (self._new(step[0], layer), _FOUND)
+
+    def _release_neighbours(self, number: int, segment: _Segment, layer: int, *, last: bool) -> None:
+        """The end, in a layer, of what another made: the one at the same distance, or far away the only one."""
         home, place = self.home[number]
-        if home.layer is None:
-            if last or segment.layer is None:
-                self._release(number, 0)
-        elif segment.layer is None or self._ends_the_graph(segment):
-            for one in self.block.shifts(home.layer):
-                self._release(number, one)
-        else:
-            layer, own_shift = self.block.instance(home.layer + shift)
-            if layer != home.layer:
-                twins = self.allocations.get((home.occurrence, home.phase, layer), [])
-                if place >= len(twins) or self.sizes[twins[place]] != self.sizes[number]:
-                    raise SpliceError(f"layer {layer} allocates otherwise than layer {home.layer} in {home.phase}")
-                number = twins[place]
-            self._release(number, own_shift)
+        assert home.layer is not None and segment.layer is not None
+        distance = home.layer - segment.layer
+        if abs(distance) <= 1:
+            self._release(self._twin(home, place, layer + distance), layer + distance)
+            return
+        copies = self.layers.full[home.layer]
+        if len(copies) != 1:
+            raise SpliceError(f"layer {segment.layer} releases what layer {home.layer} made, which stands for several")
+        if last:
+            self._release(number, copies[0])
+
+    def _twin(self, home: _Segment, place: int, layer: int) -> int:
+        """The number in the run of what a layer of the full model made where the layer of `home` made its own."""
+        run = self.layers.of[layer] if 0 <= layer < len(self.layers.of) else None
+        twin = self.twins.get((home.occurrence, home.phase, home.nth, run))
+        if twin is None or (twin is not home and twin.sizes != home.sizes):
+            raise SpliceError(f"layer {run} allocates otherwise than layer {home.layer} in {home.phase}")
+        return twin.numbers[place]
 
     def _ends_the_graph(self, segment: _Segment) -> bool:
-        """Whether a layer before the block releases what layers behind the block made: the backward's last segment,
+        """Whether the first layer releases what layers beyond its neighbour made: the backward's last segment,
         when the graph dies and with it what its nodes hold themselves (int8 layers: their inputs). Such a release
         means every copy, while others mean the neighbour at the same distance."""
-        if segment.layer is None or segment.layer >= self.block.start or segment.phase != "backward":
+        if segment.layer != 0 or segment.phase != "backward":
             return False
         if id(segment) not in self._graph_ends:
-            homes = [self.home[event.id][0] for event in segment.events if isinstance(event, Free)]
-            self._graph_ends[id(segment)] = any((home.layer or 0) >= self.block.end for home in homes)
+            homes = [self.home[number][0] for number, size in segment.steps if size == _ELSEWHERE]
+            self._graph_ends[id(segment)] = any((home.layer or 0) > 1 for home in homes)
         return self._graph_ends[id(segment)]
-
-    def _check_all_released(self) -> None:
-        released = {event.id for event in self.trace.events if isinstance(event, Free)}
-        for number, _ in self.alive:
-            if number in released:
-                raise SpliceError(f"a copy of a storage of {self.trace.origins[number].op} is never released")
 
     # Segments that are no layer's
 
     def _load(self, segment: _Segment) -> None:
-        """Weights of the block's layers once per copy; a run of allocations of the block keeps its order."""
-        pending: list[tuple[int, int]] = []
+        """Weights of each layer of the full model."""
 
-        def flush() -> None:
-            for shift in self.block.shifts(self.block.start) if pending else ():
-                for number, _ in pending:
-                    self._allocate(number, shift)
-            pending.clear()
+        def layer_of(event: Event) -> int | None:
+            owner = self.trace.owners.get(event.id) if isinstance(event, Alloc) else None
+            return None if owner is None else self.trace.layer_of(owner[1])
 
-        for event in segment.events:
-            if not isinstance(event, Alloc):
-                flush()
-                if isinstance(event, Free):
-                    self._release(event.id, 0)
-                continue
-            owner = self.trace.owners.get(event.id)
-            layer = None if owner is None else self.trace.layer_of(owner[1])
-            if layer is not None and self.block.start <= layer < self.block.end:
-                pending.append((event.id, layer))
-                continue
-            flush()
-            self._allocate(event.id, self.block.shifts(layer)[0])
-        flush()
+        for event, layer in self.layers.unrolled(segment.events, layer_of):
+            if isinstance(event, Alloc):
+                self._allocate(event.id, layer)
+            elif isinstance(event, Free):
+                self._release(event.id, None)
 
     def _step(self, segment: _Segment, optimizer: "_StepEvents", step: int) -> None:
         of_parameter = self.gradients[step]
@@ -272,25 +317,36 @@ class _Splicer:
                 place = after
             elif isinstance(event, Free) and event.id not in gradients and self.home[event.id][0].phase != "step":
                 place.append(event.id)
-        for number in before:
-            self._free(number, segment, 0, last=True)
+        self._release_all(before)
         for event in optimizer.events:
             if isinstance(event, Alloc):
                 new = len(self.origins)
                 optimizer.numbers[event.id] = new
-                self.origins[new] = optimizer.origins[event.id]._replace(event_index=len(self.events))
+                self.origins[new] = optimizer.origins[event.id]
                 owner = optimizer.owners.get(event.id)
                 if owner is not None:
                     self.owners[new] = owner
                 self.events.append(Alloc(new, event.size_bytes))
             elif isinstance(event, Free):
                 if event.id in optimizer.gradients:
-                    name, shift = optimizer.gradients[event.id]
-                    self._release(of_parameter[name], shift)
+                    self._release_gradient(of_parameter, *optimizer.gradients[event.id])
                 else:
                     self.events.append(Free(optimizer.numbers.pop(event.id)))
-        for number in after:
-            self._free(number, segment, 0, last=True)
+        self._release_all(after)
+
+    def _release_all(self, numbers: list[int]) -> None:
+        for number, size in self._of_every_layer([(number, _ELSEWHERE) for number in numbers]):
+            if size == _FOUND:
+                self._end(number)
+            else:
+                self._release(number, None)
+
+    def _release_gradient(self, of_parameter: dict[str, int], name: str, layer: int | None) -> None:
+        """A layer's gradient may be made while its neighbour runs."""
+        home, run = self.home[of_parameter[name]][0].layer, self.trace.layer_of(name)
+        if layer is not None and home is not None and run is not None:
+            layer += home - run
+        self._release(of_parameter[name], layer)
 
     def _parameter_bytes(self) -> int:
         return sum(
@@ -300,20 +356,54 @@ class _Splicer:
         )
 
 
-def _split(events: list[Event]) -> list[_Segment]:
+def _split(trace: Trace) -> list[_Segment]:
     segments: list[_Segment] = []
     occurrence = 0
-    for event in events:
+    seen: dict[tuple[int, str, int | None], int] = defaultdict(int)
+    stretch: list[Event] = []
+    for event in trace.events:
         if isinstance(event, Phase):
-            phase, _, layer = event.name.partition("/")
-            if not layer and phase in ("forward", "step"):
+            phase, _, name = event.name.partition("/")
+            if not name and phase in ("forward", "step"):
                 occurrence += 1
+            layer = int(name) if name else None
+            stretch = []
             segments.append(
-                _Segment(phase=phase, layer=int(layer) if layer else None, occurrence=occurrence, events=[])
+                _Segment(
+                    phase=phase,
+                    layer=layer,
+                    occurrence=occurrence,
+                    nth=seen[occurrence, phase, layer],
+                    events=stretch,
+                    steps=[],
+                    numbers=[],
+                    sizes=[],
+                    left=[],
+                )
             )
+            seen[occurrence, phase, layer] += 1
         else:
-            segments[-1].events.append(event)
+            stretch.append(event)
+    for segment in segments:
+        _compile(segment, trace.origins)
     return segments
+
+
+def _compile(segment: _Segment, origins: Mapping[int, Origin]) -> None:
+    """Fills in what `_Splicer._emit` goes through."""
+    places: dict[int, int] = {}
+    for event in segment.events:
+        if isinstance(event, Alloc) and origins[event.id].op.startswith(WORKSPACE):
+            segment.steps.append((event.id, _ONCE))
+        elif isinstance(event, Alloc):
+            places[event.id] = len(segment.numbers)
+            segment.steps.append((len(segment.numbers), event.size_bytes))
+            segment.numbers.append(event.id)
+            segment.sizes.append(event.size_bytes)
+        elif isinstance(event, Free):
+            place = places.pop(event.id, None)
+            segment.steps.append((event.id, _ELSEWHERE) if place is None else (place, None))
+    segment.left.extend(places.values())
 
 
 def _gradients_by_step(trace: Trace, segments: list[_Segment]) -> list[dict[str, int]]:
@@ -323,11 +413,10 @@ def _gradients_by_step(trace: Trace, segments: list[_Segment]) -> list[dict[str,
         if segment.phase == "step":
             found.append({})
             continue
-        for event in segment.events:
-            if isinstance(event, Alloc):
-                owner = trace.owners.get(event.id)
-                if owner is not None and owner[0] == "gradients":
-                    found[-1][owner[1]] = event.id
+        for number in segment.numbers:
+            owner = trace.owners.get(number)
+            if owner is not None and owner[0] == "gradients":
+                found[-1][owner[1]] = number
     return found[:-1]
 
 
@@ -336,45 +425,30 @@ class _StepEvents:
     events: list[Event]
     origins: dict[int, Origin]
     owners: dict[int, tuple[str, str]]
-    gradients: dict[int, tuple[str, int]]
+    gradients: dict[int, tuple[str, int | None]]
     numbers: dict[int, int]
 
 
 class _OptimizerRun:
     """Clipping, optimizer and release of gradients on the full model's trained parameters."""
 
-    def __init__(self, trace: Trace, block: Block, setup: TrainSetup, shards: Shards) -> None:
+    def __init__(self, trace: Trace, layers: LayerMap, setup: TrainSetup, shards: Shards) -> None:
         self.setup = setup
         self.shards = shards
-        self.parameters: list[tuple[str, int, Trainable, torch.nn.Parameter]] = []
-        pending: list[Trainable] = []
+        self.parameters = [
+            (one.name, layer, one, shards.parameter(one))
+            for one, layer in layers.unrolled(trace.trainables, lambda one: one.layer)
+        ]
 
-        def add(one: Trainable, shift: int) -> None:
-            self.parameters.append((one.name, shift, one, shards.parameter(one)))
-
-        def flush() -> None:
-            for shift in block.shifts(block.start) if pending else ():
-                for one in pending:
-                    add(one, shift)
-            pending.clear()
-
-        for one in trace.trainables:
-            if one.layer is not None and block.start <= one.layer < block.end:
-                pending.append(one)
-                continue
-            flush()
-            add(one, block.shifts(one.layer)[0])
-        flush()
-
-    def _gradients(self) -> dict[tuple[str, int], torch.Tensor]:
+    def _gradients(self) -> dict[tuple[str, int | None], torch.Tensor]:
         """Gives every parameter its gradient; one tensor for each storage, by the name that the run knows it by."""
-        members: dict[tuple[str, int], list[torch.nn.Parameter]] = {}
+        members: dict[tuple[str, int | None], list[torch.nn.Parameter]] = {}
         found = {}
-        for _, shift, trainable, parameter in self.parameters:
+        for _, layer, trainable, parameter in self.parameters:
             if trainable.has_gradient and trainable.gradient is None:
-                members.setdefault((trainable.gradient_of, shift), []).append(parameter)
+                members.setdefault((trainable.gradient_of, layer), []).append(parameter)
             elif trainable.gradient is not None:
-                found[trainable.gradient_of, shift] = _laid_out_otherwise(trainable, parameter)
+                found[trainable.gradient_of, layer] = _laid_out_otherwise(trainable, parameter)
         for key, parameters in members.items():
             flat = torch.empty(sum(one.numel() for one in parameters), dtype=parameters[0].dtype, device="meta")
             offset = 0
@@ -391,7 +465,7 @@ class _OptimizerRun:
         wide = [parameter for _, _, one, parameter in self.parameters if one.wide]
         optimizer: Any = make_optimizer(self.setup.optimizer, holder.parameters(), wide=wide)
         scaler = make_scaler(self.setup, "meta")
-        tracker = self.shards.tracker("meta")
+        tracker = self.shards.tracker("meta", temporaries=temporaries())
         found: list[_StepEvents] = []
         numbers: dict[int, int] = {}
         owners: dict[int, tuple[str, str]] = {}

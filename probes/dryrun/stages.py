@@ -17,7 +17,7 @@ from planner.setup import TrainSetup
 from probes.dryrun.depths import DepthPlan, layer_kinds, plan_depth
 from probes.dryrun.fakeworld import fake_world
 from probes.dryrun.report import DryRunReport
-from probes.dryrun.splice import Block, splice
+from probes.dryrun.splice import LayerMap, splice
 from probes.dryrun.spread_tracker import SpreadTracker, untracked_trials
 from probes.dryrun.trace import Trace, load
 from probes.stack import load_config
@@ -95,9 +95,9 @@ class PipelineWorld:
             spread = pipeline_spread(model, setup, self._stage, device=device)
             yield spread, load(tracker, model)
 
-    def splice(self, trace: Trace, block: Block, setup: TrainSetup) -> Trace:
+    def splice(self, trace: Trace, layers: LayerMap, setup: TrainSetup) -> Trace:
         """See `probes.dryrun.trace.World`."""
-        return splice(trace, block, setup)
+        return splice(trace, layers, setup)
 
 
 class _Sent:

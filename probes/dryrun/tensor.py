@@ -13,7 +13,7 @@ import torch
 
 from planner.setup import TrainSetup
 from probes.dryrun.fsdp import OnHost
-from probes.dryrun.splice import Block, splice
+from probes.dryrun.splice import LayerMap, splice
 from probes.dryrun.spread_tracker import SpreadTracker, untracked_trials
 from probes.dryrun.trace import Trace, Trainable, load
 from probes.dryrun.tracker import local
@@ -55,9 +55,9 @@ class TensorWorld:
                     tracker.keep_on_host(local(one))
             yield spread, load(tracker, model)
 
-    def splice(self, trace: Trace, block: Block, setup: TrainSetup) -> Trace:
+    def splice(self, trace: Trace, layers: LayerMap, setup: TrainSetup) -> Trace:
         """See `probes.dryrun.trace.World`."""
-        return splice(trace, block, setup, OnHost(_Steps()) if setup.offload == "parameters" else _Steps())
+        return splice(trace, layers, setup, OnHost(_Steps()) if setup.offload == "parameters" else _Steps())
 
 
 @contextmanager

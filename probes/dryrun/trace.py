@@ -101,7 +101,7 @@ class World(Protocol):
     ) -> AbstractContextManager[tuple[Any, dict[int, tuple[str, str]]]]:
         """The model wrapped for the job and loaded, with the owners of what was loaded; followed until its end."""
 
-    def splice(self, trace: "Trace", block: Any, setup: TrainSetup) -> "Trace":
+    def splice(self, trace: "Trace", layers: Any, setup: TrainSetup) -> "Trace":
         """As `probes.dryrun.splice.splice`, with what grows otherwise than by layers."""
 
 

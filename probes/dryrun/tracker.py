@@ -30,7 +30,6 @@ class Origin(NamedTuple):
     layer: int | None
     op: str
     size_bytes: int
-    event_index: int
 
 
 Temporaries = Callable[[tuple[Any, ...], dict[str, Any], tuple[torch.Tensor, ...]], Iterable[int]]
@@ -113,7 +112,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
     def _count(self, size_bytes: int, op: str) -> int:
         number = self._next
         self._next += 1
-        self.origins[number] = Origin(self.phase, self.layer, op, size_bytes, len(self.events))
+        self.origins[number] = Origin(self.phase, self.layer, op, size_bytes)
         self.events.append(Alloc(number, size_bytes))
         return number
 
@@ -143,7 +142,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
                 origin = self.origins[event.id]
                 if not origin.op.startswith(WORKSPACE):
                     copies[event.id] = self._next
-                    self.origins[self._next] = origin._replace(event_index=len(self.events))
+                    self.origins[self._next] = origin
                     self.events.append(Alloc(self._next, event.size_bytes))
                     self._next += 1
             elif isinstance(event, Free):

@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planner.models.stored import kept_names
@@ -59,10 +59,7 @@ def num_layers(config: Any) -> int:
 
 
 def truncated_config(config: Any, depth: int) -> Any:
-    """A deep copy of `config` with `depth` layers: the first ones, with every per-layer list cut alike.
-
-    The caller compares the layers that come out with those of the full model (`layer_signatures`): this function only
-    edits fields, it does not know every architecture's rules.
+    """A deep copy of `config` with its first `depth` layers. See `config_of_layers`.
 
     Raises:
         ValueError: more layers than the model has, or fewer than one.
@@ -70,32 +67,49 @@ def truncated_config(config: Any, depth: int) -> Any:
     full = num_layers(config)
     if not 1 <= depth <= full:
         raise ValueError(f"depth must be between 1 and {full}, got {depth}")
+    if not config.is_encoder_decoder:
+        return config_of_layers(config, range(depth))
     short = copy.deepcopy(config)
-    if depth == full:
-        return short
-    if short.is_encoder_decoder:
+    if depth < full:
         if depth % 2 or config.num_layers != config.num_decoder_layers:
             raise ValueError("an encoder-decoder is truncated by whole pairs of layers")
         short.num_layers = depth // 2
         short.num_decoder_layers = depth // 2
+    return short
+
+
+def config_of_layers(config: Any, layers: Sequence[int]) -> Any:
+    """A deep copy of a decoder's `config` with some of its layers (ascending), every per-layer list cut alike.
+
+    The caller compares the layers that come out with those of the full model (`layer_signatures`): this function only
+    edits fields, it does not know every architecture's rules.
+    """
+    full = num_layers(config)
+    short = copy.deepcopy(config)
+    if len(layers) == full:
         return short
     text = short.get_text_config()
-    setattr(text, depth_field(text), depth)
+    setattr(text, depth_field(text), len(layers))
     for name in _LISTS_PER_LAYER:
         value = getattr(text, name, None)
         if isinstance(value, (list, tuple)) and len(value) == full:
-            setattr(text, name, list(value[:depth]))
+            setattr(text, name, [value[layer] for layer in layers])
     for name in _LISTS_OF_INDICES:
         value = getattr(text, name, None)
         if isinstance(value, (list, tuple)):
-            setattr(text, name, [index for index in value if index < depth])
+            setattr(text, name, [place for place, layer in enumerate(layers) if layer in value])
     if text.model_type == "gpt_neo":
-        kinds = list(text.attention_layers)[:depth]
-        text.attention_layers = kinds
-        text.attention_types = [[[kind], 1] for kind in kinds]
-    shared = getattr(text, "num_kv_shared_layers", 0)
+        text.attention_types = [[[kind], 1] for kind in text.attention_layers]
+    overrides = vars(text).get("_heterogeneity_spec")
+    if overrides is not None:  # Gemma 4's global layers
+        of = overrides.per_layer_overrides
+        overrides.per_layer_overrides = {place: of[layer] for place, layer in enumerate(layers) if layer in of}
+    dense = getattr(text, "first_k_dense_replace", None)
+    if dense:
+        text.first_k_dense_replace = sum(layer < dense for layer in layers)
+    shared = getattr(text, "num_kv_shared_layers", None)
     if shared:
-        text.num_kv_shared_layers = max(0, shared - (full - depth))
+        text.num_kv_shared_layers = sum(layer >= full - shared for layer in layers)
     return short
 
 
@@ -121,6 +135,7 @@ def layers_of(model: Any) -> list[Any]:
 
 
 _SCALARS = (bool, int, float, str, type(None))
+_POSITIONS = ("layer_idx", "layer_id", "layer_number")
 
 
 def layer_signature(layer: Any) -> tuple[Any, ...]:
@@ -130,7 +145,7 @@ def layer_signature(layer: Any) -> tuple[Any, ...]:
         flags = tuple(
             (key, value)
             for key, value in sorted(vars(module).items())
-            if isinstance(value, _SCALARS) and not key.startswith("_") and key not in ("layer_idx", "layer_number")
+            if isinstance(value, _SCALARS) and not key.startswith("_") and key not in _POSITIONS
         )
         shapes = tuple((key, tuple(p.shape)) for key, p in module.named_parameters(recurse=False))
         parts.append((name, type(module).__name__, flags, shapes))

@@ -1,6 +1,5 @@
 """A truncated run with its middle layers repeated must equal the full depth, byte for byte."""
 
-from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
@@ -9,13 +8,12 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from planner.setup import TrainSetup
-from probes.allocator.events import Alloc, Free, Phase
+from probes.allocator.events import Alloc, Free
 from probes.dryrun import DryRunReport, report_for_config
 from probes.dryrun.again import Again
-from probes.dryrun.depths import plan_depth
+from probes.dryrun.depths import fewest, layer_kinds, plan_depth, standing_for
 from probes.dryrun.engine import full_trace
 from probes.dryrun.fastmeta import SHORTCUTS, Remembered
-from probes.dryrun.splice import Block
 from probes.dryrun.trace import Trace, trace_run
 from probes.stack import load_config, period_of
 from tests.probes.dryrun_small import assert_same_figures, catalogue_config, small_config
@@ -59,14 +57,16 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_hidden_layers": DEEP}, {"accumulation_steps": 2}),
     "gpt-oss": ("gpt_oss", {"num_hidden_layers": 12, "layer_types": ["sliding_attention", "full_attention"] * 6}, {}),
     "smollm3 no rope every fourth": ("smollm3", {"num_hidden_layers": 17}, {}),
+    "gpt-neo local and global": ("gpt_neo", {"num_layers": 8, "attention_types": [[["global", "local"], 4]]}, {}),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "changes", "fields"), CASES.values(), ids=CASES.keys())
 def test_dry_run_repeated_depth_equals_full_depth(
-    model_type: str, changes: dict[str, Any], fields: dict[str, Any]
+    model_type: str, changes: dict[str, Any], fields: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("DEBUG", "probes.dryrun.engine")
     config = small_config(model_type, **changes)
     setup = TrainSetup(**{"seq_len_tokens": 64, "micro_batch_seqs": 2, "lora_rank": 4, **fields})
     short = report_for_config(config, AMPERE, setup)
@@ -74,40 +74,34 @@ def test_dry_run_repeated_depth_equals_full_depth(
     assert isinstance(short, DryRunReport), short
     assert isinstance(full, DryRunReport), full
     assert_same_figures(short, full)
+    assert "full depth instead" not in caplog.text
 
 
-def test_copies_follow_one_another_as_layers_do() -> None:
-    """In the backward the deepest copy comes first, and what belongs to no layer goes with the layer that ends it."""
+def test_every_event_is_that_of_the_full_depth() -> None:
+    """In order: in the backward the deepest layer comes first, and what belongs to no layer goes with the layer that
+    ends it."""
     config = small_config("qwen2", num_hidden_layers=8)
     setup = TrainSetup(
         seq_len_tokens=64, micro_batch_seqs=2, method="qlora", quantization="int8", optimizer="sgd", lora_rank=4
     )
     short, full = (
-        _backward(full_trace(plan_depth(load_config(config), checkpointing=1, full_depth=whole), AMPERE, setup))
+        full_trace(plan_depth(load_config(config), checkpointing=1, full_depth=whole), AMPERE, setup)
         for whole in (False, True)
     )
-    assert short == full
-    layers, layerless = full
-    assert layers == [*sorted(set(layers), reverse=True)] * (len(layers) // 8)
-    assert len({layer for layer, _ in layerless}) > 1
+    assert _changes(short) == _changes(full)
 
 
-def _backward(trace: Trace) -> tuple[list[int], list[tuple[int | None, int]]]:
-    """The layers in which backwards allocate, in order; and in which of them storages of no layer are released."""
-    phase, where = "", None
-    layers: list[int] = []
-    layerless: list[tuple[int | None, int]] = []
+def _changes(trace: Trace) -> list[int | tuple[int, int]]:
+    """Sizes as they are made, and the place among them of what is released."""
+    places: dict[int, int] = {}
+    found: list[int | tuple[int, int]] = []
     for event in trace.events:
-        if isinstance(event, Phase):
-            phase = event.name.partition("/")[0]
-        elif phase == "backward" and isinstance(event, Alloc):
-            layer = trace.origins[event.id].layer
-            if layer is not None and layer != where:
-                where = layer
-                layers.append(layer)
-        elif phase == "backward" and isinstance(event, Free) and trace.origins[event.id].layer is None:
-            layerless.append((where, trace.origins[event.id].size_bytes))
-    return layers, layerless
+        if isinstance(event, Alloc):
+            places[event.id] = len(places)
+            found.append((places[event.id], event.size_bytes))
+        elif isinstance(event, Free):
+            found.append(places[event.id])
+    return found
 
 
 def test_period_of_patterns() -> None:
@@ -117,23 +111,30 @@ def test_period_of_patterns() -> None:
     assert period_of((1, 1, 1, 1, 1, 2) * 4 + (1, 1)) == (0, 6)
 
 
-def test_plan_depth_keeps_the_pattern_of_gemma3() -> None:
-    plan = plan_depth(load_config(catalogue_config("gemma3_text")), checkpointing=1, full_depth=False)
-    assert plan.block is not None
-    assert plan.block.period == 6
-    assert (plan.full - plan.depth) % 6 == 0
-    assert plan.depth + plan.block.copies * 6 == plan.full
+def test_plan_depth_holds_every_neighbourhood_of_gemma3() -> None:
+    """Local layers alone, before and behind a global one, and the two ends."""
+    config = load_config(catalogue_config("gemma3_text"))
+    plan = plan_depth(config, checkpointing=1, full_depth=False)
+    assert plan.layers is not None
+    assert plan.depth == 6
+    kinds, short = layer_kinds(config), layer_kinds(plan.config)
+    assert [short[run] for run in plan.layers.of] == [*kinds]
+    assert (plan.layers.of[0], plan.layers.of[-1]) == (0, 5)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "kept"), [("aaaaaaaa", "aaa"), ("aabbbbbb", "aabbb"), ("abababab", "abab"), ("abcdef", "abcdef"), ("a", "a")]
+)
+def test_fewest_layers_of_patterns(kinds: str, kept: str) -> None:
+    chosen = fewest(kinds)
+    assert "".join(kinds[layer] for layer in chosen) == kept
+    assert [kinds[chosen[run]] for run in standing_for(kinds, chosen)] == [*kinds]
 
 
 def test_plan_depth_runs_all_of_an_encoder_decoder() -> None:
     plan = plan_depth(load_config(catalogue_config("t5")), checkpointing=1, full_depth=False)
-    assert plan.block is None
+    assert plan.layers is None
     assert plan.depth == plan.full
-
-
-def test_a_block_that_is_told_for_many_layers_is_changed_for_none() -> None:
-    with pytest.raises(FrozenInstanceError):
-        object.__new__(Block).anything = 1  # type: ignore[attr-defined]
 
 
 QUICK: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
