@@ -4,8 +4,9 @@ import copy
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,21 +20,26 @@ from probes.stack.configs import config_of_layers
 @dataclass(frozen=True, kw_only=True)
 class DepthPlan:
     """The depth to run, its configuration, and which of its layers stand for the full model's (None: no layer
-    is missing)."""
+    is missing).
+
+    `wider` plans more layers, for a model whose first layer allocates otherwise than the second.
+    """
 
     full: int
     depth: int
     config: Any
     whole: Any
     layers: LayerMap | None
+    wider: "Callable[[], DepthPlan] | None" = None
 
 
-def plan_depth(config: Any, *, checkpointing: int, full_depth: bool, unlike: int = 0) -> DepthPlan:
+def plan_depth(config: Any, *, checkpointing: int, full_depth: bool, unlike: int = 0, reach: int = 1) -> DepthPlan:
     """Layers enough to hold every kind of layer between every kind of neighbours, or all when that is asked for, when
     no fewer do, or when a model of those layers alone has others.
 
     Args:
         unlike: layers at the start that do what others of their kind do not.
+        reach: how many layers on either side are neighbours.
     """
     full = num_layers(config)
     whole = DepthPlan(full=full, depth=full, config=config, whole=config, layers=None)
@@ -48,7 +54,7 @@ def plan_depth(config: Any, *, checkpointing: int, full_depth: bool, unlike: int
             (signature, layer % every, min(layer, unlike), layer >= shared and last[signature] == layer)
             for layer, signature in enumerate(signatures)
         ]
-        chosen = fewest(kinds)
+        chosen = fewest(kinds, reach)
         if len(chosen) == full:
             break
         try:
@@ -58,8 +64,11 @@ def plan_depth(config: Any, *, checkpointing: int, full_depth: bool, unlike: int
         except (ValueError, IndexError, KeyError):
             continue
         if kept == tuple(signatures[layer] for layer in chosen):
-            layers = LayerMap(standing_for(kinds, chosen))
-            return DepthPlan(full=full, depth=len(chosen), config=short, whole=config, layers=layers)
+            layers = LayerMap(standing_for(kinds, chosen, reach))
+            wider = partial(
+                plan_depth, config, checkpointing=checkpointing, full_depth=reach > 1, unlike=unlike, reach=reach + 1
+            )
+            return DepthPlan(full=full, depth=len(chosen), config=short, whole=config, layers=layers, wider=wider)
     return whole
 
 
@@ -69,16 +78,16 @@ and whether it is the last of its signature among those that take another's keys
 first, and makes the gradient that the others add to)."""
 
 
-def fewest(kinds: Sequence[Hashable]) -> tuple[int, ...]:
+def fewest(kinds: Sequence[Hashable], reach: int = 1) -> tuple[int, ...]:
     """Layers that, one after another, are each between neighbours as somewhere in the whole, and leave none of those
     cases out: what is left when the longest stretch that can go has gone, again and again."""
     chosen = list(range(len(kinds)))
-    cases = set(_cases(kinds))
+    cases = set(_cases(kinds, reach))
     length = len(chosen) - 1
     while length:
         for start in range(1, len(chosen) - length):
             rest = chosen[:start] + chosen[start + length :]
-            if set(_cases([kinds[layer] for layer in rest])) == cases:
+            if set(_cases([kinds[layer] for layer in rest], reach)) == cases:
                 chosen = rest
                 break
         else:
@@ -88,19 +97,21 @@ def fewest(kinds: Sequence[Hashable]) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-def standing_for(kinds: Sequence[Hashable], chosen: Sequence[int]) -> tuple[int, ...]:
-    """For each layer the place in `chosen`: its own, or that of one of its kind between neighbours of the same kinds."""
+def standing_for(kinds: Sequence[Hashable], chosen: Sequence[int], reach: int = 1) -> tuple[int, ...]:
+    """For each layer a place in `chosen`: its own, or that of one of its kind between neighbours of the same kinds."""
     own = {layer: place for place, layer in enumerate(chosen)}
-    cases = _cases([kinds[layer] for layer in chosen])
+    cases = _cases([kinds[layer] for layer in chosen], reach)
     alike = {case: place for place, case in enumerate(cases)}
     return tuple(
         own[layer] if layer in own and cases[own[layer]] == case else alike[case]
-        for layer, case in enumerate(_cases(kinds))
+        for layer, case in enumerate(_cases(kinds, reach))
     )
 
 
-def _cases(kinds: Sequence[Hashable]) -> list[tuple[Hashable, ...]]:
-    return list(zip((None, *kinds), kinds, (*kinds[1:], None), strict=False))
+def _cases(kinds: Sequence[Hashable], reach: int) -> list[tuple[Hashable, ...]]:
+    """Each layer's kind with those of its neighbours, None beyond the ends."""
+    padded = [*[None] * reach, *kinds, *[None] * reach]
+    return [tuple(padded[layer : layer + 2 * reach + 1]) for layer in range(len(kinds))]
 
 
 _PATTERNS: OrderedDict[str, tuple[int, int, tuple[int, ...]]] = OrderedDict()

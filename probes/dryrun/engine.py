@@ -1,6 +1,5 @@
 """The part of a dry run that needs torch: depth, trace, repetition, replay, report."""
 
-import copy
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -95,16 +94,17 @@ def _run(
 
 
 def full_trace(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup, world: World | None = None) -> Trace:
-    """The events of the full model: of a run at the plan's depth with its block repeated, or of a run at full depth
+    """The events of the full model: of a run of the plan's layers, repeated, of more of them, or of a run at full depth
     where the layers turn out not to repeat. `world`: the job of which this is one rank."""
-    whole = copy.deepcopy(plan.whole) if plan.layers is not None else plan.config
     trace = trace_run(plan.config, setup, capability=capability, num_layers=plan.depth, world=world)
     if plan.layers is not None:
         try:
             trace = (splice if world is None else world.splice)(trace, plan.layers, setup)
         except SpliceError as error:
-            log.debug("full depth instead: %s", error)
-            trace = trace_run(whole, setup, capability=capability, num_layers=plan.full, world=world)
+            assert plan.wider is not None
+            wider = plan.wider()
+            log.debug("%s of %s layers instead of %s: %s", wider.depth, plan.full, plan.depth, error)
+            return full_trace(wider, capability, setup, world)
     return trace if world is None else replace(trace, notes=(*trace.notes, rank_note(setup)))
 
 

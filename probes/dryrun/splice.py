@@ -224,7 +224,9 @@ class _Splicer:
     def _emit(self, segment: _Segment, layer: int | None, *, last: bool) -> None:
         first = self.first[id(segment), layer] = len(self.origins)
         trace, numbers = self.trace, segment.numbers
-        self.origins.update(zip(range(first, first + len(numbers)), map(trace.origins.__getitem__, numbers), strict=True))
+        self.origins.update(
+            zip(range(first, first + len(numbers)), map(trace.origins.__getitem__, numbers), strict=True)
+        )
         for place in segment.left:
             number = numbers[place]
             if number in trace.owners:
@@ -243,6 +245,8 @@ class _Splicer:
             elif size == _ONCE:
                 if last:
                     self._allocate(place, None)
+            elif (place, layer) in self.single:  # a loaded weight of this layer that another replaces
+                self._release(place, layer)
             elif self.home[place][0].layer is None:
                 if last:
                     self._release(place, None)
@@ -261,7 +265,8 @@ class _Splicer:
     def _release_neighbours(self, number: int, segment: _Segment, layer: int, *, last: bool) -> None:
         """The end, in a layer, of what another made: the one at the same distance, or far away the only one."""
         home, place = self.home[number]
-        assert home.layer is not None and segment.layer is not None
+        assert home.layer is not None
+        assert segment.layer is not None
         distance = home.layer - segment.layer
         if abs(distance) <= 1:
             self._release(self._twin(home, place, layer + distance), layer + distance)

@@ -57,6 +57,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_hidden_layers": DEEP}, {"accumulation_steps": 2}),
     "gpt-oss": ("gpt_oss", {"num_hidden_layers": 12, "layer_types": ["sliding_attention", "full_attention"] * 6}, {}),
     "smollm3 no rope every fourth": ("smollm3", {"num_hidden_layers": 17}, {}),
+    "starcoder2 qlora, the first layer's input in 16 bits": (
+        "starcoder2",
+        {"num_hidden_layers": DEEP},
+        {"method": "qlora", "quantization": "nf4-double", "accumulation_steps": 2},
+    ),
+    "bloom int8, biases replaced": ("bloom", {"n_layer": DEEP}, {"method": "qlora", "quantization": "int8"}),
     "gpt-neo local and global": ("gpt_neo", {"num_layers": 8, "attention_types": [[["global", "local"], 4]]}, {}),
 }
 
@@ -74,7 +80,7 @@ def test_dry_run_repeated_depth_equals_full_depth(
     assert isinstance(short, DryRunReport), short
     assert isinstance(full, DryRunReport), full
     assert_same_figures(short, full)
-    assert "full depth instead" not in caplog.text
+    assert f"{full.depth} of {full.depth} layers" not in caplog.text
 
 
 def test_every_event_is_that_of_the_full_depth() -> None:
@@ -123,7 +129,8 @@ def test_plan_depth_holds_every_neighbourhood_of_gemma3() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "kept"), [("aaaaaaaa", "aaa"), ("aabbbbbb", "aabbb"), ("abababab", "abab"), ("abcdef", "abcdef"), ("a", "a")]
+    ("kinds", "kept"),
+    [("aaaaaaaa", "aaa"), ("aabbbbbb", "aabbb"), ("abababab", "abab"), ("abcdef", "abcdef"), ("a", "a")],
 )
 def test_fewest_layers_of_patterns(kinds: str, kept: str) -> None:
     chosen = fewest(kinds)
