@@ -1,6 +1,6 @@
 """The formula's peak against the dry run's (peft's own code on meta tensors), for every kind of adapter.
 
-    python benchmarks/adapter_kinds.py [KIND ...]
+    python benchmarks/adapter_kinds.py [--whole] [KIND ...]      # --whole: every layer of the models, not six
 
 Prints one line per point, and median and worst per kind.
 """
@@ -32,15 +32,15 @@ SHAPES: tuple[dict[str, Any], ...] = (
 )
 
 
-def main(kinds: list[str]) -> None:
+def main(kinds: list[str], *, whole: bool) -> None:
     """The table for these kinds, or for all."""
     gpu = find_gpu("a100-80gb")
     for kind in kinds or ADAPTERS:
         row, errors = ADAPTERS[kind], []
         for name in MODELS:
             entry = next(one for one in catalogue.entries() if one.model_id == name)
-            config = dict(entry.config) | {"num_hidden_layers": LAYERS}
-            if "layer_types" in config:
+            config = dict(entry.config) | ({} if whole else {"num_hidden_layers": LAYERS})
+            if "layer_types" in config and not whole:
                 config["layer_types"] = config["layer_types"][:LAYERS]
             model = spec_from_config(config, model_id=name, source="catalogue, shortened")
             for base in BASES:
@@ -72,4 +72,4 @@ def main(kinds: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main([one for one in sys.argv[1:] if one != "--whole"], whole="--whole" in sys.argv)
