@@ -32,6 +32,7 @@ NAMES = {
     ),
     "accumulation": (
         "gradient_accumulation_steps", "grad_accum_steps", "gradient_accumulation", "grad_accum", "accumulation_steps",
+        "gradient_steps",
     ),
     "length": (
         "max_seq_length", "max_seq_len", "sequence_len", "cutoff_len", "seq_length", "seq_len", "max_length",
