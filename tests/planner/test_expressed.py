@@ -17,7 +17,7 @@ from planner.plan import NoPlan, Plan
 from planner.planning import plan_workload
 from planner.predict import device_peak_bytes
 from planner.setup import TrainSetup
-from planner.setup_fields import KERNEL_FAMILIES
+from planner.setup_fields import ATTENTIONS, KERNEL_FAMILIES
 from planner.stacks import written_by
 from planner.walk import walk
 from planner.workload import Workload
@@ -92,7 +92,8 @@ def test_the_walk_for_a_target_holds_all_that_it_makes_of_the_whole_space() -> N
 
     Adapters only: full fine-tuning of 16-bit weights, which Axolotl makes of mixed precision, is planned when asked.
     """
-    free = wish(LLAMA, "rtx-4090", method=("lora", "qlora"), kernels=KERNEL_FAMILIES)
+    every = {"kernels": KERNEL_FAMILIES, "attention": ATTENTIONS}  # none is left out for being outrun
+    free = wish(LLAMA, "rtx-4090", method=("lora", "qlora"), **every)
     families = {point.family for point in walk(free) if point.micro_batch_seqs == 1}  # a walk has each of them at 1
     images = {as_run("axolotl", family, free.model) for family in families}
     points = list(walk(replace(free, targets=("axolotl",))))
