@@ -49,18 +49,37 @@ def micro_batches(global_batch_seqs: int) -> tuple[int, ...]:
     return tuple(small[:64])
 
 
-def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
+Values = dict[str, tuple[Any, ...]]
+
+
+def dimension_values(workload: Workload) -> Values:
     """The values each dimension takes in this workload: the user's where given, else what a plan chooses from; only
     those with kernels on the GPU.
 
     Raises:
         UsageError: the GPU has no kernel for anything that the user asked for.
     """
-    gpu, fixed = workload.gpu, workload.fixed
+    values = _open_values(workload)
+    for name, allowed in workload.fixed.items():
+        values[name] = tuple(allowed)
+    if workload.images is not None:
+        _keep_for_images(values, workload)
+    if "objective" in workload.fixed:
+        _keep_for_objective(values, workload, OBJECTIVES[workload.fixed["objective"][0]])
+    _keep_as_stored(values, workload)
+    if values["quantize_experts"] == (True,):
+        _keep_for_experts(values, workload)
+    for name in ("optimizer", "loss", "attention", "kernels", *(("compile",) if "compile" in values else ())):
+        _keep_what_runs(values, workload, name)
+    return values
+
+
+def _open_values(workload: Workload) -> Values:
+    """What a plan chooses from where nothing is fixed, with the packages that are there."""
+    gpu, floor = workload.gpu, workload.min_rank
     half = "bf16" if gpu.bf16 else "fp16"
     pairs = ((half, half), (half, None), ("fp32", half))
-    floor = workload.min_rank
-    values: dict[str, tuple[Any, ...]] = {
+    values: Values = {
         "method": METHODS,
         "precision": tuple(name for types in pairs if PRECISIONS[name := precision_of(*types)].offered),
         "quantization": ("none", "int8", "nf4", "nf4-double"),
@@ -78,66 +97,77 @@ def dimension_values(workload: Workload) -> dict[str, tuple[Any, ...]]:
     }
     for name, needs in PACKAGED.items():
         values[name] = tuple(value for value in values[name] if needs.get(value) not in workload.absent_packages)
-    for name, allowed in fixed.items():
-        values[name] = tuple(allowed)
-    if workload.images is not None:
-        for name, allowed in WITH_IMAGES.items():
-            if name in values:
-                values[name] = tuple(value for value in values[name] if value in allowed)
-                if not values[name]:
-                    raise UsageError(
-                        f"images are not planned with {name} {', '.join(map(str, fixed[name]))}",
-                        hint=f"planned: {', '.join(map(str, allowed))}",
-                    )
-    if "objective" in fixed:
-        objective = OBJECTIVES[fixed["objective"][0]]
-        values["loss"] = _losses_of(
-            objective, values["loss"], any_trainer=objective.supervised or bool(workload.targets or "loss" in fixed)
+    return values
+
+
+def _keep_for_images(values: Values, workload: Workload) -> None:
+    for name, allowed in WITH_IMAGES.items():
+        if name in values:
+            values[name] = tuple(value for value in values[name] if value in allowed)
+            if not values[name]:
+                raise UsageError(
+                    f"images are not planned with {name} {', '.join(map(str, workload.fixed[name]))}",
+                    hint=f"planned: {', '.join(map(str, allowed))}",
+                )
+
+
+def _keep_for_objective(values: Values, workload: Workload, objective: Objective) -> None:
+    """What its trainers have, and the dimensions that it alone opens."""
+    fixed = workload.fixed
+    any_trainer = objective.supervised or bool(workload.targets or "loss" in fixed)
+    values["loss"] = _losses_of(objective, values["loss"], any_trainer=any_trainer)
+    if workload.global_batch_seqs < objective.least_samples:
+        raise UsageError(
+            f"--objective {objective.name} needs {objective.least_samples} {objective.sample}s in a forward, "
+            f"--global-batch is {workload.global_batch_seqs}",
+            hint=f"give --global-batch {objective.least_samples} or more",
         )
-        if workload.global_batch_seqs < objective.least_samples:
-            raise UsageError(
-                f"--objective {objective.name} needs {objective.least_samples} {objective.sample}s in a forward, "
-                f"--global-batch is {workload.global_batch_seqs}",
-                hint=f"give --global-batch {objective.least_samples} or more",
-            )
-        if objective.rolls_out:
-            values["rollout"] = planned_rollouts(workload)
-        if objective.whole_batch:
-            if max(fixed.get("cached_seqs", (0,))) > workload.global_batch_seqs:
-                raise UsageError("--cached-seqs is more than --global-batch", hint="give fewer, or 0 for no cache")
-            caches = (0, *(size for size in PLANNED_CACHES if size < workload.global_batch_seqs))
-            values["cached_seqs"] = fixed.get("cached_seqs", caches)
-    quantized = TrainSetup(method="qlora", quantization="nf4")
-    if bits := stored_bits(workload.model):
+    if objective.rolls_out:
+        values["rollout"] = planned_rollouts(workload)
+    if objective.whole_batch:
+        if max(fixed.get("cached_seqs", (0,))) > workload.global_batch_seqs:
+            raise UsageError("--cached-seqs is more than --global-batch", hint="give fewer, or 0 for no cache")
+        caches = (0, *(size for size in PLANNED_CACHES if size < workload.global_batch_seqs))
+        values["cached_seqs"] = fixed.get("cached_seqs", caches)
+
+
+def _keep_as_stored(values: Values, workload: Workload) -> None:
+    """Of methods and quantizations those in which the published weights train."""
+    model, quantized = workload.model, TrainSetup(method="qlora", quantization="nf4")
+    if bits := stored_bits(model):
         values["method"] = tuple(one for one in values["method"] if one == "qlora")
         values["quantization"] = tuple(one for one in values["quantization"] if one == bits)
-        if not values["method"] or not values["quantization"]:
-            reason = f"{workload.model.model_id} is published in {bits} by bitsandbytes and loads as that"
-            raise UsageError(reason, hint=f"use --method qlora --quantization {bits}, or name a 16-bit copy of it")
-    elif refused := stored_refusal(quantized, workload.model):
+        reason = f"{model.model_id} is published in {bits} by bitsandbytes and loads as that"
+        hint = f"use --method qlora --quantization {bits}, or name a 16-bit copy of it"
+    elif refused := stored_refusal(quantized, model):
         values["method"] = tuple(one for one in values["method"] if one != "qlora")
         values["quantization"] = tuple(one for one in values["quantization"] if one == "none")
-        if not values["method"] or not values["quantization"]:
-            raise UsageError(f"a quantized base cannot be kept: {refused}", hint="use --method lora or full")
-    best_attention = supported_attentions(workload.model, gpu)[0]
-    if values["quantize_experts"] == (True,):
-        if "lora_targets" not in fixed:
-            values["lora_targets"] = ("attention",)
-        fields = {"quantization": "nf4", "quantize_experts": True, "lora_targets": values["lora_targets"][0]}
-        packed = TrainSetup(method="qlora", attention=best_attention, **fields)
-        if reason := missing_kernels(workload.model, gpu, packed):
-            raise UsageError(f"--quantize-experts cannot be kept: {reason}", hint="leave --quantize-experts out")
-    for name in ("optimizer", "loss", "attention", "kernels", *(("compile",) if "compile" in values else ())):
-        usual = {"attention": best_attention, "images": workload.images}
-        tried = {value: TrainSetup(**{**usual, name: value}) for value in values[name]}
-        missing = {value: missing_kernels(workload.model, gpu, setup) for value, setup in tried.items()}
-        values[name] = tuple(value for value in values[name] if not missing[value])
-        if not values[name]:
-            reason = next(iter(missing.values()))
-            raise UsageError(
-                f"--{name} cannot be kept: {reason}", hint=f"leave --{name} out, or name another GPU or model"
-            )
-    return values
+        reason, hint = f"a quantized base cannot be kept: {refused}", "use --method lora or full"
+    else:
+        return
+    if not values["method"] or not values["quantization"]:
+        raise UsageError(reason, hint=hint)
+
+
+def _keep_for_experts(values: Values, workload: Workload) -> None:
+    if "lora_targets" not in workload.fixed:
+        values["lora_targets"] = ("attention",)
+    attention = supported_attentions(workload.model, workload.gpu)[0]
+    fields = {"quantization": "nf4", "quantize_experts": True, "lora_targets": values["lora_targets"][0]}
+    packed = TrainSetup(method="qlora", attention=attention, **fields)
+    if reason := missing_kernels(workload.model, workload.gpu, packed):
+        raise UsageError(f"--quantize-experts cannot be kept: {reason}", hint="leave --quantize-experts out")
+
+
+def _keep_what_runs(values: Values, workload: Workload, name: str) -> None:
+    """Of one dimension the values that have kernels for this model on this GPU."""
+    usual = {"attention": supported_attentions(workload.model, workload.gpu)[0], "images": workload.images}
+    tried = {value: TrainSetup(**{**usual, name: value}) for value in values[name]}
+    missing = {value: missing_kernels(workload.model, workload.gpu, setup) for value, setup in tried.items()}
+    values[name] = tuple(value for value in values[name] if not missing[value])
+    if not values[name]:
+        reason = next(iter(missing.values()))
+        raise UsageError(f"--{name} cannot be kept: {reason}", hint=f"leave --{name} out, or name another GPU or model")
 
 
 def _losses_of(objective: Objective, losses: tuple[str, ...], *, any_trainer: bool) -> tuple[str, ...]:
@@ -187,58 +217,49 @@ def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Itera
     precisions) are walked only when asked for: they cost twice the memory and buy nothing. peft's fp32 cast is walked
     at the rank floor only: it never wins, and is there so that the tree can say what it would cost.
     """
-    asked_precision = "precision" in workload.fixed
-    only_full = tuple(values["method"]) == ("full",)
-    objective = values.get("objective", (DEFAULT_OBJECTIVE,))[0]
     for method in values["method"]:
-        quantizations = ("none",) if method != "qlora" else tuple(q for q in values["quantization"] if q != "none")
-        if method != "qlora" and "none" not in values["quantization"]:
-            continue
-        ranks = (0,) if method == "full" else values["lora_rank"]
-        for precision in values["precision"]:
-            row = PRECISIONS[precision]
-            if not asked_precision and method != "full" and row.wide_weights:
-                continue
-            if (
-                not asked_precision
-                and method == "full"
-                and not row.wide_weights
-                and not (only_full and row.trains_weights)
-            ):
-                continue
-            for quantization in quantizations:
-                for cast in values["kbit_fp32_cast"] if method == "qlora" else (False,):
-                    for rank in ranks[:1] if cast else ranks:  # the cast is there to be compared
-                        kinds_of = values["lora_targets"] if method != "full" else ("all-linear",)
-                        caches = values.get("cached_seqs", (0,))
-                        for targets, rollout, cached in product(kinds_of, values.get("rollout", (None,)), caches):
-                            try:
-                                branch = TrainSetup(
-                                    method=method,
-                                    precision=precision,
-                                    quantization=quantization,
-                                    kbit_fp32_cast=cast,
-                                    lora_rank=rank,
-                                    lora_targets=targets,
-                                    seq_len_tokens=workload.seq_len_tokens,
-                                    packing=bool(values.get("packing", (OBJECTIVES[objective].packed,))[0]),
-                                    lora_dropout=values.get("lora_dropout", (0.0,))[0],
-                                    objective=objective,
-                                    stack=OBJECTIVES[objective].stack(DEFAULT_STACK),
-                                    loss="full" if OBJECTIVES[objective].supervised else values["loss"][0],
-                                    adapter="lora" if method == "full" else values.get("adapter", ("lora",))[0],
-                                    rollout=rollout,
-                                    cached_seqs=cached,
-                                    precomputed_reference=values.get("precomputed_reference", (False,))[0],
-                                    hard_negatives=values.get("hard_negatives", (0,))[0],
-                                    images=values.get("images", (None,))[0],
-                                    checkpointing=0 if values["checkpointing"] == (0,) else 1,
-                                    quantize_experts=values["quantize_experts"][0],
-                                    compile=values.get("compile", (False,))[0],
-                                )
-                            except SetupError:
-                                continue
-                            yield from branches_as_run(branch, workload) if workload.targets else (branch,)
+        adapted, shared = method != "full", _common_fields(workload, values, method)
+        precisions = [one for one in values["precision"] if _precision_planned(workload, values, method, one)]
+        quantizations = [one for one in values["quantization"] if (one != "none") == (method == "qlora")]
+        casts = values["kbit_fp32_cast"] if method == "qlora" else (False,)
+        ranks = values["lora_rank"] if adapted else (0,)
+        targets = values["lora_targets"] if adapted else ("all-linear",)
+        opened = (targets, values.get("rollout", (None,)), values.get("cached_seqs", (0,)))
+        for precision, quantization, cast in product(precisions, quantizations, casts):
+            kind = {"precision": precision, "quantization": quantization, "kbit_fp32_cast": cast}
+            for one in product(ranks[:1] if cast else ranks, *opened):  # the cast is there to be compared
+                own = zip(("lora_rank", "lora_targets", "rollout", "cached_seqs"), one, strict=True)
+                try:
+                    branch = TrainSetup(method=method, **kind, **dict(own), **shared)
+                except SetupError:
+                    continue
+                yield from branches_as_run(branch, workload) if workload.targets else (branch,)
+
+
+def _precision_planned(workload: Workload, values: Mapping[str, tuple[Any, ...]], method: str, precision: str) -> bool:
+    """Whether a method is walked in a precision that nobody asked for, see `branches`."""
+    if "precision" in workload.fixed:
+        return True
+    row, only_full = PRECISIONS[precision], tuple(values["method"]) == ("full",)
+    return row.wide_weights or (only_full and row.trains_weights) if method == "full" else not row.wide_weights
+
+
+def _common_fields(workload: Workload, values: Mapping[str, tuple[Any, ...]], method: str) -> dict[str, Any]:
+    """What all branches of a method share."""
+    name = values.get("objective", (DEFAULT_OBJECTIVE,))[0]
+    objective = OBJECTIVES[name]
+    usual = {"lora_dropout": 0.0, "precomputed_reference": False, "hard_negatives": 0, "images": None, "compile": False}
+    return {
+        **{one: values.get(one, (default,))[0] for one, default in usual.items()},
+        "seq_len_tokens": workload.seq_len_tokens,
+        "packing": bool(values.get("packing", (objective.packed,))[0]),
+        "objective": name,
+        "stack": objective.stack(DEFAULT_STACK),
+        "loss": "full" if objective.supervised else values["loss"][0],
+        "adapter": "lora" if method == "full" else values.get("adapter", ("lora",))[0],
+        "checkpointing": 0 if values["checkpointing"] == (0,) else 1,
+        "quantize_experts": values["quantize_experts"][0],
+    }
 
 
 def kinds(

@@ -1,0 +1,40 @@
+"""Which of setups that are as fast is the simplest: what runs in more tools, needs fewer packages and loses less."""
+
+from functools import lru_cache
+
+from planner.choices.kernels import KERNELS
+from planner.choices.losses import LOSSES
+from planner.choices.optimizers import OPTIMIZERS
+from planner.decision.spreads import spread_order
+from planner.setup import TrainSetup
+
+SIMPLE_FIRST = {
+    "precision": ("bf16-autocast", "bf16-mixed", "fp16-autocast", "fp16-mixed", "fp32", "bf16-pure"),
+    "attention": ("sdpa", "flash-attention-2", "eager"),
+    "quantization": ("none", "nf4-double", "nf4", "int8"),
+}
+"""Values in the order of what runs in more tools, needs fewer extra packages and loses less; values not listed come
+last."""
+
+
+def simplicity(setup: TrainSetup) -> int:
+    """How far a setup is from the simplest, summed over the dimensions; smaller is simpler."""
+    return (
+        spread_order(setup)
+        + OPTIMIZERS[setup.optimizer].simplicity
+        + LOSSES[setup.loss].simplicity
+        + KERNELS[setup.kernels].simplicity
+        + setup.activation_offload
+        + (setup.checkpointing > 1)  # not every tool can, and a little memory alone is no reason
+        + setup.selective_checkpointing
+        + sum(
+            values.index(getattr(setup, name)) if getattr(setup, name) in values else len(values)
+            for name, values in SIMPLE_FIRST.items()
+        )
+    )
+
+
+@lru_cache(maxsize=1 << 14)
+def point_simplicity(shared: TrainSetup, attention: str, loss: str, optimizer: str) -> int:
+    """That of a walked point, which is asked for again and again."""
+    return simplicity(shared.trusted_with(attention=attention, loss=loss, optimizer=optimizer))
