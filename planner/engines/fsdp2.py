@@ -1,5 +1,6 @@
 """FSDP2 as Accelerate sets it up: what a rank holds."""
 
+from dataclasses import dataclass
 from typing import final
 
 from planner.choices.losses import LOSSES
@@ -206,6 +207,74 @@ def _sharded_gradients(groups: Groups, local: Trained, shards: int, accumulated:
     ]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Reduction:
+    """Gradients on their way through the reduce-scatter.
+
+    Attributes:
+        size: bytes of one unsharded gradient, `wide` of one on the way, `cast` of one where the shard is cast again,
+            `own` of one of this rank's.
+        keep: whether blocks stay gathered; accumulated: whether earlier micro-batches left gradients.
+    """
+
+    groups: Groups
+    shards: int
+    size: int
+    wide: int
+    cast: int
+    own: int
+    tied: bool
+    keep: bool
+    accumulated: bool
+
+    def bytes_of(self, elements: int, *, new: bool) -> int:
+        """Gradients, the reduce-scatter's input, its output, and where it is not counted as a gradient yet its cast."""
+        out = self.wide + (self.cast if new else 0)
+        return (self.size + self.wide) * elements + out * elements // self.shards
+
+    def to_come(self, elements: int) -> int:
+        """Of this rank's gradients, those that are not there yet."""
+        return 0 if self.accumulated else self.own * elements // self.shards
+
+    @property
+    def table(self) -> int:
+        """Trained elements of the input embedding, or of the tail that it is tied to."""
+        return self.groups.tail_trained if self.tied else self.groups.embedding_trained
+
+    @property
+    def waiting(self) -> int:
+        """A tied head's half, which waits for the table's own."""
+        return self.groups.tail_trained * self.size if self.tied else 0
+
+    @property
+    def of_a_block(self) -> int:
+        """All of a block's gradients, its weights still gathered."""
+        return self.groups.layer_gradients * self.size
+
+    def head(self) -> int:
+        """While the head's are reduced."""
+        groups, tail = self.groups, self.groups.tail_trained * self.size
+        first = self.bytes_of(groups.layer_trained, new=True) + self.waiting - (groups.layer if self.keep else 0)
+        found = max(first, (0 if self.keep else groups.layer) + tail + self.of_a_block)
+        return found if self.tied else max(found, self.bytes_of(groups.tail_trained, new=True))
+
+    def end(self, halves: int, unreduced: int) -> int:
+        """While the last are reduced; `unreduced`: bytes that an all-reduce after it counts."""
+        groups, tail = self.groups, self.groups.tail_trained * self.size
+        before, coming = groups.layer_trained * self.size, self.to_come(self.table)
+        last = self.bytes_of(groups.layer_trained, new=self.accumulated)
+        found = last + max(groups.embedding, self.waiting) - coming
+        if self.tied:
+            found = max(found, groups.tail + (halves - 1) * tail + before - coming)
+        else:
+            found = max(found, groups.embedding + self.size * self.table + before - coming)
+        found = max(found, self.bytes_of(self.table, new=self.accumulated))
+        other = groups.embedding if self.keep else max(groups.layer, groups.embedding)
+        missing = self.to_come(groups.layer_trained + self.table) + unreduced
+        twice = groups.tail if self.tied else 0
+        return max(found, groups.layer + other + before + self.waiting + self.of_a_block - missing + twice)
+
+
 def _reducing(
     model: ModelSpec,
     groups: Groups,
@@ -227,47 +296,26 @@ def _reducing(
     Source: PyTorch 2.13 `_fsdp_collectives.py` (foreach_reduce), `_fsdp_param_group.py` (reduce_scatter_states,
     _all_reduce_state).
     """
-    shards = setup.shards
-    size = SIZE_BYTES[trained.dtype]
+    shards, size, own = setup.shards, SIZE_BYTES[trained.dtype], SIZE_BYTES[local.dtype]
     in_fp32 = setup.tensor_degree > 1 and setup.autocast_dtype is not None  # transformers' policy reduces in fp32
     wide = SIZE_BYTES["fp32"] if in_fp32 else size
-    cast = SIZE_BYTES[local.dtype] if SIZE_BYTES[local.dtype] != wide else 0
-
-    def reducing(elements: int, *, new: bool) -> int:
-        """Gradients, the reduce-scatter's input, its output, and where it is not counted as a gradient yet its cast."""
-        return (size + wide) * elements + (wide + (cast if new else 0)) * elements // shards
-
-    full = groups.layer_gradients * size  # all of a block's gradients, its weights still gathered
-
-    tail = groups.tail_trained * size
-    before = groups.layer_trained * size
-    waiting = tail if model.tied else 0
-    head = reducing(groups.layer_trained, new=True) + waiting - (groups.layer if keep else 0)
-    head = max(head, (0 if keep else groups.layer) + tail + full)
-    table = groups.tail_trained if model.tied else groups.embedding_trained
-    coming = 0 if accumulated else SIZE_BYTES[local.dtype] * table // shards  # of this rank's gradients, not there yet
-    end = reducing(groups.layer_trained, new=accumulated) + max(groups.embedding, waiting) - coming
-    if model.tied:
-        end = max(end, groups.tail + (halves - 1) * tail + before - coming)
-    else:
-        head = max(head, reducing(groups.tail_trained, new=True))
-        end = max(end, groups.embedding + size * table + before - coming)
-    end = max(end, reducing(table, new=accumulated))
+    cast = own if own != wide else 0
+    way = _Reduction(
+        groups=groups, shards=shards, size=size, wide=wide, cast=cast, own=own, tied=model.tied, keep=keep,
+        accumulated=accumulated,
+    )  # fmt: skip
     apart = cast or setup.offload == "parameters"  # from the gradients that are counted, or not on the device
     reduced = wide * trained.num // shards if apart and setup.shards < setup.data_degree else 0
-    unreduced = wide * (groups.layer_trained + table) // shards
-    missing = 0 if accumulated else SIZE_BYTES[local.dtype] * (groups.layer_trained + table) // shards
-    other = groups.embedding if keep else max(groups.layer, groups.embedding)
-    missing += unreduced if reduced else 0
-    end = max(end, groups.layer + other + before + waiting + full - missing + (groups.tail if model.tied else 0))
-    matrix = size * min(groups.matrix, groups.layer_trained)
+    unreduced = wide * (groups.layer_trained + way.table) // shards
     buffer = "reduce-scatter buffer"
     return [
-        gradients_held("gradients being reduced", max(0, head), "head"),
-        gradients_held("one matrix's unsharded gradient", matrix, "first", "last"),
-        gradients_held(buffer, tail, "first"),
-        gradients_held(buffer, before + waiting, "last"),
-        gradients_held("last gradients being reduced", end, "end"),
+        gradients_held("gradients being reduced", max(0, way.head()), "head"),
+        gradients_held(
+            "one matrix's unsharded gradient", size * min(groups.matrix, groups.layer_trained), "first", "last"
+        ),
+        gradients_held(buffer, groups.tail_trained * size, "first"),
+        gradients_held(buffer, groups.layer_trained * size + way.waiting, "last"),
+        gradients_held("last gradients being reduced", way.end(halves, unreduced if reduced else 0), "end"),
         gradients_held("all-reduced gradients before the cast", max(0, reduced - unreduced), "last"),
         gradients_held("all-reduced gradients before the cast", reduced, "end"),
     ]

@@ -1,5 +1,6 @@
 """What FSDP2 (and ZeRO-3) gathers at once: the communication groups of a model, in bytes and trained elements."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -55,35 +56,51 @@ def gathered_groups(model: ModelSpec, inner: TrainSetup, shards: int) -> Groups:
     return _groups(model, inner.trusted_with(attention="", loss="", checkpointing=0, micro_batch_seqs=1), shards)
 
 
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """One block: bytes as gathered, elements that train and that have gradients, its largest trained matrix, and what
+    padding adds to frozen and to trained weights."""
+
+    size: int
+    trained: int
+    gradients: int
+    matrix: int
+    padding: tuple[int, int]
+
+
+def _block(layer: LayerSpec, adapted_ones: Iterable[LinearSpec], inner: TrainSetup, shards: int) -> _Block:
+    full = inner.method == "full"
+    plain = SIZE_BYTES["fp32" if inner.kbit_fp32_cast else inner.weight_dtype]
+    own, rows, matrix = 0, 0, 0
+    for one in adapted_ones:
+        own += lora_params(one, inner.lora_rank)
+        ranks = lora_rank(one, inner.lora_rank) * one.num
+        rows += (padded(ranks, shards) - ranks) * one.in_features
+        matrix = max(matrix, ranks * max(one.in_features, one.out_features))
+    if full:
+        whole = (one.in_features * one.out_features for one in layer.linears if one.module != "parameter")
+        matrix = max(matrix, *whole, 0)
+    stacks = sum(
+        (padded(one.num, shards) - one.num) * one.in_features * one.out_features
+        for one in layer.linears
+        if one.module == "parameter" and one.num > 1
+    )
+    adapters = (own + rows) * SIZE_BYTES[inner.resolved_adapter_dtype]
+    return _Block(
+        _layer_bytes(layer, inner, plain) + stacks * plain + adapters,
+        layer.num_params + stacks if full else own + rows,
+        layer.num_params if full else own,
+        matrix,
+        (0, stacks) if full else (stacks, rows),
+    )
+
+
 @lru_cache(maxsize=512)
 def _groups(model: ModelSpec, inner: TrainSetup, shards: int) -> Groups:
     full = inner.method == "full"
     plain = SIZE_BYTES["fp32" if inner.kbit_fp32_cast else inner.weight_dtype]
-    adapter_size = SIZE_BYTES[inner.resolved_adapter_dtype]
     adapters = {} if full else {id(layer): linears for layer, _, linears in adapted(model, inner)}
-    sizes, trained, gradients, matrices = [0], [0], [0], [0]
-    total = frozen_padding = trained_padding = 0
-    for layer, num in model.layer_counts:
-        own, rows = 0, 0
-        for one in adapters.get(id(layer), ()):
-            own += lora_params(one, inner.lora_rank)
-            ranks = lora_rank(one, inner.lora_rank) * one.num
-            rows += (padded(ranks, shards) - ranks) * one.in_features
-            matrices.append(ranks * max(one.in_features, one.out_features))
-        stacks = sum(
-            (padded(one.num, shards) - one.num) * one.in_features * one.out_features
-            for one in layer.linears
-            if one.module == "parameter" and one.num > 1
-        )
-        size = _layer_bytes(layer, inner, plain) + stacks * plain + (own + rows) * adapter_size
-        sizes.append(size)
-        trained.append(layer.num_params + stacks if full else own + rows)
-        gradients.append(layer.num_params if full else own)
-        if full:
-            matrices += [one.in_features * one.out_features for one in layer.linears if one.module != "parameter"]
-        total += num * size
-        frozen_padding += 0 if full else num * stacks
-        trained_padding += num * (stacks if full else rows)
+    blocks = [(_block(layer, adapters.get(id(layer), ()), inner, shards), num) for layer, num in model.layer_counts]
     norm = sum(one.num_params for one in model.outer_norms[-1:])
     tables = max((table.num_params for table in model.embeddings), default=0)
     others = model.num_embedding_params - tables
@@ -92,17 +109,17 @@ def _groups(model: ModelSpec, inner: TrainSetup, shards: int) -> Groups:
     outer += sum(layer.num_params * num for layer, num in model.idle_layers) + model.num_idle_other_params
     tail = norm + model.num_head_params + (tables if model.tied else 0)
     return Groups(
-        layer=max(sizes),
-        layers=total,
+        layer=max((one.size for one, _ in blocks), default=0),
+        layers=sum(num * one.size for one, num in blocks),
         embedding=0 if model.tied else tables * plain,
         tail=tail * plain,
         root=outer * plain,
-        layer_trained=max(trained),
-        layer_gradients=max(gradients),
+        layer_trained=max((one.trained for one, _ in blocks), default=0),
+        layer_gradients=max((one.gradients for one, _ in blocks), default=0),
         embedding_trained=tables if full and not model.tied else 0,
         tail_trained=tail if full else 0,
-        matrix=max(matrices),
-        padding=(frozen_padding, trained_padding),
+        matrix=max((one.matrix for one, _ in blocks), default=0),
+        padding=(sum(num * one.padding[0] for one, num in blocks), sum(num * one.padding[1] for one, num in blocks)),
     )
 
 

@@ -76,6 +76,11 @@ def tensor_refuses(model: ModelSpec, setup: TrainSetup) -> str:
         return f"{setup.optimizer} has no step for tensor parallelism's DTensors (bitsandbytes issue 1633)"
     if model.is_encoder_decoder:
         return f"transformers has no tensor-parallel plan for {model.model_type} (base_model_tp_plan)"
+    return _layers_refuse(model, degree)
+
+
+def _layers_refuse(model: ModelSpec, degree: int) -> str:
+    """Why the matrices of some layer cannot be split over so many GPUs, "" where all can."""
     for layer in model.layer_kinds:
         for one in layer.linears:
             if one.role not in _TENSOR_ROLES:

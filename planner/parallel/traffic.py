@@ -81,17 +81,18 @@ def traffic_of(part: ModelSpec, setup: TrainSetup, conditions: Conditions = CURR
     return found[1]
 
 
+def _quantized_weights(part: ModelSpec) -> int:
+    """Of all its layers, those that a quantized base packs."""
+    linears = ((one, count) for layer, count in part.layer_counts for one in layer.linears)
+    return sum(count * one.num_weights for one, count in linears if one.quantizes)
+
+
 def _count(part: ModelSpec, setup: TrainSetup, conditions: Conditions) -> Traffic:
     flow = flow_of(computed(setup, conditions))
     sharded = setup.parallel in ("zero1", "zero2", "zero3", "fsdp2")
     held = SIZE_BYTES[flow.autocast or flow.table] if setup.parallel == "fsdp2" else SIZE_BYTES[flow.table]
     layers = part.num_layers
-    quantized = sum(
-        count * linear.num_weights
-        for layer, count in part.layer_counts
-        for linear in layer.linears
-        if linear.quantizes and setup.quantized
-    )
+    quantized = _quantized_weights(part) if setup.quantized else 0
     in_layers = sum(layer.num_params * count for layer, count in part.layer_counts)
     layer_bytes = (in_layers - quantized) * held + quantized * _QUANTIZED_BYTES.get(setup.quantization, 0.0)
     outside = part.num_params - in_layers
