@@ -3,14 +3,11 @@
 import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from heapq import nlargest
 from typing import Any
 
 from planner.calibration_bands import dry_run_band, memory_band
-from planner.choices.kernels import KERNELS
-from planner.choices.losses import LOSSES
-from planner.choices.optimizers import OPTIMIZERS
+from planner.decision.simplicity import point_simplicity
 from planner.decision.spreads import Spread, SpreadKey, spread_key, spread_order, spreads
 from planner.engines import why_not
 from planner.errors import SetupError
@@ -35,36 +32,6 @@ KEEP = 96
 """How many of the fastest points of a node are kept as candidates."""
 TIE_FRACTION = 0.01
 """Spreads closer than this in speed are a tie, far below the speed model's error: the simpler one wins."""
-SIMPLE_FIRST = {
-    "precision": ("bf16-autocast", "bf16-mixed", "fp16-autocast", "fp16-mixed", "fp32", "bf16-pure"),
-    "attention": ("sdpa", "flash-attention-2", "eager"),
-    "quantization": ("none", "nf4-double", "nf4", "int8"),
-}
-"""Values in the order of what runs in more tools, needs fewer extra packages and loses less; values not listed come
-last."""
-
-
-def simplicity(setup: TrainSetup) -> int:
-    """How far a setup is from the simplest, summed over the dimensions; smaller is simpler."""
-    return (
-        spread_order(setup)
-        + OPTIMIZERS[setup.optimizer].simplicity
-        + LOSSES[setup.loss].simplicity
-        + KERNELS[setup.kernels].simplicity
-        + setup.activation_offload
-        + (setup.checkpointing > 1)  # not every tool can, and a little memory alone is no reason
-        + setup.selective_checkpointing
-        + sum(
-            values.index(getattr(setup, name)) if getattr(setup, name) in values else len(values)
-            for name, values in SIMPLE_FIRST.items()
-        )
-    )
-
-
-@lru_cache(maxsize=1 << 14)
-def _simplicity(shared: TrainSetup, attention: str, loss: str, optimizer: str) -> int:
-    """That of a walked point, which is asked for again and again."""
-    return simplicity(shared.trusted_with(attention=attention, loss=loss, optimizer=optimizer))
 
 
 def node_of_setup(setup: TrainSetup) -> str:
@@ -121,7 +88,7 @@ class NodeFacts:
             return None
 
         def preference(point: Point) -> tuple[bool, int, int]:
-            simple = _simplicity(point.shared, point.attention, point.loss, point.optimizer)
+            simple = point_simplicity(point.shared, point.attention, point.loss, point.optimizer)
             return not self.surely_fits(point), simple, point.peak_device_bytes
 
         return min(near_fastest([entry[2] for entry in entries], self.given_fraction), key=preference)
