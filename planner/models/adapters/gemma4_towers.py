@@ -44,6 +44,7 @@ def vision_tower(given: Fields, text_width: int) -> Tower:
     head_dim = vision.count("head_dim")
     patch = vision.count("patch_size")
     bias = vision.flag("attention_bias", False)
+    norms = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
     layer = LayerSpec(
         kind="vision",
         linears=(
@@ -56,15 +57,7 @@ def vision_tower(given: Fields, text_width: int) -> Tower:
             linear("mlp.down_proj.linear", "other", inner, width),
         ),
         norms=(
-            *(
-                norm(name, width)
-                for name in (
-                    "input_layernorm",
-                    "post_attention_layernorm",
-                    "pre_feedforward_layernorm",
-                    "post_feedforward_layernorm",
-                )
-            ),
+            *(norm(name, width) for name in norms),
             norm("self_attn.q_norm", head_dim, rows=num_heads),
             norm("self_attn.k_norm", head_dim, rows=num_kv),
         ),
@@ -86,10 +79,38 @@ def audio_tower(given: Fields, text_width: int) -> Tower:
     width = audio.count("hidden_size")
     num_heads = audio.count("num_attention_heads", kind="heads")
     audio.divides("num_attention_heads", num_heads, "hidden_size", width)
-    kernel = audio.count("conv_kernel_size")
     output = audio.count("output_proj_dims")
     first, second = _channels(audio)
-    layer = LayerSpec(
+    # a per-dim scale, a depthwise convolution
+    layer = _conformer_layer(width, width // num_heads + width * audio.count("conv_kernel_size"))
+    convolutions = first * 9 + first + second * first * 9 + second  # two 3 x 3 convolutions with their norms
+    return [
+        (layer, audio.count("num_hidden_layers", kind="layers")),
+        _part(
+            "model.audio_tower.subsample_conv_projection",
+            linear("input_proj_linear", "other", first // 4 * second, width),
+        ),
+        _part("model.audio_tower", linear("output_proj", "other", width, output, True)),
+        _part("model.embed_audio", linear("embedding_projection", "other", output, text_width)),
+    ], convolutions
+
+
+_CONFORMER_NORMS = (
+    "feed_forward1.pre_layer_norm",
+    "feed_forward1.post_layer_norm",
+    "feed_forward2.pre_layer_norm",
+    "feed_forward2.post_layer_norm",
+    "lconv1d.pre_layer_norm",
+    "lconv1d.conv_norm",
+    "norm_pre_attn",
+    "norm_post_attn",
+    "norm_out",
+)
+
+
+def _conformer_layer(width: int, num_other_params: int) -> LayerSpec:
+    """Attention and a convolution between two MLPs."""
+    return LayerSpec(
         kind="audio",
         linears=(
             *(
@@ -105,35 +126,12 @@ def audio_tower(given: Fields, text_width: int) -> Tower:
             linear("lconv1d.linear_start.linear", "other", width, 2 * width),
             linear("lconv1d.linear_end.linear", "other", width, width),
         ),
-        norms=tuple(
-            norm(name, width)
-            for name in (
-                "feed_forward1.pre_layer_norm",
-                "feed_forward1.post_layer_norm",
-                "feed_forward2.pre_layer_norm",
-                "feed_forward2.post_layer_norm",
-                "lconv1d.pre_layer_norm",
-                "lconv1d.conv_norm",
-                "norm_pre_attn",
-                "norm_post_attn",
-                "norm_out",
-            )
-        ),
+        norms=tuple(norm(name, width) for name in _CONFORMER_NORMS),
         attention=None,
         mlp=None,
-        num_other_params=width // num_heads + width * kernel,  # per-dim scale, depthwise convolution
+        num_other_params=num_other_params,
         path="model.audio_tower.layers",
     )
-    convolutions = first * 9 + first + second * first * 9 + second  # two 3 x 3 convolutions with their norms
-    return [
-        (layer, audio.count("num_hidden_layers", kind="layers")),
-        _part(
-            "model.audio_tower.subsample_conv_projection",
-            linear("input_proj_linear", "other", first // 4 * second, width),
-        ),
-        _part("model.audio_tower", linear("output_proj", "other", width, output, True)),
-        _part("model.embed_audio", linear("embedding_projection", "other", output, text_width)),
-    ], convolutions
 
 
 def _channels(audio: Fields) -> tuple[int, int]:
