@@ -13,11 +13,12 @@ import torch
 from benchmarks.image_models import configs
 from benchmarks.images import METHODS, setup_of, spec_of
 from planner.choices.images import Images
-from planner.errors import SetupError
+from planner.errors import SetupError, UnknownModelError
 from planner.gpus import find_gpu
 from planner.kernels import missing_kernels
 from planner.memory.model import predict_memory
 from planner.models import catalogue
+from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.models.towers import image_tokens, tower_of
 from planner.peaks import Family, Rank, SharedLayers, distinct_parts
@@ -57,8 +58,6 @@ def shallow(name: str) -> dict[str, Any]:
 
 def model_of(name: str, config: Mapping[str, Any]) -> ModelSpec:
     """The formula's model of a shallow copy."""
-    from planner.models.adapters import spec_from_config
-
     if name == GEMMA:
         return spec_from_config(config, model_id=name, source="test")
     return spec_of(name, dict(config))
@@ -190,6 +189,9 @@ def test_what_has_no_eyes_is_refused_by_name() -> None:
     assert unknown is not None
     with pytest.raises(SetupError, match="what gemma4 makes of a picture is not known here"):
         image_tokens(unknown, Images(width=512, height=512))
+    with pytest.raises(UnknownModelError, match="turns sound into text") as heard:
+        spec_from_config({"model_type": "whisper", "d_model": 768}, model_id="w", source="test")
+    assert "plan trace" in heard.value.hint
     for changes in ({"packing": True}, {"attention": "eager"}, {"objective": "dpo"}, {"kernels": "liger"}):
         with pytest.raises(SetupError, match="images are not planned with"):
             TrainSetup(images=Images(width=512, height=512), **changes)
