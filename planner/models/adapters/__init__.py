@@ -95,8 +95,7 @@ def _from_tree(fields: Fields, model_type: str) -> ModelSpec:
 
     if model_type in HEARING:
         raise UnknownModelError(
-            f"model_type {shown(model_type)} turns sound into text: no plan is made for it, none of the formula's steps "
-            "is that of its trainer",
+            f"model_type {shown(model_type)} turns sound into text: such models are not planned",
             hint="plan trace --gpu GPU -- python PROGRAM executes your training program and says what memory it takes",
         )
     for name, kind in (("hidden_size", "width"), ("num_hidden_layers", "layers"), ("vocab_size", "vocab")):
